@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import field
 from itertools import count
 from types import MappingProxyType
@@ -130,6 +130,16 @@ def topological_order(roots: Iterable[Value]) -> tuple[Node, ...]:
                 order[node] = None
                 stack.pop()
     return tuple(order)
+
+
+def together(graph: Graph, sent: Container[Node] = ()) -> tuple[Node, ...]:
+    """The nodes in order; what only a new state needs, and what is `sent`, straight behind the last that it reads."""
+    place: dict[Node, tuple[int, int]] = {}
+    for at, node in enumerate(topological_order(graph.outputs.values())):
+        place[node] = (at, -1)
+    for at, node in enumerate(n for n in graph.nodes if n not in place or n in sent):
+        place[node] = (max((place[s.node][0] for s in node.inputs if not s.node.is_leaf), default=-1), at)
+    return tuple(sorted(graph.nodes, key=place.__getitem__))
 
 
 def names(graph: Graph) -> dict[Node, str]:

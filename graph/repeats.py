@@ -1,7 +1,8 @@
 """Where a graph repeats itself, and the short graph that stands for it.
 
 The nodes of a model of many layers come again after some number of nodes, but for their leaves.  `repeats_of` finds
-such runs by their structure; no layer is known by name.  `shortened` keeps a few of them::
+such runs by their structure; no layer is known by name.  Nodes are numbered as they stand `together`, so that a run has
+what only its own new states need.  `shortened` keeps a few of the runs::
 
     before  run run run run ... run  after        long
     before  run run  after                        short, whose nodes are called by their numbers
@@ -18,7 +19,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from .graph import Graph, names
+from .graph import Graph, names, together
 from .node import Node, Value
 from .records import dataclass
 
@@ -68,12 +69,13 @@ class Repeats:
 def repeats_of(graph: Graph) -> Repeats | None:
     """The runs that make up most of `graph`; None if no run comes three times."""
     kinds: dict[object, int] = {}
-    keys = [kinds.setdefault((n.op, tuple(n.attrs.items()), n.specs), len(kinds)) for n in graph.nodes]
+    nodes = together(graph)
+    keys = [kinds.setdefault((n.op, tuple(n.attrs.items()), n.specs), len(kinds)) for n in nodes]
     length, first, last = _longest(np.array(keys))
     if not length:
         return None
-    place = {node: at for at, node in enumerate(graph.nodes)}
-    reads = [[None if s is None else (place[s.node], s.index) for s in node.src] for node in graph.nodes]
+    place = {node: at for at, node in enumerate(nodes)}
+    reads = [[None if s is None else (place[s.node], s.index) for s in node.src] for node in nodes]
     first, last = _matching(reads, length, first, last)
     spans = [(j, i) for i in range(first, last) for j, again in _sources(reads, i, length) if again != j]
     first = _narrowest(spans, length, first, last)
@@ -146,7 +148,7 @@ def _is_sound(
     graph: Graph, found: Repeats, place: dict[Node, int], reads: Sequence[Sequence[tuple[int, int] | None]]
 ) -> bool:
     """Whether runs read no further back than `Repeats` says, leaves are their own, and states stay in their run."""
-    nodes, at = graph.nodes, found.run_of
+    nodes, at = [*place], found.run_of
     carried = [found.first_of(BEFORE) + place for place in found.carried]
     if any(number < 0 or nodes[number].is_leaf for number in carried):
         return False
@@ -199,10 +201,20 @@ class Shortened:
         return RunsOf(self).kinds(graph)
 
     @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes of `long` by their numbers."""
+        return together(self.long)
+
+    @cached_property
+    def numbered(self) -> tuple[Node, ...]:
+        """The nodes of `short` by their numbers."""
+        return together(self.short)
+
+    @cached_property
     def called(self) -> tuple[str, ...]:
         """What the nodes of `long` are called."""
         known = names(self.long)
-        return tuple([known[node] for node in self.long.nodes])
+        return tuple([known[node] for node in self.nodes])
 
     def renamed(self, name: str, run: int, kind: int) -> str:
         """What has this name in `short`, as it is called in a run of that kind."""
@@ -249,18 +261,19 @@ def parts(name: str) -> tuple[int, str]:
 def shortened(graph: Graph, repeats: Repeats, times: int) -> Shortened | None:
     """`graph` with so many of its runs; None where the nodes of such a graph come in another order."""
     first, behind = repeats.first_of(times), repeats.first_of(repeats.times)
-    made: dict[Node, Node] = {}
+    nodes, made = together(graph), dict[Node, Node]()
     stands_for: dict[Node, Node] = {}  # what is behind the runs reads the last one that is left
-    for number, node in enumerate((*graph.nodes[:first], *graph.nodes[behind:])):
+    for number, node in enumerate((*nodes[:first], *nodes[behind:])):
         sources = [None if s is None else (stands_for.get(s.node) or made[s.node], s.index) for s in node.src]
         src = tuple([None if s is None else Value(*s) for s in sources])
         made[node] = Node(node.op, src, node.attrs, node.specs, str(number))
         if number == first - 1:
             last = range(behind - repeats.length, behind)
-            stands_for = {graph.nodes[at]: made[graph.nodes[at - behind + first]] for at in last}
+            stands_for = {nodes[at]: made[nodes[at - behind + first]] for at in last}
     short = Graph(
         {name: Value(made[v.node], v.index) for name, v in graph.outputs.items()},
         {Value(made[a.node]): Value(made[b.node], b.index) for a, b in graph.updates.items() if a.node in made},
     )
-    in_order = [n.name for n in short.nodes] == [str(at) for at in range(len(made))]
-    return Shortened(graph, short, repeats, times) if in_order else None
+    of = Shortened(graph, short, repeats, times)
+    in_order = [n.name for n in of.numbered] == [str(at) for at in range(len(made))]
+    return of if in_order else None

@@ -10,16 +10,17 @@ from ...backends.abilities import overlaps
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
+from ...graph.repeats import Repeats, repeats_of
 from ..layout import REPLICATE, Layout, Local
 from ..lowering.lane import Devices, lanes_of
 from ..machines.hardware import Hardware
 from ..plan import Cuts, Host, Plan
-from ..sharding.assign import assign
+from ..sharding.assign import Assignment, assign
 from ..sharding.axes import Factor
-from ..sharding.chunks import COUNTS, in_chunks, tokens_of
+from ..sharding.chunks import COUNTS, WHOLE, Chunks, laid_in_chunks, tokens_of
 from ..sharding.emit import Sharded, shard
 from ..sharding.factors import Factors
-from ..sharding.layers import NOTHING_HELD, even_shares, layer_split, placed_like
+from ..sharding.layers import NOTHING_HELD, Placement, even_shares, layer_split, placed_like
 from ..sharding.layers import place as place_nodes
 from ..sharding.pins import (
     NO_PINS,
@@ -36,9 +37,9 @@ from ..sharding.pins import (
     unable,
     wished,
 )
-from ..sharding.rows import GAIN, assign_rows
+from ..sharding.rows import GAIN, with_less_work, with_rows
 from ..sharding.search import NO_LEAVES, Choice, Search, all_cuts_of, cuts_of, deal, factors_at
-from ..sharding.teams import Teams, compose, stages_like, teams_by, teams_like
+from ..sharding.teams import Composed, Teams, compose, stages_like, teams_by, teams_like
 from ..spelling import spelled_out
 from .fits import by_memory, shortage, spilled
 from .repeating import Repeated, repeated
@@ -82,6 +83,10 @@ class Planning:
     def search(self) -> Search:
         return Search(self.graph, Factors(self.graph))
 
+    @cached_property
+    def repeats(self) -> Repeats | None:
+        return repeats_of(self.graph)
+
     @property
     def factors(self) -> Factors:
         return self.search.factors
@@ -103,10 +108,7 @@ class Planning:
         """Over weights and states that lie on the devices already."""
         if (teams := teams_like([lane.program for lane in earlier.lanes])) is not None:
             where = stages_like(self.graph, earlier.leaves, teams)
-            sharded, cuts = compose(
-                self.graph, where, teams, earlier.cuts, self.proportions, self.hardware, earlier.leaves
-            )
-            return self._plan(self._able(sharded), cuts, ("an earlier plan's layout",), {})
+            return self._composed(where, teams, earlier.cuts, ("an earlier plan's layout",), earlier.leaves)
         held = lying(self.graph, earlier.leaves)
         stored = [earlier.leaves[v.node.name] for v in (*earlier.graph.weights, *earlier.graph.states)]
         if stored and all(isinstance(layout, Local) for layout in stored):
@@ -138,7 +140,7 @@ class Planning:
         works, the others of the group wait."""
         hardware = self.hardware if len(self.group) == 1 else self.hardware.alone
         first = Planning(self.graph, self.group[:1], (), hardware)
-        first.doubt = self.doubt
+        first.doubt, first.repeats = self.doubt, self.repeats
         if not self.wished and not unable([self.graph], [{}], self.group[:1]):
             return first.whole()
         base = {
@@ -151,7 +153,8 @@ class Planning:
         time."""
         if (
             not self.doubt
-            and (short := repeated(self.graph, self.group, frozenset(), (1.0,), self.hardware)) is not None
+            and (short := repeated(self.graph, self.repeats, self.group, frozenset(), (1.0,), self.hardware))
+            is not None
         ):
             return Plan(self.graph, short.lanes, short.leaves, short.outputs, frozenset(), reasons, self.hardware)
         leaves = {n.name: REPLICATE for n in self.graph.nodes if n.is_leaf}
@@ -242,20 +245,42 @@ class Planning:
         held = self.shares or by_memory([device for _, device in self.group])
         where = layer_split(self.graph, [sum(held[d] for d in team) for team in teams])
         cuts = all_cuts_of(self.graph, self.factors, choice.factors)
-        sharded, made = compose(self.graph, where, teams, cuts, self.proportions, self.hardware)
         shown = [", ".join(self.names[d] for d in (team[0], team[-1])) for team in teams]
         notes = [f"stage {s} of the layers is on {name}" for s, name in enumerate(shown)]
-        plan = self._plan(self._able(sharded), made, (*choice.considered, *notes), {})
+        plan = self._composed(where, teams, cuts, (*choice.considered, *notes))
         if teams_like([lane.program for lane in plan.lanes]) is None:
             raise PlanError("split mode layer,tensor finds nothing to cut within a stage; use layer")
         return plan
+
+    def _composed(
+        self,
+        where: Placement,
+        teams: Teams,
+        cuts: Cuts,
+        why: tuple[str, ...],
+        earlier: Mapping[str, Layout] | None = None,
+    ) -> Plan:
+        """The nodes in stages, each cut among its team."""
+
+        def composed(chunks: Chunks = WHOLE) -> Composed:
+            return compose(self.graph, where, teams, cuts, self.proportions, self.hardware, earlier, chunks)
+
+        def chunked(chunks: Chunks, note: str) -> Plan | None:
+            made = composed(chunks)
+            if not made.has_chunks or unable(made.sharded.graphs, made.sharded.origins, self.group):
+                return None
+            return self._plan(made.sharded, made.cuts, (*why, note), {})
+
+        first = composed()
+        plan = self._plan(self._able(first.sharded), first.cuts, why, {})
+        return _in_chunks(plan, chunked) if first.has_chunks and overlaps(self.group) else plan
 
     def first(self, devices: int) -> Planning:
         """The same for the first devices of the group."""
         if devices == len(self.group):
             return self
         few = Planning(self.graph, self.group[:devices], (), self.hardware, use=self.use)
-        few.search, few.doubt = self.search, self.doubt
+        few.search, few.doubt, few.repeats = self.search, self.doubt, self.repeats
         return few
 
     def over(self, plan: Plan, graph: Graph) -> Plan:
@@ -277,8 +302,8 @@ class Planning:
             return pins if nodes or pins.leaves else NO_PINS
 
         def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
-            pins, devices = given(nodes), len(self.group)
-            laid = assign_rows(self.graph, self.factors, choice.factors, pins, devices, self.hardware)
+            parts = self.graph, self.factors, choice.factors, given(nodes)
+            laid = with_rows(*parts, len(self.group), self.hardware, assign(*parts))
             return nodes, shard(self.graph, self.factors, laid, shares)
 
         where, sharded = self._built(first, build)
@@ -291,14 +316,17 @@ class Planning:
         made = plan(sharded)
         if not overlaps(self.group):
             return made
-        laid = assign(self.graph, self.factors, choice.factors, given(where))
+        parts = self.graph, self.factors, choice.factors, given(where)
+        laid = assign(*parts)
         if (tokens := tokens_of(laid, self.factors)) is None:
             return made
-        whole = shard(self.graph, self.factors, laid, shares)
 
-        def chunked(count: int, note: str) -> Plan | None:
-            graphs = in_chunks(whole, self.factors, tokens, count)
-            return None if unable(graphs.graphs, graphs.origins, self.group) else plan(graphs, note)
+        def chunked(chunks: Chunks, note: str) -> Plan | None:
+            of: Assignment | None = laid
+            if chunks.saving is not None:
+                of = with_less_work(*parts, len(self.group), self.hardware, laid, tokens, chunks.saving)
+            graphs = None if of is None else laid_in_chunks(self.graph, self.factors, of, shares, tokens, chunks.count)
+            return None if graphs is None or unable(graphs.graphs, graphs.origins, self.group) else plan(graphs, note)
 
         return _in_chunks(made, chunked)
 
@@ -307,7 +335,8 @@ class Planning:
         if self.wished or self.doubt or decided(self.graph, self.group):
             return None
         every = all_cuts_of(self.graph, self.factors, choice.factors)
-        if (made := repeated(self.graph, self.group, every, self.proportions, self.hardware, lies)) is None:
+        made = repeated(self.graph, self.repeats, self.group, every, self.proportions, self.hardware, lies)
+        if made is None:
             return None
         cuts, shares = cuts_of(self.graph, self.factors, choice.factors, made.leaves), tuple(self.shares)
 
@@ -318,7 +347,7 @@ class Planning:
         first, in_chunks = plan(made), made.in_chunks
         if in_chunks is None:
             return first
-        return _in_chunks(first, lambda count, note: None if (of := in_chunks(count)) is None else plan(of, note))
+        return _in_chunks(first, lambda chunks, note: None if (of := in_chunks(chunks)) is None else plan(of, note))
 
     def _built(
         self, pins: Mapping[Node, Pin], build: Callable[[Mapping[Node, Pin]], tuple[Mapping[Node, Pin], Sharded]]
@@ -346,17 +375,30 @@ class Planning:
         )
 
 
-def _in_chunks(made: Plan, chunked: Callable[[int, str], Plan | None]) -> Plan:
+def _in_chunks(made: Plan, chunked: Callable[[Chunks, str], Plan | None]) -> Plan:
     """`made`, or one of the plans in which sums over devices are taken in chunks of tokens, if one costs less by more
-    than predictions are good for; in more chunks, as long as enough is left to be hidden.  ``chunked(count, note)`` is
-    such a plan, if there is one."""
+    than predictions are good for; in more chunks, as long as enough is left to be hidden.  ``chunked(chunks, note)`` is
+    such a plan, if there is one.
+
+    Where chunks are dealt, of each sum the reduce-scatter of the last one and the all-gather of the first have nothing
+    beside them: dealing has to save more than that takes.
+    """
     best, least = made, made.cost.total * (1 - GAIN)
     enough, waiting = made.cost.total - least, made.cost.collectives - made.cost.hidden
     for count in COUNTS:
-        if waiting >= enough and (one := chunked(count, f"tokens go in {count} chunks from sum to sum")) is not None:
-            waiting = one.cost.collectives - one.cost.hidden
-            if one.cost.total < least:
-                best, least = one, one.cost.total
+        if (
+            waiting < enough
+            or (one := chunked(Chunks(count), note := f"tokens go in {count} chunks from sum to sum")) is None
+        ):
+            break
+        waiting = one.cost.collectives - one.cost.hidden
+        if one.cost.total < least:
+            best, least = one, one.cost.total
+        saving = max(0.0, one.cost.total - waiting + one.cost.collectives / count - least)
+        if (dealt := chunked(Chunks(count, saving), f"{note}, each dealt to the devices")) is None:
+            continue
+        if dealt.cost.total < least:
+            best, least = dealt, dealt.cost.total
     return best
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from ...backends.abilities import overlaps
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...graph.records import dataclass
-from ...graph.repeats import BEFORE, Shortened, parts, repeats_of, shortened
+from ...graph.repeats import BEFORE, Repeats, Shortened, parts, shortened
 from ...ops import op_of
 from ..layout import Layout
 from ..lowering.lane import Devices, Lane, lanes_from, lanes_of
@@ -25,11 +25,11 @@ from ..machines.hardware import Hardware
 from ..plan import Cuts
 from ..sharding.assign import Assignment, assign
 from ..sharding.axes import Factor
-from ..sharding.chunks import in_chunks, tokens_of
+from ..sharding.chunks import Chunks, laid_in_chunks, tokens_of
 from ..sharding.emit import Sharded, shard
 from ..sharding.factors import Factors
 from ..sharding.pins import NO_PINS, unable
-from ..sharding.rows import with_rows
+from ..sharding.rows import with_less_work, with_rows
 from ..sharding.search import deal, factors_at
 from ..sharding.shares import Shares
 
@@ -43,37 +43,38 @@ KINDS, UNEVEN = (1, 2, 4, 8), 0.02
 class Repeated:
     """What a plan has of a graph that repeats itself: lanes, and how leaves and outputs lie on them.
 
-    Where sums over devices have enough tokens, ``in_chunks(count)`` is the same with them in so many chunks, or None if
-    that cannot be repeated.
+    Where sums over devices have enough tokens, ``in_chunks(chunks)`` is the same with them in chunks, or None if that
+    cannot be repeated.
     """
 
     lanes: tuple[Lane, ...]
     leaves: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
-    in_chunks: Callable[[int], Repeated | None] | None = None
+    in_chunks: Callable[[Chunks], Repeated | None] | None = None
 
 
 def repeated(
     graph: Graph,
+    repeats: Repeats | None,
     group: Devices,
     cuts: Cuts,
     proportions: Sequence[float],
     hardware: Hardware,
     lies: Mapping[str, Layout] | None = None,
 ) -> Repeated | None:
-    """`graph` cut over the devices as `cuts` says, by every leaf that has a factor, where weights and states that lie
-    already stay so; None where a short graph saves too little, or devices do not do the same in all runs."""
+    """`graph` with these runs, cut over the devices as `cuts` says, by every leaf that has a factor, where weights and
+    states that lie already stay so; None where a short graph saves too little, or devices do not do the same in all
+    runs."""
     kept = {} if lies is None else {v.node.name: lies.get(v.node.name) for v in (*graph.weights, *graph.states)}
-    repeats = repeats_of(graph)
     if repeats is None or repeats.times * repeats.length * len(group) < WORTH:
         return None
     for runs in (repeats, repeats.without_first()):  # before the first, nothing may have been summed yet
         once = shortened(graph, runs, 1)
         if once is None or (own := _shortened(once, cuts)) is None:
             continue
-        times = min(_kinds_needed(once, own, proportions), runs.times - 1)
-        of = once if times == 1 else shortened(graph, runs, times)
-        made = None if of is None else _laid_out(of, group, cuts, proportions, hardware)
+        first = _Cut(once, group, cuts, proportions, own)
+        cut = first.of_kinds(min(_kinds_needed(first), runs.times - 1))
+        made = None if cut is None else _laid_out(cut, hardware)
         if made is not None and all(made.leaves[name] == layout for name, layout in kept.items()):
             return made
     return None
@@ -82,13 +83,23 @@ def repeated(
 class _Cut:
     """A short graph, and what is cut of it for so many devices."""
 
-    def __init__(self, of: Shortened, group: Devices, cuts: Cuts, proportions: Sequence[float]) -> None:
-        self.of, self.group, self.cuts, self.proportions = of, group, cuts, proportions
-        own = _shortened(of, cuts)
-        assert own is not None, "all runs are cut alike"
+    def __init__(self, of: Shortened, group: Devices, cuts: Cuts, proportions: Sequence[float], own: Cuts) -> None:
+        self.of, self.group, self.cuts, self.proportions, self.own = of, group, cuts, proportions, own
         self.factors = Factors(of.short)
         self.chosen = factors_at(of.short, self.factors, own)
-        self.shares = deal(of.short, self.factors, own, proportions)
+
+    @cached_property
+    def shares(self) -> Shares:
+        return deal(self.of.short, self.factors, self.own, self.proportions)
+
+    def of_kinds(self, times: int) -> _Cut | None:
+        """The same with so many kinds of runs."""
+        return self if times == self.of.times else self._over(shortened(self.of.long, self.of.repeats, times))
+
+    def _over(self, of: Shortened | None) -> _Cut | None:
+        """The same cuts of another short graph."""
+        own = None if of is None else _shortened(of, self.cuts)
+        return None if of is None or own is None else _Cut(of, self.group, self.cuts, self.proportions, own)
 
     @property
     def kinds(self) -> int:
@@ -119,35 +130,42 @@ class _Cut:
         }
         return Repeated(lanes_from(lanes, of), leaves, sharded.outputs)
 
-    def in_chunks(self, count: int) -> Repeated | None:
-        """The same with sums over devices in so many chunks of tokens.  The last run is as those behind it: there sums
-        may be of a few tokens only."""
-        longer = shortened(self.of.long, self.of.repeats.without_last(), self.of.times)
-        if longer is None:
-            return None
-        cut = _Cut(longer, self.group, self.cuts, self.proportions)
-        if (tokens := tokens_of(cut.plain, cut.factors)) is None or not _carries_alike(longer, cut.plain):
-            return None
-        return cut.repeated(in_chunks(cut.emitted(cut.plain), cut.factors, tokens, count))
+    def in_chunks(self, hardware: Hardware, chunks: Chunks) -> Repeated | None:
+        """The same with sums over devices in chunks of tokens.  The last run is as those behind it: there sums may be
+        of a few tokens only.  Before the first nothing may have been dealt yet."""
+        inner = self.of.repeats.without_last()
+        for runs in (inner, inner.without_first()):
+            cut = self._over(shortened(self.of.long, runs, self.of.times)) if runs.times >= self.of.times else None
+            if cut is None or (tokens := tokens_of(cut.plain, cut.factors)) is None:
+                return None
+            parts = cut.of.short, cut.factors, cut.chosen, NO_PINS, len(self.group)
+            laid: Assignment | None = cut.plain
+            if chunks.saving is not None:
+                part = len(cut.of.short.nodes) / len(cut.of.long.nodes)
+                laid = with_less_work(*parts, hardware, cut.plain, tokens, chunks.saving * part)
+            if laid is None:
+                return None
+            if _carries_alike(cut.of, laid):
+                sharded = laid_in_chunks(cut.of.short, cut.factors, laid, cut.shares, tokens, chunks.count)
+                return None if sharded is None else cut.repeated(sharded)
+        return None
 
 
-def _laid_out(
-    of: Shortened, group: Devices, cuts: Cuts, proportions: Sequence[float], hardware: Hardware
-) -> Repeated | None:
+def _laid_out(cut: _Cut, hardware: Hardware) -> Repeated | None:
     """The plan of the short graph, and what follows from it for the long one."""
-    cut = _Cut(of, group, cuts, proportions)
+    of, group = cut.of, cut.group
     if (of.repeats.times - of.times) * of.repeats.length * cut.kinds < WORTH:
         return None
     laid = with_rows(of.short, cut.factors, cut.chosen, NO_PINS, len(group), hardware, cut.plain)
     made = cut.repeated(cut.emitted(laid)) if _carries_alike(of, laid) else None
     if made is None or not overlaps(group) or tokens_of(cut.plain, cut.factors) is None:
         return made
-    return replace(made, in_chunks=cut.in_chunks)
+    return replace(made, in_chunks=partial(cut.in_chunks, hardware))
 
 
 def _shortened(of: Shortened, cuts: Cuts) -> Cuts | None:
     """What is cut of the short graph; None if runs are not cut alike."""
-    number = {node.name: at for at, node in enumerate(of.long.nodes) if node.is_leaf}
+    number = {node.name: at for at, node in enumerate(of.nodes) if node.is_leaf}
     by_run: dict[int, set[tuple[str, int, int, int]]] = defaultdict(set)
     for name, axis, segment, factor in cuts:
         run = of.repeats.run_of(number[name])
@@ -164,12 +182,12 @@ def _shortened(of: Shortened, cuts: Cuts) -> Cuts | None:
     return frozenset([*by_run[BEFORE], *by_run[of.repeats.times], *again])
 
 
-def _kinds_needed(once: Shortened, cuts: Cuts, proportions: Sequence[float]) -> int:
+def _kinds_needed(once: _Cut) -> int:
     """Of how many kinds runs are to be, so that rounding evens out over them."""
-    inner = frozenset(cut for cut in cuts if once.kind_of(cut[0]) == 0)
-    sizes = [factor.size for factor in factors_at(once.short, Factors(once.short), inner)]
-    shares = Shares(proportions)
-    dealt: dict[int, list[int]] = {size: [0] * len(proportions) for size in sizes}
+    inner = frozenset(cut for cut in once.own if once.of.kind_of(cut[0]) == 0)
+    sizes = [factor.size for factor in factors_at(once.of.short, once.factors, inner)]
+    shares = Shares(once.proportions)
+    dealt: dict[int, list[int]] = {size: [0] * len(once.proportions) for size in sizes}
     for times in range(1, KINDS[-1] + 1):
         for size in sizes:
             dealt[size] = [n + high - low for n, (low, high) in zip(dealt[size], shares.of(Factor(size)), strict=True)]
@@ -183,7 +201,7 @@ def _kinds_needed(once: Shortened, cuts: Cuts, proportions: Sequence[float]) -> 
 def _carries_alike(of: Shortened, laid: Assignment) -> bool:
     """Whether what runs carry is in the same state on the devices before all runs, and behind each."""
     firsts = [of.kinds.first_of(run) for run in range(BEFORE, of.times)]
-    carried = [[of.short.nodes[first + place] for first in firsts] for place in of.repeats.carried]
+    carried = [[of.numbered[first + place] for first in firsts] for place in of.repeats.carried]
     return all(len({tuple(map(laid.made.__getitem__, node.results)) for node in nodes}) == 1 for nodes in carried)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from ...graph.errors import PlanError
-from ...graph.graph import Graph, topological_order
+from ...graph.graph import Graph, together
 from ...graph.node import Node, Value
 from ...graph.records import dataclass
 from ...graph.spec import Spec
@@ -145,16 +145,6 @@ class _Waits:
         return False
 
 
-def together(graph: Graph) -> list[Node]:
-    """The nodes in order; what only a new state needs, and what is sent, straight behind the last that it reads."""
-    place: dict[Node, tuple[int, int]] = {}
-    for at, node in enumerate(topological_order(graph.outputs.values())):
-        place[node] = (at, -1)
-    for at, node in enumerate(n for n in graph.nodes if n not in place or n.op == "send"):
-        place[node] = (max((place[s.node][0] for s in node.inputs if not s.node.is_leaf), default=-1), at)
-    return sorted(graph.nodes, key=place.__getitem__)
-
-
 def _order(graph: Graph, later: Mapping[Node, list[Node]], *, in_turn: bool = False) -> tuple[Node, ...]:
     """Graph order, but each writer of a state after the readers of its old value, and what only a new state needs
     straight behind the last that it reads: at the end, where the graph has it, all that would still be kept.  What is
@@ -162,7 +152,7 @@ def _order(graph: Graph, later: Mapping[Node, list[Node]], *, in_turn: bool = Fa
     needs.  Raises `PlanError` where meetings are numbered against what they read."""
     done: dict[Node, None] = {}
     begun: set[Node] = set()
-    for root in together(graph):
+    for root in together(graph, {node for node in graph.nodes if node.op == "send"}):
         stack = [root]
         while stack:
             node = stack[-1]

@@ -11,24 +11,28 @@ everything that treats each token alone, up to what needs all of them; there chu
 
 Computing one node for some of its rows is what a device does that has only these, so nothing else is to be known of
 ops, and the verifier proves it as it proves shares.
+
+Where the rows of sums are dealt (`rows`), it is each chunk that is dealt: a device has its share of every chunk,
+between the reduce-scatter of a chunk and its all-gather.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from ...graph.attrs import Attr
+from ...graph.attrs import Attr, Attrs
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import concat, op_of, slice_
 from ...ops.collective import sequence_of
 from .assign import Assignment
 from .axes import Factor
-from .emit import Sharded
+from .emit import Sharded, shard
 from .factors import Factors
 from .rows import rows_of
+from .shares import Shares, joined
 
 COUNTS = (2, 4)
 """Into how many chunks tokens are cut, if the clock says that it pays."""
@@ -42,35 +46,95 @@ def tokens_of(laid: Assignment, factors: Factors) -> Factor | None:
     return max(rows, key=lambda f: f.size, default=None)
 
 
-def in_chunks(sharded: Sharded, factors: Factors, tokens: Factor, count: int) -> Sharded:
-    """Graphs that do in so many chunks what these do, up to each sum over devices and behind it."""
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Into how many chunks tokens go; and if each is to be dealt to the devices, more than how many seconds of their
+    own work that has to save."""
+
+    count: int
+    saving: float | None = None
+
+
+WHOLE = Chunks(1)
+
+
+def laid_in_chunks(
+    graph: Graph,
+    factors: Factors,
+    laid: Assignment,
+    shares: Shares,
+    tokens: Factor,
+    count: int,
+    *,
+    first: int = 0,
+    whole: Container[Value] = frozenset(),
+) -> Sharded | None:
+    """What `shard` emits, in so many chunks from sum to sum."""
+    dealt = [shares.of(tokens)[d] for d in range(len(shares))] if tokens in laid.chosen else ()
+    return in_chunks(shard(graph, factors, laid, shares, first=first, whole=whole), factors, tokens, count, dealt)
+
+
+def in_chunks(
+    sharded: Sharded, factors: Factors, tokens: Factor, count: int, dealt: Sequence[tuple[int, int]] = ()
+) -> Sharded | None:
+    """Graphs that do in so many chunks what these do, up to each sum over devices and behind it; None where one of them
+    needs together what it has of all chunks.  Where tokens are `dealt`, device d has those from one place to another.
+    """
     parts: dict[Graph, _Chunks] = {}
-    for graph, origins in zip(sharded.graphs, sharded.origins, strict=True):
+    for device, (graph, origins) in enumerate(zip(sharded.graphs, sharded.origins, strict=True)):
         if graph not in parts:
-            parts[graph] = _Chunks(graph, origins, factors, tokens, count)
+            parts[graph] = _Chunks(graph, origins, factors, _Dealt(device, tokens, count, dealt))
+    if not all(own.is_possible() for own in parts.values()):
+        return None
     met = {number: own.meetings[number] for own in parts.values() for number in own.meetings}
-    starts = accumulate((met[number] for number in sorted(met)), initial=0)
+    starts = accumulate((met[number] for number in sorted(met)), initial=min(met, default=0))
     numbers = dict(zip(sorted(met), starts, strict=False))
     made = {graph: own.made(numbers) for graph, own in parts.items()}
     return replace(sharded, graphs=tuple(made[graph] for graph in sharded.graphs))
 
 
+class _Dealt:
+    """Tokens in so many chunks, and which of them a device has where each chunk is dealt."""
+
+    def __init__(self, device: int, tokens: Factor, count: int, dealt: Sequence[tuple[int, int]]) -> None:
+        self.device, self.tokens, self.count, size = device, tokens, count, tokens.size
+        self.bounds = [*pairwise(size * n // count for n in range(count + 1))]
+        self.whole = tuple([joined([(low, high - low)]) for low, high in dealt])
+        """What each device has of all tokens, as collectives say it."""
+        self.runs = [
+            tuple([joined([(at := (b - a) * low // size, (b - a) * high // size - at)]) for low, high in dealt])
+            for a, b in self.bounds
+        ]
+        """The same of each chunk."""
+
+    def length(self, *, is_share: bool, number: int | None = None) -> int:
+        """How many tokens there are, or the device has of them; of a chunk or of all."""
+        if is_share:
+            return sum(n for _, n in (self.whole if number is None else self.runs[number])[self.device])
+        return self.tokens.size if number is None else self.bounds[number][1] - self.bounds[number][0]
+
+
 class _Chunks:
     """One graph on its way: of each of its values all of it, its chunks, or both."""
 
-    def __init__(
-        self, graph: Graph, origins: Mapping[Node, Node], factors: Factors, tokens: Factor, count: int
-    ) -> None:
-        self.graph, self.origins, self.factors, self.tokens, self.count = graph, origins, factors, tokens, count
+    def __init__(self, graph: Graph, origins: Mapping[Node, Node], factors: Factors, dealt: _Dealt) -> None:
+        self.graph, self.origins, self.factors, self.dealt = graph, origins, factors, dealt
+        self.tokens, self.count = dealt.tokens, dealt.count
         self.numbers: Mapping[int, int] = {}
-        self.bounds = [*pairwise(tokens.size * n // count for n in range(count + 1))]
         self.axis: dict[Value, int] = {}  # along which tokens lie
+        self.shares: set[Value] = set()  # those with the device's tokens alone
         self.alone = {node for node in graph.nodes if self._treats_each_alone(node)}
         self.parted = self._parted()
         numbers = ((sequence_of(node.op, node.attrs), node) for node in graph.nodes)
-        self.meetings = {n: count if node in self.parted else 1 for n, node in numbers if n is not None}
+        self.meetings = {n: self.count if node in self.parted else 1 for n, node in numbers if n is not None}
         self.whole: dict[Value, Value] = {}
         self.chunks: dict[Value, list[Value]] = {}
+
+    def is_possible(self) -> bool:
+        """Whether a share of the tokens is made in chunks where it is read so, and nowhere else."""
+        pairs = [(s, node in self.parted) for node in self.graph.nodes for s in node.inputs]
+        pairs += [(value, False) for value in self.graph.roots()]
+        return all((value.node in self.parted) == in_chunks for value, in_chunks in pairs if value in self.shares)
 
     def made(self, numbers: Mapping[int, int]) -> Graph:
         """The graph, where the meeting that had a number has, or begins with, what `numbers` gives for it."""
@@ -86,31 +150,48 @@ class _Chunks:
         return Graph(outputs, {self._all_of(old): self._all_of(new) for old, new in self.graph.updates.items()})
 
     def _treats_each_alone(self, node: Node) -> bool:
-        """Whether a node does the same for each token, or sums that over devices, or is zeros in place of it."""
-        if node.op in ("all_reduce", "fill") and node not in self.origins and node.inputs[0] in self.axis:
-            self.axis[Value(node)] = self.axis[node.inputs[0]]
-            return True
+        """Whether a node does the same for each token, or sums that over devices, or is zeros in place of it; or deals
+        the tokens, or puts them together."""
+        if node not in self.origins and node.inputs and node.inputs[0] in self.axis:
+            return self._converts(node, node.inputs[0])
         if node.is_leaf or (origin := self.origins.get(node)) is None:
             return False
         uses = self.factors.uses(origin)
         if self.tokens in uses.coupled | uses.contracted or self.tokens is uses.looked_up:
             return False
         pairs = [*zip(origin.results, node.results, strict=True), *zip(origin.src, node.src, strict=True)]
-        axes = {
-            own: self._along(v, own)
-            for v, own in pairs
-            if v is not None and own is not None and self.tokens in self.factors.of(v)
-        }
+        having = {own: v for v, own in pairs if v is not None and own is not None and self.tokens in self.factors.of(v)}
+        is_share = any(own in self.shares for own in having)
+        if any((source in self.shares) != is_share for source in node.inputs if source in having):
+            return False
+        axes = {own: self._along(v, own, is_share) for own, v in having.items()}
         if None in axes.values() or not axes.keys() >= {*node.results}:
             return False
         self.axis |= {own: axis for own, axis in axes.items() if axis is not None}
+        self.shares |= {*node.results} if is_share else set()
         return True
 
-    def _along(self, value: Value, own: Value) -> int | None:
-        """The axis of a value that is the tokens and nothing else, all of which the device has."""
+    def _converts(self, node: Node, source: Value) -> bool:
+        """Whether a conversion sums, deals or gathers tokens, or is zeros in place of them."""
+        axis, is_share, runs = self.axis[source], source in self.shares, self.dealt.whole
+        kept = next(iter(runs[self.dealt.device]), (0, 0)) if runs else None
+        deals = {
+            "reduce_scatter": (axis, runs) == (node.attrs.get("axis"), node.attrs.get("runs")),
+            "slice": (axis, kept) == (node.attrs.get("axis"), _run(node.attrs)),
+        }
+        gathers = node.op == "all_gather" and is_share and axis == node.attrs["axis"]
+        if gathers or node.op in ("all_reduce", "fill") or (not is_share and deals.get(node.op)):
+            self.axis[Value(node)] = axis
+            if node.op in deals or (is_share and not gathers):
+                self.shares.add(Value(node))
+            return True
+        return False
+
+    def _along(self, value: Value, own: Value, is_share: bool) -> int | None:
+        """The axis of a value that is the tokens and nothing else, of which the device has all, or its share."""
         axes = self.factors.axes(value)
         at = next((n for n, axis in enumerate(axes) if axis == [[self.tokens]]), None)
-        return at if at is not None and own.shape[at] == self.tokens.size else None
+        return at if at is not None and own.shape[at] == self.dealt.length(is_share=is_share) else None
 
     def _parted(self) -> set[Node]:
         """Nodes that are done in chunks."""
@@ -118,12 +199,14 @@ class _Chunks:
         for node in self.graph.nodes:
             if node in self.alone and (node in first or any(s.node in parted for s in node.inputs)):
                 parted.add(node)
-        return parted
+        read = {s.node for node in parted for s in node.inputs}
+        return parted | {node for node in read & self.alone if node.op == "slice" and Value(node) in self.shares}
 
     def _first(self) -> set[Node]:
         """Nodes with which chunks begin: from products with weights to sums over devices."""
         found: set[Node] = set()
-        stack = [n.inputs[0].node for n in self.graph.nodes if n.op == "all_reduce" and n in self.alone]
+        sums = ("all_reduce", "reduce_scatter")
+        stack = [n.inputs[0].node for n in self.graph.nodes if n.op in sums and n in self.alone]
         while stack:
             if (node := stack.pop()) in self.alone and node not in found:
                 found.add(node)
@@ -146,10 +229,16 @@ class _Chunks:
         return op_of(node).node(src, attrs, name)
 
     def _local(self, node: Node, number: int) -> Mapping[str, Attr]:
-        """Attributes that say a shape."""
-        (low, high), result = self.bounds[number], Value(node)
+        """Attributes that say a shape, or which tokens the devices have."""
+        result, runs = Value(node), self.dealt.runs[number]
+        if node.op in ("reduce_scatter", "all_gather"):
+            return {"runs": runs}
+        if node not in self.origins and node.op == "slice":
+            start, size = next(iter(runs[self.dealt.device]), (0, 0))
+            return {"start": start, "stop": start + size}
         localise, axis = op_of(node).localise, self.axis[result]
-        shape = (*result.shape[:axis], high - low, *result.shape[axis + 1 :])
+        size = self.dealt.length(is_share=result in self.shares, number=number)
+        shape = (*result.shape[:axis], size, *result.shape[axis + 1 :])
         return {} if localise is None else localise(node.attrs, shape, lambda _, n: n)
 
     def _chunk(self, value: Value, number: int) -> Value:
@@ -158,7 +247,7 @@ class _Chunks:
             return self.chunks[value][number]
         if value not in self.axis:
             return self.whole[value]
-        low, high = self.bounds[number]
+        low, high = self.dealt.bounds[number]
         name = value.node.name and f"{value.node.name}.chunk.{number}.part"
         return slice_(self.whole[value], axis=self.axis[value], start=low, stop=high, name=name)
 
@@ -170,3 +259,9 @@ class _Chunks:
                 parts = [concat(one, two, axis=self.axis[value], name=value.node.name) for one, two in pairs]
             self.whole[value] = parts[0]
         return self.whole[value]
+
+
+def _run(attrs: Attrs) -> tuple[int, int] | None:
+    """Offset and length of a slice that says both."""
+    start, stop = attrs.get("start"), attrs.get("stop")
+    return (start, stop - start) if isinstance(start, int) and isinstance(stop, int) else None

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...graph.fold import LONG, repeats, spans_of
-from ...graph.graph import Graph
+from ...graph.graph import Graph, together
 from ...graph.node import Node, Value
-from ..lowering.order import together
 
 
 @dataclass(frozen=True, slots=True)

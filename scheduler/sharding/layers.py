@@ -10,11 +10,10 @@ from collections.abc import Container, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
-from ...graph.graph import Graph, names
+from ...graph.graph import Graph, names, together
 from ...graph.node import Node, Value
 from ...ops.collective import receive, send
 from ..layout import REPLICATE, Layout, Local
-from ..lowering.order import together
 from ..machines.hardware import CPU, Counts, Hardware
 from .emit import Sharded, unused
 

@@ -23,20 +23,6 @@ GAIN = 0.03
 """Part of the time of a run that it has to save: what is predicted is not known better."""
 
 
-def assign_rows(
-    graph: Graph,
-    factors: Factors,
-    chosen: frozenset[Factor],
-    pins: Pins,
-    devices: int,
-    hardware: Hardware,
-    shown: Collection[Value] = (),
-) -> Assignment:
-    """What `assign` gives, with the rows of sums dealt where that is predicted to be faster."""
-    plain = assign(graph, factors, chosen, pins, shown)
-    return with_rows(graph, factors, chosen, pins, devices, hardware, plain, shown)
-
-
 def with_rows(
     graph: Graph,
     factors: Factors,
@@ -57,6 +43,25 @@ def with_rows(
         if (seconds := costs.estimate(dealt).total) < least:
             best, least = dealt, seconds
     return best
+
+
+def with_less_work(
+    graph: Graph,
+    factors: Factors,
+    chosen: frozenset[Factor],
+    pins: Pins,
+    devices: int,
+    hardware: Hardware,
+    plain: Assignment,
+    rows: Factor,
+    least: float,
+    shown: Collection[Value] = (),
+) -> Assignment | None:
+    """`plain` with these rows dealt, if that saves more seconds of the devices' own work than `least`: where sums are
+    hidden beside work, nothing else can be saved."""
+    dealt, costs = assign(graph, factors, chosen, pins, shown, rows), Costs(graph, devices, hardware)
+    before, after = costs.estimate(plain), costs.estimate(dealt)
+    return dealt if before.compute - after.compute > least else None
 
 
 def rows_of(plain: Assignment, factors: Factors, devices: int) -> list[Factor]:

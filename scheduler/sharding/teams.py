@@ -15,15 +15,17 @@ from ...graph.errors import PlanError
 from ...graph.graph import Graph, names
 from ...graph.node import Node, Value, input
 from ...graph.rewrite import rewrite
-from ...ops.collective import COLLECTIVES, receive, send
+from ...ops.collective import COLLECTIVES, receive, send, sequence_of
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard
 from ..lowering.lane import teams_of
 from ..machines.hardware import Hardware
+from .assign import Assignment, assign
+from .chunks import WHOLE, Chunks, laid_in_chunks, tokens_of
 from .emit import Sharded, shard, unused, with_meetings
 from .factors import Factors
 from .layers import Placement, homes
 from .pins import Pins, as_before
-from .rows import assign_rows
+from .rows import with_less_work, with_rows
 from .search import cuts_of, deal, factors_at
 
 Cuts = frozenset[tuple[str, int, int, int]]
@@ -64,6 +66,15 @@ def teams_like(programs: Sequence[Program]) -> list[list[int]] | None:
     return [list(range(start, start + size)) for start in range(0, devices, size)]
 
 
+@dataclass(frozen=True)
+class Composed:
+    """The graphs of all devices, the cuts that are made, and whether a stage goes in chunks, or could, if whole."""
+
+    sharded: Sharded
+    cuts: Cuts
+    has_chunks: bool
+
+
 def compose(
     graph: Graph,
     where: Placement,
@@ -72,16 +83,17 @@ def compose(
     proportions: Sequence[float],
     hardware: Hardware,
     earlier: Mapping[str, Layout] | None = None,
-) -> tuple[Sharded, Cuts]:
-    """The graphs of all devices if the nodes are in stages as `where` says, each cut as `cuts` say; and the cuts that
-    are made.  `earlier` says how weights and states lie already.  Raises `PlanError` where a value would have to go
-    back to an earlier stage."""
+    chunks: Chunks = WHOLE,
+) -> Composed:
+    """The nodes in stages as `where` says, each cut as `cuts` say; those that have enough tokens, in `chunks` of them.
+    `earlier` says how weights and states lie already.  Raises `PlanError` where a value would have to go back to an
+    earlier stage."""
     stages = staged(graph, where, teams, earlier or {})
     whole = frozenset[str]()  # leaves that several stages read, and would cut along different axes
     while True:
-        made = _Composition(graph, stages, teams, cuts, proportions, hardware, whole, earlier)
+        made = _Composition(graph, stages, teams, cuts, proportions, hardware, whole, earlier, chunks)
         if made.torn <= whole:
-            return made.sharded(), made.cuts
+            return Composed(made.sharded(), made.cuts, made.has_chunks)
         whole |= made.torn
 
 
@@ -143,10 +155,11 @@ class _Composition:
         hardware: Hardware,
         whole: frozenset[str],
         earlier: Mapping[str, Layout] | None,
+        chunks: Chunks,
     ) -> None:
         self.graph, self.stages, self.teams, self.proportions = graph, stages, teams, proportions
         self.asked, self.hardware, self.whole, self.earlier = cuts, hardware, whole, earlier
-        self.number = 0
+        self.chunks, self.has_chunks, self.number = chunks, False, 0
         self.cuts: Cuts = frozenset()
         self.sent: list[list[tuple[str, int, int]]] = [[] for _ in proportions]  # output, to whom, under which number
         self.received: list[dict[str, tuple[int, int]]] = [{} for _ in proportions]  # by input: from whom, and number
@@ -170,13 +183,26 @@ class _Composition:
         before = {v.node.name: _within(earlier[v.node.name], v.shape, team) for v in stored if v.node.name in earlier}
         pins = Pins({}, {v: REPLICATE for v in stored if v.node.name in self.whole})
         while True:
-            laid = assign_rows(graph, factors, chosen, pins, len(team), self.hardware, shown)
+            parts, size = (graph, factors, chosen, pins), len(team)
+            plain = assign(*parts, shown)
+            laid = with_rows(*parts, size, self.hardware, plain, shown)
             part = shard(graph, factors, laid, shares, first=self.number, whole=shown)
             known, pins = pins, as_before(pins, graph, part.leaves, before)
             if pins == known:
                 self.cuts |= cuts_of(graph, factors, chosen, part.leaves)
-                self.number += sum(not c.is_free for c in laid.conversions)
-                return part
+                break
+        if (tokens := tokens_of(plain, factors)) is not None:
+            of: Assignment | None = plain
+            if (saving := self.chunks.saving) is not None:
+                each = saving / len(self.stages)
+                of = with_less_work(*parts, size, self.hardware, plain, tokens, each, shown)
+            self.has_chunks |= of is not None
+            if (count := self.chunks.count) > 1:
+                of, first = of or plain, self.number
+                part = laid_in_chunks(graph, factors, of, shares, tokens, count, first=first, whole=shown) or part
+        met = (sequence_of(node.op, node.attrs) for own in part.graphs for node in own.nodes)
+        self.number = max((number + 1 for number in met if number is not None), default=self.number)
+        return part
 
     def _post(self, number: int, stage: Stage) -> None:
         """Letters of a stage to later ones, numbered."""

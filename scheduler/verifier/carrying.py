@@ -37,7 +37,7 @@ class Carrying(Trace):
         self.owed: dict[tuple[int, Carried, int], dict[int, list[Held]]] = defaultdict(dict)
         self.names: dict[tuple[int, str, int], int] = {}  # chunks of one value may be put together
         self.made: dict[int, tuple[int, int]] = {}  # by the number of a value: which result of which node it first is
-        for at, node in enumerate(of.short.nodes):
+        for at, node in enumerate(of.numbered):
             for value in node.results:
                 self.made.setdefault(meaning.number[value], (at, value.index))
 

@@ -44,9 +44,9 @@ def short_plan(plan: Plan, of: Shortened) -> Plan:
     ]
     shift = (of.repeats.times - of.times) * of.repeats.length
     leaves: dict[str, Layout] = {}
-    for number, node in enumerate(of.short.nodes):
+    for number, node in enumerate(of.numbered):
         if node.is_leaf:
-            long = of.long.nodes[number + (shift if of.kinds.run_of(number) == of.times else 0)]
+            long = of.nodes[number + (shift if of.kinds.run_of(number) == of.times else 0)]
             leaves[node.name] = plan.leaves[long.name]
     return replace(plan, graph=of.short, lanes=tuple(lanes), leaves=leaves, cuts=frozenset())
 
@@ -62,11 +62,11 @@ def length_faults(plan: Plan, of: Shortened) -> Iterator[str]:
     if min(runs.start, runs.length - 1, of.times - 1, left_out, room) < 0 or sizes[0] != sizes[1] + left_out:
         yield f"its lanes repeat {of.times} kinds of {runs}, which the graph of {sizes[0]} nodes does not have"
         return
-    place = {node: at for graph in (of.long, of.short) for at, node in enumerate(graph.nodes)}
-    for number, node in enumerate(of.long.nodes):
+    place = {node: at for nodes in (of.nodes, of.numbered) for at, node in enumerate(nodes)}
+    for number, node in enumerate(of.nodes):
         run = runs.run_of(number)
         kind = _kind(of, run)
-        short = of.short.nodes[number - (run - kind) * runs.length]
+        short = of.numbered[number - (run - kind) * runs.length]
         if (node.op, node.attrs, node.specs) != (short.op, short.attrs, short.specs) or short.name != str(place[short]):
             yield f"{node!r} of run {run} is not like {short!r}"
             return
@@ -74,7 +74,7 @@ def length_faults(plan: Plan, of: Shortened) -> Iterator[str]:
         if reads != [None if s is None else (place[s.node], s.index) for s in short.src]:
             yield f"{node!r} of run {run} reads other values than {short!r}"
             return
-        if node.is_leaf and plan.leaves[node.name] != plan.leaves[of.long.nodes[_first_like(of, number, run)].name]:
+        if node.is_leaf and plan.leaves[node.name] != plan.leaves[of.nodes[_first_like(of, number, run)].name]:
             yield f"{node.op} %{node.label} of run {run} lies otherwise than that of another run of its kind"
     yield from _ends(of, place)
 

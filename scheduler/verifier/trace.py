@@ -385,7 +385,7 @@ class Trace:
         return Held(number, (*axes[:axis], at_positions(axes[axis], joined([own])), *axes[axis + 1 :]))
 
     def _gathered(self, brought: Sequence[Held], axis: int, runs: Sequence[Index]) -> tuple[Index, ...] | str:
-        """The axes of a value of which every device brings what lies at its runs of one axis; that must be all."""
+        """The axes of a value of which every device brings what lies at its runs of one axis."""
         number, axes = brought[0].number, brought[0].axes
         if any(h.owed is not None for h in brought):
             return "it is a sum still owed"
@@ -399,9 +399,10 @@ class Trace:
                 return f"device {device} brings {length(held.axes[axis])} entries to {length(own)} places"
         index = _scattered(tuple(joined([r]) for r in runs), tuple(h.axes[axis] for h in brought))
         n = self.meaning.values[number].shape[axis]
-        if index is None or not is_whole(index, self.meaning.digits[number][axis], n):
-            return f"the runs do not put the {n} entries of axis {axis} in order"
-        return (*axes[:axis], whole(n), *axes[axis + 1 :])
+        if index is None:
+            return f"the runs do not put entries of axis {axis} everywhere, or two at one place"
+        is_all = is_whole(index, self.meaning.digits[number][axis], n)
+        return (*axes[:axis], whole(n) if is_all else index, *axes[axis + 1 :])
 
 
 def _meeting(device: int, node: Node) -> object:

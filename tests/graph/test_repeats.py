@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hocket import ops
-from hocket.graph import Graph, input, weight
+from hocket.graph import Graph, input, state, weight
 from hocket.graph.repeats import BEFORE, repeats_of, shortened
 
 from ..given.graphs.layered import decoder, perceptron
@@ -60,3 +60,25 @@ def test_a_short_graph_has_the_first_runs_and_what_is_around_them(times):
     assert of.renamed(of.short.nodes[-1].name, runs.times, times) == graph.nodes[-1].name
     assert of.renamed(f"{runs.start}.sum", 3, 0) == f"{graph.nodes[runs.first_of(3)].name}.sum"
     assert len(of.short.updates) == 2 * (times + 1)
+
+
+def remembering(layers: int) -> Graph:
+    """Each layer keeps what nobody reads in this run, which a graph has behind all layers."""
+    x, updates = input("x", (2, 8)), {}
+    for layer in range(layers):
+        kept = state(f"kept.{layer}", (2, 8))
+        made = ops.mul_mat(weight(f"w.{layer}", (8, 8)), ops.add(x, kept))
+        updates[kept] = ops.neg(made, name=f"new.{layer}")
+        x = ops.add(x, ops.silu(made))
+    return Graph({"y": ops.neg(x, name="y")}, updates)
+
+
+def test_a_run_has_what_only_its_own_new_state_needs():
+    graph = remembering(8)
+    runs = repeats_of(graph)
+    assert runs is not None
+    assert runs.times >= 6
+    of = shortened(graph, runs, 1)
+    assert [name for name in of.called if name.startswith("new")] == [f"new.{layer}" for layer in range(8)]
+    places = {(at - runs.start) % runs.length for at, name in enumerate(of.called) if name.startswith("new")}
+    assert len(places) == 1

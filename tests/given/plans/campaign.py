@@ -20,6 +20,7 @@ from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.verifier.plan import plan_faults
 
 from ..graphs.random_graphs import seeded_graph
+from .chunked import chunked_plan, gated
 from .faults import SLOW, decoder, experts
 from .grouped import cached_product, everything_that_fits
 from .mutations import Pool, Site, everywhere, put, sites, variants
@@ -85,6 +86,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "states cut": lambda: plan_for(counters(), faulty_group(2, "mixed"), choose=cut_at(2), tensor_split=(2, 1)),
     "states layers": lambda: plan_for(counters(), faulty_group(2, "numpy"), split_mode="layer"),
     "cache": lambda: plan_for(cached_product(3), faulty_group(2), choose=cut_at(5)),
+    "dealt chunks": lambda: chunked_plan(gated(512), faulty_group(2), 2, dealt=True),
 }
 BY_HAND = tuple(PLANS)
 FEW = ("cut", "host", "states cut")

@@ -22,11 +22,16 @@ from hocket.scheduler.verifier.plan import plan_faults
 from hocket.scheduler.verifier.summands import terms
 
 from ...given.graphs import layered
+from ...given.plans.chunked import chunked_plan, gated
 from ...given.plans.grouped import bound
 from ...given.plans.interleaved import Interleaved
+from ...given.plans.ways import compared, values_of
+from ...given.plans.ways import results as run_results
 
 SLOW_LINK = Hardware(flops=1e6, bandwidth=1e9, launch=0.0, link_bandwidth=5e4, link_latency=1e-6)
 LONG_LAUNCHES = Hardware(flops=1e6, bandwidth=1e9, launch=1e-3, link_bandwidth=1e6, link_latency=1e-6)
+WORK_ON_ROWS = Hardware(flops=1e6, bandwidth=3e5, launch=0.0, link_bandwidth=1e5, link_latency=1e-6)
+"""Devices that take long for what they do alike, such as norms."""
 TOKENS = 8
 
 
@@ -104,6 +109,66 @@ def test_layers_that_repeat_are_done_in_the_chunks_of_a_plan_made_step_by_step(d
         np.testing.assert_array_equal(got[name], array)
 
 
+def meetings(plan, op):
+    return [i.node for i in plan.lanes[0].program.instructions if i.op == op]
+
+
+def test_chunks_are_dealt_where_work_on_their_rows_takes_long():
+    plan = planned(Overlapping(), 4, WORK_ON_ROWS)
+    assert "each dealt to the devices" in plan.explain()
+    assert {"blk.0.mixed.part.chunk.0", "blk.0.mixed.part.chunk.1"} < {*meetings(plan, "reduce_scatter")}
+    assert any(name.endswith(".whole.chunk.1") for name in meetings(plan, "all_gather"))
+    assert plan.cost.hidden > 0
+    wanted, got = results(planned(ReferenceBackend(), 1), 0), results(plan, 0)
+    for name, array in wanted.items():
+        np.testing.assert_allclose(got[name], array, rtol=0, atol=1e-10)
+
+
+def test_dealt_chunks_of_layers_that_repeat_are_those_of_a_plan_made_step_by_step(monkeypatch):
+    made, known = [], repeating.with_less_work
+    monkeypatch.setattr(repeating, "with_less_work", lambda *parts: known(*parts[:-1], 0.0))
+    for worth in (1, float("inf")):
+        monkeypatch.setattr(repeating, "WORTH", worth)
+        made.append(planned(Overlapping(), 4, WORK_ON_ROWS, layers=9))
+    short, long = made
+    assert all(lane.short is not None for lane in short.lanes)
+    assert len(meetings(short, "reduce_scatter")) == len(meetings(long, "reduce_scatter")) > 9
+    wanted, got = results(long, 0), results(short, 0)
+    for name, array in wanted.items():
+        np.testing.assert_allclose(got[name], array, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dealt", [False, True])
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("shares", [(1, 1), (3, 1, 2), (1, 0, 1)])
+def test_chunks_over_any_shares_give_what_one_device_gives(dealt, count, shares):
+    backend = ReferenceBackend()
+    plan = chunked_plan(
+        gated(7), [(backend, backend.device(d)) for d in range(len(shares))], count, dealt=dealt, shares=shares
+    )
+    assert [*plan_faults(plan)] == []
+    assert len(meetings(plan, "all_gather" if dealt else "all_reduce")) == 2 * count
+    values = values_of(plan.graph, 1)
+    alone = plan_for(plan.graph, [(backend, backend.device(0))])
+    assert not compared(run_results(plan, values), run_results(alone, values))
+
+
+def test_stages_of_layers_take_their_sums_in_chunks():
+    group = [(backend, backend.device(d)) for backend in [Overlapping()] for d in range(4)]
+    plan = plan_for(layered.decoder(4), group, hardware=SLOW_LINK, split_mode="layer,tensor")
+    for lane in plan.lanes:
+        assert any(".chunk.1" in i.node for i in lane.program.instructions if i.op == "all_reduce")
+        assert lane.meanwhile
+    assert "chunks from sum to sum" in plan.explain()
+    again = plan_for(layered.decoder(4), group, hardware=SLOW_LINK, like=plan)
+    assert again.leaves == plan.leaves
+    assert "chunks from sum to sum" in again.explain()
+    values = values_of(plan.graph, 1)
+    wanted = run_results(planned(ReferenceBackend(), 1, layers=4), values)
+    for made in (plan, again):
+        assert not compared(run_results(made, values), wanted)
+
+
 def test_the_virtual_clock_gains_what_the_plan_says():
     plans = [planned(NullBackend(SLOW_LINK, computes_beside=does)) for does in (True, False)]
     (fast, foretold), (slow, one_by_one) = ((timeline(plan).seconds, plan.cost.total) for plan in plans)
@@ -148,6 +213,40 @@ def test_a_chunk_of_other_tokens_is_refused(planted, monkeypatch):
     monkeypatch.setattr(chunks._Chunks, "_chunk", planted)
     with pytest.raises(PlanError, match=r"is no part of the graph|bring different entries"):
         planned(Overlapping())
+
+
+def exchanged_shares(self, node, number):
+    """The shares of two devices exchanged, where a chunk is put together."""
+    attrs = LOCAL(self, node, number)
+    return {"runs": attrs["runs"][::-1]} if node.op == "all_gather" else attrs
+
+
+def exchanged_numbers(self, node, number=None):
+    """The sums of two chunks, each in the place of the other."""
+    made = NODE(self, node, number)
+    if node.op != "reduce_scatter" or number is None:
+        return made
+    return NODE(self, node, self.count - 1 - number)
+
+
+LOCAL, NODE = chunks._Chunks._local, chunks._Chunks._node
+DEALT = {
+    "_local": (exchanged_shares,),
+    "_node": (exchanged_numbers,),
+    "_chunk": (swapped,),
+}
+
+
+@pytest.mark.parametrize(("name", "planted"), [(name, one) for name, some in DEALT.items() for one in some])
+def test_a_wrong_share_of_a_chunk_is_refused(name, planted, monkeypatch):
+    monkeypatch.setattr(chunks._Chunks, name, planted)
+    backend = ReferenceBackend()
+    group = [(backend, backend.device(d)) for d in range(2)]
+    try:
+        plan = chunked_plan(gated(8), group, 2, dealt=True)
+    except PlanError:
+        return
+    assert [*plan_faults(plan)]
 
 
 def test_chunks_of_a_sum_are_one_only_where_the_device_has_the_same_terms_of_both():

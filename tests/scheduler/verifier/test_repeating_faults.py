@@ -71,7 +71,7 @@ def called(kind: int, place: int, ending: str = "") -> Callable[[Instruction], b
 def place_of(name: str, run: int = 0) -> int:
     """Where in a run a node of the user's graph is."""
     of = shorts(planned())[DEVICE].of
-    (at,) = (at for at, node in enumerate(of.long.nodes) if node.name == name)
+    (at,) = (at for at, node in enumerate(of.nodes) if node.name == name)
     return at - of.repeats.first_of(run)
 
 

@@ -1,0 +1,45 @@
+"""Plans in chunks of tokens, each of which is dealt to the devices or not, however few tokens there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hocket import ops
+from hocket.graph import Graph, Value, input, weight
+from hocket.scheduler import Plan
+from hocket.scheduler.lowering.lane import Devices, lanes_of
+from hocket.scheduler.sharding.assign import assign
+from hocket.scheduler.sharding.chunks import laid_in_chunks, tokens_of
+from hocket.scheduler.sharding.emit import Sharded
+from hocket.scheduler.sharding.factors import Factors
+from hocket.scheduler.sharding.search import cuts_of, deal
+
+WIDTH, INNER = 6, 12
+
+
+def gated(tokens: int, layers: int = 2) -> Graph:
+    """Residual layers of a gated unit, and a product behind them."""
+    x: Value = input("x", (tokens, WIDTH))
+    for i in range(layers):
+        up, gate = (weight(f"{i}.{name}", (INNER, WIDTH)) for name in ("up", "gate"))
+        y = ops.mul(ops.rms_norm(x), weight(f"{i}.norm", (WIDTH,)), name=f"normed.{i}")
+        inner = ops.swiglu(ops.mul_mat(gate, y), ops.mul_mat(up, y))
+        x = ops.add(x, ops.mul_mat(weight(f"{i}.down", (WIDTH, INNER)), inner, name=f"down.{i}"), name=f"out.{i}")
+    return Graph({"y": ops.mul_mat(weight("output", (INNER, WIDTH)), ops.rms_norm(x))})
+
+
+def chunked_plan(graph: Graph, group: Devices, count: int, *, dealt: bool, shares: Sequence[float] = ()) -> Plan:
+    """`graph` cut by the inner widths of its layers, with tokens in so many chunks from sum to sum."""
+    factors = Factors(graph)
+    chosen = frozenset(f for v in graph.weights for f in factors.of(v) if f.size == INNER)
+    plain = assign(graph, factors, chosen)
+    tokens = tokens_of(plain, factors)
+    assert tokens is not None
+    laid = assign(graph, factors, chosen, rows=tokens) if dealt else plain
+    cuts = cuts_of(graph, factors, chosen, {})
+    own = shares or [1.0] * len(group)
+    sharded = laid_in_chunks(graph, factors, laid, deal(graph, factors, cuts, own), tokens, count)
+    assert isinstance(sharded, Sharded)
+    return Plan(
+        graph, lanes_of(sharded.graphs, group), sharded.leaves, sharded.outputs, cuts, (), shares=tuple(map(float, own))
+    )
