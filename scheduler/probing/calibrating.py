@@ -222,7 +222,7 @@ def _work(plan: Plan) -> Work:
     """What the first device does in all."""
     counts = Counts()
     each = [counts.of(node) for node in plan.graph.nodes if not node.is_leaf]
-    return Work(*(sum(amounts) for amounts in zip(*(work[:3] for work in each), strict=True)))
+    return Work(sum(w.flops for w in each), sum(w.nbytes for w in each), sum(w.kept for w in each))
 
 
 def _each(equations: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
