@@ -36,8 +36,9 @@ SHORT, LONG, STEPS, LAYERS = 64, 1 << 18, 384, 3
 layers of what is no product."""
 SUMMED, HIDDEN = 256, 512
 """Numbers of a value that devices sum, and those between two products, which they deal out."""
-WARM = ("rows", "attention", "recurrence")
-"""Runs that compute for long in models: threads are awake then, and caches hold what they read again."""
+WARM = ("read", "rows", "attention", "recurrence")
+"""Runs that in models follow others like them: threads are awake, and a large last cache may hold what the token before
+has read."""
 ROUNDS = 11
 BYTE = 0x21
 """Of all weights: memory that is written has pages of its own, and no number is NaN."""
@@ -94,7 +95,7 @@ class Probes:
             self.runs["summands"] = [bound(plan_for(summed(HIDDEN // 2), [one])) for one in group[:2]]
 
     def seconds(self, clock: Clock = seconds_of) -> dict[str, float]:
-        """One round: the seconds of each run; of what computes for long in models those of a second run."""
+        """One round: the seconds of each run; of what follows others like it in models those of a second run."""
 
         def last(name: str, runs: Sequence[Executor]) -> float:
             return [clock(runs) for _ in range(2 if name.startswith(WARM) else 1)][-1]
