@@ -18,7 +18,7 @@ from ..graph.records import dataclass
 from ..ops.collective import LETTERS, int_attr, sequence_of
 from .lowering.alike import structure
 from .lowering.lane import Lane, first_alike, teams_of
-from .machines.hardware import Counts, Estimate, Hardware, leaf_of
+from .machines.hardware import Counts, Estimate, Hardware, Work, leaf_of
 
 WORK = "work"
 AT_ONCE = 0.05
@@ -90,14 +90,15 @@ class Prices:
             met = self.hardware.collective(i.op, met_bytes(i), self._there(i))
             return StepCost(0.0, 0.0, met.moved, met.seconds)
         if i.index < 0:  # a copy of a state: of the new one over the old one, or to undo that
-            return StepCost(0.0, _copied(i), 0.0, self.hardware.compute(0.0, _copied(i), launches=self.launches[at]))
+            copied = Work(0.0, _copied(i), _copied(i))
+            return StepCost(0.0, copied.nbytes, 0.0, self.hardware.compute(*copied, launches=self.launches[at]))
         node = self.nodes[i.index]
-        flops, nbytes, plain = self.counts.of(node)
+        own = self.counts.of(node)
         times, more = self._missing(node)
-        seconds = partial(self.hardware.compute, plain=plain, launches=self.launches[at])
-        own, read = seconds(flops, nbytes), min(nbytes * times, nbytes + more)
-        uncut = seconds(flops * times, read) if more else None
-        return StepCost(flops, nbytes, 0.0, own, uncut)
+        more = min(own.nbytes * (times - 1), more)
+        whole = own._replace(flops=own.flops * times, nbytes=own.nbytes + more, kept=own.kept + more)
+        seconds = partial(self.hardware.compute, launches=self.launches[at])
+        return StepCost(own.flops, own.nbytes, 0.0, seconds(*own), seconds(*whole) if more else None)
 
     def _there(self, i: Instruction) -> Sequence[int]:
         """The devices that a meeting joins."""

@@ -37,8 +37,11 @@ def run(args: argparse.Namespace) -> int:
 def lines(name: str, speeds: Speeds, devices: int) -> list[str]:
     """What was measured, in words."""
     link = f"; a meeting {speeds.link_latency * 1e6:.1f} us, messages {speeds.link_bandwidth / 1e9:.1f} GB/s"
-    attention = f"attention {speeds.plain_flops / 1e9:.1f} GFLOP/s"
-    rows = [f"{name}: a launch {speeds.launch * 1e6:.2f} us; {attention}{link if devices > 1 else ''}"]
+    rows = [
+        f"{name}: a launch {speeds.launch * 1e6:.2f} us{link if devices > 1 else ''}",
+        f"  attention {speeds.plain_flops / 1e9:.1f} GFLOP/s, recurrences {speeds.recurrent_flops / 1e9:.1f} GFLOP/s, "
+        f"values between ops {speeds.value_bandwidth / 1e9:.1f} GB/s",
+    ]
     if devices > 1:
         rows.append(
             f"  while the others wait one computes {speeds.alone_flops:.2f} times as fast, "

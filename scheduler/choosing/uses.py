@@ -110,7 +110,7 @@ class Promises:
         """Seconds of a run that so many devices share, each of whom launches all."""
         if (sequences, tokens) not in self._known:
             done = Costs(self.use.graph_of(sequences, tokens), 1, self.hardware).work.values()
-            work = sum(self.hardware.compute(*counts, launches=0.0) for counts in done)
+            work = sum(self.hardware.compute(*each, launches=0.0) for each in done)
             self._known[sequences, tokens] = work, len(done) * self.hardware.launch
         work, launches = self._known[sequences, tokens]
         return work / team + launches

@@ -70,6 +70,8 @@ def keep_speeds(known: Mapping[str, Speeds]) -> Path:
             "plain_flops": s.plain_flops,
             "alone_flops": s.alone_flops,
             "alone_bandwidth": s.alone_bandwidth,
+            "value_bandwidth": s.value_bandwidth,
+            "recurrent_flops": s.recurrent_flops,
         }
         for name, s in known.items()
     }
@@ -99,6 +101,8 @@ def _is_possible(s: Speeds) -> bool:
             Hardware(flops, bandwidth, s.launch, s.link_bandwidth, s.link_latency, plain_flops=s.plain_flops),
             alone_flops=s.alone_flops,
             alone_bandwidth=s.alone_bandwidth,
+            value_bandwidth=s.value_bandwidth,
+            recurrent_flops=s.recurrent_flops,
         ).is_possible
         for bandwidth in s.bandwidth.values()
         for flops in s.flops.values()

@@ -6,10 +6,27 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from ...graph.node import Node, Value
 from ...graph.records import dataclass
 from ...ops import op_of
+
+KEPT = ("weight", "state")
+"""Leaves that a run finds in memory, where others were read since it was there last."""
+
+
+WEIGHTS, PLAIN, RECURRENT = "weights", "plain", "recurrent"
+
+
+class Work(NamedTuple):
+    """Floating-point operations; bytes read and written, and those of them that are of weights and states; whether its
+    arithmetic is that with `WEIGHTS`, of what reads none and is `PLAIN`, or of what is `RECURRENT` besides."""
+
+    flops: float
+    nbytes: float
+    kept: float = 0.0
+    arithmetic: str = WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +35,15 @@ class Hardware:
 
     Where devices are in several machines, `machine` is how many each of them has, one machine after the other, and
     `across` are the speeds of the link between two machines; 0 says that all are in one.  `plain_flops` is the
-    arithmetic of what reads no weights, as attention; 0 says that it is as fast as with weights.  Devices may share
+    arithmetic of what reads no weights, as attention, and `recurrent_flops` that of tokens which follow each other
+    through a state; 0 says that it is as fast as with weights.  Devices may share
     processors and memory: a device whose fellows wait computes `alone_flops` times as fast, and reads memory
     `alone_bandwidth` times.
+
+    `value_bandwidth` is in bytes/s that of values which ops hand on to each other, which are in caches mostly.  Where
+    it is known, as of what was measured, an op takes the time of its weights and states, that of such values, and that
+    of arithmetic one after the other; 0 says that nothing is known but what memory can do at most, and that arithmetic
+    and memory hide behind each other, as in data sheets.
     """
 
     flops: float = 100e9
@@ -34,6 +57,8 @@ class Hardware:
     plain_flops: float = 0.0
     alone_flops: float = 1.0
     alone_bandwidth: float = 1.0
+    value_bandwidth: float = 0.0
+    recurrent_flops: float = 0.0
 
     @property
     def alone(self) -> Hardware:
@@ -45,6 +70,8 @@ class Hardware:
             flops=self.flops * self.alone_flops,
             bandwidth=self.bandwidth * self.alone_bandwidth,
             plain_flops=self.plain_flops * self.alone_flops,
+            value_bandwidth=self.value_bandwidth * self.alone_flops,
+            recurrent_flops=self.recurrent_flops * self.alone_flops,
             alone_flops=1.0,
             alone_bandwidth=1.0,
         )
@@ -54,7 +81,14 @@ class Hardware:
         """Whether speeds are above zero, what may be zero is not below, all are finite, machines have devices, and no
         device is slower alone."""
         speeds = (self.flops, self.bandwidth, self.link_bandwidth, self.across_bandwidth)
-        others = (self.launch, self.link_latency, self.across_latency, self.plain_flops)
+        others = (
+            self.launch,
+            self.link_latency,
+            self.across_latency,
+            self.plain_flops,
+            self.value_bandwidth,
+            self.recurrent_flops,
+        )
         known = type(self.machine) is int and self.machine >= 0
         known = known and all(1 <= times < math.inf for times in (self.alone_flops, self.alone_bandwidth))
         return known and all(0 < s < math.inf for s in speeds) and all(0 <= t < math.inf for t in others)
@@ -67,11 +101,17 @@ class Hardware:
         """In how many machines devices of these numbers are."""
         return len(self.by_machine(devices))
 
-    def compute(self, flops: float, nbytes: float, plain: bool = False, *, launches: float = 1.0) -> float:
-        """Time of a node, which is `plain` if it reads no weights: whichever of arithmetic and memory takes longer, and
-        its launches, which are less than one where several nodes share one."""
-        speed = (self.plain_flops if plain else 0.0) or self.flops
-        return max(flops / speed, nbytes / self.bandwidth) + launches * self.launch
+    def compute(
+        self, flops: float, nbytes: float, kept: float = 0.0, arithmetic: str = WEIGHTS, *, launches: float = 1.0
+    ) -> float:
+        """Time of a node that does such `Work`, and of its launches, which are less than one where several nodes share
+        one."""
+        speeds = {PLAIN: self.plain_flops, RECURRENT: self.recurrent_flops or self.plain_flops}
+        computes = flops / (speeds.get(arithmetic) or self.flops)
+        if self.value_bandwidth:
+            values = (nbytes - kept) / self.value_bandwidth
+            return computes + kept / self.bandwidth + values + launches * self.launch
+        return max(computes, nbytes / self.bandwidth) + launches * self.launch
 
     def meeting(self, nbytes: float, machines: int = 1) -> float:
         """Time of a collective in which each device sends so many bytes, over so many machines: what all machines are
@@ -148,17 +188,20 @@ class Counts:
     """Arithmetic and traffic of nodes.  Layers repeat, so what is the same is counted once."""
 
     def __init__(self) -> None:
-        self._known: dict[object, tuple[float, float, bool]] = {}
+        self._known: dict[object, Work] = {}
 
-    def of(self, node: Node) -> tuple[float, float, bool]:
-        """Floating-point operations, bytes read and written, and whether no weights are read."""
-        plain = all(leaf_of(source).op != "weight" for source in node.inputs)
+    def of(self, node: Node) -> Work:
+        """What a node does."""
+        homes = tuple(home_of(source).op for source in node.inputs)
         read = tuple(None if s is None else s.spec for s in node.src)
         declared = op_of(node)
-        key = (plain, node.op, read, node.specs, tuple(node.attrs.items()), declared.share(node))
-        if (cost := self._known.get(key)) is None:
-            cost = self._known[key] = (float(declared.flops(node)), float(declared.nbytes(node)), plain)
-        return cost
+        key = (homes, node.op, read, node.specs, tuple(node.attrs.items()), declared.share(node))
+        if (work := self._known.get(key)) is None:
+            nbytes = float(declared.nbytes(node))
+            kept = sum(s.spec.nbytes for s, home in zip(node.inputs, homes, strict=True) if home in KEPT)
+            arithmetic = WEIGHTS if "weight" in homes else RECURRENT if declared.sequential else PLAIN
+            work = self._known[key] = Work(float(declared.flops(node)), nbytes, min(nbytes, kept), arithmetic)
+        return work
 
 
 def leaf_of(value: Value) -> Node:
@@ -167,3 +210,16 @@ def leaf_of(value: Value) -> Node:
     while not node.is_leaf and op_of(node).is_view:
         node = node.inputs[0].node
     return node
+
+
+def home_of(value: Value) -> Node:
+    """The leaf where a value lies: in a cache with new rows that cache, most of which is as it was."""
+    while not value.node.is_leaf:
+        declared, node = op_of(value.node), value.node
+        places = declared.inplace_in(node.attrs) if declared.overwrites_in(node.attrs) else ()
+        named = dict(zip(declared.operand_names, node.src, strict=False))
+        before = [node.src[0]] if declared.is_view else [named.get(name) for at, name in places if at == value.index]
+        if not before or before[0] is None:
+            break
+        value = before[0]
+    return value.node

@@ -14,8 +14,8 @@ from .hardware import CPU, Hardware
 class Speeds:
     """Of a group of devices at work together: by dtype of weights the bytes/s in which a vector is multiplied and the
     FLOP/s in which many are; seconds of a launch; bytes/s of a message between two, and the seconds in which they meet;
-    FLOP/s of what reads none; and how many times as fast one of them computes, and reads memory, while the others
-    wait."""
+    FLOP/s of what reads none; how many times as fast one of them computes, and reads memory, while the others wait;
+    bytes/s of values that ops hand on; and FLOP/s of tokens that follow each other through a state."""
 
     bandwidth: Mapping[str, float]
     flops: Mapping[str, float]
@@ -25,6 +25,8 @@ class Speeds:
     plain_flops: float = 0.0
     alone_flops: float = 1.0
     alone_bandwidth: float = 1.0
+    value_bandwidth: float = 0.0
+    recurrent_flops: float = 0.0
 
     def hardware(self, graph: Graph) -> Hardware:
         """Speeds for the mixture of weights that `graph` has; a dtype that was not measured counts as the slowest."""
@@ -42,6 +44,8 @@ class Speeds:
             plain_flops=self.plain_flops,
             alone_flops=self.alone_flops,
             alone_bandwidth=self.alone_bandwidth,
+            value_bandwidth=self.value_bandwidth,
+            recurrent_flops=self.recurrent_flops,
         )
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from statistics import median
 from threading import Barrier
 
 import numpy as np
 
 from ...backends.base import Backend, Device
-from ...graph import DType, Graph, Value, constant, input, weight
-from ...ops import add, attention, causal_mask, mul_mat, rms_norm
+from ...graph import DType, Graph, Value, constant, input, state, weight
+from ...ops import add, attention, causal_mask, gated_delta_net, mul_mat, reshape, rms_norm, swiglu
+from ..machines.hardware import Counts, Work
 from ..machines.speeds import Speeds
 from ..plan import Plan
 from ..planner import plan_for
@@ -26,13 +28,17 @@ KINDS = (
 """Dtypes of weights that are measured."""
 ALONE = (DType.Q4_0, DType.Q8_0, DType.F16)
 """Those with which one device is measured while the others wait, too."""
-WIDTH, READ, ROWS, PRODUCTS = 2048, 64 << 20, 256, 2
+WIDTH, READ, ROWS, PRODUCTS = 2048, 64 << 20, 512, 2
 """Weights are square; so many bytes of each dtype are read with a vector, in all more than caches hold, and so many
 weights with so many rows, as of a prompt."""
-SHORT, LONG, STEPS = 64, 1 << 18, 384
-"""Numbers of a value whose step is all launch, and of one whose message is all bandwidth; steps of a chain."""
+SHORT, LONG, STEPS, LAYERS = 64, 1 << 18, 384, 3
+"""Numbers of a value whose step is all launch, and of one whose message is all bandwidth; steps of a chain;
+layers of what is no product."""
 SUMMED, HIDDEN = 256, 512
 """Numbers of a value that devices sum, and those between two products, which they deal out."""
+WARM = ("read", "rows", "attention", "recurrence")
+"""Runs that in models follow others like them: threads are awake, and a large last cache may hold what the token before
+has read."""
 ROUNDS = 11
 BYTE = 0x21
 """Of all weights: memory that is written has pages of its own, and no number is NaN."""
@@ -72,7 +78,7 @@ class Probes:
 
     def __init__(self, group: Group, kinds: Sequence[DType] = KINDS) -> None:
         self.kinds = kinds
-        graphs = {"launches": chain(SHORT), "attention": attended()}
+        graphs = {"launches": chain(SHORT), "values": handed_on(), "attention": attended(), "recurrence": recurrent()}
         for kind in kinds:
             graphs[f"read {kind}"] = products(kind, READ // weight("w", (WIDTH, WIDTH), kind).spec.nbytes, 1)
             graphs[f"rows {kind}"] = products(kind, PRODUCTS, ROWS)
@@ -89,9 +95,13 @@ class Probes:
             self.runs["summands"] = [bound(plan_for(summed(HIDDEN // 2), [one])) for one in group[:2]]
 
     def seconds(self, clock: Clock = seconds_of) -> dict[str, float]:
-        """One round: the seconds of each run."""
-        return {name: clock(runs) for name, runs in self.runs.items()} | {
-            f"alone {name}": clock(self.runs[name][:1]) for name in self.shared
+        """One round: the seconds of each run; of what follows others like it in models those of a second run."""
+
+        def last(name: str, runs: Sequence[Executor]) -> float:
+            return [clock(runs) for _ in range(2 if name.startswith(WARM) else 1)][-1]
+
+        return {name: last(name, runs) for name, runs in self.runs.items()} | {
+            f"alone {name}": last(name, self.runs[name][:1]) for name in self.shared
         }
 
     def speeds(self, rounds: Sequence[Mapping[str, float]]) -> Speeds:
@@ -100,11 +110,35 @@ class Probes:
         plans = {name: runs[0].plan for name, runs in self.runs.items()}
         launch = seconds["launches"] / sum(plans["launches"].lanes[0].launches())
         beyond = {name: _beyond(seconds[name], plan, launch) for name, plan in plans.items()}
-        bandwidth = {str(kind): _nbytes(plans[f"read {kind}"]) / beyond[f"read {kind}"] for kind in self.kinds}
-        flops = {str(kind): plans[f"rows {kind}"].flops() / beyond[f"rows {kind}"] for kind in self.kinds}
-        plain = plans["attention"].flops() / beyond["attention"]
+        work = {name: _work(plan) for name, plan in plans.items()}
+        a_plain, a_value = _each(
+            [(work[name].flops, work[name].nbytes, beyond[name]) for name in ("attention", "values")]
+        )
+
+        def each(name: str, count: float, others: float) -> float:
+            """Seconds of one of so many that a run is mostly about; `others` are those of all else, which are few."""
+            return max(beyond[name] - others, beyond[name] / 10) / count
+
+        def each_flop(name: str) -> float:
+            """A second run finds in caches what it reads."""
+            return each(name, work[name].flops, work[name].nbytes * a_value)
+
+        def each_byte(kind: str) -> float:
+            flops, nbytes, kept, _ = work[f"read {kind}"]
+            return each(f"read {kind}", kept, flops * a_flop[kind] + (nbytes - kept) * a_value)
+
+        kinds = [*map(str, self.kinds)]
+        a_flop = {kind: each_flop(f"rows {kind}") for kind in kinds}
+        speeds = Speeds(
+            {kind: 1 / each_byte(kind) for kind in kinds},
+            {kind: 1 / a_flop[kind] for kind in kinds},
+            launch,
+            plain_flops=1 / a_plain,
+            recurrent_flops=1 / each_flop("recurrence"),
+            value_bandwidth=1 / a_value,
+        )
         if not self.is_linked:
-            return Speeds(bandwidth, flops, launch, plain_flops=plain)
+            return speeds
         short, long, latency = (
             max(0.0, seconds[with_it] - seconds[without]) / max(1, plans[with_it].cost.meetings)
             for with_it, without in (*((f"there {n}", f"here {n}") for n in (SHORT, LONG)), ("sums", "summands"))
@@ -116,7 +150,7 @@ class Probes:
             for what in ("rows", "read")
         )
         link = moved / max(long - short, moved / 1e13)
-        return Speeds(bandwidth, flops, launch, link, latency, plain, faster, wider)
+        return replace(speeds, link_bandwidth=link, link_latency=latency, alone_flops=faster, alone_bandwidth=wider)
 
 
 def chain(length: int) -> Graph:
@@ -125,6 +159,14 @@ def chain(length: int) -> Graph:
     for n in range(STEPS):
         name = f"{'ab'[n % 2]}.{n}"
         x = rms_norm(x, eps=1e-6, name=name) if n % 4 < 2 else add(x, x, name=name)
+    return Graph({"y": x})
+
+
+def handed_on() -> Graph:
+    """What layers do with the values of a prompt between products."""
+    x: Value = input("x", (ROWS, WIDTH))
+    for _ in range(LAYERS):
+        x = add(x, swiglu(rms_norm(x, eps=1e-6), x))
     return Graph({"y": x})
 
 
@@ -147,11 +189,21 @@ def summed(hidden: int) -> Graph:
 
 
 def attended() -> Graph:
-    """The second half of a prompt, which sees the first: arithmetic without weights."""
-    q, k, v = input("q", (ROWS, 8, 64)), input("k", (2 * ROWS, 2, 64), "f16"), input("v", (2 * ROWS, 2, 64), "f16")
+    """The second half of a prompt, which sees the first: arithmetic without weights.  Keys and values are states, since
+    a backend keeps those in the dtype that they have in models."""
+    q = input("q", (ROWS, 8, 64))
+    k, v = (reshape(state(name, (2 * ROWS, 2 * 64), "f16"), shape=(2 * ROWS, 2, 64)) for name in "kv")
     places = constant("places", np.arange(ROWS, 2 * ROWS, dtype=np.int32))
     mask = causal_mask(places, cells=2 * ROWS)
     return Graph({f"y{n}": attention(q, k, v, mask, scale=0.125 + n / 8) for n in range(PRODUCTS)})
+
+
+def recurrent() -> Graph:
+    """A prompt whose tokens follow each other through a state."""
+    q, k, v = (input(name, (ROWS, 8, 128)) for name in "qkv")
+    g, beta = input("g", (ROWS, 8, 1)), input("beta", (ROWS, 8))
+    y, _ = gated_delta_net(q, k, v, g, beta, input("state", (8, 128, 128)))
+    return Graph({"y": y})
 
 
 def bound(plan: Plan) -> Executor:
@@ -167,8 +219,19 @@ def bound(plan: Plan) -> Executor:
     return executor
 
 
-def _nbytes(plan: Plan) -> float:
-    return sum(plan.prices[0].of(at).nbytes for at in range(len(plan.lanes[0].program.instructions)))
+def _work(plan: Plan) -> Work:
+    """What the first device does in all."""
+    counts = Counts()
+    each = [counts.of(node) for node in plan.graph.nodes if not node.is_leaf]
+    return Work(sum(w.flops for w in each), sum(w.nbytes for w in each), sum(w.kept for w in each))
+
+
+def _each(equations: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Seconds of one of a first thing and of one of a second, where so many of them take so many seconds together; the
+    first equation is mostly about the first thing, the other about the second, whose tenth each takes at least."""
+    (a, b, s), (c, d, t) = equations
+    first, second = (s * d - t * b) / (a * d - c * b), (t * a - s * c) / (a * d - c * b)
+    return max(first, s / a / 10), max(second, t / d / 10)
 
 
 def _beyond(seconds: float, plan: Plan, launch: float) -> float:

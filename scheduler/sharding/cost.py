@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ...ops.routing import busiest
-from ..machines.hardware import Counts, Estimate, Hardware
+from ..machines.hardware import KEPT, Counts, Estimate, Hardware, Work, home_of
 from .assign import Assignment, Conversion
 from .states import Cut
 
@@ -63,7 +63,7 @@ class Costs:
 
     def node_time(self, node: Node, assignment: Assignment) -> float:
         """Seconds of `node` on the busiest device."""
-        flops, nbytes, plain = self.work[node]
+        work = self.work[node]
         by = assignment.by[node]
         if isinstance(by, Cut):
             size = by.factor.size
@@ -74,11 +74,12 @@ class Costs:
                 busy = busiest(entries, own, size)
                 share, most = busy / entries, min(own, busy) / min(size, entries)
             wants, made = assignment.wants[node], assignment.made
-            uncut: float = sum(v.spec.nbytes for v, w in zip(node.inputs, wants, strict=True) if not isinstance(w, Cut))
-            uncut += sum(v.spec.nbytes for v in node.results if not isinstance(made[v], Cut))
-            uncut = min(nbytes, uncut)
-            flops, nbytes = flops * share, uncut + (nbytes - uncut) * most
-        return self.hardware.compute(flops, nbytes, plain)
+            read = [v for v, w in zip(node.inputs, wants, strict=True) if not isinstance(w, Cut)]
+            uncut = read + [v for v in node.results if not isinstance(made[v], Cut)]
+            nbytes = _shared(work.nbytes, uncut, most)
+            kept = _shared(work.kept, [v for v in read if home_of(v).op in KEPT], most)
+            work = Work(work.flops * share, nbytes, kept, work.arithmetic)
+        return self.hardware.compute(*work)
 
     def conversion_time(self, conversion: Conversion) -> float:
         """Seconds of a collective."""
@@ -89,3 +90,9 @@ class Costs:
         if met not in self._met:
             self._met[met] = self.hardware.collective(*met, range(self.devices)).seconds
         return self._met[met]
+
+
+def _shared(nbytes: float, uncut: Iterable[Value], share: float) -> float:
+    """Bytes of a device that has a share of all but what is not cut."""
+    whole = min(nbytes, sum(v.spec.nbytes for v in uncut))
+    return whole + (nbytes - whole) * share
