@@ -18,13 +18,13 @@ template <class S> __device__ __forceinline__ S *aligned(u8 *room) { return (S *
 // Where products look for eight columns of a row.
 __device__ __forceinline__ int swizzled(int row, int piece) { return (piece ^ row % 8) * 8; }
 // An operand whose rows of 128 bytes follow each other from a multiple of 1024 on, with piece p of 16 bytes of row r in the
-// place of piece p ^ r % 8.  One more is 16 bytes further: the next 16 columns are 2 more, and 64 rows 512.  Of rows that
-// are summed over, the next 64 columns lie `apart` bytes further.
+// place of piece p ^ r % 8.  One more is 16 bytes further.  Of rows that are summed over the next 64 columns lie `apart`
+// bytes further.
 __device__ __forceinline__ u64 operand_at(const void *rows, int apart = 16) {
     constexpr u64 SWIZZLED_128 = (u64)1 << 62, EIGHT_ROWS = (u64)(1024 / 16) << 32;
     return SWIZZLED_128 | EIGHT_ROWS | (u64)(apart / 16) << 16 | (shared_address(rows) & 0x3ffff) >> 4;
 }
-constexpr u64 STEP = 2, ROW_STEP = 128;  // of operands, to the next 16 columns and to the next 16 rows
+constexpr u64 STEP = 2, ROW = 8;  // of operands, to the next 16 columns and to the next row
 // What this thread wrote to shared memory, products see that begin behind the next barrier.
 __device__ __forceinline__ void show_to_products() {
 #ifdef HOCKET_EMULATED
@@ -60,14 +60,15 @@ __device__ __forceinline__ u32 take_number(u32 *word) {
 #endif
 }
 
-// d += a b, or d = a b, for a of 64 x 16, whose rows lie in shared memory, and b of 16 x N, whose columns lie as those rows do
+// d += a b for a of 64 x 16, whose rows lie in shared memory, and b of 16 x N, whose columns lie as those rows do
 // (wgmma.m64nNk16): of warp w of the group, with g = lane / 4 and t = lane % 4, d[r] is of row 16 w + g + 8 (r / 2 % 2) and
-// column 8 (r / 4) + 2 t + r % 2.
+// column 8 (r / 4) + 2 t + r % 2.  `wgmma_first` is d = a b.
 //
-// And d += a b with a in registers, which stay as they are until the wait, and rows of b that lie in shared memory: a[r]
-// holds the pair of columns 2 t + 8 (r / 2) of row 16 w + g + 8 (r % 2).
+// With a in registers, a[r] holds the pair of columns 2 t + 8 (r / 2) of row 16 w + g + 8 (r % 2), and the rows of b lie in
+// shared memory.
 //
-// `wgmma_wait` returns when all but the last `pending` groups are over; then `d` is what products made of it.
+// `wgmma_wait` returns when all but the last `pending` groups are over; then `d` is what products made of it.  Before a
+// fence of `d`, it is what was made of it there.
 #ifdef HOCKET_EMULATED
 template <int pending, int N> __device__ __forceinline__ void wgmma_wait(float (&)[N]) { emulation::wait_for_products(pending); }
 template <int N> __device__ __forceinline__ void wgmma_fence(float (&)[N]) { emulation::fence_registers(); }

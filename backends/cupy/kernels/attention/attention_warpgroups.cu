@@ -5,7 +5,6 @@
 // waited for both.
 
 constexpr int PANEL = 64;  // columns that lie together in shared memory
-constexpr int BESIDE = PANEL * sizeof(u16) / 16;  // of operands, to a row further on
 
 template <class Cell, int D, int E, int KEYS, int OF_WARPS>
 __global__ void __launch_bounds__(32 * OF_WARPS, 1) attend_warpgroups(const __grid_constant__ Tiles x) {
@@ -40,16 +39,19 @@ __global__ void __launch_bounds__(32 * OF_WARPS, 1) attend_warpgroups(const __gr
         const u64 of_keys = operand_at(k + stage * KEYS * D);
 #pragma unroll
         for (int d = 0; d < D / 16; d++) {
-            const u64 one = queries + d / 4 * OF_ROWS * BESIDE + d % 4 * STEP, two = of_keys + d / 4 * KEYS * BESIDE + d % 4 * STEP;
-            if (d == 0) wgmma_first(s, one, two, Cell{});
-            else wgmma(s, one, two, Cell{});
+            const u64 one = queries + d / 4 * OF_ROWS * ROW + d % 4 * STEP, two = of_keys + d / 4 * KEYS * ROW + d % 4 * STEP;
+            if (d == 0) {
+                wgmma_first(s, one, two, Cell{});
+            } else {
+                wgmma(s, one, two, Cell{});
+            }
         }
         wgmma_commit();
     };
     const auto begin_sums = [&](int stage) {
         const u64 of_values = operand_at(v + stage * KEYS * E, KEYS * PANEL * sizeof(u16));
 #pragma unroll
-        for (int n = 0; n < KEYS / 16; n++) wgmma(acc, weights[n], of_values + n * ROW_STEP, Cell{});
+        for (int n = 0; n < KEYS / 16; n++) wgmma(acc, weights[n], of_values + 16 * n * ROW, Cell{});
         wgmma_commit();
     };
 
