@@ -152,8 +152,8 @@ def delta_prompt(is_exact: bool, asked: float) -> Shape:
 
 
 def attention_prompt() -> Shape:
-    """8192 tokens that see half of the keys, as one block of queries over so few keys that queries and results are much of
-    what is moved, and over more; to find out which tiles are seen, a mask of 256 MiB is read besides."""
+    """8192 tokens that see half of the keys, as a block of queries over so few keys that queries and results are much
+    of what is moved, and over more; to find out which tiles are seen, a mask of 256 MiB is read besides."""
     tokens, short, long = 8192, 1024, 2048
     case, longer = (
         f"attention(q=f32[32,4,128], k=f16[{keys},1,128], v=f16[{keys},1,128], scale=0.1)" for keys in (short, long)
