@@ -151,6 +151,20 @@ def delta_prompt(is_exact: bool, asked: float) -> Shape:
     return Shape(name, case, times, nbytes, flops, asked, chosen, longer=(longer, more))
 
 
+def attention_prompt() -> Shape:
+    """8192 tokens that see half of the keys, as a block of queries over so few keys that queries and results are much
+    of what is moved, and over more; to find out which tiles are seen, a mask of 256 MiB is read besides."""
+    tokens, short, long = 8192, 1024, 2048
+    case, longer = (
+        f"attention(q=f32[32,4,128], k=f16[{keys},1,128], v=f16[{keys},1,128], scale=0.1)" for keys in (short, long)
+    )
+    times = dict.fromkeys(("attend_short", "attend_warpgroups"), (8 * tokens / 32, 1.0))
+    nbytes, flops = 2 * tokens * 8 * 128 * 2 + 2 * tokens * 32 * 128 * 4, 2 * tokens * tokens * 32 * 128
+    name, chosen = f"32 heads on 8 of 128, {tokens} tokens, f16", ((attention, "MOST_SPLITS", 1),)
+    more = (tokens / 2 - short) / (long - short)
+    return Shape(name, case, times, nbytes, flops, 0.35, chosen, longer=(longer, more))
+
+
 def shapes(processors: int) -> tuple[Shape, ...]:
     """Those of the table, on a GPU of so many multiprocessors."""
     return (
@@ -183,15 +197,7 @@ def shapes(processors: int) -> tuple[Shape, ...]:
             0.8,
             ((attention, "MOST_SPLITS", 4),),
         ),
-        Shape(  # rows see half of the keys; to find out which tiles they see, a mask of 256 MiB is read besides
-            "32 heads on 8 of 128, 8192 tokens, f16",
-            "attention(q=f32[32,4,128], k=f16[1024,1,128], v=f16[1024,1,128], scale=0.1)",
-            {"attend_short": (8 * 8192 / 32, 4)},
-            2 * 8192 * 8 * 128 * 2 + 2 * 8192 * 32 * 128 * 4,
-            2 * 8192 * 8192 * 32 * 128,
-            0.3,
-            ((attention, "MOST_SPLITS", 1),),
-        ),
+        attention_prompt(),
     )
 
 

@@ -125,5 +125,5 @@ def test_a_prompt_that_is_to_be_exact_rounds_nothing_to_the_type_of_its_caches(d
     wanted = np.concatenate([one_by_one.evaluate([[token]], every_position=True)[0] for token in tokens])
     errors = [nmse(s.evaluate([tokens], every_position=True)[0], wanted) for s in (exact, usual)]
     kernels = [" ".join(s.executor(s.step(64, len(tokens)))._replays[0].kernels()) for s in (exact, usual)]
-    assert ["attend_short" in names for names in kernels] == [False, True]
+    assert ["attend_warpgroups" in names for names in kernels] == [False, True]
     assert errors[0] < {"f16": 1e-8, "bf16": 1e-7}[dtype] < errors[1]

@@ -152,6 +152,15 @@ def test_products_of_warpgroups_are_those_of_the_arithmetic(monkeypatch):
     assert sum(work.grouped for work in works) == pytest.approx(2 * 256 * 128 * 128 / (16 * 8 * 16), rel=0.15)
 
 
+@needs_compiler
+@pytest.mark.usefixtures("_tools")
+def test_products_of_warpgroups_with_rows_in_registers_are_those_of_the_arithmetic():
+    """And loops run as often as their products read: no more than was counted."""
+    cases = (f"attention(q=f32[128,1,128], k=f16[{keys},1,128], v=f16[{keys},1,128], scale=0.1)" for keys in (256, 512))
+    short, long = (work_of(counters([case])[0], "sm_90a").grouped for case in cases)
+    assert long - short == pytest.approx(2 * 128 * 256 * 128 / (16 * 8 * 16), rel=0.02)
+
+
 # Of the H200, as `facts/gpu_review.md` has them from machine code.
 @pytest.mark.parametrize(("threads", "registers", "shared", "blocks"), [
     (512, 62, 5 * 1024, 2),

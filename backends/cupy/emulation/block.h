@@ -76,7 +76,9 @@ struct Meeting {  // of lanes of a warp
 };
 struct Asynchronous {  // a product that a warp has begun
     int columns, group;
+    bool adds;
     float *sums[32];
+    const unsigned *registers[32];  // of the first operand, or null
     uint64_t a, b;
     float (*number)(unsigned);
     uint64_t code;

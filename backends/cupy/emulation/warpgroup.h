@@ -19,68 +19,106 @@ static inline unsigned shared_address(const void *p) {
 
 // ---------------------------------------------------------------------------------------------------- operands
 
-// Piece `half` of 8 columns of a row, as the PTX manual has it of operands whose rows lie in memory by columns.
-HOCKET_UNSEEN static const char *piece_of(uint64_t operand, int row, int half) {
-    const unsigned first = (operand & 0x3fff) << 4, leading = (operand >> 16 & 0x3fff) << 4, stride = (operand >> 32 & 0x3fff) << 4;
-    const unsigned mode = operand >> 62, width = mode ? 256 >> mode : 16;  // bytes of a row that lie together
+// A place of shared memory, as the PTX manual has it of an operand: so far from its begin, in the way in which its rows
+// are swizzled.
+struct Layout { unsigned first, leading, stride, mode, width; };  // `width` bytes of a row lie together
+HOCKET_UNSEEN static Layout decoded(uint64_t operand) {
     if (operand >> 49 & 7) fail("a product has an operand with a base offset, which is not modelled");
-    unsigned at = first + row / 8 * stride + row % 8 * width + half * (mode ? 16 : leading);
-    if (mode) at ^= at >> 3 & (width - 1) & 0x70;
+    const auto bytes = [operand](int from) { return (unsigned)(operand >> from & 0x3fff) << 4; };
+    const unsigned mode = operand >> 62;
+    return {bytes(0), bytes(16), bytes(32), mode, mode ? 256u >> mode : 16};
+}
+HOCKET_UNSEEN static const char *place_in(const Layout &o, unsigned from_first) {
+    unsigned at = o.first + from_first;
+    if (o.mode) at ^= at >> 3 & (o.width - 1) & 0x70;
     const Worker &w = *current->worker;
     if (at < SIZED_FROM || at - SIZED_FROM + 16 > w.shared_bytes)
         fail("a product reads shared memory outside of its %zu bytes", w.shared_bytes);
     return w.shared + (at - SIZED_FROM);
 }
-HOCKET_UNSEEN static void read_row(float (&to)[16], const Asynchronous &p, uint64_t operand, int row) {
-    for (int half = 0; half < 2; half++) {
-        uint16_t bits[8];
-        memcpy(bits, piece_of(operand, row, half), 16);
-        for (int i = 0; i < 8; i++) to[8 * half + i] = p.number(bits[i]);
+// Piece `half` of 8 numbers that are summed over, of a row, where these lie beside each other (K-major).
+HOCKET_UNSEEN static const char *piece_of(uint64_t operand, int row, int half) {
+    const Layout o = decoded(operand);
+    return place_in(o, row / 8 * o.stride + row % 8 * o.width + half * (o.mode ? 16 : o.leading));
+}
+// Piece `j` of 8 columns of one of the 16 rows that are summed over, where columns lie beside each other (MN-major).
+HOCKET_UNSEEN static const char *piece_across(uint64_t operand, int row, int j) {
+    const Layout o = decoded(operand);
+    if (!o.mode) fail("a product has an operand of columns beside each other that is not swizzled, which is not modelled");
+    const unsigned from = 16 * j;
+    return place_in(o, row / 8 * o.stride + row % 8 * o.width + from / o.width * o.leading + from % o.width);
+}
+HOCKET_UNSEEN static void read_piece(float *to, const Asynchronous &p, const char *piece) {
+    uint16_t bits[8];
+    memcpy(bits, piece, 16);
+    for (int i = 0; i < 8; i++) to[i] = p.number(bits[i]);
+}
+// Row `row` of the 16 that a warp has of the first operand.
+HOCKET_UNSEEN static void read_row(float (&to)[16], const Asynchronous &p, int row) {
+    if (p.registers[0] == nullptr) {
+        for (int half = 0; half < 2; half++) read_piece(to + 8 * half, p, piece_of(p.a, current->warp % 4 * 16 + row, half));
+        return;
     }
+    for (int k = 0; k < 16; k++)
+        to[k] = p.number(p.registers[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2] >> 16 * (k % 2) & 0xffff);
 }
 // Eight rows of a piece are one access: banks show who swizzles otherwise.  Of the second operand each warp of a group
 // reads a quarter for all.
 static void note_reads(const Asynchronous &p, bool again) {
     Thread *me = current;
-    const int quarter = me->warp % 4, rows[2] = {16, p.columns / 4};
-    for (int which = 0; which < 2; which++)
-        for (int i = 0; i < 2 * rows[which]; i++) {
-            const char *piece = piece_of(which ? p.b : p.a, quarter * rows[which] + i / 16 * 8 + i % 8, i / 8 % 2);
-            current = &me->worker->all[me->warp * 32 + i % 32];
-            read_by_product(piece, 16, p.code, again);
-            current = me;
-        }
+    const int quarter = me->warp % 4, part = p.columns / 4;
+    const auto note = [&](const char *piece, int i) {
+        current = &me->worker->all[me->warp * 32 + i % 32];
+        read_by_product(piece, 16, p.code, again);
+        current = me;
+    };
+    const bool held = p.registers[0];
+    for (int i = 0; !held && i < 32; i++) note(piece_of(p.a, quarter * 16 + i / 16 * 8 + i % 8, i / 8 % 2), i);
+    for (int i = 0; i < 2 * part; i++)
+        note(held ? piece_across(p.b, i % 16, quarter * part / 8 + i / 16) : piece_of(p.b, quarter * part + i / 16 * 8 + i % 8, i / 8 % 2), i);
 }
 
 // ---------------------------------------------------------------------------------------------------- products
 
 HOCKET_UNSEEN static void make(const Asynchronous &p, float *sums) {
-    float A[16], row[16];
-    Eight B[16][32];
-    for (int n = 0; n < p.columns; n++) {
-        read_row(row, p, p.b, n);
-        for (int k = 0; k < 16; k++) B[k][n / 8][n % 8] = row[k];
+    float A[16], row[16], B[16][256];
+    if (p.registers[0]) {
+        for (int k = 0; k < 16; k++)
+            for (int j = 0; j < p.columns / 8; j++) read_piece(&B[k][8 * j], p, piece_across(p.b, k, j));
+    } else {
+        for (int n = 0; n < p.columns; n++) {
+            for (int half = 0; half < 2; half++) read_piece(row + 8 * half, p, piece_of(p.b, n, half));
+            for (int k = 0; k < 16; k++) B[k][n] = row[k];
+        }
     }
     for (int m = 0; m < 16; m++) {
-        read_row(A, p, p.a, current->warp % 4 * 16 + m);
+        read_row(A, p, m);
         for (int j = 0; j < p.columns / 8; j++) {
             Eight sum = {};
-            for (int k = 0; k < 16; k++) sum += A[k] * B[k][j];
-            for (int n = 0; n < 8; n++) sums[(m % 8 * 4 + n / 2) * p.columns / 2 + 4 * j + m / 8 * 2 + n % 2] += sum[n];
+            for (int k = 0; k < 16; k++) {
+                Eight b;
+                memcpy(&b, &B[k][8 * j], sizeof b);
+                sum += A[k] * b;
+            }
+            for (int n = 0; n < 8; n++) {
+                float &of = sums[(m % 8 * 4 + n / 2) * p.columns / 2 + 4 * j + m / 8 * 2 + n % 2];
+                of = p.adds ? of + sum[n] : sum[n];
+            }
         }
     }
 }
-struct Begun { float *sums; uint64_t a, b; };
-HOCKET_PLACED static void begin_product(float *sums, int columns, uint64_t a, uint64_t b, float (*number)(unsigned)) {
-    Begun mine{sums, a, b};
+struct Begun { float *sums; const unsigned *registers; uint64_t a, b; };
+HOCKET_PLACED static void begin_product(
+    float *sums, int columns, bool adds, uint64_t a, const unsigned *registers, uint64_t b, float (*number)(unsigned)) {
+    Begun mine{sums, registers, a, b};
     const uint64_t code = (uint64_t)__builtin_return_address(0);
     meet("wgmma", ~0u, &mine, [=](void **all) {
         Warp &warp = current->worker->warps[current->warp];
-        Asynchronous p{columns, warp.group, {}, a, b, number, code};
+        Asynchronous p{columns, warp.group, adds, {}, {}, a, b, number, code};
         for (int lane = 0; lane < 32; lane++) {
             auto *x = (Begun *)all[lane];
             if (x->a != a || x->b != b) fail("lanes of a warp begin products of different operands");
-            p.sums[lane] = x->sums;
+            p.sums[lane] = x->sums, p.registers[lane] = x->registers;
         }
         auto &kept = warp.sums[p.sums[0]];
         if (kept.empty()) {

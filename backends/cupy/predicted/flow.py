@@ -33,6 +33,7 @@ _ACCESS = re.compile(r"(LDGSTS|LDG|STG|LDSM|LDS|STS)(\.|$)")
 _MATRICES = re.compile(r"\.(\d)$")
 _NEVER = "@!PT"
 _PRODUCT = re.compile(r"(HGMMA|HMMA|IMMA|QMMA|OMMA)\.(\w+)")
+_HELD = re.compile(r"\s*R\w+, R\d")
 _NO_ISSUE = "NOP"
 _REGISTER = re.compile(r"\bR(\d+)\b")
 _PENDING = re.compile(r"DEPBAR\.LE SB0, 0x(\w+)")
@@ -173,7 +174,7 @@ def _add(block: Block, op: _Instruction, lengths: Mapping[int, int], labels: Map
     if product := _PRODUCT.match(op.op):
         block.products[product[1], product[2]] += 1
         if product[1] == "HGMMA":
-            block.accesses[OF_WARPGROUPS] += _operands(product[2])
+            block.accesses[OF_WARPGROUPS] += _operands(product[2], bool(_HELD.match(op.operands)))
     if step := _step(op):
         block.steps.append(step)
     if (access := _ACCESS.match(op.op)) and not op.is_never:
@@ -187,10 +188,11 @@ def _add(block: Block, op: _Instruction, lengths: Mapping[int, int], labels: Map
             block.accesses[Place(op.frames, kind[2] == "S", kind.startswith("ST"))] += nbytes
 
 
-def _operands(shape: str) -> int:
-    """Bytes a lane of the operands of a product such as 64x256x16, which the four warps of a group bring together."""
+def _operands(shape: str, is_held: bool) -> int:
+    """Bytes a lane of the operands of a product such as 64x256x16, which the four warps of a group bring together from
+    shared memory; rows that are held are in registers."""
     rows, columns, terms = map(int, shape.split("x"))
-    return (rows + columns) * terms * 2 // 128
+    return ((0 if is_held else rows) + columns) * terms * 2 // 128
 
 
 def _step(op: _Instruction) -> Step | None:

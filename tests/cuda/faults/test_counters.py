@@ -16,6 +16,7 @@ from hocket.cli import main
 from hocket.conformance.reports.emulated import counters
 from hocket.graph import DType
 
+from ...given.devices.attention import by_warps
 from ...given.devices.chains import COUNTED, ran
 from ...given.devices.emulation import Written, needs_compiler
 from ...given.devices.products import tiles_of
@@ -155,6 +156,25 @@ def test_clusters_ask_for_no_more_than_they_must(exact, terms, shares):
     (read,) = (site for site in found[-1].sites if site.where.startswith("wgmma.cuh"))
     products = 256 // 16 * 4 * terms  # 64 x 16 and 256 x 16 numbers each
     assert read.cost == read.least == products * (64 + 256) * 16 * 2 // 128
+
+
+PROMPT = "attention(q=f32[32,4,128], k=bf16[128,1,128], v=bf16[128,1,128], scale=0.1)"
+
+
+def test_attention_by_warpgroups_reads_no_more_than_it_must():
+    (found,) = counters([PROMPT])
+    assert found.launch.kernel.name == "attend_warpgroups<bf16_bits, 128, 128, 128, 8>"
+    read = [site for site in found.sites if site.where.startswith("wgmma.cuh")]
+    # Of each warpgroup: scores, 64 x 16 and 128 x 16 numbers eight times; sums, whose weights are in registers.
+    numbers = 2 * 8 * ((64 + 128) * 16 + 128 * 16)
+    assert sum(site.cost for site in read) == sum(site.least for site in read) == numbers * 2 // 128
+
+
+def test_attention_by_single_warps_asks_for_no_more_than_it_must():
+    with by_warps():
+        (found,) = counters([PROMPT])
+    assert found.launch.kernel.name == "attend_short<bf16_bits, 128, 128, 64, 2, 8, false>"
+    assert faults(found) == []
 
 
 def test_what_is_allowed_has_a_reason():

@@ -52,9 +52,9 @@ PLANTS = {
     "rows are not swizzled": ("wgmma.cuh", "(u64)1 << 62, EIGHT", "(u64)0 << 62, EIGHT", EVEN),
     "the stride of eight rows is wrong": ("wgmma.cuh", "(u64)(1024 / 16) << 32", "(u64)(512 / 16) << 32", EVEN),
     "an operand lies outside": ("wgmma.cuh", "(u64)(1024 / 16) << 32", "(u64)(16384 / 16) << 32", EVEN),
-    "rows lie otherwise than products take them": (FILE, "(piece ^ row % 8) * 8", "piece * 8", EVEN),
-    "stages begin anywhere": (FILE, "room + (-shared_address(room) & 1023)", "room", EVEN),
-    "columns are left out": (FILE, "STEP = 2;", "STEP = 4;", EVEN),
+    "rows lie otherwise than products take them": ("wgmma.cuh", "(piece ^ row % 8) * 8", "piece * 8", EVEN),
+    "stages begin anywhere": ("wgmma.cuh", "room + (-shared_address(room) & 1023)", "room", EVEN),
+    "columns are left out": ("wgmma.cuh", "STEP = 2,", "STEP = 4,", EVEN),
     "both warpgroups have the same entries": (FILE, "[threadIdx.x / 128 * 64]", "[0]", EVEN),
     "warps of a warpgroup begin different products": (
         FILE,

@@ -17,6 +17,7 @@ ARCHITECTURE = "gfx90a"
 OF_PROMPTS = (
     "attention_short.cu",
     "attention_tiles.cu",
+    "attention_warpgroups.cu",
     "attention_wide.cu",
     "clusters.cu",
     "gated_delta_net_prepare.cu",

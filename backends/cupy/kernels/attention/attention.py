@@ -200,7 +200,9 @@ class _Attention:
 
     def add(self, operands: Operands, leading: Sequence[int]) -> None:
         s, cells = self.shape, operands[1].dtype
-        tiled = next((t for t in TILED if t.takes(s.size, s.width, cells)), None)
+        has_warpgroups = self.launches.limits.has_warpgroups
+        kinds = (t for t in TILED if has_warpgroups or not t.by_warpgroups)
+        tiled = next((t for t in kinds if t.takes(s.size, s.width, cells)), None)
         if s.rows >= MANY and tiled is not None:
             self._tiles(tiled, operands, leading)
         else:

@@ -9,6 +9,7 @@ from ...device.driver import Source
 from ..elementwise import CELLS, HALVES, TYPES
 
 HEADERS = ("cells.cuh", "attention.cuh")
+OF_MANY = (*HEADERS, "attention_powers.cuh", "attention_many.cuh")
 THREADS, WARPS, ROWS = 128, 4, 64
 OWN = 16
 """Rows of a block of `attend_cells`, and keys that a warp takes at a time."""
@@ -62,6 +63,11 @@ class Tiled:
         return size <= self.size and width <= self.width
 
     @property
+    def by_warpgroups(self) -> bool:
+        """Whether it is for devices alone whose warps multiply in groups of four."""
+        return False
+
+    @property
     def seen_rows(self) -> int:
         """Rows of which is known together what they see."""
         return max(ROWS, self.rows)
@@ -109,8 +115,12 @@ class Short(Tiled):
     stages: int = 2
     cells: DType = DType.F16
 
+    @property
+    def file(self) -> str:
+        return "attention_short.cu"
+
     def source(self) -> Source:
-        return Source("attention_short.cu", (self.name,), before=(*HEADERS, "attention_powers.cuh"))
+        return Source(self.file, (self.name,), OF_MANY)
 
     def takes(self, size: int, width: int, cells: DType) -> bool:
         return size <= self.size and width <= self.width and cells is self.cells
@@ -124,6 +134,31 @@ class Short(Tiled):
     def shared_bytes(self) -> int:
         stages, queries = 2 * self.stages * self.tile * (self.size + self.width), 2 * self.rows * self.size
         return 16 * self.rows + (max(stages, queries) if self.held else stages + queries)
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped(Short):
+    """`attend_warpgroups`, whose operands begin at a multiple of 1024."""
+
+    @property
+    def by_warpgroups(self) -> bool:
+        return True
+
+    @property
+    def file(self) -> str:
+        return "attention_warpgroups.cu"
+
+    def source(self) -> Source:
+        return Source(self.file, (self.name,), (*OF_MANY, "wgmma.cuh"), architectures=("sm_90a",))
+
+    @property
+    def name(self) -> str:
+        sizes = f"{self.size}, {self.width}, {self.tile}, {self.threads // 32}"
+        return f"attend_warpgroups<{TYPES[self.cells]}, {sizes}>"
+
+    @property
+    def shared_bytes(self) -> int:
+        return 1024 + 4 * self.tile * (self.size + self.width) + self.rows * (2 * self.size + 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +199,16 @@ _SIZES = (
     (192, 128, 32, False, 128, 256, 2),
     (256, 256, 32, False, 64, 128, 2),
 )
+_GROUPED = (
+    (64, 64, 128, False, 128, 256),
+    (128, 128, 128, False, 128, 256),
+    (192, 128, 128, False, 128, 256),
+    (256, 256, 64, False, 128, 256),
+)
 TILED = {
     t: t.source()
     for t in (
+        *(Grouped(*sizes, cells=cells) for cells in HALVES for sizes in _GROUPED),
         *(Short(*sizes, cells=cells) for cells in HALVES for sizes in _SIZES),
         Tiled(64, 64, 64, True),
         Tiled(128, 128, 32, True),

@@ -12,10 +12,6 @@ template <class W> struct Grouped : Product<W> {
 template <int TERMS> struct Stage {
     u16 w[ROWS][COLUMNS], x[TERMS][ENTRIES][COLUMNS];
 };
-// Where products look for eight columns of a row.
-__device__ __forceinline__ int swizzled(int row, int piece) { return (piece ^ row % 8) * 8; }
-constexpr u64 STEP = 2;  // of operands, to the next 16 columns
-template <class S> __device__ __forceinline__ S *aligned(u8 *room) { return (S *)(room + (-shared_address(room) & 1023)); }
 
 // Two blocks that share columns leave their sums for each other; whoever comes second has both.  `number` is shared memory
 // that is free once all products are over.

@@ -1,0 +1,22 @@
+"""Attention as devices do it whose warps do not multiply in groups of four."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from hocket.backends.cupy.binding.trial import tried
+from hocket.backends.cupy.kernels.attention import attention
+
+
+@contextmanager
+def by_warps() -> Iterator[None]:
+    """Many rows meet keys and values by products of single warps."""
+    tried.cache_clear()  # it knows how much scratch other kernels take
+    kinds = {kind: source for kind, source in attention.TILED.items() if not kind.by_warpgroups}
+    try:
+        with patch.object(attention, "TILED", kinds):
+            yield
+    finally:
+        tried.cache_clear()
