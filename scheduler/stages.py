@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
-from ..backends.abilities import overlaps
+from ..backends.abilities import OTHERS, overlaps
 from ..backends.base import Instruction
 from ..graph.node import Node
 from ..graph.records import dataclass
@@ -90,11 +90,13 @@ class Prices:
             met = self.hardware.collective(i.op, met_bytes(i), self._there(i))
             return StepCost(0.0, 0.0, met.moved, met.seconds)
         if i.index < 0:  # a copy of a state: of the new one over the old one, or to undo that
-            return StepCost(0.0, _copied(i), 0.0, self.hardware.compute(0.0, _copied(i), launches=self.launches[at]))
+            return StepCost(
+                0.0, _copied(i), 0.0, self.hardware.compute(0.0, _copied(i), (OTHERS,), launches=self.launches[at])
+            )
         node = self.nodes[i.index]
-        flops, nbytes, plain = self.counts.of(node)
+        flops, nbytes, judged_as = self.counts.of(node)
         times, more = self._missing(node)
-        seconds = partial(self.hardware.compute, plain=plain, launches=self.launches[at])
+        seconds = partial(self.hardware.compute, judged_as=judged_as, launches=self.launches[at])
         own, read = seconds(flops, nbytes), min(nbytes * times, nbytes + more)
         uncut = seconds(flops * times, read) if more else None
         return StepCost(flops, nbytes, 0.0, own, uncut)

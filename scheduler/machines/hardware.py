@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field, replace
 
+from ...backends.abilities import OTHERS
 from ...graph.node import Node, Value
 from ...graph.records import dataclass
 from ...ops import op_of
@@ -18,9 +19,9 @@ class Hardware:
 
     Where devices are in several machines, `machine` is how many each of them has, one machine after the other, and
     `across` are the speeds of the link between two machines; 0 says that all are in one.  `plain_flops` is the
-    arithmetic of what reads no weights, as attention; 0 says that it is as fast as with weights.  Devices may share
-    processors and memory: a device whose fellows wait computes `alone_flops` times as fast, and reads memory
-    `alone_bandwidth` times.
+    arithmetic of what reads no weights, as attention; 0 says that it is as fast as with weights.  Where speeds of ops
+    are known, `op_flops` and `op_bandwidth` have them by name.  Devices may share processors and memory: a device whose
+    fellows wait computes `alone_flops` times as fast, and reads memory `alone_bandwidth` times.
     """
 
     flops: float = 100e9
@@ -34,6 +35,8 @@ class Hardware:
     plain_flops: float = 0.0
     alone_flops: float = 1.0
     alone_bandwidth: float = 1.0
+    op_flops: Mapping[str, float] = field(default_factory=dict)
+    op_bandwidth: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def alone(self) -> Hardware:
@@ -47,6 +50,8 @@ class Hardware:
             plain_flops=self.plain_flops * self.alone_flops,
             alone_flops=1.0,
             alone_bandwidth=1.0,
+            op_flops={op: speed * self.alone_flops for op, speed in self.op_flops.items()},
+            op_bandwidth={op: speed * self.alone_bandwidth for op, speed in self.op_bandwidth.items()},
         )
 
     @property
@@ -54,10 +59,11 @@ class Hardware:
         """Whether speeds are above zero, what may be zero is not below, all are finite, machines have devices, and no
         device is slower alone."""
         speeds = (self.flops, self.bandwidth, self.link_bandwidth, self.across_bandwidth)
+        of_ops = (*self.op_flops.values(), *self.op_bandwidth.values())
         others = (self.launch, self.link_latency, self.across_latency, self.plain_flops)
         known = type(self.machine) is int and self.machine >= 0
         known = known and all(1 <= times < math.inf for times in (self.alone_flops, self.alone_bandwidth))
-        return known and all(0 < s < math.inf for s in speeds) and all(0 <= t < math.inf for t in others)
+        return known and all(0 < s < math.inf for s in (*speeds, *of_ops)) and all(0 <= t < math.inf for t in others)
 
     def by_machine(self, devices: Iterable[int]) -> list[int]:
         """How many of the devices of these numbers each machine has that has any."""
@@ -67,11 +73,14 @@ class Hardware:
         """In how many machines devices of these numbers are."""
         return len(self.by_machine(devices))
 
-    def compute(self, flops: float, nbytes: float, plain: bool = False, *, launches: float = 1.0) -> float:
-        """Time of a node, which is `plain` if it reads no weights: whichever of arithmetic and memory takes longer, and
-        its launches, which are less than one where several nodes share one."""
-        speed = (self.plain_flops if plain else 0.0) or self.flops
-        return max(flops / speed, nbytes / self.bandwidth) + launches * self.launch
+    def compute(self, flops: float, nbytes: float, judged_as: Sequence[str] = (), *, launches: float = 1.0) -> float:
+        """Time of a node: whichever of arithmetic and memory takes longer, and its launches, which are less than one
+        where several nodes share one.  It is `judged_as` the first of these ops whose speed is known."""
+        plain = self.plain_flops if OTHERS in judged_as else 0.0
+        speed, bandwidth = plain or self.flops, self.bandwidth
+        for op in reversed(judged_as):
+            speed, bandwidth = self.op_flops.get(op, speed), self.op_bandwidth.get(op, bandwidth)
+        return max(flops / speed, nbytes / bandwidth) + launches * self.launch
 
     def meeting(self, nbytes: float, machines: int = 1) -> float:
         """Time of a collective in which each device sends so many bytes, over so many machines: what all machines are
@@ -148,16 +157,18 @@ class Counts:
     """Arithmetic and traffic of nodes.  Layers repeat, so what is the same is counted once."""
 
     def __init__(self) -> None:
-        self._known: dict[object, tuple[float, float, bool]] = {}
+        self._known: dict[object, tuple[float, float, tuple[str, ...]]] = {}
 
-    def of(self, node: Node) -> tuple[float, float, bool]:
-        """Floating-point operations, bytes read and written, and whether no weights are read."""
+    def of(self, node: Node) -> tuple[float, float, tuple[str, ...]]:
+        """Floating-point operations, bytes read and written, and the ops as which the node is judged: its own, and
+        `OTHERS` if it reads no weights."""
         plain = all(leaf_of(source).op != "weight" for source in node.inputs)
         read = tuple(None if s is None else s.spec for s in node.src)
         declared = op_of(node)
         key = (plain, node.op, read, node.specs, tuple(node.attrs.items()), declared.share(node))
         if (cost := self._known.get(key)) is None:
-            cost = self._known[key] = (float(declared.flops(node)), float(declared.nbytes(node)), plain)
+            judged_as = (node.op, OTHERS) if plain else (node.op,)
+            cost = self._known[key] = (float(declared.flops(node)), float(declared.nbytes(node)), judged_as)
         return cost
 
 

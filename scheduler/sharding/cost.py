@@ -63,7 +63,7 @@ class Costs:
 
     def node_time(self, node: Node, assignment: Assignment) -> float:
         """Seconds of `node` on the busiest device."""
-        flops, nbytes, plain = self.work[node]
+        flops, nbytes, judged_as = self.work[node]
         by = assignment.by[node]
         if isinstance(by, Cut):
             size = by.factor.size
@@ -78,7 +78,7 @@ class Costs:
             uncut += sum(v.spec.nbytes for v in node.results if not isinstance(made[v], Cut))
             uncut = min(nbytes, uncut)
             flops, nbytes = flops * share, uncut + (nbytes - uncut) * most
-        return self.hardware.compute(flops, nbytes, plain)
+        return self.hardware.compute(flops, nbytes, judged_as)
 
     def conversion_time(self, conversion: Conversion) -> float:
         """Seconds of a collective."""
