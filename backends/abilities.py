@@ -151,7 +151,7 @@ def overlaps(group: Sequence[tuple[Backend, Device]]) -> bool:
 @dataclass(frozen=True, slots=True)
 class Reached:
     """What kernels should reach, by dtype of the weights or by op: bytes/s with few tokens, FLOP/s with many, for ops
-    whose time that sets; and what sets the time of each, as ``memory``."""
+    whose time that sets; and what sets the time of each, as ``memory``, where that is known."""
 
     bandwidth: Mapping[str, float]
     flops: Mapping[str, float]

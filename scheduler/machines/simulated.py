@@ -238,14 +238,13 @@ def _least(speeds: Sequence[Mapping[str, float]], sheet: float) -> Mapping[str, 
 def _told(kind: str, name: str, reached: Reached) -> str:
     """What products with such weights, or such ops, reach as shares of the data sheet, and what sets that."""
     bandwidth, flops, most = reached.bandwidth[name], reached.flops.get(name), MACHINES[kind]
-    memory = (
-        f"  {kind}, {name}: {bandwidth / TERA:.3g} TB/s with few tokens, {bandwidth / most.bandwidth:.0%} of the data "
-        f"sheet, set by {reached.vector_limits[name]}"
+    few, many = (
+        f", set by {limits[name]}" if name in limits else ""
+        for limits in (reached.vector_limits, reached.prompt_limits)
     )
-    if flops is None:
-        return memory
-    many = f"{flops / TERA:.3g} TFLOP/s with many, {flops / most.flops:.0%}, set by {reached.prompt_limits[name]}"
-    return f"{memory}; {many}"
+    memory = f"{bandwidth / TERA:.3g} TB/s with few tokens, {bandwidth / most.bandwidth:.0%} of the data sheet{few}"
+    work = f"; {flops / TERA:.3g} TFLOP/s with many, {flops / most.flops:.0%}{many}" if flops else ""
+    return f"  {kind}, {name}: {memory}{work}"
 
 
 @needs(PlanError, text=TEXT)
