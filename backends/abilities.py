@@ -150,13 +150,26 @@ def overlaps(group: Sequence[tuple[Backend, Device]]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """What products with weights should reach, by dtype of weights: bytes/s with one vector, FLOP/s with many; and what
-    sets the time of each, as ``memory``, where that is known."""
+    """What kernels should reach, by dtype of the weights or by op: bytes/s with few tokens, FLOP/s with many, for ops
+    whose time that sets; and what sets the time of each, as ``memory``, where that is known."""
 
     bandwidth: Mapping[str, float]
     flops: Mapping[str, float]
     vector_limits: Mapping[str, str]
     prompt_limits: Mapping[str, str]
+
+
+OTHERS = "others"
+"""Stands for ops that read no weights and are not named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What is known of a kind of device beside its data sheet: of products with weights by dtype of these, and of other
+    ops by name."""
+
+    products: Reached
+    ops: Reached
 
 
 @runtime_checkable
@@ -166,5 +179,5 @@ class Simulates(Protocol):
     def absent(self, model: str) -> Backend:
         """What plans ask of a backend, for devices of that model, of which there need be none; nothing runs on them."""
 
-    def predicted(self, kind: str) -> Reached | None:
+    def predicted(self, kind: str) -> Predicted | None:
         """What is known of devices of a kind beside their data sheet."""

@@ -15,12 +15,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from unittest.mock import patch
 
 from tqdm import tqdm
 
+from hocket.backends.abilities import OTHERS, Predicted, Reached
 from hocket.backends.cupy.binding.trial import tried
 from hocket.backends.cupy.device.early import FIRST_CAPABILITY
 from hocket.backends.cupy.device.limits import Limits
@@ -32,8 +33,11 @@ from hocket.backends.cupy.kernels.recurrent import gated_delta_net
 from hocket.backends.cupy.predicted.speeds import FILE
 from hocket.backends.cupy.predicted.times import GPUS, LATENCY, Time, time_of
 from hocket.backends.cupy.predicted.works import work_of
+from hocket.conformance.judging.build import build
 from hocket.conformance.reports.emulated import counters
+from hocket.conformance.trials.case import parse
 from hocket.graph import DType
+from hocket.ops import op_of
 from hocket.scheduler.machines.simulated import MACHINES
 
 TABLE = Path(__file__).parent / "kernels_cuda_times.md"
@@ -41,9 +45,24 @@ TIMES = TABLE.with_suffix(".json")
 SHOWN = ("h200", "a100", "rtx4090")
 CACHED = 25e6
 """Bytes that the second cache still has when the next launch reads them."""
-REACHED = ("bandwidth", "flops", "vector_limits", "prompt_limits")
-"""What plans know of products with weights of a dtype."""
 Part = tuple[object, str, int]
+DELTA_DECODE = "16/32×128, batch 32"
+DELTA_PROMPT = "32/32×128, 8192 tokens"
+ONE_TOKEN = "32 heads on 8 of 128, 1 token on 65536, f16"
+PROMPT = "32 heads on 8 of 128, 8192 tokens, f16"
+SWIGLU, NORM, SORTED, ROTATED = "swiglu 4096×4096", "rms_norm 4096×4096", "top_k 4096×128", "rope 4096×32×128"
+OPS: Mapping[str, tuple[str, str | None]] = {
+    "attention": (ONE_TOKEN, PROMPT),
+    "gated_delta_net": (DELTA_DECODE, f"{DELTA_PROMPT}, exact"),
+    "ssm_conv": ("ssm_conv 4096×4096", None),
+    **dict.fromkeys(("rms_norm", "l2_norm", "norm"), (NORM, None)),
+    **dict.fromkeys(("rope", "rope_multi"), (ROTATED, None)),
+    **dict.fromkeys(("swiglu", "geglu", "swiglu_oai"), (SWIGLU, None)),
+    "set_rows": ("set_rows 4096×1024", None),
+    **dict.fromkeys(("top_k", "argsort"), (SORTED, None)),
+    OTHERS: ("add 4096×4096", None),
+}
+"""By op: the shape by which its bytes/s are judged, and that of its FLOP/s where a prompt is not set by memory."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +150,8 @@ def prompt(
 
 
 STATE = 128 * 128 * 4
+DELTA_FLOPS = 128 * (7 * 128 + 3)
+"""Of a token and a head."""
 DECODE = (
     "gated_delta_net(q=f32[1,2,128], k=f32[1,2,128], v=f32[1,4,128], g=f32[1,4,1], beta=f32[1,4], state=f32[4,128,128])"
 )
@@ -145,8 +166,8 @@ def delta_prompt(is_exact: bool, asked: float) -> Shape:
         for t in (short, long)
     )
     times = {"delta_prepare": (16, 1.0), "delta_scan": (16, 1.0)}
-    nbytes, flops = tokens * 32 * (4 * 128 + 2) * 4, tokens * 32 * 6 * 128 * 128
-    name = f"32/32×128, {tokens} tokens, {'exact' if is_exact else 'fast'}"
+    nbytes, flops = tokens * 32 * (4 * 128 + 2) * 4, tokens * 32 * DELTA_FLOPS
+    name = f"{DELTA_PROMPT}, {'exact' if is_exact else 'fast'}"
     chosen, more = ((gated_delta_net, "BLOCKS", 8),), (tokens - short) / (long - short)
     return Shape(name, case, times, nbytes, flops, asked, chosen, longer=(longer, more))
 
@@ -160,9 +181,16 @@ def attention_prompt() -> Shape:
     )
     times = dict.fromkeys(("attend_short", "attend_warpgroups"), (8 * tokens / 32, 1.0))
     nbytes, flops = 2 * tokens * 8 * 128 * 2 + 2 * tokens * 32 * 128 * 4, 2 * tokens * tokens * 32 * 128
-    name, chosen = f"32 heads on 8 of 128, {tokens} tokens, f16", ((attention, "MOST_SPLITS", 1),)
+    name, chosen = PROMPT, ((attention, "MOST_SPLITS", 1),)
     more = (tokens / 2 - short) / (long - short)
     return Shape(name, case, times, nbytes, flops, 0.35, chosen, longer=(longer, more))
+
+
+def rows_of(name: str, case: str, kernel: str, times: int) -> Shape:
+    """So many times the rows of a case of an op with one kernel."""
+    (node,) = (node for node in build(parse(case)).graph.nodes if not node.is_leaf)
+    declared = op_of(node)
+    return Shape(name, case, {kernel: (times, 1.0)}, times * declared.nbytes(node), times * declared.flops(node))
 
 
 def shapes(processors: int) -> tuple[Shape, ...]:
@@ -173,11 +201,11 @@ def shapes(processors: int) -> tuple[Shape, ...]:
         *(prompt(t, 4096, 4096, 512, 0.42) for t in (DType.Q4_K, DType.Q8_0)),
         *(prompt(DType.BF16, 4096, 4096, 512, a, is_exact) for a, is_exact in ((0.37, True), (0.57, False))),
         Shape(
-            "16/32×128, batch 32",
+            DELTA_DECODE,
             DECODE,
             {"delta_net": (8 * 32, 1.0)},
             2 * 32 * 32 * STATE,
-            32 * 32 * 6 * 128 * 128,
+            32 * 32 * DELTA_FLOPS,
             0.81,
         ),
         *(delta_prompt(is_exact, asked) for is_exact, asked in ((True, 0.24), (False, 0.4))),
@@ -189,7 +217,7 @@ def shapes(processors: int) -> tuple[Shape, ...]:
             4 * 8192 * 32 * 128,
         ),
         Shape(  # 33 splits
-            "32 heads on 8 of 128, 1 token on 65536, f16",
+            ONE_TOKEN,
             "attention(q=f32[1,4,128], k=f16[4096,1,128], v=f16[4096,1,128], scale=0.1)",
             {"attend_cells": (8 * 33 / 4, 65536 / 33 / 1024), "attention_combine": (8, 1.0)},
             2 * 65536 * 8 * 128 * 2,
@@ -198,48 +226,81 @@ def shapes(processors: int) -> tuple[Shape, ...]:
             ((attention, "MOST_SPLITS", 4),),
         ),
         attention_prompt(),
+        rows_of("add 4096×4096", "add(a=f32[8,4096], b=f32[8,4096])", "binary", 512),
+        rows_of(SWIGLU, "swiglu(gate=f32[8,4096], up=f32[8,4096])", "binary", 512),
+        rows_of(NORM, "rms_norm(x=f32[8,4096])", "norm_by", 512),
+        rows_of(ROTATED, "rope(x=f32[8,8,128], pos=i32[8], n_dims=128)", "rope", 2048),
+        rows_of("set_rows 4096×1024", "set_rows(into=f32[64,1024], rows=f32[8,1024], ids=i32[8])", "scatter", 512),
+        rows_of("ssm_conv 4096×4096", "ssm_conv(x=f32[67,256], w=f32[256,4])", "short_convolution", 1024),
+        rows_of(SORTED, "top_k(x=f32[64,128], k=8)", "sort_runs", 64),
     )
 
 
-def times_of(number: int) -> dict[str, tuple[float, str]]:
-    """By GPU: the seconds that the shape of a number takes, and what sets them."""
+Launches = list[tuple[str, Time]]
+
+
+def seconds(times: Launches) -> float:
+    return sum(time.total for _, time in times)
+
+
+def limit(times: Launches) -> str:
+    """What sets the time of the longest launch."""
+    return max(times, key=lambda named: named[1].total)[1].limit
+
+
+def times_of(number: int) -> dict[str, Launches]:
+    """By GPU: how long each launch of the shape of a number takes."""
     counted: dict[tuple[str, Limits], list[tuple[Counted, ...]]] = {}
     found = {}
     for kind, gpu in GPUS.items():
         shape = shapes(gpu.processors)[number]
         if (shape.case, gpu.limits) not in counted:
             counted[shape.case, gpu.limits] = shape.counted(gpu.limits)
-        times = shape.predicted(counted[shape.case, gpu.limits], kind)
-        limits = ", ".join(time.limit if len(times) == 1 else f"{name}: {time.limit}" for name, time in times)
-        found[kind] = sum(time.total for _, time in times), limits
+        found[kind] = shape.predicted(counted[shape.case, gpu.limits], kind)
     return found
 
 
-def speeds_of(dtype: DType) -> dict[str, Mapping[str, float | str]]:
-    """By GPU, what is `REACHED` of products with such weights; a product of many is set by its longest launch."""
+def of_products(dtype: DType) -> dict[str, Reached]:
+    """By GPU, what products with such weights reach."""
     many = prompt(dtype, 4096, 4096, 512)
     counted = {limits: many.counted(limits) for limits in {gpu.limits for gpu in GPUS.values()}}
     found = {}
     for kind, gpu in GPUS.items():
         one = vector(dtype, 28672, 4096, gpu.processors)
-        both = (one, one.counted(gpu.limits)), (many, counted[gpu.limits])
-        times = [[time for _, time in s.predicted(c, kind)] for s, c in both]
-        seconds = [sum(time.total for time in of_one) for of_one in times]
-        limits = [max(of_one, key=lambda time: time.total).limit for of_one in times]
-        values = one.nbytes / seconds[0], many.flops / seconds[1], *limits
-        found[kind] = dict(zip(REACHED, values, strict=True))
+        few, all_ = one.predicted(one.counted(gpu.limits), kind), many.predicted(counted[gpu.limits], kind)
+        found[kind] = reached({str(dtype): (one, few)}, {str(dtype): (many, all_)})
     return found
 
 
-def rows(shape: Shape, times: Mapping[str, tuple[float, str]]) -> Iterator[str]:
+Judged = Mapping[str, tuple[Shape, Launches]]
+
+
+def reached(few: Judged, many: Judged) -> Reached:
+    return Reached(
+        {name: float(f"{shape.nbytes / seconds(times):.3g}") for name, (shape, times) in few.items()},
+        {name: float(f"{shape.flops / seconds(times):.3g}") for name, (shape, times) in many.items()},
+        {name: limit(times) for name, (_, times) in few.items()},
+        {name: limit(times) for name, (_, times) in many.items()},
+    )
+
+
+def of_ops(known: Sequence[tuple[Shape, Mapping[str, Launches]]], kind: str) -> Reached:
+    """What ops reach on a GPU, of shapes whose times are known."""
+    named = {shape.name: (shape, times[kind]) for shape, times in known}
+    few = {op: named[name] for op, (name, _) in OPS.items()}
+    return reached(few, {op: named[name] for op, (_, name) in OPS.items() if name is not None})
+
+
+def rows(shape: Shape, times: Mapping[str, Launches]) -> Iterator[str]:
     """Of the table, one for each GPU that is shown."""
     for kind in SHOWN:
-        seconds, limits = times[kind]
+        took = seconds(times[kind])
+        limits = ", ".join(f"{name}: " * (len(times[kind]) > 1) + time.limit for name, time in times[kind])
         asked = f"{shape.asked:.0%}" if shape.asked and kind == "h200" else ""
-        share = f"{shape.share(seconds, kind):.0%}"
+        share = f"{shape.share(took, kind):.0%}"
         is_early = shape.ahead and int(GPUS[kind].arch[3:5]) >= FIRST_CAPABILITY
-        early = f"{shape.share(seconds - LATENCY, kind):.0%}" if is_early else ""
-        yield f"| {shape.name} | {kind} | {1e6 * seconds:.1f} | {limits} | {share} | {early} | {asked} |"
+        early = f"{shape.share(took - LATENCY, kind):.0%}" if is_early else ""
+        yield f"| {shape.name} | {kind} | {1e6 * took:.1f} | {limits} | {share} | {early} | {asked} |"
 
 
 HEAD = """# How long CUDA kernels should take
@@ -255,31 +316,25 @@ compute capability 9.0 allow; `asked` is what we want of an H200.
 """
 
 
-def rounded(value: float | str) -> float | str:
-    return value if isinstance(value, str) else float(f"{value:.3g}")
-
-
 def main() -> None:
     shown = shapes(GPUS[SHOWN[0]].processors)
     dtypes = [*packed.BY_TYPE, DType.F16, DType.BF16, DType.F32]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         times = list(tqdm(pool.map(times_of, range(len(shown))), total=len(shown)))
-        reached = list(tqdm(pool.map(speeds_of, dtypes), total=len(dtypes)))
-    lines = [line for shape, of_shape in zip(shown, times, strict=True) for line in rows(shape, of_shape)]
-    TABLE.write_text(HEAD + "\n".join(lines) + "\n", "utf-8")
+        by_dtype = list(tqdm(pool.map(of_products, dtypes), total=len(dtypes)))
+    both = list(zip(shown, times, strict=True))
+    TABLE.write_text(HEAD + "\n".join(line for shape, of in both for line in rows(shape, of)) + "\n", "utf-8")
     microseconds = {
-        shape.name: {kind: round(1e6 * seconds, 2) for kind, (seconds, _) in of_shape.items()}
-        for shape, of_shape in zip(shown, times, strict=True)
+        shape.name: {kind: round(1e6 * seconds(launches), 2) for kind, launches in of.items()} for shape, of in both
     }
     TIMES.write_text(json.dumps(microseconds, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    known = {
-        kind: {
-            what: {str(dtype): rounded(of[kind][what]) for dtype, of in zip(dtypes, reached, strict=True)}
-            for what in reached[0][kind]
-        }
-        for kind in GPUS
-    }
+    known = {kind: asdict(Predicted(joined([of[kind] for of in by_dtype]), of_ops(both, kind))) for kind in GPUS}
     FILE.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
+
+
+def joined(parts: Sequence[Reached]) -> Reached:
+    """All of them in one."""
+    return Reached(*({k: v for part in parts for k, v in getattr(part, of.name).items()} for of in fields(Reached)))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
-from ..backends.abilities import overlaps
+from ..backends.abilities import OTHERS, overlaps
 from ..backends.base import Instruction
 from ..graph.node import Node
 from ..graph.records import dataclass
@@ -90,7 +90,7 @@ class Prices:
             met = self.hardware.collective(i.op, met_bytes(i), self._there(i))
             return StepCost(0.0, 0.0, met.moved, met.seconds)
         if i.index < 0:  # a copy of a state: of the new one over the old one, or to undo that
-            copied = Work(0.0, _copied(i), _copied(i))
+            copied = Work(0.0, _copied(i), _copied(i), (OTHERS,))
             return StepCost(0.0, copied.nbytes, 0.0, self.hardware.compute(*copied, launches=self.launches[at]))
         node = self.nodes[i.index]
         own = self.counts.of(node)

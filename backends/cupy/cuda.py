@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...graph.errors import BackendError
-from ..abilities import Reached
+from ..abilities import Predicted
 from ..base import Array, Device, Tensor
 from ..once import once
 from .backend import DriverBackend
@@ -376,6 +376,6 @@ class CudaBackend(DriverBackend):
         """What plans ask of devices that need not be there; `model` is their compute capability, as ``90``."""
         return AbsentBackend(Absent(CudaDriver, limits_of(model)))
 
-    def predicted(self, kind: str) -> Reached | None:
-        """Products with weights on such a GPU, by a model of its time."""
+    def predicted(self, kind: str) -> Predicted | None:
+        """What kernels reach on such a GPU, by a model of its time."""
         return predicted().get(kind)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...graph.errors import BackendError
-from ..abilities import Reached
+from ..abilities import Predicted
 from ..base import Device
 from .backend import DriverBackend
 from .cuda import Absent, AbsentBackend, CudaDriver
@@ -70,6 +70,6 @@ class HipBackend(DriverBackend):
         """What plans ask of devices that need not be there, of an architecture such as ``gfx942``."""
         return AbsentBackend(Absent(HipDriver, OF_HIP))
 
-    def predicted(self, kind: str) -> Reached | None:
+    def predicted(self, kind: str) -> Predicted | None:
         """Nothing: there is no model of the time of these GPUs."""
         return None

@@ -19,17 +19,21 @@ from typing import NamedTuple
 from ...graph.errors import BackendError
 from .device.disassembly import disassembled
 from .device.driver import Source
-from .device.nvrtc import OPTIONS, compile
+from .device.limits import MULTIPROCESSORS
+from .device.nvrtc import MOST_THREADS, OPTIONS, Resources, compile
 from .table import SOURCES
 
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+ARCHITECTURES = tuple(MULTIPROCESSORS)
 FILE = Path(__file__).with_suffix(".json")
+USUAL = 256
+"""Threads of most blocks that are launched of kernels without bounds."""
 
 
 class Row(NamedTuple):
     """Of a kernel for one architecture: registers of a thread, declared bytes of shared memory, instructions in all, in
     its longest loop that has no other in it, and of tensor cores; how many instructions load how many bits of
-    global memory for a thread; and the threads that a block may have."""
+    global memory for a thread; the threads that a block may have; and the warps that a multiprocessor holds at once in
+    blocks of so many, or of `USUAL` threads where the source sets no bounds, if a launch sizes no shared memory."""
 
     registers: int
     shared: int
@@ -38,6 +42,7 @@ class Row(NamedTuple):
     products: int
     loads: Mapping[str, int]
     threads: int
+    warps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,12 @@ def architectures(source: Source) -> tuple[str, ...]:
     return source.architectures or ARCHITECTURES
 
 
+def warps(takes: Resources, arch: str) -> int:
+    """Those that a multiprocessor holds at once."""
+    block = USUAL if takes.threads == MOST_THREADS else takes.threads
+    return MULTIPROCESSORS[arch].holds(block, takes.registers, takes.shared) * block // 32
+
+
 def measured(source: Source, arch: str) -> dict[str, tuple[Row, int]]:
     """The row of each kernel of a source, and the bytes of registers that it spills.  Raises `BackendError` if it does
     not compile, or only with waits for products that it does not have."""
@@ -77,7 +88,16 @@ def measured(source: Source, arch: str) -> dict[str, tuple[Row, int]]:
     for name, takes in cubin.resources.items():
         code = does[cubin.lowered[name]]
         loads = {str(bits): count for bits, count in code.loads.items()}
-        row = Row(takes.registers, takes.shared, code.instructions, code.loop, code.products, loads, takes.threads)
+        row = Row(
+            takes.registers,
+            takes.shared,
+            code.instructions,
+            code.loop,
+            code.products,
+            loads,
+            takes.threads,
+            warps(takes, arch),
+        )
         rows[f"{source.file}: {name}"] = row, takes.spilled
     return rows
 

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import field, replace
 from typing import NamedTuple
 
+from ...backends.abilities import OTHERS
 from ...graph.node import Node, Value
 from ...graph.records import dataclass
 from ...ops import op_of
 
 KEPT = ("weight", "state")
 """Leaves that a run finds in memory, where others were read since it was there last."""
-
-
-WEIGHTS, PLAIN, RECURRENT = "weights", "plain", "recurrent"
+RECURRENT = "recurrent"
+"""Stands for ops whose tokens follow each other through a state, as `OTHERS` does for all that read no weights."""
 
 
 class Work(NamedTuple):
-    """Floating-point operations; bytes read and written, and those of them that are of weights and states; whether its
-    arithmetic is that with `WEIGHTS`, of what reads none and is `PLAIN`, or of what is `RECURRENT` besides."""
+    """Floating-point operations; bytes read and written, and those of them that are of weights and states; the op as
+    which it is judged, then what stands for several: the first one whose speed is known counts."""
 
     flops: float
     nbytes: float
     kept: float = 0.0
-    arithmetic: str = WEIGHTS
+    judged_as: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Hardware:
     Where devices are in several machines, `machine` is how many each of them has, one machine after the other, and
     `across` are the speeds of the link between two machines; 0 says that all are in one.  `plain_flops` is the
     arithmetic of what reads no weights, as attention, and `recurrent_flops` that of tokens which follow each other
-    through a state; 0 says that it is as fast as with weights.  Devices may share
-    processors and memory: a device whose fellows wait computes `alone_flops` times as fast, and reads memory
-    `alone_bandwidth` times.
+    through a state; 0 says that it is as fast as with weights.  Where speeds of ops are known, `op_flops` and
+    `op_bandwidth` have them by name.  Devices may share processors and memory: a device whose fellows wait computes
+    `alone_flops` times as fast, and reads memory `alone_bandwidth` times.
 
     `value_bandwidth` is in bytes/s that of values which ops hand on to each other, which are in caches mostly.  Where
     it is known, as of what was measured, an op takes the time of its weights and states, that of such values, and that
@@ -59,6 +59,8 @@ class Hardware:
     alone_bandwidth: float = 1.0
     value_bandwidth: float = 0.0
     recurrent_flops: float = 0.0
+    op_flops: Mapping[str, float] = field(default_factory=dict)
+    op_bandwidth: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def alone(self) -> Hardware:
@@ -74,6 +76,8 @@ class Hardware:
             recurrent_flops=self.recurrent_flops * self.alone_flops,
             alone_flops=1.0,
             alone_bandwidth=1.0,
+            op_flops={op: speed * self.alone_flops for op, speed in self.op_flops.items()},
+            op_bandwidth={op: speed * self.alone_bandwidth for op, speed in self.op_bandwidth.items()},
         )
 
     @property
@@ -81,6 +85,7 @@ class Hardware:
         """Whether speeds are above zero, what may be zero is not below, all are finite, machines have devices, and no
         device is slower alone."""
         speeds = (self.flops, self.bandwidth, self.link_bandwidth, self.across_bandwidth)
+        of_ops = (*self.op_flops.values(), *self.op_bandwidth.values())
         others = (
             self.launch,
             self.link_latency,
@@ -91,7 +96,7 @@ class Hardware:
         )
         known = type(self.machine) is int and self.machine >= 0
         known = known and all(1 <= times < math.inf for times in (self.alone_flops, self.alone_bandwidth))
-        return known and all(0 < s < math.inf for s in speeds) and all(0 <= t < math.inf for t in others)
+        return known and all(0 < s < math.inf for s in (*speeds, *of_ops)) and all(0 <= t < math.inf for t in others)
 
     def by_machine(self, devices: Iterable[int]) -> list[int]:
         """How many of the devices of these numbers each machine has that has any."""
@@ -102,16 +107,21 @@ class Hardware:
         return len(self.by_machine(devices))
 
     def compute(
-        self, flops: float, nbytes: float, kept: float = 0.0, arithmetic: str = WEIGHTS, *, launches: float = 1.0
+        self, flops: float, nbytes: float, kept: float = 0.0, judged_as: Sequence[str] = (), *, launches: float = 1.0
     ) -> float:
         """Time of a node that does such `Work`, and of its launches, which are less than one where several nodes share
         one."""
-        speeds = {PLAIN: self.plain_flops, RECURRENT: self.recurrent_flops or self.plain_flops}
-        computes = flops / (speeds.get(arithmetic) or self.flops)
+        speed, bandwidth = self.flops, self.bandwidth
+        if OTHERS in judged_as:
+            speed = self.plain_flops or speed
+        if RECURRENT in judged_as:
+            speed = self.recurrent_flops or speed
+        for op in reversed(judged_as):
+            speed, bandwidth = self.op_flops.get(op, speed), self.op_bandwidth.get(op, bandwidth)
         if self.value_bandwidth:
             values = (nbytes - kept) / self.value_bandwidth
-            return computes + kept / self.bandwidth + values + launches * self.launch
-        return max(computes, nbytes / self.bandwidth) + launches * self.launch
+            return flops / speed + kept / bandwidth + values + launches * self.launch
+        return max(flops / speed, nbytes / bandwidth) + launches * self.launch
 
     def meeting(self, nbytes: float, machines: int = 1) -> float:
         """Time of a collective in which each device sends so many bytes, over so many machines: what all machines are
@@ -199,8 +209,9 @@ class Counts:
         if (work := self._known.get(key)) is None:
             nbytes = float(declared.nbytes(node))
             kept = sum(s.spec.nbytes for s, home in zip(node.inputs, homes, strict=True) if home in KEPT)
-            arithmetic = WEIGHTS if "weight" in homes else RECURRENT if declared.sequential else PLAIN
-            work = self._known[key] = Work(float(declared.flops(node)), nbytes, min(nbytes, kept), arithmetic)
+            plain = "weight" not in homes
+            judged_as = (node.op, *[RECURRENT] * (plain and declared.sequential), *[OTHERS] * plain)
+            work = self._known[key] = Work(float(declared.flops(node)), nbytes, min(nbytes, kept), judged_as)
         return work
 
 

@@ -4,9 +4,9 @@ GPUs are planned for by the rules of the backend that would run them: what it ke
 ask for, and which instructions one launch computes.
 
 Speeds are the makers' data sheets, dense and without sparsity: FLOP/s in 16 bits with tensor cores (of AMD in 32 bits
-by vectors, as kernels use no matrix cores there), bytes/s of memory, bytes/s of a link in one direction.  What products
-with a graph's weights reach of them on a GPU of NVIDIA is predicted from their machine code; what other kernels reach
-is less than the data sheet, too, so predictions are lower bounds.
+by vectors, as kernels use no matrix cores there), bytes/s of memory, bytes/s of a link in one direction.  What kernels
+reach of them on a GPU of NVIDIA is predicted from their machine code: products by the type of the weights, others by
+op.  Kernels that are too small to fill a device reach less, so predictions are lower bounds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from ...backends.abilities import Called, Foretells, Gathers, Overlaps, Reached, Simulates
+from ...backends.abilities import OTHERS, Called, Foretells, Gathers, Overlaps, Predicted, Reached, Simulates
 from ...backends.base import Array, Comm, Device, Program, Support, Tensor, load
 from ...graph import Graph
 from ...graph.arguments import TEXT, needs
@@ -96,8 +96,8 @@ class SimulatedBackend:
         return self
 
     @property
-    def reached(self) -> Reached | None:
-        """What products with weights should reach; None if nothing is known beside the data sheet."""
+    def reached(self) -> Predicted | None:
+        """What kernels should reach; None if nothing is known beside the data sheet."""
         return None
 
     def devices(self) -> Sequence[Device]:
@@ -150,7 +150,7 @@ class SimulatedGpu(SimulatedBackend):
         self._reached = backend.predicted(kind)
 
     @property
-    def reached(self) -> Reached | None:
+    def reached(self) -> Predicted | None:
         return self._reached
 
     def supports(self, node: Node, on: Device) -> Support:
@@ -195,13 +195,21 @@ class Simulation:
 
     def hardware_for(self, graph: Graph) -> Hardware:
         """`hardware` with the speeds that the slowest of the devices should reach with the weights of `graph`."""
-        known = [reached for backend in self.kinds.values() if (reached := backend.reached) is not None]
+        known = [of.products for of in self.reached.values()]
         speeds = [Speeds(reached.bandwidth, reached.flops, self.hardware.launch).hardware(graph) for reached in known]
+        ops = [of.ops for of in self.reached.values()]
         return replace(
             self.hardware,
             flops=min([self.hardware.flops, *(h.flops for h in speeds)]),
             bandwidth=min([self.hardware.bandwidth, *(h.bandwidth for h in speeds)]),
+            op_flops=_least([reached.flops for reached in ops], self.hardware.flops),
+            op_bandwidth=_least([reached.bandwidth for reached in ops], self.hardware.bandwidth),
         )
+
+    @property
+    def reached(self) -> Mapping[str, Predicted]:
+        """What is known of each kind of device beside its data sheet."""
+        return {kind: reached for kind, backend in self.kinds.items() if (reached := backend.reached) is not None}
 
     @property
     def kinds(self) -> Mapping[str, SimulatedBackend]:
@@ -209,29 +217,34 @@ class Simulation:
         return {backend.kind: backend for backend, _ in self.group}
 
     def told_speeds(self, graph: Graph) -> Iterator[str]:
-        """The speeds of a plan in words; for each dtype of the graph's weights what sets them, and what share that is
-        of the data sheet."""
+        """The speeds of a plan in words; for each dtype of the graph's weights, and for each of its ops whose speed is
+        known, what sets them, and what share that is of the data sheet."""
         used = self.hardware_for(graph)
-        source = "predicted" if all(backend.reached for backend in self.kinds.values()) else "of data sheets"
+        source = "predicted" if self.reached.keys() == self.kinds.keys() else "of data sheets"
         read, multiplied = used.bandwidth / TERA, used.flops / TERA
         yield f"speeds: {source}, weights read at {read:.3g} TB/s and multiplied at {multiplied:.3g} TFLOP/s"
         dtypes = dict.fromkeys(str(v.dtype) for v in graph.weights if len(v.shape) > 1)
-        known = [(kind, reached) for kind, backend in self.kinds.items() if (reached := backend.reached) is not None]
-        for kind, reached in known:
-            yield from (_told(kind, dtype, reached) for dtype in dtypes if dtype in reached.bandwidth)
+        ops = dict.fromkeys((*(node.op for node in graph.nodes), OTHERS))
+        for kind, of in self.reached.items():
+            for names, reached in ((dtypes, of.products), (ops, of.ops)):
+                yield from (_told(kind, name, reached) for name in names if name in reached.bandwidth)
 
 
-def _told(kind: str, dtype: str, reached: Reached) -> str:
-    """What products with such weights reach, as shares of the data sheet, and what sets that."""
-    vector, many, most = reached.bandwidth[dtype], reached.flops[dtype], MACHINES[kind]
-    set_by, many_set_by = (
-        f", set by {limits[dtype]}" if dtype in limits else ""
+def _least(speeds: Sequence[Mapping[str, float]], sheet: float) -> Mapping[str, float]:
+    """The least speed of each op among several kinds of devices, some of which may reach that of their data sheet."""
+    return {op: min([sheet, *(of[op] for of in speeds)]) for op in (speeds[0] if speeds else ())}
+
+
+def _told(kind: str, name: str, reached: Reached) -> str:
+    """What products with such weights, or such ops, reach as shares of the data sheet, and what sets that."""
+    bandwidth, flops, most = reached.bandwidth[name], reached.flops.get(name), MACHINES[kind]
+    few, many = (
+        f", set by {limits[name]}" if name in limits else ""
         for limits in (reached.vector_limits, reached.prompt_limits)
     )
-    return (
-        f"  {kind}, {dtype}: with one vector {vector / TERA:.3g} TB/s, {vector / most.bandwidth:.0%} of the data sheet"
-        f"{set_by}; with many {many / TERA:.3g} TFLOP/s, {many / most.flops:.0%}{many_set_by}"
-    )
+    memory = f"{bandwidth / TERA:.3g} TB/s with few tokens, {bandwidth / most.bandwidth:.0%} of the data sheet{few}"
+    work = f"; {flops / TERA:.3g} TFLOP/s with many, {flops / most.flops:.0%}{many}" if flops else ""
+    return f"  {kind}, {name}: {memory}{work}"
 
 
 @needs(PlanError, text=TEXT)

@@ -78,7 +78,7 @@ class Costs:
             uncut = read + [v for v in node.results if not isinstance(made[v], Cut)]
             nbytes = _shared(work.nbytes, uncut, most)
             kept = _shared(work.kept, [v for v in read if home_of(v).op in KEPT], most)
-            work = Work(work.flops * share, nbytes, kept, work.arithmetic)
+            work = Work(work.flops * share, nbytes, kept, work.judged_as)
         return self.hardware.compute(*work)
 
     def conversion_time(self, conversion: Conversion) -> float:

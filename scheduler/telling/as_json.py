@@ -152,11 +152,16 @@ def _device(entry: Mapping[str, Any]) -> tuple[Backend, Device]:
 
 
 def _read_hardware(entry: Mapping[str, Any]) -> Hardware:
-    figures = {key: _positive(value) for key, value in entry.items() if key != "machine"}
+    figures: dict[str, Any] = {key: _figures(value) for key, value in entry.items() if key != "machine"}
     hardware = Hardware(**figures, machine=count(entry.get("machine", 0)))
     if not hardware.is_possible:
         raise ValueError(f"hardware has a speed of zero: {hardware}")
     return hardware
+
+
+def _figures(value: Any) -> Any:
+    """One of them, or one for each op."""
+    return {op: _positive(speed) for op, speed in value.items()} if isinstance(value, dict) else _positive(value)
 
 
 def _positive(value: Any) -> float:

@@ -114,7 +114,7 @@ def test_every_kind_of_device_is_one_that_kernels_are_compiled_for():
     assert tuple(PROCESSORS) == ARCHITECTURES
 
 
-ROW = Row(registers=100, shared=1024, instructions=0, loop=0, products=0, loads={}, threads=512)
+ROW = Row(registers=100, shared=1024, instructions=0, loop=0, products=0, loads={}, threads=512, warps=16)
 
 
 @pytest.mark.parametrize(

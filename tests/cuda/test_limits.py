@@ -15,7 +15,16 @@ from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import DECLARED, Launches
 from hocket.backends.cupy.device import nvrtc
 from hocket.backends.cupy.device.driver import Launch
-from hocket.backends.cupy.device.limits import EVERYWHERE, KIB, MOST, SHARED, Limits, limits_of
+from hocket.backends.cupy.device.limits import (
+    EVERYWHERE,
+    KIB,
+    MOST,
+    MULTIPROCESSORS,
+    RESERVED,
+    SHARED,
+    Limits,
+    limits_of,
+)
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net
 from hocket.backends.cupy.meeting.watch import Watch
@@ -90,6 +99,26 @@ def test_a_launch_that_no_block_has_the_memory_for_is_no_kernel():
 def test_a_device_that_nobody_knew_has_what_all_have():
     assert [limits_of(n) for n in ("90", "120", "999")] == [MOST, Limits(99 * KIB), Limits(EVERYWHERE)]
     assert min(SHARED.values()) > EVERYWHERE
+
+
+@pytest.mark.parametrize("arch", MULTIPROCESSORS)
+def test_a_multiprocessor_holds_the_largest_block_that_its_architecture_allows(arch):
+    assert limits_of(arch.strip("sm_a")).shared + RESERVED <= MULTIPROCESSORS[arch].shared
+
+
+# Of the H200, as `facts/gpu_review.md` has them from machine code.
+@pytest.mark.parametrize(("threads", "registers", "shared", "blocks"), [
+    (512, 62, 5 * 1024, 2),
+    (256, 52, 0, 4),
+    (128, 151, 25088, 3),
+    (128, 80, 1228, 6),
+    (256, 58, 83 * 1024, 2),
+    (64, 220, 115 * 1024, 1),
+    (128, 198, 4096, 2),
+    (1024, 80, 0, 0),
+])  # fmt: skip
+def test_a_multiprocessor_holds_as_many_blocks_as_fit(threads, registers, shared, blocks):
+    assert MULTIPROCESSORS["sm_90a"].holds(threads, registers, shared) == blocks
 
 
 def test_kernels_that_size_much_memory_declare_little():

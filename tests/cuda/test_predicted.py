@@ -6,22 +6,26 @@ from dataclasses import replace
 
 import pytest
 
+from hocket import ops
+from hocket.backends.abilities import OTHERS
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device import disassembly, nvrtc
 from hocket.backends.cupy.device.driver import Source, text_of
 from hocket.backends.cupy.emulation.counted import CountingDriver, count
-from hocket.backends.cupy.kernels.products import tiled
+from hocket.backends.cupy.kernels.products import packed, tiled
 from hocket.backends.cupy.predicted.executions import executions
 from hocket.backends.cupy.predicted.flow import flows
 from hocket.backends.cupy.predicted.speeds import predicted
-from hocket.backends.cupy.predicted.times import GPUS, RESERVED, Work, resident, time_of
+from hocket.backends.cupy.predicted.times import GPUS, Work, time_of
 from hocket.backends.cupy.predicted.works import work_of
 from hocket.backends.operands import Operand
 from hocket.conformance.reports.emulated import counters
 from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import BackendError
-from hocket.ops import mul_mat
+from hocket.ops import REGISTRY, mul_mat
+from hocket.scheduler import plan_for, plan_from_json, plan_to_json
+from hocket.scheduler.machines.hardware import Counts
 from hocket.scheduler.machines.simulated import MACHINES, simulate
 
 from ..given.devices.emulation import Written, needs_compiler
@@ -55,11 +59,6 @@ SOURCE = Written(
     body="".join(f'#line 1 "prelude.cuh"\n{text_of(name)}' for name in Source("", ()).files[:-1]) + PLANTED,
 )
 ONE, SERIAL, CHAIN, SOME = NAMES
-
-
-@pytest.mark.parametrize("kind", GPUS)
-def test_a_multiprocessor_holds_the_largest_block_that_its_architecture_allows(kind):
-    assert GPUS[kind].limits.shared + RESERVED <= GPUS[kind].shared
 
 
 def test_what_a_longer_launch_does_beyond_another_comes_as_often_as_is_said():
@@ -161,22 +160,6 @@ def test_products_of_warpgroups_with_rows_in_registers_are_those_of_the_arithmet
     assert long - short == pytest.approx(2 * 128 * 256 * 128 / (16 * 8 * 16), rel=0.02)
 
 
-# Of the H200, as `facts/gpu_review.md` has them from machine code.
-@pytest.mark.parametrize(("threads", "registers", "shared", "blocks"), [
-    (512, 62, 5 * 1024, 2),
-    (256, 52, 0, 4),
-    (128, 151, 25088, 3),
-    (128, 80, 1228, 6),
-    (256, 58, 83 * 1024, 2),
-    (64, 220, 115 * 1024, 1),
-    (128, 198, 4096, 2),
-    (1024, 80, 0, 0),
-])  # fmt: skip
-def test_a_processor_holds_as_many_blocks_as_fit(threads, registers, shared, blocks):
-    work = Work(1, threads, registers, shared, *[0] * 8)
-    assert resident(work, GPUS["h200"]) == blocks
-
-
 def test_what_takes_longest_sets_the_time():
     idle = Work(132, 128, 32, 0, *[0.0] * 8)
     gpu = GPUS["h200"]
@@ -218,13 +201,19 @@ def test_a_block_that_does_not_fit_is_refused():
 def test_speeds_are_below_the_data_sheet():
     of_nvidia = {kind for kind, machine in MACHINES.items() if machine.capability and machine.backend == "cuda"}
     assert predicted().keys() == GPUS.keys() == of_nvidia
-    for kind, speeds in predicted().items():
-        assert set(speeds.bandwidth) == set(speeds.flops) >= {"q4_0", "q8_0", "q4_K", "f16", "bf16", "f32"}
-        assert all(0.1 < speed / MACHINES[kind].bandwidth < 1 for speed in speeds.bandwidth.values())
-        assert all(0.01 < speed / MACHINES[kind].flops < 1 for speed in speeds.flops.values())
-        limits = {"memory", "second cache", "instructions", "tensor cores", "shared memory", "latency"}
-        assert {"q8_0", "q4_K"} <= speeds.vector_limits.keys() == speeds.prompt_limits.keys() <= speeds.flops.keys()
-        assert {*speeds.vector_limits.values(), *speeds.prompt_limits.values()} <= limits
+    limits = {"memory", "second cache", "instructions", "tensor cores", "shared memory", "latency"}
+    for kind, of in predicted().items():
+        assert set(of.products.flops) == set(of.products.bandwidth) == {*map(str, packed.BY_TYPE), "f16", "bf16", "f32"}
+        assert set(of.ops.flops) < set(of.ops.bandwidth) <= {*REGISTRY, OTHERS}
+        assert {"attention", "gated_delta_net", OTHERS} <= set(of.ops.bandwidth)
+        assert {"q8_0", "q4_K", "q4_0"} <= of.products.prompt_limits.keys()
+        assert of.ops.prompt_limits.keys() == of.ops.flops.keys()
+        for reached in (of.products, of.ops):
+            assert all(0.01 < speed / MACHINES[kind].bandwidth < 1 for speed in reached.bandwidth.values())
+            assert all(0.01 < speed / MACHINES[kind].flops < 1 for speed in reached.flops.values())
+            assert reached.vector_limits.keys() == reached.bandwidth.keys()
+            assert reached.prompt_limits.keys() <= reached.flops.keys()
+            assert {*reached.vector_limits.values(), *reached.prompt_limits.values()} <= limits
 
 
 def test_a_plan_is_judged_by_what_its_weights_reach():
@@ -234,12 +223,49 @@ def test_a_plan_is_judged_by_what_its_weights_reach():
     simulation = simulate("h200:2,nvlink")
     speeds = {dtype: simulation.hardware_for(graph(dtype)) for dtype in (DType.Q4_K, DType.Q8_0)}
     for dtype, hardware in speeds.items():
-        reached = predicted()["h200"].bandwidth[str(dtype)]
+        reached = predicted()["h200"].products.bandwidth[str(dtype)]
         assert hardware.bandwidth == pytest.approx(reached, rel=1e-15)
-        assert hardware.flops == pytest.approx(predicted()["h200"].flops[str(dtype)], rel=1e-15)
+        assert hardware.flops == pytest.approx(predicted()["h200"].products.flops[str(dtype)], rel=1e-15)
         assert reached < simulation.hardware.bandwidth
         assert hardware.flops < simulation.hardware.flops
         assert hardware.link_bandwidth == simulation.hardware.link_bandwidth
     mixed = simulate("h200:1,rtx4090:1,pcie4").hardware_for(graph(DType.Q8_0))
-    assert mixed.bandwidth == predicted()["rtx4090"].bandwidth["q8_0"]
+    assert mixed.bandwidth == predicted()["rtx4090"].products.bandwidth["q8_0"]
     assert simulate("cpu:2").hardware_for(graph(DType.Q8_0)) == simulate("cpu:2").hardware
+
+
+def seconds(simulation, graph):
+    """What the node that makes the result is predicted to take, without its launch."""
+    node = graph.outputs["y"].node
+    return simulation.hardware_for(graph).compute(*Counts().of(node), launches=0.0)
+
+
+def test_an_op_without_weights_is_judged_by_what_it_reaches():
+    """Attention of one token by its bytes, of many by their arithmetic; what has no line of its own as the others."""
+
+    def attended(tokens):
+        keys = input("k", (8192, 8, 128), DType.F16), input("v", (8192, 8, 128), DType.F16)
+        return Graph({"y": ops.attention(input("q", (tokens, 32, 128)), *keys, scale=0.1)})
+
+    simulation = simulate("h200:2,nvlink")
+    known, sheet = predicted()["h200"].ops, simulation.hardware
+    one, many, summed = attended(1), attended(8192), Graph({"y": ops.add(*(input(n, (4096, 4096)) for n in "ab"))})
+    for graph, op, part in ((one, "attention", 1), (many, "attention", 0), (summed, OTHERS, 1)):
+        work = Counts().of(graph.outputs["y"].node)[part]
+        speed, said = ((known.flops, sheet.flops), (known.bandwidth, sheet.bandwidth))[part]
+        assert seconds(simulation, graph) == pytest.approx(work / speed[op])
+        assert seconds(simulation, graph) > work / said
+    mixed = simulate("h200:1,rtx4090:1,pcie4")
+    assert mixed.hardware_for(one).op_bandwidth["attention"] == predicted()["rtx4090"].ops.bandwidth["attention"]
+    assert simulate("h200:1,cpu:1,pcie4").hardware_for(one).op_flops["attention"] == MACHINES["cpu"].flops
+
+
+def test_a_plan_on_known_ops_comes_back_from_json():
+    graph = Graph({"y": ops.silu(input("x", (64, 64)))})
+    simulation = simulate("h200:2,nvlink")
+    plan = plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph))
+    back = plan_from_json(plan_to_json(plan))
+    assert back.hardware == plan.hardware
+    assert back.hardware.op_bandwidth
+    assert back.cost.total == plan.cost.total
+    assert replace(plan.hardware, op_flops={"attention": 0.0}).is_possible is False

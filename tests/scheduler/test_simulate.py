@@ -150,13 +150,18 @@ def test_a_plan_says_what_its_speeds_are(kind, source, capsys):
     assert main(["plan", str(path_of("llama")), "--simulate", kind]) == 0
     said = capsys.readouterr().out
     assert f"\nspeeds: {source}, weights read at " in said
-    assert ("with one vector" in said) is (source == "predicted")
+    assert ("with few tokens" in said) is (source == "predicted")
 
 
 def test_a_plan_says_what_sets_the_time_of_products():
-    graph = Graph({"y": ops.mul_mat(weight("w", (256, 256), "q8_0"), input("x", (1, 256)))})
+    x, keys = input("x", (1, 256)), input("k", (64, 2, 128), "f16")
+    heads = ops.reshape(ops.mul_mat(weight("w", (256, 256), "q8_0"), x), shape=(1, 2, 128))
+    graph = Graph({"y": ops.attention(heads, keys, keys, scale=0.1)})
     _, *lines = simulate("h200:2,rtx4090,nvlink").told_speeds(graph)
-    vector = r"with one vector [\d.]+ TB/s, \d\d% of the data sheet, set by [a-z ]+"
-    many = r"with many \d+ TFLOP/s, \d\d%, set by [a-z ]+"
-    found = [re.fullmatch(rf"  (\w+), q8_0: {vector}; {many}", line) for line in lines]
-    assert [match and match[1] for match in found] == ["h200", "rtx4090"]
+    few = r"[\d.]+ TB/s with few tokens, \d\d% of the data sheet, set by [a-z ]+"
+    many = r"\d+ TFLOP/s with many, \d\d%, set by [a-z ]+"
+    found = [re.fullmatch(rf"  (\w+), (\w+): {few}(; {many})?", line) for line in lines]
+    assert [match and match.group(1, 2) for match in found] == [
+        (kind, name) for kind in ("h200", "rtx4090") for name in ("q8_0", "attention", "others")
+    ]
+    assert [bool(match and match[3]) for match in found] == 2 * [True, True, False]

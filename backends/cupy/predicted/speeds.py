@@ -1,4 +1,4 @@
-"""What products with weights are predicted to reach on GPUs, as ``python benchmarks/predict_gpu.py`` wrote it."""
+"""What kernels are predicted to reach on GPUs, as ``python benchmarks/predict_gpu.py`` wrote it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from ...abilities import Reached
+from ...abilities import Predicted, Reached
 
 FILE = Path(__file__).parents[1] / "predicted.json"
 
 
 @cache
-def predicted() -> Mapping[str, Reached]:
+def predicted() -> Mapping[str, Predicted]:
     """By kind of GPU."""
-    return {kind: Reached(**reached) for kind, reached in json.loads(FILE.read_text("utf-8")).items()}
+    known = json.loads(FILE.read_text("utf-8")).items()
+    return {kind: Predicted(Reached(**of["products"]), Reached(**of["ops"])) for kind, of in known}

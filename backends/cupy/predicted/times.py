@@ -21,14 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ..device.limits import Limits, limits_of
+from ..device.limits import MULTIPROCESSORS, SCHEDULERS, Limits, Multiprocessor, limits_of
 
-KIB = 1024
-REGISTERS = 64 * KIB
-"""Of a multiprocessor; given to warps by 256."""
-RESERVED = KIB
-"""Bytes of shared memory that a device takes for itself of each block."""
-SCHEDULERS = 4
 REACHED = 0.9
 """Of the bandwidth of a data sheet, what a copy reaches."""
 ISSUED = 0.7
@@ -46,18 +40,14 @@ GROUPED = 5
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """What a kind of GPU has: architecture whose machine code it runs; multiprocessors; Hz under load; bytes/s of
-    memory and of its second cache; of a multiprocessor, threads, blocks and bytes of shared memory; and cycles in which
-    a scheduler's tensor core makes a product of 16 x 8 x 16 16-bit numbers, one of 16 x 8 x 32 bytes, and a part of as
-    many 16-bit numbers of a product of a warpgroup."""
+    memory and of its second cache; and cycles in which a scheduler's tensor core makes a product of 16 x 8 x 16 16-bit
+    numbers, one of 16 x 8 x 32 bytes, and a part of as many 16-bit numbers of a product of a warpgroup."""
 
     arch: str
     processors: int
     clock: float
     bandwidth: float
     cache_bandwidth: float
-    threads: int
-    blocks: int
-    shared: int
     halves: float
     bytes: float
     grouped: float = math.inf
@@ -66,14 +56,18 @@ class Gpu:
     def limits(self) -> Limits:
         return limits_of(self.arch.removeprefix("sm_").removesuffix("a"))
 
+    @property
+    def processor(self) -> Multiprocessor:
+        return MULTIPROCESSORS[self.arch]
+
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
-        "h200": Gpu("sm_90a", 132, 1.755e9, 4.8e12, 5.5e12, 2048, 32, 228 * KIB, 6, 6, GROUPED),
-        "h100": Gpu("sm_90a", 132, 1.755e9, 3.35e12, 5.5e12, 2048, 32, 228 * KIB, 6, 6, GROUPED),
-        "a100": Gpu("sm_80", 108, 1.41e9, 2.04e12, 4.0e12, 2048, 32, 164 * KIB, 8, 8),
-        "rtx4090": Gpu("sm_89", 128, 2.52e9, 1.01e12, 4.0e12, 1536, 24, 100 * KIB, 32, 16),
-        "rtx3090": Gpu("sm_86", 82, 1.695e9, 0.936e12, 2.0e12, 1536, 16, 100 * KIB, 32, 16),
+        "h200": Gpu("sm_90a", 132, 1.755e9, 4.8e12, 5.5e12, 6, 6, GROUPED),
+        "h100": Gpu("sm_90a", 132, 1.755e9, 3.35e12, 5.5e12, 6, 6, GROUPED),
+        "a100": Gpu("sm_80", 108, 1.41e9, 2.04e12, 4.0e12, 8, 8),
+        "rtx4090": Gpu("sm_89", 128, 2.52e9, 1.01e12, 4.0e12, 32, 16),
+        "rtx3090": Gpu("sm_86", 82, 1.695e9, 0.936e12, 2.0e12, 32, 16),
     }
 )
 
@@ -155,21 +149,12 @@ class Time:
         return self.parts[self.limit] + self.ends
 
 
-def resident(work: Work, gpu: Gpu) -> int:
-    """Blocks that one multiprocessor holds at once; 0 if a block does not fit."""
-    warps = -(-work.threads // 32)
-    of_a_warp = -(-work.registers * 32 // 256) * 256
-    by_registers = REGISTERS // of_a_warp // SCHEDULERS * SCHEDULERS // warps
-    by_shared = gpu.shared // (work.shared + RESERVED)
-    return min(gpu.blocks, gpu.threads // (32 * warps), by_registers, by_shared)
-
-
 def time_of(work: Work, gpu: Gpu, cached: bool = False) -> Time:
     """How long a launch takes, without what the device needs between two launches; `cached` says that what it reads is
     in the second cache, as the launch before has just written it.  Raises `ValueError` if a block does not fit."""
     latency = CACHED_LATENCY if cached else LATENCY
     most = -(-work.blocks // gpu.processors)  # blocks of the processor that has most of them
-    together = min(resident(work, gpu), most)
+    together = min(gpu.processor.holds(work.threads, work.registers, work.shared), most)
     if together == 0:
         raise ValueError("a block takes more than a multiprocessor has")
     warps = together * -(-work.threads // 32)

@@ -92,7 +92,7 @@ class Planted:
 
 
 SOUND = """
-extern "C" __global__ void __launch_bounds__(1024, 1) planted(const float4* x, float* y, int n) {
+extern "C" __global__ void __launch_bounds__(128, 1) planted(const float4* x, float* y, int n) {
     float sums[40] = {};
     for (int i = threadIdx.x; i < n; i += 32) {
         float4 v = x[i];
@@ -106,7 +106,8 @@ PLANTED = {
         "float4 v = x[i];", "struct { float x, y, z, w; } v; memcpy(&v, 4 * i + (const float*)x, 16);"
     ),
     "a loop does more": SOUND.replace("sums[j] +=", "sums[j] += __sinf(sums[j]) * __cosf(sums[j]) +"),
-    "registers are spilled": SOUND.replace("j < 4;", "j < 40;").replace("(1024, 1)", "(1024, 2)"),
+    "fewer warps fit": SOUND.replace("(128, 1)", "(32, 1)"),
+    "registers are spilled": SOUND.replace("j < 4;", "j < 40;").replace("(128, 1)", "(1024, 2)"),
 }
 
 
@@ -119,7 +120,7 @@ def test_what_is_planted_in_machine_code_is_found():
         assert text != SOUND
         ((now, spilled),) = measured(Planted(text), "sm_90a").values()
         said = [*worse(now, before), *["spilled"] * bool(spilled)]
-        wanted = {"a load is narrowed": "bits", "a loop does more": "loop", "registers are spilled": "spilled"}[what]
+        wanted = {"narrowed": "bits", "more": "loop", "fit": "warps", "spilled": "spilled"}[what.split()[-1]]
         assert any(wanted in why for why in said), (what, before, now, spilled)
 
 

@@ -22,6 +22,8 @@ def worse(now, before):
         yield f"{now.shared} bytes of shared memory in place of {before.shared}"
     if now.loop > before.loop * MORE + SLACK:
         yield f"a loop of {now.loop} instructions in place of {before.loop}"
+    if now.warps < before.warps:
+        yield f"{now.warps} warps at once in place of {before.warps}"
     if now.products != before.products:
         yield f"{now.products} instructions of tensor cores in place of {before.products}"
     if width(now) < width(before) / MORE:

@@ -101,7 +101,7 @@ struct SixBitPairs {  // Q4_K and Q5_K: d, dmin, and 8 pairs of 6 bits in 12 byt
         return part<uint4>(at, count, 0, i, row);
     }
     static __device__ __forceinline__ Scales scales(const Record &r, int block) {
-        const bool early = block < 4;  // the six bits are together, or four of them apart from the two above
+        const bool early = !(block & 4);  // the six bits are together, or four of them apart from the two above
         const u32 low = early ? 0x3f3f3f3fu : 0x0f0f0f0fu, high = early ? 0 : 0x30303030u;
         const u32 scale = ((early ? r.y : r.w) & low) | (r.y >> 2 & high);
         const u32 least = ((early ? r.z : r.w >> 4) & low) | (r.z >> 2 & high);
@@ -110,7 +110,7 @@ struct SixBitPairs {  // Q4_K and Q5_K: d, dmin, and 8 pairs of 6 bits in 12 byt
     }
 };
 __device__ __forceinline__ u32 pair_of(const uint4 &bytes, int block) {
-    return (block < 4 ? block < 2 ? bytes.x : bytes.y : block < 6 ? bytes.z : bytes.w) >> 16 * (block % 2);
+    return (block & 4 ? block & 2 ? bytes.w : bytes.z : block & 2 ? bytes.y : bytes.x) >> 16 * (block & 1);
 }
 struct FourBitPairs {  // Q2_K: 16 pairs of 4 bits, d, dmin
     struct Record {
@@ -140,8 +140,8 @@ struct SixBits {  // Q3_K: 16 scales of 6 bits in 12 bytes, d
         return {part<uint2>(at, count, 0, i, row), part<u32>(at, count, 8, i, row), part<u16>(at, count, 12, i, row)};
     }
     static __device__ __forceinline__ Scales scales(const Record &r, int block) {
-        const u32 low = (block / 2 % 2 ? r.low.y : r.low.x) >> block / 4 * 4, high = r.high >> block / 2 * 2;
-        const u32 word = ((low & 0x0f0f0f0fu) | (high & 0x03030303u) << 4) >> 16 * (block % 2);
+        const u32 low = (block & 2 ? r.low.y : r.low.x) >> (block & 4), high = r.high >> (block & 6);
+        const u32 word = ((low & 0x0f0f0f0fu) | (high & 0x03030303u) << 4) >> 16 * (block & 1);
         const float d = half_to_float(r.d);
         return {{d * (byte_of(word, 0) - 32.0f), d * (byte_of(word, 1) - 32.0f)}, {}};
     }
@@ -179,7 +179,7 @@ struct SixBitsApart {  // IQ4_XS: d, 8 times 2 bits, 8 times 4 bits
 template <class Scale> struct Alone {
     typename Scale::Record record;
     __device__ __forceinline__ void load(const u8 *at, i64 count, int block, int row) {
-        record = Scale::load(at, count, block / Scale::SUPER, row);
+        record = Scale::load(at, count, (int)((u32)block / Scale::SUPER), row);
     }
     __device__ __forceinline__ Scales scales(int block) const { return Scale::scales(record, block); }
 };
@@ -237,7 +237,7 @@ template <class F> struct Unit {
         count = blocks / F::SUPER;
     }
     __device__ __forceinline__ typename F::Record record(int block, int row) const {
-        return F::load(records, count, block / F::SUPER, row);
+        return F::load(records, count, (int)((u32)block / F::SUPER), row);
     }
     // What lane t of four needs of a row: two halves of 4 columns.
     __device__ __forceinline__ Codes codes(i64 block, int row, int t) const {
@@ -271,11 +271,13 @@ template <int WORDS> __device__ __forceinline__ void load_words(u32 *to, const u
 template <class F> struct RowCodes {  // of a row and block, all in one thread
     static constexpr int HIGH = F::HIGH ? F::HIGH : 1;
     u32 low[F::LOW], high[HIGH];
-    __device__ __forceinline__ void load(const Unit<F> &u, int block, int row) {
-        constexpr int WORDS = F::LOW < 4 ? F::LOW : 4;
+    // Of the block that is `i` behind another one: `i` is known when this is compiled, and one address does for all of them.
+    __device__ __forceinline__ void load(const Unit<F> &u, u32 block, u32 i, int row) {
+        constexpr u32 WORDS = F::LOW < 4 ? F::LOW : 4;
+        const u8 *const first = u.low + (128 * F::LOW * block + 4 * WORDS * row) + 128 * F::LOW * i;
 #pragma unroll
-        for (int i = 0; i < F::LOW; i += WORDS) load_words<WORDS>(low + i, u.low + (u32)(128 * (F::LOW * block + i) + 4 * WORDS * row));
-        if (F::HIGH) load_words<HIGH>(high, u.high + (u32)(128 * HIGH * block + 4 * HIGH * row));
+        for (u32 w = 0; w < F::LOW; w += WORDS) load_words<WORDS>(low + w, first + 128 * w);
+        if (F::HIGH) load_words<HIGH>(high, u.high + (128 * HIGH * block + 4 * HIGH * row) + 128 * HIGH * i);
     }
     __device__ __forceinline__ Codes at(int t) const {
         if (F::LOW == 8) return {{low[t], low[(4 + t) % F::LOW]}, 0};

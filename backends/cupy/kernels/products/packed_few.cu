@@ -2,7 +2,7 @@
 
 // Rounded rows of x in shared memory: where a block of 32 begins, in pieces of 16 bytes.  It has two of codes and one of
 // scales of each row; of blocks that are read or written at once each lies in other banks.
-template <int N> __device__ __forceinline__ int place(int block) { return (3 * N | 1) * block + block / 8; }
+template <int N> __device__ __forceinline__ u32 place(u32 block) { return (3 * N | 1) * block + block / 8; }
 struct Few {
     struct Product {
         const u8 *w;
@@ -49,14 +49,14 @@ template <class F, int N> struct Part {
         }
     }
     __device__ __forceinline__ void load_one(const Unit<F> &unit, int block, int i, int row) {
-        codes[i].load(unit, block + i, row);
+        codes[i].load(unit, (u32)block, (u32)i, row);
         if (i < RECORDS) records[i] = unit.record(block + i, row);
     }
     // Adds the products with N rows of x, whose block `block` stands at `x`.
     __device__ __forceinline__ void add(float (&sum)[N], const uint4 *x, int block) const {
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
-            const Scales s = F::scales(records[i % RECORDS], F::SUPER == 1 ? 0 : block / OWN % (F::SUPER / OWN) * OWN + i);
+            const Scales s = F::scales(records[i % RECORDS], F::SUPER == 1 ? 0 : (int)((u32)block % F::SUPER & -OWN) | i);
             u32 q[2][4];
 #pragma unroll
             for (int t = 0; t < 4; t++) {

@@ -295,7 +295,7 @@ template <class F> __global__ void __launch_bounds__(256) tiled_packed(const __g
         typename F::OfBlock records[2];
         auto fetch = [&](int parity, typename Block::Terms &x, i64 start) {
             const i64 mine = start / 32 + half;
-            if (mine < blocks) codes[parity].load(unit, mine, lane), records[parity].load(unit.records, unit.count, mine, lane);
+            if (mine < blocks) codes[parity].load(unit, mine, 0, lane), records[parity].load(unit.records, unit.count, mine, lane);
             if (start < a.columns) block.fetch(x, start);
             cp_async_commit();
         };

@@ -153,7 +153,7 @@ template <class F> struct Packed {
         for (int half = 0; half < 2; half++) {
             const i64 block = start / 32 + half;
             if (32 * block >= end) continue;
-            codes[parity][half].load(unit, block, lane);
+            codes[parity][half].load(unit, block, 0, lane);
             records[parity][half].load(unit.records, unit.count, block, lane);
         }
     }
