@@ -144,7 +144,7 @@ def delta_prompt(is_exact: bool, asked: float) -> Shape:
         f"state=f32[2,128,128], exact={str(is_exact).lower()})"
         for t in (short, long)
     )
-    times = {"delta_prepare": (16, 1.0), "delta_scan": (16, 1.0)}
+    times = dict.fromkeys(("delta_prepare", "delta_scan", "delta_scan_clusters"), (16, 1.0))
     nbytes, flops = tokens * 32 * (4 * 128 + 2) * 4, tokens * 32 * 6 * 128 * 128
     name = f"32/32×128, {tokens} tokens, {'exact' if is_exact else 'fast'}"
     chosen, more = ((gated_delta_net, "BLOCKS", 8),), (tokens - short) / (long - short)

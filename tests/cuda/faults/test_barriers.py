@@ -14,8 +14,8 @@ from ...given.devices.emulation import barriers, needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.long()]
 DELTA_NET = (
-    "gated_delta_net(q=f32[{0},1,64], k=f32[{0},1,64], v=f32[{0},1,32], g=f32[{0},1,1], beta=f32[{0},1], "
-    "state=f32[1,32,64])"
+    "gated_delta_net(q=f32[{0},1,64], k=f32[{0},1,64], v=f32[{0},1,{1}], g=f32[{0},1,1], beta=f32[{0},1], "
+    "state=f32[1,{1},64])"
 )
 # For each file: its barriers, by number, that a case reaches.
 REACHED = {
@@ -26,9 +26,12 @@ REACHED = {
     "clusters.cu": {"mul_mat(w=bf16[130,64], x=f32[130,64])": (0,)},
     "products.cu": {"mul_mat(w=f32[32,64], x=f32[33,64])": (0, 1)},
     "prelude.cuh": {"softmax(x=f32[1,2,256])": (0, 2, 3), "norm(x=f32[2,1024])": (1,)},
-    "gated_delta_net.cu": {DELTA_NET.format(2): (0,)},
-    "gated_delta_net_prepare.cu": {DELTA_NET.format(70): (0, 1, 2, 3, 4, 5)},
-    "gated_delta_net_scan.cu": {DELTA_NET.format(70): (0, 1)},
+    "gated_delta_net.cu": {DELTA_NET.format(2, 32): (0,)},
+    "gated_delta_net_prepare.cu": {DELTA_NET.format(70, 32): (0, 1, 2, 3, 4, 5)},
+    "gated_delta_net_scan.cu": {
+        DELTA_NET.format(70, 16): (0, 1),
+        DELTA_NET.format(70, 32): (0, 1),  # in a cluster
+    },
     "attention_few.cu": {"attention(q=f32[1,4,64], k=f32[32,1,64], v=f32[32,1,64], scale=0.1)": (0, 1, 2, 3)},
     "attention_cells.cu": {"attention(q=f32[1,4,64], k=f16[32,1,64], v=f16[32,1,64], scale=0.1)": (0, 1, 3, 4)},
     "attention_short.cu": {
