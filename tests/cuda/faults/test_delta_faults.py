@@ -40,6 +40,11 @@ def chunks() -> Problem:
     return problem(2, 64, 1, 1, 102, batch=2)
 
 
+def grouped() -> Problem:
+    """Two value heads of a key head."""
+    return problem(2, 64, 1, 2, 102)
+
+
 def channels() -> Problem:
     return problem(3, 64, 1, 1, 102, channels=True)
 
@@ -73,8 +78,9 @@ def found(make: Callable[[], Problem], file: str = "", good: str = "", bad: str 
 
 @pytest.fixture(autouse=True)
 def several_warps(monkeypatch):
-    """In a block of the scan, as on large problems."""
+    """In a block of the scan, as on large problems, and all heads of a key head where it prepares."""
     monkeypatch.setattr(binding, "BLOCKS", 1)
+    monkeypatch.setattr(binding, "FILLED", 1)
 
 
 @pytest.mark.long(every=3)
@@ -183,6 +189,13 @@ FAULTS = {
         "float sum = *a.g.row(n, first + t, h);",
     ),
     "sums of decays leave a lane out": (chunks, PREPARE, "if (lane >= m) sum += other;", "if (lane > m) sum += other;"),
+    "a head's record is written over before it is out": (
+        grouped,
+        PREPARE,
+        "        if (i > 0) __syncthreads();",
+        "        ",
+    ),
+    "all value heads decay alike": (grouped, PREPARE, "gates + i * 2 * C, *beta", "gates, *beta"),
     "X without beta": (chunks, PREPARE, "x[1] * beta[1]", "x[1]"),
     "the record is written before it is complete": (
         chunks,

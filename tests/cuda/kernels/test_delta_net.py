@@ -276,6 +276,19 @@ def test_how_values_are_dealt_to_blocks_changes_no_bit(exact: bool):
     assert all(np.array_equal(results[0], other) for other in results)
 
 
+@pytest.mark.parametrize("mapping", ["tiled", "interleaved"])
+def test_value_heads_that_a_block_prepares_together_change_no_bit(mapping: str, monkeypatch):
+    p = problem(14, 64, 2, 6, 70, batch=2, mapping=mapping)
+    results = []
+    for filled, blocks in ((1, 2), (1 << 20, 6)):
+        monkeypatch.setattr(binding, "FILLED", filled)
+        bound = bind(p)
+        assert bound.items[0].grid == (3, blocks, 2)
+        check(p, bound, EXACT, ORDERS[2])
+        results.append(bound.out)
+    assert np.array_equal(*results)
+
+
 def test_lanes_with_fewer_rows_give_the_same():
     p = problem(11, 128, 1, 2, 6)
     for shape in binding.SHAPES[128]:
@@ -307,4 +320,4 @@ def test_sizes_in_bytes_fit_a_block_of_a_device():
     """227 KiB: devices of compute capability 9.0 and 10.0."""
     for chunk in binding.CHUNKS:
         of_scans = [chunk.scan_bytes(values, cluster) for values in binding.SLICES for cluster in (1, 2)]
-        assert max(chunk.prepare_bytes, *of_scans) <= 227 * 1024
+        assert max(chunk.prepare_bytes(2), *of_scans) <= 227 * 1024

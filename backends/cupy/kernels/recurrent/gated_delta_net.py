@@ -183,11 +183,12 @@ class Chunk:
         kernel = "delta_prepare_channels" if self.channels else "delta_prepare"
         return f"{kernel}<{self.size}, {LENGTH}, {_flag(self.exact)}>"
 
-    @property
-    def prepare_bytes(self) -> int:
-        """Shared memory."""
-        square = 4 * (2 * LENGTH * (LENGTH + 4) + 2 * LENGTH) + self.heads_bytes
-        return square + (16 * LENGTH * (self.size + 4) if self.channels else self.keys_bytes)
+    def prepare_bytes(self, together: int) -> int:
+        """Shared memory for so many value heads of a block."""
+        square = 8 * LENGTH * (LENGTH + 4) + self.heads_bytes
+        if self.channels:
+            return square + 4 * LENGTH + 16 * LENGTH * (self.size + 4)
+        return square + 8 * LENGTH * together + self.keys_bytes
 
     def scan_name(self, values: int, cluster: int = 1) -> str:
         kernel = "delta_scan" if cluster == 1 else "delta_scan_clusters"
@@ -259,8 +260,10 @@ def launch_chunks(
     to choose."""
     count, heads, sequences = blocks(rule.tokens, LENGTH), rule.value_heads, rule.sequences
     words = [*rows(rule.q), *rows(rule.k), *rows(rule.g), *rows(rule.beta, 2), *memory]
-    words += [rule.tokens, rule.k.shape[-2], heads, rule.run, rule.scale]
-    launches.add(chunk.prepare, (count, heads, sequences), 4 * LENGTH, words, chunk.prepare_bytes)
+    together = _together(rule)
+    words += [rule.tokens, rule.k.shape[-2], heads, rule.run, together, rule.scale]
+    grid = count, heads // together, sequences
+    launches.add(chunk.prepare, grid, 4 * LENGTH, words, chunk.prepare_bytes(together))
     values = values or _slice(launches, rule, chunk)
     keyed, run = (heads, 0) if chunk.channels else (rule.k.shape[-2], rule.run)
     words = [*memory, *rows(rule.v), *rows(rule.out), *carried.begin, *carried.kept(carried.snapshots - 1)]
@@ -276,9 +279,17 @@ def _cluster(launches: Launches, slices: int) -> int:
     return next((n for n in CLUSTERS if slices % n == 0), 1) if launches.limits.has_warpgroups else 1
 
 
+def _together(rule: Rule) -> int:
+    """Value heads of a key head that one block prepares: all, where a block for each key head fills a device."""
+    filled = blocks(rule.tokens, LENGTH) * rule.k.shape[-2] * rule.sequences >= FILLED
+    return rule.value_heads // rule.k.shape[-2] if filled and not rule.channels else 1
+
+
 def _fits(launches: Launches, rule: Rule, chunk: Chunk) -> bool:
     """Whether chunks fit into the shared memory of the device."""
-    return launches.fits(chunk.prepare_bytes) and launches.fits(chunk.scan_bytes(_slice(launches, rule, chunk)))
+    return launches.fits(chunk.prepare_bytes(_together(rule))) and launches.fits(
+        chunk.scan_bytes(_slice(launches, rule, chunk))
+    )
 
 
 def _slice(launches: Launches, rule: Rule, chunk: Chunk) -> int:

@@ -29,9 +29,10 @@ __device__ __forceinline__ void copy_async(char *to, const char *from) {
 template <int D, int C, int BV, bool CHANNELS, bool EXACT>
 struct ByThreads {
     using R = Record<D, C, CHANNELS, EXACT>;
-    static constexpr int STAGES = 2, AHEAD = 1;  // what all devices have room for, of fast ones an A100 for two blocks
+    static constexpr int STAGES = 2, AHEAD = 1;  // so that all devices have room, and an A100 for two fast blocks
     const char *keys, *heads;
-    __device__ ByThreads(const char *keys, const char *heads, char *) : keys(keys + threadIdx.x * 16), heads(heads + threadIdx.x * 16) {}
+    __device__ ByThreads(const char *keys, const char *heads, char *)
+        : keys(keys + threadIdx.x * 16), heads(heads + threadIdx.x * 16) {}
     __device__ void bring(const Scan &a, int, char *stage) {
         stage += threadIdx.x * 16;
         copy_async<4 * BV, R::KEYS>(stage, keys);
@@ -48,7 +49,8 @@ __device__ __forceinline__ void add(float (&x)[4], float4 y) { x[0] += y.x, x[1]
 // A block carries BV rows of a head's state through all chunks; two warps share 16 of them, and have half of the keys
 // each.  All products are transposed (value rows x tokens), so that what one product gives is the left operand of the
 // next, in the same registers.  Of the products with the state each warp has half a sum.  Once a chunk the two exchange
-// K S, with all of which both go on, and Q S of the 16 tokens whose outputs the other one finishes.
+// K S, with all of which both go on, and Q S of the 16 tokens whose outputs the other one finishes.  `By` brings records:
+// AHEAD chunks before they are read, to one of STAGES.
 template <class By, int D, int C, int BV, bool CHANNELS, bool EXACT>
 __device__ __forceinline__ void scan(const Scan &a) {
     using R = Record<D, C, CHANNELS, EXACT>;
@@ -66,8 +68,8 @@ __device__ __forceinline__ void scan(const Scan &a) {
 
     if (!has_states(a.from, a.kept, n, n * a.kept_step, 1, a.fault)) return;
 
-    By records(a.keys + (n * chunks * a.key_records + key_record) * R::KEYS, a.heads + (n * chunks * a.value_heads + h) * R::HEADS,
-               shared + STAGES * STAGE + M::SUMS);
+    By records(a.keys + (n * chunks * a.key_records + key_record) * R::KEYS,
+               a.heads + (n * chunks * a.value_heads + h) * R::HEADS, shared + STAGES * STAGE + M::SUMS);
     const int copied = threadIdx.x / (BV / 4), beside = threadIdx.x % (BV / 4) * 4;
     const float *next_values = a.v.row(n, copied, h) + blockIdx.x * BV + beside;
     char *to = shared;
