@@ -99,7 +99,7 @@ __device__ __forceinline__ void complete(const Square<C> &s, const float *betas,
 
 // What depends on the key head alone is done once for all value heads of a block.
 template <int D, int C, bool EXACT>
-__global__ void __launch_bounds__(PREPARING<C>) delta_prepare(const __grid_constant__ Prepare a) {
+__global__ void __launch_bounds__(PREPARING<C>, EXACT ? 4 : 5) delta_prepare(const __grid_constant__ Prepare a) {
     wait_for_earlier();
     using R = Record<D, C, false, EXACT>;
     constexpr int THREADS_HERE = PREPARING<C>, UNITS = D / 8;
