@@ -47,13 +47,13 @@ CACHED = 25e6
 """Bytes that the second cache still has when the next launch reads them."""
 Part = tuple[object, str, int]
 DELTA_DECODE = "16/32×128, batch 32"
-DELTA_PROMPT = "32/32×128, 8192 tokens"
+DELTA_PROMPT = "32×128, 8192 tokens"
 ONE_TOKEN = "32 heads on 8 of 128, 1 token on 65536, f16"
 PROMPT = "32 heads on 8 of 128, 8192 tokens, f16"
 SWIGLU, NORM, SORTED, ROTATED = "swiglu 4096×4096", "rms_norm 4096×4096", "top_k 4096×128", "rope 4096×32×128"
 OPS: Mapping[str, tuple[str, str | None]] = {
     "attention": (ONE_TOKEN, PROMPT),
-    "gated_delta_net": (DELTA_DECODE, f"{DELTA_PROMPT}, exact"),
+    "gated_delta_net": (DELTA_DECODE, f"32/{DELTA_PROMPT}, exact"),
     "ssm_conv": ("ssm_conv 4096×4096", None),
     **dict.fromkeys(("rms_norm", "l2_norm", "norm"), (NORM, None)),
     **dict.fromkeys(("rope", "rope_multi"), (ROTATED, None)),
@@ -157,18 +157,18 @@ DECODE = (
 )
 
 
-def delta_prompt(is_exact: bool, asked: float) -> Shape:
+def delta_prompt(key_heads: int, is_exact: bool, asked: float | None = None) -> Shape:
     """32 heads over 8192 tokens, as two heads over so few that the state is much of what is moved, and over more."""
-    short, long, tokens = 128, 256, 8192
+    short, long, tokens, keys = 128, 256, 8192, key_heads // 16
     case, longer = (
-        f"gated_delta_net(q=f32[{t},2,128], k=f32[{t},2,128], v=f32[{t},2,128], g=f32[{t},2,1], beta=f32[{t},2], "
-        f"state=f32[2,128,128], exact={str(is_exact).lower()})"
+        f"gated_delta_net(q=f32[{t},{keys},128], k=f32[{t},{keys},128], v=f32[{t},2,128], g=f32[{t},2,1], "
+        f"beta=f32[{t},2], state=f32[2,128,128], exact={str(is_exact).lower()})"
         for t in (short, long)
     )
-    times = {"delta_prepare": (16, 1.0), "delta_scan": (16, 1.0)}
-    nbytes, flops = tokens * 32 * (4 * 128 + 2) * 4, tokens * 32 * DELTA_FLOPS
-    name = f"{DELTA_PROMPT}, {'exact' if is_exact else 'fast'}"
-    chosen, more = ((gated_delta_net, "BLOCKS", 8),), (tokens - short) / (long - short)
+    times = dict.fromkeys(("delta_prepare", "delta_scan", "delta_scan_clusters"), (16, 1.0))
+    nbytes, flops = tokens * (32 * (2 * 128 + 2) + 2 * key_heads * 128) * 4, tokens * 32 * DELTA_FLOPS
+    name = f"{key_heads}/{DELTA_PROMPT}, {'exact' if is_exact else 'fast'}"
+    chosen, more = ((gated_delta_net, "BLOCKS", 8), (gated_delta_net, "FILLED", 1)), (tokens - short) / (long - short)
     return Shape(name, case, times, nbytes, flops, asked, chosen, longer=(longer, more))
 
 
@@ -208,7 +208,8 @@ def shapes(processors: int) -> tuple[Shape, ...]:
             32 * 32 * DELTA_FLOPS,
             0.81,
         ),
-        *(delta_prompt(is_exact, asked) for is_exact, asked in ((True, 0.24), (False, 0.4))),
+        *(delta_prompt(32, is_exact, asked) for is_exact, asked in ((True, 0.24), (False, 0.4))),
+        *(delta_prompt(16, is_exact) for is_exact in (True, False)),
         Shape(
             "32 heads on 8 of 128, 1 token on 8192",
             "attention(q=f32[1,4,128], k=f32[8192,1,128], v=f32[8192,1,128], scale=0.1)",

@@ -79,13 +79,13 @@ ALLOWED = (
     ),
     Allowed(
         "gated_delta_net_prepare.cu",
-        "s.L[r * Square<C>::STEP + c] = r > c ? s.beta[r] * x : 0.f;",
+        "s.L[r * Square<C>::STEP + c] = r > c ? beta[r] * x : 0.f;",
         2.0,
         "rows meet in banks; another row stride would do",
     ),
     Allowed(
         "gated_delta_net_prepare.cu",
-        "s.L[r * Square<C>::STEP + c + 1] = r > c + 1 ? s.beta[r] * y : 0.f;",
+        "s.L[r * Square<C>::STEP + c + 1] = r > c + 1 ? beta[r] * y : 0.f;",
         2.0,
         "rows meet in banks; another row stride would do",
     ),

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from hocket.backends.cupy.device.driver import LaunchError
+from hocket.backends.cupy.device.limits import MOST, Limits, limits_of
+from hocket.backends.cupy.emulation.order import disorder
+from hocket.backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
+from hocket.conformance import Outcome, run_case
+from hocket.conformance.trials.case import parse
 
 from ...given.devices.delta_launches import ORDERS, Problem, bind, problem, reference, run, with_slots, worst
+from ...given.devices.disordered import Disordered
 from ...given.devices.emulation import needs_compiler, with_fault
 
 pytestmark = needs_compiler
@@ -18,7 +25,9 @@ pytestmark = needs_compiler
 STEP, CHUNKS, PREPARE, SCAN = (
     f"gated_delta_net{name}" for name in (".cu", "_chunks.cuh", "_prepare.cu", "_scan.cu")
 )  # fmt: skip
-STATES = "states.cu"
+STATES, CLUSTERS = "states.cu", "gated_delta_net_clusters.cu"
+
+A100 = limits_of("80")
 
 
 def steps() -> Problem:
@@ -29,6 +38,11 @@ def steps() -> Problem:
 def chunks() -> Problem:
     """Four chunks, the last of six tokens; two sequences."""
     return problem(2, 64, 1, 1, 102, batch=2)
+
+
+def grouped() -> Problem:
+    """Two value heads of a key head."""
+    return problem(2, 64, 1, 2, 102)
 
 
 def channels() -> Problem:
@@ -43,13 +57,13 @@ def swapped() -> Problem:
     return with_slots(problem(4, 64, 1, 1, 3, batch=2), 2, [0, 1], [1, 0])
 
 
-def found(make: Callable[[], Problem], file: str = "", good: str = "", bad: str = "") -> str:
+def found(make: Callable[[], Problem], file: str = "", good: str = "", bad: str = "", limits: Limits = A100) -> str:
     """What gives a fault away; nothing if nothing does."""
     outs = []
     wanted = reference(make())
     for order in ORDERS:
         p = make()
-        bound = bind(p, in_place=p.pool == "update")
+        bound = bind(p, in_place=p.pool == "update", limits=limits)
         items = [with_fault(launch, file, good, bad) for launch in bound.items] if file else bound.items
         try:
             run(items, order)
@@ -64,8 +78,9 @@ def found(make: Callable[[], Problem], file: str = "", good: str = "", bad: str 
 
 @pytest.fixture(autouse=True)
 def several_warps(monkeypatch):
-    """In a block of the scan, as on large problems."""
+    """In a block of the scan, as on large problems, and all heads of a key head where it prepares."""
     monkeypatch.setattr(binding, "BLOCKS", 1)
+    monkeypatch.setattr(binding, "FILLED", 1)
 
 
 @pytest.mark.long(every=3)
@@ -174,6 +189,13 @@ FAULTS = {
         "float sum = *a.g.row(n, first + t, h);",
     ),
     "sums of decays leave a lane out": (chunks, PREPARE, "if (lane >= m) sum += other;", "if (lane > m) sum += other;"),
+    "a head's record is written over before it is out": (
+        grouped,
+        PREPARE,
+        "        if (i > 0) __syncthreads();",
+        "        ",
+    ),
+    "all value heads decay alike": (grouped, PREPARE, "gates + i * 2 * C, *beta", "gates, *beta"),
     "X without beta": (chunks, PREPARE, "x[1] * beta[1]", "x[1]"),
     "the record is written before it is complete": (
         chunks,
@@ -196,10 +218,10 @@ FAULTS = {
     # scan
     "no barrier between chunks": (chunks, SCAN, "        __syncthreads();  // the stage", "        // the stage"),
     "no barrier before halves are added": (chunks, SCAN, "        __syncthreads();  // halves", "        // halves"),
-    "a warp adds what it has itself": (chunks, SCAN, "(threadIdx.x ^ 32)", "threadIdx.x"),
+    "a warp adds what it has itself": (chunks, SCAN, "other = threadIdx.x ^ 32;", "other = threadIdx.x;"),
     "both warps have the same keys": (chunks, SCAN, "first = half * HALF;", "first = 0;"),
-    "both warps add the values": (chunks, SCAN, "(is_own ? V[", "(true ? V["),
-    "no wait for a chunk": (chunks, SCAN, "        cp_async_wait<STAGES - 2>();\n", ""),
+    "half of K S": (chunks, SCAN, "            add(KS[j], sums[j * THREADS_HERE + other]);\n", ""),
+    "no wait for a chunk": (chunks, SCAN, "        cp_async_wait<AHEAD - 1>();\n", ""),
     "all chunks in one stage": (
         chunks,
         SCAN,
@@ -233,3 +255,62 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str):
     assert found(*FAULTS[name])
+
+
+BRING = "copy_to_blocks(stage + cluster_rank() * of_keys, keys, of_keys, over, all);"
+IN_CLUSTERS = {
+    "a block gets no keys": (BRING, BRING.replace("all)", "all / 2)"), "wait at an mbarrier"),
+    "blocks bring the same keys": ("keys(keys + cluster_rank() * of_keys)", "keys(keys)", "the error is"),
+    "fewer bytes are expected": ("R::KEYS + R::HEADS);", "R::KEYS);", "copies more bytes than"),
+    "chunks are read before they are there": (
+        "wait_for_phase(full + chunk % STAGES, chunk / STAGES % 2);",
+        "",
+        "the error is|nobody is missing",
+    ),
+    "a stage that was never read has to be free": ("chunk / STAGES % 2 ^ 1);", "chunk / STAGES % 2);", "deadlock"),
+    "mbarriers may not be there yet": ("        sync_cluster();\n", "", "mbarrier .*not ready"),
+}
+
+
+def many_chunks() -> Problem:
+    """Six, of which four have room; two sequences."""
+    return problem(2, 64, 1, 1, 180, batch=2)
+
+
+@pytest.mark.long(every=2)
+@pytest.mark.parametrize("name", IN_CLUSTERS)
+def test_a_fault_of_clusters_is_found(name: str, monkeypatch):
+    monkeypatch.setattr(binding, "BLOCKS", 8)  # four blocks for a head
+    good, bad, said = IN_CLUSTERS[name]
+    assert re.search(said, found(many_chunks, CLUSTERS, good, bad, MOST))
+
+
+def test_without_a_fault_of_clusters_nothing_is_found(monkeypatch):
+    monkeypatch.setattr(binding, "BLOCKS", 8)
+    assert not found(many_chunks, limits=MOST)
+
+
+HIDDEN = {
+    "nobody waits until a stage is free": ("wait_for_phase(empty + chunk % STAGES, chunk / STAGES % 2 ^ 1);", ""),
+    "a block frees a stage for itself alone": (
+        "arrive_at(empty + chunk % STAGES, threadIdx.x)",
+        "arrive_at(empty + chunk % STAGES, cluster_rank())",
+    ),
+}
+PROMPT = (
+    "gated_delta_net(q=f32[180,1,64], k=f32[180,1,64], v=f32[180,1,32], g=f32[180,1,1], beta=f32[180,1], "
+    "state=f32[1,32,64])"
+)
+
+
+@pytest.mark.long(every=2)
+@pytest.mark.parametrize("name", [None, *HIDDEN])
+def test_what_blocks_of_a_cluster_share_is_in_order(name: str | None, monkeypatch):
+    """Numbers are right without: blocks are never far from each other."""
+    monkeypatch.setattr(binding, "BLOCKS", 2)
+    driver = Disordered(CLUSTERS, *HIDDEN[name]) if name else OrderedDriver()
+    backend = OrderedBackend(driver)
+    assert run_case(parse(PROMPT), backend, backend.device(0)).outcome is Outcome.PASS
+    pairs = disorder(driver.taken(), driver.memory)
+    assert bool(pairs) == bool(name)
+    assert all("cluster.cuh:" in pair or "clusters.cu:" in pair for pair in pairs)

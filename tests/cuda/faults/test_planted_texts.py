@@ -32,7 +32,11 @@ TABLES = {
     ),
     "collectives": (("collective.cu", *plant) for plant in test_collectives.PLANTS.values()),
     "delta layers": (("short_convolution.cu", *plant) for plant in test_delta_layer.FAULTS.values()),
-    "delta nets": (fault[1:] for fault in test_delta_faults.FAULTS.values()),
+    "delta nets": (
+        *(fault[1:] for fault in test_delta_faults.FAULTS.values()),
+        *((test_delta_faults.CLUSTERS, *fault) for fault in test_delta_faults.IN_CLUSTERS.values()),
+        *((test_delta_faults.CLUSTERS, *fault) for fault in test_delta_faults.HIDDEN.values()),
+    ),
     "float products": (("products.cu", *plant) for plant in test_float_products.PLANTS.values()),
     "inefficiencies": (*ASKED.values(), *COMPILED.values()),
     "products": test_product_faults.PLANTS.values(),

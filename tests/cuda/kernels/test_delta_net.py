@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 
 from hocket.backends.cupy.device import nvrtc
+from hocket.backends.cupy.device.limits import MOST, Limits, limits_of
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 from hocket.graph.errors import BackendError
 
@@ -29,6 +31,10 @@ pytestmark = needs_compiler
 
 STEPS, EXACT, FAST = 1e-12, 2e-9, 1e-4
 """What each kind of kernel is held to: the requirement is 1e-7 for the first two."""
+A100 = limits_of("80")
+SCANS = pytest.mark.parametrize(
+    ("limits", "kernel"), [(A100, "delta_scan"), (MOST, "delta_scan_clusters")], ids=["alone", "clusters"]
+)
 KINDS = pytest.mark.parametrize("channels", [False, True], ids=["heads", "channels"])
 
 
@@ -46,11 +52,12 @@ def test_token_by_token_the_rule_is_the_recurrence(size: int, channels: bool):
 
 @pytest.mark.long(every=4)
 @KINDS
+@SCANS
 @pytest.mark.parametrize(("size", "tokens"), [(128, 65), (128, 127), (64, 128), (128, 200), (64, 256), (64, 100)])
-def test_by_chunks_the_rule_is_the_recurrence(size: int, tokens: int, channels: bool):
+def test_by_chunks_the_rule_is_the_recurrence(size: int, tokens: int, channels: bool, limits: Limits, kernel: str):
     p = problem(tokens, size, 1, 2, tokens, batch=1 + tokens % 2, channels=channels)
-    bound = bind(p)
-    assert bound.kernels[-1] == "delta_scan"
+    bound = bind(p, limits=limits)
+    assert bound.kernels[-1] == kernel
     check(p, bound, EXACT, ORDERS[tokens % 3])
 
 
@@ -75,7 +82,7 @@ def test_around_the_crossover_all_is_well(tokens: int, channels: bool):
     p = problem(tokens, 64, 2, 2, tokens, batch=3, channels=channels)
     bound = bind(p)
     chunked = tokens > 64
-    assert ("delta_scan" in bound.kernels) == chunked
+    assert ("delta_prepare" in "".join(bound.kernels)) == chunked
     check(p, bound, EXACT if chunked else STEPS)
 
 
@@ -140,13 +147,13 @@ def test_what_ggml_tests(size, heads, tokens, batch, repeat, permuted, channels,
         strong=1.0,
     )  # fmt: skip
     bound = bind(p)
-    check(p, bound, EXACT if "delta_scan" in bound.kernels else STEPS)
+    check(p, bound, EXACT if "delta_prepare" in "".join(bound.kernels) else STEPS)
 
 
 def test_snapshots_behind_chunks_go_token_by_token():
     p = problem(1, 64, 1, 1, 80, snapshots=3)
-    assert bind(p).kernels == ["delta_prepare", "delta_scan", "delta_net"]
-    assert bind(replace(p, snapshots=1)).kernels == ["delta_prepare", "delta_scan"]
+    assert bind(p, limits=A100).kernels == ["delta_prepare", "delta_scan", "delta_net"]
+    assert bind(replace(p, snapshots=1)).kernels == ["delta_prepare", "delta_scan_clusters"]
 
 
 def test_without_tokens_the_state_stays_and_older_snapshots_are_zeros():
@@ -213,7 +220,7 @@ def test_a_slot_that_is_not_there_is_noted_and_touches_nothing(tokens, slots_in,
 def test_sizes_of_keys_and_values_are_free(size: int, values: int, tokens: int):
     p = problem(7, size, 1, 2, tokens, values=values)
     bound = bind(p)
-    check(p, bound, EXACT if "delta_scan" in bound.kernels else STEPS)
+    check(p, bound, EXACT if "delta_prepare" in "".join(bound.kernels) else STEPS)
 
 
 def _apart(x: np.ndarray, gap: int) -> np.ndarray:
@@ -252,9 +259,10 @@ def test_the_order_of_threads_changes_no_bit(tokens: int, exact: bool, channels:
 @pytest.mark.long(every=2)
 @pytest.mark.parametrize("exact", [True, False])
 def test_how_values_are_dealt_to_blocks_changes_no_bit(exact: bool):
+    """In clusters or alone."""
     p = problem(10, 128, 1, 1, 70)
     results = []
-    for values in binding.SLICES:
+    for values, limits in product(binding.SLICES, (A100, MOST)):
 
         def launch(launches, call, rule, exact, values=values):
             carried = binding.carry(launches, call, rule.sequences, rule.tokens)
@@ -262,10 +270,23 @@ def test_how_values_are_dealt_to_blocks_changes_no_bit(exact: bool):
             memory = binding.chunk_memory(launches, rule, rule.tokens, chunk)
             binding.launch_chunks(launches, rule, carried, memory, chunk, values)
 
-        bound = bind(p, exact=exact, launch=launch)
+        bound = bind(p, exact=exact, launch=launch, limits=limits)
         check(p, bound, EXACT if exact else FAST)
         results.append(bound.out)
     assert all(np.array_equal(results[0], other) for other in results)
+
+
+@pytest.mark.parametrize("mapping", ["tiled", "interleaved"])
+def test_value_heads_that_a_block_prepares_together_change_no_bit(mapping: str, monkeypatch):
+    p = problem(14, 64, 2, 6, 70, batch=2, mapping=mapping)
+    results = []
+    for filled, blocks in ((1, 2), (1 << 20, 6)):
+        monkeypatch.setattr(binding, "FILLED", filled)
+        bound = bind(p)
+        assert bound.items[0].grid == (3, blocks, 2)
+        check(p, bound, EXACT, ORDERS[2])
+        results.append(bound.out)
+    assert np.array_equal(*results)
 
 
 def test_lanes_with_fewer_rows_give_the_same():
@@ -298,4 +319,5 @@ def test_a_step_of_128_keys_spills_nothing_and_takes_at_most_80_registers():
 def test_sizes_in_bytes_fit_a_block_of_a_device():
     """227 KiB: devices of compute capability 9.0 and 10.0."""
     for chunk in binding.CHUNKS:
-        assert max(chunk.prepare_bytes, *map(chunk.scan_bytes, binding.SLICES)) <= 227 * 1024
+        of_scans = [chunk.scan_bytes(values, cluster) for values in binding.SLICES for cluster in (1, 2)]
+        assert max(chunk.prepare_bytes(2), *of_scans) <= 227 * 1024

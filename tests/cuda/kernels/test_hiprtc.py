@@ -20,6 +20,7 @@ OF_PROMPTS = (
     "attention_warpgroups.cu",
     "attention_wide.cu",
     "clusters.cu",
+    "gated_delta_net_clusters.cu",
     "gated_delta_net_prepare.cu",
     "gated_delta_net_scan.cu",
     "tiled.cu",

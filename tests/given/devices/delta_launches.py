@@ -10,6 +10,7 @@ import numpy as np
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device.driver import Launch
+from hocket.backends.cupy.device.limits import MOST, Limits
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 from hocket.backends.operands import Bound, Operand
@@ -135,7 +136,9 @@ class Bindings:
         return [launch.kernel.name.split("<")[0] for launch in self.items]
 
 
-def bind(p: Problem, *, exact: bool = True, in_place: bool = False, launch: Callable | None = None) -> Bindings:
+def bind(
+    p: Problem, *, exact: bool = True, in_place: bool = False, launch: Callable | None = None, limits: Limits = MOST
+) -> Bindings:
     """The launches of the op; `launch` replaces ``launch_rule``."""
     out = aligned(np.full(p.v.shape, NOTHING, np.float32))
     kept = (p.v.shape[0], *([p.snapshots] if p.snapshots > 1 else []), *p.state.shape[1:])
@@ -146,7 +149,8 @@ def bind(p: Problem, *, exact: bool = True, in_place: bool = False, launch: Call
     call = Bound("gated_delta_net", src, (operand(out), operand(new)), attrs, 0)
     rule = binding.Rule(*src[:5], operand(out), p.mapping == "tiled")
     room, fault = aligned(np.zeros(scratch_bytes(call, rule, exact), np.uint8)), np.zeros(2, np.int64)
-    launches = Launches(keep=lambda array: array.ctypes.data, scratch_at=room.ctypes.data, fault_at=fault.ctypes.data)
+    places = {"scratch_at": room.ctypes.data, "fault_at": fault.ctypes.data}
+    launches = Launches(keep=lambda array: array.ctypes.data, limits=limits, **places)
     (launch or binding.launch_rule)(launches, call, rule, exact)
     KEPT.extend((room, p))
     return Bindings(launches.items, out, new, fault)

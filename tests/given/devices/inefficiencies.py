@@ -107,7 +107,7 @@ ASKED = {
         "unit",
         PROMPT,
     ),
-    "rows of a triangle in the same banks": ("gated_delta_net_prepare.cu", "STEP = C + 4,", "STEP = C,", PROMPT),
+    "rows of a triangle in the same banks": ("gated_delta_net_prepare.cu", "STEP = C + 4;", "STEP = C;", PROMPT),
     "keys read for each query": (
         "attention_few.cu",
         "if (rows < 8) fetch();  // on its way",

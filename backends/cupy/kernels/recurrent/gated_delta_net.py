@@ -14,6 +14,7 @@ from ....operands import Bound, Operand, need
 from ...binding.chains import Fused
 from ...binding.launches import Binding, Launches, Word, blocks
 from ...device.driver import Kernel, Source
+from ...device.limits import KIB
 from ..elementwise import as_float
 from .states import RECURRENT, STATES, Carried, carry, has_quads, rows
 
@@ -152,9 +153,11 @@ SLICES = (64, 32, 16)
 """Rows of a state that one block of the scan carries."""
 BLOCKS = 128
 """Blocks of the scan that keep a device busy."""
+CLUSTERS = (8, 4, 2)
+"""Blocks of a cluster that share what is prepared of a head, on devices that have clusters."""
 BLOCK_BYTES = 16 * 16 * 2
 """Of bfloat16 numbers for 16 x 16 pairs of tokens."""
-CHUNKS_FILE = "gated_delta_net_chunks.cuh"
+CHUNKS_FILE, SCAN_FILE = "gated_delta_net_chunks.cuh", "gated_delta_net_scan.cu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,27 +183,31 @@ class Chunk:
         kernel = "delta_prepare_channels" if self.channels else "delta_prepare"
         return f"{kernel}<{self.size}, {LENGTH}, {_flag(self.exact)}>"
 
-    @property
-    def prepare_bytes(self) -> int:
-        """Shared memory."""
-        square = 4 * (2 * LENGTH * (LENGTH + 4) + 2 * LENGTH) + self.heads_bytes
-        return square + (16 * LENGTH * (self.size + 4) if self.channels else self.keys_bytes)
+    def prepare_bytes(self, together: int) -> int:
+        """Shared memory for so many value heads of a block."""
+        square = 8 * LENGTH * (LENGTH + 4) + self.heads_bytes
+        if self.channels:
+            return square + 4 * LENGTH + 16 * LENGTH * (self.size + 4)
+        return square + 8 * LENGTH * together + self.keys_bytes
 
-    def scan_name(self, values: int) -> str:
-        return f"delta_scan<{self.size}, {LENGTH}, {values}, {_flag(self.channels)}, {_flag(self.exact)}>"
+    def scan_name(self, values: int, cluster: int = 1) -> str:
+        kernel = "delta_scan" if cluster == 1 else "delta_scan_clusters"
+        return f"{kernel}<{self.size}, {LENGTH}, {values}, {_flag(self.channels)}, {_flag(self.exact)}>"
 
-    def scan_bytes(self, values: int) -> int:
-        """Shared memory."""
-        stage = self.keys_bytes + self.heads_bytes + 4 * LENGTH * (values + 4)
-        stages = 2 if self.exact or self.channels or values > 32 else 3
-        return stages * stage + 12 * LENGTH * values
+    def scan_bytes(self, values: int, cluster: int = 1) -> int:
+        """Shared memory; clusters have as many stages as fit, with two mbarriers each."""
+        stage, sums = self.keys_bytes + self.heads_bytes + 4 * LENGTH * (values + 4), 12 * LENGTH * values
+        if cluster > 1:
+            stages = 4 if 4 * stage + sums <= 225 * KIB else 3
+            return stages * (stage + 16) + sums
+        return 2 * stage + sums
 
     @property
     def prepare(self) -> Kernel:
         return PREPARE[self][self.prepare_name]
 
-    def scan(self, values: int) -> Kernel:
-        return SCAN[self][self.scan_name(values)]
+    def scan(self, values: int, cluster: int) -> Kernel:
+        return (SCAN if cluster == 1 else SCAN_BY_CLUSTERS)[self][self.scan_name(values, cluster)]
 
 
 CHUNKS = tuple(Chunk(size, c, x) for size in CHUNK_SIZES for c in (False, True) for x in (True, False))
@@ -209,7 +216,18 @@ PREPARE: Mapping[Chunk, Source] = MappingProxyType(
     {c: Source("gated_delta_net_prepare.cu", (c.prepare_name,), before=_BEFORE) for c in CHUNKS}
 )
 SCAN: Mapping[Chunk, Source] = MappingProxyType(
-    {c: Source("gated_delta_net_scan.cu", tuple(map(c.scan_name, SLICES)), before=_BEFORE) for c in CHUNKS}
+    {c: Source(SCAN_FILE, tuple(map(c.scan_name, SLICES)), before=_BEFORE) for c in CHUNKS}
+)
+SCAN_BY_CLUSTERS: Mapping[Chunk, Source] = MappingProxyType(
+    {
+        c: Source(
+            "gated_delta_net_clusters.cu",
+            tuple(c.scan_name(values, CLUSTERS[0]) for values in SLICES),
+            before=(*_BEFORE, SCAN_FILE, "wgmma.cuh", "cluster.cuh"),
+            architectures=("sm_90a",),
+        )
+        for c in CHUNKS
+    }
 )
 
 
@@ -242,19 +260,36 @@ def launch_chunks(
     to choose."""
     count, heads, sequences = blocks(rule.tokens, LENGTH), rule.value_heads, rule.sequences
     words = [*rows(rule.q), *rows(rule.k), *rows(rule.g), *rows(rule.beta, 2), *memory]
-    words += [rule.tokens, rule.k.shape[-2], heads, rule.run, rule.scale]
-    launches.add(chunk.prepare, (count, heads, sequences), 4 * LENGTH, words, chunk.prepare_bytes)
+    together = _together(rule)
+    words += [rule.tokens, rule.k.shape[-2], heads, rule.run, together, rule.scale]
+    grid = count, heads // together, sequences
+    launches.add(chunk.prepare, grid, 4 * LENGTH, words, chunk.prepare_bytes(together))
     values = values or _slice(launches, rule, chunk)
     keyed, run = (heads, 0) if chunk.channels else (rule.k.shape[-2], rule.run)
     words = [*memory, *rows(rule.v), *rows(rule.out), *carried.begin, *carried.kept(carried.snapshots - 1)]
     words += [carried.snapshots, *carried.faults, rule.tokens, keyed, heads, run, rule.value_size]
-    grid = rule.value_size // values, heads, sequences
-    launches.add(chunk.scan(values), grid, 4 * values, words, chunk.scan_bytes(values))
+    slices = rule.value_size // values
+    cluster = _cluster(launches, slices)
+    shared, grid = chunk.scan_bytes(values, cluster), (slices, heads, sequences)
+    launches.add(chunk.scan(values, cluster), grid, 4 * values, words, shared, (cluster, 1, 1))
+
+
+def _cluster(launches: Launches, slices: int) -> int:
+    """How many blocks are together, of those that have slices of one state."""
+    return next((n for n in CLUSTERS if slices % n == 0), 1) if launches.limits.has_warpgroups else 1
+
+
+def _together(rule: Rule) -> int:
+    """Value heads of a key head that one block prepares: all, where a block for each key head fills a device."""
+    filled = blocks(rule.tokens, LENGTH) * rule.k.shape[-2] * rule.sequences >= FILLED
+    return rule.value_heads // rule.k.shape[-2] if filled and not rule.channels else 1
 
 
 def _fits(launches: Launches, rule: Rule, chunk: Chunk) -> bool:
     """Whether chunks fit into the shared memory of the device."""
-    return launches.fits(chunk.prepare_bytes) and launches.fits(chunk.scan_bytes(_slice(launches, rule, chunk)))
+    return launches.fits(chunk.prepare_bytes(_together(rule))) and launches.fits(
+        chunk.scan_bytes(_slice(launches, rule, chunk))
+    )
 
 
 def _slice(launches: Launches, rule: Rule, chunk: Chunk) -> int:
@@ -307,4 +342,4 @@ def _with_save(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
 
 FUSED: Mapping[str, Sequence[Fused]] = MappingProxyType({"cont": (_with_save,)})
 BINDINGS: Mapping[str, Binding] = {"gated_delta_net": _gated_delta_net}
-SOURCES = (STATES, *STEPS.values(), *PREPARE.values(), *SCAN.values())
+SOURCES = (STATES, *STEPS.values(), *PREPARE.values(), *SCAN.values(), *SCAN_BY_CLUSTERS.values())

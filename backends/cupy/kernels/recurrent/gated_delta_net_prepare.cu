@@ -7,23 +7,21 @@ struct Prepare {
     Rows q, k, g, beta;
     char *keys, *heads;  // records [sequence, chunk, head]
     i64 tokens, key_heads, value_heads, run;
+    i64 together;  // value heads of a block, all of one key head; of those that decay by channel 1
     double scale;
 };
-
 
 // The threads of a block that prepares: a warp for each 16 rows of K and of Q.
 template <int C>
 constexpr int PREPARING = 4 * C;
 
-// One chunk and value head while it is prepared: L and X in float32 with rows of C + 4, sums of log decays (not those by
-// channel) and betas, and the record of the head.
+// One chunk and value head while it is prepared: L and X in float32 with rows of C + 4, and the record of the head.
 template <int C>
 struct Square {
-    static constexpr int STEP = C + 4, FLOATS = 2 * C * STEP + 2 * C;
-    float *L, *X, *G, *beta;
+    static constexpr int STEP = C + 4;
+    float *L, *X;
     char *record;
-    __device__ Square(char *memory)
-        : L((float *)memory), X(L + C * STEP), G(X + C * STEP), beta(G + C), record((char *)(beta + C)) {}
+    __device__ Square(char *memory) : L((float *)memory), X(L + C * STEP), record((char *)(X + C * STEP)) {}
 };
 
 // Two neighbouring elements of a tile of the record, in bfloat16.
@@ -83,7 +81,7 @@ __device__ __forceinline__ void invert(const Square<C> &s) {
 
 // Turn L into X in the record, and write the record out.
 template <int C, bool EXACT, class R>
-__device__ __forceinline__ void complete(const Square<C> &s, char *out) {
+__device__ __forceinline__ void complete(const Square<C> &s, const float *betas, char *out) {
     constexpr int STEP = Square<C>::STEP, THREADS_HERE = PREPARING<C>;
     invert<C>(s);
     static_assert(THREADS_HERE == 16 * 16 / 2, "a thread has a pair of each block");
@@ -92,15 +90,16 @@ __device__ __forceinline__ void complete(const Square<C> &s, char *out) {
     for (int I = 0; I < C / 16; I++)
 #pragma unroll
         for (int J = 0; J <= I; J++) {
-            const float *x = s.X + (16 * I + r) * STEP + 16 * J + c, *beta = s.beta + 16 * J + c;
+            const float *x = s.X + (16 * I + r) * STEP + 16 * J + c, *beta = betas + 16 * J + c;
             put_pair<EXACT, 2>(s.record + below(I, J), R::SQUARE, r, c, x[0] * beta[0], x[1] * beta[1]);
         }
     __syncthreads();
     for (int i = threadIdx.x * 16; i < R::HEADS; i += THREADS_HERE * 16) *(uint4 *)(out + i) = *(uint4 *)(s.record + i);
 }
 
+// What depends on the key head alone is done once for all value heads of a block.
 template <int D, int C, bool EXACT>
-__global__ void __launch_bounds__(PREPARING<C>) delta_prepare(const __grid_constant__ Prepare a) {
+__global__ void __launch_bounds__(PREPARING<C>, EXACT ? 4 : 5) delta_prepare(const __grid_constant__ Prepare a) {
     wait_for_earlier();
     using R = Record<D, C, false, EXACT>;
     constexpr int THREADS_HERE = PREPARING<C>, UNITS = D / 8;
@@ -108,8 +107,10 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare(const __grid_const
     const Square<C> s(keys + R::KEYS);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * C;
     const int length = min(C, (int)a.tokens - first);
-    const i64 h = blockIdx.y, n = blockIdx.z, key_head = a.run ? h / a.run : h % a.key_heads;
-    const i64 chunk = n * gridDim.x + blockIdx.x;
+    const i64 n = blockIdx.z, chunk = n * gridDim.x + blockIdx.x;
+    const int key_head = blockIdx.y % (int)a.key_heads, begin = blockIdx.y / (int)a.key_heads * (int)a.together;
+    auto head = [&](int i) { return a.run ? key_head * a.run + begin + i : (begin + i) * a.key_heads + key_head; };
+    float *gates = (float *)(s.record + R::HEADS);  // of each head sums of log decays, and betas
 
     // A thread brings four numbers of rows that are `STEP` apart; every eighth row is shuffled alike.
     constexpr int STEP = THREADS_HERE / (D / 4), EACH = C / STEP, WAYS = 8 / STEP;
@@ -138,8 +139,9 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare(const __grid_const
     };
     bring(a.k, 1.f, 0);
     bring(a.q, (float)a.scale, R::Q);
-    if (warp == 0) {
-        float before = 0;
+    for (int i = warp; i < a.together; i += THREADS_HERE / 32) {
+        const i64 h = head(i);
+        float before = 0, *G = gates + i * 2 * C;
         for (int t = lane; t < C; t += 32) {
             float sum = t < length ? bounded(*a.g.row(n, first + t, h)) : 0.f;
 #pragma unroll
@@ -147,20 +149,15 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare(const __grid_const
                 const float other = __shfl_up_sync(ALL_LANES, sum, m);
                 if (lane >= m) sum += other;
             }
-            s.G[t] = sum + before;
-            s.beta[t] = t < length ? *a.beta.row(n, first + t, h) : 0.f;
+            G[t] = sum + before;
+            G[C + t] = t < length ? *a.beta.row(n, first + t, h) : 0.f;
             before += __shfl_sync(ALL_LANES, sum, 31);
         }
     }
     __syncthreads();
-    if (a.run ? h % a.run == 0 : h < a.key_heads) {
+    if (begin == 0) {
         char *out = a.keys + (chunk * a.key_heads + key_head) * R::KEYS;
         for (int i = threadIdx.x * 16; i < R::KEYS; i += THREADS_HERE * 16) *(uint4 *)(out + i) = *(uint4 *)(keys + i);
-    }
-    if ((int)threadIdx.x < C) {
-        float *factors = (float *)(s.record + R::FACTORS);
-        factors[threadIdx.x] = expf(s.G[threadIdx.x]);
-        factors[C + threadIdx.x] = expf(s.G[C - 1] - s.G[threadIdx.x]);
     }
 
     const bool is_q = warp >= C / 16;
@@ -175,24 +172,33 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare(const __grid_const
             if (p <= block)
                 multiply_rows<EXACT>(scores[2 * p], scores[2 * p + 1], f, keys + by_rows<UNITS>(16 * p, at), R::TILE);
     }
-#pragma unroll
-    for (int j = 0; j < C / 8; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e += 2) {
-            const int r = 16 * block + lane / 4 + 4 * e, c = 8 * j + lane % 4 * 2;
-            if (j / 2 > block) continue;
-            float x = scores[j][e], y = scores[j][e + 1];
-            x = r >= c ? x * expf(s.G[r] - s.G[c]) : 0.f;
-            y = r > c ? y * expf(s.G[r] - s.G[c + 1]) : 0.f;
-            if (is_q) {
-                put_below<EXACT>(s.record + R::P, R::SQUARE, r, c, x, y);
-            } else {
-                s.L[r * Square<C>::STEP + c] = r > c ? s.beta[r] * x : 0.f;
-                s.L[r * Square<C>::STEP + c + 1] = r > c + 1 ? s.beta[r] * y : 0.f;
-            }
+    for (int i = 0; i < a.together; i++) {
+        const float *G = gates + i * 2 * C, *beta = G + C;
+        if (i > 0) __syncthreads();  // the record of the head before is written out
+        if ((int)threadIdx.x < C) {
+            float *factors = (float *)(s.record + R::FACTORS);
+            factors[threadIdx.x] = expf(G[threadIdx.x]);
+            factors[C + threadIdx.x] = expf(G[C - 1] - G[threadIdx.x]);
         }
-    __syncthreads();
-    complete<C, EXACT, R>(s, a.heads + (chunk * a.value_heads + h) * R::HEADS);
+#pragma unroll
+        for (int j = 0; j < C / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e += 2) {
+                const int r = 16 * block + lane / 4 + 4 * e, c = 8 * j + lane % 4 * 2;
+                if (j / 2 > block) continue;
+                float x = scores[j][e], y = scores[j][e + 1];
+                x = r >= c ? x * expf(G[r] - G[c]) : 0.f;
+                y = r > c ? y * expf(G[r] - G[c + 1]) : 0.f;
+                if (is_q) {
+                    put_below<EXACT>(s.record + R::P, R::SQUARE, r, c, x, y);
+                } else {
+                    s.L[r * Square<C>::STEP + c] = r > c ? beta[r] * x : 0.f;
+                    s.L[r * Square<C>::STEP + c + 1] = r > c + 1 ? beta[r] * y : 0.f;
+                }
+            }
+        __syncthreads();
+        complete<C, EXACT, R>(s, beta, a.heads + (chunk * a.value_heads + head(i)) * R::HEADS);
+    }
 }
 
 // With a decay for each channel the exponents cannot be taken out of the products.  Blocks of 16 x 16 scores off the
@@ -205,7 +211,7 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare_channels(const __g
     constexpr int THREADS_HERE = PREPARING<C>, STEP = D + 4, QUADS = D / 32;
     DYNAMIC_SHARED(memory, char);
     const Square<C> s(memory);
-    float *K = (float *)(s.record + R::HEADS), *Q = K + C * STEP, *decay = Q + C * STEP, *G = decay + C * STEP;
+    float *beta = (float *)(s.record + R::HEADS), *K = beta + C, *Q = K + C * STEP, *decay = Q + C * STEP, *G = decay + C * STEP;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * C;
     const int length = min(C, (int)a.tokens - first);
     const i64 h = blockIdx.y, n = blockIdx.z, key_head = a.run ? h / a.run : h % a.key_heads;
@@ -235,7 +241,7 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare_channels(const __g
             *(float4 *)(decay + at) = make_float4(expf(g[u].x), expf(g[u].y), expf(g[u].z), expf(g[u].w));
         }
     }
-    for (int t = threadIdx.x; t < C; t += THREADS_HERE) s.beta[t] = t < length ? *a.beta.row(n, first + t, h) : 0.f;
+    for (int t = threadIdx.x; t < C; t += THREADS_HERE) beta[t] = t < length ? *a.beta.row(n, first + t, h) : 0.f;
     __syncthreads();
     for (int c = threadIdx.x; c < D; c += THREADS_HERE) {
         float sum = 0;
@@ -259,8 +265,8 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare_channels(const __g
         if (is_q) {
             put_below<EXACT>(s.record + R::P, R::SQUARE, r, c, x, y);
         } else {
-            s.L[r * Square<C>::STEP + c] = s.beta[r] * x;
-            s.L[r * Square<C>::STEP + c + 1] = s.beta[r] * y;
+            s.L[r * Square<C>::STEP + c] = beta[r] * x;
+            s.L[r * Square<C>::STEP + c + 1] = beta[r] * y;
         }
     };
 
@@ -332,5 +338,5 @@ __global__ void __launch_bounds__(PREPARING<C>) delta_prepare_channels(const __g
         }
     }
     __syncthreads();
-    complete<C, EXACT, R>(s, a.heads + record * R::HEADS);
+    complete<C, EXACT, R>(s, beta, a.heads + record * R::HEADS);
 }
