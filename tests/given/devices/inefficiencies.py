@@ -146,8 +146,8 @@ COMPILED = {
     ),
     "codes come in fours": (
         "packed.cuh",
-        "load_words<WORDS>(low + i, u.low + (u32)(",
-        "for (int w = 0; w < WORDS; w++) load_words<1>(low + i + w, u.low + 4 * w + (u32)(",
+        "load_words<WORDS>(low + w, first + 128 * w);",
+        "for (int i = 0; i < WORDS; i++) load_words<1>(low + w + i, first + 128 * w + 4 * i);",
         "packed_few.cu: few<Q4_K, 1>",
     ),
     "states come in single numbers": (
