@@ -210,7 +210,7 @@ class Counts:
             nbytes = float(declared.nbytes(node))
             kept = sum(s.spec.nbytes for s, home in zip(node.inputs, homes, strict=True) if home in KEPT)
             plain = "weight" not in homes
-            judged_as = (node.op, *[RECURRENT] * (plain and declared.sequential), *[OTHERS] * plain)
+            judged_as = (node.op, *[RECURRENT] * (plain and bool(declared.sequential)), *[OTHERS] * plain)
             work = self._known[key] = Work(float(declared.flops(node)), nbytes, min(nbytes, kept), judged_as)
         return work
 

@@ -92,4 +92,8 @@ Hardware
     plain_flops: likewise
     alone_flops: at least one, finite; free otherwise
     alone_bandwidth: likewise
+    value_bandwidth: not negative, finite; free otherwise
+    recurrent_flops: likewise
+    op_flops: above zero, finite, all of them; free otherwise
+    op_bandwidth: likewise
 """

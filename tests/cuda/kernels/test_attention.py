@@ -277,12 +277,7 @@ FAULTS = {
         TILE,
     ),
     "low halves are left out": (SCORES, "mma_f16(d, high, l), mma_f16(e, high, l + 2);", "", TILE),
-    "queries of another warp": (
-        TILES,
-        "q_row = 16 * warp + lane % 16",
-        "q_row = lane % 16",
-        TILE,
-    ),
+    "queries of another warp": (TILES, "q_row = 16 * warp + lane % 16", "q_row = lane % 16", TILE),
     "a row in another bank": (
         TILES,
         "pair(16 * n + lane % 16, 2 * e, turned, E)",
@@ -377,12 +372,7 @@ FAULTS = {
         "two.y);\n    }",
         FEW_HALVES,
     ),
-    "sums lie where queries are read": (
-        CELLS_CU,
-        "__syncthreads();  // queries have been read, too",
-        "",
-        FEW_HALVES,
-    ),
+    "sums lie where queries are read": (CELLS_CU, "__syncthreads();  // queries have been read, too", "", FEW_HALVES),
     "a key has the value of its neighbour": (CELLS_CU, "2 * t + i % 2, 64 * m", "2 * t, 64 * m", FEW_HALVES),
     "rows of cells past the last one are read": (CELLS_CU, "min(key, key_count - 1)", "key", FEW_HALVES),
     "a warp's sums are left out": (CELLS_CU, "w < WARPS; w++) sum +=", "w < WARPS - 1; w++) sum +=", FEW_HALVES),
@@ -436,12 +426,7 @@ FAULTS = {
         "        tile = next;",
         LATENT,
     ),
-    "no wait for values": (
-        WIDE_CU,
-        "p_low);\n        cp_async_wait<1>();",
-        "p_low);",
-        LATENT,
-    ),
+    "no wait for values": (WIDE_CU, "p_low);\n        cp_async_wait<1>();", "p_low);", LATENT),
 }
 
 
