@@ -16,7 +16,9 @@ from hocket.scheduler.lowering.lower import lower
 from hocket.scheduler.machines.hardware import Hardware
 
 T, E, H, KV, D, F, C = 3, 8, 4, 2, 4, 12, 6
-SLOW = Hardware(flops=1e3, bandwidth=1e3, launch=0, link_latency=0.3)
+SLOW = Hardware(
+    flops=1e3, bandwidth=1e3, launch=0, link_latency=0.3, op_flops={"attention": 1e3}, op_bandwidth={"attention": 1e3}
+)
 """Devices on which every cut pays, and to deal the rows of a sum does not."""
 
 Edit = Callable[[Node, tuple[Any, ...]], Any]
