@@ -9,9 +9,14 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hocket.backends.cache import cache_folder
+
 # Tests run in as many processes as there are processors, which leaves one to the threads of each.
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(name, "1")
+# What hocket calibrate measured here for its user would decide which plans tests see.  Workers inherit the folder.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["HOCKET_CACHE_DIR"] = str(cache_folder() / "tests")
 # A busy host is no fault of an example.
 settings.register_profile("hocket", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hocket")

@@ -258,7 +258,7 @@ def test_a_reader_who_leaves_leaves_nothing_under_way():
 # ------------------------------------------------------------------------------------------------------ where it pays
 
 
-def test_sequences_are_dealt_only_where_a_gain_is_predicted(monkeypatch):
+def test_sequences_are_dealt_only_where_a_gain_is_predicted():
     root = Session(open_model(None), on=LAYERS, context=64)
     both = dealt(root, 16, context=64)
     assert isinstance(both, Microbatches)
@@ -290,7 +290,7 @@ def test_the_benchmark_of_several_sequences_deals_them(capsys):
 
 
 @pytest.mark.long
-def test_texts_of_a_batch_are_what_each_would_be_alone(monkeypatch):
+def test_texts_of_a_batch_are_what_each_would_be_alone():
     prompts = ["It is", "She was", "The", "Mr. Darcy", "On"]
     options = {"max_tokens": 6, "temperature": 0}
     with hocket.Model(devices="cpu:0,cpu:1", split_mode="layer", threads=1, context=64) as model:

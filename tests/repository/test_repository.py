@@ -73,7 +73,7 @@ INSIDE = {
         "ops",
         "backends.base",
         "backends.abilities",
-        *map("scheduler.{}".format, ("machines.speeds", "plan", "planner", "running")),
+        *map("scheduler.{}".format, ("machines.hardware", "machines.speeds", "plan", "planner", "running")),
     ),
     "scheduler.running": (
         "graph",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +36,8 @@ from hocket.scheduler.telling.measured import Measured, Step
 
 from ..given.models.goldens import TINY
 
+KERNELS = os.environ["HOCKET_CACHE_DIR"]
+"""Where all tests keep compiled kernels."""
 SPEEDS = Speeds({"q8_0": 10e9, "f32": 20e9}, {"q8_0": 4e9, "f32": 1e9}, 3e-6, 5e9, 7e-6)
 
 
@@ -207,7 +210,7 @@ def test_predicted_stands_beside_measured():
 
 @pytest.mark.long
 def test_a_model_is_run_and_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("HOCKET_CACHE_DIR")  # kernels are kept there
+    monkeypatch.setenv("HOCKET_CACHE_DIR", KERNELS)
     assert main(["plan", TINY, "--measure", "-c", "16"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("speeds: ")
