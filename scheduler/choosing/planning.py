@@ -15,7 +15,6 @@ from ..layout import REPLICATE, Layout, Local
 from ..lowering.lane import Devices, lanes_of
 from ..machines.hardware import Hardware
 from ..plan import Cuts, Host, Plan
-from ..sharding.assign import Assignment, assign
 from ..sharding.axes import Factor
 from ..sharding.chunks import COUNTS, WHOLE, Chunks, laid_in_chunks, tokens_of
 from ..sharding.emit import Sharded, shard
@@ -37,7 +36,7 @@ from ..sharding.pins import (
     unable,
     wished,
 )
-from ..sharding.rows import GAIN, with_less_work, with_rows
+from ..sharding.rows import GAIN, Laying
 from ..sharding.search import NO_LEAVES, Choice, Search, all_cuts_of, cuts_of, deal, factors_at
 from ..sharding.teams import Composed, Teams, compose, stages_like, teams_by, teams_like
 from ..spelling import spelled_out
@@ -297,14 +296,13 @@ class Planning:
         asked = cuts_of(self.graph, self.factors, choice.factors, {})
         shares = deal(self.graph, self.factors, asked, self.proportions, self.lies)
 
-        def given(nodes: Mapping[Node, Pin]) -> Pins:
+        def laying(nodes: Mapping[Node, Pin]) -> Laying:
             pins = settled(self.graph, nodes) if held is None else Pins(nodes, held.leaves)
-            return pins if nodes or pins.leaves else NO_PINS
+            given = pins if nodes or pins.leaves else NO_PINS
+            return Laying(self.graph, self.factors, choice.factors, given, len(self.group), self.hardware)
 
         def build(nodes: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
-            parts = self.graph, self.factors, choice.factors, given(nodes)
-            laid = with_rows(*parts, len(self.group), self.hardware, assign(*parts))
-            return nodes, shard(self.graph, self.factors, laid, shares)
+            return nodes, shard(self.graph, self.factors, laying(nodes).fastest(), shares)
 
         where, sharded = self._built(first, build)
 
@@ -316,16 +314,15 @@ class Planning:
         made = plan(sharded)
         if not overlaps(self.group):
             return made
-        parts = self.graph, self.factors, choice.factors, given(where)
-        laid = assign(*parts)
-        if (tokens := tokens_of(laid, self.factors)) is None:
+        of = laying(where)
+        if (tokens := tokens_of(of.plain, self.factors)) is None:
             return made
 
         def chunked(chunks: Chunks, note: str) -> Plan | None:
-            of: Assignment | None = laid
-            if chunks.saving is not None:
-                of = with_less_work(*parts, len(self.group), self.hardware, laid, tokens, chunks.saving)
-            graphs = None if of is None else laid_in_chunks(self.graph, self.factors, of, shares, tokens, chunks.count)
+            laid = of.plain if chunks.saving is None else of.with_less_work(tokens, chunks.saving)
+            if laid is None:
+                return None
+            graphs = laid_in_chunks(self.graph, self.factors, laid, shares, tokens, chunks.count)
             return None if graphs is None or unable(graphs.graphs, graphs.origins, self.group) else plan(graphs, note)
 
         return _in_chunks(made, chunked)

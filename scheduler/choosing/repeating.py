@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from ...backends.abilities import overlaps
 from ...graph.graph import Graph
@@ -23,13 +23,13 @@ from ..lowering.lane import Devices, Lane, lanes_from, lanes_of
 from ..lowering.unfold import kinds_of_steps
 from ..machines.hardware import Hardware
 from ..plan import Cuts
-from ..sharding.assign import Assignment, assign
+from ..sharding.assign import Assignment
 from ..sharding.axes import Factor
 from ..sharding.chunks import Chunks, laid_in_chunks, tokens_of
 from ..sharding.emit import Sharded, shard
 from ..sharding.factors import Factors
 from ..sharding.pins import NO_PINS, unable
-from ..sharding.rows import with_less_work, with_rows
+from ..sharding.rows import Laying
 from ..sharding.search import deal, factors_at
 from ..sharding.shares import Shares
 
@@ -72,9 +72,9 @@ def repeated(
         once = shortened(graph, runs, 1)
         if once is None or (own := _shortened(once, cuts)) is None:
             continue
-        first = _Cut(once, group, cuts, proportions, own)
+        first = _Cut(once, group, hardware, cuts, proportions, own)
         cut = first.of_kinds(min(_kinds_needed(first), runs.times - 1))
-        made = None if cut is None else _laid_out(cut, hardware)
+        made = None if cut is None else _laid_out(cut)
         if made is not None and all(made.leaves[name] == layout for name, layout in kept.items()):
             return made
     return None
@@ -83,8 +83,17 @@ def repeated(
 class _Cut:
     """A short graph, and what is cut of it for so many devices."""
 
-    def __init__(self, of: Shortened, group: Devices, cuts: Cuts, proportions: Sequence[float], own: Cuts) -> None:
-        self.of, self.group, self.cuts, self.proportions, self.own = of, group, cuts, proportions, own
+    def __init__(
+        self,
+        of: Shortened,
+        group: Devices,
+        hardware: Hardware,
+        cuts: Cuts,
+        proportions: Sequence[float],
+        own: Cuts,
+    ) -> None:
+        self.of, self.group, self.hardware = of, group, hardware
+        self.cuts, self.proportions, self.own = cuts, proportions, own
         self.factors = Factors(of.short)
         self.chosen = factors_at(of.short, self.factors, own)
 
@@ -99,7 +108,9 @@ class _Cut:
     def _over(self, of: Shortened | None) -> _Cut | None:
         """The same cuts of another short graph."""
         own = None if of is None else _shortened(of, self.cuts)
-        return None if of is None or own is None else _Cut(of, self.group, self.cuts, self.proportions, own)
+        if of is None or own is None:
+            return None
+        return _Cut(of, self.group, self.hardware, self.cuts, self.proportions, own)
 
     @property
     def kinds(self) -> int:
@@ -108,8 +119,12 @@ class _Cut:
         return len({*zip(*([high - low for low, high in share] for share in shares), strict=True)}) or 1
 
     @cached_property
+    def laying(self) -> Laying:
+        return Laying(self.of.short, self.factors, self.chosen, NO_PINS, len(self.group), self.hardware)
+
+    @property
     def plain(self) -> Assignment:
-        return assign(self.of.short, self.factors, self.chosen, NO_PINS)
+        return self.laying.plain
 
     def emitted(self, laid: Assignment) -> Sharded:
         return shard(self.of.short, self.factors, laid, self.shares)
@@ -130,7 +145,7 @@ class _Cut:
         }
         return Repeated(lanes_from(lanes, of), leaves, sharded.outputs)
 
-    def in_chunks(self, hardware: Hardware, chunks: Chunks) -> Repeated | None:
+    def in_chunks(self, chunks: Chunks) -> Repeated | None:
         """The same with sums over devices in chunks of tokens.  The last run is as those behind it: there sums may be
         of a few tokens only.  Before the first nothing may have been dealt yet."""
         inner = self.of.repeats.without_last()
@@ -138,11 +153,10 @@ class _Cut:
             cut = self._over(shortened(self.of.long, runs, self.of.times)) if runs.times >= self.of.times else None
             if cut is None or (tokens := tokens_of(cut.plain, cut.factors)) is None:
                 return None
-            parts = cut.of.short, cut.factors, cut.chosen, NO_PINS, len(self.group)
             laid: Assignment | None = cut.plain
             if chunks.saving is not None:
                 part = len(cut.of.short.nodes) / len(cut.of.long.nodes)
-                laid = with_less_work(*parts, hardware, cut.plain, tokens, chunks.saving * part)
+                laid = cut.laying.with_less_work(tokens, chunks.saving * part)
             if laid is None:
                 return None
             if _carries_alike(cut.of, laid):
@@ -151,16 +165,16 @@ class _Cut:
         return None
 
 
-def _laid_out(cut: _Cut, hardware: Hardware) -> Repeated | None:
+def _laid_out(cut: _Cut) -> Repeated | None:
     """The plan of the short graph, and what follows from it for the long one."""
     of, group = cut.of, cut.group
     if (of.repeats.times - of.times) * of.repeats.length * cut.kinds < WORTH:
         return None
-    laid = with_rows(of.short, cut.factors, cut.chosen, NO_PINS, len(group), hardware, cut.plain)
+    laid = cut.laying.fastest()
     made = cut.repeated(cut.emitted(laid)) if _carries_alike(of, laid) else None
     if made is None or not overlaps(group) or tokens_of(cut.plain, cut.factors) is None:
         return made
-    return replace(made, in_chunks=partial(cut.in_chunks, hardware))
+    return replace(made, in_chunks=cut.in_chunks)
 
 
 def _shortened(of: Shortened, cuts: Cuts) -> Cuts | None:

@@ -8,6 +8,8 @@ the all-reduce would have sent in its second half (sequence parallelism: Korthik
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
 
 from ...graph.graph import Graph
 from ...graph.node import Value
@@ -23,45 +25,45 @@ GAIN = 0.03
 """Part of the time of a run that it has to save: what is predicted is not known better."""
 
 
-def with_rows(
-    graph: Graph,
-    factors: Factors,
-    chosen: frozenset[Factor],
-    pins: Pins,
-    devices: int,
-    hardware: Hardware,
-    plain: Assignment,
-    shown: Collection[Value] = (),
-) -> Assignment:
-    """`plain`, which `assign` gave, or the same with the rows of sums dealt where that is predicted to be faster."""
-    if not (candidates := rows_of(plain, factors, devices)):
-        return plain
-    costs = Costs(graph, devices, hardware)
-    best, least = plain, costs.estimate(plain).total * (1 - GAIN)
-    for rows in candidates:
-        dealt = assign(graph, factors, chosen, pins, shown, rows)
-        if (seconds := costs.estimate(dealt).total) < least:
-            best, least = dealt, seconds
-    return best
+@dataclass(frozen=True)
+class Laying:
+    """A graph that is laid out over the chosen factors, as `assign` says, for so many devices: rows between sums are
+    whole on each of them, or dealt."""
 
+    graph: Graph
+    factors: Factors
+    chosen: frozenset[Factor]
+    pins: Pins
+    devices: int
+    hardware: Hardware
+    shown: Collection[Value] = ()
 
-def with_less_work(
-    graph: Graph,
-    factors: Factors,
-    chosen: frozenset[Factor],
-    pins: Pins,
-    devices: int,
-    hardware: Hardware,
-    plain: Assignment,
-    rows: Factor,
-    least: float,
-    shown: Collection[Value] = (),
-) -> Assignment | None:
-    """`plain` with these rows dealt, if that saves more seconds of the devices' own work than `least`: where sums are
-    hidden beside work, nothing else can be saved."""
-    dealt, costs = assign(graph, factors, chosen, pins, shown, rows), Costs(graph, devices, hardware)
-    before, after = costs.estimate(plain), costs.estimate(dealt)
-    return dealt if before.compute - after.compute > least else None
+    @cached_property
+    def plain(self) -> Assignment:
+        """All rows are whole."""
+        return self._laid()
+
+    def fastest(self) -> Assignment:
+        """`plain`, or the same with rows dealt where that is predicted to be faster."""
+        if not (candidates := rows_of(self.plain, self.factors, self.devices)):
+            return self.plain
+        costs = Costs(self.graph, self.devices, self.hardware)
+        best, least = self.plain, costs.estimate(self.plain).total * (1 - GAIN)
+        for rows in candidates:
+            dealt = self._laid(rows)
+            if (seconds := costs.estimate(dealt).total) < least:
+                best, least = dealt, seconds
+        return best
+
+    def with_less_work(self, rows: Factor, least: float) -> Assignment | None:
+        """These rows are dealt, if that saves more seconds of the devices' own work than `least`: where sums are
+        hidden beside work, nothing else can be saved."""
+        dealt, costs = self._laid(rows), Costs(self.graph, self.devices, self.hardware)
+        before, after = costs.estimate(self.plain), costs.estimate(dealt)
+        return dealt if before.compute - after.compute > least else None
+
+    def _laid(self, rows: Factor | None = None) -> Assignment:
+        return assign(self.graph, self.factors, self.chosen, self.pins, self.shown, rows)
 
 
 def rows_of(plain: Assignment, factors: Factors, devices: int) -> list[Factor]:

@@ -19,13 +19,13 @@ from ...ops.collective import COLLECTIVES, receive, send, sequence_of
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard
 from ..lowering.lane import teams_of
 from ..machines.hardware import Hardware
-from .assign import Assignment, assign
+from .assign import Assignment
 from .chunks import WHOLE, Chunks, laid_in_chunks, tokens_of
 from .emit import Sharded, shard, unused, with_meetings
 from .factors import Factors
 from .layers import Placement, homes
 from .pins import Pins, as_before
-from .rows import with_less_work, with_rows
+from .rows import Laying
 from .search import cuts_of, deal, factors_at
 
 Cuts = frozenset[tuple[str, int, int, int]]
@@ -183,22 +183,19 @@ class _Composition:
         before = {v.node.name: _within(earlier[v.node.name], v.shape, team) for v in stored if v.node.name in earlier}
         pins = Pins({}, {v: REPLICATE for v in stored if v.node.name in self.whole})
         while True:
-            parts, size = (graph, factors, chosen, pins), len(team)
-            plain = assign(*parts, shown)
-            laid = with_rows(*parts, size, self.hardware, plain, shown)
-            part = shard(graph, factors, laid, shares, first=self.number, whole=shown)
+            laying = Laying(graph, factors, chosen, pins, len(team), self.hardware, shown)
+            part = shard(graph, factors, laying.fastest(), shares, first=self.number, whole=shown)
             known, pins = pins, as_before(pins, graph, part.leaves, before)
             if pins == known:
                 self.cuts |= cuts_of(graph, factors, chosen, part.leaves)
                 break
-        if (tokens := tokens_of(plain, factors)) is not None:
-            of: Assignment | None = plain
+        if (tokens := tokens_of(laying.plain, factors)) is not None:
+            of: Assignment | None = laying.plain
             if (saving := self.chunks.saving) is not None:
-                each = saving / len(self.stages)
-                of = with_less_work(*parts, size, self.hardware, plain, tokens, each, shown)
+                of = laying.with_less_work(tokens, saving / len(self.stages))
             self.has_chunks |= of is not None
             if (count := self.chunks.count) > 1:
-                of, first = of or plain, self.number
+                of, first = of or laying.plain, self.number
                 part = laid_in_chunks(graph, factors, of, shares, tokens, count, first=first, whole=shown) or part
         met = (sequence_of(node.op, node.attrs) for own in part.graphs for node in own.nodes)
         self.number = max((number + 1 for number in met if number is not None), default=self.number)

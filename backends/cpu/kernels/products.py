@@ -124,54 +124,48 @@ def add_pair_of(form: Format, rows: Tile) -> Part:
     return part(add_pair)
 
 
-def few_of(form: Format, count: int) -> Part:
-    """`Blocks.few`: codes are unpacked once for all rows, and stay in registers."""
-    rows = tile(count, 1, form.known)
-    codes, scales, biases, nbytes, width = form.codes, form.scales, form.biases, form.nbytes, form.planes[0]
-    high = form.planes[1] if len(form.planes) > 1 else 0
-    zeros, put, add = rows.zeros, rows.put, add_of(form, rows)
-    lines = nbytes // 64
-    more = (nbytes - 64 * lines) * UNIT // 64
+def meet_of(form: Format, groups: int, rows: Tile) -> Part:
+    """``(acc, p, h, last, b, apart, x, at) -> acc``: blocks number `b` of the tile's groups, whose codes stand at `p`
+    and `h` and whose scales behind `last`, each group's `apart` behind those of the one before, meet the rows `x`."""
+    codes, scales, biases = form.codes, form.scales, form.biases
+    if groups == 1:
+        add = add_of(form, rows)
 
-    def few(to, group, stride, left, columns, x, near, far):
-        n, acc = columns // COLUMNS, zeros()
-        for first in range(0, n, UNIT):
-            count, planes = min(UNIT, n - first), group + first * nbytes
-            second = planes + count * 64 * width
-            last = second + count * 64 * high
-            fetch(planes, more, near, far)
-            for b in range(count):
-                fetch(planes + 64 * (more + b * lines), lines, near, far)
-                v = codes(planes + b * 64 * width, second + b * 64 * high)
-                acc = add(acc, v, scales(last, b), biases(last, b), x, (first + b) * RECORD)
-        put(to, acc, left)
+        def meet(acc, p, h, last, b, apart, x, at):
+            return add(acc, codes(p, h), scales(last, b), biases(last, b), x, at)
+    else:
+        add = add_two_of(form, rows)
 
-    return part(few)
+        def meet(acc, p, h, last, b, apart, x, at):
+            u, v = codes(p, h), codes(p + apart, h + apart)
+            s, f, m, o = scales(last, b), scales(last + apart, b), biases(last, b), biases(last + apart, b)
+            return add(acc, u, v, s, f, m, o, x, at)
+
+    return part(meet)
 
 
-def few_of_two(form: Format, count: int) -> Part:
-    """`Blocks.few_of_two`: what is loaded of rows meets both groups, since loads take longer than products here."""
-    rows = tile(count, 2, form.known)
-    codes, scales, biases, nbytes, width = form.codes, form.scales, form.biases, form.nbytes, form.planes[0]
-    high = form.planes[1] if len(form.planes) > 1 else 0
-    zeros, put, add = rows.zeros, rows.put, add_two_of(form, rows)
-    lines = nbytes // 64
-    more = (nbytes - 64 * lines) * UNIT // 64
+def few_of(form: Format, groups: int, count: int) -> Part:
+    """`Blocks.few` and, for two groups at once, `Blocks.few_of_two`: codes are unpacked once for all rows, and stay in
+    registers.  What is loaded of rows meets both groups, since loads take longer than products here."""
+    rows = tile(count, groups, form.known)
+    nbytes, width, high = form.nbytes, form.planes[0], form.planes[1] if len(form.planes) > 1 else 0
+    zeros, put, meet = rows.zeros, rows.put, meet_of(form, groups, rows)
+    lines = groups * (nbytes // 64)
+    more = groups * (nbytes % 64 * UNIT // 64)
 
     def few(to, group, stride, left, columns, x, near, far):
         n, acc, apart = columns // COLUMNS, zeros(), ROWS * stride if left > ROWS else 0
         for first in range(0, n, UNIT):
             count, passed = min(UNIT, n - first), first * nbytes
-            planes = group + passed  # and as much of the other group: what is fetched ahead lies behind both
+            planes = group + passed
+            ahead = planes + (groups - 1) * passed  # as much of the other group: what is fetched lies behind both
             second = planes + count * 64 * width
             last = second + count * 64 * high
-            fetch(planes + passed, 2 * more, near, far)
+            fetch(ahead, more, near, far)
             for b in range(count):
+                fetch(ahead + 64 * (more + b * lines), lines, near, far)
                 p, h = planes + b * 64 * width, second + b * 64 * high
-                fetch(planes + passed + 128 * (more + b * lines), 2 * lines, near, far)
-                u, v = codes(p, h), codes(p + apart, h + apart)
-                s, f, m, o = scales(last, b), scales(last + apart, b), biases(last, b), biases(last + apart, b)
-                acc = add(acc, u, v, s, f, m, o, x, (first + b) * RECORD)
+                acc = meet(acc, p, h, last, b, apart, x, (first + b) * RECORD)
         put(to, acc, left)
 
     return part(few)
@@ -185,7 +179,8 @@ def blocks_of(form: Format) -> Blocks:
     some = tile(rows, groups, form.known)
     add, slow = (add_pair_of if groups == 2 else add_one_of)(form, some), form.halves or len(form.planes) > 1
     lying = 8 if slow else 16  # codes that are unpacked slowly are worth keeping sooner
-    expand, few, two = expand_of(form), partial(few_of, form), partial(few_of_two, form) if groups == 2 else None
+    expand, few = expand_of(form), partial(few_of, form, 1)
+    two = partial(few_of, form, 2) if groups == 2 else None
     return Blocks(COLUMNS, RECORD, EXPANDED, WIDE, CHUNK, rows, groups, 2, lying, expand, add, few, two)
 
 

@@ -16,6 +16,7 @@ from hocket.scheduler.choosing import repeating
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.running.timeline import timeline
 from hocket.scheduler.sharding import chunks
+from hocket.scheduler.sharding.rows import Laying
 from hocket.scheduler.telling.critical import critical_path
 from hocket.scheduler.verifier.held import Held, converted
 from hocket.scheduler.verifier.plan import plan_faults
@@ -125,8 +126,8 @@ def test_chunks_are_dealt_where_work_on_their_rows_takes_long():
 
 
 def test_dealt_chunks_of_layers_that_repeat_are_those_of_a_plan_made_step_by_step(monkeypatch):
-    made, known = [], repeating.with_less_work
-    monkeypatch.setattr(repeating, "with_less_work", lambda *parts: known(*parts[:-1], 0.0))
+    made, known = [], Laying.with_less_work
+    monkeypatch.setattr(Laying, "with_less_work", lambda laying, rows, _: known(laying, rows, 0.0))
     for worth in (1, float("inf")):
         monkeypatch.setattr(repeating, "WORTH", worth)
         made.append(planned(Overlapping(), 4, WORK_ON_ROWS, layers=9))
