@@ -40,20 +40,25 @@ def test_rows_are_rounded_side_by_side():
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(72, 768), (16, 256), (300, 2304)])
 def test_a_product_is_that_of_rounded_weights_and_activations(dtype: DType, rows: int, columns: int, count: int):
-    """Rows that fill no tile, several panels of the weight, more columns than are expanded at once, two chunks; by
-    threads that take pieces as they come."""
+    """Rows that fill no tile, several panels of the weight, more columns than are expanded at once, two chunks or
+    spans; by threads that take pieces as they come, of which the first one or the last does all."""
     raw, x = random_rows(dtype, rows, columns, RNG), RNG.standard_normal((count, columns)).astype(np.float32)
-    weight, y, threads = packed(dtype, raw, columns), np.full((count, rows + 3), np.nan, np.float32), 3
+    weight, threads = packed(dtype, raw, columns), 3
     scratch, tickets = room(threads * tiled.SCRATCH), np.zeros(NBYTES, np.uint8)
     words = (weight, raw.shape[1], rows, columns, target_of(x, TILED), rounded_bytes(1, columns, TILED), count)
-    words = (*words, y, y.strides[0], scratch, tickets)
-    for thread in range(threads):  # the first does all: a ticket more for each of the others
-        assert call(tiled.product(FORMATS[dtype]), *words, thread=thread, threads=threads) == 0
+    products = []
+    for order in (range(threads), reversed(range(threads))):
+        y = np.full((count, rows + 3), np.nan, np.float32)
+        for thread in order:  # the others draw a ticket more of each span
+            own = (*words, y, y.strides[0], scratch, tickets)
+            assert call(tiled.product(FORMATS[dtype]), *own, thread=thread, threads=threads) == 0
+        assert not tickets.any(), "the last thread lays out new tickets"
+        products.append(y)
+    assert np.array_equal(*products, equal_nan=True)
     w, v = near(dequantise(raw, dtype)), near(x)
     size = np.abs(v) @ np.abs(w).T
     assert (np.abs(y[:, :rows] - v @ w.T) <= 2e-6 * size + 1e-30).all(), "but for the order of float32 sums"
     assert np.isnan(y[:, rows:]).all(), "nothing is written beside the result"
-    assert not tickets.any(), "the last thread lays out new tickets"
 
 
 @pytest.mark.long

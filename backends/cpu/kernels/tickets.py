@@ -10,6 +10,10 @@ ticket and draws another one; the number of its last ticket is that of no piece:
             mine = draw(tickets, piece + 1)
         piece += 1
     settle(tickets, mine, piece, threads)
+
+A step of many rows may be cut into a few spans of rows with tickets of their own (`spans_of`).  Each thread begins with
+the span whose rows it has in steps that threads share row by row, so that few rows come from another processor's
+caches, and helps with the others afterwards.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from ..simd.threads import fetch_add, store_shared
 
 NBYTES = 64
 """Of the memory from which tickets are drawn, which is zero before a step and after it."""
+SPANS = NBYTES // 8
+"""Of one step at most."""
 
 
 @part
@@ -33,3 +39,21 @@ def settle(tickets, mine, pieces, threads):
     """When a thread has come to the end of all pieces: whose ticket was the last one of all lays out new ones."""
     if tickets != 0 and mine == pieces + threads - 1:
         store_shared(tickets, 0)
+
+
+@part
+def spans_of(rows, least, threads):
+    """How many spans of at least so many rows."""
+    return max(1, min(threads, rows // least, SPANS))
+
+
+@part
+def span_at(rows, tall, number, spans):
+    """Where a span begins, and the one before it ends: at a whole number of `tall` rows."""
+    return min(rows, (rows + tall - 1) // tall * number // spans * tall)
+
+
+@part
+def tickets_of(tickets, span):
+    """The tickets of a span."""
+    return tickets + 8 * span if tickets != 0 else 0

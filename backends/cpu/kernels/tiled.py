@@ -25,7 +25,7 @@ from .formats import COLUMNS, FORMATS, UNIT, Format
 from .grouped import ROWS, fetch, fetch_part, is_dealt
 from .rounding import TALL, TILED, rounded, rounded_bytes
 from .rows import put
-from .tickets import draw, settle
+from .tickets import draw, settle, span_at, spans_of, tickets_of
 
 BLOCK = 2 * TILE
 """Bytes of 32 columns: of two groups, and of 32 rows of activations."""
@@ -34,6 +34,8 @@ SQUARE = 4 * TILE
 WIDE, CHUNK, ROOM, MOST = 64, 512, 256, 8
 """Blocks of a group that are expanded at a time; rows of activations that meet them before they are expanded again;
 blocks of two groups that are expanded together, and squares: both stay in the second cache."""
+MANY = 256
+"""Rows of activations from which on a weight is worth expanding for them alone: a span has so many at least."""
 AHEAD = 4096
 """How many bytes ahead a weight is fetched while it is expanded."""
 LEAST = 24
@@ -193,21 +195,25 @@ def product(form: Format) -> Kernel:
     def body(a, thread, threads):
         stride, rows, count, step, tickets = ARGS.stride(a), ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
         columns, x, pitch, mine = ARGS.columns(a), ARGS.x(a), ARGS.pitch(a), ARGS.scratch(a) + thread * SCRATCH
-        most = squares_of(columns)
+        most, spans = squares_of(columns), spans_of(count, MANY, threads)
         configure(mine)
-        piece, ticket = 0, draw(tickets, 0)
-        for chunk in range(0, count, CHUNK):
-            row = 0
-            while row < rows:
-                if piece == ticket:
-                    squares = min(most, (rows - row + 2 * ROWS - 1) // (2 * ROWS))
-                    w, to = ARGS.w(a) + row * stride, ARGS.y(a) + chunk * step + 4 * row
-                    v, stop, ahead = w + ROWS * stride, min(count, chunk + CHUNK), threads * most * 2 * ROWS * stride
-                    meet(mine, w, v, squares, rows - row, stride, columns, x, pitch, chunk, stop, to, step, ahead)
-                    ticket = draw(tickets, piece + 1)
-                piece += 1
-                row += most * 2 * ROWS
-        settle(tickets, ticket, piece, threads)
+        for turn in range(spans):
+            span = (thread * spans // threads + turn) % spans
+            start, end = span_at(count, TALL, span, spans), span_at(count, TALL, span + 1, spans)
+            own = tickets_of(tickets, span)
+            piece, ticket = 0, draw(own, 0)
+            for chunk in range(start, end, CHUNK):
+                row = 0
+                while row < rows:
+                    if piece == ticket:
+                        squares = min(most, (rows - row + 2 * ROWS - 1) // (2 * ROWS))
+                        w, to = ARGS.w(a) + row * stride, ARGS.y(a) + chunk * step + 4 * row
+                        v, stop, ahead = w + ROWS * stride, min(end, chunk + CHUNK), threads * most * 2 * ROWS * stride
+                        meet(mine, w, v, squares, rows - row, stride, columns, x, pitch, chunk, stop, to, step, ahead)
+                        ticket = draw(own, piece + 1)
+                    piece += 1
+                    row += most * 2 * ROWS
+            settle(own, ticket, piece, threads)
         release(mine)
         return 0
 
