@@ -54,7 +54,7 @@ def loaded(graph: hocket.Graph, values: dict[str, np.ndarray], threads: int):
 
 @pytest.mark.long(every=3)
 @pytest.mark.parametrize("dtype", [DType.Q8_0, DType.F16, DType.F32], ids=str)
-@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("rows", [1, 3, 40, 530])
 def test_threads_with_pieces_and_copies_of_their_own_compute_the_bits_of_one(rows: int, dtype: DType, monkeypatch):
     graph = layers(3, rows, dtype)
     values, x = values_of(graph), RNG.standard_normal((rows, 192))

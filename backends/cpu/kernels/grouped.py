@@ -20,7 +20,7 @@ from ..simd.tiles import tile
 from ..simd.vectors import LANES, MANY, load_int, prefetch, prefetch_far, store_scalar, vectors_in_registers
 from ..steps import Share, Steps
 from ..words import words
-from .tickets import draw, settle
+from .tickets import draw, settle, span_at, span_of, spans_of, tickets_of
 
 ROWS, PAIR = LANES, 2 * LANES
 """Rows of the weight in a group, a lane each, so that no sum crosses lanes; and in two groups."""
@@ -203,28 +203,34 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
         used, shared, near, far = ARGS.used(a), ARGS.shared(a), ARGS.near(a), ARGS.far(a)
         y, step, expanded, tickets = ARGS.y(a), ARGS.step(a), ARGS.scratch(a) + thread * scratch, ARGS.tickets(a)
         groups, slots = (rows + ROWS - 1) // ROWS, starts + 4 * (experts + 2)
-        piece, mine = 0, draw(tickets, 0)
-        for expert in range(experts):
-            start, end = load_int(starts + 4 * expert), load_int(starts + 4 * (expert + 1))
-            matrix, last = w + expert * between, end
-            if end - start <= lying:
-                last = start
-            elif (end - start) % tall <= left_over:
-                last -= (end - start) % tall
-            for chunk in range(start, last, many):
-                for group in range(0, groups, tile_groups):
+        spans = spans_of(load_int(starts + 4) - load_int(starts), many, threads) if experts == 1 else 1
+        for turn in range(spans):
+            span = span_of(turn, spans, thread, threads)
+            own = tickets_of(tickets, span)
+            piece, mine = 0, draw(own, 0)
+            for expert in range(experts):
+                first = load_int(starts + 4 * expert)
+                count = load_int(starts + 4 * (expert + 1)) - first
+                start, end = first + span_at(count, many, span, spans), first + span_at(count, many, span + 1, spans)
+                matrix, last = w + expert * between, end
+                if end - start <= lying:
+                    last = start
+                elif (end - start) % tall <= left_over:
+                    last -= (end - start) % tall
+                for chunk in range(start, last, many):
+                    for group in range(0, groups, tile_groups):
+                        if piece == mine:
+                            coming = matrix + (group + threads * tile_groups) * ROWS * stride
+                            meet(a, expanded, matrix, group, chunk, min(last, chunk + many), coming)
+                            mine = draw(own, piece + 1)
+                        piece += 1
+                for row in range(0, rows if last < end else 0, PAIR):
                     if piece == mine:
-                        coming = matrix + (group + threads * tile_groups) * ROWS * stride
-                        meet(a, expanded, matrix, group, chunk, min(last, chunk + many), coming)
-                        mine = draw(tickets, piece + 1)
+                        left, at, to = rows - row, matrix + row * stride, y + 4 * row
+                        lie(last, end, slots, used, shared, x, pitch, to, step, at, stride, left, columns, near, far)
+                        mine = draw(own, piece + 1)
                     piece += 1
-            for row in range(0, rows if last < end else 0, PAIR):
-                if piece == mine:
-                    left, at, to = rows - row, matrix + row * stride, y + 4 * row
-                    lie(last, end, slots, used, shared, x, pitch, to, step, at, stride, left, columns, near, far)
-                    mine = draw(tickets, piece + 1)
-                piece += 1
-        settle(tickets, mine, piece, threads)
+            settle(own, mine, piece, threads)
         if thread == 0:
             clear(starts, experts, y, step, rows)
         return 0

@@ -27,7 +27,7 @@ from .pairs import Pair, pair_of
 from .products import blocks_of, bytes_of, wanted_of
 from .rounding import TILED, round_one, rounded, rounded_bytes
 from .rows import put
-from .tickets import draw, settle
+from .tickets import draw, settle, span_at, span_of, spans_of, tickets_of
 
 VECTOR, BLOCK = 4 * ROWS, 4 * COLUMNS
 """Bytes of the units of a row in a group, and in a block, which is rounded."""
@@ -157,20 +157,25 @@ def pair_many(form: Format, kind: str, rounding: int) -> Kernel:
         rows, count, step, tickets = ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
         mine = ARGS.scratch(a) + thread * scratch
         begin(mine)
-        piece, ticket = 0, draw(tickets, 0)
-        for chunk in range(0, count, many):
-            stop = min(count, chunk + many)
-            for block in range(0, rows, COLUMNS):
-                if piece == ticket:
-                    y, pace = ARGS.y(a) + chunk * step + 4 * block, step
-                    if step == 0:
-                        y, pace = mine + own, BLOCK
-                    units(a, mine, block, chunk, stop, y, pace, threads * COLUMNS)
-                    for i in range(chunk, stop):
-                        round_one(a, ROUNDING, i, block // COLUMNS, y + (i - chunk) * pace)
-                    ticket = draw(tickets, piece + 1)
-                piece += 1
-        settle(tickets, ticket, piece, threads)
+        spans = spans_of(count, many, threads)
+        for turn in range(spans):
+            span = span_of(turn, spans, thread, threads)
+            start, last = span_at(count, many, span, spans), span_at(count, many, span + 1, spans)
+            drawn = tickets_of(tickets, span)
+            piece, ticket = 0, draw(drawn, 0)
+            for chunk in range(start, last, many):
+                stop = min(last, chunk + many)
+                for block in range(0, rows, COLUMNS):
+                    if piece == ticket:
+                        y, pace = ARGS.y(a) + chunk * step + 4 * block, step
+                        if step == 0:
+                            y, pace = mine + own, BLOCK
+                        units(a, mine, block, chunk, stop, y, pace, threads * COLUMNS)
+                        for i in range(chunk, stop):
+                            round_one(a, ROUNDING, i, block // COLUMNS, y + (i - chunk) * pace)
+                        ticket = draw(drawn, piece + 1)
+                    piece += 1
+            settle(drawn, ticket, piece, threads)
         end(mine)
         return 0
 

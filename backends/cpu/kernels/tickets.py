@@ -48,6 +48,12 @@ def spans_of(rows, least, threads):
 
 
 @part
+def span_of(turn, spans, thread, threads):
+    """Which span a thread comes to as the first, the second and so on."""
+    return (thread * spans // threads + turn) % spans
+
+
+@part
 def span_at(rows, tall, number, spans):
     """Where a span begins, and the one before it ends: at a whole number of `tall` rows."""
     return min(rows, (rows + tall - 1) // tall * number // spans * tall)

@@ -25,7 +25,7 @@ from .formats import COLUMNS, FORMATS, UNIT, Format
 from .grouped import ROWS, fetch, fetch_part, is_dealt
 from .rounding import TALL, TILED, rounded, rounded_bytes
 from .rows import put
-from .tickets import draw, settle, span_at, spans_of, tickets_of
+from .tickets import draw, settle, span_at, span_of, spans_of, tickets_of
 
 BLOCK = 2 * TILE
 """Bytes of 32 columns: of two groups, and of 32 rows of activations."""
@@ -198,7 +198,7 @@ def product(form: Format) -> Kernel:
         most, spans = squares_of(columns), spans_of(count, MANY, threads)
         configure(mine)
         for turn in range(spans):
-            span = (thread * spans // threads + turn) % spans
+            span = span_of(turn, spans, thread, threads)
             start, end = span_at(count, TALL, span, spans), span_at(count, TALL, span + 1, spans)
             own = tickets_of(tickets, span)
             piece, ticket = 0, draw(own, 0)
