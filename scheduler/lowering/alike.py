@@ -36,6 +36,12 @@ def pattern(graph: Graph) -> Hashable:
     return tuple(nodes), tuple(ranks[number] for number in numbers), ends
 
 
+def skeleton(graph: Graph) -> Hashable:
+    """Equal for graphs of the same ops on each other's results, whatever their sizes."""
+    place = {node: at for at, node in enumerate(graph.nodes)}
+    return tuple([(n.op, tuple([None if s is None else (place[s.node], s.index) for s in n.src])) for n in graph.nodes])
+
+
 def identity(graph: Graph) -> Hashable:
     """Equal for graphs that are alike and mean the same: leaves and outputs have the same names, meetings the same
     numbers."""

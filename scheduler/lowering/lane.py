@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
@@ -18,7 +18,7 @@ from ...graph.records import dataclass
 from ...graph.repeats import RunsOf, Shortened, parts
 from ...ops.collective import COLLECTIVES, LETTERS, sequence_of
 from .alike import identity, named, numbered, pattern
-from .lower import lower_with_saves
+from .lower import Gathered, lower_with_saves
 from .unfold import called_again, unfolded
 
 Devices = Sequence[tuple[Backend, Device]]
@@ -159,6 +159,7 @@ def lanes_of(graphs: Sequence[Graph], group: Devices, of: Shortened | None = Non
     identities = {graph: identity(graph) for graph in patterns}
     lowered: dict[Hashable, tuple[Graph, Program, tuple[Node, ...]]] = {}
     known: dict[Hashable, tuple[Graph, Program]] = {}
+    gathered: dict[Hashable, Gathered] = defaultdict(dict)
     lanes = []
     for graph, (backend, device) in zip(graphs, group, strict=True):
         kind: Hashable = (type(backend), backend.name, device.kind, patterns[graph])
@@ -166,7 +167,9 @@ def lanes_of(graphs: Sequence[Graph], group: Devices, of: Shortened | None = Non
         own = made is None or not all(backend.supports(node, device).ok for node in made[2])
         is_alone = patterns[graph] in alone  # no other graph would take what comes of numbers in place of names
         if made is None or own:
-            made = lower_with_saves(graph if is_alone else numbered(graph), backend, device, _runs(graph, is_alone, of))
+            of_its_kind = gathered[type(backend), backend.name, device.kind]
+            own_names = graph if is_alone else numbered(graph)
+            made = lower_with_saves(own_names, backend, device, _runs(graph, is_alone, of), of_its_kind)
             lowered.setdefault(kind, made)
         key = (kind, identities[graph])
         twin = known.get(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from ...ops import op_of
 from ...ops.collective import COLLECTIVES
 from ...ops.declaring.registry import kind_of
 from ...ops.elementwise import cont
+from .alike import skeleton
 from .arena import Arena, Lifetime, place, place_by_runs
 from .order import Schedule, may_overwrite, schedule, settle
 from .strides import Strided, densify
@@ -30,6 +31,8 @@ from .undo import Save, saves
 
 ARENA = 0
 _OWN_BUFFER = ("weight", "state", "constant")
+Gathered = dict[Hashable, Sequence[Sequence[int]]]
+"""The numbers of nodes that backends run at once, by the skeleton of their graph."""
 
 
 def lower(graph: Graph, backend: Backend, on: Device) -> tuple[Graph, Program]:
@@ -43,16 +46,20 @@ def lower(graph: Graph, backend: Backend, on: Device) -> tuple[Graph, Program]:
 
 
 def lower_with_saves(
-    graph: Graph, backend: Backend, on: Device, runs: RunsOf | None = None
+    graph: Graph, backend: Backend, on: Device, runs: RunsOf | None = None, gathered: Gathered | None = None
 ) -> tuple[Graph, Program, tuple[Node, ...]]:
     """What `lower` gives, and the nodes that save states and put them back, which the graph does not have; the device
-    can run all nodes of `graph`.  Where it has `runs`, they may be repeated."""
+    can run all nodes of `graph`.  Where it has `runs`, they may be repeated.  What the backend runs at once is taken
+    from `gathered` where a graph of the same nodes, perhaps of other sizes, is known there, and else kept there."""
     graph, views = densify(settle(graph), backend.reads_strided)
     order = schedule(graph, views, lambda value: backend.stored(value.spec, kind_of(value)), overlaps([(backend, on)]))
     groups: Sequence[Sequence[Node]] = ()
     if isinstance(backend, Gathers):
-        roomy = _Lowering(graph, backend, on, views, order, is_roomy=True)
-        groups = roomy.nodes_of(backend.gathered(roomy.program(), on))
+        known, key = {} if gathered is None else gathered, skeleton(graph)
+        if key not in known:
+            roomy = _Lowering(graph, backend, on, views, order, is_roomy=True)
+            known[key] = roomy.numbers_of(backend.gathered(roomy.program(), on))
+        groups = [[graph.nodes[at] for at in group] for group in known[key]]
     lowering = _Lowering(graph, backend, on, views, order, runs, groups)
     added = tuple(node for some in lowering.saves.values() for save in some for node in (save.keep, save.back))
     return graph, lowering.program(), added
@@ -155,11 +162,11 @@ class _Lowering:
             tuple(undo),
         )
 
-    def nodes_of(self, groups: Sequence[Sequence[int]]) -> list[list[Node]]:
-        """The nodes of the graph that these instructions of the program compute."""
-        instructions, nodes = self.program().instructions, self.graph.nodes
-        found = ([nodes[instructions[n].index] for n in group if instructions[n].index >= 0] for group in groups)
-        return [group for group in found if group]
+    def numbers_of(self, groups: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """The numbers of the nodes that these instructions of the program compute."""
+        instructions = self.program().instructions
+        numbers = ([instructions[n].index for n in group if instructions[n].index >= 0] for group in groups)
+        return [group for group in numbers if group]
 
     def _undoing(self, save: Save, keep: Instruction) -> Instruction:
         """What puts a state back where it lies, as it is kept there."""
