@@ -19,7 +19,7 @@ from write_models import random_rows
 
 from hocket import ops
 from hocket.backends.cpu.backend import HALVES, CpuBackend
-from hocket.backends.cpu.kernels.formats import FORMATS
+from hocket.backends.cpu.kernels.products.formats import FORMATS
 from hocket.backends.cpu.limits import Reading, dot_peak, multiply_peak, tiles_peak
 from hocket.graph import Graph, Value, input, state, weight
 from hocket.graph.dtypes import DType

@@ -17,9 +17,9 @@ from ..backends.base import group_of
 from ..backends.cpu.binding import kernels_of
 from ..backends.cpu.compiler import Kernel, ship
 from ..backends.cpu.kernels.crew import follow, go_on, lead
-from ..backends.cpu.kernels.formats import FORMATS
 from ..backends.cpu.kernels.loop import run
 from ..backends.cpu.kernels.packing import pack, unpack
+from ..backends.cpu.kernels.products.formats import FORMATS
 from ..backends.cpu.kernels.reductions import top_k
 from ..backends.cpu.processor import SHIPPED, target
 from ..graph.dtypes import DType

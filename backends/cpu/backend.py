@@ -25,8 +25,8 @@ from .compiler import REPLAY, source_digest
 from .crew import Crew
 from .fetching import measure_for
 from .kept import kept_replay
-from .kernels.formats import FORMATS, ROWS
 from .kernels.packing import PACK, UNPACK, pack, unpack
+from .kernels.products.formats import FORMATS, ROWS
 from .replay import Replay
 from .simd.vectors import LANES
 

@@ -157,7 +157,7 @@ def _sources() -> bytes:
     """The source of all kernels, and of what makes code of it."""
     here = Path(__file__)
     folders = ("simd", "kernels")
-    sources = sorted([here, here.parent / "words.py", *(p for f in folders for p in (here.parent / f).glob("*.py"))])
+    sources = sorted([here, here.parent / "words.py", *(p for f in folders for p in (here.parent / f).rglob("*.py"))])
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.read_bytes())

@@ -92,8 +92,8 @@ class Product:
     """
 
     def __init__(self, dtype: DType, matrices: Sequence[np.ndarray], threads: int, at_once: int = 1) -> None:
-        from .kernels import dense, grouped, products  # which ask this file how far ahead to fetch
-        from .kernels.formats import FORMATS
+        from .kernels.products import dense, grouped, products  # which ask this file how far ahead to fetch
+        from .kernels.products.formats import FORMATS
 
         form = FORMATS.get(dtype)
         blocks = products.blocks_of(form) if form else dense.blocks_of(dtype)

@@ -13,7 +13,7 @@ import hocket
 from hocket import ops
 from hocket.backends.cpu import processor
 from hocket.backends.cpu.backend import CpuBackend
-from hocket.backends.cpu.kernels.attention import FEW
+from hocket.backends.cpu.kernels.attention.attention import FEW
 from hocket.ops import REGISTRY
 
 VARIANTS = {

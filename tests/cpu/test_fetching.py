@@ -14,7 +14,7 @@ from hocket.backends.base import BufferSpec, Program
 from hocket.backends.cpu import fetching
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.binding import foretold
-from hocket.backends.cpu.kernels import grouped
+from hocket.backends.cpu.kernels.products import grouped
 from hocket.graph.dtypes import DType
 from hocket.graph.spec import Spec
 

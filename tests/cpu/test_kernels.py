@@ -17,9 +17,10 @@ from hocket import ops
 from hocket.backends.cache import _say_unwritable, keep, recalled
 from hocket.backends.cpu import compiler, processor
 from hocket.backends.cpu.backend import CpuBackend
-from hocket.backends.cpu.kernels import loop, packing, products, tickets
+from hocket.backends.cpu.kernels import loop, packing, tickets
 from hocket.backends.cpu.kernels.crew import ASLEEP
-from hocket.backends.cpu.kernels.formats import FORMATS
+from hocket.backends.cpu.kernels.products import products
+from hocket.backends.cpu.kernels.products.formats import FORMATS
 from hocket.backends.cpu.simd import tiles
 from hocket.frontends.terminal.progress import compiling_shown
 from hocket.graph.dtypes import DType
@@ -195,7 +196,7 @@ from pathlib import Path
 from hocket.backends.cpu import compiler
 from hocket.backends.cpu.compiler import REPLAY
 compiler.SHIPPED = Path("nowhere")
-from hocket.backends.cpu.kernels.rounding import round_rows
+from hocket.backends.cpu.kernels.products.rounding import round_rows
 x, q = np.arange(32, dtype=np.float32), np.zeros(64, np.uint8)
 words = np.array([x.ctypes.data, 128, 1, 32, 1, q.ctypes.data, 56, 0], np.int64)
 assert REPLAY(round_rows.address)(words.ctypes.data, 0, 1) == 0

@@ -19,8 +19,8 @@ base, features = sys.argv[1:]
 (like,) = (t for t in processor.SHIPPED if t.name == base)
 target = processor._of("other", like.triple, like.cpu, f"{' '.join(like.features)} {features}")
 processor.target = lambda: target
-from hocket.backends.cpu.kernels.formats import FORMATS
-from hocket.backends.cpu.kernels.products import product
+from hocket.backends.cpu.kernels.products.formats import FORMATS
+from hocket.backends.cpu.kernels.products.products import product
 
 for dtype in (DType.Q8_0, DType.Q4_K, DType.IQ4_NL):
     module, machine = compiler._translated(product(FORMATS[dtype]))

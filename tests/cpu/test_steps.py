@@ -12,7 +12,7 @@ from hocket import ops
 from hocket.backends.cpu import binding, kept, processor, replay
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.cpu.kernels.loop import MEETS
-from hocket.backends.cpu.kernels.pairs_many import TILES
+from hocket.backends.cpu.kernels.products.pairs_many import TILES
 from hocket.backends.cpu.kernels.rows import unary
 from hocket.backends.cpu.simd.vectors import MANY, vectors_in_registers
 from hocket.backends.cpu.steps import RUN, Share, Steps

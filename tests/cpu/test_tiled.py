@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from hocket.backends.cpu.kernels import tiled
-from hocket.backends.cpu.kernels.formats import FORMATS
-from hocket.backends.cpu.kernels.rounding import LINE, TALL, TILED, rounded_bytes
+from hocket.backends.cpu.kernels.products import tiled
+from hocket.backends.cpu.kernels.products.formats import FORMATS
+from hocket.backends.cpu.kernels.products.rounding import LINE, TALL, TILED, rounded_bytes
 from hocket.backends.cpu.kernels.tickets import NBYTES
 from hocket.backends.cpu.simd import amx
 from hocket.graph.dtypes import DType

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from hocket.backends.cpu.kernels import pairs_experts, tiled_experts
-from hocket.backends.cpu.kernels.formats import FORMATS
-from hocket.backends.cpu.kernels.rounding import LINE, TALL, TILED, rounded_bytes
+from hocket.backends.cpu.kernels.products import pairs_experts, tiled_experts
+from hocket.backends.cpu.kernels.products.formats import FORMATS
+from hocket.backends.cpu.kernels.products.rounding import LINE, TALL, TILED, rounded_bytes
 from hocket.backends.cpu.kernels.tickets import NBYTES
 from hocket.graph.dtypes import DType
 from hocket.ops.quants import bf16_to_f32, dequantise

@@ -6,8 +6,9 @@ import numpy as np
 
 from hocket.backends.cpu import compiler
 from hocket.backends.cpu.compiler import REPLAY
-from hocket.backends.cpu.kernels import packing, rounding
-from hocket.backends.cpu.kernels.formats import FORMATS
+from hocket.backends.cpu.kernels import packing
+from hocket.backends.cpu.kernels.products import rounding
+from hocket.backends.cpu.kernels.products.formats import FORMATS
 from hocket.graph.dtypes import DType
 from hocket.ops.quants import bf16_to_f32, f32_to_bf16
 

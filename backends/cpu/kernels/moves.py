@@ -20,8 +20,8 @@ from ..steps import Chain, Fused, Share, Steps
 from ..words import words
 from . import blocks
 from .cells import CELLS
-from .formats import FORMATS
 from .packing import NO_ROW, UNPACK, share, unpack
+from .products.formats import FORMATS
 from .rows import FILL_WORDS, STORES, add_rows, add_unary, can_copy, fill, lanes, put
 
 MOVE = words("table step rows columns ids id_bytes other pace count tables between")

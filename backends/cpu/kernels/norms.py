@@ -15,8 +15,8 @@ from ..pieces import pieces_of
 from ..simd.vectors import LANES, add, first_lanes, fma, mul, splat, sqrt_scalar, sub, total, zeros
 from ..steps import Binding, Chain, Fused, Share, Steps
 from .packing import share
-from .products import stand_ins, wanted_of
-from .rounding import Target, round_row
+from .products.products import stand_ins, wanted_of
+from .products.rounding import Target, round_row
 from .rows import ELEMENTS, lanes, put, row_words, rows_of, whole_rows
 
 ONE = np.float32(1)

@@ -8,7 +8,7 @@ from ..compiler import Kernel, Part, part
 from ..simd.tiles import store_codes
 from ..simd.vectors import load_byte, load_int, load_scalar, store, store_int, store_scalar
 from ..words import words
-from .formats import COLUMNS, ROWS, UNIT, Format
+from .products.formats import COLUMNS, ROWS, UNIT, Format
 
 NO_ROW = 1
 """Status of a run that an id stopped which names no row; the id itself stands above the low byte."""

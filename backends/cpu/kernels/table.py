@@ -6,25 +6,10 @@ from collections.abc import Mapping
 
 from ...table import merged, merged_lists
 from ..steps import Binding, Fused
-from . import (
-    attention,
-    collective,
-    experts,
-    gated,
-    moves,
-    norms,
-    pairs,
-    pairs_experts,
-    pairs_many,
-    products,
-    recurrent,
-    reductions,
-    rotary,
-    rows,
-    scans,
-    short_convolution,
-    windows,
-)
+from . import collective, moves, norms, reductions, rotary, rows
+from .attention import attention
+from .products import experts, gated, pairs, pairs_experts, pairs_many, products
+from .recurrent import recurrent, scans, short_convolution, windows
 
 BINDINGS: Mapping[str, Binding] = merged(
     rows.BINDINGS,

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 
-from ...operands import Bound, Operand
-from ..compiler import Kernel
-from ..simd.vectors import LANES
-from ..steps import Binding, Share, Steps
+from ....operands import Bound, Operand
+from ...compiler import Kernel
+from ...simd.vectors import LANES
+from ...steps import Binding, Share, Steps
+from ..functions import GATED
+from ..packing import share
+from ..rows import ELEMENTS, add_binary, lanes, put, row_words, rows_of
 from .formats import COLUMNS
-from .functions import GATED
-from .packing import share
 from .products import wanted_of
 from .rounding import Target, round_row
-from .rows import ELEMENTS, add_binary, lanes, put, row_words, rows_of
 
 ARGS = row_words("x z y", "between rounding[*]")
 """Gate, up and target, bytes from thread to thread of the target, and how to round, as `rounding.Target` says."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, partial
 
-from ....graph.dtypes import DType
-from ...operands import Bound, Operand
-from ..compiler import Kernel, Part, part
-from ..simd.tiles import RECORD, SUMS, VECTORS, Tile, load_codes, store_codes, tile
-from ..simd.vectors import MANY, load, store, sub, vectors_in_registers
-from ..steps import Steps, like
+from .....graph.dtypes import DType
+from ....operands import Bound, Operand
+from ...compiler import Kernel, Part, part
+from ...simd.tiles import RECORD, SUMS, VECTORS, Tile, load_codes, store_codes, tile
+from ...simd.vectors import MANY, load, store, sub, vectors_in_registers
+from ...steps import Steps, like
 from . import dense, matrices, tiled
 from .formats import COLUMNS, FORMATS, ROWS, UNIT, Format
 from .grouped import Blocks, Slots, add_product, fetch, in_order, is_dealt, product_of

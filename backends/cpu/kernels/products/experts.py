@@ -6,15 +6,15 @@ import math
 
 import numpy as np
 
-from ...operands import Bound, Operand
-from ..compiler import kernel, part
-from ..simd.vectors import load_int, store_int
-from ..steps import Steps
-from ..words import words
+from ....operands import Bound, Operand
+from ...compiler import kernel, part
+from ...simd.vectors import load_int, store_int
+from ...steps import Steps
+from ...words import words
+from ..packing import NO_ROW
 from . import tiled_experts
 from .formats import FORMATS
 from .grouped import Slots
-from .packing import NO_ROW
 from .products import bind_product, is_compiled
 from .rounding import TILED
 from .tiled import kind_of

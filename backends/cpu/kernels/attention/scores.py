@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..compiler import part
-from ..simd.vectors import (
+from ...compiler import part
+from ...simd.vectors import (
     LANES,
     add,
     add_int,
@@ -29,7 +29,7 @@ from ..simd.vectors import (
     sub,
     where_less,
 )
-from .functions import tanh
+from ..functions import tanh
 
 COMMON = (
     "tokens units shared keys size width q_step k_step v_step mask_step out_step factor:f32 cap:f32 heads "

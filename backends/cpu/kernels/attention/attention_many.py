@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from functools import cache
 
-from ....graph.dtypes import DType
-from ..compiler import Kernel, Part, part
-from ..simd.order import turn
-from ..simd.vectors import (
+from .....graph.dtypes import DType
+from ...compiler import Kernel, Part, part
+from ...simd.order import turn
+from ...simd.vectors import (
     LANES,
     add,
     bits_to_float,
@@ -36,10 +36,11 @@ from ..simd.vectors import (
     zeros_above,
     zeros_below,
 )
-from ..words import words
-from .amx import Operation, nothing
-from .cells import CELLS, Cells
-from .rows import put
+from ...words import words
+from ..amx import Operation, nothing
+from ..cells import CELLS, Cells
+from ..rows import put
+from ..tickets import draw, settle
 from .scores import (
     COMMON,
     HEAD,
@@ -61,7 +62,6 @@ from .scores import (
     seen_lanes,
     sink_of,
 )
-from .tickets import draw, settle
 
 ARGS = words(f"{COMMON} span tickets")
 """Tokens of a unit, and what `tickets.draw` reads."""

@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 
-from ...chains import gated_unit
-from ...flow import Flow
-from ...operands import Bound, Operand, need
-from ..compiler import Kernel
-from ..fetching import ahead
-from ..simd.vectors import load, load_int, zeros
-from ..steps import Chain, Fused, Share, Steps
-from ..words import words
+from ....chains import gated_unit
+from ....flow import Flow
+from ....operands import Bound, Operand, need
+from ...compiler import Kernel
+from ...fetching import ahead
+from ...simd.vectors import load, load_int, zeros
+from ...steps import Chain, Fused, Share, Steps
+from ...words import words
+from ..functions import GATED
+from ..rows import put
 from .experts import sorted_slots
 from .formats import FORMATS, Format
-from .functions import GATED
 from .gated import UNITS, operands_of
 from .grouped import PAIR, ROWS, bounds_of, in_order, is_dealt, lying_of
 from .products import blocks_of, bytes_of, is_compiled, wanted_of
 from .rounding import Target, round_row, rounded, rounded_bytes
-from .rows import put
 
 ARGS = words(
     "weights[2] stride between rows columns x pitch starts experts used shared sums[2] wide y step passing near far "

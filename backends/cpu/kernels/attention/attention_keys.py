@@ -10,11 +10,11 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ....graph.dtypes import DType
-from ..compiler import Part, part
-from ..simd.bytes import dot4, four_everywhere
-from ..simd.squares import gather_halves, turn_eight_bits, turn_four_bits
-from ..simd.vectors import (
+from .....graph.dtypes import DType
+from ...compiler import Part, part
+from ...simd.bytes import dot4, four_everywhere
+from ...simd.squares import gather_halves, turn_eight_bits, turn_four_bits
+from ...simd.vectors import (
     absolute,
     add,
     div,
@@ -37,7 +37,7 @@ from ..simd.vectors import (
     truncated,
     zeros,
 )
-from .blocks import BLOCK, HIGHEST, SCALE, inverse
+from ..blocks import BLOCK, HIGHEST, SCALE, inverse
 
 SQUARE = 512
 """Bytes of a turned block of 16 keys."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache, partial
 
-from ...flow import Flow
-from ...operands import need
-from ..compiler import Kernel
-from ..steps import Chain, Fused, Steps
+from ....flow import Flow
+from ....operands import need
+from ...compiler import Kernel
+from ...steps import Chain, Fused, Steps
 from . import tiled, tiled_experts
 from .experts import sorted_slots
 from .formats import FORMATS, Format

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, partial
 
-from ....graph.dtypes import DType
-from ...operands import Bound, Operand
-from ..compiler import Kernel, Part, kernel, part
-from ..simd.order import turn_bf16, turn_floats, turn_halves
-from ..simd.tiles import Tile, tile
-from ..simd.vectors import LANES, MANY, fma, load, load_bf16, load_half, splat_from, vectors_in_registers, zeros
-from ..steps import Steps
-from ..words import words
+from .....graph.dtypes import DType
+from ....operands import Bound, Operand
+from ...compiler import Kernel, Part, kernel, part
+from ...simd.order import turn_bf16, turn_floats, turn_halves
+from ...simd.tiles import Tile, tile
+from ...simd.vectors import LANES, MANY, fma, load, load_bf16, load_half, splat_from, vectors_in_registers, zeros
+from ...steps import Steps
+from ...words import words
+from ..packing import share
+from ..rows import lanes, put
 from .grouped import Blocks, Slots, add_product, fetch, product_of
-from .packing import share
-from .rows import lanes, put
 
 WIDE, COLUMN = 768, 64
 """Columns that are expanded at a time, and bytes of one of a group.  They fill a good part of the second cache, from

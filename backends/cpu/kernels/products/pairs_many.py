@@ -10,24 +10,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
-from ...flow import Flow
-from ...operands import need
-from ..compiler import Kernel, Part, part
-from ..simd.amx import HEIGHT, TILE, WIDTH
-from ..simd.tiles import tile
-from ..simd.vectors import load
-from ..steps import Chain, Fused, Share, Steps
-from ..words import words
+from ....flow import Flow
+from ....operands import need
+from ...compiler import Kernel, Part, part
+from ...simd.amx import HEIGHT, TILE, WIDTH
+from ...simd.tiles import tile
+from ...simd.vectors import load
+from ...steps import Chain, Fused, Share, Steps
+from ...words import words
+from ..amx import Operation, nothing, tiles
+from ..functions import GATED
+from ..rows import put
+from ..tickets import draw, settle, span_at, span_of, spans_of, tickets_of
 from . import tiled
-from .amx import Operation, nothing, tiles
 from .formats import COLUMNS, FORMATS, Format
-from .functions import GATED
 from .grouped import ROWS, fetch_part, is_dealt
 from .pairs import Pair, pair_of
 from .products import blocks_of, bytes_of, wanted_of
 from .rounding import TILED, round_one, rounded, rounded_bytes
-from .rows import put
-from .tickets import draw, settle, span_at, span_of, spans_of, tickets_of
 
 VECTOR, BLOCK = 4 * ROWS, 4 * COLUMNS
 """Bytes of the units of a row in a group, and in a block, which is rounded."""

@@ -13,14 +13,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from ....graph.dtypes import DType
-from ...base import Tensor
-from ...operands import Operand
-from ..compiler import kernel, part
-from ..simd.bf16 import store_rounded
-from ..simd.halves import both_and_second, largest_magnitudes, of_first, of_second, store_pair, totals
-from ..simd.tiles import ITS_BITS, ONE_AND_A_HALF, RECORD, SCALES, STARTS, SUMS
-from ..simd.vectors import (
+from .....graph.dtypes import DType
+from ....base import Tensor
+from ....operands import Operand
+from ...compiler import kernel, part
+from ...simd.bf16 import store_rounded
+from ...simd.halves import both_and_second, largest_magnitudes, of_first, of_second, store_pair, totals
+from ...simd.tiles import ITS_BITS, ONE_AND_A_HALF, RECORD, SCALES, STARTS, SUMS
+from ...simd.vectors import (
     add_int,
     and_int,
     bits_to_float,
@@ -38,11 +38,11 @@ from ..simd.vectors import (
     word,
     zeros,
 )
-from ..steps import Share, Steps
-from ..words import words
+from ...steps import Share, Steps
+from ...words import words
+from ..packing import share
 from .formats import COLUMNS
 from .grouped import even_bounds
-from .packing import share
 
 ONE, STEP, START = np.float32(1), np.float32(1 / 127), np.float32(-ONE_AND_A_HALF)
 SHORT = 0xFFFFFFFC

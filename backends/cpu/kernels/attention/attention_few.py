@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from ....graph.dtypes import DType
-from ..compiler import Kernel, Part, kernel, part
-from ..simd.order import fold_1, fold_2
-from ..simd.tiles import tile
-from ..simd.vectors import (
+from .....graph.dtypes import DType
+from ...compiler import Kernel, Part, kernel, part
+from ...simd.order import fold_1, fold_2
+from ...simd.tiles import tile
+from ...simd.vectors import (
     LANES,
     MANY,
     add,
@@ -32,13 +32,13 @@ from ..simd.vectors import (
     vectors_in_registers,
     zeros,
 )
-from ..words import words
+from ...words import words
+from ..blocks import BLOCK
+from ..cells import CELLS, Cells
+from ..packing import share
+from ..rows import put
 from . import attention_keys
 from .attention_keys import SQUARE, dots
-from .blocks import BLOCK
-from .cells import CELLS, Cells
-from .packing import share
-from .rows import put
 from .scores import (
     COMMON,
     HEAD,

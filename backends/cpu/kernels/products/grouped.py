@@ -13,14 +13,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from ...operands import Bound, Operand
-from ..compiler import Kernel, Part, part
-from ..fetching import ahead
-from ..simd.tiles import tile
-from ..simd.vectors import LANES, MANY, load_int, prefetch, prefetch_far, store_scalar, vectors_in_registers
-from ..steps import Share, Steps
-from ..words import words
-from .tickets import draw, settle, span_at, span_of, spans_of, tickets_of
+from ....operands import Bound, Operand
+from ...compiler import Kernel, Part, part
+from ...fetching import ahead
+from ...simd.tiles import tile
+from ...simd.vectors import LANES, MANY, load_int, prefetch, prefetch_far, store_scalar, vectors_in_registers
+from ...steps import Share, Steps
+from ...words import words
+from ..tickets import draw, settle, span_at, span_of, spans_of, tickets_of
 
 ROWS, PAIR = LANES, 2 * LANES
 """Rows of the weight in a group, a lane each, so that no sum crosses lanes; and in two groups."""

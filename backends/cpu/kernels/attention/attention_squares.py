@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from functools import cache, reduce
 from types import MappingProxyType
 
-from ....graph.dtypes import DType
-from ..compiler import Part, part
-from ..simd import amx
-from ..simd.bf16 import store_rounded
-from ..simd.order import turn
-from ..simd.terms import store_terms, turn_shorts
-from ..simd.vectors import LANES, load, load_bf16, load_half, load_long, mul, splat, store_long, sub, zeros
-from .amx import tiles
-from .cells import CELLS
+from .....graph.dtypes import DType
+from ...compiler import Part, part
+from ...simd import amx
+from ...simd.bf16 import store_rounded
+from ...simd.order import turn
+from ...simd.terms import store_terms, turn_shorts
+from ...simd.vectors import LANES, load, load_bf16, load_half, load_long, mul, splat, store_long, sub, zeros
+from ..amx import tiles
+from ..cells import CELLS
 
 SIDE = 32
 TILE = amx.TILE

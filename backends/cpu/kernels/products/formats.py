@@ -16,14 +16,14 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ....graph.dtypes import DType
-from ....graph.records import dataclass
-from ....ops.quants import E2M1, NONLINEAR
-from ..compiler import Part, part
-from ..simd.bytes import table_of
-from ..simd.dots import Codes
-from ..simd.tiles import codes_of
-from ..simd.vectors import (
+from .....graph.dtypes import DType
+from .....graph.records import dataclass
+from .....ops.quants import E2M1, NONLINEAR
+from ...compiler import Part, part
+from ...simd.bytes import table_of
+from ...simd.dots import Codes
+from ...simd.tiles import codes_of
+from ...simd.vectors import (
     Intrinsic,
     and_int,
     bits_to_float,

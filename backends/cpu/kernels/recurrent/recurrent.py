@@ -8,13 +8,13 @@ from functools import cache, partial
 
 import numpy as np
 
-from ...chains import changed_state
-from ...flow import Flow, apart
-from ...operands import Bound, Operand, need
-from ..compiler import Kernel, Part, part
-from ..simd.crossings import FOUR, add_products, crossed, no_products
-from ..simd.order import fourth_0, fourth_1, fourth_2, fourth_3
-from ..simd.vectors import (
+from ....chains import changed_state
+from ....flow import Flow, apart
+from ....operands import Bound, Operand, need
+from ...compiler import Kernel, Part, part
+from ...simd.crossings import FOUR, add_products, crossed, no_products
+from ...simd.order import fourth_0, fourth_1, fourth_2, fourth_3
+from ...simd.vectors import (
     LANES,
     fma,
     lane_0,
@@ -34,10 +34,10 @@ from ..simd.vectors import (
     word,
     zeros,
 )
-from ..steps import Chain, Fused, Steps
-from ..words import words
-from .functions import exp
-from .packing import share
+from ...steps import Chain, Fused, Steps
+from ...words import words
+from ..functions import exp
+from ..packing import share
 
 BLOCK = 32
 """Rows of a state that see all tokens before the next rows do: they stay in the first cache."""

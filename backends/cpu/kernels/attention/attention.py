@@ -10,15 +10,15 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from ....ops.norms import alibi_slopes
-from ...base import contiguous_strides
-from ...operands import Bound, Operand, float_bits
-from .. import processor
-from ..steps import SHARED, Share, Steps
+from .....ops.norms import alibi_slopes
+from ....base import contiguous_strides
+from ....operands import Bound, Operand, float_bits
+from ... import processor
+from ...steps import SHARED, Share, Steps
+from ..cells import CELLS
+from ..products.products import stand_ins
+from ..rows import UNARY_WORDS, rows_of, unary
 from . import attention_few, attention_many, attention_tiled
-from .cells import CELLS
-from .products import stand_ins
-from .rows import UNARY_WORDS, rows_of, unary
 from .scores import OUT
 
 FEW = 16

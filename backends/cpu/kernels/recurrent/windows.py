@@ -14,19 +14,19 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from ....graph.attrs import Attrs
-from ....graph.dtypes import DType
-from ....ops.views import ints_of
-from ...base import contiguous_strides
-from ...flow import Flow
-from ...operands import Bound, Operand, float_bits, need
-from ..compiler import kernel
-from ..simd.vectors import LANES, load_apart, load_int, load_ints
-from ..steps import Chain, Fused, Steps
-from ..words import words
-from . import matrices
-from .packing import share
-from .rows import FILL_WORDS, add_rows, add_unary, can_copy, fill, put
+from .....graph.attrs import Attrs
+from .....graph.dtypes import DType
+from .....ops.views import ints_of
+from ....base import contiguous_strides
+from ....flow import Flow
+from ....operands import Bound, Operand, float_bits, need
+from ...compiler import kernel
+from ...simd.vectors import LANES, load_apart, load_int, load_ints
+from ...steps import Chain, Fused, Steps
+from ...words import words
+from ..packing import share
+from ..products import matrices
+from ..rows import FILL_WORDS, add_rows, add_unary, can_copy, fill, put
 
 Offsets = npt.NDArray[np.int32]
 ARGS = words("x images between count columns windows entries y")

@@ -15,11 +15,11 @@ from functools import cache
 
 import numpy as np
 
-from ....graph.dtypes import DType
-from ..compiler import Kernel, Part, part
-from ..simd.amx import NBYTES
-from ..simd.order import turn
-from ..simd.vectors import (
+from .....graph.dtypes import DType
+from ...compiler import Kernel, Part, part
+from ...simd.amx import NBYTES
+from ...simd.order import turn
+from ...simd.vectors import (
     LANES,
     add,
     div,
@@ -37,7 +37,8 @@ from ..simd.vectors import (
     zeros_above,
     zeros_below,
 )
-from .amx import tiles
+from ..amx import tiles
+from ..rows import put
 from .attention_many import ARGS, BLOCK, TILE, copy_rows, in_spans, put_two, survey, take_mask
 from .attention_squares import (
     DONE,
@@ -61,7 +62,6 @@ from .attention_squares import (
     terms_of,
 )
 from .attention_squares import TILE as GROUP
-from .rows import put
 from .scores import HEAD, LOWEST, MASK, NONE, ONE, OUT, SLOPE, K, Q, V, finished, greater, power, sink_of
 
 JOBS = 24

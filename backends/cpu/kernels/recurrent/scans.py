@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 
-from ...operands import Bound, Operand, float_bits
-from ..compiler import Kernel, kernel
-from ..simd.vectors import LANES, fma, load, mul, splat, splat_from, store, store_scalar, total, zeros
-from ..steps import Steps
-from ..words import words
-from .packing import share
+from ....operands import Bound, Operand, float_bits
+from ...compiler import Kernel, kernel
+from ...simd.vectors import LANES, fma, load, mul, splat, splat_from, store, store_scalar, total, zeros
+from ...steps import Steps
+from ...words import words
+from ..packing import share
 from .recurrent import head_strides
 
 ROWS = 16

@@ -11,17 +11,17 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from ....graph.dtypes import DType
-from ...operands import Bound, Operand
-from ..compiler import Kernel, Part, part
-from ..simd.tiles import tile
-from ..simd.vectors import LANES, load, load_apart, load_int, load_ints, load_long, store
-from ..steps import Steps
-from ..words import words
+from .....graph.dtypes import DType
+from ....operands import Bound, Operand
+from ...compiler import Kernel, Part, part
+from ...simd.tiles import tile
+from ...simd.vectors import LANES, load, load_apart, load_int, load_ints, load_long, store
+from ...steps import Steps
+from ...words import words
+from ..packing import share
+from ..rows import lanes
 from .dense import COLUMN, LOADS, blocks_of
 from .grouped import ROWS
-from .packing import share
-from .rows import lanes
 
 Addresses = npt.NDArray[np.int64]
 TABLE = 3

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from ...operands import Bound
-from ..compiler import Kernel, Part, part
-from ..simd.vectors import load, load_int, store, store_int, zeros
-from ..steps import Share, Steps
-from ..words import words
-from .amx import tiles
+from ....operands import Bound
+from ...compiler import Kernel, Part, part
+from ...simd.vectors import load, load_int, store, store_int, zeros
+from ...steps import Share, Steps
+from ...words import words
+from ..amx import tiles
+from ..rows import put
+from ..tickets import draw, settle
 from .formats import COLUMNS, FORMATS, Format
 from .grouped import ROWS, Slots, clear, is_dealt, row_of
 from .products import bytes_of
 from .rounding import LINE, TALL, TILED, Target, round_one, rounded, rounded_bytes
-from .rows import put
-from .tickets import draw, settle
 from .tiled import BLOCK, CHUNK, MOST, SCRATCH, meet_of, put_of, squares_of
 
 PACE = MOST * 2 * ROWS * 4 + 64

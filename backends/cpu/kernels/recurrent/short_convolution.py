@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import combinations, product
 
-from ....graph.dtypes import DType
-from ...chains import short_convolution
-from ...flow import Flow
-from ...operands import Bound, Operand, need
-from ..compiler import Kernel, part
-from ..simd.order import fourth_0, fourth_1, fourth_2, fourth_3
-from ..simd.vectors import LANES, fma, load, load_int, load_long, mul, splat, store, store_past
-from ..steps import Chain, Fused, Steps
-from ..words import words
-from .functions import silu
-from .norms import FACTORS, kind_of, sum_of_squares
-from .packing import NO_ROW, share
-from .rows import lanes, put
+from .....graph.dtypes import DType
+from ....chains import short_convolution
+from ....flow import Flow
+from ....operands import Bound, Operand, need
+from ...compiler import Kernel, part
+from ...simd.order import fourth_0, fourth_1, fourth_2, fourth_3
+from ...simd.vectors import LANES, fma, load, load_int, load_long, mul, splat, store, store_past
+from ...steps import Chain, Fused, Steps
+from ...words import words
+from ..functions import silu
+from ..norms import FACTORS, kind_of, sum_of_squares
+from ..packing import NO_ROW, share
+from ..rows import lanes, put
 
 TAPS = 4
 TILE = 8

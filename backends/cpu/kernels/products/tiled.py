@@ -12,20 +12,20 @@ from functools import cache
 
 import numpy as np
 
-from ...operands import Bound
-from .. import processor
-from ..compiler import Kernel, Part, part
-from ..simd.amx import NBYTES, TILE, WIDTH
-from ..simd.bf16 import store_weights
-from ..simd.vectors import load, prefetch_far
-from ..steps import Share, Steps
-from ..words import words
-from .amx import tiles
+from ....operands import Bound
+from ... import processor
+from ...compiler import Kernel, Part, part
+from ...simd.amx import NBYTES, TILE, WIDTH
+from ...simd.bf16 import store_weights
+from ...simd.vectors import load, prefetch_far
+from ...steps import Share, Steps
+from ...words import words
+from ..amx import tiles
+from ..rows import put
+from ..tickets import draw, settle, span_at, span_of, spans_of, tickets_of
 from .formats import COLUMNS, FORMATS, UNIT, Format
 from .grouped import ROWS, fetch, fetch_part, is_dealt
 from .rounding import TALL, TILED, rounded, rounded_bytes
-from .rows import put
-from .tickets import draw, settle, span_at, span_of, spans_of, tickets_of
 
 BLOCK = 2 * TILE
 """Bytes of 32 columns: of two groups, and of 32 rows of activations."""

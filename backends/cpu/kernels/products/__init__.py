@@ -1,0 +1,1 @@
+"""Products of matrices with weights of all types: packed, float, and chosen by routing."""

@@ -1,0 +1,1 @@
+"""What goes token by token: gated delta nets, scans, short convolutions and windows."""
