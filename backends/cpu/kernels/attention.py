@@ -104,13 +104,17 @@ def _cut(steps: Steps, walks: int, groups: int, k: Operand, v: Operand) -> tuple
     """How many of the groups of heads of a sequence walk through its cache side by side, and into how many parts its
     keys are cut, so that all threads have the same to do.
 
-    All walk where a token's keys lie together, so that memory is read from front to back: processors fetch that by
-    themselves.  Where keys are too few to be cut for all threads, these share the groups.
+    Many walk together where a token's keys do lie together, so that memory is read from front to back: processors fetch
+    that by themselves.  Threads rather share the groups than the keys: then there are no parts to be put together.
     """
     most = max(1, k.shape[-3] // LEAST) if k.tensor.spec.nbytes >= SHARED else 1
-    together = all(x.shape[-2] * x.strides[-2] <= x.strides[-3] for x in (k, v))
-    beside = groups if together and most >= _parts(steps, walks) else 1
-    return beside, min(most, _parts(steps, walks * groups // beside))
+    parts = _parts(steps, walks)
+    if all(x.shape[-2] * x.strides[-2] <= x.strides[-3] for x in (k, v)):
+        if groups % parts == 0:
+            return groups // parts, 1
+        if most >= parts:
+            return groups, parts
+    return 1, min(most, _parts(steps, walks * groups))
 
 
 def _parts(steps: Steps, units: int) -> int:
