@@ -239,8 +239,8 @@ class Backend(Protocol):
         """Whether the kernel of `node` can read that operand with any strides."""
 
     def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> Any:
-        """A zeroed buffer; a `lasting` one is filled at once and kept as long as those beside it, as weights are.
-        Raises `BackendError` when memory is out."""
+        """A zeroed buffer; a `lasting` one is kept as long as those beside it, as weights and states are.  Raises
+        `BackendError` when memory is out."""
 
     def view(self, buffer: Any, tensor: Tensor) -> Any:
         """The array of `tensor` within `buffer`, in place: it can be indexed, assigned and copied to the host."""

@@ -276,7 +276,7 @@ class _DeviceStore:
         if key not in self.held:
             if spec.kind == "weight":
                 raise PlanError(f"weight %{spec.name}: {spec.declared} is not bound; pass it when loading the plan")
-            self.held[key] = (spec, self.backend.alloc(spec.nbytes, self.device))
+            self.held[key] = (spec, self.backend.alloc(spec.nbytes, self.device, lasting=True))
         held, buffer = self.held[key]
         if held != spec:
             raise PlanError(f"{spec.kind} %{spec.name} is {held.declared} in the store but {spec.declared} in the plan")

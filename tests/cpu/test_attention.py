@@ -53,6 +53,7 @@ def close(
     softcap: float = 0.0,
     max_bias: float = 0.0,
     cache: str = "f32",
+    apart: bool = False,
     error: float = ERROR,
 ) -> bool:
     """Whether compiled kernels alone compute attention of the last `tokens` of `keys` positions, twice the same."""
@@ -79,6 +80,8 @@ def close(
     leaves = [
         _rows(name, kept[name].shape, cache)
         if name in kept
+        else _head_by_head(name, given[name].shape)
+        if apart and name in ("k", "v")
         else hocket.input(name, given[name].shape)
         if name in given
         else None
@@ -90,7 +93,8 @@ def close(
     for name, rows in kept.items():
         run.store.state(name)[...] = rows.reshape(run.store.state(name).shape)
         kept[name] = np.array(run.store.state(name)).reshape(rows.shape)
-    found, again = (run.run(given)["y"] for _ in range(2))
+    bound = {name: x.swapaxes(1, 2) if apart and name in ("k", "v") else x for name, x in given.items()}
+    found, again = (run.run(bound)["y"] for _ in range(2))
     known = {**given, **kept}
     exact = [known[name].astype(np.float64) if name in known else None for name in ("q", "k", "v", "mask", "sinks")]
     kernels = {step.kernel for step in run.measure()[0]}
@@ -106,6 +110,12 @@ def _rows(name: str, shape: tuple[int, ...], dtype: str) -> hocket.Value:
     """A state of rows, seen as keys or values."""
     batch, keys, heads, size = shape
     return ops.reshape(hocket.state(name, (batch * keys, heads * size), dtype), shape=shape)
+
+
+def _head_by_head(name: str, shape: tuple[int, ...]) -> hocket.Value:
+    """An input in which all keys or values of a head lie together, seen as rows of all heads."""
+    batch, keys, heads, size = shape
+    return ops.permute(hocket.input(name, (batch, heads, keys, size)), axes=(0, 2, 1, 3))
 
 
 @pytest.mark.long
@@ -134,6 +144,12 @@ def test_any_number_of_heads_shares_a_key_head(heads):
 def test_threads_share_the_keys_of_a_long_cache(keys, threads):
     assert close(1, (4, 1), keys, (64, 64), threads, batch=1, sinks=True)
     assert close(3, (3, 3), keys, (64, 64), threads, batch=1, window=keys // 2)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("kept", [{"cache": "f32"}, {"cache": "f16"}, {"apart": True}])
+def test_groups_of_heads_walk_through_a_long_cache_all_or_some_or_alone(kept, threads):
+    assert close(2, (8, 4), 1500, (64, 40), threads, batch=1, **kept)
 
 
 def test_tokens_far_into_a_cache_skip_what_a_window_hides():

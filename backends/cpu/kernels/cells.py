@@ -15,11 +15,12 @@ from .blocks import EXPAND, LOADS
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """A type of cache: ``span(n)``, the bytes of n elements from the first of a row on; ``whole(row, c)``, the 16
-    elements from column c; and ``some(row, c, n)``, those of them before column n, with zeros in the other lanes, whose
-    memory is not touched.  ``expand(row, c, n, to)`` writes those from c to n as float32, where that is better than to
-    make float32 of them for each head."""
+    """A type of cache: `nbytes`, the bytes of an element, or of a block; ``span(n)``, the bytes of n elements from the
+    first of a row on; ``whole(row, c)``, the 16 elements from column c; and ``some(row, c, n)``, those of them before
+    column n, with zeros in the other lanes, whose memory is not touched.  ``expand(row, c, n, to)`` writes those from c
+    to n as float32, where that is better than to make float32 of them for each head."""
 
+    nbytes: int
     span: Part
     whole: Part
     some: Part
@@ -36,7 +37,7 @@ def _cells(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> Cells:
     def some(row, c, n):
         return load(row + nbytes * c) if n - c >= LANES else load_first(row + nbytes * c, n - c)
 
-    return Cells(part(span), part(whole), part(some))
+    return Cells(nbytes, part(span), part(whole), part(some))
 
 
 def _cells_in_blocks(dtype: DType) -> Cells:
@@ -48,7 +49,7 @@ def _cells_in_blocks(dtype: DType) -> Cells:
     def some(row, c, n):
         return whole(row, c) if c < n else zeros()
 
-    return Cells(part(span), whole, part(some), EXPAND[dtype])
+    return Cells(nbytes, part(span), whole, part(some), EXPAND[dtype])
 
 
 CELLS: Mapping[DType, Cells] = MappingProxyType(

@@ -100,11 +100,26 @@ def _together(shared: int) -> int:
     return max(n for n in range(1, TOGETHER + 1) if shared % n == 0)
 
 
-def _chunks(steps: Steps, units: int, keys: int, nbytes: int) -> int:
-    """Into how many parts keys are cut, so that all threads have the same to do."""
-    if nbytes < SHARED:
-        return 1
-    return max(1, min(steps.threads // math.gcd(units, steps.threads), keys // LEAST))
+def _cut(steps: Steps, walks: int, groups: int, k: Operand, v: Operand) -> tuple[int, int]:
+    """How many of the groups of heads of a sequence walk through its cache side by side, and into how many parts its
+    keys are cut, so that all threads have the same to do.
+
+    Many walk together where a token's keys do lie together, so that memory is read from front to back: processors fetch
+    that by themselves.  Threads rather share the groups than the keys: then there are no parts to be put together.
+    """
+    most = max(1, k.shape[-3] // LEAST) if k.tensor.spec.nbytes >= SHARED else 1
+    parts = _parts(steps, walks)
+    if all(x.shape[-2] * x.strides[-2] <= x.strides[-3] for x in (k, v)):
+        if groups % parts == 0:
+            return groups // parts, 1
+        if most >= parts:
+            return groups, parts
+    return 1, min(most, _parts(steps, walks * groups))
+
+
+def _parts(steps: Steps, units: int) -> int:
+    """Into how many parts all units are cut for all threads to have the same to do."""
+    return steps.threads // math.gcd(units, steps.threads)
 
 
 def _is_read(x: Operand | None) -> bool:
@@ -161,12 +176,13 @@ def _attention(steps: Steps, call: Bound) -> bool:
         else:
             steps.deal(kernel, [share(0)])
         return True
-    chunks = _chunks(steps, units, keys, k.tensor.spec.nbytes)
+    beside, chunks = _cut(steps, math.prod(leading), heads // shared, k, v)
     rows = tokens * shared
-    each = attention_few.scratch_bytes(rows, keys, size, width)
+    each = attention_few.scratch_bytes(rows * beside, keys, size, width)
     parts = steps.scratch("attention parts", units * rows * chunks * attention_few.part_bytes(width))
     scratch = steps.scratch("attention", each * steps.threads)
-    common |= {"scratch": scratch.address, "scratch_bytes": each, "partial": parts.address, "chunks": chunks}
+    common |= {"scratch": scratch.address, "scratch_bytes": each}
+    common |= {"partial": parts.address, "chunks": chunks, "beside": beside}
     words = attention_few.ARGS(**common)
     writes = [parts, scratch, out] if chunks == 1 else [parts, scratch]
     steps.add(attention_few.attend(k.dtype, v.dtype), words, reads=reads, writes=writes)

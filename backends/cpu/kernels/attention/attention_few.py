@@ -1,6 +1,7 @@
 """Attention of few tokens: lanes are keys, and keys and values are read once for all heads that share them.
 
-Keys may be cut into parts, which threads share; `join` puts the parts together.
+Groups of heads walk through a cache side by side, so that its memory is read from front to back.  Keys may be cut into
+parts, which threads share; `join` puts the parts together.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 from .....graph.dtypes import DType
+from .....graph.records import dataclass
 from ...compiler import Kernel, Part, kernel, part
 from ...simd.order import fold_1, fold_2
 from ...simd.tiles import tile
@@ -58,12 +60,12 @@ from .scores import (
     power,
     power_of,
     round_up,
-    seen_lanes,
+    seen_range,
     sink_of,
 )
 
-ARGS = words(f"{COMMON} partial chunks")
-"""Partial results, and into how many parts the keys are cut."""
+ARGS = words(f"{COMMON} partial chunks beside")
+"""Partial results; into how many parts the keys are cut; groups of heads that walk side by side."""
 
 LINE = 64
 """Bytes of a cache line."""
@@ -71,9 +73,11 @@ COLUMNS = 64
 """Elements of a value that are summed at once."""
 RUN = 32
 """Keys whose values are summed before the next head takes them."""
-AHEAD = 64
-"""Keys ahead of their use at which they and their values are fetched, into the second cache: those of one head may lie
-so far apart that the first has few places for them."""
+PIECE = 1024
+"""Keys whose scores are held at once."""
+AHEAD = 32
+"""Keys ahead of their use at which they and their values are fetched, into the second cache.  Fetches lie between the
+products: many at once would wait for each other, and products for them."""
 MOST_ROWS = 4 if vectors_in_registers() == MANY else 1
 """Rows that meet keys and values at once: what is loaded, and made float32, is used for all of them."""
 VECTOR = 4 * LANES
@@ -87,25 +91,35 @@ def part_bytes(width: int) -> int:
 
 
 def scratch_bytes(rows: int, keys: int, size: int, width: int) -> int:
-    """Scores of every row, and values as float32, or queries with products or keys in blocks."""
+    """Scores of every row, and the highest of each lane; then values as float32, or queries with products or keys in
+    blocks."""
     floats = 4 * MOST_ROWS * VECTOR + rows * 4 * (-(-size // LANES) * LANES)
     blocks = attention_keys.keys_bytes(size) + rows * attention_keys.query_bytes(size)
-    return rows * 4 * (-(-keys // LANES) * LANES) + max(4 * RUN * COLUMNS, floats, blocks)
+    scores = rows * 4 * (min(PIECE, -(-keys // LANES) * LANES) + LANES)
+    return scores + max(4 * RUN * COLUMNS, floats, blocks)
 
 
 def _products(cells: Cells, count: int) -> Part:
     """Products of so many queries with sixteen keys from number `s` on, each as four numbers to be folded, to `to`: a
-    key is made float32 once for all of them, and one past the last is the last."""
-    whole, some, rows = cells.whole, cells.some, tile(count, 1)
+    key is made float32 once for all of them, and one past the last is the last.  Meanwhile keys are fetched that stand
+    so many bytes `ahead`."""
+    whole, some, rows, line = cells.whole, cells.some, tile(count, 1), LINE // cells.nbytes
     rows_of, zeros, inner, folded, save = rows.rows, rows.zeros, rows.inner, rows.folded, rows.save
+    nbytes = cells.nbytes
 
-    def products(queries, pitch, key, step, s, keys, size, to):
+    def products(queries, pitch, key, step, s, keys, size, to, ahead):
         x = rows_of(queries, pitch, count)
         for i in range(s, s + LANES, 4):
             j, k = key + min(i, keys - 1) * step, key + min(i + 1, keys - 1) * step
             l, m = key + min(i + 2, keys - 1) * step, key + min(i + 3, keys - 1) * step
             a, b, c, d = zeros(), zeros(), zeros(), zeros()
             for col in range(0, size - LANES + 1, LANES):
+                if col % line == 0:
+                    soon = ahead + nbytes * col
+                    prefetch_far(j + soon)
+                    prefetch_far(k + soon)
+                    prefetch_far(l + soon)
+                    prefetch_far(m + soon)
                 a, b = inner(a, whole(j, col), x, 4 * col), inner(b, whole(k, col), x, 4 * col)
                 c, d = inner(c, whole(l, col), x, 4 * col), inner(d, whole(m, col), x, 4 * col)
             if size % LANES > 0:
@@ -118,18 +132,21 @@ def _products(cells: Cells, count: int) -> Part:
     return part(products)
 
 
-def _values(cells: Cells, count: int) -> Part:
-    """Values of `n` keys with the weights of so many rows, added to 64 columns from column `col` of each."""
+def _values(cells: Cells, count: int, lines: int) -> Part:
+    """Values of `n` keys with the weights of so many rows, added to 64 columns from column `col` of each.  Meanwhile
+    values are fetched that stand so many bytes `ahead`, of so many lines each."""
     whole, some, rows = cells.whole, cells.some, tile(count, COLUMNS // LANES)
-    rows_of, outer, held, put = rows.rows, rows.outer, rows.held, rows.put
+    rows_of, outer, held, put, nbytes = rows.rows, rows.outer, rows.held, rows.put, cells.nbytes
 
-    def values(scores, reach, value, pace, n, states, pitch, col, width):
+    def values(scores, reach, value, pace, n, states, pitch, col, width, ahead):
         weights, to = rows_of(scores, reach, count), rows_of(states, pitch, count)
-        acc, row = held(to), value
+        acc, row, ahead = held(to), value, ahead + nbytes * col
         if width - col >= COLUMNS:
             for r in range(n):
                 k, l, m, o = whole(row, col), whole(row, col + 16), whole(row, col + 32), whole(row, col + 48)
                 acc = outer(acc, k, l, m, o, weights, 4 * r)
+                for line in range(lines):
+                    prefetch_far(row + ahead + line * LINE)
                 row += pace
         else:
             for r in range(n):
@@ -143,38 +160,6 @@ def _values(cells: Cells, count: int) -> Part:
 
 
 @part
-def seen_from(seen, keys):
-    """The first key that may be seen, or fewer than 16 before it."""
-    s = 0
-    while s < keys and seen_lanes(mask_lanes(seen, s, keys)) == 0:
-        s += LANES
-    return s
-
-
-@part
-def seen_to(seen, keys):
-    """One past the last key that may be seen, or fewer than 16 more."""
-    s = (keys + LANES - 1) // LANES * LANES
-    while s > 0 and seen_lanes(mask_lanes(seen, s - LANES, keys)) == 0:
-        s -= LANES
-    return min(s, keys)
-
-
-@part
-def seen_range(heads, shared, tokens, step, keys):
-    """From the first to past the last key that any token may see in any head of a group."""
-    low, high, known = keys, 0, 0
-    for h in range(shared):
-        seen = load_long(heads + h * HEAD + MASK)
-        if seen != known:
-            for t in range(tokens):
-                low = min(low, seen_from(seen + t * step, keys))
-                high = max(high, seen_to(seen + t * step, keys))
-            known = seen
-    return min(low, high), high
-
-
-@part
 def fetch(rows, step, count, nbytes):
     """Rows that are needed soon."""
     for r in range(count):
@@ -183,17 +168,22 @@ def fetch(rows, step, count, nbytes):
 
 
 @part
-def to_weights(scores, n, state):
-    """Scores of a row to weights, in place; its highest score and their sum to its state, where the highest of each
-    lane stands."""
-    top = max(largest(load(state)), LOWEST)
+def to_weights(scores, n, lanes, state, width):
+    """Scores of a row to weights, in place, where the highest of each lane stands in `lanes`.  Its state becomes that
+    of all keys so far: the highest score, the sum of weights, the sum of weighted values."""
+    before = load_scalar(state)
+    top = max(largest(load(lanes)), before)
     highest, sums = splat(top), zeros()
     for s in range(0, n, LANES):
         p = power(sub(load(scores + 4 * s), highest))
         store(scores + 4 * s, p)
         sums = add(sums, p)
+    fewer = power_of(before - top)
     store_scalar(state, top)
-    store_scalar(state + SUM, total(sums))
+    store_scalar(state + SUM, fewer * load_scalar(state + SUM) + total(sums))
+    if fewer < ONE:
+        for c in range(VALUES, VALUES + 4 * width, 4 * LANES):
+            store(state + c, mul(load(state + c), splat(fewer)))
 
 
 @part
@@ -233,13 +223,23 @@ def _as_read(cells: Cells) -> Cells:
     return cells if cells.expand is None else CELLS[DType.F32]
 
 
-def _add_keys(cells: Cells) -> Part:
-    """Scores of all rows for keys from `low` to before `high`; the highest of each lane to their states."""
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """How queries meet keys of a type: ``take(query, size, to)`` puts a query where ``add`` reads it, ``each(size)``
+    bytes.  ``add(a, heads, s, high, queries, memory, scores, reach, lanes)`` puts the scores of all rows for 16 keys,
+    `reach` bytes apart, and the highest of each lane; it has ``own(size)`` bytes of memory."""
+
+    take: Part
+    each: Part
+    own: Part
+    add: Part
+
+
+def _keys_in_floats(cells: Cells) -> Keys:
     one, two, three, four = (_products(cells, count) for count in range(1, 5))
-    span = cells.span
 
     @part
-    def finish(a, heads, row, s, count, products, to, state):
+    def finish(a, heads, row, s, count, products, to, lanes):
         """Scores of a row from its products, which stand `count` vectors apart."""
         shared, keys, apart = ARGS.shared(a), ARGS.keys(a), count * VECTOR
         head = heads + row % shared * HEAD
@@ -247,68 +247,85 @@ def _add_keys(cells: Cells) -> Part:
         first = fold_2(load(products), load(products + apart))
         x = fold_1(first, fold_2(load(products + 2 * apart), load(products + 3 * apart)))
         x = finished(mul(x, splat(ARGS.factor(a))), hidden, ARGS.cap(a), load_scalar(head + SLOPE))
-        store(state, greater(x, load(state)))
+        store(lanes, greater(x, load(lanes)))
         store(to, x)
 
-    def add_keys(a, heads, low, high, scores, states, pitch, scratch):
-        tokens, shared, keys, size = ARGS.tokens(a), ARGS.shared(a), ARGS.keys(a), ARGS.size(a)
-        step, reach, rows = ARGS.k_step(a), 4 * round_up(keys, LANES), tokens * shared
-        key, each, products = load_long(heads + K), 4 * round_up(size, LANES), scratch
-        queries = scratch + 4 * MOST_ROWS * VECTOR
-        for row in range(rows):
-            query = load_long(heads + row % shared * HEAD + Q) + row // shared * ARGS.q_step(a)
-            for c in range(0, size, LANES):
-                store(queries + row * each + 4 * c, load_some(query + 4 * c, size - c))
-        for s in range(low, high, LANES):
-            fetch(key + (s + AHEAD) * step, step, min(LANES, high - s - AHEAD), span(size))
-            row = 0
-            while row < rows:
-                count, query = min(MOST_ROWS, rows - row), queries + row * each
-                if count == 4:
-                    four(query, each, key, step, s, keys, size, products)
-                elif count == 3:
-                    three(query, each, key, step, s, keys, size, products)
-                elif count == 2:
-                    two(query, each, key, step, s, keys, size, products)
-                else:
-                    one(query, each, key, step, s, keys, size, products)
-                for i in range(count):
-                    to, state = scores + (row + i) * reach + 4 * (s - low), states + (row + i) * pitch
-                    finish(a, heads, row + i, s, count, products + i * VECTOR, to, state)
-                row += count
+    def take(query, size, to):
+        for c in range(0, size, LANES):
+            store(to + 4 * c, load_some(query + 4 * c, size - c))
 
-    return part(add_keys)
+    def each(size):
+        return 4 * round_up(size, LANES)
+
+    def own(size):
+        return 4 * MOST_ROWS * VECTOR
+
+    def add(a, heads, s, high, queries, memory, scores, reach, lanes):
+        shared, keys, size, step = ARGS.shared(a), ARGS.keys(a), ARGS.size(a), ARGS.k_step(a)
+        key, pitch, rows = load_long(heads + K), 4 * round_up(size, LANES), ARGS.tokens(a) * shared
+        row, ahead = 0, AHEAD * step if s + AHEAD < high else 0
+        while row < rows:
+            count, query = min(MOST_ROWS, rows - row), queries + row * pitch
+            if count == 4:
+                four(query, pitch, key, step, s, keys, size, memory, ahead)
+            elif count == 3:
+                three(query, pitch, key, step, s, keys, size, memory, ahead)
+            elif count == 2:
+                two(query, pitch, key, step, s, keys, size, memory, ahead)
+            else:
+                one(query, pitch, key, step, s, keys, size, memory, ahead)
+            for i in range(count):
+                to, highest = scores + (row + i) * reach, lanes + (row + i) * VECTOR
+                finish(a, heads, row + i, s, count, memory + i * VECTOR, to, highest)
+            row, ahead = row + count, 0
+
+    return Keys(part(take), part(each), part(own), part(add))
 
 
-def _add_keys_in_blocks(dtype: DType) -> Part:
-    """As `_add_keys`, by integers."""
-    round_query, turn_keys, span = attention_keys.round_query(dtype), attention_keys.turn_keys(dtype), CELLS[dtype].span
+def _keys_in_blocks(dtype: DType) -> Keys:
+    """By integers."""
+    turn_keys, span = attention_keys.turn_keys(dtype), CELLS[dtype].span
 
-    def add_keys(a, heads, low, high, scores, states, pitch, scratch):
-        tokens, shared, keys, size = ARGS.tokens(a), ARGS.shared(a), ARGS.keys(a), ARGS.size(a)
-        q_step, step, mask_step = ARGS.q_step(a), ARGS.k_step(a), ARGS.mask_step(a)
-        factor, cap, reach = ARGS.factor(a), ARGS.cap(a), 4 * round_up(keys, LANES)
-        key, each = load_long(heads + K), round_up(size + size // BLOCK * 8, 64)
-        queries = scratch + (size // BLOCK + 1) * (SQUARE + 32)
-        for t in range(tokens):
+    @part
+    def each(size):
+        return round_up(size + size // BLOCK * 8, 64)
+
+    def own(size):
+        return (size // BLOCK + 1) * (SQUARE + 32)
+
+    def add(a, heads, s, high, queries, memory, scores, reach, lanes):
+        shared, keys, size, step = ARGS.shared(a), ARGS.keys(a), ARGS.size(a), ARGS.k_step(a)
+        factor, cap, key, pitch = ARGS.factor(a), ARGS.cap(a), load_long(heads + K) + s * step, each(size)
+        turn_keys(key, step, keys - 1 - s, size, memory)
+        fetch(key + AHEAD * step, step, min(LANES, high - s - AHEAD), span(size))
+        for t in range(ARGS.tokens(a)):
             for h in range(shared):
-                query = load_long(heads + h * HEAD + Q) + t * q_step
-                round_query(query, size, queries + (t * shared + h) * each)
+                head, row = heads + h * HEAD, t * shared + h
+                hidden = mask_lanes(load_long(head + MASK) + t * ARGS.mask_step(a), s, keys)
+                x = mul(dots(queries + row * pitch, memory, size), splat(factor))
+                x = finished(x, hidden, cap, load_scalar(head + SLOPE))
+                store(lanes + row * VECTOR, greater(x, load(lanes + row * VECTOR)))
+                store(scores + row * reach, x)
+
+    return Keys(attention_keys.round_query(dtype), each, part(own), part(add))
+
+
+def _add_keys(keys: Keys) -> Part:
+    """Scores of all rows of a walk for keys from `low` to before `high`; the highest of each lane to `lanes`."""
+    take, each, own, add = keys.take, keys.each, keys.own, keys.add
+
+    def add_keys(a, heads, low, high, scores, reach, lanes, memory):
+        tokens, shared, size, beside = ARGS.tokens(a), ARGS.shared(a), ARGS.size(a), ARGS.beside(a)
+        rows, pitch, queries = tokens * shared, each(size), memory + own(size)
+        for row in range(beside * rows):
+            g, t, h = row // rows, row % rows // shared, row % shared
+            take(load_long(heads + (g * shared + h) * HEAD + Q) + t * ARGS.q_step(a), size, queries + row * pitch)
+            store(lanes + row * VECTOR, splat(MINUS_INFINITY))
         for s in range(low, high, LANES):
-            turn_keys(key + s * step, step, keys - 1 - s, size, scratch)
-            soon = s + AHEAD
-            fetch(key + soon * step, step, min(LANES, high - soon), span(size))
-            to, state, query = scores + 4 * (s - low), states, queries
-            for t in range(tokens):
-                for h in range(shared):
-                    head = heads + h * HEAD
-                    hidden = mask_lanes(load_long(head + MASK) + t * mask_step, s, keys)
-                    x = finished(mul(dots(query, scratch, size), splat(factor)), hidden, cap, load_scalar(head + SLOPE))
-                    store(state, greater(x, load(state)))
-                    store(to, x)
-                    to += reach
-                    state += pitch
-                    query += each
+            for g in range(beside):
+                row, group = g * rows, heads + g * shared * HEAD
+                to = scores + row * reach + 4 * (s - low)
+                add(a, group, s, high, queries + row * pitch, memory, to, reach, lanes + row * VECTOR)
 
     return part(add_keys)
 
@@ -317,80 +334,90 @@ def _some_values(cells: Cells) -> Part:
     """Where 64 columns from column `c` of `n` values lie: as they are kept, or in `tile` as float32.  Also the bytes
     from value to value, and from which column to before which they are."""
     if cells.expand is None:
-        return part(lambda values, step, n, c, width, scratch: (values, step, c, width))
-    expand = cells.expand
+        return part(lambda values, step, n, ahead, c, width, scratch: (values, step, c, width))
+    expand, span = cells.expand, cells.span
 
-    def some_values(values, step, n, c, width, scratch):
+    def some_values(values, step, n, ahead, c, width, scratch):
         end = min(width, c + COLUMNS)
         for r in range(n):
             expand(values + r * step, c, end, scratch + 4 * r * COLUMNS)
+            fetch(values + r * step + ahead + span(c), step, 1, span(end - c))
         return scratch, 4 * COLUMNS, 0, end - c
 
     return part(some_values)
 
 
-def _add_all_values(cells: Cells) -> Part:
-    """The weighted values of `n` keys, added to the states of all rows."""
-    one, two, three, four = (_values(_as_read(cells), count) for count in range(1, 5))
-    some_values, span = _some_values(cells), cells.span
+def _add_values(cells: Cells) -> Part:
+    """The weighted values of keys from `low` to before `high`, added to the states of all rows of a walk."""
+    lines = 0 if cells.expand else cells.nbytes * COLUMNS // LINE
+    one, two, three, four = (_values(_as_read(cells), count, lines) for count in range(1, 5))
+    some_values = _some_values(cells)
 
-    def add_all_values(a, value, rows, n, scores, states, pitch, scratch):
-        step, width, reach = ARGS.v_step(a), ARGS.width(a), 4 * round_up(ARGS.keys(a), LANES)
-        for s in range(0, n, RUN):
-            count = min(RUN, n - s)
-            fetch(value + (s + AHEAD) * step, step, min(RUN, n - s - AHEAD), span(width))
-            for c in range(0, width, COLUMNS):
-                at, pace, col, end = some_values(value + s * step, step, count, c, width, scratch)
-                row = 0
-                while row < rows:
-                    several, p, to = min(MOST_ROWS, rows - row), scores + row * reach + 4 * s, states + row * pitch
-                    to += VALUES + 4 * c
-                    if several == 4:
-                        four(p, reach, at, pace, count, to, pitch, col, end)
-                    elif several == 3:
-                        three(p, reach, at, pace, count, to, pitch, col, end)
-                    elif several == 2:
-                        two(p, reach, at, pace, count, to, pitch, col, end)
-                    else:
-                        one(p, reach, at, pace, count, to, pitch, col, end)
-                    row += several
+    @part
+    def add(a, value, left, scores, reach, states, pitch, memory):
+        step, width, rows, n = ARGS.v_step(a), ARGS.width(a), ARGS.tokens(a) * ARGS.shared(a), min(RUN, left)
+        soon = AHEAD * step if left > AHEAD else 0
+        for c in range(0, width, COLUMNS):
+            at, pace, col, end = some_values(value, step, n, soon, c, width, memory)
+            row, ahead = 0, soon
+            while row < rows:
+                several, p, to = min(MOST_ROWS, rows - row), scores + row * reach, states + row * pitch + VALUES + 4 * c
+                if several == 4:
+                    four(p, reach, at, pace, n, to, pitch, col, end, ahead)
+                elif several == 3:
+                    three(p, reach, at, pace, n, to, pitch, col, end, ahead)
+                elif several == 2:
+                    two(p, reach, at, pace, n, to, pitch, col, end, ahead)
+                else:
+                    one(p, reach, at, pace, n, to, pitch, col, end, ahead)
+                row, ahead = row + several, 0
 
-    return part(add_all_values)
+    def add_values(a, heads, low, high, scores, reach, states, pitch, memory):
+        shared, rows, step = ARGS.shared(a), ARGS.tokens(a) * ARGS.shared(a), ARGS.v_step(a)
+        for s in range(low, high, RUN):
+            for g in range(ARGS.beside(a)):
+                value, row = load_long(heads + g * shared * HEAD + V) + s * step, g * rows
+                p, to = scores + row * reach + 4 * (s - low), states + row * pitch
+                add(a, value, high - s, p, reach, to, pitch, memory)
+
+    return part(add_values)
 
 
 @cache
 def attend(k: DType, v: DType) -> Kernel:
-    """A part of the keys, of type `k`, and of the values, of type `v`, with a group of heads at a time."""
-    add_keys = _add_keys_in_blocks(k) if k.is_quantised else _add_keys(CELLS[k])
-    add_all_values = _add_all_values(CELLS[v])
-    key_span, value_span = CELLS[k].span, CELLS[v].span
+    """A part of the keys, of type `k`, and of the values, of type `v`, with the heads of a walk at a time."""
+    add_keys = _add_keys(_keys_in_blocks(k) if k.is_quantised else _keys_in_floats(CELLS[k]))
+    add_values = _add_values(CELLS[v])
 
     def body(a, thread, threads):
-        tokens, shared, keys, chunks = ARGS.tokens(a), ARGS.shared(a), ARGS.keys(a), ARGS.chunks(a)
-        rows, reach, span = tokens * shared, 4 * round_up(keys, LANES), VALUES + 4 * round_up(ARGS.width(a), COLUMNS)
-        scores, pitch = ARGS.scratch(a) + thread * ARGS.scratch_bytes(a), chunks * span
-        lo, hi = share(ARGS.units(a) * chunks, thread, threads)
+        tokens, keys, width, chunks = ARGS.tokens(a), ARGS.keys(a), ARGS.width(a), ARGS.chunks(a)
+        beside, span = ARGS.beside(a), VALUES + 4 * round_up(width, COLUMNS)
+        heads_of = beside * ARGS.shared(a)
+        rows, reach, pitch = tokens * heads_of, 4 * min(PIECE, round_up(keys, LANES)), chunks * span
+        scores = ARGS.scratch(a) + thread * ARGS.scratch_bytes(a)
+        lanes = scores + rows * reach
+        memory = lanes + rows * VECTOR
+        lo, hi = share(ARGS.units(a) // beside * chunks, thread, threads)
         for unit in range(lo, hi):
-            group, chunk = unit // chunks, unit % chunks
-            heads = ARGS.heads(a) + group * shared * HEAD
-            states = ARGS.partial(a) + (group * rows * chunks + chunk) * span
-            low, high = seen_range(heads, shared, tokens, ARGS.mask_step(a), keys)
-            first, last = share((high - low + LANES - 1) // LANES, chunk, chunks)
-            low, high = low + first * LANES, min(high, low + last * LANES)
+            walk, chunk = unit // chunks, unit % chunks
+            heads = ARGS.heads(a) + walk * heads_of * HEAD
+            states = ARGS.partial(a) + (walk * rows * chunks + chunk) * span
+            start, end = seen_range(heads, heads_of, tokens, ARGS.mask_step(a), keys)
+            first, last = share((end - start + LANES - 1) // LANES, chunk, chunks)
+            start, end = start + first * LANES, min(end, start + last * LANES)
             for r in range(rows):
-                store(states + r * pitch, splat(MINUS_INFINITY))
-                for c in range(VALUES, span, 64):
+                for c in range(0, span, 64):
                     store(states + r * pitch + c, zeros())
-            memory, soon = scores + rows * reach, min(AHEAD, high - low)
-            key, value = load_long(heads + K) + low * ARGS.k_step(a), load_long(heads + V) + low * ARGS.v_step(a)
-            fetch(key, ARGS.k_step(a), soon, key_span(ARGS.size(a)))
-            fetch(value, ARGS.v_step(a), soon, value_span(ARGS.width(a)))
-            add_keys(a, heads, low, high, scores, states, pitch, memory)
-            for r in range(rows):
-                to_weights(scores + r * reach, high - low, states + r * pitch)
-            add_all_values(a, value, rows, high - low, scores, states, pitch, memory)
+                store_scalar(states + r * pitch, LOWEST)
+            for low in range(start, end, PIECE):
+                high = min(end, low + PIECE)
+                add_keys(a, heads, low, high, scores, reach, lanes, memory)
+                for r in range(rows):
+                    to_weights(scores + r * reach, high - low, lanes + r * VECTOR, states + r * pitch, width)
+                add_values(a, heads, low, high, scores, reach, states, pitch, memory)
             if chunks == 1:
-                put_group(a, group, scores)
+                for group in range(walk * beside, walk * beside + beside):
+                    put_group(a, group, scores)
         return 0
 
     return Kernel(f"attention_few.attend.{k}.{v}", body)

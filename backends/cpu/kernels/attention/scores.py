@@ -1,4 +1,4 @@
-"""What both kernels of attention share: their words, how a score is finished, and powers of two.
+"""What both kernels of attention share: their words, which keys are seen, how a score is finished, and powers of two.
 
 Scores are kept in units of log2(e), so that their exponentials are powers of two: scale, cap, slopes and sinks come
 multiplied by it.
@@ -110,3 +110,35 @@ def mask_lanes(seen, s, keys):
 def seen_lanes(mask):
     """A bit for each key that may be seen."""
     return lanes_above(mask, splat(LOWEST))
+
+
+@part
+def seen_from(seen, keys):
+    """The first key that may be seen, or fewer than 16 before it."""
+    s = 0
+    while s < keys and seen_lanes(mask_lanes(seen, s, keys)) == 0:
+        s += LANES
+    return s
+
+
+@part
+def seen_to(seen, keys):
+    """One past the last key that may be seen, or fewer than 16 more."""
+    s = (keys + LANES - 1) // LANES * LANES
+    while s > 0 and seen_lanes(mask_lanes(seen, s - LANES, keys)) == 0:
+        s -= LANES
+    return min(s, keys)
+
+
+@part
+def seen_range(heads, shared, tokens, step, keys):
+    """From the first to past the last key that any token may see in any head of a group."""
+    low, high, known = keys, 0, 0
+    for h in range(shared):
+        seen = load_long(heads + h * HEAD + MASK)
+        if seen != known:
+            for t in range(tokens):
+                low = min(low, seen_from(seen + t * step, keys))
+                high = max(high, seen_to(seen + t * step, keys))
+            known = seen
+    return min(low, high), high
