@@ -113,6 +113,13 @@ def parts_of(given: Part, sizes: Iterable[int]) -> list[Part]:
     return [[new[start:end] for new in given] for start, end in pairwise(ends)]
 
 
+def outputs_of(parts: Sequence[Part], every_position: bool, hidden: bool) -> list[str]:
+    """What each part gives: logits only where somebody asks for them, since the output matrix is large."""
+    last = {at for new in zip(*parts, strict=True) for at in [at for at, own in enumerate(new) if own][-1:]}
+    asked = [not hidden and (every_position or at in last) for at in range(len(parts))]
+    return ["logits" if logits else "hidden" for logits in asked]
+
+
 def read_behind(
     part: Part, lengths: Sequence[int], recent: list[list[int]], remembers: int
 ) -> tuple[list[int], list[list[int]]]:
@@ -141,15 +148,15 @@ class Reading:
     parts: Sequence[Part]
     steps: Sequence[Step]
     inputs: Sequence[Mapping[str, npt.NDArray[np.generic]]]
-    output: str
+    outputs: Sequence[str]
     every_position: bool
     lengths: list[int]
     recent: list[list[int]]
 
     def rows_of(self, given: Iterable[Mapping[str, F32]], idle: Sequence[F32]) -> list[list[F32]]:
         """What each part gives for each sequence; those that are given for one that idles."""
-        outputs = zip(given, self.parts, strict=True)
-        return [split_rows(one[self.output], part, self.every_position, idle) for one, part in outputs]
+        outputs = zip(given, self.outputs, self.parts, strict=True)
+        return [split_rows(one[name], part, self.every_position, idle) for one, name, part in outputs]
 
 
 def wanted(part: Part) -> list[tuple[int, int]]:

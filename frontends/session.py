@@ -32,6 +32,7 @@ from .parts import (
     bucket,
     equal_sizes,
     joined,
+    outputs_of,
     parts_of,
     read_behind,
     room_of,
@@ -192,9 +193,11 @@ class Session:
         length = self.lengths[0] + behind
         sizes = self.part_sizes(tokens, length, reversible)
         follow = len(sizes) > 1 and self._follow_each_other(tokens, reversible)
-        for count in sizes:
+        outputs = outputs_of(parts_of([[0] * tokens], sizes), every_position, False)
+        for count, gives in zip(sizes, outputs, strict=True):
             length += count
-            step = self._step_for(count, length, every_position, self._gives, reversible, follow)
+            gives = gives if follow else self._gives
+            step = self._step_for(count, length, every_position, gives, reversible, follow)
             _ = self.pipeline(step) if follow else self.executor(step)
 
     def _run(self, part: Part, every_position: bool, hidden: bool, reversible: bool) -> list[F32]:
@@ -250,14 +253,14 @@ class Session:
 
     def reading(self, parts: Sequence[Part], every_position: bool = False, hidden: bool = False) -> Reading:
         """Parts as runs that follow each other."""
-        lengths, recent, name = self.lengths, self.recent, "hidden" if hidden else "logits"
+        lengths, recent, outputs = self.lengths, self.recent, outputs_of(parts, every_position, hidden)
         steps, inputs = [], []
-        for part in parts:
+        for part, gives in zip(parts, outputs, strict=True):
             batch = Batch(part, lengths, wanted(part) if every_position else None, recent)
             lengths, recent = read_behind(part, lengths, recent, self.model.remembers)
-            steps.append(self._step_for(max(map(len, part)), max(lengths), every_position, name, follow=True))
+            steps.append(self._step_for(max(map(len, part)), max(lengths), every_position, gives, follow=True))
             inputs.append(self.model.inputs(steps[-1], batch))
-        return Reading(parts, steps, inputs, name, every_position, lengths, recent)
+        return Reading(parts, steps, inputs, outputs, every_position, lengths, recent)
 
     def runs(self, reading: Reading) -> list[tuple[Pipeline, Mapping[str, npt.NDArray[Any]]]]:
         """What `in_turn` or a `Succession` is given to read it."""

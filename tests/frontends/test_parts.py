@@ -92,7 +92,7 @@ def test_what_comes_before_a_prompt_is_made_for_it():
     session = Session(model, on=LAYERS, context=64)
     session.prepare(len(tokens))
     made = dict(session._pipelines)
-    assert len(made) == 1
+    assert {step.gives for step in made} == {"hidden", "logits"}, "only the last part reads the output matrix"
     session.evaluate([tokens])
     assert session._pipelines == made
 
@@ -147,16 +147,17 @@ def test_a_part_has_few_sizes(monkeypatch, most, sizes):
 @pytest.mark.parametrize(
     ("words", "fewest", "said"),
     [
-        ("2 layer 256", 64, "in 4 parts of 64, the least, that follow each other through 2 devices, {T}; as one T"),
-        ("2 layer 999", 64, "in 4 parts of 64, the least, that follow each other through 2 devices, {T}; as one T"),
-        ("2 layer 200", 4, "in 25 parts of 8, about 10 parts for each, that follow each other through 2 devices, {T};"),
-        ("4 layer,tensor 128", 64, "in 2 parts of 64, the least, that follow each other through 2 teams of 2 devices,"),
+        ("2 layer 256", 64, "in 4 parts of 64, that follow each other through 2 devices, {T}; as one T"),
+        ("2 layer 999", 64, "in 4 parts of 64, that follow each other through 2 devices, {T}; as one T"),
+        ("2 layer 200", 4, "in 4 parts of 48, 64, 40, that follow each other through 2 devices, {T};"),
+        ("4 layer,tensor 128", 64, "in 2 parts of 64, that follow each other through 2 teams of 2 devices,"),
         ("2 layer 64", 64, "as one, {T}; parts have 64 tokens at least"),
         ("2 tensor 256", 64, "as one, {T}; all devices meet, so that none can begin with other tokens"),
     ],
 )
 def test_the_plan_of_a_prompt_says_in_how_many_parts_it_is_read_and_why(words, fewest, said, capsys, monkeypatch):
     monkeypatch.setattr(parts, "FEWEST", fewest)
+    monkeypatch.setattr(parts, "sizes_of", sizes_of)
     count, mode, batch = words.split()
     asked = ("--devices", ",".join(FOUR[: int(count)]), "--split-mode", mode, "-b", batch)
     (line,) = prompt_lines(capsys, *asked)
