@@ -22,6 +22,9 @@ PlanOf = Callable[[int, int], Plan]
 WORTH = 1.03
 """How many times as long fewer parts may take as those that take least: each has costs that no plan knows."""
 
+SEEN = 0.75
+"""Of the cells that plans count for attention, those that tokens saw when its speed was measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -43,8 +46,10 @@ class Predicted:
         of = {asked: legs(plan_of(*asked)) for asked in {(t, c) for t in tokens for c in cells}}
         self._corners = [of[t, c] for c in cells for t in tokens]
 
-    def legs(self, tokens: int, cells: int) -> list[Leg]:
-        """Of a run of so many tokens that sees so many cells."""
+    def legs(self, tokens: int, end: int) -> list[Leg]:
+        """Of a run of so many tokens that a sequence of the length `end` has then: they see all before them, and on
+        average half of each other."""
+        cells = (end - tokens / 2) / SEEN
         more, longer = (tokens - self._few) / self._more, (cells - self._short) / self._longer
         shares = ((1 - more) * (1 - longer), more * (1 - longer), (1 - more) * longer, more * longer)
         return [
@@ -52,9 +57,9 @@ class Predicted:
             for corners in zip(*self._corners, strict=True)
         ]
 
-    def slowest(self, tokens: int, cells: int) -> float:
+    def slowest(self, tokens: int, end: int) -> float:
         """Seconds of the device that takes longest."""
-        return max(leg.work for leg in self.legs(tokens, cells))
+        return max(leg.work for leg in self.legs(tokens, end))
 
 
 def in_parts(tokens: int, behind: int, sizes: Sequence[int], predicted: Predicted) -> Parts:

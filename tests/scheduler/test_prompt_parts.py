@@ -28,11 +28,11 @@ def predicted(monkeypatch, *, run=0.0, token=1.0, seen=0.0, devices=2, letters=0
 
 def test_between_plans_time_grows_evenly_with_tokens_and_with_cells(monkeypatch):
     of = predicted(monkeypatch, run=3.0, seen=0.01, letters=2.0, last=3.0)
-    for tokens, cells in product((64, 100, 512, 600), (256, 1000, 4096)):
-        each = 3 + tokens * (1 + 0.01 * cells)
-        assert [leg.work for leg in of.legs(tokens, cells)] == pytest.approx([each, 3 * each])
-        assert [leg.letters for leg in of.legs(tokens, cells)] == pytest.approx([2, 2])
-        assert of.slowest(tokens, cells) == pytest.approx(3 * each)
+    for tokens, end in product((64, 100, 512, 600), (600, 1000, 4096)):
+        each = 3 + tokens * (1 + 0.01 * (end - tokens / 2) / parts.SEEN)
+        assert [leg.work for leg in of.legs(tokens, end)] == pytest.approx([each, 3 * each])
+        assert [leg.letters for leg in of.legs(tokens, end)] == pytest.approx([2, 2])
+        assert of.slowest(tokens, end) == pytest.approx(3 * each)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
