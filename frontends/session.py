@@ -101,7 +101,7 @@ class Session:
         for name, value in (("sequences", sequences), ("context size", self.context), ("batch size", batch)):
             if value < 1:
                 raise ModelError(f"{name} is {value}; it must be at least 1")
-        check_context(self.context, model)
+        model.check_context(self.context)
         self.on: Group = on if like is None else like.on
         self._graph = graphs_of(model, self.on)
         self._wire, self._caches = WIRES[self.on.wire], self.on.caches
@@ -181,10 +181,9 @@ class Session:
                     f"{longest} tokens are more than a batch of {self.batch}; only a batch can be taken back"
                 )
             parts = parts_of(given, sizes)
+            runs: Iterable[list[F32]] = (self._run(part, every_position, hidden, False) for part in parts)
             if self._follow_each_other(longest):
-                runs: Iterable[list[F32]] = self._run_in_turn(parts, every_position, hidden)
-            else:
-                runs = (self._run(part, every_position, hidden, False) for part in parts)
+                runs = self._run_in_turn(parts, every_position, hidden)
             return joined(given, parts, runs, every_position, self.nothing)
 
     @needs(ModelError, tokens=whole(0), behind=whole(0), every_position=BOOL, reversible=BOOL)
@@ -196,8 +195,7 @@ class Session:
         outputs = outputs_of(parts_of([[0] * tokens], sizes), every_position, False)
         for count, gives in zip(sizes, outputs, strict=True):
             length += count
-            gives = gives if follow else self._gives
-            step = self._step_for(count, length, every_position, gives, reversible, follow)
+            step = self._step_for(count, length, every_position, gives if follow else self._gives, reversible, follow)
             _ = self.pipeline(step) if follow else self.executor(step)
 
     def _run(self, part: Part, every_position: bool, hidden: bool, reversible: bool) -> list[F32]:
@@ -342,13 +340,7 @@ class Session:
         return min(self.context, max(FEWEST_CELLS, bucket(length)))
 
     def _step_for(
-        self,
-        tokens: int,
-        length: int,
-        every_position: bool,
-        gives: str,
-        reversible: bool = False,
-        follow: bool = False,
+        self, tokens: int, length: int, every_position: bool, gives: str, reversible: bool = False, follow: bool = False
     ) -> Step:
         room = room_of(tokens, self.batch) if follow else self._room(tokens)
         outputs = self.sequences * (room if every_position else 1)
@@ -453,11 +445,3 @@ class Session:
 
 _step = lru_cache(maxsize=64)(Step)
 """Steps are few, and each is asked for with every token."""
-
-
-def check_context(context: int, model: Model) -> None:
-    """Raises `ModelError` for a context longer than the model was trained for."""
-    if context > model.context_length:
-        raise ModelError(
-            f"context size is {context}, but the model was trained for {model.context_length}; choose less"
-        )
