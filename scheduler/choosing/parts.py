@@ -41,8 +41,8 @@ class Predicted:
     """
 
     def __init__(self, plan_of: PlanOf, tokens: tuple[int, int], cells: tuple[int, int]) -> None:
-        self._few, self._more = tokens[0], max(1, tokens[1] - tokens[0])
-        self._short, self._longer = cells[0], max(1, cells[1] - cells[0])
+        self._few, self._more = tokens[0], tokens[1] - tokens[0]
+        self._short, self._longer = cells[0], cells[1] - cells[0]
         of = {asked: legs(plan_of(*asked)) for asked in {(t, c) for t in tokens for c in cells}}
         self._corners = [of[t, c] for c in cells for t in tokens]
 
@@ -50,7 +50,8 @@ class Predicted:
         """Of a run of so many tokens that a sequence of the length `end` has then: they see all before them, and on
         average half of each other."""
         cells = (end - tokens / 2) / SEEN
-        more, longer = (tokens - self._few) / self._more, (cells - self._short) / self._longer
+        more = (tokens - self._few) / self._more if self._more else 0.0
+        longer = (cells - self._short) / self._longer if self._longer else 0.0
         shares = ((1 - more) * (1 - longer), more * (1 - longer), (1 - more) * longer, more * longer)
         return [
             Leg(*(max(0.0, sum(map(float.__mul__, shares, times))) for times in zip(*corners, strict=True)))
