@@ -14,7 +14,7 @@ from ..ranks import World
 from ..scheduler import Host, Plan, Store, kept_plan
 from .devices import Group, found
 from .models import Model, Step
-from .parts import tokens_of_part
+from .parts import sizes_of
 
 if TYPE_CHECKING:
     from ..scheduler import Use
@@ -89,13 +89,8 @@ def use_of(graph_of: Callable[[int, int], Graph], sequences: int, context: int) 
     ``graph_of(sequences, tokens)`` is the graph of a step."""
     from ..scheduler import Use
 
-    return Use(
-        cache(graph_of),
-        lambda tokens, stages: tokens_of_part(tokens, stages, tokens),
-        sequences,
-        min(PROMPT, context),
-        NEW,
-    )
+    prompt = min(PROMPT, context)
+    return Use(cache(graph_of), sizes_of(prompt), sequences, prompt, NEW)
 
 
 def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[Progress], None] | None) -> None:

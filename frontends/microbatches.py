@@ -18,9 +18,9 @@ from ..ranks import World
 from ..scheduler import InterruptsKept, Plan
 from .errors import ModelError
 from .models import Model
-from .parts import F32, Part, Reading, joined, parts_of, token_ids
+from .parts import F32, Part, Reading, bucket, joined, parts_of, token_ids
 from .rewinding import back, mark
-from .session import DEFAULT_BATCH, Session, bucket
+from .session import DEFAULT_BATCH, Session
 
 if TYPE_CHECKING:
     from ..scheduler import Dealing, Succession, Trace
@@ -91,8 +91,10 @@ class Microbatches:
     def _in_turn(self, dealt: Sequence[Part], every_position: bool, hidden: bool) -> list[F32]:
         from ..scheduler import in_turn
 
-        sizes = [one.part_size(own) for one, own in zip(self.sessions, dealt, strict=True)]
-        parts = [parts_of(own, size) for own, size in zip(dealt, sizes, strict=True)]
+        parts = [
+            parts_of(own, one.part_sizes(max(map(len, own)), max(one.lengths)))
+            for one, own in zip(self.sessions, dealt, strict=True)
+        ]
         readings = [one.reading(p, every_position, hidden) for one, p in zip(self.sessions, parts, strict=True)]
         runs = [run for one, reading in zip(self.sessions, readings, strict=True) for run in one.runs(reading)]
         with InterruptsKept():  # states and lengths belong together
@@ -101,7 +103,7 @@ class Microbatches:
                 one.settle(reading, list(islice(outputs, len(reading.parts))))
                 for one, reading in zip(self.sessions, readings, strict=True)
             ]
-        nothing, answers = self.sessions[0].nothing, zip(dealt, sizes, parts, rows, strict=True)
+        nothing, answers = self.sessions[0].nothing, zip(dealt, parts, rows, strict=True)
         return [rows for read in answers for rows in joined(*read, every_position, nothing)]
 
     @needs(ModelError, sequence=whole(0))

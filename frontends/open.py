@@ -15,7 +15,7 @@ from .adapters import Scaled, read_adapters
 from .errors import ModelError
 from .gguf import open_gguf
 from .models import Model, load_model
-from .session import DEFAULT_BATCH, DEFAULT_CONTEXT, Group, Progress, Session, check_context
+from .session import DEFAULT_BATCH, DEFAULT_CONTEXT, Group, Progress, Session
 from .watch import Watch
 
 EMBEDDED = "hocket-tiny-q8_0.gguf"
@@ -90,7 +90,7 @@ def context_for(model: Model, tokens: int, asked: int | None, *, default: int = 
     Raises `ModelError` if it is longer than the model allows or the tokens do not fit, before any weight is loaded.
     """
     context = min(default, model.context_length) if asked is None else asked
-    check_context(context, model)
+    model.check_context(context)
     if tokens > context:
         more = "shorten it or raise --ctx-size" if context < model.context_length else "shorten it"
         raise ModelError(f"the text has {tokens} tokens, but the context holds {context}; {more}")

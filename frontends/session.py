@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -29,13 +29,17 @@ from .parts import (
     Part,
     Reading,
     are_several,
+    bucket,
+    equal_sizes,
     joined,
+    outputs_of,
     parts_of,
     read_behind,
+    room_of,
+    sizes_in_turn,
     split_rows,
     stages_that_follow,
     token_ids,
-    tokens_of_part,
     wanted,
 )
 from .watch import Seen, Watch
@@ -97,7 +101,7 @@ class Session:
         for name, value in (("sequences", sequences), ("context size", self.context), ("batch size", batch)):
             if value < 1:
                 raise ModelError(f"{name} is {value}; it must be at least 1")
-        check_context(self.context, model)
+        model.check_context(self.context)
         self.on: Group = on if like is None else like.on
         self._graph = graphs_of(model, self.on)
         self._wire, self._caches = WIRES[self.on.wire], self.on.caches
@@ -169,30 +173,30 @@ class Session:
         with self.store.turn:
             self.check(given, hidden)
             longest = max(map(len, given))
-            following = self._following(longest, reversible)
-            size = tokens_of_part(longest, following, self.batch)
-            if 0 < longest <= size:  # the way of every token that is decoded
+            sizes = self.part_sizes(longest, max(self.lengths), reversible)
+            if len(sizes) == 1:  # the way of every token that is decoded
                 return self._run(given, every_position, hidden, reversible)
             if reversible and longest:
                 raise ModelError(
                     f"{longest} tokens are more than a batch of {self.batch}; only a batch can be taken back"
                 )
-            parts = parts_of(given, size)
-            one_by_one = (self._run(part, every_position, hidden, False) for part in parts)
-            runs = one_by_one if following == 1 else self._run_in_turn(parts, every_position, hidden)
-            return joined(given, size, parts, runs, every_position, self.nothing)
+            parts = parts_of(given, sizes)
+            runs: Iterable[list[F32]] = (self._run(part, every_position, hidden, False) for part in parts)
+            if self._follow_each_other(longest):
+                runs = self._run_in_turn(parts, every_position, hidden)
+            return joined(given, parts, runs, every_position, self.nothing)
 
     @needs(ModelError, tokens=whole(0), behind=whole(0), every_position=BOOL, reversible=BOOL)
     def prepare(self, tokens: int, *, behind: int = 0, every_position: bool = False, reversible: bool = False) -> None:
         """Make the plans and kernels that so many more tokens of sequence 0 need, `behind` others, before they come."""
-        following = self._following(tokens, reversible)
-        size = tokens_of_part(tokens, following, self.batch)
-        follows = following > 1 and tokens > size
-        for start in range(0, tokens, size):
-            count = min(size, tokens - start)
-            length = self.lengths[0] + behind + start + count
-            step = self._step_for(size if follows else count, length, every_position, self._gives, reversible)
-            _ = self.pipeline(step) if follows else self.executor(step)
+        length = self.lengths[0] + behind
+        sizes = self.part_sizes(tokens, length, reversible)
+        follow = len(sizes) > 1 and self._follow_each_other(tokens, reversible)
+        outputs = outputs_of(parts_of([[0] * tokens], sizes), every_position, False)
+        for count, gives in zip(sizes, outputs, strict=True):
+            length += count
+            step = self._step_for(count, length, every_position, gives if follow else self._gives, reversible, follow)
+            _ = self.pipeline(step) if follow else self.executor(step)
 
     def _run(self, part: Part, every_position: bool, hidden: bool, reversible: bool) -> list[F32]:
         """Read a part by itself."""
@@ -216,16 +220,21 @@ class Session:
         output = given["hidden" if hidden else "logits"]
         return split_rows(output, part, every_position, [self.nothing] * self.sequences)
 
-    def _following(self, tokens: int, reversible: bool) -> int:
-        """The devices through which parts of so many tokens follow each other, 1 where each is read by itself: where a
-        part needs what the one before it has given, or somebody watches."""
+    def _follow_each_other(self, tokens: int, reversible: bool = False) -> bool:
+        """Whether parts of so many tokens follow each other through devices.  Each is read by itself where a part needs
+        what the one before it has given, or somebody watches."""
         alone = not are_several(tokens) or reversible or self.seen or self.watch is not None or self.trace is not None
-        return 1 if alone or not self.model.is_causal else self._stages
+        return not alone and self.model.is_causal and self._stages > 1
 
-    def part_size(self, tokens: Part) -> int:
-        """How many of new tokens of each sequence are read together in a succession."""
-        longest = max(map(len, tokens))
-        return tokens_of_part(longest, self._following(longest, False), self.batch)
+    def part_sizes(self, tokens: int, behind: int, reversible: bool = False) -> tuple[int, ...]:
+        """How many of so many new tokens of a sequence, which are `behind` others, are read together, part by part."""
+        if not self._follow_each_other(tokens, reversible):
+            return equal_sizes(tokens, self.batch)
+
+        def plan_of(count: int, length: int) -> Plan:
+            return self.plan(self._step_of(count, length, self.sequences, self._gives))
+
+        return sizes_in_turn(tokens, behind, self.batch, self._cells, plan_of)
 
     @cached_property
     def _stages(self) -> int:
@@ -242,14 +251,14 @@ class Session:
 
     def reading(self, parts: Sequence[Part], every_position: bool = False, hidden: bool = False) -> Reading:
         """Parts as runs that follow each other."""
-        lengths, recent, name = self.lengths, self.recent, "hidden" if hidden else "logits"
+        lengths, recent, outputs = self.lengths, self.recent, outputs_of(parts, every_position, hidden)
         steps, inputs = [], []
-        for part in parts:
+        for part, gives in zip(parts, outputs, strict=True):
             batch = Batch(part, lengths, wanted(part) if every_position else None, recent)
             lengths, recent = read_behind(part, lengths, recent, self.model.remembers)
-            steps.append(self._step_for(max(map(len, parts[0])), max(lengths), every_position, name))
+            steps.append(self._step_for(max(map(len, part)), max(lengths), every_position, gives, follow=True))
             inputs.append(self.model.inputs(steps[-1], batch))
-        return Reading(parts, steps, inputs, name, every_position, lengths, recent)
+        return Reading(parts, steps, inputs, outputs, every_position, lengths, recent)
 
     def runs(self, reading: Reading) -> list[tuple[Pipeline, Mapping[str, npt.NDArray[Any]]]]:
         """What `in_turn` or a `Succession` is given to read it."""
@@ -323,11 +332,17 @@ class Session:
     def _step_of(
         self, tokens: int, length: int, outputs: int, gives: str, reversible: bool = False, turn: int = 0
     ) -> Step:
-        cells, most = min(self.context, max(FEWEST_CELLS, bucket(length))), bucket(self.batch)
+        cells, most = self._cells(length), bucket(self.batch)
         return _step(self.sequences, tokens, cells, self.context, outputs, gives, most, reversible, turn, *self._caches)
 
-    def _step_for(self, tokens: int, length: int, every_position: bool, gives: str, reversible: bool = False) -> Step:
-        room = self._room(tokens)
+    def _cells(self, length: int) -> int:
+        """The cells that a run sees at whose end the longest sequence has that length."""
+        return min(self.context, max(FEWEST_CELLS, bucket(length)))
+
+    def _step_for(
+        self, tokens: int, length: int, every_position: bool, gives: str, reversible: bool = False, follow: bool = False
+    ) -> Step:
+        room = room_of(tokens, self.batch) if follow else self._room(tokens)
         outputs = self.sequences * (room if every_position else 1)
         return self._step_of(room, length, outputs, gives, reversible)
 
@@ -430,16 +445,3 @@ class Session:
 
 _step = lru_cache(maxsize=64)(Step)
 """Steps are few, and each is asked for with every token."""
-
-
-def check_context(context: int, model: Model) -> None:
-    """Raises `ModelError` for a context longer than the model was trained for."""
-    if context > model.context_length:
-        raise ModelError(
-            f"context size is {context}, but the model was trained for {model.context_length}; choose less"
-        )
-
-
-def bucket(n: int) -> int:
-    """The smallest power of two that is at least `n`."""
-    return 1 << max(0, n - 1).bit_length()

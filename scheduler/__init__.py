@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .choosing.fits import shortage as shortage
     from .choosing.microbatches import Dealing as Dealing
     from .choosing.microbatches import dealing as dealing
+    from .choosing.parts import Predicted as Predicted
+    from .choosing.parts import in_parts as in_parts
     from .choosing.uses import Use as Use
     from .kept import kept_plan as kept_plan
     from .layout import Layout as Layout
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
     from .sharding.layers import even_shares as even_shares
     from .succession import followed as followed
     from .succession import gain as gain
-    from .succession import seconds_in_turn as seconds_in_turn
     from .succession import stages_text as stages_text
     from .telling.as_json import plan_from_json as plan_from_json
     from .telling.as_json import plan_to_json as plan_to_json
@@ -60,6 +61,7 @@ _LATER = {
     "run": ".at_once",
     **dict.fromkeys(("memory_problem", "shortage"), ".choosing.fits"),
     **dict.fromkeys(("Dealing", "dealing"), ".choosing.microbatches"),
+    **dict.fromkeys(("Predicted", "in_parts"), ".choosing.parts"),
     "Use": ".choosing.uses",
     "kept_plan": ".kept",
     "Layout": ".layout",
@@ -77,7 +79,7 @@ _LATER = {
     "Store": ".running.store",
     "Trace": ".running.trace",
     "even_shares": ".sharding.layers",
-    **dict.fromkeys(("followed", "gain", "seconds_in_turn", "stages_text"), ".succession"),
+    **dict.fromkeys(("followed", "gain", "stages_text"), ".succession"),
     **dict.fromkeys(("plan_from_json", "plan_to_json"), ".telling.as_json"),
     "difference": ".telling.diff",
     "PASSES": ".telling.listing",

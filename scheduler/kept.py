@@ -63,7 +63,7 @@ def kept_plan(
         file = _file(
             graph,
             asked,
-            (*options, None if like is None else _lying(like), None if use is None else _wanted(use, len(group))),
+            (*options, None if like is None else _lying(like), None if use is None else _wanted(use)),
         )
     if file is not None and (data := recalled(file)) is not None:
         with suppress(KeyError, TypeError, ValueError, AttributeError, IndexError):
@@ -113,10 +113,9 @@ def _lying(like: Plan) -> object:
     return [*like.leaves.items()], sorted(like.cuts), like.shares, [v.node.name for v in like.graph.states]
 
 
-def _wanted(use: Use, devices: int) -> object:
-    """What a layout on up to so many devices is judged by: two uses in the same words may read other graphs."""
-    parts = [use.part_of(use.prompt, stages) for stages in range(1, devices + 1)] if use.prompt else []
-    return str(use), parts, [graph.digest() for graph in (use.graph_of(use.sequences, 1), use.evened)]
+def _wanted(use: Use) -> object:
+    """What a layout is judged by: two uses in the same words may read other graphs."""
+    return str(use), use.sizes, [graph.digest() for graph in (use.graph_of(use.sequences, 1), use.evened)]
 
 
 def _file(graph: Graph, asked: Devices, options: object) -> Path:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..graph.errors import PlanError
 from .acts import Act, Order
 from .lowering.lane import teams_of
 from .plan import Plan
-from .stages import clocks, finished
+from .stages import clocks
 from .verifier.acts import meets_all, order_faults
 
 GAIN = 1.1
 """How many times as fast runs that follow each other have to be predicted to be, parts of a prompt or micro-batches."""
 LONG = 64
 """Runs after which the devices of a pipeline are as busy as they get."""
+
+
+class Leg(NamedTuple):
+    """The way of a run through one device, or a team of devices: seconds of the letters to it, and of its work."""
+
+    letters: float
+    work: float
 
 
 def in_succession(plans: Sequence[Plan]) -> Order:
@@ -32,11 +40,24 @@ def in_succession(plans: Sequence[Plan]) -> Order:
 
 def followed(plan: Plan) -> int:
     """Through how many devices, or teams of devices, runs of a plan follow each other; 1 where all of them meet."""
-    programs = [lane.program for lane in plan.lanes]
-    if any(meets_all(programs)):
-        return 1
-    teams = set(teams_of(programs))
-    return len(programs) if len(teams) == 1 else len(teams)
+    return 1 if any(meets_all([lane.program for lane in plan.lanes])) else len(_stops(plan))
+
+
+def _stops(plan: Plan) -> list[tuple[int, ...]]:
+    """The devices, or teams of devices, through which runs go, in the order of their numbers."""
+    teams = dict.fromkeys(teams_of([lane.program for lane in plan.lanes]))
+    return [(number,) for number in range(len(plan.lanes))] if len(teams) == 1 else [*teams]
+
+
+def legs(plan: Plan) -> list[Leg]:
+    """What a run takes on each device or team that it goes through, where all of them work at once."""
+    letters, work = [0.0] * len(plan.lanes), [0.0] * len(plan.lanes)
+    for stage in plan.together:
+        sent = stage.op == "send"
+        for device in stage.devices:
+            if not (sent and device == stage.source):
+                (letters if sent else work)[device] += stage.seconds
+    return [Leg(*(max(times[device] for device in stop) for times in (letters, work))) for stop in _stops(plan)]
 
 
 def stages_text(stages: int, devices: int) -> str:
@@ -64,8 +85,3 @@ def gain(plan: Plan) -> float:
         return 1.0
     apart = seconds_apart(plan, LONG)
     return plan.cost.total / apart if apart else 1.0
-
-
-def seconds_in_turn(plan: Plan, runs: int) -> float:
-    """Seconds that so many runs take which follow each other."""
-    return finished(plan.together * runs, len(plan.lanes))

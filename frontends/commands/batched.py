@@ -15,7 +15,7 @@ from ..errors import ModelError
 from ..microbatches import Microbatches, dealt, decoding
 from ..models import Model
 from ..open import open_session
-from ..session import Group, Session, check_context
+from ..session import Group, Session
 from ..terminal.bench_rows import Row, Table
 from ..terminal.output import log
 
@@ -68,7 +68,7 @@ class Batched:
         """A session for each number of sequences; all read the same weights.  Raises `ModelError` if the model has not
         got the context."""
         context = max(self.prompts) + max(self.new)
-        check_context(context, self.model)
+        self.model.check_context(context)
         most = max(self.sequences)
         one = open_session(
             self.model, on=on, sequences=most, context=context, batch=self._batch(most), world=self.world

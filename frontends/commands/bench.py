@@ -23,7 +23,7 @@ from ...ranks import ALONE, World
 from ..errors import ModelError
 from ..models import Model, Step
 from ..open import open_session
-from ..session import DEFAULT_BATCH, Group, Session, check_context
+from ..session import DEFAULT_BATCH, Group, Session
 from ..terminal.arguments import number_list, positive, positive_list
 from ..terminal.bench_rows import FORMS, written
 from ..terminal.output import write
@@ -134,7 +134,7 @@ class Work:
     def session(self, on: Group) -> Session:
         """With the context that the longest test needs.  Raises `ModelError` if the model has not got it."""
         context = max(t.depth + t.tokens for t in self.tests)
-        check_context(context, self.model)
+        self.model.check_context(context)
         return open_session(self.model, on=on, context=context, batch=self.batch, world=self.world)
 
 

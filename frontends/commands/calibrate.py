@@ -48,7 +48,8 @@ def lines(name: str, speeds: Speeds, devices: int) -> list[str]:
             f"and reads memory {speeds.alone_bandwidth:.2f} times"
         )
     rows += [
-        f"  {kind:5} a vector {rate / 1e9:6.1f} GB/s, a prompt {speeds.flops[kind] / 1e9:7.1f} GFLOP/s"
+        f"  {kind:5} a vector {rate / 1e9:6.1f} GB/s, a prompt {speeds.flops[kind] / 1e9:7.1f} GFLOP/s, "
+        f"unpacked {speeds.unpacking[kind] / 1e9:5.1f} GB/s"
         for kind, rate in speeds.bandwidth.items()
     ]
     return rows

@@ -134,6 +134,13 @@ class Model:
         guessing = tuple(f".{self.layers + k}" for k in range(self.guessers))
         return not state.endswith((SNAPSHOTS, WINDOWS, *guessing))
 
+    def check_context(self, context: int) -> None:
+        """Raises `ModelError` for a context longer than the model was trained for."""
+        if context > self.context_length:
+            raise ModelError(
+                f"context size is {context}, but the model was trained for {self.context_length}; choose less"
+            )
+
     def graph(self, step: Step) -> Graph:
         """The graph of ``step``; weights are bound by tensor name, inputs as `inputs` gives them.
 

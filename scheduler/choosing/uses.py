@@ -14,9 +14,10 @@ from ...graph.graph import Graph
 from ..machines.hardware import Hardware
 from ..plan import Plan
 from ..sharding.cost import Costs
-from ..succession import GAIN, followed, gain, seconds_in_turn
+from ..succession import GAIN, followed, gain
 from .auto import Way
 from .microbatches import counts_of, dealing
+from .parts import Predicted, in_parts
 
 CountsOf = Callable[[int, int], Sequence[int]]
 PlanOf = Callable[[int, int], Plan]
@@ -27,13 +28,12 @@ PlanOf = Callable[[int, int], Plan]
 class Use:
     """So many sequences, each of which reads a prompt of so many tokens and gets `new` ones.
 
-    ``graph_of(sequences, tokens)`` is the graph of a run in which each of so many gets so many tokens, and
-    ``part_of(tokens, stages)`` says how many tokens of a prompt are read together where parts follow each other through
-    so many stages.
+    ``graph_of(sequences, tokens)`` is the graph of a run in which each of so many gets so many tokens, and `sizes` are
+    the numbers of tokens, ascending, that a part of a prompt may have.
     """
 
     graph_of: Callable[[int, int], Graph]
-    part_of: Callable[[int, int], int]
+    sizes: Sequence[int]
     sequences: int = 1
     prompt: int = 0
     new: int = 1
@@ -63,11 +63,13 @@ class Use:
     def _read(self, plan_of: PlanOf) -> tuple[float, int]:
         """Seconds of one prompt, and in how many parts it is read."""
         step = plan_of(self.sequences, 1)
-        size = self.part_of(self.prompt, followed(step) if gain(step) >= GAIN else 1)
-        if size >= self.prompt:
-            return plan_of(1, self.prompt).cost.total, 1
-        parts = -(-self.prompt // size)
-        return seconds_in_turn(plan_of(1, size), parts), parts
+        if followed(step) > 1 and gain(step) >= GAIN:
+            ends = (self.sizes[0], self.sizes[-1])
+            predicted = Predicted(lambda tokens, cells: plan_of(1, tokens), ends, (self.prompt, self.prompt))
+            parts = in_parts(self.prompt, 0, self.sizes, predicted)
+            if len(parts.sizes) > 1:
+                return parts.seconds, len(parts.sizes)
+        return plan_of(1, self.prompt).cost.total, 1
 
 
 class Promises:
@@ -102,9 +104,9 @@ class Promises:
     def _read(self, stages: int, team: int) -> float:
         """Seconds of a prompt, as one or in parts, waiting for the first of these and for the last included."""
         prompt = self.use.prompt
-        size = self.use.part_of(prompt, stages)
-        turns = -(-prompt // size) + stages - 1
-        return min(self._alone(1, prompt, team), turns * self._alone(1, size, team) / stages)
+        whole, sizes = self._alone(1, prompt, team), self.use.sizes if stages > 1 else ()
+        turns = {size: prompt / size + stages - 1 for size in sizes}
+        return min([whole, *(turns[size] * self._alone(1, size, team) / stages for size in sizes)])
 
     def _alone(self, sequences: int, tokens: int, team: int = 1) -> float:
         """Seconds of a run that so many devices share, each of whom launches all."""

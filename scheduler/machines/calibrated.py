@@ -72,6 +72,7 @@ def keep_speeds(known: Mapping[str, Speeds]) -> Path:
             "alone_bandwidth": s.alone_bandwidth,
             "value_bandwidth": s.value_bandwidth,
             "recurrent_flops": s.recurrent_flops,
+            "unpacking": dict(s.unpacking),
         }
         for name, s in known.items()
     }
@@ -103,9 +104,11 @@ def _is_possible(s: Speeds) -> bool:
             alone_bandwidth=s.alone_bandwidth,
             value_bandwidth=s.value_bandwidth,
             recurrent_flops=s.recurrent_flops,
+            unpack_bandwidth=unpacked,
         ).is_possible
         for bandwidth in s.bandwidth.values()
         for flops in s.flops.values()
+        for unpacked in s.unpacking.values() or [0.0]
     ) and bool(s.bandwidth and s.flops)
 
 

@@ -17,16 +17,20 @@ KEPT = ("weight", "state")
 """Leaves that a run finds in memory, where others were read since it was there last."""
 RECURRENT = "recurrent"
 """Stands for ops whose tokens follow each other through a state, as `OTHERS` does for all that read no weights."""
+MANY = 64
+"""Rows which weights are unpacked for, as far as they are: one row is multiplied with weights as they are."""
 
 
 class Work(NamedTuple):
     """Floating-point operations; bytes read and written, and those of them that are of weights and states; the op as
-    which it is judged, then what stands for several: the first one whose speed is known counts."""
+    which it is judged, then what stands for several: the first one whose speed is known counts; and the rows that each
+    weight is multiplied with."""
 
     flops: float
     nbytes: float
     kept: float = 0.0
     judged_as: tuple[str, ...] = ()
+    rows: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,8 @@ class Hardware:
     `value_bandwidth` is in bytes/s that of values which ops hand on to each other, which are in caches mostly.  Where
     it is known, as of what was measured, an op takes the time of its weights and states, that of such values, and that
     of arithmetic one after the other; 0 says that nothing is known but what memory can do at most, and that arithmetic
-    and memory hide behind each other, as in data sheets.
+    and memory hide behind each other, as in data sheets.  `unpack_bandwidth` is that of weights in products of `MANY`
+    rows or more, where unpacking them may take longer than reading them; 0 says that it does not.
     """
 
     flops: float = 100e9
@@ -59,6 +64,7 @@ class Hardware:
     alone_bandwidth: float = 1.0
     value_bandwidth: float = 0.0
     recurrent_flops: float = 0.0
+    unpack_bandwidth: float = 0.0
     op_flops: Mapping[str, float] = field(default_factory=dict)
     op_bandwidth: Mapping[str, float] = field(default_factory=dict)
 
@@ -74,6 +80,7 @@ class Hardware:
             plain_flops=self.plain_flops * self.alone_flops,
             value_bandwidth=self.value_bandwidth * self.alone_flops,
             recurrent_flops=self.recurrent_flops * self.alone_flops,
+            unpack_bandwidth=self.unpack_bandwidth * self.alone_flops,
             alone_flops=1.0,
             alone_bandwidth=1.0,
             op_flops={op: speed * self.alone_flops for op, speed in self.op_flops.items()},
@@ -93,6 +100,7 @@ class Hardware:
             self.plain_flops,
             self.value_bandwidth,
             self.recurrent_flops,
+            self.unpack_bandwidth,
         )
         known = type(self.machine) is int and self.machine >= 0
         known = known and all(1 <= times < math.inf for times in (self.alone_flops, self.alone_bandwidth))
@@ -107,7 +115,14 @@ class Hardware:
         return len(self.by_machine(devices))
 
     def compute(
-        self, flops: float, nbytes: float, kept: float = 0.0, judged_as: Sequence[str] = (), *, launches: float = 1.0
+        self,
+        flops: float,
+        nbytes: float,
+        kept: float = 0.0,
+        judged_as: Sequence[str] = (),
+        rows: float = 0.0,
+        *,
+        launches: float = 1.0,
     ) -> float:
         """Time of a node that does such `Work`, and of its launches, which are less than one where several nodes share
         one."""
@@ -119,8 +134,11 @@ class Hardware:
         for op in reversed(judged_as):
             speed, bandwidth = self.op_flops.get(op, speed), self.op_bandwidth.get(op, bandwidth)
         if self.value_bandwidth:
-            values = (nbytes - kept) / self.value_bandwidth
-            return flops / speed + kept / bandwidth + values + launches * self.launch
+            values, weights = (nbytes - kept) / self.value_bandwidth, kept / bandwidth
+            if self.unpack_bandwidth and rows > 1:
+                longer = max(0.0, kept / self.unpack_bandwidth - weights)
+                weights += min(1.0, (rows - 1) / (MANY - 1)) * longer
+            return flops / speed + weights + values + launches * self.launch
         return max(flops / speed, nbytes / bandwidth) + launches * self.launch
 
     def meeting(self, nbytes: float, machines: int = 1) -> float:
@@ -210,8 +228,11 @@ class Counts:
             nbytes = float(declared.nbytes(node))
             kept = sum(s.spec.nbytes for s, home in zip(node.inputs, homes, strict=True) if home in KEPT)
             plain = "weight" not in homes
+            weights = sum(s.spec.size for s, home in zip(node.inputs, homes, strict=True) if home == "weight")
             judged_as = (node.op, *[RECURRENT] * (plain and bool(declared.sequential)), *[OTHERS] * plain)
-            work = self._known[key] = Work(float(declared.flops(node)), nbytes, min(nbytes, kept), judged_as)
+            flops = float(declared.flops(node))
+            rows = flops / 2 / weights if weights else 0.0
+            work = self._known[key] = Work(flops, nbytes, min(nbytes, kept), judged_as, rows)
         return work
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import field
 
 from ...graph import Graph
 from ...graph.records import dataclass
@@ -15,7 +16,8 @@ class Speeds:
     """Of a group of devices at work together: by dtype of weights the bytes/s in which a vector is multiplied and the
     FLOP/s in which many are; seconds of a launch; bytes/s of a message between two, and the seconds in which they meet;
     FLOP/s of what reads none; how many times as fast one of them computes, and reads memory, while the others wait;
-    bytes/s of values that ops hand on; and FLOP/s of tokens that follow each other through a state."""
+    bytes/s of values that ops hand on; FLOP/s of tokens that follow each other through a state; and by dtype of weights
+    the bytes/s in which they are unpacked for many vectors."""
 
     bandwidth: Mapping[str, float]
     flops: Mapping[str, float]
@@ -27,6 +29,7 @@ class Speeds:
     alone_bandwidth: float = 1.0
     value_bandwidth: float = 0.0
     recurrent_flops: float = 0.0
+    unpacking: Mapping[str, float] = field(default_factory=dict)
 
     def hardware(self, graph: Graph) -> Hardware:
         """Speeds for the mixture of weights that `graph` has; a dtype that was not measured counts as the slowest."""
@@ -46,6 +49,7 @@ class Speeds:
             alone_bandwidth=self.alone_bandwidth,
             value_bandwidth=self.value_bandwidth,
             recurrent_flops=self.recurrent_flops,
+            unpack_bandwidth=_mixed(self.unpacking, nbytes) if self.unpacking else 0.0,
         )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from ...backends.base import Backend, Device
 from ...graph import DType, Graph, Value, constant, input, state, weight
 from ...ops import add, attention, causal_mask, gated_delta_net, mul_mat, reshape, rms_norm, swiglu
-from ..machines.hardware import Counts, Work
+from ..machines.hardware import MANY, Counts, Work
 from ..machines.speeds import Speeds
 from ..plan import Plan
 from ..planner import plan_for
@@ -36,7 +36,7 @@ SHORT, LONG, STEPS, LAYERS = 64, 1 << 18, 384, 3
 layers of what is no product."""
 SUMMED, HIDDEN = 256, 512
 """Numbers of a value that devices sum, and those between two products, which they deal out."""
-WARM = ("read", "rows", "attention", "recurrence")
+WARM = ("read", "rows", "few", "attention", "recurrence")
 """Runs that in models follow others like them: threads are awake, and a large last cache may hold what the token before
 has read."""
 ROUNDS = 11
@@ -82,6 +82,7 @@ class Probes:
         for kind in kinds:
             graphs[f"read {kind}"] = products(kind, READ // weight("w", (WIDTH, WIDTH), kind).spec.nbytes, 1)
             graphs[f"rows {kind}"] = products(kind, PRODUCTS, ROWS)
+            graphs[f"few {kind}"] = products(kind, PRODUCTS, MANY)
         self.runs = {name: [bound(plan_for(graph, [one])) for one in group] for name, graph in graphs.items()}
         self.is_linked = len(group) > 1
         of = [kind for kind in kinds if kind in ALONE] or [*kinds[:1]]
@@ -123,12 +124,20 @@ class Probes:
             """A second run finds in caches what it reads."""
             return each(name, work[name].flops, work[name].nbytes * a_value)
 
+        def each_of_many(kind: str) -> tuple[float, float]:
+            """Seconds of a FLOP and of a byte of weights where these are multiplied with many vectors."""
+            names = (f"rows {kind}", f"few {kind}")
+            values = {name: (work[name].nbytes - work[name].kept) * a_value for name in names}
+            own = {name: max(beyond[name] - values[name], beyond[name] / 10) for name in names}
+            return _each([(work[name].flops, work[name].kept, own[name]) for name in names])
+
         def each_byte(kind: str) -> float:
-            flops, nbytes, kept, _ = work[f"read {kind}"]
-            return each(f"read {kind}", kept, flops * a_flop[kind] + (nbytes - kept) * a_value)
+            read = work[f"read {kind}"]
+            return each(f"read {kind}", read.kept, read.flops * a_flop[kind] + (read.nbytes - read.kept) * a_value)
 
         kinds = [*map(str, self.kinds)]
-        a_flop = {kind: each_flop(f"rows {kind}") for kind in kinds}
+        of_many = {kind: each_of_many(kind) for kind in kinds}
+        a_flop = {kind: flop for kind, (flop, _) in of_many.items()}
         speeds = Speeds(
             {kind: 1 / each_byte(kind) for kind in kinds},
             {kind: 1 / a_flop[kind] for kind in kinds},
@@ -136,6 +145,7 @@ class Probes:
             plain_flops=1 / a_plain,
             recurrent_flops=1 / each_flop("recurrence"),
             value_bandwidth=1 / a_value,
+            unpacking={kind: 1 / byte for kind, (_, byte) in of_many.items()},
         )
         if not self.is_linked:
             return speeds

@@ -8,7 +8,7 @@ from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ...ops.routing import busiest
-from ..machines.hardware import KEPT, Counts, Estimate, Hardware, Work, home_of
+from ..machines.hardware import KEPT, Counts, Estimate, Hardware, home_of
 from .assign import Assignment, Conversion
 from .states import Cut
 
@@ -78,7 +78,7 @@ class Costs:
             uncut = read + [v for v in node.results if not isinstance(made[v], Cut)]
             nbytes = _shared(work.nbytes, uncut, most)
             kept = _shared(work.kept, [v for v in read if home_of(v).op in KEPT], most)
-            work = Work(work.flops * share, nbytes, kept, work.judged_as)
+            work = work._replace(flops=work.flops * share, nbytes=nbytes, kept=kept)
         return self.hardware.compute(*work)
 
     def conversion_time(self, conversion: Conversion) -> float:

@@ -108,6 +108,7 @@ def test_ranks_decode_micro_batches_as_one_device_does():
 
 def test_sequences_may_idle_and_read_prompts_of_any_length(monkeypatch):
     monkeypatch.setattr(parts, "FEWEST", 4)
+    monkeypatch.setattr(parts, "sizes_of", lambda most: (4,))
     tokens, root = tokens_of("llama"), rooted("llama")
     texts = [tokens[:11], [], tokens[5:8], tokens[3:7]]
     wanted = Session(root.model, like=root, sequences=4, context=64).evaluate(texts, every_position=True)

@@ -12,7 +12,7 @@ from hocket.cli import main
 from hocket.frontends import devices as devices_of
 from hocket.frontends import parts
 from hocket.frontends.open import open_model
-from hocket.frontends.parts import FEWEST, tokens_of_part
+from hocket.frontends.parts import FEWEST, sizes_of
 from hocket.frontends.session import Group, Session
 from hocket.graph import StepError
 from hocket.scheduler import succession
@@ -29,6 +29,7 @@ TEAMS = Group(FOUR, "layer,tensor", threads=1)
 def _short(monkeypatch):
     """Parts of four tokens, so that texts of tests have several."""
     monkeypatch.setattr(parts, "FEWEST", 4)
+    monkeypatch.setattr(parts, "sizes_of", lambda most: (4,))
 
 
 def held(session):
@@ -91,7 +92,7 @@ def test_what_comes_before_a_prompt_is_made_for_it():
     session = Session(model, on=LAYERS, context=64)
     session.prepare(len(tokens))
     made = dict(session._pipelines)
-    assert len(made) == 1
+    assert {step.gives for step in made} == {"hidden", "logits"}, "only the last part reads the output matrix"
     session.evaluate([tokens])
     assert session._pipelines == made
 
@@ -105,7 +106,7 @@ def test_what_needs_the_part_before_or_is_watched_is_read_part_by_part():
         session.evaluate([tokens])
     assert len(trace.runs) == 1
     assert not session._pipelines
-    assert not Session(model, on=Group(("cpu:0", "cpu:1"), "tensor"), context=64)._following(12, False) > 1
+    assert not Session(model, on=Group(("cpu:0", "cpu:1"), "tensor"), context=64)._follow_each_other(12)
 
 
 @pytest.mark.parametrize("on", [LAYERS, TEAMS], ids=["layer", "layer,tensor"])
@@ -135,35 +136,28 @@ def test_a_prompt_that_fails_in_the_middle_leaves_everything_as_it_was(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("tokens", "devices", "most", "size"),
-    [
-        (2048, 1, 512, 512),
-        (2048, 2, 512, 128),
-        (2048, 4, 512, 64),
-        (2048, 2, 100, 100),
-        (100, 2, 512, 64),
-        (100_000, 2, 512, 512),
-        (1, 2, 512, 64),
-    ],
+    ("most", "sizes"),
+    [(512, (64, 96, 128, 192, 256, 384, 512)), (100, (64, 96, 100)), (64, (64,)), (20, (20,))],
 )
-def test_parts_are_about_ten_for_each_device(monkeypatch, tokens, devices, most, size):
+def test_a_part_has_few_sizes(monkeypatch, most, sizes):
     monkeypatch.setattr(parts, "FEWEST", FEWEST)
-    assert tokens_of_part(tokens, devices, most) == size
+    assert sizes_of(most) == sizes
 
 
 @pytest.mark.parametrize(
     ("words", "fewest", "said"),
     [
-        ("2 layer 256", 64, "in 4 parts of 64, the least, that follow each other through 2 devices, {T}; as one T"),
-        ("2 layer 999", 64, "in 4 parts of 64, the least, that follow each other through 2 devices, {T}; as one T"),
-        ("2 layer 200", 4, "in 25 parts of 8, about 10 parts for each, that follow each other through 2 devices, {T};"),
-        ("4 layer,tensor 128", 64, "in 2 parts of 64, the least, that follow each other through 2 teams of 2 devices,"),
+        ("2 layer 256", 64, "in 4 parts of 64, that follow each other through 2 devices, {T}; as one T"),
+        ("2 layer 999", 64, "in 4 parts of 64, that follow each other through 2 devices, {T}; as one T"),
+        ("2 layer 200", 4, "in 4 parts of 64, 8, that follow each other through 2 devices, {T};"),
+        ("4 layer,tensor 128", 64, "in 2 parts of 64, that follow each other through 2 teams of 2 devices,"),
         ("2 layer 64", 64, "as one, {T}; parts have 64 tokens at least"),
         ("2 tensor 256", 64, "as one, {T}; all devices meet, so that none can begin with other tokens"),
     ],
 )
 def test_the_plan_of_a_prompt_says_in_how_many_parts_it_is_read_and_why(words, fewest, said, capsys, monkeypatch):
     monkeypatch.setattr(parts, "FEWEST", fewest)
+    monkeypatch.setattr(parts, "sizes_of", sizes_of)
     count, mode, batch = words.split()
     asked = ("--devices", ",".join(FOUR[: int(count)]), "--split-mode", mode, "-b", batch)
     (line,) = prompt_lines(capsys, *asked)

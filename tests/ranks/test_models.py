@@ -52,6 +52,7 @@ def test_ranks_compute_what_one_device_does(on):
 
 def test_parts_of_a_prompt_follow_each_other_through_ranks(monkeypatch):
     monkeypatch.setattr(parts, "FEWEST", 2)
+    monkeypatch.setattr(parts, "sizes_of", lambda most: (2,))
     model = open_model(MODEL)
     alone = logits(Session(model, on=Group(("numpy:0",)), context=16))
 

@@ -30,7 +30,7 @@ from hocket.scheduler.machines.calibrated import (
     speeds_file,
     told_speeds,
 )
-from hocket.scheduler.machines.hardware import Counts, Hardware, home_of
+from hocket.scheduler.machines.hardware import MANY, Counts, Hardware, home_of
 from hocket.scheduler.probing.calibrating import ROWS, STEPS, attended, chain, products, recurrent, speeds_of
 from hocket.scheduler.telling.measured import Measured, Step
 
@@ -38,7 +38,9 @@ from ..given.models.goldens import TINY
 
 KERNELS = os.environ["HOCKET_CACHE_DIR"]
 """Where all tests keep compiled kernels."""
-SPEEDS = Speeds({"q8_0": 10e9, "f32": 20e9}, {"q8_0": 4e9, "f32": 1e9}, 3e-6, 5e9, 7e-6)
+SPEEDS = Speeds(
+    {"q8_0": 10e9, "f32": 20e9}, {"q8_0": 4e9, "f32": 1e9}, 3e-6, 5e9, 7e-6, unpacking={"q8_0": 2e9, "f32": 8e9}
+)
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +110,9 @@ def test_a_file_that_does_not_fit_is_left_aside_in_one_line(spoil, caplog: pytes
     assert "hocket calibrate" in line
 
 
-KNOWN = Hardware(900e9, 15e9, 2e-6, plain_flops=300e9, recurrent_flops=80e9, value_bandwidth=50e9)
+KNOWN = Hardware(
+    900e9, 15e9, 2e-6, plain_flops=300e9, recurrent_flops=80e9, value_bandwidth=50e9, unpack_bandwidth=10e9
+)
 
 
 def test_what_a_clock_says_becomes_speeds_that_predict_it():
@@ -120,7 +124,7 @@ def test_what_a_clock_says_becomes_speeds_that_predict_it():
         is_again = runs[0] is before[-1]
         before.append(runs[0])
         plan = runs[0].plan
-        is_near = is_again and plan.graph.inputs[0].shape[0] == ROWS
+        is_near = is_again and plan.graph.inputs[0].shape[0] in (MANY, ROWS)
         bandwidth = KNOWN.value_bandwidth if is_near else KNOWN.bandwidth
         slow = 3 if plan.graph.inputs[0].node.name == "q" and not is_again else 1
         return slow * plan_for(plan.graph, plan.group, hardware=replace(KNOWN, bandwidth=bandwidth)).cost.total
@@ -129,6 +133,7 @@ def test_what_a_clock_says_becomes_speeds_that_predict_it():
     assert speeds.launch == pytest.approx(KNOWN.launch, rel=0.05)
     assert speeds.bandwidth["f32"] == pytest.approx(KNOWN.bandwidth, rel=0.02)
     assert speeds.flops["f32"] == pytest.approx(KNOWN.flops, rel=0.02)
+    assert speeds.unpacking["f32"] == pytest.approx(KNOWN.unpack_bandwidth, rel=0.02)
     assert speeds.plain_flops == pytest.approx(KNOWN.plain_flops, rel=0.02)
     assert speeds.recurrent_flops == pytest.approx(KNOWN.recurrent_flops, rel=0.02)
     assert speeds.value_bandwidth == pytest.approx(KNOWN.value_bandwidth, rel=0.02)
@@ -139,6 +144,15 @@ def test_measured_times_of_reading_and_arithmetic_add_up():
     assert hidden.compute(9e9, 3e9, 3e9, launches=0) == pytest.approx(0.2), "memory takes longer and hides arithmetic"
     assert added.compute(9e9, 3e9, 3e9) == pytest.approx(0.01 + 0.2)
     assert added.compute(9e9, 3e9, 1.5e9) == pytest.approx(0.01 + 0.1 + 0.03), "values are nearer than weights"
+
+
+def test_weights_are_unpacked_for_many_rows_and_in_part_for_few():
+    slow = replace(KNOWN, launch=0.0, unpack_bandwidth=5e9)
+    works = [Counts().of(products(DType.F32, 1, rows).outputs["y"].node) for rows in (1, MANY // 2, MANY)]
+    longer = [slow.compute(*work) - replace(slow, unpack_bandwidth=0.0).compute(*work) for work in works]
+    nbytes = products(DType.F32, 1, 1).weights[0].spec.nbytes
+    whole = nbytes * (1 / 5e9 - 1 / 15e9)
+    assert longer == pytest.approx([0.0, (MANY // 2 - 1) / (MANY - 1) * whole, whole])
 
 
 def test_a_cache_with_new_rows_is_read_from_memory_like_any_state():
@@ -170,7 +184,7 @@ def test_a_device_whose_fellows_wait_is_as_much_faster_as_the_clock_says():
 
     def clock(runs):
         plan = runs[0].plan
-        slower = {1: 3.0, ROWS: 2.0}.get(plan.graph.inputs[0].shape[0], 1.0) if len(runs) > 1 else 1.0
+        slower = {1: 3.0, MANY: 2.0, ROWS: 2.0}.get(plan.graph.inputs[0].shape[0], 1.0) if len(runs) > 1 else 1.0
         return slower * plan_for(plan.graph, plan.group, hardware=KNOWN).cost.total
 
     group = [find("numpy:0"), find("numpy:1")]
@@ -186,7 +200,7 @@ def test_the_command_keeps_what_it_measures(capsys: pytest.CaptureFixture[str], 
     monkeypatch.setattr(calibrate, "speeds_of", lambda group: SPEEDS)
     assert main(["calibrate"]) == 0
     out, err = capsys.readouterr()
-    assert "q8_0  a vector   10.0 GB/s, a prompt     4.0 GFLOP/s" in out
+    assert "q8_0  a vector   10.0 GB/s, a prompt     4.0 GFLOP/s, unpacked   2.0 GB/s" in out
     assert str(speeds_file()) in err
     known = read_speeds(speeds_file())
     assert known is not None

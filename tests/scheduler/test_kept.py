@@ -69,7 +69,7 @@ def test_a_plan_for_one_use_is_not_taken_for_another_in_the_same_words(plans):
     group, graphs = group_of(["cpu:0", "cpu:1"]), [seeded_graph(seed) for seed in (3, 4)]
 
     def use(graph, part):
-        return Use(lambda sequences, tokens: graph, lambda tokens, stages: part, prompt=64, new=8)
+        return Use(lambda sequences, tokens: graph, (part,), prompt=64, new=8)
 
     uses = [use(graphs[0], 64), use(graphs[0], 64), use(graphs[0], 32), use(graphs[1], 64)]
     assert len({str(each) for each in uses}) == 1

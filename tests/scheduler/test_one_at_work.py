@@ -37,7 +37,7 @@ def test_two_devices_that_share_one_processor_are_left_for_one_that_has_all_of_i
 
 def test_a_use_is_judged_by_the_device_that_has_all_to_itself():
     graph = decoder(4)
-    use = Use(lambda sequences, tokens: graph, lambda tokens, stages: tokens, new=8)
+    use = Use(lambda sequences, tokens: graph, (), new=8)
     taken = {
         times: plan_for(
             graph, GROUP, use=use, hardware=replace(SHARED, alone_flops=times, alone_bandwidth=times), split_mode="auto"
