@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
 
 from tqdm import tqdm
@@ -31,7 +32,7 @@ from hocket.backends.cupy.kernels.attention import attention
 from hocket.backends.cupy.kernels.products import packed, tiled
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net
 from hocket.backends.cupy.predicted.speeds import FILE
-from hocket.backends.cupy.predicted.times import GPUS, LATENCY, Time, time_of
+from hocket.backends.cupy.predicted.times import GPUS, LATENCY, time_of
 from hocket.backends.cupy.predicted.works import work_of
 from hocket.conformance.judging.build import build
 from hocket.conformance.reports.emulated import counters
@@ -65,6 +66,21 @@ OPS: Mapping[str, tuple[str, str | None]] = {
 """By op: the shape by which its bytes/s are judged, and that of its FLOP/s where a prompt is not set by memory."""
 
 
+DTYPES = (*packed.BY_TYPE, DType.F16, DType.BF16, DType.F32)
+"""Types of weights whose products are judged."""
+
+
+class Took(NamedTuple):
+    """Seconds that a launch takes, and what sets them."""
+
+    kernel: str
+    seconds: float
+    limit: str
+
+
+Launches = Sequence[Took]
+
+
 @dataclass(frozen=True)
 class Shape:
     """So many times a case: of each kernel the blocks, and what each of them does; kernels without times are launched
@@ -96,9 +112,9 @@ class Shape:
             tried.cache_clear()  # it knows how much scratch was taken where others were chosen
             return list(zip(*(counters([case], limits) for case in cases), strict=True))
 
-    def predicted(self, counted: Sequence[tuple[Counted, ...]], kind: str) -> list[tuple[str, Time]]:
+    def predicted(self, counted: Sequence[tuple[Counted, ...]], kind: str) -> Launches:
         """How long each of its launches takes."""
-        gpu, times = GPUS[kind], []
+        gpu, times = GPUS[kind], list[Took]()
         for launches in counted:
             name = launches[0].launch.kernel.name.partition("<")[0]
             if name not in self.times:
@@ -109,7 +125,8 @@ class Shape:
             work = work.times(*self.times[name])
             moved = work.moved - self.common * (work.blocks - 1)
             work = replace(work, moved=min(moved, 2 * self.nbytes))
-            times.append((name, time_of(work, gpu, cached=bool(times) and work.moved < CACHED)))
+            time = time_of(work, gpu, cached=bool(times) and work.moved < CACHED)
+            times.append(Took(name, time.total, time.limit))
         return times
 
     def share(self, seconds: float, kind: str) -> float:
@@ -237,16 +254,13 @@ def shapes(processors: int) -> tuple[Shape, ...]:
     )
 
 
-Launches = list[tuple[str, Time]]
-
-
 def seconds(times: Launches) -> float:
-    return sum(time.total for _, time in times)
+    return sum(took.seconds for took in times)
 
 
 def limit(times: Launches) -> str:
     """What sets the time of the longest launch."""
-    return max(times, key=lambda named: named[1].total)[1].limit
+    return max(times, key=lambda took: took.seconds).limit
 
 
 def times_of(number: int) -> dict[str, Launches]:
@@ -296,7 +310,7 @@ def rows(shape: Shape, times: Mapping[str, Launches]) -> Iterator[str]:
     """Of the table, one for each GPU that is shown."""
     for kind in SHOWN:
         took = seconds(times[kind])
-        limits = ", ".join(f"{name}: " * (len(times[kind]) > 1) + time.limit for name, time in times[kind])
+        limits = ", ".join(f"{t.kernel}: " * (len(times[kind]) > 1) + t.limit for t in times[kind])
         asked = f"{shape.asked:.0%}" if shape.asked and kind == "h200" else ""
         share = f"{shape.share(took, kind):.0%}"
         is_early = shape.ahead and int(GPUS[kind].arch[3:5]) >= FIRST_CAPABILITY
@@ -319,10 +333,9 @@ compute capability 9.0 allow; `asked` is what we want of an H200.
 
 def main() -> None:
     shown = shapes(GPUS[SHOWN[0]].processors)
-    dtypes = [*packed.BY_TYPE, DType.F16, DType.BF16, DType.F32]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         times = list(tqdm(pool.map(times_of, range(len(shown))), total=len(shown)))
-        by_dtype = list(tqdm(pool.map(of_products, dtypes), total=len(dtypes)))
+        by_dtype = list(tqdm(pool.map(of_products, DTYPES), total=len(DTYPES)))
     both = list(zip(shown, times, strict=True))
     TABLE.write_text(HEAD + "\n".join(line for shape, of in both for line in rows(shape, of)) + "\n", "utf-8")
     microseconds = {

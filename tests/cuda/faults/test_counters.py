@@ -8,6 +8,7 @@ from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device.driver import Source, text_of
+from hocket.backends.cupy.device.limits import limits_of
 from hocket.backends.cupy.emulation.counted import CountingDriver, count
 from hocket.backends.cupy.emulation.main_path import ALLOWED, CASES, faults
 from hocket.backends.cupy.kernels.products import tiled
@@ -175,6 +176,13 @@ def test_attention_by_single_warps_asks_for_no_more_than_it_must():
         (found,) = counters([PROMPT])
     assert found.launch.kernel.name == "attend_short<bf16_bits, 128, 128, 64, 2, 8, false>"
     assert faults(found) == []
+
+
+def test_a_delta_net_that_is_scanned_without_clusters_asks_for_no_more_than_it_must():
+    (case,) = (case for case in CASES if case.startswith("gated_delta_net(q=f32[70"))
+    prepare, scan = counters([case], limits_of("80"))
+    assert scan.launch.kernel.name == "delta_scan<64, 32, 16, false, true>"
+    assert [why for counted in (prepare, scan) for why in faults(counted)] == []
 
 
 def test_what_is_allowed_has_a_reason():

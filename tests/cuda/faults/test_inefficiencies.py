@@ -15,13 +15,15 @@ from hocket.backends.cupy.emulation.main_path import CASES, faults
 from hocket.backends.cupy.resources import measured, recorded
 from hocket.backends.cupy.table import FUSED, SOURCES
 from hocket.conformance import Outcome, parse_case, run_case
+from hocket.frontends.commands.plan import step_graph
 from hocket.graph.errors import BackendError
-from hocket.scheduler import plan
+from hocket.scheduler import plan, plan_for, simulate
 
 from ...given.devices.emulation import needs_compiler, replaced
 from ...given.devices.inefficiencies import ASKED, COMPILED, LAUNCHED
 from ...given.devices.recorded import asked_more, worse
 from ...given.models.goldens import decode_graph
+from ...given.models.large_headers import qwen_80b
 
 
 class Planting(CountingDriver):
@@ -76,10 +78,27 @@ def test_machine_code_that_does_more_is_found(what):
     assert spilled or list(worse(row, recorded().kernels[kernel]["sm_90a"]))
 
 
+def taken(planned):
+    """How many launches a plan for one device takes."""
+    (lane,) = planned.lanes
+    return len(lane.backend.foretold(lane.program, lane.device))
+
+
 def launches(model):
     """How many a decoded token takes."""
-    (lane,) = plan(decode_graph(model), ("cuda-emulated:0",)).lanes
-    return len(lane.backend.foretold(lane.program, lane.device))
+    return taken(plan(decode_graph(model), ("cuda-emulated:0",)))
+
+
+def test_layers_of_qwen3_next_take_few_launches(tmp_path):
+    def of_layers(count):
+        graph, _ = step_graph(qwen_80b(tmp_path / f"{count}.gguf", count), context=4096, tokens=1)
+        simulated = simulate("h200")
+        return taken(plan_for(graph, simulated.group[:1], hardware=simulated.hardware_for(graph)))
+
+    delta = of_layers(3) - of_layers(2)
+    attention = of_layers(8) - of_layers(4) - 3 * delta  # what the first attention launches for all of them is in both
+    assert delta <= 11
+    assert attention <= 12
 
 
 @pytest.mark.parametrize("model", LAUNCHED)

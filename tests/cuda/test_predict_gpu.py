@@ -1,0 +1,55 @@
+"""The script that writes what the model of time says, on one shape and one type of weights: to its end."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from hocket.backends.abilities import OTHERS
+from hocket.backends.cupy.device import disassembly, nvrtc
+from hocket.backends.cupy.predicted.speeds import predicted
+from hocket.backends.cupy.predicted.times import GPUS
+from hocket.graph.errors import BackendError
+
+from ..given.devices.emulation import needs_compiler
+from ..given.models.goldens import ROOT
+
+BENCHMARKS = str(ROOT / "benchmarks")
+sys.path.insert(0, BENCHMARKS)
+try:
+    import predict_gpu
+finally:
+    sys.path.remove(BENCHMARKS)
+
+ADDED = "add 4096×4096"
+
+
+@pytest.mark.long
+@needs_compiler
+def test_what_is_predicted_is_written(tmp_path, monkeypatch):
+    """By processes of its own, as for all shapes; what it writes is what is committed."""
+    try:
+        nvrtc.nvrtc()
+        disassembly.disassembler()
+    except BackendError as why:
+        pytest.skip(str(why))
+    of_all = predict_gpu.shapes
+    monkeypatch.setattr(predict_gpu, "shapes", lambda n: tuple(s for s in of_all(n) if s.name == ADDED))
+    monkeypatch.setattr(predict_gpu, "OPS", {OTHERS: (ADDED, None)})
+    monkeypatch.setattr(predict_gpu, "DTYPES", ())
+    known = json.loads(predict_gpu.TIMES.read_text("utf-8"))
+    page = predict_gpu.TABLE.read_text("utf-8")
+    for name in ("TABLE", "TIMES", "FILE"):
+        monkeypatch.setattr(predict_gpu, name, tmp_path / name)
+    predict_gpu.main()
+    written = json.loads((tmp_path / "TIMES").read_text("utf-8"))
+    assert written == {ADDED: pytest.approx(known[ADDED], rel=0.1)}
+    lines = (tmp_path / "TABLE").read_text("utf-8").removeprefix(predict_gpu.HEAD).splitlines()
+    assert len(lines) == len(predict_gpu.SHOWN)
+    assert page.startswith(predict_gpu.HEAD)
+    speeds = json.loads((tmp_path / "FILE").read_text("utf-8"))
+    assert speeds.keys() == GPUS.keys()
+    for kind, of in speeds.items():
+        assert of["ops"]["bandwidth"][OTHERS] == pytest.approx(predicted()[kind].ops.bandwidth[OTHERS], rel=0.1)
