@@ -129,6 +129,8 @@ ASKED = {
 }
 """By what it is: a file, a text of it and what stands there instead on as many lines; and the case that shows more
 sectors, more wavefronts or more requests than are allowed."""
+BY_WARPS = frozenset({"keys and values in the same banks"})
+"""What is planted in attention by single warps, which devices without warpgroups run and no page records."""
 
 COMPILED = {
     "bytes multiplied one by one": (
