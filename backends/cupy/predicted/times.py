@@ -7,11 +7,11 @@ the last ones are alone for half of their own time.
 
 A product of a vector with 4096 x 4096 weights in 4 bits, 128 blocks of 16 warps on an H200:
 
-    memory        9.4 MB at 4.3 TB/s            2.2 us
-    instructions  649 a warp, 4 warps each of 4 schedulers, 0.64 a cycle   2.3 us   <- sets the time
+    memory        9.5 MB at 4.3 TB/s            2.2 us   <- sets the time
+    instructions  591 a warp, 4 warps each of 4 schedulers, 0.64 a cycle   2.1 us
     latency       2.5 loads after one another   2.0 us
 
-which with the first load is 3.1 us.  It is a model: what it says has been compared with no device.
+which with the first load is 3.0 us.  It is a model: what it says has been compared with no device.
 """
 
 from __future__ import annotations
