@@ -94,6 +94,7 @@ Hardware
     alone_bandwidth: likewise
     value_bandwidth: not negative, finite; free otherwise
     recurrent_flops: likewise
+    unpack_bandwidth: likewise
     op_flops: above zero, finite, all of them; free otherwise
     op_bandwidth: likewise
 """
