@@ -25,13 +25,15 @@ class Tiles:
     """Operations on registers; all take the address of `amx.NBYTES` of the thread first.
 
     ``configure(memory)`` comes first, ``release(memory)`` last.  ``clear[t](memory)``; ``load[t](memory, p, step)`` and
-    ``store[t]``: 16 rows `step` bytes apart; ``multiply(c, x, w)`` is an operation ``(memory)``.
+    ``store[t]``: 16 rows `step` bytes apart; ``pass_by[t]`` loads what need not stay in the first cache;
+    ``multiply(c, x, w)`` is an operation ``(memory)``.
     """
 
     configure: Operation
     release: Operation
     clear: tuple[Operation, ...]
     load: tuple[Operation, ...]
+    pass_by: tuple[Operation, ...]
     store: tuple[Operation, ...]
     multiply: Callable[[int, int, int], Operation]
 
@@ -41,10 +43,11 @@ def tiles() -> Tiles:
     """Those of this processor; emulated ones where it has none."""
     every = range(REGISTERS)
     if processor.tiles() == processor.AMX:
-        clears, loads, stores = (tuple(map(make, every)) for make in (amx.clear, amx.load_tile, amx.store_tile))
-        return Tiles(amx.configure, amx.release, clears, loads, stores, amx.multiply)
-    emulated = [tuple(map(make, every)) for make in (_clear, _load, _store)]
-    return Tiles(nothing, nothing, emulated[0], emulated[1], emulated[2], _multiply)
+        clears, loads = tuple(map(amx.clear, every)), tuple(map(amx.load_tile, every))
+        passing, stores = tuple(map(amx.pass_tile_by, every)), tuple(map(amx.store_tile, every))
+        return Tiles(amx.configure, amx.release, clears, loads, passing, stores, amx.multiply)
+    clear, load_rows, store_rows = (tuple(map(make, every)) for make in (_clear, _load, _store))
+    return Tiles(nothing, nothing, clear, load_rows, load_rows, store_rows, _multiply)
 
 
 @part

@@ -75,6 +75,12 @@ def load_tile(tile: int) -> Intrinsic:
 
 
 @cache
+def pass_tile_by(tile: int) -> Intrinsic:
+    """As `load_tile`, of rows that the first cache need not keep."""
+    return _moved("llvm.x86.tileloaddt164", tile)
+
+
+@cache
 def store_tile(tile: int) -> Intrinsic:
     """``(memory, p, step)``: rows `step` bytes apart."""
     return _moved("llvm.x86.tilestored64", tile)

@@ -92,7 +92,8 @@ def meet_of(form: Format, emit: Part, each: int) -> Part:
     """
     unit, expand = tiles(), expand_of(form)
     clear_0, clear_1, clear_2, clear_3 = unit.clear[:4]
-    load_0, load_1, load_2, load_3, load_x, load_y, load_u, load_v = unit.load
+    load_0, load_1, load_2, load_3, load_x, load_y = unit.load[:6]
+    load_u, load_v = unit.pass_by[6:]  # the first cache is for rows of activations: other squares meet them next
     store_0, store_1, store_2, store_3 = unit.store[:4]
     multiply_0, multiply_1, multiply_2, multiply_3 = (
         unit.multiply(2 * row + group, 4 + row, 6 + group) for row in range(2) for group in range(2)
