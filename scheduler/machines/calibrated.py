@@ -97,19 +97,20 @@ def read_speeds(file: Path) -> dict[str, Speeds] | None:
 
 
 def _is_possible(s: Speeds) -> bool:
-    return all(
-        replace(
-            Hardware(flops, bandwidth, s.launch, s.link_bandwidth, s.link_latency, plain_flops=s.plain_flops),
-            alone_flops=s.alone_flops,
-            alone_bandwidth=s.alone_bandwidth,
-            value_bandwidth=s.value_bandwidth,
-            recurrent_flops=s.recurrent_flops,
-            unpack_bandwidth=unpacked,
-        ).is_possible
-        for bandwidth in s.bandwidth.values()
-        for flops in s.flops.values()
-        for unpacked in s.unpacking.values() or [0.0]
-    ) and bool(s.bandwidth and s.flops)
+    measured = Hardware(
+        launch=s.launch,
+        link_bandwidth=s.link_bandwidth,
+        link_latency=s.link_latency,
+        plain_flops=s.plain_flops,
+        alone_flops=s.alone_flops,
+        alone_bandwidth=s.alone_bandwidth,
+        value_bandwidth=s.value_bandwidth,
+        recurrent_flops=s.recurrent_flops,
+        op_flops=s.flops,  # every type's, as every op's would be
+        op_bandwidth=s.bandwidth,
+    )
+    unpacked = (0.0, *s.unpacking.values())
+    return bool(s.bandwidth and s.flops) and all(replace(measured, unpack_bandwidth=u).is_possible for u in unpacked)
 
 
 @cache
