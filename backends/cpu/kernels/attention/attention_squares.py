@@ -36,8 +36,9 @@ STEP = 32
 to be done; its bytes."""
 FRESH, MORE, DONE = 1, 2, 4
 """Of the sums: before, they begin at zero, or at what is in their place; after, they are put there."""
-QUERIES, WEIGHTS = 3, 3
-"""Terms of float32 on the right: an error of a query counts times the size of a score."""
+QUERIES, WEIGHTS = 3, 2
+"""Terms of float32 on the right: an error of a query counts times the size of a score, that of a weight stays 2^-17 of
+it, where keys and values are rounded by 2^-12 of theirs at least."""
 store_query, store_weight = store_terms(QUERIES), store_terms(WEIGHTS)
 
 
@@ -49,9 +50,9 @@ def terms_of(dtype: DType) -> int:
 @cache
 def list_product(left: int, right: int) -> Part:
     """``(end, a, b, to, first, last)``: list the steps of the product of two squares, of so many terms, of which small
-    ones come first, all but those that float32 would not show.  `first` is FRESH, MORE or, if it adds to another, 0;
-    `last` is DONE or 0.  Returns where the list ends."""
-    pairs = [(i, j) for i in reversed(range(left)) for j in reversed(range(right)) if i + j < 3]
+    ones come first, all but those as small as what terms on the right leave out.  `first` is FRESH, MORE or, if it adds
+    to another, 0; `last` is DONE or 0.  Returns where the list ends."""
+    pairs = [(i, j) for i in reversed(range(left)) for j in reversed(range(right)) if i + j < right]
     return reduce(
         _then, [_list_step(i * PANEL, j * PANEL, n == 0, n == len(pairs) - 1) for n, (i, j) in enumerate(pairs)]
     )
