@@ -10,13 +10,14 @@ import pytest
 
 from hocket.backends.cpu.kernels.products import tiled
 from hocket.backends.cpu.kernels.products.formats import FORMATS
-from hocket.backends.cpu.kernels.products.rounding import LINE, TALL, TILED, rounded_bytes
+from hocket.backends.cpu.kernels.products.rounding import LINE, SPLIT, TALL, TERMS, TILED, rounded_bytes
+from hocket.backends.cpu.kernels.products.tiled_weights import tiled_weight
 from hocket.backends.cpu.kernels.tickets import NBYTES
 from hocket.backends.cpu.simd import amx
 from hocket.graph.dtypes import DType
 from hocket.ops.quants import bf16_to_f32, dequantise
 
-from ..given.packed_rows import call, near, packed, room, target_of
+from ..given.packed_rows import call, met_by_tiles, near, packed, room, target_of
 from ..given.random_rows import random_rows
 
 RNG = np.random.default_rng(11)
@@ -35,27 +36,39 @@ def test_rows_are_rounded_side_by_side():
     assert np.array_equal(bf16_to_f32(rows), near(x), equal_nan=True)
 
 
+def test_three_terms_hold_what_float32_does():
+    """Of numbers that are far apart; what rounds to infinity is infinite, and NaN stays."""
+    x = (RNG.standard_normal((37, 96)) * 2.0 ** RNG.integers(-60, 60, (37, 96))).astype(np.float32)
+    x[3, 5], x[36, 95], x[0, 0], x[1, 1] = np.nan, -np.inf, np.inf, 3.4e38
+    tiles = target_of(x, SPLIT).view(np.uint16).reshape(2, 3, TERMS[SPLIT], TALL, LINE // 2)
+    terms = bf16_to_f32(tiles.transpose(2, 0, 3, 1, 4).reshape(TERMS[SPLIT], 2 * TALL, 96)[:, :37])
+    x[1, 1] = np.inf
+    assert np.array_equal(terms.sum(0, dtype=np.float64), x.astype(np.float64), equal_nan=True)
+
+
 @pytest.mark.long(every=6)
 @pytest.mark.parametrize("count", [1, 24, 33, 70, 545])
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", [*FORMATS, DType.BF16, DType.F16, DType.F32], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(72, 768), (16, 256), (300, 2304)])
-def test_a_product_is_that_of_rounded_weights_and_activations(dtype: DType, rows: int, columns: int, count: int):
+def test_a_product_is_that_of_weights_and_activations_in_tiles(dtype: DType, rows: int, columns: int, count: int):
     """Rows that fill no tile, several panels of the weight, more columns than are expanded at once, two chunks or
     spans; by threads that take pieces as they come, of which the first one or the last does all."""
     raw, x = random_rows(dtype, rows, columns, RNG), RNG.standard_normal((count, columns)).astype(np.float32)
     weight, threads = packed(dtype, raw, columns), 3
     scratch, tickets = room(threads * tiled.SCRATCH), np.zeros(NBYTES, np.uint8)
-    words = (weight, raw.shape[1], rows, columns, target_of(x, TILED), rounded_bytes(1, columns, TILED), count)
+    taken = tiled_weight(dtype)
+    tiles, pitch = target_of(x, taken.rounding), rounded_bytes(1, columns, taken.rounding)
+    words = (weight, raw.shape[1], rows, columns, tiles, pitch, count)
     products = []
     for order in (range(threads), reversed(range(threads))):
         y = np.full((count, rows + 3), np.nan, np.float32)
         for thread in order:  # the others draw a ticket more of each span
             own = (*words, y, y.strides[0], scratch, tickets)
-            assert call(tiled.product(FORMATS[dtype]), *own, thread=thread, threads=threads) == 0
+            assert call(tiled.product(taken), *own, thread=thread, threads=threads) == 0
         assert not tickets.any(), "the last thread lays out new tickets"
         products.append(y)
     assert np.array_equal(*products, equal_nan=True)
-    w, v = near(dequantise(raw, dtype)), near(x)
+    w, v = met_by_tiles(dtype, dequantise(raw, dtype)), met_by_tiles(dtype, x)
     size = np.abs(v) @ np.abs(w).T
     assert (np.abs(y[:, :rows] - v @ w.T) <= 2e-6 * size + 1e-30).all(), "but for the order of float32 sums"
     assert np.isnan(y[:, rows:]).all(), "nothing is written beside the result"

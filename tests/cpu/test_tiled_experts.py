@@ -6,11 +6,12 @@ import pytest
 from hocket.backends.cpu.kernels.products import pairs_experts, tiled_experts
 from hocket.backends.cpu.kernels.products.formats import FORMATS
 from hocket.backends.cpu.kernels.products.rounding import LINE, TALL, TILED, rounded_bytes
+from hocket.backends.cpu.kernels.products.tiled_weights import tiled_weight
 from hocket.backends.cpu.kernels.tickets import NBYTES
 from hocket.graph.dtypes import DType
 from hocket.ops.quants import bf16_to_f32, dequantise
 
-from ..given.packed_rows import call, near, packed, room, target_of
+from ..given.packed_rows import call, met_by_tiles, near, packed, room, target_of
 from ..given.random_rows import random_rows
 
 RNG = np.random.default_rng(12)
@@ -34,8 +35,10 @@ class Prompt:
 
     def products(self, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of each slot, zero for one whose expert is elsewhere; and the same of magnitudes."""
-        w = near(dequantise(raw, self.dtype)).reshape(EXPERTS, self.rows, self.columns)
-        x = near(self.x)[np.arange(len(self.ids)) // 2 * self.shared + np.arange(len(self.ids)) % self.shared]
+        w = met_by_tiles(self.dtype, dequantise(raw, self.dtype)).reshape(EXPERTS, self.rows, self.columns)
+        x = met_by_tiles(self.dtype, self.x)[
+            np.arange(len(self.ids)) // 2 * self.shared + np.arange(len(self.ids)) % self.shared
+        ]
         y, size = np.zeros((2, len(self.ids), self.rows))
         for expert in range(EXPERTS):
             here = self.ids == expert
@@ -44,9 +47,10 @@ class Prompt:
 
     def run(self, kernel, weights, y: np.ndarray, rounding: tuple) -> None:
         """By a thread that does all, and two for which it leaves nothing."""
-        stride, pitch = self.raw[0].shape[1], rounded_bytes(1, self.columns, TILED)
-        scratch, tickets = room(THREADS * tiled_experts.scratch_bytes(self.columns)), np.zeros(NBYTES, np.uint8)
-        words = (*weights, stride, self.rows * stride, self.rows, self.columns, target_of(self.x, TILED), pitch)
+        kind = tiled_weight(self.dtype).rounding
+        stride, pitch = self.raw[0].shape[1], rounded_bytes(1, self.columns, kind)
+        scratch, tickets = room(THREADS * tiled_experts.scratch_bytes(pitch)), np.zeros(NBYTES, np.uint8)
+        words = (*weights, stride, self.rows * stride, self.rows, self.columns, target_of(self.x, kind), pitch)
         words = (*words, sorted_by(self.ids), EXPERTS, 2, self.shared, y, y.strides[0], scratch, tickets, *rounding)
         for thread in range(THREADS):
             assert call(kernel, *words, thread=thread, threads=THREADS) == 0
@@ -55,27 +59,27 @@ class Prompt:
 
 @pytest.mark.long(every=6)
 @pytest.mark.parametrize(("tokens", "shared"), [(90, 1), (90, 2), (400, 2)])
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", [*FORMATS, DType.BF16, DType.F16, DType.F32], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(48, 768), (272, 2304)])
 def test_each_slot_meets_its_expert(dtype: DType, rows: int, columns: int, tokens: int, shared: int):
     """More slots of an expert than are gathered at once, an expert without any, and slots whose expert is elsewhere."""
     prompt = Prompt(dtype, rows, columns, tokens, shared)
     y, weight = np.full((2 * tokens, rows + 3), np.nan, np.float32), packed(dtype, prompt.raw[0], columns)
     second = weight[16 * prompt.raw[0].shape[1] :]
-    prompt.run(tiled_experts.product(FORMATS[dtype]), (weight, second), y, (0,))
+    prompt.run(tiled_experts.product(tiled_weight(dtype)), (weight, second), y, (0,))
     want, size = prompt.products(prompt.raw[0])
     assert (np.abs(y[:, :rows] - want) <= 2e-6 * size + 1e-30).all(), "but for the order of float32 sums"
     assert np.isnan(y[:, rows:]).all(), "nothing is written beside the result"
 
 
 @pytest.mark.long(every=4)
-@pytest.mark.parametrize("dtype", [DType.Q4_0, DType.Q6_K, DType.MXFP4], ids=str)
+@pytest.mark.parametrize("dtype", [DType.Q4_0, DType.Q6_K, DType.MXFP4, DType.F16], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(96, 768), (288, 2304)])
 def test_units_of_slots_are_rounded_where_they_are_made(dtype: DType, rows: int, columns: int):
     prompt = Prompt(dtype, rows, columns, 300, 1)
     weights, y = [packed(dtype, raw, columns) for raw in prompt.raw], np.full((600, rows), np.nan, np.float32)
     tiles, pitch = room(rounded_bytes(600, rows, TILED)), rounded_bytes(1, rows, TILED)
-    prompt.run(pairs_experts.pair_experts(FORMATS[dtype], "reglu"), weights, y, (1, tiles, pitch, TILED))
+    prompt.run(pairs_experts.pair_experts(dtype, "reglu"), weights, y, (1, tiles, pitch, TILED))
     (gate, gate_size), (up, up_size) = (prompt.products(raw) for raw in prompt.raw)
     bound = 3e-6 * (np.abs(gate) * up_size + np.abs(up) * gate_size + 1e-5 * gate_size * up_size) + 1e-30
     assert (np.abs(y - np.maximum(gate, 0) * up) <= bound).all()

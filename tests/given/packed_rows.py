@@ -19,6 +19,9 @@ def call(kernel: compiler.Kernel, *words: object, thread: int = 0, threads: int 
 
 
 def packed(dtype: DType, raw: np.ndarray, columns: int, threads: int = 1) -> np.ndarray:
+    """Rows as kernels read them: packed, or as they lie."""
+    if dtype not in FORMATS:
+        return raw.reshape(-1)
     target = np.zeros(-(-len(raw) // 16) * 16 * raw.shape[1], np.uint8)
     for thread in range(threads):
         words = (raw, raw.shape[1], target, len(raw), columns)
@@ -63,6 +66,11 @@ def rounded(x: np.ndarray, zero: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def near(x: np.ndarray) -> np.ndarray:
     """The nearest bfloat16, as float64."""
     return bf16_to_f32(f32_to_bf16(x.astype(np.float32))).astype(np.float64)
+
+
+def met_by_tiles(dtype: DType, x: np.ndarray) -> np.ndarray:
+    """Weights of a type, or activations that meet them, as tiles multiply them: float64."""
+    return near(x) if dtype in FORMATS else x.astype(np.float64)
 
 
 def room(nbytes: int) -> np.ndarray:

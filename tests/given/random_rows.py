@@ -1,15 +1,17 @@
-"""Weights of random numbers in packed types."""
+"""Weights of random numbers of any type."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from hocket.graph.dtypes import DType
-from hocket.ops.quants import LAYOUT
+from hocket.ops.quants import LAYOUT, encoded
 
 
 def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
-    """Random blocks with scales of ordinary size: uint8 [rows, row bytes]."""
+    """Random blocks with scales of ordinary size, or numbers: uint8 [rows, row bytes]."""
+    if not dtype.is_quantised:
+        return encoded(rng.standard_normal((rows, columns)).astype(np.float32), dtype).view(np.uint8)
     raw = rng.integers(0, 256, (rows * columns // dtype.block, dtype.block_bytes), dtype=np.uint8)
     records = raw.view(LAYOUT[dtype])[:, 0]
     for name in {"d", "dmin"} & set(records.dtype.names):

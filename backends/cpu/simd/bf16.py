@@ -32,7 +32,7 @@ class _Brain(ir.Type):
 _BRAINS = ir.VectorType(_Brain(), 2 * LANES)
 
 
-def _rounded(b: Any, low: Any, high: Any) -> Any:
+def rounded_in_order(b: Any, low: Any, high: Any) -> Any:
     """16 bits each of two vectors, one behind the other, rounded to the nearest, even ones on a tie; NaN stays."""
     if not features().get("avx512bf16"):
         halves = [b.trunc(b.lshr(_upper(b, v), ints_of(16)), ir.VectorType(_i16, LANES)) for v in (low, high)]
@@ -41,15 +41,22 @@ def _rounded(b: Any, low: Any, high: Any) -> Any:
     return b.bitcast(b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), [high, low]), _TWICE)
 
 
+def widened(b: Any, shorts: Any) -> tuple[Any, Any]:
+    """Both vectors of float32 that 32 bfloat16 in order are."""
+    halves = (b.shuffle_vector(shorts, shorts, _order([*range(i, i + LANES)])) for i in (0, LANES))
+    low, high = (b.bitcast(b.shl(b.zext(half, _I), ints_of(16)), _F) for half in halves)
+    return low, high
+
+
 def _order(lanes: list[int]) -> ir.Constant:
     return ir.Constant(ir.VectorType(_i32, len(lanes)), lanes)
 
 
 def rounded_pairs(b: Any, first: Any, second: Any) -> Any:
-    """Both rounded as `_rounded` does, in pairs."""
+    """Both rounded as `rounded_in_order` does, in pairs."""
     if not features().get("avx512bf16"):
         return b.or_(b.lshr(_upper(b, first), ints_of(16)), _upper(b, second))
-    shorts = _rounded(b, first, second)
+    shorts = rounded_in_order(b, first, second)
     order = _order([lane + half for lane in range(LANES) for half in (0, LANES)])
     return b.bitcast(b.shuffle_vector(shorts, shorts, order), _I)
 
@@ -76,7 +83,7 @@ def second_of_pairs(b, pairs):
 @intrinsic(NOTHING, ADDRESS, FLOATS, FLOATS)
 def store_rounded(b, p, low, high):
     """32 float32 as bfloat16, in order."""
-    shorts = _rounded(b, low, high)
+    shorts = rounded_in_order(b, low, high)
     b.store(shorts, b.inttoptr(p, shorts.type.as_pointer()), align=2)
 
 

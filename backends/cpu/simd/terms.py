@@ -19,9 +19,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from .bf16 import first_of_pairs, rounded_pairs, second_of_pairs
+from .bf16 import first_of_pairs, rounded_in_order, rounded_pairs, second_of_pairs, widened
 from .order import turned
-from .vectors import ADDRESS, FLOATS, LANES, NOTHING, Intrinsic, intrinsic
+from .vectors import ADDRESS, FLOATS, LANES, NOTHING, Intrinsic, absolute, intrinsic
 
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
 _INTERLEAVED = ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), [i + j for i in range(LANES) for j in (0, LANES)])
@@ -43,6 +43,31 @@ def store_terms(count: int) -> Intrinsic:
                 to = b.add(to, step)
 
     return store
+
+
+@cache
+def store_ordered_terms(count: int) -> Intrinsic:
+    """``(to, step, low, high)``: 32 numbers as bfloat16, in order, `count` terms `step` bytes apart.  What rounds to
+    infinity has one term, the others are zero."""
+
+    @intrinsic(NOTHING, ADDRESS, ADDRESS, FLOATS, FLOATS)
+    def store(b, to, step, low, high):
+        for term in range(count):
+            shorts = rounded_in_order(b, low, high)
+            b.store(shorts, b.inttoptr(to, shorts.type.as_pointer()), align=2)
+            if term < count - 1:
+                low, high = (
+                    _finite(b, b.fsub(v, near)) for v, near in zip((low, high), widened(b, shorts), strict=True)
+                )
+                to = b.add(to, step)
+
+    return store
+
+
+def _finite(b: Any, v: Any) -> Any:
+    """What is finite, zero for all else."""
+    infinite = ir.Constant(v.type, [float("inf")] * LANES)
+    return b.select(b.fcmp_ordered("<", absolute.body(b, v), infinite), v, ir.Constant(v.type, [0.0] * LANES))
 
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache, partial
 
 from .....graph.dtypes import DType
@@ -15,7 +14,7 @@ from ...steps import Steps
 from ...words import words
 from ..packing import share
 from ..rows import lanes, put
-from .grouped import Blocks, Slots, add_product, fetch, product_of
+from .grouped import Blocks, fetch, product_of
 
 WIDE, COLUMN = 768, 64
 """Columns that are expanded at a time, and bytes of one of a group.  They fill a good part of the second cache, from
@@ -161,10 +160,3 @@ def bind_columns(steps: Steps, call: Bound) -> bool:
 def fits(w: Operand) -> bool:
     """Whether the weight of a product lies as kernels read it."""
     return w.dtype in LOADS and w.strides[-1] == 1 and (w.dtype is DType.F32 or w.shape[-1] % LANES == 0)
-
-
-def bind(steps: Steps, call: Bound, x: Sequence[Operand], slots: Slots) -> None:
-    """A product with a weight that is not packed; `x` for each thread."""
-    w = call.operand(0)
-    *between, stride, _ = (w.dtype.storage.itemsize * s for s in w.strides)
-    add_product(steps, call, product(w.dtype), blocks_of(w.dtype), stride, sum(between), x, x[0].row_step, slots)

@@ -13,10 +13,9 @@ from ...steps import Steps
 from ...words import words
 from ..packing import NO_ROW
 from . import tiled_experts
-from .formats import FORMATS
 from .grouped import Slots
 from .products import bind_product, is_compiled
-from .rounding import TILED
+from .rounding import TERMS
 from .tiled import kind_of
 
 ARGS = words("ids count experts starts own every")
@@ -64,7 +63,7 @@ def here(chosen, own, experts):
 def _mul_mat_id(steps: Steps, call: Bound) -> bool:
     if not is_compiled(call):
         return False
-    if call.operand(0).dtype in FORMATS and kind_of(call) == TILED:
+    if kind_of(call) in TERMS:
         tiled_experts.bind(steps, call, sorted_slots(steps, call))
     else:
         bind_product(steps, call, sorted_slots(steps, call))

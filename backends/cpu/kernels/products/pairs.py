@@ -91,7 +91,7 @@ def pair_of(flow: Flow, number: int) -> Pair:
     numbers, unit = gated_unit(flow, number, UNITS)
     products, call = [flow.call(n) for n in numbers], flow.call(unit)
     (kind, *units), first, y = operands_of(call), products[0], call.out
-    need(kind in GATED and first.operand(0).dtype in FORMATS, "it is another unit, or weights are not packed")
+    need(kind in GATED, "it is another unit")
     need(all(is_compiled(p) and _alike(p, first) for p in products) and y.is_dense, "products differ")
     begins = [at for o in units if (at := _rows_of(o, products)) is not None and o.shape == y.shape]
     need(len(begins) == len(units), "operands are not products of whole groups of rows")
@@ -101,8 +101,9 @@ def pair_of(flow: Flow, number: int) -> Pair:
 def _pair(flow: Flow, number: int) -> Chain:
     pair = pair_of(flow, number)
     first = pair.products[0]
-    x, given = first.operand(1), 2 if first.op == "mul_mat_id" else 1
-    lying = blocks_of(FORMATS[first.operand(0).dtype]).lying
+    w, x, given = first.operand(0), first.operand(1), 2 if first.op == "mul_mat_id" else 1
+    need(w.dtype in FORMATS, "weights are not packed")
+    lying = blocks_of(FORMATS[w.dtype]).lying
     need(math.prod(x.shape[:-given]) <= lying, "many rows meet a weight that is expanded for them")
     return Chain(pair.numbers, partial(_add_pair, pair=pair))
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
+from .....graph.dtypes import DType
 from ....flow import Flow
 from ....operands import need
 from ...compiler import Kernel, Part, part
@@ -27,7 +28,8 @@ from .formats import COLUMNS, FORMATS, Format
 from .grouped import ROWS, fetch_part, is_dealt
 from .pairs import Pair, pair_of
 from .products import blocks_of, bytes_of, wanted_of
-from .rounding import TILED, round_one, rounded, rounded_bytes
+from .rounding import TERMS, round_one, rounded, rounded_bytes
+from .tiled_weights import tiled_weight
 
 VECTOR, BLOCK = 4 * ROWS, 4 * COLUMNS
 """Bytes of the units of a row in a group, and in a block, which is rounded."""
@@ -57,13 +59,13 @@ class Way:
 
 
 @cache
-def way_of(form: Format, kind: str, rounding: int) -> Way:
+def way_of(dtype: DType, kind: str, rounding: int) -> Way:
     """How rows of activations of a kind of rounding meet weights of one type, for a kind of unit."""
-    if rounding == TILED:
+    if rounding in TERMS:
         unit = tiles()
-        return Way(tiled_units_of(form, kind), tiled.SCRATCH, tiled.CHUNK, unit.configure, unit.release)
-    blocks = blocks_of(form)
-    return Way(units_of(form, kind), blocks.scratch + blocks.rows * 2 * VECTOR, blocks.chunk)
+        return Way(tiled_units_of(dtype, kind), tiled.SCRATCH, tiled.CHUNK, unit.configure, unit.release)
+    blocks = blocks_of(FORMATS[dtype])
+    return Way(units_of(FORMATS[dtype], kind), blocks.scratch + blocks.rows * 2 * VECTOR, blocks.chunk)
 
 
 def emit_of(kind: str) -> Part:
@@ -83,9 +85,9 @@ def emit_of(kind: str) -> Part:
     return part(emit)
 
 
-def tiled_units_of(form: Format, kind: str) -> Part:
+def tiled_units_of(dtype: DType, kind: str) -> Part:
     """`Way.units` by tiles of AMX."""
-    meet = tiled.meet_of(form, emit_of(kind), 1)
+    meet = tiled.meet_of(tiled_weight(dtype), emit_of(kind), 1)
 
     def units(a, mine, block, chunk, stop, y, step, ahead):
         stride, columns, x, pitch = ARGS.stride(a), ARGS.columns(a), ARGS.x(a), ARGS.pitch(a)
@@ -143,14 +145,14 @@ def units_of(form: Format, kind: str) -> Part:
 
 
 @cache
-def pair_many(form: Format, kind: str, rounding: int) -> Kernel:
+def pair_many(dtype: DType, kind: str, rounding: int) -> Kernel:
     """``y[i] = unit(gate @ x[i], up @ x[i])`` for `count` rows, rounded block by block; as float32 only where `step`,
     the bytes from row to row of y, is not 0.
 
     `weights` are gate and up, `rows` of either, `rounding` is how x is rounded; `scratch` is `scratch_bytes` for each
     thread; other words that `grouped.product_of` has, too, mean the same.
     """
-    way = way_of(form, kind, rounding)
+    way = way_of(dtype, kind, rounding)
     units, many, begin, end, own, scratch = way.units, way.chunk, way.begin, way.end, way.scratch, scratch_bytes(way)
 
     def body(a, thread, threads):
@@ -179,7 +181,7 @@ def pair_many(form: Format, kind: str, rounding: int) -> Kernel:
         end(mine)
         return 0
 
-    return Kernel(f"pairs_many.pair_many.{form.dtype}.{kind}" + TILES * (rounding == TILED), body)
+    return Kernel(f"pairs_many.pair_many.{dtype}.{kind}" + TILES * (rounding in TERMS), body)
 
 
 def scratch_bytes(way: Way) -> int:
@@ -191,20 +193,21 @@ def _pair_many(flow: Flow, number: int) -> Chain:
     pair = pair_of(flow, number)
     w, x = pair.products[0].operand(0), pair.products[0].operand(1)
     need(pair.products[0].op == "mul_mat" and math.prod(x.shape[:-1]) >= LEAST, "few rows meet a weight as it lies")
-    wide = tiled.kind_of(pair.products[0]) == TILED or blocks_of(FORMATS[w.dtype]).groups == 2
-    need(wide, "a tile is of one group")
+    kind = tiled.kind_of(pair.products[0])
+    need(kind is not None, "activations are not rounded")
+    need(kind in TERMS or blocks_of(FORMATS[w.dtype]).groups == 2, "a tile is of one group")
     return Chain(pair.numbers, partial(_add, pair=pair))
 
 
 def _add(steps: Steps, pair: Pair) -> None:
     first, wanted = pair.products[0], wanted_of(steps, pair.call)
     w, x = first.operand(0), first.operand(1)
-    form, dealt, (stride, _) = FORMATS[w.dtype], is_dealt(steps, first), bytes_of(w)
-    rounding = tiled.kind_of(first)
+    rounding, dealt, (stride, _) = tiled.kind_of(first), is_dealt(steps, first), bytes_of(w)
+    assert rounding is not None
     q = rounded(steps, x, rounding, for_all=dealt)[0]
     records = wanted.records(steps, shared=True)
     to = wanted.target(pair.call.out if wanted.floats else None, wanted.passing(steps)[0], records[0])
-    nbytes = scratch_bytes(way_of(form, pair.kind, rounding))
+    nbytes = scratch_bytes(way_of(w.dtype, pair.kind, rounding))
     memory = steps.scratch(f"pair {nbytes}", nbytes * steps.threads)
 
     def share(tickets: int) -> Share:
@@ -225,9 +228,9 @@ def _add(steps: Steps, pair: Pair) -> None:
         return Share(words, [*(p.operand(0) for p in pair.products), q], to.writes)
 
     if dealt:
-        steps.add_pieces(pair_many(form, pair.kind, rounding), share)
+        steps.add_pieces(pair_many(w.dtype, pair.kind, rounding), share)
     else:
-        steps.deal(pair_many(form, pair.kind, rounding), [share(0)])
+        steps.deal(pair_many(w.dtype, pair.kind, rounding), [share(0)])
     wanted.remember(steps, records)
 
 

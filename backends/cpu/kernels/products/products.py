@@ -17,7 +17,7 @@ from ...steps import Steps, like
 from . import dense, matrices, tiled
 from .formats import COLUMNS, FORMATS, ROWS, UNIT, Format
 from .grouped import Blocks, Slots, add_product, fetch, in_order, is_dealt, product_of
-from .rounding import TILED, Wanted, rounded, rounded_bytes
+from .rounding import TERMS, Wanted, rounded, rounded_bytes
 
 SCALES, BIASES, EXPANDED = 64 * VECTORS, 64 * VECTORS + 128, 64 * VECTORS + 256
 """An expanded block: codes as bytes, scales and biases of both halves as float32; its size."""
@@ -213,10 +213,10 @@ def wanted_of(steps: Steps, call: Bound) -> Wanted:
     y, readers = call.out, call.readers()
     if readers is None or not y.is_dense:
         return Wanted(y, (), True, False)
-    packed = [r for r in readers if _reads_stand_ins(r, y) and r.operand(0).dtype in FORMATS]
-    packed = [r for r in packed if r.operand(1).shape[-1] == y.shape[-1]]
-    rounded = tuple((r.operand(1).tensor, tiled.kind_of(r)) for r in packed)
-    return Wanted(y, rounded, len(packed) < len(readers), any(is_dealt(steps, r) for r in packed))
+    kinds = [(r, tiled.kind_of(r)) for r in readers if _reads_stand_ins(r, y)]
+    kinds = [(r, kind) for r, kind in kinds if kind is not None and r.operand(1).shape[-1] == y.shape[-1]]
+    rounded = tuple((r.operand(1).tensor, kind) for r, kind in kinds)
+    return Wanted(y, rounded, len(kinds) < len(readers), any(is_dealt(steps, r) for r, _ in kinds))
 
 
 def _reads_stand_ins(call: Bound, y: Operand) -> bool:
@@ -250,19 +250,25 @@ def slots_fit(call: Bound) -> bool:
 def bind_product(steps: Steps, call: Bound, slots: Slots) -> None:
     """A product with a weight of any type."""
     w, x = call.operand(0), call.operand(1)
-    if w.dtype not in FORMATS:
-        dense.bind(steps, call, steps.stand_ins(x) or [x] * steps.threads, slots)
-        return
-    if tiled.kind_of(call) == TILED:
+    kind = tiled.kind_of(call)
+    if kind is None:
+        own = steps.stand_ins(x) or [x] * steps.threads
+        add_product(
+            steps, call, dense.product(w.dtype), dense.blocks_of(w.dtype), *bytes_of(w), own, own[0].row_step, slots
+        )
+    elif kind in TERMS:
         tiled.bind(steps, call, bytes_of(w)[0])
-        return
-    form = FORMATS[w.dtype]
-    q, pitch = rounded(steps, x, form.zero, for_all=is_dealt(steps, call)), rounded_bytes(1, w.shape[-1], form.zero)
-    add_product(steps, call, product(form), blocks_of(form), *bytes_of(w), q, pitch, slots)
+    else:
+        form, q = FORMATS[w.dtype], rounded(steps, x, kind, for_all=is_dealt(steps, call))
+        pitch = rounded_bytes(1, w.shape[-1], kind)
+        add_product(steps, call, product(form), blocks_of(form), *bytes_of(w), q, pitch, slots)
 
 
 def bytes_of(w: Operand) -> tuple[int, int]:
-    """Of a row, and of a matrix with whole groups of rows, of a packed weight."""
+    """Of a row, and of a matrix; of a packed weight one with whole groups of rows."""
+    if w.dtype not in FORMATS:
+        *between, stride, _ = (w.dtype.storage.itemsize * s for s in w.strides)
+        return stride, sum(between)
     assert w.stored is not None
     stride = w.shape[-1] // w.dtype.block * w.dtype.block_bytes
     return stride, w.stored.shape[-2] * stride

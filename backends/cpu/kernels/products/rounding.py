@@ -1,7 +1,8 @@
 """Activations rounded as products with packed weights read them: alone, or while they are made.
 
-Most read 8 bits in blocks of 16, with a scale each; those of `tiled` bfloat16, 32 rows of 32 columns side by side.  The
-kind of rounding is one number: what is subtracted from each code of the weight, or `TILED`.
+Most read 8 bits in blocks of 16, with a scale each; those of `tiled` bfloat16, 32 rows of 32 columns side by side, in
+one term or, where the weight is not packed, in three, which hold float32.  The kind of rounding is one number: what is
+subtracted from each code of the weight, `TILED` or `SPLIT`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ....operands import Operand
 from ...compiler import kernel, part
 from ...simd.bf16 import store_rounded
 from ...simd.halves import both_and_second, largest_magnitudes, of_first, of_second, store_pair, totals
+from ...simd.terms import store_ordered_terms
 from ...simd.tiles import ITS_BITS, ONE_AND_A_HALF, RECORD, SCALES, STARTS, SUMS
 from ...simd.vectors import (
     add_int,
@@ -50,9 +52,12 @@ SHORT = 0xFFFFFFFC
 SMALLEST, RAISE = np.float32(1e-38), np.float32(2.0**64)
 """A scale below it is raised before it is inverted: its inverse would be no number."""
 
-TILED = -1
+TILED, SPLIT = -1, -2
+TERMS = {TILED: 1, SPLIT: 3}
+"""Of bfloat16 that a number is in tiles."""
 TALL, LINE = 32, 2 * COLUMNS
-"""Rows side by side in tiles, and bytes of a block of one."""
+"""Rows side by side in tiles, and bytes of a block of one in one term."""
+store_split, IN_SPLIT = store_ordered_terms(TERMS[SPLIT]), TERMS[SPLIT]
 
 
 @part
@@ -106,6 +111,9 @@ def round_one(a, at, i, b, x):
         to, pitch, kind = word(a, at + 1 + 3 * k), word(a, at + 2 + 3 * k), word(a, at + 3 + 3 * k)
         if kind == TILED:
             store_rounded(to + i // TALL * pitch + (b * TALL + i % TALL) * LINE, load(x), load(x + 64))
+        elif kind == SPLIT:
+            at = to + i // TALL * pitch + (b * IN_SPLIT * TALL + i % TALL) * LINE
+            store_split(at, TALL * LINE, load(x), load(x + 64))
         else:
             round_block(x, to + i * pitch + b * RECORD, kind)
 
@@ -115,8 +123,8 @@ def round_one(a, at, i, b, x):
 
 def rounded_bytes(rows: int, columns: int, kind: int) -> int:
     """Records [rows, columns / 32], or tiles [rows / 32, columns / 32]; of columns from the first of a block on."""
-    if kind == TILED:
-        return -(-rows // TALL) * (columns // COLUMNS) * TALL * LINE
+    if kind in TERMS:
+        return -(-rows // TALL) * (columns // COLUMNS) * TERMS[kind] * TALL * LINE
     return rows * (columns // COLUMNS) * RECORD
 
 
@@ -167,7 +175,7 @@ def _rounding(x: Operand, to: Operand, rows: int, kind: int, first: int, last: i
 class Target:
     """Where a thread leaves rows of a result: as float32, in one row's memory over and over if nobody reads them, and
     rounded.  `between` are bytes from thread to thread of that one row; `rounding` is how to round (`round_row`): how
-    many times, and each time where to, bytes from row to row (of `TILED` from 32 rows to the next), and the kind."""
+    many times, and each time where to, bytes from row to row (of tiles from 32 rows to the next), and the kind."""
 
     floats: Operand
     writes: Sequence[Operand]

@@ -16,73 +16,50 @@ from ....operands import Bound
 from ... import processor
 from ...compiler import Kernel, Part, part
 from ...simd.amx import NBYTES, TILE, WIDTH
-from ...simd.bf16 import store_weights
 from ...simd.vectors import load, prefetch_far
 from ...steps import Share, Steps
 from ...words import words
 from ..amx import tiles
 from ..rows import put
 from ..tickets import draw, settle, span_at, span_of, spans_of, tickets_of
-from .formats import COLUMNS, FORMATS, UNIT, Format
-from .grouped import ROWS, fetch, fetch_part, is_dealt
-from .rounding import TALL, TILED, rounded, rounded_bytes
+from .formats import COLUMNS, FORMATS
+from .grouped import ROWS, fetch_part, is_dealt
+from .rounding import SPLIT, TALL, TILED, rounded, rounded_bytes
+from .tiled_weights import BLOCK, TiledWeight, products_of_terms, tiled_weight
 
-BLOCK = 2 * TILE
-"""Bytes of 32 columns: of two groups, and of 32 rows of activations."""
 SQUARE = 4 * TILE
 """Bytes of the sums of 32 rows and two groups, tile by tile."""
 WIDE, CHUNK, ROOM, MOST = 64, 512, 256, 8
-"""Blocks of a group that are expanded at a time; rows of activations that meet them before they are expanded again;
-blocks of two groups that are expanded together, and squares: both stay in the second cache."""
+"""Terms of a group's blocks that are expanded at a time; rows of activations that meet them before they are expanded
+again; terms of blocks of two groups that are expanded together, and squares: both stay in the second cache."""
 MANY = 256
 """Rows of activations from which on a weight is worth expanding for them alone: a span has so many at least."""
-AHEAD = 4096
-"""How many bytes ahead a weight is fetched while it is expanded."""
 LEAST = 24
-"""Rows of a weight from which on tiles are faster than dot products of bytes, for which less has to be expanded; of an
+"""Rows of activations from which on tiles are faster than other products, for which less has to be expanded; of an
 expert, on average."""
 EXPANDED, SUMS = NBYTES, NBYTES + ROOM * BLOCK
 """Where in its scratch a thread keeps expanded blocks, behind registers, and sums of all rows of a chunk."""
 SCRATCH = SUMS + CHUNK // TALL * MOST * SQUARE
 
 
-def kind_of(call: Bound) -> int:
-    """How a product with a packed weight reads its activations, as `rounding` has it."""
+def kind_of(call: Bound) -> int | None:
+    """How a product reads its activations, as `rounding` has it; None: as they are."""
     w = call.operand(0)
     experts = (int(np.asarray(call.attrs["total"])) or w.shape[0]) if call.op == "mul_mat_id" else 1
-    many = math.prod(call.out.shape[:-1]) >= LEAST * experts and w.shape[-1] > 0
-    return TILED if many and processor.tiles() else FORMATS[w.dtype].zero
-
-
-def expand_of(form: Format) -> Part:
-    """``(to, group, first, last, n)``: blocks of a group of `n`, from the first to before the last."""
-    codes, scales, biases, nbytes, width = form.codes, form.scales, form.biases, form.nbytes, form.planes[0]
-    high = form.planes[1] if len(form.planes) > 1 else 0
-    lines = -(-nbytes // 64)
-
-    def expand(to, group, first, last, n):
-        for block in range(first, last):
-            fetch(group + block * nbytes, lines, AHEAD, AHEAD)
-            start = block // UNIT * UNIT
-            b, count, planes = block - start, min(UNIT, n - start), group + start * nbytes
-            second = planes + count * 64 * width
-            behind = second + count * 64 * high
-            d, e = scales(behind, b)
-            m, o = biases(behind, b)
-            store_weights(to, codes(planes + b * 64 * width, second + b * 64 * high), d, e, m, o)
-            to += BLOCK
-
-    return part(expand)
+    many = math.prod(call.out.shape[:-1]) >= LEAST * experts and w.shape[-1] > 0 and bool(processor.tiles())
+    if w.dtype in FORMATS:
+        return TILED if many else FORMATS[w.dtype].zero
+    return SPLIT if many and w.shape[-1] % COLUMNS == 0 else None
 
 
 @part
-def squares_of(columns):
-    """How many squares of two groups meet some rows of activations before others do: as many as there is room for, so
-    that rows seldom come from far away."""
-    return min(MOST, ROOM // min(WIDE, columns // COLUMNS))
+def squares_of(columns, terms):
+    """How many squares of two groups, in so many terms, meet some rows of activations before others do: as many as
+    there is room for, so that rows seldom come from far away."""
+    return min(MOST, ROOM // (terms * min(WIDE // terms, columns // COLUMNS)))
 
 
-def meet_of(form: Format, emit: Part, each: int) -> Part:
+def meet_of(weight: TiledWeight, emit: Part, each: int) -> Part:
     """``(mine, w, v, squares, left, stride, columns, x, pitch, chunk, stop, to, step, ahead)``: rows from `chunk` to
     before `stop` meet two groups for each of so many `squares`: `each` of the rows at `w`, the others of those at `v`.
     `left` rows exist.  Groups that are `ahead` bytes on, and rows of activations that come next, are fetched to the
@@ -90,30 +67,29 @@ def meet_of(form: Format, emit: Part, each: int) -> Part:
 
     ``emit(mine, sums, rows, left, to, step)`` takes what comes out for `rows` rows, in the first four registers.
     """
-    unit, expand = tiles(), expand_of(form)
+    unit, expand, multiply = tiles(), weight.expand, products_of_terms(weight)
     clear_0, clear_1, clear_2, clear_3 = unit.clear[:4]
-    load_0, load_1, load_2, load_3, load_x, load_y = unit.load[:6]
-    load_u, load_v = unit.pass_by[6:]  # the first cache is for rows of activations: other squares meet them next
+    load_0, load_1, load_2, load_3 = unit.load[:4]
     store_0, store_1, store_2, store_3 = unit.store[:4]
-    multiply_0, multiply_1, multiply_2, multiply_3 = (
-        unit.multiply(2 * row + group, 4 + row, 6 + group) for row in range(2) for group in range(2)
-    )
+    w_block, x_block = weight.block, weight.x_block
+    lines, wide = x_block // MOST // 64, WIDE // weight.terms
 
     def meet(mine, w, v, squares, left, stride, columns, x, pitch, chunk, stop, to, step, ahead):
         n, apart = columns // COLUMNS, each * ROWS * stride
-        passes = (n + WIDE - 1) // WIDE
+        passes = (n + wide - 1) // wide
         parts = passes * squares * ((stop - chunk + TALL - 1) // TALL)
         next_w, next_v = w + ahead, v + ahead
         for number in range(passes):
             first, last = n * number // passes, n * (number + 1) // passes
             for k in range(squares):
-                block = mine + EXPANDED + k * (last - first) * BLOCK
-                expand(block, w + k * apart, first, last, n)
-                if left > (k * each + each - 1) * ROWS:
-                    expand(block + TILE, v + k * apart, first, last, n)
+                block = mine + EXPANDED + k * (last - first) * w_block
+                here, there = left - k * each * ROWS, left - (k * each + each - 1) * ROWS
+                expand(block, w + k * apart, stride, here, first, last, n)
+                if there > 0:
+                    expand(block + TILE, v + k * apart, stride, there, first, last, n)
             sums = mine + SUMS
             for i in range(chunk, stop, TALL):
-                block, coming = mine + EXPANDED, x + (i // TALL + 1) * pitch + first * BLOCK
+                block, coming = mine + EXPANDED, x + (i // TALL + 1) * pitch + first * x_block
                 for k in range(squares):
                     next_w = fetch_part(next_w, squares * ROWS * stride, parts)
                     next_v = fetch_part(next_v, squares * ROWS * stride, parts)
@@ -127,23 +103,14 @@ def meet_of(form: Format, emit: Part, each: int) -> Part:
                         load_1(mine, sums + TILE, WIDTH)
                         load_2(mine, sums + 2 * TILE, WIDTH)
                         load_3(mine, sums + 3 * TILE, WIDTH)
-                    r = x + i // TALL * pitch + first * BLOCK
+                    r = x + i // TALL * pitch + first * x_block
                     for _ in range(first, last):
-                        prefetch_far(coming)
-                        prefetch_far(coming + 64)
-                        prefetch_far(coming + 128)
-                        prefetch_far(coming + 192)
-                        coming += 256
-                        load_x(mine, r, WIDTH)
-                        load_u(mine, block, WIDTH)
-                        multiply_0(mine)
-                        load_v(mine, block + TILE, WIDTH)
-                        multiply_1(mine)
-                        load_y(mine, r + TILE, WIDTH)
-                        multiply_2(mine)
-                        multiply_3(mine)
-                        r += BLOCK
-                        block += BLOCK
+                        for line in range(lines):
+                            prefetch_far(coming + 64 * line)
+                        coming += 64 * lines
+                        multiply(mine, r, block)
+                        r += x_block
+                        block += w_block
                     if number + 1 < passes:
                         store_0(mine, sums, WIDTH)
                         store_1(mine, sums + TILE, WIDTH)
@@ -186,17 +153,19 @@ ARGS = words("w stride rows columns x pitch count y step scratch tickets")
 
 
 @cache
-def product(form: Format) -> Kernel:
+def product(weight: TiledWeight) -> Kernel:
     """``y[i] = w @ x[i]`` for `count` rows, whose tiles are at `x`, `pitch` bytes from 32 of them to the next.
 
     Bytes: `stride` of a row of w, `step` from row to row of y, `SCRATCH` for each thread.
     """
-    meet, configure, release = meet_of(form, put_of(), 2), tiles().configure, tiles().release
+    meet, configure, release = meet_of(weight, put_of(), 2), tiles().configure, tiles().release
+
+    terms = weight.terms
 
     def body(a, thread, threads):
         stride, rows, count, step, tickets = ARGS.stride(a), ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
         columns, x, pitch, mine = ARGS.columns(a), ARGS.x(a), ARGS.pitch(a), ARGS.scratch(a) + thread * SCRATCH
-        most, spans = squares_of(columns), spans_of(count, MANY, threads)
+        most, spans = squares_of(columns, terms), spans_of(count, MANY, threads)
         configure(mine)
         for turn in range(spans):
             span = span_of(turn, spans, thread, threads)
@@ -218,14 +187,14 @@ def product(form: Format) -> Kernel:
         release(mine)
         return 0
 
-    return Kernel(f"tiled.product.{form.dtype}", body)
+    return Kernel(f"tiled.product.{weight.dtype}", body)
 
 
 def bind(steps: Steps, call: Bound, stride: int) -> None:
-    """A product whose weight is packed, its rows `stride` bytes long."""
+    """A product with a weight whose rows are `stride` bytes long."""
     w, x, y = call.operand(0), call.operand(1), call.out
-    form, dealt, columns = FORMATS[w.dtype], is_dealt(steps, call), w.shape[-1]
-    tiled = rounded(steps, x, TILED, for_all=dealt)[0]
+    weight, dealt, columns = tiled_weight(w.dtype), is_dealt(steps, call), w.shape[-1]
+    tiled = rounded(steps, x, weight.rounding, for_all=dealt)[0]
     memory = steps.scratch("tiled", SCRATCH * steps.threads)
 
     def share(tickets: int) -> Share:
@@ -235,7 +204,7 @@ def bind(steps: Steps, call: Bound, stride: int) -> None:
             rows=y.shape[-1],
             columns=columns,
             x=tiled.address,
-            pitch=rounded_bytes(1, columns, TILED),
+            pitch=rounded_bytes(1, columns, weight.rounding),
             count=math.prod(y.shape[:-1]),
             y=y.address,
             step=y.row_step,
@@ -245,6 +214,6 @@ def bind(steps: Steps, call: Bound, stride: int) -> None:
         return Share(words, [w, tiled], [y])
 
     if dealt:
-        steps.add_pieces(product(form), share)
+        steps.add_pieces(product(weight), share)
     elif y.shape[-1]:
-        steps.deal(product(form), [share(0)])
+        steps.deal(product(weight), [share(0)])

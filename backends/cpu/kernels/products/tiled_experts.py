@@ -17,11 +17,12 @@ from ...words import words
 from ..amx import tiles
 from ..rows import put
 from ..tickets import draw, settle
-from .formats import COLUMNS, FORMATS, Format
+from .formats import COLUMNS
 from .grouped import ROWS, Slots, clear, is_dealt, row_of
 from .products import bytes_of
-from .rounding import LINE, TALL, TILED, Target, round_one, rounded, rounded_bytes
-from .tiled import BLOCK, CHUNK, MOST, SCRATCH, meet_of, put_of, squares_of
+from .rounding import LINE, TALL, Target, round_one, rounded, rounded_bytes
+from .tiled import CHUNK, MOST, SCRATCH, meet_of, put_of, squares_of
+from .tiled_weights import BLOCK, TiledWeight, tiled_weight
 
 PACE = MOST * 2 * ROWS * 4 + 64
 """Bytes from row to row of what comes out, so that rows do not all lie in the same places of the nearest cache."""
@@ -81,20 +82,21 @@ def leave_out(a, mine):
             round_one(a, ROUNDING, load_int(slots + 4 * i), b, results)
 
 
-def product_of(name: str, form: Format, emit: Part, each: int) -> Kernel:
+def product_of(name: str, weight: TiledWeight, emit: Part, each: int) -> Kernel:
     """``y[i] = w[expert of slot i] @ x[row of slot i]``, or the unit of two such products, whose weights take turns in
     tiles (`each` is 1); also rounded; as float32 only where `step`, the bytes from row to row of y, is not 0.
 
     `weights` are two weights, or one and its second group of rows; `x` are activations in tiles; `scratch` is
     `scratch_bytes` for each thread; other words that `grouped.product_of` has, too, mean the same.
     """
-    meet, configure, release = meet_of(form, emit, each), tiles().configure, tiles().release
+    meet, configure, release = meet_of(weight, emit, each), tiles().configure, tiles().release
+    terms = weight.terms
 
     def body(a, thread, threads):
         stride, between, rows, columns = ARGS.stride(a), ARGS.between(a), ARGS.rows(a), ARGS.columns(a)
         pitch, starts, tickets = ARGS.pitch(a), ARGS.starts(a), ARGS.tickets(a)
         mine = ARGS.scratch(a) + thread * (GATHERED + CHUNK // TALL * pitch)
-        wide = squares_of(columns) // 2 * 2 * each * ROWS
+        wide = squares_of(columns, terms) // 2 * 2 * each * ROWS
         ahead, results = threads * wide * stride, mine + RESULTS
         configure(mine)
         piece, ticket, held = 0, draw(tickets, 0), -1
@@ -126,25 +128,25 @@ def product_of(name: str, form: Format, emit: Part, each: int) -> Kernel:
     return Kernel(name, body)
 
 
-def scratch_bytes(columns: int) -> int:
-    """Of each thread, for so many columns of activations."""
-    return GATHERED + CHUNK // TALL * rounded_bytes(1, columns, TILED)
+def scratch_bytes(pitch: int) -> int:
+    """Of each thread, for activations of which 32 rows are so many bytes."""
+    return GATHERED + CHUNK // TALL * pitch
 
 
 @cache
-def product(form: Format) -> Kernel:
+def product(weight: TiledWeight) -> Kernel:
     """One product."""
-    return product_of(f"tiled_experts.product.{form.dtype}", form, put_of(), 2)
+    return product_of(f"tiled_experts.product.{weight.dtype}", weight, put_of(), 2)
 
 
 # ----------------------------------------------------------------------------------------------------- binding
 
 
 def bind(steps: Steps, call: Bound, slots: Slots) -> None:
-    """A product whose weight is packed."""
+    """A product of many rows."""
     w, y = call.operand(0), call.out
     second = w.address + ROWS * bytes_of(w)[0]
-    add(steps, product(FORMATS[w.dtype]), [call], [w.address, second], slots, Target(y, [y]))
+    add(steps, product(tiled_weight(w.dtype)), [call], [w.address, second], slots, Target(y, [y]))
 
 
 def add(
@@ -158,7 +160,9 @@ def add(
     """The step of products of the same activations, whose weights begin at `begins`."""
     w, x = products[0].operand(0), products[0].operand(1)
     dealt, columns, (stride, between) = is_dealt(steps, products[0]), w.shape[-1], bytes_of(w)
-    tiled, nbytes, rows = rounded(steps, x, TILED, for_all=dealt)[0], scratch_bytes(columns), to.floats.shape[-1]
+    kind = tiled_weight(w.dtype).rounding
+    tiled, pitch, rows = rounded(steps, x, kind, for_all=dealt)[0], rounded_bytes(1, columns, kind), to.floats.shape[-1]
+    nbytes = scratch_bytes(pitch)
     memory = steps.scratch(f"experts {nbytes}", nbytes * steps.threads)
 
     def share(tickets: int) -> Share:
@@ -169,7 +173,7 @@ def add(
             rows=rows,
             columns=columns,
             x=tiled.address,
-            pitch=rounded_bytes(1, columns, TILED),
+            pitch=pitch,
             starts=slots.operand.address,
             experts=slots.experts,
             used=slots.used,
