@@ -76,7 +76,11 @@ class CpuBackend(NumpyBackend):
         return node.op not in COLLECTIVES
 
     def tolerance(self, node: Node) -> float | None:
-        """The relative error of what is rounded to 8 bits on its way; None for arithmetic in float32."""
+        """The relative error of what is rounded on its way; None for arithmetic in float32."""
+        if node.op == "attention":
+            from .kernels.attention.attention_squares import rounding_of_weights
+
+            return rounding_of_weights(*(value.dtype for value in node.inputs[1:3]))
         return 2.0**-8 if node.op in ROUNDED and node.inputs[0].dtype in FORMATS else None
 
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:

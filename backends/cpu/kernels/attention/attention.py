@@ -19,6 +19,7 @@ from ..cells import CELLS
 from ..products.products import stand_ins
 from ..rows import UNARY_WORDS, rows_of, unary
 from . import attention_few, attention_many, attention_tiled
+from .attention_squares import takes
 from .scores import OUT
 
 FEW = 16
@@ -161,7 +162,7 @@ def _attention(steps: Steps, call: Bound) -> bool:
     }
     reads = [x for x in (q, k, v, mask, sinks) if x is not None]
     if tokens >= FEW:
-        many = attention_tiled if processor.tiles() and attention_tiled.takes(k.dtype, v.dtype) else attention_many
+        many = attention_tiled if processor.tiles() and takes(k.dtype, v.dtype) else attention_many
         span = many.span(units, shared, tokens, steps.threads)
         each = many.scratch_bytes(shared * span, size, width)
         scratch = steps.scratch("attention", each * steps.threads)

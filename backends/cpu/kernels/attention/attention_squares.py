@@ -12,6 +12,7 @@ from functools import cache, reduce
 from types import MappingProxyType
 
 from .....graph.dtypes import DType
+from ... import processor
 from ...compiler import Part, part
 from ...simd import amx
 from ...simd.bf16 import store_rounded
@@ -42,9 +43,24 @@ it, where keys and values are rounded by 2^-12 of theirs at least."""
 store_query, store_weight = store_terms(QUERIES), store_terms(WEIGHTS)
 
 
+EXACT = frozenset((DType.F16, DType.BF16, DType.Q4_0))
+"""Types of keys and values that two terms hold."""
+
+
+def takes(k: DType, v: DType) -> bool:
+    """Whether squares of these keys and values are exact."""
+    return {k, v} <= EXACT
+
+
 def terms_of(dtype: DType) -> int:
     """Of keys or values."""
     return 1 if dtype is DType.BF16 else 2
+
+
+def rounding_of_weights(k: DType, v: DType) -> float | None:
+    """The relative error of weights that meet values of these types in tiles, and of what is left out of products with
+    them; None where there are no tiles."""
+    return 2.0 ** -(8 * WEIGHTS) if processor.tiles() and takes(k, v) else None
 
 
 @cache

@@ -81,13 +81,6 @@ SLACK = np.float32(8)
 """By how much, in powers of two, a score may be above the one that weights are relative to."""
 ROWS = 8
 """Keys whose weights are made between two products."""
-EXACT = frozenset((DType.F16, DType.BF16, DType.Q4_0))
-"""Types of keys and values that two terms hold."""
-
-
-def takes(k: DType, v: DType) -> bool:
-    """Whether squares of these keys and values are exact."""
-    return {k, v} <= EXACT
 
 
 def span(units: int, shared: int, tokens: int, threads: int) -> int:
