@@ -28,13 +28,16 @@ from .formats import COLUMNS, FORMATS, Format
 from .grouped import ROWS, fetch_part, is_dealt
 from .pairs import Pair, pair_of
 from .products import blocks_of, bytes_of, wanted_of
-from .rounding import TERMS, round_one, rounded, rounded_bytes
-from .tiled_weights import tiled_weight
+from .rounding import TALL, TERMS, round_one, rounded, rounded_bytes
+from .tiled import squares_of
+from .tiled_weights import TiledWeight, tiled_weight
 
 VECTOR, BLOCK = 4 * ROWS, 4 * COLUMNS
 """Bytes of the units of a row in a group, and in a block, which is rounded."""
 TILES = ".tiles"
 """Behind the name of a kernel that multiplies them."""
+NEAR = 1 << 20
+"""Bytes of activations of a chunk that stay in the second cache."""
 LEAST = 32
 """Rows from which on a tile that is not full costs little."""
 
@@ -45,13 +48,17 @@ ROUNDING = ARGS.start("rounding")
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How rows of activations that are rounded in some way meet two weights: ``units(a, mine, block, chunk, stop, y,
-    step, ahead)`` are those of up to 32 rows of the weights from `block` on, for rows from `chunk` to before `stop`, to
-    rows of `y`, while rows that are `ahead` further on are fetched to the second cache; `mine` is `scratch` bytes of
-    the thread.  Up to `chunk` rows meet what is expanded once.  ``begin(mine)`` comes before all units, ``end(mine)``
-    after them."""
+    """How rows of activations that are rounded in some way meet two weights: ``units(a, mine, row, wide, chunk, stop,
+    y, step, ahead)`` are those of up to `wide` rows of the weights from `row` on, for rows of activations from `chunk`
+    to before `stop`, to rows of `y`, while rows that are `ahead` further on are fetched to the second cache; `mine` is
+    `scratch` bytes of the thread.  Up to `chunk` rows of activations meet what is expanded once.
+
+    ``wide(columns)`` is how many blocks of 32 rows of the weights these are, `widest` at most.  ``begin(mine)`` comes
+    before all units, ``end(mine)`` after them."""
 
     units: Part
+    wide: Part
+    widest: int
     scratch: int
     chunk: int
     begin: Operation = nothing
@@ -63,9 +70,27 @@ def way_of(dtype: DType, kind: str, rounding: int) -> Way:
     """How rows of activations of a kind of rounding meet weights of one type, for a kind of unit."""
     if rounding in TERMS:
         unit = tiles()
-        return Way(tiled_units_of(dtype, kind), tiled.SCRATCH, tiled.CHUNK, unit.configure, unit.release)
+        units, wide = tiled_units_of(dtype, kind), _wide_of(tiled_weight(dtype))
+        return Way(units, wide, tiled.MOST // 2, tiled.SCRATCH, tiled.CHUNK, unit.configure, unit.release)
     blocks = blocks_of(FORMATS[dtype])
-    return Way(units_of(FORMATS[dtype], kind), blocks.scratch + blocks.rows * 2 * VECTOR, blocks.chunk)
+    return Way(units_of(FORMATS[dtype], kind), one, 1, blocks.scratch + blocks.rows * 2 * VECTOR, blocks.chunk)
+
+
+@part
+def one(columns):
+    """`Way.wide` where wider blocks gain nothing."""
+    return 1
+
+
+def _wide_of(weight: TiledWeight) -> Part:
+    """`Way.wide` by tiles, of which a square is of 16 rows of each weight: one block, whose units stay in the nearest
+    cache, unless activations come from farther away than the second one."""
+    terms, x_block, tall = weight.terms, weight.x_block, tiled.CHUNK // TALL
+
+    def wide(columns):
+        return 1 if columns // COLUMNS * x_block * tall <= NEAR else squares_of(columns, terms) // 2
+
+    return part(wide)
 
 
 def emit_of(kind: str) -> Part:
@@ -89,11 +114,11 @@ def tiled_units_of(dtype: DType, kind: str) -> Part:
     """`Way.units` by tiles of AMX."""
     meet = tiled.meet_of(tiled_weight(dtype), emit_of(kind), 1)
 
-    def units(a, mine, block, chunk, stop, y, step, ahead):
+    def units(a, mine, row, wide, chunk, stop, y, step, ahead):
         stride, columns, x, pitch = ARGS.stride(a), ARGS.columns(a), ARGS.x(a), ARGS.pitch(a)
-        gate, up = ARGS.weights(a, 0) + block * stride, ARGS.weights(a, 1) + block * stride
-        left = ARGS.rows(a) - block
-        squares = 2 if left > ROWS else 1
+        gate, up = ARGS.weights(a, 0) + row * stride, ARGS.weights(a, 1) + row * stride
+        left = ARGS.rows(a) - row
+        squares = (min(wide, left) + ROWS - 1) // ROWS
         meet(mine, gate, up, squares, left, stride, columns, x, pitch, chunk, stop, y, step, ahead * stride)
 
     return part(units)
@@ -135,11 +160,11 @@ def units_of(form: Format, kind: str) -> Part:
                 sums += nbytes
                 to += tall * step
 
-    def units(a, expanded, block, chunk, stop, y, step, ahead):
-        second = block + ROWS
-        units_of_group(a, expanded, block, chunk, stop, y, step, second)
+    def units(a, expanded, row, wide, chunk, stop, y, step, ahead):
+        second = row + ROWS
+        units_of_group(a, expanded, row, chunk, stop, y, step, second)
         if second < ARGS.rows(a):
-            units_of_group(a, expanded, second, chunk, stop, y + VECTOR, step, block + ahead)
+            units_of_group(a, expanded, second, chunk, stop, y + VECTOR, step, row + ahead)
 
     return part(units)
 
@@ -153,11 +178,12 @@ def pair_many(dtype: DType, kind: str, rounding: int) -> Kernel:
     thread; other words that `grouped.product_of` has, too, mean the same.
     """
     way = way_of(dtype, kind, rounding)
-    units, many, begin, end, own, scratch = way.units, way.chunk, way.begin, way.end, way.scratch, scratch_bytes(way)
+    units, wide_of, many, begin, end, own = way.units, way.wide, way.chunk, way.begin, way.end, way.scratch
+    passing, scratch = pace_of(way), scratch_bytes(way)
 
     def body(a, thread, threads):
         rows, count, step, tickets = ARGS.rows(a), ARGS.count(a), ARGS.step(a), ARGS.tickets(a)
-        mine = ARGS.scratch(a) + thread * scratch
+        mine, wide = ARGS.scratch(a) + thread * scratch, wide_of(ARGS.columns(a)) * COLUMNS
         begin(mine)
         spans = spans_of(count, many, threads)
         for turn in range(spans):
@@ -167,16 +193,20 @@ def pair_many(dtype: DType, kind: str, rounding: int) -> Kernel:
             piece, ticket = 0, draw(drawn, 0)
             for chunk in range(start, last, many):
                 stop = min(last, chunk + many)
-                for block in range(0, rows, COLUMNS):
+                row = 0
+                while row < rows:
                     if piece == ticket:
-                        y, pace = ARGS.y(a) + chunk * step + 4 * block, step
+                        y, pace = ARGS.y(a) + chunk * step + 4 * row, step
                         if step == 0:
-                            y, pace = mine + own, BLOCK
-                        units(a, mine, block, chunk, stop, y, pace, threads * COLUMNS)
+                            y, pace = mine + own, passing
+                        units(a, mine, row, wide, chunk, stop, y, pace, threads * wide)
+                        blocks = (min(wide, rows - row) + COLUMNS - 1) // COLUMNS
                         for i in range(chunk, stop):
-                            round_one(a, ROUNDING, i, block // COLUMNS, y + (i - chunk) * pace)
+                            for b in range(blocks):
+                                round_one(a, ROUNDING, i, row // COLUMNS + b, y + (i - chunk) * pace + b * BLOCK)
                         ticket = draw(drawn, piece + 1)
                     piece += 1
+                    row += wide
             settle(drawn, ticket, piece, threads)
         end(mine)
         return 0
@@ -184,9 +214,15 @@ def pair_many(dtype: DType, kind: str, rounding: int) -> Kernel:
     return Kernel(f"pairs_many.pair_many.{dtype}.{kind}" + TILES * (rounding in TERMS), body)
 
 
+def pace_of(way: Way) -> int:
+    """Bytes from row to row of units that nobody reads as float32, which do not all lie in the same places of the
+    nearest cache."""
+    return way.widest * BLOCK + 64
+
+
 def scratch_bytes(way: Way) -> int:
-    """Of each thread: what units need, and a block of units of each row of a chunk."""
-    return way.scratch + way.chunk * BLOCK
+    """Of each thread: what units need, and blocks of units of each row of a chunk."""
+    return way.scratch + way.chunk * pace_of(way)
 
 
 def _pair_many(flow: Flow, number: int) -> Chain:
