@@ -1,4 +1,4 @@
-"""Activations rounded as products with packed weights read them: alone, or while they are made.
+"""Activations rounded as products read them: alone, or while they are made.
 
 Most read 8 bits in blocks of 16, with a scale each; those of `tiled` bfloat16, 32 rows of 32 columns side by side, in
 one term or, where the weight is not packed, in three, which hold float32.  The kind of rounding is one number: what is

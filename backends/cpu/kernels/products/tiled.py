@@ -1,8 +1,7 @@
-"""Products of many rows of activations with packed weights by tiles of AMX: both as bfloat16, sums in float32.
+"""Products of many rows of activations with a weight by tiles of AMX: both in terms of bfloat16, sums in float32.
 
-Two groups of a weight, or one of each of two weights, are expanded, some columns at a time, and meet 32 rows of
-activations after 32 others: two tiles of these times two of the weight, whose four sums stay in registers.  A weight is
-rounded as an activation is, by 2^-8 of it at most.
+Two groups of a weight, or one of each of two weights, are expanded, some columns at a time (`tiled_weights`), and meet
+32 rows of activations after 32 others: two tiles of these times two of the weight, whose four sums stay in registers.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..rows import put
 from ..tickets import draw, settle, span_at, span_of, spans_of, tickets_of
 from .formats import COLUMNS, FORMATS
 from .grouped import ROWS, fetch_part, is_dealt
-from .rounding import SPLIT, TALL, TILED, rounded, rounded_bytes
+from .rounding import TALL, rounded, rounded_bytes
 from .tiled_weights import BLOCK, TiledWeight, products_of_terms, tiled_weight
 
 SQUARE = 4 * TILE
@@ -34,9 +33,6 @@ WIDE, CHUNK, ROOM, MOST = 64, 512, 256, 8
 again; terms of blocks of two groups that are expanded together, and squares: both stay in the second cache."""
 MANY = 256
 """Rows of activations from which on a weight is worth expanding for them alone: a span has so many at least."""
-LEAST = 24
-"""Rows of activations from which on tiles are faster than other products, for which less has to be expanded; of an
-expert, on average."""
 EXPANDED, SUMS = NBYTES, NBYTES + ROOM * BLOCK
 """Where in its scratch a thread keeps expanded blocks, behind registers, and sums of all rows of a chunk."""
 SCRATCH = SUMS + CHUNK // TALL * MOST * SQUARE
@@ -44,12 +40,13 @@ SCRATCH = SUMS + CHUNK // TALL * MOST * SQUARE
 
 def kind_of(call: Bound) -> int | None:
     """How a product reads its activations, as `rounding` has it; None: as they are."""
-    w = call.operand(0)
+    w, packed = call.operand(0), FORMATS.get(call.operand(0).dtype)
     experts = (int(np.asarray(call.attrs["total"])) or w.shape[0]) if call.op == "mul_mat_id" else 1
-    many = math.prod(call.out.shape[:-1]) >= LEAST * experts and w.shape[-1] > 0 and bool(processor.tiles())
-    if w.dtype in FORMATS:
-        return TILED if many else FORMATS[w.dtype].zero
-    return SPLIT if many and w.shape[-1] % COLUMNS == 0 else None
+    if processor.tiles() and w.shape[-1] and w.shape[-1] % COLUMNS == 0:
+        weight = tiled_weight(w.dtype)
+        if math.prod(call.out.shape[:-1]) >= weight.least * experts:
+            return weight.rounding
+    return packed.zero if packed else None
 
 
 @part

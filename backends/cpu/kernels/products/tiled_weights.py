@@ -32,7 +32,8 @@ SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class TiledWeight:
-    """One type of weight: its `terms`, and the kind of `rounding` of activations that meet it.
+    """One type of weight: its `terms`, the kind of `rounding` of activations that meet it, and from how many rows of
+    these on tiles are faster than products for which less has to be expanded: of an expert, on average.
 
     ``expand(to, group, stride, left, first, last, n)`` writes blocks of a group of `n`, from the first to before the
     last, to `to`, term after term `BLOCK` apart; rows are `stride` bytes long, and `left` exist.
@@ -41,6 +42,7 @@ class TiledWeight:
     dtype: DType
     rounding: int
     terms: int
+    least: int
     expand: Part
 
     @property
@@ -58,11 +60,11 @@ class TiledWeight:
 def tiled_weight(dtype: DType) -> TiledWeight:
     """A type of weight that tiles take."""
     if dtype in FORMATS:
-        return TiledWeight(dtype, TILED, 1, _packed(FORMATS[dtype]))
+        return TiledWeight(dtype, TILED, 1, 24, _packed(FORMATS[dtype]))
     if dtype is DType.BF16:
-        return TiledWeight(dtype, SPLIT, 1, _pairs)
-    terms = {DType.F16: 2, DType.F32: SHOWN}[dtype]
-    return TiledWeight(dtype, SPLIT, terms, _split(dtype, terms))
+        return TiledWeight(dtype, SPLIT, 1, 12, _pairs)
+    terms, least = {DType.F16: (2, 24), DType.F32: (SHOWN, 96)}[dtype]
+    return TiledWeight(dtype, SPLIT, terms, least, _split(dtype, terms))
 
 
 def _packed(form: Format) -> Part:
