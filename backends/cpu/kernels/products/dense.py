@@ -1,4 +1,4 @@
-"""Matrix products with weights of float32, float16 or bfloat16 as they lie, in float32: those that tiles do not take."""
+"""Matrix products with weights of float32, float16 or bfloat16 as they lie, in float32, where tiles do not take them."""
 
 from __future__ import annotations
 
