@@ -213,8 +213,8 @@ def wanted_of(steps: Steps, call: Bound) -> Wanted:
     y, readers = call.out, call.readers()
     if readers is None or not y.is_dense:
         return Wanted(y, (), True, False)
-    kinds = [(r, tiled.kind_of(r)) for r in readers if _reads_stand_ins(r, y)]
-    kinds = [(r, kind) for r, kind in kinds if kind is not None and r.operand(1).shape[-1] == y.shape[-1]]
+    products = [r for r in readers if _reads_stand_ins(r, y) and r.operand(1).shape[-1] == y.shape[-1]]
+    kinds = [(r, kind) for r in products if (kind := tiled.kind_of(r)) is not None]
     rounded = tuple((r.operand(1).tensor, kind) for r, kind in kinds)
     return Wanted(y, rounded, len(kinds) < len(readers), any(is_dealt(steps, r) for r, _ in kinds))
 
