@@ -1,4 +1,4 @@
-"""Matrix products with weights of float32, float16 or bfloat16 as they lie, in float32, where tiles do not take them."""
+"""Matrix products with weights of float32, float16 or bfloat16 as they lie, in float32, unless tiles take them."""
 
 from __future__ import annotations
 
