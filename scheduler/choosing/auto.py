@@ -26,8 +26,9 @@ class Way:
 
     Runs may follow each other through so many `stages`; where that was counted on, it `follows`, and `how` says it.
     `held` are the bytes of weights and states on all devices together, `lacking` those that do not fit.  Once there is
-    a plan they are its own.  What was `searched` for promises too much, as a search leaves small things out; but should
-    all collectives turn out to be hidden it still takes `least` seconds.
+    a plan they are its own.  What was `searched` for promises too much, as a search leaves small things out: `off` is
+    how many times as long as promised it is taken to be, 0 if nobody knows.  Should all collectives turn out to be
+    hidden it still takes `least` seconds.
     """
 
     kind: str
@@ -42,10 +43,19 @@ class Way:
     how: str = ""
     follows: bool = False
     least: float = 0.0
+    off: float = 0.0
 
     def promises_like(self, other: Way) -> bool:
-        """Whether it has no plan yet, and what it promises is too good where that of another way was."""
-        return self.plan is None and (self.follows if other.follows else self.searched)
+        """Whether it has no plan yet, and what it promises is too good where that of another way was.  Of runs that
+        follow each other through stages, promises are the better the fewer these are."""
+        if other.follows:
+            return self.plan is None and self.follows and self.stages >= other.stages
+        return self.plan is None and other.searched and self.searched
+
+    def corrected(self, off: float) -> Way:
+        """The way, now that one like it was found to take so many times as long as promised, or longer."""
+        known = self.off or 1.0
+        return replace(self, seconds=self.seconds * off / known, off=off) if off < (self.off or math.inf) else self
 
     def hiding(self, seconds: float) -> Way:
         """The way as it may be, if it hides as much as another one of so many `seconds`."""
@@ -91,20 +101,15 @@ def best_of(ways: Sequence[Way], once: float, judge: Judge = by_cost) -> Plan:
     something, others like it may be as fast.
     """
     left = list(ways)
-    known: dict[bool, float] = {}
 
     def cost(way: Way) -> tuple[float, float]:
         return way.lacking, way.priced(once)
 
     while (best := min(left, key=cost)).plan is None:
         made = left[left.index(best)] = best.made(judge)
-        if (best.searched or best.follows) and best.seconds > 0:
-            before, off = known.get(best.follows, 1.0), made.seconds / best.seconds
-            if best.follows not in known or off < before:
-                known[best.follows] = off
-                left = [
-                    replace(way, seconds=way.seconds * off / before) if way.promises_like(best) else way for way in left
-                ]
+        if best.seconds > 0:
+            off = made.seconds / best.seconds * (best.off or 1.0)
+            left = [way.corrected(off) if way.promises_like(best) else way for way in left]
         if made.plan is not None and made.plan.cost.hidden:
             left = [w.hiding(made.seconds) if w.promises_like(best) else w for w in left]
     others = sorted((way for way in left if way is not best), key=cost)

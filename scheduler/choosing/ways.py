@@ -53,7 +53,7 @@ def _ways(planning: Planning, alone: Plan, once: float, hardware: Hardware) -> l
     for count in sorted({*(n for n in fewer if n < devices), devices}):
         first = planning.first(count)
         ways += _with_all(first, alone, once, hardware)
-        if 0 < hardware.machine < count and count % hardware.machine == 0 and not planning.wished:
+        if _divides(hardware.machine, count) and not planning.wished:
             ways += _staged(first, hardware)
     return ways
 
@@ -74,8 +74,13 @@ def _with_all(planning: Planning, alone: Plan, once: float, hardware: Hardware) 
     yield Way("layers", count, seconds, once, max(0.0, once / count - room), planning.layers, stages=count)
 
 
+def _divides(machine: int, devices: int) -> bool:
+    """Whether so many devices are teams of several: whole machines, or halves of one."""
+    return devices % machine == 0 if 0 < machine < devices else devices >= 4 and devices % 2 == 0
+
+
 def _staged(planning: Planning, hardware: Hardware) -> Iterator[Way]:
-    """Layers across machines, cut within each."""
+    """Layers across machines, or halves of one, cut within each."""
     if decided(planning.graph, planning.group):
         return
     teams = teams_by(hardware.machine, len(planning.group))
@@ -83,8 +88,10 @@ def _staged(planning: Planning, hardware: Hardware) -> Iterator[Way]:
     known = [device.memory for _, device in planning.group if device.memory is not None]
     held = choice.held / len(teams)
     lacking = max(0.0, held - min(known)) if known else 0.0
-    seconds = choice.seconds + _passed_on(hardware, len(teams), hardware.machine)
-    kind, count = f"layers across {len(teams)} machines, cut within each", len(planning.group)
+    seconds = choice.seconds + _passed_on(hardware, len(teams), len(teams[0]))
+    count = len(planning.group)
+    across = f"{len(teams)} machines" if 0 < hardware.machine < count else f"{len(teams)} teams"
+    kind = f"layers across {across}, cut within each"
     make = partial(planning.in_teams, teams, choice)
     least = choice.seconds - choice.sent
     yield Way(kind, count, seconds, count * held, lacking, make, searched=True, stages=len(teams), least=least)
