@@ -75,6 +75,20 @@ def test_promises_are_taken_for_as_much_too_good_as_the_first_was():
     assert two == ["second"]
 
 
+@pytest.mark.parametrize(("stages", "planned"), [(2, ["few"]), (4, [])])
+def test_what_many_stages_did_not_keep_says_nothing_of_few(stages, planned):
+    (many, _), (few, made) = way("many", 4, 1e-9, 1.0), way("few", 4, 2e-9, 1.0)
+    best_of([replace(many, follows=True, stages=4), replace(few, follows=True, stages=stages)], 1.0)
+    assert made == planned
+
+
+def test_layers_across_halves_of_a_machine_are_considered(tmp_path):
+    graph, _ = step_graph(llama_70b(tmp_path / "model.gguf", layers=4), context=1024, tokens=1)
+    simulation = simulate("h200:4,nvlink")
+    plan = plan_for(graph, simulation.group, hardware=simulation.hardware)
+    assert any("layers across 2 teams, cut within each, on 4 devices" in why for why in plan.reasons)
+
+
 def test_a_way_is_planned_after_one_that_hides_only_if_all_that_it_could_hide_would_do():
     (first, one), (second, two) = way("first", 4, 0.9, 1.0), way("second", 2, 3.0, 1.0)
     made = replace(first, searched=True, make=lambda: with_hidden(first.make(), 0.5))
