@@ -14,7 +14,7 @@ import numpy as np
 from ....operands import Bound
 from ... import processor
 from ...compiler import Kernel, Part, part
-from ...simd.amx import NBYTES, TILE, WIDTH
+from ...simd.amx import HEIGHT, NBYTES, TILE, WIDTH
 from ...simd.vectors import load, prefetch_far
 from ...steps import Share, Steps
 from ...words import words
@@ -64,7 +64,8 @@ def meet_of(weight: TiledWeight, emit: Part, each: int) -> Part:
 
     ``emit(mine, sums, rows, left, to, step)`` takes what comes out for `rows` rows, in the first four registers.
     """
-    unit, expand, multiply = tiles(), weight.expand, products_of_terms(weight)
+    unit, expand = tiles(), weight.expand
+    multiply_one, multiply_two = products_of_terms(weight, 1), products_of_terms(weight, 2)
     clear_0, clear_1, clear_2, clear_3 = unit.clear[:4]
     load_0, load_1, load_2, load_3 = unit.load[:4]
     store_0, store_1, store_2, store_3 = unit.store[:4]
@@ -105,7 +106,10 @@ def meet_of(weight: TiledWeight, emit: Part, each: int) -> Part:
                         for line in range(lines):
                             prefetch_far(coming + 64 * line)
                         coming += 64 * lines
-                        multiply(mine, r, block)
+                        if stop - i > HEIGHT:
+                            multiply_two(mine, r, block)
+                        else:
+                            multiply_one(mine, r, block)
                         r += x_block
                         block += w_block
                     if number + 1 < passes:
