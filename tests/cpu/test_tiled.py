@@ -4,13 +4,14 @@ import doctest
 import os
 import subprocess
 import sys
+from itertools import chain, permutations
 
 import numpy as np
 import pytest
 
 from hocket.backends.cpu.kernels.products import tiled
 from hocket.backends.cpu.kernels.products.formats import FORMATS
-from hocket.backends.cpu.kernels.products.rounding import LINE, SPLIT, TALL, TERMS, TILED, rounded_bytes
+from hocket.backends.cpu.kernels.products.rounding import LINE, SPLIT, TALL, TERMS, TILED, round_rows, rounded_bytes
 from hocket.backends.cpu.kernels.products.tiled_weights import tiled_weight
 from hocket.backends.cpu.kernels.tickets import NBYTES
 from hocket.backends.cpu.simd import amx
@@ -34,6 +35,19 @@ def test_rows_are_rounded_side_by_side():
     tiles = target_of(x, TILED).view(np.uint16).reshape(2, 3, TALL, LINE // 2)
     rows = tiles.transpose(0, 2, 1, 3).reshape(2 * TALL, 96)[:37]
     assert np.array_equal(bf16_to_f32(rows), near(x), equal_nan=True)
+
+
+@pytest.mark.parametrize("kinds", [*permutations([SPLIT, TILED, 8])], ids=str)
+def test_rows_are_rounded_in_several_ways_at_once(kinds: tuple[int, ...]):
+    """As a norm's are where products with several types of weights read them."""
+    x = RNG.standard_normal((37, 96)).astype(np.float32)
+    targets = [room(rounded_bytes(*x.shape, kind)) for kind in kinds]
+    words = [(target, rounded_bytes(1, 96, kind), kind) for target, kind in zip(targets, kinds, strict=True)]
+    for target in targets:
+        target[:] = 0
+    assert call(round_rows, x, 4 * 96, *x.shape, len(kinds), *chain.from_iterable(words)) == 0
+    for target, kind in zip(targets, kinds, strict=True):
+        assert np.array_equal(target, target_of(x, kind))
 
 
 def test_three_terms_hold_what_float32_does():

@@ -112,8 +112,8 @@ def round_one(a, at, i, b, x):
         if kind == TILED:
             store_rounded(to + i // TALL * pitch + (b * TALL + i % TALL) * LINE, load(x), load(x + 64))
         elif kind == SPLIT:
-            at = to + i // TALL * pitch + (b * IN_SPLIT * TALL + i % TALL) * LINE
-            store_split(at, TALL * LINE, load(x), load(x + 64))
+            terms = to + i // TALL * pitch + (b * IN_SPLIT * TALL + i % TALL) * LINE
+            store_split(terms, TALL * LINE, load(x), load(x + 64))
         else:
             round_block(x, to + i * pitch + b * RECORD, kind)
 
