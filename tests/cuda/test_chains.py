@@ -9,18 +9,20 @@ import pytest
 
 from hocket import ops
 from hocket.backends.cupy.binding import programs
+from hocket.backends.cupy.binding.packing import PACKINGS
 from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
-from hocket.graph import BackendError, Graph, StepError, input, state
+from hocket.graph import BackendError, DType, Graph, StepError, input, state
 from hocket.scheduler import load, plan_for
 
-from ..given.devices.chains import CHAINS, ran, same
+from ..given.devices.chains import CHAINS, all_experts, answers, ran, router, same
 from ..given.devices.emulation import needs_compiler
 from ..given.models.goldens import FLOAT_CACHES, golden, limit, nmse, path_of, tokens_of
 
 pytestmark = needs_compiler
+WEIGHTS = (DType.F32, DType.F16, DType.BF16, *PACKINGS)
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -39,6 +41,24 @@ def test_what_something_else_reads_is_written(name, monkeypatch):
     single = ran(chain.graph(True), False)
     assert fused.launches - single.launches > chain.launches[0] - chain.launches[1], "the chain is shorter, or none"
     same(fused, single, chain.near)
+
+
+@pytest.mark.long(every=8)
+@pytest.mark.parametrize("dtype", WEIGHTS, ids=str)
+@pytest.mark.parametrize("graph", [answers, all_experts])
+def test_experts_of_any_type_are_what_their_instructions_are_one_by_one(graph, dtype):
+    chain = graph(dtype, columns=256)(False)
+    fused, single = ran(chain, True), ran(chain, False)
+    assert fused.launches < single.launches
+    same(fused, single, 1e-4)
+
+
+@pytest.mark.parametrize("count", [5, 40, 100, 200, 300, 600])
+def test_a_router_of_any_number_of_experts_is_what_its_instructions_are(count):
+    graph = router(ops.softmax, count=count)(False)
+    fused = ran(graph, True)
+    assert fused.launches == 1
+    same(fused, ran(graph, False), 1e-6)
 
 
 @pytest.mark.long(every=3)

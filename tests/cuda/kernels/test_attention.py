@@ -108,10 +108,16 @@ VARIANTS = tuple(
         *(("", "", kind, ()) for kind in ("uniform", "large", "denormal", "ties", "zeros", "constant")),
     )
 )
+SIZES = tuple(
+    case(t, 1, 1, 40, d, e, cells=cells)
+    for t in (1, 2, 4, 8, 64)
+    for d, e in ((64, 64), (128, 128), (192, 128), (256, 256), (576, 512), (7, 5))
+    for cells in ("f32", "f16", "bf16")
+)
 
 
 @pytest.mark.long(every=14)
-@pytest.mark.parametrize("case", FEW + TILED + CELLS + VARIANTS, ids=str)
+@pytest.mark.parametrize("case", FEW + TILED + CELLS + VARIANTS + SIZES, ids=str)
 def test_attention_is_its_definition_in_every_order_of_threads(case):
     """The kit runs a case three times, each in another order, and wants the same bits."""
     backend = EmulatedBackend()
@@ -122,7 +128,7 @@ def test_attention_is_its_definition_in_every_order_of_threads(case):
 
 
 @pytest.mark.long(every=7)
-@pytest.mark.parametrize("case", [c for c in CELLS + VARIANTS if "f16" in str(c) and near(c) > NEAR], ids=str)
+@pytest.mark.parametrize("case", [c for c in CELLS + VARIANTS + SIZES if "f16" in str(c) and near(c) > NEAR], ids=str)
 def test_attention_by_single_warps_is_its_definition(case):
     with by_warps():
         test_attention_is_its_definition_in_every_order_of_threads(case)
@@ -139,13 +145,9 @@ def test_every_kernel_has_a_case():
             return lambda: None
 
     backend = DriverBackend(Driver())
-    sizes = ((64, 64), (128, 128), (192, 128), (256, 256), (576, 512), (7, 5))
-    more = [
-        case(t, 1, 1, 40, d, e, cells=c) for t in (1, 2, 4, 8, 64) for d, e in sizes for c in ("f32", "f16", "bf16")
-    ]
     for way in (nullcontext, by_warps):
         with way():
-            for c in (*FEW, *TILED, *CELLS, *VARIANTS, *more):
+            for c in (*FEW, *TILED, *CELLS, *VARIANTS, *SIZES):
                 run_case(c, backend, backend.device(0))
     assert launched == {name for source in binding.SOURCES for name in source.names}
 

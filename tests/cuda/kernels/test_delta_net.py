@@ -256,11 +256,13 @@ def test_the_order_of_threads_changes_no_bit(tokens: int, exact: bool, channels:
     assert all(np.array_equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
-@pytest.mark.long(every=2)
+@pytest.mark.long(every=4)
+@KINDS
 @pytest.mark.parametrize("exact", [True, False])
-def test_how_values_are_dealt_to_blocks_changes_no_bit(exact: bool):
+@pytest.mark.parametrize("size", binding.CHUNK_SIZES)
+def test_how_values_are_dealt_to_blocks_changes_no_bit(size: int, exact: bool, channels: bool):
     """In clusters or alone."""
-    p = problem(10, 128, 1, 1, 70)
+    p = problem(10, size, 1, 1, 70, values=128, channels=channels)
     results = []
     for values, limits in product(binding.SLICES, (A100, MOST)):
 
@@ -289,9 +291,11 @@ def test_value_heads_that_a_block_prepares_together_change_no_bit(mapping: str, 
     assert np.array_equal(*results)
 
 
-def test_lanes_with_fewer_rows_give_the_same():
-    p = problem(11, 128, 1, 2, 6)
-    for shape in binding.SHAPES[128]:
+@KINDS
+@pytest.mark.parametrize("size", [size for size, shapes in binding.SHAPES.items() if len(shapes) > 1])
+def test_lanes_with_fewer_rows_give_the_same(size: int, channels: bool):
+    p = problem(11, size, 1, 2, 6, channels=channels)
+    for shape in binding.SHAPES[size]:
 
         def launch(launches, call, rule, exact, shape=shape):
             carried = binding.carry(launches, call, rule.sequences, rule.tokens)

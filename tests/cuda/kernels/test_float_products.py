@@ -13,6 +13,7 @@ from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
+from hocket.ops.quants import encoded
 from hocket.scheduler import load, plan_for
 
 from ...given.devices.emulation import is_found, needs_compiler
@@ -24,11 +25,11 @@ def is_right(rows, columns, tokens, matrices=1, dtype=DType.F32, *, turned=False
     """Four runs, in each of which threads take turns in another order."""
     rng = np.random.default_rng(0)
     backend = backend or DriverBackend(EmulatedDriver())
-    w = rng.integers(-3, 4, (matrices, rows, columns)).astype(dtype.storage)
+    w = rng.integers(-3, 4, (matrices, rows, columns)).astype(np.float32)
     x = rng.integers(-3, 4, (matrices, columns, tokens) if turned else (matrices, tokens, columns)).astype(np.float32)
     given = input("x", x.shape)
     node = ops.mul_mat(weight("w", w.shape, dtype), ops.transpose(given) if turned else given)
-    run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {"w": w})
+    run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {"w": encoded(w, dtype)})
     want = np.einsum("bnk,bmk->bmn", w.astype(np.float64), x.swapaxes(1, 2) if turned else x)
     return all(np.array_equal(run.run({"x": x})["y"], want) for _ in range(4))
 
@@ -44,9 +45,10 @@ def test_the_sums_of_few_tiles_are_shared_out_among_blocks(columns):
     assert is_right(5, columns, 20, matrices=2)
 
 
-@pytest.mark.parametrize("dtype", [DType.F32, DType.F16])
-def test_operands_may_lie_anyhow(dtype):
-    assert is_right(33, 260, 40, matrices=3, dtype=dtype, turned=True)
+@pytest.mark.parametrize("tokens", [3, 40])
+@pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16])
+def test_operands_may_lie_anyhow(dtype, tokens):
+    assert is_right(33, 260, tokens, matrices=3, dtype=dtype, turned=True)
 
 
 TILES, SHARED = partial(is_right, 130, 50, 70), partial(is_right, 70, 400, 33, 2)

@@ -47,15 +47,16 @@ def test_what_is_no_number_stays_so_in_its_block_alone():
 
 
 @pytest.mark.long(every=5)
+@pytest.mark.parametrize("number", [DType.I32, DType.I64], ids=str)
 @pytest.mark.parametrize("dtype", PACKINGS, ids=str)
-def test_packing_loses_nothing(dtype):
+def test_packing_loses_nothing(dtype, number):
     spec = Spec((2, 37, 512), dtype)
     raw = random_rows(dtype, 74, 512, RNG)
     assert len(pack(raw.reshape(-1), spec)) == padded(spec).nbytes == 2 * 64 * raw.shape[1]
     table = weight("w", (37, 512), dtype)
-    ids = RNG.permutation(37).astype(np.int32)
+    ids = RNG.permutation(37).astype(number.storage)
     backend = EmulatedBackend()
-    graph = Graph({"y": ops.get_rows(table, input("ids", (37,), DType.I32))})
+    graph = Graph({"y": ops.get_rows(table, input("ids", (37,), number))})
     run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": raw[:37]})
     assert np.array_equal(run.run({"ids": ids})["y"], dequantise(raw[:37], dtype)[ids])
     with pytest.raises(BackendError, match="id 37 names no row"):

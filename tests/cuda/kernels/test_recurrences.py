@@ -22,6 +22,8 @@ CASES = {
     "ssm_scan": "x=f32[2,{t},6,{e}], dt=f32[2,{t},6], a=f32[6,{a}], b=f32[2,{t},3,{d}], c=f32[2,{t},3,{d}],"
     " state=f32[2,6,{e},{d}]",
 }
+SIZES = [(1, 1), (31, 33), (40, 5), (100, 3), (256, 9), (257, 31), (513, 32), (1025, 1)]
+"""Of keys and of values."""
 SNAPSHOTS = "x=f32[2,5,6,3], dt=f32[2,5,6], a=f32[6,300], b=f32[2,5,3,300], c=f32[2,5,3,300], state=f32[{s},6,3,300]"
 
 
@@ -33,7 +35,7 @@ def passes(text, backend=None):
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize(("keys", "values"), [(1, 1), (31, 33), (256, 9), (257, 31), (513, 32), (1025, 1)])
+@pytest.mark.parametrize(("keys", "values"), SIZES)
 @pytest.mark.parametrize("op", CASES)
 def test_states_may_have_any_size(op, keys, values, tokens):
     for rates in (1, keys) if op == "ssm_scan" else (1,):

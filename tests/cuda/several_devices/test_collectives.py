@@ -25,7 +25,17 @@ from hocket.ops import op_of
 from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import load, plan_for
 
-from ...given.devices.devices_meet import CASES, Part, Rig, passed_on, reduced, same, summands, through_the_host
+from ...given.devices.devices_meet import (
+    CASES,
+    Part,
+    Rig,
+    passed_on,
+    reduced,
+    same,
+    scattered,
+    summands,
+    through_the_host,
+)
 from ...given.devices.emulation import edited, needs_compiler
 from ...given.devices.fake_cupy import fake_cupy
 from ...given.graphs.random_graphs import bindings, seeded_graph
@@ -46,6 +56,17 @@ def test_devices_that_meet_in_their_launches_get_the_bits_of_the_host(case, n, m
     for _ in range(5):
         same(rig.run(), wanted)
     assert all(len(replay._calls) == 1 for replay in rig.replays)  # one recorded program
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64])
+def test_integers_are_summed_in_every_way(dtype, monkeypatch):
+    """Pushed to all, by one block, by many, and in the parts that devices keep."""
+    sizes = [60, 48 << 10, 72 << 10]
+    sums = [reduced(3, (nbytes // np.dtype(dtype).itemsize,), dtype) for nbytes in sizes]
+    for parts in (*sums, scattered(3, dtype)):
+        rig = Rig(EmulatedBackend(), parts)
+        same(rig.run(), through_the_host(monkeypatch, parts))
+        assert all(len(replay._calls) == 1 for replay in rig.replays)  # one recorded program
 
 
 def test_all_devices_have_the_same_bits_whoever_comes_last():

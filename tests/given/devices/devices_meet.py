@@ -185,7 +185,7 @@ def gathered(n):
     return [[Part("all_gather", summands(1, (3, k), seed=k)[0], (3, whole), attrs)] for k in own]
 
 
-def scattered(n):
+def scattered(n, dtype=np.float32):
     runs = (((0, 2), (5, 1)), (), ((2, 3),), ((6, 2),))[:n]
     whole = max(o + length for device in runs for o, length in device)
     return [
@@ -198,7 +198,7 @@ def scattered(n):
                 strides=(1, 4),
             )
         ]
-        for d, x in enumerate(summands(n, (3, whole)))
+        for d, x in enumerate(summands(n, (3, whole), dtype))
     ]
 
 

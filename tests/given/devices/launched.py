@@ -1,0 +1,42 @@
+"""A plugin of pytest that lists the compiled kernels which no test has run on emulated devices:
+``python -m pytest -p tests.given.devices.launched tests/cuda``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hocket.backends.cupy.device.driver import Launch, one_by_one
+from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.resources import recorded
+
+LAUNCHED: set[str] = set()
+"""By the tests of this process, and, where these are all, by those of the processes that it has started."""
+
+
+def pytest_configure() -> None:
+    record = EmulatedDriver.record
+
+    def noting(self, steps, on):
+        LAUNCHED.update(str(step.kernel) for step in one_by_one(steps) if isinstance(step, Launch))
+        return record(self, steps, on)
+
+    EmulatedDriver.record = noting
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["launched"] = sorted(LAUNCHED)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    LAUNCHED.update(getattr(node, "workeroutput", {}).get("launched", ()))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    kernels = recorded().kernels.keys()
+    terminalreporter.section("kernels that no test has run")
+    terminalreporter.write_line("\n".join(sorted(kernels - LAUNCHED)))
+    terminalreporter.write_line(f"{len(kernels & LAUNCHED)} of {len(kernels)} were run")
