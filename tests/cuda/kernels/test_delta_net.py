@@ -213,12 +213,13 @@ def test_a_slot_that_is_not_there_is_noted_and_touches_nothing(tokens, slots_in,
     assert np.array_equal(p.state[2:], before[2:])
 
 
+@KINDS
 @pytest.mark.parametrize(
     ("size", "values", "tokens"),
     [(64, 12, 5), (64, 48, 80), (64, 16, 80), (8, 5, 3), (24, 7, 11), (100, 3, 4), (200, 9, 2)],
 )
-def test_sizes_of_keys_and_values_are_free(size: int, values: int, tokens: int):
-    p = problem(7, size, 1, 2, tokens, values=values)
+def test_sizes_of_keys_and_values_are_free(size: int, values: int, tokens: int, channels: bool):
+    p = problem(7, size, 1, 2, tokens, values=values, channels=channels)
     bound = bind(p)
     check(p, bound, EXACT if "delta_prepare" in "".join(bound.kernels) else STEPS)
 
