@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..plan import Plan
+from ..sharding.axes import Factor
 from ..units import nbytes_text, time_text
 from .fits import shortage
 
@@ -28,7 +29,7 @@ class Way:
     `held` are the bytes of weights and states on all devices together, `lacking` those that do not fit.  Once there is
     a plan they are its own.  What was `searched` for promises too much, as a search leaves small things out: `off` is
     how many times as long as promised it is taken to be, 0 if nobody knows.  Should all collectives turn out to be
-    hidden it still takes `least` seconds.
+    hidden it still takes `least` seconds.  `cut` is how many devices cut what, all or those of each stage.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Way:
     follows: bool = False
     least: float = 0.0
     off: float = 0.0
+    cut: tuple[int, frozenset[Factor]] | None = None
 
     def promises_like(self, other: Way) -> bool:
         """Whether it has no plan yet, and what it promises is too good where that of another way was.  Of runs that
@@ -60,6 +62,17 @@ class Way:
     def hiding(self, seconds: float) -> Way:
         """The way as it may be, if it hides as much as another one of so many `seconds`."""
         return replace(self, seconds=min(self.seconds, max(self.least, seconds)))
+
+    def no_faster_than(self, made: Way) -> Way:
+        """The way, now that there is the plan of another one.  A run that nothing follows goes through stages in no
+        less time than through one of them that has all layers."""
+        is_one = made.stages == 1 and made.cut is not None and made.cut == self.cut
+        return replace(self, seconds=max(self.seconds, made.seconds)) if is_one and self.is_in_turn else self
+
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether it promises that stages run one after the other."""
+        return self.plan is None and self.stages > 1 and not self.follows
 
     def made(self, judge: Judge) -> Way:
         """The way with its plan."""
@@ -112,6 +125,7 @@ def best_of(ways: Sequence[Way], once: float, judge: Judge = by_cost) -> Plan:
             left = [way.corrected(off) if way.promises_like(best) else way for way in left]
         if made.plan is not None and made.plan.cost.hidden:
             left = [w.hiding(made.seconds) if w.promises_like(best) else w for w in left]
+        left = [way.no_faster_than(made) for way in left]
     others = sorted((way for way in left if way is not best), key=cost)
     first = {way.kind: way for way in reversed(others)}.values()
     most = max(way.devices for way in left)

@@ -68,8 +68,10 @@ def _with_all(planning: Planning, alone: Plan, once: float, hardware: Hardware) 
         if choice.factors not in seen:
             seen.add(choice.factors)
             lacking, make = max(0.0, choice.held - room), partial(planning.cut, choice)
-            least = choice.seconds - choice.sent
-            yield Way(kind, count, choice.seconds, count * choice.held, lacking, make, searched=True, least=least)
+            least, cut = choice.seconds - choice.sent, (count, choice.factors)
+            yield Way(
+                kind, count, choice.seconds, count * choice.held, lacking, make, searched=True, least=least, cut=cut
+            )
     seconds = alone.cost.total + _passed_on(hardware, count, 1)
     yield Way("layers", count, seconds, once, max(0.0, once / count - room), planning.layers, stages=count)
 
@@ -93,8 +95,9 @@ def _staged(planning: Planning, hardware: Hardware) -> Iterator[Way]:
     across = f"{len(teams)} machines" if 0 < hardware.machine < count else f"{len(teams)} teams"
     kind = f"layers across {across}, cut within each"
     make = partial(planning.in_teams, teams, choice)
-    least = choice.seconds - choice.sent
-    yield Way(kind, count, seconds, count * held, lacking, make, searched=True, stages=len(teams), least=least)
+    least, cut = choice.seconds - choice.sent, (len(teams[0]), choice.factors)
+    stages = len(teams)
+    yield Way(kind, count, seconds, count * held, lacking, make, searched=True, stages=stages, least=least, cut=cut)
 
 
 def _passed_on(hardware: Hardware, stages: int, devices: int) -> float:

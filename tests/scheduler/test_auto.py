@@ -82,6 +82,14 @@ def test_what_many_stages_did_not_keep_says_nothing_of_few(stages, planned):
     assert made == planned
 
 
+@pytest.mark.parametrize(("devices", "follows", "planned"), [(4, False, []), (4, True, ["all"]), (2, False, ["all"])])
+def test_stages_in_turn_take_no_less_than_one_that_has_all_layers(devices, follows, planned):
+    (one, _), (stages, made) = way("one", 4, 1e-9, 1.0), way("all", 8, 2e-9, 1.0)
+    one = replace(one, cut=(4, frozenset()))
+    best_of([one, replace(stages, stages=2, follows=follows, cut=(devices, frozenset()))], 1.0)
+    assert made == planned
+
+
 def test_layers_across_halves_of_a_machine_are_considered(tmp_path):
     graph, _ = step_graph(llama_70b(tmp_path / "model.gguf", layers=4), context=1024, tokens=1)
     simulation = simulate("h200:4,nvlink")
