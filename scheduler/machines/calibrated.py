@@ -11,7 +11,7 @@ import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import date
 from functools import cache
 from importlib import import_module
@@ -60,22 +60,7 @@ def speeds_file() -> Path:
 
 def keep_speeds(known: Mapping[str, Speeds]) -> Path:
     """Keep the speeds of groups in place of what was kept before."""
-    of = {
-        name: {
-            "bandwidth": dict(s.bandwidth),
-            "flops": dict(s.flops),
-            "launch": s.launch,
-            "link_bandwidth": s.link_bandwidth,
-            "link_latency": s.link_latency,
-            "plain_flops": s.plain_flops,
-            "alone_flops": s.alone_flops,
-            "alone_bandwidth": s.alone_bandwidth,
-            "value_bandwidth": s.value_bandwidth,
-            "recurrent_flops": s.recurrent_flops,
-            "unpacking": dict(s.unpacking),
-        }
-        for name, s in known.items()
-    }
+    of = {name: {f.name: _plain(getattr(s, f.name)) for f in fields(s)} for name, s in known.items()}
     keep(
         speeds_file(),
         json.dumps({"of": _here(), "date": str(date.today()), "speeds": of}, allow_nan=False, indent=1).encode(),
@@ -96,19 +81,13 @@ def read_speeds(file: Path) -> dict[str, Speeds] | None:
     return None
 
 
+def _plain(figure: float | Mapping[str, float]) -> float | dict[str, float]:
+    """As JSON takes it."""
+    return dict(figure) if isinstance(figure, Mapping) else figure
+
+
 def _is_possible(s: Speeds) -> bool:
-    measured = Hardware(
-        launch=s.launch,
-        link_bandwidth=s.link_bandwidth,
-        link_latency=s.link_latency,
-        plain_flops=s.plain_flops,
-        alone_flops=s.alone_flops,
-        alone_bandwidth=s.alone_bandwidth,
-        value_bandwidth=s.value_bandwidth,
-        recurrent_flops=s.recurrent_flops,
-        op_flops=s.flops,  # every type's, as every op's would be
-        op_bandwidth=s.bandwidth,
-    )
+    measured = replace(s.machine, op_flops=s.flops, op_bandwidth=s.bandwidth)  # every type's, as every op's would be
     unpacked = (0.0, *s.unpacking.values())
     return bool(s.bandwidth and s.flops) and all(replace(measured, unpack_bandwidth=u).is_possible for u in unpacked)
 

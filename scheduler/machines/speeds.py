@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 
 from ...graph import Graph
 from ...graph.records import dataclass
@@ -38,9 +38,17 @@ class Speeds:
         for v in graph.weights:
             nbytes[str(v.dtype)] += v.spec.nbytes
             numbers[str(v.dtype)] += v.spec.size
-        return Hardware(
+        return replace(
+            self.machine,
             flops=_mixed(self.flops, numbers),
             bandwidth=_mixed(self.bandwidth, nbytes),
+            unpack_bandwidth=_mixed(self.unpacking, nbytes) if self.unpacking else 0.0,
+        )
+
+    @property
+    def machine(self) -> Hardware:
+        """What does not depend on weights."""
+        return Hardware(
             launch=self.launch,
             link_bandwidth=self.link_bandwidth,
             link_latency=self.link_latency,
@@ -49,7 +57,6 @@ class Speeds:
             alone_bandwidth=self.alone_bandwidth,
             value_bandwidth=self.value_bandwidth,
             recurrent_flops=self.recurrent_flops,
-            unpack_bandwidth=_mixed(self.unpacking, nbytes) if self.unpacking else 0.0,
         )
 
 
