@@ -22,6 +22,7 @@ from hocket.scheduler import load, plan_for
 
 from ..given.devices.emulation import needs_compiler
 from ..given.devices.fake_cupy import EarlyLibrary, fake_cupy
+from ..given.devices.tools import needs
 
 ASKING_FIRST = {"packed_few.cu: few", "packed_few.cu: summed", "dense.cu: few"}
 """Kernels that ask for weights before they wait."""
@@ -151,11 +152,7 @@ def test_every_kernel_waits_for_earlier_launches_before_all_else():
     ],
 )
 def test_machine_code_asks_for_weights_before_it_waits(source, name, asks):
-    try:
-        nvrtc.nvrtc()
-        disassembly.disassembler()
-    except BackendError as why:
-        pytest.skip(str(why))
+    needs(nvrtc.nvrtc, disassembly.disassembler)
     code = disassembly.text_of(nvrtc.compile(source[name].alone, "sm_90a").image)
     order = [word for line in code.splitlines() for word in (asks, "ACQBULK", "PREEXIT") if f" {word} " in line]
     asked = order.index(asks)

@@ -30,6 +30,7 @@ from ..given.devices.devices_meet import CASES, Rig, same, through_the_host
 from ..given.devices.emulation import needs_compiler
 from ..given.devices.fake_cupy import fake_cupy
 from ..given.devices.fake_nccl import FakeNccl
+from ..given.devices.tools import needs
 from ..given.plans.grouped import everything_that_fits, weights_of
 
 
@@ -180,10 +181,7 @@ class Cupy:
 
 @pytest.fixture
 def gfx90a(monkeypatch, tmp_path):
-    try:
-        hiprtc.hiprtc()
-    except BackendError as why:
-        pytest.skip(str(why))
+    needs(hiprtc.hiprtc)
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cuda, "_cupy", lambda: Cupy(b"gfx90a:sramecc+:xnack-"))
 

@@ -12,9 +12,9 @@ from hocket.backends.abilities import OTHERS
 from hocket.backends.cupy.device import disassembly, nvrtc
 from hocket.backends.cupy.predicted.speeds import predicted
 from hocket.backends.cupy.predicted.times import GPUS
-from hocket.graph.errors import BackendError
 
 from ..given.devices.emulation import needs_compiler
+from ..given.devices.tools import needs
 from ..given.models.goldens import ROOT
 
 BENCHMARKS = str(ROOT / "benchmarks")
@@ -48,11 +48,7 @@ class Sent:
 @needs_compiler
 def test_what_is_predicted_is_written(tmp_path, monkeypatch):
     """What it writes is what is committed."""
-    try:
-        nvrtc.nvrtc()
-        disassembly.disassembler()
-    except BackendError as why:
-        pytest.skip(str(why))
+    needs(nvrtc.nvrtc, disassembly.disassembler)
     of_all = predict_gpu.shapes
     monkeypatch.setattr(predict_gpu, "ProcessPoolExecutor", Sent)
     monkeypatch.setattr(predict_gpu, "shapes", lambda n: tuple(s for s in of_all(n) if s.name == ADDED))

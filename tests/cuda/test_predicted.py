@@ -22,13 +22,13 @@ from hocket.backends.cupy.predicted.works import work_of
 from hocket.backends.operands import Operand
 from hocket.conformance.reports.emulated import counters
 from hocket.graph import DType, Graph, input, weight
-from hocket.graph.errors import BackendError
 from hocket.ops import REGISTRY, mul_mat
 from hocket.scheduler import plan_for, plan_from_json, plan_to_json
 from hocket.scheduler.machines.hardware import Counts
 from hocket.scheduler.machines.simulated import MACHINES, simulate
 
 from ..given.devices.emulation import Written, needs_compiler
+from ..given.devices.tools import needs
 
 pytestmark = pytest.mark.long()
 ARCHITECTURES = ("sm_80", "sm_90a")
@@ -72,11 +72,7 @@ def test_what_a_longer_launch_does_beyond_another_comes_as_often_as_is_said():
 @pytest.fixture(scope="module")
 def _tools():
     pytest.importorskip("scipy")
-    try:
-        nvrtc.nvrtc()
-        disassembly.disassembler()
-    except BackendError as why:
-        pytest.skip(str(why))
+    needs(nvrtc.nvrtc, disassembly.disassembler)
 
 
 def launched(kernel, times, step=0):

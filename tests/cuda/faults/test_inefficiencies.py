@@ -17,13 +17,13 @@ from hocket.backends.cupy.resources import measured, recorded
 from hocket.backends.cupy.table import FUSED, SOURCES
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.frontends.commands.plan import step_graph
-from hocket.graph.errors import BackendError
 from hocket.scheduler import plan, plan_for, simulate
 
 from ...given.devices.attention import by_warps
 from ...given.devices.emulation import needs_compiler, replaced
 from ...given.devices.inefficiencies import ASKED, BY_WARPS, COMPILED, LAUNCHED
 from ...given.devices.recorded import asked_more, worse
+from ...given.devices.tools import needs
 from ...given.models.goldens import decode_graph
 from ...given.models.large_headers import qwen_80b
 
@@ -65,11 +65,7 @@ def test_what_is_asked_of_memory_in_vain_is_counted(what):
 
 @pytest.fixture(scope="module")
 def _compiler():
-    try:
-        nvrtc.nvrtc()
-        disassembly.disassembler()
-    except BackendError as why:
-        pytest.skip(str(why))
+    needs(nvrtc.nvrtc, disassembly.disassembler)
 
 
 @pytest.mark.long

@@ -11,7 +11,6 @@ import pytest
 from hocket.backends.cupy.device import nvrtc
 from hocket.backends.cupy.device.limits import MOST, Limits, limits_of
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
-from hocket.graph.errors import BackendError
 
 from ...given.devices.delta_launches import (
     ORDERS,
@@ -26,6 +25,7 @@ from ...given.devices.delta_launches import (
     worst,
 )
 from ...given.devices.emulation import needs_compiler
+from ...given.devices.tools import needs
 
 pytestmark = needs_compiler
 
@@ -312,10 +312,7 @@ def test_lanes_with_fewer_rows_give_the_same(size: int, channels: bool):
 
 def test_a_step_of_128_keys_spills_nothing_and_takes_at_most_80_registers():
     """That nothing else spills, test_nvrtc.py says."""
-    try:
-        nvrtc.nvrtc()
-    except BackendError as why:
-        pytest.skip(str(why))
+    needs(nvrtc.nvrtc)
     for name, used in nvrtc.compile(binding.STEPS[128], "sm_90a").resources.items():
         assert used.spilled == 0, name
         assert used.registers <= 80, name

@@ -13,6 +13,8 @@ from hocket.backends.cupy.device.driver import KERNELS, Source, places, text_of
 from hocket.backends.cupy.table import SOURCES
 from hocket.graph.errors import BackendError
 
+from ...given.devices.tools import needs
+
 ARCHITECTURE = "gfx90a"
 OF_PROMPTS = (
     "attention_short.cu",
@@ -31,10 +33,7 @@ OF_PROMPTS = (
 
 @pytest.fixture(scope="module")
 def _compiler():
-    try:
-        hiprtc.hiprtc()
-    except BackendError as why:
-        pytest.skip(str(why))
+    needs(hiprtc.hiprtc)
 
 
 def of_decoding(source: Source) -> Source:

@@ -17,15 +17,12 @@ from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 
 from ...given.devices.recorded import worse
+from ...given.devices.tools import needs
 
 
 @pytest.fixture(scope="module")
 def _compiler():
-    try:
-        nvrtc.nvrtc()
-        disassembly.disassembler()
-    except BackendError as why:
-        pytest.skip(str(why))
+    needs(nvrtc.nvrtc, disassembly.disassembler)
 
 
 def test_the_table_is_of_these_sources():
