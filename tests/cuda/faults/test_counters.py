@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import Launches
-from hocket.backends.cupy.device.driver import Source, text_of
+from hocket.backends.cupy.device.driver import Source, Span, place_of, text_of
 from hocket.backends.cupy.device.limits import limits_of
 from hocket.backends.cupy.emulation.counted import CountingDriver, count
 from hocket.backends.cupy.emulation.main_path import ALLOWED, CASES, faults
+from hocket.backends.cupy.kernels import collective
 from hocket.backends.cupy.kernels.products import tiled
-from hocket.backends.operands import Operand
+from hocket.backends.operands import Bound, Operand
 from hocket.cli import main
 from hocket.conformance.reports.emulated import counters
 from hocket.graph import DType
 
 from ...given.devices.attention import by_warps
 from ...given.devices.chains import COUNTED, ran
+from ...given.devices.delta_launches import aligned, operand
 from ...given.devices.emulation import Written, needs_compiler
 from ...given.devices.products import tiles_of
-from ...given.devices.recorded import asked_more
+from ...given.devices.recorded import MORE, asked_more
 
 pytestmark = [needs_compiler, pytest.mark.long()]
-SIZE = 1024
+SIZE, SUMMED = 1024, 1 << 15
+"""Numbers that warps walk over, and of a summand."""
 PLANTED = """
 struct Walked { i64 load, first, store, put, get; const float *x; float *out; };
 template <class Number> __global__ void walked(const __grid_constant__ Walked a) {
@@ -104,6 +110,12 @@ def test_bytes_of_sectors_that_nobody_wants_are_moved():
     assert (found.moved, found.wanted) == (32 * 32 + 32 * 4, 2 * 32 * 4)
 
 
+def test_what_is_allowed_is_one_line():
+    for allowed in ALLOWED:
+        lines = place_of(allowed.file).read_text("utf-8").splitlines()
+        assert sum(allowed.code in line for line in lines) == 1, f"{allowed.file}: {allowed.code}"
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_of_the_main_path_ask_for_no_more_than_they_must(case):
     """Nor more often than is recorded; docs/add-a-cuda-kernel.md says how the page is written."""
@@ -114,9 +126,26 @@ def test_kernels_of_the_main_path_ask_for_no_more_than_they_must(case):
 
 @pytest.mark.parametrize("kernel", COUNTED)
 def test_kernels_of_chains_ask_for_no_more_than_they_must(kernel):
-    driver = CountingDriver()
-    ran(COUNTED[kernel](False), True, backend=DriverBackend(driver))
+    driver, (graph, requests) = CountingDriver(), COUNTED[kernel]
+    ran(graph(False), True, backend=DriverBackend(driver))
     assert faults(driver.found[kernel]) == []
+    assert sum(site.requests for site in driver.found[kernel].sites) <= MORE * requests
+
+
+def test_a_sum_over_devices_asks_for_no_more_than_it_must():
+    """Of a device that reads half of either summand, and writes it to both results."""
+    x, y, sum_x, sum_y = (aligned(np.ones(SUMMED, np.float32)) for _ in range(4))
+    room = np.zeros(1 << 20, np.uint8)  # for signals, the board and what is pushed: the sum touches none
+    offers = [collective.Offer(operand(x), operand(sum_x)), collective.Offer(operand(y), operand(sum_y))]
+    peers = tuple(collective.Peer(room.ctypes.data, 0, room.ctypes.data, {0: offer}) for offer in offers)
+    launches = Launches(keep=lambda array: 0)
+    call = Bound("all_reduce", (operand(x),), (operand(sum_x),), {"sequence": 0}, 0)
+    collective.bind(launches, call, collective.Group(0, room.ctypes.data, 1.0, peers))
+    (launch,) = (item for item in launches.items if item.kernel.name == "sum_parts<float>")
+    spans = tuple(Span(0, array.ctypes.data, array.ctypes.data + array.nbytes) for array in (x, y, sum_x, sum_y))
+    counted = count(replace(launch, spans=spans))
+    assert faults(counted) == []
+    assert counted.asked == counted.wanted == 4 * SUMMED * 4 // 2
 
 
 def test_packed_weights_that_are_unpacked_ask_for_no_more_than_they_must(monkeypatch):

@@ -235,20 +235,20 @@ CHAINS = {
 
 
 COUNTED = {
-    "rows.cu: scaled_norm": sum_and_norm(512),
-    "short_convolution.cu: gated_norm<64>": gated_norm,
-    "elementwise.cu: binary<function::swiglu>": times(ops.silu, 64),
-    "packed_few.cu: few<Q4_0, 2>": unit(ops.swiglu, DType.Q4_0, 64, 512),
-    "dense.cu: few<bf16_bits, 2>": unit(ops.swiglu, DType.BF16, 64, 512),
-    "routing.cu: route<4>": router(ops.softmax, count=128, used=8),
-    "packed_few.cu: few<Q4_0, 1>": all_experts(DType.Q4_0, 64, 512),
-    "dense.cu: few<bf16_bits, 1>": all_experts(DType.BF16, 64, 512),
-    "packed_few.cu: summed<Q4_K>": answers(DType.Q4_K, "gated", 512, 4, rows=64),
-    "dense.cu: summed<bf16_bits>": answers(DType.BF16, "gated", 512, 4, rows=64),
-    "rotary.cu: place_heads<float>": attending(1, True, "f32", 64, "neox"),
-    "rotary.cu: place_heads<half_bits>": attending(1, True, "f16", 64, "neox"),
+    "rows.cu: scaled_norm": (sum_and_norm(512), 312),
+    "short_convolution.cu: gated_norm<64>": (gated_norm, 17),
+    "elementwise.cu: binary<function::swiglu>": (times(ops.silu, 64), 18),
+    "packed_few.cu: few<Q4_0, 2>": (unit(ops.swiglu, DType.Q4_0, 64, 512), 700),
+    "dense.cu: few<bf16_bits, 2>": (unit(ops.swiglu, DType.BF16, 64, 512), 896),
+    "routing.cu: route<4>": (router(ops.softmax, count=128, used=8), 33),
+    "packed_few.cu: few<Q4_0, 1>": (all_experts(DType.Q4_0, 64, 512), 2300),
+    "dense.cu: few<bf16_bits, 1>": (all_experts(DType.BF16, 64, 512), 3716),
+    "packed_few.cu: summed<Q4_K>": (answers(DType.Q4_K, "gated", 512, 4, rows=64), 1710),
+    "dense.cu: summed<bf16_bits>": (answers(DType.BF16, "gated", 512, 4, rows=64), 4162),
+    "rotary.cu: place_heads<float>": (attending(1, True, "f32", 64, "neox"), 125),
+    "rotary.cu: place_heads<half_bits>": (attending(1, True, "f16", 64, "neox"), 125),
 }
-"""Chains in sizes like those of models, by the kernel that they launch."""
+"""Chains in sizes like those of models, by the kernel that they launch, and how many requests of memory it makes."""
 
 
 class Watched(EmulatedDriver):
