@@ -188,6 +188,8 @@ def _counters(suite: Suite) -> int:
     from .reports.emulated import counters
 
     counts = counters(_emulated(suite, "counters are"))
+    if not counts:
+        raise BackendError("these cases launch no kernel, so there is nothing to count")
     print(table(counts))
     return _said([why for counted in counts for why in faults(counted)])
 

@@ -242,7 +242,8 @@ def _told(kind: str, name: str, reached: Reached) -> str:
         f", set by {limits[name]}" if name in limits else ""
         for limits in (reached.vector_limits, reached.prompt_limits)
     )
-    memory = f"{bandwidth / TERA:.3g} TB/s with few tokens, {bandwidth / most.bandwidth:.0%} of the data sheet{few}"
+    tokens = " with few tokens" if flops else ""
+    memory = f"{bandwidth / TERA:.3g} TB/s{tokens}, {bandwidth / most.bandwidth:.0%} of the data sheet{few}"
     work = f"; {flops / TERA:.3g} TFLOP/s with many, {flops / most.flops:.0%}{many}" if flops else ""
     return f"  {kind}, {name}: {memory}{work}"
 

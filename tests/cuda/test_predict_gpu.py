@@ -68,3 +68,21 @@ def test_what_is_predicted_is_written(tmp_path, monkeypatch):
     assert speeds.keys() == GPUS.keys()
     for kind, of in speeds.items():
         assert of["ops"]["bandwidth"][OTHERS] == pytest.approx(predicted()[kind].ops.bandwidth[OTHERS], rel=0.1)
+
+
+SHAPES = {shape.name: shape for shape in predict_gpu.shapes(GPUS["h200"].processors)}
+OUT_OF_REACH = {"q4_K 4096×4096, 1 token", "q8_0 4096×4096, 1 token", "bf16 4096×4096, 512 tokens"}
+"""Of any kernel, by the model: docs/first-gpu.md says why."""
+
+
+@pytest.mark.long(every=6)
+@needs_compiler
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_an_h200_should_take_is_what_is_predicted_of_the_kernels_of_now(name):
+    """Where kernels changed on purpose: ``python benchmarks/predict_gpu.py``."""
+    needs(nvrtc.nvrtc, disassembly.disassembler)
+    shape, known = SHAPES[name], json.loads(predict_gpu.TIMES.read_text("utf-8"))
+    took = predict_gpu.seconds(shape.predicted(shape.counted(GPUS["h200"].limits), "h200"))
+    assert 1e6 * took == pytest.approx(known[name]["h200"], rel=0.1)
+    share = shape.share(took, "h200")
+    assert name in OUT_OF_REACH or not shape.asked or share >= shape.asked

@@ -158,10 +158,11 @@ def test_a_plan_says_what_sets_the_time_of_products():
     heads = ops.reshape(ops.mul_mat(weight("w", (256, 256), "q8_0"), x), shape=(1, 2, 128))
     graph = Graph({"y": ops.attention(heads, keys, keys, scale=0.1)})
     _, *lines = simulate("h200:2,rtx4090,nvlink").told_speeds(graph)
-    few = r"[\d.]+ TB/s with few tokens, \d\d% of the data sheet, set by [a-z ]+"
+    few = r"[\d.]+ TB/s( with few tokens)?, \d\d% of the data sheet, set by [a-z ]+"
     many = r"\d+ TFLOP/s with many, \d\d%, set by [a-z ]+"
     found = [re.fullmatch(rf"  (\w+), (\w+): {few}(; {many})?", line) for line in lines]
     assert [match and match.group(1, 2) for match in found] == [
         (kind, name) for kind in ("h200", "rtx4090") for name in ("q8_0", "attention", "others")
     ]
-    assert [bool(match and match[3]) for match in found] == 2 * [True, True, False]
+    for group in (3, 4):  # what has no time of its own for many tokens is the same for few
+        assert [bool(match and match[group]) for match in found] == 2 * [True, True, False]
