@@ -224,7 +224,5 @@ def test_the_command_prints_the_table(capsys):
     assert "| global load of 4 bytes | 4 |" in said
     assert "Allowed" not in said, "that concerns other kernels"
     assert main(["check", "--backend", "numpy", "--counters"]) == 2
-    assert (
-        main(["check", "--backend", "cuda-emulated", "--counters", "--case", "reshape(x=f32[6], shape=(6,))"]) == 2
-    )
+    assert main(["check", "--backend", "cuda-emulated", "--counters", "--case", "reshape(x=f32[6], shape=(6,))"]) == 2
     assert "these cases launch no kernel" in capsys.readouterr().err
