@@ -26,7 +26,7 @@ from hocket.scheduler import load, plan_for
 
 from ...given.devices.devices_meet import CASES, Part, Rig, gathered, reduced, summands
 from ...given.devices.edited import EditedDriver, written
-from ...given.devices.emulation import needs_compiler
+from ...given.devices.emulation import barriers, needs_compiler
 from ...given.plans.grouped import everything_that_fits, weights_of
 
 pytestmark = [needs_compiler, pytest.mark.long()]
@@ -50,10 +50,10 @@ class SeenError(Exception):
     """A device saw by itself that another is not where it is."""
 
 
-def faults_of(case, n, edit=list, *, runs=1, times=1):
+def faults_of(case, n, edit=list, *, dropped=("", 0), runs=1, times=1):
     """What is in no order, in runs whose threads take turns in different ways, of which so many `times` follow each
     other, as those of a team do."""
-    driver = EditedDriver(edit)
+    driver = EditedDriver(edit, dropped)
     wire, parts = DType.BF16 if case == "narrow" else DType.F32, PARTS[case](n)
     rig = Rig(OrderedBackend(driver), parts, wire=wire, everybody=n + (times > 1))
     faults = []
@@ -179,14 +179,6 @@ PLANTED = {
         "in a row",
         written("collective.cu", f"store_release(&{MEET}, mine)", f"*(volatile u64 *)&{MEET} = mine"),
     ),
-    "no barrier before a ticket": (
-        "in a row",
-        written("collective.cu", "ticket(g, has_results);\n    __syncthreads();", "ticket(g, has_results);"),
-    ),
-    "no barrier behind a wait": (
-        "in a row",
-        written("collective.cu", "    __syncthreads();\n    return !is_stopped", "    return !is_stopped"),
-    ),
     "a wait for the first device only": (
         "in a row",
         written("collective.cu", "if (peer < g.devices) {", "if (peer < 1) {"),
@@ -235,3 +227,13 @@ def test_what_is_in_no_order_is_found(what, narrow):
     case, edit = PLANTED[what]
     with suppress(SeenError):
         assert faults_of(case, 3, edit)
+
+
+BARRIERS = [("collective.cu", 0, "in a row"), ("collective.cu", 2, "in a row")]
+"""Before a ticket, and behind a wait: file, number and case; ``test_barriers.py`` knows whether those are all."""
+
+
+@pytest.mark.parametrize(("file", "number", "case"), BARRIERS)
+def test_a_barrier_of_a_meeting_that_is_dropped_is_missed(file, number, case):
+    with suppress(SeenError):
+        assert faults_of(case, 3, dropped=(file, barriers(file)[number]))

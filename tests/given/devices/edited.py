@@ -10,10 +10,10 @@ from .emulation import Written
 
 
 class EditedDriver(OrderedDriver):
-    """What it launches is what `edit` makes of the launches that it is given."""
+    """What it launches is what `edit` makes of the launches that it is given, without a barrier that is dropped."""
 
-    def __init__(self, edit):
-        super().__init__()
+    def __init__(self, edit, dropped=("", 0)):
+        super().__init__(dropped)
         self.edit = edit
 
     def record(self, steps, on):
