@@ -66,6 +66,7 @@ struct Thread {
     unsigned since;              // equal to that; null if it does not wait
     bool done;
     int group;                   // of copies
+    bool has_waited;             // for some
     std::vector<Copy> copies;
 };
 struct Meeting {  // of lanes of a warp
@@ -236,7 +237,7 @@ static void carry() {
         t.stack = current->stack;
         t.generation = nullptr;
         t.done = false;
-        t.group = 0;
+        t.group = 0, t.has_waited = false;
         current = &t;
         w.enter(w.kernel, w.arguments);
         if (!t.copies.empty()) fail("ends with copies to shared memory in flight; wait for them");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -55,13 +56,20 @@ class Site:
 @dataclass(frozen=True, slots=True)
 class Counted:
     """What one launch did: `moved` bytes of distinct sectors, of which it wanted `wanted`; its blocks asked for `asked`
-    bytes, if a block asks once for a sector."""
+    bytes, if a block asks once for a sector.  Up to `under_way` groups of copies of a thread to shared memory were
+    under way while it read others there, None where it waits for none; copies in bulk do not count."""
 
     launch: Launch
     sites: tuple[Site, ...]
     moved: int
     wanted: int
     asked: int
+    under_way: int | None
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return math.prod(self.launch.block)
 
     @property
     def kernel(self) -> str:
@@ -101,7 +109,7 @@ def count(launch: Launch) -> Counted:
     made = library(launch.kernel.alone, COUNTS)
     words = np.array(launch.words, np.uint64)
     shape = shape_of(launch, words)
-    report, sites, moved = Report(), (_Site * MOST_SITES)(), (ctypes.c_uint64 * 5)()
+    report, sites, moved = Report(), (_Site * MOST_SITES)(), (ctypes.c_int64 * 6)()
     spans = sorted({(span.low, span.high) for span in launch.spans if span.high > span.low})
     given = np.array(_apart(spans), np.uint64).reshape(-1, 2)
     made.counters_begin(ctypes.c_void_p(given.ctypes.data), ctypes.c_int64(len(given)))
@@ -115,7 +123,8 @@ def count(launch: Launch) -> Counted:
         Site(line_of(at), bool(s.is_shared), bool(s.is_store), s.bytes, s.requests, s.cost, s.least, at)
         for at, s in zip(places, sites[:many], strict=True)
     )
-    return Counted(launch, tuple(kept), moved[0] + moved[2], moved[1] + moved[3], moved[4])
+    under_way = moved[5] if moved[5] >= 0 else None
+    return Counted(launch, tuple(kept), moved[0] + moved[2], moved[1] + moved[3], moved[4], under_way)
 
 
 def _apart(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

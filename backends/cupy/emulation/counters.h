@@ -24,7 +24,16 @@ static std::vector<Operand> operands;
 static std::map<std::pair<uint64_t, bool>, Site> sites;
 static std::vector<std::vector<Access>> seen[MOST_BLOCKS];  // of each thread of the blocks of a cluster
 static uint64_t asked;  // sectors that blocks want of global memory, each once a block
+static int64_t under_way;  // groups of copies of a thread, at most, while it reads shared memory; -1 if none are made
 
+// Before the first wait is no work, whatever is read.  A group without copies is there at once, and does not count.
+HOCKET_UNSEEN static void note_under_way(const Thread &t) {
+    int64_t groups = 0;
+    int last = -1;
+    for (auto &c : t.copies)
+        if (c.group < t.group) groups += c.group != last, last = c.group;
+    if (t.has_waited) under_way = std::max(under_way, groups);
+}
 HOCKET_UNSEEN static void note_access(const void *p, size_t bytes, bool is_store, uint64_t code) {
     const uint64_t at = (uint64_t)p;
     const bool is_shared = in_shared(at);
@@ -36,6 +45,7 @@ HOCKET_UNSEEN static void note_access(const void *p, size_t bytes, bool is_store
         auto &bits = is_store ? of->written : of->read;
         for (uint64_t b = at; b < std::min(at + bytes, of->high); b++) bits[b / 32 - of->low / 32] |= 1u << b % 32;
     }
+    if (is_shared && !is_store) note_under_way(*current);
     const size_t thread = current - current->worker->all.data();
     auto &mine = seen[current->worker->rank];
     if (mine.size() <= thread) mine.resize(thread + 1);
@@ -77,7 +87,8 @@ static inline void note_earlier() {}
 static inline void note_arrival(const void *, size_t, uint64_t) {}
 static inline void show_to_products() {}
 HOCKET_UNSEEN static void read_by_product(const void *p, size_t bytes, uint64_t code, bool again) {
-    if (!again) count(p, bytes, false, code);
+    if (again) note_under_way(*current);  // it goes on until it is waited for
+    else count(p, bytes, false, code);
 }
 static inline void note_arrived(const Arrivals &) {}
 static inline void note_waited(const Arrivals &) {}
@@ -135,7 +146,7 @@ static void close_block(const Worker &w) {
 // Operands as pairs of addresses; what was counted before is forgotten.
 extern "C" HOCKET_UNSEEN void counters_begin(const uint64_t *spans, int64_t n) {
     using namespace emulation;
-    operands.clear(), sites.clear(), asked = 0;
+    operands.clear(), sites.clear(), asked = 0, under_way = -1;
     for (auto &of_block : seen) of_block.clear();
     for (int64_t i = 0; i < n; i++) {
         const uint64_t low = spans[2 * i], high = spans[2 * i + 1], sectors = (high - 1) / 32 - low / 32 + 1;
@@ -144,14 +155,14 @@ extern "C" HOCKET_UNSEEN void counters_begin(const uint64_t *spans, int64_t n) {
     is_hidden = false;
 }
 // `moved` gets distinct sectors in bytes and the bytes of them that the kernel wanted, of what it read and of what it wrote;
-// and the bytes of sectors that differ within a block.
-extern "C" HOCKET_UNSEEN int64_t counters_end(emulation::Site *out, int64_t most, uint64_t *moved) {
+// the bytes of sectors that differ within a block; and the groups of copies under way.
+extern "C" HOCKET_UNSEEN int64_t counters_end(emulation::Site *out, int64_t most, int64_t *moved) {
     using namespace emulation;
     is_hidden = true;
     for (auto &o : operands)
         for (int written = 0; written < 2; written++)
             for (uint32_t bits : written ? o.written : o.read) moved[2 * written] += bits ? 32 : 0, moved[2 * written + 1] += __builtin_popcount(bits);
-    moved[4] = 32 * asked;
+    moved[4] = 32 * asked, moved[5] = under_way;
     int64_t n = 0;
     for (auto &entry : sites)
         if (n < most) out[n++] = entry.second;

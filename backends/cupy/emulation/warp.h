@@ -107,6 +107,7 @@ static inline void wait_for_copies(int pending) {
         else copies[kept++] = c;
     }
     copies.resize(kept);
+    current->has_waited = true;
 }
 // Fragments as the PTX manual draws them: g = lane / 4, t = lane % 4.
 typedef float Eight __attribute__((vector_size(32)));

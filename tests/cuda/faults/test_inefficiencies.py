@@ -13,16 +13,18 @@ from hocket.backends.cupy.binding import programs
 from hocket.backends.cupy.device import disassembly, nvrtc
 from hocket.backends.cupy.emulation.counted import CountingDriver
 from hocket.backends.cupy.emulation.main_path import CASES, faults
+from hocket.backends.cupy.kernels import elementwise
 from hocket.backends.cupy.resources import measured, recorded
 from hocket.backends.cupy.table import FUSED, SOURCES
 from hocket.conformance import Outcome, parse_case, run_case
+from hocket.conformance.reports.emulated import counters
 from hocket.frontends.commands.plan import step_graph
 from hocket.scheduler import plan, plan_for, simulate
 
 from ...given.devices.attention import by_warps
 from ...given.devices.emulation import needs_compiler, replaced
-from ...given.devices.inefficiencies import ASKED, BY_WARPS, COMPILED, LAUNCHED
-from ...given.devices.recorded import asked_more, worse
+from ...given.devices.inefficiencies import ADD, ASKED, BY_WARPS, COMPILED, LAUNCHED, NARROW
+from ...given.devices.recorded import unlike_page, worse
 from ...given.devices.tools import needs
 from ...given.models.goldens import decode_graph
 from ...given.models.large_headers import qwen_80b
@@ -45,6 +47,14 @@ class Planting(CountingDriver):
         return replace(launch, kernel=replaced(kernel.alone, *self.texts)[kernel.name])
 
 
+def found(driver, case):
+    """What the launches of a case do."""
+    backend = DriverBackend(driver)
+    result = run_case(parse_case(case), backend, backend.device(0))
+    assert result.outcome is Outcome.PASS, f"it is wrong, not slow: {result.why}"
+    return [*driver.found.values()]
+
+
 @pytest.mark.long
 @needs_compiler
 @pytest.mark.parametrize("what", ASKED)
@@ -52,15 +62,31 @@ def test_what_is_asked_of_memory_in_vain_is_counted(what):
     file, good, bad, case = ASKED[what]
     assert case in CASES, "nobody counts that unless it is planted"
     assert good.count("\n") == bad.count("\n"), "what is allowed is found by the lines"
-    driver, is_recorded = Planting(file, good, bad), what not in BY_WARPS
+    is_recorded = what not in BY_WARPS
     with nullcontext() if is_recorded else by_warps():
-        backend = DriverBackend(driver)
-        result = run_case(parse_case(case), backend, backend.device(0))
-    assert result.outcome is Outcome.PASS, f"it is wrong, not slow: {result.why}"
-    counted = [*driver.found.values()]
+        counted = found(Planting(file, good, bad), case)
     assert [why for of in counted for why in faults(of)] + [
-        why for of in counted * is_recorded for why in asked_more(of)
+        why for of in counted * is_recorded for why in unlike_page(of)
     ]
+
+
+@pytest.mark.long
+@needs_compiler
+def test_tiles_of_keys_that_come_one_at_a_time_are_counted():
+    """In three stages, which devices without warpgroups have alone, and no page."""
+    with by_warps():
+        (planted,) = found(Planting("attention_short.cu", "cp_async_wait<STAGES - 2>", "cp_async_wait<0>"), NARROW)
+        (plain,) = found(CountingDriver(), NARROW)
+    assert (planted.under_way, plain.under_way) == (1, 2)
+
+
+@pytest.mark.long
+@needs_compiler
+@pytest.mark.parametrize("threads", [32, 512])
+def test_blocks_of_other_sizes_are_counted(threads, monkeypatch):
+    monkeypatch.setattr(elementwise, "THREADS", threads)
+    (launch,) = counters([ADD])
+    assert [*unlike_page(launch)] == [f"{launch.kernel}: blocks of {threads} threads in place of 256"]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ ROWS = "get_rows(table=f32[17,128], ids=i32[4])"
 STORED = "set_rows(into=f32[16,128], rows=f32[4,128], ids=i32[4])"
 SOFTMAX = "softmax(x=f32[2,4,256])"
 VECTOR = "mul_mat(w=q8_0[64,1024], x=f32[1,1024])"
-PACKED = "mul_mat(w=q4_K[64,256], x=f32[32,256])"
+PACKED = "mul_mat(w=q4_K[64,512], x=f32[32,512])"
 MATRICES = "mul_mat(w=bf16[64,128], x=f32[64,128])"
 STEP = (
     "gated_delta_net(q=f32[1,2,128], k=f32[1,2,128], v=f32[1,4,128], g=f32[1,4,1], beta=f32[1,4], state=f32[4,128,128])"
@@ -24,6 +24,7 @@ PROMPT = (
 TOKEN = "attention(q=f32[1,8,128], k=f32[64,2,128], v=f32[64,2,128], scale=0.1)"
 CELLS = "attention(q=f32[1,8,128], k=f16[64,2,128], v=f16[64,2,128], scale=0.1)"
 SHORT = "attention(q=f32[32,4,128], k=bf16[128,1,128], v=bf16[128,1,128], scale=0.1)"
+NARROW = "attention(q=f32[32,4,64], k=bf16[256,1,64], v=bf16[256,1,64], scale=0.1)"
 TILES = text_of("attention.cuh")
 BETWEEN = TILES.partition("8 * (c ^ (row & 7)); }\n")[2].partition("8 * ((")[0]
 """What stands between two formulas."""
@@ -126,9 +127,28 @@ ASKED = {
         f"8 * c; }}\n{BETWEEN}8 * (even ^ turned ^ (row & 7));",
         SHORT,
     ),
+    "one stage of a product at a time": ("tiled.cu", "cp_async_wait<STAGES - 2>", "cp_async_wait<0>", MATRICES),
+    "one chunk of values at a time": (
+        "gated_delta_net_scan.cu",
+        "cp_async_wait<AHEAD - 1>",
+        "cp_async_wait<0>",
+        PROMPT,
+    ),
+    "products wait for the next stage": (
+        "packed.cu",
+        "cp_async_commit();\n            for (int k",
+        "cp_async_commit(), cp_async_wait<0>();\n            for (int k",
+        PACKED,
+    ),
+    "weights of keys wait for the next tile": (
+        "attention_warpgroups.cu",
+        "fetch_values(tile, stage);\n        cp_async_commit();",
+        "fetch_values(tile, stage);\n        cp_async_commit(), cp_async_wait<0>();",
+        SHORT,
+    ),
 }
 """By what it is: a file, a text of it and what stands there instead on as many lines; and the case that shows more
-sectors, more wavefronts or more requests than are allowed."""
+sectors, more wavefronts or more requests than are allowed, or fewer copies under way."""
 BY_WARPS = frozenset({"keys and values in the same banks"})
 """What is planted in attention by single warps, which devices without warpgroups run and no page records."""
 

@@ -41,9 +41,19 @@ def requests():
     return {(m[1], m[2]): int(m[3]) for line in PAGE.read_text("utf-8").splitlines() if (m := row.match(line))}
 
 
-def asked_more(counted):
-    """What a launch asks for more often than is recorded."""
-    known = requests()
+def at_once():
+    """The threads of a block that are recorded, and the copies under way, by kernel."""
+    row = re.compile(r"\| `(.+?)` \| \d+ \| [\d.]+ \| (\d+) \| (\d*) \|$", re.M)
+    return {m[1]: (int(m[2]), int(m[3] or 0)) for m in row.finditer(PAGE.read_text("utf-8"))}
+
+
+def unlike_page(counted):
+    """What a launch asks for more often than is recorded, and what it does less of at the same time."""
+    known, (threads, copies) = requests(), at_once().get(counted.kernel, (0, 0))
     for row in rows(counted):
         if row.requests > MORE * known.get((row.kernel, row.what), 0):
             yield f"{row.kernel}: {row.requests} requests for a {row.what}"
+    if counted.threads != threads:
+        yield f"{counted.kernel}: blocks of {counted.threads} threads in place of {threads}"
+    if (counted.under_way or 0) < copies:
+        yield f"{counted.kernel}: {counted.under_way or 0} copies under way in place of {copies}"
