@@ -22,7 +22,7 @@ PROMPT = (
     "gated_delta_net(q=f32[70,1,64], k=f32[70,1,64], v=f32[70,1,32], g=f32[70,1,1], beta=f32[70,1], state=f32[1,32,64])"
 )
 TOKEN = "attention(q=f32[1,8,128], k=f32[64,2,128], v=f32[64,2,128], scale=0.1)"
-CELLS = "attention(q=f32[1,8,128], k=f16[64,2,128], v=f16[64,2,128], scale=0.1)"
+CELLS = "attention(q=f32[1,8,128], k=f16[300,2,128], v=f16[300,2,128], scale=0.1)"
 SHORT = "attention(q=f32[32,4,128], k=bf16[128,1,128], v=bf16[128,1,128], scale=0.1)"
 NARROW = "attention(q=f32[32,4,64], k=bf16[256,1,64], v=bf16[256,1,64], scale=0.1)"
 TILES = text_of("attention.cuh")
