@@ -81,9 +81,14 @@ class Case:
         return self.declared.sizes([specs.get(o.name) for o in operands], attrs).named
 
     @property
+    def is_empty(self) -> bool:
+        """Whether an operand has no elements."""
+        return any(0 in s.shape for _, s in self.operands)
+
+    @property
     def column(self) -> str:
         """The layout under which reports count the case; without elements the layout says nothing."""
-        return "zero-size" if any(0 in s.shape for _, s in self.operands) else self.layout
+        return "zero-size" if self.is_empty else self.layout
 
     @property
     def dtypes(self) -> str:

@@ -79,8 +79,7 @@ def quick_cases(op: Op) -> tuple[Case, ...]:
 def _order(case: Case) -> tuple[int, int, int]:
     """Small cases before large, those with all operands first, otherwise shuffled in the same way each time."""
     size = sum(s.size for _, s in case.operands)
-    empty = any(0 in s.shape for _, s in case.operands)
-    return (size > QUICK_ELEMENTS) + 2 * (size <= 4 or empty), -len(case.operands), crc32(case.text.encode())
+    return (size > QUICK_ELEMENTS) + 2 * (size <= 4 or case.is_empty), -len(case.operands), crc32(case.text.encode())
 
 
 @lru_cache(maxsize=1024)

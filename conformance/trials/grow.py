@@ -51,7 +51,7 @@ def points(op: Op) -> tuple[Case, ...]:
     grown: dict[Case, None] = {}
     for parts in _spread_out(bases, MOST_BASES):
         grown.update((make_case(op, p), None) for p in _grown(op, parts, bases))
-    first = next((parts for parts in bases if not _is_empty(make_case(op, parts))), bases[0]) if bases else {}
+    first = next((parts for parts in bases if not make_case(op, parts).is_empty), bases[0]) if bases else {}
     for step in list(_leading_of(op, first)):
         grown.update((make_case(op, p), None) for p in _dtypes_of(op, step))
     tall = next((make_case(op, p) for p in map(partial(_tall, op), bases) if p is not None), None)
@@ -63,10 +63,6 @@ def points(op: Op) -> tuple[Case, ...]:
     return tuple(chosen)
 
 
-def _is_empty(case: Case) -> bool:
-    return any(0 in s.shape for _, s in case.operands)
-
-
 def _spread_out(items: Sequence[Point], most: int) -> Sequence[Point]:
     """At most that many of them, evenly from first to last."""
     step = max(1.0, len(items) / most)
@@ -76,7 +72,7 @@ def _spread_out(items: Sequence[Point], most: int) -> Sequence[Point]:
 def _varied(cases: Sequence[Case]) -> Iterator[Case]:
     """All of them: first those that show a dtype, attribute or size not yet seen, then the rest in a shuffled order.
     What is empty comes last: a dtype that only such a case shows is hardly tried."""
-    shuffled = sorted(cases, key=lambda c: (_is_empty(c), crc32(c.text.encode())))
+    shuffled = sorted(cases, key=lambda c: (c.is_empty, crc32(c.text.encode())))
     seen: set[object] = set()
     later = []
     for case in shuffled:

@@ -95,8 +95,7 @@ def _staged(planning: Planning, hardware: Hardware) -> Iterator[Way]:
     across = f"{len(teams)} machines" if 0 < hardware.machine < count else f"{len(teams)} teams"
     kind = f"layers across {across}, cut within each"
     make = partial(planning.in_teams, teams, choice)
-    least, cut = choice.seconds - choice.sent, (len(teams[0]), choice.factors)
-    stages = len(teams)
+    least, cut, stages = choice.seconds - choice.sent, (len(teams[0]), choice.factors), len(teams)
     yield Way(kind, count, seconds, count * held, lacking, make, searched=True, stages=stages, least=least, cut=cut)
 
 

@@ -47,7 +47,7 @@ class Planting(CountingDriver):
         return replace(launch, kernel=replaced(kernel.alone, *self.texts)[kernel.name])
 
 
-def found(driver, case):
+def launches_of(driver, case):
     """What the launches of a case do."""
     backend = DriverBackend(driver)
     result = run_case(parse_case(case), backend, backend.device(0))
@@ -64,7 +64,7 @@ def test_what_is_asked_of_memory_in_vain_is_counted(what):
     assert good.count("\n") == bad.count("\n"), "what is allowed is found by the lines"
     is_recorded = what not in BY_WARPS
     with nullcontext() if is_recorded else by_warps():
-        counted = found(Planting(file, good, bad), case)
+        counted = launches_of(Planting(file, good, bad), case)
     assert [why for of in counted for why in faults(of)] + [
         why for of in counted * is_recorded for why in unlike_page(of)
     ]
@@ -75,8 +75,9 @@ def test_what_is_asked_of_memory_in_vain_is_counted(what):
 def test_tiles_of_keys_that_come_one_at_a_time_are_counted():
     """In three stages, which devices without warpgroups have alone, and no page."""
     with by_warps():
-        (planted,) = found(Planting("attention_short.cu", "cp_async_wait<STAGES - 2>", "cp_async_wait<0>"), NARROW)
-        (plain,) = found(CountingDriver(), NARROW)
+        planting = Planting("attention_short.cu", "cp_async_wait<STAGES - 2>", "cp_async_wait<0>")
+        (planted,) = launches_of(planting, NARROW)
+        (plain,) = launches_of(CountingDriver(), NARROW)
     assert (planted.under_way, plain.under_way) == (1, 2)
 
 
