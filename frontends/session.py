@@ -398,7 +398,8 @@ class Session:
             from ..scheduler import Pipeline
 
             start = time.perf_counter()
-            self._pipelines[step] = Pipeline(self.plan(step), self.store, wire=self._wire)
+            staying = {name for name in self.states if self.is_cache(name) and self.cells(name) == self.context}
+            self._pipelines[step] = Pipeline(self.plan(step), self.store, wire=self._wire, staying=staying)
             self.planning += time.perf_counter() - start
         return self._pipelines[step]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,13 +20,14 @@ class Journal:
     """What undoes runs of one plan on device `number`, where runs are taken back together or not at all.
 
     Of a run it keeps what the instructions that undo it read of the arena.  A state that these write whole is in the
-    end what the first of all runs makes of it, so of the later ones nothing is kept for that.
+    end what the first of all runs makes of it, so of the later ones nothing is kept for that; nor is anything for
+    states that may stay as runs have left them, those named in `staying`.
     """
 
-    def __init__(self, bound: Bound, number: int) -> None:
+    def __init__(self, bound: Bound, number: int, staying: Container[str]) -> None:
         self._bound, self._number = bound, number
         program = bound.plan.lanes[number].program
-        backs = [back for _, back in program.undo]
+        backs = [back for _, back in program.undo if program.buffers[back.dst[0].buffer].name not in staying]
         again = [back for back in backs if not _is_whole(back)]
         if any(t.buffer not in (ARENA, back.dst[0].buffer) for back in backs for t in _read(back)):
             again = backs  # one state says what is put back of another, and has to be right each time

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -32,19 +32,31 @@ Asked = tuple["Pipeline", Mapping[str, npt.ArrayLike]]
 
 class Pipeline:
     """One plan bound to its memory, to be run in an order in which devices do not wait for the end of a run to begin
-    their part of the next; otherwise it is like an `Executor`."""
+    their part of the next; otherwise it is like an `Executor`.
+
+    The states named in `staying` are not put back when runs that have ended are taken back: what runs have written
+    there, such as cells behind the end of a sequence, nobody reads then.
+    """
 
     plan: Plan
     store: Store
 
-    def __init__(self, plan: Plan, store: Store, *, timeout: float = 60.0, wire: DType = DType.F32) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        *,
+        timeout: float = 60.0,
+        wire: DType = DType.F32,
+        staying: Container[str] = frozenset(),
+    ) -> None:
         self.plan, self.store = plan, store
         self._turn = Turn((*store.backends, *(plan.lanes[number].backend for number in store.between.own)))
         with self._turn:
             self._bound = bound = Bound(plan, store)
             self._meeting = bound.meeting(timeout, wire, follow=True)
             replays = bound.compiled_all(self._meeting)
-            self._lanes = {number: _Lane(bound, number, replays[number]) for number in bound.own}
+            self._lanes = {number: _Lane(bound, number, replays[number], staying) for number in bound.own}
         self._devices = SideBySide([lane.device for lane in plan.lanes], bound.own, self._meeting, timeout)
 
 
@@ -190,9 +202,9 @@ class _Run:
 class _Lane:
     """One device's part of a plan."""
 
-    def __init__(self, bound: Bound, number: int, replay: Callable[[], object]) -> None:
+    def __init__(self, bound: Bound, number: int, replay: Callable[[], object], staying: Container[str]) -> None:
         self.bound, self.number, self.replay = bound, number, replay
-        self.places, self.journal = bound.places([number]), Journal(bound, number)
+        self.places, self.journal = bound.places([number]), Journal(bound, number, staying)
         self.results = {name: parts[number] for name, parts in bound.outputs.items() if number in parts}
         self.whole = len(bound.plan.lanes[number].program.instructions)
 
