@@ -41,26 +41,36 @@ class Predicted:
     """
 
     def __init__(self, plan_of: PlanOf, tokens: tuple[int, int], cells: tuple[int, int]) -> None:
-        self._few, self._more = tokens[0], tokens[1] - tokens[0]
-        self._short, self._longer = cells[0], cells[1] - cells[0]
+        self._few, self._more = tokens[0], max(1, tokens[1] - tokens[0])
+        self._short, self._longer = cells[0], max(1, cells[1] - cells[0])
         of = {asked: legs(plan_of(*asked)) for asked in {(t, c) for t in tokens for c in cells}}
-        self._corners = [of[t, c] for c in cells for t in tokens]
+        stops = [*zip(*(of[t, c] for c in cells for t in tokens), strict=True)]
+        self._letters = [_bilinear(*(leg.letters for leg in corners)) for corners in stops]
+        self._work = [_bilinear(*(leg.work for leg in corners)) for corners in stops]
+
+    def _terms(self, tokens: int, end: int) -> tuple[float, float]:
+        """How far a run of so many tokens, that a sequence of the length `end` has then, is from few tokens to many,
+        and from few cells to many: tokens see all before them, and on average half of each other."""
+        cells = (end - tokens / 2) / SEEN
+        return (tokens - self._few) / self._more, (cells - self._short) / self._longer
 
     def legs(self, tokens: int, end: int) -> list[Leg]:
-        """Of a run of so many tokens that a sequence of the length `end` has then: they see all before them, and on
-        average half of each other."""
-        cells = (end - tokens / 2) / SEEN
-        more = (tokens - self._few) / self._more if self._more else 0.0
-        longer = (cells - self._short) / self._longer if self._longer else 0.0
-        shares = ((1 - more) * (1 - longer), more * (1 - longer), (1 - more) * longer, more * longer)
-        return [
-            Leg(*(max(0.0, sum(map(float.__mul__, shares, times))) for times in zip(*corners, strict=True)))
-            for corners in zip(*self._corners, strict=True)
-        ]
+        """Of a run of so many tokens that a sequence of the length `end` has then."""
+        m, n = self._terms(tokens, end)
+        letters, work = (
+            [max(0.0, a + b * m + c * n + d * m * n) for a, b, c, d in of] for of in (self._letters, self._work)
+        )
+        return [*map(Leg, letters, work)]
 
     def slowest(self, tokens: int, end: int) -> float:
-        """Seconds of the device that takes longest."""
-        return max(leg.work for leg in self.legs(tokens, end))
+        """Seconds of the device that takes longest.  Asked for some hundred times before a prompt begins."""
+        m, n = self._terms(tokens, end)
+        return max(0.0, *(a + b * m + c * n + d * m * n for a, b, c, d in self._work))
+
+
+def _bilinear(few: float, more: float, few_longer: float, more_longer: float) -> tuple[float, float, float, float]:
+    """Of what grows evenly with each of two numbers from 0 to 1: the factors of 1, of either, and of their product."""
+    return few, more - few, few_longer - few, more_longer - few_longer - more + few
 
 
 def in_parts(tokens: int, behind: int, sizes: Sequence[int], predicted: Predicted) -> Parts:

@@ -51,6 +51,8 @@ class Pipeline:
         staying: Container[str] = frozenset(),
     ) -> None:
         self.plan, self.store = plan, store
+        self.proven: set[tuple[Pipeline, ...]] = set()
+        """Runs, each of one of these plans, that may follow each other through its devices."""
         self._turn = Turn((*store.backends, *(plan.lanes[number].backend for number in store.between.own)))
         with self._turn:
             self._bound = bound = Bound(plan, store)
@@ -86,7 +88,6 @@ class Succession:
         self._devices, self._around = first._devices, ExitStack()
         self._own = {number: _Device(number) for number in first._bound.own}
         self._under_way: deque[_Run] = deque()
-        self._proven: set[tuple[Pipeline, ...]] = set()
         self._begun: dict[Pipeline, None] = {}
         self._news = Condition()
 
@@ -106,9 +107,9 @@ class Succession:
         following = [*(run.pipeline for run in self._under_way), *(pipeline for pipeline, _ in runs)]
         if not self._together and len({pipeline.store for pipeline in following}) < len(following):
             raise PlanError("a run over the same store is under way; begin the next when that has ended")
-        if tuple(following) not in self._proven:
+        if (whole := tuple(following)) not in self._first.proven:
             in_succession([pipeline.plan for pipeline in following])
-            self._proven.add(tuple(following))
+            self._first.proven.add(whole)
         self._first._bound.agree(given)
         for (pipeline, _), arrays in zip(runs, given, strict=True):
             is_first = not self._together or all(pipeline.store is not known.store for known in self._begun)
