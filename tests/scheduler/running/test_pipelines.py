@@ -13,6 +13,7 @@ from hocket import ops
 from hocket.backends.base import find
 from hocket.backends.null.backend import NullBackend
 from hocket.graph import BackendError, Graph, PlanError, StepError, input, weight
+from hocket.ranks import near
 from hocket.ranks.near import DEPTH, Meeting
 from hocket.scheduler import Executor, Pipeline, even_shares, in_turn, plan_for
 from hocket.scheduler.machines.hardware import Hardware
@@ -54,17 +55,19 @@ def test_runs_of_several_plans_follow_each_other_over_the_same_states(team):
 
 
 @TEAMS
+@pytest.mark.parametrize("depth", [1, 2, DEPTH])
 @pytest.mark.parametrize("slow", range(3))
-def test_however_slow_a_device_is_runs_do_not_mix(slow, team):
+def test_however_slow_a_device_is_runs_do_not_mix(slow, depth, team, monkeypatch):
     """One device, or the last of a team, begins its second run when all others have gone as far as they get without
     it: of its team, into that run."""
+    monkeypatch.setattr(near, "DEPTH", depth)
     made, _ = chain(3, team=team)
     executor = Executor(made, stored(made), timeout=HOUR)
     wanted = [executor.run(feed) for feed in feeds()]
     pipeline, calls = Pipeline(made, stored(made), timeout=HOUR), [0] * (3 * team)
     last = slow * team + team - 1
     stages = [number // team for number in range(3 * team)]
-    ahead = [min(RUNS, 1 + DEPTH + 1) if stage < slow else 2 if stage == slow else 1 for stage in stages]
+    ahead = [min(RUNS, 1 + depth + 1) if stage < slow else 2 if stage == slow else 1 for stage in stages]
 
     def counted(number, replay):
         def run():
@@ -219,7 +222,7 @@ def test_who_sends_waits_while_the_other_has_too_many_letters():
         until(lambda: len(sent) == DEPTH)
         meeting.member(1).receive(np.empty(2, np.float32), 0, 0)
         done.result()
-    assert sent == [0, 1, 2]
+    assert sent == [*range(DEPTH + 1)]
 
 
 def test_a_letter_that_nobody_takes_or_sends_is_an_error_and_not_a_hang():
