@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from ...graph.errors import PlanError
@@ -18,11 +18,13 @@ from .strides import Strided
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Nodes in order; `donated` maps a result to the state whose memory it is written into; `copied` maps a state to
-    the value that is copied over it at the end."""
+    """Nodes in order; `donated` maps a result to the state whose memory it is written into, `over` to what lies there
+    until then: the state, or a result that was written there before; `copied` maps a state to the value that is copied
+    over it at the end."""
 
     nodes: tuple[Node, ...]
     donated: Mapping[Value, Value]
+    over: Mapping[Value, Value]
     copied: Mapping[Value, Value]
 
 
@@ -34,7 +36,7 @@ def schedule(
 
     A node may write a state's memory if that holds the new value as it is `kept`, and every other reader of the old
     one can run before it.  Where that would be a cycle the new value gets memory of its own and is copied at the end:
-    slower, never wrong.
+    slower, never wrong.  A state that is changed several times in a run is so each time in place, if all can.
     """
     readers: dict[Value, list[Node]] = defaultdict(list)
     for node in graph.nodes:
@@ -42,27 +44,61 @@ def schedule(
             for base in dict.fromkeys(views[s].base for s in node.inputs):
                 readers[base].append(node)
     waits = _Waits(graph)
+    lasting = {views[v].base for v in (*graph.outputs.values(), *graph.updates.values())}
+    over: dict[Value, Value] = {}
     donated: dict[Value, Value] = {}
     copied: dict[Value, Value] = {}
+
+    def lie_there(line: Sequence[Value]) -> bool:
+        """Whether each of these values may be written where the one before it lies, the first a state."""
+        for victim, result in pairwise(line):
+            before = [n for n in readers[victim] if n is not result.node]
+            if (
+                result in donated
+                or kept(result).dtype is not kept(line[0]).dtype
+                or not may_overwrite(result, victim, views)
+                or waits.reaches(result.node, set(before))
+            ):
+                return False
+            waits.add(result.node, before)
+        return True
+
     for state, new in graph.updates.items():
         if new == state:
             continue  # it is there, and stays
-        target = views[new]
-        before = [n for n in readers[state] if n is not target.base.node]
-        possible = (
-            target.covers_base
-            and target.base not in donated
-            and kept(target.base).dtype is kept(state).dtype
-            and may_overwrite(target.base, state, views)
-            and not waits.reaches(target.base.node, set(before))
-        )
-        if possible:
-            donated[target.base] = state
-            waits.add(target.base.node, before)
-        else:
+        lines = _lines(state, new, views, lasting) if views[new].covers_base else ()
+        line = next(filter(lie_there, lines), None)
+        if line is None:
             copied[state] = new
+        else:
+            donated.update(dict.fromkeys(line[1:], state))
+            over.update((result, victim) for victim, result in pairwise(line))
     order = _order(graph, waits.later, in_turn=overlaps)
-    return Schedule(_meeting_first(order, waits.later) if overlaps else order, donated, copied)
+    return Schedule(_meeting_first(order, waits.later) if overlaps else order, donated, over, copied)
+
+
+def _lines(
+    state: Value, new: Value, views: Mapping[Value, Strided], lasting: Container[Value]
+) -> Iterator[Sequence[Value]]:
+    """A state and what may be written there one after the other, up to the new one: all results on the way to it that
+    change it in place, unless they are `lasting`; else the last alone."""
+    last = views[new].base
+    line = [last]
+    while (into := _changed_in_place(line[-1])) is not None and views[into].covers_base:
+        base = views[into].base
+        line.append(base)
+        if base == state and len(line) > 2:
+            yield line[::-1]
+        if base.node.is_leaf or base in lasting:
+            break
+    yield state, last
+
+
+def _changed_in_place(result: Value) -> Value | None:
+    """The operand whose memory a result may take over."""
+    declared, node = op_of(result.node), result.node
+    name = dict(declared.inplace_in(node.attrs)).get(result.index)
+    return None if name is None else dict(zip(declared.operand_names, node.src, strict=False)).get(name)
 
 
 def settle(graph: Graph) -> Graph:

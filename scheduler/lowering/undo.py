@@ -36,20 +36,29 @@ class Save:
 
 def saves(order: Schedule, views: Mapping[Value, Strided], backend: Backend, on: Device) -> tuple[Save, ...]:
     """A save for every state that the step changes."""
-    changed = [(result, state) for result, state in order.donated.items() if state.spec.size]
-    changes = [_of_rows(new, state, views, backend, on) or _of_all(new.node, state) for new, state in changed]
+    changes: list[Save] = []
+    whole: set[Value] = set()  # of these the first save holds all, whatever is written later
+    for result, state in order.donated.items():
+        if state.spec.size and state not in whole:
+            save = _of_rows(result, state, order, views, backend, on)
+            whole |= {state} if save is None else set()
+            changes.append(save or _of_all(result.node, state, order.over[result]))
     return (*changes, *(_of_all(None, state) for state in order.copied if state.spec.size))
 
 
-def _of_all(writer: Node | None, state: Value) -> Save:
-    kept = cont(state)
+def _of_all(writer: Node | None, state: Value, victim: Value | None = None) -> Save:
+    """A save of all that lies in the memory of `state`: of `victim`, if a result lies there already."""
+    kept = cont(state if victim is None else victim)
     back = cont(kept)
     return Save(state, writer, kept.node, back.node, {kept: whole(kept), back: whole(back)})
 
 
-def _of_rows(new: Value, state: Value, views: Mapping[Value, Strided], backend: Backend, on: Device) -> Save | None:
-    """A save of the rows in which `new` differs from `state`; None if that may be all, or rows cannot be kept."""
-    rows = _rows(new, state, views)
+def _of_rows(
+    new: Value, state: Value, order: Schedule, views: Mapping[Value, Strided], backend: Backend, on: Device
+) -> Save | None:
+    """A save of the rows in which `new` differs from what lies in the memory of `state` before; None if that may be
+    all, or rows or their numbers cannot be kept."""
+    rows = _rows(new, order.over[new], views)
     if rows is None:
         return None
     table, index = rows
@@ -60,6 +69,9 @@ def _of_rows(new: Value, state: Value, views: Mapping[Value, Strided], backend: 
             if strided is None:
                 return None
             seen[view] = strided
+    numbers = {**views, **seen}[index].base
+    if not numbers.node.is_leaf and numbers in order.over.values():
+        return None
     kept = get_rows(table, index)
     back = set_rows(table, kept, index)
     seen.update({kept: whole(kept), back: whole(back)})

@@ -1,7 +1,8 @@
 """The verifier of what programs save: wherever a step stops, undoing it leaves every state as it was.
 
-That holds if each state is saved once, before its first write, and all of it that is written; if what is saved, and
-what numbers the rows, outlives the step; and if each undo reads that and writes back just there.
+That holds if each state is saved before its first write, and all of it that is written; if rows of it are saved again
+before others are written, each save then goes back to the one before; if what is saved, and what numbers the rows,
+outlives the step; and if each undo reads that and writes back just there.
 """
 
 from __future__ import annotations
@@ -99,10 +100,11 @@ class Journal:
         state, kept = _present(i.src[0]), i.dst[0]
         name = self.program.buffers[state.buffer].name
         _, held = self.memory.holds(extent_of(state))
-        if held != self.states.get(name):
+        earlier, leaf = self.saved.get(state.buffer), self.states.get(name)
+        if earlier is None and held != leaf:
             yield f"{where}: %{quote(name)} holds {show(held)} and no longer what it held before the step"
-        if state.buffer in self.saved:
-            yield f"{where}: %{quote(name)} is saved a second time"
+        if earlier is not None and (earlier.index is None or held == leaf or not isinstance(held, Value)):
+            yield f"{where}: %{quote(name)} is saved a second time, and holds {show(held)}"
         index = i.src[1] if len(i.src) > 1 else None
         self.saved[state.buffer] = Saved(step, state, index)
         for tensor in (i.scratch, kept):
