@@ -105,6 +105,22 @@ def test_wherever_a_run_fails_states_are_those_before_the_first(run, team):
     assert not same(held(store), before)
 
 
+def test_states_that_may_stay_are_not_kept_from_run_to_run_and_all_others_are_taken_back():
+    made, backend = chain(2)
+    store, staying = stored(made), {"cache.0", "cache.1"}
+    pipeline, other = (Pipeline(made, store, timeout=HOUR, staying=names) for names in (staying, ()))
+    before = held(store)
+    planted(backend, made.lanes[1].device, 4, RUNS - 1)
+    with pytest.raises(StepError, match="PlantedError"):
+        follow(pipeline, feeds())
+    after = held(store)
+    assert {name for name in before if not np.array_equal(before[name], after[name])} == staying
+    fewer, all_ = (
+        sum(map(len, lane.journal.kept(first=True).values())) for lane in (pipeline._lanes[0], other._lanes[0])
+    )
+    assert fewer == all_ - 2 * ROWS, "rows of the cache, and their numbers"
+
+
 def test_runs_whose_states_were_lost_are_not_taken_back_with_later_ones():
     made, backend = chain(2)
     store = stored(made)
