@@ -163,7 +163,7 @@ def _attention(steps: Steps, call: Bound) -> bool:
     reads = [x for x in (q, k, v, mask, sinks) if x is not None]
     if tokens >= FEW:
         many = attention_tiled if processor.tiles() and takes(k.dtype, v.dtype) else attention_many
-        span = many.span(units, shared, tokens, steps.threads)
+        span = attention_many.span(many.JOBS, units, shared, tokens, steps.threads)
         each = many.scratch_bytes(shared * span, size, width)
         scratch = steps.scratch("attention", each * steps.threads)
         kernel = many.attend(k.dtype, v.dtype)

@@ -72,14 +72,17 @@ BLOCK = 32
 """Tokens of a block, and columns of a small matrix: two vectors."""
 ROWS = 8
 """Rows of a small matrix."""
+JOBS = 8
+"""Heads times blocks of tokens that meet a tile one after another, more or less."""
 
 
-def span(units: int, shared: int, tokens: int, threads: int) -> int:
-    """Tokens that a unit takes: more where few heads share the copy of a tile, unless threads would have too few."""
-    blocks = max(1, 8 // shared)
-    while blocks > 1 and units * math.ceil(tokens / (blocks * BLOCK)) < 4 * threads:
-        blocks -= 1
-    return blocks * BLOCK
+def span(jobs: int, units: int, shared: int, tokens: int, threads: int) -> int:
+    """Tokens that a unit takes, so that at most so many `jobs` meet a tile of keys, which is copied for all of them: all
+    units as many, and fewer where threads would have too few units."""
+    blocks = math.ceil(tokens / BLOCK)
+    fewest = math.ceil(4 * threads / max(1, units)) if threads > 1 else 1
+    spans = max(math.ceil(blocks / max(1, jobs // shared)), min(blocks, fewest))
+    return math.ceil(blocks / spans) * BLOCK
 
 
 def scratch_bytes(rows: int, size: int, width: int) -> int:

@@ -83,14 +83,6 @@ ROWS = 8
 """Keys whose weights are made between two products."""
 
 
-def span(units: int, shared: int, tokens: int, threads: int) -> int:
-    """Tokens that a unit takes: more where few heads share the copy of a tile, unless threads would have too few."""
-    blocks = max(1, JOBS // shared)
-    while blocks > 1 and units * math.ceil(tokens / (blocks * BLOCK)) < 4 * threads:
-        blocks -= 1
-    return blocks * BLOCK
-
-
 def scratch_bytes(rows: int, size: int, width: int) -> int:
     """Of a thread, as `places` lays it out; `rows`: heads of a group times tokens of a unit."""
     deep, wide = max(1, math.ceil(size / SIDE)), math.ceil(width / SIDE)
