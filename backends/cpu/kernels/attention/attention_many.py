@@ -77,8 +77,8 @@ JOBS = 8
 
 
 def span(jobs: int, units: int, shared: int, tokens: int, threads: int) -> int:
-    """Tokens that a unit takes, so that at most so many `jobs` meet a tile of keys, which is copied for all of them: all
-    units as many, and fewer where threads would have too few units."""
+    """Tokens that a unit takes, so that at most so many `jobs` meet a tile of keys, which is copied for all of them:
+    all units as many, and fewer where threads would have too few units."""
     blocks = math.ceil(tokens / BLOCK)
     fewest = math.ceil(4 * threads / max(1, units)) if threads > 1 else 1
     spans = max(math.ceil(blocks / max(1, jobs // shared)), min(blocks, fewest))
