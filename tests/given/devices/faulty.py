@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 
 from hocket.backends.base import Device, run_calls
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import Step, load_model
-from hocket.graph import Spec
+from hocket.graph import Spec, StepError
 from hocket.scheduler import Executor, Store, plan_for
 
 from ..models.goldens import path_of, tokens_of
@@ -120,3 +121,24 @@ def model_bench(name: str, devices: int, mode: str, tokens: int) -> Bench:
     known = tokens_of(name)
     feed = model.inputs(step, Batch([known[5 : 5 + tokens]], [5]))
     return bench(backend, made, store, dict(feed), np.random.default_rng(1))
+
+
+def fail_everywhere(made: Bench) -> int:
+    """Let every instruction of every device fail, every other after it has written; returns how many did."""
+    before, fails = made.held(), 0
+    outputs = made.outputs()
+    after = made.held()
+    for lane in made.run.plan.lanes:
+        for number, i in enumerate(lane.program.instructions):
+            made.reset()
+            made.backend.plan_fault(lane.device, number, late=number % 2 == 0)
+            with pytest.raises(StepError) as caught:
+                made.run.run(made.feed)
+            assert str(caught.value) == f"%{i.node} on {lane.device}: PlantedError: planted"
+            assert (caught.value.node, caught.value.device) == (i.node, str(lane.device))
+            assert caught.value.finished == number
+            assert made.held() == before
+            fails += 1
+            assert made.outputs() == outputs
+            assert made.held() == after
+    return fails

@@ -23,32 +23,11 @@ from hocket.graph import BackendError, Graph, StepError, input, state, weight
 from hocket.ops import REGISTRY
 from hocket.scheduler import Executor, Store, load, plan, plan_for
 
-from ...given.devices.faulty import Bench, FaultyCpu, FaultyReference, bench, model_bench
+from ...given.devices.faulty import Bench, FaultyCpu, FaultyReference, bench, fail_everywhere, model_bench
 from ...given.graphs.random_graphs import bindings, seeded_graph
 from ...given.models.goldens import path_of, tokens_of
 from ...given.plans.grouped import everything_that_fits, weights_of
 from ...given.waits import HOUR, until
-
-
-def fail_everywhere(made: Bench) -> int:
-    """Let every instruction of every device fail, every other after it has written; returns how many did."""
-    before, fails = made.held(), 0
-    outputs = made.outputs()
-    after = made.held()
-    for lane in made.run.plan.lanes:
-        for number, i in enumerate(lane.program.instructions):
-            made.reset()
-            made.backend.plan_fault(lane.device, number, late=number % 2 == 0)
-            with pytest.raises(StepError) as caught:
-                made.run.run(made.feed)
-            assert str(caught.value) == f"%{i.node} on {lane.device}: PlantedError: planted"
-            assert (caught.value.node, caught.value.device) == (i.node, str(lane.device))
-            assert caught.value.finished == number
-            assert made.held() == before
-            fails += 1
-            assert made.outputs() == outputs
-            assert made.held() == after
-    return fails
 
 
 @pytest.mark.long(every=5)

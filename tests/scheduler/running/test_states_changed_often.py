@@ -16,8 +16,7 @@ from hocket.ops import REGISTRY
 from hocket.scheduler import Plan, Store, plan_for
 from hocket.scheduler.verifier.plan import plan_faults
 
-from ...given.devices.faulty import Bench, FaultyReference, bench
-from .test_failed_steps import fail_everywhere
+from ...given.devices.faulty import Bench, FaultyReference, bench, fail_everywhere
 
 ROWS, WIDTH = 8, 4
 
