@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
 from threading import Condition
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -112,9 +112,8 @@ class Succession:
             self._first.proven.add(whole)
         self._first._bound.agree(given)
         for (pipeline, _), arrays in zip(runs, given, strict=True):
-            is_first = not self._together or all(pipeline.store is not known.store for known in self._begun)
             self._begun[pipeline] = None
-            run = _Run(pipeline, arrays, is_first)
+            run = _Run(pipeline, arrays)
             self._under_way.append(run)
             for device in self._own.values():
                 device.waiting.put(run)
@@ -191,13 +190,21 @@ class _Run:
     """A run under way: its inputs, the outputs of each device that is done, whether it is the first over its store of
     those that are taken back together, and whether it stays whatever happens."""
 
-    def __init__(self, pipeline: Pipeline, given: Mapping[str, Array], is_first: bool) -> None:
-        self.pipeline, self.given, self.is_first, self.stays = pipeline, given, is_first, False
+    def __init__(self, pipeline: Pipeline, given: Mapping[str, Array]) -> None:
+        self.pipeline, self.given, self.stays = pipeline, given, False
         self.outputs: dict[int, Mapping[str, Array]] = {}
 
     def parts(self, name: str) -> dict[int, Array]:
         """What each device of this process has of an output."""
         return {number: own[name] for number, own in self.outputs.items() if name in own}
+
+
+class _Kept(NamedTuple):
+    """What one device has kept of a run that has ended: what undoes it, but for the states `behind` earlier runs."""
+
+    run: _Run
+    behind: frozenset[str]
+    saved: Saved
 
 
 class _Lane:
@@ -216,7 +223,7 @@ class _Device:
     def __init__(self, number: int) -> None:
         self.number, self.stops = number, False
         self.waiting: SimpleQueue[_Run | None] = SimpleQueue()
-        self._kept: list[tuple[_Run, Saved]] = []
+        self._kept: list[_Kept] = []
         self._begun: _Run | None = None
         self._has_ended = False
 
@@ -232,8 +239,7 @@ class _Device:
             lane.replay()
             self._has_ended = True
             outputs = {name: np.array(part.numbers()) for name, part in lane.results.items()}
-            self._kept = [(old, saved) for old, saved in self._kept if not old.stays]
-            self._kept.append((run, lane.journal.kept(first=run.is_first)))
+            self._keep(run)
             self._begun, self._has_ended = None, False
             tell(run, self.number, outputs)
 
@@ -242,5 +248,13 @@ class _Device:
         if self._begun is not None:
             lane = self._begun.pipeline._lanes[self.number]
             lane.bound.undo(self.number, finished_by(None if self._has_ended else error, lane.whole))
-        for run, saved in reversed([(run, saved) for run, saved in self._kept if not run.stays]):
-            run.pipeline._lanes[self.number].journal.undo(saved, first=run.is_first)
+        for run, behind, saved in reversed([kept for kept in self._kept if not kept.run.stays]):
+            run.pipeline._lanes[self.number].journal.undo(saved, behind)
+
+    def _keep(self, run: _Run) -> None:
+        """Keep what undoes a run that has ended, behind those over its store that may be taken back with it."""
+        self._kept = [kept for kept in self._kept if not kept.run.stays]
+        same = [kept.run.pipeline for kept in self._kept if kept.run.pipeline.store is run.pipeline.store]
+        journal = run.pipeline._lanes[self.number].journal
+        behind = journal.behind(pipeline._lanes[self.number].journal for pipeline in same)
+        self._kept.append(_Kept(run, behind, journal.kept(behind)))
