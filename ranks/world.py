@@ -34,6 +34,9 @@ LOOK = 0.05
 """Seconds between two looks of the thread."""
 SPINS = 400
 """Looks without a pause, about half a millisecond, before whoever waits lets others have the processor."""
+SHORTEST, LATER, LONGEST = 5e-5, 0.02, 1e-3
+"""Seconds of a pause, which grows with what has been waited already: another thread of this rank may need the
+processor for what is waited for."""
 WATCH, TALK, DATA = 0, 1, 2
 """Channels: of signs of life, of `everyones`; from `DATA` on of devices."""
 ALIVE, FAILED, DONE, GONE = b"a", b"f", b"d", b"g"
@@ -113,12 +116,13 @@ class World:
         for _ in range(SPINS):
             if (seen := look()) is not None:
                 return seen
-        end = None if timeout is None else time.monotonic() + timeout
+        start = time.monotonic()
         while (seen := look()) is None:
             self.check()
-            if end is not None and time.monotonic() > end:
+            waited = time.monotonic() - start
+            if timeout is not None and waited > timeout:
                 return None
-            time.sleep(5e-5)
+            time.sleep(min(max(SHORTEST, waited * LATER), LONGEST))
         return seen
 
     def everyones(self, said: bytes, timeout: float | None = None) -> list[bytes]:
