@@ -127,6 +127,13 @@ def op_of(node: Node) -> Op[Any]:
     return REGISTRY[node.op]
 
 
+def changed_in_place(result: Value) -> Value | None:
+    """The operand whose memory a result may take over; None if its op declares none, or it is left out."""
+    node, declared = result.node, op_of(result.node)
+    name = dict(declared.inplace_in(node.attrs)).get(result.index)
+    return None if name is None else dict(zip(declared.operand_names, node.src, strict=False)).get(name)
+
+
 def kind_of(value: Value) -> str:
     """What a backend is told of a value when it says how it keeps it: the op of a leaf; ``state`` for a state in which
     an op has replaced entries, since it may do so in its memory; else ``value``."""
@@ -139,9 +146,7 @@ def kind_of(value: Value) -> str:
             continue
         if declared.overwrites_in(node.attrs) is None:
             return "value"
-        operand = dict(declared.inplace_in(node.attrs)).get(value.index)
-        before = dict(zip(declared.operand_names, node.src, strict=False)).get(operand or "")
-        if before is None:
+        if (before := changed_in_place(value)) is None:
             return "value"
         value = before
     return "state" if value.node.op == "state" else "value"

@@ -21,7 +21,7 @@ from ...graph.repeats import BEFORE, RunsOf
 from ...graph.spec import Spec
 from ...ops import op_of
 from ...ops.collective import COLLECTIVES
-from ...ops.declaring.registry import kind_of
+from ...ops.declaring.registry import changed_in_place, kind_of
 from ...ops.elementwise import cont
 from .alike import skeleton
 from .arena import Arena, Lifetime, place, place_by_runs
@@ -240,9 +240,7 @@ class _Lowering:
         self, result: Value, slot_of: Mapping[Value, Value], last_read: Mapping[Value, int], step: Mapping[Node, int]
     ) -> Value | None:
         """The memory slot that `result` may take over from its in-place operand, if that dies here."""
-        node, declared = result.node, op_of(result.node)
-        operand = dict(declared.inplace_in(node.attrs))[result.index]
-        source = dict(zip(declared.operand_names, node.src, strict=False)).get(operand)
+        node, source = result.node, changed_in_place(result)
         if source is None:
             return None
         base = self.views[source].base

@@ -13,6 +13,7 @@ from ...graph.records import dataclass
 from ...graph.spec import Spec
 from ...ops import cont, op_of
 from ...ops.collective import COLLECTIVES, sequence_of
+from ...ops.declaring.registry import changed_in_place
 from .strides import Strided
 
 
@@ -84,7 +85,7 @@ def _lines(
     change it in place, unless they are `lasting`; else the last alone."""
     last = views[new].base
     line = [last]
-    while (into := _changed_in_place(line[-1])) is not None and views[into].covers_base:
+    while (into := changed_in_place(line[-1])) is not None and views[into].covers_base:
         base = views[into].base
         line.append(base)
         if base == state and len(line) > 2:
@@ -92,13 +93,6 @@ def _lines(
         if base.node.is_leaf or base in lasting:
             break
     yield state, last
-
-
-def _changed_in_place(result: Value) -> Value | None:
-    """The operand whose memory a result may take over."""
-    declared, node = op_of(result.node), result.node
-    name = dict(declared.inplace_in(node.attrs)).get(result.index)
-    return None if name is None else dict(zip(declared.operand_names, node.src, strict=False)).get(name)
 
 
 def settle(graph: Graph) -> Graph:

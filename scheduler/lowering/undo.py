@@ -15,7 +15,7 @@ from ...graph.dtypes import WRITTEN, DType
 from ...graph.node import Node, Value
 from ...graph.records import dataclass
 from ...ops import broadcast, cont, get_rows, op_of, reshape, set_rows
-from ...ops.declaring.registry import kind_of
+from ...ops.declaring.registry import changed_in_place, kind_of
 from .order import Schedule
 from .strides import Strided, through_view, whole
 
@@ -87,7 +87,7 @@ def _rows(new: Value, state: Value, views: Mapping[Value, Strided]) -> tuple[Val
     writer, declared = new.node, op_of(new.node)
     changed = declared.overwrites_in(writer.attrs)
     operands = dict(zip(declared.operand_names, writer.src, strict=False))
-    into = operands.get(dict(declared.inplace_in(writer.attrs)).get(new.index, ""))
+    into = changed_in_place(new)
     if changed is None or into is None or views[into].base != state:  # a state that it does not read it writes whole
         return None
     index, axis = operands[changed[0]], changed[1] % len(into.shape)
