@@ -47,6 +47,7 @@ FEW = (
     *(case(t, 2, 1, 70, 32, mask="") for t in range(2, 10)),
     *(case(2, 3, 2, s, 16, mask="", inputs="infinities") for s in (0, 1, 31, 32, 33, 129)),
     *(case(2, 4, 1, s, 64, mask="", inputs="infinities") for s in (300, 1100)),  # splits
+    *(case(1, 1, 1, 128 * n, 8) for n in (70, 130)),  # more than are added up at once, and as many as there may be
     *(case(3, 2, 1, 40, d, mask="") for d in (4, 60, 68, 96, 128, 200, 256)),
     *(case(1, 2, 1, 150, d, e) for d, e in ((192, 128), (576, 512), (64, 512), (512, 4))),
     *(case(2, 1, 2, 20, d, e) for d, e in ((1, 1), (7, 5), (66, 130), (644, 8), (8, 1030))),  # any size
@@ -89,6 +90,7 @@ CELLS = (
     ),
     *(case(64, 1, 2, s, 64, mask="", cells="bf16") for s in (600, 700)),  # splits
     *(case(1, 4, 1, s, 128, mask="", inputs="infinities", cells=c) for c in ("f16", "bf16") for s in (300, 1100)),
+    case(1, 2, 1, 9000, 64, cells="f16"),  # as many splits as there may be
 )
 VARIANTS = tuple(
     case(t, 2, 2, 75, 64, ahead=ahead, mask=mask, inputs=inputs, rest=", ".join(rest), cells=cells)
@@ -202,6 +204,7 @@ SHORT = case(2, 3, 2, 45, 64, mask="")
 LONG = case(2, 1, 1, 700, 64, mask="", inputs="infinities")
 TILE = case(33, 2, 2, 75, 64, mask="", inputs="infinities")
 HEADS = case(1, 1, 512, 300, 8)
+LONGEST = case(1, 1, 1, 128 * 70, 8)  # more splits than lanes wait for together
 SPLIT = case(64, 1, 1, 600, 64, mask="", inputs="infinities")
 WIDE = case(66, 1, 1, 70, 256)
 HALVES = case(33, 2, 2, 75, 64, mask="", inputs="infinities", cells="f16")
@@ -249,8 +252,10 @@ FAULTS = {
         "first += 64 * WARPS * (int)a.splits",
         HEADS,
     ),
-    "a split of its own top": (AROUND, "grown(here.x - top)", "grown(state[0] - top)", LONG),
-    "the last split is left out": (AROUND, "s < splits; s++) x", "s + 1 < splits; s++) x", SPLIT),
+    "a split of its own top": (AROUND, "grown(here.x - top)", "grown(a.state[2 * first] - top)", LONG),
+    "the last split is left out": (AROUND, "* WARPS < splits) x", "* WARPS + 1 < splits) x", SPLIT),
+    "splits behind those that come at once are left out": (AROUND, "from += AT_ONCE * WARPS", "from = splits", LONGEST),
+    "sums of a warp are left out": (AROUND, "w = 0; w < WARPS; w++) sum", "w = 1; w < WARPS; w++) sum", SPLIT),
     "a tile of which some is seen is hidden": (AROUND, "hidden &= bias == -INFINITY", "hidden &= bias < 9.0f", TILE),
     "a tile of which some is hidden is open": (AROUND, "open &= bias == 0.0f", "open &= true", TILE),
     "keys past the last one are halves": (AROUND, "if (!real || key >= a.keys) row", "if (!real) row", TILE),
@@ -364,8 +369,8 @@ FAULTS = {
     "a fragment has the columns of another": (CELLS_CU, "OWN * D + i % 2 * 4", "OWN * D", FEW_HALVES),
     "queries become fragments before they are there": (
         CELLS_CU,
-        "bias_of(a, batch, row);\n    }\n    __syncthreads();",
-        "bias_of(a, batch, row);\n    }",
+        "ask(first);\n    __syncthreads();",
+        "ask(first);",
         FEW_HALVES,
     ),
     "fragments are read before they are there": (

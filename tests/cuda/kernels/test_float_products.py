@@ -51,6 +51,13 @@ def test_operands_may_lie_anyhow(dtype, tokens):
     assert is_right(33, 260, tokens, matrices=3, dtype=dtype, turned=True)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 512), (5, 1031), (8, 2048), (2, 4099)])
+def test_columns_of_few_rows_are_shared_out_among_warps(rows, columns, tokens, dtype):
+    assert is_right(rows, columns, tokens, dtype=dtype)
+
+
 TILES, SHARED = partial(is_right, 130, 50, 70), partial(is_right, 70, 400, 33, 2)
 PLANTS = {
     "a stage is read before it is there": ("next_w[i];\n        __syncthreads();", "next_w[i];", TILES),
@@ -71,6 +78,21 @@ PLANTS = {
     ),
     "parts of another matrix": ("blockIdx.y * a.splits * a.count", "blockIdx.y * a.count", SHARED),
 }
+
+
+FEW = partial(is_right, 5, 2051, 2)
+OF_FEW = {
+    "a warp takes the columns of another": ("warp % parts * 32 + lane", "lane"),
+    "the last part is left out": ("for (int i = 1; i < parts; i++) sum", "for (int i = 1; i < parts - 1; i++) sum"),
+    "the rest of a row is added by every warp": ("c = pieces + own;", "c = pieces + lane;"),
+    "rows past the last are written": ("if (warp % parts > 0 || !real) return;", "if (warp % parts > 0) return;"),
+    "parts of another row are added": ("room[warp + i][n][r]", "room[warp + i][n][0]"),
+}
+
+
+@pytest.mark.parametrize("name", OF_FEW)
+def test_a_mistake_in_a_product_of_few_rows_is_found(name):
+    assert is_found("dense.cu", *OF_FEW[name], lambda backend: FEW(backend=backend))
 
 
 @pytest.mark.long(every=4)

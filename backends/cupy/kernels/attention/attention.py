@@ -21,8 +21,9 @@ from .kinds import SOURCES as SOURCES
 
 MANY = 64
 """Rows that share a key head from which tiles are worth what it takes to split keys and values into halves."""
-BLOCKS, MOST_SPLITS = 512, 64
-"""Blocks that keep any device busy, to which keys are shared out among splits, and the most of these."""
+BLOCKS, MOST_SPLITS = 512, THREADS
+"""Blocks that keep any device busy, to which keys are shared out among splits, and the most of these: a thread weighs
+each when they are put together."""
 PROCESSORS = 132
 """Of the GPU that few rows are dealt out for, evenly."""
 MOST_GRID = 65535
@@ -223,7 +224,8 @@ class _Attention:
     def _combine(self, batch: Operands, words: list[Word], splits: int) -> None:
         if splits > 1:
             count = batch[4].shape[0] * self.shape.tokens * self.shape.heads
-            self.launches.add(AROUND["attention_combine"], count, THREADS, words)
+            grid = (count, blocks(self.shape.width, 32))
+            self.launches.add(AROUND["attention_combine"], grid, THREADS, words)
 
     def _few(self, operands: Operands, leading: Sequence[int]) -> None:
         s = self.shape

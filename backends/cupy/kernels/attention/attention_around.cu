@@ -47,25 +47,41 @@ template <class Cell> __global__ void __launch_bounds__(THREADS) attention_split
     if (real && c == 0) a.units[number] = unit;
 }
 
-// A block for each row of the result, a thread for each split: there are fewer than threads.  Loads do not wait for one
-// another, as each takes as long as the sum of a row.
+// Blocks are rows of the result, and 32 columns of them; a thread for each split weighs it: there are no more than threads.
+// Warps share the splits out, lanes have a column each.  Sums of splits are on their way while weights are added up.
+constexpr int AT_ONCE = 16;  // sums that a lane waits for together
 __global__ void __launch_bounds__(THREADS) attention_combine(const __grid_constant__ Args a) {
     wait_for_earlier();
     SHARED(room, float[32]);
     SHARED(grows, float[THREADS]);
-    const i64 heads = a.groups * a.shared, number = blockIdx.x, token = number / heads % a.tokens;
-    const int head = (int)(number % heads), splits = (int)a.splits, mine = threadIdx.x;
-    const i64 batch = number / heads / a.tokens;
-    const float *state = a.state + 2 * number * splits, *sums = a.sums + number * splits * a.width;
-    const float2 here = mine < splits ? *(const float2 *)(state + 2 * mine) : make_float2(LOWEST, 0.0f);
-    const float top = block_max(here.x, room);
-    grows[mine] = grown(here.x - top);
-    const float share = share_of(a, head, top, block_sum(grows[mine] * here.y, room));  // a barrier is inside
-    float *out = a.out.at + batch * a.out.batch + token * a.out.row + head * a.out.head;
-    for (i64 c = threadIdx.x; c < a.width; c += THREADS) {
-        float x = 0.0f;
-#pragma unroll 16
-        for (int s = 0; s < splits; s++) x = fmaf(grows[s], sums[s * a.width + c], x);
-        out[c] = x * share;
+    SHARED(parts, float[WARPS][32]);
+    const int heads = (int)(a.groups * a.shared), number = blockIdx.x, token = number / heads % (int)a.tokens;
+    const int head = number % heads, splits = (int)a.splits, width = (int)a.width, mine = threadIdx.x;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.y * 32 + lane;
+    const i64 batch = number / heads / (int)a.tokens, first = (i64)number * splits;
+    const float *sums = a.sums + first * width + min(c, width - 1);
+    float ahead[AT_ONCE];
+    const auto ask = [&](int from) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) ahead[i] = sums[(i64)min(from + i * WARPS, splits - 1) * width];
+    };
+    ask(warp);
+    const float2 here = mine < splits ? *(const float2 *)(a.state + 2 * (first + mine)) : make_float2(LOWEST, 0.0f);
+    const float top = block_max(here.x, room), grows_by = grown(here.x - top);
+    grows[mine] = mine < splits ? grows_by : 0.0f;
+    const float share = share_of(a, head, top, block_sum(grows_by * here.y, room));  // a barrier is inside
+    float x = 0.0f;
+    for (int from = warp; from < splits; from += AT_ONCE * WARPS) {
+        if (from > warp) ask(from);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+            if (from + i * WARPS < splits) x = fmaf(grows[from + i * WARPS], ahead[i], x);
     }
+    parts[warp][lane] = x;
+    __syncthreads();
+    if (warp > 0 || c >= width) return;
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += parts[w][lane];
+    a.out.at[batch * a.out.batch + (i64)token * a.out.row + head * a.out.head + c] = sum * share;
 }

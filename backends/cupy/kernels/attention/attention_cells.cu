@@ -32,18 +32,44 @@ __global__ void __launch_bounds__(THREADS, 2) attend_cells(const __grid_constant
     const float cap = (float)a.cap * LOG2_E;
     DYNAMIC_SHARED(room, float);
     SHARED(units, float[OWN]);
-    SHARED(biases, Bias[OWN]);
     SHARED(states, float2[WARPS][OWN]);
     uint4 *queries = (uint4 *)room;
     u16 *rows = (u16 *)(queries + TERMS * FRAGMENTS * 32);
+
+    const auto own_bias = [&](int r) { return bias_of(a, batch, row_of(a, batch, group, first_row + r)); };
+    const Bias bias[2] = {own_bias(g), own_bias(g + 8)};
+    // What is added to the scores of rows g and g + 8 and keys 2 t and 2 t + 1, and of those 8 further.
+    const auto added = [&](float (*to)[4], int first) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) to[i / 4][i % 4] = LOG2_E * bias_at(a, bias[i % 4 / 2], first + 8 * (i / 4) + 2 * t + i % 2);
+    };
+    const auto sees = [](const float (*added)[4]) {
+        bool any = false;
+#pragma unroll
+        for (int i = 0; i < 8; i++) any |= added[i / 4][i % 4] != -INFINITY;
+        return __any_sync(ALL_LANES, any) != 0;
+    };
+    // Keys and values are asked for before they are loaded, so that loads find them in the second cache: two lanes a key.
+    const auto ask = [&](int first) {
+        const int key = min(first + lane / 2, key_count - 1), half = lane % 2 * (LINE / (int)sizeof(Cell));
+#pragma unroll 1
+        for (int c = half; c < size; c += 2 * LINE / (int)sizeof(Cell)) prefetch(keys + key * a.k.row + c);
+#pragma unroll 1
+        for (int c = half; c < width; c += 2 * LINE / (int)sizeof(Cell)) prefetch(values + key * a.v.row + c);
+    };
+    const int step = OWN * WARPS * (int)a.splits;
+    int first = OWN * (WARPS * split_number + warp);
+    float ahead[2][4];
+    added(ahead, first);
 
 #pragma unroll
     for (int r = warp; r < OWN; r += WARPS) {
         const Row row = row_of(a, batch, group, first_row + r);
         const float *from = row.real ? query_of(a, batch, row) : nullptr;
         const float u = split_row<Cell, TERMS, 1>(from, a.q.column, x.dense, size, 32, lane, D, r, rows, OWN * D, true);
-        if (lane == 0) units[r] = u * (float)a.scale * (cap > 0.0f ? 1.0f : LOG2_E), biases[r] = bias_of(a, batch, row);
+        if (lane == 0) units[r] = u * (float)a.scale * (cap > 0.0f ? 1.0f : LOG2_E);
     }
+    if (sees(ahead)) ask(first);
     __syncthreads();
     // As tensor cores take them: of a term, fragment and lane four columns of two rows.
     for (int i = warp; i < TERMS * FRAGMENTS; i += WARPS) {
@@ -56,25 +82,14 @@ __global__ void __launch_bounds__(THREADS, 2) attend_cells(const __grid_constant
     float acc[E / 8][4] = {};
     Powers<OWN, true, UP> powers;
     const float unit[2] = {units[g], units[g + 8]}, once[2] = {1.0f, 1.0f};
-    const Bias bias[2] = {biases[g], biases[g + 8]};
-    // What is added to the scores of rows g and g + 8 and keys 2 t and 2 t + 1, and of those 8 further.
-    const auto added = [&](float (*to)[4], int first) {
-#pragma unroll
-        for (int i = 0; i < 8; i++) to[i / 4][i % 4] = LOG2_E * bias_at(a, bias[i % 4 / 2], first + 8 * (i / 4) + 2 * t + i % 2);
-    };
     const auto load = [&](const Cell *from, i64 step, int key, int c, int there) {
         return c < there ? *(const uint4 *)(from + min(key, key_count - 1) * step + c) : make_uint4(0, 0, 0, 0);
     };
-    const int step = OWN * WARPS * (int)a.splits;
-    int first = OWN * (WARPS * split_number + warp);
-    float ahead[2][4];
-    added(ahead, first);
     for (; first < key_count; first += step) {
+        const bool hidden = !sees(ahead);
         float extra[2][4];
-        bool sees = false;
 #pragma unroll
-        for (int i = 0; i < 8; i++) extra[i / 4][i % 4] = ahead[i / 4][i % 4], sees |= extra[i / 4][i % 4] != -INFINITY;
-        const bool hidden = !__any_sync(ALL_LANES, sees);
+        for (int i = 0; i < 8; i++) extra[i / 4][i % 4] = ahead[i / 4][i % 4];
         added(ahead, first + step);
         if (hidden) continue;
         uint4 k[2][D / 32], v[4][E / 64];
@@ -86,19 +101,24 @@ __global__ void __launch_bounds__(THREADS, 2) attend_cells(const __grid_constant
 #pragma unroll
             for (int i = 0; i < 4; i++) v[i][m] = load(values, a.v.row, first + 8 * (i / 2) + 2 * t + i % 2, 64 * m + 8 * g, width);
         };
-        constexpr bool at_once = E <= 128;  // all are on their way where registers allow
-        if (at_once) {
+        constexpr bool at_once = E <= 128;  // all are on their way where registers allow, else a part of either
+        constexpr int KEYS = at_once ? D / 32 : D / 64, VALUES = at_once ? E / 64 : E / 128;
+        const auto fetch_some_keys = [&](int j) {
 #pragma unroll
-            for (int j = 0; j < D / 32; j++) fetch_keys(j);
+            for (int i = 0; i < KEYS; i++) fetch_keys(j + i);
+        };
+        const auto fetch_some_values = [&](int m) {
 #pragma unroll
-            for (int m = 0; m < E / 64; m++) fetch_values(m);
-            __syncwarp();  // no load waits behind a product
-        }
+            for (int i = 0; i < VALUES; i++) fetch_values(m + i);
+        };
+        fetch_some_keys(0);
+        if (at_once) fetch_some_values(0);
+        __syncwarp();  // no load waits behind a product
 
         float s[2][4] = {};
 #pragma unroll
         for (int j = 0; j < D / 32; j++) {
-            if (!at_once) fetch_keys(j);
+            if (j > 0 && j % KEYS == 0) fetch_some_keys(j), __syncwarp();
 #pragma unroll
             for (int i = 0; i < TERMS; i++) {
                 const uint4 one = queries[(i * FRAGMENTS + 2 * j) * 32 + lane], two = queries[(i * FRAGMENTS + 2 * j + 1) * 32 + lane];
@@ -117,6 +137,7 @@ __global__ void __launch_bounds__(THREADS, 2) attend_cells(const __grid_constant
             if (cap > 0.0f) score = cap * tanhf(score);
             score += extra[i / 4][i % 4];
         }
+        if (sees(ahead)) ask(first + step);
         float fade[2];
         powers.take(s, fade, once);
         if (__any_sync(ALL_LANES, fade[0] < 1.0f || fade[1] < 1.0f))
@@ -127,7 +148,7 @@ __global__ void __launch_bounds__(THREADS, 2) attend_cells(const __grid_constant
         for (int i = 0; i < 4; i++) split<Cell, TERMS>(s[i / 2][2 * (i % 2)], s[i / 2][2 * (i % 2) + 1], p[i]);
 #pragma unroll
         for (int m = 0; m < E / 64; m++) {
-            if (!at_once) fetch_values(m);
+            if (!at_once && m % VALUES == 0) fetch_some_values(m), __syncwarp();
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 const u32 b[2] = {column(v[0][m], v[1][m], j), column(v[2][m], v[3][m], j)};

@@ -26,6 +26,7 @@ template <class T> struct Few {
         i64 first, rows, matrix_step, row_step, out_step;  // the first of its blocks
     } product[MOST_PRODUCTS];
     i64 products, unit;  // a unit has two products, and makes one result of them
+    i64 parts;           // warps that share the columns of their rows out: 1, 2, 4 or 8
     const float *x;
     i64 columns, tokens, x_step;  // `tokens` rows of x for each entry
     i64 used, shared;
@@ -54,8 +55,9 @@ __device__ __forceinline__ void add_piece(float (&sum)[OWN][N], const T *const (
         }
 }
 template <class T, int N> __global__ void __launch_bounds__(256) few(const __grid_constant__ Few<T> a) {
-    constexpr int SIZE = Piece<T>::SIZE;
-    const int lane = threadIdx.x % 32;
+    constexpr int SIZE = Piece<T>::SIZE, WARPS = 8;
+    SHARED(room, float[WARPS][N][OWN]);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, parts = (int)a.parts, own = warp % parts * 32 + lane;
     const bool is_other = N == 1 && blockIdx.y >= a.chosen;  // an entry of experts is a row
     const i64 entry = is_other ? blockIdx.y - a.chosen : blockIdx.y;
     i64 matrix = 0;
@@ -68,15 +70,16 @@ template <class T, int N> __global__ void __launch_bounds__(256) few(const __gri
     if (!a.unit)
         while (which + 1 < a.products && blockIdx.x >= a.product[which + 1].first) which++;
     const auto &made = a.product[which];
-    const i64 first = ((blockIdx.x - made.first) * 8 + threadIdx.x / 32) * (a.unit ? 1 : OWN);
-    if (first >= made.rows) return;  // a whole warp
+    const i64 first = ((blockIdx.x - made.first) * (WARPS / parts) + warp / parts) * (a.unit ? 1 : OWN);
+    const bool real = first < made.rows;
+    if (!real && parts == 1) return;  // a whole warp; others come to the barrier
     const T *w[OWN];
     const float *x[N];
 #pragma unroll
     for (int r = 0; r < OWN; r++) {
         const auto &p = a.product[a.unit ? which + r : which];
         w[r] = p.w + max(matrix, (i64)0) * p.matrix_step + min(first + (a.unit ? 0 : r), p.rows - 1) * p.row_step;
-        const i64 line = lane * (LINE / (i64)sizeof(T));
+        const i64 line = own * (LINE / (i64)sizeof(T));
         if (matrix >= 0 && line < a.columns) prefetch(w[r] + line);
     }
     wait_for_earlier();
@@ -87,25 +90,39 @@ template <class T, int N> __global__ void __launch_bounds__(256) few(const __gri
     const i64 end = matrix < 0 ? 0 : a.columns, pieces = aligned ? end / SIZE * SIZE : 0;
     float sum[OWN][N] = {};
 #pragma unroll(N > 2 ? 2 : 4)
-    for (i64 c = lane * SIZE; c < pieces; c += 32 * SIZE) add_piece(sum, w, x, c);
-    for (i64 c = pieces + lane; c < end; c += 32)
+    for (i64 c = own * SIZE; c < pieces; c += parts * 32 * SIZE) add_piece(sum, w, x, c);
+    for (i64 c = pieces + own; c < end; c += parts * 32)
 #pragma unroll
         for (int r = 0; r < OWN; r++)
 #pragma unroll
             for (int n = 0; n < N; n++) sum[r][n] = fmaf(to_float(w[r][c]), x[n][c], sum[r][n]);
 #pragma unroll
-    for (int n = 0; n < N; n++) {
-        float total[OWN];
+    for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int r = 0; r < OWN; r++) total[r] = warp_sum(sum[r][n]);
-        if (lane > 0 || n >= a.tokens) continue;
+        for (int r = 0; r < OWN; r++) sum[r][n] = warp_sum(sum[r][n]);
+    if (parts > 1) {
+        if (lane == 0)
+#pragma unroll
+            for (int n = 0; n < N; n++)
+                for (int r = 0; r < OWN; r++) room[warp][n][r] = sum[r][n];
+        __syncthreads();
+        if (warp % parts > 0 || !real) return;
+#pragma unroll
+        for (int n = 0; n < N; n++)
+            for (int r = 0; r < OWN; r++)
+                for (int i = 1; i < parts; i++) sum[r][n] += room[warp + i][n][r];
+    }
+    if (lane > 0) return;
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        if (n >= a.tokens) break;
         float *out = made.out + (entry * a.tokens + n) * made.out_step + first;
         if (a.unit)
-            out[0] = gated(a.unit, total[0], total[1]);
+            out[0] = gated(a.unit, sum[0][n], sum[1][n]);
         else
 #pragma unroll
             for (int r = 0; r < OWN; r++)
-                if (first + r < made.rows) out[r] = total[r];
+                if (first + r < made.rows) out[r] = sum[r][n];
     }
 }
 // OWN rows of the sum of a token's entries, by a block whose warps share the entries out.
