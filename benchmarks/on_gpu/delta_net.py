@@ -1,4 +1,4 @@
-"""The gated delta net: decoding by batch and variant, prompts by mode and slice of values, and where chunks begin to
+"""The gated delta net: decoding by batch, prompts by mode and slice of values, and where chunks begin to
 pay."""
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ def problem(bench: Bench, shape: Shape, batch: int, tokens: int) -> Problem:
     return Problem(shape, kernels.Rule(q, k, v, g, beta, out, tiled=True), state, memory)
 
 
-def steps(bench: Bench, p: Problem, state: Operand, variant: tuple[int, int] | None = None) -> list[Launch]:
+def steps(bench: Bench, p: Problem, state: Operand) -> list[Launch]:
     """One token after the other."""
 
     def bind(to: Launches) -> None:
         carried = carry(to, p.call(state), p.rule.sequences, p.rule.tokens)
-        kernels.launch_steps(to, p.rule, carried.begin, carried, carried.stored, variant)
+        kernels.launch_steps(to, p.rule, carried.begin, carried, carried.stored)
 
     return bench.bound(p.memory, bind)
 
@@ -122,21 +122,18 @@ def decode_cases(bench: Bench) -> Iterator[Case]:
 
 
 def _decode(bench: Bench, shape: Shape, batch: int, tokens: int = 1) -> Iterator[Row]:
-    """In graphs that walk through more states than any cache holds; `ours` is what the backend would choose."""
+    """In graphs that walk through more states than any cache holds."""
     p, inside = problem(bench, shape, batch, tokens), bench.choose(IN_A_GRAPH, 3)
     nbytes = 2 * batch * shape.state_bytes + batch * tokens * shape.token_bytes()
     wanted = max(2, -(-bench.enough // (batch * shape.state_bytes)))
     count = min(wanted, max(2, ROOM // (batch * shape.state_bytes)))
     values = bench.random.uniform(-1, 1, 1 << 16).astype(np.float32)
     states = [p.state, *(p.memory.filled(p.state.shape, values) for _ in range(count - 1))]
-    chosen = steps(bench, p, p.state)[0].kernel.name
-    for variant in kernels.SHAPES[shape.size]:
-        bound = [steps(bench, p, state, variant)[0] for state in states]
-        graphs = -(-count // inside)
-        sets = [[bound[(g * inside + i) % count] for i in range(inside)] for g in range(graphs)]
-        row = bench.time_launches(sets, inside).row(nbytes, copy=bench.copy_bandwidth)
-        measured = {"lanes, rows": str(variant), "ours": bound[0].kernel.name == chosen, **row}
-        yield {**measured, "GB of states": round(count * batch * shape.state_bytes / 1e9, 3)}
+    bound = [steps(bench, p, state)[0] for state in states]
+    graphs = -(-count // inside)
+    sets = [[bound[(g * inside + i) % count] for i in range(inside)] for g in range(graphs)]
+    row = bench.time_launches(sets, inside).row(nbytes, copy=bench.copy_bandwidth)
+    yield {"kernel": bound[0].kernel.name, **row, "GB of states": round(count * batch * shape.state_bytes / 1e9, 3)}
 
 
 def prefill_cases(bench: Bench) -> Iterator[Case]:

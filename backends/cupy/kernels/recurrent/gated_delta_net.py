@@ -24,10 +24,10 @@ TILE = 8
 FILLED = 264
 """Blocks that keep the largest devices busy: two for each of 132 multiprocessors."""
 
-SHAPES: Mapping[int, tuple[tuple[int, int], ...]] = MappingProxyType(
-    {16: ((4, 1),), 32: ((8, 1),), 64: ((8, 2), (8, 1)), 128: ((8, 2), (8, 1)), 256: ((16, 2),)}
+SHAPES: Mapping[int, tuple[int, int]] = MappingProxyType(
+    {16: (4, 1), 32: (8, 1), 64: (8, 1), 128: (8, 1), 256: (16, 2)}
 )
-"""By key size: lanes that share a row of a state, and rows that a lane holds; the second pair for few heads."""
+"""By key size: lanes that share a row of a state, and rows that a lane holds."""
 PLAIN = (8, 1)
 """The same for operands that cannot be read 16 bytes at a time, and key sizes between those."""
 
@@ -41,7 +41,7 @@ def _step_name(size: int, channels: bool, whole: bool, shape: tuple[int, int]) -
 
 
 def _step_names(size: int) -> tuple[str, ...]:
-    kinds = [(True, shape) for shape in SHAPES[size]] + [(False, PLAIN)] * (size >= 32)
+    kinds = [(True, SHAPES[size])] + [(False, PLAIN)] * (size >= 32)
     return tuple(_step_name(size, channels, *kind) for channels in (False, True) for kind in kinds)
 
 
@@ -116,16 +116,15 @@ class Rule:
 
 
 def launch_steps(
-    launches: Launches, rule: Rule, begin: Sequence[Word], carried: Carried, stored: int, shape: tuple[int, int] | None,
-    saved: Operand | None = None,
-) -> None:  # fmt: skip
+    launches: Launches, rule: Rule, begin: Sequence[Word], carried: Carried, stored: int, saved: Operand | None = None
+) -> None:
     """All tokens one after the other; `stored` snapshots are kept, and the states before the first token if `saved` is
-    there.  `shape` is one of `SHAPES`, or None to choose."""
+    there."""
     size = next((n for n in SHAPES if n >= rule.key_size), 0)
     need(size, f"keys of {rule.key_size} are too long")
     whole = size == rule.key_size and rule.has_quads
     size = size if whole else max(size, 32)
-    lanes, held = (shape or _shape(rule, size)) if whole else PLAIN
+    lanes, held = SHAPES[size] if whole else PLAIN
     block_rows = THREADS // lanes * held
     tile = min(TILE, max(rule.tokens, 1))
     token = 2 * size + (size if rule.channels else 0) + block_rows + 4
@@ -137,22 +136,18 @@ def launch_steps(
     launches.add(STEPS[size][_step_name(size, rule.channels, whole, (lanes, held))], grid, THREADS, words, shared)
 
 
-def _shape(rule: Rule, size: int) -> tuple[int, int]:
-    """Fewer rows for a lane where the blocks would not fill a device."""
-    most, least = SHAPES[size][0], SHAPES[size][-1]
-    filled = blocks(rule.value_size, THREADS // most[0] * most[1]) * rule.value_heads * rule.sequences
-    return most if filled >= FILLED else least
-
-
 # -------------------------------------------------------------------------------------------------- by chunks
 
 CHUNK_SIZES = (64, 128)
 LENGTH = 32
 """Tokens of a chunk."""
+CHUNKED = 25
+"""Tokens from which chunks are faster than tokens one by one."""
 SLICES = (64, 32, 16)
 """Rows of a state that one block of the scan carries."""
-BLOCKS = 128
-"""Blocks of the scan that keep a device busy."""
+BLOCKS = 64
+"""Blocks of the scan that a longer slice has to leave: on an H100, 8,192 tokens of 32 heads take 731 microseconds in 64
+blocks, 889 in 128 and 1,252 in 256, those of 8 heads 398 in 64, 408 in 32 and 614 in 16."""
 CLUSTERS = (8, 4, 2)
 """Blocks of a cluster that share what is prepared of a head, on devices that have clusters."""
 BLOCK_BYTES = 16 * 16 * 2
@@ -232,12 +227,8 @@ SCAN_BY_CLUSTERS: Mapping[Chunk, Source] = MappingProxyType(
 
 
 def in_chunks(tokens: int, key_size: int, value_size: int) -> bool:
-    """Whether tokens go through tensor cores, chunk by chunk.
-
-    A chunk costs there as much as a few tokens do one by one, but takes two launches; the crossover is an estimate
-    (H200, 32 heads), to be replaced by a measurement.
-    """
-    return tokens > 64 and key_size in CHUNK_SIZES and value_size % SLICES[-1] == 0
+    """Whether tokens go through tensor cores, chunk by chunk."""
+    return tokens >= CHUNKED and key_size in CHUNK_SIZES and value_size % SLICES[-1] == 0
 
 
 def chunk_memory(launches: Launches, rule: Rule, tokens: int, chunk: Chunk) -> tuple[Operand, Operand]:
@@ -317,9 +308,9 @@ def launch_rule(launches: Launches, call: Bound, rule: Rule, exact: bool) -> Non
         if rule.has_quads:
             launch_chunks(launches, rule.part(0, first), carried, memory, chunk)
             if last:
-                launch_steps(launches, rule.part(first, last), carried.after(last), carried, last, None)
+                launch_steps(launches, rule.part(first, last), carried.after(last), carried, last)
             return
-    launch_steps(launches, rule, carried.begin, carried, carried.stored, None)
+    launch_steps(launches, rule, carried.begin, carried, carried.stored)
 
 
 def _with_save(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
@@ -336,7 +327,7 @@ def _with_save(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
     apart(save.out, [*sources, state])
     launches.number = writer
     carried = carry(launches, call, rule.sequences, rule.tokens)
-    launch_steps(launches, rule, carried.begin, carried, carried.stored, None, save.out)
+    launch_steps(launches, rule, carried.begin, carried, carried.stored, save.out)
     return number, writer
 
 
