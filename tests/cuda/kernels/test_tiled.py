@@ -91,8 +91,13 @@ def test_what_need_not_be_exact_is_one_term_of_warpgroups(dtype, tile, terms, sh
 @pytest.mark.parametrize(
     ("limits", "kernel"), [(limits_of("80"), "tiled_packed<{}>"), (limits_of("90"), "grouped_packed<{}>")]
 )
+@pytest.mark.parametrize("once", [1 << 30, 130])
 @pytest.mark.parametrize("dtype", PACKINGS, ids=str)
-def test_packed_weights_are_multiplied_as_bfloat16(dtype, limits, kernel, columns, monkeypatch):
+def test_packed_weights_are_multiplied_as_bfloat16(dtype, once, limits, kernel, columns, monkeypatch):
+    """Unpacked tile by tile, or once for all."""
+    if limits.has_warpgroups and once == 130:
+        kernel = "unpacked<{}>"
+    monkeypatch.setattr(tiled, "UNPACKED", once)
     monkeypatch.setattr(tiled, "FULL", 2)  # a tile and a bit, whose columns two blocks share
     columns += 0 if dtype.block > 32 else 32
     driver = Noting(limits)

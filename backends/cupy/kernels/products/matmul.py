@@ -55,9 +55,12 @@ def _tiles(
     launches: Launches, call: Bound, w: Operand, entries: float, matrices: int, is_even: bool
 ) -> tuple[int, Many]:
     """How many entries a tile has at most if each matrix has so many, or on the average, and who multiplies them."""
+    is_exact = bool(call.attrs["exact"]) and not is_packed(w)
+    if is_even and is_packed(w) and math.prod(w.shape[:-2]) == 1:
+        w = tiled.unpacked(launches, w, int(entries)) or w
     if found := tiled.shape_of_tiles(launches, w, entries, matrices, is_even):
         tile, shares = found
-        terms = tiled.terms_of(w.dtype, tile, bool(call.attrs["exact"]))
+        terms = tiled.terms_of(w.dtype, tile, is_exact)
         return tile.entries, partial(tiled.many, launches, w, tile=tile, shares=shares, terms=terms)
     shape = packed.shape_of_tiles(entries)
     return 8 * shape[0], partial(packed.many, launches, w, shape=shape)

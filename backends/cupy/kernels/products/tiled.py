@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -47,6 +47,9 @@ FEWEST, WORTH = 128, 32
 """Entries of a matrix, and large tiles, from which packed weights are better unpacked for tensor cores of 16 bits than
 multiplied as bytes by ``packed.cu``: by the model of time for an H200 one large tile takes as long as 130 of them, and
 bytes take as long as their work."""
+UNPACKED, MOST_UNPACKED = 1024, 512 << 20
+"""Entries from which a packed matrix is unpacked once for all of them if clusters multiply it then, and bytes that this
+may take.  On an H100, 2,048 entries of 9216 x 2560 take 329 microseconds unpacked tile by tile, 201 as bfloat16."""
 STAGED = 64
 """Columns to a multiple of which rows of terms are filled with zeros."""
 FLOATS = (DType.F16, DType.BF16)
@@ -75,7 +78,7 @@ BY_TYPE = {
 }
 BY_WARPGROUPS = {
     **{t: _grouped(*(f"grouped<{TYPES[t]}, {terms}>" for terms in (1, 2))) for t in FLOATS},
-    **{t: _grouped(f"grouped_packed<{t.name}>") for t in PACKINGS},
+    **{t: _grouped(f"grouped_packed<{t.name}>", f"unpacked<{t.name}>") for t in PACKINGS},
 }
 BY_CLUSTERS = {t: _clustered(t) for t in FLOATS}
 SHARED = _of(*(f"split_rows<{TYPES[t]}, 1>" for t in FLOATS), "add_shares")
@@ -118,6 +121,20 @@ def shape_of_tiles(
     if largest == GROUPED and (found := next((choice for choice in tall if fills(*choice, FULL)), None)):
         return found
     return (LARGE, 1) if entries >= FEWEST and fills(LARGE, 1, WORTH) else None
+
+
+def unpacked(launches: Launches, w: Operand, entries: int) -> Operand | None:
+    """A packed matrix as bfloat16 in scratch, for so many entries; nothing where it is better left as it is."""
+    rows, columns = w.shape[-2:]
+    copy = replace(w, tensor=replace(w.tensor, shape=(rows, columns), dtype=DType.BF16, strides=(columns, 1)))
+    is_worth = entries >= UNPACKED and 2 * rows * columns <= MOST_UNPACKED and launches.limits.has_warpgroups
+    if not is_worth or (found := shape_of_tiles(launches, copy, entries, 1, True)) is None or found[0] != CLUSTERED:
+        return None
+    to = launches.scratch((rows, columns), DType.BF16)
+    words: list[Word] = [w, to, rows, columns // 32, columns // w.dtype.block * w.dtype.block_bytes]
+    kernel = BY_WARPGROUPS[w.dtype][f"unpacked<{w.dtype.name}>"]
+    launches.add(kernel, (blocks(columns, 512), blocks(rows, ROWS)), 128, words)
+    return to
 
 
 def _shares_entries(rows: int, entries: int) -> bool:

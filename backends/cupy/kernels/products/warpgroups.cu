@@ -218,3 +218,39 @@ template <class F> __global__ void __launch_bounds__(THREADS) grouped_packed(con
     wait_for_earlier();
     multiply_tile<bf16_bits, 1, 4, Packed<F>>(a);
 }
+
+// All of a matrix as bfloat16, for products of so many tokens that weights are better unpacked once for all of them.  A warp
+// has a unit and four blocks of columns: a lane unpacks a row of them, and a row is written by half a warp.
+struct Unpacked {
+    const u8 *w;
+    u16 *out;
+    i64 rows, blocks, row_bytes;
+};
+template <class F> __global__ void __launch_bounds__(128) unpacked(const __grid_constant__ Unpacked a) {
+    wait_for_earlier();
+    constexpr int EACH = 4, LINE_PIECES = 4 * EACH;
+    SHARED(lines, uint4[4][32][LINE_PIECES]);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = (int)(blockIdx.x * 4 + warp) * EACH, blocks = (int)a.blocks;
+    const Unit<F> unit(a.w, blockIdx.y, a.blocks, a.row_bytes);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        if (first + i >= blocks) break;
+        RowCodes<F> codes;
+        typename F::OfBlock record;
+        codes.load(unit, first + i, 0, lane);
+        record.load(unit.records, unit.count, first + i, lane);
+        u32 words[16];
+        unpack_row<F>(words, codes, F::scales(record, (first + i) % F::SUPER));
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            lines[warp][lane][(4 * i + j) ^ lane % LINE_PIECES] = make_uint4(words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]);
+    }
+    __syncwarp();
+    const int piece = lane % LINE_PIECES;
+    if (first + piece / 4 >= blocks) return;
+#pragma unroll
+    for (int r = lane / LINE_PIECES; r < 32; r += 32 / LINE_PIECES) {
+        const i64 row = (i64)blockIdx.y * 32 + r;
+        if (row < a.rows) *(uint4 *)(a.out + (row * a.blocks + first) * 32 + 8 * piece) = lines[warp][r][piece ^ r % LINE_PIECES];
+    }
+}
