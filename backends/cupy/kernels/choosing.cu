@@ -33,12 +33,12 @@ template <class A, class B> struct Compare {
 };
 template <class A, class B> __global__ void compare(const __grid_constant__ Compare<A, B> a) {
     wait_for_earlier();
-    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= a.count) return;
     const i64 *const steps[] = {a.x.step, a.y.step, a.out.step};
-    const Places<3> p = places(a.axes, steps, i);
     using T = typename Common<A, B>::type;
-    a.out.at[p.at[2]] = holds(a.relation, (T)a.x.at[p.at[0]], (T)a.y.at[p.at[1]]) ? 1.0f : 0.0f;
+    each_element(
+        a.count, a.axes, steps,
+        [&](const Places<3> &p, u32) { return Pair<A, B>{a.x.at[p.at[0]], a.y.at[p.at[1]]}; },
+        [&](const Places<3> &p, const Pair<A, B> &pair) { a.out.at[p.at[2]] = holds(a.relation, (T)pair.x, (T)pair.y) ? 1.0f : 0.0f; });
 }
 
 template <class T> struct Where {
@@ -48,13 +48,18 @@ template <class T> struct Where {
     Walk<const T> x, y;
     Walk<T> out;
 };
+// Both are read: to wait for the truth before would take twice as long.
+template <class T> struct Choice {
+    float truth;
+    T x, y;
+};
 template <class T> __global__ void where(const __grid_constant__ Where<T> a) {
     wait_for_earlier();
-    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= a.count) return;
     const i64 *const steps[] = {a.truth.step, a.x.step, a.y.step, a.out.step};
-    const Places<4> p = places(a.axes, steps, i);
-    a.out.at[p.at[3]] = a.truth.at[p.at[0]] != 0.0f ? a.x.at[p.at[1]] : a.y.at[p.at[2]];
+    each_element(
+        a.count, a.axes, steps,
+        [&](const Places<4> &p, u32) { return Choice<T>{a.truth.at[p.at[0]], a.x.at[p.at[1]], a.y.at[p.at[2]]}; },
+        [&](const Places<4> &p, const Choice<T> &c) { a.out.at[p.at[3]] = c.truth != 0.0f ? c.x : c.y; });
 }
 
 // Entry `ids[i]` of a row of `size` entries becomes entry i.

@@ -22,6 +22,7 @@ SOURCE = Source(
         *(f"where<{t}>" for t in BITS.values()),
         *(f"taken<{t}, {i}>" for t in BITS.values() for i in IDS.values()),
     ),
+    ("elements.cuh",),
 )
 SOURCES = (SOURCE,)
 

@@ -17,6 +17,10 @@ from ..device.driver import Kernel, Source
 from .products import packed
 
 THREADS = 256
+ELEMENTS = 4
+"""Of a thread in a large result, as in elements.cuh."""
+LARGE = 2**17
+"""More elements than this fill all multiprocessors with threads that take several; fewer are spread thin."""
 MOST_ELEMENTS = 2**31
 Numbers = Callable[[Bound], Sequence[float]]
 
@@ -76,7 +80,7 @@ CELLS = (DType.F32, *HALVES)
 MAPS = Source(
     "elementwise.cu",
     (*(f"unary<function::{n}>" for n in UNARY), *(f"binary<function::{n}>" for n in (*BINARY, "mul_sigmoid"))),
-    ("cells.cuh",),
+    ("cells.cuh", "elements.cuh"),
 )
 CASTS = Source(
     "elementwise.cu",
@@ -84,7 +88,7 @@ CASTS = Source(
         *(f"cast<{TYPES[s]}, {TYPES[t]}>" for s in TYPES for t in TARGETS),
         *(f"cast<float, {TYPES[t]}>" for t in ROUNDING),
     ),
-    ("cells.cuh",),
+    ("cells.cuh", "elements.cuh"),
 )
 SOURCES = (MAPS, CASTS)
 
@@ -98,7 +102,12 @@ def launch_map(
     need(axes.count < MOST_ELEMENTS, f"a result of {axes.count} elements is too large for one launch")
     walks = [word for k, o in enumerate(operands) for word in axes.walk(k, o)]
     words = [axes.count, *ahead, *axes.words, *walks, *tail]
-    launches.add(kernel, blocks(axes.count, THREADS), THREADS, words)
+    launches.add(kernel, spread(axes.count), THREADS, words)
+
+
+def spread(count: int) -> int:
+    """Blocks over so many elements; `each_element` of elements.cuh sees by them how many a thread takes."""
+    return blocks(count, THREADS * (ELEMENTS if count > LARGE else 1))
 
 
 def as_float(launches: Launches, x: Operand) -> Operand:

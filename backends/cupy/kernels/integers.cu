@@ -34,9 +34,9 @@ template <class A, class B> struct Calculate {
 };
 template <class A, class B> __global__ void calculate(const __grid_constant__ Calculate<A, B> a) {
     wait_for_earlier();
-    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= a.count) return;
     const i64 *const steps[] = {a.x.step, a.y.step, a.out.step};
-    const Places<3> p = places(a.axes, steps, i);
-    a.out.at[p.at[2]] = (A)calculated(a.rule, a.x.at[p.at[0]], a.y.at[p.at[1]]);
+    each_element(
+        a.count, a.axes, steps,
+        [&](const Places<3> &p, u32) { return Pair<A, B>{a.x.at[p.at[0]], a.y.at[p.at[1]]}; },
+        [&](const Places<3> &p, const Pair<A, B> &pair) { a.out.at[p.at[2]] = (A)calculated(a.rule, pair.x, pair.y); });
 }

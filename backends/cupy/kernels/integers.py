@@ -14,7 +14,8 @@ from .elementwise import TYPES, as_type, launch_map
 from .moves import IDS
 
 INTEGERS = tuple(name for dtype, name in TYPES.items() if dtype.is_integer)
-SOURCE = Source("integers.cu", tuple(f"calculate<{a}, {b}>" for a in INTEGERS for b in IDS.values()))
+NAMES = tuple(f"calculate<{a}, {b}>" for a in INTEGERS for b in IDS.values())
+SOURCE = Source("integers.cu", NAMES, ("elements.cuh",))
 SOURCES = (SOURCE,)
 
 

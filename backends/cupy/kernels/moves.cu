@@ -10,11 +10,11 @@ template <class T> struct Copied {
 };
 template <class T> __global__ void copied(const __grid_constant__ Copied<T> a) {
     wait_for_earlier();
-    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= a.count) return;
     const i64 *const steps[] = {a.x.step, a.out.step};
-    const Places<2> p = places(a.axes, steps, i);
-    a.out.at[p.at[1]] = a.x.at[p.at[0]];
+    each_element(
+        a.count, a.axes, steps,
+        [&](const Places<2> &p, u32) { return a.x.at[p.at[0]]; },
+        [&](const Places<2> &p, T x) { a.out.at[p.at[1]] = x; });
 }
 
 // Entry i of an axis of the result is entry i - shift of the source; past its ends come zeros, its own entries in turn,
@@ -129,11 +129,13 @@ struct Band {
 };
 __global__ void band(const __grid_constant__ Band a) {
     wait_for_earlier();
-    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= a.count) return;
     const i64 *const steps[] = {a.x.step, a.out.step};
-    const Places<2> p = places(a.axes, steps, i);
-    const u32 columns = (u32)a.columns, row = i / columns % (u32)a.rows;
-    const i64 over = (i64)(i % columns) - row;
-    a.out.at[p.at[1]] = over >= a.low && over <= a.high ? a.x.at[p.at[0]] : (float)a.other;
+    const u32 columns = (u32)a.columns;
+    each_element(
+        a.count, a.axes, steps,
+        [&](const Places<2> &p, u32 i) {
+            const i64 over = (i64)(i % columns) - i / columns % (u32)a.rows;
+            return over >= a.low && over <= a.high ? a.x.at[p.at[0]] : (float)a.other;
+        },
+        [&](const Places<2> &p, float x) { a.out.at[p.at[1]] = x; });
 }

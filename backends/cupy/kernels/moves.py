@@ -16,7 +16,7 @@ from ..binding.axes import axes_of, expanded, row_heads
 from ..binding.launches import Binding, Launches, Word, blocks
 from ..binding.packing import PACKINGS
 from ..device.driver import Source
-from .elementwise import CELLS, MOST_ELEMENTS, THREADS, TYPES, as_float, launch_binary, launch_cast, launch_map
+from .elementwise import CELLS, MOST_ELEMENTS, THREADS, TYPES, as_float, launch_binary, launch_cast, launch_map, spread
 from .products import packed
 
 BITS = {1: "u8", 2: "u16", 4: "u32", 8: "u64"}
@@ -30,7 +30,7 @@ SOURCE = Source(
         *(f"scatter<{TYPES[t]}, {i}>" for t in CELLS for i in IDS.values()),
         *("add_rows", "band"),
     ),
-    ("columns.cuh", "cells.cuh"),
+    ("columns.cuh", "cells.cuh", "elements.cuh"),
 )
 SOURCES = (SOURCE,)
 
@@ -198,7 +198,7 @@ def _launch_band(launches: Launches, x: Operand, out: Operand, low: int, high: i
         *axes.walk(0, x),
         *axes.walk(1, out),
     ]
-    launches.add(SOURCE["band"], blocks(axes.count, THREADS), THREADS, words)
+    launches.add(SOURCE["band"], spread(axes.count), THREADS, words)
 
 
 def _tri(launches: Launches, call: Bound) -> None:

@@ -175,22 +175,16 @@ PLANTS = (
     Plant(
         "neg",
         "the last element is not written",
-        "elementwise.cu",
-        "if (i >= a.count) return;\n"
-        "    const i64 *const steps[] = {a.x.step, a.out.step};\n"
-        "    const Places<2> p = places(a.axes, steps, i);\n"
-        "    a.out.at[p.at[1]] = F::of",
-        "if (i + 1 >= a.count) return;\n"
-        "    const i64 *const steps[] = {a.x.step, a.out.step};\n"
-        "    const Places<2> p = places(a.axes, steps, i);\n"
-        "    a.out.at[p.at[1]] = F::of",
+        "elements.cuh",
+        "if (first + e * blockDim.x < end) put",
+        "if (first + e * blockDim.x + 1 < end) put",
     ),
     Plant(
         "add",
         "one element too many",
-        "elementwise.cu",
-        "if (i >= a.count) return;\n    const i64 *const steps[] = {a.x.step, a.y.step",
-        "if (i > a.count) return;\n    const i64 *const steps[] = {a.x.step, a.y.step",
+        "elements.cuh",
+        "if (i < end) loaded[e]",
+        "if (i <= end) loaded[e]",
     ),
     Plant(
         "cumsum",

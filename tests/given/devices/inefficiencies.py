@@ -37,10 +37,9 @@ ASKED = {
         NORM,
     ),
     "lanes of a warp in other rows of a block": (
-        "elementwise.cu",
-        "Binary a) {\n    wait_for_earlier();\n    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;",
-        "Binary a) {\n    wait_for_earlier();\n    const u32 i = blockIdx.x * blockDim.x"
-        " + threadIdx.x % 32 * 8 + threadIdx.x / 32;",
+        "elements.cuh",
+        "first = begin + threadIdx.x;",
+        "first = begin + threadIdx.x % 32 * 8 + threadIdx.x / 32;",
         ADD,
     ),
     "rows of a table read four numbers apart": (
@@ -235,9 +234,9 @@ COMPILED = {
         "rows.cu: softmax",
     ),
     "places by divisions of 64 bits": (
-        "prelude.cuh",
-        "const u32 size = (u32)axes.size[a], next = i / size, here = i - next * size;",
-        "const i64 size = axes.size[a], next = (i64)i / size, here = i - next * size;",
+        "elements.cuh",
+        "const u32 next = rest[e] / divisor, here = rest[e] - next * divisor;",
+        "const i64 next = (i64)rest[e] / axes.size[a], here = rest[e] - next * axes.size[a];",
         "elementwise.cu: binary<function::add>",
     ),
     "fragments read number by number": (
