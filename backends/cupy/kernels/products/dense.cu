@@ -54,7 +54,7 @@ __device__ __forceinline__ void add_piece(float (&sum)[OWN][N], const T *const (
                 sum[r][n] = fmaf(v[r][i + 3], u.w, fmaf(v[r][i + 2], u.z, fmaf(v[r][i + 1], u.y, fmaf(v[r][i], u.x, sum[r][n]))));
         }
 }
-template <class T, int N> __global__ void __launch_bounds__(256) few(const __grid_constant__ Few<T> a) {
+template <class T, int N> __global__ void __launch_bounds__(256, N > 1 ? 2 : 4) few(const __grid_constant__ Few<T> a) {
     constexpr int SIZE = Piece<T>::SIZE, WARPS = 8;
     SHARED(room, float[WARPS][N][OWN]);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, parts = (int)a.parts, own = warp % parts * 32 + lane;
@@ -104,11 +104,13 @@ template <class T, int N> __global__ void __launch_bounds__(256) few(const __gri
         if (lane == 0)
 #pragma unroll
             for (int n = 0; n < N; n++)
+#pragma unroll
                 for (int r = 0; r < OWN; r++) room[warp][n][r] = sum[r][n];
         __syncthreads();
         if (warp % parts > 0 || !real) return;
 #pragma unroll
         for (int n = 0; n < N; n++)
+#pragma unroll
             for (int r = 0; r < OWN; r++)
                 for (int i = 1; i < parts; i++) sum[r][n] += room[warp + i][n][r];
     }
