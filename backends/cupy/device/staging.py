@@ -110,7 +110,7 @@ class Staging:
         is_small = [0 < a.nbytes <= HALF and a.flags.c_contiguous for a in arrays]
 
         def read() -> list[Array]:
-            with told(self.cupy, self.name, "copy to the host"), self.cupy.cuda.Device(self.index):
+            with told(self.cupy, self.name, "end what was launched"), self.cupy.cuda.Device(self.index):
                 hosts = [self._lent(*s) if small else None for s, small in zip(sources, is_small, strict=True)]
                 self.stream.synchronize()
             return [self.get(array) if host is None else host for array, host in zip(arrays, hosts, strict=True)]
