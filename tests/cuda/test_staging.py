@@ -135,6 +135,7 @@ def written(driver, tensors, arrays):
     buffer = driver.alloc(1024, ON)
     whole = driver.view(buffer, Tensor(0, 0, (256,), (1,), DType.I32))
     whole[...] = np.full(256, -1, np.int32)
+    driver.view(driver.alloc(1024, ON), Tensor(0, 0, (256,), (1,), DType.I32))[...] = np.full(256, 3, np.int32)
     write = driver.writer([buffer], tensors)
     assert write(arrays) is None
     assert all((np.array(driver.view(buffer, t)) == a).all() for t, a in zip(tensors, arrays, strict=True))
