@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from ..graph.node import Node
 from ..graph.records import dataclass
-from .base import Backend, Device, Program
+from .base import Array, Backend, Device, Program, Tensor
 
 
 @runtime_checkable
@@ -69,6 +69,23 @@ class Threaded(Protocol):
 
     threads: int
     """Threads of each device."""
+
+
+@runtime_checkable
+class Carries(Protocol):
+    """A backend with memory that the host reaches by copies, of which one with much takes less than many."""
+
+    def writer(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
+        """What assigns an array to each of these tensors of a program with those buffers, before what is run later; the
+        caller's arrays are free at once.  It may write between them, where no multiple of `ALIGNMENT` is."""
+
+
+@runtime_checkable
+class Gives(Protocol):
+    """A compiled program that can bring results with its end."""
+
+    def giving(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
+        """What runs it, and gives what these tensors of it then hold, as host arrays of their own."""
 
 
 @dataclass(frozen=True, slots=True)

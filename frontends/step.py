@@ -7,6 +7,7 @@ so that one plan per `Step` serves every batch that fits into it; sequences that
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -135,12 +136,12 @@ def step_inputs(step: Step, batch: Batch, *, taps: int = 0, causal: bool = True)
         "tokens": np.array(tokens, np.int32),
         "pos": np.array(pos, np.int32).reshape(shape),
         "slot": np.array(slot, np.int32),
-        "out_ids": _output_rows(step, batch),
+        **_of_counts(step, tuple(map(len, batch.tokens)), taps, batch.wanted is None),
     }
-    if taps:
-        counts = np.array([[len(new)] for new in batch.tokens], np.int32)
-        arrays["valid"] = (arrays["slot"] != spare).astype(np.float32).reshape(*shape, 1)
-        arrays["conv_rows"] = counts + np.arange(taps - 1, dtype=np.int32)
+    if (wanted := batch.wanted) is not None:
+        if bad := [(i, t) for i, t in wanted if not (0 <= i < step.sequences and 0 <= t < len(batch.tokens[i]))]:
+            raise ModelError(f"batch: wants the logits of {bad[0]}; need (sequence, index of one of its new tokens)")
+        arrays["out_ids"] = _output_rows(step, wanted)
     if not causal:
         ends = [length + len(new) - 1 for new, length in zip(batch.tokens, batch.lengths, strict=True)]
         arrays["last"] = np.repeat(np.array(ends, np.int32)[:, None], step.tokens, axis=1)
@@ -166,12 +167,24 @@ def _check_fit(step: Step, batch: Batch) -> None:
             )
 
 
-def _output_rows(step: Step, batch: Batch) -> npt.NDArray[np.int32]:
-    wanted = batch.wanted
-    if wanted is None:
-        wanted = [(i, max(len(new) - 1, 0)) for i, new in enumerate(batch.tokens)]
-    elif bad := [(i, t) for i, t in wanted if not (0 <= i < step.sequences and 0 <= t < len(batch.tokens[i]))]:
-        raise ModelError(f"batch: wants the logits of {bad[0]}; need (sequence, index of one of its new tokens)")
+@lru_cache(maxsize=64)
+def _of_counts(
+    step: Step, counts: tuple[int, ...], taps: int, last_only: bool
+) -> Mapping[str, npt.NDArray[np.generic]]:
+    """What follows from how many new tokens each sequence has, the same token after token; nobody may write it."""
+    arrays: dict[str, npt.NDArray[np.generic]] = {}
+    if last_only:
+        arrays["out_ids"] = _output_rows(step, [(i, max(n - 1, 0)) for i, n in enumerate(counts)])
+    if taps:
+        column = np.array(counts, np.int32)[:, None]
+        arrays["valid"] = (np.arange(step.tokens) < column).astype(np.float32)[:, :, None]
+        arrays["conv_rows"] = column + np.arange(taps - 1, dtype=np.int32)
+    for array in arrays.values():
+        array.setflags(write=False)
+    return arrays
+
+
+def _output_rows(step: Step, wanted: Sequence[tuple[int, int]]) -> npt.NDArray[np.int32]:
     if len(wanted) > step.outputs:
         raise ModelError(
             f"batch: wants {len(wanted)} rows of logits, the step gives {step.outputs}; use a step with more outputs"

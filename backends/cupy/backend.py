@@ -48,7 +48,8 @@ PRODUCTS = frozenset(("mul_mat", "mul_mat_id"))
 and tokens are many, to two terms of bfloat16."""
 FIXED = ("weight", "constant")
 """Leaves that `load` fills."""
-FAULT_BYTES = 16
+FAULT = Tensor(0, 0, (2,), (1,), DType.I64)
+"""Of which instruction a kernel met an illegal number, and that number."""
 NumberedCall = tuple[int, Callable[[], object]]
 """What is called for an instruction and perhaps others after it, and the number of that instruction."""
 
@@ -187,6 +188,9 @@ class DriverBackend:
         plain = data if declared.dtype.is_integer else dequantise(np.atleast_1d(data), declared.dtype)
         target[...] = encoded(plain.reshape(stored.shape), stored.dtype)
 
+    def writer(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
+        return self.driver.writer(buffers, tensors)
+
     # --------------------------------------------------------------------------------------------------- programs
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:
@@ -230,7 +234,8 @@ class Replay:
         self._buffers, self._comm = buffers, comm
         self._memory: list[Any] = list(buffers)  # launches know addresses only
         self._constants: dict[bytes, int] = {}
-        self._fault = self._keep(np.zeros(FAULT_BYTES // 8, np.int64))
+        self._fault = self._keep(np.zeros(FAULT.shape, np.int64))
+        self._read_fault = driver.reader([self._fault], [FAULT])
         self._bound = Launches(
             self._keep_at,
             fault_at=driver.address(self._fault),
@@ -287,6 +292,17 @@ class Replay:
         self._steps += [Beside(meeting, tuple(meanwhile))] if meeting and meanwhile else [*meeting, *meanwhile]
 
     def __call__(self) -> None:
+        self._run(self._read_fault)
+
+    def giving(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
+        """What was noted of faults comes with them, so that the host waits for a run once."""
+        fault = replace(FAULT, buffer=len(self._buffers))
+        read = self.driver.reader([*self._buffers, self._fault], [fault, *tensors])
+        return lambda: self._run(read)[1:]
+
+    def _run(self, read: Callable[[], Sequence[Array]]) -> Sequence[Array]:
+        """Run once and `read`, which waits for it: what was noted of faults, then what somebody wants.  Raises
+        `StepError`."""
         try:
             self._meetings.check()
             self._meetings.count_run()
@@ -295,12 +311,12 @@ class Replay:
             elif not self._meetings.is_ready:  # others still ask where its memory is
                 self._meet_first()
             run_calls(self.program, self.on, map(self._as_asked, self._calls))
-            if self._calls:
+            if self._calls and self._meetings.may_hang:
                 self._meetings.wait()
         except LostError as error:
             raise self._lost(error) from error
         except StepError as error:
-            self._noted()
+            self._forget()
             if (why := error.__cause__) is not None and not isinstance(why, Exception):
                 raise why from None  # an interrupt: nobody knows how much of what was launched has run
             if isinstance(why, LostError):
@@ -309,15 +325,16 @@ class Replay:
                 raise
             node, finished = self.program.instructions[why.number].node, self._flow.finished(why.number)
             raise StepError(node, str(self.on), finished, str(why)) from why
-        if self._bound.faults and (noted := self._noted()) is not None:
-            number, said = noted
-            node = self.program.instructions[number].node
-            raise StepError(node, str(self.on), len(self.program.instructions), said)
+        given = read()
+        if given[0][0]:
+            number, said = self._fault_of(given[0])
+            raise StepError(self.program.instructions[number].node, str(self.on), len(self.program.instructions), said)
+        return given
 
     def _lost(self, why: LostError) -> StepError:
         """Of a run that waited in vain: everything in it ended, with results of nothing."""
         self._calls, self._launched, self._alone = [], {}, {}  # graphs go before the communicator that they use
-        self._noted()
+        self._forget()
         (node,) = (p.instruction.node for p in self._parts if isinstance(p, Met) and p.sequence == why.sequence)
         return StepError(node, str(self.on), len(self.program.instructions), str(why))
 
@@ -354,13 +371,15 @@ class Replay:
 
         return number, partial(steps, self._launched[run]) if run in self._launched else meeting
 
-    def _noted(self) -> tuple[int, str] | None:
+    def _forget(self) -> None:
+        """Forget the fault that a kernel may have noted, once everything that was launched has run."""
+        self._read_fault()
+        self.driver.view(self._fault, FAULT)[...] = np.zeros(FAULT.shape, np.int64)
+
+    def _fault_of(self, noted: Array) -> tuple[int, str]:
         """The instruction and the words of the first fault that a kernel noted, which is forgotten."""
-        memory = self.driver.view(self._fault, Tensor(-1, 0, (2,), (1,), DType.I64))
-        which, value = np.array(memory).tolist()
-        if not which:
-            return None
-        memory[...] = np.zeros(2, np.int64)
+        self._forget()
+        which, value = noted.tolist()
         number, text = self._bound.faults[which - 1]
         return number, text.format(value=value)
 

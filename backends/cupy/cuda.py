@@ -17,6 +17,7 @@ from ..abilities import Predicted
 from ..base import Array, Device, Tensor
 from ..once import once
 from .backend import DriverBackend
+from .device import staging
 from .device.cubins import cubin
 from .device.driver import (
     Beside,
@@ -35,6 +36,7 @@ from .device.driver import (
 from .device.early import early, launch_with, library_for, library_of
 from .device.limits import EVERYWHERE, Limits, limits_of
 from .device.nccl import nccl
+from .device.parcels import parcels_of
 from .device.staging import DeviceArray, Staging, told
 from .predicted.speeds import predicted
 
@@ -142,8 +144,8 @@ class CudaDriver:
     def alloc(self, nbytes: int, on: Device) -> Any:
         cupy = self.cupy
         try:
-            staging = self._staging(on)
-            return Memory(staging.zeros(max(nbytes, 16)), staging)
+            reached = self._staging(on)
+            return Memory(reached.zeros(max(nbytes, 16)), reached)
         except cupy.cuda.memory.OutOfMemoryError:
             raise BackendError(f"{on} cannot allocate {nbytes} bytes; use a smaller context or model") from None
 
@@ -161,6 +163,27 @@ class CudaDriver:
         with whole.device:
             array = self.cupy.ndarray(tensor.shape, dtype, whole.data + tensor.offset, strides)
         return DeviceArray(array, buffer.staging)
+
+    def writer(self, buffers: Sequence[Memory], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
+        parcels = [*parcels_of(tensors, staging.HALF)]
+        inside = {piece.number for parcel in parcels for piece in parcel.pieces}
+        others = {n: self.view(buffers[t.buffer], t) for n, t in enumerate(tensors) if n not in inside}
+        if not parcels:
+            return partial(_assign, others)
+        first = buffers[parcels[0].buffer].staging
+        write = first.writer([(p, self.address(buffers[p.buffer]) + p.offset) for p in parcels])
+        if not others:
+            return write
+
+        def both(arrays: Sequence[Array]) -> None:
+            write(arrays)
+            _assign(others, arrays)
+
+        return both
+
+    def reader(self, buffers: Sequence[Memory], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
+        views = [self.view(buffers[t.buffer], t) for t in tensors]
+        return views[0].staging.reader([view.array for view in views]) if views else list
 
     def are_peers(self, devices: Sequence[Device]) -> bool:
         """Device memory is from cudaMalloc, which peer access opens to a device as a whole.
@@ -316,6 +339,12 @@ class CudaDriver:
     def synchronise(self, on: Device) -> None:
         with told(self.cupy, on, "end what was launched"):
             self.stream(on).synchronize()
+
+
+def _assign(views: Mapping[int, DeviceArray], arrays: Sequence[Array]) -> None:
+    """To each view the array of its number."""
+    for number, view in views.items():
+        view[...] = arrays[number]
 
 
 class Recorded:

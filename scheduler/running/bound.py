@@ -9,12 +9,14 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from ...backends.abilities import Carries, Gives
 from ...backends.base import Array, Comm, Program
 from ...graph.arguments import ANY, TEXT, demand, table_of
 from ...graph.arrays import fitted
 from ...graph.attrs import quote
 from ...graph.dtypes import DType
 from ...graph.errors import BackendError, PlanError, StepError
+from ...graph.records import dataclass
 from ...ops.quants import decoded, encoded
 from ...ranks.meeting import WideMeeting
 from ...ranks.near import Meeting
@@ -27,8 +29,14 @@ from .store import Part, Store, assembled
 PATIENCE, SLOWER = 6.0, 20.0
 """Another process is waited for so many seconds at most, and so many times what a run should take in all."""
 INPUTS = table_of(TEXT, ANY, "a mapping from names of inputs to arrays")
-Places = Mapping[str, Sequence[tuple[Any, DType]]]
-"""Where programs read each input, and the dtype in which it lies there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inlet:
+    """Where the program of a device reads its inputs: their names and dtypes there, and what assigns arrays to them."""
+
+    lying: tuple[tuple[str, DType], ...]
+    write: Callable[[Sequence[Array]], None]
 
 
 class Bound:
@@ -52,13 +60,20 @@ class Bound:
 
     # ------------------------------------------------------------------------------------------------- inputs
 
-    def places(self, devices: Iterable[int]) -> Places:
-        """Where the programs of these devices read the inputs."""
-        places: dict[str, list[tuple[Any, DType]]] = {name: [] for name in self.specs}
-        for number in devices:
-            for name, t in self.plan.lanes[number].program.inputs.items():
-                places[name].append((self.view(number, t), t.dtype))
-        return places
+    def inlet(self, number: int) -> Inlet:
+        """Where the program of a device reads the inputs."""
+        lane, buffers = self.plan.lanes[number], self._buffers[number]
+        tensors = [*lane.program.inputs.values()]
+        lying = tuple((name, t.dtype) for name, t in lane.program.inputs.items())
+        if isinstance(lane.backend, Carries):
+            return Inlet(lying, lane.backend.writer(buffers, tensors))
+        views = [self.view(number, t) for t in tensors]
+
+        def write(arrays: Sequence[Array]) -> None:
+            for view, array in zip(views, arrays, strict=True):
+                view[...] = array
+
+        return Inlet(lying, write)
 
     def given(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
         """The inputs of a run as arrays.  Raises `PlanError` for one that is missing, unknown or does not fit."""
@@ -81,21 +96,38 @@ class Bound:
                 check = crc32(np.ascontiguousarray(array).data, check)
             self.between.world.agree("run", f"inputs {check:08x}", "run the same inputs on all ranks", PATIENCE)
 
-    def put(self, arrays: Mapping[str, Array], places: Places) -> None:
+    def put(self, arrays: Mapping[str, Array], inlets: Iterable[Inlet]) -> None:
         """Copy the inputs to where programs read them."""
-        for name, array in arrays.items():
-            for view, dtype in places[name]:
-                ready = array.dtype is dtype.storage and dtype is not DType.BF16
-                view[...] = array if ready else encoded(decoded(array, self.specs[name].dtype), dtype)
+        for inlet in inlets:
+            inlet.write([self._lying(name, arrays[name], dtype) for name, dtype in inlet.lying])
+
+    def _lying(self, name: str, array: Array, dtype: DType) -> Array:
+        """An input as it lies in memory."""
+        ready = array.dtype is dtype.storage and dtype is not DType.BF16
+        return array if ready else encoded(decoded(array, self.specs[name].dtype), dtype)
 
     # ------------------------------------------------------------------------------------------------ outputs
 
-    def reader(self, name: str) -> Callable[[], Array]:
-        """What reads an output after a run: which way is settled once, since a token may take no more than 1 ms."""
-        layout, parts = self.plan.outputs[name], self.outputs[name]
+    def holder(self, name: str) -> int | None:
+        """The device that gives an output by itself; None where it is put together."""
+        layout = self.plan.outputs[name]
         if self.between.is_wide or isinstance(layout, Shard):
-            return lambda: self.whole(name, self.parts(name))
-        return parts[layout.devices[0] if isinstance(layout, Local) else 0].copied
+            return None
+        return layout.devices[0] if isinstance(layout, Local) else 0
+
+    def giving(self, number: int, replay: Callable[[], Any]) -> Callable[[], Mapping[str, Array]]:
+        """What runs the program of a device, and reads the outputs that it gives by itself: which those are is settled
+        once, since a token may take no more than 1 ms."""
+        parts = {name: self.outputs[name][number] for name in self.shapes if self.holder(name) == number}
+        if isinstance(replay, Gives) and not any(part.dtype is DType.BF16 for part in parts.values()):
+            give = replay.giving([self.plan.lanes[number].program.outputs[name] for name in parts])
+            return lambda: dict(zip(parts, give(), strict=True))
+
+        def run() -> Mapping[str, Array]:
+            replay()
+            return {name: part.copied() for name, part in parts.items()}
+
+        return run
 
     def parts(self, name: str) -> dict[int, Array]:
         """What each device of this process that has any of an output has of it."""

@@ -57,10 +57,11 @@ class Executor:
         self._turn = Turn((*store.backends, *(plan.lanes[number].backend for number in store.between.own)))
         with self._turn:
             self._bound = Bound(plan, store)
-            self._places = self._bound.places(self._bound.own)
-            self._reads = {name: self._bound.reader(name) for name in plan.graph.outputs}
+            self._inlets = [*map(self._bound.inlet, self._bound.own)]
             meeting = self._bound.meeting(timeout, wire)
             self._replays = self._bound.compiled_all(meeting)
+            self._giving = {number: self._bound.giving(number, replay) for number, replay in self._replays.items()}
+            self._holders = {name: self._bound.holder(name) for name in plan.graph.outputs}
         devices = [lane.device for lane in plan.lanes]
         self._devices = SideBySide(devices, self._bound.own, meeting, timeout)
         self._timed = {
@@ -81,15 +82,21 @@ class Executor:
         """
         with self._turn:
             self._bind(inputs)
-            self._replay()
-            return {name: read() for name, read in self._reads.items()}
+            given = self._replay(self._giving)
+            return {name: self._read(name, number, given) for name, number in self._holders.items()}
+
+    def _read(self, name: str, number: int | None, given: Mapping[int, Mapping[str, Array]]) -> Array:
+        """An output of device `number`, which may have `given` it, or put together."""
+        if number is None:
+            return self._bound.whole(name, self._bound.parts(name))
+        return given[number][name] if given else self._bound.outputs[name][number].copied()
 
     @needs(PlanError, name=TEXT)
     def copies(self, name: str) -> list[Array]:
         """An output of the last run from each device of this process that has all of it, else put together.  Raises
         `PlanError` for a name that no output has."""
-        if name not in self._reads:
-            raise PlanError(f"there is no output {quote(name):.60}; outputs: {', '.join(self._reads)}")
+        if name not in self._holders:
+            raise PlanError(f"there is no output {quote(name):.60}; outputs: {', '.join(self._holders)}")
         parts = self._bound.parts(name)
         if isinstance(self.plan.outputs[name], Replicate):
             return [np.array(part) for part in parts.values()]
@@ -102,39 +109,41 @@ class Executor:
 
     def _bind(self, inputs: Mapping[str, npt.ArrayLike]) -> None:
         given = self._bound.given(inputs)
-        self._bound.put(given, self._places)
+        self._bound.put(given, self._inlets)
         self._bound.agree([given])
 
     def replay(self) -> None:
         """Run the programs on the inputs that are bound; an interrupt comes once they have run.  Raises `BackendError`
         if a device fails."""
         with self._turn:
-            self._replay()
+            self._replay(self._replays)
 
-    def _replay(self) -> None:
+    def _replay(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
+        """Do this work of all devices of this process; what it gave, nothing where steps were timed instead."""
         with InterruptsKept():
             trace = self.trace
-            if trace is None:
-                self._run_all(self._replays)
-            elif len(trace.noted) < MOST_RUNS:
+            if trace is not None and len(trace.noted) < MOST_RUNS:
                 self._demand_times()
                 start = time.monotonic()
-                self._run_all(self._timed)
-                trace.noted.append((self.plan, self.label, start, time.monotonic(), tuple(self._devices.said)))
-            else:
+                steps = self._run_all(self._timed)
+                in_order = tuple(steps.get(number, ()) for number in range(len(self.plan.lanes)))
+                trace.noted.append((self.plan, self.label, start, time.monotonic(), in_order))
+                return {}
+            if trace is not None:
                 trace.left_out += 1
-                self._run_all(self._replays)
+            return self._run_all(works)
 
     def _demand_times(self) -> None:
         """Raises `PlanError` if a backend cannot tell what its steps take."""
         if self._untimed is not None:
             raise PlanError(f"device {self._untimed} cannot time its steps; its backend compiles no `Measures`")
 
-    def _run_all(self, replays: Mapping[int, Callable[[], Any]]) -> None:
+    def _run_all(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
         """Run all devices of this process."""
-        self._devices.work(replays)
+        given = self._devices.work(works)
         if self._devices.failures:
             self._devices.undo(self._undo)
+        return given
 
     def _undo(self, number: int, error: BaseException | None) -> None:
         finished = finished_by(error, len(self.plan.lanes[number].program.instructions))

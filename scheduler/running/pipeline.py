@@ -11,7 +11,6 @@ from queue import SimpleQueue
 from threading import Condition
 from typing import NamedTuple, Self
 
-import numpy as np
 import numpy.typing as npt
 
 from ...backends.base import Array
@@ -152,7 +151,8 @@ class Succession:
             device.waiting.put(None)
         while True:
             try:
-                return self._working.result()
+                self._working.result()
+                return
             except KeyboardInterrupt as why:
                 self._devices.stop(None, why)
 
@@ -212,7 +212,7 @@ class _Lane:
 
     def __init__(self, bound: Bound, number: int, replay: Callable[[], object], staying: Container[str]) -> None:
         self.bound, self.number, self.replay = bound, number, replay
-        self.places, self.journal = bound.places([number]), Journal(bound, number, staying)
+        self.inlets, self.journal = [bound.inlet(number)], Journal(bound, number, staying)
         self.results = {name: parts[number] for name, parts in bound.outputs.items() if number in parts}
         self.whole = len(bound.plan.lanes[number].program.instructions)
 
@@ -234,11 +234,11 @@ class _Device:
             if interrupts.would_interrupt:
                 raise KeyboardInterrupt
             lane = run.pipeline._lanes[self.number]
-            lane.bound.put(run.given, lane.places)
+            lane.bound.put(run.given, lane.inlets)
             self._begun = run
             lane.replay()
             self._has_ended = True
-            outputs = {name: np.array(part.numbers()) for name, part in lane.results.items()}
+            outputs = {name: part.copied() for name, part in lane.results.items()}
             self._keep(run)
             self._begun, self._has_ended = None, False
             tell(run, self.number, outputs)

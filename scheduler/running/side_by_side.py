@@ -23,23 +23,24 @@ class Place(Protocol):
 class SideBySide:
     """`devices` are those of a plan, of which this process has those with the numbers `own`; they meet at a `place`.
 
-    `failures` are those of the last work, by the number of the device, None for an interrupt; `said` is what the work
-    of each device has given.
+    `failures` are those of the last work, by the number of the device, None for an interrupt.
     """
 
     def __init__(self, devices: Sequence[Device], own: Sequence[int], place: Place, timeout: float) -> None:
         self.devices, self.own, self.place, self.timeout = devices, own, place, timeout
         self.failures: list[tuple[int | None, BaseException]] = []
-        self.said: list[Any] = [()] * len(devices)
+        self._given: dict[int, Any] = {}
         self._lost: BackendError | None = None
         self._threads = ThreadPoolExecutor(len(own) - 1, "hocket") if len(own) > 1 else None
 
-    def work(self, works: Mapping[int, Callable[[], Any]]) -> None:
-        """Let each device do its work, the first of them on this thread.  Returns when all have ended, whether or not
-        one has failed.  Raises `BackendError` if one does not stop, and from then on."""
+    def work(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
+        """Let each device do its work, the first of them on this thread; what it has given, by its number.  Returns
+        when all have ended, whether or not one has failed.  Raises `BackendError` if one does not stop, and from then
+        on."""
         if self._lost is not None:
             raise self._lost
         self.failures.clear()
+        given = self._given = {}
         own, run = list(works), self._guarded
         others = {n: self._threads.submit(run, n, works[n]) for n in own[1:]} if self._threads else {}
         for number in own[:1]:  # no device of this process may take part
@@ -48,6 +49,8 @@ class SideBySide:
             self._await(number, other)
         if len(self.devices) > 1:
             self.place.clear()
+        self._given = {}  # results belong to the caller alone
+        return given
 
     def undo(self, back: Callable[[int, BaseException | None], None]) -> NoReturn:
         """Take back what all devices did, as `take_back`, and raise what went wrong first."""
@@ -70,7 +73,7 @@ class SideBySide:
     def _guarded(self, number: int, work: Callable[[], Any]) -> None:
         """Run one device; on failure wake the others, who may be waiting for it."""
         try:
-            self.said[number] = work()
+            self._given[number] = work()
         except BaseException as why:  # a thread's error is handed to the caller, whatever it is
             self.stop(number, why)
 

@@ -148,7 +148,7 @@ class Part:
 
     def copied(self) -> Array:
         """A host array of its own."""
-        return np.array(self.numbers())
+        return decoded(np.array(self.array), self.dtype)
 
 
 class StateView:

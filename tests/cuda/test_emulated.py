@@ -29,7 +29,7 @@ from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import load, plan, plan_for
 
 from ..given.devices.emulation import needs_compiler
-from ..given.devices.fake_cupy import fake_cupy
+from ..given.devices.fake_cupy import Stream, fake_cupy
 from ..given.models.goldens import FIXTURES, nmse, path_of
 
 
@@ -194,6 +194,29 @@ def test_a_program_of_several_launches_is_one_graph_and_its_faults_are_reported(
     assert made.run({"ids": [0, 0, 0]})["y"].tolist() == [[0, 4], [4, 8], [8, 12]]
     with pytest.raises(BackendError, match="there is no device cuda:4; this machine has 4"):
         devices.device(4)
+
+
+@needs_compiler
+def test_a_run_waits_once_and_copies_its_inputs_together(devices, monkeypatch):
+    """Besides, each result and what was noted of faults."""
+    cupy, counted = devices.driver.cupy, []
+    copy, wait, table = cupy.cuda.runtime.memcpyAsync, Stream.synchronize, weight("table", (4, 2))
+    rows = ops.get_rows(table, input("ids", (3,), "i32"))
+    both = ops.add(ops.mul(rows, input("a", (3, 2))), input("b", (3, 2)))
+    made = load(
+        plan_for(Graph({"y": both, "z": ops.neg(both)}), [(devices, devices.device(0))]), {"table": np.ones((4, 2))}
+    )
+    monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", lambda *given: (counted.append(given[3]), copy(*given)))
+    monkeypatch.setattr(Stream, "synchronize", lambda stream: (counted.append("wait"), wait(stream)))
+    for n in range(3):
+        counted.clear()
+        given = made.run({"ids": [0, 1, 2], "a": np.full((3, 2), n), "b": np.ones((3, 2))})
+        assert (given["y"] == n + 1).all()
+        assert (given["z"] == -n - 1).all()
+        runtime = cupy.cuda.runtime
+        assert counted == [runtime.memcpyHostToDevice, *[runtime.memcpyDeviceToHost] * 3, "wait"]
+    with made.tracing():
+        assert (made.run({"ids": [0, 1, 2], "a": np.full((3, 2), 7), "b": np.ones((3, 2))})["z"] == -8).all()
 
 
 def test_a_session_that_may_be_fast_asks_for_it_and_says_no_where_it_is_to_be_exact():

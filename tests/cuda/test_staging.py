@@ -111,3 +111,118 @@ def test_each_part_of_a_device_has_a_stream_and_pinned_memory_of_its_own(driver)
     assert driver.stream(parts[0]) is driver.stream(Device("cuda", 0, part=0))
     targets = [view_of(driver, (4,), on=part) for part in parts]
     assert targets[0].staging is not targets[1].staging
+
+
+# ------------------------------------------------------------------------------------------- many in a few copies
+
+
+def tensors_of(*places):
+    """Of int32, each from its offset, shape and strides."""
+    return [Tensor(0, at, shape, strides or contiguous_strides(shape), DType.I32) for at, shape, strides in places]
+
+
+@pytest.fixture
+def copies(driver, monkeypatch):
+    """Those that are begun, in bytes."""
+    begun, runtime = [], driver.cupy.cuda.runtime
+    copy = runtime.memcpyAsync
+    monkeypatch.setattr(runtime, "memcpyAsync", lambda *given: (begun.append(given[2]), copy(*given)))
+    return begun
+
+
+def written(driver, tensors, arrays):
+    """The words of the memory in which they lie, all of which were -1."""
+    buffer = driver.alloc(1024, ON)
+    whole = driver.view(buffer, Tensor(0, 0, (256,), (1,), DType.I32))
+    whole[...] = np.full(256, -1, np.int32)
+    driver.view(driver.alloc(1024, ON), Tensor(0, 0, (256,), (1,), DType.I32))[...] = np.full(256, 3, np.int32)
+    write = driver.writer([buffer], tensors)
+    assert write(arrays) is None
+    assert all((np.array(driver.view(buffer, t)) == a).all() for t, a in zip(tensors, arrays, strict=True))
+    return np.asarray(whole)
+
+
+def test_arrays_side_by_side_go_in_one_copy(driver, copies):
+    tensors = tensors_of((64, (3,), None), (0, (2, 4), None), (128, (), None))
+    arrays = [np.arange(n, dtype=np.int32).reshape(t.shape) for n, t in zip((3, 8, 1), tensors, strict=True)]
+    written(driver, tensors, arrays)
+    assert copies.count(132) == 1
+
+
+def test_what_lies_between_arrays_that_do_not_touch_stays(driver):
+    tensors = tensors_of((0, (16,), None), (128, (2,), None), (192, (2,), None), (512, (0, 3), None))
+    words = written(driver, tensors, [np.full(t.shape, 7, np.int32) for t in tensors])
+    assert (words[16:32] == -1).all(), "another value may be there"
+    assert (words[50:] == -1).all(), "as behind the last"
+
+
+def test_an_array_with_strides_beside_dense_ones_changes_nothing_between_its_entries(driver):
+    tensors = tensors_of((0, (4,), None), (64, (4,), (3,)), (128, (4,), None))
+    words = written(driver, tensors, [np.full(t.shape, 7, np.int32) for t in tensors])
+    assert words[16:28].tolist() == [7, -1, -1] * 3 + [7, -1, -1]
+
+
+def test_arrays_larger_than_the_pinned_memory_in_all_go_in_several_copies(driver):
+    tensors = tensors_of(*((64 * n, (16,), None) for n in range(6)), (384, (100,), None))
+    arrays = [np.full(t.shape, n, np.int32) for n, t in enumerate(tensors)]
+    written(driver, tensors, arrays)
+
+
+def test_what_was_written_may_change_at_once_and_comes_in_order_with_launches(driver, held):
+    tensors = tensors_of((0, (4,), None), (64, (4,), None))
+    buffer, arrays = driver.alloc(1024, ON), [np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32)]
+    seen = []
+    write, view = driver.writer([buffer], tensors), driver.view(buffer, tensors[1])
+    driver.stream(ON).put(lambda: seen.append(view.array.held.tolist()))
+    write(arrays)
+    driver.stream(ON).put(lambda: seen.append(view.array.held.tolist()))
+    arrays[1][...] = 9
+    assert seen == []
+    held.set()
+    assert np.asarray(view).tolist() == [0, 1, 2, 3]
+    assert [s == [0, 1, 2, 3] for s in seen] == [False, True]
+
+
+def results(driver, most=3):
+    """Reads two arrays that hold a number, once it has been put there."""
+    tensors, buffer = tensors_of((0, (most, 2), None), (64, (4,), (3,))), driver.alloc(1024, ON)
+    views = [driver.view(buffer, t) for t in tensors]
+    read = driver.reader([buffer], tensors)
+
+    def of(number):
+        for view in views:
+            view[...] = np.full(view.shape, number, np.int32)
+        return read()
+
+    return of
+
+
+def test_results_are_read_after_one_wait_for_those_that_are_dense(driver, monkeypatch):
+    tensors, buffer = tensors_of((0, (3, 2), None), (64, (4,), None)), driver.alloc(1024, ON)
+    read, waits, wait = driver.reader([buffer], tensors), [], Stream.synchronize
+    monkeypatch.setattr(Stream, "synchronize", lambda stream: (waits.append(stream), wait(stream)))
+    assert [array.shape for array in read()] == [(3, 2), (4,)]
+    assert len(waits) == 1
+
+
+def test_results_stay_what_they_are_while_anybody_has_them_or_a_view_of_them(driver):
+    of = results(driver)
+    kept = [[array[-1:] for array in of(n)] for n in range(9)]
+    assert all((array == n).all() for n, arrays in enumerate(kept) for array in arrays)
+
+
+def test_memory_of_results_that_nobody_has_is_taken_again(driver):
+    of = results(driver)
+    addresses = {of(n)[0].ctypes.data for n in range(9)}
+    assert len(addresses) == 1
+    first, second = of(1)[0], of(2)[0]
+    assert first.ctypes.data != second.ctypes.data
+    first[...] = 5
+    assert (second == 2).all(), "each is an array of its own"
+
+
+def test_results_larger_than_the_pinned_memory_arrive_whole(driver):
+    tensor, values = Tensor(0, 0, (200,), (1,), DType.I32), np.arange(200, dtype=np.int32)
+    buffer = driver.alloc(1024, ON)
+    driver.view(buffer, tensor)[...] = values
+    assert (driver.reader([buffer], [tensor])()[0] == values).all()

@@ -229,6 +229,12 @@ class Driver(Protocol):
     def view(self, buffer: Any, tensor: Tensor) -> Any:
         """The array of `tensor` within `buffer`, in place: it can be indexed, assigned and copied to the host."""
 
+    def writer(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
+        """What assigns an array of the host to each of these tensors of a program with those buffers; see `Carries`."""
+
+    def reader(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
+        """What gives these tensors, once everything before has run, as host arrays of their own."""
+
     def are_peers(self, devices: Sequence[Device]) -> bool:
         """Whether kernels of each of these devices can read and write memory of all of them, from now on."""
 

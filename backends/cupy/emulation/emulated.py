@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from ...host import HOST
 from ..backend import DriverBackend
 from ..device.driver import CUDA, HIP, Kernel, Launch, LaunchError, Library, Source, Step, one_by_one
 from ..device.limits import MOST, OF_HIP, Limits
+from ..device.parcels import parcels_of
 from .building import compiler, library
 from .guarded import Bytes, Rooms, address_of, guarded, moved, places
 
@@ -28,6 +30,7 @@ WORKERS = 1 << 14
 PROCESSORS = 2
 """Multiprocessors that kernels are told of: few, so that a block has much to do."""
 FAULT = 1
+GARBAGE = 0x5A
 
 
 class LaunchShape(ctypes.Structure):
@@ -96,6 +99,23 @@ class EmulatedDriver:
 
     def view(self, buffer: Bytes, tensor: Tensor) -> Array:
         return host_view(buffer, tensor)
+
+    def writer(self, buffers: Sequence[Bytes], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
+        """Padding gets garbage where a device may get it."""
+        views = [self.view(buffers[t.buffer], t) for t in tensors]
+        parcels = [(buffers[p.buffer], p) for p in parcels_of(tensors, sys.maxsize)]
+
+        def write(arrays: Sequence[Array]) -> None:
+            for buffer, parcel in parcels:
+                buffer[parcel.offset : parcel.offset + parcel.nbytes] = GARBAGE
+            for view, array in zip(views, arrays, strict=True):
+                view[...] = array
+
+        return write
+
+    def reader(self, buffers: Sequence[Bytes], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
+        views = [self.view(buffers[t.buffer], t) for t in tensors]
+        return lambda: [np.array(view) for view in views]
 
     def are_peers(self, devices: Sequence[Device]) -> bool:
         return True

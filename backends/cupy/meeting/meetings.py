@@ -135,15 +135,17 @@ class Meetings:
             self._watch.check()
 
     def wait(self) -> None:
-        """Until everything that was launched is done.  Raises `LostError` where another device does not come.
-
-        Only calls of the library wait without end; where there are none, nobody has to look at the stream again and
-        again.
-        """
-        if self._watch is None or not self._exchanges:
-            self.driver.synchronise(self.on)
-        else:
+        """Until everything that was launched is done.  Raises `LostError` where another device does not come."""
+        if self._watch is not None and self.may_hang:
             self._watch.wait()
+        else:
+            self.driver.synchronise(self.on)
+
+    @property
+    def may_hang(self) -> bool:
+        """Whether another device may be waited for without end, as calls of the library do; where there are none,
+        nobody has to look at the stream again and again."""
+        return self._watch is not None and bool(self._exchanges)
 
 
 def _largest(call: Bound, group: collective.Group) -> int:

@@ -337,6 +337,10 @@ def test_inputs_of_a_ragged_batch_are_padded() -> None:
     for name, value in want.items():
         np.testing.assert_array_equal(got[name], value)
         assert got[name].dtype == (np.float32 if name == "valid" else np.int32)
+    wanted = step_inputs(step, Batch([[5, 6, 7], [8]], [2, 0], [(0, 1)]), taps=4)
+    assert wanted["out_ids"].tolist() == [1, 0, 0]
+    with pytest.raises(ValueError, match="read-only"):
+        got["out_ids"][0] = 1  # the next token gets it again
 
 
 @pytest.mark.parametrize(

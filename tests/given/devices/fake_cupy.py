@@ -62,7 +62,7 @@ class FakeArray:
             memptr = Pointer(Block(int(np.prod(shape)) * dtype.itemsize))
         self.data = memptr
         self.held = np.ndarray(shape, dtype, memptr.block.memory.data, memptr.offset, strides)
-        self.shape, self.dtype, self.flags = self.held.shape, dtype, self.held.flags
+        self.shape, self.dtype, self.flags, self.nbytes = self.held.shape, dtype, self.held.flags, self.held.nbytes
 
     def __array__(self, *_, **__):
         raise TypeError("implicit conversion to a NumPy array is not allowed")

@@ -229,12 +229,12 @@ def test_an_interrupt_in_compiled_code_comes_when_the_step_is_done(devices):
     whole, interrupted = (sessions.Session(model, on=group) for _ in range(2))
     wanted = [whole.evaluate([tokens[:4]]), whole.evaluate([tokens[4:8]])][1]
     executor = interrupted.executor(interrupted.step(4, 4))
-    replays = dict(executor._replays)
-    executor._replays[0] = lambda: (signal.raise_signal(signal.SIGINT), replays[0]())
+    giving = executor._giving[0]
+    executor._giving[0] = lambda: (signal.raise_signal(signal.SIGINT), giving())[1]
     with pytest.raises(KeyboardInterrupt):
         interrupted.evaluate([tokens[:4]])
     assert interrupted.lengths == [4]
-    executor._replays[0] = replays[0]
+    executor._giving[0] = giving
     assert interrupted.evaluate([tokens[4:8]])[0].tobytes() == wanted[0].tobytes()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
