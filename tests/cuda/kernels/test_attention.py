@@ -59,7 +59,7 @@ TILED = (
     case(33, 2, 2, 70, 64, mask="", inputs="infinities"),
     case(70, 1, 1, 130, 64),
     case(70, 3, 1, 65, 40, 24, mask=""),
-    case(64, 1, 2, 600, 64, mask=""),  # splits
+    *(case(t, 1, 2, 600, 64, mask="") for t in (64, 140)),  # splits of few rows, and of many
     case(64, 1, 1, 0, 64, mask=""),
     case(65, 1, 1, 1, 16, mask=""),
     *(
@@ -67,9 +67,7 @@ TILED = (
         for d, e in ((128, 128), (192, 128), (256, 250), (7, 129))
     ),
     *(case(9, 8, 2, 70, 128, mask="", layout=how) for how in ("offset", "sliced", "permuted", "broadcast")),
-    case(
-        33, 2, 2, 70, 576, 512, mask="", inputs="infinities"
-    ),  # latent attention: rows, half rows and keys that are left
+    case(33, 2, 2, 70, 576, 512, mask="", inputs="infinities"),  # latent: rows, half rows, keys that are left
     *(case(2, 33, 1, s, 576, 512, rest="sinks=f32[33]") for s in (1, 17)),
     case(1, 64, 1, 300, 576, 512, mask=""),  # splits
     case(64, 1, 1, 33, 300, 260, ahead="2,", mask="", layout="permuted"),
@@ -205,6 +203,7 @@ LONG = case(2, 1, 1, 700, 64, mask="", inputs="infinities")
 TILE = case(33, 2, 2, 75, 64, mask="", inputs="infinities")
 HEADS = case(1, 1, 512, 300, 8)
 LONGEST = case(1, 1, 1, 128 * 70, 8)  # more splits than lanes wait for together
+MANY_SPLIT = case(264, 1, 1, 300, 16)
 SPLIT = case(64, 1, 1, 600, 64, mask="", inputs="infinities")
 WIDE = case(66, 1, 1, 70, 256)
 HALVES = case(33, 2, 2, 75, 64, mask="", inputs="infinities", cells="f16")
@@ -252,8 +251,9 @@ FAULTS = {
         "first += 64 * WARPS * (int)a.splits",
         HEADS,
     ),
-    "a split of its own top": (AROUND, "grown(here.x - top)", "grown(a.state[2 * first] - top)", LONG),
+    "a split of its own top": (AROUND, "grown(here.x - top)", "grown(left.state[0] - top)", LONG),
     "the last split is left out": (AROUND, "* WARPS < splits) x", "* WARPS + 1 < splits) x", SPLIT),
+    "the last split of many rows": (AROUND, "s < left.splits;", "s + 1 < left.splits;", MANY_SPLIT),
     "splits behind those that come at once are left out": (AROUND, "from += AT_ONCE * WARPS", "from = splits", LONGEST),
     "sums of a warp are left out": (AROUND, "w = 0; w < WARPS; w++) sum", "w = 1; w < WARPS; w++) sum", SPLIT),
     "a tile of which some is seen is hidden": (AROUND, "hidden &= bias == -INFINITY", "hidden &= bias < 9.0f", TILE),

@@ -224,8 +224,9 @@ class _Attention:
     def _combine(self, batch: Operands, words: list[Word], splits: int) -> None:
         if splits > 1:
             count = batch[4].shape[0] * self.shape.tokens * self.shape.heads
-            grid = (count, blocks(self.shape.width, 32))
-            self.launches.add(AROUND["attention_combine"], grid, THREADS, words)
+            few = count < 2 * PROCESSORS
+            kernel = AROUND["attention_combine_few" if few else "attention_combine"]
+            self.launches.add(kernel, (count, blocks(self.shape.width, 32) if few else 1), THREADS, words)
 
     def _few(self, operands: Operands, leading: Sequence[int]) -> None:
         s = self.shape

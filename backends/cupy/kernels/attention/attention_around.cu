@@ -47,29 +47,61 @@ template <class Cell> __global__ void __launch_bounds__(THREADS) attention_split
     if (real && c == 0) a.units[number] = unit;
 }
 
-// Blocks are rows of the result, and 32 columns of them; a thread for each split weighs it: there are no more than threads.
-// Warps share the splits out, lanes have a column each.  Sums of splits are on their way while weights are added up.
-constexpr int AT_ONCE = 16;  // sums that a lane waits for together
+// The row `number` of the result, and what its splits leave.
+struct Left {
+    int head, splits;
+    const float *state, *sums;
+    float *out;
+    __device__ __forceinline__ Left(const Args &a, int number) : splits((int)a.splits) {
+        const int heads = (int)(a.groups * a.shared), token = number / heads % (int)a.tokens;
+        const i64 batch = number / heads / (int)a.tokens, first = (i64)number * splits;
+        head = number % heads, state = a.state + 2 * first, sums = a.sums + first * a.width;
+        out = a.out.at + batch * a.out.batch + (i64)token * a.out.row + head * a.out.head;
+    }
+};
+// What the sums of a split are multiplied by, for the thread of that number, of which there are no fewer; what all of them
+// are in the end.
+__device__ __forceinline__ float weigh(const Args &a, const Left &left, float *grows, float *room) {
+    const int mine = threadIdx.x;
+    const float2 here = mine < left.splits ? *(const float2 *)(left.state + 2 * mine) : make_float2(LOWEST, 0.0f);
+    const float top = block_max(here.x, room);
+    grows[mine] = grown(here.x - top);
+    return share_of(a, left.head, top, block_sum(grows[mine] * here.y, room));  // a barrier is inside
+}
+
+// A block for each row: of many rows there are enough of them.
 __global__ void __launch_bounds__(THREADS) attention_combine(const __grid_constant__ Args a) {
     wait_for_earlier();
     SHARED(room, float[32]);
     SHARED(grows, float[THREADS]);
+    const Left left(a, blockIdx.x);
+    const float share = weigh(a, left, grows, room);
+    for (i64 c = threadIdx.x; c < a.width; c += THREADS) {
+        float x = 0.0f;
+#pragma unroll 16
+        for (int s = 0; s < left.splits; s++) x = fmaf(grows[s], left.sums[s * a.width + c], x);
+        left.out[c] = x * share;
+    }
+}
+
+// Blocks are few rows, and 32 columns of them.  Warps share the splits out, lanes have a column each.  Sums of splits are
+// on their way while weights are added up, so that nobody waits for memory twice.
+constexpr int AT_ONCE = 16;  // sums that a lane waits for together
+__global__ void __launch_bounds__(THREADS) attention_combine_few(const __grid_constant__ Args a) {
+    wait_for_earlier();
+    SHARED(room, float[32]);
+    SHARED(grows, float[THREADS]);
     SHARED(parts, float[WARPS][32]);
-    const int heads = (int)(a.groups * a.shared), number = blockIdx.x, token = number / heads % (int)a.tokens;
-    const int head = number % heads, splits = (int)a.splits, width = (int)a.width, mine = threadIdx.x;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.y * 32 + lane;
-    const i64 batch = number / heads / (int)a.tokens, first = (i64)number * splits;
-    const float *sums = a.sums + first * width + min(c, width - 1);
+    const Left left(a, blockIdx.x);
+    const int splits = left.splits, width = (int)a.width, lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.y * 32 + lane;
+    const float *sums = left.sums + min(c, width - 1);
     float ahead[AT_ONCE];
     const auto ask = [&](int from) {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) ahead[i] = sums[(i64)min(from + i * WARPS, splits - 1) * width];
     };
     ask(warp);
-    const float2 here = mine < splits ? *(const float2 *)(a.state + 2 * (first + mine)) : make_float2(LOWEST, 0.0f);
-    const float top = block_max(here.x, room), grows_by = grown(here.x - top);
-    grows[mine] = mine < splits ? grows_by : 0.0f;
-    const float share = share_of(a, head, top, block_sum(grows_by * here.y, room));  // a barrier is inside
+    const float share = weigh(a, left, grows, room);
     float x = 0.0f;
     for (int from = warp; from < splits; from += AT_ONCE * WARPS) {
         if (from > warp) ask(from);
@@ -83,5 +115,5 @@ __global__ void __launch_bounds__(THREADS) attention_combine(const __grid_consta
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) sum += parts[w][lane];
-    a.out.at[batch * a.out.batch + (i64)token * a.out.row + head * a.out.head + c] = sum * share;
+    left.out[c] = sum * share;
 }

@@ -218,6 +218,7 @@ TILED = {
     )
 }
 """The first that takes the sizes of some cells is the best one."""
-_AROUND = ("attention_seen", *(f"attention_split<{TYPES[cells]}>" for cells in CELLS), "attention_combine")
+_COMBINE = ("attention_combine", "attention_combine_few")
+_AROUND = ("attention_seen", *(f"attention_split<{TYPES[cells]}>" for cells in CELLS), *_COMBINE)
 AROUND = Source("attention_around.cu", _AROUND, before=HEADERS)
 SOURCES = (*FEW.values(), *CELLS_OF_FEW.values(), *TILED.values(), AROUND)

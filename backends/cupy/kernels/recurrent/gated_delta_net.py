@@ -141,8 +141,8 @@ def launch_steps(
 CHUNK_SIZES = (64, 128)
 LENGTH = 32
 """Tokens of a chunk."""
-CHUNKED = 25
-"""Tokens from which chunks are faster than tokens one by one."""
+CHUNKED = (25, 32)
+"""Tokens from which chunks are faster than tokens one by one on an H100: with a decay of each head, or channel."""
 SLICES = (64, 32, 16)
 """Rows of a state that one block of the scan carries."""
 BLOCKS = 64
@@ -226,9 +226,9 @@ SCAN_BY_CLUSTERS: Mapping[Chunk, Source] = MappingProxyType(
 )
 
 
-def in_chunks(tokens: int, key_size: int, value_size: int) -> bool:
-    """Whether tokens go through tensor cores, chunk by chunk."""
-    return tokens >= CHUNKED and key_size in CHUNK_SIZES and value_size % SLICES[-1] == 0
+def in_chunks(rule: Rule, tokens: int) -> bool:
+    """Whether so many tokens go through tensor cores, chunk by chunk."""
+    return tokens >= CHUNKED[rule.channels] and rule.key_size in CHUNK_SIZES and rule.value_size % SLICES[-1] == 0
 
 
 def chunk_memory(launches: Launches, rule: Rule, tokens: int, chunk: Chunk) -> tuple[Operand, Operand]:
@@ -303,7 +303,7 @@ def launch_rule(launches: Launches, call: Bound, rule: Rule, exact: bool) -> Non
     last = carried.snapshots - 1
     first = rule.tokens - last
     chunk = Chunk(rule.key_size, rule.channels, exact)
-    if in_chunks(first, rule.key_size, rule.value_size) and _fits(launches, rule, chunk):
+    if in_chunks(rule, first) and _fits(launches, rule, chunk):
         memory = chunk_memory(launches, rule, first, chunk)
         if rule.has_quads:
             launch_chunks(launches, rule.part(0, first), carried, memory, chunk)
@@ -323,7 +323,7 @@ def _with_save(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
     q, k, v, g, beta = sources = [call.operand(i) for i in range(5)]
     need(all(x.is_float for x in sources), "operands are of other types")
     rule = Rule(q, k, v, g, beta, call.out, call.attrs["heads"] == "tiled")
-    need(not in_chunks(rule.tokens, rule.key_size, rule.value_size), "prompts go by chunks")
+    need(not in_chunks(rule, rule.tokens), "prompts go by chunks")
     apart(save.out, [*sources, state])
     launches.number = writer
     carried = carry(launches, call, rule.sequences, rule.tokens)
