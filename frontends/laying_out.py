@@ -12,7 +12,7 @@ from ..graph.records import dataclass
 from ..graph.spec import Spec
 from ..ranks import World
 from ..scheduler import Host, Plan, Store, kept_plan
-from ..scheduler.machines.shared import shared_speeds
+from ..scheduler.shared_speeds import shared_speeds
 from .devices import Group, found
 from .models import Model, Step
 from .parts import sizes_of

@@ -16,7 +16,7 @@ from ..backends.base import Backend, Device, find
 from ..graph.arguments import ANY, BOOL, CALLABLE, NONE, TEXT, Kind, a, demand, list_of, needs, whole
 from ..ranks import ALONE, World
 from ..scheduler import Executor, InterruptsKept, Plan, Store, kept_plan
-from ..scheduler.machines.shared import shared_speeds
+from ..scheduler.shared_speeds import shared_speeds
 from .devices import ONE_DEVICE, WIRES, spelled
 from .devices import Group as Group
 from .errors import ModelError

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from ...graph import Graph
-from ...graph.records import dataclass
-from ...ranks import World
-from ..lowering.lane import Devices
-from .calibrated import speeds_data, speeds_here
-from .hardware import CPU, Hardware
-from .speeds import Speeds
+from ..graph import Graph
+from ..graph.records import dataclass
+from ..ranks import World
+from .lowering.lane import Devices
+from .machines.calibrated import speeds_data, speeds_here
+from .machines.hardware import CPU, Hardware
+from .machines.speeds import Speeds
 
 
 @dataclass(frozen=True, slots=True)
