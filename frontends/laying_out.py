@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..graph.graph import Graph
 from ..graph.records import dataclass
 from ..graph.spec import Spec
 from ..ranks import World
 from ..scheduler import Host, Plan, Store, kept_plan
+from ..scheduler.shared_speeds import shared_speeds
 from .devices import Group, found
 from .models import Model, Step
 from .parts import sizes_of
 
 if TYPE_CHECKING:
     from ..scheduler import Use
+    from ..scheduler.lowering.lane import Devices
 
 HOST = "cpu:0"
 """The device that takes what does not fit on others."""
@@ -62,7 +64,11 @@ def laid_out(
         if may_follow and on.split_mode == "auto" and len(asked) > 1
         else None
     )
-    options = partial(kept_plan, split_mode=on.split_mode, place=place, use=use)
+
+    def planned(graph: Graph, group: Devices, **how: Any) -> Plan:
+        return kept_plan(graph, group, place=place, hardware=shared_speeds(group, world).hardware(graph), **how)
+
+    options = partial(planned, split_mode=on.split_mode, use=use)
     shares = on.tensor_split
     if on.split_mode == "layer" and not shares and len({device.memory for _, device in asked}) == 1 < len(asked):
         from ..scheduler import even_shares
@@ -71,17 +77,17 @@ def laid_out(
     first = options(one, asked, tensor_split=shares)
     if first.spare and on.threads is None:  # devices that take part share the processors of those left free
         group = found(replace(on, devices=tuple(str(device) for _, device in first.group)), world)
-        first = kept_plan(one, group, place=place, like=first)
+        first = planned(one, group, like=first)
     host = Host(*found(replace(on, devices=(f"{HOST}@0" if world.size > 1 else HOST,)), world)[0])
     if host.device in (device for _, device in asked) or all(device.memory is None for _, device in asked):
         return first
     from ..scheduler import shortage
 
     largest = graph_of(largest_step)
-    if not shortage(kept_plan(largest, first.group, place=place, like=first)):
+    if not shortage(planned(largest, first.group, like=first)):
         return first
     spilled = options(largest, asked, tensor_split=on.tensor_split, host=host)
-    return kept_plan(one, spilled.group, place=place, like=spilled)
+    return planned(one, spilled.group, like=spilled)
 
 
 def use_of(graph_of: Callable[[int, int], Graph], sequences: int, context: int) -> Use:

@@ -16,6 +16,7 @@ from ..backends.base import Backend, Device, find
 from ..graph.arguments import ANY, BOOL, CALLABLE, NONE, TEXT, Kind, a, demand, list_of, needs, whole
 from ..ranks import ALONE, World
 from ..scheduler import Executor, InterruptsKept, Plan, Store, kept_plan
+from ..scheduler.shared_speeds import shared_speeds
 from .devices import ONE_DEVICE, WIRES, spelled
 from .devices import Group as Group
 from .errors import ModelError
@@ -120,9 +121,10 @@ class Session:
                 on, self.world, self._place, self._graph, self._whole, largest, may_follow=may_follow
             )
             self.group = self._first.group
+            self._speeds = shared_speeds(self.group, self.world)
             self.store = Store(self.group, self.world, on.packed)
         else:
-            self.group = like.group
+            self.group, self._speeds = like.group, like._speeds
             self._first = like.plan(self._whole)
             self.store = like.store.beside()
         if watch is not None:
@@ -138,7 +140,7 @@ class Session:
         self.nothing = np.zeros((0, model.vocabulary_size), np.float32)
         self._executors: dict[Step, Executor] = {}
         self._pipelines: dict[Step, Pipeline] = {}
-        self._plans: dict[Step, Plan] = {} if like is None else like._plans
+        self._plans: dict[Step, Plan] = like._plans if like is not None and like.watch is watch else {}
         self.trace: Trace | None = None
         self.planning = 0.0
         if like is None:
@@ -355,15 +357,15 @@ class Session:
         """The plan of a step, over the weights and states as they lie; what is watched is among its outputs."""
         if step == self._whole and self.watch is None:
             return self._first
-        if self.watch is None:
-            if step not in self._plans:
-                self._plans[step] = kept_plan(self._graph(step), self.group, place=self._place, like=self._first)
-            return self._plans[step]
-        from ..scheduler import matching, observed
+        if step not in self._plans:
+            graph = self._graph(step)
+            if self.watch is not None:
+                from ..scheduler import matching, observed
 
-        graph = self._graph(step)
-        graph = observed(graph, matching(graph, self.watch.pattern))
-        return kept_plan(graph, self.group, place=self._place, like=self._first)
+                graph = observed(graph, matching(graph, self.watch.pattern))
+            hardware = self._speeds.hardware(graph)
+            self._plans[step] = kept_plan(graph, self.group, place=self._place, like=self._first, hardware=hardware)
+        return self._plans[step]
 
     @needs(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
     def judge(self, tokens: Sequence[int], device: str) -> Iterator[Difference]:

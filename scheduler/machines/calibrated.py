@@ -29,15 +29,22 @@ UNFIT = "%s is damaged, or of another processor or version of hocket, so times a
 
 def hardware_of(graph: Graph, group: Devices) -> Hardware:
     """What was measured of such devices, else `CPU`."""
+    if any(device.rank is not None for _, device in group):
+        return CPU  # processes have to plan the same, whatever each has measured; `shared_speeds` is for them
+    speeds = speeds_here(group)
+    return CPU if speeds is None else speeds.hardware(graph)
+
+
+def speeds_here(group: Devices) -> Speeds | None:
+    """What this machine has kept of such devices, whichever of its processes have them."""
     file = speeds_file()
-    if any(device.rank is not None for _, device in group) or not file.exists():
-        return CPU  # processes have to plan the same, whatever each has measured
+    if not file.exists():
+        return None
     known = read_speeds(file)
     if known is None:
         _say_unfit(str(file))
-        return CPU
-    speeds = known.get(group_name(group))
-    return CPU if speeds is None else speeds.hardware(graph)
+        return None
+    return known.get(group_name(group))
 
 
 def told_speeds(hardware: Hardware) -> str:
@@ -60,7 +67,7 @@ def speeds_file() -> Path:
 
 def keep_speeds(known: Mapping[str, Speeds]) -> Path:
     """Keep the speeds of groups in place of what was kept before."""
-    of = {name: {f.name: _plain(getattr(s, f.name)) for f in fields(s)} for name, s in known.items()}
+    of = {name: speeds_data(speeds) for name, speeds in known.items()}
     keep(
         speeds_file(),
         json.dumps({"of": _here(), "date": str(date.today()), "speeds": of}, allow_nan=False, indent=1).encode(),
@@ -81,9 +88,10 @@ def read_speeds(file: Path) -> dict[str, Speeds] | None:
     return None
 
 
-def _plain(figure: float | Mapping[str, float]) -> float | dict[str, float]:
-    """As JSON takes it."""
-    return dict(figure) if isinstance(figure, Mapping) else figure
+def speeds_data(speeds: Speeds) -> dict[str, float | dict[str, float]]:
+    """As JSON takes them, and `Speeds` by name."""
+    figures = {f.name: getattr(speeds, f.name) for f in fields(speeds)}
+    return {name: dict(figure) if isinstance(figure, Mapping) else figure for name, figure in figures.items()}
 
 
 def _is_possible(s: Speeds) -> bool:

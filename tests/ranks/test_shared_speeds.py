@@ -1,0 +1,119 @@
+"""Speeds that ranks have kept: all of them make the same plans, by what any of them knows."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from hocket.backends.base import find
+from hocket.frontends.devices import Group
+from hocket.frontends.open import open_model
+from hocket.frontends.session import Session
+from hocket.graph import DType
+from hocket.ranks import ALONE
+from hocket.scheduler import CPU
+from hocket.scheduler.machines import calibrated
+from hocket.scheduler.machines.calibrated import group_name, hardware_of, keep_speeds
+from hocket.scheduler.machines.speeds import Speeds
+from hocket.scheduler.probing.calibrating import products
+from hocket.scheduler.shared_speeds import shared_speeds
+
+from ..given.models.goldens import FIXTURES
+from ..given.ranks.thread_link import in_threads
+
+SLOW = Speeds({"f32": 20e9}, {"f32": 0.1 + 0.2}, 3e-6, 5e9, 7e-6, 1e9, 1.25, 1.5, 2e9, 3e9, {"f32": 8e9})
+QUICK = replace(SLOW, flops={"f32": 4e9}, bandwidth={"f32": 10e9})
+GRAPH = products(DType.F32, 1, 8)
+
+
+@pytest.fixture
+def ranks_with(tmp_path, monkeypatch):
+    """What ``run(world)`` gives on each rank, where each has a folder of its own with the speeds that it has kept."""
+    here = threading.local()
+    monkeypatch.setattr(calibrated, "speeds_file", lambda: tmp_path / str(here.rank))
+
+    def run_all(kept, run, *, hosts=1):
+        def one(world):
+            here.rank = world.rank
+            if kept[world.rank] is not None:
+                keep_speeds(kept[world.rank])
+            return run(world)
+
+        return in_threads(len(kept), one, hosts=hosts)
+
+    return run_all
+
+
+def pair(ranks=(0, 1), name="numpy"):
+    backend, device = find(f"{name}:0")
+    return [(backend, replace(device, rank=rank)) for rank in ranks]
+
+
+def named(speeds, count=2):
+    """As a machine keeps the speeds of so many devices at once."""
+    return None if speeds is None else {group_name(pair(range(count))): speeds}
+
+
+@pytest.mark.parametrize(
+    ("kept", "known"),
+    [
+        ((QUICK, None), QUICK),
+        ((None, QUICK), QUICK),
+        ((QUICK, SLOW), SLOW),
+        ((SLOW, QUICK), SLOW),
+        ((None, None), None),
+    ],
+    ids=["first", "second", "second is slower", "first is slower", "neither"],
+)
+def test_ranks_plan_the_same_by_the_speeds_of_the_slowest(kept, known, ranks_with):
+    model = open_model(FIXTURES / "llama" / "model.gguf")
+
+    def run(world):
+        session = Session(model, on=Group(("numpy:0",), "layer"), context=128, batch=64, world=world)
+        plans = session._first, session.plan(session.step(64, 128))
+        return [(plan.digest(), plan.hardware, plan.cost, plan.hardware == expected(plan.graph)) for plan in plans]
+
+    def expected(graph):
+        return CPU if known is None else known.hardware(graph)
+
+    first, second = ranks_with([named(speeds) for speeds in kept], run)
+    assert first == second
+    assert all(is_as_expected for *_, is_as_expected in first)
+
+
+def test_machines_are_each_asked_for_the_speeds_of_their_own_devices(ranks_with):
+    """One has two devices, each of a rank, the other has one: each keeps speeds by another name.  Nobody has measured
+    the link between them."""
+    kept = [named(QUICK), named(replace(SLOW, launch=9e-6), 1), None]
+    hardware = ranks_with(kept, lambda world: shared_speeds(pair((0, 1, 2)), world).hardware(GRAPH), hosts=2)
+    known = kept[1][group_name(pair((1,)))].hardware(GRAPH)
+    apart = {"link_bandwidth": CPU.across_bandwidth, "link_latency": CPU.across_latency}
+    assert hardware == [replace(known, **apart)] * 3
+
+
+def test_a_rank_names_its_own_devices_by_its_own_threads(ranks_with):
+    """Each rank sees devices of another machine with as many threads as its own have."""
+
+    def group(rank):
+        return [(backend.with_threads(rank + 1), device) for backend, device in pair(name="cpu")]
+
+    kept = [{group_name(group(rank)[:1]): speeds} for rank, speeds in enumerate((QUICK, SLOW))]
+    assert kept[0].keys() != kept[1].keys()
+    shared = ranks_with(kept, lambda world: shared_speeds(group(world.rank), world).slowest, hosts=2)
+    assert shared == [SLOW, SLOW]
+
+
+def test_other_devices_than_were_measured_are_estimated(ranks_with):
+    (hardware,) = set(map(str, ranks_with([named(QUICK, 3)] * 2, lambda w: shared_speeds(pair(), w).hardware(GRAPH))))
+    assert hardware == str(CPU)
+
+
+def test_without_ranks_they_are_those_that_are_kept_here(monkeypatch, tmp_path):
+    monkeypatch.setattr(calibrated, "speeds_file", lambda: tmp_path / "speeds")
+    group = [find("numpy:0"), find("numpy:1")]
+    assert shared_speeds(group, ALONE).hardware(GRAPH) == CPU
+    keep_speeds({group_name(group): QUICK})
+    assert shared_speeds(group, ALONE).hardware(GRAPH) == hardware_of(GRAPH, group) == QUICK.hardware(GRAPH)
+    assert hardware_of(GRAPH, pair()) == CPU, "ranks that do not talk plan the same"
