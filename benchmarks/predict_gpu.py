@@ -230,14 +230,14 @@ def shapes(processors: int) -> tuple[Shape, ...]:
         Shape(
             "32 heads on 8 of 128, 1 token on 8192",
             "attention(q=f32[1,4,128], k=f32[8192,1,128], v=f32[8192,1,128], scale=0.1)",
-            {"attend_few": (8, 1.0), "attention_combine": (8, 1.0)},
+            {"attend_few": (8, 1.0), "attention_combine_few": (8, 1.0)},
             2 * 8192 * 8 * 128 * 4,
             4 * 8192 * 32 * 128,
         ),
         Shape(  # 33 splits
             ONE_TOKEN,
             "attention(q=f32[1,4,128], k=f16[4096,1,128], v=f16[4096,1,128], scale=0.1)",
-            {"attend_cells": (8 * 33 / 4, 65536 / 33 / 1024), "attention_combine": (8, 1.0)},
+            {"attend_cells": (8 * 33 / 4, 65536 / 33 / 1024), "attention_combine_few": (8, 1.0)},
             2 * 65536 * 8 * 128 * 2,
             4 * 65536 * 32 * 128,
             0.8,
