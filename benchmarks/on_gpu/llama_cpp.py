@@ -68,7 +68,7 @@ def _delta_net(bench: Bench, named: dict[str, str]) -> Iterator[float]:
     if bench.tiny:  # the emulation is no place for their sizes
         keys, size, tokens, batch = 1, 64, min(tokens, 2), 1
     p = delta_net.problem(bench, delta_net.Shape(keys, keys * repeat, size), batch, tokens)
-    by_chunks = delta_net.kernels.in_chunks(tokens, size, size)
+    by_chunks = delta_net.kernels.in_chunks(p.rule, tokens)
     launches = delta_net.chunks(bench, p, p.state, True) if by_chunks else delta_net.steps(bench, p, p.state)
     yield bench.time_launches([launches]).seconds * 1e6
 

@@ -85,9 +85,33 @@ OF_FEW = {
     "a warp takes the columns of another": ("warp % parts * 32 + lane", "lane"),
     "the last part is left out": ("for (int i = 1; i < parts; i++) sum", "for (int i = 1; i < parts - 1; i++) sum"),
     "the rest of a row is added by every warp": ("c = pieces + own;", "c = pieces + lane;"),
-    "rows past the last are written": ("if (warp % parts > 0 || !real) return;", "if (warp % parts > 0) return;"),
+    "rows past the last are written": ("if (first + r < made.rows) out[r] = sum", "out[r] = sum"),
     "parts of another row are added": ("room[warp + i][n][r]", "room[warp + i][n][0]"),
 }
+
+
+def unit_is_right(rows, columns, backend=None):
+    """Of a gated unit each warp has one row of both products."""
+    rng = np.random.default_rng(1)
+    backend = backend or DriverBackend(EmulatedDriver())
+    up, gate = (rng.integers(-1, 2, (rows, columns)).astype(np.float32) for _ in range(2))
+    x = rng.integers(-1, 2, (2, columns)).astype(np.float32)
+    given, specs = input("x", x.shape), {"up": up, "gate": gate}
+    products = {name: ops.mul_mat(weight(name, w.shape), given) for name, w in specs.items()}
+    graph = Graph({"y": ops.swiglu(products["gate"], products["up"])})
+    y = load(plan_for(graph, [(backend, backend.device(0))]), specs).run({"x": x})["y"]
+    kept = (x @ gate.T).astype(np.float64)
+    return np.allclose(y, kept / (1 + np.exp(-kept)) * (x @ up.T), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 512), (3, 1031), (7, 2048)])
+def test_columns_of_a_gated_unit_are_shared_out_among_warps(rows, columns):
+    assert unit_is_right(rows, columns)
+
+
+def test_a_row_past_the_last_of_a_gated_unit_is_found():
+    edit = ("dense.cu", "if (warp % parts > 0 || !real) return;", "if (warp % parts > 0) return;")
+    assert is_found(*edit, lambda backend: unit_is_right(3, 1024, backend))
 
 
 @pytest.mark.parametrize("name", OF_FEW)

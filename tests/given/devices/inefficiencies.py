@@ -116,8 +116,8 @@ ASKED = {
     ),
     "cells read twice": (
         "attention_cells.cu",
-        "j++) fetch_keys(j);\n",
-        "j++) fetch_keys(j), __syncwarp(), fetch_keys(j);\n",
+        "fetch_keys(j + i);\n",
+        "fetch_keys(j + i), __syncwarp(), fetch_keys(j + i);\n",
         CELLS,
     ),
     "keys and values in the same banks": (
