@@ -128,7 +128,7 @@ def unpacked(launches: Launches, w: Operand, entries: int) -> Operand | None:
     rows, columns = w.shape[-2:]
     copy = replace(w, tensor=replace(w.tensor, shape=(rows, columns), dtype=DType.BF16, strides=(columns, 1)))
     is_worth = entries >= UNPACKED and 2 * rows * columns <= MOST_UNPACKED and launches.limits.has_warpgroups
-    if not is_worth or (found := shape_of_tiles(launches, copy, entries, 1, True)) is None or found[0] != CLUSTERED:
+    if not is_worth or (choice := shape_of_tiles(launches, copy, entries, 1, True)) is None or choice[0] != CLUSTERED:
         return None
     to = launches.scratch((rows, columns), DType.BF16)
     words: list[Word] = [w, to, rows, columns // 32, columns // w.dtype.block * w.dtype.block_bytes]
