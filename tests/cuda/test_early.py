@@ -24,8 +24,13 @@ from ..given.devices.emulation import needs_compiler
 from ..given.devices.fake_cupy import EarlyLibrary, fake_cupy
 from ..given.devices.tools import needs
 
-ASKING_FIRST = {"packed_few.cu: few", "packed_few.cu: summed", "dense.cu: few"}
-"""Kernels that ask for weights before they wait."""
+ASKING_FIRST = {
+    *("packed_few.cu: few", "packed_few.cu: summed", "dense.cu: few", "rows.cu: scaled_norm"),
+    *("rotary.cu: place_head", "rotary.cu: place_heads", "short_convolution.cu: delta_inputs"),
+    *("short_convolution.cu: gated_norm", "gated_delta_net.cu: delta_net", "attention_cells.cu: attend_cells"),
+    "attention_around.cu: attention_combine_few",
+}
+"""Kernels that ask for weights, or see where operands are, before they wait."""
 
 
 @pytest.fixture

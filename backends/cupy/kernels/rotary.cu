@@ -16,6 +16,11 @@ struct Turns {
     const i32 *plane;       // which of the positions turns a pair
     const float *factors;   // that divide the angles; or null
     i64 factor_step;
+    // Asks for what turns pair j.
+    __device__ __forceinline__ void ask(i64 j) const {
+        prefetch(inverse + j), prefetch(plane + j);
+        if (factors) prefetch(factors + j * factor_step);
+    }
     // Pair j of a row whose entries are read and written by number.
     template <class From, class To> __device__ __forceinline__ void pair(i64 j, const i32 *positions, From from, To to) const {
         const i32 position = positions[plane[j] * position_step];
@@ -70,6 +75,12 @@ template <class Cell> struct Head {
 template <class Cell> __device__ __forceinline__ void place(const Head<Cell> &a, i64 number, float *row, float *room) {
     const i64 *const steps[] = {a.x.step, a.positions.step};
     const Places<2> p = places(a.axes, steps, number);
+    if (number == 0) {  // all heads have them in common
+        for (i64 j = threadIdx.x; j < a.turns.pairs; j += blockDim.x) a.turns.ask(j);
+        if (a.w)
+            for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x) prefetch(a.w + c * a.w_step);
+    }
+    wait_for_earlier();
     float *const saved = a.saved + number * a.columns;
     const float *x = a.x.at + p.at[0];
     float squares = 0.0f;
@@ -103,7 +114,6 @@ template <class Cell> __device__ __forceinline__ void place(const Head<Cell> &a,
 }
 
 template <class Cell> __global__ void __launch_bounds__(512) place_head(const __grid_constant__ Head<Cell> a) {
-    wait_for_earlier();
     SHARED(room, float[32]);
     DYNAMIC_SHARED(row, float);
     place(a, blockIdx.x, row, room);
@@ -115,7 +125,6 @@ template <class Cell> struct Heads {
     Head<Cell> key, value;
 };
 template <class Cell> __global__ void __launch_bounds__(512) place_heads(const __grid_constant__ Heads<Cell> a) {
-    wait_for_earlier();
     SHARED(room, float[32]);
     DYNAMIC_SHARED(row, float);
     if (blockIdx.x < a.keys) place(a.query, blockIdx.x, row, room);

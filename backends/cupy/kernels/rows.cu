@@ -9,6 +9,7 @@ struct Rows {
 };
 constexpr int MOST_THREADS = 512;  // of a row; two blocks of them share a multiprocessor
 constexpr int PAIRS = 4;  // of loads that are under way together: eight do not fit the registers of two blocks
+constexpr int HELD = 8;   // columns of a thread that it keeps in registers: rows of up to 4,096
 #define A_ROW __launch_bounds__(MOST_THREADS, 2)
 template <int TOGETHER = 8, class Of> __device__ __forceinline__ float sum_over(i64 columns, float *room, Of of) {
     float sum = 0.0f;
@@ -48,26 +49,52 @@ struct ScaledNorm {
     Walk<float> sum, out;
 };
 __global__ void A_ROW scaled_norm(const __grid_constant__ ScaledNorm a) {
-    wait_for_earlier();
     SHARED(room, float[32]);
     const i64 *const steps[] = {a.x.step, a.y.step, a.sum.step, a.out.step};
     const Places<4> p = places(a.axes, steps, blockIdx.x);
     const float *x = a.x.at + p.at[0], *y = a.y.at + p.at[1];
     float *sum = a.sum.at + p.at[2], *out = a.out.at + p.at[3];
     const bool adds = a.y.at;
+    const i64 columns = a.columns;
+    if (blockIdx.x == 0)
+        for (i64 c = threadIdx.x; c < columns; c += blockDim.x) prefetch(a.w + c * a.w_step);
+    wait_for_earlier();
+    if (columns <= HELD * blockDim.x) {  // in registers; all is asked for before the first is waited for
+        float held[HELD] = {}, more[HELD] = {}, w[HELD] = {}, squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < HELD; i++)
+            if (i * blockDim.x < columns) {
+                const i64 c = min((i64)(threadIdx.x + i * blockDim.x), columns - 1);
+                held[i] = x[c * a.step], w[i] = a.w[c * a.w_step];
+                if (adds) more[i] = y[c];
+            }
+#pragma unroll
+        for (int i = 0; i < HELD; i++) {
+            const i64 c = threadIdx.x + i * blockDim.x;
+            held[i] += more[i];
+            if (c >= columns) continue;
+            squares += held[i] * held[i];
+            if (adds) sum[c] = held[i];
+        }
+        const float factor = Rms::factor(block_sum(squares, room), columns, (float)a.eps);
+#pragma unroll
+        for (int i = 0; i < HELD; i++)
+            if (threadIdx.x + i * blockDim.x < columns) out[threadIdx.x + i * blockDim.x] = held[i] * factor * w[i];
+        return;
+    }
     float squares = 0.0f;
     auto square = [&](i64, float value) { squares += value * value; };
     if (adds)
         each_column<PAIRS>(
-            a.columns, [&](i64 c) { return make_float2(x[c * a.step], y[c]); },
+            columns, [&](i64 c) { return make_float2(x[c * a.step], y[c]); },
             [&](i64 c, float2 both) { square(c, sum[c] = both.x + both.y); });
     else
-        each_column(a.columns, [&](i64 c) { return x[c * a.step]; }, square);
-    const float factor = Rms::factor(block_sum(squares, room), a.columns, (float)a.eps);
+        each_column(columns, [&](i64 c) { return x[c * a.step]; }, square);
+    const float factor = Rms::factor(block_sum(squares, room), columns, (float)a.eps);
     const float *const again = adds ? sum : x;  // each thread reads what it has written itself
     const i64 step = adds ? 1 : a.step;
     each_column<PAIRS>(
-        a.columns, [&](i64 c) { return make_float2(again[c * step], a.w[c * a.w_step]); },
+        columns, [&](i64 c) { return make_float2(again[c * step], a.w[c * a.w_step]); },
         [&](i64 c, float2 both) { out[c] = both.x * factor * both.y; });
 }
 __global__ void A_ROW centred_norm(const __grid_constant__ Rows a) {

@@ -58,7 +58,10 @@ REACHED = {
     "dense.cu": {"mul_mat(w=f32[4,512], x=f32[1,512])": (0,)},
     "attention_tiles.cu": {SPLIT.format(1, 8): (0, 1, 2, 4), SPLIT.format(65, 8): (3, 5)},  # a tile of keys, two
     "attention_wide.cu": {SPLIT.format(1, 264): (0, 1, 2, 3, 4), SPLIT.format(17, 264): (5,)},  # the same
-    "routes.cu": {"mul_mat_id(w=q8_0[2,8,32], x=f32[10,1,32], ids=i32[10,1])": (0, 1, 2)},
+    "routes.cu": {
+        "mul_mat_id(w=q8_0[2,8,32], x=f32[10,1,32], ids=i32[10,1])": (0, 2, 3, 4),
+        "mul_mat_id(w=q8_0[1100,1,32], x=f32[600,1,32], ids=i32[600,1])": (1,),  # more experts than threads
+    },
     "recurrences.cu": {
         "gated_linear_attn(k=f32[1,2,1,16], v=f32[1,2,1,1], q=f32[1,2,1,16], g=f32[1,2,1,16], state=f32[1,1,16,1], "
         "scale=0.5)": (0, 1),

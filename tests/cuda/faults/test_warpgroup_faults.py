@@ -45,7 +45,7 @@ FILE = "warpgroups.cu"
 EVEN, ODD, PACKED = product(72, 264, 70), product(71, 133, 9), product(70, 288, 70, DType.Q8_0)
 WHOLE = product(256, 264, 9)
 SHARED = product(72, 264, 70, shares=2)
-SECOND = "    if (number == 0) return false;\n    if (threadIdx.x == 0) a.numbers[tile] = 0;\n"
+LAST = "    if (number + 1 < gridDim.z) return false;\n    if (threadIdx.x == 0) a.numbers[tile] = 0;\n"
 WAIT = "wgmma_wait<{}>(block.sum);"
 PLANTS = {
     "rows are swizzled otherwise": ("wgmma.cuh", "(u64)1 << 62, EIGHT", "(u64)2 << 62, EIGHT", EVEN),
@@ -106,11 +106,11 @@ PLANTS = {
         SHARED,
     ),
     "what another block has is left out": (FILE, "sum[i] += v.x", "sum[i] = v.x", SHARED),
-    "a block takes its own sums twice": (FILE, "1 - blockIdx.z", "blockIdx.z", SHARED),
+    "a block takes its own sums twice": (FILE, "all[share * EACH", "mine[0 * EACH", SHARED),
     "the first block has all": (
         FILE,
-        SECOND,
-        "    if (number == 1 && threadIdx.x == 0) a.numbers[tile] = 0;\n    if (number == 1) return false;\n",
+        LAST,
+        "    if (number > 0 && threadIdx.x == 0) a.numbers[tile] = 0;\n    if (number > 0) return false;\n",
         SHARED,
     ),
     "entries change places": (FILE, "16 + 8 * h + g;", "16 + h + 2 * g;", EVEN),

@@ -369,8 +369,8 @@ FAULTS = {
     "a fragment has the columns of another": (CELLS_CU, "OWN * D + i % 2 * 4", "OWN * D", FEW_HALVES),
     "queries become fragments before they are there": (
         CELLS_CU,
-        "ask(first);\n    __syncthreads();",
-        "ask(first);",
+        "1.0f : LOG2_E);\n    }\n    __syncthreads();",
+        "1.0f : LOG2_E);\n    }",
         FEW_HALVES,
     ),
     "fragments are read before they are there": (

@@ -51,8 +51,8 @@ class Noting(EmulatedDriver):
     [
         *((tile, shares, f"tiled<{{}}, {tile}>") for tile, shares in ((tiled.SMALL, 1), (tiled.LARGE, 1))),
         *((tiled.TALL, shares, f"tiled<{{}}, {tiled.TALL}>") for shares in (1, 2)),
-        *((tiled.GROUPED, shares, "grouped<{}, 2>") for shares in (1, 2)),
-        *((tiled.CLUSTERED, shares, "clustered<{}, 2>") for shares in (1, 2)),
+        *((tiled.GROUPED, shares, "grouped<{}, 2>") for shares in (1, 2, 4)),
+        *((tiled.CLUSTERED, shares, "clustered<{}, 2>") for shares in (1, 2, 4)),
     ],
     ids=str,
 )

@@ -34,7 +34,7 @@ class Way:
     kernel: str
     tile: tiled.Tile
     packed: tiled.Tile
-    shares: int = tiled.SHARES
+    shares: int = tiled.SHARES[2]
 
     def choose(self, w: Operand, is_even: bool) -> Choice:
         if w.dtype in PACKINGS:

@@ -88,13 +88,13 @@ __global__ void __launch_bounds__(THREADS) attention_combine(const __grid_consta
 // on their way while weights are added up, so that nobody waits for memory twice.
 constexpr int AT_ONCE = 16;  // sums that a lane waits for together
 __global__ void __launch_bounds__(THREADS) attention_combine_few(const __grid_constant__ Args a) {
-    wait_for_earlier();
     SHARED(room, float[32]);
     SHARED(grows, float[THREADS]);
     SHARED(parts, float[WARPS][32]);
     const Left left(a, blockIdx.x);
     const int splits = left.splits, width = (int)a.width, lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = blockIdx.y * 32 + lane;
     const float *sums = left.sums + min(c, width - 1);
+    wait_for_earlier();
     float ahead[AT_ONCE];
     const auto ask = [&](int from) {
 #pragma unroll

@@ -21,7 +21,6 @@ __device__ __forceinline__ u32 column(const uint4 &one, const uint4 &two, int i)
 // eight numbers.
 template <class Cell, int D, int E>
 __global__ void __launch_bounds__(THREADS, 2) attend_cells(const __grid_constant__ Cells x) {
-    wait_for_earlier();
     constexpr int TERMS = Pair<Cell>::TERMS, FRAGMENTS = D / 16;
     const Args &a = x.a;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -29,6 +28,18 @@ __global__ void __launch_bounds__(THREADS, 2) attend_cells(const __grid_constant
     const int group = blockIdx.y / row_groups, batch = blockIdx.z, split_number = blockIdx.x;
     const int size = (int)a.size, width = (int)a.width, key_count = (int)a.keys;
     const Cell *keys = a.k.cells<Cell>(batch, group), *values = a.v.cells<Cell>(batch, group);
+    // Keys and values are asked for before they are loaded, so that loads find them in the second cache: two lanes a key.
+    const auto ask = [&](int first) {
+        const int key = min(first + lane / 2, key_count - 1), half = lane % 2 * (LINE / (int)sizeof(Cell));
+#pragma unroll 1
+        for (int c = half; c < size; c += 2 * LINE / (int)sizeof(Cell)) prefetch(keys + key * a.k.row + c);
+#pragma unroll 1
+        for (int c = half; c < width; c += 2 * LINE / (int)sizeof(Cell)) prefetch(values + key * a.v.row + c);
+    };
+    const int step = OWN * WARPS * (int)a.splits;
+    int first = OWN * (WARPS * split_number + warp);
+    ask(first);
+    wait_for_earlier();
     const float cap = (float)a.cap * LOG2_E;
     DYNAMIC_SHARED(room, float);
     SHARED(units, float[OWN]);
@@ -49,16 +60,6 @@ __global__ void __launch_bounds__(THREADS, 2) attend_cells(const __grid_constant
         for (int i = 0; i < 8; i++) any |= added[i / 4][i % 4] != -INFINITY;
         return __any_sync(ALL_LANES, any) != 0;
     };
-    // Keys and values are asked for before they are loaded, so that loads find them in the second cache: two lanes a key.
-    const auto ask = [&](int first) {
-        const int key = min(first + lane / 2, key_count - 1), half = lane % 2 * (LINE / (int)sizeof(Cell));
-#pragma unroll 1
-        for (int c = half; c < size; c += 2 * LINE / (int)sizeof(Cell)) prefetch(keys + key * a.k.row + c);
-#pragma unroll 1
-        for (int c = half; c < width; c += 2 * LINE / (int)sizeof(Cell)) prefetch(values + key * a.v.row + c);
-    };
-    const int step = OWN * WARPS * (int)a.splits;
-    int first = OWN * (WARPS * split_number + warp);
     float ahead[2][4];
     added(ahead, first);
 
@@ -69,7 +70,6 @@ __global__ void __launch_bounds__(THREADS, 2) attend_cells(const __grid_constant
         const float u = split_row<Cell, TERMS, 1>(from, a.q.column, x.dense, size, 32, lane, D, r, rows, OWN * D, true);
         if (lane == 0) units[r] = u * (float)a.scale * (cap > 0.0f ? 1.0f : LOG2_E);
     }
-    if (sees(ahead)) ask(first);
     __syncthreads();
     // As tensor cores take them: of a term, fragment and lane four columns of two rows.
     for (int i = warp; i < TERMS * FRAGMENTS; i += WARPS) {

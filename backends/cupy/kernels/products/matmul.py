@@ -62,7 +62,7 @@ def _tiles(
         tile, shares = found
         terms = tiled.terms_of(w.dtype, tile, is_exact)
         return tile.entries, partial(tiled.many, launches, w, tile=tile, shares=shares, terms=terms)
-    shape = packed.shape_of_tiles(entries)
+    shape = packed.shape_of_tiles(w, entries, matrices)
     return 8 * shape[0], partial(packed.many, launches, w, shape=shape)
 
 
@@ -140,7 +140,7 @@ def _mul_mat_id(launches: Launches, call: Bound) -> None:
     need(count <= MOST, f"{count} tiles are too many for one launch")
     tiles, order = launches.scratch((count, 4), DType.I32), launches.scratch((slots,), DType.I32)
     threads = min(1024, blocks(max(slots, experts + 1), 32) * 32)
-    launches.add(ROUTES["routes"], 1, threads, [slots, size, count, tiles, order, *choice], 8 * (experts + 1))
+    launches.add(ROUTES["routes"], 1, threads, [slots, size, count, tiles, order, *choice], 4 * (experts + 1))
     many(x, out, tiles, route=[order, *spread])
 
 

@@ -39,7 +39,7 @@ struct Many {
 // An mma of 16 x 32 x 8 costs a warp 8 fma (12 with a bias) besides, its share of loads about 2 more: 8192 operations in 11
 // to 15 issue slots, or 500 to 700 TFLOPS on an H200, less than half of what its tensor cores could do with integers.
 template <class F, int G, int WR, int WK> struct Tile {
-    static constexpr int STEP = WK > 4 ? WK : 4, ENTRIES = 8 * G, THREADS = 32 * WR * WK;
+    static constexpr int STEP = WK > 1 ? 8 : 4, ENTRIES = 8 * G, THREADS = 32 * WR * WK;
     static constexpr int STAGE = 3 * STEP * ENTRIES;  // pieces of 16 bytes
     static constexpr int BLOCKS = F::HALVES ? 1 : WK > 1 ? 2 : 3;  // on a multiprocessor at once: no more registers than that
     float sum[2][G][4];

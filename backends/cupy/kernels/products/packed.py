@@ -19,22 +19,24 @@ from .routes import ALONE, NOTHING_SUMMED, Products, Summed, filled
 HEADERS = ("routes.cuh", "packed.cuh", "rounding.cuh")
 COLUMNS = 32
 CHUNK, ROUNDED = 4, 8
-"""Blocks of columns that a stage of many tokens has at least; those that a warp rounds at a time."""
+"""Blocks of columns that a stage of many tokens has, and twice as many where warps share them; those that a warp rounds
+at a time."""
 WARPS, PIECE = 16, 16
 """Most warps of a block for few tokens, and bytes of the pieces in which it keeps x in shared memory."""
 TOGETHER = 2048
 """Most results of such a block."""
-SMALL, LARGE = (4, 1, 8), (8, 4, 1)
+SMALL, TALL, LARGE = (4, 1, 8), (4, 4, 2), (8, 4, 1)
 """Tiles of many entries: groups of 8 entries, units of 32 rows, and warps that share the columns."""
-BUSY = 48
-"""Entries of a matrix from which large tiles are better filled than small ones."""
+BUSY, FULL = 48, 96
+"""Entries of a matrix from which large tiles are better filled than those of half as many, and blocks that fill a
+device: where there are fewer, more warps have to share columns."""
 COUNTS = (1, 2, 4)
 IDS = {DType.I32: "i32", DType.I64: "i64"}
 
 
 def _of(dtype: DType) -> Source:
     name = dtype.name
-    tiles = (f"many<{name}, {', '.join(map(str, tile))}>" for tile in (SMALL, LARGE))
+    tiles = (f"many<{name}, {', '.join(map(str, tile))}>" for tile in (SMALL, TALL, LARGE))
     return Source("packed.cu", (*tiles, *(f"unpack<{name}, {i}>" for i in IDS.values())), HEADERS)
 
 
@@ -147,9 +149,14 @@ def summed(launches: Launches, w: Operand, x: Operand, out: Operand, summed: Sum
     )
 
 
-def shape_of_tiles(entries: float) -> tuple[int, int, int]:
-    """For so many entries of a matrix."""
-    return LARGE if entries >= BUSY else SMALL
+def shape_of_tiles(w: Operand, entries: float, matrices: int) -> tuple[int, int, int]:
+    """For so many entries of each matrix, or on the average: the largest that fill a device."""
+
+    def fills(tile: tuple[int, int, int]) -> bool:
+        groups, units, _ = tile
+        return matrices * blocks(w.shape[-2], ROWS * units) * max(1.0, entries / (8 * groups)) >= FULL
+
+    return next(filter(fills, (LARGE, TALL) if entries >= BUSY else (TALL,)), SMALL)
 
 
 def many(
@@ -166,10 +173,11 @@ def many(
     groups, warps_of_rows, sharing = shape
     units = _units(w)
     words = [w, codes, scales, out, *_whole(w), units, w.shape[-2], rows_of(out), tiles, *route]
-    stage = 3 * 16 * max(sharing, CHUNK) * 8 * groups
+    chunk = CHUNK if sharing == 1 else 2 * CHUNK
+    stages, sums = 2 * 3 * 16 * chunk * 8 * groups, 4 * warps_of_rows * (sharing // 2) * 8 * groups * 32
     grid = (blocks(units, warps_of_rows), tiles.shape[0])
     kernel = BY_TYPE[w.dtype][f"many<{w.dtype.name}, {', '.join(map(str, shape))}>"]
-    launches.add(kernel, grid, 32 * warps_of_rows * sharing, words, shared_bytes=2 * stage)
+    launches.add(kernel, grid, 32 * warps_of_rows * sharing, words, shared_bytes=max(stages, sums))
 
 
 # --------------------------------------------------------------------------------------------------------- rows

@@ -36,6 +36,28 @@ template <class T> __global__ void __launch_bounds__(128) matvec(const __grid_co
         if (lane == 0) a.out.at[p.at[2] + (first + r) * a.n + row] = total;
     }
 }
+// For few columns of w whose rows neighbour each other: a thread for each row of w.
+template <class T> __global__ void __launch_bounds__(128) across(const __grid_constant__ Product<T> a) {
+    wait_for_earlier();
+    const i64 *const steps[] = {a.w.step, a.x.step, a.out.step};
+    const Places<3> p = places(a.axes, steps, blockIdx.z);
+    const i64 row = (i64)blockIdx.x * 128 + threadIdx.x, first = (i64)blockIdx.y * ROWS;
+    if (row >= a.n) return;
+    const T *w = a.w.at + p.at[0] + row * a.w_step;
+    const float *x = a.x.at + p.at[1] + first * a.x_step;
+    const int rows = (int)min((i64)ROWS, a.m - first);
+    float sum[ROWS] = {};
+#pragma unroll 8
+    for (i64 c = 0; c < a.k; c++) {
+        const float value = to_float(w[c * a.w_column]);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+            if (r < rows) sum[r] += value * x[r * a.x_step + c * a.x_column];
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+        if (r < rows) a.out.at[p.at[2] + (first + r) * a.n + row] = sum[r];
+}
 // R columns of a row from column `c`, zeros from `end` on.
 template <class T, int R> __device__ __forceinline__ void load_part(float (&to)[R], const T *row, i64 step, i64 c, i64 end) {
     if constexpr (sizeof(T) == 4)

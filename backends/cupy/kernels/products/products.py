@@ -17,13 +17,15 @@ WEIGHTS = (DType.F32, DType.F16, DType.BF16)
 SOURCE = Source(
     "products.cu",
     (
-        *(f"{kernel}<{TYPES[w]}>" for kernel in ("matvec", "matmul") for w in WEIGHTS),
+        *(f"{kernel}<{TYPES[w]}>" for kernel in ("matvec", "across", "matmul") for w in WEIGHTS),
         *("add_parts", "solve_triangular"),
     ),
 )
 SOURCES = (SOURCE,)
 FEW, ROWS = 16, 4
 """Rows of x up to which each is multiplied by itself, so many at a time."""
+FEW_COLUMNS, THREADS = 64, 128
+"""Columns of w up to which single threads add them up where its rows neighbour each other, and threads of a block."""
 HIGH, WIDE, DEPTH = 64, 128, 16
 """Rows of x and of w that a tile has, and their columns that are multiplied at a time."""
 BUSY, MOST_SPLITS, SHORTEST = 192, 16, 8 * DEPTH
@@ -59,8 +61,9 @@ def launch_any(launches: Launches, w: Operand, x: Operand, out: Operand) -> None
     words: list[Word] = [m, n, k, *w.strides[-2:], *x.strides[-2:], run, splits, parts, *axes.words]
     words += [word for i, o in enumerate((w, x, out)) for word in axes.walk(i, o)]
     if m <= FEW:
-        grid = (blocks(n, 4), blocks(m, ROWS), axes.count)
-        return launches.add(SOURCE[f"matvec<{TYPES[w.dtype]}>"], grid, 128, words)
+        kernel, rows = ("across", THREADS) if k <= FEW_COLUMNS and w.strides[-2] == 1 else ("matvec", THREADS // 32)
+        grid = (blocks(n, rows), blocks(m, ROWS), axes.count)
+        return launches.add(SOURCE[f"{kernel}<{TYPES[w.dtype]}>"], grid, THREADS, words)
     launches.add(SOURCE[f"matmul<{TYPES[w.dtype]}>"], (*tiles, axes.count * splits), 256, words)
     if splits > 1:
         added: list[Word] = [m * n, splits, parts, *axes.words, *axes.walk(2, out)]

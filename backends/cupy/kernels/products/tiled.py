@@ -40,14 +40,14 @@ CLUSTERED = Tile(128, 256, 16, 256)
 """By warpgroups too: of weights of 16 bits, and entries that clusters of blocks share."""
 CLUSTERS = (4, 2, 1)
 """Blocks of a cluster; for eight of a launch that have rows there may be one that has none."""
-FULL, SHARES = 96, 2
+FULL, SHARES, SHARED_COLUMNS = 96, (1, 2, 4, 8), 512
 """Tiles from which they fill a device better than smaller ones; blocks that share the columns of a tall tile where it
-takes them to be so many."""
+takes them to be so many, and the fewest of each."""
 FEWEST, WORTH = 128, 32
 """Entries of a matrix, and large tiles, from which packed weights are better unpacked for tensor cores of 16 bits than
 multiplied as bytes by ``packed.cu``: by the model of time for an H200 one large tile takes as long as 130 of them, and
 bytes take as long as their work."""
-UNPACKED, MOST_UNPACKED = 1024, 512 << 20
+UNPACKED, MOST_UNPACKED = 512, 512 << 20
 """Entries from which a packed matrix is unpacked once for all of them if clusters multiply it then, and bytes that this
 may take.  On an H100, 2,048 entries of 9216 x 2560 take 329 microseconds unpacked tile by tile, 201 as bfloat16."""
 STAGED = 64
@@ -113,10 +113,12 @@ def shape_of_tiles(
     if not (w.dtype in PACKINGS or w.dtype in FLOATS):
         return None
     largest = GROUPED if launches.limits.has_warpgroups else TALL
-    tall = ((largest, 1), (largest, SHARES))[: 1 + is_even] if entries >= largest.entries else ()
+    most = w.shape[-1] // SHARED_COLUMNS if is_even else 1
+    shares = [n for n in SHARES if n <= max(1, most)]
+    tall = [(largest, n) for n in shares] if entries >= largest.entries else []
     if w.dtype in FLOATS:
         if largest == GROUPED and is_even and _shares_entries(w.shape[-2], int(entries)):
-            tall = ((CLUSTERED, 1), (CLUSTERED, SHARES), *tall)
+            tall = sorted([*((CLUSTERED, n) for n in shares), *tall], key=lambda tile: tile[1] > 2)
         return next(((tile, shares) for tile, shares in (*tall, (LARGE, 1)) if fills(tile, shares, FULL)), (SMALL, 1))
     if largest == GROUPED and (found := next((choice for choice in tall if fills(*choice, FULL)), None)):
         return found

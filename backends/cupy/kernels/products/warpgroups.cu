@@ -6,32 +6,34 @@
 
 constexpr int ROWS = 256, ENTRIES = 128, COLUMNS = 64, THREADS = 256, PIECES = COLUMNS / 8, BELOW = THREADS / PIECES;
 template <class W> struct Grouped : Product<W> {
-    float4 *parts;  // what two blocks that share the columns of a tile have for each other, or null
+    float4 *parts;  // what blocks that share the columns of a tile have for each other, or null
     u32 *numbers;   // for each tile 0, before the launch and behind it
 };
 template <int TERMS> struct Stage {
     u16 w[ROWS][COLUMNS], x[TERMS][ENTRIES][COLUMNS];
 };
 
-// Two blocks that share columns leave their sums for each other; whoever comes second has both.  `number` is shared memory
-// that is free once all products are over.
+// Blocks that share columns leave their sums for each other; whoever comes last adds all of them up, in order.  `number` is
+// shared memory that is free once all products are over.
 template <class A> __device__ __forceinline__ bool has_all(const A &a, float (&sum)[128], u32 &number) {
     constexpr i64 EACH = 128 / 4 * THREADS;
     const i64 tile = (i64)blockIdx.y * gridDim.x + blockIdx.x;
-    float4 *mine = a.parts + (2 * tile + blockIdx.z) * EACH + threadIdx.x;
-    const float4 *other = a.parts + (2 * tile + 1 - blockIdx.z) * EACH + threadIdx.x;
+    float4 *all = a.parts + gridDim.z * tile * EACH + threadIdx.x, *mine = all + blockIdx.z * EACH;
 #pragma unroll
     for (int i = 0; i < 128; i += 4) mine[i / 4 * THREADS] = make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]);
     __syncthreads();  // all sums are left, and no product reads a stage
     if (threadIdx.x == 0) number = take_number(&a.numbers[tile]);
     __syncthreads();
-    if (number == 0) return false;
+    if (number + 1 < gridDim.z) return false;
     if (threadIdx.x == 0) a.numbers[tile] = 0;
 #pragma unroll
-    for (int i = 0; i < 128; i += 4) {
-        const float4 v = other[i / 4 * THREADS];
-        sum[i] += v.x, sum[i + 1] += v.y, sum[i + 2] += v.z, sum[i + 3] += v.w;
-    }
+    for (int i = 0; i < 128; i++) sum[i] = 0.0f;
+    for (u32 share = 0; share < gridDim.z; share++)
+#pragma unroll
+        for (int i = 0; i < 128; i += 4) {
+            const float4 v = all[share * EACH + i / 4 * THREADS];
+            sum[i] += v.x, sum[i + 1] += v.y, sum[i + 2] += v.z, sum[i + 3] += v.w;
+        }
     return true;
 }
 

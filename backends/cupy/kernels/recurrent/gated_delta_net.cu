@@ -92,7 +92,6 @@ constexpr int blocks_of(int keys, bool channels, int rows) {
 }
 template <int D, bool CHANNELS, bool WHOLE, int LANES, int ROWS>
 __global__ void __launch_bounds__(THREADS, blocks_of(D, CHANNELS, ROWS)) delta_net(const __grid_constant__ DeltaNet a) {
-    wait_for_earlier();
     constexpr int QUADS = D / LANES / 4, WARP_ROWS = 32 / LANES * ROWS, BLOCK_ROWS = THREADS / 32 * WARP_ROWS;
     using T = Token<D, CHANNELS, BLOCK_ROWS>;
     static_assert(QUADS * LANES * 4 == D && ROWS <= LANES, "a lane holds whole quads and stores at most one output");
@@ -102,6 +101,13 @@ __global__ void __launch_bounds__(THREADS, blocks_of(D, CHANNELS, ROWS)) delta_n
     const i64 n = blockIdx.z, h = blockIdx.y, key_head = a.run ? h / a.run : h % a.key_heads;
     const i64 state_size = a.value_heads * a.value_size * a.key_size;
     const int inside = (int)((h * a.value_size + row) * a.key_size);  // of a state, this lane's first row
+    if (WHOLE && !a.from.old.slots && row < a.value_size) {  // most begin with the old state; they read it when it is there
+        const float *from = a.from.old.at + n * a.from.step * state_size + inside;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+            for (int line = sub * LINE / 4; line < D; line += LANES * LINE / 4) prefetch(from + r * D + line);
+    }
+    wait_for_earlier();
 
     if (!has_states(a.from, a.kept, n, n * a.snapshots, a.stored, a.fault)) return;
     const float *old = a.from.at(n, state_size);

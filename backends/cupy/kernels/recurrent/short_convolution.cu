@@ -70,14 +70,24 @@ struct DeltaInputs {
 // Heads lie along y, the gates behind the last one; a group of lanes takes a head through RUN tokens.
 template <int D>
 __global__ void __launch_bounds__(THREADS) delta_inputs(const __grid_constant__ DeltaInputs a) {
-    wait_for_earlier();
     static_assert(Head<D>::QUADS == 1, "four channels of a lane are all that its head has there");
     using H = Head<D>;
     const int lane = threadIdx.x % H::LANES, tokens = (int)a.tokens, first = blockIdx.x * RUN;
     const int last = min(first + RUN, tokens);
     const i64 n = blockIdx.z, head = (i64)blockIdx.y * H::PER_BLOCK + threadIdx.x / H::LANES;
     const i64 heads = 2 * a.key_heads + a.value_heads, channels = heads * D;
-    if (blockIdx.y == gridDim.y - 1) {
+    const bool is_there = head < heads;
+    const bool makes_gates = blockIdx.y == gridDim.y - 1;
+    const i64 mine = is_there ? head : 0;  // lanes of no head go along, since sums need all lanes
+    const i64 channel = mine * D + 4 * lane;
+    if (first == 0 && makes_gates) {
+        if (threadIdx.x < a.value_heads) prefetch(a.a + threadIdx.x), prefetch(a.dt + threadIdx.x);
+    } else if (first == 0) {
+        prefetch(a.w + 4 * channel);
+        for (int i = 0; i < 3; i++) prefetch(a.old + (n * 3 + i) * channels + channel);
+    }
+    wait_for_earlier();
+    if (makes_gates) {
         for (i64 i = threadIdx.x; i < (last - first) * a.value_heads; i += THREADS) {
             const i64 t = first + i / a.value_heads, h = i % a.value_heads, at = (n * tokens + t) * a.value_heads + h;
             const i64 group = h / a.of_group, within = h % a.of_group;
@@ -87,13 +97,10 @@ __global__ void __launch_bounds__(THREADS) delta_inputs(const __grid_constant__ 
         }
         return;
     }
-    const bool is_there = head < heads;
-    const i64 mine = is_there ? head : 0;  // lanes of no head go along, since sums need all lanes
     const bool is_q = mine < a.key_heads, is_v = mine >= 2 * a.key_heads;
     const i64 own = is_q ? mine : is_v ? mine - 2 * a.key_heads : mine - a.key_heads;
     const i64 step = is_v ? a.v.token : a.key_heads * D;
     float *out = is_v ? a.v.row(n, 0, own) : (is_q ? a.q : a.k) + (n * tokens * a.key_heads + own) * D;
-    const i64 channel = mine * D + 4 * lane;
     auto row = [&](int t) {
         if (t < 0) return *(const float4 *)(a.old + (n * 3 + t + 3) * channels + channel);
         return *(const float4 *)(a.x.row(n, t, 0) + channel);
@@ -140,27 +147,31 @@ struct GatedNorm {
 // out = x / sqrt(mean(x^2) + eps) w silu(z), a group of lanes for each row.
 template <int D>
 __global__ void __launch_bounds__(THREADS) gated_norm(const __grid_constant__ GatedNorm a) {
-    wait_for_earlier();
     using H = Head<D>;
     const int lane = threadIdx.x % H::LANES;
     const i64 all = a.sequences * a.tokens * a.heads, mine = (i64)blockIdx.x * H::PER_BLOCK + threadIdx.x / H::LANES;
     const i64 i = mine < all ? mine : 0, h = i % a.heads, t = i / a.heads % a.tokens, n = i / (a.heads * a.tokens);
-    float4 x[H::QUADS];
-    float square = 0;
+    const float *from = a.x.row(n, t, h), *gates = a.z.row(n, t, h);
+    float *out = a.out.row(n, t, h);
+    if (blockIdx.x == 0) prefetch(a.w + 4 * lane);
+    wait_for_earlier();
+    float4 x[H::QUADS], z[H::QUADS], w[H::QUADS];  // all are asked for before the first is waited for
 #pragma unroll
     for (int c = 0; c < H::QUADS; c++) {
-        x[c] = *(const float4 *)(a.x.row(n, t, h) + 4 * (c * H::LANES + lane));
-        square = dot(x[c], x[c], square);
+        const int e = 4 * (c * H::LANES + lane);
+        x[c] = *(const float4 *)(from + e);
+        if (mine < all) z[c] = *(const float4 *)(gates + e), w[c] = *(const float4 *)(a.w + e);
     }
+    float square = 0;
+#pragma unroll
+    for (int c = 0; c < H::QUADS; c++) square = dot(x[c], x[c], square);
     const float factor = 1.0f / sqrtf(H::sum(square) / D + (float)a.eps);
     if (mine >= all) return;
 #pragma unroll
     for (int c = 0; c < H::QUADS; c++) {
-        const int e = 4 * (c * H::LANES + lane);
-        const float4 z = *(const float4 *)(a.z.row(n, t, h) + e);
         x[c] *= factor;
-        x[c] *= *(const float4 *)(a.w + e);
-        x[c] *= make_float4(silu(z.x), silu(z.y), silu(z.z), silu(z.w));
-        *(float4 *)(a.out.row(n, t, h) + e) = x[c];
+        x[c] *= w[c];
+        x[c] *= make_float4(silu(z[c].x), silu(z[c].y), silu(z[c].z), silu(z[c].w));
+        *(float4 *)(out + 4 * (c * H::LANES + lane)) = x[c];
     }
 }
