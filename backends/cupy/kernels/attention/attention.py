@@ -25,8 +25,8 @@ BLOCKS, MOST_SPLITS = 512, THREADS
 """Blocks that keep any device busy, to which keys are shared out among splits, and the most of these: a thread weighs
 each when they are put together."""
 BLOCKS_OF_TILES = 96
-"""The same of tiles by warpgroups, which fill a multiprocessor alone: on an H200, 512 tokens of 16 heads on 4 of 256 take 181
-microseconds over 8,192 cells in 128 blocks, 245 in 512."""
+"""The same of tiles by warpgroups, which fill a multiprocessor alone: on an H200, 512 tokens of 16 heads on 4 of 256
+take 181 microseconds over 8,192 cells in 128 blocks, 245 in 512."""
 PROCESSORS = 132
 """Of the GPU that few rows are dealt out for, evenly."""
 MOST_GRID = 65535
