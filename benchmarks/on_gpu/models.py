@@ -128,10 +128,13 @@ def _again(bench: Bench, memory: Memory, session: Session, executor: Executor) -
 
 
 def _kernels(bench: Bench, launches: Sequence[Launch], whole: float) -> Iterator[Row]:
-    """Those that take longest: all launches of one, of all layers, by themselves."""
+    """Those that take longest: all launches of one, of all layers, by themselves.  Products of many tokens with chosen
+    experts are none of them: in the tables that they read are those of other layers by then."""
     kernels: dict[str, list[Launch]] = {}
+    routed = {launch.number for launch in launches if launch.kernel.name == "routes"}
     for launch in launches:
-        kernels.setdefault(str(launch.kernel), []).append(launch)
+        if launch.number not in routed:
+            kernels.setdefault(str(launch.kernel), []).append(launch)
     chosen = list(kernels)[: bench.choose(None, 2)]
     times = {name: bench.time_launches([kernels[name]]).seconds for name in chosen}
     for name in sorted(times, key=lambda name: -times[name])[:KERNELS]:

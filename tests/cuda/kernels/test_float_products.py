@@ -58,6 +58,39 @@ def test_columns_of_few_rows_are_shared_out_among_warps(rows, columns, tokens, d
     assert is_right(rows, columns, tokens, dtype=dtype)
 
 
+def sum_is_right(rows, columns, tokens, dtype=DType.F32, backend=None):
+    """Of weights whose rows neighbour each other, as the answers of experts are added up."""
+    rng = np.random.default_rng(2)
+    backend = backend or DriverBackend(EmulatedDriver())
+    w = rng.integers(-3, 4, (3, columns, rows)).astype(np.float32)
+    x = rng.integers(-3, 4, (3, tokens, columns)).astype(np.float32)
+    graph = Graph({"y": ops.mul_mat(ops.transpose(weight("w", w.shape, dtype)), input("x", x.shape))})
+    y = load(plan_for(graph, [(backend, backend.device(0))]), {"w": encoded(w, dtype)}).run({"x": x})["y"]
+    return np.array_equal(y, np.einsum("bkn,bmk->bmn", w.astype(np.float64), x))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 16])
+@pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (127, 10), (129, 64), (300, 65)])
+def test_few_columns_of_rows_that_neighbour_are_added_up(rows, columns, tokens, dtype):
+    assert sum_is_right(rows, columns, tokens, dtype)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("blockIdx.x * 128 + threadIdx.x", "blockIdx.x * 64 + threadIdx.x"),
+        ("for (i64 c = 0; c < a.k; c++) {", "for (i64 c = 1; c < a.k; c++) {"),
+        (
+            "if (r < rows) a.out.at[p.at[2] + (first + r) * a.n + row] = sum[r];",
+            "a.out.at[p.at[2] + (first + r) * a.n + row] = sum[r];",
+        ),
+    ],
+)
+def test_a_mistake_in_a_sum_of_few_columns_is_found(old, new):
+    assert is_found("products.cu", old, new, lambda backend: sum_is_right(200, 10, 3, backend=backend))
+
+
 TILES, SHARED = partial(is_right, 130, 50, 70), partial(is_right, 70, 400, 33, 2)
 PLANTS = {
     "a stage is read before it is there": ("next_w[i];\n        __syncthreads();", "next_w[i];", TILES),

@@ -118,7 +118,8 @@ def shape_of_tiles(
     tall = [(largest, n) for n in shares] if entries >= largest.entries else []
     if w.dtype in FLOATS:
         if largest == GROUPED and is_even and _shares_entries(w.shape[-2], int(entries)):
-            tall = sorted([*((CLUSTERED, n) for n in shares), *tall], key=lambda tile: tile[1] > 2)
+            both = [*((CLUSTERED, n) for n in shares), *tall]
+            tall = sorted(both, key=lambda choice: choice[1] > 2)  # more than two only where neither fills a device
         return next(((tile, shares) for tile, shares in (*tall, (LARGE, 1)) if fills(tile, shares, FULL)), (SMALL, 1))
     if largest == GROUPED and (found := next((choice for choice in tall if fills(*choice, FULL)), None)):
         return found
