@@ -99,6 +99,7 @@ def test_packed_weights_are_multiplied_as_bfloat16(dtype, once, limits, kernel, 
         kernel = "unpacked<{}>"
     monkeypatch.setattr(tiled, "UNPACKED", once)
     monkeypatch.setattr(tiled, "FULL", 2)  # a tile and a bit, whose columns two blocks share
+    monkeypatch.setattr(tiled, "SHARED_COLUMNS", 64)
     columns += 0 if dtype.block > 32 else 32
     driver = Noting(limits)
     results, want, size = unpacked(dtype, 150, columns, 130, DriverBackend(driver))
@@ -212,7 +213,6 @@ def test_numbers_that_are_none_spoil_their_row_alone():
         (14336, 512, True, (tiled.TALL, 1)),
         (14336, 512, False, (tiled.TALL, 1)),
         (14336, 100, True, (tiled.LARGE, 1)),
-        (1024, 512, True, (tiled.SMALL, 1)),
     ],
 )
 @pytest.mark.parametrize("limits", [limits_of("80"), limits_of("90")], ids=str)
@@ -231,9 +231,23 @@ def test_tiles_are_as_large_as_fill_a_device(rows, entries, is_even, chosen, lim
     assert tiled.shape_of_tiles(launches, packed, entries, 1, is_even) == instead
 
 
+@pytest.mark.parametrize(("rows", "columns", "shares"), [(2048, 4096, 4), (1024, 4096, 8), (2048, 2048, 4)])
+def test_blocks_of_warpgroups_share_the_columns_of_few_tiles(rows, columns, shares):
+    floats, packed = (Operand(0, Tensor(0, 0, (rows, columns), (columns, 1), t)) for t in (DType.BF16, DType.Q4_K))
+    launches = Launches(keep=lambda array: 0, limits=limits_of("90"))
+    assert tiled.shape_of_tiles(launches, floats, 512, 1, True) == (tiled.CLUSTERED, shares)
+    assert tiled.shape_of_tiles(launches, packed, 512, 1, True) == (tiled.GROUPED, shares)
+
+
+def test_no_more_than_two_blocks_share_columns_elsewhere():
+    floats = Operand(0, Tensor(0, 0, (1024, 4096), (4096, 1), DType.BF16))
+    launches = Launches(keep=lambda array: 0, limits=limits_of("80"))
+    assert tiled.shape_of_tiles(launches, floats, 512, 1, True) == (tiled.SMALL, 1)
+
+
 @pytest.mark.parametrize(
     ("dtype", "kernel"),
-    [(DType.BF16, f"tiled<bf16_bits, {tiled.SMALL}>"), (DType.Q8_0, "many<Q8_0, 8, 4, 1>")],
+    [(DType.BF16, f"tiled<bf16_bits, {tiled.SMALL}>"), (DType.Q8_0, "many<Q8_0, 4, 1, 8>")],
     ids=str,
 )
 def test_what_does_not_fit_the_memory_of_a_block_is_multiplied_otherwise(dtype, kernel, monkeypatch):

@@ -113,7 +113,7 @@ def shape_of_tiles(
     if not (w.dtype in PACKINGS or w.dtype in FLOATS):
         return None
     largest = GROUPED if launches.limits.has_warpgroups else TALL
-    most = w.shape[-1] // SHARED_COLUMNS if is_even else 1
+    most = 1 if not is_even else w.shape[-1] // SHARED_COLUMNS if largest == GROUPED else 2
     shares = [n for n in SHARES if n <= max(1, most)]
     tall = [(largest, n) for n in shares] if entries >= largest.entries else []
     if w.dtype in FLOATS:
