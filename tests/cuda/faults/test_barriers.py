@@ -87,6 +87,7 @@ def few_tiles(monkeypatch):
     monkeypatch.setattr(gated_delta_net, "FILLED", 1)
     monkeypatch.setattr(tiled, "WORTH", 1)
     monkeypatch.setattr(tiled, "FULL", 3)
+    monkeypatch.setattr(tiled, "SHARED_COLUMNS", 32)
     monkeypatch.setattr(tiled, "UNPACKED", 300)
     monkeypatch.setattr(sorting, "LONGEST", sorting.TILE)
 
