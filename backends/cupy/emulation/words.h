@@ -25,13 +25,15 @@ template <class T> HOCKET_PLACED void store_word(const char *order, T *p, T x) {
     __atomic_store_n(p, x, __ATOMIC_RELEASE);
 }
 
-// A word that blocks of one device count on: what all of them did before is in order, as after a release.
+// A word that blocks of one device count on: who gets a number has acquired what those before released, and passes it on.
+// All of these blocks run on one thread of the operating system.
 template <class T> HOCKET_PLACED T take_number(T *p) {
     Hidden mine;
     const uint64_t code = (uint64_t)__builtin_return_address(0);
-    note_word("release.sys", p, sizeof *p, *p + 1, true, code);
-    const T number = __atomic_fetch_add(p, 1, __ATOMIC_ACQ_REL);
+    const T number = *p;
     note_word("acquire.sys", p, sizeof *p, number, false, code);
+    note_word("release.sys", p, sizeof *p, number + 1, true, code);
+    *p = number + 1;
     return number;
 }
 

@@ -31,7 +31,7 @@ SPLIT = "attention(q=f32[64,1,{1}], k=f32[{0},1,{1}], v=f32[{0},1,8], scale=0.1)
 REACHED = {
     "packed.cu": {"mul_mat(w=q4_K[16,512], x=f32[16,512])": (0, 1, 2, 3, 4)},
     "packed_few.cu": {"mul_mat(w=q8_0[8,2048], x=f32[1,2048])": (0, 1)},
-    "tiled.cu": {"mul_mat(w=f16[32,128], x=f32[33,128])": (0, 1), "mul_mat(w=q8_0[32,128], x=f32[128,128])": (2,)},
+    "tiled.cu": {"mul_mat(w=f16[32,128], x=f32[33,128])": (0, 1), "mul_mat(w=q8_0[32,64], x=f32[128,64])": (2,)},
     "warpgroups.cu": {
         "mul_mat(w=bf16[32,64], x=f32[257,64])": (0, 1, 2, 3),
         "mul_mat(w=q8_0[130,64], x=f32[512,64])": (4,),  # unpacked once
