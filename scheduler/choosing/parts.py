@@ -19,8 +19,9 @@ PlanOf = Callable[[int, int], Plan]
 """The plan of a run of so many tokens that sees so many cells of a context."""
 
 
-WORTH = 1.03
-"""How many times as long fewer parts may take as those that take least: each has costs that no plan knows."""
+WORTH = 1.005
+"""How many times as long fewer parts may take as those that take least: each has costs that no plan knows.  At 1.03
+prompts of 2,048 tokens on two devices were read in 9 parts, and took 3 % longer than in 14 (Emerald Rapids)."""
 
 SEEN = 0.75
 """Of the cells that plans count for attention, those that tokens saw when its speed was measured."""
