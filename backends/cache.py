@@ -15,7 +15,7 @@ MISSING = "%d kernels to compile"
 """And before several are."""
 UNWRITABLE = "kernels and plans cannot be kept in %s (%s), so each start makes them anew; choose another --cache-dir"
 """At level WARNING, once."""
-ROOMS = ("bindings", "cubins", "kernels", "merges", "plans")
+ROOMS = ("bindings", "cubins", "kernels", "merges", "plans", "processors")
 """Folders of what can be made anew."""
 MOST = 512 << 20
 """Bytes that are kept there in all; what has been used least lately makes room."""

@@ -113,3 +113,5 @@ def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[
         done += tensor.nbytes
         if on_progress:
             on_progress(Progress(done, total))
+    for tensor in tensors.values():  # the system brings pages of those beside the one that is read
+        tensor.release()

@@ -1,6 +1,6 @@
 """From a kernel written in Python to an address: Numba and LLVM make its code once a machine, a file keeps it.
 
-A warm start loads the files with llvmlite alone and never imports Numba.  The name of a file is a hash of all kernel
+A warm start imports neither Numba nor, on x86-64, LLVM.  The name of a file is a hash of all kernel
 sources, the processor and the versions of the compilers, so nothing stale is ever run; files are written beside and
 renamed, so that any number of processes may start at once; where the folder cannot be written, code stays in memory.
 """
@@ -18,18 +18,20 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import CellType, FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llvmlite
-import llvmlite.binding as llvm
 
 from ...graph.errors import BackendError
 from ...graph.records import dataclass
 from ..cache import COMPILED, COMPILING, MISSING, cache_folder, keep, recalled
 from ..once import once
-from . import processor
+from . import placing, processor
 from .simd.vectors import ADDRESS, DOUBLE, FLOAT, FOREIGN, NOTHING, Intrinsic, llvm_type
 from .words import Words
+
+if TYPE_CHECKING:
+    import llvmlite.binding as llvm
 
 Body = Callable[..., Any]
 ALIGNMENT = 64
@@ -88,9 +90,14 @@ def _loaded(wanted: Kernel) -> tuple[int, object]:
 def _placed(wanted: Kernel, code: bytes) -> tuple[int, object]:
     """The address of a kernel, and what keeps its code alive.
 
-    Each has an engine of its own: LLVM mixes up the offset tables of several objects in one.  The module that an engine
-    is made with is taken out again, since to compile even an empty one takes ten times as long as all else.
+    Where LLVM places it each has an engine of its own: it mixes up the offset tables of several objects in one.  The
+    module that an engine is made with is taken out again, since to compile even an empty one takes ten times as long as
+    all else.
     """
+    if placing.is_placed_here(code):
+        return placing.placed(code, _symbol(wanted)), None
+    import llvmlite.binding as llvm
+
     _initialise(llvm.get_default_triple())
     module, machine = llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine(jit=True)
     engine = llvm.create_mcjit_compiler(module, machine)
@@ -128,6 +135,8 @@ def _symbol(wanted: Kernel) -> str:
 
 def _machine() -> llvm.TargetMachine:
     """A new one each time, since the engine that gets it disposes of it."""
+    import llvmlite.binding as llvm
+
     wanted = processor.target()
     _initialise(wanted.triple)
     return llvm.Target.from_triple(wanted.triple).create_target_machine(
@@ -137,6 +146,8 @@ def _machine() -> llvm.TargetMachine:
 
 @cache
 def _initialise(triple: str) -> None:
+    import llvmlite.binding as llvm
+
     if triple == llvm.get_default_triple():
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
@@ -264,6 +275,7 @@ def _code(wanted: Kernel) -> bytes:
 
 def _translated(wanted: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
     """What Numba makes of a kernel, and the machine for which LLVM makes code of it."""
+    import llvmlite.binding as llvm
     from numba import cfunc
 
     # What is not inlined has a wrapper that can raise: it needs symbols of Numba, which a warm start has not got, and

@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 import os
 import platform
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
-import llvmlite.binding as llvm
+import llvmlite
 
 from ...graph.errors import BackendError
 from ...graph.records import dataclass
+from ..cache import cache_folder, keep, recalled
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +75,46 @@ def target() -> Target:
             raise BackendError(f"HOCKET_TARGET is {asked!r:.60}; one of {', '.join(known)}, or leave it out")
         return known[asked]
     without = tuple(name for name in os.environ.get("HOCKET_WITHOUT", "").split(",") if name)
-    host, cpu = llvm.get_host_cpu_features(), str(llvm.get_host_cpu_name())
-    features = MappingProxyType({n: there and not n.startswith(without) for n, there in host.items()})
-    what = (cpu, sorted(features.items()), os.environ.get("HOCKET_AMX", ""))  # all that code depends on
+    host = _host()
+    features = MappingProxyType({n: there and not n.startswith(without) for n, there in host.features.items()})
+    what = (host.cpu, sorted(features.items()), os.environ.get("HOCKET_AMX", ""))  # all that code depends on
     digest = hashlib.sha256(repr(what).encode()).hexdigest()
-    return Target(f"{cpu}-{digest[:12]}", llvm.get_default_triple(), cpu, features)
+    return Target(f"{host.cpu}-{digest[:12]}", host.triple, host.cpu, features)
+
+
+class Host(NamedTuple):
+    """This machine's processor as LLVM knows it."""
+
+    triple: str
+    cpu: str
+    features: Mapping[str, bool]
+
+
+@cache
+def _host() -> Host:
+    """What LLVM says, or has said to an earlier process of a processor of which the system tells the same: to load LLVM
+    takes 40 MB of memory."""
+    file = _host_file()
+    with suppress(TypeError, ValueError):
+        if file is not None and (data := recalled(file)) is not None:
+            return Host(**json.loads(data))
+    import llvmlite.binding as llvm
+
+    host = Host(llvm.get_default_triple(), str(llvm.get_host_cpu_name()), dict(llvm.get_host_cpu_features()))
+    if file is not None:
+        keep(file, json.dumps(host._asdict()).encode())
+    return host
+
+
+def _host_file() -> Path | None:
+    """Where it is kept; None where the system does not tell of its processor."""
+    try:
+        first = Path("/proc/cpuinfo").read_text("utf-8", "replace").partition("\n\n")[0]
+    except OSError:
+        return None
+    told = [line for line in first.splitlines() if not line.startswith(("cpu MHz", "bogomips", "apicid", "core id"))]
+    digest = hashlib.sha256(repr((told, platform.machine(), llvmlite.__version__)).encode()).hexdigest()
+    return cache_folder() / "processors" / f"{digest[:40]}.json"
 
 
 def fitting() -> tuple[Target, ...]:
@@ -86,7 +126,7 @@ def fitting() -> tuple[Target, ...]:
 
 def is_native() -> bool:
     """Whether kernels are compiled for a processor of this machine's kind."""
-    return target().triple.partition("-")[0] == llvm.get_default_triple().partition("-")[0]
+    return target().triple.partition("-")[0] == _host().triple.partition("-")[0]
 
 
 AMX, EMULATED = "amx", "emulated"

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 
 from ....graph.records import dataclass
@@ -108,6 +107,8 @@ def called(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
     """The result of an instruction that LLVM knows by name."""
     if is_native():
         return _call(b, name, result, *values)
+    import llvmlite.binding as llvm
+
     llvm.add_symbol(FOREIGN + name, 1)  # Numba links what is never called
     return _call(b, FOREIGN + name, result, *values)
 

@@ -1,0 +1,196 @@
+"""Object code in memory, with addresses filled in.
+
+That of x86-64 on Linux is placed here: LLVM could do it, and takes 40 MB of memory and longer than all else that a warm
+start does.  An object has sections, of which some are loaded; symbols, each of which lies in a section or is a function
+of the system; and relocations, places in sections that want an address, or a distance.  Code finds functions of the
+system by a table of addresses, which lies behind the sections:
+
+    0x0000 .ltext    call by entry 0 of the table, which lies 0x1240 - 0x0010 behind this place
+    0x1200 .rodata
+    0x1240 table     address of usleep
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...graph.errors import BackendError
+
+MAGIC, X86_64 = b"\x7fELF\x02\x01", 62
+_HEADER = np.dtype(
+    {
+        "names": ["machine", "sections", "count", "names"],
+        "formats": ["<u2", "<u8", "<u2", "<u2"],
+        "offsets": [18, 40, 60, 62],
+        "itemsize": 64,
+    }
+)
+_SECTION = np.dtype(
+    [("name", "<u4"), ("kind", "<u4"), ("flags", "<u8"), ("address", "<u8"), ("offset", "<u8"), ("nbytes", "<u8")]
+    + [("link", "<u4"), ("about", "<u4"), ("alignment", "<u8"), ("entry", "<u8")]
+)
+_SYMBOL = np.dtype([("name", "<u4"), ("info", "<u2"), ("section", "<u2"), ("value", "<u8"), ("nbytes", "<u8")])
+_RELOCATION = np.dtype([("at", "<u8"), ("kind", "<u4"), ("symbol", "<u4"), ("more", "<i8")])
+SYMBOLS, RELOCATIONS, EMPTY = 2, 4, 8
+"""Kinds of sections."""
+WRITABLE, LOADED = 1, 2
+"""Flags of sections."""
+UNWINDING, TABLE = ".eh_frame", "_GLOBAL_OFFSET_TABLE_"
+"""A section that nobody reads, since no kernel raises; and the symbol that is the table."""
+ABSOLUTE, NEAR, NEAR_CALL, DISTANCE, FROM_TABLE, ENTRY, TO_TABLE = 1, 2, 4, 24, 25, 27, 29
+"""Kinds of relocations: R_X86_64_64, PC32, PLT32, PC64, GOTOFF64, GOT64 and GOTPC64 (psABI for AMD64, 4.4.1)."""
+
+
+class Relocation(NamedTuple):
+    """`at` counts from the beginning of all; `symbol` is a number."""
+
+    at: int
+    kind: int
+    symbol: int
+    more: int
+
+
+def is_placed_here(code: bytes) -> bool:
+    """Whether it is for `placed`."""
+    is_elf = len(code) >= _HEADER.itemsize and code.startswith(MAGIC)
+    fits = sys.platform == "linux" and platform.machine() == "x86_64" and sys.maxsize > 1 << 32
+    return fits and is_elf and int(np.frombuffer(code, _HEADER, 1)["machine"][0]) == X86_64
+
+
+def placed(code: bytes, wanted: str) -> int:
+    """The address of a function of an object, which stays in memory to the end: threads may be in it while Python ends.
+
+    Raises `BackendError` for what kernels do not have: data that they write, other relocations, functions that the
+    system has not.
+    """
+    there = _Object(code)
+    entries = {number: there.end + 8 * n for n, number in enumerate(there.looked_up())}
+    content = _pages(there.end + 8 * len(entries))
+    base = content.ctypes.data
+    table = base + there.end
+    for start, data in there.loaded():
+        content[start : start + len(data)] = np.frombuffer(data, np.uint8)
+    for number, entry in entries.items():
+        _write(content, entry, there.address(number, base), 8)
+    for at, kind, number, more in there.relocations:
+        if kind == ENTRY:
+            value = entries[number] - there.end
+        elif kind == TO_TABLE:
+            value = table - base - at
+        elif kind == FROM_TABLE:
+            value = there.address(number, base) - table
+        else:
+            value = there.address(number, base) - (0 if kind == ABSOLUTE else base + at)
+        _write(content, at, value + more, 4 if kind in (NEAR, NEAR_CALL) else 8)
+    _make_executable(content)
+    return there.address(there.symbol_named(wanted), base)
+
+
+class _Object:
+    """The sections of an object that are loaded, laid one behind the other from 0 to `end`."""
+
+    def __init__(self, code: bytes) -> None:
+        header = np.frombuffer(code, _HEADER, 1)[0]
+        self._code = code
+        self._sections = np.frombuffer(code, _SECTION, int(header["count"]), int(header["sections"])).tolist()
+        self._texts = self._content(int(header["names"]))
+        self._starts, self.end = self._laid_out()
+        (symbols,) = (at for at, section in enumerate(self._sections) if section[1] == SYMBOLS)
+        self._names = self._content(self._sections[symbols][6])
+        self._symbols = np.frombuffer(self._content(symbols), _SYMBOL).tolist()
+        self.relocations = [*self._relocations()]
+
+    def _content(self, at: int) -> bytes:
+        _, kind, _, _, offset, nbytes, *_ = self._sections[at]
+        return bytes(nbytes) if kind == EMPTY else self._code[offset : offset + nbytes]
+
+    def _laid_out(self) -> tuple[Mapping[int, int], int]:
+        starts: dict[int, int] = {}
+        end = 0
+        for at, (name, _, flags, _, _, nbytes, _, _, alignment, _) in enumerate(self._sections):
+            if not flags & LOADED or _text(self._texts, name) == UNWINDING:
+                continue
+            if flags & WRITABLE:
+                raise BackendError(f"object code has data that it writes, in {_text(self._texts, name)}")
+            starts[at] = -(-end // max(1, alignment)) * max(1, alignment)
+            end = starts[at] + nbytes
+        return starts, -(-end // 8) * 8
+
+    def _relocations(self) -> Iterator[Relocation]:
+        known = {ABSOLUTE, NEAR, NEAR_CALL, DISTANCE, FROM_TABLE, ENTRY, TO_TABLE}
+        for number, section in enumerate(self._sections):
+            if section[1] != RELOCATIONS or section[7] not in self._starts:
+                continue
+            for at, kind, symbol, more in np.frombuffer(self._content(number), _RELOCATION).tolist():
+                if kind not in known:
+                    raise BackendError(f"object code has a relocation of kind {kind}, which kernels do not have")
+                yield Relocation(self._starts[section[7]] + at, kind, symbol, more)
+
+    def loaded(self) -> Iterator[tuple[int, bytes]]:
+        """Where sections begin, and what is in them."""
+        return ((start, self._content(at)) for at, start in self._starts.items())
+
+    def looked_up(self) -> list[int]:
+        """The numbers of the symbols that have entries in the table."""
+        return [*dict.fromkeys(r.symbol for r in self.relocations if r.kind == ENTRY)]
+
+    def address(self, number: int, base: int) -> int:
+        """Of a symbol, where the object begins at `base`."""
+        name, _, section, value, _ = self._symbols[number]
+        if section in self._starts:
+            return base + self._starts[section] + value
+        text = _text(self._names, name)
+        return base + self.end if text == TABLE else _of_system(text)
+
+    def symbol_named(self, name: str) -> int:
+        return next(n for n, symbol in enumerate(self._symbols) if _text(self._names, symbol[0]) == name)
+
+
+def _text(texts: bytes, at: int) -> str:
+    return texts[at : texts.index(0, at)].decode()
+
+
+def _write(content: npt.NDArray[np.uint8], at: int, value: int, nbytes: int) -> None:
+    content[at : at + nbytes] = np.frombuffer(value.to_bytes(nbytes, "little", signed=value < 0), np.uint8)
+
+
+@cache
+def _system() -> ctypes.CDLL:
+    """What the process has loaded."""
+    system = ctypes.CDLL(None, use_errno=True)
+    system.mmap.restype = ctypes.c_void_p
+    return system
+
+
+@cache
+def _of_system(name: str) -> int:
+    try:
+        return ctypes.cast(getattr(_system(), name), ctypes.c_void_p).value or 0
+    except AttributeError:
+        raise BackendError(f"object code calls {name!r:.60}, which this system has not") from None
+
+
+def _pages(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Memory of its own, which nobody gives back."""
+    flags, access = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE
+    at = _system().mmap(None, ctypes.c_size_t(nbytes), access, flags, -1, ctypes.c_long(0))
+    if at == ctypes.c_void_p(-1).value:
+        raise BackendError(f"no memory for {nbytes} bytes of kernels: {os.strerror(ctypes.get_errno())}")
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(at))
+
+
+def _make_executable(content: npt.NDArray[np.uint8]) -> None:
+    access = mmap.PROT_READ | mmap.PROT_EXEC
+    if _system().mprotect(ctypes.c_void_p(content.ctypes.data), ctypes.c_size_t(len(content)), access):
+        why = os.strerror(ctypes.get_errno())
+        raise BackendError(f"memory of kernels cannot be made executable ({why}), as this system is set up")
