@@ -35,20 +35,42 @@ _HEADER = np.dtype(
         "itemsize": 64,
     }
 )
-_SECTION = np.dtype(
-    [("name", "<u4"), ("kind", "<u4"), ("flags", "<u8"), ("address", "<u8"), ("offset", "<u8"), ("nbytes", "<u8")]
-    + [("link", "<u4"), ("about", "<u4"), ("alignment", "<u8"), ("entry", "<u8")]
-)
-_SYMBOL = np.dtype([("name", "<u4"), ("info", "<u2"), ("section", "<u2"), ("value", "<u8"), ("nbytes", "<u8")])
-_RELOCATION = np.dtype([("at", "<u8"), ("kind", "<u4"), ("symbol", "<u4"), ("more", "<i8")])
+_SECTION = np.dtype("<u4, <u4, <u8, <u8, <u8, <u8, <u4, <u4, <u8, <u8")
+_SYMBOL = np.dtype("<u4, <u2, <u2, <u8, <u8")
+_RELOCATION = np.dtype("<u8, <u4, <u4, <i8")
 SYMBOLS, RELOCATIONS, EMPTY = 2, 4, 8
 """Kinds of sections."""
 WRITABLE, LOADED = 1, 2
 """Flags of sections."""
 UNWINDING, TABLE = ".eh_frame", "_GLOBAL_OFFSET_TABLE_"
 """A section that nobody reads, since no kernel raises; and the symbol that is the table."""
-ABSOLUTE, NEAR, NEAR_CALL, DISTANCE, FROM_TABLE, ENTRY, TO_TABLE = 1, 2, 4, 24, 25, 27, 29
-"""Kinds of relocations: R_X86_64_64, PC32, PLT32, PC64, GOTOFF64, GOT64 and GOTPC64 (psABI for AMD64, 4.4.1)."""
+ABSOLUTE, NEAR, NEAR_CALL, DISTANCE, FROM_TABLE, ENTRY, TO_TABLE, CALL_FROM_TABLE = KNOWN = 1, 2, 4, 24, 25, 27, 29, 31
+"""Kinds of relocations: R_X86_64_64, PC32, PLT32, PC64, GOTOFF64, GOT64, GOTPC64 and PLTOFF64 (psABI, 4.4.1)."""
+
+
+class Section(NamedTuple):
+    """As it stands in an object; `about` is the section that relocations are of, `link` that of the names of symbols."""
+
+    name: int
+    kind: int
+    flags: int
+    address: int
+    offset: int
+    nbytes: int
+    link: int
+    about: int
+    alignment: int
+    entry: int
+
+
+class Symbol(NamedTuple):
+    """As it stands in an object."""
+
+    name: int
+    info: int
+    section: int
+    value: int
+    nbytes: int
 
 
 class Relocation(NamedTuple):
@@ -87,7 +109,7 @@ def placed(code: bytes, wanted: str) -> int:
             value = entries[number] - there.end
         elif kind == TO_TABLE:
             value = table - base - at
-        elif kind == FROM_TABLE:
+        elif kind in (FROM_TABLE, CALL_FROM_TABLE):
             value = there.address(number, base) - table
         else:
             value = there.address(number, base) - (0 if kind == ABSOLUTE else base + at)
@@ -102,39 +124,39 @@ class _Object:
     def __init__(self, code: bytes) -> None:
         header = np.frombuffer(code, _HEADER, 1)[0]
         self._code = code
-        self._sections = np.frombuffer(code, _SECTION, int(header["count"]), int(header["sections"])).tolist()
+        sections = np.frombuffer(code, _SECTION, int(header["count"]), int(header["sections"]))
+        self._sections = [Section(*of) for of in sections.tolist()]
         self._texts = self._content(int(header["names"]))
         self._starts, self.end = self._laid_out()
-        (symbols,) = (at for at, section in enumerate(self._sections) if section[1] == SYMBOLS)
-        self._names = self._content(self._sections[symbols][6])
-        self._symbols = np.frombuffer(self._content(symbols), _SYMBOL).tolist()
+        (symbols,) = (at for at, section in enumerate(self._sections) if section.kind == SYMBOLS)
+        self._names = self._content(self._sections[symbols].link)
+        self._symbols = [Symbol(*of) for of in np.frombuffer(self._content(symbols), _SYMBOL).tolist()]
         self.relocations = [*self._relocations()]
 
     def _content(self, at: int) -> bytes:
-        _, kind, _, _, offset, nbytes, *_ = self._sections[at]
-        return bytes(nbytes) if kind == EMPTY else self._code[offset : offset + nbytes]
+        of = self._sections[at]
+        return bytes(of.nbytes) if of.kind == EMPTY else self._code[of.offset : of.offset + of.nbytes]
 
     def _laid_out(self) -> tuple[Mapping[int, int], int]:
         starts: dict[int, int] = {}
         end = 0
-        for at, (name, _, flags, _, _, nbytes, _, _, alignment, _) in enumerate(self._sections):
-            if not flags & LOADED or _text(self._texts, name) == UNWINDING:
+        for at, of in enumerate(self._sections):
+            if not of.flags & LOADED or not of.nbytes or _text(self._texts, of.name) == UNWINDING:
                 continue
-            if flags & WRITABLE:
-                raise BackendError(f"object code has data that it writes, in {_text(self._texts, name)}")
-            starts[at] = -(-end // max(1, alignment)) * max(1, alignment)
-            end = starts[at] + nbytes
+            if of.flags & WRITABLE:
+                raise BackendError(f"object code has data that it writes, in {_text(self._texts, of.name)}")
+            starts[at] = -(-end // max(1, of.alignment)) * max(1, of.alignment)
+            end = starts[at] + of.nbytes
         return starts, -(-end // 8) * 8
 
     def _relocations(self) -> Iterator[Relocation]:
-        known = {ABSOLUTE, NEAR, NEAR_CALL, DISTANCE, FROM_TABLE, ENTRY, TO_TABLE}
-        for number, section in enumerate(self._sections):
-            if section[1] != RELOCATIONS or section[7] not in self._starts:
+        for number, of in enumerate(self._sections):
+            if of.kind != RELOCATIONS or of.about not in self._starts:
                 continue
             for at, kind, symbol, more in np.frombuffer(self._content(number), _RELOCATION).tolist():
-                if kind not in known:
+                if kind not in KNOWN:
                     raise BackendError(f"object code has a relocation of kind {kind}, which kernels do not have")
-                yield Relocation(self._starts[section[7]] + at, kind, symbol, more)
+                yield Relocation(self._starts[of.about] + at, kind, symbol, more)
 
     def loaded(self) -> Iterator[tuple[int, bytes]]:
         """Where sections begin, and what is in them."""
@@ -146,14 +168,14 @@ class _Object:
 
     def address(self, number: int, base: int) -> int:
         """Of a symbol, where the object begins at `base`."""
-        name, _, section, value, _ = self._symbols[number]
-        if section in self._starts:
-            return base + self._starts[section] + value
-        text = _text(self._names, name)
-        return base + self.end if text == TABLE else _of_system(text)
+        symbol = self._symbols[number]
+        if symbol.section in self._starts:
+            return base + self._starts[symbol.section] + symbol.value
+        name = _text(self._names, symbol.name)
+        return base + self.end if name == TABLE else _of_system(name)
 
     def symbol_named(self, name: str) -> int:
-        return next(n for n, symbol in enumerate(self._symbols) if _text(self._names, symbol[0]) == name)
+        return next(n for n, symbol in enumerate(self._symbols) if _text(self._names, symbol.name) == name)
 
 
 def _text(texts: bytes, at: int) -> str:
