@@ -49,7 +49,7 @@ ABSOLUTE, NEAR, NEAR_CALL, DISTANCE, FROM_TABLE, ENTRY, TO_TABLE, CALL_FROM_TABL
 
 
 class Section(NamedTuple):
-    """As it stands in an object; `about` is the section that relocations are of, `link` that of the names of symbols."""
+    """As it stands in an object; relocations are `about` a section, `link` is the section of the names of symbols."""
 
     name: int
     kind: int
