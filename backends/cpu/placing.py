@@ -83,7 +83,7 @@ class Relocation(NamedTuple):
 
 
 def is_placed_here(code: bytes) -> bool:
-    """Whether it is for `placed`."""
+    """Whether it is object code of x86-64, in a process of that kind on Linux, for which `placed` is."""
     is_elf = len(code) >= _HEADER.itemsize and code.startswith(MAGIC)
     fits = sys.platform == "linux" and platform.machine() == "x86_64" and sys.maxsize > 1 << 32
     return fits and is_elf and int(np.frombuffer(code, _HEADER, 1)["machine"][0]) == X86_64
@@ -215,4 +215,4 @@ def _make_executable(content: npt.NDArray[np.uint8]) -> None:
     access = mmap.PROT_READ | mmap.PROT_EXEC
     if _system().mprotect(ctypes.c_void_p(content.ctypes.data), ctypes.c_size_t(len(content)), access):
         why = os.strerror(ctypes.get_errno())
-        raise BackendError(f"memory of kernels cannot be made executable ({why}), as this system is set up")
+        raise BackendError(f"memory of kernels cannot be made executable ({why}); use the device numpy:0")

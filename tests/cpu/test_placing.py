@@ -18,7 +18,7 @@ from ..given.devices.emulation import needs_compiler
 pytestmark = [
     needs_compiler,
     pytest.mark.skipif(
-        sys.platform != "linux" or platform.machine() != "x86_64", reason="LLVM places other code than x86-64's"
+        sys.platform != "linux" or platform.machine() != "x86_64", reason="not x86-64 on Linux: LLVM places its code"
     ),
 ]
 WANTED = "wanted"
