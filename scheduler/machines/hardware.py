@@ -46,8 +46,9 @@ class Hardware:
 
     `value_bandwidth` is in bytes/s that of values which ops hand on to each other, which are in caches mostly.  Where
     it is known, as of what was measured, an op takes the time of its weights and states, that of such values, and that
-    of arithmetic one after the other; 0 says that nothing is known but what memory can do at most, and that arithmetic
-    and memory hide behind each other, as in data sheets.  `unpack_bandwidth` is that of weights in products of `MANY`
+    of arithmetic one after the other, but that products, which use a value again and again, fetch such values behind
+    arithmetic; 0 says that nothing is known but what memory can do at most, and that arithmetic and memory hide behind
+    each other, as in data sheets.  `unpack_bandwidth` is that of weights in products of `MANY`
     rows or more, where unpacking them may take longer than reading them; 0 says that it does not.
     """
 
@@ -138,7 +139,9 @@ class Hardware:
             if self.unpack_bandwidth and rows > 1:
                 longer = max(0.0, kept / self.unpack_bandwidth - weights)
                 weights += min(1.0, (rows - 1) / (MANY - 1)) * longer
-            return flops / speed + weights + values + launches * self.launch
+            arithmetic = flops / speed
+            rest = max(arithmetic, values) if rows else arithmetic + values
+            return weights + rest + launches * self.launch
         return max(flops / speed, nbytes / bandwidth) + launches * self.launch
 
     def meeting(self, nbytes: float, machines: int = 1) -> float:

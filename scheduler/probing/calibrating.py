@@ -127,13 +127,11 @@ class Probes:
         def each_of_many(kind: str) -> tuple[float, float]:
             """Seconds of a FLOP and of a byte of weights where these are multiplied with many vectors."""
             names = (f"rows {kind}", f"few {kind}")
-            values = {name: (work[name].nbytes - work[name].kept) * a_value for name in names}
-            own = {name: max(beyond[name] - values[name], beyond[name] / 10) for name in names}
-            return _each([(work[name].flops, work[name].kept, own[name]) for name in names])
+            return _each([(work[name].flops, work[name].kept, beyond[name]) for name in names])
 
         def each_byte(kind: str) -> float:
             read = work[f"read {kind}"]
-            return each(f"read {kind}", read.kept, read.flops * a_flop[kind] + (read.nbytes - read.kept) * a_value)
+            return each(f"read {kind}", read.kept, max(read.flops * a_flop[kind], (read.nbytes - read.kept) * a_value))
 
         kinds = [*map(str, self.kinds)]
         of_many = {kind: each_of_many(kind) for kind in kinds}
