@@ -55,7 +55,8 @@ def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator)
         return raw.reshape(rows, -1)
     name = str(dtype)
     step = 2 * SPREAD / (LARGEST_CODE[name] * SUB_SCALE.get(name, 1))
-    records["d"] = step * rng.uniform(0.5, 1.5, len(records))
+    signs = rng.choice((-1, 1), len(records))  # codes of some types have a mean
+    records["d"] = step * rng.uniform(0.5, 1.5, len(records)) * signs
     middle = LARGEST_CODE[name] / 2
     for offset, sign in (("m", -1), ("dmin", 1)):
         if offset in records.dtype.names:

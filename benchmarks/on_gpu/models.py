@@ -89,9 +89,11 @@ def _measured(bench: Bench, session: Session, test: counting.Test, tokens: list[
         "tok/s": test.tokens / taken,
         **Measured(taken / (test.tokens / many), 0.0).row(nbytes, 0, copy),
     }
-    executor.bind(session.model.inputs(step, Batch([new], [test.depth], None)))
     seconds = {}
     for how, driver in _ways(plain).items():
+        counting.begin(session, test, tokens)  # each way goes on from the same states
+        executor.bind(session.model.inputs(step, Batch([new], [test.depth], None)))
+        plain.synchronise(bench.on)  # the streams of others do not wait for its own
         own = bench.over(driver)
         memory = Memory(own)
         runs = [_again(own, memory, session, executor), *(driver.record(group, bench.on) for group, _ in recorded)]

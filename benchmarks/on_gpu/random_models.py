@@ -1,4 +1,9 @@
-"""Models of large shapes with random weights, made in seconds: a header, then a few random rows over and over."""
+"""Models of large shapes with random weights, made in seconds: a header, then some random rows over and over.
+
+Tokens stay as different as they are in a real model, or all would go to the same experts.  So no two tensors begin with
+the same row: where "up" is "gate", a gated unit makes positive numbers only, whose mean all tokens share.  For the same
+reason weights have no mean (see `random_rows`), and attention looks at few tokens: a mean of many is that of all.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +22,10 @@ from tests.given.models.large_headers import qwen_80b, write_header
 
 sys.path.pop(0)
 
-PIECE = 1 << 22
-"""Numbers that are drawn for a type and repeated."""
+ROWS = 4099
+"""Of 1024 numbers, drawn for a type and repeated: a prime number, so that experts of a layer differ too."""
+SHARP = 4.0
+"""The norm of queries: by so much scores are spread."""
 LAYERS_OF_NEXT = 8
 
 
@@ -92,20 +99,21 @@ def qwen3_next(folder: Path) -> Path:
 
 
 def filled(path: Path) -> Path:
-    """Write the weights behind a header: norms are ones, decays negative, all else is small and random."""
+    """Write the weights behind a header: norms are ones or `SHARP`, decays negative, all else is small and random."""
     rng, pieces = np.random.default_rng(5), {}
     with path.open("r+b") as file:
         for name, tensor in open_gguf(path, header_only=True).tensors.items():
             file.seek(tensor.offset)
             if "norm" in name:
-                file.write(np.ones(tensor.shape, np.float32))
+                file.write(np.full(tensor.shape, SHARP if "attn_q_norm" in name else 1.0, np.float32))
             elif name.endswith("ssm_a"):
                 file.write(-rng.uniform(0.5, 2.0, tensor.shape).astype(np.float32))
             else:
                 if tensor.dtype not in pieces:
-                    pieces[tensor.dtype] = random_rows(tensor.dtype, PIECE // 1024, 1024, rng).tobytes()
+                    pieces[tensor.dtype] = memoryview(random_rows(tensor.dtype, ROWS, 1024, rng).tobytes())
                 piece, left = pieces[tensor.dtype], tensor.nbytes
+                start = len(piece) // ROWS * int(rng.integers(ROWS))
                 while left > 0:
-                    file.write(piece[:left])
-                    left -= len(piece)
+                    left -= file.write(piece[start:][:left])
+                    start = 0
     return path

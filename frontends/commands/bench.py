@@ -182,11 +182,16 @@ def reading_of(session: Session) -> Reading | None:
     return Reading(threads_of(session) * len(session.group))
 
 
-def seconds(session: Session, test: Test, tokens: Sequence[int]) -> float:
-    """Run a test once on a session of one sequence."""
+def begin(session: Session, test: Test, tokens: Sequence[int]) -> None:
+    """Start anew, and read what is not timed."""
     session.reset(0)
     if test.depth:
         session.evaluate([list(tokens[: test.depth])])
+
+
+def seconds(session: Session, test: Test, tokens: Sequence[int]) -> float:
+    """Run a test once on a session of one sequence."""
+    begin(session, test, tokens)
     timed = list(tokens[test.depth : test.depth + test.tokens])
     parts = [timed] if test.kind == PROMPT else [[token] for token in timed]
     start = time.perf_counter()
@@ -292,9 +297,7 @@ def profile(session: Session, test: Test, repeats: int) -> list[list[Share]]:
     """
     tokens = random_tokens(session)
     many = test.tokens if test.kind == PROMPT else 1
-    session.reset(0)
-    if test.depth:
-        session.evaluate([tokens[: test.depth]])
+    begin(session, test, tokens)
     new = tokens[test.depth : test.depth + min(many, session.batch)]
     session.evaluate([new])
     runs = []
