@@ -29,8 +29,8 @@ FEW_COLUMNS, THREADS = 64, 128
 HIGH, WIDE, DEPTH = 64, 128, 16
 """Rows of x and of w that a tile has, and their columns that are multiplied at a time."""
 BUSY, MOST_SPLITS, SHORTEST = 192, 16, 8 * DEPTH
-"""Blocks that keep any device busy, to which the sums of few tiles are shared out: among how many at most, and how many
-products are worth a block."""
+"""Blocks, about, that keep any device busy, to which the sums of few tiles are shared out: among how many at most, and
+how many products are worth a block."""
 MOST_MATRICES = 65535
 
 
@@ -73,7 +73,7 @@ def launch_any(launches: Launches, w: Operand, x: Operand, out: Operand) -> None
 
 def _shared_out(k: int, tiles: int) -> tuple[int, int]:
     """Among how many blocks the sums over k of a tile are shared out, and how many products each of them adds up."""
-    splits = max(1, min(MOST_SPLITS, BUSY // max(1, tiles), k // SHORTEST))
+    splits = max(1, min(MOST_SPLITS, round(BUSY / max(1, tiles)), k // SHORTEST))
     run = blocks(blocks(k, splits), DEPTH) * DEPTH
     return max(1, blocks(k, run)) if run else 1, run
 
