@@ -183,7 +183,7 @@ def reading_of(session: Session) -> Reading | None:
 
 
 def begin(session: Session, test: Test, tokens: Sequence[int]) -> None:
-    """Start anew, and read what is not timed."""
+    """Forget what a session has read, and read the tokens before those that a test times."""
     session.reset(0)
     if test.depth:
         session.evaluate([list(tokens[: test.depth])])

@@ -48,8 +48,8 @@ class Hardware:
     it is known, as of what was measured, an op takes the time of its weights and states, that of such values, and that
     of arithmetic one after the other, but that products, which use a value again and again, fetch such values behind
     arithmetic; 0 says that nothing is known but what memory can do at most, and that arithmetic and memory hide behind
-    each other, as in data sheets.  `unpack_bandwidth` is that of weights in products of `MANY`
-    rows or more, where unpacking them may take longer than reading them; 0 says that it does not.
+    each other, as in data sheets.  `unpack_bandwidth` is that of weights in products of `MANY` rows or more, where
+    unpacking them may take longer than reading them; 0 says that it does not.
     """
 
     flops: float = 100e9

@@ -29,8 +29,8 @@ FEW_COLUMNS, THREADS = 64, 128
 HIGH, WIDE, DEPTH = 64, 128, 16
 """Rows of x and of w that a tile has, and their columns that are multiplied at a time."""
 BUSY, MOST_SPLITS, SHORTEST = 192, 16, 8 * DEPTH
-"""Blocks, about, that keep any device busy, to which the sums of few tiles are shared out: among how many at most, and
-how many products are worth a block."""
+"""About how many blocks keep any device busy, to which the sums of few tiles are shared out; among how many at most,
+and how many products are worth a block."""
 MOST_MATRICES = 65535
 
 
