@@ -35,6 +35,12 @@ class MappedFile:
     changed: int
     """When, in nanoseconds."""
 
+    def release(self, start: int, end: int) -> None:
+        """Let the system take back the memory of bytes that were read; whoever reads them again gets them again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = start // mmap.PAGESIZE * mmap.PAGESIZE
+            self.data.madvise(mmap.MADV_DONTNEED, start, end - start)
+
     def error(self, problem: str, remedy: str = AGAIN) -> ModelError:
         """A one-line error about this file."""
         return ModelError(f"{shown(str(self.path))}: {problem}; {remedy}")
