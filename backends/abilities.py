@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ..graph.node import Node
 from ..graph.records import dataclass
+from ..graph.spec import Spec
 from .base import Array, Backend, Device, Program, Tensor
 
 
@@ -61,6 +62,15 @@ class Packs(Protocol):
 
     def packing(self) -> str:
         """What names how it packs: where it is the same, so are the bytes of a weight."""
+
+
+@runtime_checkable
+class Divides(Protocol):
+    """A backend that can load a large weight a piece at a time, so that little of what it reads is in memory beside
+    what it keeps."""
+
+    def pieces(self, data: Array, declared: Spec, buffer: Any) -> Iterable[tuple[Array, Spec, Any]]:
+        """What to `load` in turn, each its part of the buffer, in place of the whole: the same bytes are there then."""
 
 
 @runtime_checkable

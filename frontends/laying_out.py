@@ -108,10 +108,10 @@ def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[
     tensors = dict(sorted(weights.items(), key=lambda item: -max(item[1].nbytes, total // 16)))
     done = 0
     for name, tensor in tensors.items():
-        store.bind(name, tensor.raw, Spec(tensor.shape, tensor.dtype), plan.leaves[name], tensor.origin)
-        tensor.release()
+        spec = Spec(tensor.shape, tensor.dtype)
+        store.bind(name, tensor.raw, spec, plan.leaves[name], tensor.origin, tensor.release)
         done += tensor.nbytes
         if on_progress:
             on_progress(Progress(done, total))
-    for tensor in tensors.values():  # the system brings pages of those beside the one that is read
-        tensor.release()
+    for file in {tensor.file for tensor in tensors.values()}:  # of the header, and what the system brought beside
+        file.release(0, file.size)

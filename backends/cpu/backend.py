@@ -6,7 +6,7 @@ What has no compiled kernel runs in NumPy, on float32 copies of the weights it r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Self
@@ -36,6 +36,8 @@ PACKERS = os.cpu_count() or 1
 """Threads that pack weights, whatever the number of those that run kernels."""
 WORTH_SHARING = 1 << 22
 """Bytes of a matrix that several threads pack: to wake them, and wait, takes as long as a megabyte."""
+PIECE = 1 << 24
+"""Bytes of a weight that are loaded at once: enough that threads are woken seldom, and few beside a model."""
 HALVES = (DType.F16, DType.BF16)
 SHORTER = frozenset(WRITTEN) - {DType.F32}
 FILLED = ("weight", "constant")
@@ -82,6 +84,22 @@ class CpuBackend(NumpyBackend):
 
             return rounding_of_weights(*(value.dtype for value in node.inputs[1:3]))
         return 2.0**-8 if node.op in ROUNDED and node.inputs[0].dtype in FORMATS else None
+
+    def pieces(self, data: Array, declared: Spec, buffer: Any) -> Iterator[tuple[Array, Spec, Any]]:
+        """Cut along the first axis: whole groups of the rows of a matrix, or some matrices of several."""
+        stored = self.stored(declared, "weight")
+        if len(declared.shape) < 2 or stored.nbytes <= PIECE:
+            yield data, declared, buffer
+            return
+        together = ROWS if len(declared.shape) == 2 else 1
+        step = max(PIECE * stored.shape[0] // stored.nbytes // together, 1) * together
+        start = 0
+        for first in range(0, declared.shape[0], step):
+            part = data[first : first + step]
+            piece = Spec((len(part), *declared.shape[1:]), declared.dtype)
+            nbytes = self.stored(piece, "weight").nbytes
+            yield part, piece, buffer[start : start + nbytes]
+            start += nbytes
 
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
         stored = self.stored(declared, "weight")

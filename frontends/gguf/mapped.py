@@ -22,6 +22,8 @@ LONGEST = 1 << 26
 """Bytes of one string.  Python may need four times as many for it, which a large file must not turn against us."""
 BLOCK = 1 << 18
 """Bytes looked through at once."""
+MANY = 1 << 13
+"""Strings read at once: arrays for those of a vocabulary would take several times their bytes."""
 AGAIN = "download or convert the file again"
 
 
@@ -34,6 +36,12 @@ class MappedFile:
     size: int
     changed: int
     """When, in nanoseconds."""
+
+    def release(self, start: int, end: int) -> None:
+        """Let the system take back the memory of bytes that were read; whoever reads them again gets them again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = start // mmap.PAGESIZE * mmap.PAGESIZE
+            self.data.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def error(self, problem: str, remedy: str = AGAIN) -> ModelError:
         """A one-line error about this file."""
@@ -112,8 +120,11 @@ class Cursor:
 
     def strings(self, count: int) -> list[str]:
         """The next strings, as `string` gives them one by one: a vocabulary has so many that the call is what costs."""
+        return [text for first in range(0, count, MANY) for text in self._strings(min(MANY, count - first))]
+
+    def _strings(self, count: int) -> list[str]:
         at, lengths = self.at, self._lengths(count)
-        if lengths is None or not count:
+        if lengths is None:
             return [self.string() for _ in range(count)]
         self.at += 8 * count + int(lengths.sum())
         bytes_ = np.frombuffer(self.file.data, np.uint8, self.at - at, at)

@@ -35,13 +35,18 @@ KINDS = (*MERGED, "rwkv", "bert", "t5")
 
 
 class Merger:
-    """The merges of one vocabulary.  ``where`` gives the ids of tokens by their text, in order."""
+    """The merges of one vocabulary.  ``where`` gives the ids of ``tokens`` by their text, in order."""
 
     def __init__(
-        self, metadata: Mapping[str, object], kind: str, where: Mapping[str, int], rule: PreTokenizer, unk: int | None
+        self,
+        metadata: Mapping[str, object],
+        kind: str,
+        tokens: tuple[str, ...],
+        where: Mapping[str, int],
+        rule: PreTokenizer,
+        unk: int | None,
     ) -> None:
-        self._metadata, self._kind, self._where, self._rule = metadata, kind, where, rule
-        self._tokens = tuple(where)
+        self._metadata, self._kind, self._tokens, self._where, self._rule = metadata, kind, tokens, where, rule
         self._unk, self._unknown = unk, None if unk is None or kind == "gpt2" else self._tokens[unk]
         self._looked_up = 0
 

@@ -6,7 +6,7 @@ Source: the GGUF specification (``docs/gguf.md`` of ggml).
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import field
 from enum import Enum
 from typing import TypeAlias, Union, overload
@@ -60,7 +60,7 @@ Item: TypeAlias = Union[int, float, bool, str, "Array"]
 class Array(Sequence[Item]):
     """A metadata array of ``length`` elements of ``kind``, left in the file until used.
 
-    ``numpy()`` shows numbers without copying; everything else decodes all elements once, on first use.
+    ``numpy()`` shows numbers without copying; other elements are decoded once, all on first use.
     """
 
     kind: Kind
@@ -94,6 +94,8 @@ class Array(Sequence[Item]):
             return sha256(data[self._start : self._end]).digest()
 
     def _all(self) -> tuple[Item, ...]:
+        if self.kind.storage is not None:  # the file has them in fewer bytes
+            return tuple(self.numpy().tolist())
         if not self._decoded:
             self._decoded.append(tuple(self._decode()))
         return self._decoded[0]
@@ -102,12 +104,13 @@ class Array(Sequence[Item]):
         cursor = Cursor(self._file, self._start, "metadata array")
         if self.kind is Kind.STRING:
             return [*cursor.strings(self.length)]
-        if self.kind is Kind.ARRAY:
-            return [read_array(cursor) for _ in range(self.length)]
-        return list(self.numpy().tolist())
+        return [read_array(cursor) for _ in range(self.length)]
 
     def __len__(self) -> int:
         return self.length
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._all())
 
     @overload
     def __getitem__(self, index: int) -> Item: ...

@@ -6,7 +6,6 @@ rows of E values into rows of F values has shape [F, E], and its last axis is th
 
 from __future__ import annotations
 
-import mmap
 from itertools import pairwise
 from math import prod
 
@@ -68,10 +67,7 @@ class Tensor:
 
     def release(self) -> None:
         """Let the system take back the memory of the bytes that were read; whoever reads them again gets them again."""
-        if not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        start = self.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        self.file.data.madvise(mmap.MADV_DONTNEED, start, self.offset + self.nbytes - start)
+        self.file.release(self.offset, self.offset + self.nbytes)
 
     def dequantise(self) -> npt.NDArray[np.float32]:
         """The values, float32 [*shape]: read-only straight from the file for F32, a fresh array otherwise.

@@ -236,8 +236,7 @@ def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
     together.  Merges are checked when the first text is encoded.
     """
     kind = _kind(metadata)
-    where = read_tokens(metadata)
-    tokens = tuple(where)
+    tokens, where = read_tokens(metadata)
     types = read_numbers(metadata, "token_type", len(tokens)) or (NORMAL,) * len(tokens)
     rule = read_rule(metadata, kind)
     ids = _special_ids(metadata, kind, len(tokens), rule.has_bos)
@@ -262,7 +261,7 @@ def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
         add_eos=adds["eos"],
         add_space_prefix=kind in ("llama", "bert", "t5") and read_scalar(metadata, "add_space_prefix", bool, True),
         strip_after=stripping(name_ if isinstance(name_, str) else "", tokens, final_types),
-        _merger=Merger(metadata, kind, where, rule, ids["unknown"]),
+        _merger=Merger(metadata, kind, tokens, where, rule, ids["unknown"]),
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ModelError
+from .mapped import MANY
 from .pretokenizers import GEMMA4, PreTokenizer, pre_tokenizer
 
 PREFIX = "tokenizer.ggml."
@@ -46,9 +47,9 @@ def read_id(metadata: Mapping[str, object], name: str, n_tokens: int) -> int | N
     return value
 
 
-def read_tokens(metadata: Mapping[str, object]) -> dict[str, int]:
-    """The id of every token by its text, in order; ModelError if there are none, if two are equal, or if one is not
-    Unicode text."""
+def read_tokens(metadata: Mapping[str, object]) -> tuple[tuple[str, ...], dict[str, int]]:
+    """The tokens, and the id of each by its text, in order; ModelError if there are none, if two are equal, or if one
+    is not Unicode text."""
     strings = _strings(metadata, "tokens")
     if not strings:
         raise ModelError(f"{PREFIX}tokens is empty; need a vocabulary")
@@ -59,7 +60,7 @@ def read_tokens(metadata: Mapping[str, object]) -> dict[str, int]:
         for i, text in enumerate(tokens):
             if first.setdefault(text, i) != i:
                 raise ModelError(f"{PREFIX}tokens: {first[text]} and {i} are both {text[:40]!a}; need each text once")
-    return where
+    return tokens, where
 
 
 def read_numbers(metadata: Mapping[str, object], name: str, length: int) -> tuple[float, ...] | None:
@@ -156,7 +157,8 @@ def _strings(metadata: Mapping[str, object], name: str) -> tuple[str, ...]:
         if type(value) is not str:
             raise ModelError(f"{PREFIX}{name}: {i} is a {type(value).__name__}; need strings")
     strings: tuple[str, ...] = values  # type: ignore[assignment]  # checked one by one above
-    check_unicode(f"{PREFIX}{name}", "".join(strings))
+    for first in range(0, len(strings), MANY):
+        check_unicode(f"{PREFIX}{name}", "".join(strings[first : first + MANY]))
     return strings
 
 

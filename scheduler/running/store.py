@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.abilities import Packs
+from ...backends.abilities import Divides, Packs
 from ...backends.base import Array, Backend, BufferSpec, Device, Tensor, contiguous_strides
 from ...graph.arguments import TEXT, a, needs
 from ...graph.arrays import fitted, fitted_blocks, numbers
@@ -59,11 +59,17 @@ class Store:
 
     @needs(PlanError, name=TEXT, spec=a(Spec), layout=a(Replicate, Shard, Local, words="a layout of a leaf"))
     def bind(
-        self, name: str, data: npt.ArrayLike, spec: Spec, layout: Layout = REPLICATE, origin: Origin | None = None
+        self,
+        name: str,
+        data: npt.ArrayLike,
+        spec: Spec,
+        layout: Layout = REPLICATE,
+        origin: Origin | None = None,
+        release: Callable[[], object] = tuple,
     ) -> None:
         """Load a weight, each device its share; `data` is as a file holds it: numbers, or bytes ``[..., row bytes]`` if
-        quantised; `origin` is where it comes from, without which it is not kept.  Raises `PlanError` unless it fits
-        `spec`."""
+        quantised; `origin` is where it comes from, without which it is not kept, and `release` is called whenever a
+        piece of it was read, which may be forgotten.  Raises `PlanError` unless it fits `spec`."""
         stored = _stored(f"weight %{name}", data, spec)
         with self.turn:
             self._layouts[name] = (spec, layout)
@@ -79,10 +85,10 @@ class Store:
                     return part
 
                 if self._packed is None or origin is None:
-                    device.load(wanted, share)
+                    device.load(wanted, share, release)
                 else:
                     which = f"{layout.axis} {layout.runs[number]}" if isinstance(layout, Shard) else "whole"
-                    device.load(wanted, share, Place(self._packed, origin, f"{spec} {which}"))
+                    device.load(wanted, share, release, Place(self._packed, origin, f"{spec} {which}"))
 
     def beside(self) -> Store:
         """A store over the same weights, with states of its own."""
@@ -226,25 +232,39 @@ class _DeviceStore:
 
     def __init__(self, backend: Backend, device: Device) -> None:
         self.backend, self.device = backend, device
+        self.divides: Divides | None = backend if isinstance(backend, Divides) else None
         self.held: dict[tuple[str, str], tuple[BufferSpec, Any]] = {}
         self.arena: tuple[int, Any] = (0, None)
 
-    def load(self, wanted: BufferSpec, data: Callable[[], Array], place: Place | None = None) -> None:
-        """Load a weight; `data` reads it, which is not called where the weight is kept in its `place`."""
+    def load(
+        self,
+        wanted: BufferSpec,
+        data: Callable[[], Array],
+        release: Callable[[], object],
+        place: Place | None = None,
+    ) -> None:
+        """Load a weight; `data` reads it, which is not called where the weight is kept in its `place`; `release`
+        follows each piece that was loaded."""
         assert wanted.declared is not None
         stored = self.backend.stored(wanted.declared, wanted.kind)
         spec = BufferSpec(wanted.kind, wanted.name, stored.nbytes, wanted.declared, stored)
         packing = self.backend.packing() if stored.dtype.is_quantised and isinstance(self.backend, Packs) else None
         if place is None or packing is None:
             buffer = self.backend.alloc(spec.nbytes, self.device, lasting=True)
-            self.backend.load(data(), wanted.declared, buffer)
+            self._fill(buffer, wanted.declared, data(), release)
         elif (kept := place.weights.recalled(place.origin, packing, place.share, spec.nbytes)) is not None:
             buffer = kept
         else:
             packed = self.backend.alloc(spec.nbytes, self.device)
-            self.backend.load(data(), wanted.declared, packed)
+            self._fill(packed, wanted.declared, data(), release)
             buffer = place.weights.kept(place.origin, packing, place.share, packed)
         self.held[spec.kind, spec.name] = (spec, buffer)
+
+    def _fill(self, buffer: Any, declared: Spec, data: Array, release: Callable[[], object]) -> None:
+        whole = (data, declared, buffer)
+        for piece in self.divides.pieces(*whole) if self.divides else (whole,):
+            self.backend.load(*piece)
+            release()
 
     def part(self, kind: str, name: str) -> Part:
         spec, buffer = self.held[kind, name]

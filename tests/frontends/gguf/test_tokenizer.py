@@ -323,6 +323,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     (byte_level(tokens=[1, 2]), "tokens: 0 is a int; need strings"),
     (byte_level(tokens=[b"a"]), "tokens: 0 is a bytes; need strings"),
     (byte_level(tokens=["a", "\ud800"]), "not valid Unicode"),
+    (byte_level(tokens=[*map(str, range(10_000)), "\ud800"]), "not valid Unicode"),
     (byte_level(tokens=["a", "b", "a"], token_type=None), "0 and 2 are both 'a'"),
     (byte_level(token_type=[1]), "token_type has 1 values, tokenizer.ggml.tokens 263"),
     (byte_level(token_type=["x"] * 263), "token_type holds x; need finite numbers"),
