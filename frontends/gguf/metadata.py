@@ -94,7 +94,7 @@ class Array(Sequence[Item]):
             return sha256(data[self._start : self._end]).digest()
 
     def _all(self) -> tuple[Item, ...]:
-        if self.kind.storage is not None:  # the file has them in fewer bytes
+        if self.kind.storage is not None:  # not kept: the file has them in fewer bytes
             return tuple(self.numpy().tolist())
         if not self._decoded:
             self._decoded.append(tuple(self._decode()))
@@ -117,7 +117,10 @@ class Array(Sequence[Item]):
     @overload
     def __getitem__(self, index: slice) -> tuple[Item, ...]: ...
     def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
-        return self._all()[index]
+        if self.kind.storage is None:
+            return self._all()[index]
+        numbers = self.numpy()[index].tolist()
+        return tuple(numbers) if isinstance(index, slice) else numbers
 
     def __repr__(self) -> str:
         return f"{self.kind}[{self.length}]"

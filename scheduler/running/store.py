@@ -65,7 +65,7 @@ class Store:
         spec: Spec,
         layout: Layout = REPLICATE,
         origin: Origin | None = None,
-        release: Callable[[], object] = tuple,
+        release: Callable[[], object] = lambda: None,
     ) -> None:
         """Load a weight, each device its share; `data` is as a file holds it: numbers, or bytes ``[..., row bytes]`` if
         quantised; `origin` is where it comes from, without which it is not kept, and `release` is called whenever a
