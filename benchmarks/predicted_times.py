@@ -3,8 +3,8 @@
     python benchmarks/predicted_times.py MODEL.gguf [...] [--save STEM]
 
 The machine is measured before and after each run, once, as `hocket calibrate` does many times; a round does this some
-times, and the medians count.  So prediction and run have seen the same machine, which on a shared host is another one a
-minute later.
+times, and what is in the middle counts.  So prediction and run have seen the same machine, which on a shared host is
+another one a minute later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hocket.frontends.open import open_model, open_session
 from hocket.frontends.session import Session
 from hocket.scheduler import Plan, plan_for
 from hocket.scheduler.machines.speeds import Speeds
-from hocket.scheduler.probing.calibrating import KINDS, Probes
+from hocket.scheduler.probing.calibrating import KINDS, Probes, middle
 
 HEAD = ("model", "tokens of a run", "predicted", "measured", "error", "errors of the rounds")
 TURNS = 5
@@ -42,13 +42,13 @@ class Run:
     drawn: Iterator[list[int]]
 
     def seconds(self) -> float:
-        """Of the median of some runs in a row, after one that finds the caches full of something else."""
+        """Of one of some runs in a row, after one that finds the caches full of something else."""
         each = []
         for _ in range(1 + self.times):
             start = perf_counter()
             step_behind_context(self.session, next(self.drawn))
             each.append(perf_counter() - start)
-        return median(each[1:])
+        return middle(each[1:])
 
     @property
     def times(self) -> int:
@@ -109,7 +109,7 @@ def measured(probes: Probes, runs: list[Run]) -> list[dict[str, object]]:
             "model": run.name,
             "tokens": run.tokens,
             "predicted": run.predicted(probes.speeds(beside[at])),
-            "measured": median(seconds[at]),
+            "measured": middle(seconds[at]),
         }
         for at, run in enumerate(runs)
     ]

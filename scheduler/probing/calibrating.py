@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median
 from threading import Barrier
 
 import numpy as np
@@ -46,27 +46,44 @@ Group = Sequence[tuple[Backend, Device]]
 Clock = Callable[[Sequence[Executor]], float]
 
 
-def seconds_of(runs: Sequence[Executor]) -> float:
-    """Seconds in which all have run once, side by side."""
-    ready = Barrier(len(runs))
+def middle(seconds: Sequence[float]) -> float:
+    """The mean of times without the least and the greatest quarter, where a run was disturbed.
 
-    def run(one: Executor) -> tuple[float, float]:
-        ready.wait()
-        start = time.perf_counter()
-        one.replay()
-        return start, time.perf_counter()
+    A processor that others use too is now fast and now slow, and a probe of some milliseconds meets one or the other: a
+    median is one of the two, while a run of a model, which lasts longer, meets both.
+    """
+    aside = len(seconds) // 4
+    return mean(sorted(seconds)[aside : len(seconds) - aside])
 
-    with ThreadPoolExecutor(len(runs)) as pool:
-        starts, ends = zip(*pool.map(run, runs), strict=True)
-    return max(ends) - min(starts)
+
+class Watch:
+    """Runs side by side, the first on this thread and the others on threads that stay, as the devices of a session do:
+    a new thread may begin on the processor of one that computes."""
+
+    def __init__(self, devices: int) -> None:
+        self._others = ThreadPoolExecutor(max(1, devices - 1))
+
+    def __call__(self, runs: Sequence[Executor]) -> float:
+        """Seconds in which all have run once."""
+        ready = Barrier(len(runs))
+
+        def run(one: Executor) -> tuple[float, float]:
+            ready.wait()
+            start = time.perf_counter()
+            one.replay()
+            return start, time.perf_counter()
+
+        others = [self._others.submit(run, one) for one in runs[1:]]
+        starts, ends = zip(run(runs[0]), *(other.result() for other in others), strict=True)
+        return max(ends) - min(starts)
 
 
 def speeds_of(
-    group: Group, clock: Clock = seconds_of, kinds: Sequence[DType] = KINDS, rounds: int = 1 + ROUNDS
+    group: Group, clock: Clock | None = None, kinds: Sequence[DType] = KINDS, rounds: int = 1 + ROUNDS
 ) -> Speeds:
     """The speeds of devices, all at work at once; of sums and messages of the first two if there are two."""
-    probes = Probes(group, kinds)
-    return probes.speeds([probes.seconds(clock) for _ in range(rounds)][rounds > 1 :])
+    probes = Probes(group, kinds, clock)
+    return probes.speeds([probes.seconds() for _ in range(rounds)][rounds > 1 :])
 
 
 class Probes:
@@ -76,8 +93,8 @@ class Probes:
     weights of one have left the caches before it runs again.
     """
 
-    def __init__(self, group: Group, kinds: Sequence[DType] = KINDS) -> None:
-        self.kinds = kinds
+    def __init__(self, group: Group, kinds: Sequence[DType] = KINDS, clock: Clock | None = None) -> None:
+        self.kinds, self.clock = kinds, clock or Watch(len(group))
         graphs = {"launches": chain(SHORT), "values": handed_on(), "attention": attended(), "recurrence": recurrent()}
         for kind in kinds:
             graphs[f"read {kind}"] = products(kind, READ // weight("w", (WIDTH, WIDTH), kind).spec.nbytes, 1)
@@ -95,19 +112,19 @@ class Probes:
             self.runs["sums"] = [bound(plan_for(summed(HIDDEN), group[:2], split_mode="tensor"))]
             self.runs["summands"] = [bound(plan_for(summed(HIDDEN // 2), [one])) for one in group[:2]]
 
-    def seconds(self, clock: Clock = seconds_of) -> dict[str, float]:
+    def seconds(self) -> dict[str, float]:
         """One round: the seconds of each run; of what follows others like it in models those of a second run."""
 
         def last(name: str, runs: Sequence[Executor]) -> float:
-            return [clock(runs) for _ in range(2 if name.startswith(WARM) else 1)][-1]
+            return [self.clock(runs) for _ in range(2 if name.startswith(WARM) else 1)][-1]
 
         return {name: last(name, runs) for name, runs in self.runs.items()} | {
             f"alone {name}": last(name, self.runs[name][:1]) for name in self.shared
         }
 
     def speeds(self, rounds: Sequence[Mapping[str, float]]) -> Speeds:
-        """What the median of rounds says."""
-        seconds = {name: median(each[name] for each in rounds) for name in rounds[0]}
+        """What rounds say in their middle."""
+        seconds = {name: middle([each[name] for each in rounds]) for name in rounds[0]}
         plans = {name: runs[0].plan for name, runs in self.runs.items()}
         launch = seconds["launches"] / sum(plans["launches"].lanes[0].launches())
         beyond = {name: _beyond(seconds[name], plan, launch) for name, plan in plans.items()}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,7 +33,17 @@ from hocket.scheduler.machines.calibrated import (
     told_speeds,
 )
 from hocket.scheduler.machines.hardware import MANY, Counts, Hardware, home_of
-from hocket.scheduler.probing.calibrating import ROWS, STEPS, attended, chain, products, recurrent, speeds_of
+from hocket.scheduler.probing.calibrating import (
+    ROWS,
+    STEPS,
+    Watch,
+    attended,
+    chain,
+    middle,
+    products,
+    recurrent,
+    speeds_of,
+)
 from hocket.scheduler.telling.measured import Measured, Step
 
 from ..given.models.goldens import TINY
@@ -166,6 +178,29 @@ def test_a_cache_with_new_rows_is_read_from_memory_like_any_state():
     read, other = add(shown, shown).node, add(input("x", (64, 8)), input("x", (64, 8))).node
     assert Counts().of(read).kept == 2 * cache.spec.nbytes
     assert Counts().of(other).kept == 0
+
+
+def test_runs_side_by_side_are_on_the_threads_of_a_session():
+    """The first on the thread that asks, each other on one that stays, as `SideBySide` has them."""
+    threads: list[dict[str, threading.Thread]] = []
+
+    def run(name: str) -> SimpleNamespace:
+        return SimpleNamespace(replay=lambda: threads[-1].update({name: threading.current_thread()}))
+
+    watch, runs = Watch(2), [run("first"), run("second")]
+    for _ in range(3):
+        threads.append({})
+        watch(runs)
+    assert {id(of["first"]) for of in threads} == {id(threading.current_thread())}
+    assert len({id(of["second"]) for of in threads}) == 1
+    assert threads[0]["second"] is not threads[0]["first"]
+
+
+def test_what_counts_of_times_is_their_middle():
+    assert middle([3.0]) == 3.0
+    assert middle([1.0, 2.0, 6.0]) == 3.0
+    assert middle([90.0, 2.0, 1.0, 4.0]) == 3.0
+    assert middle([2.0, 4.0, 90.0, 2.0, 4.0, 0.1, 4.0, 80.0]) == 3.5, "now fast and now slow, and disturbed"
 
 
 def test_devices_that_work_together_meet_as_quickly_as_their_sums():
