@@ -52,7 +52,10 @@ class Node:
     @property
     def inputs(self) -> tuple[Value, ...]:
         """The sources that are present."""
-        return tuple([s for s in self.src if s is not None])
+        for source in self.src:
+            if source is None:
+                return tuple([s for s in self.src if s is not None])
+        return self.src  # type: ignore[return-value]  # all are there
 
     @property
     def results(self) -> tuple[Value, ...]:
@@ -100,7 +103,7 @@ class Value:
         return NotImplemented
 
     def __hash__(self) -> int:
-        return hash((self.node, self.index))
+        return hash(self.node) + self.index
 
     @property
     def spec(self) -> Spec:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -196,9 +196,16 @@ class Shortened:
         """In which run of `short` a node is that is called by its number."""
         return self.kinds.run_of(parts(name)[0])
 
-    def kinds_of(self, graph: Graph) -> dict[Node, int]:
+    def kinds_of(self, graph: Graph) -> Mapping[Node, int]:
         """In which run of `short` each node of a device's graph is."""
-        return RunsOf(self).kinds(graph)
+        if graph not in self._kinds_of:
+            self._kinds_of[graph] = RunsOf(self).kinds(graph)
+        return self._kinds_of[graph]
+
+    @cached_property
+    def _kinds_of(self) -> dict[Graph, Mapping[Node, int]]:
+        """What is known: lowering, unfolding and proving ask for the same graphs."""
+        return {}
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:

@@ -149,12 +149,13 @@ class Op(Generic[R]):
 
     def settle(self, attrs: Attrs) -> Attrs:
         """Attributes with defaults filled in, in declared order.  Raises `Mismatch`."""
-        if unknown := attrs.keys() - self.defaults.keys() - set(self.required):
-            known = ", ".join((*self.required, *self.defaults)) or "none"
-            hint = near(min(unknown), self.defaults) or f"; attributes: {known}"
-            raise Mismatch(f"no operand or attribute {', '.join(map(word, sorted(unknown)))}{hint}")
-        if missing := [k for k in self.required if k not in attrs]:
-            raise Mismatch(f"attribute {missing[0]} is missing")
+        if attrs.keys() != self.kinds.keys():
+            if unknown := attrs.keys() - self.kinds.keys():
+                known = ", ".join((*self.required, *self.defaults)) or "none"
+                hint = near(min(unknown), self.defaults) or f"; attributes: {known}"
+                raise Mismatch(f"no operand or attribute {', '.join(map(word, sorted(unknown)))}{hint}")
+            if missing := [k for k in self.required if k not in attrs]:
+                raise Mismatch(f"attribute {missing[0]} is missing")
         if not attrs:
             return self.defaults
         return MappingProxyType(

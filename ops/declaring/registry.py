@@ -64,7 +64,9 @@ class Registry(Mapping[str, Op[Any]]):
         self._looked = False
 
     def __getitem__(self, name: str) -> Op[Any]:
-        if name not in self._ops and name not in LEAVES:
+        if (known := self._ops.get(name)) is not None:
+            return known
+        if name not in LEAVES:
             self._look()
         return self._ops[name]
 
@@ -137,19 +139,21 @@ def changed_in_place(result: Value) -> Value | None:
 def kind_of(value: Value) -> str:
     """What a backend is told of a value when it says how it keeps it: the op of a leaf; ``state`` for a state in which
     an op has replaced entries, since it may do so in its memory; else ``value``."""
-    if value.node.is_leaf:
-        return value.node.op
-    while not value.node.is_leaf:
-        node, declared = value.node, op_of(value.node)
+    node = value.node
+    if node.is_leaf:
+        return node.op
+    while not node.is_leaf:
+        declared = op_of(node)
         if declared.is_view:
             value = node.inputs[0]
+            node = value.node
             continue
         if declared.overwrites_in(node.attrs) is None:
             return "value"
         if (before := changed_in_place(value)) is None:
             return "value"
-        value = before
-    return "state" if value.node.op == "state" else "value"
+        value, node = before, before.node
+    return "state" if node.op == "state" else "value"
 
 
 def ops_are_declared(graph: Graph) -> Iterator[str]:

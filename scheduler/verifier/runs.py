@@ -36,9 +36,9 @@ class Runs:
 
     def name_of(self, node: Node, reader: int) -> Carried | None:
         """As what run `reader` finds `node` among what is carried to it; None if it is none of that."""
-        number, ending = parts(node.name)
         if self.kind[node] != reader - 1 or not BEFORE < reader <= self.of.times:
             return None
+        number, ending = parts(node.name)
         place = self.of.kinds.carried_by(number, reader)
         return None if place is None else (place, ending)
 
