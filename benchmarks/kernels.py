@@ -1,4 +1,4 @@
-"""How fast each kernel of the CPU backend is, as a share of the machine's limits measured in the same run.
+"""How fast each kernel of the CPU backend is, as a share of the machine's limits measured just before.
 
 Run ``python benchmarks/kernels.py``.  A product for one token reads copies of its weight that together exceed the
 cache; times are taken inside the compiled loop, of the first thread.  What reads little (norms, one token of a delta
@@ -43,19 +43,36 @@ class Limits:
     dot: float
     tiles: float
 
-    def __str__(self) -> str:
-        rates = f"{self.bandwidth / 1e9:.1f} GB/s, {self.multiply / 1e9:.0f} GFLOP/s, {self.dot / 1e9:.0f} GOP/s"
-        return f"{rates}, {self.tiles / 1e9:.0f} GFLOP/s of tiles" if self.tiles else rates
-
     def peak(self, kernel: str, in_bytes: bool) -> float:
         """Operations a second that a kernel could do at most."""
         return self.tiles if "tiled" in kernel and self.tiles else self.dot if in_bytes else self.multiply
 
-    @staticmethod
-    def measured(threads: int) -> Limits:
-        multiply = multiply_peak(threads)
-        tiles = tiles_peak(threads) or 0.0
-        return Limits(threads, Reading(threads).best(), multiply, dot_peak(threads) or multiply, tiles)
+
+class Machine:
+    """So many threads of this machine, whose limits are other ones a second later where others use it too."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads, self._reading = threads, Reading(threads)
+        self._known: list[Limits] = []
+
+    def limits(self) -> Limits:
+        """Those of now."""
+        multiply = multiply_peak(self.threads)
+        dot, tiles = dot_peak(self.threads) or multiply, tiles_peak(self.threads) or 0.0
+        self._known.append(Limits(self.threads, self._reading.rate(), multiply, dot, tiles))
+        return self._known[-1]
+
+    def __str__(self) -> str:
+        """The least and the greatest of each limit."""
+
+        def range_of(name: str, unit: str, digits: int = 0) -> str:
+            rates = [getattr(limits, name) / 1e9 for limits in self._known]
+            return f"{min(rates):.{digits}f} to {max(rates):.{digits}f} {unit}"
+
+        rates = [range_of("bandwidth", "GB/s", 1), range_of("multiply", "GFLOP/s"), range_of("dot", "GOP/s")]
+        if self._known[0].tiles:
+            rates.append(range_of("tiles", "GFLOP/s of tiles"))
+        return ", ".join(rates)
 
 
 @dataclass(frozen=True)
@@ -185,18 +202,18 @@ def main() -> None:
     args = parser.parse_args()
     about, rows = results.circumstances(args.shared), []
     for threads in map(int, args.t.split(",")):
-        limits = Limits.measured(threads)
-        about[f"limits_{threads}"] = str(limits)
-        print(f"limits of {threads} threads: {limits}\n{results.table(HEAD, [])}", end="")
+        machine = Machine(threads)
+        print(results.table(HEAD, []), end="")
         for case in cases(args.cold << 20):
             if args.k in f"{case.op} {case.title}":
-                for row in measured(case, limits, args.r):
+                for row in measured(case, machine.limits(), args.r):
                     rows.append(row)
                     print(f"| {' | '.join(cells(row))} |", flush=True)
+        about[f"limits_{threads}"] = str(machine)
+        print(f"limits of {threads} threads: {machine}")
     if args.save:
-        limits_text = "".join(
-            f"Limits of {k[7:]} threads: {v}.\n\n" for k, v in about.items() if k.startswith("limits")
-        )
+        known = [(key[7:], value) for key, value in about.items() if key.startswith("limits")]
+        limits_text = "".join(f"Limits of {t} threads, measured before each case: {rates}.\n\n" for t, rates in known)
         results.save(args.save, about, rows, limits_text + results.table(HEAD, list(map(cells, rows))))
 
 
