@@ -42,7 +42,7 @@ class Run:
     drawn: Iterator[list[int]]
 
     def seconds(self) -> float:
-        """Of one of some runs in a row, after one that finds the caches full of something else."""
+        """Seconds of a run: the middle of some in a row, after one that finds the caches full of something else."""
         each = []
         for _ in range(1 + self.times):
             start = perf_counter()

@@ -55,7 +55,7 @@ class Node:
         for source in self.src:
             if source is None:
                 return tuple([s for s in self.src if s is not None])
-        return self.src  # type: ignore[return-value]  # all are there
+        return self.src  # type: ignore[return-value]  # none is None, as the loop saw
 
     @property
     def results(self) -> tuple[Value, ...]:

@@ -75,10 +75,6 @@ class Reading:
         seconds = min(run.seconds() for run in self._runs)
         return max(self._memory[0].nbytes / seconds, self._product.nbytes / min(self._product.seconds()))
 
-    def best(self) -> float:
-        """Bytes a second while nothing disturbs."""
-        return max([self.rate() for _ in range(1 + RUNS)][1:])
-
 
 def multiply_peak(threads: int) -> float:
     """float32 operations a second of fused products and sums."""

@@ -27,7 +27,6 @@ LAYOUTS: tuple[Layout, ...] = (
     Shard(1, (((0, 256),), ((256, 256),))),
 )
 """Rows in two runs and in one; columns."""
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps, which only Linux has")
 
 
 def stored(spec: Spec) -> np.ndarray:
@@ -111,14 +110,14 @@ def test_a_value_without_axes_and_one_without_elements_are_one_piece(monkeypatch
 
 def resident(file: Path) -> int:
     """Bytes of a file that are mapped in memory of this process."""
-    lines, found = iter(Path("/proc/self/smaps").read_text().splitlines()), 0
+    lines, nbytes = iter(Path("/proc/self/smaps").read_text().splitlines()), 0
     for line in lines:
         if line.endswith(str(file)):
-            found += next(int(size.split()[1]) << 10 for size in lines if size.startswith("Rss:"))
-    return found
+            nbytes += next(int(size.split()[1]) << 10 for size in lines if size.startswith("Rss:"))
+    return nbytes
 
 
-@LINUX
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps, which only Linux has")
 def test_little_of_a_file_is_in_memory_while_a_large_weight_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     spec, path = Spec((1 << 15, 1024), DType.Q8_0), tmp_path / "weights"
     path.write_bytes(bytes(spec.nbytes))
