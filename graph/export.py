@@ -65,7 +65,7 @@ def from_json(text: str) -> Graph:
                 raise GraphError(f"a node refers to node {node} before it is defined")
             if not 0 <= index < len(nodes[node].specs):
                 raise GraphError(f"node {node} has no result {index}")
-            return Value(nodes[node], index)
+            return nodes[node].results[index]
 
         def present(pair: list[int]) -> Value:
             value = ref(pair)

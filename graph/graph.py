@@ -50,7 +50,7 @@ class Graph:
     @needs(GraphError, op=LEAF)
     def leaves(self, op: str) -> tuple[Value, ...]:
         """The leaves of one kind: ``input``, ``weight``, ``state`` or ``constant``."""
-        return tuple(Value(n) for n in self.nodes if n.op == op)
+        return tuple(n.results[0] for n in self.nodes if n.op == op)
 
     @property
     def inputs(self) -> tuple[Value, ...]:

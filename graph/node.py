@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import field
 from types import EllipsisType, MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
@@ -25,7 +26,7 @@ LEAVES = ("input", "weight", "state", "constant")
 @made_of(GraphError)
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """One operation: its op's name, the values it reads, its attributes, the specs of its results.
+    """One operation: its op's name, the values it reads, its attributes, the specs of its results, and these.
 
     An optional operand that was left out is None in `src`.  Equality is identity.  `name` is free text for people
     and may be empty; for leaves it is the key under which the value is bound.
@@ -36,6 +37,7 @@ class Node:
     attrs: Attrs
     specs: tuple[Spec, ...]
     name: str = ""
+    results: tuple[Value, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         if not (  # what ops build is seen at once, as there is much of it
@@ -48,6 +50,7 @@ class Node:
         ):
             for part, kind in NODE.items():
                 demand(GraphError, "Node", part, getattr(self, part), kind)
+        _set_results(self, tuple([_made(self, i) for i in range(len(self.specs))]))
 
     @property
     def inputs(self) -> tuple[Value, ...]:
@@ -56,11 +59,6 @@ class Node:
             if source is None:
                 return tuple([s for s in self.src if s is not None])
         return self.src  # type: ignore[return-value]  # none is None, as the loop saw
-
-    @property
-    def results(self) -> tuple[Value, ...]:
-        """What it makes, in order."""
-        return (result(self),) if len(self.specs) == 1 else tuple([result(self, i) for i in range(len(self.specs))])
 
     @property
     def is_leaf(self) -> bool:
@@ -76,6 +74,9 @@ class Node:
         """The same operation on other values."""
         return Node(self.op, src, self.attrs, self.specs, self.name)
 
+    def __copy__(self) -> Node:
+        return self.with_src(self.src)
+
     def __repr__(self) -> str:
         return line(self)
 
@@ -83,11 +84,16 @@ class Node:
 @made_of(GraphError)
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """Result `index` of `node`.  Values are equal if they are the same result, so they serve as keys of mappings; what
-    they hold is compared by `hocket.ops.compare`."""
+    """Result `index` of `node`, of which there is one: ``Value(node, index) is node.results[index]``.  Values are equal
+    if they are the same, so they serve as keys of mappings; what they hold is compared by `hocket.ops.compare`."""
 
     node: Node
     index: int = 0
+
+    def __new__(cls, node: object = None, index: object = 0) -> Value:
+        if isinstance(node, Node) and isinstance(index, int) and 0 <= index < len(node.results):
+            return node.results[index]
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         if not isinstance(self.node, Node):
@@ -96,14 +102,16 @@ class Value:
             raise GraphError(f"Value: index is {shown(self.index)}; it must be the number of a result")
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Value):
-            return self.node is other.node and self.index == other.index
+        if self is other:
+            return True
         if isinstance(other, int | float | np.generic | np.ndarray):
             raise GraphError(f"{self!r} == {shown(other)}: a graph has no numbers yet; {COMPARE}")
         return NotImplemented
 
-    def __hash__(self) -> int:
-        return hash(self.node) + self.index
+    __hash__ = object.__hash__
+
+    def __copy__(self) -> Value:
+        return self
 
     @property
     def spec(self) -> Spec:
@@ -221,15 +229,15 @@ class Value:
 
 
 _set_node, _set_index = (vars(Value)[name].__set__ for name in ("node", "index"))
+_set_results = vars(Node)["results"].__set__
 
 
-def result(node: Node, index: int = 0) -> Value:
-    """``Value(node, index)`` of a node that is one and a number that is one: nothing is checked, since passes make
-    millions."""
-    made: Value = object.__new__(Value)
-    _set_node(made, node)
-    _set_index(made, index)
-    return made
+def _made(node: Node, index: int) -> Value:
+    """A result of a node that is being made: nothing is checked, since passes make millions."""
+    value: Value = object.__new__(Value)
+    _set_node(value, node)
+    _set_index(value, index)
+    return value
 
 
 OPERANDS, RESULTS = frozenset({Value, type(None)}), frozenset({Spec})
@@ -254,7 +262,7 @@ def _operators() -> ModuleType:
 def _leaf(op: str, name: str, spec: Spec, attrs: Attrs = NO_ATTRS) -> Value:
     if not isinstance(name, str) or not name:
         raise GraphError(f"{op} of {spec} has no name, but {shown(name)}; leaves are bound by name, so give it text")
-    return Value(Node(op, (), attrs, (spec,), name))
+    return Node(op, (), attrs, (spec,), name).results[0]
 
 
 @needs(GraphError)

@@ -170,7 +170,7 @@ class _Parser:
         if len(index) > 9 or int(index) >= len(node.specs):
             raise cursor.error(f"{shown} has {len(node.specs)} results, so there is no #{index}")
         cursor.at += 1
-        return Value(node, int(index))
+        return node.results[int(index)]
 
     def line(self, cursor: _Line) -> None:
         kind, text = cursor.peek()

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .graph import Graph, names, together
-from .node import Node, Value
+from .node import Node
 from .records import dataclass
 
 LONGEST_RUN = 2048
@@ -272,14 +272,14 @@ def shortened(graph: Graph, repeats: Repeats, times: int) -> Shortened | None:
     stands_for: dict[Node, Node] = {}  # what is behind the runs reads the last one that is left
     for number, node in enumerate((*nodes[:first], *nodes[behind:])):
         sources = [None if s is None else (stands_for.get(s.node) or made[s.node], s.index) for s in node.src]
-        src = tuple([None if s is None else Value(*s) for s in sources])
+        src = tuple([None if source is None else source[0].results[source[1]] for source in sources])
         made[node] = Node(node.op, src, node.attrs, node.specs, str(number))
         if number == first - 1:
             last = range(behind - repeats.length, behind)
             stands_for = {nodes[at]: made[nodes[at - behind + first]] for at in last}
     short = Graph(
-        {name: Value(made[v.node], v.index) for name, v in graph.outputs.items()},
-        {Value(made[a.node]): Value(made[b.node], b.index) for a, b in graph.updates.items() if a.node in made},
+        {name: made[v.node].results[v.index] for name, v in graph.outputs.items()},
+        {made[a.node].results[0]: made[b.node].results[b.index] for a, b in graph.updates.items() if a.node in made},
     )
     of = Shortened(graph, short, repeats, times)
     in_order = [n.name for n in of.numbered] == [str(at) for at in range(len(made))]

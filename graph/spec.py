@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import field
 from functools import lru_cache
 
 from .arguments import made_of, shown
@@ -24,6 +25,7 @@ class Spec:
 
     shape: tuple[int, ...]
     dtype: DType = DType.F32
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         of_integers = isinstance(self.shape, tuple) and INTEGER.issuperset(map(type, self.shape))
@@ -31,6 +33,10 @@ class Spec:
             raise GraphError(f"Spec: shape is {shown(self.shape)}; it must be a tuple of integers")
         if not isinstance(self.dtype, DType):
             raise GraphError(f"Spec: dtype is {shown(self.dtype)}; it must be a DType, as DType.F32 or DType('f32')")
+        object.__setattr__(self, "_hash", hash((self.shape, self.dtype)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def size(self) -> int:

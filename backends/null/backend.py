@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...graph.node import Node, Value
+from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops import REGISTRY
 from ...ops.collective import COLLECTIVES, int_attr
@@ -195,5 +195,5 @@ def price(i: Instruction, speeds: Speeds, devices: int) -> float:
 
 def _node(i: Instruction) -> Node:
     """An instruction as a node again, which is what ops count."""
-    src = tuple(None if t is None else Value(Node("input", (), {}, (t.spec,), "x")) for t in i.src)
+    src = tuple(None if t is None else Node("input", (), {}, (t.spec,), "x").results[0] for t in i.src)
     return Node(i.op, src, i.attrs, tuple(t.spec for t in i.dst))

@@ -31,7 +31,7 @@ def evaluate(graph: Graph, bindings: Mapping[str, npt.ArrayLike]) -> tuple[dict[
     keep = set(graph.roots())
     for node in graph.nodes:
         if node.is_leaf:
-            values[Value(node)] = _leaf(node, bindings)
+            values[node.results[0]] = _leaf(node, bindings)
             continue
         results = op_of(node).run([None if s is None else values[s] for s in node.src], node.attrs)
         values.update(zip(node.results, results, strict=True))

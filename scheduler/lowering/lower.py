@@ -203,12 +203,12 @@ class _Lowering:
         slot_of: dict[Value, Value] = dict(self.order.donated)
         for save in self._all_saves():
             step[save.keep], step[save.back] = end if save.writer is None else step[save.writer], end
-            slot_of[Value(save.back)] = save.state
+            slot_of[save.back.results[0]] = save.state
             for source in (*save.keep.inputs, *save.back.inputs):
                 last_read[self.views[source].base] = end
         for node in self.work:
             for index, _ in op_of(node).inplace_in(node.attrs):
-                result = Value(node, index)
+                result = node.results[index]
                 victim = None if result in slot_of else self._victim(result, slot_of, last_read, step)
                 if victim is not None:
                     slot_of[result] = victim
@@ -259,9 +259,9 @@ class _Lowering:
     # ------------------------------------------------------------------------------------------------- placing
 
     def _stored(self, value: Value) -> Spec:
-        if value not in self.kept:
-            self.kept[value] = self.backend.stored(value.spec, kind_of(value))
-        return self.kept[value]
+        if (spec := self.kept.get(value)) is None:
+            spec = self.kept[value] = self.backend.stored(value.spec, kind_of(value))
+        return spec
 
     def _nbytes(self, value: Value) -> int:
         return self._stored(value).nbytes
@@ -290,8 +290,8 @@ class _Lowering:
         }
         for node in self.graph.nodes:
             if node.op in _OWN_BUFFER:
-                spec, stored = node.specs[0], self._stored(Value(node))
-                places[Value(node)] = (len(buffers), 0)
+                spec, stored = node.specs[0], self._stored(node.results[0])
+                places[node.results[0]] = (len(buffers), 0)
                 buffers.append(BufferSpec(node.op, node.name, stored.nbytes, spec, stored))
         return buffers, places, scratch
 
@@ -303,9 +303,9 @@ class _Lowering:
         return Lifetime(nbytes, self.spans.get(first, (first, first))[0], self.spans.get(last, (last, last))[1])
 
     def _tensor(self, value: Value) -> Tensor:
-        if value not in self.tensors:
-            self.tensors[value] = self._located(value)
-        return self.tensors[value]
+        if (tensor := self.tensors.get(value)) is None:
+            tensor = self.tensors[value] = self._located(value)
+        return tensor
 
     def _located(self, value: Value) -> Tensor:
         view = self.views[value]

@@ -100,7 +100,7 @@ def densify(graph: Graph, reads_strided: Callable[[Node, int], bool]) -> tuple[G
                 became = dense_in(node, [0])
                 view = through_view(became, views[became.inputs[0]])
                 assert view is not None
-            views[Value(became)] = view
+            views[became.results[0]] = view
         else:
             strided = [i for i, s in enumerate(node.src) if s is not None and not views[s].is_dense]
             copied = [i for i in strided if not reads_strided(node, i)]

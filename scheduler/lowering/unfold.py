@@ -15,7 +15,7 @@ from ...backends.abilities import Called
 from ...backends.base import BufferSpec, Instruction, Program, Tensor
 from ...graph.attrs import Attrs
 from ...graph.graph import Graph, names
-from ...graph.node import Node, Value, result
+from ...graph.node import Node, Value
 from ...graph.records import dataclass
 from ...graph.repeats import BEFORE, Shortened, parts
 from ...ops.collective import sequence_of
@@ -73,7 +73,7 @@ class _Unfolding:
             numbers, made = self.meetings[kind], self.made.setdefault(run, {})
             for node in self.nodes[kind]:
                 reads = [None if s is None else (self._read(s, run, kind, carried), s.index) for s in node.src]
-                src, attrs = tuple([None if read is None else result(*read) for read in reads]), node.attrs
+                src, attrs = tuple([None if read is None else read[0].results[read[1]] for read in reads]), node.attrs
                 if (number := sequence_of(node.op, attrs)) is not None:
                     attrs = MappingProxyType({**attrs, "sequence": met + number - min(numbers)})
                 made[node] = Node(node.op, src, attrs, node.specs, self.of.renamed(node.name, run, kind))
@@ -82,12 +82,12 @@ class _Unfolding:
             carried = {place: new for place, new in offered if place is not None}
         ends = {**self.made[BEFORE], **self.made[self.of.repeats.times]}
         updates = {
-            Value(self.made[run][old.node], old.index): Value(self.made[run][new.node], new.index)
+            self.made[run][old.node].results[old.index]: self.made[run][new.node].results[new.index]
             for run, kind in self.of.runs
             for old, new in self.short.updates.items()
             if self.kind[old.node] == kind
         }
-        return Graph({name: Value(ends[v.node], v.index) for name, v in self.short.outputs.items()}, updates)
+        return Graph({name: ends[v.node].results[v.index] for name, v in self.short.outputs.items()}, updates)
 
     def _read(self, source: Value, run: int, kind: int, carried: Mapping[tuple[int, str], Node]) -> Node:
         """What a node of a run reads in the place of what its kind reads."""

@@ -181,7 +181,7 @@ class Pass:
             self._convert(new, self.out.made[state], None)
 
     def _leaf(self, node: Node) -> None:
-        value = Value(node)
+        value = node.results[0]
         if (lies := self.pins.leaves.get(value)) is not None:
             self.out.made[value] = lies
             self.out.held.add(value)
@@ -227,7 +227,7 @@ class Pass:
             self._convert(source, want, node)
         self.out.made.update(zip(node.results, results, strict=True))
         if op_of(node).is_view and node.inputs[0] in self.stored and not isinstance(by, Local):
-            self.stored.add(Value(node))
+            self.stored.add(node.results[0])
 
     def _factor_for(self, node: Node) -> Factor | None:
         """The chosen factor by which `node` is worth cutting: it is already cut so, or reads a weight or state so."""

@@ -181,9 +181,9 @@ class _Chunks:
         }
         gathers = node.op == "all_gather" and is_share and axis == node.attrs["axis"]
         if gathers or node.op in ("all_reduce", "fill") or (not is_share and deals.get(node.op)):
-            self.axis[Value(node)] = axis
+            self.axis[node.results[0]] = axis
             if node.op in deals or (is_share and not gathers):
-                self.shares.add(Value(node))
+                self.shares.add(node.results[0])
             return True
         return False
 
@@ -200,7 +200,7 @@ class _Chunks:
             if node in self.alone and (node in first or any(s.node in parted for s in node.inputs)):
                 parted.add(node)
         read = {s.node for node in parted for s in node.inputs}
-        return parted | {node for node in read & self.alone if node.op == "slice" and Value(node) in self.shares}
+        return parted | {node for node in read & self.alone if node.op == "slice" and node.results[0] in self.shares}
 
     def _first(self) -> set[Node]:
         """Nodes with which chunks begin: from products with weights to sums over devices."""
@@ -230,7 +230,7 @@ class _Chunks:
 
     def _local(self, node: Node, number: int) -> Mapping[str, Attr]:
         """Attributes that say a shape, or which tokens the devices have."""
-        result, runs = Value(node), self.dealt.runs[number]
+        result, runs = node.results[0], self.dealt.runs[number]
         if node.op in ("reduce_scatter", "all_gather"):
             return {"runs": runs}
         if node not in self.origins and node.op == "slice":

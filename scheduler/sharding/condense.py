@@ -94,7 +94,7 @@ def _structure(graph: Graph, piece: _Piece, lasting: frozenset[Value]) -> object
         for n in piece.nodes
     ]
     made = tuple(v for n in piece.nodes for v in n.results if v in lasting)
-    leaves = tuple((n.op, n.specs, ref(graph.updates.get(Value(n)))) for n in piece.own)
+    leaves = tuple((n.op, n.specs, ref(graph.updates.get(n.results[0]))) for n in piece.own)
     before = None if piece.before is None else piece.before.spec
     return (tuple(lines), made, leaves, before, ref(piece.after))
 

@@ -23,7 +23,7 @@ class Costs:
         self.devices, self.hardware, self.times = devices, hardware, times or {}
         counts = Counts()
         self.work = {n: counts.of(n) for n in graph.nodes if not n.is_leaf and not op_of(n).is_view}
-        self.stored = [Value(n) for n in graph.nodes if n.op in ("weight", "state")]
+        self.stored = [n.results[0] for n in graph.nodes if n.op in ("weight", "state")]
         self._places = {node: at for at, node in enumerate((*self.work, *(v.node for v in self.stored)))}
         self._known: dict[int, tuple[Assignment, list[float]]] = {}
         self._met: dict[tuple[str, int], float] = {}
@@ -56,7 +56,7 @@ class Costs:
         """Seconds of a node; bytes of a weight or state on the device that has most of it."""
         if not node.is_leaf:
             return self.times.get(node, 1) * self.node_time(node, assignment)
-        made = assignment.made[Value(node)]
+        made = assignment.made[node.results[0]]
         size = made.factor.size if isinstance(made, Cut) else 0
         share = -(-size // self.devices) / size if size else 1.0
         return self.times.get(node, 1) * node.specs[0].nbytes * share

@@ -55,7 +55,7 @@ def shard(
             device = _Device(keys.index(key), layouts)
             emitted[key] = device.emit(graph, ends), device.origins
     graphs = tuple(emitted[key][0] for key in keys)
-    leaves = {n.name: layouts.of(Value(n), assignment.made[Value(n)]) for n in graph.nodes if n.is_leaf}
+    leaves = {n.name: layouts.of(n.results[0], assignment.made[n.results[0]]) for n in graph.nodes if n.is_leaf}
     leaves.update(_rarely_read(graph, graphs, leaves, assignment.held))
     return Sharded(graphs, tuple(emitted[key][1] for key in keys), leaves, outputs)
 
@@ -84,7 +84,7 @@ def _rarely_read(
     read = [{n.name for n in local.nodes if n.is_leaf} for local in graphs]
     homes: dict[str, Layout] = {}
     for node in graph.nodes:
-        if node.op in ("weight", "state") and leaves[node.name] is REPLICATE and Value(node) not in held:
+        if node.op in ("weight", "state") and leaves[node.name] is REPLICATE and node.results[0] not in held:
             where = tuple(d for d, names in enumerate(read) if node.name in names)
             if 0 < len(where) < len(graphs):
                 homes[node.name] = Local(where)
@@ -205,12 +205,12 @@ class _Device:
     def emit(self, graph: Graph, ends: Mapping[str, State]) -> Graph:
         layouts, assignment = self.layouts, self.layouts.assignment
         for node in graph.nodes:
-            by = assignment.made[Value(node)] if node.is_leaf else assignment.by[node]
+            by = assignment.made[node.results[0]] if node.is_leaf else assignment.by[node]
             if self._is_elsewhere(by):
                 for source in node.inputs:
                     self._attend(source)
             elif node.is_leaf:
-                self._keep(Value(node), self._leaf(node))
+                self._keep(node.results[0], self._leaf(node))
             else:
                 for value, new in zip(node.results, self._node(node), strict=True):
                     self._keep(value, new)
@@ -250,9 +250,9 @@ class _Device:
                 self.met.append(send(new, to=to, sequence=number, name=f"{self.layouts.called[value.node]}.to.{to}"))
 
     def _leaf(self, node: Node) -> Value:
-        value = Value(node)
+        value = node.results[0]
         shape = self.layouts.shape(self.layouts.made[value], self.device)
-        return Value(Node(node.op, (), node.attrs, (Spec(shape, value.dtype),), node.name))
+        return Node(node.op, (), node.attrs, (Spec(shape, value.dtype),), node.name).results[0]
 
     def _node(self, node: Node) -> Sequence[Value]:
         layouts, assignment, work = self.layouts, self.layouts.assignment, self.layouts.work[node]

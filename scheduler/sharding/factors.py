@@ -117,7 +117,7 @@ class Factors:
         axes = [fresh(n) for n in spec.shape]
         if spec.dtype.is_quantised:
             axes[-1] = ((Factor(spec.shape[-1] // spec.dtype.block), Factor(spec.dtype.block, blocked=True)),)
-        self._axes[Value(node)] = tuple(axes)
+        self._axes[node.results[0]] = tuple(axes)
 
     def _signed(self, node: Node, declared: Op[Any]) -> None:
         """Tie the axes of operands and make those of results, by the names of the signature."""
@@ -224,7 +224,7 @@ class Factors:
         """Axes of a view or a concatenation, by its links."""
         assert declared.links is not None
         links = declared.links(tuple(None if s is None else s.spec for s in node.src), node.attrs)
-        result = Value(node)
+        result = node.results[0]
         pieces: dict[int, list[tuple[int, Axis]]] = {}
         linked: set[tuple[int, int]] = set()
         for link in links:

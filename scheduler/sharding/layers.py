@@ -135,9 +135,9 @@ def place(graph: Graph, placement: Placement, devices: int, held: Mapping[Value,
     emitter = _Emitter(graph, placement, home, devices, held)
     leaves: dict[str, Layout] = {}
     for leaf in (n for n in graph.nodes if n.is_leaf):
-        having = tuple(d for d in range(devices) if (d, Value(leaf)) in emitter.local)
-        kept = {"weight": having or (0,), "state": (home.get(Value(leaf), 0),)}
-        leaves[leaf.name] = held.get(Value(leaf)) or (Local(kept[leaf.op]) if leaf.op in kept else REPLICATE)
+        having = tuple(d for d in range(devices) if (d, leaf.results[0]) in emitter.local)
+        kept = {"weight": having or (0,), "state": (home.get(leaf.results[0], 0),)}
+        leaves[leaf.name] = held.get(leaf.results[0]) or (Local(kept[leaf.op]) if leaf.op in kept else REPLICATE)
     outputs: dict[str, Layout] = {name: Local((emitter.where(v),)) for name, v in graph.outputs.items()}
     return Sharded(emitter.graphs(), tuple(emitter.origins), leaves, outputs)
 

@@ -119,12 +119,12 @@ def as_before(pins: Pins, graph: Graph, leaves: Mapping[str, Layout], earlier: M
 
 def lying(graph: Graph, leaves: Mapping[str, Layout]) -> Pins:
     """Nodes that read what lies on some devices only, for an earlier plan."""
-    homes = {Value(n): leaves[n.name] for n in graph.nodes if n.op in ("weight", "state") and n.name in leaves}
+    homes = {n.results[0]: leaves[n.name] for n in graph.nodes if n.op in ("weight", "state") and n.name in leaves}
     held = {value: layout for value, layout in homes.items() if isinstance(layout, Local)}
     pins: dict[Node, Pin] = {}
     for node in graph.nodes:
         for leaf in filter(None, map(stored_leaf, node.inputs)):
-            if (home := held.get(Value(leaf))) is not None:
+            if (home := held.get(leaf.results[0])) is not None:
                 pins.setdefault(node, Pin(home.devices[0], "what it reads lies there"))
     return Pins(pins, held)
 
@@ -211,10 +211,10 @@ def settled(graph: Graph, pins: NodePins) -> Pins:
     homes: dict[Value, Local] = {}
     for node in graph.nodes if pins else ():
         if node.op in ("weight", "state"):
-            readers = [pins.get(u) for u in users[Value(node)]]
+            readers = [pins.get(u) for u in users[node.results[0]]]
             where = tuple(sorted({r.device for r in readers if r}))
             if readers and all(readers):
-                homes[Value(node)] = Local(where if node.op == "weight" else where[:1])
+                homes[node.results[0]] = Local(where if node.op == "weight" else where[:1])
     return Pins(pins, homes)
 
 

@@ -152,8 +152,8 @@ def _spread(
 ) -> frozenset[Factor] | None:
     """The factors of `graph` that stand where the `chosen` ones of its condensed form do, in all twins; None if the
     two graphs turn out to have other factors."""
-    leaves = {n.name: Value(n) for n in graph.nodes if n.op in ("weight", "state")}
-    ours = {n.name: Value(n) for n in small.graph.nodes if n.op in ("weight", "state")}
+    leaves = {n.name: n.results[0] for n in graph.nodes if n.op in ("weight", "state")}
+    ours = {n.name: n.results[0] for n in small.graph.nodes if n.op in ("weight", "state")}
     everywhere: set[Factor] = set()
     for name, axis, at, i in cuts_of(small.graph, own, chosen, {}):
         wanted = [[f.size for f in segment] for segment in own.axes(ours[name])[axis]]
@@ -254,7 +254,7 @@ def cut_twice(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> Valu
     """A weight or state that would have two chosen factors, or one in two axes, and can be cut once only; else None."""
     for node in graph.nodes:
         if node.op in ("weight", "state"):
-            value = Value(node)
+            value = node.results[0]
             if chosen.isdisjoint(factors.of(value)):
                 continue
             axes = enumerate(factors.axes(value))
@@ -290,14 +290,14 @@ def _places(
     """Where weights and states have `chosen` factors."""
     for node in graph.nodes:
         if node.op in ("weight", "state"):
-            for axis, parts in enumerate(factors.axes(Value(node))):
+            for axis, parts in enumerate(factors.axes(node.results[0])):
                 for at, segment in enumerate(parts):
                     yield from ((f, (node.name, axis, at, i)) for i, f in enumerate(segment) if f in chosen)
 
 
 def factors_at(graph: Graph, factors: Factors, cuts: frozenset[tuple[str, int, int, int]]) -> frozenset[Factor]:
     """The factors of `graph` that `cuts_of` named in another graph over the same leaves, where it has such."""
-    leaves = {n.name: Value(n) for n in graph.nodes if n.op in ("weight", "state")}
+    leaves = {n.name: n.results[0] for n in graph.nodes if n.op in ("weight", "state")}
     named = set()
     for name, axis, at, i in cuts:
         if name in leaves:
@@ -316,7 +316,7 @@ def deal(
     """Shares of all factors that are cut, dealt in the order of their leaves, so that related plans agree; what `lies`
     on the devices already is dealt as it lies."""
     shares = Shares(proportions)
-    leaves = {n.name: factors.axes(Value(n)) for n in graph.nodes if n.op in ("weight", "state")}
+    leaves = {n.name: factors.axes(n.results[0]) for n in graph.nodes if n.op in ("weight", "state")}
     for name, axis, at, place in sorted(cuts, key=_natural):
         segments, layout = leaves[name][axis], lies.get(name)
         if isinstance(layout, Shard) and layout.axis == axis:

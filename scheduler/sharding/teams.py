@@ -271,7 +271,7 @@ class _Composition:
             return receive(shape=spec.shape, dtype=spec.dtype, source=source, sequence=number, name=node.name)
 
         graph = rewrite(graph, rule)
-        met = [Value(n) for n in graph.nodes if n.op in COLLECTIVES]
+        met = [n.results[0] for n in graph.nodes if n.op in COLLECTIVES]
         outputs = {name: value for name, value in graph.outputs.items() if name not in given}
         for name, to, number in self.sent[device]:
             value = graph.outputs[name]

@@ -54,7 +54,7 @@ def factors_text(factors: Factors) -> str:
     contracted, coupled, having = (defaultdict[Factor, list[str]](list) for _ in range(3))
     for node in factors.graph.nodes:
         if node.is_leaf:
-            for factor in factors.of(Value(node)):
+            for factor in factors.of(node.results[0]):
                 having[factor].append(ref(called[node]))
         else:
             uses = factors.uses(node)

@@ -111,8 +111,8 @@ class Views:
         self.known: dict[Value, Seen] = {}
 
     def of(self, value: Value) -> Seen:
-        if value in self.known:
-            return self.known[value]
+        if (known := self.known.get(value)) is not None:
+            return known
         chain = [value]
         while chain[-1] not in self.known and not chain[-1].node.is_leaf and op_of(chain[-1].node).is_view:
             chain.append(chain[-1].node.inputs[0])

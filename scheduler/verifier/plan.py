@@ -153,11 +153,11 @@ class _Whole:
                 if name not in known:
                     yield f"a node %{quote(name)} is placed that the graph does not have"
                     continue
-                number = self.meaning.number[Value(known.pop(name))]
+                number = self.meaning.number[known.pop(name).results[0]]
                 allowed.setdefault(number, set()).add(placed.device)
                 said[number] = (name, placed.device)
         for node in (n for n in known.values() if not n.is_leaf):  # nobody said where these run
-            allowed.pop(self.meaning.number[Value(node)], None)
+            allowed.pop(self.meaning.number[node.results[0]], None)
         for numbers, where in trace.computed.items():
             if numbers <= allowed.keys() and (strange := where.difference(*(allowed[n] for n in numbers))):
                 name, device = said[min(numbers)]
@@ -208,7 +208,7 @@ class _Whole:
 
     def _bind(self, node: Node, leaves: dict[tuple[int, str], Held]) -> Iterator[str]:
         """What of a leaf each device is given when it is loaded or fed."""
-        value, layout = Value(node), self.plan.leaves.get(node.name)
+        value, layout = node.results[0], self.plan.leaves.get(node.name)
         axes = self._axes(value, layout)
         if isinstance(axes, str):
             yield f"{node.op} %{node.label} {axes}"

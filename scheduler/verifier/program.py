@@ -90,7 +90,7 @@ class _Run:
     def _leaves(self) -> Iterator[str]:
         """Put what is there before the first step into memory."""
         memory, program = self.memory, self.program
-        leaves = {(n.op, n.name): Value(n) for n in self.graph.nodes if n.is_leaf}
+        leaves = {(n.op, n.name): n.results[0] for n in self.graph.nodes if n.is_leaf}
         for number, buffer in enumerate(program.buffers[1:], 1):
             memory.write((number, 0, buffer.nbytes), leaves[buffer.kind, buffer.name])
         for name in program.inputs.keys() - {v.node.name for v in self.graph.inputs}:

@@ -161,7 +161,7 @@ class Trace:
             for source, sender in self.groups.get(_meeting(device, node), {}).items():
                 if sender.specs != node.specs:
                     yield f"device {device}: {node!r} receives {sender!r}"
-                self.held[device][node] = [self.of(source, Value(sender))]
+                self.held[device][node] = [self.of(source, sender.results[0])]
             return
         if node.op in COLLECTIVES and node.op != "send":
             if members := self.groups.pop(_meeting(device, node), None):  # who comes last finds what all have then
@@ -270,7 +270,7 @@ class Trace:
             if theirs is None or theirs.attrs != node.attrs or theirs.specs != node.specs:
                 yield f"device {device}: constant %{node.label} is not the graph's"
                 return
-            held = Held(self.meaning.number[Value(theirs)], tuple(map(whole, node.specs[0].shape)))
+            held = Held(self.meaning.number[theirs.results[0]], tuple(map(whole, node.specs[0].shape)))
         if held is None:
             yield f"device {device}: {node.op} %{node.label} is not bound there"
         elif tuple(map(length, held.axes)) != node.specs[0].shape:

@@ -163,7 +163,7 @@ class Journal:
         name = self.program.buffers[state.buffer].name
         leaf = self.states[name]
         nodes = nodes_of(i, leaf)
-        dtypes = kept_dtype(self.backend, leaf), kept_dtype(self.backend, Value(nodes[0]))
+        dtypes = kept_dtype(self.backend, leaf), kept_dtype(self.backend, nodes[0].results[0])
         if (state.dtype, kept.dtype) != dtypes or not (index or state.shape == leaf.shape):
             yield f"{state} is kept as {kept}, need {dtypes[0]} of %{quote(name)} as {dtypes[1]}"
         if (i.node, back.node) != (f"{name}.save", f"{name}.undo"):

@@ -15,7 +15,7 @@ from ..table import binding
 from .launches import Launches
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Known:
     """An operand without an address: its spec as it is stored; of a leaf, or a view of one, also what the whole buffer
     is declared as and holds, and whether this is all of it."""

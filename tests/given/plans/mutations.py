@@ -72,7 +72,7 @@ def _sites(value: Any, path: Path) -> Iterator[Site]:
             at = (*path, ("field", "outputs"), ("key", name))
             yield from (_site(end, f.name, at) for f in dataclasses.fields(end))
         for at, node in enumerate(value.nodes):
-            yield from (_site(node, f.name, (*path, ("node", at))) for f in dataclasses.fields(node))
+            yield from (_site(node, f.name, (*path, ("node", at))) for f in dataclasses.fields(node) if f.init)
             for number, spec in enumerate(node.specs):
                 yield from _sites(spec, (*path, ("node", at), ("field", "specs"), ("item", number)))
     elif dataclasses.is_dataclass(value):
