@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import MappingProxyType
 
 import numpy as np
@@ -50,6 +51,18 @@ def test_the_repr_of_a_node_is_its_line_of_the_dump():
     assert repr(y.node) == "%up = mul_mat(%ffn_up, %norm, ordered=false, exact=true) : f32[2,3]"
     assert repr(y.node) in dump(Graph({"y": y})).splitlines()
     assert repr(y) == "%up: f32[2,3]"
+
+
+def test_there_is_one_value_of_each_result():
+    """So that mappings find it by identity; copies of nodes have results of their own."""
+    chosen = Node("top_k", (X,), MappingProxyType({"k": 1}), (Spec((1,)), Spec((1,), DType.I32)))
+    assert [Value(chosen), Value(chosen, 1)] == [*chosen.results]
+    assert Value(chosen, 1) is chosen.results[1]
+    assert copy.copy(X) is X
+    assert {X: 1}[Value(X.node)] == 1
+    again = copy.copy(chosen)
+    assert all(value.node is again and value not in chosen.results for value in again.results)
+    assert Value(chosen, 9) not in chosen.results
 
 
 def test_the_repr_of_an_unnamed_node_calls_it_by_its_op():
