@@ -152,9 +152,11 @@ def lanes_of(graphs: Sequence[Graph], group: Devices, of: Shortened | None = Non
 
     A device that cannot run how another saves its states has a program of its own.
     """
-    patterns: dict[Graph, Hashable] = {graph: pattern(graph) for graph in set(graphs)}
-    if of is not None:
-        patterns = {graph: (known, tuple(of.kinds_of(graph).values())) for graph, known in patterns.items()}
+    numbers: dict[Hashable, int] = {}
+    patterns: dict[Graph, Hashable] = {}
+    for graph in set(graphs):
+        its = pattern(graph), None if of is None else tuple(of.kinds_of(graph).values())
+        patterns[graph] = numbers.setdefault(its, len(numbers))
     alone = {known for known, times in Counter(patterns.values()).items() if times == 1}
     identities = {graph: identity(graph) for graph in patterns}
     lowered: dict[Hashable, tuple[Graph, Program, tuple[Node, ...]]] = {}
