@@ -12,23 +12,22 @@ from ....chains import changed_state
 from ....flow import Flow, apart
 from ....operands import Bound, Operand, need
 from ...compiler import Kernel, Part, part
-from ...simd.crossings import FOUR, add_products, crossed, no_products
-from ...simd.order import fourth_0, fourth_1, fourth_2, fourth_3
+from ...simd.crosswise import FOUR, add_rows, bytes_at_once, no_sums, rows_at_once, store_sums
+from ...simd.order import turn
 from ...simd.vectors import (
     LANES,
     fma,
     lane_0,
     load,
     load_scalar,
-    load_some,
     mul,
+    prefetch,
     prefetch_far,
     splat,
     splat_from,
     store,
     store_past,
     store_scalar,
-    store_some,
     sub,
     total,
     word,
@@ -53,12 +52,21 @@ Q, K, V, G, BETA, OUT = (ARGS.start(name) for name in ("q", "k", "v", "g", "beta
 DELTAS = 4 * FOUR * BLOCK
 FADES = DELTAS + 2 * 4 * BLOCK
 """Where in a thread's memory stand, behind what the rows of a block make of four vectors, the deltas of two tokens, and
-how channels fade; behind that come four vectors that meet the rows, and the keys that are written."""
+how channels fade; behind that come four vectors that meet the rows, the keys that are written, and a block turned
+over."""
 
 
 @part
 def scratch_bytes(size):
-    return FADES + 6 * 4 * size
+    return FADES + (6 + BLOCK) * 4 * size
+
+
+@part
+def turn_block(source, step, to, pace, rows, columns):
+    """A block of rows, `step` bytes apart, as columns: rows `pace` bytes apart."""
+    for r in range(0, rows, LANES):
+        for c in range(0, columns, LANES):
+            turn(source + r * step + 4 * c, step, to + c * pace + 4 * r, pace)
 
 
 @part
@@ -109,71 +117,84 @@ def alone_of(per_channel: bool) -> Part:
 
 @cache
 def two_of(per_channel: bool) -> Part:
-    """``(a, n, h, source, t, first, last, memory)``: some rows of the state, in fours, see a token and the next.
+    """``(a, n, h, source, t, first, memory)``: a block of rows of the state, which lies turned over in a thread's
+    memory, sees a token and the next.
 
     The state is read twice and written once for both, as what the second finds follows from the state before either:
-    with fading f and g, ``(S f + d k^T) g k' = S (f g k') + d (g k . k')``.
+    with fading f and g, ``(S f + d k^T) g k' = S (f g k') + d (g k . k')``.  Fading that is one number is left out of
+    sums over channels.
     """
 
-    def two(a, n, h, source, t, first, last, memory):
-        size, width = ARGS.size(a), ARGS.width(a)
-        scale, step = splat(np.float32(1.0 / math.sqrt(size))), 4 * size
-        fades, meeting, written = memory + FADES, memory + FADES + step, memory + FADES + 5 * step
-        state = ARGS.new(a, 0) + n * ARGS.new(a, 1) + step * h * width
+    def two(a, n, h, source, t, first, memory):
+        size = ARGS.size(a)
+        scale, step, fades = splat(np.float32(1.0 / math.sqrt(size))), 4 * size, memory + FADES
         q, k = address(a, Q, n, t, source), address(a, K, n, t, source)
         next_q, next_k = address(a, Q, n, t + 1, source), address(a, K, n, t + 1, source)
         g, next_g = address(a, G, n, t, h), address(a, G, n, t + 1, h)
         fade, then = exp(splat_from(g)), exp(splat_from(next_g))
+        both, written = mul(fade, then), k
+        key, query, last_key, last_query = k, q, next_k, next_q
+        if per_channel:
+            key, query, last_key, last_query = fades + step, fades + 2 * step, fades + 3 * step, fades + 4 * step
+            written = fades + 5 * step
+        ahead = 2 * (next_k - k)
         qk, ql, pk, pl = zeros(), zeros(), zeros(), zeros()
         for c in range(0, step, 4 * LANES):
+            for p in (q, k, next_q, next_k):
+                prefetch(p + ahead + c)
+            write, x, y, z = load(k + c), load(q + c), load(next_k + c), load(next_q + c)
+            qk, pl = fma(x, write, qk), fma(y, z, pl)
             if per_channel:
                 fade, then = exp(load(g + c)), exp(load(next_g + c))
-            both, key, last_key, query = mul(fade, then), load(k + c), load(next_k + c), load(next_q + c)
-            write = mul(then, key)
-            store(fades + c, both)
-            store(meeting + c, mul(fade, key))
-            store(meeting + step + c, mul(fade, load(q + c)))
-            store(meeting + 2 * step + c, mul(both, last_key))
-            store(meeting + 3 * step + c, mul(both, query))
-            store(written + c, write)
-            qk, ql = fma(load(q + c), key, qk), fma(write, last_key, ql)
-            pk, pl = fma(query, write, pk), fma(query, last_key, pl)
-        for row in range(first, last, FOUR):
-            sums = no_products()
-            for c in range(0, step, 4 * LANES):
-                sums = add_products(sums, state + row * step + c, step, meeting + c, step)
-            store(memory + 4 * FOUR * (row - first), crossed(sums))
-        own, next_own, key_first, key_last = splat(total(qk)), splat(total(pl)), splat(total(ql)), splat(total(pk))
-        v, next_v = address(a, V, n, t, h), address(a, V, n, t + 1, h)
-        out, next_out = address(a, OUT, n, t, h), address(a, OUT, n, t + 1, h)
+                both = mul(fade, then)
+                store(fades + c, both)
+                store(key + c, mul(fade, write))
+                store(query + c, mul(fade, x))
+                store(last_key + c, mul(both, y))
+                store(last_query + c, mul(both, z))
+                write = mul(then, write)
+                store(written + c, write)
+            ql, pk = fma(write, y, ql), fma(write, z, pk)
+        one = splat(np.float32(1))
+        if per_channel:
+            fade, then, both = one, one, one
+        state, at = fades + 6 * step, 0
+        while at < 4 * BLOCK:
+            sums, c = no_sums(), 0
+            while c < step:
+                rows = state + BLOCK * c + at
+                sums = add_rows(sums, rows, 4 * BLOCK, key + c, query + c, last_key + c, last_query + c)
+                c += 4 * rows_at_once()
+            store_sums(memory + at, 4 * BLOCK, sums)
+            at += bytes_at_once()
+        own, last_own = splat(total(qk)), splat(total(pl))
+        key_first, key_last = mul(then, splat(total(ql))), mul(then, splat(total(pk)))
+        v, next_v = address(a, V, n, t, h) + 4 * first, address(a, V, n, t + 1, h) + 4 * first
+        out, next_out = address(a, OUT, n, t, h) + 4 * first, address(a, OUT, n, t + 1, h) + 4 * first
         beta, next_beta = splat_from(address(a, BETA, n, t, h)), splat_from(address(a, BETA, n, t + 1, h))
-        for row in range(first, last, LANES):
-            at, left = memory + 4 * FOUR * (row - first), last - row
-            m0, m1, m2, m3 = load(at), load(at + 64), load(at + 128), load(at + 192)
-            d = mul(sub(load_some(v + 4 * row, left), fourth_0(m0, m1, m2, m3)), beta)
-            seen = fma(d, key_first, fourth_2(m0, m1, m2, m3))
-            f = mul(sub(load_some(next_v + 4 * row, left), seen), next_beta)
-            y = fma(d, own, fourth_1(m0, m1, m2, m3))
-            z = fma(f, next_own, fma(d, key_last, fourth_3(m0, m1, m2, m3)))
-            store_some(out + 4 * row, mul(y, scale), left)
-            store_some(next_out + 4 * row, mul(z, scale), left)
-            store(memory + DELTAS + 4 * (row - first), d)
-            store(memory + DELTAS + 4 * BLOCK + 4 * (row - first), f)
-        fade = mul(fade, then)
-        for row in range(first, last, FOUR):
-            d = memory + DELTAS + 4 * (row - first)
-            f, s0 = d + 4 * BLOCK, state + row * step
-            s1, s2, s3 = s0 + step, s0 + 2 * step, s0 + 3 * step
-            d0, d1, d2, d3 = splat_from(d), splat_from(d + 4), splat_from(d + 8), splat_from(d + 12)
-            f0, f1, f2, f3 = splat_from(f), splat_from(f + 4), splat_from(f + 8), splat_from(f + 12)
-            for c in range(0, step, 4 * LANES):
-                x, y = load(written + c), load(next_k + c)
+        deltas = memory + DELTAS
+        for c in range(0, 4 * BLOCK, 4 * LANES):
+            prefetch(out + 2 * (next_out - out) + c)
+            prefetch(next_out + 2 * (next_out - out) + c)
+            prefetch(v + 2 * (next_v - v) + c)
+            prefetch(next_v + 2 * (next_v - v) + c)
+            m0, m1 = mul(fade, load(memory + c)), mul(fade, load(memory + 4 * BLOCK + c))
+            m2, m3 = mul(both, load(memory + 8 * BLOCK + c)), mul(both, load(memory + 12 * BLOCK + c))
+            d = mul(sub(load(v + c), m0), beta)
+            f = mul(sub(load(next_v + c), fma(d, key_first, m2)), next_beta)
+            store(out + c, mul(fma(d, own, m1), scale))
+            store(next_out + c, mul(fma(f, last_own, fma(d, key_last, m3)), scale))
+            store(deltas + c, mul(d, then))
+            store(deltas + 4 * BLOCK + c, f)
+        for c in range(0, 4 * BLOCK, 8 * LANES):
+            d0, d1 = load(deltas + c), load(deltas + c + 4 * LANES)
+            f0, f1 = load(deltas + 4 * BLOCK + c), load(deltas + 4 * BLOCK + c + 4 * LANES)
+            for i in range(0, step, 4):
+                row, x, y = state + BLOCK * i + c, splat_from(written + i), splat_from(next_k + i)
                 if per_channel:
-                    fade = load(fades + c)
-                store(s0 + c, fma(f0, y, fma(d0, x, mul(load(s0 + c), fade))))
-                store(s1 + c, fma(f1, y, fma(d1, x, mul(load(s1 + c), fade))))
-                store(s2 + c, fma(f2, y, fma(d2, x, mul(load(s2 + c), fade))))
-                store(s3 + c, fma(f3, y, fma(d3, x, mul(load(s3 + c), fade))))
+                    both = splat_from(fades + i)
+                store(row, fma(f0, y, fma(d0, x, mul(both, load(row)))))
+                store(row + 4 * LANES, fma(f1, y, fma(d1, x, mul(both, load(row + 4 * LANES)))))
 
     return part(two)
 
@@ -200,15 +221,20 @@ def delta_net(per_channel: bool, tiled: bool) -> Kernel:
                 for c in range(start + 4 * first * size, start + 4 * last * size, 4 * LANES):
                     prefetch_far(ARGS.state(a) + c + 4 * BLOCK * size)  # the next block
                     store_past(ARGS.kept(a) + c, load(ARGS.state(a) + c))
-            alone(a, n, h, source, 0, first, last, memory)  # which takes the state from where it was
-            t = 1
-            while t < tokens:
-                if t + 1 < tokens and ARGS.new(a, 2) == 0 and (last - first) % FOUR == 0:
-                    two(a, n, h, source, t, first, last, memory)
+            in_pairs = tokens > 1 and ARGS.new(a, 2) == 0 and last - first == BLOCK
+            t = 0
+            while t < (tokens % 2 if in_pairs else tokens):
+                alone(a, n, h, source, t, first, last, memory)
+                t += 1
+            if in_pairs:
+                step, turned = 4 * size, memory + FADES + 6 * 4 * size
+                old = ARGS.state(a) + step * ((n * heads + h) * width + first)
+                new = ARGS.new(a, 0) + n * ARGS.new(a, 1) + step * (h * width + first)
+                turn_block(old if t == 0 else new, step, turned, 4 * BLOCK, BLOCK, size)
+                while t < tokens:
+                    two(a, n, h, source, t, first, memory)
                     t += 2
-                else:
-                    alone(a, n, h, source, t, first, last, memory)
-                    t += 1
+                turn_block(turned, 4 * BLOCK, new, step, size, BLOCK)
         return 0
 
     return Kernel(f"recurrent.delta_net.{'channels' if per_channel else 'heads'}.{'tiled' if tiled else 'runs'}", body)
