@@ -117,7 +117,7 @@ def _delta_needs(d: int, snapshots: int, saved: int | None = None, **_: object) 
             k=(1, 2),
         ),
         *grid(_DELTA_CASE + ", snapshots={t}", t=(4,), h=(2,), d=(16,), e=(40,), g=(1, 16), m=("tiled",)),
-        *grid(_DELTA_CASE, t=(4, 5), h=(2,), d=(32,), e=(40,), g=(1, 32), m=("interleaved",)),
+        *grid(_DELTA_CASE, t=(4, 8, 9), h=(2,), d=(32,), e=(40,), g=(1, 32), m=("interleaved",)),
         *grid(_DELTA_CASE + ", exact=false", t=(70,), h=(2,), d=(64,), e=(16,), g=(1, 64), m=("tiled",)),
     ),
     errors=(

@@ -12,14 +12,16 @@ from ....chains import changed_state
 from ....flow import Flow, apart
 from ....operands import Bound, Operand, need
 from ...compiler import Kernel, Part, part
-from ...simd.crosswise import FOUR, add_rows, bytes_at_once, no_sums, rows_at_once, store_sums
-from ...simd.order import turn
+from ...simd.crossings import FOUR, add_products, crossed, no_products
+from ...simd.crosswise import add_rows, bytes_at_once, no_sums, rows_at_once, store_sums
+from ...simd.order import fourth_0, fourth_1, fourth_2, fourth_3, turn
 from ...simd.vectors import (
     LANES,
     fma,
     lane_0,
     load,
     load_scalar,
+    load_some,
     mul,
     prefetch,
     prefetch_far,
@@ -28,6 +30,7 @@ from ...simd.vectors import (
     store,
     store_past,
     store_scalar,
+    store_some,
     sub,
     total,
     word,
@@ -49,6 +52,8 @@ none where only the last is asked for.  Each thread has `scratch_bytes` of memor
 Q, K, V, G, BETA, OUT = (ARGS.start(name) for name in ("q", "k", "v", "g", "beta", "out"))
 
 
+MANY = 8
+"""So many tokens see a block of rows turned over: to turn it there and back takes as long as three pairs save."""
 DELTAS = 4 * FOUR * BLOCK
 FADES = DELTAS + 2 * 4 * BLOCK
 """Where in a thread's memory stand, behind what the rows of a block make of four vectors, the deltas of two tokens, and
@@ -117,15 +122,85 @@ def alone_of(per_channel: bool) -> Part:
 
 @cache
 def two_of(per_channel: bool) -> Part:
-    """``(a, n, h, source, t, first, memory)``: a block of rows of the state, which lies turned over in a thread's
-    memory, sees a token and the next.
+    """``(a, n, h, source, t, first, last, memory)``: some rows of the state, in fours, see a token and the next.
 
     The state is read twice and written once for both, as what the second finds follows from the state before either:
-    with fading f and g, ``(S f + d k^T) g k' = S (f g k') + d (g k . k')``.  Fading that is one number is left out of
-    sums over channels.
+    with fading f and g, ``(S f + d k^T) g k' = S (f g k') + d (g k . k')``.
     """
 
-    def two(a, n, h, source, t, first, memory):
+    def two(a, n, h, source, t, first, last, memory):
+        size, width = ARGS.size(a), ARGS.width(a)
+        scale, step = splat(np.float32(1.0 / math.sqrt(size))), 4 * size
+        fades, meeting, written = memory + FADES, memory + FADES + step, memory + FADES + 5 * step
+        state = ARGS.new(a, 0) + n * ARGS.new(a, 1) + step * h * width
+        q, k = address(a, Q, n, t, source), address(a, K, n, t, source)
+        next_q, next_k = address(a, Q, n, t + 1, source), address(a, K, n, t + 1, source)
+        g, next_g = address(a, G, n, t, h), address(a, G, n, t + 1, h)
+        fade, then = exp(splat_from(g)), exp(splat_from(next_g))
+        qk, ql, pk, pl = zeros(), zeros(), zeros(), zeros()
+        for c in range(0, step, 4 * LANES):
+            if per_channel:
+                fade, then = exp(load(g + c)), exp(load(next_g + c))
+            both, key, last_key, query = mul(fade, then), load(k + c), load(next_k + c), load(next_q + c)
+            write = mul(then, key)
+            store(fades + c, both)
+            store(meeting + c, mul(fade, key))
+            store(meeting + step + c, mul(fade, load(q + c)))
+            store(meeting + 2 * step + c, mul(both, last_key))
+            store(meeting + 3 * step + c, mul(both, query))
+            store(written + c, write)
+            qk, ql = fma(load(q + c), key, qk), fma(write, last_key, ql)
+            pk, pl = fma(query, write, pk), fma(query, last_key, pl)
+        for row in range(first, last, FOUR):
+            sums = no_products()
+            for c in range(0, step, 4 * LANES):
+                sums = add_products(sums, state + row * step + c, step, meeting + c, step)
+            store(memory + 4 * FOUR * (row - first), crossed(sums))
+        own, next_own, key_first, key_last = splat(total(qk)), splat(total(pl)), splat(total(ql)), splat(total(pk))
+        v, next_v = address(a, V, n, t, h), address(a, V, n, t + 1, h)
+        out, next_out = address(a, OUT, n, t, h), address(a, OUT, n, t + 1, h)
+        beta, next_beta = splat_from(address(a, BETA, n, t, h)), splat_from(address(a, BETA, n, t + 1, h))
+        for row in range(first, last, LANES):
+            at, left = memory + 4 * FOUR * (row - first), last - row
+            m0, m1, m2, m3 = load(at), load(at + 64), load(at + 128), load(at + 192)
+            d = mul(sub(load_some(v + 4 * row, left), fourth_0(m0, m1, m2, m3)), beta)
+            seen = fma(d, key_first, fourth_2(m0, m1, m2, m3))
+            f = mul(sub(load_some(next_v + 4 * row, left), seen), next_beta)
+            y = fma(d, own, fourth_1(m0, m1, m2, m3))
+            z = fma(f, next_own, fma(d, key_last, fourth_3(m0, m1, m2, m3)))
+            store_some(out + 4 * row, mul(y, scale), left)
+            store_some(next_out + 4 * row, mul(z, scale), left)
+            store(memory + DELTAS + 4 * (row - first), d)
+            store(memory + DELTAS + 4 * BLOCK + 4 * (row - first), f)
+        fade = mul(fade, then)
+        for row in range(first, last, FOUR):
+            d = memory + DELTAS + 4 * (row - first)
+            f, s0 = d + 4 * BLOCK, state + row * step
+            s1, s2, s3 = s0 + step, s0 + 2 * step, s0 + 3 * step
+            d0, d1, d2, d3 = splat_from(d), splat_from(d + 4), splat_from(d + 8), splat_from(d + 12)
+            f0, f1, f2, f3 = splat_from(f), splat_from(f + 4), splat_from(f + 8), splat_from(f + 12)
+            for c in range(0, step, 4 * LANES):
+                x, y = load(written + c), load(next_k + c)
+                if per_channel:
+                    fade = load(fades + c)
+                store(s0 + c, fma(f0, y, fma(d0, x, mul(load(s0 + c), fade))))
+                store(s1 + c, fma(f1, y, fma(d1, x, mul(load(s1 + c), fade))))
+                store(s2 + c, fma(f2, y, fma(d2, x, mul(load(s2 + c), fade))))
+                store(s3 + c, fma(f3, y, fma(d3, x, mul(load(s3 + c), fade))))
+
+    return part(two)
+
+
+@cache
+def two_turned_of(per_channel: bool) -> Part:
+    """``(a, n, h, source, t, first, memory)``: as `two_of`, for a block of rows that lies turned over in a thread's
+    memory: lanes are rows, so none are added up.  Fading that is one number is left out of sums over channels.
+
+    Tokens lie pages apart, so what the next two read and write is fetched; a line of `out` that is not there yet would
+    hold up all stores of the state behind it.
+    """
+
+    def two_turned(a, n, h, source, t, first, memory):
         size = ARGS.size(a)
         scale, step, fades = splat(np.float32(1.0 / math.sqrt(size))), 4 * size, memory + FADES
         q, k = address(a, Q, n, t, source), address(a, K, n, t, source)
@@ -196,7 +271,7 @@ def two_of(per_channel: bool) -> Part:
                 store(row, fma(f0, y, fma(d0, x, mul(both, load(row)))))
                 store(row + 4 * LANES, fma(f1, y, fma(d1, x, mul(both, load(row + 4 * LANES)))))
 
-    return part(two)
+    return part(two_turned)
 
 
 @cache
@@ -204,7 +279,7 @@ def delta_net(per_channel: bool, tiled: bool) -> Kernel:
     """The rule for `keyed` heads of keys with `size` elements and `heads` of values with `width`; the `state` before is
     kept where `kept` says (0: nowhere) and becomes the `new` one."""
 
-    alone, two = alone_of(per_channel), two_of(per_channel)
+    alone, two, two_turned = (of(per_channel) for of in (alone_of, two_of, two_turned_of))
 
     def body(a, thread, threads):
         tokens, keyed, heads, size, width = ARGS.tokens(a), ARGS.keyed(a), ARGS.heads(a), ARGS.size(a), ARGS.width(a)
@@ -221,18 +296,23 @@ def delta_net(per_channel: bool, tiled: bool) -> Kernel:
                 for c in range(start + 4 * first * size, start + 4 * last * size, 4 * LANES):
                     prefetch_far(ARGS.state(a) + c + 4 * BLOCK * size)  # the next block
                     store_past(ARGS.kept(a) + c, load(ARGS.state(a) + c))
-            in_pairs = tokens > 1 and ARGS.new(a, 2) == 0 and last - first == BLOCK
+            is_turned = tokens >= MANY and ARGS.new(a, 2) == 0 and last - first == BLOCK
+            in_pairs = not is_turned and ARGS.new(a, 2) == 0 and (last - first) % FOUR == 0
             t = 0
-            while t < (tokens % 2 if in_pairs else tokens):
-                alone(a, n, h, source, t, first, last, memory)
-                t += 1
-            if in_pairs:
+            while t < (tokens % 2 if is_turned else tokens):
+                if in_pairs and 0 < t < tokens - 1:  # the first takes the state from where it was
+                    two(a, n, h, source, t, first, last, memory)
+                    t += 2
+                else:
+                    alone(a, n, h, source, t, first, last, memory)
+                    t += 1
+            if is_turned:
                 step, turned = 4 * size, memory + FADES + 6 * 4 * size
                 old = ARGS.state(a) + step * ((n * heads + h) * width + first)
                 new = ARGS.new(a, 0) + n * ARGS.new(a, 1) + step * (h * width + first)
                 turn_block(old if t == 0 else new, step, turned, 4 * BLOCK, BLOCK, size)
                 while t < tokens:
-                    two(a, n, h, source, t, first, memory)
+                    two_turned(a, n, h, source, t, first, memory)
                     t += 2
                 turn_block(turned, 4 * BLOCK, new, step, size, BLOCK)
         return 0
