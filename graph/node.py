@@ -26,10 +26,11 @@ LEAVES = ("input", "weight", "state", "constant")
 @made_of(GraphError)
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """One operation: its op's name, the values it reads, its attributes, the specs of its results, and these.
+    """One operation: its op's name, the values it reads, its attributes, the specs of its results.
 
-    An optional operand that was left out is None in `src`.  Equality is identity.  `name` is free text for people
-    and may be empty; for leaves it is the key under which the value is bound.
+    An optional operand that was left out is None in `src`; `results` are the values that it makes, in order.  Equality
+    is identity.  `name` is free text for people and may be empty; for leaves it is the key under which the value is
+    bound.
     """
 
     op: str
