@@ -18,7 +18,7 @@ from .launches import Launches
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
     """An operand without an address: its spec as it is stored; of a leaf, or a view of one, also what the whole buffer
-    is declared as and holds, and whether this is all of it."""
+    is declared as and holds, and whether this is all of it.  Equality is identity: a backend makes each once."""
 
     spec: Spec
     declared: Spec | None = None
