@@ -152,8 +152,8 @@ def lanes_of(graphs: Sequence[Graph], group: Devices, of: Shortened | None = Non
 
     A device that cannot run how another saves its states has a program of its own.
     """
-    numbers: dict[Hashable, int] = {}
-    patterns: dict[Graph, Hashable] = {}
+    numbers: dict[Hashable, int] = {}  # in the place of patterns: each lookup of one hashes all nodes of a graph
+    patterns: dict[Graph, int] = {}
     for graph in set(graphs):
         its = pattern(graph), None if of is None else tuple(of.kinds_of(graph).values())
         patterns[graph] = numbers.setdefault(its, len(numbers))
