@@ -40,16 +40,19 @@ def lines(name: str, speeds: Speeds, devices: int) -> list[str]:
     rows = [
         f"{name}: a launch {speeds.launch * 1e6:.2f} us{link if devices > 1 else ''}",
         f"  attention {speeds.plain_flops / 1e9:.1f} GFLOP/s, recurrences {speeds.recurrent_flops / 1e9:.1f} GFLOP/s, "
-        f"values between ops {speeds.value_bandwidth / 1e9:.1f} GB/s",
+        f"states {speeds.state_bandwidth / 1e9:.1f} GB/s, values between ops {speeds.value_bandwidth / 1e9:.1f} GB/s",
     ]
+    if speeds.held:
+        held = [f"{share:.0%} of {float(size) / 1e6:.0f} MB" for size, share in speeds.held.items()]
+        rows.append(f"  of weights that each token reads caches hold {', '.join(held)}")
     if devices > 1:
         rows.append(
             f"  while the others wait one computes {speeds.alone_flops:.2f} times as fast, "
             f"and reads memory {speeds.alone_bandwidth:.2f} times"
         )
     rows += [
-        f"  {kind:5} a vector {rate / 1e9:6.1f} GB/s, a prompt {speeds.flops[kind] / 1e9:7.1f} GFLOP/s, "
-        f"unpacked {speeds.unpacking[kind] / 1e9:5.1f} GB/s"
+        f"  {kind:5} a vector {rate / 1e9:6.1f} GB/s, in caches {speeds.cached.get(kind, rate) / 1e9:6.1f} GB/s, "
+        f"a prompt {speeds.flops[kind] / 1e9:7.1f} GFLOP/s, unpacked {speeds.unpacking[kind] / 1e9:5.1f} GB/s"
         for kind, rate in speeds.bandwidth.items()
     ]
     return rows

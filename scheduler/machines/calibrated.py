@@ -7,6 +7,7 @@ a group for which nothing was measured is estimated with built-in speeds.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping
@@ -95,9 +96,15 @@ def speeds_data(speeds: Speeds) -> dict[str, float | dict[str, float]]:
 
 
 def _is_possible(s: Speeds) -> bool:
-    measured = replace(s.machine, op_flops=s.flops, op_bandwidth=s.bandwidth)  # every type's, as every op's would be
-    unpacked = (0.0, *s.unpacking.values())
-    return bool(s.bandwidth and s.flops) and all(replace(measured, unpack_bandwidth=u).is_possible for u in unpacked)
+    each = replace(s.machine, op_flops=s.flops, op_bandwidth=s.bandwidth)  # every type's, as every op's would be
+    others = (s.unpacking, s.cached, *[{"": s.state_bandwidth}] * (s.state_bandwidth != 0))
+    held = [(float(size), share) for size, share in s.held.items()]
+    return (
+        bool(s.bandwidth and s.flops)
+        and all(replace(each, op_bandwidth=speeds).is_possible for speeds in (s.bandwidth, *others))
+        and held == sorted(held)
+        and all(0 < size < math.inf and 0 <= share <= 1 for size, share in held)
+    )
 
 
 @cache

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import NamedTuple
 
 from ...backends.abilities import OTHERS
+from ...graph import Graph
 from ...graph.node import Node, Value
 from ...graph.records import dataclass
 from ...ops import op_of
@@ -237,6 +238,19 @@ class Counts:
             rows = flops / 2 / weights if weights else 0.0
             work = self._known[key] = Work(flops, nbytes, min(nbytes, kept), judged_as, rows)
         return work
+
+
+def read_by(graph: Graph) -> dict[Node, float]:
+    """The weights and states that a run of `graph` reads, with the bytes of each: of a table only rows, of experts only
+    those that tokens take."""
+    counts, read = Counts(), defaultdict[Node, float](float)
+    for node in graph.nodes:
+        sizes = [(home, source.spec.nbytes) for source in node.inputs if (home := home_of(source)).op in KEPT]
+        if sizes and not node.is_leaf and (kept := counts.of(node).kept):
+            whole = sum(size for _, size in sizes)
+            for home, size in sizes:
+                read[home] += kept * size / whole
+    return read
 
 
 def leaf_of(value: Value) -> Node:

@@ -6,18 +6,32 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import field, replace
 
+import numpy as np
+
+from ...backends.abilities import OTHERS
 from ...graph import Graph
 from ...graph.records import dataclass
-from .hardware import CPU, Hardware
+from .hardware import CPU, Hardware, read_by
+
+RUNS = 64
+"""What is read within so many runs stays in caches or goes: of a table it is some rows, of experts all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of a group of devices at work together: by dtype of weights the bytes/s in which a vector is multiplied and the
-    FLOP/s in which many are; seconds of a launch; bytes/s of a message between two, and the seconds in which they meet;
-    FLOP/s of what reads none; how many times as fast one of them computes, and reads memory, while the others wait;
-    bytes/s of values that ops hand on; FLOP/s of tokens that follow each other through a state; and by dtype of weights
-    the bytes/s in which they are unpacked for many vectors."""
+    """Of a group of devices at work together, in bytes/s, FLOP/s and seconds; what is 0 or empty is not known.
+
+    By dtype of weights: `bandwidth`, in which a vector is multiplied with those that come from memory, and `cached`
+    with those that caches hold; `flops` of many vectors, and `unpacking`, in which weights are unpacked for these.
+    `held` is the share of what runs read again and again that they find in caches, by the bytes that all devices read.
+
+    By what reads no weights: `plain_flops`; `recurrent_flops` of tokens that follow each other through a state;
+    `state_bandwidth`, in which states are read; `value_bandwidth` of values that ops hand on.
+
+    Of devices: `launch`; `link_bandwidth` of a message between two, and `link_latency`, in which they meet;
+    `alone_flops` and `alone_bandwidth`, how many times as fast one of them computes, and reads memory, while the others
+    wait.
+    """
 
     bandwidth: Mapping[str, float]
     flops: Mapping[str, float]
@@ -30,6 +44,9 @@ class Speeds:
     value_bandwidth: float = 0.0
     recurrent_flops: float = 0.0
     unpacking: Mapping[str, float] = field(default_factory=dict)
+    cached: Mapping[str, float] = field(default_factory=dict)
+    held: Mapping[str, float] = field(default_factory=dict)
+    state_bandwidth: float = 0.0
 
     def hardware(self, graph: Graph) -> Hardware:
         """Speeds for the mixture of weights that `graph` has; a dtype that was not measured counts as the slowest."""
@@ -41,9 +58,31 @@ class Speeds:
         return replace(
             self.machine,
             flops=_mixed(self.flops, numbers),
-            bandwidth=_mixed(self.bandwidth, nbytes),
+            bandwidth=self._reading(graph),
             unpack_bandwidth=_mixed(self.unpacking, nbytes) if self.unpacking else 0.0,
         )
+
+    def _reading(self, graph: Graph) -> float:
+        """Bytes/s of the weights of `graph` in runs one after the other, which find some of them in caches."""
+        read = read_by(graph)
+        share = self.held_share(sum(min(leaf.specs[0].nbytes, RUNS * nbytes) for leaf, nbytes in read.items()))
+        speeds = {
+            kind: 1 / (share / max(far, self.cached.get(kind, far)) + (1 - share) / far)
+            for kind, far in self.bandwidth.items()
+        }
+        amounts = defaultdict[str, float](float)
+        for leaf, nbytes in read.items():
+            if leaf.op == "weight":
+                amounts[str(leaf.specs[0].dtype)] += nbytes
+        return _mixed(speeds, amounts)
+
+    def held_share(self, nbytes: float) -> float:
+        """The share that caches hold of so many bytes that runs read again; of more than were measured they hold no
+        more bytes."""
+        if not self.held:
+            return 0.0
+        sizes, shares = [0.0, *map(float, self.held)], [1.0, *self.held.values()]
+        return float(np.interp(nbytes, sizes, shares)) * min(1.0, sizes[-1] / max(nbytes, 1.0))
 
     @property
     def machine(self) -> Hardware:
@@ -57,6 +96,7 @@ class Speeds:
             alone_bandwidth=self.alone_bandwidth,
             value_bandwidth=self.value_bandwidth,
             recurrent_flops=self.recurrent_flops,
+            op_bandwidth={OTHERS: self.state_bandwidth} if self.state_bandwidth else {},
         )
 
 

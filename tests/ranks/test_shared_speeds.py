@@ -17,7 +17,7 @@ from hocket.scheduler import CPU
 from hocket.scheduler.machines import calibrated
 from hocket.scheduler.machines.calibrated import group_name, hardware_of, keep_speeds
 from hocket.scheduler.machines.speeds import Speeds
-from hocket.scheduler.probing.calibrating import products
+from hocket.scheduler.probing.probe_graphs import products
 from hocket.scheduler.shared_speeds import shared_speeds
 
 from ..given.models.goldens import FIXTURES

@@ -19,8 +19,8 @@ from hocket.cli import main
 from hocket.frontends.commands import calibrate
 from hocket.frontends.devices import ONE_DEVICE, found
 from hocket.frontends.measuring import compared
-from hocket.graph import DType, constant, input, state
-from hocket.ops import add, reshape, set_rows
+from hocket.graph import DType, Graph, constant, input, state, weight
+from hocket.ops import add, get_rows, mul_mat, mul_mat_id, reshape, set_rows
 from hocket.scheduler import CPU, kept_plan, plan_for
 from hocket.scheduler.machines.calibrated import (
     Speeds,
@@ -33,17 +33,8 @@ from hocket.scheduler.machines.calibrated import (
     told_speeds,
 )
 from hocket.scheduler.machines.hardware import MANY, Counts, Hardware, home_of
-from hocket.scheduler.probing.calibrating import (
-    ROWS,
-    STEPS,
-    Watch,
-    attended,
-    chain,
-    middle,
-    products,
-    recurrent,
-    speeds_of,
-)
+from hocket.scheduler.probing.calibrating import Watch, middle, speeds_of
+from hocket.scheduler.probing.probe_graphs import ROWS, STEPS, attended, chain, looked_back, products, recurrent
 from hocket.scheduler.telling.measured import Measured, Step
 
 from ..given.models.goldens import TINY
@@ -105,11 +96,17 @@ def _foreign(file: Path) -> None:
     keep(file, json.dumps({"of": "another", "speeds": {}}).encode())
 
 
-def _impossible(file: Path) -> None:
-    keep_speeds({"cpu": Speeds({"f32": 0.0}, {"f32": 1.0}, 0.0)})
+def _impossible(**figures: object):
+    return lambda file: keep_speeds({"cpu": replace(SPEEDS, **figures)})
 
 
-@pytest.mark.parametrize("spoil", [_cut, _foreign, _impossible])
+IMPOSSIBLE = (
+    *({"bandwidth": {"f32": 0.0}}, {"unpacking": {"f32": -1.0}}, {"cached": {"f32": 0.0}}, {"state_bandwidth": -1.0}),
+    *({"held": held} for held in ({"64": 1.1}, {"64": -0.1}, {"0": 0.5}, {"x": 0.5}, {"64": 0.5, "32": 0.6})),
+)
+
+
+@pytest.mark.parametrize("spoil", [_cut, _foreign, *(_impossible(**figures) for figures in IMPOSSIBLE)])
 def test_a_file_that_does_not_fit_is_left_aside_in_one_line(spoil, caplog: pytest.LogCaptureFixture):
     graph, group = chain(64), [find("cpu:0")]
     keep_speeds({group_name(group): SPEEDS})
@@ -138,7 +135,8 @@ def test_what_a_clock_says_becomes_speeds_that_predict_it():
         plan = runs[0].plan
         is_near = is_again and plan.graph.inputs[0].shape[0] in (MANY, ROWS)
         bandwidth = KNOWN.value_bandwidth if is_near else KNOWN.bandwidth
-        slow = 3 if plan.graph.inputs[0].node.name == "q" and not is_again else 1
+        q = plan.graph.inputs[0]
+        slow = 3 if q.node.name == "q" and q.shape[0] == ROWS and not is_again else 1
         return slow * plan_for(plan.graph, plan.group, hardware=replace(KNOWN, bandwidth=bandwidth)).cost.total
 
     speeds = speeds_of([find("numpy:0")], clock, kinds=(DType.F32,), rounds=1)
@@ -149,6 +147,67 @@ def test_what_a_clock_says_becomes_speeds_that_predict_it():
     assert speeds.plain_flops == pytest.approx(KNOWN.plain_flops, rel=0.02)
     assert speeds.recurrent_flops == pytest.approx(KNOWN.recurrent_flops, rel=0.02)
     assert speeds.value_bandwidth == pytest.approx(KNOWN.value_bandwidth, rel=0.02)
+    assert speeds.state_bandwidth == pytest.approx(KNOWN.bandwidth, rel=0.02)
+
+
+def test_of_what_is_read_again_caches_hold_as_much_as_the_clock_says():
+    """A clock by which a cache holds the last 110 MB, and what it holds is read four times as quickly."""
+    cache: list[tuple[object, int]] = []
+
+    def clock(runs):
+        plan = runs[0].plan
+        size = sum(v.spec.nbytes for v in plan.graph.weights)
+        is_held = (runs[0], size) in cache
+        if is_held:
+            cache.remove((runs[0], size))
+        cache.append((runs[0], size))
+        while sum(size for _, size in cache) > 110e6:
+            del cache[0]
+        bandwidth = KNOWN.bandwidth * (4 if is_held else 1)
+        return plan_for(plan.graph, plan.group, hardware=replace(KNOWN, bandwidth=bandwidth)).cost.total
+
+    kinds = (DType.Q8_0, DType.F16, DType.F32)
+    speeds = speeds_of([find("numpy:0")], clock, kinds=kinds, rounds=1)
+    assert [*speeds.bandwidth.values()] == pytest.approx([KNOWN.bandwidth] * 3, rel=0.02)
+    assert [*speeds.cached.values()] == pytest.approx([4 * KNOWN.bandwidth] * 3, rel=0.05)
+    assert {round(float(size) / 1e6): share for size, share in speeds.held.items()} == pytest.approx(
+        {67: 1.0, 101: 1.0, 134: 0.0, 201: 0.0}, abs=0.03
+    )
+    again = {number: speeds.hardware(products(DType.F32, number, 1)).bandwidth for number in (1, 4, 12, 64)}
+    assert again == pytest.approx({1: 60e9, 4: 60e9, 12: 15e9, 64: 15e9}, rel=0.05)
+
+
+HELD = replace(SPEEDS, cached={"q8_0": 30e9}, held={"100e6": 0.8, "200e6": 0.2})
+
+
+def test_the_share_that_caches_hold_falls_with_what_is_read():
+    assert [HELD.held_share(size) for size in (0, 50e6, 100e6, 150e6, 200e6)] == pytest.approx([1, 0.9, 0.8, 0.5, 0.2])
+    assert HELD.held_share(400e6) == pytest.approx(0.1), "as many bytes as of what was measured"
+    assert SPEEDS.held_share(1.0) == 0.0, "nothing is known of caches"
+    assert HELD.hardware(products(DType.F32, 1, 1)).bandwidth == 20e9, "no quicker than was measured"
+
+
+def test_of_a_table_rows_are_read_and_of_experts_in_the_end_all():
+    """Rows push nothing out of caches; experts do, as many as are taken within some tokens."""
+    table, ids = weight("table", (1 << 20, 64), "q8_0"), constant("ids", np.array([3], np.int32))
+    dense, experts = weight("w", (1024, 1024), "q8_0"), weight("experts", (96, 1024, 1024), "q8_0")
+    x, chosen = input("x", (1, 1024)), constant("chosen", np.array([[1, 5]], np.int32))
+
+    def bandwidth(**outputs):
+        return HELD.hardware(Graph(outputs)).bandwidth
+
+    size = float(dense.spec.nbytes)
+    alone, of_all = (s / 30e9 + (1 - s) / 10e9 for s in (HELD.held_share(size), HELD.held_share(96 * size)))
+    assert bandwidth(y=mul_mat(dense, x), z=get_rows(table, ids)) == pytest.approx(1 / alone, rel=1e-3)
+    rows = reshape(x, shape=(1, 1, 1024))
+    assert bandwidth(y=mul_mat_id(experts, rows, chosen)) == pytest.approx(1 / of_all, rel=1e-3)
+
+
+def test_states_are_read_at_a_speed_of_their_own():
+    seen = looked_back(1 << 20)
+    speeds = replace(SPEEDS, value_bandwidth=1e15, plain_flops=1e15, launch=1e-12, state_bandwidth=2e9)
+    seconds = plan_for(seen, [find("numpy:0")], hardware=speeds.hardware(seen)).cost.total
+    assert seconds == pytest.approx(sum(v.spec.nbytes for v in seen.states) / 2e9, rel=0.01)
 
 
 def test_measured_times_of_reading_and_arithmetic_add_up():
@@ -234,14 +293,15 @@ def test_a_device_whose_fellows_wait_is_as_much_faster_as_the_clock_says():
 
 
 def test_the_command_keeps_what_it_measures(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(calibrate, "speeds_of", lambda group: SPEEDS)
+    monkeypatch.setattr(calibrate, "speeds_of", lambda group: HELD)
     assert main(["calibrate"]) == 0
     out, err = capsys.readouterr()
-    assert "q8_0  a vector   10.0 GB/s, a prompt     4.0 GFLOP/s, unpacked   2.0 GB/s" in out
+    assert "q8_0  a vector   10.0 GB/s, in caches   30.0 GB/s, a prompt     4.0 GFLOP/s, unpacked   2.0 GB/s" in out
+    assert "of weights that each token reads caches hold 80% of 100 MB, 20% of 200 MB" in out
     assert str(speeds_file()) in err
     known = read_speeds(speeds_file())
     assert known is not None
-    assert list(known.values()) == [SPEEDS] * len(known)
+    assert list(known.values()) == [HELD] * len(known)
 
 
 def test_what_cannot_be_kept_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path):

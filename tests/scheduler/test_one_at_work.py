@@ -11,7 +11,7 @@ from hocket.graph import DType
 from hocket.scheduler import plan_for
 from hocket.scheduler.choosing.uses import Use
 from hocket.scheduler.machines.hardware import Hardware
-from hocket.scheduler.probing.calibrating import products
+from hocket.scheduler.probing.probe_graphs import products
 from hocket.scheduler.stages import WORK, Stage, take_turns
 from hocket.scheduler.succession import gain
 
