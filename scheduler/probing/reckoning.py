@@ -49,7 +49,11 @@ class Reckoning:
             cached={kind: 1 / seconds for kind, seconds in self.near.items()},
             held=self.held,
         )
-        return own if self.devices == 1 else replace(own, **self.links(), **self.alone())
+        if self.devices == 1:
+            return own
+        link, latency = self.links()
+        computes, reads = self.alone()
+        return replace(own, link_bandwidth=link, link_latency=latency, alone_flops=computes, alone_bandwidth=reads)
 
     @property
     def plain(self) -> float:
@@ -116,24 +120,24 @@ class Reckoning:
             shares[str(self.devices * sum(nbytes for nbytes, _ in kept))] = least
         return shares
 
-    def links(self) -> dict[str, float]:
-        """Of messages between two devices."""
+    def links(self) -> tuple[float, float]:
+        """Bytes/s of messages between two devices, and seconds in which these meet."""
         short, long, latency = (
             max(0.0, self.seconds[with_it] - self.seconds[without]) / max(1, self.plans[with_it].cost.meetings)
             for with_it, without in (*((f"there {n}", f"here {n}") for n in (SHORT, LONG)), ("sums", "summands"))
         )
         moved = 4 * (LONG - SHORT)
-        return {"link_bandwidth": moved / max(long - short, moved / 1e13), "link_latency": latency}
+        return moved / max(long - short, moved / 1e13), latency
 
-    def alone(self) -> dict[str, float]:
-        """How many times as fast a device is whose fellows wait."""
+    def alone(self) -> tuple[float, float]:
+        """How many times as fast a device computes whose fellows wait, and reads memory."""
         names = [name.partition(" ")[2] for name in self.seconds if name.startswith("alone ")]
         times = {name: self.beyond(name) / self.beyond(name, self.seconds[f"alone {name}"]) for name in names}
         computes, reads = (
             max(1.0, median(times for name, times in times.items() if name.startswith(what)))
             for what in ("rows", "read")
         )
-        return {"alone_flops": computes, "alone_bandwidth": reads}
+        return computes, reads
 
     def beyond(self, name: str, seconds: float | None = None) -> float:
         """The seconds that are no launches; at least a tenth."""
