@@ -32,6 +32,11 @@ LOOKS: Mapping[str, tuple[str, int]] = MappingProxyType(
     }
 )
 """That which looks bytes up in 16 others."""
+MOVES: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {"avx512bw": ("llvm.x86.vgf2p8affineqb.512", 64), "avx2": ("llvm.x86.vgf2p8affineqb.256", 32)}
+)
+"""That which multiplies each byte, as eight bits, by a matrix of bits, on a processor with ``gfni``.  A matrix is eight
+bytes: the last says which bits of a byte add up to the lowest bit of the result, the first which to the highest."""
 
 
 def best(of: Mapping[str, tuple[str, int]]) -> tuple[str, int] | None:
@@ -45,22 +50,39 @@ def has_fours() -> bool:
 
 
 def in_parts(b: Any, name: str, element: ir.Type, size: int, *values: Any) -> Any:
-    """The result, of such elements, of an instruction that takes so many bytes of each vector, on longer ones."""
+    """The result, of such elements, of an instruction that takes so many bytes of each vector, on longer ones; numbers
+    and shorter vectors it takes as they are."""
     result = ir.VectorType(element, 8 * size // element.width)
-    counts = [8 * size // v.type.element.width for v in values]
     parts = [
-        simd.called(b, name, result, *(_part(b, v, i * n, n) for v, n in zip(values, counts, strict=True)))
-        for i in range(values[0].type.count // counts[0])
+        simd.called(b, name, result, *(_part(b, v, i, size) for v in values)) for i in range(_nbytes(values[0]) // size)
     ]
     while len(parts) > 1:
         parts = [_joined(b, *parts[i : i + 2]) for i in range(0, len(parts), 2)]
     return parts[0]
 
 
-def _part(b: Any, vector: Any, first: int, count: int) -> Any:
-    if count == vector.type.count:
-        return vector
-    return b.shuffle_vector(vector, vector, _lanes(range(first, first + count)))
+def moved_bits(b: Any, x: Any, at: int, width: int, to: int) -> Any:
+    """So many bits from bit `at` of each byte on, as those from bit `to` on, and zeros beside them."""
+    if at != to and features().get("gfni") and (known := best(MOVES)) is not None:
+        name, size = known
+        rows = [1 << bit - to + at if to <= bit < to + width else 0 for bit in reversed(range(8))]
+        matrix = ir.Constant(ir.VectorType(_B.element, size), rows * (size // 8))
+        return in_parts(b, name, _B.element, size, x, matrix, ir.Constant(_B.element, 0))
+    return b.shl(b.and_(b.lshr(x, bytes_of(at)), bytes_of((1 << width) - 1)), bytes_of(to))
+
+
+def _nbytes(value: Any) -> int:
+    """Of a vector; of a number 0."""
+    kind = value.type
+    return kind.count * kind.element.width // 8 if isinstance(kind, ir.VectorType) else 0
+
+
+def _part(b: Any, value: Any, i: int, size: int) -> Any:
+    """Piece `i`, of so many bytes, of what is longer."""
+    if _nbytes(value) <= size:
+        return value
+    count = 8 * size // value.type.element.width
+    return b.shuffle_vector(value, value, _lanes(range(i * count, (i + 1) * count)))
 
 
 def _joined(b: Any, x: Any, y: Any) -> Any:

@@ -30,7 +30,7 @@ from llvmlite import ir
 
 from ....graph.records import dataclass
 from . import vectors as simd
-from .bytes import four_everywhere, look_up
+from .bytes import four_everywhere, look_up, moved_bits
 from .dots import Codes, Products
 from .order import fold_4, fold_8
 from .vectors import ADDRESS, BYTES, FLOATS, INTS, LANES, NOTHING, Intrinsic, intrinsic, several
@@ -83,8 +83,7 @@ def codes_of(widths: tuple[int, ...], table: Intrinsic | None = None) -> Intrins
     def codes(b, p, h):
         vectors = _fields(b, p, widths[0])
         for high in widths[1:]:
-            tops = [b.shl(x, simd.bytes_of(widths[0])) for x in _fields(b, h, high)]
-            vectors = [b.or_(x, y) for x, y in zip(vectors, tops, strict=True)]
+            vectors = [b.or_(x, y) for x, y in zip(vectors, _fields(b, h, high, widths[0]), strict=True)]
         if table is not None:
             vectors = [look_up.body(b, table.body(b), x) for x in vectors]
         return bundle(b, vectors)
@@ -92,11 +91,11 @@ def codes_of(widths: tuple[int, ...], table: Intrinsic | None = None) -> Intrins
     return codes
 
 
-def _fields(b: Any, plane: Any, width: int) -> list[Any]:
-    """Vector j is field ``j % fields`` of each byte of vector ``j // fields`` of the plane."""
-    fields, mask = 8 // width, simd.bytes_of((1 << width) - 1)
+def _fields(b: Any, plane: Any, width: int, to: int = 0) -> list[Any]:
+    """Vector j is field ``j % fields`` of each byte of vector ``j // fields`` of the plane, from bit `to` on."""
+    fields = 8 // width
     vectors = [simd.load_bytes.body(b, _at(b, plane, 64 * i)) for i in range(width)]
-    return [b.and_(b.lshr(vectors[j // fields], simd.bytes_of(j % fields * width)), mask) for j in range(VECTORS)]
+    return [moved_bits(b, vectors[j // fields], j % fields * width, width, to) for j in range(VECTORS)]
 
 
 @intrinsic(NOTHING, ADDRESS, CODES)
