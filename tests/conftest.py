@@ -37,7 +37,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what is in its background so
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.addinivalue_line("markers", "long(every=None): without --all only each such case is run, or none")
+    config.addinivalue_line(
+        "markers",
+        "long(every=None, turns=1): without --all only each such case is run, or none; with --all and --most one of so "
+        "many a turn",
+    )
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         config.option.all = True  # who names files or tests wants them whole; workers get the same arguments
 
@@ -49,9 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     most = config.option.most or (len(items) if config.option.all else MOST_CASES)
     stays, leaves = [], []
     for item in items:
-        mark = None if config.option.all else item.get_closest_marker("long")
-        test = item.nodeid.partition("[")[0]
-        every = mark.kwargs.get("every") if mark else -(-counts[test] // most)
+        mark, test = item.get_closest_marker("long"), item.nodeid.partition("[")[0]
+        every = -(-counts[test] // most)
+        if mark and not config.option.all:
+            every = mark.kwargs.get("every", 0)
+        elif mark and config.option.most:
+            every = max(every, mark.kwargs.get("turns", 1))
         (stays if every and (cases[test] + config.option.turn) % every == 0 else leaves).append(item)
         cases[test] += 1
     items[:] = stays
