@@ -391,6 +391,21 @@ or_int = intrinsic(INTS, INTS, INTS)(lambda b, x, y: b.or_(x, y))
 shift_left = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.shl(x, n))
 shift_right_signed = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.ashr(x, n))
 shift_right = intrinsic(INTS, INTS, INTS)(lambda b, x, n: b.lshr(x, n))
+
+
+def _bytes_as_floats(first: int) -> Intrinsic:
+    @intrinsic(FLOATS, INTS)
+    def made(b, x):
+        chars = b.bitcast(x, _B)
+        lanes = ir.Constant(_I, list(range(first, first + LANES)))
+        return b.sitofp(b.zext(b.shuffle_vector(chars, chars, lanes), _I), _F)
+
+    return made
+
+
+bytes_as_floats, next_bytes_as_floats = (_bytes_as_floats(first) for first in (0, LANES))
+"""Unsigned bytes 0 to 15 of a vector, a lane each; and bytes 16 to 31."""
+
 bits_to_float = intrinsic(FLOATS, INTS)(lambda b, x: b.bitcast(x, _F))
 float_to_bits = intrinsic(INTS, FLOATS)(lambda b, x: b.bitcast(x, _I))
 lane_0 = intrinsic(FLOAT, FLOATS)(lambda b, x: b.extract_element(x, ir.Constant(_i32, 0)))

@@ -27,12 +27,16 @@ from ...simd.vectors import (
     Intrinsic,
     and_int,
     bits_to_float,
+    bytes_as_floats,
+    fma,
     load_byte,
     load_four,
     load_half,
+    load_ints,
     load_small,
     load_small_signed,
     mul,
+    next_bytes_as_floats,
     or_int,
     shift_left,
     shift_right,
@@ -351,17 +355,16 @@ def q3_k_split(row, to, lane, s):
 
 
 @part
-def q3_k_scale(at, j):
-    low = shift_right(load_small(at + 16 * (j % 8)), splat_int(j // 8 * 4))
-    high = shift_right(load_small(at + 128 + 16 * (j % 4)), splat_int(j // 4 * 2))
-    whole = or_int(and_int(low, splat_int(15)), shift_left(and_int(high, splat_int(3)), splat_int(4)))
-    return mul(load_half(at + 192), to_float(sub_int(whole, splat_int(32))))
-
-
-@part
 def q3_k_scales(p, b):
-    j = 2 * b
-    return q3_k_scale(p, j), q3_k_scale(p, j + 1)
+    """Both scales of a block are made of bytes beside each other.  What is subtracted from them is exact behind the
+    product, too."""
+    low = shift_right(load_ints(p + 32 * (b % 4)), splat_int(b // 4 * 4))
+    high = shift_right(load_ints(p + 128 + 32 * (b % 2)), splat_int(b // 2 * 2))
+    high = shift_left(and_int(high, splat_int(0x03030303)), splat_int(4))
+    whole = or_int(and_int(low, splat_int(0x0F0F0F0F)), high)
+    d = load_half(p + 192)
+    less = mul(d, splat(-32.0))
+    return fma(d, bytes_as_floats(whole), less), fma(d, next_bytes_as_floats(whole), less)
 
 
 @part
