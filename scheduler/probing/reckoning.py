@@ -132,9 +132,9 @@ class Reckoning:
     def alone(self) -> tuple[float, float]:
         """How many times as fast a device computes whose fellows wait, and reads memory."""
         names = [name.partition(" ")[2] for name in self.seconds if name.startswith("alone ")]
-        times = {name: self.beyond(name) / self.beyond(name, self.seconds[f"alone {name}"]) for name in names}
+        ratios = {name: self.beyond(name) / self.beyond(name, self.seconds[f"alone {name}"]) for name in names}
         computes, reads = (
-            max(1.0, median(times for name, times in times.items() if name.startswith(what)))
+            max(1.0, median(ratio for name, ratio in ratios.items() if name.startswith(what)))
             for what in ("rows", "read")
         )
         return computes, reads
