@@ -82,7 +82,7 @@ def read_speeds(file: Path) -> dict[str, Speeds] | None:
     if data is None:
         return None
     with suppress(KeyError, TypeError, ValueError, AttributeError):
-        document = json.loads(data)
+        document = json.loads(data, parse_int=float)  # of which none is too large to be compared
         known = {str(name): Speeds(**of) for name, of in document["speeds"].items()}
         if document["of"] == _here() and all(map(_is_possible, known.values())):
             return known
