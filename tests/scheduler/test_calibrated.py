@@ -101,7 +101,13 @@ def _impossible(**figures: object):
 
 
 IMPOSSIBLE = (
-    *({"launch": 10**400}, {"bandwidth": {"f32": 0.0}}, {"unpacking": {"f32": -1.0}}, {"cached": {"f32": 0.0}}, {"state_bandwidth": -1.0}),
+    *(
+        {"launch": 10**400},
+        {"bandwidth": {"f32": 0.0}},
+        {"unpacking": {"f32": -1.0}},
+        {"cached": {"f32": 0.0}},
+        {"state_bandwidth": -1.0},
+    ),
     *({"held": held} for held in ({"64": 1.1}, {"64": -0.1}, {"0": 0.5}, {"x": 0.5}, {"64": 0.5, "32": 0.6})),
 )
 
