@@ -71,7 +71,7 @@ def test_a_number_that_is_none_makes_its_whole_block_so(bad: float):
     assert np.isfinite(records["scales"][1]).tolist() == [[True, True], [False, True]]
 
 
-@pytest.mark.long(every=8)
+@pytest.mark.long(every=13)
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 18, 70, 600])
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, count: int):

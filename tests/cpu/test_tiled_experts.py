@@ -57,7 +57,7 @@ class Prompt:
         assert not tickets.any(), "the last thread lays out new tickets"
 
 
-@pytest.mark.long(every=6)
+@pytest.mark.long(every=13)
 @pytest.mark.parametrize(("tokens", "shared"), [(90, 1), (90, 2), (400, 2)])
 @pytest.mark.parametrize("dtype", [*FORMATS, DType.BF16, DType.F16, DType.F32], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(48, 768), (272, 2304)])
