@@ -97,7 +97,7 @@ def speeds_data(speeds: Speeds) -> dict[str, float | dict[str, float]]:
 
 def _is_possible(s: Speeds) -> bool:
     each = replace(s.machine, op_flops=s.flops, op_bandwidth=s.bandwidth)  # every type's, as every op's would be
-    others = (s.unpacking, s.cached, *[{"": s.state_bandwidth}] * (s.state_bandwidth != 0))
+    others = (s.machine.op_bandwidth, s.unpacking, s.cached)
     held = [(float(size), share) for size, share in s.held.items()]
     return (
         bool(s.bandwidth and s.flops)

@@ -246,7 +246,7 @@ def read_by(graph: Graph) -> dict[Node, float]:
     counts, read = Counts(), defaultdict[Node, float](float)
     for node in graph.nodes:
         sizes = [(home, source.spec.nbytes) for source in node.inputs if (home := home_of(source)).op in KEPT]
-        if sizes and not node.is_leaf and (kept := counts.of(node).kept):
+        if sizes and (kept := counts.of(node).kept):
             whole = sum(size for _, size in sizes)
             for home, size in sizes:
                 read[home] += kept * size / whole
@@ -266,9 +266,10 @@ def home_of(value: Value) -> Node:
     while not value.node.is_leaf:
         declared, node = op_of(value.node), value.node
         places = declared.inplace_in(node.attrs) if declared.overwrites_in(node.attrs) else ()
-        named = dict(zip(declared.operand_names, node.src, strict=False))
-        before = [node.src[0]] if declared.is_view else [named.get(name) for at, name in places if at == value.index]
-        if not before or before[0] is None:
+        names = [name for at, name in places if at == value.index]
+        named = dict(zip(declared.operand_names, node.src, strict=False)) if names else {}
+        before = node.src[0] if declared.is_view else next(map(named.get, names), None)
+        if before is None:
             break
-        value = before[0]
+        value = before
     return value.node
