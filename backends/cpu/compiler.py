@@ -360,6 +360,8 @@ _WITH_OPERANDS: tuple[Callable[[Any], Body], ...] = (
     lambda made: lambda context, a, b, c, d, e: made,
     lambda made: lambda context, a, b, c, d, e, f: made,
     lambda made: lambda context, a, b, c, d, e, f, g: made,
+    lambda made: lambda context, a, b, c, d, e, f, g, h: made,
+    lambda made: lambda context, a, b, c, d, e, f, g, h, i: made,
 )
 
 

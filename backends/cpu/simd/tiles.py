@@ -16,8 +16,8 @@ which ``zero`` times the sum of x is taken already.  Of four columns:
 So the bits of the sum, read as a float32, are the sum plus a constant, and a fused product and sum with ``s`` and
 ``-ONE_AND_A_HALF s`` takes that away: no conversion from integers is needed.
 
-Rows take turns, dot product by dot product: an instruction that adds to the result of the last one waits for it, and
-only other rows have work meanwhile.
+Halves and rows take turns, dot product by dot product: an instruction that adds to the result of the last one waits
+for it, and only others have work meanwhile.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from . import vectors as simd
 from .bytes import four_everywhere, look_up, moved_bits
 from .dots import Codes, Products
 from .order import fold_4, fold_8
-from .vectors import ADDRESS, BYTES, FLOATS, INTS, LANES, NOTHING, Intrinsic, intrinsic, several
+from .vectors import ADDRESS, BYTES, FLOATS, LANES, NOTHING, Intrinsic, intrinsic, several
 
-VECTORS = 8
-"""Vectors of codes in 32 columns."""
+VECTORS, HALVES = 8, 2
+"""Vectors of codes in 32 columns, and parts of these columns that may have a scale of their own."""
 CODES = several(BYTES, VECTORS)
 _CHAR = ir.IntType(8).as_pointer()
 
@@ -122,10 +122,8 @@ class Tile:
 
     ``rows(p, step, n)``: every `step` bytes from `p`, the last of `n` again where fewer are left.
     ``chosen(slots, n, used, shared, p, step)``: of the rows that slots of a mixture read.
-    ``dots[half](codes..., rows, at)``: products with the records at `at` in one half of the columns, in the low bits of
-    `ONE_AND_A_HALF`; ``centred[half]``: begun with the negative share of what is subtracted from each code.
-    ``scaled(acc, low, high, scales..., rows, at)``: what the products of both halves add to sums, where the weight has
-    one scale for both; ``scaled_half[half](acc, x, scales..., rows, at)`` where it has two.
+    ``meet(acc, codes..., first..., second..., rows, at)``: add products with the records at `at` times the scales of
+    the first and of the second half of the columns; ``meet_centred``: of codes less what is subtracted from each.
     ``biased(acc, biases..., rows, at)``: what biases add, times the float32 at `at`.
     ``outer(acc, weights..., rows, at)``: add products of one column of float32 weights with the float32 at `at`.
     ``inner(acc, weights, rows, at)``: add products of lanes with 16 float32 at `at`; ``inner_some(..., left)``: with
@@ -138,10 +136,8 @@ class Tile:
     rows: Intrinsic
     chosen: Intrinsic
     zeros: Intrinsic
-    dots: Sequence[Intrinsic]
-    centred: Sequence[Intrinsic]
-    scaled: Intrinsic
-    scaled_half: Sequence[Intrinsic]
+    meet: Intrinsic
+    meet_centred: Intrinsic
     biased: Intrinsic
     outer: Intrinsic
     inner: Intrinsic
@@ -161,8 +157,10 @@ def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
     of the first row come first."""
     known = codes
     rows_of = several(ADDRESS, count)
-    sums_of, ints_of = several(FLOATS, count * groups), several(INTS, count * groups)
+    sums_of = several(FLOATS, count * groups)
     places = [(i, g) for i in range(count) for g in range(groups)]
+    # Where registers have no room for the integers of both halves, the first ones go to the sums before the others come.
+    together = [(0, 1)] if simd.vectors_in_registers() == simd.MANY or len(places) == 1 else [(0,), (1,)]
 
     def smaller(b: Any, i: int, n: Any) -> Any:
         last, number = b.sub(n, ir.Constant(n.type, 1)), ir.Constant(n.type, i)
@@ -195,55 +193,36 @@ def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
     def zeros(b):
         return bundle(b, [simd.zeros.body(b)] * len(places))
 
-    def dots(columns: range, start: int | None) -> Intrinsic:
-        @intrinsic(ints_of, *[CODES] * groups, rows_of, ADDRESS)
-        def made(b, *given):
-            *codes, rows, at = given
-            vectors, records = [members(b, c) for c in codes], [_record(b, row, at) for row in members(b, rows)]
-            first = [_first(b, record, start) for record in records]
-            products = Products(b, known, {(i, g): first[i] for i, g in places})
-            if alone := len(places) == 1:  # nobody to take turns with: a second chain does
-                products.sums[1, 0] = simd.no_ints.body(b)
-            for j in columns:
-                weights = [products.weight(vector[j]) for vector in vectors]
-                for i, record in enumerate(records):
-                    four = four_everywhere.body(b, _at(b, record, 4 * j))
-                    for g in range(groups):
-                        products.add((j % 2, 0) if alone else (i, g), weights[g], four)
-            sums = products.done()
-            return bundle(b, [b.add(*sums.values())] if alone else [sums[place] for place in places])
-
-        return made
-
     def ones(b: Any, rows: Any, at: Any, offset: int = 0) -> list[Any]:
         return [simd.splat_from.body(b, _record(b, row, at, offset)) for row in members(b, rows)]
 
-    def scalings(b: Any, rows: Any, at: Any, half: int) -> list[Callable[[Any], Any]]:
-        """For each row the products of codes times its scale.  That is exact up to one rounding: `STARTS` are."""
-        factors, starts = ones(b, rows, at, SCALES + 4 * half), ones(b, rows, at, STARTS + 4 * half)
+    def dots(b: Any, vectors: Sequence[Any], records: Sequence[Any], halves: Sequence[int], begun: bool) -> Any:
+        """By half, row and group, with the records' columns of some halves."""
+        first = {half: [_first(b, record, SUMS + 4 * half if begun else None) for record in records] for half in halves}
+        products = Products(b, known, {(half, i, g): first[half][i] for half in halves for i, g in places})
+        for j in range(VECTORS // HALVES):
+            for half in halves:
+                column = half * VECTORS // HALVES + j
+                weights = [products.weight(vector[column]) for vector in vectors]
+                for i, record in enumerate(records):
+                    four = four_everywhere.body(b, _at(b, record, 4 * column))
+                    for g in range(groups):
+                        products.add((half, i, g), weights[g], four)
+        return products.done()
 
-        def scaling(factor: Any, start: Any) -> Callable[[Any], Any]:
-            return lambda ints: simd.fma.body(b, simd.bits_to_float.body(b, ints), factor, start)
-
-        return list(map(scaling, factors, starts))
-
-    @intrinsic(sums_of, sums_of, ints_of, ints_of, *[FLOATS] * groups, rows_of, ADDRESS)
-    def scaled(b, acc, low, high, *given):
-        *scales, rows, at = given
-        first, second = (scalings(b, rows, at, half) for half in range(2))
-        sums = []
-        for (i, g), total, x, y in zip(places, *(members(b, v) for v in (acc, low, high)), strict=True):
-            sums.append(simd.fma.body(b, scales[g], b.fadd(first[i](x), second[i](y)), total))
-        return bundle(b, sums)
-
-    def scaled_half(half: int) -> Intrinsic:
-        @intrinsic(sums_of, sums_of, ints_of, *[FLOATS] * groups, rows_of, ADDRESS)
-        def made(b, acc, x, *given):
-            *scales, rows, at = given
-            scalings_of = scalings(b, rows, at, half)
-            sums = []
-            for (i, g), total, ints in zip(places, members(b, acc), members(b, x), strict=True):
-                sums.append(simd.fma.body(b, scales[g], scalings_of[i](ints), total))
+    def meet(begun: bool) -> Intrinsic:
+        @intrinsic(sums_of, sums_of, *[CODES] * groups, *[FLOATS] * (HALVES * groups), rows_of, ADDRESS)
+        def made(b, acc, *given):
+            codes, scales, (rows, at) = given[:groups], given[groups:-2], given[-2:]
+            vectors, records = [members(b, c) for c in codes], [_record(b, row, at) for row in members(b, rows)]
+            sums = members(b, acc)
+            for halves in together:
+                ints = dots(b, vectors, records, halves, begun)
+                for half in halves:
+                    factors, starts = ones(b, rows, at, SCALES + 4 * half), ones(b, rows, at, STARTS + 4 * half)
+                    for k, (i, g) in enumerate(places):  # `STARTS` are exact, so this is up to one rounding
+                        exact = simd.fma.body(b, simd.bits_to_float.body(b, ints[half, i, g]), factors[i], starts[i])
+                        sums[k] = simd.fma.body(b, scales[half * groups + g], exact, sums[k])
             return bundle(b, sums)
 
         return made
@@ -315,15 +294,12 @@ def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
     def saved(b, p):
         return bundle(b, [simd.load.body(b, _at(b, p, 4 * LANES * i)) for i in range(len(places))])
 
-    halves = range(VECTORS // 2), range(VECTORS // 2, VECTORS)
     return Tile(
         rows=rows,
         chosen=chosen,
         zeros=zeros,
-        dots=[dots(half, None) for half in halves],
-        centred=[dots(half, None if codes.signed else SUMS + 4 * i) for i, half in enumerate(halves)],
-        scaled=scaled,
-        scaled_half=[scaled_half(i) for i in range(2)],
+        meet=meet(begun=False),
+        meet_centred=meet(begun=not codes.signed),
         biased=biased,
         outer=outer,
         inner=inner,

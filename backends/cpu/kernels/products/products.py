@@ -53,22 +53,16 @@ def expand_of(form: Format) -> Part:
 def add_of(form: Format, rows: Tile) -> Part:
     """``(acc, codes, scales, biases, r, at) -> acc``: what a block of one group adds to products with the rows `r`,
     whose records of the same columns stand at `at`."""
-    scaled, biased, centred = rows.scaled, rows.biased, form.zero != 0
-    low, high = rows.centred if centred else rows.dots
-    scaled_low, scaled_high = rows.scaled_half
-    if form.halves:
+    biased, centred, halves = rows.biased, form.zero != 0, form.halves
+    meet = rows.meet_centred if centred else rows.meet
 
-        def add(acc, codes, scales, biases, r, at):
-            acc = scaled_low(acc, low(codes, r, at), scales[0], r, at)
-            acc = scaled_high(acc, high(codes, r, at), scales[1], r, at)
-            if centred:
-                return acc
-            return biased(biased(acc, biases[0], r, at + SUMS), sub(biases[1], biases[0]), r, at + SUMS + 4)
-    else:
-
-        def add(acc, codes, scales, biases, r, at):
-            acc = scaled(acc, low(codes, r, at), high(codes, r, at), scales[0], r, at)
-            return acc if centred else biased(acc, biases[0], r, at + SUMS)
+    def add(acc, codes, scales, biases, r, at):
+        acc = meet(acc, codes, scales[0], scales[1], r, at)
+        if not centred:
+            acc = biased(acc, biases[0], r, at + SUMS)
+            if halves:
+                acc = biased(acc, sub(biases[1], biases[0]), r, at + SUMS + 4)
+        return acc
 
     return part(add)
 
@@ -86,23 +80,16 @@ def add_one_of(form: Format, rows: Tile) -> Part:
 
 def add_two_of(form: Format, rows: Tile) -> Part:
     """``(acc, u, v, scales_u, scales_v, biases_u, biases_v, r, at) -> acc``: as `add_of`, for blocks of two groups."""
-    scaled, biased, centred = rows.scaled, rows.biased, form.zero != 0
-    low, high = rows.centred if centred else rows.dots
-    scaled_low, scaled_high = rows.scaled_half
-    if form.halves:
+    biased, centred, halves = rows.biased, form.zero != 0, form.halves
+    meet = rows.meet_centred if centred else rows.meet
 
-        def add(acc, u, v, s, f, m, o, r, at):
-            acc = scaled_low(acc, low(u, v, r, at), s[0], f[0], r, at)
-            acc = scaled_high(acc, high(u, v, r, at), s[1], f[1], r, at)
-            if centred:
-                return acc
+    def add(acc, u, v, s, f, m, o, r, at):
+        acc = meet(acc, u, v, s[0], f[0], s[1], f[1], r, at)
+        if not centred:
             acc = biased(acc, m[0], o[0], r, at + SUMS)
-            return biased(acc, sub(m[1], m[0]), sub(o[1], o[0]), r, at + SUMS + 4)
-    else:
-
-        def add(acc, u, v, s, f, m, o, r, at):
-            acc = scaled(acc, low(u, v, r, at), high(u, v, r, at), s[0], f[0], r, at)
-            return acc if centred else biased(acc, m[0], o[0], r, at + SUMS)
+            if halves:
+                acc = biased(acc, sub(m[1], m[0]), sub(o[1], o[0]), r, at + SUMS + 4)
+        return acc
 
     return part(add)
 
