@@ -159,7 +159,7 @@ def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
     rows_of = several(ADDRESS, count)
     sums_of = several(FLOATS, count * groups)
     places = [(i, g) for i in range(count) for g in range(groups)]
-    # Where registers have no room for the integers of both halves, the first ones go to the sums before the others come.
+    # Where registers have no room for the integers of both halves, the first go to the sums before the others come.
     together = [(0, 1)] if simd.vectors_in_registers() == simd.MANY or len(places) == 1 else [(0,), (1,)]
 
     def smaller(b: Any, i: int, n: Any) -> Any:
