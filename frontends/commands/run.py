@@ -13,7 +13,7 @@ from ...scheduler import nbytes_text
 from ..errors import ModelError
 from ..generation.conversation import Conversation
 from ..generation.drafting import GUESSES, Ahead, Draft, OwnDraft, check_tokens
-from ..generation.generate import EMPTY, Drawing, Timing, draw, prepare, stream_text
+from ..generation.generate import EMPTY, Drawing, draw, prepare, stream_text
 from ..generation.grammar import Grammar
 from ..generation.sampling import Sampling
 from ..gguf.chat import chat_template
@@ -158,8 +158,8 @@ def complete(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawi
             ended = f"{args.load_state}: its text has come to an end; give more of it with -p"
             raise ModelError(ended if before else EMPTY)
         ahead = ahead_of(args, session)
-        prepare(session, new, drawing, ahead)
-    known, timing = [before[: session.lengths[0]]], Timing()
+        timing = prepare(session, new, drawing, ahead)
+    known = [before[: session.lengths[0]]]
     drawn = draw(session, [new], drawing, known=known, timing=timing, ahead=ahead)
     write(text)
     with traced(session, args.trace):
@@ -216,8 +216,9 @@ def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawing: 
     with compiling_shown():
         session = session_of(args, model, context_for(model, 0, args.context))
         ahead = ahead_of(args, session)
-        prepare(session, [], drawing, ahead)
+        timing = prepare(session, [], drawing, ahead)
     conversation = Conversation(session, tokenizer, drawing, stops=args.stops, system=args.system, ahead=ahead)
+    conversation.timing = timing
     if args.load_state:
         conversation.load(args.load_state)
     with traced(session, args.trace):

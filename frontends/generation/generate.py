@@ -26,7 +26,7 @@ from .sampling import Sampling
 @dataclass(slots=True)
 class Timing:
     """How long the parts of a generation took, in seconds; filled while it runs.  What each size of a step needs once,
-    plans and kernels, is a part of its own."""
+    plans and kernels, is a part of its own, which is added to what stands there."""
 
     prompt_tokens: int = 0
     prefill: float = 0.0
@@ -176,7 +176,7 @@ def _drawn(
 
     if limit == 0:
         session.evaluate([list(prompt[:-1]) for prompt in prompts])
-    start, planned = clock(), session.planning
+    start, planned = clock(), session.planning - timing.planning
     rows = session.evaluate([list(prompt) for prompt in prompts]) if limit else []
     for tokens, prompt in zip(known, prompts, strict=True):
         tokens.extend(prompt)
@@ -265,16 +265,19 @@ def _made_room(
     return whole
 
 
-def prepare(session: Session, prompt: Sequence[int], drawing: Drawing, ahead: Ahead | None = None) -> None:
-    """Make the plans and kernels of a generation before it begins, so that nothing holds up its text.  Raises
-    `ModelError` if its tokens could not be chosen."""
-    drawing.sampling.check(session.model.vocabulary_size)
+def prepare(session: Session, prompt: Sequence[int], drawing: Drawing, ahead: Ahead | None = None) -> Timing:
+    """Make the plans and kernels of a generation before it begins, so that nothing holds up its text; how long that
+    took.  Raises `ModelError` if its tokens could not be chosen."""
+    start, vocabulary = time.perf_counter(), session.model.vocabulary_size
+    drawing.sampling.check(vocabulary)
+    drawing.sampling.choose(np.zeros(vocabulary, np.float32), np.random.default_rng(0))  # that has a kernel, too
     session.prepare(len(prompt))
     if drawing.limit not in (0, 1):
         length = session.lengths[0] + len(prompt) + 1
         session.executor(session.step(1, length, session.sequences))
         if ahead is not None:
             ahead.prepare(len(prompt))
+    return Timing(planning=time.perf_counter() - start)
 
 
 class Stops:

@@ -15,7 +15,7 @@ import pytest
 
 from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.conversation import Conversation
-from hocket.frontends.generation.generate import Drawing, Timing, draw, generate, stream_text
+from hocket.frontends.generation.generate import Drawing, Timing, draw, generate, prepare, stream_text
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.chat import KEY
 from hocket.frontends.gguf.tokenizer import Tokenizer, tokenizer_from_metadata
@@ -168,6 +168,14 @@ def test_timing_counts_the_tokens_that_were_run(session: Session, monkeypatch: p
     assert "tok/s" in str(timing)
     assert (timing + timing).new_tokens == 8
     assert str(Timing()) == "prefill 0 tokens -, decode 0 tokens -, plans and kernels 0.0 s"
+
+
+def test_what_is_made_before_a_generation_counts_as_plans_and_kernels(session: Session) -> None:
+    timing = prepare(session, [100, 200, 300], Drawing(5, GREEDY))
+    made = timing.planning
+    assert made >= session.planning > 0
+    assert len(list(draw(session, [[100, 200, 300]], Drawing(5, GREEDY), known=[[]], timing=timing))) == 5
+    assert timing.planning == pytest.approx(made), "nothing else had to be planned"
 
 
 def test_a_full_context_ends_an_unlimited_text_and_is_an_error_otherwise(session: Session) -> None:
