@@ -42,10 +42,12 @@ def _pairs() -> tuple[int, str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """What is known of the codes of a weight: the largest, and what is subtracted from each."""
+    """What is known of the codes of a weight: the largest, what is subtracted from each, and whether halves of a block
+    have scales of their own."""
 
     largest: int = 255
     zero: int = 0
+    halves: bool = True
 
     @property
     def sums(self) -> int:

@@ -217,12 +217,17 @@ def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
             vectors, records = [members(b, c) for c in codes], [_record(b, row, at) for row in members(b, rows)]
             sums = members(b, acc)
             for halves in together:
-                ints = dots(b, vectors, records, halves, begun)
+                ints, products = dots(b, vectors, records, halves, begun), list[list[Any]]()
                 for half in halves:
                     factors, starts = ones(b, rows, at, SCALES + 4 * half), ones(b, rows, at, STARTS + 4 * half)
-                    for k, (i, g) in enumerate(places):  # `STARTS` are exact, so this is up to one rounding
-                        exact = simd.fma.body(b, simd.bits_to_float.body(b, ints[half, i, g]), factors[i], starts[i])
-                        sums[k] = simd.fma.body(b, scales[half * groups + g], exact, sums[k])
+                    floats = [(i, simd.bits_to_float.body(b, ints[half, i, g])) for i, g in places]
+                    # `STARTS` are exact, so this is up to one rounding.
+                    products.append([simd.fma.body(b, x, factors[i], starts[i]) for i, x in floats])
+                if len(halves) == HALVES and not known.halves:  # some processors have units that only add
+                    products = [[b.fadd(*pair) for pair in zip(*products, strict=True)]]
+                for half, terms in zip(halves, products, strict=False):
+                    own = scales[half * groups :]
+                    sums = [simd.fma.body(b, own[g], *pair) for (_, g), *pair in zip(places, terms, sums, strict=True)]
             return bundle(b, sums)
 
         return made

@@ -80,7 +80,7 @@ class Format:
     @property
     def known(self) -> Codes:
         """Of its codes, for who multiplies them."""
-        return Codes(self.largest, self.zero)
+        return Codes(self.largest, self.zero, self.halves)
 
     @property
     def nbytes(self) -> int:
