@@ -21,9 +21,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 settings.register_profile("hocket", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hocket")
 
-MOST_CASES = 3
-"""So many cases of one test, or fewer, are run without --all or --most: every second or third of those that have
-more."""
+MOST_CASES = 2
+"""So many cases of one test, or fewer, are run without --all or --most."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,8 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line(
         "markers",
-        "long(every=None, turns=1): without --all only each such case is run, or none; with --all and --most one of so "
-        "many a turn",
+        "long(cases=0, turns=1): without --all so many of its cases run; with --all and --most one of so many a turn",
     )
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         config.option.all = True  # who names files or tests wants them whole; workers get the same arguments
@@ -54,10 +52,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     stays, leaves = [], []
     for item in items:
         mark, test = item.get_closest_marker("long"), item.nodeid.partition("[")[0]
-        every = -(-counts[test] // most)
-        if mark and not config.option.all:
-            every = mark.kwargs.get("every", 0)
-        elif mark and config.option.most:
+        limit = min(most, mark.kwargs.get("cases", 0)) if mark and not config.option.all else most
+        every = -(-counts[test] // limit) if limit else 0
+        if mark and config.option.all and config.option.most:
             every = max(every, mark.kwargs.get("turns", 1))
         (stays if every and (cases[test] + config.option.turn) % every == 0 else leaves).append(item)
         cases[test] += 1

@@ -12,7 +12,7 @@ from hocket.graph import parse_case
 from hocket.ops import REGISTRY
 
 
-@pytest.mark.long(every=31)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("device", ["cpu:0", "reference:0"])
 @pytest.mark.parametrize("name", REGISTRY)
 def test_a_backend_agrees_with_the_reference_on_every_sample(name, device):

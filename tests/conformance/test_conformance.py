@@ -285,7 +285,7 @@ def failures(results):
     return [f"{r.case}: {r.why}" for r in results if r.outcome not in (Outcome.PASS, Outcome.NO_REFERENCE)]
 
 
-@pytest.mark.long(every=60)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", REGISTRY)
 def test_backends_of_ours_pass_the_quick_run(name):
     """The references as a device take every check but, of what is compared with themselves, a quarter: they run every

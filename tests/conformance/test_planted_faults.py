@@ -21,7 +21,7 @@ def test_there_are_many_faults_of_many_kinds():
     assert len({str(f) for f in FAULTS}) == len(FAULTS)
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_planted_fault_is_found(fault: Fault):
     backend = FaultyBackend(fault)

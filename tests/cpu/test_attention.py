@@ -126,7 +126,7 @@ def test_every_variant_is_compiled_and_agrees_with_its_definition(variant, token
     assert close(tokens, (6, 2), 300, (40, 24), threads, **VARIANTS[variant])
 
 
-@pytest.mark.long(every=24)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("sizes", [(16, 16), (64, 64), (128, 128), (20, 7), (1, 1), (100, 72), (96, 130), (0, 16)])
 @pytest.mark.parametrize("tokens", [1, 3, 15, 16, 33, 70])
 def test_heads_of_any_size_are_compiled(tokens, sizes):
@@ -161,7 +161,7 @@ def test_no_keys_at_all_give_zeros(tokens):
     assert close(tokens, (6, 2), 0, (16, 16), mask=False, sinks=True)
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("cache", TILED)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_reads_caches_of_fewer_bits(variant, cache):
@@ -170,7 +170,7 @@ def test_every_variant_reads_caches_of_fewer_bits(variant, cache):
     assert close(40, (6, 2), 300, (32, 32) if cache == "q4_0" else (40, 24), 2, **settings)
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("sizes", [(16, 16), (64, 64), (128, 128), (20, 7), (1, 1), (100, 72), (96, 130), (0, 16)])
 @pytest.mark.parametrize("tokens", [16, 33, 200])
 def test_heads_of_any_size_read_caches_of_fewer_bits(tokens, sizes):

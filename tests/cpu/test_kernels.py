@@ -34,7 +34,7 @@ from ..given.waits import until
 RNG = np.random.default_rng(5)
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_packing_loses_nothing(dtype: DType):
     rows, columns = 37, 512 if dtype.block > 32 else 544  # the last unit is not whole
@@ -71,7 +71,7 @@ def test_a_number_that_is_none_makes_its_whole_block_so(bad: float):
     assert np.isfinite(records["scales"][1]).tolist() == [[True, True], [False, True]]
 
 
-@pytest.mark.long(every=13)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 18, 70, 600])
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, count: int):

@@ -18,7 +18,7 @@ GROUPS = {
 }
 
 
-@pytest.mark.long(every=29)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("name", INDEX)
 def test_a_model_has_the_logits_of_llama_cpp_up_to_what_8_bits_cost(name, group):

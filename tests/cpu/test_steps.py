@@ -52,7 +52,7 @@ def loaded(graph: hocket.Graph, values: dict[str, np.ndarray], threads: int):
     return hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), values)
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("dtype", [DType.Q8_0, DType.F16, DType.F32], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 40, 530])
 def test_threads_with_pieces_and_copies_of_their_own_compute_the_bits_of_one(rows: int, dtype: DType, monkeypatch):
@@ -106,7 +106,7 @@ def kernels_of(graph: hocket.Graph, inputs: dict[str, object], threads: int) -> 
     return [name.removesuffix(TILES).replace("tiled.", "products.") for name in run.kernels()]
 
 
-@pytest.mark.long(every=7)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 20, 70])
@@ -121,7 +121,7 @@ def test_norms_and_units_that_are_rounded_at_once_are_the_same_bits(rows: int, t
     assert names == ["norms.scaled_rms_norm", *unit, "products.product.q4_0", "rows.binary.add"] * 2
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("rows", [1, 2, 7, 33, 262])
 @pytest.mark.parametrize("dtype", [DType.Q4_1, DType.Q5_0, DType.Q6_K, DType.MXFP4], ids=str)
@@ -136,6 +136,7 @@ def test_a_unit_is_computed_with_its_products_whatever_type_they_have(dtype: DTy
         assert names == ["rounding.round_rows", f"{pair}.{dtype}.geglu", "products.product.q8_0"]
 
 
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_units_of_routed_experts_are_computed_with_their_products(rows: int, thr
     assert names.count("rounding.round_rows") == 1
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("reader", ["none", "float product", "other code", "sum", "output", "part"])

@@ -57,7 +57,7 @@ class Prompt:
         assert not tickets.any(), "the last thread lays out new tickets"
 
 
-@pytest.mark.long(every=13)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize(("tokens", "shared"), [(90, 1), (90, 2), (400, 2)])
 @pytest.mark.parametrize("dtype", [*FORMATS, DType.BF16, DType.F16, DType.F32], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(48, 768), (272, 2304)])
@@ -72,7 +72,7 @@ def test_each_slot_meets_its_expert(dtype: DType, rows: int, columns: int, token
     assert np.isnan(y[:, rows:]).all(), "nothing is written beside the result"
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("dtype", [DType.Q4_0, DType.Q6_K, DType.MXFP4, DType.F16], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(96, 768), (288, 2304)])
 def test_units_of_slots_are_rounded_where_they_are_made(dtype: DType, rows: int, columns: int):

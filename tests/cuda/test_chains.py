@@ -43,7 +43,7 @@ def test_what_something_else_reads_is_written(name, monkeypatch):
     same(fused, single, chain.near)
 
 
-@pytest.mark.long(every=8)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("dtype", WEIGHTS, ids=str)
 @pytest.mark.parametrize("graph", [answers, all_experts])
 def test_experts_of_any_type_are_what_their_instructions_are_one_by_one(graph, dtype):
@@ -61,7 +61,7 @@ def test_a_router_of_any_number_of_experts_is_what_its_instructions_are(count):
     same(fused, ran(graph, False), 1e-6)
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", ["gated unit, float", "products, float", "sum, norm and factor"])
 def test_chains_of_two_devices_are_those_of_one(name):
     graph = CHAINS[name].graph(False)
@@ -85,7 +85,7 @@ def logits_of(name: str, devices: int, fused: bool) -> tuple[np.ndarray, int]:
     return np.concatenate(parts), sum(isinstance(part, Launch) for part in replay._parts)
 
 
-@pytest.mark.long(every=9)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "qwen3next"])
 def test_a_model_has_the_logits_of_llama_cpp_with_chains_and_without(name, devices):

@@ -147,7 +147,7 @@ def test_every_kernel_waits_for_earlier_launches_before_all_else():
     assert all("wait_for_earlier();" in text_of(name.partition(":")[0]) for name in late)
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize(
     ("source", "name", "asks"),
     [

@@ -33,7 +33,7 @@ from ..given.devices.fake_cupy import Stream, fake_cupy
 from ..given.models.goldens import FIXTURES, nmse, path_of
 
 
-@pytest.mark.long(every=20)
+@pytest.mark.long(cases=1)
 @needs_compiler
 @pytest.mark.parametrize("name", sorted(BINDINGS.keys() | COLLECTIVES))
 def test_every_kernel_does_what_its_op_means(name):
@@ -171,7 +171,7 @@ def devices(monkeypatch):
     cuda._module.cache_clear()
 
 
-@pytest.mark.long(every=20)
+@pytest.mark.long(cases=1)
 @needs_compiler
 @pytest.mark.parametrize("name", ["add", "get_rows", "softmax", "mul_mat", "rope", "cast", "send", "all_reduce"])
 def test_the_driver_of_devices_makes_the_launches_of_the_emulated_one(name, devices):

@@ -67,7 +67,7 @@ def judged(part: str, rows: list[dict[str, object]]) -> None:
     assert part in OF_OTHERS or not [row for row in rows if "left out" in row]
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long(cases=1)
 @needs_compiler
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_runs_on_the_emulation(part, tmp_path):
@@ -109,7 +109,7 @@ def cupy(monkeypatch):
     cuda._module.cache_clear()
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long(cases=1)
 @needs_compiler
 @pytest.mark.parametrize("part", THROUGH_CUPY)
 def test_parts_make_the_calls_of_cupy_that_there_are(part, tmp_path, cupy):

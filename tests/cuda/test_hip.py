@@ -34,7 +34,7 @@ from ..given.devices.tools import needs
 from ..given.plans.grouped import everything_that_fits, weights_of
 
 
-@pytest.mark.long(every=20)
+@pytest.mark.long(cases=1)
 @needs_compiler
 @pytest.mark.parametrize("name", sorted(BINDINGS))
 def test_every_kernel_does_in_waves_of_64_lanes_what_its_op_means(name):
@@ -89,7 +89,7 @@ def cupy(monkeypatch):
     cuda._module.cache_clear()
 
 
-@pytest.mark.long(every=6)
+@pytest.mark.long(cases=1)
 @needs_compiler
 @pytest.mark.parametrize("name", ["add", "get_rows", "softmax", "mul_mat", "argsort", "gated_delta_net"])
 def test_the_driver_makes_the_launches_of_the_emulated_one(name, cupy):

@@ -19,7 +19,7 @@ GROUPS = {
 STEPS = 3
 
 
-@pytest.mark.long(every=15)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("name", INDEX)
 def test_a_model_has_the_logits_of_llama_cpp(name, group):
@@ -32,7 +32,7 @@ def test_a_model_has_the_logits_of_llama_cpp(name, group):
         assert nmse(found.ravel(), wanted.ravel()) <= limit(name)  # the limit is one over all rows
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", [name for name in INDEX if name.startswith("qwen3-")])
 def test_an_exact_model_computes_in_float32_throughout(name):
     """As NumPy does, whatever the file keeps weights in; the default rounds what meets them."""

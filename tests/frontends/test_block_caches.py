@@ -22,6 +22,7 @@ def group(kind: str, **more: object) -> Group:
     return Group(cache_type_k=kind, cache_type_v=kind, **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize(("kind", "worst"), [("q8_0", 1e-3), ("q4_0", 0.3)])
 def test_blocks_hold_nearly_what_float32_does(kind: str, worst: float, tmp_path: Path) -> None:
     """Random weights amplify what is rounded; a saved state goes to float32 and back unchanged."""

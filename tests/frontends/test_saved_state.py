@@ -38,7 +38,7 @@ def saved(tmp_path):
     return path, session.evaluate([TOKENS[6:]], every_position=True)[0]
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 def test_a_session_goes_on_over_any_number_of_devices(saved, group):
     path, wanted = saved
@@ -50,7 +50,7 @@ def test_a_session_goes_on_over_any_number_of_devices(saved, group):
     assert nmse(got, wanted) < 1e-11
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 def test_what_several_devices_save_one_can_load(saved, group, tmp_path):
     _, wanted = saved
@@ -123,7 +123,7 @@ def test_the_command_line_goes_on_where_it_stopped(tmp_path, capsys):
     assert "not a saved state" in capsys.readouterr().err
 
 
-@pytest.mark.long(every=2)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_a_text_that_goes_on_later_is_the_text_in_one_go(tmp_path, capsys, temperature):
     """Also over other devices, and with text in between; the last token that was shown is not lost."""

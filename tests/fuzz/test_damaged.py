@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 CASES = 100
 
 
-@pytest.mark.long(every=None)
+@pytest.mark.long
 @pytest.mark.parametrize("target", TARGETS)
 def test_damaged_inputs_are_refused_in_one_line_or_read_right(target, tmp_path):
     """In a process of its own, which may crash."""

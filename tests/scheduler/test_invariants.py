@@ -106,7 +106,7 @@ def test_a_value_is_sent_to_a_device_at_most_once_and_no_weight_ever(seed):
         assert all(n.inputs[0].node.op not in ("weight", "input", "constant") for n in sends)
 
 
-@pytest.mark.long(every=9)
+@pytest.mark.long(cases=1)
 @BOTH
 @MANY
 def test_planning_leaves_the_graph_as_it_was_and_gives_the_same_plan_again(seed, mode):

@@ -277,7 +277,7 @@ def test_a_condensed_graph_has_each_repeated_part_twice_and_counts_the_rest():
     assert {name for twins in small.twins.values() for name in twins} == {v.node.name for v in deep(40).weights}
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("hardware", ["h200:8", "cpu:3", "rtx3090:4,ethernet"])
 @pytest.mark.parametrize("name", ["deep", "llama", "qwen3moe", "qwen3next", "qwen35moe"])
 def test_the_search_finds_in_the_condensed_graph_what_it_finds_in_the_whole(name, hardware, monkeypatch):

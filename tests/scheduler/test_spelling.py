@@ -29,7 +29,7 @@ class Lacking(ReferenceBackend):
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("qwen35", 1), ("qwen35", 7), ("qwen3next", 24)])
-@pytest.mark.long(every=3)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_model_runs_on_devices_without_fused_ops(name: str, tokens: int, devices: int) -> None:
     model, (ids, want) = open_model(path_of(name)), golden(name)

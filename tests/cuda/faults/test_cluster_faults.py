@@ -96,7 +96,7 @@ STOPPED = {
 }
 
 
-@pytest.mark.long(every=8)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", STOPPED)
 def test_a_mistake_in_a_product_is_found(name):
     file, old, new, said = STOPPED[name]
@@ -114,7 +114,7 @@ MISPLACED = {
 }
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", MISPLACED)
 def test_what_lies_in_the_wrong_place_gives_other_numbers(name):
     assert is_found(FILE, *MISPLACED[name], is_right)
@@ -152,7 +152,7 @@ def test_what_blocks_share_is_in_order():
     assert disorders() == []
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long
 @pytest.mark.parametrize("name", HIDDEN)
 def test_what_is_not_in_order_is_found(name):
     """Numbers may be right: blocks are never far from each other."""

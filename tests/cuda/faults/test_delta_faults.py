@@ -83,7 +83,7 @@ def several_warps(monkeypatch):
     monkeypatch.setattr(binding, "FILLED", 1)
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("make", [steps, chunks, channels, step_by_channel, swapped])
 def test_without_a_fault_nothing_is_found(make):
     assert not found(make)
@@ -251,7 +251,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.long(every=26)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str):
     assert found(*FAULTS[name])
@@ -277,7 +277,7 @@ def many_chunks() -> Problem:
     return problem(2, 64, 1, 1, 180, batch=2)
 
 
-@pytest.mark.long(every=2)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", IN_CLUSTERS)
 def test_a_fault_of_clusters_is_found(name: str, monkeypatch):
     monkeypatch.setattr(binding, "BLOCKS", 8)  # four blocks for a head
@@ -303,7 +303,7 @@ PROMPT = (
 )
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long
 @pytest.mark.parametrize("name", [None, *HIDDEN])
 def test_what_blocks_of_a_cluster_share_is_in_order(name: str | None, monkeypatch):
     """Numbers are right without: blocks are never far from each other."""

@@ -82,6 +82,7 @@ def wanted(kernel, x):
     return x
 
 
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("order", [0, 1, 2, 3])
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_what_is_wrong_with_a_kernel_is_found_and_named(case, order):
@@ -231,7 +232,7 @@ PLANTS = (
 )
 
 
-@pytest.mark.long(every=6)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("plant", PLANTS, ids=str)
 def test_a_mistake_in_a_kernel_of_ours_is_found(plant):
     backend = DriverBackend(FaultyDriver(plant.file, plant.old, plant.new))

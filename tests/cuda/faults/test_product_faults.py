@@ -229,13 +229,14 @@ PLANTS = {
 }
 
 
-@pytest.mark.long(every=18)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_a_product_is_found(name):
     file, old, new, is_right = PLANTS[name]
     assert is_found(file, old, new, is_right)
 
 
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("is_right", dict.fromkeys(p[3] for p in PLANTS.values()))
 def test_without_a_mistake_nothing_is_found(is_right):
     assert is_right(DriverBackend(EmulatedDriver()))

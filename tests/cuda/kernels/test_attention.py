@@ -116,7 +116,7 @@ SIZES = tuple(
 )
 
 
-@pytest.mark.long(every=14)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("case", FEW + TILED + CELLS + VARIANTS + SIZES, ids=str)
 def test_attention_is_its_definition_in_every_order_of_threads(case):
     """The kit runs a case three times, each in another order, and wants the same bits."""
@@ -127,7 +127,7 @@ def test_attention_is_its_definition_in_every_order_of_threads(case):
         assert result.difference.nmse < near(case)
 
 
-@pytest.mark.long(every=7)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("case", [c for c in CELLS + VARIANTS + SIZES if "f16" in str(c) and near(c) > NEAR], ids=str)
 def test_attention_by_single_warps_is_its_definition(case):
     with by_warps():
@@ -437,7 +437,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.long(every=16)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_a_kernel_is_found(name):
     file, good, bad, found_by = FAULTS[name]

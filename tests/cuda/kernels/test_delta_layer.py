@@ -132,7 +132,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_planted_in_the_inputs_is_found(name: str):
     good, bad = FAULTS[name]

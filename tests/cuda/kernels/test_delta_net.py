@@ -38,7 +38,7 @@ SCANS = pytest.mark.parametrize(
 KINDS = pytest.mark.parametrize("channels", [False, True], ids=["heads", "channels"])
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @KINDS
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
 def test_token_by_token_the_rule_is_the_recurrence(size: int, channels: bool):
@@ -50,7 +50,7 @@ def test_token_by_token_the_rule_is_the_recurrence(size: int, channels: bool):
         check(p, bound, STEPS, ORDERS[tokens % 3])
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @KINDS
 @SCANS
 @pytest.mark.parametrize(("size", "tokens"), [(128, 65), (128, 127), (64, 128), (128, 200), (64, 256), (64, 100)])
@@ -61,7 +61,7 @@ def test_by_chunks_the_rule_is_the_recurrence(size: int, tokens: int, channels: 
     check(p, bound, EXACT, ORDERS[tokens % 3])
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @KINDS
 @pytest.mark.parametrize("size", [64, 128])
 def test_fast_chunks_are_as_exact_as_bfloat16(size: int, channels: bool):
@@ -139,7 +139,7 @@ GGML = [
 ]
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize(("size", "heads", "tokens", "batch", "repeat", "permuted", "channels", "snapshots"), GGML)
 def test_what_ggml_tests(size, heads, tokens, batch, repeat, permuted, channels, snapshots):
     """``test_gated_delta_net`` of llama.cpp, b11434, with fewer heads."""
@@ -214,6 +214,7 @@ def test_a_slot_that_is_not_there_is_noted_and_touches_nothing(tokens, slots_in,
     assert np.array_equal(p.state[2:], before[2:])
 
 
+@pytest.mark.long(cases=1)
 @KINDS
 @pytest.mark.parametrize(
     ("size", "values", "tokens"),
@@ -249,7 +250,7 @@ def _results(p: Problem, order: int, exact: bool) -> tuple[np.ndarray, np.ndarra
     return bound.out, bound.new
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long(cases=1)
 @KINDS
 @pytest.mark.parametrize(("tokens", "exact"), [(19, True), (100, True), (100, False)])
 def test_the_order_of_threads_changes_no_bit(tokens: int, exact: bool, channels: bool):
@@ -258,7 +259,7 @@ def test_the_order_of_threads_changes_no_bit(tokens: int, exact: bool, channels:
     assert all(np.array_equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @KINDS
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("size", binding.CHUNK_SIZES)

@@ -35,6 +35,7 @@ def test_kernels_and_bindings_agree_how_many_elements_a_thread_takes():
     assert spread(LARGE + 1) == LARGE // THREADS // ELEMENTS + 1
 
 
+@pytest.mark.long(cases=1)
 @needs_compiler
 @pytest.mark.parametrize("op", OPS)
 def test_threads_that_take_several_elements_are_right(op, monkeypatch):
@@ -72,6 +73,7 @@ def test_results_are_the_same_however_many_elements_a_thread_takes(size, monkeyp
     assert np.array_equal(result(), usual)
 
 
+@pytest.mark.long(cases=1)
 @needs_compiler
 @pytest.mark.parametrize("to", ["1.0f", "-1.0f"])
 def test_xielu_is_right_though_expm1_is_off_by_its_last_bit(to):

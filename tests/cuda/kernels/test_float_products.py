@@ -51,6 +51,7 @@ def test_operands_may_lie_anyhow(dtype, tokens):
     assert is_right(33, 260, tokens, matrices=3, dtype=dtype, turned=True)
 
 
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 512), (5, 1031), (8, 2048), (2, 4099)])
@@ -152,7 +153,7 @@ def test_a_mistake_in_a_product_of_few_rows_is_found(name):
     assert is_found("dense.cu", *OF_FEW[name], lambda backend: FEW(backend=backend))
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_a_product_is_found(name):
     old, new, right = PLANTS[name]

@@ -46,7 +46,7 @@ def test_what_is_no_number_stays_so_in_its_block_alone():
     assert not np.isfinite(scales[1:]).any()
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("number", [DType.I32, DType.I64], ids=str)
 @pytest.mark.parametrize("dtype", PACKINGS, ids=str)
 def test_packing_loses_nothing(dtype, number):
@@ -63,6 +63,7 @@ def test_packing_loses_nothing(dtype, number):
         run.run({"ids": np.where(ids == 3, 37, ids)})
 
 
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 9, 33, 65])
 @pytest.mark.parametrize("dtype", PACKINGS, ids=str)
 def test_a_packed_product_is_exact_in_its_rounded_activations(dtype, tokens):
@@ -73,6 +74,7 @@ def test_a_packed_product_is_exact_in_its_rounded_activations(dtype, tokens):
     np.testing.assert_array_less(np.abs(found[0] - want), 2e-6 * size + 1e-30)
 
 
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize(
     ("columns", "tokens"),
     [(n, t) for n in (32, 160) for t in (1, 8, 70)] + [(2304, 1), (2304, 8), (8192, 4), (32768, 1)],

@@ -89,14 +89,14 @@ PLANTS = {
 }
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_a_recurrence_is_found(name):
     old, new, text = PLANTS[name]
     assert is_found("recurrences.cu", old, new, lambda planted: all(passes(text, planted) for _ in range(4)))
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("text", [LONG_SIX, LONG_SEVEN, SHORT_SIX, SNAP])
 def test_without_a_mistake_nothing_is_found(text):
     assert passes(text)

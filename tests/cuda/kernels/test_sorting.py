@@ -150,7 +150,7 @@ PLANTS = {
 }
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_the_order_is_found(name):
     file, old, new, right = PLANTS[name]

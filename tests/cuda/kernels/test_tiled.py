@@ -45,7 +45,7 @@ class Noting(EmulatedDriver):
         return super().record(launches, on)
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize(
     ("tile", "shares", "kernel"),
     [
@@ -71,7 +71,7 @@ def test_weights_of_16_bits_lose_no_more_than_terms_leave_out(dtype, shape, tile
     assert nmse.max() < {DType.F16: 1e-14, DType.BF16: 2e-11}[dtype]
 
 
-@pytest.mark.long(every=2)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("shape", [(70, 136, 9), (300, 200, 130)], ids=str)
 @pytest.mark.parametrize(("tile", "terms"), [(tiled.GROUPED, 1), (tiled.CLUSTERED, 1), (tiled.LARGE, 2)], ids=str)
 @pytest.mark.parametrize("dtype", LEFT_OUT, ids=str)
@@ -86,7 +86,7 @@ def test_what_need_not_be_exact_is_one_term_of_warpgroups(dtype, tile, terms, sh
     assert (np.abs(results[0] - want) <= (left_out + SUMMED) * size).all()
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("columns", [256, 512])
 @pytest.mark.parametrize(
     ("limits", "kernel"), [(limits_of("80"), "tiled_packed<{}>"), (limits_of("90"), "grouped_packed<{}>")]

@@ -164,7 +164,7 @@ MISSING = {
 }
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("what", MISSING)
 def test_an_event_that_is_missing_or_wrong_leaves_accesses_in_no_order(what, monkeypatch):
     queued = ordered.queued
@@ -213,6 +213,7 @@ def runs_right(make, want):
     assert [bits(run(number)) for number in range(RUNS)] == want
 
 
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("planted", [no_fork, no_join, wrong_fork])
 def test_a_graph_without_one_of_its_waits_is_found(planted, on_devices, monkeypatch):
     want, wait = wanted(), Stream.wait_event

@@ -46,7 +46,7 @@ from ...given.waits import HOUR
 pytestmark = needs_compiler
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_devices_that_meet_in_their_launches_get_the_bits_of_the_host(case, n, monkeypatch):
@@ -173,7 +173,7 @@ def _can_run(seed):
 SEEDS = [seed for seed in range(120) if _can_run(seed)][:12]
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_graph_cut_wherever_it_can_be_gives_the_bits_of_the_host(seed, monkeypatch):
     graph, dice, backend = seeded_graph(seed), random.Random(seed), EmulatedBackend()
@@ -191,7 +191,7 @@ def test_a_random_graph_cut_wherever_it_can_be_gives_the_bits_of_the_host(seed, 
     assert over_peers == outputs()
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", ["llama", "llama-moe", "qwen3", "qwen35", "qwen35moe"])
 def test_a_model_split_over_two_devices_gives_the_bits_of_the_host(name, monkeypatch):
     folder = FIXTURES / name
@@ -232,7 +232,7 @@ def devices(request, monkeypatch):
     cuda._module.cache_clear()
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_real_devices_meet_in_one_graph_where_they_reach_each_other(case, n, devices, monkeypatch):
@@ -374,7 +374,7 @@ def test_what_is_right_is_found_right():
     _all_right()
 
 
-@pytest.mark.long(every=9)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_fault_that_is_planted_in_a_collective_is_found(name, monkeypatch):
     names = ("all_reduce<float>", "all_reduce_pushed<float>", "begin_run", "meet_all", "tell_one", "await_one")

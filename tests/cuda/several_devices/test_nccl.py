@@ -63,7 +63,7 @@ def alike(found, wanted):
             assert x.dtype == y.dtype
 
 
-@pytest.mark.long(every=9)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_devices_that_nccl_joins_compute_what_the_host_does_in_one_graph(case, n, joined, monkeypatch):

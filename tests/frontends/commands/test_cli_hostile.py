@@ -116,7 +116,7 @@ def test_a_file_truncated_at_200_places_is_refused(tmp_path: Path) -> None:
         assert tried(model, measured=True) == 2, place
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", MODELS)
 def test_random_flips_in_header_and_metadata_are_refused_or_harmless(name: str, tmp_path: Path) -> None:
     source = path_of(name)
@@ -136,7 +136,7 @@ EXTREMES = (0, 1, 3, 2**16, 2**20, 2**31 - 1, 2**31, 2**32 - 1, 0x7F800000, 0x7F
 """As integers, and as float32: infinity, NaN, and the smallest normal number."""
 
 
-@pytest.mark.long(every=2)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", ["llama", "qwen35"])
 def test_absurd_hyperparameters_are_refused_or_harmless(name: str, tmp_path: Path) -> None:
     source = path_of(name)

@@ -142,7 +142,7 @@ HUGE += [
 ]
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("template", HUGE)
 def test_a_template_cannot_fill_memory(template: str) -> None:
     with pytest.raises(

@@ -40,7 +40,7 @@ def session(name: str, on: Group = EXACT) -> Session:
     return Session(open_model(path_of(name)), on=on, context=64)
 
 
-@pytest.mark.long(every=2)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize(
     ("name", "devices"), [("qwen3", 1), ("qwen35", 1), ("qwen35", 2)], ids=["cache", "states", "states cut"]

@@ -85,7 +85,7 @@ def later(rows: F64) -> F64:
     return np.concatenate([np.zeros_like(rows[:1]), rows])
 
 
-@pytest.mark.long(every=6)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [
@@ -129,7 +129,7 @@ def test_each_block_reads_a_token_with_what_the_one_before_made_of_the_token_bef
     assert nmse(np.stack(guessed), np.stack([*want, answers[-1]])[:, None]) <= SAME
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize(
     ("name", "devices", "blocks"),
     [
@@ -195,7 +195,7 @@ def test_a_model_without_such_a_block_is_refused(tmp_path: Path) -> None:
         with_blocks_ahead(tmp_path / "ahead.gguf", architectures.written("kimi-k3-moe", tmp_path), 1.0).guessing()
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", ["kimi-linear-moe", "mamba2-dense", "lfm2-dense", "minimax-01-moe", "qwen35"])
 def test_tokens_are_taken_back_without_reading_any_anew(name: str, tmp_path: Path) -> None:
     model = open_model(source_of(name, tmp_path))

@@ -53,7 +53,7 @@ def exact(model: Model, parts: list[list[int]]) -> F64:
     return np.concatenate(rows)
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", [name for name in ALL if name not in ROUNDED])
 def test_logits_in_one_batch_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     tokens, want = golden(name)
@@ -67,7 +67,7 @@ def test_logits_in_parts_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> 
     assert nmse(exact(open_model(written(name, tmp_path)), parts)[-ROWS:], want) <= 1e-8
 
 
-@pytest.mark.long(every=6)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_a_gelu_is_rounded_as_llama_cpp_does(name: str, tmp_path: Path) -> None:
     tokens, want = golden(name)
@@ -136,7 +136,7 @@ def test_every_architecture_is_compared_with_llama_cpp_or_a_paper() -> None:
     assert set(ARCHITECTURES) <= compared | set(rwkv.KINDS)
 
 
-@pytest.mark.long(every=2)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", ["qwen4exp-moe", "deepseek4-moe"])
 def test_blocks_and_hashes_of_one_sequence_leave_another_alone(name: str, tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(1, 128, 21).tolist()

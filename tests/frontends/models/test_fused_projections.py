@@ -62,7 +62,7 @@ def logits(model: Model, devices: str = "reference:0", mode: str = "none") -> np
     )
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize(("devices", "mode"), GROUPS, ids=["one", "tensor", "layer"])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_q_k_and_v_in_one_tensor_or_in_three_are_the_same_model(

@@ -26,7 +26,7 @@ def test_logits_equal_those_of_llama_cpp(name: str) -> None:
     assert nmse(at_once(Run(load_model(opened(name))), tokens), want) <= INDEX[name]["tol_f32"]
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", DENSE)
 def test_logits_token_by_token_equal_those_of_llama_cpp(name: str) -> None:
     tokens, want = golden(name)

@@ -40,7 +40,7 @@ def test_logits_in_one_batch_equal_those_of_llama_cpp(name: str) -> None:
     assert nmse(at_once(Run(load_model(opened(name))), tokens), want) <= INDEX[name]["tol_f32"]
 
 
-@pytest.mark.long(every=3)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_logits_token_by_token_equal_those_of_llama_cpp(name: str) -> None:
     tokens, want = golden(name)
@@ -49,6 +49,7 @@ def test_logits_token_by_token_equal_those_of_llama_cpp(name: str) -> None:
     assert nmse(np.array(got), want) <= INDEX[name]["tol_f32"]
 
 
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_session_in_pieces_has_the_logits_of_llama_cpp(name: str) -> None:
     tokens, want = golden(name)
@@ -164,7 +165,7 @@ def test_the_divisor_of_the_shares_is_held_above_that_of_llama_cpp() -> None:
 # ------------------------------------------------------------------------------------------------ several devices
 
 
-@pytest.mark.long(every=7)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
 @pytest.mark.parametrize("name", MIXTURES)
@@ -211,7 +212,7 @@ def test_the_search_cuts_experts_where_a_batch_makes_it_pay(name: str) -> None:
     assert reductions(made) == [("all_reduce", (128, 64))] * (2 * model.layers)
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_cut_inside_give_the_logits_of_one_device(name: str, n: int) -> None:

@@ -14,7 +14,7 @@ from ...given.models.trait_faults import PLANTED, Fault, architecture, faults, n
 CASES = [(model, trait) for trait, models in PLANTED.items() for model in models]
 
 
-@pytest.mark.long(every=10)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize(("model", "trait"), CASES, ids=[f"{model}-{trait}" for model, trait in CASES])
 def test_a_trait_that_is_forgotten_is_noticed(model: str, trait: str, tmp_path: Path) -> None:
     written(model, tmp_path)

@@ -34,7 +34,7 @@ def logits(one: Session, tokens: list[int]) -> F64:
     return one.evaluate([tokens], every_position=True)[0].astype(np.float64)
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", ["gemma4-mixed", "gpt-oss-moe", "lfm2-dense", "dots3note-moe"])
 def test_tokens_one_by_one_equal_one_batch_in_the_memory_of_a_window(name: str, tmp_path: Path) -> None:
     model, window, tokens = opened(name, tmp_path)

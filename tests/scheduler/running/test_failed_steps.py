@@ -30,7 +30,7 @@ from ...given.plans.grouped import everything_that_fits, weights_of
 from ...given.waits import HOUR, until
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize(("devices", "mode"), [(1, "none"), (3, "tensor"), (3, "layer")])
 @pytest.mark.parametrize(
     ("name", "tokens"), [("llama", 1), ("llama", 7), ("qwen35", 1), ("qwen35", 7), ("qwen35moe", 1)]
@@ -300,7 +300,7 @@ def faulty(monkeypatch):
     return backend
 
 
-@pytest.mark.long(every=2)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("devices", [("cpu:0",), ("cpu:0", "cpu:1")], ids=["one", "two"])
 @pytest.mark.parametrize("name", ["llama", "qwen35"])
 def test_a_session_goes_on_after_a_step_that_failed(name, devices, faulty):

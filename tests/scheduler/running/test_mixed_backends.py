@@ -39,7 +39,7 @@ class Narrow(ReferenceBackend):
 MIXED = ("cpu:0", "reference:0", "cpu:1")
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama", "qwen35", "qwen3moe"])
 def test_a_model_on_mixed_backends_gives_the_logits_of_one_device(name, mode):

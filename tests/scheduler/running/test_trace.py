@@ -163,7 +163,7 @@ def test_a_file_that_is_no_trace_is_refused(data, tmp_path):
         measured(traced("reference", "tensor")[0].plan, tmp_path / "trace.json")
 
 
-@pytest.mark.long(every=2)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
 def test_perfettos_importer_takes_a_trace_without_a_complaint(mode, tmp_path):
     _, trace = traced("reference", mode)

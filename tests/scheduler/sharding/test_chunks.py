@@ -93,6 +93,7 @@ def test_chunks_give_the_bits_of_the_whole(devices):
             np.testing.assert_array_equal(got[name], array)
 
 
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("devices", [2, 3])
 def test_layers_that_repeat_are_done_in_the_chunks_of_a_plan_made_step_by_step(devices, monkeypatch):
     monkeypatch.setattr(repeating, "WORTH", 1)

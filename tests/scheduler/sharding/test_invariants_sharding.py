@@ -120,7 +120,7 @@ def one_op_graph(op, sample: str) -> Graph | None:
 ALONE = [name for name in sorted(REGISTRY) if name not in COLLECTIVES]
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", ALONE)
 def test_every_op_cut_along_anything_it_allows_is_the_op(name):
     """Each class of factors alone, over three devices with unequal shares; the result is that of one device."""

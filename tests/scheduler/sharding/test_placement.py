@@ -43,7 +43,7 @@ PLACES = {
 # ------------------------------------------------------------------------------------------------- what the user says
 
 
-@pytest.mark.long(every=7)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama", "qwen35", "qwen3moe"])

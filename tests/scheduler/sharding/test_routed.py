@@ -48,7 +48,7 @@ def dealt(graph: Graph, n: int, shares: Sequence[float] = (), kind: str = "cpu")
 # ---------------------------------------------------------------------------------------------------------- models
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_dealt_whole_give_the_logits_of_one_device_in_one_batch_and_token_by_token(name: str, n: int) -> None:
@@ -65,7 +65,7 @@ def test_experts_dealt_whole_give_the_logits_of_one_device_in_one_batch_and_toke
         assert nmse(many.astype(np.float64), one.astype(np.float64)) <= 1e-10
 
 
-@pytest.mark.long(every=7)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("n", [2, 3, 8])
 @pytest.mark.parametrize("rows", [1, 24])
 @pytest.mark.parametrize("name", MIXTURES)
@@ -238,7 +238,7 @@ def routed_graph(dice: random.Random) -> Graph:
     return Graph(outputs)
 
 
-@pytest.mark.long(every=5)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("seed", range(120))
 def test_a_random_routed_graph_dealt_or_cut_wherever_it_can_be_equals_one_device(seed):
     dice = random.Random(seed)

@@ -33,7 +33,7 @@ from ...given.waits import HOUR
 # ---------------------------------------------------------------------------------------------------------- models
 
 
-@pytest.mark.long(every=9)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize(
     ("n", "split"), [(2, (3, 1)), (3, ()), (4, (3, 1, 0, 0)), (8, ())], ids=["2-3,1", "3", "4-3,1,0,0", "8"]
 )
@@ -95,7 +95,7 @@ def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():
 # ---------------------------------------------------------------------------------------------------- random graphs
 
 
-@pytest.mark.long(every=4)
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("seed", range(120))
 def test_a_random_graph_cut_wherever_it_can_be_equals_one_device(seed):
     graph = seeded_graph(seed)
