@@ -22,7 +22,7 @@ settings.register_profile("hocket", deadline=None, suppress_health_check=[Health
 settings.load_profile("hocket")
 
 MOST_CASES = 2
-"""So many cases of one test, or fewer, are run without --all or --most."""
+"""So many cases of one test, or fewer, are run without --all or --most; of a long one as many as its mark says."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

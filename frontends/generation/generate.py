@@ -26,7 +26,7 @@ from .sampling import Sampling
 @dataclass(slots=True)
 class Timing:
     """How long the parts of a generation took, in seconds; filled while it runs.  What each size of a step needs once,
-    plans and kernels, is a part of its own, which is added to what stands there."""
+    plans and kernels, is a part of its own; that time is added to what `planning` holds before."""
 
     prompt_tokens: int = 0
     prefill: float = 0.0
