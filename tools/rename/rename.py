@@ -1,8 +1,9 @@
 """Applies a table of renames to the code base, with the types that mypy infers.
 
-``python tools/rename/rename.py tools/rename/renames.tsv [--only MODULE ...] [--write]`` renames every definition of TABLE that still has its old name,
-and every reference to it.  A row is ``kind, file, old name, new name``, separated by tabs; the file is relative to the
-root of the repository.  A row without its old name is skipped, so a second run changes nothing.
+``python tools/rename/rename.py tools/rename/renames.tsv [--only MODULE ...] [--write]`` renames every definition of
+the table that still has its old name, and every reference to it.  A row is ``kind, file, old name, new name``,
+separated by tabs; the file is relative to the root of the repository.  A row without its old name is skipped, so a
+second run changes nothing.
 
 1. mypy builds all sources and keeps the type of each expression.
 2. Each name, attribute, import, keyword argument and class pattern is resolved to its definition.
