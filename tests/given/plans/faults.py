@@ -254,8 +254,12 @@ def steps_exchanged(device: int, one: str, two: str) -> Plan:
 
 
 def without_step(plan: Plan, device: int, name: str) -> Plan:
-    instructions = plan.lanes[device].program.instructions
-    return programmed(plan, device, instructions=tuple(i for i in instructions if i.node != name))
+    """Remove the step `name` of a device, with the instruction that undoes it."""
+    program = plan.lanes[device].program
+    at = [i.node for i in program.instructions].index(name)
+    instructions = (*program.instructions[:at], *program.instructions[at + 1 :])
+    undo = tuple((n - (n > at), back) for n, back in program.undo if n != at)
+    return programmed(plan, device, instructions=instructions, undo=undo)
 
 
 def at_offset(i, offset: int):
