@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+import pytest
+
 from hocket import ops
 from hocket.backends.base import Support, find
-from hocket.graph import Graph, Node, Value, input, state, weight
+from hocket.graph import Graph, Node, PlanError, Value, input, state, weight
 from hocket.scheduler import Plan, plan_for
 from hocket.scheduler.lowering.lower import lower
 from hocket.scheduler.machines.hardware import Hardware
+from hocket.scheduler.verifier.plan import plan_faults, verify_plan
 
 T, E, H, KV, D, F, C = 3, 8, 4, 2, 4, 12, 6
 SLOW = Hardware(
@@ -22,6 +26,8 @@ SLOW = Hardware(
 """Devices on which every cut pays, and to deal the rows of a sum does not."""
 
 Edit = Callable[[Node, tuple[Any, ...]], Any]
+PlannedFault = tuple[str, Callable[[], Plan]]
+"""A pattern of the message that must appear, and a function that builds the faulty plan."""
 
 
 def decoder() -> Graph:
@@ -265,3 +271,12 @@ def without_step(plan: Plan, device: int, name: str) -> Plan:
 def at_offset(i, offset: int):
     """An instruction whose result lies elsewhere in its buffer."""
     return dataclasses.replace(i, dst=(dataclasses.replace(i.dst[0], offset=offset),))
+
+
+def require_named(message: str, build_plan: Callable[[], Plan]) -> None:
+    """Assert that the verifier refuses a faulty plan and says what the pattern `message` describes."""
+    broken = build_plan()
+    found = list(plan_faults(broken))
+    assert any(re.search(message, one) for one in found), found
+    with pytest.raises(PlanError):
+        verify_plan(broken)
