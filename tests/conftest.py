@@ -30,7 +30,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-architecture", action="store_true", help="compile CUDA kernels for all architectures")
     parser.addoption("--all", action="store_true", help="run long tests whole, as if their files were named")
     parser.addoption("--most", type=int, metavar="N", help=f"cases of a test ({MOST_CASES}; with --all every one)")
-    parser.addoption("--turn", type=int, default=0, metavar="N", help="which cases: another N takes others")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line(
         "markers",
-        "long(cases=0, turns=1): without --all so many of its cases run; with --all and --most one of so many a turn",
+        "long(cases=0): without --all so many of its cases run",
     )
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         config.option.all = True  # who names files or tests wants them whole; workers get the same arguments
@@ -54,9 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark, test = item.get_closest_marker("long"), item.nodeid.partition("[")[0]
         limit = min(most, mark.kwargs.get("cases", 0)) if mark and not config.option.all else most
         every = -(-counts[test] // limit) if limit else 0
-        if mark and config.option.all and config.option.most:
-            every = max(every, mark.kwargs.get("turns", 1))
-        (stays if every and (cases[test] + config.option.turn) % every == 0 else leaves).append(item)
+        (stays if every and cases[test] % every == 0 else leaves).append(item)
         cases[test] += 1
     items[:] = stays
     config.hook.pytest_deselected(items=leaves)

@@ -1,6 +1,8 @@
-"""The kit's own test: every bug that is planted into a correct backend is found in the quick run of its op."""
+"""The kit's own test: the quick run of an op names each bug that is planted into a correct backend."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
@@ -15,9 +17,7 @@ from ..given.kernel_faults.site import Fault, FaultyBackend
 DEVICE = Device("cpu", 0)
 
 
-def test_there_are_many_faults_of_many_kinds():
-    assert len(FAULTS) >= 60
-    assert len({f.op for f in FAULTS}) >= 40
+def test_no_fault_is_planted_twice():
     assert len({str(f) for f in FAULTS}) == len(FAULTS)
 
 
@@ -27,7 +27,8 @@ def test_a_planted_fault_is_found(fault: Fault):
     backend = FaultyBackend(fault)
     for case in quick_cases(REGISTRY[fault.op]):
         result = run_case(case, backend, DEVICE)
-        if result.outcome is Outcome.FAIL and not _fails_anyway(case):
+        found = result.outcome is Outcome.FAIL and re.search(fault.symptom, result.why)
+        if found and not _fails_anyway(case):
             assert backend.broken is None, f"the fault itself does not run on {case}: {backend.broken!r}"
             return
     pytest.fail(f"{fault} was not found in {len(quick_cases(REGISTRY[fault.op]))} cases")

@@ -43,7 +43,7 @@ def needs_arm() -> None:
             pytest.skip(f"{program} is not installed (Debian has it in {package})")
 
 
-@pytest.mark.long(turns=3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("without", "op"),
     [("avx512,avxvnni,gfni", "mul_mat"), ("avx512,avxvnni", "rms_norm|softmax"), ("avx512vnni", "mul_mat")],
@@ -71,7 +71,7 @@ def test_products_use_the_best_instruction_that_adds_up_bytes(like: str, feature
     assert text.stdout.count(f"\t{instruction}\t") >= 3 * 16
 
 
-@pytest.mark.long(turns=4)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("features", "ops"),
     [

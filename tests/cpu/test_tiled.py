@@ -88,7 +88,7 @@ def test_a_product_is_that_of_weights_and_activations_in_tiles(dtype: DType, row
     assert np.isnan(y[:, rows:]).all(), "nothing is written beside the result"
 
 
-@pytest.mark.long(turns=3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("without", "tests"), [("", ["test_steps.py", *OF_TILES]), ("avx512bf16", OF_TILES[:1]), ("avx512", OF_TILES)]
 )

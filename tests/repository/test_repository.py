@@ -21,7 +21,7 @@ import hocket
 
 from ..given.models.goldens import ROOT
 
-OUTSIDE = {".build", "tests", "examples", "docs", "benchmarks"}
+OUTSIDE = {".build", ".ci", "tests", "examples", "docs", "benchmarks"}
 MAY_IMPORT = {
     "graph": (),
     "ops": ("graph",),

@@ -8,7 +8,7 @@ import numpy as np
 
 from hocket.ops import REGISTRY
 
-from .site import Site, after, half, wrong
+from .site import INFINITE, NAN, NO_ZEROS, Site, after, half, wrong
 
 
 def _naive_sigmoid(x):
@@ -68,9 +68,11 @@ FAULTS = (
     wrong("scale", "bias ignored", lambda s: s.right(bias=0.0)),
     wrong("div", "reciprocal in float16", lambda s: s.exact(0) * half(1 / REGISTRY["add"].run(_b(s), {})[0])),
     wrong("clamp", "lower bound ignored", lambda s: np.minimum(s.exact(0), s.attrs["max"])),
-    wrong("sigmoid", "NaN for large x", lambda s: _naive_sigmoid(s.exact(0))),
+    wrong("sigmoid", "NaN for large x", lambda s: _naive_sigmoid(s.exact(0)), symptom=NAN),
     wrong("tanh", "NaN for large x", _tanh_by_exp),
-    wrong("softplus", "overflows for large x", lambda s: np.log1p(np.exp(s.exact(0).astype(np.float32)))),
+    wrong(
+        "softplus", "overflows for large x", lambda s: np.log1p(np.exp(s.exact(0).astype(np.float32))), symptom=INFINITE
+    ),
     wrong("silu", "0 below -20", lambda s: np.where(s.exact(0) < -8, 0.0, s.right()[0])),
     wrong("gelu", "erf instead of tanh", lambda s: REGISTRY["gelu_erf"].run([s.exact(0)], {})),
     wrong("gelu_erf", "tanh instead of erf", lambda s: REGISTRY["gelu"].run([s.exact(0)], {})),
@@ -94,9 +96,9 @@ FAULTS = (
     wrong("sqr", "keeps the sign", lambda s: s.exact(0) * np.abs(s.exact(0))),
     wrong("sqrt", "by a float16 estimate", lambda s: half(np.sqrt(s.exact(0)))),
     wrong("swiglu", "gate and up exchanged", _swapped),
-    wrong("swiglu", "a gate of zero lets a trace through", lambda s: _nearly_zero(s, 0)),
+    wrong("swiglu", "a gate of zero lets a trace through", lambda s: _nearly_zero(s, 0), symptom=NO_ZEROS),
     wrong("swiglu_clamp", "an up of zero lets a trace through", lambda s: _nearly_zero(s, 1)),
-    wrong("silu", "a trace for zero", lambda s: _nearly_zero(s, 0)),
+    wrong("silu", "a trace for zero", lambda s: _nearly_zero(s, 0), symptom=NO_ZEROS),
     wrong("geglu", "gate and up exchanged", _swapped),
     wrong("reglu", "negative gates let through", lambda s: s.exact(0) * s.exact(1)),
     wrong("swiglu_oai", "gate clamped from below too", _clamp_both),

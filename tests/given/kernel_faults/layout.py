@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .site import Fault, Site, wrong
+from .site import READS_ELSEWHERE, Fault, Site, wrong
 
 
 def _as_if_dense(site: Site, operand: int):
@@ -34,7 +34,7 @@ def _from_buffer_start(site: Site, operand: int):
 
 
 def ignores_strides(op: str, operand: int, name: str) -> Fault:
-    return wrong(op, f"strides of {name} ignored", lambda s: s.right(_as_if_dense(s, operand)))
+    return wrong(op, f"strides of {name} ignored", lambda s: s.right(_as_if_dense(s, operand)), symptom=READS_ELSEWHERE)
 
 
 def ignores_offset(op: str, operand: int, name: str) -> Fault:
@@ -43,7 +43,7 @@ def ignores_offset(op: str, operand: int, name: str) -> Fault:
     def compute(site: Site):
         return site.right(_from_buffer_start(site, operand)) if site.call.src[operand].offset % 64 else None
 
-    return wrong(op, f"address of {name} rounded down", compute)
+    return wrong(op, f"address of {name} rounded down", compute, symptom=READS_ELSEWHERE)
 
 
 def _grouped_not_tiled(site: Site, function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .site import Fault, Site, after
+from .site import BEFORE_THE_START, NAN, OPERAND_CHANGED, PAST_THE_END, UNSTEADY, WEIGHT_WRITTEN, Fault, Site, after
 
 
 def _unwritten_tail(site: Site):
@@ -159,22 +159,22 @@ def _nan_once(site: Site) -> None:
 
 
 FAULTS = (
-    Fault("mul", "tail of a vector not written", _unwritten_tail),
-    Fault("argsort", "last index not written", _one_unwritten),
-    Fault("get_rows", "last element not written", _one_unwritten),
-    Fault("ssm_conv", "tail of a vector not written", _unwritten_tail),
-    after("add", "whole vector stored past the end", _past_the_end),
-    after("cont", "one element before the start written", _before_the_start),
-    after("softmax", "a row past the end written", _far_row),
-    after("rms_norm", "writes past its scratch", _scratch_past_end),
-    after("silu", "changes its operand", _changes_operand),
-    after("mul_mat", "scales its weight in place", _weight_changed),
+    Fault("mul", "tail of a vector not written", _unwritten_tail, symptom=UNSTEADY),
+    Fault("argsort", "last index not written", _one_unwritten, symptom=UNSTEADY),
+    Fault("get_rows", "last element not written", _one_unwritten, symptom=UNSTEADY),
+    Fault("ssm_conv", "tail of a vector not written", _unwritten_tail, symptom=UNSTEADY),
+    after("add", "whole vector stored past the end", _past_the_end, symptom=PAST_THE_END),
+    after("cont", "one element before the start written", _before_the_start, symptom=BEFORE_THE_START),
+    after("softmax", "a row past the end written", _far_row, symptom=PAST_THE_END),
+    after("rms_norm", "writes past its scratch", _scratch_past_end, symptom=PAST_THE_END),
+    after("silu", "changes its operand", _changes_operand, symptom=OPERAND_CHANGED),
+    after("mul_mat", "scales its weight in place", _weight_changed, symptom=WEIGHT_WRITTEN),
     Fault("scale", "wrong on the second run", _wrong_from(2)),
-    Fault("attention", "wrong on the third run", _wrong_from(3)),
+    Fault("attention", "wrong on the third run", _wrong_from(3), symptom=UNSTEADY),
     Fault("rope", "hands out the first results again", _first_inputs_kept),
-    Fault("swiglu", "adds to what the result held", _accumulates),
-    Fault("rms_norm", "finds stale numbers in its scratch", _stale_scratch),
+    Fault("swiglu", "adds to what the result held", _accumulates, symptom=UNSTEADY),
+    Fault("rms_norm", "finds stale numbers in its scratch", _stale_scratch, symptom=UNSTEADY),
     Fault("rms_norm", "in place, reads what it has overwritten", _inplace_read_late),
     Fault("neg", "does nothing in place", _inplace_ignored),
-    after("exp", "NaN for one element", _nan_once),
+    after("exp", "NaN for one element", _nan_once, symptom=NAN),
 )

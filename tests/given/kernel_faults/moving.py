@@ -6,7 +6,7 @@ import numpy as np
 
 from hocket.graph import DType
 
-from .site import Site, after, half, wrong
+from .site import INFINITE, WRONG_INTEGER, Site, after, half, wrong
 
 
 def _ids_as_i32(site: Site):
@@ -109,17 +109,24 @@ FAULTS = (
     wrong("set_rows", "ids of the first entry for all", _ids_of_first),
     wrong("concat", "second half one too far", _offset_by_one),
     wrong("cast", "bf16 cut instead of rounded", _truncated),
-    wrong("cast", "rounds to integers", _rounds),
+    wrong("cast", "rounds to integers", _rounds, symptom=WRONG_INTEGER),
     wrong("cast", "through float16", _through_half),
     wrong("cont", "through float16", lambda s: half(s.src[0]) if s.src[0].dtype.kind == "f" else None),
-    wrong("repeat", "entries in turn instead of the whole", _interleaved),
-    wrong("pad", "left and right exchanged", lambda s: s.right(left=s.attrs["right"], right=s.attrs["left"])),
+    wrong("repeat", "entries in turn instead of the whole", _interleaved, symptom=WRONG_INTEGER),
+    wrong(
+        "pad",
+        "left and right exchanged",
+        lambda s: s.right(left=s.attrs["right"], right=s.attrs["left"]),
+        symptom=WRONG_INTEGER,
+    ),
     wrong("pad", "circular ignored", lambda s: s.right(circular=False)),
     wrong("pad_reflect_1d", "outer entry repeated", _edge_repeated),
-    wrong("roll", "the other way", lambda s: s.right(shifts=tuple(-n for n in s.attrs["shifts"]))),
+    wrong("roll", "the other way", lambda s: s.right(shifts=tuple(-n for n in s.attrs["shifts"])), symptom=INFINITE),
     wrong("set", "offsets of the axes exchanged", _set_swapped),
     wrong("acc", "overwrites instead of adding", _acc_overwrites),
-    wrong("diag_mask_inf", "the diagonal masked too", lambda s: s.right(n_past=s.attrs["n_past"] - 1)),
+    wrong(
+        "diag_mask_inf", "the diagonal masked too", lambda s: s.right(n_past=s.attrs["n_past"] - 1), symptom=INFINITE
+    ),
     wrong("tri", "the diagonal kept", lambda s: s.right(kind=s.attrs["kind"].removesuffix("_diag") + "_diag")),
     wrong("diag", "the other diagonal", lambda s: s.right()[0][..., ::-1]),
     wrong("solve_tri", "diagonal taken as 1", lambda s: s.right([_unit(s.exact(0)), s.src[1]])),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .site import Site, after, half, wrong
+from .site import INFINITE, UNSTEADY, Site, after, half, wrong
 
 
 def _product_half(site: Site):
@@ -163,7 +163,7 @@ FAULTS = (
     wrong("mul_mat_id", "ids of the first token for all", _ids_of_first_token),
     wrong("mul_mat_id", "part of the experts taken to begin at the first", lambda s: s.right(first=0)),
     wrong("mul_mat_id", "experts elsewhere clamped into the part", _experts_clamped),
-    wrong("mul_mat_id", "entries of experts elsewhere left as they were", _other_rows_kept),
+    wrong("mul_mat_id", "entries of experts elsewhere left as they were", _other_rows_kept, symptom=UNSTEADY),
     wrong("attention", "head groups tiled instead of neighbours", _heads_tiled),
     wrong("attention", "last cell not read", _last_cell),
     wrong("attention", "a row masked entirely is the mean", _masked_rows_mean),
@@ -172,9 +172,9 @@ FAULTS = (
     wrong("attention", "softcap ignored", lambda s: s.right(softcap=0.0)),
     wrong("attention", "sinks ignored", _without_sinks),
     wrong("attention", "ALiBi ignored", lambda s: s.right(max_bias=0.0)),
-    wrong("causal_mask", "window one too wide", lambda s: _sees(s, 0, 1)),
-    wrong("causal_mask", "token does not see itself", lambda s: _sees(s, -1, 0)),
-    wrong("causal_mask", "window ignored", lambda s: s.right(window=0)),
+    wrong("causal_mask", "window one too wide", lambda s: _sees(s, 0, 1), symptom=INFINITE),
+    wrong("causal_mask", "token does not see itself", lambda s: _sees(s, -1, 0), symptom=INFINITE),
+    wrong("causal_mask", "window ignored", lambda s: s.right(window=0), symptom=INFINITE),
     wrong("rope", "pairs of the other mode", _other_mode),
     wrong("rope", "factors multiply instead of dividing", _factors_multiply),
     wrong("rope", "position of the first token for all", _one_position),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .site import Site, half, wrong
+from .site import NAN, WRONG_INTEGER, Site, half, wrong
 
 
 def _rms(site: Site, count=None, eps=None, outside=False):
@@ -133,8 +133,8 @@ FAULTS = (
     wrong("norm", "divides by n - 1", _norm_unbiased),
     wrong("norm", "mean not subtracted", _rms),
     wrong("group_norm", "group size rounded down", _group_floor),
-    wrong("softmax", "maximum not subtracted", _no_maximum),
-    wrong("softmax", "NaN in a row masked entirely", _masked_rows_nan),
+    wrong("softmax", "maximum not subtracted", _no_maximum, symptom=NAN),
+    wrong("softmax", "NaN in a row masked entirely", _masked_rows_nan, symptom=NAN),
     wrong("softmax", "sinks left out", _sink_only_in_maximum),
     wrong("softmax", "mask added before scaling", _mask_scaled),
     wrong("softmax", "ALiBi slope of 1 for all heads", lambda s: s.right(max_bias=0.0)),
@@ -144,11 +144,16 @@ FAULTS = (
     wrong("sum", "last element left out", lambda s: s.exact(0).reshape(-1)[:-1].sum()),
     wrong("cumsum", "starts again every 256", lambda s: _restarts(s, 256)),
     wrong("cumsum", "exclusive", lambda s: s.right()[0] - s.exact(0)),
-    wrong("argmax", "last of equal ones", lambda s: _argmax(s, last=True)),
-    wrong("argmax", "none found in a row of -inf", lambda s: _argmax(s, last=False)),
-    wrong("count_equal", "last element not compared", lambda s: (s.exact(0) == s.exact(1)).reshape(-1)[:-1].sum()),
-    wrong("argsort", "equal entries reversed", _unstable),
-    wrong("argsort", "`descending` ignored", lambda s: s.right(descending=False)),
-    wrong("top_k", "last of equal ones at the border", _last_of_ties),
-    wrong("top_k", "the largest twice", lambda s: _top_twice(s) if s.attrs["k"] > 1 else None),
+    wrong("argmax", "last of equal ones", lambda s: _argmax(s, last=True), symptom=WRONG_INTEGER),
+    wrong("argmax", "none found in a row of -inf", lambda s: _argmax(s, last=False), symptom=WRONG_INTEGER),
+    wrong(
+        "count_equal",
+        "last element not compared",
+        lambda s: (s.exact(0) == s.exact(1)).reshape(-1)[:-1].sum(),
+        symptom=WRONG_INTEGER,
+    ),
+    wrong("argsort", "equal entries reversed", _unstable, symptom=WRONG_INTEGER),
+    wrong("argsort", "`descending` ignored", lambda s: s.right(descending=False), symptom=WRONG_INTEGER),
+    wrong("top_k", "last of equal ones at the border", _last_of_ties, symptom=WRONG_INTEGER),
+    wrong("top_k", "the largest twice", lambda s: _top_twice(s) if s.attrs["k"] > 1 else None, symptom=WRONG_INTEGER),
 )

@@ -45,19 +45,41 @@ class Site:
         return whole[: len(whole) // size * size].view(tensor.dtype.storage), tensor.offset // size
 
 
+TOO_FAR = "elements too far off|too far off as a whole"
+NAN = "elements NaN"
+INFINITE = "infinite where it should not be, or not where it should"
+WRONG_INTEGER = "elements wrong"
+NO_ZEROS = "zeros in .* give no zeros"
+UNSTEADY = "the replay of the same inputs over other leftovers gives other bits"
+PAST_THE_END = r"were written outside of all values, the first \d+ bytes past the end of one"
+BEFORE_THE_START = r"were written outside of all values, the first \d+ bytes before of one"
+OPERAND_CHANGED = "the run changed its operand"
+WEIGHT_WRITTEN = "weight .* or the 1024 bytes after it were written"
+READS_ELSEWHERE = f"{TOO_FAR}|{NAN}|{UNSTEADY}"
+"""Memory that is no part of an operand may hold any number, NaN, or a number that changes from run to run."""
+
+
 @dataclass(frozen=True)
 class Fault:
-    """`plant` makes the wrong kernel from a site; `name` says what is wrong with it."""
+    """A wrong kernel of `op`.
+
+    Args:
+        op: The op with the fault.
+        name: The mistake in the kernel.
+        plant: Build the wrong kernel of a site.
+        symptom: A pattern of the message of a case that fails by this fault.
+    """
 
     op: str
     name: str
     plant: Callable[[Site], Callable[[], None]]
+    symptom: str = TOO_FAR
 
     def __str__(self) -> str:
         return f"{self.op}: {self.name}"
 
 
-def wrong(op: str, name: str, compute: Callable) -> Fault:
+def wrong(op: str, name: str, compute: Callable, *, symptom: str = TOO_FAR) -> Fault:
     """A fault in what is computed: `compute(site)` gives the results, or None where this call is right."""
 
     def plant(site: Site) -> Callable[[], None]:
@@ -72,10 +94,10 @@ def wrong(op: str, name: str, compute: Callable) -> Fault:
 
         return run
 
-    return Fault(op, name, plant)
+    return Fault(op, name, plant, symptom)
 
 
-def after(op: str, name: str, spoil: Callable[[Site], None]) -> Fault:
+def after(op: str, name: str, spoil: Callable[[Site], None], *, symptom: str = TOO_FAR) -> Fault:
     """A fault that spoils right results."""
 
     def plant(site: Site) -> Callable[[], None]:
@@ -86,7 +108,7 @@ def after(op: str, name: str, spoil: Callable[[Site], None]) -> Fault:
 
         return run
 
-    return Fault(op, name, plant)
+    return Fault(op, name, plant, symptom)
 
 
 def half(x):

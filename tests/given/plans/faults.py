@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+import pytest
+
 from hocket import ops
 from hocket.backends.base import Support, find
-from hocket.graph import Graph, Node, Value, input, state, weight
+from hocket.graph import Graph, Node, PlanError, Value, input, state, weight
 from hocket.scheduler import Plan, plan_for
 from hocket.scheduler.lowering.lower import lower
 from hocket.scheduler.machines.hardware import Hardware
+from hocket.scheduler.verifier.plan import plan_faults, verify_plan
 
 T, E, H, KV, D, F, C = 3, 8, 4, 2, 4, 12, 6
 SLOW = Hardware(
@@ -22,6 +26,8 @@ SLOW = Hardware(
 """Devices on which every cut pays, and to deal the rows of a sum does not."""
 
 Edit = Callable[[Node, tuple[Any, ...]], Any]
+PlannedFault = tuple[str, Callable[[], Plan]]
+"""A pattern of the message that must appear, and a function that builds the faulty plan."""
 
 
 def decoder() -> Graph:
@@ -254,10 +260,23 @@ def steps_exchanged(device: int, one: str, two: str) -> Plan:
 
 
 def without_step(plan: Plan, device: int, name: str) -> Plan:
-    instructions = plan.lanes[device].program.instructions
-    return programmed(plan, device, instructions=tuple(i for i in instructions if i.node != name))
+    """Remove the step `name` of a device, with the instruction that undoes it."""
+    program = plan.lanes[device].program
+    at = [i.node for i in program.instructions].index(name)
+    instructions = (*program.instructions[:at], *program.instructions[at + 1 :])
+    undo = tuple((n - (n > at), back) for n, back in program.undo if n != at)
+    return programmed(plan, device, instructions=instructions, undo=undo)
 
 
 def at_offset(i, offset: int):
     """An instruction whose result lies elsewhere in its buffer."""
     return dataclasses.replace(i, dst=(dataclasses.replace(i.dst[0], offset=offset),))
+
+
+def require_named(message: str, build_plan: Callable[[], Plan]) -> None:
+    """Assert that the verifier refuses a faulty plan and says what the pattern `message` describes."""
+    broken = build_plan()
+    found = list(plan_faults(broken))
+    assert any(re.search(message, one) for one in found), found
+    with pytest.raises(PlanError):
+        verify_plan(broken)

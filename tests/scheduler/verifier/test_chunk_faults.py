@@ -14,7 +14,7 @@ from hocket.ops.collective import all_reduce
 from hocket.scheduler import Plan, plan_for
 from hocket.scheduler.verifier.plan import plan_faults
 
-from ...given.plans.faults import Edit, nodes
+from ...given.plans.faults import Edit, nodes, require_named
 
 T, K, N = 6, 8, 4
 CHUNKS = ((0, 3), (3, 6))
@@ -107,26 +107,62 @@ RIGHT = {
     "the same factor of a product in terms on both devices": factor_in_turn(lambda _: True),
 }
 FAULTS = {
-    "a chunk is there twice": on_both(in_chunks((0, 3), (0, 3), all_terms, all_terms)),
-    "chunks are exchanged": on_both(in_chunks((3, 6), (0, 3), all_terms, all_terms)),
-    "chunks are exchanged on one device": lambda: nodes(
-        nodes(summed_plan(), 0, a__sum=in_chunks(*CHUNKS, all_terms, all_terms)),
-        *(1,),
-        a__sum=in_chunks((3, 6), (0, 3), all_terms, all_terms),
+    "a chunk is there twice": (
+        r"concat\(%mul_mat, %mul_mat, axis=0\) .* no such node on these values",
+        on_both(in_chunks((0, 3), (0, 3), all_terms, all_terms)),
     ),
-    "chunks have rows in common": on_both(in_chunks((0, 4), (2, 4), all_terms, all_terms)),
-    "a chunk is of another product": chunk_of_another,
-    "some terms of the second chunk are missing": on_both(in_chunks(*CHUNKS, all_terms, some_terms(0, 2))),
-    "chunks have other terms": on_both(in_chunks(*CHUNKS, some_terms(0, 2), some_terms(2, 4))),
-    "a term of the second chunk is there twice": on_both(
-        in_chunks(
-            *CHUNKS, all_terms, lambda w, x: ops.mul_mat(*(ops.concat(v, columns(v, 0, 1), axis=1) for v in (w, x)))
-        )
+    "chunks are exchanged": (
+        r"%product .* different entries of leading axis 0: \[3:6, 0:3\] and \[0:6\]",
+        on_both(in_chunks((3, 6), (0, 3), all_terms, all_terms)),
     ),
-    "a chunk is counted twice": on_both(in_chunks(*CHUNKS, all_terms, lambda w, x: ops.add(*[ops.mul_mat(w, x)] * 2))),
-    "a chunk is summed already": on_both(in_chunks(*CHUNKS, all_terms, sum_of(6))),
-    "both chunks are summed already": on_both(in_chunks(*CHUNKS, sum_of(6), sum_of(7))),
-    "one device has terms of one factor, the other of the other": factor_in_turn(lambda device: device == 0),
+    "chunks are exchanged on one device": (
+        r"%a\.sum .* the devices bring different entries",
+        lambda: nodes(
+            nodes(summed_plan(), 0, a__sum=in_chunks(*CHUNKS, all_terms, all_terms)),
+            *(1,),
+            a__sum=in_chunks((3, 6), (0, 3), all_terms, all_terms),
+        ),
+    ),
+    "chunks have rows in common": (
+        r"concat\(%mul_mat, %mul_mat, axis=0\) .* no such node on these values",
+        on_both(in_chunks((0, 4), (2, 4), all_terms, all_terms)),
+    ),
+    "a chunk is of another product": (
+        r"concat\(%slice, %slice, axis=0\) .* no such node on these values",
+        chunk_of_another,
+    ),
+    "some terms of the second chunk are missing": (
+        r"concat\(%mul_mat, %mul_mat, axis=0\) .* no such node on these values",
+        on_both(in_chunks(*CHUNKS, all_terms, some_terms(0, 2))),
+    ),
+    "chunks have other terms": (
+        r"concat\(%mul_mat, %mul_mat, axis=0\) .* no such node on these values",
+        on_both(in_chunks(*CHUNKS, some_terms(0, 2), some_terms(2, 4))),
+    ),
+    "a term of the second chunk is there twice": (
+        r"concat\(%slice, %slice, axis=1\) .* no such node on these values",
+        on_both(
+            in_chunks(
+                *CHUNKS, all_terms, lambda w, x: ops.mul_mat(*(ops.concat(v, columns(v, 0, 1), axis=1) for v in (w, x)))
+            )
+        ),
+    ),
+    "a chunk is counted twice": (
+        r"add\(%mul_mat, %mul_mat\) .* no such node on these values",
+        on_both(in_chunks(*CHUNKS, all_terms, lambda w, x: ops.add(*[ops.mul_mat(w, x)] * 2))),
+    ),
+    "a chunk is summed already": (
+        r"concat\(%mul_mat, %all_reduce, axis=0\) .* no such node on these values",
+        on_both(in_chunks(*CHUNKS, all_terms, sum_of(6))),
+    ),
+    "both chunks are summed already": (
+        r"%a\.sum .* device 0 brings all of it, and devices \[1\] bring it again",
+        on_both(in_chunks(*CHUNKS, sum_of(6), sum_of(7))),
+    ),
+    "one device has terms of one factor, the other of the other": (
+        r"%product .* the devices owe sums of different kinds",
+        factor_in_turn(lambda device: device == 0),
+    ),
 }
 
 
@@ -136,5 +172,5 @@ def test_such_chunks_are_proven(what):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_verifier_finds_that(fault):
-    assert [*plan_faults(FAULTS[fault]())]
+def test_the_verifier_names_the_fault(fault):
+    require_named(*FAULTS[fault])

@@ -1,0 +1,135 @@
+"""Install the optional parts that tests need: ``python .ci/parts.py missing.txt``.
+
+A part that cannot be installed is a failure, and the exit status is 1. There are two exceptions: the registry of the
+part does not answer at all, or this user may not install system packages. The names of these parts are written to the
+file, one on each line, and `skips.py` allows their skips.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PIP = (sys.executable, "-m", "pip")
+APT = ("apt-get", "-o", "APT::Update::Error-Mode=any")
+PROBE_SECONDS = 120
+
+
+class Outcome(StrEnum):
+    INSTALLED = "is installed"
+    FAILED = "FAILED to install, and its registry answers"
+    NO_ANSWER = "is missing: its registry does not answer"
+    NOT_ALLOWED = "is missing: only root installs it, with apt-get"
+
+
+@dataclass(frozen=True)
+class Part:
+    """An optional part.
+
+    Args:
+        name: The name in messages and in `skips.toml`.
+        install: The words of pip or of apt-get behind ``install``.
+        system: Whether apt-get installs the part.
+        has: A program that the part brings; a system part that has it already is not installed again.
+        fetch: A command that fetches the rest of the part from another registry.
+        seconds: The time limit of the installation.
+    """
+
+    name: str
+    install: tuple[str, ...]
+    system: bool = False
+    has: str = ""
+    fetch: tuple[str, ...] = ()
+    seconds: int = 300
+
+
+def read_extra(name: str) -> tuple[str, ...]:
+    """Return the requirements of an extra of pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return tuple(project["optional-dependencies"][name])
+
+
+PARTS = (
+    Part("NVRTC", read_extra("nvrtc")),
+    Part("ONNX", read_extra("onnx")),
+    Part("MPI", read_extra("mpi")),
+    Part("llguidance", read_extra("grammar")),
+    Part("Selenium", read_extra("browser")),
+    Part("Perfetto", read_extra("perfetto")),
+    Part("mkdocs", read_extra("docs")),
+    Part("PyTorch", ("torch==2.13.0",), seconds=900),
+    Part("transformers", ("transformers==5.24.0",)),
+    Part("pyright", ("pyright[nodejs]",), fetch=(sys.executable, "-m", "pyright", "--version")),
+    Part("QEMU", ("qemu-user", "gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross"), system=True, has="qemu-aarch64"),
+    Part("Chromium", ("chromium", "chromium-driver"), system=True, has="chromium"),
+)
+
+Run = Callable[[Sequence[str], int], bool]
+
+
+def run(command: Sequence[str], seconds: int) -> bool:
+    """Return whether `command` passes within `seconds`; print the end of its output if it does not."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        print(f"    {' '.join(command)}: not done within {seconds} s")
+        return False
+    except OSError as why:
+        print(f"    {' '.join(command)}: {why}")
+        return False
+    if done.returncode:
+        print("    " + "\n    ".join(done.stdout.decode(errors="replace").splitlines()[-5:]))
+    return done.returncode == 0
+
+
+def can_use_apt() -> bool:
+    return shutil.which("apt-get") is not None and hasattr(os, "geteuid") and os.geteuid() == 0
+
+
+def install(part: Part, run: Run = run, *, may_use_apt: bool | None = None) -> Outcome:
+    """Install one part; on a failure ask its registry for something that it certainly has."""
+    if part.system:
+        if part.has and shutil.which(part.has):
+            return Outcome.INSTALLED
+        if not (can_use_apt() if may_use_apt is None else may_use_apt):
+            return Outcome.NOT_ALLOWED
+        if not run((*APT, "update", "-qq"), PROBE_SECONDS):
+            return Outcome.NO_ANSWER
+        installed = run((*APT, "install", "-y", "-qq", *part.install), part.seconds)
+        answers = (*APT, "update", "-qq")
+    else:
+        installed = run((*PIP, "install", "--quiet", *part.install), part.seconds)
+        answers = (*PIP, "index", "versions", "pip")
+    if not installed:
+        return Outcome.FAILED if run(answers, PROBE_SECONDS) else Outcome.NO_ANSWER
+    if part.fetch and not run(part.fetch, part.seconds):
+        run((*PIP, "uninstall", "--yes", part.name), PROBE_SECONDS)  # tests skip a part that is not there
+        return Outcome.NO_ANSWER
+    return Outcome.INSTALLED
+
+
+def main(words: Sequence[str]) -> int:
+    (missing,) = words
+    outcomes = {}
+    for part in PARTS:
+        began = time.monotonic()
+        outcomes[part.name] = install(part)
+        print(f"{part.name} {outcomes[part.name]} ({time.monotonic() - began:.0f} s)", flush=True)
+    absent = [name for name, outcome in outcomes.items() if outcome in (Outcome.NO_ANSWER, Outcome.NOT_ALLOWED)]
+    Path(missing).write_text("".join(f"{name}\n" for name in absent), encoding="utf-8")
+    return int(Outcome.FAILED in outcomes.values())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

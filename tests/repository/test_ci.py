@@ -1,0 +1,126 @@
+"""The Python parts of `.ci/run`: optional parts that are missing, and skips over their budget."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from ..given.models.goldens import ROOT
+
+CI = ROOT / ".ci"
+
+LOG = """
+..s.                                                                     [100%]
+=========================== short test summary info ============================
+SKIPPED [2] tests/ops/test_x.py:12: onnx is not installed
+SKIPPED [1] tests/frontends/test_y.py:13: onnx is not installed
+SKIPPED [3] tests/cpu/test_z.py: gcc: is not installed (Debian has it)
+4 passed, 6 skipped in 1.00s
+"""
+
+
+@pytest.fixture(scope="module")
+def parts():
+    return runpy.run_path(str(CI / "parts.py"))
+
+
+@pytest.fixture(scope="module")
+def skips():
+    return runpy.run_path(str(CI / "skips.py"))
+
+
+class Commands:
+    """A registry: which of its commands pass, by a word that they have."""
+
+    def __init__(self, **passes: bool) -> None:
+        self.passes, self.run_words = passes, []
+
+    def __call__(self, command, seconds: int) -> bool:
+        assert seconds > 0
+        self.run_words.append(command)
+        return next(passes for word, passes in self.passes.items() if word in command)
+
+
+@pytest.mark.parametrize(
+    ("passes", "outcome"),
+    [
+        ({"install": True}, "INSTALLED"),
+        ({"install": False, "index": True}, "FAILED"),
+        ({"install": False, "index": False}, "NO_ANSWER"),
+    ],
+)
+def test_a_part_of_pip_fails_only_where_the_registry_answers(parts, passes, outcome):
+    part = parts["Part"]("ONNX", ("onnx",))
+    assert parts["install"](part, Commands(**passes)).name == outcome
+
+
+def test_a_part_that_cannot_fetch_its_rest_is_removed(parts):
+    part = parts["Part"]("pyright", ("pyright",), fetch=("fetch",))
+    commands = Commands(uninstall=True, install=True, fetch=False)
+    assert parts["install"](part, commands).name == "NO_ANSWER"
+    assert "uninstall" in commands.run_words[-1]
+
+
+@pytest.mark.parametrize(
+    ("passes", "may_use_apt", "outcome"),
+    [
+        ({"update": True, "install": True}, True, "INSTALLED"),
+        ({"update": True, "install": False}, True, "FAILED"),
+        ({"update": False}, True, "NO_ANSWER"),
+        ({}, False, "NOT_ALLOWED"),
+    ],
+)
+def test_a_system_part_fails_only_where_root_reaches_the_registry(parts, passes, may_use_apt, outcome):
+    part = parts["Part"]("QEMU", ("qemu",), system=True, has="no-such-program-anywhere")
+    assert parts["install"](part, Commands(**passes), may_use_apt=may_use_apt).name == outcome
+
+
+def test_a_command_that_fails_or_hangs_or_is_not_there_does_not_pass(parts, capsys):
+    run = parts["run"]
+    assert run(("sh", "-c", "exit 0"), 60)
+    assert not run(("sh", "-c", "echo the reason; exit 1"), 60)
+    assert not run(("sleep", "60"), 1)
+    assert not run(("no-such-program-anywhere",), 1)
+    said = capsys.readouterr().out
+    assert "the reason" in said
+    assert "sleep 60: not done within 1 s" in said
+
+
+def test_skips_are_counted_by_reason(skips):
+    assert skips["count_skips"](LOG) == {"onnx is not installed": 3, "gcc: is not installed (Debian has it)": 3}
+
+
+@pytest.mark.parametrize(
+    ("most", "missing", "excess"),
+    [
+        (3, [], []),
+        (2, [], ["3 tests skip, 2 may: onnx is"]),
+        (0, ["ONNX"], []),
+        (0, ["PyTorch"], ["3 tests skip, 0 may: onnx is"]),
+    ],
+)
+def test_a_reason_has_a_budget_unless_its_part_is_missing(skips, most, missing, excess):
+    budgets = [skips["Budget"]("onnx is", most, "ONNX"), skips["Budget"]("gcc", 3)]
+    assert skips["find_excess"](skips["count_skips"](LOG), budgets, missing) == excess
+
+
+def test_a_reason_that_is_not_listed_is_over_its_budget(skips):
+    budgets = [skips["Budget"]("onnx is", 3)]
+    (line,) = skips["find_excess"](skips["count_skips"](LOG), budgets, [])
+    assert line.endswith("skips.toml does not list: gcc: is not installed (Debian has it)")
+
+
+def test_the_exit_status_says_whether_a_budget_is_exceeded(skips, tmp_path: Path, capsys):
+    log, missing = tmp_path / "pytest.log", tmp_path / "missing.txt"
+    log.write_text("SKIPPED [1] tests/x.py:1: onnx is not installed\n", encoding="utf-8")
+    assert skips["main"]([str(log), str(missing)]) == 1
+    missing.write_text("ONNX\n", encoding="utf-8")
+    assert skips["main"]([str(log), str(missing)]) == 0
+    assert "1  onnx is not installed" in capsys.readouterr().out
+
+
+def test_every_part_of_a_budget_is_installed_by_ci(parts, skips):
+    known = {part.name for part in parts["PARTS"]}
+    assert {budget.part for budget in skips["read_budgets"](CI / "skips.toml")} - {""} <= known
