@@ -56,10 +56,6 @@ PLANTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "minicpm-moe",
         ),
         "embedding_norm": ("bloom-dense",),
-        "factors": (
-            "deci-dense",
-            "exaone-moe-moe",
-        ),
         "ffn_norm": (
             "dbrx-moe",
             "gpt-oss-moe",
