@@ -306,9 +306,9 @@ class Session:
         return bool(self.store.state(name).shape[0] == self.sequences * self.cells(name) + 1)
 
     def cells(self, cache: str) -> int:
-        """Cells that each sequence has in a cache: one for each token of the context, or those of a window, which are
-        written in turn."""
-        return self._one.ring(self.model.window(cache)) or self.context
+        """Cells that each sequence has in a cache: one for each token of the context, or for each block of its tokens,
+        or those of a window, which are written in turn."""
+        return self._one.ring(self.model.window(cache)) or -(-self.context // self.model.cell_tokens(cache))
 
     @property
     def sessions(self) -> tuple[Session, ...]:

@@ -63,9 +63,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "llama": replace(LLAMA, scaled=True),
         "mistral3": replace(LLAMA, scaled=True, temperature=(0, 0.0, 0.0)),
         "nanbeige": replace(LLAMA, scaled=True, repeats="num_loops"),
-        "minicpm": Family(
-            rope="normal", embedding=12.0, residual="layers", logits="over", logit_default="width"
-        ),
+        "minicpm": Family(rope="normal", embedding=12.0, residual="layers", logits="over", logit_default="width"),
         "deci": replace(LLAMA, headless=True),
         "arcee": replace(LLAMA, unit="relu2"),
         "llama4": replace(
@@ -99,9 +97,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             rotated="window|plain",
             windows=Windows(period=4, default=4096, least_layers=64),
         ),
-        "exaone-moe": Family(
-            qk_norm="before", rotated="window", windows=QUARTER, gating="key", normalised=None
-        ),
+        "exaone-moe": Family(qk_norm="before", rotated="window", windows=QUARTER, gating="key", normalised=None),
         "ernie4_5": Family(rope="normal", ignores=NO_OUTPUT_BIAS),
         "ernie4_5-moe": Family(
             rope="normal",
@@ -288,9 +284,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "bailingmoe3": replace(KIMI, rope="normal|mrope", bounded_decay=1.0),
         "deepseek2": replace(LATENT, log_multiplier=10.0, temperature=(-1, 0.0, 0.0)),
         "mistral4": replace(LATENT, log_multiplier=10.0, temperature=(-1, 0.0, 0.0)),
-        "minicpm3": Family(
-            mixer="latent", embedding=12.0, residual="layers", logits="over", logit_default="width"
-        ),
+        "minicpm3": Family(mixer="latent", embedding=12.0, residual="layers", logits="over", logit_default="width"),
         "gemma4": replace(
             GEMMA2,
             value_norm=True,

@@ -10,20 +10,15 @@ import pytest
 
 from hocket import ops
 from hocket.frontends.errors import ModelError
-from hocket.frontends.models import ARCHITECTURES, Batch, Model, Step, load_model
+from hocket.frontends.models import ARCHITECTURES, Batch, Model, Step
 from hocket.frontends.models.frame import Frame, Sight
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.graph import Graph
 
 from ...given.models.architectures import ALL, golden, written
+from ...given.models.exact import with_metadata
 from ...given.models.goldens import F64, nmse, path_of
-
-
-def with_metadata(model: Model, **values: object) -> Model:
-    """The model as if its file had these metadata of its architecture; a dot in a name is written ``__``."""
-    changed = {f"{model.architecture}.{name.replace('__', '.')}": value for name, value in values.items()}
-    return load_model(replace(model.gguf, metadata={**model.gguf.metadata, **changed}))  # type: ignore[dict-item]
 
 
 def hidden(model: Model, tokens: list[int]) -> F64:

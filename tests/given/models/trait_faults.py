@@ -124,10 +124,6 @@ PLANTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "arcee-dense",
             "chatglm-dense",
         ),
-        "runs": (
-            "llada-dense",
-            "llada-moe-moe",
-        ),
         "rotated": (
             "baichuan-dense",
             "maple-moe",
