@@ -98,7 +98,7 @@ class Session:
         self.model, self.sequences, self.watch = model, sequences, watch
         self.world: World = world if like is None else like.world
         self.context = min(model.context_length, DEFAULT_CONTEXT) if context is None else context
-        self.batch = self.context if model.is_encoder else min(batch, self.context)  # texts are read as a whole
+        self.batch = min(batch, self.context) if model.is_causal else self.context  # texts are read as a whole
         for name, value in (("sequences", sequences), ("context size", self.context), ("batch size", batch)):
             if value < 1:
                 raise ModelError(f"{name} is {value}; it must be at least 1")
@@ -306,9 +306,9 @@ class Session:
         return bool(self.store.state(name).shape[0] == self.sequences * self.cells(name) + 1)
 
     def cells(self, cache: str) -> int:
-        """Cells that each sequence has in a cache: one for each token of the context, or those of a window, which are
-        written in turn."""
-        return self._one.ring(self.model.window(cache)) or self.context
+        """Cells that each sequence has in a cache: one for each token of the context, or for each block of its tokens,
+        or those of a window, which are written in turn."""
+        return self._one.ring(self.model.window(cache)) or -(-self.context // self.model.cell_tokens(cache))
 
     @property
     def sessions(self) -> tuple[Session, ...]:

@@ -97,6 +97,10 @@ class Keys:
         kind: type[bool] | type[int] = bool if isinstance(first, bool) else int
         return tuple(flag != 0 for flag in self.gguf.per_layer(self._key(name), kind, blocks))
 
+    def flag(self, name: str, default: bool) -> bool:
+        """One boolean, or an integer that is not 0; ``default`` if the key is missing."""
+        return self.flags(name, 1)[0] if self.has(name) else default
+
     def is_list(self, name: str) -> bool:
         """Whether the key holds a list, not one value for all."""
         return isinstance(self.gguf.metadata.get(self._key(name)), Array)

@@ -104,6 +104,11 @@ class Model:
         kind, _, layer = cache.rpartition(".")
         return self.hyper.window(int(layer)) if kind in ("cache_k", "cache_v") else 0
 
+    def cell_tokens(self, cache: str) -> int:
+        """Tokens for which one cell of the state ``cache`` stands: 1, or those of a block."""
+        kind, _, layer = cache.rpartition(".")
+        return self.hyper.block_tokens(int(layer)) if kind == "cache_c" else 1
+
     @property
     def is_causal(self) -> bool:
         """Whether a token sees only those before it; others see all at once, so there are no steps."""

@@ -10,15 +10,15 @@ from .family import Family, Windows
 
 LOCAL, QUARTER, FOREIGN = Windows(), Windows(period=4), Windows(base=10000.0, scaled=False)
 FIRST = Windows(period=4, whole_first=True)
-LLAMA = Family(rope="normal", factors=True)
+LLAMA = Family(rope="normal")
 LAYER_NORM = Family(norm="layer")
 GPT2 = Family(norm="layer", rope="none", unit="gelu")
 SCORED = Family(gating="key sigmoid", normalised=None)
 QWEN = Family()
 QWEN3 = Family(qk_norm="before")
-GRANITE = Family(rope="normal", factors=True, rotated="finetuned", residual="key", embedding="key", logits="over")
+GRANITE = Family(rope="normal", rotated="finetuned", residual="key", embedding="key", logits="over")
 COHERE = Family(norm="layer", rope="normal", ffn_norm="", parallel="yes", logits="times")
-COHERE2 = replace(COHERE, factors=True, rotated="window", windows=QUARTER, scaled=True)
+COHERE2 = replace(COHERE, rotated="window", windows=QUARTER, scaled=True)
 SANDWICH = Family(attn_post="post_attention_norm", ffn_post="post_ffw_norm", qk_norm="before")
 GEMMA2 = replace(SANDWICH, embedding="width", unit="gelu", softcap=0.0)
 BERT = Family(
@@ -37,6 +37,7 @@ CHOOSING = replace(LATENT, spare=INDEXER, sparse="top_k")
 OF_RWKV = Family(rope="none", recurrent="rwkv6", recurrent_where="all")
 RWKV = replace(OF_RWKV, norm="layer", ffn_norm="attn_norm_2", embedding_norm="token_embd_norm", residuals="shifting")
 FIRST_VALUES = ("time_mix_v?.weight",)
+NO_FACTORS = "rope_freqs.weight"
 NO_OUTPUT_BIAS = ("attn_output.bias",)
 NO_BIASES = ("attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 DENSE = ("ffn_gate.*", "ffn_up.*", "ffn_down.*")
@@ -62,9 +63,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "llama": replace(LLAMA, scaled=True),
         "mistral3": replace(LLAMA, scaled=True, temperature=(0, 0.0, 0.0)),
         "nanbeige": replace(LLAMA, scaled=True, repeats="num_loops"),
-        "minicpm": Family(
-            rope="normal", factors=True, embedding=12.0, residual="layers", logits="over", logit_default="width"
-        ),
+        "minicpm": Family(rope="normal", embedding=12.0, residual="layers", logits="over", logit_default="width"),
         "deci": replace(LLAMA, headless=True),
         "arcee": replace(LLAMA, unit="relu2"),
         "llama4": replace(
@@ -81,27 +80,24 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "xverse": Family(rope="normal"),
         "baichuan": Family(rope="normal", rotated="of 32", alibi=8.0),
         "chatglm": Family(rope="normal"),
-        "cogvlm": Family(rope="neox", ignores=("attn_qkv.scale", "vis_*")),
+        "cogvlm": Family(rope="neox", ignores=("attn_qkv.scale", "vis_*", NO_FACTORS)),
         "smollm3": Family(rope="normal", rotated="every 4"),
         "maincoder": Family(rope="normal", qk_norm="after"),
-        "pangu-embedded": Family(),
+        "pangu-embedded": Family(ignores=(NO_FACTORS,)),
         "seed_oss": Family(ffn_norm="post_attention_norm"),
         "arctic": Family(rope="normal", beside="residual"),
         "refact": Family(
             rope="none", alibi=8.0, ignores=NO_BIASES, spare=("ffn_*_exps.*", "ffn_gate_inp.*"), mixture="unread"
         ),
-        "exaone": Family(factors=True),
+        "exaone": Family(),
         "exaone4": replace(
             SANDWICH,
-            factors=True,
             attn_norm="",
             ffn_norm="",
             rotated="window|plain",
             windows=Windows(period=4, default=4096, least_layers=64),
         ),
-        "exaone-moe": Family(
-            factors=True, qk_norm="before", rotated="window", windows=QUARTER, gating="key", normalised=None
-        ),
+        "exaone-moe": Family(qk_norm="before", rotated="window", windows=QUARTER, gating="key", normalised=None),
         "ernie4_5": Family(rope="normal", ignores=NO_OUTPUT_BIAS),
         "ernie4_5-moe": Family(
             rope="normal",
@@ -110,9 +106,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             spare=("ffn_*_exps.*", "ffn_*_shexp.*", "ffn_gate_inp.*", "exp_probs_b.*"),
         ),
         "paddleocr": Family(),
-        "hunyuan-dense": Family(rope="neox|mrope", factors=True, qk_norm="after", alpha=True),
-        "hunyuan_vl": Family(rope="neox|mrope", factors=True, qk_norm="after", alpha=True),
-        "hunyuan-moe": Family(factors=True, qk_norm="after"),
+        "hunyuan-dense": Family(rope="neox|mrope", qk_norm="after", alpha=True),
+        "hunyuan_vl": Family(rope="neox|mrope", qk_norm="after", alpha=True),
+        "hunyuan-moe": Family(qk_norm="after"),
         "olmo": Family(rope="normal", norm="layer", bare=True),
         "olmo2": replace(SANDWICH, attn_norm="", ffn_norm="", windows=Windows(period=4, scaled=False)),
         "olmoe": Family(qk_norm="before", normalised=False),
@@ -151,7 +147,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3vlmoe": QWEN3,
         "qwen3tts": QWEN3,
         "dream": Family(runs="at once", ignores=("output.bias",)),
-        "llada": Family(rope="normal", runs="at once", ignores=NO_BIASES),
+        "llada": Family(rope="normal", runs="at once", ignores=(*NO_BIASES, NO_FACTORS)),
         "llada-moe": Family(qk_norm="before", runs="at once", normalised=False),
         "rnd1": Family(qk_norm="before", runs="at once"),
         "qwen3next": replace(QWEN35, shared_gate=True, ignores=UNSCALED_DELTA),
@@ -160,9 +156,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "maple": Family(qk_norm="before", rotated="window", windows=LOCAL, mixture="gate first"),
         "mellum": Family(qk_norm="before", windows=QUARTER, scaled=True),
         # ----------------------------------------------------------------------------------------------- experts
-        "bailingmoe": Family(rope="normal", factors=True, scale="rotated", normalised=None),
+        "bailingmoe": Family(rope="normal", scale="rotated", normalised=None),
         "bailingmoe2": Family(qk_norm="before", gating="key", normalised=None),
-        "deepseek": Family(rope="normal", factors=True, normalised=False),
+        "deepseek": Family(rope="normal", normalised=False),
         "dots1": Family(qk_norm="before", gating="key", normalised=None),
         "glm4moe": replace(SCORED, ffn_norm="post_attention_norm", ignores=NO_OUTPUT_BIAS),
         "gpt-oss": Family(
@@ -181,7 +177,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             beside="mean",
         ),
         "grovemoe": Family(qk_norm="before", mixture="chunks"),
-        "hy_v3": replace(SCORED, factors=True, qk_norm="before", scaled=True, spare=DENSE),
+        "hy_v3": replace(SCORED, qk_norm="before", scaled=True, spare=DENSE),
         "laguna": replace(SCORED, qk_norm="before", gate="softplus", windows=replace(FIRST, scaled=False)),
         "afmoe": replace(
             SANDWICH, embedding="width", rotated="every 4", windows=QUARTER, gating="key sigmoid", normalised=None
@@ -216,8 +212,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "falcon": Family(norm="layer", ffn_norm="", parallel="yes", unit="gelu"),
         "gptneox": Family(norm="layer", parallel="key", unit="gelu"),
         "phi2": Family(norm="layer", ffn_norm="", parallel="yes", unit="gelu"),
-        "phi3": Family(factors=True),
-        "phimoe": Family(factors=True),
+        "phi3": Family(),
+        "phimoe": Family(),
         "stablelm": Family(norm="layer", parallel="absent"),
         "command-r": COHERE,
         "cohere2": COHERE2,
@@ -264,7 +260,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mamba": Family(rope="none", recurrent="mamba", recurrent_where="all"),
         "mamba2": Family(rope="none", recurrent="mamba2", recurrent_where="all"),
         "jamba": Family(rope="none", recurrent="mamba", normalised=False),
-        "falcon-h1": Family(recurrent="mamba2", recurrent_where="both", ignores=NO_OUTPUT_BIAS),
+        "falcon-h1": Family(recurrent="mamba2", recurrent_where="both", ignores=(*NO_OUTPUT_BIAS, NO_FACTORS)),
         "plamo2": replace(SANDWICH, recurrent="plamo2", ignores=("attn_qkv.scale", "ssm_*.scale")),
         "rwkv6": RWKV,
         "rwkv7": replace(RWKV, recurrent="rwkv7", spare=FIRST_VALUES),
@@ -288,14 +284,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "bailingmoe3": replace(KIMI, rope="normal|mrope", bounded_decay=1.0),
         "deepseek2": replace(LATENT, log_multiplier=10.0, temperature=(-1, 0.0, 0.0)),
         "mistral4": replace(LATENT, log_multiplier=10.0, temperature=(-1, 0.0, 0.0)),
-        "minicpm3": Family(
-            mixer="latent", factors=True, embedding=12.0, residual="layers", logits="over", logit_default="width"
-        ),
+        "minicpm3": Family(mixer="latent", embedding=12.0, residual="layers", logits="over", logit_default="width"),
         "gemma4": replace(
             GEMMA2,
             value_norm=True,
             scale="one",
-            factors=True,
             whole_factors=True,
             windows=FOREIGN,
             beside="normed",

@@ -71,10 +71,8 @@ class Family:
     """Layers that rotate: ``all``, ``window``, ``window|dense``, ``window|plain`` (all, if there are no windows),
     ``every 4`` (not the last of four), ``every 4 first``, ``finetuned`` (as that key says), ``pattern``, ``of 32`` (in
     models of 32 layers; those of 40 have ALiBi, and others neither)."""
-    factors: bool = False
-    """Speeds of rotation are divided by ``rope_freqs`` or ``rope_factors_*``."""
     whole_factors: bool = False
-    """Only in layers without a window."""
+    """``rope_freqs`` and ``rope_factors_*`` divide the speeds of rotation only in layers without a window."""
     alpha: bool = False
     """Bases of rotation are stretched by ``rope.scaling.alpha`` (NTK-aware scaling)."""
     repeats: str = ""
@@ -159,6 +157,11 @@ class Family:
     def causal(self) -> bool:
         """Whether a token sees only those before it."""
         return self.runs == "steps"
+
+    @property
+    def attends(self) -> bool:
+        """Whether layers attend, so that ``attention.causal`` of a file makes a difference."""
+        return self.recurrent_where != "all"
 
     @property
     def sees_input(self) -> bool:

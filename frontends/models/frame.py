@@ -17,12 +17,13 @@ from ..step import Ring, Step
 class Sight:
     """Which cells a token sees: all before it and its own, of the last ``window`` or, ``chunked``, of its own chunk of
     so many alone unless that is 0; with ``distances`` the mask holds how far they are, for ALiBi.  Unless ``causal`` it
-    sees all tokens of its text, or half of ``window`` on either side."""
+    sees the tokens behind it, too: all of them, or ``centred`` half of ``window`` on either side."""
 
     window: int = 0
     chunked: bool = False
     distances: bool = False
     causal: bool = True
+    centred: bool = False
 
     @property
     def rolling(self) -> int:
@@ -79,13 +80,29 @@ class Frame:
         return self._masks[key]
 
     def _open_mask(self, sight: Sight) -> Value:
-        """f32[B, T, T]: a token sees all of its text, or half a window of it on either side."""
+        """f32[B, T, T]: a token sees all of its text, or half a window of it on either side, or of the tokens before it
+        a window or those of its chunk alone."""
         count, half = self.step.tokens, sight.window // 2
         mask = ops.causal_mask(self.last, cells=count, name="mask")
-        if sight.window:
+        if sight.window and sight.centred:
             end = ops.cast(ops.scale(ops.cast(self.pos, dtype=DType.F32), scale=1.0, bias=half), dtype=DType.I32)
             mask = ops.add(mask, ops.causal_mask(end, cells=count, window=2 * half + 1), name="window_mask")
+        elif 0 < sight.window < count:
+            mask = self._hidden_before(self._first_seen(sight), mask)
         return ops.sub(mask, ops.abs_(self.distances), name="distances") if sight.distances else mask
+
+    def _first_seen(self, sight: Sight) -> Value:
+        """Half a position before the first one that a token sees, f32[B, T, 1]."""
+        if not sight.chunked:
+            return ops.scale(self.positions, scale=1.0, bias=0.5 - sight.window)
+        chunk = ops.floor(ops.scale(self.positions, scale=1.0 / sight.window, bias=0.5 / sight.window))
+        return ops.scale(chunk, scale=float(sight.window), bias=-0.5)
+
+    def _hidden_before(self, first: Value, mask: Value) -> Value:
+        """``mask`` f32[B, T, n] with minus infinity for the cells before ``first`` f32[B, T, 1]."""
+        numbers = ops.arange(start=0.0, stop=float(mask.shape[-1]))
+        ahead = ops.sub(ops.add(ops.fill(mask, value=0.0), numbers), first)
+        return ops.add(mask, ops.log(ops.step(ahead)), name="first_mask")
 
     @cached_property
     def distances(self) -> Value:
@@ -119,10 +136,7 @@ class Frame:
             return self._ring_mask(ring, window)
         mask = ops.causal_mask(self.pos, cells=cells, window=window, name="window_mask" if window else "mask")
         if sight.chunked and cells > sight.window:
-            chunk = ops.floor(ops.scale(self.positions, scale=1.0 / sight.window, bias=0.5 / sight.window))
-            first = ops.scale(chunk, scale=float(sight.window), bias=-0.5)
-            ahead = ops.sub(ops.add(ops.fill(mask, value=0.0), self.numbers), first)
-            mask = ops.add(mask, ops.log(ops.step(ahead)), name="chunk_mask")
+            mask = self._hidden_before(self._first_seen(sight), mask)
         if sight.distances:
             mask = ops.sub(ops.add(mask, self.numbers), self.positions, name="distances")
         return mask
@@ -246,6 +260,7 @@ class Frame:
     def both_cached(self, layer: int, k: Value, v: Value, sight: Sight) -> tuple[Value, Value]:
         """Keys and values of a layer, written and read as `cached` does; as they are where all tokens come at once."""
         if not sight.causal:
+            self.left |= {f"cache_k.{layer}": k, f"cache_v.{layer}": v}
             return k, v
         keys = self.cached(f"cache_k.{layer}", k, sight=sight)
         return keys, self.cached(f"cache_v.{layer}", v, sight=sight, dtype=self.step.values)

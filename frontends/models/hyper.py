@@ -16,7 +16,7 @@ from ..step import Batch, Ring, Step
 from .family import Family
 from .frame import Frame
 from .layers.blocks import Norm, Unit
-from .layers.compressed import Blocks
+from .layers.compressed import Blocks, Compressed
 from .layers.moe import Experts
 from .layers.ngrams import Ngrams
 from .weights import Weights
@@ -133,6 +133,12 @@ class Hyper:
     def window(self, layer: int) -> int:
         """Behind how many tokens a layer, perhaps one that guesses, never sees a cell again."""
         return self.windows[layer] if self.ahead is None else {**self.windows, **self.ahead.windows}[layer]
+
+    def block_tokens(self, layer: int) -> int:
+        """Tokens of a block in the cache of a layer, perhaps one that guesses."""
+        blocks = self.blocks if self.ahead is None else (*self.blocks, *self.ahead.blocks)
+        (blocks_of,) = (m.blocks for m in blocks[layer].mixers if isinstance(m, Compressed) and m.blocks)
+        return blocks_of.ratio
 
     @cached_property
     def causal(self) -> bool:

@@ -51,6 +51,10 @@ RECURRENT: Mapping[str, type[Recurrent]] = MappingProxyType(
 
 def read_hyper(keys: Keys, family: Family) -> Hyper:
     """The hyperparameters of the model whose metadata are ``keys``; ModelError for a missing or absurd value."""
+    if family.causal and family.attends and not keys.flag("attention.causal", True):
+        if family.mixer == "compressed":
+            raise keys.error("attention.causal", "is false; blocks of tokens need causal attention")
+        family = replace(family, runs="at once")
     count, width = layers_run(keys), keys.count("embedding_length")
     reader = Reader(keys, family, count, width)
     repeats = keys.given(family.repeats, 1) if family.repeats else 1
@@ -99,7 +103,7 @@ def blocks_of_tokens(blocks: Iterable[Layer]) -> tuple[Blocks, ...]:
 def can_look_ahead(family: Family) -> bool:
     """Whether blocks that guess further tokens are like those of the model, or have one residual and attend."""
     plain = family.residuals in ("", "streams", "gated streams") and not family.repeats
-    return family.causal and plain and family.recurrent_where != "all"
+    return family.causal and plain and family.attends
 
 
 def read_ahead(keys: Keys, hyper: Hyper) -> Hyper:
@@ -148,7 +152,7 @@ class Reader:
     def __init__(self, keys: Keys, family: Family, count: int, width: int) -> None:
         self.keys, self.family, self.count, self.width = keys, family, count, width
         self.own = layers_run(keys)
-        self.heads = keys.each("attention.head_count", count, 0 if family.recurrent_where == "all" else None)
+        self.heads = keys.each("attention.head_count", count, None if family.attends else 0)
         self.kv_heads = (
             keys.each("attention.head_count_kv", count) if keys.has("attention.head_count_kv") else self.heads
         )
@@ -235,7 +239,7 @@ class Reader:
             mixers = self.mixers(stored)
         parallel = {
             "yes": True,
-            "key": self.keys.has("use_parallel_residual") and self.keys.flags("use_parallel_residual", 1)[0],
+            "key": self.keys.flag("use_parallel_residual", False),
             "absent": f"{block}.{self.family.ffn_norm}.weight" not in tensors,
         }.get(self.family.parallel, False)
         return Layer(
@@ -289,12 +293,16 @@ class Reader:
     def latent(self, i: int) -> Latent:
         keys, family, window = self.keys, self.family, self.windows[i]
         rope = self.rope(i, keys.given("rope.dimension_count", 1)) if family.rope != "none" else None
-        return Latent.from_keys(keys, family, self.norm, self.heads[i], rope, Sight(window), self.temperature(rope))
+        sight, temperature = self.sight(window), self.temperature(rope)
+        return Latent.from_keys(keys, family, self.norm, self.heads[i], rope, sight, temperature)
 
     def compressed(self, i: int) -> Compressed:
         keys = self.keys
         rope, window = Rope.from_keys(keys, self.family.rope, keys.count("attention.key_length")), self.windows[i]
         return Compressed.from_keys(keys, self.norm, self.heads[i], rope, window, i)
+
+    def sight(self, window: int, chunked: bool = False, distances: bool = False) -> Sight:
+        return Sight(window, chunked, distances, self.family.causal, self.family.runs == "encoder")
 
     def attention(self, i: int) -> Attention | Latent | Compressed:
         if self.family.mixer == "latent":
@@ -315,9 +323,9 @@ class Reader:
             key_size=key_size,
             value_size=value_size,
             scale=self.scale(heads, key_size, rope),
-            sight=Sight(window, chunked, bool(self.alibi), family.causal),
+            sight=self.sight(window, chunked, bool(self.alibi)),
             rope=rope,
-            factors=family.factors and not (window and family.whole_factors),
+            factors=not (window and family.whole_factors),
             original_context=original_context(keys),
             qk_norm="maybe" if self.is_maverick else family.qk_norm,
             cap=0.0 if family.score_cap is None else keys.optional("attn_logit_softcapping") or family.score_cap,

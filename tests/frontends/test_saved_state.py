@@ -17,6 +17,7 @@ from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Group, Session
 
+from ..given.models.architectures import written
 from ..given.models.goldens import nmse, path_of
 
 TOKENS = [5, 17, 33, 2, 60, 41, 8, 19, 77, 3]
@@ -61,6 +62,22 @@ def test_what_several_devices_save_one_can_load(saved, group, tmp_path):
     load_state(fresh, tmp_path / "other.npz")
     got = fresh.evaluate([TOKENS[6:]], every_position=True)[0]
     assert nmse(got, wanted) < 1e-11
+
+
+@pytest.mark.parametrize("model", ["deepseek4-moe", "deepseek2-moe", "glm5-next-moe", "qwen4exp-moe"])
+@pytest.mark.parametrize("context", [24, 64, 101])
+def test_compressed_caches_go_on_in_a_context_of_another_size(model, context, tmp_path):
+    opened = open_model(written(model, tmp_path))
+    first = Session(opened, on=GROUPS["one"], context=40, sequences=2)
+    tokens = [TOKENS[:3], [*TOKENS, *TOKENS[3:]]]
+    first.evaluate(tokens)
+    save_state(first, tokens, tmp_path / "state")
+    wanted = first.evaluate([TOKENS[:5], TOKENS[:6]], every_position=True)
+    second = Session(opened, on=GROUPS["two"], context=context, sequences=2)
+    second.evaluate([[1, 2], TOKENS])
+    assert load_state(second, tmp_path / "state") == tokens
+    got = second.evaluate([TOKENS[:5], TOKENS[:6]], every_position=True)
+    assert all(nmse(one, other) < 1e-9 for one, other in zip(got, wanted, strict=True))
 
 
 def test_a_state_of_another_model_is_refused(saved):

@@ -14,6 +14,8 @@ from ..simd.vectors import (
     add,
     add_int,
     and_int,
+    at_least,
+    at_most,
     bits_to_float,
     comparison,
     div,
@@ -21,8 +23,6 @@ from ..simd.vectors import (
     fma,
     halve,
     larger,
-    maximum,
-    minimum,
     mul,
     power_of_two,
     round_away,
@@ -82,7 +82,7 @@ def silu(x):
 
 @part
 def relu(x):
-    return maximum(x, zeros())
+    return at_least(x, zeros())
 
 
 @part
@@ -152,7 +152,7 @@ def log1p_up_to_1(x):
 
 @part
 def softplus(x):
-    return add(maximum(x, zeros()), log1p_up_to_1(exp(sub(zeros(), absolute(x)))))
+    return add(at_least(x, zeros()), log1p_up_to_1(exp(sub(zeros(), absolute(x)))))
 
 
 @part
@@ -336,7 +336,7 @@ def affine(x, a, b):
 
 @part
 def clamp(x, low, high):
-    return minimum(maximum(x, splat(low)), splat(high))
+    return at_most(at_least(x, splat(low)), splat(high))
 
 
 @part

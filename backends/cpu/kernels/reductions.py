@@ -17,7 +17,7 @@ from ..simd.vectors import (
     add,
     factor_across,
     lane_0,
-    lanes_above,
+    lanes_not_below,
     larger,
     largest,
     largest_across,
@@ -147,7 +147,7 @@ def softmax(a, thread, threads):
             weights = add(weights, e)
             put(y, c, n, e)
         weight = total(weights)
-        inverse = splat(ONE / weight if weight > NONE else NONE)
+        inverse = splat(ONE / weight if weight != NONE else NONE)  # of NaN it is NaN
         for c in range(0, n, LANES):
             put(y, c, n, mul(lanes(y, c, n, 4), inverse))
     return 0
@@ -160,13 +160,19 @@ def tail(x, c, n, factor):
     return where_inside(scaled, n - c)
 
 
+@part
+def comes_before(value, other):
+    """Whether a number is larger than another one that may be NaN."""
+    return value > other or (other != other and value == value)
+
+
 TOP_K = words("rows x step n y pace k")
 
 
 @kernel
 def top_k(a, thread, threads):
-    """Where the `k` largest of `n` elements of each row are: the largest first, equal ones in order.  16 at a time are
-    passed over once there are as many as wanted.  `step` and `pace` are bytes from row to row of x and y."""
+    """Where the `k` largest of `n` elements of each row are: the largest first, equal ones in order, NaN last.  16 at a
+    time are passed over once there are as many as wanted.  `step` and `pace` are bytes from row to row of x and y."""
     x, step, n, y, pace, k = TOP_K.x(a), TOP_K.step(a), TOP_K.n(a), TOP_K.y(a), TOP_K.pace(a), TOP_K.k(a)
     lo, hi = share(TOP_K.rows(a), thread, threads)
     for i in range(lo, hi):
@@ -175,13 +181,13 @@ def top_k(a, thread, threads):
         for first in range(0, n, LANES):
             if (
                 count == k
-                and lanes_above(lanes(row, first, n, 4), splat_from(row + 4 * load_int(out + 4 * k - 4))) == 0
+                and lanes_not_below(lanes(row, first, n, 4), splat_from(row + 4 * load_int(out + 4 * k - 4))) == 0
             ):
                 continue
             for c in range(first, min(n, first + LANES)):
                 value = load_scalar(row + 4 * c)
                 at = count
-                while at > 0 and load_scalar(row + 4 * load_int(out + 4 * (at - 1))) < value:
+                while at > 0 and comes_before(value, load_scalar(row + 4 * load_int(out + 4 * (at - 1)))):
                     at -= 1
                 if at < k:
                     count = min(count + 1, k)

@@ -253,7 +253,12 @@ mul = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.fmul(x, y))
 div = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.fdiv(x, y))
 fma = intrinsic(FLOATS, FLOATS, FLOATS, FLOATS)(lambda b, x, y, z: _call(b, "llvm.fma.v16f32", _F, x, y, z))
 maximum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.maxnum.v16f32", _F, x, y))
+"""The larger of two numbers, the other one if one is NaN: for maxima whose NaN shows elsewhere."""
 minimum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.minnum.v16f32", _F, x, y))
+at_least = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, low: b.select(b.fcmp_ordered(">", low, x), low, x))
+"""`x`, or `low` where that is larger; NaN stays NaN.  One instruction, ``max(low, x)``, which gives its second operand
+unless the first is larger."""
+at_most = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, high: b.select(b.fcmp_ordered("<", high, x), high, x))
 absolute = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.fabs.v16f32", _F, x))
 square_root = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.sqrt.v16f32", _F, x))
 round_down = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.floor.v16f32", _F, x))
@@ -361,6 +366,12 @@ largest_across, smallest_across = _across(larger.body), _across(smaller.body)
 def lanes_above(b, x, y):
     """A bit for each lane, from the lowest: whether ``x > y``."""
     return b.zext(b.bitcast(b.fcmp_ordered(">", x, y), _i16), _i64)
+
+
+@intrinsic(ADDRESS, FLOATS, FLOATS)
+def lanes_not_below(b, x, y):
+    """A bit for each lane, from the lowest: whether ``x > y`` or one of them is NaN."""
+    return b.zext(b.bitcast(b.fcmp_unordered(">", x, y), _i16), _i64)
 
 
 @intrinsic(ADDRESS, ADDRESS)

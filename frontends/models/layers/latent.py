@@ -32,11 +32,13 @@ class Latent:
     scale: float
     rope: Rope | None
     sight: Sight
-    factors: bool
     original_context: int
     temperature: Warmth
     taps: int = 0
-    needs: frozenset[str] = CACHED
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return CACHED if self.sight.causal else frozenset({"pos"})
 
     @classmethod
     def from_keys(
@@ -55,7 +57,7 @@ class Latent:
             raise keys.error("rope.dimension_count", f"is {turning}; need at most the key length {sizes[0]}")
         scale = _magnified(keys, family, rope) / math.sqrt(sizes[0])
         plain, context = sizes[0] - turning, original_context(keys)
-        return cls(norm, heads, rank, plain, turning, sizes[1], scale, rope, sight, family.factors, context, warmth)
+        return cls(norm, heads, rank, plain, turning, sizes[1], scale, rope, sight, context, warmth)
 
     def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
         """f32[B*T, E] to f32[B*T, E]."""
@@ -92,7 +94,7 @@ class Latent:
         """The last ``turning`` columns of ``x`` f32[B,T,heads,n] turned."""
         if self.rope is None:
             return x
-        factors = divisors(weights, frame, self.rope, self.original_context, block) if self.factors else None
+        factors = divisors(weights, frame, self.rope, self.original_context, block)
         return self.rope.rotate(x, frame.pos, factors, name=name, offset=x.shape[-1] - self.turning)
 
     def absorbed(self, weights: Weights, frame: Frame, layer: int, q: Value, c: Value, pe: Value | None) -> Value:
@@ -103,7 +105,8 @@ class Latent:
         q = q if turning is None else ops.concat(q, turning, axis=-1)
         k = frame.split(c, 1, self.rank)
         k = k if pe is None else ops.concat(k, pe, axis=-1)
-        k = frame.cached(f"cache_k.{layer}", k, sight=self.sight)
+        if self.sight.causal:
+            k = frame.cached(f"cache_k.{layer}", k, sight=self.sight)
         v = k if pe is None else ops.slice_(k, axis=-1, start=0, stop=self.rank)
         y = self.attend(weights, frame, block, q, k, v)
         return self.by_head(weights, frame, f"{block}.attn_v_b", frame.split(y, self.heads, self.rank), self.value_size)

@@ -46,7 +46,7 @@ class Mamba:
         if heads % groups or inner % groups:
             raise keys.error("ssm.group_count", f"is {groups}; need a divisor of {heads} heads and {inner} channels")
         eps = keys.optional("attention.layer_norm_rms_epsilon") or keys.positive("attention.layer_norm_epsilon")
-        bare = keys.has("ssm.dt_b_c_rms") and keys.flags("ssm.dt_b_c_rms", 1)[0]
+        bare = keys.flag("ssm.dt_b_c_rms", False)
         taps, state = keys.count("ssm.conv_kernel", least=2), keys.count("ssm.state_size")
         return cls(taps, inner, state, heads, groups, Norm(eps), bare)
 

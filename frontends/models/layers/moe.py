@@ -59,7 +59,7 @@ class Experts:
             )
         normalised = family.normalised
         if normalised is None:
-            normalised = keys.has("expert_weights_norm") and keys.flags("expert_weights_norm", 1)[0]
+            normalised = keys.flag("expert_weights_norm", False)
         both = keys.has("swiglu_clamp_shexp") or "one limit" not in family.mixture
         limits = "swiglu_clamp_exp", "swiglu_clamp_shexp" if both else "swiglu_clamp_exp"
         routed, shared = (replace(unit, limit=keys.limits(name, blocks)[layer]) for name in limits)

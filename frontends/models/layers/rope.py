@@ -12,7 +12,7 @@ from ...gguf.keys import Keys
 from ..frame import Frame
 from ..weights import Weights
 
-SCALINGS = ("none", "linear", "yarn")
+SCALINGS = ("none", "linear", "yarn", "longrope")
 SECTIONS = 4
 
 
@@ -41,10 +41,13 @@ class Rope:
         base = cls.base_from(keys, "rope.freq_base")
         scaling = keys.choice("rope.scaling.type", "linear", SCALINGS)
         factor = keys.optional("rope.scaling.factor") or keys.optional("rope.scale_linear") or 1.0
+        factor = 1.0 if scaling == "none" else factor
         attn_factor = keys.optional("rope.scaling.attn_factor") or 1.0
-        if scaling == "none":
-            return cls(n_dims, mode, base, attn_factor=attn_factor)
-        if scaling == "linear":
+        ext_factor = keys.number("rope.scaling.yarn_ext_factor", -1.0)
+        if ext_factor < 0.0:  # unset
+            ext_factor = 1.0 if scaling == "yarn" else 0.0
+        if not ext_factor:
+            attn_factor *= keys.optional("rope.scaling.yarn_attn_factor") or 1.0
             return cls(n_dims, mode, base, 1.0 / factor, attn_factor=attn_factor)
         if factor < 1.0:
             raise keys.error("rope.scaling.factor", f"is {factor}; YaRN needs at least 1")
@@ -53,7 +56,7 @@ class Rope:
             mode,
             base,
             1.0 / factor,
-            ext_factor=1.0,
+            ext_factor=ext_factor,
             attn_factor=attn_factor * _magnitude(keys, factor, multiplier),
             beta_fast=keys.positive("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=keys.positive("rope.scaling.yarn_beta_slow", 1.0),
@@ -80,7 +83,7 @@ def divisors(weights: Weights, frame: Frame, rope: Rope, original_context: int, 
     length = "long" if frame.step.context > original_context else "short"
     for stem in ("rope_freqs", f"rope_factors_{length}"):
         for name in (f"{stem}.weight", f"{block}.{stem}.weight"):
-            if name in weights.gguf.tensors:
+            if weights.has(name):
                 whole = weights(name, weights.shape(name))
                 count = rope.n_dims // 2
                 return whole if whole.shape == (count,) else ops.slice_(whole, axis=0, start=0, stop=count)

@@ -172,7 +172,7 @@ def array_of(folder: Path, values: list[int] | list[bool]) -> object:
         ("llama", {"rope__dimension_count": 18}, "need an even number of at most 16"),
         ("llama", {"rope__freq_base": float("inf")}, "need a positive number"),
         ("llama", {"rope__freq_base": 1.0}, "need a number above 1"),
-        ("llama", {"rope__scaling__type": "longrope"}, "need one of none, linear, yarn"),
+        ("llama", {"rope__scaling__type": "dynamic"}, "need one of none, linear, yarn, longrope"),
         ("llama", {"rope__scaling__factor": -2.0}, "need a positive number"),
         ("qwen3", {"context_length": None}, "context_length is missing"),
         ("qwen3", {"context_length": 1 << 63}, "need at most 2147483647"),

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hocket import ops
 from hocket.frontends.gguf import Gguf
-from hocket.frontends.models import Batch, Model, Step
+from hocket.frontends.models import Batch, Model, Step, load_model
 
 from .goldens import F64, opened
 
@@ -59,3 +59,9 @@ def changed(name: str, **keys: object) -> Gguf:
     arch = model.metadata["general.architecture"]
     metadata = {**model.metadata, **{f"{arch}.{key.replace('__', '.')}": value for key, value in keys.items()}}
     return replace(model, metadata={key: value for key, value in metadata.items() if value is not None})
+
+
+def with_metadata(model: Model, **values: object) -> Model:
+    """The model as if its file had these metadata of its architecture; ``__`` in a keyword stands for a dot."""
+    changed = {f"{model.architecture}.{name.replace('__', '.')}": value for name, value in values.items()}
+    return load_model(replace(model.gguf, metadata={**model.gguf.metadata, **changed}))  # type: ignore[dict-item]

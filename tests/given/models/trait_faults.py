@@ -56,10 +56,6 @@ PLANTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "minicpm-moe",
         ),
         "embedding_norm": ("bloom-dense",),
-        "factors": (
-            "deci-dense",
-            "exaone-moe-moe",
-        ),
         "ffn_norm": (
             "dbrx-moe",
             "gpt-oss-moe",
@@ -127,10 +123,6 @@ PLANTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rope": (
             "arcee-dense",
             "chatglm-dense",
-        ),
-        "runs": (
-            "llada-dense",
-            "llada-moe-moe",
         ),
         "rotated": (
             "baichuan-dense",

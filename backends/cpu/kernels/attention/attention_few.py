@@ -197,7 +197,7 @@ def put_row(parts, count, span, factors, sink, out, width):
         store_scalar(factors + 4 * i, f)
         weight += f * load_scalar(parts + i * span + SUM)
     weight += power_of(sink - top)
-    f = splat(ONE / weight if weight > NONE else NONE)
+    f = splat(ONE / weight if weight != NONE else NONE)  # of NaN it is NaN
     for c in range(0, width, LANES):
         acc = zeros()
         for i in range(count):

@@ -346,7 +346,7 @@ def put_results(a, heads, start, end, place):
             target = load_long(heads + h * HEAD + OUT) + first * ARGS.out_step(a)
             for t in range(min(BLOCK, end - first)):
                 weight = load_scalar(states + 128 + 4 * t)
-                f = splat(ONE / weight if weight > NONE else NONE)
+                f = splat(ONE / weight if weight != NONE else NONE)  # of NaN it is NaN
                 for c in range(0, width, LANES):
                     x = mul(load(results + 4 * (t * wide + c)), f)
                     put(target + t * ARGS.out_step(a), c, width, x)
