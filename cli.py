@@ -73,7 +73,10 @@ def _run(words: Sequence[str], world: World = ALONE) -> int:
             f"got {words[0]!r:.80} before a command; need the command first, as in: hocket run {words[0]!s:.80}"
         )
     if asked is not None and asked not in COMMANDS:
-        hint = near(asked, COMMANDS) or f"; commands: {', '.join(COMMANDS)}"
+        from .frontends.terminal.llama_cpp import find_command  # a table that only mistakes pay for
+
+        other = find_command(asked)
+        hint = f"; {other}" if other else near(asked, COMMANDS) or f"; commands: {', '.join(COMMANDS)}"
         parser.error(f"there is no command {asked!r:.80}{hint}")
     args, left = parser.parse_known_args(words)
     if left:

@@ -85,11 +85,12 @@ def open_session(
 
 
 def context_for(model: Model, tokens: int, asked: int | None, *, default: int = DEFAULT_CONTEXT) -> int:
-    """The context size of a session that must hold ``tokens``: the one asked for, else ``default`` or less.
+    """The context size of a session that must hold ``tokens``: the one asked for (0: the model's own), else ``default``
+    or less.
 
     Raises `ModelError` if it is longer than the model allows or the tokens do not fit, before any weight is loaded.
     """
-    context = min(default, model.context_length) if asked is None else asked
+    context = min(default, model.context_length) if asked is None else asked or model.context_length
     model.check_context(context)
     if tokens > context:
         more = "shorten it or raise --ctx-size" if context < model.context_length else "shorten it"

@@ -37,6 +37,7 @@ from .flags import (
     group_flags,
     group_of,
     in_ranks,
+    model_flags,
     model_of,
     packed_flag,
     trace_flag,
@@ -46,7 +47,7 @@ from .flags import (
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("model", metavar="MODEL", help="GGUF file")
+    model_flags(sub)
     in_ranks(sub)
     add = partial(sub.add_argument, type=number_list, metavar="LIST")
     add("-p", "--n-prompt", dest="prompts", default=[512], help="tokens of prompts (512)")

@@ -13,13 +13,13 @@ from ..devices import Group
 from ..graph_file import read_graph
 from ..terminal.arguments import natural
 from ..terminal.output import write
-from .flags import batch_flag, cache_flags, context_flag
+from .flags import batch_flag, cache_flags, context_flag, model_flags
 
 FORMATS = {"text": dump, "json": to_json, "dot": to_dot}
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("model", metavar="MODEL|GRAPH", help="GGUF file (only its header is read), or a dumped graph")
+    model_flags(sub, "GGUF file (only its header is read), or a dumped graph", "MODEL|GRAPH")
     sub.add_argument("--format", choices=FORMATS, default="text", help="text and json read back (text)")
     sub.add_argument("--layer", type=natural, metavar="N", help="only this layer, what it reads as inputs")
     context_flag(sub)

@@ -12,18 +12,18 @@ import numpy as np
 from ..errors import ModelError
 from ..language_model import Model
 from ..session import DEFAULT_BATCH
-from ..terminal.arguments import positive
+from ..terminal.arguments import natural, positive
 from ..terminal.output import write
 from ..terminal.progress import compiling_shown
-from .flags import batch_flag, group_flags
+from .flags import batch_flag, group_flags, model_flags
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("model", metavar="MODEL", help="GGUF file")
+    model_flags(sub)
     sub.add_argument(
         "-p", "--prompt", action="append", default=[], metavar="TEXT", help="a text; repeatable (the lines of stdin)"
     )
-    sub.add_argument("-c", "--ctx-size", type=positive, metavar="N", help="tokens of the longest text (the model's)")
+    sub.add_argument("-c", "--ctx-size", type=natural, metavar="N", help="tokens of the longest text (the model's)")
     sub.add_argument("-t", "--threads", type=positive, metavar="N", help="threads of each device")
     batch_flag(sub, DEFAULT_BATCH, "tokens a run")
     sub.add_argument("--no-normalise", action="store_true", help="leave vectors as long as they are")
@@ -43,7 +43,12 @@ def run(args: argparse.Namespace) -> int:
     if not texts:
         raise ModelError("got no text; give some with -p, or a line each on stdin")
     where = {"devices": args.devices, "split_mode": args.split_mode, "tensor_split": args.tensor_split}
-    where |= {"place": tuple(args.place), "threads": args.threads, "batch": args.batch, "context": args.ctx_size}
+    where |= {
+        "place": tuple(args.place),
+        "threads": args.threads,
+        "batch": args.batch,
+        "context": args.ctx_size or None,
+    }
     with Model(args.model, **where) as model:
         vectors = model.embed(texts, normalise=not args.no_normalise)
     if args.output == "npy":

@@ -15,7 +15,7 @@ from ..errors import ModelError
 from ..models import Model
 from ..open import open_adapted, open_session
 from ..session import DEFAULT_BATCH, Group, Session
-from ..terminal.arguments import device_list, natural, placement, positive, scaled_file, shares
+from ..terminal.arguments import StandsFor, device_list, natural, placement, positive, scaled_file, shares
 from ..terminal.output import log
 from ..terminal.threads import set_threads
 from ..watch import Watch
@@ -24,6 +24,12 @@ DEVICES = (
     "where to run, as cpu:0,cpu:1; parts of one device are cuda:0.0,cuda:0.1; under mpiexec cpu:0@1 is one of rank 1, "
     "and cpu:0 that of every rank (cpu:0)"
 )
+
+
+def model_flags(sub: argparse.ArgumentParser, help: str = "GGUF file", metavar: str = "MODEL", **options: Any) -> None:
+    """The model as first argument, or behind ``-m`` as llama.cpp has it."""
+    sub.add_argument("model", metavar=metavar, help=help, **options)
+    sub.add_argument("-m", "--model", action=StandsFor, dest="model", metavar=metavar, help=f"as {metavar}")
 
 
 def session_flags(sub: argparse.ArgumentParser) -> None:
@@ -87,13 +93,15 @@ def group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContainer)
     share."""
     where.add_argument("--devices", type=device_list, default=("cpu:0",), metavar="LIST", help=DEVICES)
     sub.add_argument(
-        "--split-mode",
+        *("-sm", "--split-mode"),
         default="auto",
         metavar="MODE",
         help=f"how several devices share: {'; '.join(SPLIT_NAMES)} (auto); where layers are on several devices, "
         "parts of a prompt follow each other through them",
     )
-    sub.add_argument("--tensor-split", type=shares, default=(), metavar="LIST", help="shares of the devices, as 3,1")
+    sub.add_argument(
+        *("-ts", "--tensor-split"), type=shares, default=(), metavar="LIST", help="shares of the devices, as 3,1"
+    )
     sub.add_argument(
         "--place",
         type=placement,
@@ -161,7 +169,8 @@ def traced(session: Session, path: str | None) -> Iterator[None]:
 
 
 def context_flag(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("-c", "--ctx-size", dest="context", type=positive, metavar="N", help="tokens of context")
+    help = "tokens of context, 0: as many as the model allows"
+    sub.add_argument("-c", "--ctx-size", dest="context", type=natural, metavar="N", help=help)
 
 
 def batch_flag(sub: argparse.ArgumentParser, default: int, meaning: str) -> None:

@@ -20,14 +20,14 @@ from ..open import context_for
 from ..session import F32, Session
 from ..terminal.arguments import token_list
 from ..terminal.progress import compiling_shown
-from .flags import model_of, session_flags, session_of, text_of, traced
+from .flags import model_flags, model_of, session_flags, session_of, text_of, traced
 
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 """Readers of ``.npy`` headers by version.  `numpy.load` would also unzip and map, each with errors of its own."""
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("model", metavar="MODEL", help="GGUF file")
+    model_flags(sub)
     text = sub.add_mutually_exclusive_group(required=True)
     text.add_argument("--tokens", type=token_list, metavar="IDS", help="token ids, as 1,2,3")
     text.add_argument("--tokens-file", metavar="FILE", help=".npy file of token ids")

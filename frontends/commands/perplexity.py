@@ -16,9 +16,10 @@ from ..errors import ModelError
 from ..gguf.tokenizer import tokenizer_from_metadata
 from ..open import context_for, read_text
 from ..session import F32, Session
+from ..terminal.arguments import StandsFor
 from ..terminal.output import write
 from ..terminal.progress import compiling_shown
-from .flags import model_of, session_flags, session_of, text_of, traced
+from .flags import model_flags, model_of, session_flags, session_of, text_of, traced
 
 CHUNK = 512
 """Tokens of context unless asked otherwise."""
@@ -30,8 +31,9 @@ LEAST = 3
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("model", metavar="MODEL", help="GGUF file")
+    model_flags(sub)
     sub.add_argument("file", metavar="FILE", help="text in UTF-8, - for stdin")
+    sub.add_argument("-f", "--file", action=StandsFor, dest="file", metavar="FILE", help="as FILE")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     session_flags(sub)
 

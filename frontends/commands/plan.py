@@ -37,15 +37,11 @@ from ..parts import told
 from ..session import DEFAULT_BATCH, Group
 from ..terminal.arguments import positive
 from ..terminal.output import log, write
-from .flags import batch_flag, cache_flags, caches_of, context_flag, group_flags, group_of
+from .flags import batch_flag, cache_flags, caches_of, context_flag, group_flags, group_of, model_flags
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "model",
-        metavar="MODEL|GRAPH",
-        help="GGUF file (only its header is read), a dumped graph, or a .pt2 or .onnx program",
-    )
+    model_flags(sub, "GGUF file (only its header is read), a dumped graph, or a .pt2 or .onnx program", "MODEL|GRAPH")
     where = sub.add_mutually_exclusive_group()
     group_flags(sub, where)
     where.add_argument(

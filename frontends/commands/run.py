@@ -22,11 +22,11 @@ from ..models import Model
 from ..open import context_for, open_model, read_text
 from ..saved_state import load_state, save_state
 from ..session import Session
-from ..terminal.arguments import logit_bias, natural, number, or_minus_one, positive
+from ..terminal.arguments import logit_bias, number, or_minus_one, positive
 from ..terminal.output import check_writable, log, write
 from ..terminal.progress import compiling_shown
 from ..terminal.talk import talk
-from .flags import model_of, session_flags, session_of, text_of, traced
+from .flags import model_flags, model_of, session_flags, session_of, text_of, traced
 
 OPENING = "It is a truth universally acknowledged, that"
 """What the embedded model continues if nobody says otherwise."""
@@ -36,21 +36,29 @@ ALONE = ("chat", "trace", "watch", "save_state", "load_state", "predict")
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("model", nargs="?", metavar="MODEL", help="GGUF file (the small model that comes with hocket)")
-    sub.add_argument("-m", "--model", dest="named", metavar="MODEL", help="the same")
+    model_flags(sub, "GGUF file (the small model that comes with hocket)", nargs="?")
     text = sub.add_mutually_exclusive_group()
     text.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue")
     text.add_argument("-f", "--file", metavar="FILE", help="file with the text to continue, - for stdin")
     new = "new tokens, -1: until the context is full (128; --chat: -1)"
-    sub.add_argument("-n", "--predict", type=or_minus_one, metavar="N", help=new)
+    sub.add_argument("-n", "--predict", "--n-predict", type=or_minus_one, metavar="N", help=new)
     sampling_flags(sub)
-    sub.add_argument("--chat", action="store_true", help="use the chat template; on a terminal /help lists commands")
+    said = "use the chat template; on a terminal /help lists commands"
+    sub.add_argument("--chat", "-cnv", "--conversation", action="store_true", help=said)
     sub.add_argument("-sys", "--system-prompt", dest="system", metavar="TEXT", help="what a talk begins with")
     sub.add_argument("--save-state", metavar="FILE", help="keep the session's state, to go on later")
     sub.add_argument("--load-state", metavar="FILE", help="go on from a saved state, on any number of devices")
-    sub.add_argument("-md", "--model-draft", dest="draft", metavar="FILE", help="small model that guesses ahead")
     sub.add_argument(
-        "--draft-max",
+        "-md",
+        "--model-draft",
+        "--spec-draft-model",
+        dest="draft",
+        metavar="FILE",
+        help="small model that guesses ahead",
+    )
+    sub.add_argument(
+        *("--draft-max", "--draft", "--draft-n", "--spec-draft-n-max"),
+        dest="draft_max",
         type=positive,
         metavar="N",
         help="tokens that it guesses each time (4); without -md, that the model's own blocks for that (MTP) guess",
@@ -86,22 +94,37 @@ def ending_flags(sub: argparse.ArgumentParser) -> None:
 def sampling_flags(sub: argparse.ArgumentParser) -> None:
     """How tokens are chosen; the defaults are llama.cpp's."""
     add = sub.add_argument
-    add("--temp", type=number, default=0.8, metavar="T", help="temperature; 0 takes the likeliest (0.8)")
-    add("--top-k", type=natural, default=40, metavar="K", help="keep the K likeliest, 0: all (40)")
+    add(
+        "--temp",
+        "--temperature",
+        type=number,
+        default=0.8,
+        metavar="T",
+        help="temperature; 0 takes the likeliest (0.8)",
+    )
+    add("--top-k", type=or_minus_one, default=40, metavar="K", help="keep the K likeliest, 0 or -1: all (40)")
     add("--top-p", type=number, default=0.95, metavar="P", help="keep the likeliest up to P in sum (0.95)")
     add("--min-p", type=number, default=0.05, metavar="P", help="keep those above P times the best (0.05)")
     add("--repeat-penalty", type=number, default=1.0, metavar="X", help="divide logits of recent tokens by X (1)")
     add("--repeat-last-n", type=or_minus_one, default=64, metavar="N", help="so many tokens are recent, -1: all (64)")
     add("--presence-penalty", type=number, default=0.0, metavar="X", help="subtract X from logits of recent tokens (0)")
     add("--frequency-penalty", type=number, default=0.0, metavar="X", help="and X for each time they occurred (0)")
-    add("--logit-bias", type=logit_bias, action="append", default=[], metavar="ID=X", help="add X to a token's logit")
+    add(
+        "-l",
+        "--logit-bias",
+        type=logit_bias,
+        action="append",
+        default=[],
+        metavar="ID=X",
+        help="add X to a token's logit",
+    )
     add("-s", "--seed", type=or_minus_one, default=-1, metavar="N", help="seed of the sampling, -1: a random one (-1)")
 
 
 def run(args: argparse.Namespace) -> int:
     sampling = Sampling(
         args.temp,
-        args.top_k,
+        max(args.top_k, 0),
         args.top_p,
         args.min_p,
         args.repeat_penalty,
@@ -110,9 +133,6 @@ def run(args: argparse.Namespace) -> int:
         args.frequency_penalty,
         tuple(args.logit_bias),
     )
-    if args.model and args.named:
-        raise ModelError(f"got two models, {args.model} and {args.named}; name one, with or without -m")
-    args.model = args.model or args.named
     if args.seed < 0:
         args.seed = int(text_of(args, lambda: str(int.from_bytes(os.urandom(4)) >> 1)))
     if args.system is not None and not args.chat:

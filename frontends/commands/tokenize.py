@@ -8,10 +8,11 @@ import json
 from ..gguf import open_gguf
 from ..gguf.tokenizer import tokenizer_from_metadata
 from ..terminal.output import write
+from .flags import model_flags
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("model", metavar="MODEL", help="GGUF file, of which only the header is read")
+    model_flags(sub, "GGUF file, of which only the header is read")
     sub.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="text to tokenize")
     sub.add_argument("--add-special", action="store_true", help="add BOS and EOS as the model asks")
     sub.add_argument("--parse-special", action="store_true", help="read the text of a special token as that token")

@@ -10,7 +10,7 @@ from ...view import Page, view_graph, view_plan
 from ..errors import ModelError
 from ..session import DEFAULT_BATCH
 from ..terminal.output import log
-from .flags import batch_flag, cache_flags, caches_of, context_flag, group_flags, group_of
+from .flags import batch_flag, cache_flags, caches_of, context_flag, group_flags, group_of, model_flags
 from .plan import plan_group, read_plan, step_graph, used
 
 PLAN_START = 200
@@ -18,9 +18,7 @@ PLAN_START = 200
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "model", metavar="MODEL|GRAPH|PLAN", help="GGUF file (only its header is read), dumped graph, or plan in JSON"
-    )
+    model_flags(sub, "GGUF file (only its header is read), dumped graph, or plan in JSON", "MODEL|GRAPH|PLAN")
     sub.add_argument("-o", "--out", metavar="FILE", help="the page to write (the model's name with .html)")
     where = sub.add_mutually_exclusive_group()
     group_flags(sub, where)

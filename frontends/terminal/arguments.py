@@ -6,9 +6,10 @@ import argparse
 import errno
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ...graph.arguments import near
 
@@ -34,8 +35,53 @@ def of_file(error: OSError) -> str:
     return f"{error.filename}: {said}{WHAT_TO_DO.get(error.errno, '')}" if error.filename else said
 
 
+class StandsFor(argparse._StoreAction):
+    """A flag whose value is that of the positional argument with the same `dest`."""
+
+
 class Parser(argparse.ArgumentParser):
-    """Wrong usage costs one line, as every other error."""
+    """Wrong usage costs one line, as every other error; values are never glued to flags of one letter."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(words if self._subparsers else self._as_positional(words), namespace)
+
+    def _as_positional(self, words: Sequence[str]) -> list[str]:
+        """The words, in which values of `StandsFor` flags are in the places of positional arguments: that of the first
+        place before all others, the rest behind them.  Flags of llama.cpp that hocket has not are refused here, before
+        their values are taken for something else."""
+        first, *_ = [action.dest for action in self._get_positional_actions()] or [""]
+        before, rest, behind = list[str](), list[str](), list[str]()
+        stream = iter(words)
+        for word in stream:
+            flag, is_joined, value = word.partition("=")
+            action = self._option_string_actions.get(word) or self._option_string_actions.get(flag)
+            if word == "--":
+                rest += [word, *stream]
+            elif action is None and word.startswith("-"):
+                self._refuse_of_llama_cpp(flag)
+                rest.append(word)
+            elif isinstance(action, StandsFor):
+                value = value if is_joined else next(stream, "")
+                if not value or (value.startswith("-") and value != "-"):
+                    self.error(f"argument {flag}: expected one argument")
+                place = before if action.dest == first else behind
+                if place:
+                    self.error(f"argument {flag}: got {place[0]!r:.80} and {value!r:.80}; give one")
+                place.append(value)
+            else:
+                rest.append(word)
+        return [*before, *rest, *behind]
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """No part of a word is a flag: ``-ngl`` is not ``-n gl``."""
+        return []
+
+    def _refuse_of_llama_cpp(self, flag: str) -> None:
+        from .llama_cpp import find_flag  # a table that only mistakes pay for
+
+        if found := find_flag(flag, self.prog.split()[-1]):
+            self.error(f"{flag} is a flag of llama.cpp; {found.remedy}")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {one_line(message)}; see {self.prog} --help\n")

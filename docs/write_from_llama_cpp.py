@@ -1,0 +1,77 @@
+"""Write docs/from-llama-cpp.md: for each program and flag of llama.cpp what to use, from the table in the code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from hocket.frontends.terminal.llama_cpp import COMMANDS, FLAGS, Flag
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "from-llama-cpp.md"
+HEAD = """# From llama.cpp
+
+Written by `python docs/write_from_llama_cpp.py` from the table that answers wrong command lines.  For readers who know
+llama.cpp: which command and which flag of hocket does the same.  hocket reads the same GGUF files.
+
+```
+llama-cli -m model.gguf -ngl 99 -c 0 -cnv                   # llama.cpp
+hocket run -m model.gguf --devices cuda:0 -c 0 --chat       # hocket
+
+llama-completion -m model.gguf -no-cnv -p "It was" -n 64 --temp 0
+hocket run -m model.gguf -p "It was" -n 64 --temp 0
+
+llama-bench -m model.gguf -p 512 -n 128 -t 2 -ngl 0
+hocket bench -m model.gguf -p 512 -n 128 -t 2
+
+llama-perplexity -m model.gguf -f text.txt -c 512
+hocket perplexity -m model.gguf -f text.txt -c 512
+```
+
+Four things differ:
+
+- Without `--devices` a command runs on `cpu:0`, also where there is a GPU.
+- `hocket run` continues a text unless `--chat` is given.
+- The context is 4,096 tokens or fewer, as the model allows; `-c 0` takes all that the model allows.
+- A value is never glued to its flag: `-n 5`, not `-n5`.
+
+[Every command](cli.md) lists all flags with their defaults, [a comparison](comparison.md) what either program can do.
+
+## Programs
+
+| llama.cpp | hocket |
+|---|---|
+"""
+SECTIONS = {
+    "cbp": "Flags of all programs",
+    "cp": "Flags of llama-cli, llama-completion and llama-perplexity",
+    "c": "Flags of llama-cli and llama-completion",
+    "b": "Flags of llama-bench",
+    "p": "Flags of llama-perplexity",
+}
+"""A heading for each choice of programs."""
+
+
+def row(flag: Flag) -> str:
+    """An option, and its remedy or that it is the same."""
+    names, said = ", ".join(f"`{name}`" for name in flag.names), flag.remedy or "the same"
+    return "| {} | {} |\n".format(names, said.replace("|", "\\|"))
+
+
+def sections() -> Iterator[str]:
+    """A table for each choice of programs: accepted flags first."""
+    for programs, title in SECTIONS.items():
+        own = [flag for flag in FLAGS if flag.programs == programs]
+        yield f"\n## {title}\n\n| llama.cpp | hocket |\n|---|---|\n"
+        yield from map(row, sorted(own, key=lambda flag: bool(flag.remedy)))
+
+
+def page() -> str:
+    """The page as it should be."""
+    return HEAD + "".join(f"| `{name}` | {said} |\n" for name, said in COMMANDS.items()) + "".join(sections())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
+    sys.stdout.write(f"wrote {PAGE.name}\n")

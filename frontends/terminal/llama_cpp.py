@@ -1,0 +1,355 @@
+"""The flags and programs of llama.cpp, and what hocket has in their place.
+
+Wrong command lines are answered from these tables, and ``docs/write_from_llama_cpp.py`` writes a page of them.  The
+flags are those of llama-cli, llama-completion, llama-bench and llama-perplexity of November 2026.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+PROGRAMS = {"c": "run", "b": "bench", "p": "perplexity"}
+"""The hocket command for llama-cli and llama-completion (``c``), llama-bench (``b``) and llama-perplexity (``p``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One option of llama.cpp: its spellings, the programs that have it, and the remedy in hocket.
+
+    An option without a remedy is accepted by hocket under all these spellings, with the same meaning.
+    """
+
+    names: tuple[str, ...]
+    programs: str
+    remedy: str = ""
+
+
+def _flags(programs: str, table: str) -> Iterator[Flag]:
+    """A flag for each line ``name name: remedy`` of a table; a line without a colon names accepted flags."""
+    for line in table.strip().splitlines():
+        names, _, remedy = line.partition(": ")
+        yield Flag(tuple(names.split()), programs, remedy)
+
+
+NO_DOWNLOAD = "hocket downloads nothing; give a GGUF file with -m"
+NO_MEDIA = "hocket reads text only; use llama.cpp for images and sound"
+OF_SYSTEM = "hocket leaves that to the system; start it with taskset, numactl or nice"
+FUSED = "attention is always fused; leave it out"
+MAPPED = "weights are always mapped from the file; leave it out"
+QUIET = "data go to stdout and messages to stderr; redirect them in the shell"
+NO_SAMPLER = "there is no such sampler; use --temp, --top-k, --top-p, --min-p and the penalties"
+OF_FILE = "rotary settings come from the file; change them there (gguf-py's gguf-set-metadata)"
+OF_DRAFT = "the draft model runs on the devices and threads of the model; leave it out"
+NO_NGRAM = "only draft models (-md) and MTP blocks guess; --draft-max sets the number of tokens"
+EXPERTS = "place weights by name, as --place 'ffn_.*_exps=cpu:0'"
+
+COMMON = f"""
+-h --help
+-m --model
+-t --threads
+-b --batch-size
+-ctk --cache-type-k
+-ctv --cache-type-v
+-sm --split-mode
+-ts --tensor-split
+-ngl --gpu-layers --n-gpu-layers: layers go to GPUs by --devices cuda:0
+-fa --flash-attn: {FUSED}
+-hf -hfr --hf-repo: {NO_DOWNLOAD}
+-hff --hf-file: {NO_DOWNLOAD}
+-hft --hf-token: {NO_DOWNLOAD}
+--offline: hocket uses no network; leave it out
+-mg --main-gpu: name the GPU, as --devices cuda:1
+-dev --device: name devices with --devices cuda:0,cuda:1
+-ot --override-tensor: place weights by name, as --place 'ffn_up=cpu:0'
+-cmoe --cpu-moe: {EXPERTS}
+-ncmoe --n-cpu-moe: {EXPERTS}
+-nkvo --no-kv-offload: place caches by name, as --place 'cache_[kv]=cpu:0'
+-ub --ubatch-size: -b is the number of tokens in a run
+-nr --repack --no-repack: weights are packed for the processor when they are loaded; leave it out
+--no-host: leave it out
+-lm --load-mode: {MAPPED}
+-dio --direct-io -ndio --no-direct-io: {MAPPED}
+-mmp --mmap --no-mmap: {MAPPED}
+--mlock: {MAPPED}
+-rpc --rpc: several machines work together under mpiexec, as --devices cpu:0@0,cpu:0@1
+--numa: {OF_SYSTEM}
+--prio: {OF_SYSTEM}
+--poll: {OF_SYSTEM}
+-C --cpu-mask: {OF_SYSTEM}
+--cpu-strict: {OF_SYSTEM}
+--list-devices: the command is hocket devices
+--no-warmup --warmup: leave it out; compiling is not counted as prefill
+-v --verbose --log-verbose: --debug shows the traceback of an error, --watch REGEX the values
+-fit --fit: what does not fit goes to cpu:0 by itself; hocket plan shows it
+-fitt --fit-target: what does not fit goes to cpu:0 by itself; hocket plan shows it
+-fitc --fit-ctx: what does not fit goes to cpu:0 by itself; hocket plan shows it
+-nopo --op-offload --no-op-offload: place ops by name, as --place 'ffn_up=cpu:0'
+"""
+
+MODEL = f"""
+-c --ctx-size
+-f --file
+--lora
+--control-vector
+--control-vector-layer-range
+--version: the command is hocket --version
+--usage: the flag is --help
+--license: hocket has the MIT licence; see the file LICENSE
+-cl --cache-list: {NO_DOWNLOAD}
+--completion-bash: there is no completion script; hocket COMMAND --help lists the flags
+-tb --threads-batch: -t counts for prompts and for new tokens
+-Cr --cpu-range: {OF_SYSTEM}
+-Cb --cpu-mask-batch: {OF_SYSTEM}
+-Crb --cpu-range-batch: {OF_SYSTEM}
+--cpu-strict-batch: {OF_SYSTEM}
+--prio-batch: {OF_SYSTEM}
+--poll-batch: {OF_SYSTEM}
+--keep: --context-shift keeps the BOS token and forgets the older half
+--swa-full: caches of sliding windows are as long as the window; leave it out
+--perf --no-perf: the last line tells the speed; hocket bench --profile shows each kernel
+-bf --binary-file: texts are UTF-8; convert the file, and give it with -f
+-e --escape --no-escape: the shell writes escapes, as -p $'two\\nlines'
+--rope-scaling: {OF_FILE}
+--rope-scale: {OF_FILE}
+--rope-freq-base: {OF_FILE}
+--rope-freq-scale: {OF_FILE}
+--yarn-orig-ctx: {OF_FILE}
+--yarn-ext-factor: {OF_FILE}
+--yarn-attn-factor: {OF_FILE}
+--yarn-beta-slow: {OF_FILE}
+--yarn-beta-fast: {OF_FILE}
+-gan --grp-attn-n: hocket has no self-extend; a context as long as the model's is -c 0
+-gaw --grp-attn-w: hocket has no self-extend; a context as long as the model's is -c 0
+-kvo --kv-offload: caches are on the device of their layer; leave it out
+-dt --defrag-thold: caches have no holes; leave it out
+-np --parallel: generate_batch of hocket.Model runs several texts at once; hocket bench -np measures it
+-ns --sequences: generate_batch of hocket.Model runs several texts at once; hocket bench -np measures it
+--check-tensors: hocket check --from-graph MODEL checks every kernel of a model
+--override-kv: metadata come from the file; change them there (gguf-py's gguf-set-metadata)
+--lora-scaled: the flag is --lora FILE:SCALE
+--control-vector-scaled: the flag is --control-vector FILE:SCALE
+-mu --model-url: {NO_DOWNLOAD}
+-dr --docker-repo: {NO_DOWNLOAD}
+--log-disable: {QUIET}
+--log-file: {QUIET}
+--log-colors: nothing is coloured; leave it out
+--log-prefix --no-log-prefix: {QUIET}
+--log-timestamps --no-log-timestamps: {QUIET}
+-lv --verbosity --log-verbosity: --debug shows the traceback of an error, --watch REGEX the values
+-ctkd --cache-type-k-draft --spec-draft-type-k: {OF_DRAFT}
+-ctvd --cache-type-v-draft --spec-draft-type-v: {OF_DRAFT}
+"""
+
+CLI = f"""
+-p --prompt
+-s --seed
+-n --predict --n-predict
+--temp --temperature
+--top-k
+--top-p
+--min-p
+--repeat-last-n
+--repeat-penalty
+--presence-penalty
+--frequency-penalty
+-l --logit-bias
+--ignore-eos
+--grammar
+--grammar-file
+-j --json-schema
+-r --reverse-prompt
+-sys --system-prompt
+--context-shift
+-cnv --conversation
+-md --model-draft --spec-draft-model
+--draft-max --draft --draft-n --spec-draft-n-max
+-no-cnv --no-conversation: leave it out; a text is continued unless --chat is given
+-st --single-turn: give the message with --chat and -p or -f; one answer follows
+-i --interactive: the flag is --chat; messages are typed on a terminal
+-if --interactive-first: the flag is --chat; messages are typed on a terminal
+-mli --multiline-input: give a message of several lines with --chat -f FILE, or pipe it in
+-sysf --system-prompt-file: the shell reads a file, as -sys "$(cat FILE)"
+-jf --json-schema-file: the shell reads a file, as -j "$(cat FILE)"
+--no-context-shift: leave it out; a full context ends the text unless --context-shift is given
+-co --color: nothing is coloured; leave it out
+--simple-io: leave it out; piped output is plain
+--verbose-prompt: hocket tokenize prints the tokens of a text
+-ptc --print-token-count: the last line tells the tokens, /stats does in a talk
+--display-prompt --no-display-prompt: --chat writes the answer alone
+-sp --special: special tokens are not written; hocket tokenize --parse-special shows them
+--show-timings --no-show-timings: the last line tells the speed, on stderr
+--prompt-cache: --save-state FILE keeps a session, --load-state FILE goes on with it
+--prompt-cache-all: --save-state FILE keeps a session, --load-state FILE goes on with it
+--prompt-cache-ro: --load-state FILE goes on with a session and does not write it
+-o --output --output-file: the text goes to stdout; redirect it in the shell
+--in-prefix: --chat puts messages into the model's template
+--in-suffix: --chat puts messages into the model's template
+--in-prefix-bos: --chat puts messages into the model's template
+--jinja --no-jinja: --chat always uses the model's Jinja template; leave it out
+--chat-template: --chat uses the template of the file; change it there (gguf-py's gguf-new-metadata)
+--chat-template-file: --chat uses the template of the file; change it there (gguf-py's gguf-new-metadata)
+--chat-template-kwargs: --chat uses the template of the file as it is
+--skip-chat-parsing --no-skip-chat-parsing: answers are never parsed; leave it out
+--reasoning-format: answers are written as they are, with what a model thinks; leave it out
+--reasoning-preserve --no-reasoning-preserve: the template of the model decides
+-rea --reasoning: the template of the model decides; --chat uses it
+--reasoning-effort: the template of the model decides; -sys may ask for it
+--reasoning-budget: -n limits the new tokens
+--reasoning-budget-message: -n limits the new tokens
+--samplers: the order is fixed: penalties, top-k, top-p, min-p, temperature
+--sampler-seq --sampling-seq: the order is fixed: penalties, top-k, top-p, min-p, temperature
+-bs --backend-sampling: tokens are chosen on the host; leave it out
+--top-nsigma --top-n-sigma: {NO_SAMPLER}
+--xtc-probability: {NO_SAMPLER}
+--xtc-threshold: {NO_SAMPLER}
+--typical --typical-p: {NO_SAMPLER}
+--dry-multiplier: {NO_SAMPLER}
+--dry-base: {NO_SAMPLER}
+--dry-allowed-length: {NO_SAMPLER}
+--dry-penalty-last-n: {NO_SAMPLER}
+--dry-sequence-breaker: {NO_SAMPLER}
+--adaptive-target: {NO_SAMPLER}
+--adaptive-decay: {NO_SAMPLER}
+--dynatemp-range: {NO_SAMPLER}
+--dynatemp-exp: {NO_SAMPLER}
+--mirostat: {NO_SAMPLER}
+--mirostat-lr: {NO_SAMPLER}
+--mirostat-ent: {NO_SAMPLER}
+--server-base: there is no server; hocket run loads the model itself
+-ctxcp --ctx-checkpoints --swa-checkpoints: --save-state FILE keeps a session
+-cram --cache-ram: --save-state FILE keeps a session
+--log-prompts-dir: {QUIET}
+-mm --mmproj: {NO_MEDIA}
+-mmu --mmproj-url: {NO_MEDIA}
+--mmproj-auto --no-mmproj --no-mmproj-auto: {NO_MEDIA}
+--mmproj-offload --no-mmproj-offload: {NO_MEDIA}
+-mmdev --mmproj-device: {NO_MEDIA}
+--image: {NO_MEDIA}
+--audio: {NO_MEDIA}
+--video: {NO_MEDIA}
+--image-min-tokens: {NO_MEDIA}
+--image-max-tokens: {NO_MEDIA}
+-hfd -hfrd --hf-repo-draft --spec-draft-hf: hocket downloads nothing; give the path of a draft model with -md
+-hfv -hfrv --hf-repo-v: {NO_MEDIA}
+-hffv --hf-file-v: {NO_MEDIA}
+-td --threads-draft --spec-draft-threads: {OF_DRAFT}
+-tbd --threads-batch-draft --spec-draft-threads-batch: {OF_DRAFT}
+-Cd --cpu-mask-draft --spec-draft-cpu-mask: {OF_SYSTEM}
+-Crd --cpu-range-draft --spec-draft-cpu-range: {OF_SYSTEM}
+-Cbd --cpu-mask-batch-draft --spec-draft-cpu-mask-batch: {OF_SYSTEM}
+--cpu-strict-draft --spec-draft-cpu-strict: {OF_SYSTEM}
+--cpu-strict-batch-draft --spec-draft-cpu-strict-batch: {OF_SYSTEM}
+--prio-draft --spec-draft-prio: {OF_SYSTEM}
+--prio-batch-draft --spec-draft-prio-batch: {OF_SYSTEM}
+--poll-draft --spec-draft-poll: {OF_SYSTEM}
+--poll-batch-draft --spec-draft-poll-batch: {OF_SYSTEM}
+-otd --override-tensor-draft --spec-draft-override-tensor: {OF_DRAFT}
+-cmoed --cpu-moe-draft --spec-draft-cpu-moe: {OF_DRAFT}
+-ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe: {OF_DRAFT}
+-devd --device-draft --spec-draft-device: {OF_DRAFT}
+-ngld --gpu-layers-draft --n-gpu-layers-draft --spec-draft-ngl: {OF_DRAFT}
+--spec-draft-backend-sampling --no-spec-draft-backend-sampling: {OF_DRAFT}
+--draft-min --draft-n-min --spec-draft-n-min: --draft-max sets the number of tokens that are guessed
+--draft-p-min --spec-draft-p-min: --draft-max sets the number of tokens that are guessed
+--draft-p-split --spec-draft-p-split: --draft-max sets the number of tokens that are guessed
+--spec-type: -md names a draft model, --draft-max alone uses the model's own MTP blocks
+--spec-default: -md names a draft model, --draft-max alone uses the model's own MTP blocks
+--spec-ngram-mod-n-min: {NO_NGRAM}
+--spec-ngram-mod-n-max: {NO_NGRAM}
+--spec-ngram-mod-n-match: {NO_NGRAM}
+--spec-ngram-simple-size-n: {NO_NGRAM}
+--spec-ngram-simple-size-m: {NO_NGRAM}
+--spec-ngram-simple-min-hits: {NO_NGRAM}
+--spec-ngram-map-k-size-n: {NO_NGRAM}
+--spec-ngram-map-k-size-m: {NO_NGRAM}
+--spec-ngram-map-k-min-hits: {NO_NGRAM}
+--spec-ngram-map-k4v-size-n: {NO_NGRAM}
+--spec-ngram-map-k4v-size-m: {NO_NGRAM}
+--spec-ngram-map-k4v-min-hits: {NO_NGRAM}
+--gpt-oss-20b-default: {NO_DOWNLOAD}
+--gpt-oss-120b-default: {NO_DOWNLOAD}
+--vision-gemma-4b-default: {NO_DOWNLOAD}
+--vision-gemma-12b-default: {NO_DOWNLOAD}
+"""
+
+BENCH = """
+-p --n-prompt
+-n --n-gen
+-d --n-depth
+-r --repetitions
+-o --output
+-pg: give both with -np 1 -p 64 -n 16; its last column is of prompt and new tokens together
+--delay: tests follow each other at once; leave it out
+-oe --output-err: -o prints to stdout; redirect it in the shell
+--progress: kernels that are compiled are shown on a terminal; leave it out
+--n-gen-warmup: one untimed run comes before the timed ones; leave it out
+-embd --embeddings: the command is hocket embed; it is not timed
+-lzm --lazy-mode: weights are always mapped from the file; leave it out
+"""
+
+PERPLEXITY = """
+-p --prompt: give the text as a file, - for stdin
+-s --seed: nothing is random; leave it out
+--chunks: cut the text, as head -c 100000 FILE | hocket perplexity MODEL -
+--ppl-stride: chunks do not overlap; leave it out
+--ppl-output-type: --json prints one object
+--hellaswag: hocket measures perplexity only; score answers by the logits of hocket logits
+--hellaswag-tasks: hocket measures perplexity only; score answers by the logits of hocket logits
+--winogrande: hocket measures perplexity only; score answers by the logits of hocket logits
+--winogrande-tasks: hocket measures perplexity only; score answers by the logits of hocket logits
+--multiple-choice: hocket measures perplexity only; score answers by the logits of hocket logits
+--multiple-choice-tasks: hocket measures perplexity only; score answers by the logits of hocket logits
+--kl-divergence: compare files that hocket logits writes
+--kl-divergence-base --save-all-logits: hocket logits writes the logits of every position
+"""
+
+FLAGS: tuple[Flag, ...] = (
+    *_flags("cbp", COMMON),
+    *_flags("cp", MODEL),
+    *_flags("c", CLI),
+    *_flags("b", BENCH),
+    *_flags("p", PERPLEXITY),
+)
+
+COMMANDS = {
+    "llama-cli": "use hocket run --chat",
+    "llama-completion": "use hocket run",
+    "llama-simple": "use hocket run",
+    "llama-bench": "use hocket bench",
+    "llama-batched-bench": "use hocket bench -np 1,2,4",
+    "llama-perplexity": "use hocket perplexity",
+    "llama-tokenize": "use hocket tokenize",
+    "llama-embedding": "use hocket embed",
+    "llama-fit-params": "use hocket plan",
+    "llama-speculative": "use hocket run -md DRAFT",
+    "test-backend-ops": "use hocket check",
+    "llama-server": "hocket has no server; threads of one may share a hocket.Model",
+    "llama-quantize": "hocket quantises nothing; llama-quantize does",
+    "llama-imatrix": "hocket quantises nothing; llama-imatrix and llama-quantize do",
+    "llama-gguf-split": "hocket reads split files; llama-gguf-split writes them",
+    "llama-export-lora": "hocket run --lora FILE applies an adapter; llama-export-lora writes a model",
+    "convert_hf_to_gguf": "hocket reads GGUF; convert_hf_to_gguf.py of llama.cpp writes it",
+}
+"""For each program of llama.cpp what to use."""
+OTHER_NAMES = {
+    "serve": "llama-server",
+    "chat": "llama-cli",
+    "main": "llama-cli",
+    "generate": "llama-completion",
+    "convert": "convert_hf_to_gguf",
+}
+"""Words for commands that other programs have."""
+
+
+def find_flag(name: str, command: str) -> Flag | None:
+    """The option of this name that hocket has not, first of all of the program that `command` is like."""
+    found = [flag for flag in FLAGS if flag.remedy and name in flag.names]
+    letter = next((letter for letter, like in PROGRAMS.items() if like == command), "")
+    return next((flag for flag in found if letter in flag.programs), None) or next(iter(found), None)
+
+
+def find_command(word: str) -> str | None:
+    """What to use for a program of llama.cpp; the word may leave out ``llama-`` and ``.py``."""
+    name = OTHER_NAMES.get(word, word).removesuffix(".py")
+    return COMMANDS.get(name) or COMMANDS.get(f"llama-{name}")
