@@ -269,8 +269,7 @@ class Model:
         (2, 192)
         """
         ids = [self._ids(text) for text in ([texts] if isinstance(texts, str) else texts)]
-        if empty := [i for i, new in enumerate(ids) if not new]:
-            raise ModelError(f"text {empty[0]} has no tokens; give some text to embed")
+        check_texts(ids, self.context, "text")
         pool = pooling(self._model.gguf.metadata.get(f"{self._model.architecture}.pooling_type", MEAN))
         vectors: list[npt.NDArray[np.float32]] = []
         for start in range(0, len(ids), TOGETHER):
@@ -414,6 +413,22 @@ class Model:
             with self._lock:
                 if self._first is not None:
                     self._idle = [held, *(other for other in self._idle if other.key != key)][:IDLE]
+
+
+def check_texts(texts: Sequence[Sequence[int]], context: int, noun: str) -> None:
+    """Require texts that have tokens and fit the context. A `noun` is what a text is to the caller; they count from 1.
+
+    Raises:
+        ModelError: A text does not.
+    """
+    for number, text in enumerate(texts, 1):
+        if not text:
+            raise ModelError(f"{noun} {number} of {len(texts)} has no tokens; give some text to embed")
+        if len(text) > context:
+            raise ModelError(
+                f"{noun} {number} of {len(texts)} has {len(text)} tokens, but the context holds {context}; "
+                "shorten it, or raise --ctx-size (Python: context) if the model allows more"
+            )
 
 
 @contextmanager

@@ -81,6 +81,8 @@ def ending_flags(sub: argparse.ArgumentParser) -> None:
     rules.add_argument("--grammar", metavar="GBNF", help="what the text may be, as llama.cpp's grammars or as Lark")
     rules.add_argument("--grammar-file", metavar="FILE", help="the same in a file")
     rules.add_argument("-j", "--json-schema", metavar="JSON", help="JSON schema that the text must follow")
+    lenient = "leave out keywords of the schema that cannot be followed, and list them"
+    sub.add_argument("--schema-lenient", action="store_true", help=lenient)
 
 
 def sampling_flags(sub: argparse.ArgumentParser) -> None:
@@ -135,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
         frozenset() if args.ignore_eos else tokenizer.eos_ids,
         grammar_of(args, tokenizer),
         int(tokenizer.add_bos) if args.context_shift else None,
+        tokenizer.n_tokens,
     )
     return (chat if args.chat else complete)(args, model, tokenizer, drawing)
 
@@ -143,15 +146,21 @@ def grammar_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Grammar | None
     text = read_text(args.grammar_file) if args.grammar_file else args.grammar
     if text:
         return Grammar(tokenizer, grammar=text)
-    return Grammar(tokenizer, json_schema=args.json_schema) if args.json_schema else None
+    if not args.json_schema:
+        return None
+    grammar = Grammar(tokenizer, json_schema=args.json_schema, schema_lenient=args.schema_lenient)
+    if grammar.left_out and not args.world.rank:
+        log(f"hocket: {grammar.left_out}")
+    return grammar
 
 
 def complete(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawing: Drawing) -> int:
     """Print a text and what follows it."""
     text = text_of(args, lambda: prompt_text(args, "" if args.load_state else OPENING if args.model is None else None))
     tokens = tokenizer.encode(text, add_special=args.load_state is None, parse_special=True)
+    fewest = len(tokens) if drawing.kept is None else 0  # else a longer text is cut
     with compiling_shown():
-        session = session_of(args, model, context_for(model, len(tokens), args.context))
+        session = session_of(args, model, context_for(model, fewest, args.context))
         before = load_state(session, args.load_state)[0] if args.load_state else []
         new = before[session.lengths[0] :] + tokens  # the last token that was shown has not been read yet
         if not new:

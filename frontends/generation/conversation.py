@@ -78,8 +78,8 @@ class Conversation:
 
     def _new_tokens(self, prompt: str) -> list[int]:
         """The tokens of ``prompt`` that nobody has seen; all of them if the template rewrote the past."""
-        if self.seen and prompt.startswith(self.seen):
-            return self.tokenizer.encode(prompt[len(self.seen) :], add_special=False, parse_special=True)
+        if self.seen and self.known and prompt.startswith(self.seen):
+            return self.tokenizer.encode_further(prompt[len(self.seen) :], self.known[-1])
         self.session.reset(0)
         self.known = []
         return self.tokenizer.encode_chat(prompt)

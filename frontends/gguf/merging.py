@@ -19,7 +19,7 @@ from .longest_match import LongestMatch
 from .metadata import Array
 from .pretokenizers import PreTokenizer
 from .vocabulary import PREFIX, derived_merges, read_scores, stored_merges
-from .words import unigrams, wordpiece
+from .words import UnigramsOrBytes, unigrams, wordpiece
 
 if TYPE_CHECKING:
     import tokenizers
@@ -50,8 +50,10 @@ class Merger:
         self._unk, self._unknown = unk, None if unk is None or kind == "gpt2" else self._tokens[unk]
         self._looked_up = 0
 
-    def model_for(self, text: str) -> tokenizers.Tokenizer | LongestMatch:
-        """A model that gives a text the ids that the whole vocabulary does."""
+    def model_for(self, text: str, begins: bool = True) -> tokenizers.Tokenizer | UnigramsOrBytes | LongestMatch:
+        """A model that gives a text the ids that the whole vocabulary does; `begins` is false if it continues a text."""
+        if self._kind == "t5" and not begins:
+            return self._continuing
         if self._kind in MERGED and len(text) <= ENOUGH and self._looked_up <= ENOUGH:
             parts = self._parts(text)
             self._looked_up += len(parts)
@@ -61,12 +63,17 @@ class Merger:
         return self._whole
 
     @cached_property
-    def _whole(self) -> tokenizers.Tokenizer | LongestMatch:
+    def _whole(self) -> tokenizers.Tokenizer | UnigramsOrBytes | LongestMatch:
         if self._kind in MERGED:
             return self._model(self._where)
         if self._kind == "rwkv":
             return LongestMatch(self._tokens, self._unk)
         return (wordpiece if self._kind == "bert" else unigrams)(self._metadata, self._where, self._unk)
+
+    @cached_property
+    def _continuing(self) -> tokenizers.Tokenizer | UnigramsOrBytes:
+        """The unigrams without a space before the text."""
+        return unigrams(self._metadata, self._where, self._unk, begins=False)
 
     def _parts(self, text: str) -> set[str]:
         """All that stands in one of the pieces into which a text is cut, until it is too much."""
