@@ -20,7 +20,7 @@ from .errors import ModelError
 from .generation.drafting import GUESSES, Ahead, Draft, OwnDraft, check_tokens
 from .generation.generate import Drawing, Drawn, Stops, draw
 from .generation.options import Options, settled
-from .gguf.chat import chat_template, render_chat
+from .gguf.chat import chat_format
 from .gguf.tokenizer import Tokenizer, Utf8Stream, tokenizer_from_metadata
 from .held import Held
 from .microbatches import dealt
@@ -36,6 +36,7 @@ TOGETHER = 8
 IDLE = 4
 """Sessions that are kept for later calls."""
 PROMPT = TEXT | list_of(ANY, "a sequence of tokens")
+OBJECTS = list_of(a(Mapping), "a sequence of mappings") | NONE
 MESSAGES = TEXT | list_of(a(Mapping), "a sequence of mappings with role and content")
 
 
@@ -135,19 +136,52 @@ class Model:
         drawing, stops = settled(options, self.tokenizer)
         return self._tokens(self._ids(prompt), drawing, stops)
 
-    @needs(ModelError, messages=MESSAGES)
-    def chat(self, messages: str | Sequence[Mapping[str, str]], **options: Unpack[Options]) -> Iterator[str]:
+    @needs(
+        ModelError,
+        messages=MESSAGES,
+        tools=OBJECTS,
+        documents=OBJECTS,
+        chat_template=TEXT | NONE,
+        chat_template_kwargs=a(Mapping) | NONE,
+    )
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        **options: Unpack[Options],
+    ) -> Iterator[str]:
         """The answer to a talk, piece by piece: a message of the user, or messages with ``role`` and ``content``.
 
-        The model's chat template makes a prompt of them; `ModelError` if it has none.  Append the answer and the next
-        message to go on.
+        The model's chat template makes a prompt of them.  Append the answer and the next message to go on.
+
+        Args:
+            messages: The talk so far.
+            tools: Descriptions of functions, in the JSON form that the template expects.
+            documents: Texts that the answer may cite, likewise.
+            chat_template: A template (jinja2) to use in place of the model's.
+            chat_template_kwargs: Further variables of the template, such as ``{"enable_thinking": False}``.
+            options: As of `generate`; `max_tokens` is -1 here.
+
+        Raises:
+            ModelError: There is no template, or it refuses the messages.
 
         >>> "".join(model.chat([{"role": "user", "content": "Say yes."}]))  # doctest: +SKIP
         'Yes.'
         """
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         bos, eos = self.tokenizer.bos_text, self.tokenizer.eos_text
-        rendered = render_chat(chat_template(self._model.gguf.metadata), said, bos=bos, eos=eos)
+        format = chat_format(
+            self._model.gguf.metadata,
+            template=chat_template,
+            tools=tools,
+            documents=documents,
+            variables=chat_template_kwargs,
+        )
+        rendered = format.render(said, bos=bos, eos=eos)
         return self._text(self.tokenizer.encode_chat(rendered), settled({"max_tokens": -1, **options}, self.tokenizer))
 
     @needs(ModelError, prompts=list_of(PROMPT, "a sequence of prompts"))
@@ -269,8 +303,7 @@ class Model:
         (2, 192)
         """
         ids = [self._ids(text) for text in ([texts] if isinstance(texts, str) else texts)]
-        if empty := [i for i, new in enumerate(ids) if not new]:
-            raise ModelError(f"text {empty[0]} has no tokens; give some text to embed")
+        check_texts(ids, self.context, "text")
         pool = pooling(self._model.gguf.metadata.get(f"{self._model.architecture}.pooling_type", MEAN))
         vectors: list[npt.NDArray[np.float32]] = []
         for start in range(0, len(ids), TOGETHER):
@@ -414,6 +447,22 @@ class Model:
             with self._lock:
                 if self._first is not None:
                     self._idle = [held, *(other for other in self._idle if other.key != key)][:IDLE]
+
+
+def check_texts(texts: Sequence[Sequence[int]], context: int, noun: str) -> None:
+    """Require texts that have tokens and fit the context. A `noun` is what a text is to the caller; they count from 1.
+
+    Raises:
+        ModelError: A text does not.
+    """
+    for number, text in enumerate(texts, 1):
+        if not text:
+            raise ModelError(f"{noun} {number} of {len(texts)} has no tokens; give some text to embed")
+        if len(text) > context:
+            raise ModelError(
+                f"{noun} {number} of {len(texts)} has {len(text)} tokens, but the context holds {context}; "
+                "shorten it, or raise --ctx-size (Python: context) if the model allows more"
+            )
 
 
 @contextmanager

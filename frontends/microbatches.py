@@ -103,7 +103,7 @@ class Microbatches:
                 one.settle(reading, list(islice(outputs, len(reading.parts))))
                 for one, reading in zip(self.sessions, readings, strict=True)
             ]
-        nothing, answers = self.sessions[0].nothing, zip(dealt, parts, rows, strict=True)
+        nothing, answers = self.sessions[0].no_rows(hidden), zip(dealt, parts, rows, strict=True)
         return [rows for read in answers for rows in joined(*read, every_position, nothing)]
 
     @needs(ModelError, sequence=whole(0))

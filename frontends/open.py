@@ -99,13 +99,13 @@ def context_for(model: Model, tokens: int, asked: int | None, *, default: int = 
 
 
 def read_text(path: str) -> str:
-    """A text file without its last line break, as llama.cpp reads prompts; ``-`` is stdin.
+    """A text file without its byte-order mark and its last line break, as llama.cpp reads prompts; ``-`` is stdin.
 
     Raises `ModelError` if it is not UTF-8, `OSError` if it cannot be read.
     """
     data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     try:
-        return data.decode("utf-8").removesuffix("\n")
+        return data.decode("utf-8").removeprefix("\ufeff").removesuffix("\n")
     except UnicodeDecodeError as error:
         name = "stdin" if path == "-" else path
         raise ModelError(f"{name}: is not UTF-8 at byte {error.start}; convert the text") from None

@@ -174,14 +174,14 @@ def split_rows(rows: F32, part: Part, every_position: bool, idle: Sequence[F32])
 def joined(
     given: Part, parts: Sequence[Part], runs: Iterable[Sequence[F32]], every_position: bool, nothing: F32
 ) -> list[F32]:
-    """What runs of parts gave for each sequence: all rows, or those of its last token."""
+    """What runs of parts gave for each sequence: all rows, or those of its last token; `nothing` for one that idles."""
     rows_of: list[list[F32]] = [[] for _ in given]
     ends = accumulate(max(map(len, part)) for part in parts)
     for end, part, logits in zip(ends, parts, runs, strict=True):
         for rows, one, mine, new in zip(rows_of, logits, part, given, strict=True):
             if mine and (every_position or end >= len(new)):
                 rows.append(one)
-    return [rows[0] if len(rows) == 1 else np.concatenate([nothing, *rows]) for rows in rows_of]
+    return [np.concatenate(rows) if len(rows) > 1 else rows[0] if rows else nothing for rows in rows_of]
 
 
 def token_ids(sequence: int, given: Sequence[int]) -> list[int]:

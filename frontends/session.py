@@ -137,7 +137,8 @@ class Session:
         """What the model has made of the last tokens of each sequence [rows, `Model.handed`], for blocks that guess."""
         self.reversible: Before | None = None
         """The last step, if it was a reversible one."""
-        self.nothing = np.zeros((0, model.vocabulary_size), np.float32)
+        self._no_logits = np.zeros((0, model.vocabulary_size), np.float32)
+        self._no_hidden = np.zeros((0, model.hyper.width), np.float32)
         self._executors: dict[Step, Executor] = {}
         self._pipelines: dict[Step, Pipeline] = {}
         self._plans: dict[Step, Plan] = like._plans if like is not None and like.watch is watch else {}
@@ -186,7 +187,7 @@ class Session:
             runs: Iterable[list[F32]] = (self._run(part, every_position, hidden, False) for part in parts)
             if self._follow_each_other(longest):
                 runs = self._run_in_turn(parts, every_position, hidden)
-            return joined(given, parts, runs, every_position, self.nothing)
+            return joined(given, parts, runs, every_position, self.no_rows(hidden))
 
     @needs(ModelError, tokens=whole(0), behind=whole(0), every_position=BOOL, reversible=BOOL)
     def prepare(self, tokens: int, *, behind: int = 0, every_position: bool = False, reversible: bool = False) -> None:
@@ -220,7 +221,7 @@ class Session:
 
             self.watch.see(Seen.of(taken(given), self.lengths[0] - len(part[0]), len(part[0])))
         output = given["hidden" if hidden else "logits"]
-        return split_rows(output, part, every_position, [self.nothing] * self.sequences)
+        return split_rows(output, part, every_position, [self.no_rows(hidden)] * self.sequences)
 
     def _follow_each_other(self, tokens: int, reversible: bool = False) -> bool:
         """Whether parts of so many tokens follow each other through devices.  Each is read by itself where a part needs
@@ -272,7 +273,11 @@ class Session:
     def settle(self, reading: Reading, given: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
         """The rows that each part has given for each sequence, now that all have been read."""
         self.reversible, self.lengths, self.recent = None, reading.lengths, reading.recent
-        return reading.rows_of(given, [self.nothing] * self.sequences)
+        return reading.rows_of(given, [self.no_rows(False)] * self.sequences)
+
+    def no_rows(self, hidden: bool) -> F32:
+        """Return the rows of a sequence that idles: f32[0, width] if they are `hidden`, else f32[0, vocabulary]."""
+        return self._no_hidden if hidden else self._no_logits
 
     def advance(self, part: Part) -> None:
         """Count tokens that have been read."""
@@ -288,16 +293,23 @@ class Session:
         if len(tokens) != self.sequences:
             raise ModelError(f"got tokens for {len(tokens)} sequences, the session has {self.sequences}")
         for i, (length, new) in enumerate(zip(self.lengths, tokens, strict=True), first):
+            if length + len(new) > self.context:
+                raise ModelError(
+                    f"sequence {i} would have {length + len(new)} tokens, but the context holds {self.context}; "
+                    f"shorten the text{self.ways_on}"
+                )
             if new and (length or len(new) > self.batch) and not self.model.is_causal:
                 raise ModelError(
                     f"sequence {i} would grow in steps, but this model sees all tokens at once; "
                     "evaluate whole texts in one batch, as `hocket logits` and `hocket embed` do"
                 )
-            if length + len(new) > self.context:
-                raise ModelError(
-                    f"sequence {i} would have {length + len(new)} tokens, but the context holds {self.context}; "
-                    "shorten the text, raise --ctx-size, or go on with --context-shift"
-                )
+
+    @property
+    def ways_on(self) -> str:
+        """The end of a message about a text that is too long: other remedies than a shorter text."""
+        longer = ", raise --ctx-size (Python: context)" if self.context < self.model.context_length else ""
+        shift = ", or go on with --context-shift (Python: context_shift=True)" if self.model.is_causal else ""
+        return longer + shift
 
     # -------------------------------------------------------------------------------------------------- plans
 

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 
 from ..errors import ModelError
-from ..language_model import Model
+from ..language_model import Model, check_texts
 from ..session import DEFAULT_BATCH
 from ..terminal.arguments import natural, positive
 from ..terminal.output import write
@@ -39,7 +39,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
 
 @compiling_shown()
 def run(args: argparse.Namespace) -> int:
-    texts = args.prompt or sys.stdin.read().splitlines()
+    texts = args.prompt or _stdin_lines()
     if not texts:
         raise ModelError("got no text; give some with -p, or a line each on stdin")
     where = {"devices": args.devices, "split_mode": args.split_mode, "tensor_split": args.tensor_split}
@@ -50,7 +50,9 @@ def run(args: argparse.Namespace) -> int:
         "context": args.ctx_size or None,
     }
     with Model(args.model, **where) as model:
-        vectors = model.embed(texts, normalise=not args.no_normalise)
+        ids = [model.tokenize(text) for text in texts]
+        check_texts(ids, model.context, "text" if args.prompt else "line")
+        vectors = model.embed(ids, normalise=not args.no_normalise)
     if args.output == "npy":
         array = io.BytesIO()
         np.save(array, vectors, allow_pickle=False)
@@ -59,3 +61,8 @@ def run(args: argparse.Namespace) -> int:
         for vector in vectors:
             write(json.dumps([float(f"{x:.7g}") for x in vector]) + "\n")
     return 0
+
+
+def _stdin_lines() -> list[str]:
+    text = sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")
+    return text.split("\n") if text else []

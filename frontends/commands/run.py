@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import select
 import sys
@@ -16,13 +17,13 @@ from ..generation.drafting import GUESSES, Ahead, Draft, OwnDraft, check_tokens
 from ..generation.generate import EMPTY, Drawing, draw, prepare, stream_text
 from ..generation.grammar import Grammar
 from ..generation.sampling import Sampling
-from ..gguf.chat import chat_template
+from ..gguf.chat import ChatFormat, chat_format
 from ..gguf.tokenizer import Tokenizer, tokenizer_from_metadata
 from ..models import Model
 from ..open import context_for, open_model, read_text
 from ..saved_state import load_state, save_state
 from ..session import Session
-from ..terminal.arguments import logit_bias, number, or_minus_one, positive
+from ..terminal.arguments import json_object, logit_bias, natural, number, or_minus_one, positive
 from ..terminal.output import check_writable, log, write
 from ..terminal.progress import compiling_shown
 from ..terminal.talk import talk
@@ -46,6 +47,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
     said = "use the chat template; on a terminal /help lists commands"
     sub.add_argument("--chat", "-cnv", "--conversation", action="store_true", help=said)
     sub.add_argument("-sys", "--system-prompt", dest="system", metavar="TEXT", help="what a talk begins with")
+    chat_flags(sub)
     sub.add_argument("--save-state", metavar="FILE", help="keep the session's state, to go on later")
     sub.add_argument("--load-state", metavar="FILE", help="go on from a saved state, on any number of devices")
     sub.add_argument(
@@ -73,6 +75,15 @@ def flags(sub: argparse.ArgumentParser) -> None:
     session_flags(sub)
 
 
+def chat_flags(sub: argparse.ArgumentParser) -> None:
+    """How messages become a prompt."""
+    names = ("--chat-template", "--chat-template-file")
+    sub.add_argument(*names, dest="template", metavar="FILE", help="chat template (jinja2) in place of the model's")
+    further = 'further variables of the chat template, as \'{"enable_thinking": false}\''
+    sub.add_argument("--chat-template-kwargs", dest="variables", type=json_object, metavar="JSON", help=further)
+    sub.add_argument("--tools", metavar="FILE", help="JSON list of the functions that the chat template describes")
+
+
 def ending_flags(sub: argparse.ArgumentParser) -> None:
     """What a text may be, and where it ends."""
     sub.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
@@ -89,6 +100,8 @@ def ending_flags(sub: argparse.ArgumentParser) -> None:
     rules.add_argument("--grammar", metavar="GBNF", help="what the text may be, as llama.cpp's grammars or as Lark")
     rules.add_argument("--grammar-file", metavar="FILE", help="the same in a file")
     rules.add_argument("-j", "--json-schema", metavar="JSON", help="JSON schema that the text must follow")
+    lenient = "leave out keywords of the schema that cannot be followed, and list them"
+    sub.add_argument("--schema-lenient", action="store_true", help=lenient)
 
 
 def sampling_flags(sub: argparse.ArgumentParser) -> None:
@@ -137,6 +150,8 @@ def run(args: argparse.Namespace) -> int:
         args.seed = int(text_of(args, lambda: str(int.from_bytes(os.urandom(4)) >> 1)))
     if args.system is not None and not args.chat:
         raise ModelError("-sys is what a talk begins with; add --chat, or put it into the prompt")
+    if not args.chat and (args.template or args.variables or args.tools):
+        raise ModelError("--chat-template, --chat-template-kwargs and --tools are for a talk; add --chat")
     if args.save_state and not args.world.rank:
         check_writable(args.save_state)
     model = model_of(args)
@@ -155,6 +170,7 @@ def run(args: argparse.Namespace) -> int:
         frozenset() if args.ignore_eos else tokenizer.eos_ids,
         grammar_of(args, tokenizer),
         int(tokenizer.add_bos) if args.context_shift else None,
+        tokenizer.n_tokens,
     )
     return (chat if args.chat else complete)(args, model, tokenizer, drawing)
 
@@ -163,15 +179,21 @@ def grammar_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Grammar | None
     text = read_text(args.grammar_file) if args.grammar_file else args.grammar
     if text:
         return Grammar(tokenizer, grammar=text)
-    return Grammar(tokenizer, json_schema=args.json_schema) if args.json_schema else None
+    if not args.json_schema:
+        return None
+    grammar = Grammar(tokenizer, json_schema=args.json_schema, schema_lenient=args.schema_lenient)
+    if grammar.left_out and not args.world.rank:
+        log(f"hocket: {grammar.left_out}")
+    return grammar
 
 
 def complete(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawing: Drawing) -> int:
     """Print a text and what follows it."""
     text = text_of(args, lambda: prompt_text(args, "" if args.load_state else OPENING if args.model is None else None))
     tokens = tokenizer.encode(text, add_special=args.load_state is None, parse_special=True)
+    fewest = len(tokens) if drawing.kept is None else 0  # else a longer text is cut
     with compiling_shown():
-        session = session_of(args, model, context_for(model, len(tokens), args.context))
+        session = session_of(args, model, context_for(model, fewest, args.context))
         before = load_state(session, args.load_state)[0] if args.load_state else []
         new = before[session.lengths[0] :] + tokens  # the last token that was shown has not been read yet
         if not new:
@@ -227,17 +249,20 @@ def judged(session: Session, tokens: Sequence[int], device: str) -> tuple[str, b
 
 def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawing: Drawing) -> int:
     """Answer one message, or on a terminal one after the other."""
-    chat_template(model.gguf.metadata)  # whether there is one should be known before the weights are loaded
+    format = format_of(args, model)  # what is wrong with it should be known before the weights are loaded
     asked = args.prompt is None and args.file is None
     interactive = asked and text_of(args, lambda: "yes" if on_terminal() else "") == "yes"
     if interactive and args.world.size > 1:
         raise ModelError("a talk on a terminal is for one process; give a message with -p, or pipe it in")
     message = None if interactive else text_of(args, lambda: prompt_text(args, None))
+    if message is not None and not message.strip():
+        raise ModelError("the message is empty; give one with -p or -f, or pipe it in")
     with compiling_shown():
         session = session_of(args, model, context_for(model, 0, args.context))
         ahead = ahead_of(args, session)
         timing = prepare(session, [], drawing, ahead)
-    conversation = Conversation(session, tokenizer, drawing, stops=args.stops, system=args.system, ahead=ahead)
+    said = {"stops": args.stops, "system": args.system, "format": format}
+    conversation = Conversation(session, tokenizer, drawing, ahead=ahead, **said)
     conversation.timing = timing
     if args.load_state:
         conversation.load(args.load_state)
@@ -254,6 +279,20 @@ def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawing: 
         conversation.save(args.save_state)
     log(f"{conversation.timing}; {draft_text(ahead)}{memory_text(session)}{seed_text(args)}")
     return 0
+
+
+def format_of(args: argparse.Namespace, model: Model) -> ChatFormat:
+    """The chat template and its variables, as `chat_flags` name them."""
+    template = text_of(args, lambda: read_text(args.template)) if args.template else None
+    tools = None
+    if args.tools:
+        try:
+            tools = json.loads(text_of(args, lambda: read_text(args.tools)))
+        except ValueError as why:
+            raise ModelError(f"{args.tools}: is no JSON ({why}); need a list of tools") from None
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise ModelError(f"{args.tools}: need a JSON list of objects, one for each tool")
+    return chat_format(model.gguf.metadata, template=template, tools=tools, variables=args.variables)
 
 
 def ahead_of(args: argparse.Namespace, session: Session) -> Ahead | None:

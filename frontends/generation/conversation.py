@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..errors import ModelError
-from ..gguf.chat import chat_template, render_chat
+from ..gguf.chat import ChatFormat, chat_format
 from ..gguf.tokenizer import Tokenizer
 from ..saved_state import load_state, save_state, saved_talk
 from ..session import Session
@@ -17,7 +17,7 @@ from .generate import Drawing, Timing, draw, stream_text
 class Conversation:
     """Answers messages in sequence 0 of a session, which remembers what was said.
 
-    Raises `ModelError` if the model has no chat template.
+    Messages become a prompt by `format`, the model's chat template unless given. Raises `ModelError` if it has none.
     """
 
     def __init__(
@@ -29,10 +29,11 @@ class Conversation:
         stops: Sequence[str] = (),
         system: str | None = None,
         ahead: Ahead | None = None,
+        format: ChatFormat | None = None,
     ) -> None:
         self.session, self.tokenizer = session, tokenizer
         self.drawing, self.stops = drawing, stops
-        self.template = chat_template(session.model.gguf.metadata)
+        self.format = format or chat_format(session.model.gguf.metadata)
         self.system, self.ahead = system, ahead
         self.timing = Timing()
         self.restart()
@@ -52,7 +53,7 @@ class Conversation:
         """
         message = {"role": "user", "content": said}
         eos, bos = self.tokenizer.eos_text, self.tokenizer.bos_text
-        prompt = render_chat(self.template, [*self.messages, message], bos=bos, eos=eos)
+        prompt = self.format.render([*self.messages, message], bos=bos, eos=eos)
         new = self._new_tokens(prompt)
         length, timing = self.session.lengths[0], Timing()
         known = [self.known[:length]]
@@ -78,8 +79,8 @@ class Conversation:
 
     def _new_tokens(self, prompt: str) -> list[int]:
         """The tokens of ``prompt`` that nobody has seen; all of them if the template rewrote the past."""
-        if self.seen and prompt.startswith(self.seen):
-            return self.tokenizer.encode(prompt[len(self.seen) :], add_special=False, parse_special=True)
+        if self.seen and self.known and prompt.startswith(self.seen):
+            return self.tokenizer.encode_further(prompt[len(self.seen) :], self.known[-1])
         self.session.reset(0)
         self.known = []
         return self.tokenizer.encode_chat(prompt)

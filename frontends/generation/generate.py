@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -111,7 +112,10 @@ def generate(
 class Drawing:
     """What a generation draws: at most `limit` tokens (negative: until the context is full), until one of `stop`, along
     a `grammar`.  Where the context is full and `kept` is given, it goes on with the first `kept` tokens and as many of
-    the last as fill half of the context, which are read anew."""
+    the last as fill half of the context, which are read anew. A prompt that is longer than the context begins so.
+
+    `token_count` is the size of the vocabulary: a model may have more output rows, which are padding, never drawn.
+    """
 
     limit: int
     sampling: Sampling
@@ -119,6 +123,7 @@ class Drawing:
     stop: frozenset[int] = frozenset()
     grammar: Grammar | None = None
     kept: int | None = None
+    token_count: int | None = None
 
     def shifted(self, tokens: Sequence[int], context: int) -> list[int]:
         """What a full context goes on with."""
@@ -192,6 +197,7 @@ def _drawn(
     def chosen(i: int, logits: F32) -> Generator[Drawn, None, list[int]]:
         """What sequence `i` is to read next: nothing if it has ended."""
         counts[i] += 1
+        logits = logits[: drawing.token_count]
         rng = np.random.default_rng([drawing.seed, len(known[i])]) if sampling.temperature else same  # 20 us
         seen = followers[i].allowed(logits) if followers else logits
         token = agreed(session, sampling.choose(seen, rng, known[i]))
@@ -255,10 +261,10 @@ def _made_room(
     session: Session | Microbatches, i: int, prompt: Sequence[int], drawing: Drawing, known: list[list[int]]
 ) -> list[int]:
     """The prompt of a sequence; where it no longer fits behind what is there, all anew from a part of that."""
-    if session.lengths[i] + len(prompt) <= session.context or len(prompt) > session.context:
+    if session.lengths[i] + len(prompt) <= session.context:
         return list(prompt)
     whole = drawing.shifted([*known[i], *prompt], session.context)
-    if len(prompt) > len(whole):
+    if len(whole) < len(prompt) <= session.context:
         whole = list(prompt)
     session.reset(i)
     known[i].clear()
@@ -270,7 +276,8 @@ def prepare(session: Session, prompt: Sequence[int], drawing: Drawing, ahead: Ah
     took.  Raises `ModelError` if its tokens could not be chosen."""
     start, vocabulary = time.perf_counter(), session.model.vocabulary_size
     drawing.sampling.check(vocabulary)
-    drawing.sampling.choose(np.zeros(vocabulary, np.float32), np.random.default_rng(0))  # that has a kernel, too
+    prompt = prompt[: session.context]  # a longer one is cut if the context shifts, else refused
+    replace(drawing.sampling, bias=()).choose(np.zeros(vocabulary, np.float32), np.random.default_rng(0))  # that has a kernel, too
     session.prepare(len(prompt))
     if drawing.limit not in (0, 1):
         length = session.lengths[0] + len(prompt) + 1

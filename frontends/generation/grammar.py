@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,11 +11,23 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ModelError
-from ..gguf.special_tokens import CONTROL
+from ..gguf.special_tokens import CONTROL, UNKNOWN
 from ..gguf.tokenizer import Tokenizer
+from .gbnf import lark_of
 
-COMPACT = {"whitespace_flexible": False}
-"""How JSON is laid out: a small model would rather write line breaks for ever than a value."""
+COMPACT = {"whitespace_flexible": False, "lenient": True}
+"""How JSON is laid out: a small model would rather write line breaks for ever than a value. Lenient, so that llguidance
+lists the keywords that it leaves out."""
+UNKNOWN_FORMAT = "Unknown format: "
+"""The warning for a `format` that is no more than an annotation (JSON Schema 2020-12, Validation, 7.2.3)."""
+ENDED = ("NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence")
+"""Reasons of a matcher that is not done, or done."""
+DATA = ("const", "default", "enum", "examples")
+"""Keywords of a JSON schema whose values are no schemas."""
+NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+"""Keywords whose values are schemas by name."""
+NAMES = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w -]+(?:\|[\w -]+)*)\))\$")
+"""A pattern that lists the names that it matches."""
 F32 = npt.NDArray[np.float32]
 
 
@@ -26,47 +39,69 @@ class _Words:
         self.eos_token_id = tokenizer.eos_id if tokenizer.eos_id is not None else tokenizer.n_tokens - 1
         self.bos_token_id = tokenizer.bos_id
         self.tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.n_tokens)]
-        self.special_token_ids = [i for i, kind in enumerate(tokenizer.types) if kind == CONTROL]
+        self.special_token_ids = [i for i, kind in enumerate(tokenizer.types) if kind in (CONTROL, UNKNOWN)]
+        self.greedy: Any = None
+        """The longest token each time, for a text that the tokenizer would change."""
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special=False)
+        tokens = self._tokenizer.encode_inside(text)
+        is_same = b"".join(self.tokens[token] for token in tokens) == text.encode()
+        return tokens if is_same or self.greedy is None else list(self.greedy(text))
 
 
 class Grammar:
-    """What texts may be: one grammar (GBNF as llama.cpp reads it, or Lark) or one JSON schema.
+    """A grammar (GBNF as llama.cpp reads it, or Lark) or a JSON schema that texts follow.
 
-    Raises `ModelError` if it is wrong, or if llguidance is not installed.
+    A schema may have keywords that llguidance cannot follow. With `schema_lenient` they are left out.
+
+    Raises:
+        ModelError: It is wrong, has such keywords without `schema_lenient`, or llguidance is not installed.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, grammar: str = "", json_schema: str | Mapping[str, object] = ""
+        self,
+        tokenizer: Tokenizer,
+        *,
+        grammar: str = "",
+        json_schema: str | Mapping[str, object] = "",
+        schema_lenient: bool = True,
     ) -> None:
         try:
             import llguidance
-            from llguidance.gbnf_to_lark import any_to_lark
         except ImportError:
             raise ModelError("grammars need llguidance; run pip install hocket[grammar]") from None
         compiler: Any = llguidance.LLMatcher
         ends = sorted(tokenizer.eos_ids) or None
-        words = llguidance.TokenizerWrapper(_Words(tokenizer))
-        self._words = llguidance.LLTokenizer(words, tokenizer.n_tokens, ends)
+        words = _Words(tokenizer)
+        self._words = llguidance.LLTokenizer(llguidance.TokenizerWrapper(words), tokenizer.n_tokens, ends)
+        words.greedy = self._words.greedy_tokenize
         self._matcher = compiler
         try:
             if grammar:
-                self._rules = compiler.grammar_from_lark(any_to_lark(grammar))
+                where = {text: i for i, text in enumerate(tokenizer.tokens)}
+                lark = lark_of(grammar, where.get, tokenizer.n_tokens, tokenizer.eos_ids)
+                self._rules = compiler.grammar_from_lark(lark)
             else:
                 schema = json.loads(json_schema) if isinstance(json_schema, str) else json_schema
-                self._rules = compiler.grammar_from_json_schema(json.dumps(schema), defaults=COMPACT)
-            wrong = compiler.validate_grammar(self._rules, self._words)
+                text = json.dumps(_with_listed_names(schema))
+                self._rules = compiler.grammar_from_json_schema(text, defaults=COMPACT)
+            is_wrong, said = compiler.validate_grammar_with_warnings(self._rules, self._words)
         except Exception as why:  # of whatever kind, it is of the grammar's text
-            wrong = str(why)
-        if wrong:
-            what = "grammar" if grammar else "JSON schema"
-            raise ModelError(f"the {what} is wrong: {' '.join(wrong.split())[:200]}; correct it")
+            is_wrong, said = True, [str(why)]
+        if is_wrong:
+            raise ModelError(f"the {'grammar' if grammar else 'JSON schema'} is wrong: {_line(said)}; correct it")
+        left_out = [] if grammar else [each for each in said if not each.startswith(UNKNOWN_FORMAT)]
+        if left_out and not schema_lenient:
+            raise ModelError(
+                f"the JSON schema cannot be followed: {_line(left_out)}; "
+                "remove it, or leave it out with --schema-lenient (Python: schema_lenient=True)"
+            )
+        self.left_out = f"the JSON schema is followed without a part of it: {_line(left_out)}" if left_out else ""
+        """A line about the keywords that texts need not follow, or nothing."""
 
     def begin(self) -> Follower:
         """A text that begins."""
-        return Follower(self._matcher(self._words, self._rules), self._words.vocab_size)
+        return Follower(self._matcher(self._words, self._rules, log_level=0), self._words.vocab_size)
 
 
 class Follower:
@@ -78,17 +113,71 @@ class Follower:
         self._vocabulary = vocabulary
 
     def allowed(self, logits: F32) -> F32:
-        """A copy of logits f32[vocabulary] in which tokens that may not come next have none.  Raises `ModelError` where
-        none may."""
+        """Return a copy of logits f32[rows] with -inf for tokens that may not come next.
+
+        Rows behind the last token of the vocabulary are -inf. Tokens without a row cannot come.
+
+        Raises:
+            ModelError: No token may come next, or llguidance has failed.
+        """
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        may = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._vocabulary].astype(bool)
+        self._check()
+        count = min(self._vocabulary, len(logits))
+        may = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[:count].astype(bool)
         if not may.any():
             raise ModelError("the grammar allows no token of this model here; choose another")
         kept = np.full_like(logits, -np.inf)
-        kept[: self._vocabulary][may] = logits[: self._vocabulary][may]
+        kept[:count][may] = logits[:count][may]
         return kept
 
     def take(self, token: int) -> bool:
-        """Go on behind `token`; whether more may come."""
+        """Go on behind `token`; return whether more may come.
+
+        Raises:
+            ModelError: llguidance cannot go on, which is not the end of the text.
+        """
         self._matcher.consume_token(token)
+        self._check()
         return not self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error() or self._matcher.stop_reason() not in ENDED:
+            said = self._matcher.get_error().partition("\n")[0] or self._matcher.stop_reason()
+            raise ModelError(
+                f"the grammar or JSON schema leads to a text that cannot be completed ({_line([said])}); simplify it, "
+                "for example its patternProperties"
+            )
+
+
+def _line(said: list[str]) -> str:
+    """Return messages of llguidance as one line."""
+    return " ".join("; ".join(said).split())[:200]
+
+
+def _with_listed_names(schema: object) -> object:
+    """Return a JSON schema where a pattern that lists its names is in `properties`.
+
+    llguidance would offer a further property of the pattern after the last of its names.
+    """
+    if isinstance(schema, list):
+        return [_with_listed_names(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    changed = {
+        key: value
+        if key in DATA
+        else {name: _with_listed_names(inner) for name, inner in value.items()}
+        if key in NAMED and isinstance(value, Mapping)
+        else _with_listed_names(value)
+        for key, value in schema.items()
+    }
+    patterns, properties = changed.get("patternProperties"), changed.get("properties", {})
+    if not isinstance(patterns, dict) or not isinstance(properties, dict):
+        return changed
+    for pattern in list(patterns):
+        if listed := NAMES.fullmatch(pattern):
+            inner = patterns.pop(pattern)
+            for name in (listed[1] or listed[2]).split("|"):
+                both = {"allOf": [properties[name], inner]} if name in properties else inner
+                properties = {**properties, name: both}
+    return {**changed, "patternProperties": patterns, "properties": properties}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
@@ -49,6 +50,8 @@ class Options(TypedDict, total=False):
     """What the text may be: GBNF as llama.cpp reads it, or Lark; needs ``hocket[grammar]``."""
     json_schema: str | Mapping[str, object]
     """A JSON schema that the text must follow; needs ``hocket[grammar]``."""
+    schema_lenient: bool
+    """Leave out keywords of the schema that cannot be followed, with a warning that lists them; False: refuse (True)."""
     context_shift: bool
     """Where the context is full, forget its older half and go on (False)."""
 
@@ -61,6 +64,7 @@ OPTIONS: Mapping[str, Kind] = MappingProxyType(
         "ignore_eos": BOOL,
         "grammar": TEXT,
         "json_schema": a(str, Mapping),
+        "schema_lenient": BOOL,
         "context_shift": BOOL,
     }
 )
@@ -81,12 +85,17 @@ def settled(options: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[Drawing, 
     rules = {name: options[name] for name in ("grammar", "json_schema") if options.get(name, "") != ""}
     if len(rules) > 1:
         raise ModelError("generate: got a grammar and a JSON schema; give one")
+    lenient = options.get("schema_lenient", True)
+    grammar = Grammar(tokenizer, **rules, schema_lenient=lenient) if rules else None
+    if grammar is not None and grammar.left_out:
+        warnings.warn(grammar.left_out, stacklevel=4)
     drawing = Drawing(
         options.get("max_tokens", 128),
         Sampling(**given),
         secrets.randbits(31) if seed is None else seed,
         frozenset() if options.get("ignore_eos") else tokenizer.eos_ids,
-        Grammar(tokenizer, **rules) if rules else None,
+        grammar,
         (1 if tokenizer.add_bos else 0) if options.get("context_shift") else None,
+        tokenizer.n_tokens,
     )
     return drawing, (stop,) if isinstance(stop, str) else tuple(stop)

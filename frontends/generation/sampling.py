@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...backends.cpu.choices import descending, largest
-from ...graph.arguments import FINITE, Kind, demand, list_of, made_of, pair_of, real, whole
+from ...graph.arguments import Kind, demand, list_of, made_of, pair_of, real, whole
 from ...graph.records import dataclass
 from ..errors import ModelError
 
@@ -17,7 +18,13 @@ FEW = 256
 """More candidates than that are sorted with all others instead of picked out."""
 
 
-AT_LEAST_0 = Kind("a number of at least 0", real(0, 1e30).holds)
+LARGEST = 1e30
+"""The largest bias and penalty: sums of them stay float32."""
+BIAS = Kind(
+    "pairs of a token and a number of at most 1e30 either way, or -inf to ban the token",
+    list_of(pair_of(whole(0, 2**31), real(-LARGEST, LARGEST) | Kind("-inf", lambda v: v == -math.inf)), "").holds,
+)
+AT_LEAST_0 = Kind("a number of at least 0", real(0, LARGEST).holds)
 SAMPLING: Mapping[str, Kind] = MappingProxyType(
     {
         "temperature": AT_LEAST_0,
@@ -26,9 +33,9 @@ SAMPLING: Mapping[str, Kind] = MappingProxyType(
         "min_p": Kind("a number of at least 0 and below 1", lambda v: real(0, 1).holds(v) and v < 1),
         "repeat_penalty": Kind("a number above 0", lambda v: AT_LEAST_0.holds(v) and v > 0),
         "repeat_last_n": whole(-1, 2**31),
-        "presence_penalty": FINITE,
-        "frequency_penalty": FINITE,
-        "bias": list_of(pair_of(whole(0, 2**31), FINITE), "pairs of a token and a number"),
+        "presence_penalty": real(-LARGEST, LARGEST),
+        "frequency_penalty": real(-LARGEST, LARGEST),
+        "bias": BIAS,
     }
 )
 
@@ -38,7 +45,7 @@ SAMPLING: Mapping[str, Kind] = MappingProxyType(
 class Sampling:
     """How to choose: biases and penalties, then the best at temperature 0, else top-k, top-p, min-p, temperature.
 
-    The order and the penalties are those of llama.cpp.  `bias` are pairs (token, what is added to its logit).  Of the
+    The order and the penalties are those of llama.cpp.  `bias` are pairs of a token and a number that is added to its logit; -inf bans the token.  Of the
     last `repeat_last_n` tokens (0: none, -1: all) each has its logit divided by `repeat_penalty` where it is positive
     and multiplied where not, and lowered by `presence_penalty` once and by `frequency_penalty` for each time it occurs.
     `top_k` 0, `top_p` 1, `min_p` 0, `repeat_penalty` 1 and the other penalties 0 leave their part out.  Raises
@@ -98,6 +105,8 @@ class Sampling:
             scaled = np.where(old > 0, old / np.float32(self.repeat_penalty), old * np.float32(self.repeat_penalty))
             lowered = counts * np.float32(self.frequency_penalty) + np.float32(self.presence_penalty)
             changed[ids] = scaled - lowered
+        if changed.max() == -np.inf:
+            raise ModelError("logit bias: every token that may come next is banned; leave out a bias of -inf")
         return changed
 
     def candidates(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:

@@ -7,12 +7,16 @@ the variables and functions that HF ``transformers`` gives it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
+from ...graph.records import dataclass
 from ..errors import ModelError
 
 KEY = "tokenizer.chat_template"
 MAX_TEMPLATE = 1 << 20
 """Characters of the largest template; the longest in use has about 30,000."""
+TAKEN = ("template", "messages", "bos", "eos", "bos_token", "eos_token")
+"""Names that no further variable can have."""
 
 NAMED: Mapping[str, str] = {
     "rwkv-world": "{% for message in messages %}"
@@ -34,8 +38,48 @@ def chat_template(metadata: Mapping[str, object], name: str | None = None) -> st
     if template:
         raise ModelError(f"{key} is a {type(template).__name__}; need a string")
     others = sorted(k.removeprefix(f"{KEY}.") for k in metadata if k.startswith(f"{KEY}."))
-    remedy = f"this model has those named {', '.join(others)}" if others else "give the prompt as plain text"
+    remedy = f"this model has those named {', '.join(others)}" if others else "give plain text, or --chat-template (Python: chat_template)"
     raise ModelError(f"the model has no {'chat template' if name is None else f'chat template {name!a}'}; {remedy}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """How messages become a prompt: a template and its further variables, such as `tools`."""
+
+    template: str
+    variables: Mapping[str, object]
+
+    def render(self, messages: Sequence[Mapping[str, object]], *, bos: str, eos: str) -> str:
+        return render_chat(self.template, messages, bos=bos, eos=eos, **self.variables)
+
+
+def chat_format(
+    metadata: Mapping[str, object],
+    *,
+    template: str | None = None,
+    tools: Sequence[Mapping[str, object]] | None = None,
+    documents: Sequence[Mapping[str, object]] | None = None,
+    variables: Mapping[str, object] | None = None,
+) -> ChatFormat:
+    """Choose the template of a chat, and its variables.
+
+    Args:
+        metadata: The keys of the model file.
+        template: A template to use in place of the model's.
+        tools: Descriptions of functions. With them the model's template named ``tool_use`` is taken, if it has one.
+        documents: Texts that the answer may cite.
+        variables: Further variables, such as ``enable_thinking``.
+
+    Raises:
+        ModelError: There is no template, or a variable has a name that is taken.
+    """
+    further = dict(variables or {})
+    if taken := [name for name in further if name in TAKEN]:
+        raise ModelError(f"chat template variable {taken[0]!r} is set by hocket; leave it out")
+    given = {"tools": tools, "documents": documents}
+    further = {name: value for name, value in given.items() if value is not None} | further
+    name = "tool_use" if further.get("tools") is not None and f"{KEY}.tool_use" in metadata else None
+    return ChatFormat(chat_template(metadata, name) if template is None else template, MappingProxyType(further))
 
 
 def render_chat(
@@ -49,7 +93,8 @@ def render_chat(
 ) -> str:
     """The prompt for ``messages`` (each with ``role`` and ``content``), ready for ``Tokenizer.encode_chat``.
 
-    ``extra`` are further variables some templates know, such as ``tools`` or ``enable_thinking``.  ModelError, one
+    ``extra`` are further variables some templates know, such as ``enable_thinking``; ``tools`` and ``documents`` are
+    None unless given.  ModelError, one
     line, if the template is empty, broken, refuses the messages, or needs more time or memory than any sane one does.
 
     Source: ``apply_chat_template`` of HF ``transformers``.
@@ -57,6 +102,8 @@ def render_chat(
     if not template or len(template) > MAX_TEMPLATE:
         raise ModelError(f"the chat template has {len(template)} characters; need 1 to {MAX_TEMPLATE}")
     variables = {
+        "tools": None,
+        "documents": None,
         **extra,
         "messages": [dict(message) for message in messages],
         "bos_token": bos,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,13 @@ from .longest_match import LongestMatch
 from .metadata import Array
 from .pretokenizers import PreTokenizer
 from .vocabulary import PREFIX, derived_merges, read_scores, stored_merges
-from .words import unigrams, wordpiece
+from .score_merging import ScoreMerger
+from .words import UnigramsOrBytes, unigrams, wordpiece
 
 if TYPE_CHECKING:
     import tokenizers
 
+Model: TypeAlias = "tokenizers.Tokenizer | ScoreMerger | UnigramsOrBytes | LongestMatch"
 ENOUGH = 20_000
 """After so many parts of texts have been looked up, the whole vocabulary is worth its time."""
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
@@ -50,8 +52,10 @@ class Merger:
         self._unk, self._unknown = unk, None if unk is None or kind == "gpt2" else self._tokens[unk]
         self._looked_up = 0
 
-    def model_for(self, text: str) -> tokenizers.Tokenizer | LongestMatch:
-        """A model that gives a text the ids that the whole vocabulary does."""
+    def model_for(self, text: str, begins: bool = True) -> Model:
+        """A model that gives a text the ids that the whole vocabulary does; `begins` is false if it continues a text."""
+        if self._kind == "t5" and not begins:
+            return self._continuing
         if self._kind in MERGED and len(text) <= ENOUGH and self._looked_up <= ENOUGH:
             parts = self._parts(text)
             self._looked_up += len(parts)
@@ -61,12 +65,17 @@ class Merger:
         return self._whole
 
     @cached_property
-    def _whole(self) -> tokenizers.Tokenizer | LongestMatch:
+    def _whole(self) -> Model:
         if self._kind in MERGED:
             return self._model(self._where)
         if self._kind == "rwkv":
             return LongestMatch(self._tokens, self._unk)
         return (wordpiece if self._kind == "bert" else unigrams)(self._metadata, self._where, self._unk)
+
+    @cached_property
+    def _continuing(self) -> tokenizers.Tokenizer | UnigramsOrBytes:
+        """The unigrams without a space before the text."""
+        return unigrams(self._metadata, self._where, self._unk, begins=False)
 
     def _parts(self, text: str) -> set[str]:
         """All that stands in one of the pieces into which a text is cut, until it is too much."""
@@ -95,10 +104,14 @@ class Merger:
             steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
         return pre_tokenizers.Sequence(steps) if steps else None
 
-    def _model(self, vocabulary: Mapping[str, int]) -> tokenizers.Tokenizer:
+    def _model(self, vocabulary: Mapping[str, int]) -> tokenizers.Tokenizer | ScoreMerger:
         from tokenizers import Tokenizer, models
 
         merges, vocab = self._merges_to(vocabulary), dict(vocabulary)
+        if self._kind == "llama":
+            wholes = {left + right for left, right in merges}
+            if len({self._scores[self._where[whole]] for whole in wholes}) < len(wholes):
+                return ScoreMerger(self._where, self._scores, self._unk)
         if self._kind == "gpt2":
             model = models.BPE(vocab, merges, ignore_merges=self._rule.ignore_merges)
         else:

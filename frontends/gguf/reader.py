@@ -26,6 +26,8 @@ from .metadata import Array, Item, Kind, read_metadata
 from .tensor import Tensor, place, read_entries
 
 MAGIC = b"GGUF"
+LFS = b"version https://git-lfs"
+"""How the file begins that a clone without git-lfs has in place of a large one."""
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 PART = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
@@ -188,6 +190,8 @@ def _open_part(path: Path, header_only: bool) -> _Part:
 def _read_version(cursor: Cursor) -> int:
     start = cursor.file.data[: len(MAGIC)]
     if start != MAGIC:
+        if cursor.file.data[: len(LFS)] == LFS:
+            raise cursor.file.error("is a git-lfs pointer, not the model itself", "run git lfs pull in its folder")
         raise cursor.file.error(f"is no GGUF file: starts with {start!r}, need {MAGIC!r}", "convert the model to GGUF")
     cursor.step(len(MAGIC))
     version = cursor.u32()

@@ -38,6 +38,8 @@ SPACED = ("gpt2", "rwkv", "bert", "t5")
 ID = whole(0)
 MAX_RUN = 1 << 21
 """Characters of the longest run without, or of nothing but, white space: the regex engine gives up at five times it."""
+BLANK = " \t\n\v\f\r"
+"""White space that tokens of `Tokenizer.strip_after` swallow."""
 _RUNS = re.compile(r"\s+|\S+")
 NO_VOCABULARY = ("test", "none", "no_vocab")
 DEFAULT_IDS: Mapping[str, tuple[int | None, int | None, int | None]] = {
@@ -120,6 +122,24 @@ class Tokenizer:
             return [self.bos_id, *ids]
         return ids
 
+    @needs(ModelError, text=TEXT)
+    def encode_inside(self, text: str) -> list[int]:
+        """The token ids of a text that continues another one: no space before it, no special tokens.
+
+        ModelError as `encode`.
+        """
+        check_unicode("the text", text)
+        return list(self._encode_pieces(text, False, begins=False))
+
+    @needs(ModelError, rendered=TEXT, last=ID)
+    def encode_further(self, rendered: str, last: int) -> list[int]:
+        """The token ids of a part of a rendered chat that follows token `last`; ModelError as `encode`."""
+        check_unicode("the text", rendered)
+        is_special = self.types[last] in (CONTROL, UNKNOWN, USER)
+        if last in self.strip_after:
+            rendered = rendered.lstrip(BLANK)
+        return list(self._encode_pieces(rendered, True, begins=is_special))
+
     @needs(ModelError, ids=a(Sequence, Iterator, words="a sequence of ids"), special=BOOL)
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """The text of ``ids``, from the start of a text; bytes that are not UTF-8 become U+FFFD.
@@ -152,15 +172,15 @@ class Tokenizer:
             return spelled_bytes(text)
         return text.replace(SPACE, " ").encode()
 
-    def _encode_pieces(self, text: str, parse_special: bool) -> Iterator[int]:
-        after_special = True
+    def _encode_pieces(self, text: str, parse_special: bool, *, begins: bool = True) -> Iterator[int]:
+        """The ids of a text; `begins` is false if it continues one, so that no space is put before it."""
         for piece in self._split(text, parse_special):
             if isinstance(piece, int):
                 yield piece
             else:
-                prefixed = self.kind == "llama" and self.add_space_prefix and after_special
-                yield from self._merge(" " + piece if prefixed else piece)
-            after_special = isinstance(piece, int)
+                prefixed = self.kind == "llama" and self.add_space_prefix and begins
+                yield from self._merge(" " + piece if prefixed else piece, begins)
+            begins = isinstance(piece, int)
 
     def _split(self, text: str, parse_special: bool) -> list[str | int]:
         """Cut out special tokens, the longest first wherever it is (not the leftmost first), as llama.cpp does."""
@@ -180,7 +200,7 @@ class Tokenizer:
         for part in rest:
             yield token
             if token in self.strip_after:
-                part = part.lstrip(" \t\n\v\f\r")
+                part = part.lstrip(BLANK)
             if part:
                 yield part
 
@@ -193,10 +213,10 @@ class Tokenizer:
             self._specials[parse_special] = tuple(special)
         return self._specials[parse_special]
 
-    def _merge(self, text: str) -> Sequence[int]:
+    def _merge(self, text: str, begins: bool) -> Sequence[int]:
         if self.kind not in SPACED:
             text = text.replace(" ", SPACE)
-        model = _guarded("the vocabulary cannot be used", partial(self._merger.model_for, text))
+        model = _guarded("the vocabulary cannot be used", partial(self._merger.model_for, text, begins))
 
         def ids() -> list[int]:
             return list(model.encode(text, add_special_tokens=False).ids)

@@ -6,11 +6,13 @@ Wu et al., Google's neural machine translation system, 2016; Kudo, Subword regul
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ..errors import ModelError
-from .special_tokens import NORMAL, UNUSED, USER
+from .longest_match import Ids
+from .special_tokens import BYTE, NORMAL, UNUSED, USER
 from .vocabulary import PREFIX, read_bytes, read_numbers, read_scalar, read_scores
 
 if TYPE_CHECKING:
@@ -38,9 +40,14 @@ def wordpiece(metadata: Mapping[str, object], where: Mapping[str, int], unk: int
     return built
 
 
-def unigrams(metadata: Mapping[str, object], where: Mapping[str, int], unk: int | None) -> tokenizers.Tokenizer:
+def unigrams(
+    metadata: Mapping[str, object], where: Mapping[str, int], unk: int | None, *, begins: bool = True
+) -> tokenizers.Tokenizer | UnigramsOrBytes:
     """The tokens whose scores have the greatest sum, of text that a map of characters, stored with them, has
-    normalised."""
+    normalised. Texts that do not begin, but continue one, keep the white space before them and get none.
+
+    A character without a token becomes the tokens of its bytes, if the vocabulary has all 256.
+    """
     from tokenizers import Regex, Tokenizer, models, normalizers
 
     scores = read_scores(metadata, where, "t5")
@@ -56,8 +63,31 @@ def unigrams(metadata: Mapping[str, object], where: Mapping[str, int], unk: int 
     if metadata.get(PREFIX + "precompiled_charsmap") is not None:
         steps.append(normalizers.Precompiled(read_bytes(metadata, "precompiled_charsmap")))
     if read_scalar(metadata, "remove_extra_whitespaces", bool, False):
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if read_scalar(metadata, "add_space_prefix", bool, True):
+        steps += [normalizers.Strip(left=begins), normalizers.Replace(Regex(" {2,}"), " ")]
+    if begins and read_scalar(metadata, "add_space_prefix", bool, True):
         steps.append(normalizers.Prepend("▁"))
     built.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    return built
+    bytes_ = [where.get(f"<0x{byte:02X}>", -1) for byte in range(256)]
+    has_bytes = unk is not None and all(i >= 0 and types[i] == BYTE for i in bytes_)
+    return UnigramsOrBytes(built, unk, bytes_) if has_bytes and unk is not None else built
+
+
+class UnigramsOrBytes:
+    """Unigrams with a token for each byte, `bytes_`, where a text has none but the token `unk`.
+
+    HF ``tokenizers`` has this too, but then finds the names of these tokens in texts, as SentencePiece does not.
+    """
+
+    def __init__(self, built: tokenizers.Tokenizer, unk: int, bytes_: Sequence[int]) -> None:
+        self._built, self._unk, self._bytes = built, unk, bytes_
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> Ids:
+        ids = self._built.encode(text, add_special_tokens=add_special_tokens).ids
+        if self._unk in ids:
+            tokens = self._built.model.tokenize(self._built.normalizer.normalize_str(text))
+            spelled = [self._bytes_of(token.value) if token.id == self._unk else (token.id,) for token in tokens]
+            ids = list(chain.from_iterable(spelled))
+        return Ids(ids)
+
+    def _bytes_of(self, text: str) -> list[int]:
+        return [self._bytes[byte] for byte in text.encode()]

@@ -54,6 +54,20 @@ DECODERS: Mapping[str, type[Decoder]] = MappingProxyType(
 ARCHITECTURES: Mapping[str, Family] = FAMILIES
 """Every family, by ``general.architecture``."""
 
+OTHER_FILES = (
+    ("general.type", "mmproj", "a projector of pictures or sound (mmproj), which hocket cannot use; give the text model"),
+    ("general.architecture", "clip", "a projector of pictures (mmproj), which hocket cannot use; give the text model"),
+    ("general.type", "adapter", "an adapter (LoRA); give it with --lora (Python: lora) together with the model"),
+    ("adapter.type", "lora", "an adapter (LoRA); give it with --lora (Python: lora) together with the model"),
+    ("general.type", "imatrix", "an importance matrix, which llama-quantize reads; give the model"),
+    (
+        "general.architecture",
+        "controlvector",
+        "a control vector; give it with --control-vector (Python: control_vectors) together with the model",
+    ),
+)
+"""Keys of GGUF files that are no models: their values, and the kind and the use of the file."""
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Model:
@@ -194,6 +208,9 @@ def load_model(gguf: Gguf) -> Model:
 
     ModelError for an unknown architecture, or for hyperparameters that are missing or make no sense.
     """
+    for key, value, remedy in OTHER_FILES:
+        if gguf.metadata.get(key) == value:
+            raise ModelError(f"{gguf.path}: {key} is {value!r}, so the file is no model but {remedy}")
     architecture = gguf.require("general.architecture", str)
     family = ARCHITECTURES.get(architecture)
     if family is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
 import math
 import re
 import sys
@@ -141,6 +142,16 @@ def logit_bias(text: str) -> tuple[int, float]:
         return int(parts[1]), float(parts[2])
     except ValueError:
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a token id and a number, as 15043=-2.5") from None
+
+
+def json_object(text: str) -> dict[str, object]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a JSON object, as '{{\"enable_thinking\": false}}'")
+    return value
 
 
 def token_list(text: str) -> list[int]:

@@ -14,8 +14,6 @@ from ..generation.conversation import Conversation
 from .output import log, write
 
 AGAIN = "(Ctrl-C again or /exit ends the talk)"
-LINES = 1000
-"""Typed lines that are remembered."""
 Command = Callable[[Conversation, str], bool]
 """What a command does with its argument; whether the talk goes on."""
 
@@ -25,12 +23,11 @@ def talk(conversation: Conversation) -> None:
 
     Ctrl-C during an answer ends the answer, and is the first of the two; what was said of it stays a part of the talk.
     """
-    if sys.stdin is not None and sys.stdin.isatty():
-        _remember_lines()
+    ask = _editor() if sys.stdin is not None and sys.stdin.isatty() else input
     interrupted = False
     while True:
         try:
-            said = input("> ").strip()
+            said = ask("> ").strip()
         except EOFError:
             write("\n")
             return
@@ -42,8 +39,8 @@ def talk(conversation: Conversation) -> None:
             log(f"\n{AGAIN}")
             continue
         interrupted = False
-        if said.startswith("/"):
-            name, _, argument = said.partition(" ")
+        name, _, argument = said.partition(" ")
+        if name in COMMANDS or (name.startswith("/") and "\n" not in said):
             if name not in COMMANDS:
                 log(f"there is no command {name}; /help lists them")
             elif not COMMANDS[name](conversation, argument.strip()):
@@ -54,22 +51,29 @@ def talk(conversation: Conversation) -> None:
                 log(AGAIN)
 
 
-def _remember_lines() -> None:
-    """From now on `input` edits lines and remembers them, also in talks to come."""
-    import atexit
-    import readline
+def _editor() -> Callable[[str], str]:
+    """Return a function that reads one message, with editing and with the messages of earlier talks.
 
-    file = cache_folder() / "history"
-    with suppress(OSError):
-        readline.read_history_file(file)
-    readline.set_history_length(LINES)
+    Pasted lines are one message. Alt+Enter begins a new line.
+    """
+    from prompt_toolkit import PromptSession  # 0.1 s that only a talk on a terminal needs
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-    def keep() -> None:
-        with suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            readline.write_history_file(file)
+    keys, file = KeyBindings(), cache_folder() / "messages"
 
-    atexit.register(keep)
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    history: History = InMemoryHistory()
+    with suppress(OSError):  # a folder that cannot be written remembers nothing
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file.open("ab").close()
+        history = FileHistory(file)
+    log("(/help lists commands; Alt+Enter begins a new line)")
+    session: PromptSession[str] = PromptSession(history=history, key_bindings=keys)
+    return session.prompt
 
 
 def _answer(conversation: Conversation, said: str) -> bool:
@@ -96,6 +100,7 @@ def _answer(conversation: Conversation, said: str) -> bool:
 def _help(conversation: Conversation, argument: str) -> bool:
     """this list"""
     write("".join(f"{name:9} {command.__doc__}\n" for name, command in COMMANDS.items()))
+    write("Alt+Enter begins a new line; pasted lines are one message\n")
     return True
 
 

@@ -18,6 +18,7 @@ from hocket.frontends.pooling import RANK, pooling
 from hocket.frontends.session import Group, Session
 
 from ..given.models import architectures
+from ..given.models.spelled import write_llama
 from ..given.models.goldens import FIXTURES, TINY, golden, limit, nmse, opened, path_of
 
 
@@ -170,7 +171,8 @@ def test_it_says_in_one_line_what_it_is_and_what_it_holds(model):
         (lambda m: m.generate_batch(["a", ""]), "prompt 1 is empty"),
         (lambda m: m.generate_batch("text"), "a sequence of prompts"),
         (lambda m: m.chat("hi"), "no chat template"),
-        (lambda m: m.embed([""]), "text 0 has no tokens"),
+        (lambda m: m.embed(["a", ""]), "text 2 of 2 has no tokens"),
+        (lambda m: m.embed(["a", "it is " * 99]), r"text 2 of 2 has \d+ tokens, but the context holds 128"),
         (lambda m: m.load(3), "path is 3"),
         (lambda m: hocket.Model(3), "path is 3"),
         (lambda m: hocket.Model(devices=3), "devices is 3"),
@@ -203,3 +205,80 @@ def test_embed_writes_what_the_model_embeds(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["embed", TINY]) == 2
     assert "got no text; give some with -p" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2, 3])
+def test_a_text_longer_than_a_batch_has_the_vector_of_a_batch_that_holds_it(tmp_path, kind):
+    path = write_llama(tmp_path / "pooled.gguf", pooling=kind)
+    texts = ["a dance " * 12, "b", "yes yes " * 9]
+    for devices in ("cpu:0", "cpu:0,cpu:1"):
+        vectors = []
+        for batch in (128, 16):
+            with hocket.Model(path, devices=devices, split_mode="layer", batch=batch, exact=True) as model:
+                assert len(model.tokenize(texts[0])) > 16
+                vectors += [model.embed(texts), np.concatenate([model.embed(text) for text in texts])]
+        for other in vectors[1:]:
+            np.testing.assert_allclose(other, vectors[0], atol=2e-5)
+
+
+def test_hidden_rows_of_parts_have_the_width_of_the_model(model):
+    session = Session(open_model(TINY), sequences=2, context=64, batch=8)
+    long, idle = session.evaluate([list(range(1, 30)), []], every_position=True, hidden=True)
+    assert (long.shape, idle.shape) == ((29, 192), (0, 192))
+    assert session.evaluate([[], [1]])[0].shape == (0, 2048)
+
+
+def test_parts_that_follow_each_other_embed_as_one(model):
+    text = "It is a truth universally acknowledged, that " * 20
+    with hocket.Model(context=512) as whole, hocket.Model(context=512, batch=64, devices="cpu:0,cpu:1,cpu:2") as cut:
+        assert len(whole.tokenize(text)) > 128
+        assert float(whole.embed(text)[0] @ cut.embed(text)[0]) > 0.9999
+
+
+def test_embed_names_the_line_that_has_no_text(capsys, monkeypatch):
+    for text, line in (("a ball\r\n\r\na dance\n", 2), ("\n", 1), ("a\n\n", 2)):
+        monkeypatch.setattr("sys.stdin", io.StringIO(text, newline=None))
+        assert main(["embed", TINY]) == 2
+        assert f"line {line} of" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffa ball\n"))
+    assert main(["embed", TINY]) == 0
+    marked = capsys.readouterr().out
+    assert main(["embed", TINY, "-p", "a ball"]) == 0
+    assert capsys.readouterr().out == marked
+
+
+def test_a_text_too_long_for_an_encoder_is_said_with_both_numbers(tmp_path):
+    path = architectures.written("bert-encoder", tmp_path)
+    with hocket.Model(path) as model:
+        length = model.context + 5
+        with pytest.raises(hocket.ModelError, match=f"text 1 of 1 has {length} tokens, .* holds {model.context}"):
+            model.embed([[5] * length])
+        with pytest.raises(hocket.ModelError, match=f"{length} tokens, .* holds {model.context}; shorten the text$"):
+            Session(open_model(path)).evaluate([[5] * length], hidden=True)
+
+
+def test_a_context_that_shifts_begins_with_the_end_of_a_long_prompt(model):
+    prompt = model.tokenize("It is a truth universally acknowledged, that " * 30)
+    with hocket.Model(context=32, threads=1) as short:
+        given = list(short.tokens(prompt, max_tokens=40, temperature=0, context_shift=True))
+        first = next(short.tokens(prompt[-16:], max_tokens=1, temperature=0))
+        assert (len(given), given[0].id) == (40, first.id)
+        texts = short.generate_batch([prompt, [5, 6]], max_tokens=3, temperature=0, context_shift=True)
+        assert texts[0] == "".join(one.text for one in given[:3])
+        with pytest.raises(hocket.ModelError, match=r"the context holds 32; .*context_shift=True"):
+            list(short.generate(prompt))
+
+
+def test_chat_passes_tools_documents_and_variables_to_its_template(model, monkeypatch):
+    seen = []
+    encode = type(model.tokenizer).encode_chat
+    monkeypatch.setattr(type(model.tokenizer), "encode_chat", lambda self, text: seen.append(text) or encode(self, text))
+    template = "{{ tools }} {{ documents }} {{ thinking }}"
+    given = {"tools": [{"name": "f"}], "documents": [{"text": "t"}], "chat_template_kwargs": {"thinking": False}}
+    list(model.chat("hi", chat_template=template, max_tokens=1))
+    list(model.chat("hi", chat_template=template, max_tokens=1, **given))
+    assert seen == ["None None ", "[{'name': 'f'}] [{'text': 't'}] False"]
+    with pytest.raises(hocket.ModelError, match="'messages' is set by hocket"):
+        model.chat("hi", chat_template=template, chat_template_kwargs={"messages": []})
+    with pytest.raises(hocket.ModelError, match="tools is 'f'"):
+        model.chat("hi", chat_template=template, tools="f")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hocket.frontends.errors import ModelError
-from hocket.frontends.gguf.chat import chat_template, render_chat
+from hocket.frontends.gguf.chat import chat_format, chat_template, render_chat
 from hocket.frontends.gguf.reader import open_gguf
 from hocket.frontends.gguf.tokenizer import tokenizer_from_metadata
 
@@ -160,7 +160,7 @@ def test_the_template_is_found_by_name() -> None:
 
 
 def test_a_model_without_template_says_so() -> None:
-    with pytest.raises(ModelError, match="the model has no chat template; give the prompt as plain text"):
+    with pytest.raises(ModelError, match="the model has no chat template; give plain text, or --chat-template"):
         chat_template({})
     with pytest.raises(ModelError, match=r"tokenizer\.chat_template is a int; need a string"):
         chat_template({"tokenizer.chat_template": 3})
@@ -176,3 +176,28 @@ def test_smollm2_renders_and_tokenises_its_own_chat() -> None:
     ids = tokenizer.encode_chat(text)
     assert ids[:3] == [1, 9690, 198]
     assert tokenizer.decode(ids, special=True) == text
+
+
+@pytest.mark.parametrize(
+    ("template", "want"),
+    [
+        ("{% if tools is not none %}T{% else %}-{% endif %}", "-"),
+        ("{{ tools is none }} {{ documents is none }}", "True True"),
+        ("{% if tools is iterable and tools | length > 0 %}T{% else %}-{% endif %}", "-"),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools is none }}", "True"),
+    ],
+)
+def test_tools_and_documents_are_none_unless_given(template: str, want: str) -> None:
+    assert render(template) == want
+
+
+def test_tools_choose_the_template_for_them() -> None:
+    metadata = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "{{ tools | length }}"}
+
+    def rendered(**given: object) -> str:
+        return chat_format(metadata, **given).render(MESSAGES, bos="", eos="")  # type: ignore[arg-type]
+
+    assert rendered() == "plain"
+    assert rendered(tools=[{}, {}]) == "2"
+    assert rendered(tools=[{}], template="own") == "own"
+    assert rendered(variables={"tools": [{}]}) == "1"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 import hocket
 from hocket.cli import main
-from hocket.frontends.generation.grammar import Grammar
+from hocket.frontends.generation.grammar import Follower, Grammar
+
+from ...given.models.spelled import BYTES, LETTERS, NORMAL, SENTENCEPIECE, UNKNOWN, write_llama
 
 pytest.importorskip("llguidance")
 SCHEMA = {
@@ -67,3 +70,120 @@ def test_without_llguidance_it_says_what_to_install(model, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(hocket.ModelError, match=r"pip install hocket\[grammar\]"):
         Grammar(model.tokenizer, grammar='root ::= "a"')
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+def followed(model, **rules) -> str:
+    return "".join(model.generate("a", max_tokens=30, temperature=0, **rules))
+
+
+UNIGRAMS = ["<pad>", "</s>", "<unk>", "▁", "▁a", "yes", *LETTERS, *BYTES]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "types", "eos"),
+    [
+        ("llama", SENTENCEPIECE, None, None),
+        ("t5", UNIGRAMS, [3, 3, UNKNOWN, *[NORMAL] * (3 + len(LETTERS)), *[6] * 256], 1),
+    ],
+)
+def test_no_space_comes_before_forced_text(folder, kind, tokens, types, eos):
+    path = write_llama(folder / f"{kind}.gguf", tokens, *([types] if types else []), kind=kind, eos=eos)
+    with hocket.Model(path) as spaced:
+        assert followed(spaced, grammar='root ::= "abc"') == "abc"
+        assert followed(spaced, grammar='root ::= "yes" | "no"') in ("yes", "no")
+        assert followed(spaced, grammar='root ::= "{" "}"') == "{}"
+        assert followed(spaced, grammar='root ::= "私"') == "私"
+        assert followed(spaced, grammar='root ::= " yes  a"') == " yes  a"
+        yes = {"type": "object", "properties": {"k": {"type": "boolean"}}, "required": ["k"]}
+        assert json.loads(followed(spaced, json_schema={**yes, "additionalProperties": False}))["k"] in (True, False)
+
+
+@pytest.mark.parametrize("format", ["password", "binary", "path", "uri", "email", "no such format"])
+def test_an_unknown_format_is_no_constraint(model, format, recwarn):
+    followed(model, json_schema={"type": "string", "format": format, "maxLength": 4}, schema_lenient=False)
+    assert not recwarn
+
+
+KEYWORDS = {
+    "uniqueItems": {"type": "array", "items": {"enum": [1]}, "uniqueItems": True, "maxItems": 2},
+    "contains": {"type": "array", "contains": {"type": "integer"}, "maxItems": 1, "items": {"enum": [1]}},
+    "not": {"not": {"type": "integer"}, "enum": ["a"]},
+    "propertyNames": {"type": "object", "propertyNames": {"pattern": "^a"}, "additionalProperties": False},
+    "if": {"if": {"type": "integer"}, "then": {"minimum": 3}, "enum": [3]},
+    "oneOf": {"oneOf": [{"type": "integer", "maximum": 3}, {"enum": [3]}]},
+}
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_a_keyword_that_cannot_be_followed_is_left_out_by_name_or_refused(model, keyword):
+    with pytest.warns(UserWarning, match=f"is followed without a part of it: .*{keyword}"):
+        json.loads(followed(model, json_schema=KEYWORDS[keyword]))
+    with pytest.raises(hocket.ModelError, match=f"cannot be followed: .*{keyword}.*--schema-lenient"):
+        followed(model, json_schema=KEYWORDS[keyword], schema_lenient=False)
+
+
+def test_the_command_leaves_keywords_out_on_request(capsys):
+    words = ["run", "-p", "It is", "-c", "64", "--temp", "0", "-j", json.dumps(KEYWORDS["uniqueItems"])]
+    assert main(words) == 2
+    assert "uniqueItems" in capsys.readouterr().err
+    assert main([*words, "--schema-lenient"]) == 0
+    out, err = capsys.readouterr()
+    assert "uniqueItems" in err
+    json.loads(out.removeprefix("It is"))
+
+
+@pytest.mark.parametrize("pattern", ["^score$", "^(score|rank)$", "^(?:rank|score)$"])
+def test_a_property_meets_a_pattern_that_lists_it(model, pattern):
+    score = {"type": "integer", "minimum": 4, "maximum": 8}
+    schema = {"type": "object", "properties": {"score": score}, "required": ["score"], "additionalProperties": False}
+    patterns = {pattern: {"type": "integer", "multipleOf": 5}}
+    assert json.loads(followed(model, json_schema={**schema, "patternProperties": patterns}))["score"] == 5
+
+
+def test_a_text_that_cannot_be_completed_is_no_end(model):
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    rules = {**schema, "patternProperties": {"^[a]$": {"enum": [1]}}}
+    follower = Grammar(model.tokenizer, json_schema=rules).begin()
+    comma = model.tokenizer.encode_inside(",")
+    with pytest.raises(hocket.ModelError, match="cannot be completed") as error:
+        for token in [*model.tokenizer.encode_inside('{"a":1'), *comma]:
+            assert follower.take(token)
+        follower.allowed(np.zeros(2048, np.float32))
+    assert "\n" not in str(error.value)
+
+
+class Failing:
+    """A matcher that fails at its first token."""
+
+    def consume_token(self, token: int) -> bool:
+        return False
+
+    def is_error(self) -> bool:
+        return True
+
+    def get_error(self) -> str:
+        return "ParserTooComplex\nat some place"
+
+    def stop_reason(self) -> str:
+        return "InternalError"
+
+    def is_stopped(self) -> bool:
+        return True
+
+
+def test_a_matcher_that_failed_is_not_done():
+    with pytest.raises(hocket.ModelError, match=r"cannot be completed \(ParserTooComplex\)"):
+        Follower(Failing(), 8).take(3)
+
+
+def test_padding_rows_are_never_drawn_and_tokens_without_a_row_never_come(folder):
+    with hocket.Model(write_llama(folder / "padded.gguf", rows=2000)) as padded:
+        assert all(one.id < len(SENTENCEPIECE) for one in padded.tokens("a", max_tokens=90, temperature=5.0, seed=1))
+        assert len(followed(padded, grammar="root ::= [a-z]{3}")) == 3
+    with hocket.Model(write_llama(folder / "short.gguf", rows=len(SENTENCEPIECE) - 20)) as short:
+        assert len(followed(short, grammar="root ::= [a-e]{3}", ignore_eos=True)) == 3

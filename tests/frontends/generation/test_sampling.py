@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,8 @@ from hocket.frontends.models import Model, load_model
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import save_state
 from hocket.frontends.session import Session
+
+from ...given.models.spelled import LETTERS, SENTENCEPIECE, SENTENCEPIECE_TYPES, write_llama
 
 EVERYTHING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 GREEDY = Sampling()
@@ -308,3 +311,60 @@ def test_a_context_that_shifts_goes_on_with_its_first_tokens_and_half_of_the_las
     tokens = [7, 8, 9, *drawn[:14]]  # the context is full behind 13 of them, and the next one is not read any more
     kept = [*tokens[:2], *tokens[-6:]]
     assert next(iter(generate(anew, kept, limit=1, sampling=GREEDY))) == drawn[14]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e30])
+def test_a_bias_of_minus_infinity_bans_a_token(temperature: float) -> None:
+    logits = np.array([3.0, 2.0, 1.0, 0.0], np.float32)
+    sampling = Sampling(temperature, top_k=0, top_p=1.0, min_p=0.0, bias=((0, -math.inf), (2, -math.inf)))
+    drawn = {sampling.choose(logits, np.random.default_rng(seed)) for seed in range(60)}
+    assert drawn == ({1} if not temperature else {1, 3})
+    banned = Sampling(temperature, bias=tuple((token, -math.inf) for token in range(4)))
+    with pytest.raises(ModelError, match="every token that may come next is banned"):
+        banned.choose(logits, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("size", [1e30, -1e30])
+def test_the_largest_biases_and_penalties_leave_a_choice(temperature: float, size: float) -> None:
+    logits = np.array([3.0, -2.0, 1.0, 0.0], np.float32)
+    penalties = {"presence_penalty": size, "frequency_penalty": size, "repeat_penalty": 1e30}
+    sampling = Sampling(temperature, **penalties, bias=((0, size), (0, size), (1, -size)))
+    with np.errstate(all="raise"):
+        assert 0 <= sampling.choose(logits, np.random.default_rng(0), [0, 1, 1] * 1000) < 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bias", ((5, math.inf),)),
+        ("bias", ((5, math.nan),)),
+        ("bias", ((5, 1e31),)),
+        ("presence_penalty", -1e31),
+        ("frequency_penalty", math.inf),
+        ("repeat_penalty", math.inf),
+    ],
+)
+def test_a_number_too_large_to_sample_by_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ModelError, match=f"{name.replace('_', '-')} is "):
+        Sampling(**{name: value})  # type: ignore[arg-type]
+
+
+def test_the_second_turn_puts_no_space_into_the_prompt(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}#{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}#a:{% endif %}"
+    )
+    for kind, tokens, types, eos in (
+        ("llama", SENTENCEPIECE, SENTENCEPIECE_TYPES, None),
+        ("t5", ["<pad>", "</s>", "<unk>", "▁", *LETTERS], [3, 3, 2, *[1] * 95], 1),
+    ):
+        path = write_llama(tmp_path / f"{kind}.gguf", tokens, types, kind=kind, eos=eos, template=template)
+        model = open_model(path)
+        tokenizer = tokenizer_from_metadata(model.gguf.metadata)
+        drawing = Drawing(3, Sampling(bias=((list(tokens).index("x"), 1e6),)))
+        conversation = Conversation(Session(model), tokenizer, drawing)
+        answers = ["".join(conversation.answer(said)) for said in ("hi", "yo")]
+        assert answers == ["xxx", "xxx"]
+        read, whole = conversation.known, tokenizer.encode_chat("#u:hi;#a:xxx;#u:yo;#a:")
+        assert read[: len(whole)] == whole[: len(read)], kind

@@ -309,6 +309,7 @@ def test_a_wrong_or_missing_value_says_key_got_and_need(tmp_path: Path) -> None:
 def test_what_is_no_gguf_file_is_named(tmp_path: Path) -> None:
     fails(tmp_path, b"", "is empty")
     fails(tmp_path, b"GG", "is no GGUF file")
+    fails(tmp_path, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git-lfs pointer", "git lfs pull")
     fails(tmp_path, b"Once upon a time\nthere was a text file", "is no GGUF file", "b'Once'")
     fails(tmp_path, model(version=1), "version 1", "need version 2 or 3")
     fails(tmp_path, model(version=4), "version 4")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -366,3 +368,54 @@ def test_a_word_longer_than_the_regex_engine_can_take_is_refused() -> None:
 def test_an_id_outside_the_vocabulary_is_refused(token: int) -> None:
     with pytest.raises(ModelError, match=f"token {token} is not in the vocabulary; need 0 to 2047"):
         TOKENIZER.decode([token])
+
+
+def test_a_text_inside_another_begins_without_a_space() -> None:
+    tokenizer = tokenizer_from_metadata(sentence_piece())
+    assert tokenizer.decode(tokenizer.encode("ab", add_special=False)) == "ab"
+    assert tokenizer.encode("ab", add_special=False) == [264]
+    assert tokenizer.encode_inside("ab") == [263]
+    assert tokenizer.encode_inside("<s>")[0] != 1
+    assert tokenizer.encode_further("ab", last=263) == [263]
+    assert tokenizer.encode_further("ab", last=2) == [264]
+    assert tokenizer.encode_further("</s>ab", last=263) == [2, 264]
+
+
+def merged_by_scores(text: str, where: Mapping[str, int], scores: Sequence[float]) -> list[int]:
+    """The pair with the highest score first, of several the leftmost one."""
+    pieces = list(text)
+    while pairs := [
+        (-scores[where[whole]], i)
+        for i, whole in enumerate(map("".join, itertools.pairwise(pieces)))
+        if whole in where
+    ]:
+        at = min(pairs)[1]
+        pieces[at : at + 2] = ["".join(pieces[at : at + 2])]
+    return [where[piece] for piece in pieces]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("different", [1, 3, 1000])
+def test_of_merges_with_one_score_the_leftmost_is_first(seed: int, different: int) -> None:
+    rng = random.Random(seed)
+    longer = sorted({"".join(rng.choices("abc▁", k=rng.choice([2, 2, 3, 4]))) for _ in range(14)})
+    tokens = ["<unk>", "<s>", "</s>", "▁", "a", "b", "c", *longer]
+    scores = [0.0] * 7 + [-float(rng.randrange(different)) for _ in longer]
+    types = [UNKNOWN, CONTROL, CONTROL, *[NORMAL] * (len(tokens) - 3)]
+    tokenizer = tokenizer_from_metadata(named(model="llama", tokens=tokens, token_type=types, scores=scores))
+    where = {text: i for i, text in enumerate(tokens)}
+    for _ in range(30):
+        text = "".join(rng.choices("abc ", k=rng.randrange(1, 14)))
+        want = merged_by_scores("▁" + text.replace(" ", "▁"), where, scores)
+        assert tokenizer.encode(text, add_special=False) == want
+
+
+def test_merges_with_one_score_fall_back_to_bytes_and_to_unknown() -> None:
+    values = sentence_piece(scores=[0.0] * 268)
+    tokenizer = tokenizer_from_metadata(values)
+    assert tokenizer.encode("ab私", add_special=False)[-3:] == [3 + byte for byte in "私".encode()]
+    tokens = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "ab"]
+    bare = tokenizer_from_metadata(
+        named(model="llama", tokens=tokens, token_type=[2, 3, 3, *[1] * 5], scores=[0.0] * 8)
+    )
+    assert bare.encode("a私私b", add_special=False) == [6, 0, 5]

@@ -166,3 +166,20 @@ def test_wrong_metadata_is_one_line_that_says_what_is_wrong(metadata: dict[str, 
     with pytest.raises(ModelError, match=message) as raised:
         tokenizer_from_metadata(metadata).encode("hello")
     assert "\n" not in str(raised.value)
+
+
+def test_a_character_without_a_unigram_becomes_its_bytes() -> None:
+    tokens = ["<pad>", "</s>", "<unk>", "▁", "a", "b", "▁a", *(f"<0x{byte:02X}>" for byte in range(256))]
+    types = [CONTROL, CONTROL, UNKNOWN, *[NORMAL] * 4, *[6] * 256]
+    values = {"model": "t5", "tokens": tokens, "token_type": types, "scores": [-float(i) for i in range(len(tokens))]}
+    tokenizer = tokenizer_from_metadata({f"tokenizer.ggml.{name}": value for name, value in values.items()})
+    assert tokenizer.encode("a🦙b") == [6, *(7 + byte for byte in "🦙".encode()), 5, 1]
+    assert tokenizer.encode("é私", add_special=False) == [3, *(7 + byte for byte in "é私".encode())]
+    named = tokenizer.encode("<0x41>", add_special=False)
+    assert named == [3, *(7 + byte for byte in b"<0x41>")]
+    assert tokenizer.decode(named) == "<0x41>"
+    assert tokenizer.encode("a", add_special=False) == [6]
+    assert tokenizer.encode_inside("a") == [4]
+    few = {**values, "tokens": [*tokens[:-1], "c"], "token_type": [*types[:-1], NORMAL]}
+    without = tokenizer_from_metadata({f"tokenizer.ggml.{name}": value for name, value in few.items()})
+    assert without.encode("a🦙b") == [6, 2, 5, 1]

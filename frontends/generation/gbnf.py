@@ -1,0 +1,648 @@
+"""GBNF, the grammar format of llama.cpp, parsed and written as a Lark grammar for llguidance.
+
+GBNF has no lexer: a grammar describes characters. llguidance has one: it cuts the text into lexemes, the longest first.
+`lark_of` keeps the meaning in three steps:
+
+1. Every largest part of a rule without recursion is one lexeme, since masks of long lexemes are fast.
+2. A lexeme that the longest match may cut elsewhere than the grammar is split into its parts, until none is left.
+   `_Lexemes` finds them. A lexeme of one character is never wrong.
+3. Each lexeme and each rule becomes a rule of Lark.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import combinations
+from typing import NoReturn
+
+from ...graph.records import dataclass
+from ..errors import ModelError
+
+ROOT = "root"
+IS_GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
+IS_LARK = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+BLANKS = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
+LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
+COUNTS = re.compile(r"\{\s*(\d{1,9})\s*(?:(,)\s*(\d{1,9})?\s*)?\}")
+CODES: Mapping[str, int] = {"x": 2, "u": 4, "U": 8}
+"""Hexadecimal digits behind each escape."""
+ESCAPES: Mapping[str, str] = {"t": "\t", "r": "\r", "n": "\n", **{c: c for c in '\\"[]'}}
+TOKEN = re.compile(r"(!?)<(?:\[(\d{1,9})\]>|([^<>\s]*>))")
+LAST_CHARACTER = 0x10FFFF
+MAX_DEPTH = 50
+"""Nested brackets and repetitions of a rule."""
+MAX_STATES = 5000
+"""States of a lexeme that `_extension` looks at; a lexeme with more is split."""
+
+
+@dataclass(frozen=True, slots=True)
+class Characters:
+    """One character of these ranges (first, last), or of none of them."""
+
+    ranges: tuple[tuple[int, int], ...]
+    is_negated: bool = False
+
+    @property
+    def text(self) -> str:
+        listed = "".join(f"\\x{{{first:x}}}-\\x{{{last:x}}}" for first, last in self.ranges)
+        return f"/[{'^' * self.is_negated}{listed}]/"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One token of these ranges of ids."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def text(self) -> str:
+        return f"<[{','.join(f'{first}-{last}' for first, last in self.ranges)}]>"
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    items: tuple[Expression, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    items: tuple[Expression, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    item: Expression
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lexeme:
+    """An expression without recursion that is lexed as one."""
+
+    body: Expression
+
+
+Expression = Characters | Tokens | Sequence | Choice | Repetition | Reference | Lexeme
+Rules = Mapping[str, Expression]
+EMPTY = Sequence(())
+
+
+def lark_of(grammar: str, token_id: Callable[[str], int | None], token_count: int, end_ids: frozenset[int]) -> str:
+    """Return a grammar as Lark; one that is Lark already stays as it is.
+
+    Args:
+        grammar: GBNF, or Lark.
+        token_id: The id of the one token with this text, or None.
+        token_count: Tokens of the vocabulary, for references such as ``!<[5]>``.
+        end_ids: Tokens that end a text; ``!<[5]>`` does not match them.
+
+    Raises:
+        ModelError: The grammar is neither.
+    """
+    if not IS_GBNF.search(grammar) and IS_LARK.search(grammar):
+        return grammar
+    try:
+        return _write(_Parser(grammar, token_id, token_count, end_ids).parse())
+    except RecursionError:
+        raise ModelError("its rules refer to each other over too many steps; write them with fewer") from None
+
+
+class _Parser:
+    """GBNF as text to rules."""
+
+    def __init__(
+        self, text: str, token_id: Callable[[str], int | None], token_count: int, end_ids: frozenset[int]
+    ) -> None:
+        self.text, self.position, self.depth = text, 0, 0
+        self.token_id, self.token_count, self.end_ids = token_id, token_count, end_ids
+        self.first_use: dict[str, int] = {}
+
+    def parse(self) -> Rules:
+        rules: dict[str, Expression] = {}
+        self.skip(LINES)
+        while self.position < len(self.text):
+            name = self.match(NAME, "a rule name")[0]
+            self.skip(BLANKS)
+            self.take("::=")
+            self.skip(LINES)
+            rules[name] = self.choice()
+            if self.next not in ("", "\r", "\n"):
+                self.fail("the end of the rule")
+            self.skip(LINES)
+        for name, self.position in {ROOT: 0, **self.first_use}.items():
+            if name not in rules:
+                self.fail(f"a rule named {name!r:.40}")
+        return rules
+
+    @property
+    def next(self) -> str:
+        return self.text[self.position : self.position + 1]
+
+    def fail(self, need: str) -> NoReturn:
+        before = self.text[: self.position]
+        line, column = before.count("\n") + 1, self.position - before.rfind("\n")
+        found = self.text[self.position : self.position + 20].partition("\n")[0]
+        got = f"got {found!r}" if found else "got the end"
+        raise ModelError(f"Expected {need} at line {line}, column {column}, {got}")
+
+    def skip(self, blanks: re.Pattern[str]) -> None:
+        matched = blanks.match(self.text, self.position)
+        self.position = matched.end() if matched else self.position
+
+    def match(self, pattern: re.Pattern[str], need: str) -> re.Match[str]:
+        matched = pattern.match(self.text, self.position)
+        if matched is None:
+            self.fail(need)
+        self.position = matched.end()
+        return matched
+
+    def take(self, text: str) -> None:
+        if not self.text.startswith(text, self.position):
+            self.fail(f"{text!r}")
+        self.position += len(text)
+
+    def choice(self) -> Expression:
+        items = [self.sequence()]
+        while self.next == "|":
+            self.position += 1
+            self.skip(LINES)
+            items.append(self.sequence())
+        return items[0] if len(items) == 1 else Choice(tuple(items))
+
+    def sequence(self) -> Expression:
+        blanks, items = LINES if self.depth else BLANKS, list[Expression]()
+        while self.next and self.next not in "|)\r\n":
+            item, depth = self.element(), self.depth
+            self.skip(blanks)
+            while self.next and self.next in "*+?{":
+                self.deeper()
+                item = self.repetition(item)
+                self.skip(blanks)
+            self.depth = depth
+            items.append(item)
+        return items[0] if len(items) == 1 else Sequence(tuple(items))
+
+    def element(self) -> Expression:
+        match self.next:
+            case '"':
+                return self.literal()
+            case "[":
+                return self.characters()
+            case "(":
+                return self.group()
+            case ".":
+                self.position += 1
+                return Characters(((0, LAST_CHARACTER),))
+            case "<" | "!":
+                return self.tokens()
+            case _:
+                start = self.position
+                name = self.match(NAME, "a text in quotes, a class in brackets, a group, a token, or a rule name")[0]
+                self.first_use.setdefault(name, start)
+                return Reference(name)
+
+    def literal(self) -> Expression:
+        self.position += 1
+        items = []
+        while self.next != '"':
+            code = self.character("a closing quote")
+            items.append(Characters(((code, code),)))
+        self.position += 1
+        return items[0] if len(items) == 1 else Sequence(tuple(items))
+
+    def characters(self) -> Characters:
+        self.position += 1
+        ranges, is_negated = [], self.next == "^"
+        self.position += is_negated
+        while self.next != "]":
+            start = self.position
+            first = last = self.character("a closing bracket")
+            if self.next == "-" and self.text[self.position + 1 : self.position + 2] not in ("]", ""):
+                self.position += 1
+                last = self.character("a closing bracket")
+            if last < first:
+                self.position = start
+                self.fail("a range from a lower to a higher character")
+            ranges.append((first, last))
+        if not ranges:
+            self.fail("a character in the class")
+        self.position += 1
+        return Characters(tuple(ranges), is_negated)
+
+    def character(self, end: str) -> int:
+        """The code point of the next character, which may be an escape."""
+        start, char = self.position, self.next
+        if not char:
+            self.fail(end)
+        self.position += 1
+        if char != "\\":
+            return ord(char)
+        char = self.next
+        self.position += 1
+        if char in CODES:
+            digits = self.text[self.position : self.position + CODES[char]]
+            self.position += len(digits)
+            is_code = len(digits) == CODES[char] and all(c in "0123456789abcdefABCDEF" for c in digits)
+            code = int(digits, 16) if is_code else -1
+            if not 0 <= code <= LAST_CHARACTER or 0xD800 <= code < 0xE000:
+                self.position = start
+                self.fail("an escape of a Unicode character, as \\x41, \\u0041 or \\U0001F600")
+            return code
+        if char not in ESCAPES:
+            self.position = start
+            self.fail('an escape of t, r, n, \\, ", [, ], x, u or U')
+        return ord(ESCAPES[char])
+
+    def deeper(self) -> None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            self.fail(f"at most {MAX_DEPTH} nested brackets and repetitions")
+
+    def group(self) -> Expression:
+        self.deeper()
+        self.position += 1
+        self.skip(LINES)
+        inside = self.choice()
+        if self.next != ")":
+            self.fail("')'")
+        self.position += 1
+        self.depth -= 1
+        return inside
+
+    def tokens(self) -> Tokens:
+        start = self.position
+        is_negated, number, name = self.match(TOKEN, "a token, as <[5]> or <|im_start|>").groups()
+        token = int(number) if number else self.token_id(f"<{name}")
+        if token is None or token >= self.token_count:
+            self.position = start
+            self.fail(f"a token of the model, whose ids are 0 to {self.token_count - 1}")
+        if not is_negated:
+            return Tokens(((token, token),))
+        left_out = sorted({token, *self.end_ids})
+        edges = zip([-1, *left_out], [*left_out, self.token_count], strict=True)
+        return Tokens(tuple((low + 1, high - 1) for low, high in edges if high - low > 1))
+
+    def repetition(self, item: Expression) -> Expression:
+        if self.next == "{":
+            least, comma, most = self.match(COUNTS, "a count, as {2}, {2,} or {2,4}").groups()
+            low, high = int(least), int(most or least) if most or not comma else None
+            if high is not None and high < low:
+                self.fail("a largest count of at least the smallest one")
+            return EMPTY if high == 0 else Repetition(item, low, high)
+        sign = self.next
+        self.position += 1
+        return Repetition(item, int(sign == "+"), 1 if sign == "?" else None)
+
+
+# --------------------------------------------------------------------------------------------------------- lexemes
+
+
+def _inner(expression: Expression) -> tuple[Expression, ...]:
+    match expression:
+        case Sequence(items) | Choice(items):
+            return items
+        case Repetition(item):
+            return (item,)
+        case Lexeme(body):
+            return (body,)
+    return ()
+
+
+def _references(expression: Expression) -> Iterator[str]:
+    if isinstance(expression, Reference):
+        yield expression.name
+    for item in _inner(expression):
+        yield from _references(item)
+
+
+def _has_tokens(expression: Expression) -> bool:
+    return isinstance(expression, Tokens) or any(map(_has_tokens, _inner(expression)))
+
+
+def _regular_rules(rules: Rules) -> frozenset[str]:
+    """Return the rules without recursion and without tokens."""
+    regular: set[str] = set()
+    left = {name: set(_references(body)) for name, body in rules.items() if not _has_tokens(body)}
+    while ready := [name for name, needed in left.items() if needed <= regular]:
+        regular.update(ready)
+        for name in ready:
+            del left[name]
+    return frozenset(regular)
+
+
+@cache
+def _lead_bytes(first: int, last: int) -> int:
+    """Return the first bytes of the UTF-8 text of these characters, as a bit set."""
+    bits = 0
+    for low, high in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST_CHARACTER)):
+        a, b = max(first, low), min(last, high)
+        if a <= b:
+            # Surrogates have no UTF-8, but the byte that they would begin with.
+            ends = [chr(c).encode("utf-8", "surrogatepass")[0] for c in (a, b)]
+            bits |= (1 << (ends[1] + 1)) - (1 << ends[0])
+    return bits
+
+
+@cache
+def _first_bytes(characters: Characters) -> int:
+    """Return the bytes with which these characters can begin, as a bit set."""
+    ranges = sorted(characters.ranges)
+    if characters.is_negated:
+        edges, low = [], 0
+        for first, last in ranges:
+            edges.append((low, first - 1))
+            low = max(low, last + 1)
+        ranges = [*edges, (low, LAST_CHARACTER)]
+    bits = 0
+    for first, last in ranges:
+        if first <= last:
+            bits |= _lead_bytes(first, last)
+    return bits
+
+
+@dataclass(frozen=True, slots=True)
+class _Automaton:
+    """The positions of an expression without recursion (Glushkov, 1961)."""
+
+    is_nullable: bool
+    first: frozenset[int]
+    last: frozenset[int]
+
+
+class _Lexemes:
+    """Chooses the lexemes of rules: `bodies` are the rules with `Lexeme` in them.
+
+    Every comparison is of first bytes of characters, which may find a conflict where there is none, never the other
+    way round. Bounded repetitions count as unbounded ones, likewise.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules, self.regular = rules, _regular_rules(rules)
+        self.split: set[Expression] = set()
+        self.edges: dict[Expression, tuple[int, int, bool, bool]] = {}
+        while True:
+            self.bodies = self.lexed_rules()
+            conflicts = self.conflicts()
+            if not conflicts:
+                break
+            self.split |= conflicts
+
+    # ---- cutting rules into lexemes
+
+    def lexed_rules(self) -> dict[str, Expression]:
+        bodies: dict[str, Expression] = {}
+        left = [ROOT]
+        while left:
+            name = left.pop()
+            if name not in bodies:
+                bodies[name] = self.lexed(self.rules[name])
+                left += [n for n in self.rule_references(bodies[name])]
+        return bodies
+
+    def rule_references(self, expression: Expression) -> Iterator[str]:
+        """The rules that an expression needs outside its lexemes."""
+        if isinstance(expression, Reference):
+            yield expression.name
+        elif not isinstance(expression, Lexeme):
+            for item in _inner(expression):
+                yield from self.rule_references(item)
+
+    def is_regular(self, expression: Expression) -> bool:
+        return not _has_tokens(expression) and all(name in self.regular for name in _references(expression))
+
+    def lexed(self, expression: Expression) -> Expression:
+        if self.is_regular(expression) and expression not in self.split and expression != EMPTY:
+            return Lexeme(expression)
+        match expression:
+            case Sequence(items):
+                parts: list[Expression] = []
+                run: list[Expression] = []
+                for item in (*items, None):
+                    if item is not None and self.is_regular(item):
+                        run.append(item)
+                        continue
+                    whole = run[0] if len(run) == 1 else Sequence(tuple(run))
+                    if whole in self.split or len(run) == len(items):
+                        parts += map(self.lexed, run)
+                    elif run:
+                        parts.append(self.lexed(whole))
+                    run = []
+                    if item is not None:
+                        parts.append(self.lexed(item))
+                return Sequence(tuple(parts))
+            case Choice(items):
+                return Choice(tuple(map(self.lexed, items)))
+            case Repetition(item, least, most):
+                return Repetition(self.lexed(item), least, most)
+        return expression
+
+    # ---- which lexemes the longest match would cut elsewhere
+
+    def conflicts(self) -> set[Expression]:
+        nullable = self.nullable_rules()
+        first: dict[str, frozenset[Expression]] = {name: frozenset() for name in self.bodies}
+        after: dict[str, frozenset[Expression]] = {name: frozenset() for name in self.bodies}
+        following: dict[Expression, frozenset[Expression]] = {}
+
+        def walk(expression: Expression, then: frozenset[Expression]) -> frozenset[Expression]:
+            """Note what follows each lexeme; return what begins the expression where `then` may follow it."""
+            match expression:
+                case Lexeme(body):
+                    following[body] = following.get(body, frozenset()) | then
+                    return frozenset((body,)) | (then if self.edges_of(body)[2] else frozenset())
+                case Reference(name):
+                    after[name] |= then
+                    return first[name] | (then if name in nullable else frozenset())
+                case Sequence(items):
+                    for item in reversed(items):
+                        then = walk(item, then)
+                    return then
+                case Choice(items):
+                    return frozenset[Expression]().union(*(walk(item, then) for item in items))
+                case Repetition(item, least, most):
+                    begun = walk(item, then)
+                    if most != 1:
+                        begun |= walk(item, then | begun)
+                    return begun | (then if not least else frozenset())
+            return frozenset()  # a token
+
+        size = -1
+        while size != (size := sum(map(len, (*first.values(), *after.values(), *following.values())))):
+            for name, body in self.bodies.items():
+                walk(body, after[name])
+                first[name] = walk(body, frozenset())
+        groups = self.merged(following, first[ROOT])
+        found: set[Expression] = set()
+        for group in groups:
+            for a, b in combinations(group, 2):
+                if self.edges_of(a)[0] & self.edges_of(b)[0]:
+                    found.update(each for each in (a, b) if not self.edges_of(each)[3])
+        for lexeme, next_ones in following.items():
+            begun = 0
+            for each in next_ones:
+                begun |= self.edges_of(each)[0]
+            if self.edges_of(lexeme)[1] & begun:
+                found.add(lexeme)
+        return found
+
+    def merged(
+        self, following: dict[Expression, frozenset[Expression]], start: frozenset[Expression]
+    ) -> set[frozenset[Expression]]:
+        """Return the sets of lexemes that may come together. Two of one character that have a byte in common may have
+        been read both: then both have the same followers from here on."""
+        while True:
+            groups = {start, *following.values()}
+            is_stable = True
+            for group in groups:
+                singles = [each for each in group if self.edges_of(each)[3]]
+                for a, b in combinations(singles, 2):
+                    if following[a] != following[b] and self.edges_of(a)[0] & self.edges_of(b)[0]:
+                        following[a] = following[b] = following[a] | following[b]
+                        is_stable = False
+            if is_stable:
+                return groups
+
+    def nullable_rules(self) -> set[str]:
+        nullable: set[str] = set()
+
+        def is_nullable(expression: Expression) -> bool:
+            match expression:
+                case Lexeme(body):
+                    return self.edges_of(body)[2]
+                case Reference(name):
+                    return name in nullable
+                case Sequence(items):
+                    return all(map(is_nullable, items))
+                case Choice(items):
+                    return any(map(is_nullable, items))
+                case Repetition(item, least):
+                    return not least or is_nullable(item)
+            return False
+
+        while new := {n for n, body in self.bodies.items() if n not in nullable and is_nullable(body)}:
+            nullable |= new
+        return nullable
+
+    def edges_of(self, lexeme: Expression) -> tuple[int, int, bool, bool]:
+        """Return the bytes that begin a lexeme, the bytes that make one longer that could end, whether it may be empty,
+        and whether it is one character."""
+        if lexeme not in self.edges:
+            sets: list[int] = []
+            follow: list[set[int]] = []
+            whole = self.positions(lexeme, sets, follow)
+            begun = 0
+            for p in whole.first:
+                begun |= sets[p]
+            is_single = isinstance(lexeme, Characters)
+            self.edges[lexeme] = begun, _extension(whole, sets, follow), whole.is_nullable, is_single
+        return self.edges[lexeme]
+
+    def positions(self, expression: Expression, sets: list[int], follow: list[set[int]]) -> _Automaton:
+        if len(sets) > MAX_STATES:
+            return _Automaton(True, frozenset(), frozenset())
+        match expression:
+            case Characters():
+                sets.append(_first_bytes(expression))
+                follow.append(set())
+                here = frozenset((len(sets) - 1,))
+                return _Automaton(False, here, here)
+            case Reference(name):
+                return self.positions(self.rules[name], sets, follow)
+            case Sequence(items):
+                is_nullable, first, last = True, frozenset[int](), frozenset[int]()
+                for item in items:
+                    part = self.positions(item, sets, follow)
+                    for p in last:
+                        follow[p] |= part.first
+                    first |= part.first if is_nullable else frozenset()
+                    last = part.last | (last if part.is_nullable else frozenset())
+                    is_nullable &= part.is_nullable
+                return _Automaton(is_nullable, first, last)
+            case Choice(items):
+                parts = [self.positions(item, sets, follow) for item in items]
+                return _Automaton(
+                    any(part.is_nullable for part in parts),
+                    frozenset[int]().union(*(part.first for part in parts)),
+                    frozenset[int]().union(*(part.last for part in parts)),
+                )
+            case Repetition(item, least, most):
+                part = self.positions(item, sets, follow)
+                if most != 1:
+                    for p in part.last:
+                        follow[p] |= part.first
+                return _Automaton(part.is_nullable or not least, part.first, part.last)
+        raise AssertionError(expression)  # lexemes have no tokens, and are not nested
+
+
+def _extension(whole: _Automaton, sets: list[int], follow: list[set[int]]) -> int:
+    """Return the bytes with which a text of an automaton goes on that could end, or all bytes if it is too large."""
+    everything = (1 << 256) - 1
+    if len(sets) > MAX_STATES:
+        return everything
+    longer = 0
+    states, left = {whole.first}, [whole.first]  # the positions that may come next
+    while left:
+        at: dict[int, set[int]] = {}
+        for p in left.pop():
+            bits = sets[p]
+            while bits:
+                at.setdefault(bits & -bits, set()).add(p)
+                bits &= bits - 1
+        for read in {frozenset(read) for read in at.values()}:
+            then = frozenset[int]().union(*(follow[p] for p in read))
+            if not whole.last.isdisjoint(read):
+                for p in then:
+                    longer |= sets[p]
+            if then not in states:
+                states.add(then)
+                left.append(then)
+                if len(states) > MAX_STATES:
+                    return everything
+    return longer
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def _write(rules: Rules) -> str:
+    """Return rules as Lark."""
+    bodies = _Lexemes(rules).bodies
+    numbers = {name: i for i, name in enumerate(rules)}
+    terminals: dict[Expression, str] = {}
+    inside: dict[str, str] = {}
+
+    def written(expression: Expression, in_lexeme: bool) -> str:
+        match expression:
+            case Characters() | Tokens():
+                return expression.text
+            case Lexeme(body):
+                if body not in terminals:
+                    terminals[body] = f"L{len(terminals)}"
+                return terminals[body]
+            case Reference(name):
+                if not in_lexeme:
+                    return f"rule{numbers[name]}"
+                if name not in inside:
+                    inside[name] = f"RULE{numbers[name]}"
+                    inside[name] += f": {written(rules[name], True)}"
+                return inside[name].partition(":")[0]
+            case Sequence(items):
+                return f"({' '.join(written(item, in_lexeme) for item in items)})" if items else '""'
+            case Choice(items):
+                return f"({' | '.join(written(item, in_lexeme) for item in items)})"
+            case Repetition(item, least, most):
+                count = f"{{{least},{'' if most is None else most}}}"
+                return f"({written(item, in_lexeme)}){count}"
+
+    lines = [f"rule{numbers[name]}: {written(body, False)}" for name, body in bodies.items()]
+    lines += [f"{name}: {written(body, True)}" for body, name in [*terminals.items()]]
+    return "\n".join([f"start: rule{numbers[ROOT]}", *lines, *inside.values()]) + "\n"
