@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import lru_cache
@@ -42,6 +43,48 @@ OWN: Mapping[str, str] = MappingProxyType(
 """Our own backends by device kind, as entry points name theirs: those of packages need not be looked at for them."""
 
 
+KIND = re.compile(r"\w[\w.-]*", re.ASCII)
+"""The kind of a device, which is the name of an entry point."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceName:
+    """The name of a device: ``cpu:0``, a part of it as ``cuda:0.1``, one of process 1 as ``cpu:0@1``."""
+
+    kind: str
+    index: int
+    part: int | None = None
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        part, rank = "" if self.part is None else f".{self.part}", "" if self.rank is None else f"@{self.rank}"
+        return f"{self.kind}:{self.index}{part}{rank}"
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceName:
+        """Read a name; the index is 0 if the name has none.  Raises `BackendError`."""
+        if not text:
+            raise BackendError("the name of a device is empty; need a kind and a number, as in cpu:0")
+        here, at, rank = text.partition("@")
+        kind, _, numbers = here.partition(":")
+        index, dot, part = numbers.partition(".")
+        if not KIND.fullmatch(kind):
+            raise BackendError(
+                f"device {shown(text)}: a kind is letters, digits, '_', '-' and '.', and a number follows, as in cpu:0"
+            )
+        if at and not _is_number(rank):
+            raise BackendError(f"device {shown(text)}: after the @ comes the number of a process, as in {kind}:0@1")
+        if (numbers and not _is_number(index)) or (dot and not _is_number(part)):
+            raise BackendError(
+                f"device {shown(text)}: after the colon comes a number, as in {kind}:0, or {kind}:0.1 for a part"
+            )
+        return cls(kind, int(index or 0), int(part) if dot else None, int(rank) if at else None)
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and text.isascii() and len(text) < 10
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One thing that runs programs: ``cpu:0``; or a part of one, ``cuda:0.1``, which shares its memory with the others;
@@ -60,8 +103,7 @@ class Device:
     rank: int | None = None
 
     def __str__(self) -> str:
-        part, rank = "" if self.part is None else f".{self.part}", "" if self.rank is None else f"@{self.rank}"
-        return f"{self.kind}:{self.index}{part}{rank}"
+        return str(DeviceName(self.kind, self.index, self.part, self.rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,10 +361,6 @@ def load(kind: str) -> Backend:
         raise BackendError(f"backend {kind!r} does not load: {why}") from None
 
 
-def _is_number(text: str) -> bool:
-    return text.isdecimal() and len(text) < 10
-
-
 @needs(BackendError, name=TEXT)
 def find(name: str) -> tuple[Backend, Device]:
     """Backend and device of a name like ``cpu:0`` (or ``cpu``, its first), of a part, as ``cuda:0.1``, or of one of
@@ -330,20 +368,9 @@ def find(name: str) -> tuple[Backend, Device]:
 
     Raises `BackendError`.
     """
-    if not name:
-        raise BackendError("the name of a device is empty; need a kind and a number, as in cpu:0")
-    here, at, rank = name.partition("@")
-    kind, _, numbers = here.partition(":")
-    index, dot, part = numbers.partition(".")
-    if at and not _is_number(rank):
-        raise BackendError(f"device {shown(name)}: after the @ comes the number of a process, as in {kind}:0@1")
-    if (numbers and not _is_number(index)) or (dot and not _is_number(part)):
-        raise BackendError(
-            f"device {shown(name)}: after the colon comes a number, as in {kind}:0, or {kind}:0.1 for a part"
-        )
-    backend = load(kind)
-    device = backend.device(int(index or 0))
-    return backend, replace(device, part=int(part) if dot else None, rank=int(rank) if at else None)
+    called = DeviceName.parse(name)
+    backend = load(called.kind)
+    return backend, replace(backend.device(called.index), part=called.part, rank=called.rank)
 
 
 THREADS = whole(1, 1 << 16) | NONE

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
 
 from ..backends.abilities import Rounds
-from ..backends.base import THREADS, Backend, Device, find, threads_for
+from ..backends.base import THREADS, Backend, Device, DeviceName, find, threads_for
 from ..backends.cache import cache_folder
 from ..graph.arguments import BOOL, NONE, TEXT, Kind, demand, list_of, pair_of, real
 from ..graph.dtypes import WRITTEN, DType
@@ -96,10 +95,16 @@ def found(on: Group, world: World = ALONE) -> list[tuple[Backend, Device]]:
     In several processes a name without a rank, as ``cpu:0``, is that device of each of them, and every device is as the
     process that has it says.  Raises `ModelError` for a rank that is not there.
     """
+    given: dict[str, str] = {}
+    for device in on.devices:
+        other = given.setdefault(name := spelled(device, on), device)
+        if on.exact and other != device:
+            raise ModelError(f"devices {other} and {device}: exact results of both are computed on {name}; name one")
     names = [spelled(name, on) for name in on.devices]
     if world.size > 1:
-        everywhere = [f"{name}@{rank}" for rank in range(world.size) for name in names if "@" not in name]
-        names = [name for name in names if "@" in name] + everywhere
+        own = [name for name in names if DeviceName.parse(name).rank is None]
+        everywhere = [f"{name}@{rank}" for rank in range(world.size) for name in own]
+        names = [name for name in names if name not in own] + everywhere
     group = _described([find(name) for name in names], world)
     here = [device for _, device in group if world.hosts[device.rank or 0] == world.hosts[world.rank]]
     threads = threads_for(len(here), on.threads)
@@ -124,4 +129,5 @@ def _described(group: Sequence[tuple[Backend, Device]], world: World) -> list[tu
 
 def spelled(device: str, on: Group) -> str:
     """The name of a device in a group: ``cpu:1`` is ``numpy:1`` where results are to be exact."""
-    return re.sub("^cpu(?=:|$)", "numpy", device) if on.exact else device
+    name = DeviceName.parse(device)
+    return str(replace(name, kind="numpy") if on.exact and name.kind == "cpu" else name)

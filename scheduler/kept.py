@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .choosing.uses import Use
 
 PACKAGE = Path(__file__).resolve().parent.parent
-MAKERS = ("graph", "ops", "backends", "backends/cpu", "backends/numpy", "scheduler", "scheduler/*")
+MAKERS = ("graph", "ops", "ops/declaring", "backends", "backends/cpu", "backends/numpy", "scheduler", "scheduler/*")
 """Folders of the package whose source decides what a plan is."""
 
 

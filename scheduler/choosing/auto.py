@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ...graph.errors import GraphError, PlanError
 from ..plan import Plan
 from ..sharding.axes import Factor
 from ..units import nbytes_text, time_text
@@ -111,15 +112,22 @@ def best_of(ways: Sequence[Way], once: float, judge: Judge = by_cost) -> Plan:
 
     A plan is made only of ways that promise to be the best, where promises are taken for as much too good as that which
     came nearest to the truth was so far.  No search knows what is hidden beside collectives: where a plan hides
-    something, others like it may be as fast.
+    something, others like it may be as fast.  A way whose plan cannot be built is left aside with the reason; the first
+    way already has its plan.
     """
     left = list(ways)
+    unbuilt: list[str] = []
 
     def cost(way: Way) -> tuple[float, float]:
         return way.lacking, way.priced(once)
 
     while (best := min(left, key=cost)).plan is None:
-        made = left[left.index(best)] = best.made(judge)
+        try:
+            made = left[left.index(best)] = best.made(judge)
+        except (PlanError, GraphError) as why:
+            left.remove(best)
+            unbuilt.append(f"left aside: {best.kind}, on {best.devices} devices; it cannot be built: {why}")
+            continue
         if best.seconds > 0:
             off = made.seconds / best.seconds * (best.off or 1.0)
             left = [way.corrected(off) if way.promises_like(best) else way for way in left]
@@ -132,7 +140,8 @@ def best_of(ways: Sequence[Way], once: float, judge: Judge = by_cost) -> Plan:
     shown = [way for way in others if way in first or way.devices == most]
     notes = [f"taken: {best.told()}", *(f"left aside: {way.told()}; {_why(way, best)}" for way in shown)]
     notes += [f"left aside: {len(others) - len(shown)} ways like these"] if len(others) > len(shown) else []
-    return replace(best.plan, reasons=(*best.plan.reasons, *(notes if others else ())))
+    notes = [*notes, *unbuilt] if others or unbuilt else []
+    return replace(best.plan, reasons=(*best.plan.reasons, *notes))
 
 
 def _why(other: Way, best: Way) -> str:

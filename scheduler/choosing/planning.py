@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from ...backends.abilities import overlaps
+from ...backends.base import DeviceName
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
@@ -61,7 +62,7 @@ class Planning:
         use: Use | None = None,
     ) -> None:
         self.graph, self.group, self.hardware, self.use = graph, group, hardware, use
-        self.place = [(pattern, device if ":" in device else f"{device}:0") for pattern, device in place]
+        self.place = [(pattern, str(DeviceName.parse(device))) for pattern, device in place]
         self.shares = shares or (() if earlier is None else earlier.shares)
         self.lies = NO_LEAVES if earlier is None else earlier.leaves
         self.proportions = self.shares or [1.0] * len(group)

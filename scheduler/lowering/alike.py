@@ -37,9 +37,17 @@ def pattern(graph: Graph) -> Hashable:
 
 
 def skeleton(graph: Graph) -> Hashable:
-    """Equal for graphs of the same ops on each other's results, whatever their sizes."""
+    """Equal for graphs of the same ops on each other's results, whose axes are empty, single or longer alike: kernels
+    are chosen by that, and what is empty has no kernel."""
     place = {node: at for at, node in enumerate(graph.nodes)}
-    return tuple([(n.op, tuple([None if s is None else (place[s.node], s.index) for s in n.src])) for n in graph.nodes])
+
+    def reads(node: Node) -> tuple[Hashable, ...]:
+        return tuple([None if s is None else (place[s.node], s.index) for s in node.src])
+
+    def sizes(node: Node) -> tuple[Hashable, ...]:
+        return tuple([(spec.dtype, tuple([min(n, 2) for n in spec.shape])) for spec in node.specs])
+
+    return tuple([(node.op, reads(node), sizes(node)) for node in graph.nodes])
 
 
 def identity(graph: Graph) -> Hashable:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from types import MappingProxyType
 
 from ...backends.abilities import Gathers, overlaps
@@ -49,17 +49,20 @@ def lower_with_saves(
     graph: Graph, backend: Backend, on: Device, runs: RunsOf | None = None, gathered: Gathered | None = None
 ) -> tuple[Graph, Program, tuple[Node, ...]]:
     """What `lower` gives, and the nodes that save states and put them back, which the graph does not have; the device
-    can run all nodes of `graph`.  Where it has `runs`, they may be repeated.  What the backend runs at once is taken
-    from `gathered` where a graph of the same nodes, perhaps of other sizes, is known there, and else kept there."""
+    can run all nodes of `graph`.  Where it has `runs`, they may be repeated.  The groups of nodes that the backend runs
+    at once are taken from `gathered` if a graph of the same `skeleton` has an entry there and its order is right for
+    this graph, too; otherwise the backend is asked, and its answer is kept there."""
     graph, views = densify(settle(graph), backend.reads_strided)
     order = schedule(graph, views, lambda value: backend.stored(value.spec, kind_of(value)), overlaps([(backend, on)]))
     groups: Sequence[Sequence[Node]] = ()
     if isinstance(backend, Gathers):
         known, key = {} if gathered is None else gathered, skeleton(graph)
-        if key not in known:
+        if (groups := _groups_at(graph, known.get(key, ()))) and not order.allows(chain(*groups), views):
+            groups = ()
+        if not groups:
             roomy = _Lowering(graph, backend, on, views, order, is_roomy=True)
             known[key] = roomy.numbers_of(backend.gathered(roomy.program(), on))
-        groups = [[graph.nodes[at] for at in group] for group in known[key]]
+            groups = _groups_at(graph, known[key])
     lowering = _Lowering(graph, backend, on, views, order, runs, groups)
     added = tuple(node for some in lowering.saves.values() for save in some for node in (save.keep, save.back))
     return graph, lowering.program(), added
@@ -72,6 +75,11 @@ def check_support(graph: Graph, backend: Backend, on: Device) -> None:
             continue
         if not (support := backend.supports(node, on)).ok:
             raise PlanError(f"{node!r} cannot run on {on}: {support.why}")
+
+
+def _groups_at(graph: Graph, numbers: Sequence[Sequence[int]]) -> Sequence[Sequence[Node]]:
+    """The nodes of these numbers, group by group."""
+    return [[graph.nodes[number] for number in group] for group in numbers]
 
 
 def _run_by_run(groups: Sequence[Sequence[Node]], run_of: Mapping[Node, int]) -> Sequence[Sequence[Node]]:

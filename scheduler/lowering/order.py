@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from ...graph.errors import PlanError
@@ -27,6 +27,23 @@ class Schedule:
     donated: Mapping[Value, Value]
     over: Mapping[Value, Value]
     copied: Mapping[Value, Value]
+
+    def allows(self, nodes: Iterable[Node], views: Mapping[Value, Strided]) -> bool:
+        """Whether these nodes, all that compute, may run in this other order.
+
+        Each node has to follow the nodes that it reads, no node may read a state after its overwriting, and collectives
+        have to keep their sequence.
+        """
+        place = {node: at for at, node in enumerate(nodes)}
+        meetings = [number for node in place if (number := sequence_of(node.op, node.attrs)) is not None]
+        if meetings != sorted(meetings):
+            return False
+        overwritten = {victim: place[result.node] for result, victim in self.over.items()}
+        for node, at in place.items():
+            for base in (views[source].base for source in node.inputs):
+                if place.get(base.node, -1) >= at or overwritten.get(base, at) < at:
+                    return False
+        return True
 
 
 def schedule(

@@ -6,17 +6,14 @@ Each statement has its form, and is about devices, leaves, outputs and nodes tha
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 
+from ...backends.base import DeviceName
 from ...graph.attrs import quote
-from ...graph.errors import GraphError, HocketError
+from ...graph.errors import BackendError, GraphError, HocketError
 from ...ops import verify
 from ..layout import Layout, Local, Replicate, Shard
 from ..plan import Plan
-
-DEVICE = re.compile(r"[^\W\d]\w*:\d+(\.\d+)?(@\d+)?", re.ASCII)
-"""The name of a device."""
 
 
 def record_faults(plan: Plan) -> Iterator[str]:
@@ -36,11 +33,19 @@ def record_faults(plan: Plan) -> Iterator[str]:
     if plan.shares and (len(plan.shares) != len(plan.lanes) or not shares):
         yield f"its shares are {list(plan.shares)}, need one a device, none negative, one above zero"
     named = [*plan.spare, *(str(lane.device) for lane in plan.lanes)]
-    if len({*named}) < len(named) or not all(DEVICE.fullmatch(name) for name in plan.spare):
+    if len({*named}) < len(named) or not all(map(_is_device_name, plan.spare)):
         yield f"devices left free are {list(plan.spare)}: one is none, takes part, or is named twice"
     for hardware in (plan.hardware, plan.host):
         if hardware is not None and not hardware.is_possible:
             yield f"{hardware} has a speed that no device has"
+
+
+def _is_device_name(text: str) -> bool:
+    """Whether a device calls itself so."""
+    try:
+        return str(DeviceName.parse(text)) == text
+    except BackendError:
+        return False
 
 
 def _device_faults(plan: Plan) -> Iterator[str]:
