@@ -20,7 +20,7 @@ LINE = re.compile(r"SKIPPED \[(\d+)\] (?:\S+: )?(.*)")
 
 @dataclass(frozen=True)
 class Budget:
-    """Up to `max_count` tests may skip with a reason that begins with `reason`; without `part` always, else see above."""
+    """Up to `max_count` tests may skip with a reason that begins with `reason`; `part` names an optional part."""
 
     reason: str
     max_count: int
