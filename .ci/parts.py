@@ -24,7 +24,7 @@ APT = ("apt-get", "-o", "APT::Update::Error-Mode=any")
 PROBE_SECONDS = 120
 
 
-class Outcome(StrEnum):
+class Installation(StrEnum):
     INSTALLED = "is installed"
     FAILED = "FAILED to install, and its registry answers"
     NO_ANSWER = "is missing: its registry does not answer"
@@ -32,7 +32,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True)
-class Part:
+class OptionalPart:
     """An optional part.
 
     Args:
@@ -59,24 +59,26 @@ def read_extra(name: str) -> tuple[str, ...]:
 
 
 PARTS = (
-    Part("NVRTC", read_extra("nvrtc")),
-    Part("ONNX", read_extra("onnx")),
-    Part("MPI", read_extra("mpi")),
-    Part("llguidance", read_extra("grammar")),
-    Part("Selenium", read_extra("browser")),
-    Part("Perfetto", read_extra("perfetto")),
-    Part("mkdocs", read_extra("docs")),
-    Part("PyTorch", ("torch==2.13.0",), seconds=900),
-    Part("transformers", ("transformers==5.24.0",)),
-    Part("pyright", ("pyright[nodejs]",), fetch=(sys.executable, "-m", "pyright", "--version")),
-    Part("QEMU", ("qemu-user", "gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross"), system=True, has="qemu-aarch64"),
-    Part("Chromium", ("chromium", "chromium-driver"), system=True, has="chromium"),
+    OptionalPart("NVRTC", read_extra("nvrtc")),
+    OptionalPart("ONNX", read_extra("onnx")),
+    OptionalPart("MPI", read_extra("mpi")),
+    OptionalPart("llguidance", read_extra("grammar")),
+    OptionalPart("Selenium", read_extra("browser")),
+    OptionalPart("Perfetto", read_extra("perfetto")),
+    OptionalPart("mkdocs", read_extra("docs")),
+    OptionalPart("PyTorch", ("torch==2.13.0",), seconds=900),
+    OptionalPart("transformers", ("transformers==5.24.0",)),
+    OptionalPart("pyright", ("pyright[nodejs]",), fetch=(sys.executable, "-m", "pyright", "--version")),
+    OptionalPart(
+        "QEMU", ("qemu-user", "gcc-aarch64-linux-gnu", "libc6-dev-arm64-cross"), system=True, has="qemu-aarch64"
+    ),
+    OptionalPart("Chromium", ("chromium", "chromium-driver"), system=True, has="chromium"),
 )
 
-Run = Callable[[Sequence[str], int], bool]
+RunCommand = Callable[[Sequence[str], int], bool]
 
 
-def run(command: Sequence[str], seconds: int) -> bool:
+def run_command(command: Sequence[str], seconds: int) -> bool:
     """Return whether `command` passes within `seconds`; print the end of its output if it does not."""
     try:
         done = subprocess.run(
@@ -97,26 +99,26 @@ def can_use_apt() -> bool:
     return shutil.which("apt-get") is not None and hasattr(os, "geteuid") and os.geteuid() == 0
 
 
-def install(part: Part, run: Run = run, *, may_use_apt: bool | None = None) -> Outcome:
+def install_part(part: OptionalPart, run: RunCommand = run_command, *, may_use_apt: bool | None = None) -> Installation:
     """Install one part; on a failure ask its registry for something that it certainly has."""
     if part.system:
         if part.has and shutil.which(part.has):
-            return Outcome.INSTALLED
+            return Installation.INSTALLED
         if not (can_use_apt() if may_use_apt is None else may_use_apt):
-            return Outcome.NOT_ALLOWED
+            return Installation.NOT_ALLOWED
         if not run((*APT, "update", "-qq"), PROBE_SECONDS):
-            return Outcome.NO_ANSWER
+            return Installation.NO_ANSWER
         installed = run((*APT, "install", "-y", "-qq", *part.install), part.seconds)
         answers = (*APT, "update", "-qq")
     else:
         installed = run((*PIP, "install", "--quiet", *part.install), part.seconds)
         answers = (*PIP, "index", "versions", "pip")
     if not installed:
-        return Outcome.FAILED if run(answers, PROBE_SECONDS) else Outcome.NO_ANSWER
+        return Installation.FAILED if run(answers, PROBE_SECONDS) else Installation.NO_ANSWER
     if part.fetch and not run(part.fetch, part.seconds):
         run((*PIP, "uninstall", "--yes", part.name), PROBE_SECONDS)  # tests skip a part that is not there
-        return Outcome.NO_ANSWER
-    return Outcome.INSTALLED
+        return Installation.NO_ANSWER
+    return Installation.INSTALLED
 
 
 def main(words: Sequence[str]) -> int:
@@ -124,11 +126,13 @@ def main(words: Sequence[str]) -> int:
     outcomes = {}
     for part in PARTS:
         began = time.monotonic()
-        outcomes[part.name] = install(part)
+        outcomes[part.name] = install_part(part)
         print(f"{part.name} {outcomes[part.name]} ({time.monotonic() - began:.0f} s)", flush=True)
-    absent = [name for name, outcome in outcomes.items() if outcome in (Outcome.NO_ANSWER, Outcome.NOT_ALLOWED)]
+    absent = [
+        name for name, outcome in outcomes.items() if outcome in (Installation.NO_ANSWER, Installation.NOT_ALLOWED)
+    ]
     Path(missing).write_text("".join(f"{name}\n" for name in absent), encoding="utf-8")
-    return int(Outcome.FAILED in outcomes.values())
+    return int(Installation.FAILED in outcomes.values())
 
 
 if __name__ == "__main__":

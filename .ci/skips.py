@@ -20,10 +20,10 @@ LINE = re.compile(r"SKIPPED \[(\d+)\] (?:\S+: )?(.*)")
 
 @dataclass(frozen=True)
 class Budget:
-    """Up to `most` tests may skip with a reason that begins with `reason`; without `part` always, else see above."""
+    """Up to `max_count` tests may skip with a reason that begins with `reason`; `part` names an optional part."""
 
     reason: str
-    most: int
+    max_count: int
     part: str = ""
 
 
@@ -51,8 +51,8 @@ def find_excess(counts: Counter[str], budgets: Sequence[Budget], missing: Collec
         elif budget.part not in missing:
             skipped[budget] += count
     for budget, count in skipped.items():
-        if count > budget.most:
-            excess.append(f"{count} tests skip, {budget.most} may: {budget.reason}")
+        if count > budget.max_count:
+            excess.append(f"{count} tests skip, {budget.max_count} may: {budget.reason}")
     return excess
 
 

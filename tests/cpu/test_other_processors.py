@@ -12,10 +12,14 @@ from ..given import on_arm
 
 TRANSLATED = """
 import sys
+import llvmlite.binding as llvm
+import numba
 from hocket.backends.cpu import compiler, processor
 from hocket.graph.dtypes import DType
 
 base, features = sys.argv[1:]
+if base.startswith("x86") and features:  # Numba makes machine code of each part, too, which nothing runs
+    numba.config.CPU_FEATURES = f"{llvm.get_host_cpu_features().flatten()},+{features}"
 (like,) = (t for t in processor.SHIPPED if t.name == base)
 target = processor._of("other", like.triple, like.cpu, f"{' '.join(like.features)} {features}")
 processor.target = lambda: target

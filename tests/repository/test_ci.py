@@ -52,14 +52,14 @@ class Commands:
     ],
 )
 def test_a_part_of_pip_fails_only_where_the_registry_answers(parts, passes, outcome):
-    part = parts["Part"]("ONNX", ("onnx",))
-    assert parts["install"](part, Commands(**passes)).name == outcome
+    part = parts["OptionalPart"]("ONNX", ("onnx",))
+    assert parts["install_part"](part, Commands(**passes)).name == outcome
 
 
 def test_a_part_that_cannot_fetch_its_rest_is_removed(parts):
-    part = parts["Part"]("pyright", ("pyright",), fetch=("fetch",))
+    part = parts["OptionalPart"]("pyright", ("pyright",), fetch=("fetch",))
     commands = Commands(uninstall=True, install=True, fetch=False)
-    assert parts["install"](part, commands).name == "NO_ANSWER"
+    assert parts["install_part"](part, commands).name == "NO_ANSWER"
     assert "uninstall" in commands.run_words[-1]
 
 
@@ -73,19 +73,19 @@ def test_a_part_that_cannot_fetch_its_rest_is_removed(parts):
     ],
 )
 def test_a_system_part_fails_only_where_root_reaches_the_registry(parts, passes, may_use_apt, outcome):
-    part = parts["Part"]("QEMU", ("qemu",), system=True, has="no-such-program-anywhere")
-    assert parts["install"](part, Commands(**passes), may_use_apt=may_use_apt).name == outcome
+    part = parts["OptionalPart"]("QEMU", ("qemu",), system=True, has="no-such-program-anywhere")
+    assert parts["install_part"](part, Commands(**passes), may_use_apt=may_use_apt).name == outcome
 
 
 def test_a_command_that_fails_or_hangs_or_is_not_there_does_not_pass(parts, capsys):
-    run = parts["run"]
+    run = parts["run_command"]
     assert run(("sh", "-c", "exit 0"), 60)
     assert not run(("sh", "-c", "echo the reason; exit 1"), 60)
     assert not run(("sleep", "60"), 1)
     assert not run(("no-such-program-anywhere",), 1)
-    said = capsys.readouterr().out
-    assert "the reason" in said
-    assert "sleep 60: not done within 1 s" in said
+    output = capsys.readouterr().out
+    assert "the reason" in output
+    assert "sleep 60: not done within 1 s" in output
 
 
 def test_skips_are_counted_by_reason(skips):
@@ -93,7 +93,7 @@ def test_skips_are_counted_by_reason(skips):
 
 
 @pytest.mark.parametrize(
-    ("most", "missing", "excess"),
+    ("max_count", "missing", "excess"),
     [
         (3, [], []),
         (2, [], ["3 tests skip, 2 may: onnx is"]),
@@ -101,8 +101,8 @@ def test_skips_are_counted_by_reason(skips):
         (0, ["PyTorch"], ["3 tests skip, 0 may: onnx is"]),
     ],
 )
-def test_a_reason_has_a_budget_unless_its_part_is_missing(skips, most, missing, excess):
-    budgets = [skips["Budget"]("onnx is", most, "ONNX"), skips["Budget"]("gcc", 3)]
+def test_a_reason_has_a_budget_unless_its_part_is_missing(skips, max_count, missing, excess):
+    budgets = [skips["Budget"]("onnx is", max_count, "ONNX"), skips["Budget"]("gcc", 3)]
     assert skips["find_excess"](skips["count_skips"](LOG), budgets, missing) == excess
 
 
@@ -122,5 +122,5 @@ def test_the_exit_status_says_whether_a_budget_is_exceeded(skips, tmp_path: Path
 
 
 def test_every_part_of_a_budget_is_installed_by_ci(parts, skips):
-    known = {part.name for part in parts["PARTS"]}
-    assert {budget.part for budget in skips["read_budgets"](CI / "skips.toml")} - {""} <= known
+    part_names = {part.name for part in parts["PARTS"]}
+    assert {budget.part for budget in skips["read_budgets"](CI / "skips.toml")} - {""} <= part_names

@@ -275,8 +275,8 @@ def at_offset(i, offset: int):
 
 def require_named(message: str, build_plan: Callable[[], Plan]) -> None:
     """Assert that the verifier refuses a faulty plan and says what the pattern `message` describes."""
-    broken = build_plan()
-    found = list(plan_faults(broken))
+    faulty_plan = build_plan()
+    found = list(plan_faults(faulty_plan))
     assert any(re.search(message, one) for one in found), found
     with pytest.raises(PlanError):
-        verify_plan(broken)
+        verify_plan(faulty_plan)
