@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ..graph.errors import BackendError
 from ..graph.records import dataclass
 from .link import Link, Packet
+from .presence import at_end, lose
 
 BEAT = 0.5
 """Seconds between two signs of life."""
@@ -39,8 +40,9 @@ SHORTEST, LATER, LONGEST = 5e-5, 0.02, 1e-3
 processor for what is waited for."""
 WATCH, TALK, DATA = 0, 1, 2
 """Channels: of signs of life, of `everyones`; from `DATA` on of devices."""
-ALIVE, FAILED, DONE, GONE = b"a", b"f", b"d", b"g"
-"""What a packet of `WATCH` begins with: alive, has failed (and why), has done its work, has said what failed."""
+ALIVE, FAILED, DONE, GONE, LAST = b"a", b"f", b"d", b"g", b"l"
+"""What a packet of `WATCH` begins with: alive, has failed (and why), has done its work, has said what failed, its script
+ends (and why)."""
 
 
 Seen = TypeVar("Seen")
@@ -59,7 +61,7 @@ class Failure:
     why: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host}: {self.why}"
+        return self.why if self.why.startswith("rank ") else f"rank {self.rank} on {self.host}: {self.why}"
 
 
 class World:
@@ -82,12 +84,16 @@ class World:
         self._others = [r for r in range(self.size) if r != self.rank]
         self._last = dict.fromkeys(self._others, time.monotonic())
         self._said: dict[int, str] = {}
+        self._has_said = False
+        self._last_words: dict[int, str] = {}
         self._ended: dict[int, bytes] = {}
         self._done, self._leaving = threading.Event(), threading.Event()
         if link:
             self._link = link
             self._thread = threading.Thread(target=self._watch, name="hocket.ranks", daemon=True)
             self._thread.start()
+            if not ends_process:
+                at_end(self._leave_behind)
             self.hosts = tuple(text.decode() for text in self.everyones(link.host.encode()))
 
     def name(self, rank: int) -> str:
@@ -192,9 +198,17 @@ class World:
 
     def fail(self, why: str) -> None:
         """This rank has failed: tell the others, unless another one failed first."""
-        if self._others and self._note(Failure(self.rank, self.hosts[self.rank], why)):
-            for to in self._others:
-                self._link.post(to, WATCH, np.frombuffer(FAILED + why.encode(), np.uint8))
+        if self._others and not self._has_said:
+            self._has_said = True
+            self._note(Failure(self.rank, self.hosts[self.rank], why))
+            self._tell(FAILED + why.encode())
+
+    def _leave_behind(self, why: str) -> None:
+        """The last word of a rank whose script ends; others that still need it hear the reason."""
+        if not self._done.is_set():
+            self._tell(LAST + why.encode())
+            self._leaving.set()
+            self._thread.join(SILENCE)
 
     def _note(self, failure: Failure) -> bool:
         """Remember the first failure; whether this is it."""
@@ -226,7 +240,8 @@ class World:
             while self.rank and 0 not in self._said and 0 not in self._ended and time.monotonic() < until:
                 time.sleep(LOOK / 5)
         line = f"rank {self.rank} on {self.hosts[self.rank]}: {why}" if why and self.rank else why
-        if why != self._said.get(0):
+        said = why or (self.failure.why if self.failure else "")
+        if said and (self.rank == 0 or said != self._said.get(0)):
             os.write(2, f"hocket: {line or self.failure}\n".encode())
         self._tell(GONE)
         until, gone = time.monotonic() + LINGER, self.failure.rank if self.failure else self.rank
@@ -277,9 +292,15 @@ class World:
             elif kind == FAILED:
                 self._said[rank] = text
                 self._note(Failure(rank, self.hosts[rank], text))
-        if rank not in self._ended and now - self._last[rank] > SILENCE:
+            elif kind == LAST:
+                self._last_words[rank] = text
+        if rank in self._last_words:  # what it has sent before is on the way
+            if now - self._last[rank] > GRACE:
+                self._note(Failure(rank, self.hosts[rank], self._last_words[rank]))
+        elif rank not in self._ended and now - self._last[rank] > SILENCE:
             why = f"nothing was heard of it for {SILENCE:.0f} s: it was killed or stopped, or its machine is cut off"
-            self._note(Failure(rank, self.hosts[rank], why))
+            if self._note(Failure(rank, self.hosts[rank], why)) and not self._ends_process:
+                lose(why)
 
 
 ALONE = World(None)

@@ -1,4 +1,4 @@
-"""All ranks load the bytes that rank 0 has: of files, of arrays of the Python API and of packed weights in the cache."""
+"""All ranks load the bytes that rank 0 has: of files, of arrays of the Python API and of packed weights that stay."""
 
 from __future__ import annotations
 
