@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
-from weakref import WeakMethod
+from typing import Protocol
+from weakref import ref
 
 PROC = Path("/proc")
 NOTE = "hocket-rank"
@@ -28,8 +30,19 @@ ENDED = "its program ended before that of the others"
 MAX_REASON = 300
 """Characters of a reason."""
 
+
+class Partner(Protocol):
+    """One end of a group of processes, which a script leaves behind."""
+
+    def tell_end(self, why: str) -> None:
+        """Tell the others that this process ends, and why."""
+
+    def await_ends(self) -> None:
+        """Wait until all others have said the same, or one is gone."""
+
+
 _notes: list[int] = []
-_at_end: list[WeakMethod[Callable[[str], None]]] = []
+_at_end: list[ref[Partner]] = []
 _lost: list[str] = []
 
 
@@ -40,9 +53,9 @@ def begin() -> None:
         atexit.register(_end, os.getpid())
 
 
-def at_end(tell: Callable[[str], None]) -> None:
-    """Call the method `tell` with the reason when this process ends, if its object lives then."""
-    _at_end.append(WeakMethod(tell))
+def at_end(partner: Partner) -> None:
+    """Let `partner` take leave when this process ends, if it lives then."""
+    _at_end.append(ref(partner))
 
 
 def reason_of(error: BaseException) -> str:
@@ -62,10 +75,14 @@ def _end(pid: int) -> None:
     error = getattr(sys, "last_value", None)
     why = ENDED if error is None else reason_of(error)
     os.write(_notes[0], why.encode(errors="replace"))
-    for known in _at_end:
-        if (tell := known()) is not None:
-            tell(why)
+    partners = [partner for known in _at_end if (partner := known()) is not None]
+    for partner in partners:
+        partner.tell_end(why)
+    for partner in partners:
+        partner.await_ends()
     if _lost:
+        if error is None:
+            os.write(2, f"hocket: {_lost[0]}\n".encode())
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
@@ -75,6 +92,12 @@ def _end(pid: int) -> None:
 def is_stopped(pid: int) -> bool:
     """Return whether a process of this machine is stopped; False where the system does not say."""
     return _stat(pid)[:1] in ("T", "t")
+
+
+def continue_keeper() -> None:
+    """Let the parent of this process go on if it is stopped: it has to end with this process."""
+    if is_stopped(os.getppid()):
+        os.kill(os.getppid(), signal.SIGCONT)
 
 
 def _stat(pid: int) -> str:
