@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ..graph.errors import BackendError
 from ..graph.records import dataclass
 from .link import Link, Packet
-from .presence import at_end, continue_keeper, is_stopped, lose
+from .presence import STOPPED_SECONDS, at_end, continue_keeper, is_stopped, lose
 
 BEAT = 0.5
 """Seconds between two signs of life."""
@@ -294,7 +294,7 @@ class World:
                 self._tell(ALIVE)
             if self._ends_process:
                 stopped = (stopped or now) if is_stopped(os.getppid()) else 0.0
-                if stopped and now - stopped > SILENCE:
+                if stopped and now - stopped > STOPPED_SECONDS:
                     continue_keeper()
                     self.fail("the process that the launcher has started for it was stopped (SIGSTOP)")
             if self._done.is_set() and not told:

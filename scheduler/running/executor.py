@@ -197,13 +197,13 @@ def load(plan: Plan, weights: Mapping[str, npt.ArrayLike], *, comm: Any = None) 
     """
     world = ALONE if comm is None else World(MpiLink(comm))
     try:
-        return _loaded(plan, weights, world)
+        return _bind_and_compile(plan, weights, world)
     except BaseException as why:
         world.fail(reason_of(why))
         raise
 
 
-def _loaded(plan: Plan, weights: Mapping[str, npt.ArrayLike], world: World) -> Executor:
+def _bind_and_compile(plan: Plan, weights: Mapping[str, npt.ArrayLike], world: World) -> Executor:
     store = Store([(lane.backend, lane.device) for lane in plan.lanes], world)
     for value in plan.graph.weights:
         name, spec = value.node.name, value.spec

@@ -87,7 +87,7 @@ def test_files_are_the_same_only_by_inode_and_on_one_machine(tmp_path, monkeypat
     assert files_identity(first) == ""
 
 
-def loaded(world, weights, split_mode, devices="numpy:0@0,numpy:0@1"):
+def run_split(world, weights, split_mode, devices="numpy:0@0,numpy:0@1"):
     x = hocket.input("x", (2, 64))
     hidden = ops.silu(ops.mul_mat(hocket.weight("up", (128, 64)), x))
     graph = hocket.Graph({"y": ops.mul_mat(hocket.weight("down", (64, 128)), hidden)})
@@ -107,7 +107,7 @@ def weights_of(seed):
 def test_other_weights_of_a_rank_are_named(split_mode):
     def run(world):
         with pytest.raises(RanksError, match=r"rank 1 on .* has other bytes of weight %(up|down) than rank 0"):
-            loaded(world, weights_of(world.rank), split_mode)
+            run_split(world, weights_of(world.rank), split_mode)
 
     in_threads(2, run)
 
@@ -115,7 +115,7 @@ def test_other_weights_of_a_rank_are_named(split_mode):
 def test_the_rank_with_other_weights_is_named_among_three():
     def run(world):
         with pytest.raises(RanksError, match=r"^rank 2 on .* has other bytes of weight %(up|down) than rank 0"):
-            loaded(world, weights_of(world.rank // 2), "tensor", "numpy:0@0,numpy:0@1,numpy:0@2")
+            run_split(world, weights_of(world.rank // 2), "tensor", "numpy:0@0,numpy:0@1,numpy:0@2")
 
     in_threads(3, run)
 
@@ -124,7 +124,7 @@ def test_the_rank_with_other_weights_is_named_among_three():
 def test_the_order_of_weights_in_memory_does_not_matter(split_mode):
     def run(world):
         order = np.asfortranarray if world.rank else np.ascontiguousarray
-        return loaded(world, {name: order(one) for name, one in weights_of(0).items()}, split_mode)
+        return run_split(world, {name: order(one) for name, one in weights_of(0).items()}, split_mode)
 
     one, two = in_threads(2, run)
     assert np.array_equal(one, two)

@@ -17,7 +17,7 @@ SECONDS = 60
 """Ten of them are for the end; the others for the start of three processes on a busy machine."""
 
 
-def ended(moment, fault):
+def run_script(moment, fault):
     command = [str(MPIEXEC), "-iface", "lo", "-n", "3", sys.executable, script.__file__, moment, fault]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL, check=False
@@ -29,7 +29,7 @@ def ended(moment, fault):
 @pytest.mark.parametrize("fault", SAID)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_script_with_a_rank_that_goes_wrong_ends(moment, fault):
-    done = ended(moment, fault)
+    done = run_script(moment, fault)
     if moment == "after" and fault == "exits":  # all have done their work
         assert done.returncode == 0, done
         return
@@ -48,7 +48,7 @@ def test_a_script_with_a_rank_that_goes_wrong_ends(moment, fault):
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_launcher_ends_a_script_of_which_a_rank_is_killed(moment):
-    assert ended(moment, "killed").returncode
+    assert run_script(moment, "killed").returncode
 
 
 @needs_mpi
