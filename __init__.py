@@ -4,6 +4,7 @@ Build a graph from leaves (`input`, `weight`, `state`, `constant`) and ops (`hoc
 `load` the plan with weights, `run` it with inputs.  `Model` runs a GGUF language model.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,14 @@ LATER = {
 before it has said how."""
 
 
+if os.environ.keys() & {"PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}:  # one of several processes, perhaps
+    from .ranks.launch import launched
+    from .ranks.presence import begin
+
+    if launched():
+        begin()
+
+
 def __getattr__(name: str) -> Any:
     if name == "__all__":  # of `from hocket import *`
         return [*LATER]
@@ -84,4 +93,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *LATER} - {"Any", "LATER", "TYPE_CHECKING", "import_module"})
+    return sorted({*globals(), *LATER} - {"Any", "LATER", "TYPE_CHECKING", "begin", "import_module", "launched", "os"})

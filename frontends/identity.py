@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 
+from .gguf.mapped import MappedFile
 from .models import Model
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""Linux: a number that the running kernel has drawn at its start, which no other machine has."""
 
 
 def model_digest(model: Model) -> str:
@@ -18,3 +25,14 @@ def model_digest(model: Model) -> str:
         if tensor.nbytes <= 1 << 16 or name in adapted:  # norms and biases tell two fine-tunings of one shape apart
             sha.update(tensor.raw.tobytes())
     return sha.hexdigest()
+
+
+def files_identity(files: Iterable[MappedFile]) -> str:
+    """Return the running machine and the inodes of mapped files; equal where processes map the very same memory.
+
+    It is empty where the machine or an inode is unknown.
+    """
+    known = {file.inode and f"{file.inode} {file.size} {file.changed}" for file in files}
+    with suppress(OSError):
+        return f"{BOOT.read_text().strip()} {sorted(known)}" if all(known) else ""
+    return ""

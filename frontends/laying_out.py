@@ -14,6 +14,7 @@ from ..ranks import World
 from ..scheduler import Host, Plan, Store, kept_plan
 from ..scheduler.shared_speeds import shared_speeds
 from .devices import Group, found
+from .identity import files_identity
 from .models import Model, Step
 from .parts import sizes_of
 
@@ -107,6 +108,7 @@ def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[
     total = sum(t.nbytes for t in weights.values())
     tensors = dict(sorted(weights.items(), key=lambda item: -max(item[1].nbytes, total // 16)))
     done = 0
+    store.loaded_bytes.compare_files(files_identity([t.file for t in tensors.values()]))
     for name, tensor in tensors.items():
         spec = Spec(tensor.shape, tensor.dtype)
         store.bind(name, tensor.raw, spec, plan.leaves[name], tensor.origin, tensor.release)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,12 @@ import numpy.typing as npt
 
 from ..graph.errors import BackendError
 from .link import Packet
+from .presence import Absent
+from .world import Failure, RanksError
 
 NEEDED = "pip install 'hocket[mpi]'"
+PAUSE = 1e-3
+"""Seconds between two looks whether all ranks have come."""
 
 
 class MpiLink:
@@ -23,13 +28,31 @@ class MpiLink:
         self._mpi = _mpi4py(starts=self._starts)
         if self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
             raise BackendError("this MPI was started without MPI_THREAD_MULTIPLE; let hocket start it")
-        self._comm = (self._mpi.COMM_WORLD if communicator is None else communicator).Dup()
+        self._comm = self._duplicate(self._mpi.COMM_WORLD if communicator is None else communicator)
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self.host = str(self._mpi.Get_processor_name())
         self._coming: dict[tuple[int, int], tuple[Any, Packet]] = {}
         self._sending: list[tuple[Any, Packet]] = []
         self._lock = threading.Lock()
         self._windows: list[Any] = []
+
+    def _duplicate(self, communicator: Any) -> Any:
+        """A communicator of the same ranks. Raises `RanksError` if a rank of this machine will not come."""
+        copy, request = communicator.Idup()
+        if self._starts:  # keepers look after the ranks of a command
+            request.Wait()
+            return copy
+        group = communicator.Get_group()
+        places = {r: place for place, r in enumerate(self._mpi.Group.Translate_ranks(group, None, self._world_group()))}
+        absent = Absent(places)
+        while not request.Test():
+            if (found := absent.find()) is not None:
+                raise RanksError(str(Failure(places[found[0]], self._mpi.Get_processor_name(), found[1])))
+            time.sleep(PAUSE)
+        return copy
+
+    def _world_group(self) -> Any:
+        return self._mpi.COMM_WORLD.Get_group()
 
     def post(self, to: int, channel: int, packet: Packet) -> Any:
         request = self._comm.Isend([packet, self._mpi.BYTE], to, channel)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ..graph.errors import BackendError
 from ..graph.records import dataclass
 from .link import Link, Packet
+from .presence import STOPPED_SECONDS, at_end, continue_keeper, is_stopped, lose
 
 BEAT = 0.5
 """Seconds between two signs of life."""
@@ -39,8 +40,9 @@ SHORTEST, LATER, LONGEST = 5e-5, 0.02, 1e-3
 processor for what is waited for."""
 WATCH, TALK, DATA = 0, 1, 2
 """Channels: of signs of life, of `everyones`; from `DATA` on of devices."""
-ALIVE, FAILED, DONE, GONE = b"a", b"f", b"d", b"g"
-"""What a packet of `WATCH` begins with: alive, has failed (and why), has done its work, has said what failed."""
+ALIVE, FAILED, DONE, GONE, LAST = b"a", b"f", b"d", b"g", b"l"
+"""What a packet of `WATCH` begins with: alive, has failed (and why), has done its work, has said what failed, its
+script ends (and why)."""
 
 
 Seen = TypeVar("Seen")
@@ -59,7 +61,7 @@ class Failure:
     why: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host}: {self.why}"
+        return self.why if self.why.startswith("rank ") else f"rank {self.rank} on {self.host}: {self.why}"
 
 
 class World:
@@ -82,12 +84,16 @@ class World:
         self._others = [r for r in range(self.size) if r != self.rank]
         self._last = dict.fromkeys(self._others, time.monotonic())
         self._said: dict[int, str] = {}
+        self._has_said = self._is_ending = False
+        self._last_words: dict[int, tuple[str, float]] = {}
         self._ended: dict[int, bytes] = {}
         self._done, self._leaving = threading.Event(), threading.Event()
         if link:
             self._link = link
             self._thread = threading.Thread(target=self._watch, name="hocket.ranks", daemon=True)
             self._thread.start()
+            if not ends_process:
+                at_end(self)
             self.hosts = tuple(text.decode() for text in self.everyones(link.host.encode()))
 
     def name(self, rank: int) -> str:
@@ -192,9 +198,25 @@ class World:
 
     def fail(self, why: str) -> None:
         """This rank has failed: tell the others, unless another one failed first."""
-        if self._others and self._note(Failure(self.rank, self.hosts[self.rank], why)):
-            for to in self._others:
-                self._link.post(to, WATCH, np.frombuffer(FAILED + why.encode(), np.uint8))
+        if self._others and not self._has_said:
+            self._has_said = True
+            self._note(Failure(self.rank, self.hosts[self.rank], why))
+            self._tell(FAILED + why.encode())
+
+    def tell_end(self, why: str) -> None:
+        """The last word of a rank whose script ends; others that still need it hear the reason."""
+        if not self._done.is_set():
+            self._tell(LAST + why.encode())
+
+    def await_ends(self) -> None:
+        """Wait until the scripts of all ranks end, as MPI would, or until a rank is gone."""
+        while not self._done.is_set() and self.failure is None:
+            if all(rank in self._last_words for rank in self._others):
+                break
+            time.sleep(LOOK / 10)
+        if not self._done.is_set():
+            self._leaving.set()
+            self._thread.join(SILENCE)
 
     def _note(self, failure: Failure) -> bool:
         """Remember the first failure; whether this is it."""
@@ -205,33 +227,47 @@ class World:
         self.remind()
         return True
 
-    def leave(self) -> None:
-        """The end of a rank that has done its work: wait for the others.  Raises `RanksError` if one fails."""
+    def leave(self, timeout: float | None = None) -> None:
+        """The end of a rank that has done its work: wait for the others, at most `timeout` seconds.  Raises
+        `RanksError` if one fails or does not come."""
         if not self._others:
             return
         self._done.set()
-        while any(self._ended.get(r) != DONE for r in self._others):
+        start = time.monotonic()
+        while late := [r for r in self._others if self._ended.get(r) != DONE]:
             self.check()
+            if timeout is not None and time.monotonic() - start > timeout:
+                raise self.late(late[0], timeout)
             time.sleep(LOOK / 10)
+        self._close()
+
+    def _close(self) -> None:
         self._leaving.set()
         self._thread.join()
         self._link.close()
+        if self._ends_process:
+            continue_keeper()
 
     def end(self, code: int, why: str = "") -> NoReturn:
         """The end of the process where a rank has failed: this one, which says `why`, or another.  It lasts until all
         have spoken.  What rank 0 says, too, the others do not repeat."""
+        self._is_ending = True
         if why:
             self.fail(why)
             until = time.monotonic() + LINGER / 2
             while self.rank and 0 not in self._said and 0 not in self._ended and time.monotonic() < until:
                 time.sleep(LOOK / 5)
         line = f"rank {self.rank} on {self.hosts[self.rank]}: {why}" if why and self.rank else why
-        if why != self._said.get(0):
+        said = why or (self.failure.why if self.failure else "")
+        if said and (self.rank == 0 or said != self._said.get(0)):
             os.write(2, f"hocket: {line or self.failure}\n".encode())
         self._tell(GONE)
         until, gone = time.monotonic() + LINGER, self.failure.rank if self.failure else self.rank
-        while time.monotonic() < until and any(r not in self._ended for r in self._others if r != gone):
+        needed = [r for r in self._others if r != gone or r in self._said]
+        while time.monotonic() < until and any(r not in self._ended for r in needed):
             time.sleep(LOOK / 5)
+        if threading.current_thread() is not self._thread and all(self._ended.get(r) == GONE for r in self._others):
+            self._close()  # all are there: MPI ends in order, and has no banner to print
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
@@ -245,7 +281,7 @@ class World:
 
     def _watch(self) -> None:
         """What the thread does until the rank leaves."""
-        beat, grace, told, before = 0.0, None, False, time.monotonic()
+        beat, grace, told, before, stopped = 0.0, None, False, time.monotonic(), 0.0
         while not self._leaving.wait(LOOK):
             now = time.monotonic()
             if (
@@ -256,6 +292,11 @@ class World:
             if now - beat > BEAT and not told:
                 beat = now
                 self._tell(ALIVE)
+            if self._ends_process:
+                stopped = (stopped or now) if is_stopped(os.getppid()) else 0.0
+                if stopped and now - stopped > STOPPED_SECONDS:
+                    continue_keeper()
+                    self.fail("the process that the launcher has started for it was stopped (SIGSTOP)")
             if self._done.is_set() and not told:
                 told = True
                 self._tell(DONE)  # the last that others hear: nothing is under way when MPI ends
@@ -263,7 +304,7 @@ class World:
                 self._listen(rank, now)
             if self.failure is not None and self._ends_process:
                 grace = grace or now + GRACE
-                if now > grace:  # the main thread is busy or hangs
+                if now > grace and not self._is_ending:  # the main thread is busy or hangs
                     self.end(2)
         if not told:  # the others were done before
             self._tell(DONE)
@@ -277,9 +318,17 @@ class World:
             elif kind == FAILED:
                 self._said[rank] = text
                 self._note(Failure(rank, self.hosts[rank], text))
-        if rank not in self._ended and now - self._last[rank] > SILENCE:
+            elif kind == LAST:
+                self._last_words[rank] = (text, now)
+        if rank in self._last_words:  # what it has sent before is on the way
+            last_words, since = self._last_words[rank]
+            if now - since > GRACE:
+                self._note(Failure(rank, self.hosts[rank], last_words))
+        elif rank not in self._ended and now - self._last[rank] > SILENCE:
             why = f"nothing was heard of it for {SILENCE:.0f} s: it was killed or stopped, or its machine is cut off"
-            self._note(Failure(rank, self.hosts[rank], why))
+            failure = Failure(rank, self.hosts[rank], why)
+            if self._note(failure) and not self._ends_process:
+                lose(str(failure))
 
 
 ALONE = World(None)

@@ -36,6 +36,8 @@ class MappedFile:
     size: int
     changed: int
     """When, in nanoseconds."""
+    inode: str = ""
+    """The file system and the number of the file in it; empty if unknown."""
 
     def release(self, start: int, end: int) -> None:
         """Let the system take back the memory of bytes that were read; whoever reads them again gets them again."""
@@ -66,13 +68,13 @@ def map_file(path: Path) -> MappedFile:
         if mode.st_size == 0:
             raise ModelError(f"{name}: is empty; {AGAIN}")
         with open(path, "rb") as file:
-            data, changed = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), os.fstat(file.fileno()).st_mtime_ns
+            data, state = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), os.fstat(file.fileno())
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelError(
             f"{name}: cannot be opened ({shown(reason)}); give the path of a readable .gguf file"
         ) from error
-    return MappedFile(path, data, len(data), changed)
+    return MappedFile(path, data, len(data), state.st_mtime_ns, f"{state.st_dev}:{state.st_ino}")
 
 
 class Cursor:

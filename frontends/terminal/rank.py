@@ -15,6 +15,7 @@ from ...graph.errors import HocketError
 from ...ranks import RanksError, World
 from ...ranks.launch import Launch, keep, tell
 from ...ranks.mpi import MpiLink
+from ...ranks.world import LINGER
 from .arguments import one_line
 
 DO = "install the same on all machines"
@@ -50,7 +51,10 @@ def run_rank(
         world.leave()
     except SystemExit as end:  # of wrong usage, which is said
         code = end.code if isinstance(end.code, int) else 1
-        world.end(code) if code else world.leave()
+        try:
+            world.leave(LINGER if code else None)
+        except RanksError:
+            world.end(code or 2)
     except KeyboardInterrupt:
         world.end(130, "it was interrupted (Ctrl-C)")
     except (HocketError, OSError, MemoryError) as why:

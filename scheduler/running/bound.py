@@ -46,7 +46,7 @@ class Bound:
         self.plan, self.between = plan, store.between
         self.specs = {v.node.name: v.spec for v in plan.graph.inputs}
         self.shapes = {name: v.shape for name, v in plan.graph.outputs.items()}
-        self._buffers = store.buffers(plan)
+        self._buffers, self._loaded_bytes = store.buffers(plan), store.loaded_bytes
         self.own = tuple(self._buffers)
         self.outputs: dict[str, dict[int, Part]] = {name: {} for name in self.shapes}
         for number in self.own:
@@ -151,6 +151,7 @@ class Bound:
             return meeting_of(teams, timeout, devices=alike, wire=wire)
         patience = min(timeout, PATIENCE + SLOWER * self.plan.cost.total)
         world.agree("plan", self.plan.digest(), "give all ranks the same model and flags")
+        self._loaded_bytes.agree()
         wide = WideMeeting(self.between, devices, patience, wire, teams, shares=shares)
         if wide.is_apart:
             return wide

@@ -15,9 +15,10 @@ from ...backends.base import Array
 from ...graph.arguments import TEXT, Kind, a, demand, near, needs, real, whole
 from ...graph.attrs import quote
 from ...graph.dtypes import DType
-from ...graph.errors import PlanError
-from ...ranks import ALONE, World
+from ...graph.errors import BackendError, PlanError
+from ...ranks import ALONE, RanksError, World
 from ...ranks.mpi import MpiLink
+from ...ranks.presence import reason_of
 from ..layout import Replicate
 from ..plan import Plan
 from .bound import Bound, finished_by
@@ -142,7 +143,12 @@ class Executor:
         """Run all devices of this process."""
         given = self._devices.work(works)
         if self._devices.failures:
-            self._devices.undo(self._undo)
+            try:
+                self._devices.undo(self._undo)
+            except BackendError as why:
+                if self.store.between.world.failure is not None:  # of which boards say only that a device failed
+                    raise RanksError(str(self.store.between.world.failure)) from why
+                raise
         return given
 
     def _undo(self, number: int, error: BaseException | None) -> None:
@@ -190,6 +196,14 @@ def load(plan: Plan, weights: Mapping[str, npt.ArrayLike], *, comm: Any = None) 
     the plans differ, or once another process has failed.
     """
     world = ALONE if comm is None else World(MpiLink(comm))
+    try:
+        return _bind_and_compile(plan, weights, world)
+    except BaseException as why:
+        world.fail(reason_of(why))
+        raise
+
+
+def _bind_and_compile(plan: Plan, weights: Mapping[str, npt.ArrayLike], world: World) -> Executor:
     store = Store([(lane.backend, lane.device) for lane in plan.lanes], world)
     for value in plan.graph.weights:
         name, spec = value.node.name, value.spec

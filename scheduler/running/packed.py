@@ -1,7 +1,8 @@
 """Packed weights on disk: written by the first process that runs a model, mapped by those that come later, which share
 their memory and need not read the model's file.
 
-A file holds what one device has of one weight, byte by byte as a backend packs it.  Where it lies says all that decides
+A file holds what one device has of one weight, byte by byte as a backend packs it, and after these bytes the digest of
+their source, which ranks compare.  Where it lies says all that decides
 these bytes: a folder for the model's file, in it one for a version of that file and of the backend's packing, of which
 the newest replaces the others.
 """
@@ -18,6 +19,7 @@ import numpy as np
 
 from ...backends.base import Array
 from ...graph.records import dataclass
+from .digests import DIGEST_BYTES
 
 UNWRITABLE = (
     "packed weights cannot be kept in %s (%s), so each start packs them; free space, or choose another --cache-dir"
@@ -41,19 +43,20 @@ class PackedWeights:
         self.folder = folder
         self._says_why = True
 
-    def recalled(self, origin: Origin, packing: str, share: str, nbytes: int) -> Array | None:
-        """So many bytes of memory that only can be read; None where no whole file has them."""
+    def recalled(self, origin: Origin, packing: str, share: str, nbytes: int) -> tuple[Array, bytes] | None:
+        """Return `nbytes` of read-only memory and the digest of their source; None where no whole file has them."""
         try:
             with open(self._file(origin, packing, share), "rb") as file:
-                if os.fstat(file.fileno()).st_size != nbytes:
+                if os.fstat(file.fileno()).st_size != nbytes + DIGEST_BYTES:
                     return None
-                return np.frombuffer(mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ), np.uint8)
-        except (OSError, ValueError):  # a file of no bytes cannot be mapped
+                mapped = mmap.mmap(file.fileno(), nbytes + DIGEST_BYTES, access=mmap.ACCESS_READ)
+                return np.frombuffer(mapped, np.uint8, nbytes), mapped[nbytes:]
+        except (OSError, ValueError):
             return None
 
-    def kept(self, origin: Origin, packing: str, share: str, packed: Array) -> Array:
-        """Mapped memory with the same bytes, which are written first; `packed` itself where they cannot be, which is
-        said once."""
+    def kept(self, origin: Origin, packing: str, share: str, packed: Array, digest: bytes) -> tuple[Array, bytes]:
+        """Mapped memory with the same bytes, which are written first, and the `digest` of their source; `packed` itself
+        where they cannot be written, which is said once."""
         import tempfile  # 2 ms that a start from what is kept need not pay
 
         file = self._file(origin, packing, share)
@@ -62,6 +65,7 @@ class PackedWeights:
             with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as beside:
                 try:
                     beside.write(packed.data)
+                    beside.write(digest)
                     beside.flush()
                     os.fsync(beside.fileno())  # a name must not outlive a crash that its bytes do not
                     os.replace(beside.name, file)
@@ -72,9 +76,8 @@ class PackedWeights:
             if self._says_why:
                 log.warning(UNWRITABLE, self.folder, why.strerror or str(why))
             self._says_why = False
-            return packed
-        mapped = self.recalled(origin, packing, share, packed.nbytes)
-        return packed if mapped is None else mapped
+            return packed, digest
+        return self.recalled(origin, packing, share, packed.nbytes) or (packed, digest)
 
     def _file(self, origin: Origin, packing: str, share: str) -> Path:
         version = f"{origin.version} {packing}"

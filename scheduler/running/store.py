@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from ..layout import REPLICATE, Layout, Local, Replicate, Shard, local_shape
 from ..lowering.lane import DEVICES, Lane
 from ..plan import Plan
 from ..units import nbytes_text
+from .digests import LoadedBytes, digest_of
 from .packed import Origin, PackedWeights
 from .turns import Turn
 
@@ -48,6 +50,7 @@ class Store:
         self.turn: Turn = Turn(self.backends)
         self.between: Between = Between(world, [_rank(device, world) for _, device in group])
         self.nread: int = 0
+        self.loaded_bytes: LoadedBytes = LoadedBytes(world, self.between.ranks)
         self._packed = packed
         self._devices = {number: _DeviceStore(*self.group[number]) for number in self.between.own}
         self._layouts: dict[str, tuple[Spec, Layout]] = {}
@@ -84,11 +87,16 @@ class Store:
                     self.nread += part.nbytes
                     return part
 
-                if self._packed is None or origin is None:
-                    device.load(wanted, share, release)
-                else:
+                place = None
+                if self._packed is not None and origin is not None:
                     which = f"{layout.axis} {layout.runs[number]}" if isinstance(layout, Shard) else "whole"
-                    device.load(wanted, share, release, Place(self._packed, origin, f"{spec} {which}"))
+                    place = Place(self._packed, origin, f"{spec} {which}")
+                digest = device.load(wanted, share, release, place)
+                if self.loaded_bytes.is_checked:
+                    self.loaded_bytes.add(name, layout, number, digest)
+            for number in self.loaded_bytes.others(layout):
+                other = partial(_share, stored, spec, layout, number)
+                self.loaded_bytes.add(name, layout, number, lambda other=other: digest_of(other(), release))  # type: ignore[misc]
 
     def beside(self) -> Store:
         """A store over the same weights, with states of its own."""
@@ -242,23 +250,29 @@ class _DeviceStore:
         data: Callable[[], Array],
         release: Callable[[], object],
         place: Place | None = None,
-    ) -> None:
-        """Load a weight; `data` reads it, which is not called where the weight is kept in its `place`; `release`
-        follows each piece that was loaded."""
+    ) -> Callable[[], bytes]:
+        """Load a weight, and return a function that gives the digest of its bytes.
+
+        `data` reads the weight; it is not called where the weight is kept in its `place`. `release` follows each piece
+        that was loaded.
+        """
         assert wanted.declared is not None
         stored = self.backend.stored(wanted.declared, wanted.kind)
         spec = BufferSpec(wanted.kind, wanted.name, stored.nbytes, wanted.declared, stored)
         packing = self.backend.packing() if stored.dtype.is_quantised and isinstance(self.backend, Packs) else None
         if place is None or packing is None:
-            buffer = self.backend.alloc(spec.nbytes, self.device, lasting=True)
-            self._fill(buffer, wanted.declared, data(), release)
-        elif (kept := place.weights.recalled(place.origin, packing, place.share, spec.nbytes)) is not None:
-            buffer = kept
-        else:
-            packed = self.backend.alloc(spec.nbytes, self.device)
-            self._fill(packed, wanted.declared, data(), release)
-            buffer = place.weights.kept(place.origin, packing, place.share, packed)
+            buffer, part = self.backend.alloc(spec.nbytes, self.device, lasting=True), data()
+            self._fill(buffer, wanted.declared, part, release)
+            self.held[spec.kind, spec.name] = (spec, buffer)
+            return lambda: digest_of(part, release)
+        kept = place.weights.recalled(place.origin, packing, place.share, spec.nbytes)
+        if kept is None:
+            packed, part = self.backend.alloc(spec.nbytes, self.device), data()
+            self._fill(packed, wanted.declared, part, release)
+            kept = place.weights.kept(place.origin, packing, place.share, packed, digest_of(part, release))
+        buffer, digest = kept
         self.held[spec.kind, spec.name] = (spec, buffer)
+        return lambda: digest
 
     def _fill(self, buffer: Any, declared: Spec, data: Array, release: Callable[[], object]) -> None:
         whole = (data, declared, buffer)

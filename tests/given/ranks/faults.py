@@ -49,6 +49,7 @@ AT_A_TOKEN = {
     "breaks": breaks,
     "hangs": lambda: time.sleep(1000),
     "leaves": lambda: os._exit(0),
+    "keeper": lambda: (os.kill(os.getppid(), signal.SIGSTOP), time.sleep(1000)),
 }
 
 

@@ -1,0 +1,170 @@
+"""The ranks of one machine before they talk over MPI: each one leaves a note that the others can read.
+
+A note is a file in memory, open from ``import hocket`` to the end of the process, which Linux shows in ``/proc``. It is
+empty while the process runs, and says at the end why the process ends. No file stays behind.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+from weakref import ref
+
+PROC = Path("/proc")
+NOTE = "hocket-rank"
+LOOK_SECONDS = 0.25
+"""Seconds between two looks at the processes of the other ranks."""
+STOPPED_SECONDS = 4.0
+"""Seconds after which a rank that is stopped counts as failed."""
+IMPORT_SECONDS = 8.0
+"""Seconds for which a rank of this machine is waited for that has not imported hocket."""
+ENDED = "its program ended before that of the others"
+
+MAX_REASON = 300
+"""Characters of a reason."""
+
+
+class Partner(Protocol):
+    """One end of a group of processes, which a script leaves behind."""
+
+    def tell_end(self, why: str) -> None:
+        """Tell the others that this process ends, and why."""
+
+    def await_ends(self) -> None:
+        """Wait until all others have said the same, or one is gone."""
+
+
+_notes: list[int] = []
+_at_end: list[ref[Partner]] = []
+_lost: list[str] = []
+
+
+def begin() -> None:
+    """Leave the note of this process, where the system has such files."""
+    if not _notes and hasattr(os, "memfd_create"):
+        _notes.append(os.memfd_create(NOTE))
+        atexit.register(_end, os.getpid())
+
+
+def at_end(partner: Partner) -> None:
+    """Let `partner` take leave when this process ends, if it lives then."""
+    _at_end.append(ref(partner))
+
+
+def reason_of(error: BaseException) -> str:
+    """Return one line for an error; the line of another rank's failure is passed on as it is."""
+    text = str(error) if type(error).__name__ == "RanksError" else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:MAX_REASON]
+
+
+def lose(why: str) -> None:
+    """Note that a rank is gone: MPI would wait for it for ever, so this process ends without MPI."""
+    _lost.append(why)
+
+
+def _end(pid: int) -> None:
+    if os.getpid() != pid:  # a child that was forked
+        return
+    error = getattr(sys, "last_value", None)
+    why = ENDED if error is None else reason_of(error)
+    os.write(_notes[0], why.encode(errors="replace"))
+    partners = [partner for known in _at_end if (partner := known()) is not None]
+    for partner in partners:
+        partner.tell_end(why)
+    for partner in partners:
+        partner.await_ends()
+    if _lost:
+        if error is None:
+            os.write(2, f"hocket: {_lost[0]}\n".encode())
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process of this machine is stopped; False where the system does not say."""
+    return _stat(pid)[:1] in ("T", "t")
+
+
+def continue_keeper() -> None:
+    """Let the parent of this process go on if it is stopped: it has to end with this process."""
+    if is_stopped(os.getppid()):
+        os.kill(os.getppid(), signal.SIGCONT)
+
+
+def _stat(pid: int) -> str:
+    """The state and the parent of a process, as in ``/proc/PID/stat``; empty if there is none."""
+    with suppress(OSError):
+        return (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(") ")[2]
+    return ""
+
+
+def _siblings() -> Iterator[tuple[int, int]]:
+    """The rank and the process of each rank that the launcher has started on this machine."""
+    from .launch import STARTERS  # which imports the world, and that this module
+
+    parent = str(os.getppid())
+    for entry in PROC.glob("[0-9]*"):
+        pid = int(entry.name)
+        if _stat(pid).split(" ", 2)[1:2] == [parent] and pid != os.getpid():
+            with suppress(OSError, ValueError):
+                words = (entry / "environ").read_bytes().split(b"\0")
+                variables = dict(word.decode(errors="replace").partition("=")[::2] for word in words)
+                rank = next((variables[name] for _, name, _ in STARTERS if name in variables), None)
+                if rank is not None:
+                    yield int(rank), pid
+
+
+def _note_of(pid: int) -> str | None:
+    """The note of a process; None if it has none."""
+    with suppress(OSError):
+        for link in (PROC / str(pid) / "fd").iterdir():
+            with suppress(OSError):
+                if os.readlink(link).startswith(f"/memfd:{NOTE}"):
+                    return link.read_text(errors="replace")
+    return None
+
+
+class Absent:
+    """Why ranks of this machine do not come to a meeting for which this rank waits."""
+
+    def __init__(self, ranks: Collection[int]) -> None:
+        """`ranks`: numbers in ``MPI.COMM_WORLD``."""
+        self._ranks, self._start = ranks, time.monotonic()
+        self._looked = self._start
+        self._processes: dict[int, int] = {}
+        self._stopped: dict[int, float] = {}
+
+    def find(self) -> tuple[int, str] | None:
+        """Return a rank that will not come, and the reason; None if there is no such rank."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return None
+        self._looked = now
+        self._processes.update((rank, pid) for rank, pid in _siblings() if rank in self._ranks)
+        for rank, pid in self._processes.items():
+            if why := self._why(rank, pid, now):
+                return rank, why
+        return None
+
+    def _why(self, rank: int, pid: int, now: float) -> str:
+        if _stat(pid)[:1] in ("", "Z", "X"):
+            lose("it was killed")
+            return "its process is gone: it was killed, or ended without a word"
+        if not is_stopped(pid):
+            self._stopped.pop(rank, None)
+        elif now - self._stopped.setdefault(rank, now) > STOPPED_SECONDS:
+            lose("it was stopped")
+            return "it was stopped (SIGSTOP)"
+        note = _note_of(pid)
+        if note is None and now - self._start > IMPORT_SECONDS:
+            return f"it has not imported hocket for {IMPORT_SECONDS:.0f} s: it ended, or imports hocket late"
+        return note or ""

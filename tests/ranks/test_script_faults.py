@@ -1,0 +1,85 @@
+"""A script of the Python API in which one rank goes wrong: at each moment all ranks end, and say which rank and why."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ..given.models.goldens import TINY
+from ..given.ranks import script
+from ..given.ranks.mpi import MPIEXEC, hocket_in, needs_mpi
+
+MOMENTS = ("before the import", "before load", "during load", "during a run", "between runs", "after")
+SAID = {"raises": "RuntimeError: rank 1 is unwell", "exits": "its program ended", "stopped": "stopped"}
+SECONDS = 60
+"""Ten of them are for the end; the others for the start of three processes on a busy machine."""
+
+
+def run_script(moment, fault):
+    command = [str(MPIEXEC), "-iface", "lo", "-n", "3", sys.executable, script.__file__, moment, fault]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL, check=False
+    )
+
+
+@needs_mpi
+@pytest.mark.long(cases=3)
+@pytest.mark.parametrize("fault", SAID)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_script_with_a_rank_that_goes_wrong_ends(moment, fault):
+    done = run_script(moment, fault)
+    if moment == "after" and fault == "exits":  # all have done their work
+        assert done.returncode == 0, done
+        return
+    assert done.returncode, done
+    if moment == "after" and fault == "raises":  # no other rank needs it any more
+        assert SAID[fault] in done.stderr
+        return
+    wanted = "it has not imported hocket" if moment == "before the import" and fault != "stopped" else SAID[fault]
+    if moment == "during load" and fault == "exits":
+        wanted = "SystemExit: 0"
+    lines = [line for line in done.stderr.splitlines() if "rank 1 on " in line and wanted in line]
+    assert lines, done
+
+
+@needs_mpi
+@pytest.mark.long(cases=1)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_launcher_ends_a_script_of_which_a_rank_is_killed(moment):
+    assert run_script(moment, "killed").returncode
+
+
+@needs_mpi
+@pytest.mark.long(cases=2)
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("run", TINY, "--foo"), "there is no flag '--foo'"),
+        (("bogus",), "there is no command 'bogus'"),
+        (("run", TINY, "-p", "a", "--devices", "metal"), "there is no backend for device kind 'metal'"),
+        (("run", TINY, "-p", "a", "-c", "1000000"), "context size is 1000000"),
+    ],
+    ids=["flag", "command", "device", "context"],
+)
+def test_wrong_usage_is_said_once_and_ends_with_2(words, said):
+    command = [str(MPIEXEC), "-iface", "lo", "-n", "2", sys.executable, "-m", "hocket", *map(str, words)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL, check=False
+    )
+    assert done.returncode == 2, done
+    assert done.stderr.count(said) == 1, done
+    assert "BAD TERMINATION" not in done.stdout + done.stderr
+    assert "None" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@needs_mpi
+@pytest.mark.long
+def test_a_keeper_that_is_stopped_ends_all():
+    done = hocket_in(
+        2, "run", TINY, "-n", 9, "--temp", 0, "--ignore-eos", "-p", "a", "--devices", "numpy:0", fault="keeper"
+    )
+    assert done.code, done
+    assert any("rank 1 on " in line and "was stopped (SIGSTOP)" in line for line in done.lines), done
