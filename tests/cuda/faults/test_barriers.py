@@ -76,6 +76,8 @@ LEFT_OUT = {
     ("attention_many.cuh", 0): "few loads at once, for which there are registers: orders no memory",
     ("collective.cu", 1): "all are told before anybody waits, however threads take turns: orders no memory",
 }
+# Without these barriers the emulation stops the launch with a message, and has noted no accesses.
+WITHOUT_ACCESSES = {("attention_few.cu", 0): "touches memory that is not its own"}
 # Other tests drop these: those of chains, and of devices that meet.
 ELSEWHERE = [*test_chain_faults.BARRIERS, *test_order.BARRIERS]
 
@@ -115,6 +117,9 @@ def test_with_all_barriers_accesses_are_in_order(file, case):
 @pytest.mark.parametrize(("file", "number", "case"), CASES)
 def test_a_barrier_that_is_dropped_is_missed(file, number, case):
     result, pairs = judged(file, case, (file, barriers(file)[number]))
+    if (file, number) in WITHOUT_ACCESSES:
+        assert WITHOUT_ACCESSES[file, number] in result.why
+        return
     assert pairs, result.why
     assert all("in no order with" in pair for pair in pairs)
 
