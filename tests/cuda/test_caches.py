@@ -16,7 +16,7 @@ from hocket.graph.errors import StepError
 from hocket.ops.quants import decoded, encoded
 from hocket.scheduler import load, plan_for
 
-from ..given.devices.emulation import is_found, needs_compiler
+from ..given.devices.emulation import WRONG_RESULTS, finding, needs_compiler
 from ..given.models.goldens import nmse, path_of, tokens_of
 from ..given.state_ways import inputs_of, ways
 
@@ -66,7 +66,8 @@ def test_rows_are_rounded_to_the_nearest(dtype: str) -> None:
 @pytest.mark.parametrize(("dtype", "kind", "kept"), [("f16", "half", "0xffffe000u"), ("bf16", "bf16", "0xffff0000u")])
 def test_rows_that_are_cut_off_are_found(dtype: str, kind: str, kept: str) -> None:
     good, cut = f"to->bits = float_to_{kind}(x)", f"__uint_as_float(__float_as_uint(x) & {kept})"
-    assert is_found("cells.cuh", good, f"to->bits = float_to_{kind}({cut})", lambda backend: rounded(dtype, backend))
+    bad = f"to->bits = float_to_{kind}({cut})"
+    assert finding("cells.cuh", good, bad, lambda backend: rounded(dtype, backend)) == WRONG_RESULTS
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -27,12 +27,15 @@ OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fopenmp", "-fno-strict-ali
 CHECKS = ("-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error")
 """What a device traps, or would not notice, and cuda.h reports."""
 ACCESSES = (
-    *("-g", "-fsanitize=kernel-address", "-fno-tree-sra", "-fno-tree-vectorize"),
+    *("-g1", "-fsanitize=kernel-address", "-fno-tree-sra", "-fno-tree-vectorize"),
     *("--param", "asan-instrumentation-with-call-threshold=0", "--param", "asan-stack=0", "--param", "asan-globals=0"),
 )
 """In place of the checks: a call for each load and store, which keeps the width that the source gives it."""
 COUNTS = (*ACCESSES, '-DHOCKET_SEEN="counters.h"')
 ORDER = (*ACCESSES, '-DHOCKET_SEEN="order.h"')
+FROM_TEXT = (f"-I{HEADERS}", "-x", "c++", "-")
+PARSED = "cuda.h.gch"
+"""The precompiled header that every source includes."""
 LOCK = ".lock"
 log = logging.getLogger("hocket.kernels")
 _building = threading.Lock()
@@ -62,27 +65,46 @@ def translation(source: Source) -> str:
 def library(source: Source, extra: tuple[str, ...] = CHECKS) -> ctypes.CDLL:
     """The compiled library of a source, checked or counted.  Raises `BackendError` with the first error of the
     compiler."""
+    return _loaded(source.file, translation(source), (*OPTIONS, *extra), (f"-I{_headers(extra)}", *FROM_TEXT))
+
+
+@once
+def disorder_library() -> ctypes.CDLL:
+    """The compiled code that finds accesses in no order."""
+    file = HEADERS / "disorder.cpp"
+    return _loaded(file.name, file.read_text("utf-8"), OPTIONS, FROM_TEXT)
+
+
+def _loaded(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ...]) -> ctypes.CDLL:
     with _building:
-        path = _built(source, extra)
+        path = _built(file, text, options, inputs)
         try:
             return ctypes.CDLL(str(path))
         except OSError:  # damaged
             path.unlink()
-            return ctypes.CDLL(str(_built(source, extra)))
+            return ctypes.CDLL(str(_built(file, text, options, inputs)))
+
+
+@once
+def _headers(extra: tuple[str, ...]) -> Path:
+    """The folder of the precompiled header."""
+    with _building:
+        return _built(PARSED, "", (*OPTIONS, *extra), ("-x", "c++-header", str(HEADERS / "cuda.h"))).parent
 
 
 @cache
-def _surroundings(command: str, extra: tuple[str, ...]) -> bytes:
+def _surroundings(command: str, options: tuple[str, ...]) -> bytes:
     """Everything besides the source that decides its code."""
     version = subprocess.run([command, "--version"], capture_output=True, check=True).stdout
-    options = repr((*OPTIONS, *extra)).encode()
-    return b"\0".join((*(h.read_bytes() for h in sorted(HEADERS.glob("*.h"))), version, options))
+    return b"\0".join((*(h.read_bytes() for h in sorted(HEADERS.glob("*.h"))), version, repr(options).encode()))
 
 
-def _built(source: Source, extra: tuple[str, ...]) -> Path:
-    command, text = compiler(), translation(source)
-    key = hashlib.sha256(_surroundings(command, extra) + text.encode()).hexdigest()
-    target = cache_folder() / "emulated" / f"{Path(source.file).stem}-{key[:32]}.so"
+def _built(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ...]) -> Path:
+    """`inputs` say where g++ finds the text and its headers, whose contents are part of the key."""
+    command = compiler()
+    key = hashlib.sha256(_surroundings(command, options) + text.encode()).hexdigest()
+    name = Path(key[:32], file) if file == PARSED else f"{Path(file).stem}-{key[:32]}.so"
+    target = cache_folder() / "emulated" / name
     if target.exists():
         return target
     try:
@@ -92,7 +114,7 @@ def _built(source: Source, extra: tuple[str, ...]) -> Path:
         target = Path(tempfile.mkdtemp(prefix="hocket-")) / target.name
     with _alone(target.parent, int(key[:8], 16)):
         if not target.exists():  # no other process was first
-            _compile(source, (command, *OPTIONS, *extra), text, target)
+            _compile(file, (command, *options, *inputs), text, target)
     return target
 
 
@@ -104,14 +126,13 @@ def _alone(folder: Path, number: int) -> Iterator[None]:
         yield
 
 
-def _compile(source: Source, command: Sequence[str], text: str, target: Path) -> None:
-    log.info(COMPILING, source.file)
+def _compile(file: str, command: Sequence[str], text: str, target: Path) -> None:
+    log.info(COMPILING, file)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / "kernels.so"
-        files = [f"-I{HEADERS}", "-x", "c++", "-", "-o", str(made)]
-        done = subprocess.run([*command, *files], input=text, capture_output=True, text=True)
+        made = Path(folder) / target.name
+        done = subprocess.run([*command, "-o", str(made)], input=text, capture_output=True, text=True)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            raise BackendError(f"{source.file} does not compile: {errors[0] if errors else 'g++ gives no reason'}")
+            raise BackendError(f"{file} does not compile: {errors[0] if errors else 'g++ gives no reason'}")
         os.replace(made, target)  # other processes see all of it or nothing
-    log.info(COMPILED, source.file)
+    log.info(COMPILED, file)

@@ -17,20 +17,27 @@ static void forget_guarded(char *memory, size_t bytes) {
     size_t pages = (bytes + PAGE - 1) / PAGE * PAGE;
     munmap(memory + (bytes + 15) / 16 * 16 - pages - PAGE, pages + 2 * PAGE);
 }
-static void prepare(Worker &w, const Launch &l) {
+// Of an operating-system thread, for each block of a cluster.  A process has them once, however many libraries it loads:
+// g++ makes a variable that is inline unique.
+struct Stacks { char *low; size_t count; };
+inline thread_local Stacks stacks_of[MOST_BLOCKS];
+
+static void prepare(Worker &w, const Launch &l, unsigned rank) {
     w.grid = {(unsigned)l.grid[0], (unsigned)l.grid[1], (unsigned)l.grid[2]};
     w.shape = {(unsigned)l.block[0], (unsigned)l.block[1], (unsigned)l.block[2]};
     w.threads = l.block[0] * l.block[1] * l.block[2];
     w.arguments = l.arguments;
     w.failed = false;
-    if (w.stack_count < w.threads) {
-        if (w.stacks) munmap(w.stacks - BELOW, BELOW + w.stack_count * STACK);
+    Stacks &kept = stacks_of[rank];
+    if (kept.count < w.threads) {
+        if (kept.low) munmap(kept.low - BELOW, BELOW + kept.count * STACK);
         const int how = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-        w.stacks = (char *)mmap(nullptr, BELOW + w.threads * STACK, PROT_READ | PROT_WRITE, how, -1, 0) + BELOW;
-        if (w.stacks - BELOW == MAP_FAILED) abort();
-        mprotect(w.stacks - BELOW, BELOW, PROT_NONE);
-        w.stack_count = w.threads;
+        kept.low = (char *)mmap(nullptr, BELOW + w.threads * STACK, PROT_READ | PROT_WRITE, how, -1, 0) + BELOW;
+        if (kept.low - BELOW == MAP_FAILED) abort();
+        mprotect(kept.low - BELOW, BELOW, PROT_NONE);
+        kept.count = w.threads;
     }
+    w.stacks = kept.low, w.stack_count = kept.count;
     if (w.shared == nullptr || w.shared_bytes != (size_t)l.shared_bytes) {
         if (w.shared) forget_guarded(w.shared, w.shared_bytes);
         w.shared = guarded(l.shared_bytes);
@@ -86,7 +93,7 @@ static void run_grid(void (*enter)(const void *, const void *), const void *kern
         catch_faults();
         for (unsigned i = 0; i < size; i++) {
             Worker &w = mine[i];
-            prepare(w, l);
+            prepare(w, l, i);
             w.enter = enter, w.kernel = kernel, w.report = &own;
             w.cluster = &cluster, w.rank = i;
         }

@@ -9,19 +9,10 @@
 #include <map>
 
 #include "accesses.h"
+#include "event.h"
 
 namespace emulation {
 
-enum Kind {
-    LOAD, STORE, RELAXED_LOAD, RELAXED_STORE, ACQUIRE, RELEASE, TOGETHER, EARLIER, BY_PRODUCT, SHOWN,
-    ARRIVED, OVER, WAITED, ISSUED, COPIED_FROM, COPIED_TO, COPIED,
-};
-struct Event {  // as ordered.py reads it
-    uint64_t turn, at, code, value;  // of a word: what it is; together: the lanes of a warp, or 0 for the whole block; of
-                                     // arrivals: the block that they are of; of a copy in bulk: its number
-    uint32_t block, thread, bytes;
-    uint8_t kind, is_shared, unused[2];
-};
 struct Span { uint64_t low, high; };
 static thread_local uint64_t *turns;
 static thread_local std::vector<Span> spans;  // the memory of devices, by address
@@ -114,9 +105,13 @@ extern "C" HOCKET_UNSEEN void order_begin(uint64_t *all_turns, const emulation::
     events.clear(), last_seen.clear();
     is_hidden = false;
 }
-extern "C" HOCKET_UNSEEN int64_t order_end(const emulation::Event **out) {
+extern "C" HOCKET_UNSEEN int64_t order_end() {
+    emulation::is_hidden = true;
+    return emulation::events.size();
+}
+// The events, which are forgotten here.
+extern "C" HOCKET_UNSEEN void order_take(emulation::Event *to) {
     using namespace emulation;
-    is_hidden = true;
-    *out = events.data();
-    return events.size();
+    std::copy(events.begin(), events.end(), to);
+    std::vector<Event>().swap(events);
 }

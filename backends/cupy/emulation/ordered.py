@@ -26,7 +26,7 @@ EVENT = np.dtype(
         *(("kind", np.uint8), ("is_shared", np.uint8), ("unused", np.uint16)),
     ]
 )
-"""As order.h has it."""
+"""As event.h has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +142,18 @@ class OrderedDriver(EmulatedDriver):
         """Make a launch.  Raises `LaunchError` with what the emulation found."""
         words = np.array(launch.words, np.uint64)
         shape = shape_of(launch, words, order)
-        report, first = Report(), ctypes.c_void_p()
+        report = Report()
         code.launch_0.restype, code.order_end.restype = None, ctypes.c_int64
         memory = np.array(sorted((m.low, m.high) for m in self.memory), np.uint64)
         file, line = ctypes.c_char_p(self.dropped[0].encode()), ctypes.c_int64(self.dropped[1])
         given = ctypes.c_void_p(memory.ctypes.data), ctypes.c_int64(len(memory))
         code.order_begin(ctypes.byref(self._turns), *given, file, line)
         code.launch_0(ctypes.byref(shape), ctypes.byref(report))
-        many = code.order_end(ctypes.byref(first))
+        events = np.empty(code.order_end(), EVENT)
+        code.order_take(ctypes.c_void_p(events.ctypes.data))
         if report.status:
             raise LaunchError(launch.number, f"{launch.kernel}: {report.text.decode()}")
-        room = np.empty(many, EVENT)
-        if many:
-            ctypes.memmove(room.ctypes.data, first, room.nbytes)
-        return room
+        return events
 
 
 class OrderedBackend(DriverBackend):

@@ -23,7 +23,7 @@ from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for
 
 from ...given.devices.disordered import Disordered
-from ...given.devices.emulation import FaultyDriver, is_found, needs_compiler
+from ...given.devices.emulation import WRONG_RESULTS, FaultyDriver, finding, needs_compiler
 from ...given.devices.products import dense, tiles_of
 
 pytestmark = needs_compiler
@@ -117,7 +117,7 @@ MISPLACED = {
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", MISPLACED)
 def test_what_lies_in_the_wrong_place_gives_other_numbers(name):
-    assert is_found(FILE, *MISPLACED[name], is_right)
+    assert finding(FILE, *MISPLACED[name], is_right) == WRONG_RESULTS
 
 
 def test_without_a_mistake_nothing_is_found():

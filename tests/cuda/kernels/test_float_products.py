@@ -16,7 +16,7 @@ from hocket.graph.dtypes import DType
 from hocket.ops.quants import encoded
 from hocket.scheduler import load, plan_for
 
-from ...given.devices.emulation import is_found, needs_compiler
+from ...given.devices.emulation import WRONG_RESULTS, finding, needs_compiler
 
 pytestmark = needs_compiler
 
@@ -89,7 +89,7 @@ def test_few_columns_of_rows_that_neighbour_are_added_up(rows, columns, tokens, 
     ],
 )
 def test_a_mistake_in_a_sum_of_few_columns_is_found(old, new):
-    assert is_found("products.cu", old, new, lambda backend: sum_is_right(200, 10, 3, backend=backend))
+    assert finding("products.cu", old, new, lambda backend: sum_is_right(200, 10, 3, backend=backend)) == WRONG_RESULTS
 
 
 TILES, SHARED = partial(is_right, 130, 50, 70), partial(is_right, 70, 400, 33, 2)
@@ -145,19 +145,19 @@ def test_columns_of_a_gated_unit_are_shared_out_among_warps(rows, columns):
 
 def test_a_row_past_the_last_of_a_gated_unit_is_found():
     edit = ("dense.cu", "if (warp % parts > 0 || !real) return;", "if (warp % parts > 0) return;")
-    assert is_found(*edit, lambda backend: unit_is_right(3, 1024, backend))
+    assert finding(*edit, lambda backend: unit_is_right(3, 1024, backend)) == WRONG_RESULTS
 
 
 @pytest.mark.parametrize("name", OF_FEW)
 def test_a_mistake_in_a_product_of_few_rows_is_found(name):
-    assert is_found("dense.cu", *OF_FEW[name], lambda backend: FEW(backend=backend))
+    assert finding("dense.cu", *OF_FEW[name], lambda backend: FEW(backend=backend)) == WRONG_RESULTS
 
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_a_product_is_found(name):
     old, new, right = PLANTS[name]
-    assert is_found("products.cu", old, new, lambda backend: right(backend=backend))
+    assert finding("products.cu", old, new, lambda backend: right(backend=backend)) == WRONG_RESULTS
 
 
 @pytest.mark.parametrize("right", [TILES, SHARED])

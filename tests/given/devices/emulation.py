@@ -78,9 +78,18 @@ class FaultyDriver(EmulatedDriver):
         return super().record([with_fault(launch, *self.edit) for launch in own], on)
 
 
-def is_found(file: str, good: str, bad: str, is_right: Callable[[DriverBackend], bool]) -> bool:
-    """Whether a mistake in a kernel is found: the emulation stops it, or its results are not right."""
+WRONG_RESULTS = "the results are wrong"
+PAST_END, IN_FLIGHT = (
+    r"touches memory that is not its own: \d+ bytes past the end",
+    "ends with copies to shared memory in flight",
+)
+"""Messages of the emulation."""
+
+
+def finding(file: str, good: str, bad: str, is_right: Callable[[DriverBackend], bool]) -> str:
+    """How a mistake in a kernel is found: `WRONG_RESULTS`, or the message of the emulation that stops it; empty
+    if it is not found."""
     try:
-        return not is_right(DriverBackend(FaultyDriver(file, good, bad)))
-    except BackendError:
-        return True
+        return "" if is_right(DriverBackend(FaultyDriver(file, good, bad))) else WRONG_RESULTS
+    except BackendError as why:
+        return str(why)
