@@ -266,7 +266,7 @@ class _Parser:
     def deeper(self) -> None:
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            self.fail(f"at maximum {MAX_DEPTH} nested brackets and repetitions")
+            self.fail(f"at most {MAX_DEPTH} nested brackets and repetitions")
 
     def group(self) -> Expression:
         self.deeper()

@@ -350,7 +350,7 @@ def test_a_number_too_large_to_sample_by_is_refused_by_name(name: str, value: ob
         Sampling(**{name: value})  # type: ignore[arg-type]
 
 
-def test_the_second_turn_puts_no_space_into_the_prompt(tmp_path: Path) -> None:
+def test_the_second_turn_adds_no_space(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}#{{ m.role[0] }}:{{ m.content }};{% endfor %}"
         "{% if add_generation_prompt %}#a:{% endif %}"
