@@ -48,8 +48,8 @@ class Sampling:
 
     The order and the penalties are those of llama.cpp.  `bias` are pairs of a token and a number that is
     added to its logit; -inf bans the token.  Of the last `repeat_last_n` tokens (0: none, -1: all) each has its logit
-    divided by `repeat_penalty` where it is positive and multiplied where not, and lowered by `presence_penalty` once and
-    by `frequency_penalty` for each time it occurs.
+    divided by `repeat_penalty` where it is positive and multiplied where not, and lowered by `presence_penalty` once
+    and by `frequency_penalty` for each time it occurs.
     `top_k` 0, `top_p` 1, `min_p` 0, `repeat_penalty` 1 and the other penalties 0 leave their part out.  Raises
     `ModelError`.
     """

@@ -54,7 +54,7 @@ class ChatFormat:
     variables: Mapping[str, object]
 
     def render(self, messages: Sequence[Mapping[str, object]], *, bos: str, eos: str) -> str:
-        return render_chat(self.template, messages, bos=bos, eos=eos, **self.variables)
+        return render_chat(self.template, messages, bos=bos, eos=eos, **self.variables)  # type: ignore[arg-type]
 
 
 def chat_format(

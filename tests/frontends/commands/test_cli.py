@@ -455,7 +455,7 @@ def test_a_context_that_shifts_takes_the_end_of_a_long_prompt(capsys: Capture) -
 
 
 @pytest.mark.parametrize(
-    ("architecture", "keys", "said"),
+    ("architecture", "keys", "use"),
     [
         ("clip", {"general_type": "mmproj"}, "mmproj"),
         ("clip", {}, "mmproj"),
@@ -466,13 +466,13 @@ def test_a_context_that_shifts_takes_the_end_of_a_long_prompt(capsys: Capture) -
     ],
 )
 def test_a_file_that_is_no_model_is_named_with_its_use(
-    capsys: Capture, tmp_path: Path, architecture: str, keys: dict[str, str], said: str
+    capsys: Capture, tmp_path: Path, architecture: str, keys: dict[str, str], use: str
 ) -> None:
     path = write_other(tmp_path / "other.gguf", architecture, **keys)
     for command in ("run", "plan", "embed"):
         assert main([command, str(path)]) == 2
         error = capsys.readouterr().err
-        assert said in error
+        assert use in error
         assert error.count("\n") == 1
 
 
