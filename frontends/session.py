@@ -296,7 +296,7 @@ class Session:
             if length + len(new) > self.context:
                 raise ModelError(
                     f"sequence {i} would have {length + len(new)} tokens, but the context holds {self.context}; "
-                    f"shorten the text{self.ways_on}"
+                    f"shorten the text{self.other_remedies}"
                 )
             if new and (length or len(new) > self.batch) and not self.model.is_causal:
                 raise ModelError(
@@ -305,7 +305,7 @@ class Session:
                 )
 
     @property
-    def ways_on(self) -> str:
+    def other_remedies(self) -> str:
         """The end of a message about a text that is too long: other remedies than a shorter text."""
         longer = ", raise --ctx-size (Python: context)" if self.context < self.model.context_length else ""
         shift = ", or go on with --context-shift (Python: context_shift=True)" if self.model.is_causal else ""

@@ -79,7 +79,7 @@ def chat_flags(sub: argparse.ArgumentParser) -> None:
     """How messages become a prompt."""
     names = ("--chat-template", "--chat-template-file")
     sub.add_argument(*names, dest="template", metavar="FILE", help="chat template (jinja2) in place of the model's")
-    further = 'further variables of the chat template, as \'{"enable_thinking": false}\''
+    further = "further variables of the chat template, as '{\"enable_thinking\": false}'"
     sub.add_argument("--chat-template-kwargs", dest="variables", type=json_object, metavar="JSON", help=further)
     sub.add_argument("--tools", metavar="FILE", help="JSON list of the functions that the chat template describes")
 

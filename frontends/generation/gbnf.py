@@ -75,8 +75,8 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class Repetition:
     item: Expression
-    least: int
-    most: int | None
+    minimum: int
+    maximum: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Lexeme:
 
 Expression = Characters | Tokens | Sequence | Choice | Repetition | Reference | Lexeme
 Rules = Mapping[str, Expression]
-EMPTY = Sequence(())
+EMPTY_SEQUENCE = Sequence(())
 
 
 def lark_of(grammar: str, token_id: Callable[[str], int | None], token_count: int, end_ids: frozenset[int]) -> str:
@@ -138,8 +138,9 @@ class _Parser:
             if self.next not in ("", "\r", "\n"):
                 self.fail("the end of the rule")
             self.skip(LINES)
-        for name, self.position in {ROOT: 0, **self.first_use}.items():
+        for name, position in {ROOT: 0, **self.first_use}.items():
             if name not in rules:
+                self.position = position
                 self.fail(f"a rule named {name!r:.40}")
         return rules
 
@@ -284,7 +285,7 @@ class _Parser:
         token = int(number) if number else self.token_id(f"<{name}")
         if token is None or token >= self.token_count:
             self.position = start
-            self.fail(f"a token of the model, whose ids are 0 to {self.token_count - 1}")
+            self.fail(f"a token of the model, from 0 to {self.token_count - 1}")
         if not is_negated:
             return Tokens(((token, token),))
         left_out = sorted({token, *self.end_ids})
@@ -293,11 +294,11 @@ class _Parser:
 
     def repetition(self, item: Expression) -> Expression:
         if self.next == "{":
-            least, comma, most = self.match(COUNTS, "a count, as {2}, {2,} or {2,4}").groups()
-            low, high = int(least), int(most or least) if most or not comma else None
+            minimum, comma, maximum = self.match(COUNTS, "a count, as {2}, {2,} or {2,4}").groups()
+            low, high = int(minimum), int(maximum or minimum) if maximum or not comma else None
             if high is not None and high < low:
-                self.fail("a largest count of at least the smallest one")
-            return EMPTY if high == 0 else Repetition(item, low, high)
+                self.fail("a largest count of at minimum the smallest one")
+            return EMPTY_SEQUENCE if high == 0 else Repetition(item, low, high)
         sign = self.next
         self.position += 1
         return Repetition(item, int(sign == "+"), 1 if sign == "?" else None)
@@ -390,7 +391,7 @@ class _Lexemes:
         self.split: set[Expression] = set()
         self.edges: dict[Expression, tuple[int, int, bool, bool]] = {}
         while True:
-            self.bodies = self.lexed_rules()
+            self.bodies = self.rules_with_lexemes()
             conflicts = self.conflicts()
             if not conflicts:
                 break
@@ -398,14 +399,14 @@ class _Lexemes:
 
     # ---- cutting rules into lexemes
 
-    def lexed_rules(self) -> dict[str, Expression]:
+    def rules_with_lexemes(self) -> dict[str, Expression]:
         bodies: dict[str, Expression] = {}
         left = [ROOT]
         while left:
             name = left.pop()
             if name not in bodies:
-                bodies[name] = self.lexed(self.rules[name])
-                left += [n for n in self.rule_references(bodies[name])]
+                bodies[name] = self.with_lexemes(self.rules[name])
+                left += self.rule_references(bodies[name])
         return bodies
 
     def rule_references(self, expression: Expression) -> Iterator[str]:
@@ -419,8 +420,8 @@ class _Lexemes:
     def is_regular(self, expression: Expression) -> bool:
         return not _has_tokens(expression) and all(name in self.regular for name in _references(expression))
 
-    def lexed(self, expression: Expression) -> Expression:
-        if self.is_regular(expression) and expression not in self.split and expression != EMPTY:
+    def with_lexemes(self, expression: Expression) -> Expression:
+        if self.is_regular(expression) and expression not in self.split and expression != EMPTY_SEQUENCE:
             return Lexeme(expression)
         match expression:
             case Sequence(items):
@@ -432,17 +433,17 @@ class _Lexemes:
                         continue
                     whole = run[0] if len(run) == 1 else Sequence(tuple(run))
                     if whole in self.split or len(run) == len(items):
-                        parts += map(self.lexed, run)
+                        parts += map(self.with_lexemes, run)
                     elif run:
-                        parts.append(self.lexed(whole))
+                        parts.append(self.with_lexemes(whole))
                     run = []
                     if item is not None:
-                        parts.append(self.lexed(item))
+                        parts.append(self.with_lexemes(item))
                 return Sequence(tuple(parts))
             case Choice(items):
-                return Choice(tuple(map(self.lexed, items)))
-            case Repetition(item, least, most):
-                return Repetition(self.lexed(item), least, most)
+                return Choice(tuple(map(self.with_lexemes, items)))
+            case Repetition(item, minimum, maximum):
+                return Repetition(self.with_lexemes(item), minimum, maximum)
         return expression
 
     # ---- which lexemes the longest match would cut elsewhere
@@ -454,7 +455,7 @@ class _Lexemes:
         following: dict[Expression, frozenset[Expression]] = {}
 
         def walk(expression: Expression, then: frozenset[Expression]) -> frozenset[Expression]:
-            """Note what follows each lexeme; return what begins the expression where `then` may follow it."""
+            """Note the followers of each lexeme; return the first lexemes of an expression that `then` may follow."""
             match expression:
                 case Lexeme(body):
                     following[body] = following.get(body, frozenset()) | then
@@ -468,11 +469,11 @@ class _Lexemes:
                     return then
                 case Choice(items):
                     return frozenset[Expression]().union(*(walk(item, then) for item in items))
-                case Repetition(item, least, most):
+                case Repetition(item, minimum, maximum):
                     begun = walk(item, then)
-                    if most != 1:
+                    if maximum != 1:
                         begun |= walk(item, then | begun)
-                    return begun | (then if not least else frozenset())
+                    return begun | (then if not minimum else frozenset())
             return frozenset()  # a token
 
         size = -1
@@ -480,7 +481,7 @@ class _Lexemes:
             for name, body in self.bodies.items():
                 walk(body, after[name])
                 first[name] = walk(body, frozenset())
-        groups = self.merged(following, first[ROOT])
+        groups = self.join_followers(following, first[ROOT])
         found: set[Expression] = set()
         for group in groups:
             for a, b in combinations(group, 2):
@@ -494,7 +495,7 @@ class _Lexemes:
                 found.add(lexeme)
         return found
 
-    def merged(
+    def join_followers(
         self, following: dict[Expression, frozenset[Expression]], start: frozenset[Expression]
     ) -> set[frozenset[Expression]]:
         """Return the sets of lexemes that may come together. Two of one character that have a byte in common may have
@@ -524,8 +525,8 @@ class _Lexemes:
                     return all(map(is_nullable, items))
                 case Choice(items):
                     return any(map(is_nullable, items))
-                case Repetition(item, least):
-                    return not least or is_nullable(item)
+                case Repetition(item, minimum):
+                    return not minimum or is_nullable(item)
             return False
 
         while new := {n for n, body in self.bodies.items() if n not in nullable and is_nullable(body)}:
@@ -574,12 +575,12 @@ class _Lexemes:
                     frozenset[int]().union(*(part.first for part in parts)),
                     frozenset[int]().union(*(part.last for part in parts)),
                 )
-            case Repetition(item, least, most):
+            case Repetition(item, minimum, maximum):
                 part = self.positions(item, sets, follow)
-                if most != 1:
+                if maximum != 1:
                     for p in part.last:
                         follow[p] |= part.first
-                return _Automaton(part.is_nullable or not least, part.first, part.last)
+                return _Automaton(part.is_nullable or not minimum, part.first, part.last)
         raise AssertionError(expression)  # lexemes have no tokens, and are not nested
 
 
@@ -620,7 +621,7 @@ def _write(rules: Rules) -> str:
     terminals: dict[Expression, str] = {}
     inside: dict[str, str] = {}
 
-    def written(expression: Expression, in_lexeme: bool) -> str:
+    def format_body(expression: Expression, in_lexeme: bool) -> str:
         match expression:
             case Characters() | Tokens():
                 return expression.text
@@ -633,16 +634,16 @@ def _write(rules: Rules) -> str:
                     return f"rule{numbers[name]}"
                 if name not in inside:
                     inside[name] = f"RULE{numbers[name]}"
-                    inside[name] += f": {written(rules[name], True)}"
+                    inside[name] += f": {format_body(rules[name], True)}"
                 return inside[name].partition(":")[0]
             case Sequence(items):
-                return f"({' '.join(written(item, in_lexeme) for item in items)})" if items else '""'
+                return f"({' '.join(format_body(item, in_lexeme) for item in items)})" if items else '""'
             case Choice(items):
-                return f"({' | '.join(written(item, in_lexeme) for item in items)})"
-            case Repetition(item, least, most):
-                count = f"{{{least},{'' if most is None else most}}}"
-                return f"({written(item, in_lexeme)}){count}"
+                return f"({' | '.join(format_body(item, in_lexeme) for item in items)})"
+            case Repetition(item, minimum, maximum):
+                count = f"{{{minimum},{'' if maximum is None else maximum}}}"
+                return f"({format_body(item, in_lexeme)}){count}"
 
-    lines = [f"rule{numbers[name]}: {written(body, False)}" for name, body in bodies.items()]
-    lines += [f"{name}: {written(body, True)}" for body, name in [*terminals.items()]]
+    lines = [f"rule{numbers[name]}: {format_body(body, False)}" for name, body in bodies.items()]
+    lines += [f"{name}: {format_body(body, True)}" for body, name in [*terminals.items()]]
     return "\n".join([f"start: rule{numbers[ROOT]}", *lines, *inside.values()]) + "\n"

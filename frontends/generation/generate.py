@@ -277,7 +277,9 @@ def prepare(session: Session, prompt: Sequence[int], drawing: Drawing, ahead: Ah
     start, vocabulary = time.perf_counter(), session.model.vocabulary_size
     drawing.sampling.check(vocabulary)
     prompt = prompt[: session.context]  # a longer one is cut if the context shifts, else refused
-    replace(drawing.sampling, bias=()).choose(np.zeros(vocabulary, np.float32), np.random.default_rng(0))  # that has a kernel, too
+    replace(drawing.sampling, bias=()).choose(
+        np.zeros(vocabulary, np.float32), np.random.default_rng(0)
+    )  # that has a kernel, too
     session.prepare(len(prompt))
     if drawing.limit not in (0, 1):
         length = session.lengths[0] + len(prompt) + 1

@@ -23,9 +23,9 @@ UNKNOWN_FORMAT = "Unknown format: "
 ENDED = ("NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence")
 """Reasons of a matcher that is not done, or done."""
 DATA = ("const", "default", "enum", "examples")
-"""Keywords of a JSON schema whose values are no schemas."""
-NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
-"""Keywords whose values are schemas by name."""
+"""Keywords of a JSON schema with data as their values."""
+SCHEMAS_BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+"""Keywords with schemas by name as their values."""
 NAMES = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w -]+(?:\|[\w -]+)*)\))\$")
 """A pattern that lists the names that it matches."""
 F32 = npt.NDArray[np.float32]
@@ -85,12 +85,12 @@ class Grammar:
                 schema = json.loads(json_schema) if isinstance(json_schema, str) else json_schema
                 text = json.dumps(_with_listed_names(schema))
                 self._rules = compiler.grammar_from_json_schema(text, defaults=COMPACT)
-            is_wrong, said = compiler.validate_grammar_with_warnings(self._rules, self._words)
+            is_wrong, messages = compiler.validate_grammar_with_warnings(self._rules, self._words)
         except Exception as why:  # of whatever kind, it is of the grammar's text
-            is_wrong, said = True, [str(why)]
+            is_wrong, messages = True, [str(why)]
         if is_wrong:
-            raise ModelError(f"the {'grammar' if grammar else 'JSON schema'} is wrong: {_line(said)}; correct it")
-        left_out = [] if grammar else [each for each in said if not each.startswith(UNKNOWN_FORMAT)]
+            raise ModelError(f"the {'grammar' if grammar else 'JSON schema'} is wrong: {_line(messages)}; correct it")
+        left_out = [] if grammar else [each for each in messages if not each.startswith(UNKNOWN_FORMAT)]
         if left_out and not schema_lenient:
             raise ModelError(
                 f"the JSON schema cannot be followed: {_line(left_out)}; "
@@ -142,16 +142,16 @@ class Follower:
 
     def _check(self) -> None:
         if self._matcher.is_error() or self._matcher.stop_reason() not in ENDED:
-            said = self._matcher.get_error().partition("\n")[0] or self._matcher.stop_reason()
+            messages = self._matcher.get_error().partition("\n")[0] or self._matcher.stop_reason()
             raise ModelError(
-                f"the grammar or JSON schema leads to a text that cannot be completed ({_line([said])}); simplify it, "
-                "for example its patternProperties"
+                f"the grammar or JSON schema leads to a text that cannot be completed ({_line([messages])}); "
+                "simplify it, for example its patternProperties"
             )
 
 
-def _line(said: list[str]) -> str:
+def _line(messages: list[str]) -> str:
     """Return messages of llguidance as one line."""
-    return " ".join("; ".join(said).split())[:200]
+    return " ".join("; ".join(messages).split())[:200]
 
 
 def _with_listed_names(schema: object) -> object:
@@ -167,7 +167,7 @@ def _with_listed_names(schema: object) -> object:
         key: value
         if key in DATA
         else {name: _with_listed_names(inner) for name, inner in value.items()}
-        if key in NAMED and isinstance(value, Mapping)
+        if key in SCHEMAS_BY_NAME and isinstance(value, Mapping)
         else _with_listed_names(value)
         for key, value in schema.items()
     }

@@ -51,7 +51,7 @@ class Options(TypedDict, total=False):
     json_schema: str | Mapping[str, object]
     """A JSON schema that the text must follow; needs ``hocket[grammar]``."""
     schema_lenient: bool
-    """Leave out keywords of the schema that cannot be followed, with a warning that lists them; False: refuse (True)."""
+    """Leave out keywords of the schema that cannot be followed, with a warning; False: refuse them (True)."""
     context_shift: bool
     """Where the context is full, forget its older half and go on (False)."""
 

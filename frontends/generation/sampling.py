@@ -20,6 +20,7 @@ FEW = 256
 
 LARGEST = 1e30
 """The largest bias and penalty: sums of them stay float32."""
+F32_MAX = np.finfo(np.float32).max
 BIAS = Kind(
     "pairs of a token and a number of at most 1e30 either way, or -inf to ban the token",
     list_of(pair_of(whole(0, 2**31), real(-LARGEST, LARGEST) | Kind("-inf", lambda v: v == -math.inf)), "").holds,
@@ -45,9 +46,10 @@ SAMPLING: Mapping[str, Kind] = MappingProxyType(
 class Sampling:
     """How to choose: biases and penalties, then the best at temperature 0, else top-k, top-p, min-p, temperature.
 
-    The order and the penalties are those of llama.cpp.  `bias` are pairs of a token and a number that is added to its logit; -inf bans the token.  Of the
-    last `repeat_last_n` tokens (0: none, -1: all) each has its logit divided by `repeat_penalty` where it is positive
-    and multiplied where not, and lowered by `presence_penalty` once and by `frequency_penalty` for each time it occurs.
+    The order and the penalties are those of llama.cpp.  `bias` are pairs of a token and a number that is
+    added to its logit; -inf bans the token.  Of the last `repeat_last_n` tokens (0: none, -1: all) each has its logit
+    divided by `repeat_penalty` where it is positive and multiplied where not, and lowered by `presence_penalty` once
+    and by `frequency_penalty` for each time it occurs.
     `top_k` 0, `top_p` 1, `min_p` 0, `repeat_penalty` 1 and the other penalties 0 leave their part out.  Raises
     `ModelError`.
     """
@@ -102,9 +104,10 @@ class Sampling:
         if penalises and len(recent):
             ids, counts = np.unique(np.asarray(recent, np.int64), return_counts=True)
             old = changed[ids]
-            scaled = np.where(old > 0, old / np.float32(self.repeat_penalty), old * np.float32(self.repeat_penalty))
             lowered = counts * np.float32(self.frequency_penalty) + np.float32(self.presence_penalty)
-            changed[ids] = scaled - lowered
+            with np.errstate(over="ignore"):  # a penalty alone bans no token
+                scaled = np.where(old > 0, old / np.float32(self.repeat_penalty), old * np.float32(self.repeat_penalty))
+                changed[ids] = np.where(old > -np.inf, np.clip(scaled - lowered, -F32_MAX, F32_MAX), old)
         if changed.max() == -np.inf:
             raise ModelError("logit bias: every token that may come next is banned; leave out a bias of -inf")
         return changed

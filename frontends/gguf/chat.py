@@ -38,7 +38,11 @@ def chat_template(metadata: Mapping[str, object], name: str | None = None) -> st
     if template:
         raise ModelError(f"{key} is a {type(template).__name__}; need a string")
     others = sorted(k.removeprefix(f"{KEY}.") for k in metadata if k.startswith(f"{KEY}."))
-    remedy = f"this model has those named {', '.join(others)}" if others else "give plain text, or --chat-template (Python: chat_template)"
+    remedy = (
+        f"this model has those named {', '.join(others)}"
+        if others
+        else "give plain text, or --chat-template (Python: chat_template)"
+    )
     raise ModelError(f"the model has no {'chat template' if name is None else f'chat template {name!a}'}; {remedy}")
 
 
@@ -50,7 +54,7 @@ class ChatFormat:
     variables: Mapping[str, object]
 
     def render(self, messages: Sequence[Mapping[str, object]], *, bos: str, eos: str) -> str:
-        return render_chat(self.template, messages, bos=bos, eos=eos, **self.variables)
+        return render_chat(self.template, messages, bos=bos, eos=eos, **self.variables)  # type: ignore[arg-type]
 
 
 def chat_format(
@@ -76,8 +80,8 @@ def chat_format(
     further = dict(variables or {})
     if taken := [name for name in further if name in TAKEN]:
         raise ModelError(f"chat template variable {taken[0]!r} is set by hocket; leave it out")
-    given = {"tools": tools, "documents": documents}
-    further = {name: value for name, value in given.items() if value is not None} | further
+    standard = {"tools": tools, "documents": documents}
+    further = {name: value for name, value in standard.items() if value is not None} | further
     name = "tool_use" if further.get("tools") is not None and f"{KEY}.tool_use" in metadata else None
     return ChatFormat(chat_template(metadata, name) if template is None else template, MappingProxyType(further))
 

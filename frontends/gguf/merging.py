@@ -18,8 +18,8 @@ from ...backends.cache import cache_folder, keep, recalled
 from .longest_match import LongestMatch
 from .metadata import Array
 from .pretokenizers import PreTokenizer
-from .vocabulary import PREFIX, derived_merges, read_scores, stored_merges
 from .score_merging import ScoreMerger
+from .vocabulary import PREFIX, derived_merges, read_scores, stored_merges
 from .words import UnigramsOrBytes, unigrams, wordpiece
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Merger:
         self._looked_up = 0
 
     def model_for(self, text: str, begins: bool = True) -> Model:
-        """A model that gives a text the ids that the whole vocabulary does; `begins` is false if it continues a text."""
+        """A model that gives a text the ids that the whole vocabulary does; `begins` is false inside another text."""
         if self._kind == "t5" and not begins:
             return self._continuing
         if self._kind in MERGED and len(text) <= ENOUGH and self._looked_up <= ENOUGH:

@@ -30,14 +30,14 @@ class ScoreMerger:
         pieces, after, before = list(text), [*range(1, len(text) + 1)], [*range(-1, len(text) - 1)]
         pairs: list[tuple[float, int, int, str]] = []
 
-        def offer(left: int, right: int) -> None:
+        def push_pair(left: int, right: int) -> None:
             if left >= 0 and right < len(pieces):
                 whole = pieces[left] + pieces[right]
                 if whole in self._where:
                     heappush(pairs, (-self._scores[self._where[whole]], left, right, whole))
 
         for left in range(len(pieces) - 1):
-            offer(left, left + 1)
+            push_pair(left, left + 1)
         while pairs:
             _, left, right, whole = heappop(pairs)
             if not pieces[right] or after[left] != right or pieces[left] + pieces[right] != whole:
@@ -46,8 +46,8 @@ class ScoreMerger:
             after[left] = after[right]
             if after[left] < len(pieces):
                 before[after[left]] = left
-            offer(before[left], left)
-            offer(left, after[left])
+            push_pair(before[left], left)
+            push_pair(left, after[left])
         return filter(None, pieces)
 
     def _tokens(self, pieces: Iterator[str]) -> Iterator[int | None]:

@@ -73,7 +73,7 @@ def unigrams(
 
 
 class UnigramsOrBytes:
-    """Unigrams with a token for each byte, `bytes_`, where a text has none but the token `unk`.
+    """Unigrams with a token for each byte, `bytes_`, where a text has only the token `unk`.
 
     HF ``tokenizers`` has this too, but then finds the names of these tokens in texts, as SentencePiece does not.
     """

@@ -55,7 +55,11 @@ ARCHITECTURES: Mapping[str, Family] = FAMILIES
 """Every family, by ``general.architecture``."""
 
 OTHER_FILES = (
-    ("general.type", "mmproj", "a projector of pictures or sound (mmproj), which hocket cannot use; give the text model"),
+    (
+        "general.type",
+        "mmproj",
+        "a projector of pictures or sound (mmproj), which hocket cannot use; give the text model",
+    ),
     ("general.architecture", "clip", "a projector of pictures (mmproj), which hocket cannot use; give the text model"),
     ("general.type", "adapter", "an adapter (LoRA); give it with --lora (Python: lora) together with the model"),
     ("adapter.type", "lora", "an adapter (LoRA); give it with --lora (Python: lora) together with the model"),

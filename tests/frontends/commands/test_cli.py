@@ -446,7 +446,7 @@ def test_the_command_bans_a_token(capsys: Capture) -> None:
     assert "-inf to ban the token" in capsys.readouterr().err
 
 
-def test_a_prompt_longer_than_a_context_that_shifts_is_cut(capsys: Capture) -> None:
+def test_a_context_that_shifts_takes_the_end_of_a_long_prompt(capsys: Capture) -> None:
     words = ["run", "--temp", "0", "-n", "4", "-c", "32", "-p", "It is a truth " * 20]
     assert main(words) == 2
     assert "raise --ctx-size" in capsys.readouterr().err
@@ -455,7 +455,7 @@ def test_a_prompt_longer_than_a_context_that_shifts_is_cut(capsys: Capture) -> N
 
 
 @pytest.mark.parametrize(
-    ("architecture", "keys", "said"),
+    ("architecture", "keys", "use"),
     [
         ("clip", {"general_type": "mmproj"}, "mmproj"),
         ("clip", {}, "mmproj"),
@@ -466,13 +466,13 @@ def test_a_prompt_longer_than_a_context_that_shifts_is_cut(capsys: Capture) -> N
     ],
 )
 def test_a_file_that_is_no_model_is_named_with_its_use(
-    capsys: Capture, tmp_path: Path, architecture: str, keys: dict[str, str], said: str
+    capsys: Capture, tmp_path: Path, architecture: str, keys: dict[str, str], use: str
 ) -> None:
     path = write_other(tmp_path / "other.gguf", architecture, **keys)
     for command in ("run", "plan", "embed"):
         assert main([command, str(path)]) == 2
         error = capsys.readouterr().err
-        assert said in error
+        assert use in error
         assert error.count("\n") == 1
 
 
@@ -481,29 +481,25 @@ def test_a_talk_has_a_template_tools_and_variables_of_its_own(capsys: Capture, t
     template.write_text("{{ tools[0].name }} {{ thinking }} {{ messages[0].content }}")
     tools.write_text('[{"name": "It"}]')
     words = ["run", "--temp", "0", "-n", "4", "--chat", "-p", "a truth", "--chat-template", str(template)]
-    given = ["--tools", str(tools), "--chat-template-kwargs", '{"thinking": "is"}']
-    assert main([*words, *given]) == 0
+    flags = ["--tools", str(tools), "--chat-template-kwargs", '{"thinking": "is"}']
+    assert main([*words, *flags]) == 0
     answer = capsys.readouterr().out
     assert main(["run", "--temp", "0", "-n", "4", "-p", "It is a truth"]) == 0
     assert capsys.readouterr().out == f"It is a truth{answer}"
-    for wrong, said in (
+    for wrong, message in (
         (["--tools", str(template)], "is no JSON"),
         (["--tools", str(tmp_path / "none")], "No such file"),
         (["--chat-template-kwargs", "[]"], "need a JSON object"),
         (["--chat-template-kwargs", '{"bos": 1}'], "'bos' is set by hocket"),
     ):
-        try:
-            assert main([*words, *wrong]) == 2
-        except SystemExit as ended:
-            assert ended.code == 2
-        assert said in capsys.readouterr().err
-    assert main(["run", "-p", "a", *given]) == 2
+        process = hocket_process(*words, *wrong)
+        assert process.returncode == 2
+        assert message.encode() in process.stderr
+    assert main(["run", "-p", "a", *flags]) == 2
     assert "add --chat" in capsys.readouterr().err
 
 
-def test_an_empty_input_is_no_message(
-    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_input_is_no_message(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "template").write_text("{{ messages[0].content }}")
     words = ["run", "--chat", "--chat-template", str(tmp_path / "template")]
     for text in (b"", b"\n\n", b" "):

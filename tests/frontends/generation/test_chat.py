@@ -187,17 +187,17 @@ def test_smollm2_renders_and_tokenises_its_own_chat() -> None:
         ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools is none }}", "True"),
     ],
 )
-def test_tools_and_documents_are_none_unless_given(template: str, want: str) -> None:
+def test_tools_and_documents_are_none_by_default(template: str, want: str) -> None:
     assert render(template) == want
 
 
 def test_tools_choose_the_template_for_them() -> None:
     metadata = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "{{ tools | length }}"}
 
-    def rendered(**given: object) -> str:
-        return chat_format(metadata, **given).render(MESSAGES, bos="", eos="")  # type: ignore[arg-type]
+    def render_with(**variables: object) -> str:
+        return chat_format(metadata, **variables).render(MESSAGES, bos="", eos="")  # type: ignore[arg-type]
 
-    assert rendered() == "plain"
-    assert rendered(tools=[{}, {}]) == "2"
-    assert rendered(tools=[{}], template="own") == "own"
-    assert rendered(variables={"tools": [{}]}) == "1"
+    assert render_with() == "plain"
+    assert render_with(tools=[{}, {}]) == "2"
+    assert render_with(tools=[{}], template="own") == "own"
+    assert render_with(variables={"tools": [{}]}) == "1"

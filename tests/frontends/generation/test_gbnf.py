@@ -14,7 +14,7 @@ from hocket.frontends.generation.gbnf import lark_of
 
 llguidance = pytest.importorskip("llguidance")
 END, SPECIAL, PIECE = 256, 257, 258
-"""Tokens behind those of single bytes: the end, a special one, and one of several letters."""
+"""Tokens behind the 256 of single bytes: the end, a special one, and one of several letters."""
 
 
 class Words:
@@ -30,12 +30,12 @@ class Words:
 VOCABULARY = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Words()), len(Words.tokens), [END])
 
 
-def converted(grammar: str) -> str:
+def lark_text(grammar: str) -> str:
     return lark_of(grammar, {"<|im_start|>": SPECIAL}.get, len(Words.tokens), frozenset([END]))
 
 
 def matcher(grammar: str):
-    matcher = llguidance.LLMatcher(VOCABULARY, llguidance.LLMatcher.grammar_from_lark(converted(grammar)), log_level=0)
+    matcher = llguidance.LLMatcher(VOCABULARY, llguidance.LLMatcher.grammar_from_lark(lark_text(grammar)), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     return matcher
 
@@ -92,7 +92,7 @@ def test_a_token_reference_matches_one_token(grammar, right, wrong):
 
 
 @pytest.mark.parametrize(
-    ("grammar", "said"),
+    ("grammar", "message"),
     [
         ("root ::= (((", "Expected '\\)' at line 1, column 13, got the end"),
         ('root ::= "a', "Expected a closing quote"),
@@ -105,7 +105,7 @@ def test_a_token_reference_matches_one_token(grammar, right, wrong):
         ('root ::= "a" )', "Expected the end of the rule"),
         ('root ::= "\\q"', "Expected an escape of"),
         ("root ::= [\\uD800-\\uDFFF]", "Expected an escape of a Unicode character"),
-        ("root ::= <[259]>", "Expected a token of the model, whose ids are 0 to 258"),
+        ("root ::= <[259]>", "Expected a token of the model, from 0 to 258"),
         ("root ::= <nothing>", "Expected a token of the model"),
         ("root ::= *", "Expected a text in quotes"),
         ('root ::= "a"{3,1}', "Expected a largest count"),
@@ -115,25 +115,27 @@ def test_a_token_reference_matches_one_token(grammar, right, wrong):
         ("root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(5000)) + 'r5000 ::= ""', "too many steps"),
     ],
 )
-def test_what_is_no_gbnf_is_said_with_its_place(grammar, said):
-    with pytest.raises(ModelError, match=said) as error:
-        converted(grammar)
+def test_an_error_in_gbnf_names_its_place(grammar, message):
+    with pytest.raises(ModelError, match=message) as error:
+        lark_text(grammar)
     assert "\n" not in str(error.value)
 
 
 def test_lark_stays_as_it_is():
     for lark in ('start: "a"', '%llguidance {}\n\nstart: A\nA: "a"'):
-        assert converted(lark) == lark
+        assert lark_text(lark) == lark
 
 
 def test_strings_of_json_are_one_lexeme():
     """A lexeme for each character would take 10 ms for a token of a vocabulary of 150,000."""
     grammar = (
-        'root ::= object\nvalue ::= object | string | number\nobject ::= "{" (string ":" value ("," string ":" value)*)? '
-        '"}"\nstring ::= "\\"" ([^"\\\\] | "\\\\" ["\\\\nt])* "\\""\nnumber ::= "-"? ([0-9] | [1-9] [0-9]*) ("." [0-9]+)?'
+        "root ::= object\nvalue ::= object | string | number\n"
+        'object ::= "{" (string ":" value ("," string ":" value)*)? "}"\n'
+        'string ::= "\\"" ([^"\\\\] | "\\\\" ["\\\\nt])* "\\""\n'
+        'number ::= "-"? ([0-9] | [1-9] [0-9]*) ("." [0-9]+)?'
     )
-    lexemes = [line for line in converted(grammar).splitlines() if line.startswith("L")]
-    inside = {line.partition(":")[0] for line in converted(grammar).splitlines() if line.startswith("RULE")}
+    lexemes = [line for line in lark_text(grammar).splitlines() if line.startswith("L")]
+    inside = {line.partition(":")[0] for line in lark_text(grammar).splitlines() if line.startswith("RULE")}
     assert len(inside) == 2
     assert {name for line in lexemes for name in inside if name in line} == inside
     assert accepts(matcher(grammar), '{"a":{"b\\n":-1.5},"c":10}')
@@ -171,8 +173,8 @@ def random_grammar(rng: random.Random):
     def follows(text: str) -> bool:
         if whole.fullmatch(text) or (text[:1] == "c" and text[-1:] == "d" and follows(text[1:-1])):
             return True
-        cuts = range(1, len(text) + 1) if text[:1] == "e" else ()
-        return any(behind.fullmatch(text[cut:]) and follows(text[1:cut]) for cut in cuts)
+        places = range(1, len(text) + 1) if text[:1] == "e" else ()
+        return any(behind.fullmatch(text[at:]) and follows(text[1:at]) for at in places)
 
     named = "".join(f"s{i} ::= {gbnf}\n" for i, (gbnf, _) in enumerate(rules))
     return f'root ::= p\np ::= {top[0]} | "c" p "d" | "e" p {rules[0][0]} {rules[1][0]}\n{named}', follows

@@ -25,7 +25,7 @@ from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import save_state
 from hocket.frontends.session import Session
 
-from ...given.models.spelled import LETTERS, SENTENCEPIECE, SENTENCEPIECE_TYPES, write_llama
+from ...given.models.spelled import ASCII, SENTENCEPIECE, SENTENCEPIECE_TYPES, write_llama
 
 EVERYTHING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 GREEDY = Sampling()
@@ -330,7 +330,7 @@ def test_the_largest_biases_and_penalties_leave_a_choice(temperature: float, siz
     logits = np.array([3.0, -2.0, 1.0, 0.0], np.float32)
     penalties = {"presence_penalty": size, "frequency_penalty": size, "repeat_penalty": 1e30}
     sampling = Sampling(temperature, **penalties, bias=((0, size), (0, size), (1, -size)))
-    with np.errstate(all="raise"):
+    with np.errstate(over="raise", invalid="raise"):
         assert 0 <= sampling.choose(logits, np.random.default_rng(0), [0, 1, 1] * 1000) < 4
 
 
@@ -350,20 +350,20 @@ def test_a_number_too_large_to_sample_by_is_refused_by_name(name: str, value: ob
         Sampling(**{name: value})  # type: ignore[arg-type]
 
 
-def test_the_second_turn_puts_no_space_into_the_prompt(tmp_path: Path) -> None:
+def test_the_second_turn_adds_no_space(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}#{{ m.role[0] }}:{{ m.content }};{% endfor %}"
         "{% if add_generation_prompt %}#a:{% endif %}"
     )
     for kind, tokens, types, eos in (
         ("llama", SENTENCEPIECE, SENTENCEPIECE_TYPES, None),
-        ("t5", ["<pad>", "</s>", "<unk>", "▁", *LETTERS], [3, 3, 2, *[1] * 95], 1),
+        ("t5", ["<pad>", "</s>", "<unk>", "▁", *ASCII], [3, 3, 2, *[1] * 95], 1),
     ):
         path = write_llama(tmp_path / f"{kind}.gguf", tokens, types, kind=kind, eos=eos, template=template)
         model = open_model(path)
         tokenizer = tokenizer_from_metadata(model.gguf.metadata)
-        drawing = Drawing(3, Sampling(bias=((list(tokens).index("x"), 1e6),)))
-        conversation = Conversation(Session(model), tokenizer, drawing)
+        settings = Drawing(3, Sampling(bias=((list(tokens).index("x"), 1e6),)))
+        conversation = Conversation(Session(model), tokenizer, settings)
         answers = ["".join(conversation.answer(said)) for said in ("hi", "yo")]
         assert answers == ["xxx", "xxx"]
         read, whole = conversation.known, tokenizer.encode_chat("#u:hi;#a:xxx;#u:yo;#a:")

@@ -385,9 +385,7 @@ def merged_by_scores(text: str, where: Mapping[str, int], scores: Sequence[float
     """The pair with the highest score first, of several the leftmost one."""
     pieces = list(text)
     while pairs := [
-        (-scores[where[whole]], i)
-        for i, whole in enumerate(map("".join, itertools.pairwise(pieces)))
-        if whole in where
+        (-scores[where[whole]], i) for i, whole in enumerate(map("".join, itertools.pairwise(pieces))) if whole in where
     ]:
         at = min(pairs)[1]
         pieces[at : at + 2] = ["".join(pieces[at : at + 2])]

@@ -10,8 +10,8 @@ from gguf import GGUFWriter
 
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-LETTERS = [chr(code) for code in range(33, 127)]
-SENTENCEPIECE = ["<unk>", "<s>", *BYTES, "▁", "▁a", "▁yes", "yes", *LETTERS, "</s>"]
+ASCII = [chr(code) for code in range(33, 127)]
+SENTENCEPIECE = ["<unk>", "<s>", *BYTES, "▁", "▁a", "▁yes", "yes", *ASCII, "</s>"]
 """A vocabulary that puts a space before texts."""
 SENTENCEPIECE_TYPES = [UNKNOWN, CONTROL, *[BYTE] * 256, *[NORMAL] * 98, CONTROL]
 
