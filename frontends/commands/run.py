@@ -6,6 +6,7 @@ import argparse
 import os
 import select
 import sys
+import time
 from collections.abc import Sequence
 
 from ...backends.base import find
@@ -13,7 +14,7 @@ from ...scheduler import nbytes_text
 from ..errors import ModelError
 from ..generation.conversation import Conversation
 from ..generation.drafting import GUESSES, Ahead, Draft, OwnDraft, check_tokens
-from ..generation.generate import EMPTY, Drawing, draw, prepare, stream_text
+from ..generation.generate import EMPTY, Drawing, Timing, draw, prepare, stream_text
 from ..generation.grammar import Grammar
 from ..generation.sampling import Sampling
 from ..gguf.chat import chat_template
@@ -171,14 +172,16 @@ def complete(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawi
     text = text_of(args, lambda: prompt_text(args, "" if args.load_state else OPENING if args.model is None else None))
     tokens = tokenizer.encode(text, add_special=args.load_state is None, parse_special=True)
     with compiling_shown():
+        started = time.perf_counter()
         session = session_of(args, model, context_for(model, len(tokens), args.context))
+        load = time.perf_counter() - started
         before = load_state(session, args.load_state)[0] if args.load_state else []
         new = before[session.lengths[0] :] + tokens  # the last token that was shown has not been read yet
         if not new:
             ended = f"{args.load_state}: its text has come to an end; give more of it with -p"
             raise ModelError(ended if before else EMPTY)
         ahead = ahead_of(args, session)
-        timing = prepare(session, new, drawing, ahead)
+        timing = prepare(session, new, drawing, ahead) + Timing(load=load)
     known = [before[: session.lengths[0]]]
     drawn = draw(session, [new], drawing, known=known, timing=timing, ahead=ahead)
     write(text)
@@ -234,9 +237,11 @@ def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawing: 
         raise ModelError("a talk on a terminal is for one process; give a message with -p, or pipe it in")
     message = None if interactive else text_of(args, lambda: prompt_text(args, None))
     with compiling_shown():
+        started = time.perf_counter()
         session = session_of(args, model, context_for(model, 0, args.context))
+        load = time.perf_counter() - started
         ahead = ahead_of(args, session)
-        timing = prepare(session, [], drawing, ahead)
+        timing = prepare(session, [], drawing, ahead) + Timing(load=load)
     conversation = Conversation(session, tokenizer, drawing, stops=args.stops, system=args.system, ahead=ahead)
     conversation.timing = timing
     if args.load_state:

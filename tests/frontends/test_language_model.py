@@ -203,3 +203,16 @@ def test_embed_writes_what_the_model_embeds(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["embed", TINY]) == 2
     assert "got no text; give some with -p" in capsys.readouterr().err
+
+
+def test_a_model_without_a_vocabulary_continues_token_ids():
+    with hocket.Model(path_of("llama"), context=64) as model:
+        tokens = list(model.tokens([1, 2, 3], max_tokens=4, temperature=0))
+        assert [token.text for token in tokens] == [""] * 4
+        assert tokens[0].id == int(model.logits([1, 2, 3])[-1].argmax())
+        with pytest.raises(hocket.ModelError, match="no vocabulary"):
+            next(model.tokens("It is", max_tokens=1))
+        with pytest.raises(hocket.ModelError, match="no vocabulary, so stop has no meaning; leave it out"):
+            next(model.tokens([1], stop="a"))
+        with pytest.raises(hocket.ModelError, match="no vocabulary, so grammar has no meaning"):
+            next(model.tokens([1], grammar='root ::= "a"'))

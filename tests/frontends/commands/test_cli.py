@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,7 +58,7 @@ def test_run_needs_no_arguments_and_tells_its_speed_in_one_line_on_stderr() -> N
     assert done.returncode == 0
     assert done.stdout.decode().startswith(run.OPENING + " she could not be")
     (line,) = done.stderr.decode().splitlines()
-    assert "prefill 13 tokens" in line
+    assert re.match(r"load \d+\.\d s, prefill 13 tokens [\d.]+ tok/s, ", line)
     assert "decode 7 tokens" in line
     assert "cpu:0: weight " in line
 
