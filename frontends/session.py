@@ -294,9 +294,10 @@ class Session:
                     "evaluate whole texts in one batch, as `hocket logits` and `hocket embed` do"
                 )
             if length + len(new) > self.context:
+                text = "the text" if self.sequences == 1 and not first else f"sequence {i}"
                 raise ModelError(
-                    f"sequence {i} would have {length + len(new)} tokens, but the context holds {self.context}; "
-                    "shorten the text, raise --ctx-size, or go on with --context-shift"
+                    f"{text} would have {length + len(new)} tokens, but the context holds {self.context}; "
+                    "shorten the text, give a larger context=N, or go on with context_shift=True"
                 )
 
     # -------------------------------------------------------------------------------------------------- plans

@@ -15,8 +15,8 @@ from statistics import mean, median, stdev
 import numpy as np
 
 from ...backends.abilities import Threaded, Timed
-from ...backends.cpu.backend import CpuBackend
 from ...backends.base import Backend
+from ...backends.cpu.backend import CpuBackend
 from ...backends.cpu.limits import Reading, last_cache_bytes
 from ...graph.node import Node
 from ...ops import op_of

@@ -221,7 +221,7 @@ def _drawn(
         if is_full:
             raise ModelError(
                 f"the context of {session.context} tokens is full after {counts[i]} new ones; "
-                "raise --ctx-size, ask for fewer with -n, or go on with --context-shift"
+                "give a larger context=N, ask for fewer with max_tokens=N, or go on with context_shift=True"
             )
         return [token]
 
