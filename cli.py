@@ -15,7 +15,7 @@ from importlib import import_module
 
 from . import __version__
 from .frontends.commands import COMMANDS
-from .frontends.terminal.arguments import Parser, of_file, one_line
+from .frontends.terminal.arguments import Parser, as_flags, of_file, one_line
 from .frontends.terminal.output import log, write
 from .frontends.terminal.rank import run_rank
 from .graph.arguments import near
@@ -118,4 +118,4 @@ def _asked(words: Sequence[str]) -> str | None:
 def _said(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return "memory is out; use a smaller context, batch or model"
-    return of_file(error) if isinstance(error, OSError) else str(error)
+    return of_file(error) if isinstance(error, OSError) else as_flags(str(error))

@@ -21,7 +21,7 @@ from .generation.drafting import GUESSES, Ahead, Draft, OwnDraft, check_tokens
 from .generation.generate import Drawing, Drawn, Stops, draw
 from .generation.options import Options, settled
 from .gguf.chat import chat_format
-from .gguf.tokenizer import Tokenizer, Utf8Stream, tokenizer_from_metadata
+from .gguf.tokenizer import Tokenizer, Utf8Stream, has_vocabulary, tokenizer_from_metadata
 from .held import Held
 from .microbatches import dealt
 from .open import open_adapted, open_model, open_session
@@ -127,13 +127,13 @@ class Model:
     @needs(ModelError, prompt=PROMPT)
     def tokens(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Token]:
         """The tokens that continue `prompt`, each with its text and probability; the last one may complete a string of
-        `stop`.
+        `stop`.  Tokens of a model without a vocabulary have no text; its prompt is token ids.
 
         >>> first = next(model.tokens("It is a truth", temperature=0))
         >>> first.text, round(first.logprob, 1)
         (' which', -1.7)
         """
-        drawing, stops = settled(options, self.tokenizer)
+        drawing, stops = settled(options, self._tokenizer_or_none)
         return self._tokens(self._ids(prompt), drawing, stops)
 
     @needs(
@@ -225,13 +225,19 @@ class Model:
             yield rest
 
     def _tokens(self, ids: list[int], drawing: Drawing, stops: tuple[str, ...]) -> Iterator[Token]:
-        decoder, until = Utf8Stream(self.tokenizer), Stops(stops)
+        tokenizer = self._tokenizer_or_none
+        decoder, until = tokenizer and Utf8Stream(tokenizer), Stops(stops)
         for one in self._drawn(ids, drawing):
-            text = decoder.feed(one.token)
+            text = decoder.feed(one.token) if decoder else ""
             until.feed(text)
             yield Token(one.token, text, one.logprob)
             if until.met:
                 return
+
+    @property
+    def _tokenizer_or_none(self) -> Tokenizer | None:
+        """The tokenizer, or None where the file has no vocabulary."""
+        return self.tokenizer if has_vocabulary(self._model.gguf.metadata) else None
 
     def _drawn(self, ids: list[int], drawing: Drawing) -> Iterator[Drawn]:
         with self._leased() as held:
@@ -461,7 +467,7 @@ def check_texts(texts: Sequence[Sequence[int]], context: int, noun: str) -> None
         if len(text) > context:
             raise ModelError(
                 f"{noun} {number} of {len(texts)} has {len(text)} tokens, but the context holds {context}; "
-                "shorten it, or raise --ctx-size (Python: context) if the model allows more"
+                "shorten it, or give a larger context=N if the model allows more"
             )
 
 

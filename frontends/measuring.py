@@ -26,7 +26,7 @@ def measured_lines(model: Model, on: Group, tokens: int, context: int | None) ->
     by op."""
     session = Session(model, on=on, batch=tokens, context=context)
     if tokens > session.context:
-        raise ModelError(f"a context of {session.context} has no room for {tokens} tokens; give more with -c")
+        raise ModelError(f"a context of {session.context} has no room for {tokens} tokens; give a larger context=N")
     drawn = random_tokens(session, tokens)
     step_behind_context(session, next(drawn))  # plans, compiles and warms up
     with session.tracing() as trace:

@@ -93,7 +93,7 @@ def context_for(model: Model, tokens: int, asked: int | None, *, default: int = 
     context = min(default, model.context_length) if asked is None else asked or model.context_length
     model.check_context(context)
     if tokens > context:
-        more = "shorten it or raise --ctx-size" if context < model.context_length else "shorten it"
+        more = "shorten it or give a larger context=N" if context < model.context_length else "shorten it"
         raise ModelError(f"the text has {tokens} tokens, but the context holds {context}; {more}")
     return context
 

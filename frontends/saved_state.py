@@ -181,7 +181,8 @@ def _checked(session: Session | Microbatches, header: Mapping[str, object]) -> t
         raise ValueError("its lengths are no counts")
     if max(lengths) > session.context:
         raise ModelError(
-            f"the saved state has {max(lengths)} tokens, but the context holds {session.context}; raise --ctx-size"
+            f"the saved state has {max(lengths)} tokens, but the context holds {session.context}; "
+            "give a larger context=N"
         )
     vocabulary = session.model.vocabulary_size
     if len(tokens) != len(lengths) or not all(isinstance(row, list) for row in tokens):

@@ -294,8 +294,9 @@ class Session:
             raise ModelError(f"got tokens for {len(tokens)} sequences, the session has {self.sequences}")
         for i, (length, new) in enumerate(zip(self.lengths, tokens, strict=True), first):
             if length + len(new) > self.context:
+                text = "the text" if self.sequences == 1 and not first else f"sequence {i}"
                 raise ModelError(
-                    f"sequence {i} would have {length + len(new)} tokens, but the context holds {self.context}; "
+                    f"{text} would have {length + len(new)} tokens, but the context holds {self.context}; "
                     f"shorten the text{self.other_remedies}"
                 )
             if new and (length or len(new) > self.batch) and not self.model.is_causal:
@@ -307,8 +308,8 @@ class Session:
     @property
     def other_remedies(self) -> str:
         """The end of a message about a text that is too long: other remedies than a shorter text."""
-        longer = ", raise --ctx-size (Python: context)" if self.context < self.model.context_length else ""
-        shift = ", or go on with --context-shift (Python: context_shift=True)" if self.model.is_causal else ""
+        longer = ", give a larger context=N" if self.context < self.model.context_length else ""
+        shift = ", or go on with context_shift=True" if self.model.is_causal else ""
         return longer + shift
 
     # -------------------------------------------------------------------------------------------------- plans

@@ -13,7 +13,7 @@ from ..graph import Graph
 from ..graph.records import dataclass
 from ..ranks import World
 from .lowering.lane import Devices
-from .machines.calibrated import speeds_data, speeds_here
+from .machines.calibrated import built_in, calibrated_source, speeds_data, speeds_here
 from .machines.hardware import CPU, Hardware
 from .machines.speeds import Speeds
 
@@ -21,16 +21,18 @@ from .machines.speeds import Speeds
 @dataclass(frozen=True, slots=True)
 class SharedSpeeds:
     """What the slowest devices of a group reach, the same on all ranks; None where no rank has kept any.  `is_apart`
-    says that the devices are in several machines."""
+    says that the devices are in several machines; `built_in` are the speeds where none were kept."""
 
     slowest: Speeds | None
     is_apart: bool
+    built_in: Hardware = CPU
+    source: str = "calibrated"
 
     def hardware(self, graph: Graph) -> Hardware:
-        """The speeds for the weights of `graph`, else `CPU`; nobody has measured a link between machines."""
+        """The speeds for the weights of `graph`; links between machines are built-in ones."""
         if self.slowest is None:
-            return CPU
-        known = self.slowest.hardware(graph)
+            return self.built_in
+        known = replace(self.slowest.hardware(graph), source=self.source)
         if not self.is_apart:
             return known
         return replace(known, link_bandwidth=known.across_bandwidth, link_latency=known.across_latency)
@@ -45,4 +47,6 @@ def shared_speeds(group: Devices, world: World) -> SharedSpeeds:
     said = world.everyones(json.dumps(None if kept is None else speeds_data(kept)).encode())
     known = [Speeds(**data) for data in map(json.loads, said) if data is not None]
     slowest = min(known, key=lambda speeds: min(speeds.flops.values()), default=None)
-    return SharedSpeeds(slowest, len(set(hosts)) > 1)
+    guess = built_in(group) if world.size == 1 else CPU  # threads of other ranks are not known
+    source = calibrated_source() if world.size == 1 else "calibrated"
+    return SharedSpeeds(slowest, len(set(hosts)) > 1, guess, source)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
@@ -74,6 +76,16 @@ class Reading:
         """Bytes a second, now."""
         seconds = min(run.seconds() for run in self._runs)
         return max(self._memory[0].nbytes / seconds, self._product.nbytes / min(self._product.seconds()))
+
+
+def last_cache_bytes() -> int:
+    """Bytes of the largest cache of the first processor, 0 where the system does not tell."""
+    sizes = [0]
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with suppress(OSError, ValueError):
+            number, unit = file.read_text("ascii").strip()[:-1], file.read_text("ascii").strip()[-1]
+            sizes.append(int(number) * {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(unit, 0))
+    return max(sizes)
 
 
 def multiply_peak(threads: int) -> float:

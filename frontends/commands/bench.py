@@ -15,8 +15,9 @@ from statistics import mean, median, stdev
 import numpy as np
 
 from ...backends.abilities import Threaded, Timed
+from ...backends.base import Backend
 from ...backends.cpu.backend import CpuBackend
-from ...backends.cpu.limits import Reading
+from ...backends.cpu.limits import Reading, last_cache_bytes
 from ...graph.node import Node
 from ...ops import op_of
 from ...ranks import ALONE, World
@@ -111,6 +112,8 @@ class Test:
 
 
 PROMPT, NEW = "pp", "tg"
+READ_LEAST, READ_MOST = 128 << 20, 512 << 20
+"""Bytes that are read to measure the bandwidth of memory: twice the last cache within these limits."""
 
 
 def tests(prompts: Sequence[int], new: Sequence[int], depths: Sequence[int]) -> list[Test]:
@@ -141,9 +144,10 @@ class Work:
 
 def rows(work: Work, groups: Sequence[Group]) -> Iterator[dict[str, object]]:
     """One row for each test on each group of devices."""
-    nbytes, about = weight_bytes(work.model), of_model(work.model)
+    about = of_model(work.model)
     for on in groups:
         session = work.session(on)
+        nbytes = weight_bytes(work.model, session.group[0][0])
         reading = reading_of(session) if any(test.kind == NEW for test in work.tests) else None
         known = {**about, "n_batch": work.batch, "n_ubatch": work.batch, "n_threads": threads_of(session)}
         known |= {"split_mode": on.split_mode, "devices": names_of(session)}
@@ -180,7 +184,7 @@ def reading_of(session: Session) -> Reading | None:
     """What all threads of all devices read together from memory; None unless all are ``cpu``."""
     if not all(isinstance(backend, CpuBackend) for backend, _ in session.group):
         return None
-    return Reading(threads_of(session) * len(session.group))
+    return Reading(threads_of(session) * len(session.group), min(READ_MOST, max(READ_LEAST, 2 * last_cache_bytes())))
 
 
 def begin(session: Session, test: Test, tokens: Sequence[int]) -> None:
@@ -218,16 +222,23 @@ def samples(session: Session, test: Test, repeats: int, reading: Reading | None)
     return times, read
 
 
-def weight_bytes(model: Model) -> int:
-    """Bytes of weights that one token reads: all of a matrix, of tables and experts what is chosen."""
+def weight_bytes(model: Model, backend: Backend | None = None) -> int:
+    """Bytes of weights that one token reads: whole matrices, of tables and experts the chosen rows.
+
+    They are counted in the types in which `backend` stores them, or without one in the types of the file.
+    """
     graph = model.graph(Step(1, 1, 256, 256, 1))
-    return sum(_weight_bytes(node) for node in graph.nodes)
+    return sum(_weight_bytes(node, backend) for node in graph.nodes)
 
 
-def _weight_bytes(node: Node) -> int:
+def _weight_bytes(node: Node, backend: Backend | None) -> int:
     """Views pass a weight on and read nothing."""
-    read = sum(v.spec.nbytes for v in node.inputs if v.node.op == "weight")
-    return min(read, op_of(node).nbytes(node)) if read else 0
+    weights = [v.spec for v in node.inputs if v.node.op == "weight"]
+    if not weights:
+        return 0
+    share = min(1.0, op_of(node).nbytes(node) / sum(spec.nbytes for spec in weights))
+    stored = weights if backend is None else [backend.stored(spec, "weight") for spec in weights]
+    return round(share * sum(spec.nbytes for spec in stored))
 
 
 def of_model(model: Model) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,19 +12,21 @@ from pathlib import Path
 from ...backends.base import find
 from ...graph import DType, Graph, PlanError
 from ...scheduler import (
-    CPU,
     PASSES,
     Host,
+    Lane,
     Plan,
     Use,
     dealing,
     difference,
     memory_problem,
+    nbytes_text,
     plan_for,
     plan_from_json,
     plan_to_json,
     shortage,
     simulate,
+    time_text,
 )
 from ...scheduler.machines.calibrated import hardware_of, told_speeds
 from ..devices import ONE_DEVICE, found
@@ -35,7 +38,7 @@ from ..models import Step
 from ..open import context_for, open_model
 from ..parts import told
 from ..session import DEFAULT_BATCH, Group
-from ..terminal.arguments import positive
+from ..terminal.arguments import as_flags, positive
 from ..terminal.output import log, write
 from .flags import batch_flag, cache_flags, caches_of, context_flag, group_flags, group_of, model_flags
 
@@ -93,19 +96,64 @@ def run(args: argparse.Namespace) -> int:
         lines = measured_lines(open_model(args.model), on, tokens, args.context)
         write("\n".join([f"speeds: {told_speeds(made.hardware)}", *lines]) + "\n")
     else:
+        if not args.json:
+            prompt, is_decode = min(args.batch, context or 0), args.phase == "decode"
+            write(answer(asked, made, context, args.parallel, prompt, graph_of, is_decode=is_decode) + "\n\n")
         write(text if args.json else made.explain(steps=args.steps) + "\n")
         if context is not None and not args.json:
             sequences, prompt = args.parallel, 0 if args.phase == "decode" else min(args.batch, context)
             write(following(made, lambda **step: likened(made, graph_of(**step)[0]), sequences, prompt))
         if args.simulate and not args.json:
             write("\n".join(simulate(args.simulate).told_speeds(graph)) + "\n")
-        elif not (args.json or made.hardware == CPU):
+        elif not args.json:
             write(f"speeds: {told_speeds(made.hardware)}\n")
     if problem := memory_problem(asked, context=context):
         rest = "" if memory_problem(made) else f"; in this plan the rest is on {made.lanes[-1].device}"
-        log(f"hocket: does not fit: {problem}{rest}")
+        log(f"hocket: does not fit: {as_flags(problem)}{rest}")
         return 1
     return 0
+
+
+def answer(
+    asked: Plan,
+    made: Plan,
+    context: int | None,
+    sequences: int,
+    prompt: int,
+    graph_of: Callable[..., tuple[Graph, int | None]],
+    *,
+    is_decode: bool,
+) -> str:
+    """Whether a plan fits, and for a model the speed of new tokens and the time to the first token of a prompt.
+
+    Args:
+        asked: The plan for the devices that were named.
+        made: The plan that runs, in which the host may hold the rest.
+        context: Tokens of context of a model; None for a graph.
+        sequences: Sequences that get a token each in a step.
+        prompt: Tokens of the prompt.
+        graph_of: Builds the graph of a step of `tokens` and `sequences`.
+        is_decode: Whether the plan is that of new tokens, and not of a prompt.
+    """
+
+    def filling(lane: Lane) -> float:
+        return sum(lane.memory().values()) / (lane.device.memory or math.inf)
+
+    fullest = max(made.lanes, key=filling)
+    needed, memory = nbytes_text(sum(fullest.memory().values())), fullest.device.memory
+    room = f"{needed} of {nbytes_text(memory)} on {fullest.device}" if memory else f"{needed} on {fullest.device}"
+    if memory_problem(made):
+        fits = "does not fit"
+    else:
+        fits = f"{'fits with the help of the host' if memory_problem(asked) else 'fits'}: {room}"
+    if context is None:
+        return f"{fits}; a run takes {time_text(made.cost.total)}"
+    decode = made if is_decode else likened(made, graph_of(sequences=sequences, tokens=1)[0])
+    prefill = likened(made, graph_of(sequences=1, tokens=prompt)[0]) if is_decode else made
+    rate = sequences / decode.cost.total
+    speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+    first = time_text(prefill.cost.total)
+    return f"{fits}; {speed} tokens a second; first token of a prompt of {prompt} after {first}"
 
 
 def used(args: argparse.Namespace, on: Group, context: int | None, sequences: int = 1) -> Use | None:

@@ -7,6 +7,7 @@ import json
 import os
 import select
 import sys
+import time
 from collections.abc import Sequence
 
 from ...backends.base import find
@@ -14,7 +15,7 @@ from ...scheduler import nbytes_text
 from ..errors import ModelError
 from ..generation.conversation import Conversation
 from ..generation.drafting import GUESSES, Ahead, Draft, OwnDraft, check_tokens
-from ..generation.generate import EMPTY, Drawing, draw, prepare, stream_text
+from ..generation.generate import EMPTY, Drawing, Timing, draw, prepare, stream_text
 from ..generation.grammar import Grammar
 from ..generation.sampling import Sampling
 from ..gguf.chat import ChatFormat, chat_format
@@ -23,7 +24,7 @@ from ..models import Model
 from ..open import context_for, open_model, read_text
 from ..saved_state import load_state, save_state
 from ..session import Session
-from ..terminal.arguments import json_object, logit_bias, natural, number, or_minus_one, positive
+from ..terminal.arguments import json_object, logit_bias, number, or_minus_one, positive
 from ..terminal.output import check_writable, log, write
 from ..terminal.progress import compiling_shown
 from ..terminal.talk import talk
@@ -193,14 +194,16 @@ def complete(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawi
     tokens = tokenizer.encode(text, add_special=args.load_state is None, parse_special=True)
     fewest = len(tokens) if drawing.kept is None else 0  # else a longer text is cut
     with compiling_shown():
+        started = time.perf_counter()
         session = session_of(args, model, context_for(model, fewest, args.context))
+        load = time.perf_counter() - started
         before = load_state(session, args.load_state)[0] if args.load_state else []
         new = before[session.lengths[0] :] + tokens  # the last token that was shown has not been read yet
         if not new:
             ended = f"{args.load_state}: its text has come to an end; give more of it with -p"
             raise ModelError(ended if before else EMPTY)
         ahead = ahead_of(args, session)
-        timing = prepare(session, new, drawing, ahead)
+        timing = prepare(session, new, drawing, ahead) + Timing(load=load)
     known = [before[: session.lengths[0]]]
     drawn = draw(session, [new], drawing, known=known, timing=timing, ahead=ahead)
     write(text)
@@ -258,9 +261,11 @@ def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawing: 
     if message is not None and not message.strip():
         raise ModelError("the message is empty; give one with -p or -f, or pipe it in")
     with compiling_shown():
+        started = time.perf_counter()
         session = session_of(args, model, context_for(model, 0, args.context))
+        load = time.perf_counter() - started
         ahead = ahead_of(args, session)
-        timing = prepare(session, [], drawing, ahead)
+        timing = prepare(session, [], drawing, ahead) + Timing(load=load)
     said = {"stops": args.stops, "system": args.system, "format": format}
     conversation = Conversation(session, tokenizer, drawing, ahead=ahead, **said)
     conversation.timing = timing

@@ -27,13 +27,15 @@ from .sampling import Sampling
 @dataclass(slots=True)
 class Timing:
     """How long the parts of a generation took, in seconds; filled while it runs.  What each size of a step needs once,
-    plans and kernels, is a part of its own; that time is added to what `planning` holds before."""
+    plans and kernels, is a part of its own; that time is added to what `planning` holds before.  `load` is the time in
+    which weights were read and packed."""
 
     prompt_tokens: int = 0
     prefill: float = 0.0
     new_tokens: int = 0
     decode: float = 0.0
     planning: float = 0.0
+    load: float = 0.0
 
     def __add__(self, other: Timing) -> Timing:
         return Timing(
@@ -42,15 +44,17 @@ class Timing:
             self.new_tokens + other.new_tokens,
             self.decode + other.decode,
             self.planning + other.planning,
+            self.load + other.load,
         )
 
     def __str__(self) -> str:
         def rate(tokens: int, seconds: float) -> str:
-            return f"{tokens / seconds:.1f} tok/s" if seconds and tokens else "-"
+            count = f"{tokens} token{'s' * (tokens != 1)}"
+            return f"{count} {tokens / seconds:.1f} tok/s" if seconds and tokens else f"{count} -"
 
+        load = f"load {self.load:.1f} s, " if self.load else ""
         return (
-            f"prefill {self.prompt_tokens} tokens {rate(self.prompt_tokens, self.prefill)}, "
-            f"decode {self.new_tokens} tokens {rate(self.new_tokens, self.decode)}, "
+            f"{load}prefill {rate(self.prompt_tokens, self.prefill)}, decode {rate(self.new_tokens, self.decode)}, "
             f"plans and kernels {self.planning:.1f} s"
         )
 
@@ -223,7 +227,7 @@ def _drawn(
         if is_full:
             raise ModelError(
                 f"the context of {session.context} tokens is full after {counts[i]} new ones; "
-                "raise --ctx-size, ask for fewer with -n, or go on with --context-shift"
+                "give a larger context=N, ask for fewer with max_tokens=N, or go on with context_shift=True"
             )
         return [token]
 

@@ -94,7 +94,7 @@ class Grammar:
         if left_out and not schema_lenient:
             raise ModelError(
                 f"the JSON schema cannot be followed: {_line(left_out)}; "
-                "remove it, or leave it out with --schema-lenient (Python: schema_lenient=True)"
+                "remove it, or leave it out with schema_lenient=True"
             )
         self.left_out = f"the JSON schema is followed without a part of it: {_line(left_out)}" if left_out else ""
         """A line about the keywords that texts need not follow, or nothing."""

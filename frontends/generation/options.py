@@ -71,8 +71,9 @@ OPTIONS: Mapping[str, Kind] = MappingProxyType(
 SAMPLED = tuple(f.name for f in fields(Sampling))
 
 
-def settled(options: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[Drawing, tuple[str, ...]]:
-    """What to draw, and what strings end the text.  Raises `ModelError`."""
+def settled(options: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[Drawing, tuple[str, ...]]:
+    """What to draw, and what strings end the text; a model without a vocabulary has no tokenizer, and takes no option
+    about text.  Raises `ModelError`."""
     known = (*OPTIONS, *SAMPLED)
     for name, value in options.items():
         if name not in known:
@@ -85,17 +86,19 @@ def settled(options: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[Drawing, 
     rules = {name: options[name] for name in ("grammar", "json_schema") if options.get(name, "") != ""}
     if len(rules) > 1:
         raise ModelError("generate: got a grammar and a JSON schema; give one")
+    if tokenizer is None and (texts := [*rules, *(["stop"] if stop else [])]):
+        raise ModelError(f"generate: the model has no vocabulary, so {texts[0]} has no meaning; leave it out")
     lenient = options.get("schema_lenient", True)
-    grammar = Grammar(tokenizer, **rules, schema_lenient=lenient) if rules else None
+    grammar = Grammar(tokenizer, **rules, schema_lenient=lenient) if tokenizer is not None and rules else None
     if grammar is not None and grammar.left_out:
         warnings.warn(grammar.left_out, stacklevel=4)
     drawing = Drawing(
         options.get("max_tokens", 128),
         Sampling(**given),
         secrets.randbits(31) if seed is None else seed,
-        frozenset() if options.get("ignore_eos") else tokenizer.eos_ids,
+        frozenset() if tokenizer is None or options.get("ignore_eos") else tokenizer.eos_ids,
         grammar,
-        (1 if tokenizer.add_bos else 0) if options.get("context_shift") else None,
-        tokenizer.n_tokens,
+        int(tokenizer is not None and tokenizer.add_bos) if options.get("context_shift") else None,
+        None if tokenizer is None else tokenizer.n_tokens,
     )
     return drawing, (stop,) if isinstance(stop, str) else tuple(stop)

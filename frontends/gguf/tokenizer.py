@@ -297,12 +297,17 @@ def _special_ids(metadata: Mapping[str, object], kind: str, n_tokens: int, has_b
     return ids
 
 
+def has_vocabulary(metadata: Mapping[str, object]) -> bool:
+    """Whether a GGUF file describes a tokenizer; without one a model reads and gives token ids only."""
+    return read_scalar(metadata, "model", str, "none") not in NO_VOCABULARY
+
+
 def _kind(metadata: Mapping[str, object]) -> str:
     kind = read_scalar(metadata, "model", str, "none")
     if kind in NO_VOCABULARY:
         raise ModelError(
             f"the model has no vocabulary (tokenizer.ggml.model is {kind!r}); "
-            "give token ids with --tokens of hocket logits"
+            "give token ids, as hocket logits --tokens does"
         )
     if kind not in KINDS:
         raise ModelError(f"tokenizer.ggml.model: unknown tokenizer {kind[:80]!a}; known are {', '.join(KINDS)}")

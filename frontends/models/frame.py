@@ -242,7 +242,7 @@ class Frame:
         sequences, count, heads, size = new.shape
         if size % dtype.block:
             what = f"{name}: heads of {size} numbers are no whole blocks of {dtype}, which have {dtype.block}"
-            raise ModelError(f"{what}; use --cache-type-{'v' if '_v.' in name else 'k'} f16")
+            raise ModelError(f"{what}; use cache_type_{'v' if '_v.' in name else 'k'}='f16'")
         context, cells = -(-step.context // ratio), -(-step.cells // ratio)
         if ring := step.ring(sight.rolling):
             context, cells = ring, min(ring, cells)

@@ -135,7 +135,7 @@ def read_ahead(keys: Keys, hyper: Hyper) -> Hyper:
 
 
 def no_guesses(keys: Keys, why: str) -> ModelError:
-    return ModelError(f"{keys.gguf.path}: {why}; name a draft model with -md, or leave out --draft-max")
+    return ModelError(f"{keys.gguf.path}: {why}; name a draft model with draft=FILE, or leave out draft_max=N")
 
 
 def layers_run(keys: Keys) -> int:

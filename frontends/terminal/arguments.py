@@ -36,6 +36,35 @@ def of_file(error: OSError) -> str:
     return f"{error.filename}: {said}{WHAT_TO_DO.get(error.errno, '')}" if error.filename else said
 
 
+FLAGS_OF: Mapping[str, str] = MappingProxyType(
+    {
+        "context": "--ctx-size",
+        "context_shift": "--context-shift",
+        "max_tokens": "-n",
+        "split_mode": "--split-mode",
+        "place": "--place",
+        "cache_type_k": "--cache-type-k",
+        "cache_type_v": "--cache-type-v",
+        "schema_lenient": "--schema-lenient",
+        "draft": "-md",
+        "draft_max": "--draft-max",
+    }
+)
+"""The flag for each argument of `hocket.Model` and its methods that messages name as ``argument=value``."""
+_ARGUMENT = re.compile(rf"\b({'|'.join(FLAGS_OF)})=(?:(True)\b|'([^']*)'|(\w+))")
+
+
+def as_flags(message: str) -> str:
+    """A message of the library with flags of the command line in place of arguments: ``context=64`` is ``--ctx-size
+    64``."""
+
+    def as_flag(match: re.Match[str]) -> str:
+        name, is_switch, quoted, plain = match.groups()
+        return FLAGS_OF[name] + ("" if is_switch else f" {plain if quoted is None else quoted}")
+
+    return _ARGUMENT.sub(as_flag, message)
+
+
 class StandsFor(argparse._StoreAction):
     """A flag whose value is that of the positional argument with the same `dest`."""
 

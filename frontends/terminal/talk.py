@@ -11,6 +11,7 @@ from types import MappingProxyType
 from ...backends.cache import cache_folder
 from ..errors import ModelError
 from ..generation.conversation import Conversation
+from .arguments import as_flags
 from .output import log, write
 
 AGAIN = "(Ctrl-C again or /exit ends the talk)"
@@ -85,7 +86,7 @@ def _answer(conversation: Conversation, said: str) -> bool:
     except KeyboardInterrupt:
         interrupted = True
     except ModelError as error:
-        log(f"{error}; /reset forgets what was said, /shift its older half only, from now on")
+        log(f"{as_flags(str(error))}; /reset forgets what was said, /shift its older half only, from now on")
         return False
     write("\n")
     session = conversation.session
@@ -138,7 +139,7 @@ def _with_file(command: str, path: str, conversation: Conversation, act: Callabl
     except OSError as why:
         log(f"{path}: {why.strerror or why}")
     except ModelError as why:
-        log(str(why))
+        log(as_flags(str(why)))
     return True
 
 

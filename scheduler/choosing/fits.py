@@ -90,7 +90,7 @@ def _context(short: Sequence[Pool], plan: Plan, context: int | None) -> str | No
             return None
         sizes.append(context * (held - pool.lacking) / held)
     fitting = int(min(sizes)) // STEP * STEP
-    return f"use --ctx-size {fitting} or less" if fitting else None
+    return f"use context={fitting} or less" if fitting else None
 
 
 def _devices(pool: Pool, plan: Plan) -> str | None:
@@ -103,7 +103,7 @@ def _devices(pool: Pool, plan: Plan) -> str | None:
     room = pool.memory - (pool.needed - pool.held(spread))
     if room <= 0 or (count := math.ceil(shared / room * 1.02)) <= len(plan.lanes):
         return None
-    mode = "" if _is_cut(plan) else " with --split-mode tensor"
+    mode = "" if _is_cut(plan) else " with split_mode='tensor'"
     return f"use {count} such devices{mode}"
 
 
@@ -112,11 +112,11 @@ def _split(pool: Pool, plan: Plan) -> str | None:
     if len(plan.lanes) == 1:
         return None
     if not _is_cut(plan):
-        return "use --split-mode tensor or layer"
+        return "use split_mode='tensor' or split_mode='layer'"
     placed = any(isinstance(layout, Local) for layout in plan.leaves.values())
     mode, needed = ("tensor" if placed else "layer"), sum(sum(lane.memory().values()) for lane in plan.lanes)
     memory = sum(p.memory for p in pools(plan))
-    return f"use --split-mode {mode}" if needed <= memory else None
+    return f"use split_mode='{mode}'" if needed <= memory else None
 
 
 def _is_cut(plan: Plan) -> bool:

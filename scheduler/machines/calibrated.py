@@ -18,22 +18,37 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from ...backends.abilities import Settled
+from ...backends.abilities import Settled, Threaded
 from ...backends.cache import cache_folder, keep, log, recalled
+from ...backends.host import HostBackend
 from ...graph import Graph
 from ..lowering.lane import Devices
-from .hardware import CPU, Hardware
+from .hardware import BUILT_IN, CPU, Hardware
 from .speeds import Speeds
 
 UNFIT = "%s is damaged, or of another processor or version of hocket, so times are estimated; run hocket calibrate"
 
 
 def hardware_of(graph: Graph, group: Devices) -> Hardware:
-    """What was measured of such devices, else `CPU`."""
+    """The measured speeds of such devices, else built-in ones."""
     if any(device.rank is not None for _, device in group):
         return CPU  # processes have to plan the same, whatever each has measured; `shared_speeds` is for them
     speeds = speeds_here(group)
-    return CPU if speeds is None else speeds.hardware(graph)
+    return built_in(group) if speeds is None else replace(speeds.hardware(graph), source=calibrated_source())
+
+
+def built_in(group: Devices) -> Hardware:
+    """The built-in speeds of a group: `CPU` is a device that has all processors of a machine.
+
+    Virtual devices of one machine share its processors and its memory.  Each has the share of its threads, so that
+    two of them are as fast together as one that has the threads of both.
+    """
+    if not group or not all(isinstance(backend, HostBackend) for backend, _ in group):
+        return CPU
+    processors = os.cpu_count() or 1
+    threads = [backend.threads if isinstance(backend, Threaded) else processors for backend, _ in group]
+    share = min(threads) / max(processors, sum(threads))
+    return replace(CPU, flops=share * CPU.flops, bandwidth=share * CPU.bandwidth) if share < 1 else CPU
 
 
 def speeds_here(group: Devices) -> Speeds | None:
@@ -49,11 +64,15 @@ def speeds_here(group: Devices) -> Speeds | None:
 
 
 def told_speeds(hardware: Hardware) -> str:
-    """Where the speeds of a plan on devices of this machine are from, in words."""
-    if hardware == CPU:
-        return "estimated; hocket calibrate measures them"
-    document = json.loads(recalled(speeds_file()) or b"{}")
-    return f"calibrated {document.get('date', 'on a day that is not kept')}"
+    """The source of the speeds of a plan, in words."""
+    return f"{hardware.source}; hocket calibrate measures them" if hardware.source == BUILT_IN else hardware.source
+
+
+def calibrated_source() -> str:
+    """The source of kept speeds, with the day on which they were measured."""
+    with suppress(ValueError, AttributeError):
+        return f"calibrated {json.loads(recalled(speeds_file()) or b'{}').get('date', 'on an unknown day')}"
+    return "calibrated on an unknown day"
 
 
 def group_name(group: Devices) -> str:

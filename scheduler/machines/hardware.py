@@ -22,6 +22,10 @@ MANY = 64
 """Rows which weights are unpacked for, as far as they are: one row is multiplied with weights as they are."""
 
 
+BUILT_IN = "built in"
+"""The source of speeds that are a guess."""
+
+
 class Work(NamedTuple):
     """Floating-point operations; bytes read and written, and those of them that are of weights and states; the op as
     which it is judged, then what stands for several: the first one whose speed is known counts; and the rows that each
@@ -50,7 +54,8 @@ class Hardware:
     of arithmetic one after the other, but that products, which use a value again and again, fetch such values behind
     arithmetic; 0 says that nothing is known but what memory can do at most, and that arithmetic and memory hide behind
     each other, as in data sheets.  `unpack_bandwidth` is that of weights in products of `MANY` rows or more, where
-    unpacking them may take longer than reading them; 0 says that it does not.
+    unpacking them may take longer than reading them; 0 says that it does not.  `source` names the origin of the speeds:
+    ``built in``, a guess; ``data sheet``; or ``calibrated`` with the date.
     """
 
     flops: float = 100e9
@@ -69,6 +74,7 @@ class Hardware:
     unpack_bandwidth: float = 0.0
     op_flops: Mapping[str, float] = field(default_factory=dict)
     op_bandwidth: Mapping[str, float] = field(default_factory=dict)
+    source: str = BUILT_IN
 
     @property
     def alone(self) -> Hardware:

@@ -30,6 +30,8 @@ from .speeds import Speeds
 GIB = 1 << 30
 TERA = 1e12
 SIMULATED = "simulated"
+DATA_SHEET = "data sheet"
+"""The source of speeds that makers tell."""
 MOST_DEVICES = 1024
 
 
@@ -220,9 +222,10 @@ class Simulation:
         """The speeds of a plan in words; for each dtype of the graph's weights, and for each of its ops whose speed is
         known, what sets them, and what share that is of the data sheet."""
         used = self.hardware_for(graph)
-        source = "predicted" if self.reached.keys() == self.kinds.keys() else "of data sheets"
+        kernels = ", kernels by their machine code" if self.reached.keys() == self.kinds.keys() else ""
         read, multiplied = used.bandwidth / TERA, used.flops / TERA
-        yield f"speeds: {source}, weights read at {read:.3g} TB/s and multiplied at {multiplied:.3g} TFLOP/s"
+        rates = f"weights read at {read:.3g} TB/s and multiplied at {multiplied:.3g} TFLOP/s"
+        yield f"speeds: {used.source}{kernels}; {rates}"
         dtypes = dict.fromkeys(str(v.dtype) for v in graph.weights if len(v.shape) > 1)
         ops = dict.fromkeys((*(node.op for node in graph.nodes), OTHERS))
         for kind, of in self.reached.items():
@@ -306,6 +309,7 @@ def _slowest(machines: Sequence[Machine], links: Sequence[str]) -> Hardware:
         launch=max(m.launch for m in machines),
         link_bandwidth=min(link.bandwidth for link in joined),
         link_latency=max(link.latency for link in joined),
+        source=DATA_SHEET,
     )
 
 

@@ -70,13 +70,13 @@ def wished(graph: Graph, place: Place, devices: Sequence[str], *, strict: bool =
         return pins
     called = names(graph)
     for pattern, device in place:
-        expression, shown = _compiled(pattern), f"--place {pattern}={device}"
+        expression, shown = _compiled(pattern), f"place='{pattern}={device}'"
         if device not in devices:
             raise PlanError(f"{shown}: there is no device {device!r} in the group; it has {', '.join(devices)}")
         matching = {n for n, name in called.items() if n.op not in ("input", "constant") and expression.search(name)}
         if strict and not matching:
             raise PlanError(f"{shown}: no node, weight or state has such a name; `hocket dump` lists them")
-        pin = Pin(devices.index(device), shown)
+        pin = Pin(devices.index(device), f"--place {pattern}={device}")
         for node in graph.nodes:
             read = {node, *filter(None, map(stored_leaf, node.inputs))}
             if not node.is_leaf and not matching.isdisjoint(read):
@@ -88,7 +88,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except (re.error, OverflowError, RecursionError, Warning) as why:  # a warning where these are errors
-        raise PlanError(f"--place {pattern!r:.80}: not a regular expression: {why}") from None
+        raise PlanError(f"place={pattern!r:.80}: not a regular expression: {why}") from None
 
 
 def decided(graph: Graph, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:

@@ -24,7 +24,7 @@ from ...graph.spec import Spec
 from ...ops import verify
 from ..layout import Layout, Local, Shard, local_shape
 from ..lowering.lane import Lane, first_alike
-from ..machines.hardware import Hardware
+from ..machines.hardware import BUILT_IN, Hardware
 from ..machines.simulated import SIMULATED, simulated
 from ..plan import Placed, Plan
 from ..verifier.plan import verify_plan
@@ -152,8 +152,9 @@ def _device(entry: Mapping[str, Any]) -> tuple[Backend, Device]:
 
 
 def _read_hardware(entry: Mapping[str, Any]) -> Hardware:
-    figures: dict[str, Any] = {key: _figures(value) for key, value in entry.items() if key != "machine"}
-    hardware = Hardware(**figures, machine=count(entry.get("machine", 0)))
+    figures: dict[str, Any] = {key: _figures(value) for key, value in entry.items() if key not in ("machine", "source")}
+    source = text_of(entry.get("source", BUILT_IN))
+    hardware = Hardware(**figures, machine=count(entry.get("machine", 0)), source=source)
     if not hardware.is_possible:
         raise ValueError(f"hardware has a speed of zero: {hardware}")
     return hardware

@@ -58,7 +58,7 @@ def summary(plan: Plan) -> str:
     return (
         f"{idle}{len(plan.graph.nodes)} nodes, {views} of them views; {longest} steps on {where}{simulated}; "
         f"{meetings}; {plan.flops() / 1e6:.1f} MFLOP; {time_text(plan.cost.total)} a run estimated, "
-        f"{time_text(plan.cost.collectives)} of it in collectives"
+        f"{time_text(plan.cost.collectives)} of it in collectives; speeds: {plan.hardware.source}"
     )
 
 

@@ -56,5 +56,5 @@ def test_heads_are_dealt_with_their_blocks() -> None:
 
 
 def test_heads_that_are_no_whole_blocks_are_refused() -> None:
-    with pytest.raises(ModelError, match=r"heads of 16 numbers are no whole blocks of q4_0.*use --cache-type-v f16$"):
+    with pytest.raises(ModelError, match=r"heads of 16 numbers are no whole blocks of q4_0.*use cache_type_v='f16'$"):
         Session(open_model(path_of("llama")), on=Group(cache_type_v="q4_0"))

@@ -284,3 +284,16 @@ def test_chat_passes_tools_documents_and_variables_to_its_template(model, monkey
         model.chat("hi", chat_template=template, chat_template_kwargs={"messages": []})
     with pytest.raises(hocket.ModelError, match="tools is 'f'"):
         model.chat("hi", chat_template=template, tools="f")
+
+
+def test_a_model_without_a_vocabulary_continues_token_ids():
+    with hocket.Model(path_of("llama"), context=64) as model:
+        tokens = list(model.tokens([1, 2, 3], max_tokens=4, temperature=0))
+        assert [token.text for token in tokens] == [""] * 4
+        assert tokens[0].id == int(model.logits([1, 2, 3])[-1].argmax())
+        with pytest.raises(hocket.ModelError, match="no vocabulary"):
+            next(model.tokens("It is", max_tokens=1))
+        with pytest.raises(hocket.ModelError, match="no vocabulary, so stop has no meaning; leave it out"):
+            next(model.tokens([1], stop="a"))
+        with pytest.raises(hocket.ModelError, match="no vocabulary, so grammar has no meaning"):
+            next(model.tokens([1], grammar='root ::= "a"'))

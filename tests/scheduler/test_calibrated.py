@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from hocket.backends.base import find
 from hocket.backends.cache import keep, recalled
 from hocket.cli import main
 from hocket.frontends.commands import calibrate
-from hocket.frontends.devices import ONE_DEVICE, found
+from hocket.frontends.devices import ONE_DEVICE, Group, found
 from hocket.frontends.measuring import compared
 from hocket.graph import DType, Graph, constant, input, state, weight
 from hocket.ops import add, get_rows, mul_mat, mul_mat_id, reshape, set_rows
@@ -25,6 +26,7 @@ from hocket.scheduler import CPU, kept_plan, plan_for
 from hocket.scheduler.machines.calibrated import (
     Speeds,
     _say_unfit,
+    built_in,
     group_name,
     hardware_of,
     keep_speeds,
@@ -54,13 +56,36 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_plans_use_the_speeds_that_were_kept_for_their_devices():
-    graph, group = products(DType.Q8_0, 1, 1), [find("cpu:0")]
+    graph, group = products(DType.Q8_0, 1, 1), found(ONE_DEVICE)
     assert kept_plan(graph, group).hardware == CPU
     keep_speeds({group_name(group): SPEEDS})
     made = kept_plan(graph, group)
     assert (made.hardware.bandwidth, made.hardware.flops) == pytest.approx((10e9, 4e9))
     assert (made.hardware.launch, made.hardware.link_bandwidth, made.hardware.link_latency) == (3e-6, 5e9, 7e-6)
-    assert hardware_of(graph, [find("cpu:0"), find("cpu:1")]) == CPU, "two at once have other speeds than one"
+    others = found(Group(devices=("cpu:0", "cpu:1")))
+    assert hardware_of(graph, others).source == "built in", "two at once have other speeds than one"
+
+
+@pytest.mark.parametrize(
+    ("processors", "threads", "share"),
+    [(2, (2,), 1), (2, (1,), 1 / 2), (2, (1, 1), 1 / 2), (8, (4, 4), 1 / 2), (8, (1, 1), 1 / 8), (1, (1, 1, 1), 1 / 3)],
+)
+def test_virtual_devices_share_the_built_in_speeds_of_their_processors(processors, threads, share, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: processors)
+    group = [(find("cpu:0")[0].with_threads(count), find(f"cpu:{i}")[1]) for i, count in enumerate(threads)]
+    hardware = built_in(group)
+    assert (hardware.flops, hardware.bandwidth) == pytest.approx((share * CPU.flops, share * CPU.bandwidth))
+    assert hardware.source == "built in"
+
+
+def test_two_virtual_devices_are_not_predicted_faster_than_one():
+    seconds = []
+    for devices in (("cpu:0",), ("cpu:0", "cpu:1"), ("cpu:0", "cpu:1", "cpu:2")):
+        group, graph = found(Group(devices=devices)), attended()
+        for mode in ("auto", "tensor", "layer"):
+            made = plan_for(graph, group, split_mode=mode, hardware=hardware_of(graph, group))
+            seconds.append(made.cost.total)
+            assert seconds[0] <= seconds[-1] * (1 + 1e-9), (devices, mode)
 
 
 def test_what_reads_no_weights_has_arithmetic_of_its_own():
@@ -74,12 +99,18 @@ def test_what_reads_no_weights_has_arithmetic_of_its_own():
 
 
 def test_a_plan_says_when_its_speeds_were_measured(capsys: pytest.CaptureFixture[str]):
-    assert told_speeds(CPU).startswith("estimated")
+    assert told_speeds(CPU) == "built in; hocket calibrate measures them"
     group = found(ONE_DEVICE)
     document = json.loads(recalled(keep_speeds({group_name(group): SPEEDS})) or b"")
     keep(speeds_file(), json.dumps({**document, "date": "1971-01-02"}).encode())
     assert main(["plan", TINY]) == 0
-    assert "speeds: calibrated 1971-01-02\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "speeds: calibrated 1971-01-02\n" in out
+    answer = out.splitlines()[0]
+    assert re.fullmatch(
+        r"fits: [\d.]+ MiB of [\d.]+ GiB on cpu:0; [\d.,]+ tokens a second; first token of a prompt of 512 after .*s",
+        answer,
+    )
 
 
 def test_speeds_of_several_dtypes_are_mixed_by_their_time():
@@ -114,7 +145,7 @@ IMPOSSIBLE = (
 
 @pytest.mark.parametrize("spoil", [_cut, _foreign, *(_impossible(**figures) for figures in IMPOSSIBLE)])
 def test_a_file_that_does_not_fit_is_left_aside_in_one_line(spoil, caplog: pytest.LogCaptureFixture):
-    graph, group = chain(64), [find("cpu:0")]
+    graph, group = chain(64), found(ONE_DEVICE)
     keep_speeds({group_name(group): SPEEDS})
     assert read_speeds(speeds_file()) == {group_name(group): SPEEDS}
     spoil(speeds_file())

@@ -323,7 +323,7 @@ def test_what_does_not_fit_comes_with_two_ways_out():
     graph = mlp(columns=2**19, rows=2**13)  # two weights of 16 GiB each
     problem = memory_problem(plan_for(graph, simulate("rtx3090:1").group))
     assert "rtx3090:0: needs 32" in problem
-    assert "use 2 such devices with --split-mode tensor, or use a model with fewer bits" in problem
+    assert "use 2 such devices with split_mode='tensor', or use a model with fewer bits" in problem
 
 
 def test_virtual_devices_of_a_machine_share_its_memory():

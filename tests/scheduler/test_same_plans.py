@@ -92,9 +92,7 @@ def test_a_plan_is_the_same_whatever_was_planned_before(kind):
         forget()
         alone.append(made(kind, *request))
     differ = [
-        request[:3]
-        for request, *those in zip(asked, in_turn, backwards, alone, strict=True)
-        if len(set(those)) > 1
+        request[:3] for request, *those in zip(asked, in_turn, backwards, alone, strict=True) if len(set(those)) > 1
     ]
     assert not differ
     refusals = {text for text in alone if ":" in text and "layer,tensor" not in text}

@@ -144,7 +144,9 @@ def test_a_simulated_device_keeps_weights_as_the_file_has_them(tmp_path):
     assert made.lanes[0].memory()["weight"] == sum(v.spec.nbytes for v in graph.weights)
 
 
-@pytest.mark.parametrize(("kind", "source"), [("h200", "predicted"), ("mi300x", "of data sheets")])
+@pytest.mark.parametrize(
+    ("kind", "source"), [("h200", "data sheet, kernels by their machine code"), ("mi300x", "data sheet")]
+)
 def test_a_plan_says_what_its_speeds_are(kind, source, capsys):
     """There is a model of the time of kernels on GPUs of NVIDIA alone."""
     assert main(["plan", str(path_of("llama")), "--simulate", kind]) == 0

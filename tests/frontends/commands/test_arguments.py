@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+import hocket
 from hocket.cli import main
+from hocket.frontends.terminal.arguments import FLAGS_OF, as_flags
 
 ONE = ("-p", "It is a truth", "--temp", "0", "-n", "8", "-c", "64")
 TEXT = "It is a truth which I am not at all in love"
@@ -97,3 +99,31 @@ def test_a_full_context_ends_in_one_line_or_shifts(capsys):
     shifted = capsys.readouterr()
     assert shifted.out.startswith(said.out.rstrip("\n"))
     assert "decode 39 tokens" in shifted.err
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("give a larger context=N, or context_shift=True", "give a larger --ctx-size N, or --context-shift"),
+        ("use context=64 or less", "use --ctx-size 64 or less"),
+        ("use split_mode='tensor'; place='a.b=cpu:1': none", "use --split-mode tensor; --place a.b=cpu:1: none"),
+        ("the context holds 4; context: 5", "the context holds 4; context: 5"),
+    ],
+)
+def test_arguments_in_a_message_become_flags(message, line):
+    assert as_flags(message) == line
+    assert not any(flag in message for flag in FLAGS_OF.values())
+
+
+def test_python_names_arguments_where_the_command_line_names_flags(capsys):
+    with hocket.Model(context=16) as model:
+        with pytest.raises(hocket.ModelError, match=r"^the text would have .*context=N.*context_shift=True$"):
+            list(model.generate([1] * 17))
+        with pytest.raises(hocket.ModelError, match=r"is full after .*context=N.*max_tokens=N.*context_shift=True$"):
+            list(model.generate([1] * 15, max_tokens=8, ignore_eos=True))
+    assert main(["run", "-p", "It is", "-c", "8", "-n", "20", "--ignore-eos"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("give a larger --ctx-size N, ask for fewer with -n N, or go on with --context-shift")
+    assert main(["run", "-p", "It is " * 9, "-c", "8"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("shorten it or give a larger --ctx-size N")

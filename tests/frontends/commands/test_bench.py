@@ -9,9 +9,11 @@ from itertools import cycle
 
 import pytest
 
+from hocket.backends.base import find
 from hocket.cli import main
 from hocket.frontends.commands import bench
 from hocket.frontends.commands.batched import BATCHED
+from hocket.frontends.models import Step
 from hocket.frontends.open import open_model
 from hocket.frontends.terminal.bench_rows import written
 
@@ -23,7 +25,8 @@ Capture = pytest.CaptureFixture[str]
 class Known:
     """A bandwidth that takes no gigabyte to measure."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, nbytes: int) -> None:
+        assert 128 << 20 <= nbytes <= 512 << 20, "a gigabyte and more stands out beside a model"
         self.rates = cycle([9e9 * threads, 10e9 * threads, 12e9 * threads])
 
     def rate(self) -> float:
@@ -108,6 +111,15 @@ def test_a_token_reads_the_weights_once_and_one_row_of_the_embedding() -> None:
     whole = sum(t.nbytes for t in model.gguf.tensors.values())
     row = model.gguf.tensors["token_embd.weight"].row_bytes
     assert whole <= bench.weight_bytes(model) <= whole + 16 * row
+
+
+@pytest.mark.parametrize("kind", ["numpy", "cpu"])
+def test_weights_are_counted_in_the_types_in_which_a_device_reads_them(kind: str) -> None:
+    model, (backend, _) = open_model(TINY), find(f"{kind}:0")
+    specs = [v.spec for v in model.graph(Step(1, 1, 256, 256, 1)).weights]
+    growth = sum(backend.stored(spec, "weight").nbytes for spec in specs) / sum(spec.nbytes for spec in specs)
+    assert bench.weight_bytes(model, backend) / bench.weight_bytes(model) == pytest.approx(growth, rel=0.01)
+    assert (growth > 3) == (kind == "numpy")
 
 
 def test_a_profile_accounts_for_the_whole_run(capsys: Capture) -> None:

@@ -313,7 +313,7 @@ def test_a_long_text_takes_calls_in_proportion(text: str) -> None:
 
 WRONG: list[tuple[dict[str, object], str]] = [
     ({}, "the model has no vocabulary"),
-    (named(model="test"), "no vocabulary.*give token ids with --tokens"),
+    (named(model="test"), "no vocabulary.*give token ids, as hocket logits --tokens does"),
     (named(model="none"), "no vocabulary"),
     (named(model="plamo2"), "unknown tokenizer 'plamo2'; known are gpt2, llama, gemma4"),
     (named(model=3), "is a int; need a str"),

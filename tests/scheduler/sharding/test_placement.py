@@ -125,8 +125,8 @@ def test_a_partial_sum_is_reduced_before_one_device_reads_it():
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ([("ffn", "cpu:0")], "--place ffn=cpu:0: no node, weight or state has such a name"),
-        ([("gate", "cpu:7")], "--place gate=cpu:7: there is no device 'cpu:7' in the group; it has cpu:0, cpu:1"),
+        ([("ffn", "cpu:0")], "place='ffn=cpu:0': no node, weight or state has such a name"),
+        ([("gate", "cpu:7")], "place='gate=cpu:7': there is no device 'cpu:7' in the group; it has cpu:0, cpu:1"),
         ([("gate", "gpu")], "there is no device 'gpu:0' in the group"),
         ([("(", "cpu:0")], "not a regular expression: missing ), unterminated subpattern"),
         ([("a{99999999999999999999}", "cpu:0")], "not a regular expression"),
