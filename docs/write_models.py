@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from textwrap import fill
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "models.md"
@@ -33,6 +34,13 @@ how text is cut into words, `tokenizer.chat_template` is the template, in Jinja,
 
 | kind | words are cut as |
 |---|---|
+"""
+METADATA = """
+## Metadata keys
+
+Of every metadata key that llama.cpp or the package `gguf` names: the use that hocket makes of it, from the table in
+`frontends/models/metadata_keys.py`.  `{arch}` stands for the architecture.  A key that is "read" counts where
+llama.cpp reads it for the architecture.  "Default only" means that a file with another value is refused by name.
 """
 RESULTS = ROOT / "tests" / "fixtures" / "architectures" / "sharded.json"
 MOST = 1e-10
@@ -88,9 +96,22 @@ def tokenizers() -> Iterator[str]:
         yield f"| `{kind}` | {names} |\n"
 
 
+def metadata_keys() -> Iterator[str]:
+    """A list of keys for each use and reason."""
+    from hocket.frontends.models.metadata_keys import KEYS
+
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, key in KEYS.items():
+        values = ", ".join(map(repr, key.accepted))
+        names.setdefault((key.use, key.reason), []).append(f"`{name}`" + (f" ({values})" if values else ""))
+    for (use, reason), group in names.items():
+        text = f"- **{use}**, {reason}: {', '.join(sorted(group))}"
+        yield "\n" + fill(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) + "\n"
+
+
 def page() -> str:
     """The page as it should be."""
-    return HEAD + "".join(rows()) + TOKENIZERS + "".join(tokenizers())
+    return HEAD + "".join(rows()) + TOKENIZERS + "".join(tokenizers()) + METADATA + "".join(metadata_keys())
 
 
 if __name__ == "__main__":

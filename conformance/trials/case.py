@@ -16,7 +16,7 @@ from ...graph.spec import Spec
 from ...ops import REGISTRY, Op
 
 LAYOUTS = ("contiguous", "offset", "sliced", "permuted", "broadcast", "inplace", "twin")
-INPUTS = ("normal", "uniform", "large", "denormal", "ties", "zeros", "constant", "infinities")
+INPUTS = ("normal", "uniform", "large", "denormal", "ties", "zeros", "constant", "infinities", "nan")
 
 _SETTING = re.compile(r"(?:^|,\s*)(layout|inputs|check|seed)=([\w.:-]+)\s*$")
 _WHOLE = re.compile(r"\s*(\w+)\((.*)\)\s*", re.DOTALL)

@@ -23,6 +23,10 @@ LARGE: Mapping[DType, float] = {DType.F16: 2e3}
 """Largest magnitude of kind ``large``; 1e4 for other dtypes: squares and sums of them are still finite."""
 
 
+NAN_SHARE = 0.1
+"""Share of the elements of kind ``nan`` that are NaN; most results of ops that sum over rows are numbers even so."""
+
+
 class NoReference(Exception):  # noqa: N818  (an outcome, not an error)
     """The kit has no float64 meaning for this case."""
 
@@ -30,6 +34,11 @@ class NoReference(Exception):  # noqa: N818  (an outcome, not an error)
 def infinite_operands(op: Op) -> dict[str, tuple[float, ...]]:
     """Operands that may hold infinities, and which."""
     return {name.lstrip("-"): (-np.inf,) if name.startswith("-") else (np.inf, -np.inf) for name in op.infinite}
+
+
+def holds_nan(op: Op, name: str, spec: Spec) -> bool:
+    """Whether an operand may hold NaN: numbers of any op that does not say otherwise."""
+    return not spec.dtype.is_integer and not spec.dtype.is_quantised and spec.size > 0
 
 
 def kinds_for(case: Case) -> tuple[str, ...]:
@@ -44,6 +53,8 @@ def kinds_for(case: Case) -> tuple[str, ...]:
         kinds += ["uniform", "large", "denormal", "zeros"]
     if any(name in specs for name in infinite_operands(case.declared)):
         kinds.append("infinities")
+    if any(holds_nan(case.declared, name, spec) for name, spec in specs.items()):
+        kinds.append("nan")
     return tuple(kinds)
 
 
@@ -61,6 +72,8 @@ def draw(case: Case) -> dict[str, Array]:
             array = _integers(spec, legal, differ, sizes, case.inputs, rng)
         else:
             array = _floats(spec, legal, case.inputs, infinite_operands(op).get(name, ()), rng)
+            if case.inputs == "nan" and holds_nan(op, name, spec):
+                array = np.where(rng.random(spec.shape) < NAN_SHARE, np.nan, array)
         tied = place(spec, case.layout, differ).tied
         if tied is not None:
             array = np.repeat(np.take(array, [0], axis=tied), array.shape[tied], axis=tied)

@@ -32,6 +32,7 @@ from .frame import Frame
 from .hyper import Hyper
 from .layers.residuals import Banked, Cycles, GatedStreams, NormedSums, PerLayer, Skipping, Streams
 from .layers.rwkv import Shifting
+from .metadata_keys import check_defaults
 from .reading import read_ahead, read_hyper
 from .weights import Weights as Weights
 
@@ -227,5 +228,7 @@ def load_model(gguf: Gguf) -> Model:
         )
     gguf = gguf.stack(family.stack) if family.stack else gguf
     unread = family.ignores if family.scaled else (*family.ignores, *SCALES)
-    hyper = read_hyper(Keys(gguf, architecture), family)
+    keys = Keys(gguf, architecture)
+    check_defaults(keys)
+    hyper = read_hyper(keys, family)
     return Model(architecture, gguf, hyper, Weights(gguf, unread, family.spare, hyper.source))

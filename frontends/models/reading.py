@@ -62,6 +62,9 @@ def read_hyper(keys: Keys, family: Family) -> Hyper:
     if repeats > 1:
         source = {i: i % count for i in range(count * repeats)}
     if family.residuals == "cycles":
+        need = span * (cycles + 1) * keys.count("hrm.h_cycles", count // (span * (cycles + 1)))
+        if count != need:
+            raise keys.error("hrm.h_cycles", f"and the other cycles need {need} blocks; block_count is {count}")
         source = {i: i % span + span * ((i // span) % (cycles + 1) == cycles) for i in range(count)}
     blocks = tuple(reader.layer(source.get(i, i), i) for i in range(count * repeats))
     return Hyper(
@@ -173,7 +176,10 @@ class Reader:
     def unit(self) -> Unit:
         linear = self.keys.optional("activation.situ_linear_beta") or 0.0
         beta = self.keys.positive("activation.situ_beta", 1.0) if self.family.unit == "situ" else 1.0
-        return Unit(self.family.unit, first="gate first" in self.family.mixture, beta=beta, linear=linear)
+        kind = self.family.unit
+        if kind == "gelu erf":
+            kind = {"gelu": kind, "silu": "silu"}[self.keys.choice("hidden_activation", "gelu", ("gelu", "silu"))]
+        return Unit(kind, first="gate first" in self.family.mixture, beta=beta, linear=linear)
 
     def span(self) -> int:
         if self.family.residuals == "shifting":

@@ -8,12 +8,12 @@ struct Numbers {
 
 __device__ __forceinline__ float gelu_erf(float x) { return 0.5f * x * erfcf(x * -0.70710678118654752f); }
 __device__ __forceinline__ float gelu_quick(float x) { return x * logistic(1.702f * x); }
-__device__ __forceinline__ float hardsigmoid(float x) { return fminf(fmaxf((x + 3.0f) / 6.0f, 0.0f), 1.0f); }
 // NaN stays NaN, which fminf and fmaxf would drop.
 __device__ __forceinline__ float clipped(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
+__device__ __forceinline__ float hardsigmoid(float x) { return clipped((x + 3.0f) / 6.0f, 0.0f, 1.0f); }
 
 __device__ __forceinline__ float clamped_gate(float x, float alpha, float limit) {
-    const float gate = fminf(x, limit);
+    const float gate = x > limit ? limit : x;
     return gate * logistic(alpha * gate);
 }
 

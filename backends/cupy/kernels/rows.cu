@@ -209,7 +209,8 @@ struct Order {
     Walk<const float> x;
     Walk<i32> out;
 };
-// The first of the largest entries.
+// The first of the largest entries, of which NaN is one.
+__device__ __forceinline__ bool is_above(float x, float y) { return x > y || (x != x && y == y); }
 __global__ void A_ROW argmax(const __grid_constant__ Order a) {
     wait_for_earlier();
     SHARED(best, float[32]);
@@ -222,10 +223,11 @@ __global__ void A_ROW argmax(const __grid_constant__ Order a) {
     each_column(
         a.columns, [&](i64 c) { return x[c * a.step]; },
         [&](i64 c, float value) {
-            if (at == a.columns || value > most) most = value, at = c;
+            if (at == a.columns || is_above(value, most)) most = value, at = c;
         });
     auto take = [&](float other, i64 from) {
-        if (from < a.columns && (at == a.columns || other > most || (other == most && from < at))) most = other, at = from;
+        if (from < a.columns && (at == a.columns || is_above(other, most) || (!is_above(most, other) && from < at)))
+            most = other, at = from;
     };
 #pragma unroll
     for (int by = 16; by > 0; by >>= 1) {

@@ -110,6 +110,8 @@ class KimiDelta:
     @classmethod
     def from_keys(cls, keys: Keys, family: Family, layer: int) -> KimiDelta:
         heads = max(keys.each("attention.head_count", keys.blocks()))
+        if family.bounded_decay > 0.0 and not keys.flag("kda.safe_gate", True):
+            raise keys.error("kda.safe_gate", "is false; hocket computes bounded gates alone for this architecture")
         floor = keys.number("kda.gate_lower_bound", 0.0) if family.bounded_decay else 0.0
         taps, eps = keys.count("ssm.conv_kernel", least=2), keys.eps("attention.layer_norm_rms_epsilon")
         size, l2_eps = keys.count("kda.head_dim"), family.l2_eps or eps
