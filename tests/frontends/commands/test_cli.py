@@ -470,8 +470,8 @@ def test_a_file_that_is_no_model_is_named_with_its_use(
     capsys: Capture, tmp_path: Path, architecture: str, keys: dict[str, str], use: str
 ) -> None:
     path = write_other(tmp_path / "other.gguf", architecture, **keys)
-    for command in ("run", "plan", "embed"):
-        assert main([command, str(path)]) == 2
+    for command in (["run", "-p", "a"], ["plan"], ["embed", "-p", "a"]):
+        assert main([*command, str(path)]) == 2
         error = capsys.readouterr().err
         assert use in error
         assert error.count("\n") == 1
