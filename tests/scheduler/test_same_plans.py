@@ -102,9 +102,9 @@ def test_a_plan_is_the_same_whatever_was_planned_before(kind):
 @pytest.mark.long
 def test_a_plan_is_the_same_in_a_fresh_process():
     code = (
-        "import sys; from {} import GRAPHS, SLOW, made; name, mode, *shares = sys.argv[1:];"
+        f"import sys; from {__name__} import GRAPHS, SLOW, made; name, mode, *shares = sys.argv[1:];"
         "print(made('numpy', name, mode, tuple(map(int, shares)), SLOW))"
-    ).format(__name__)
+    )
     asked = [("gated 64 512", "tensor", (0, 1)), ("decoder 12", "layer", ()), ("wide 5", "auto", ())]
     for name in GRAPHS:  # what a process that plans for long remembers
         made("numpy", name, "tensor", (), SLOW)
