@@ -35,8 +35,8 @@ def digest_of(part: Array, release: Callable[[], object] = lambda: None) -> byte
     for first in range(0, len(rows), step):
         leaf = np.ascontiguousarray(rows[first : first + step]).reshape(-1).view(np.uint8)
         whole_rows = leaf.size - leaf.size % (8 * COLUMNS)
-        digest.update(leaf[:whole_rows].view(np.uint64).reshape(-1, COLUMNS).sum(axis=0))
-        digest.update(leaf[whole_rows:])
+        digest.update(leaf[:whole_rows].view(np.uint64).reshape(-1, COLUMNS).sum(axis=0).data)
+        digest.update(leaf[whole_rows:].data)
         release()
     return digest.digest()
 
