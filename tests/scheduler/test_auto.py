@@ -8,14 +8,18 @@ from dataclasses import replace
 import pytest
 
 from hocket import ops
+from hocket.backends import base
+from hocket.backends.base import find
+from hocket.backends.numpy.backend import NumpyBackend
 from hocket.frontends.commands.plan import step_graph
-from hocket.graph import Graph, input
+from hocket.graph import Graph, PlanError, input, state, weight
 from hocket.scheduler import plan_for
 from hocket.scheduler.choosing.auto import Way, best_of
-from hocket.scheduler.machines.hardware import Estimate
+from hocket.scheduler.machines.hardware import CPU, Estimate
 from hocket.scheduler.machines.simulated import simulate
 
 from ..given.models.large_headers import llama_8b, llama_70b, qwen_80b
+from ..given.plans.ways import SLOW
 
 
 def way(kind, devices, seconds, held, lacking=0.0):
@@ -62,6 +66,53 @@ def test_plans_are_made_of_ways_that_promise_most_until_one_keeps_it():
     assert plan.reasons[-2].startswith("left aside: slow, on 2 devices: about 1 s")
     assert "% slower" in plan.reasons[-2]
     assert plan.reasons[-1].endswith("5 B short; does not fit")
+
+
+def test_a_way_that_cannot_be_built_is_left_aside_with_its_reason():
+    one, _ = way("one", 1, 1.0, 1.0)
+
+    def refused():
+        raise PlanError("stages go back")
+
+    taken = best_of([one, Way("many", 4, 0.1, 1.0, 0.0, refused)], 1.0)
+    assert "left aside: many, on 4 devices; it cannot be built: stages go back" in taken.reasons
+
+
+def leaves_only() -> Graph:
+    x, s = input("x", (2, 6)), state("s", (2, 6))
+    return Graph({"s": s, "turned": ops.transpose(x)}, {s: x})
+
+
+def read_before_written() -> Graph:
+    """A state that is read by early layers and written by late ones."""
+    a, x = state("a", (4, 6)), input("x", (2, 6))
+    h = ops.mul_mat(weight("w", (6, 6)), x)
+    late = ops.concat(ops.slice_(a, axis=0, start=2, stop=4), h, axis=0)
+    early = ops.mul_mat(weight("w2", (3, 3)), ops.reshape(a, shape=(8, 3)))
+    return Graph({"early": early, "late": late}, {a: late})
+
+
+@pytest.mark.parametrize("hardware", [CPU, SLOW], ids=["fast", "slow"])
+@pytest.mark.parametrize("count", [2, 4, 5, 8])
+@pytest.mark.parametrize("build", [leaves_only, read_before_written])
+def test_auto_refuses_no_graph_that_one_device_can_run(build, count, hardware):
+    assert plan_for(build(), [find(f"numpy:{number}") for number in range(count)], hardware=hardware).lanes
+
+
+@pytest.mark.parametrize("kind", ["cuda-emulated", "hip-emulated", "third-party.kind", "numpy"])
+@pytest.mark.parametrize("mode", ["none", "auto"])
+def test_a_device_of_any_kind_may_be_left_free(kind, mode, monkeypatch):
+    if kind == "third-party.kind":
+
+        class Other(NumpyBackend):
+            name = kind
+
+            def device(self, index):
+                return replace(super().device(index), kind=kind)
+
+        monkeypatch.setattr(base, "load", lambda asked: Other())
+    made = plan_for(Graph({"y": ops.silu(input("x", (1, 4)))}), [find(f"{kind}:{n}") for n in (0, 1)], split_mode=mode)
+    assert made.spare == (f"{kind}:1",)
 
 
 def test_promises_are_taken_for_as_much_too_good_as_the_first_was():

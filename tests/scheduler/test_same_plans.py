@@ -23,7 +23,7 @@ from ..given.graphs.wide_graphs import wide_graph
 from ..given.plans.ways import SLOW
 
 MODES = ("none", "layer", "tensor", "layer,tensor", "auto")
-SHARES = ((), (0, 1), (1, 0), (3, 1), (1, 3))
+SHARES = ((), (0, 1), (3, 1))
 
 
 def gated(rows: int, columns: int) -> Graph:
@@ -47,14 +47,14 @@ def overwritten() -> Graph:
 
 
 GRAPHS = {
-    **{f"gated {rows} {columns}": functools.partial(gated, rows, columns) for rows in (6, 64) for columns in (6, 512)},
+    **{f"gated {rows} {columns}": functools.partial(gated, rows, columns) for rows, columns in ((6, 6), (6, 512))},
     "overwritten": overwritten,
-    **{f"decoder {layers}": functools.partial(decoder, layers) for layers in (3, 12)},
-    **{f"wide {seed}": functools.partial(wide_graph, seed) for seed in (1, 5, 9)},
+    "decoder": functools.partial(decoder, 3),
+    **{f"wide {seed}": functools.partial(wide_graph, seed) for seed in (1, 5)},
 }
 
 
-def requests(kind: str) -> Iterator[tuple[str, str, Sequence[int], Hardware]]:
+def requests() -> Iterator[tuple[str, str, Sequence[int], Hardware]]:
     for name in GRAPHS:
         for mode in MODES:
             for shares in SHARES if mode in ("layer", "tensor") else ((),):
@@ -62,7 +62,7 @@ def requests(kind: str) -> Iterator[tuple[str, str, Sequence[int], Hardware]]:
 
 
 def made(kind: str, name: str, mode: str, shares: Sequence[int], hardware: Hardware) -> str:
-    """The digest of a plan as JSON, or why there is none."""
+    """Return the digest of a plan as JSON, or the reason why there is none."""
     group = [find(f"{kind}:{number}") for number in range(4 if mode == "auto" else 2)]
     try:
         plan = plan_for(GRAPHS[name](), group, split_mode=mode, tensor_split=shares, hardware=hardware)
@@ -80,20 +80,17 @@ def forget() -> int:
     return len(found)
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long()
 @pytest.mark.parametrize("kind", ["numpy", "cuda-emulated"])
 def test_a_plan_is_the_same_whatever_was_planned_before(kind):
-    asked = list(requests(kind))
-    in_turn = [made(kind, *request) for request in asked]
+    asked = list(requests())
     backwards = [made(kind, *request) for request in reversed(asked)][::-1]
     assert forget() > 20
     alone = []
     for request in asked:
         forget()
         alone.append(made(kind, *request))
-    differ = [
-        request[:3] for request, *those in zip(asked, in_turn, backwards, alone, strict=True) if len(set(those)) > 1
-    ]
+    differ = [request[:3] for request, one, other in zip(asked, backwards, alone, strict=True) if one != other]
     assert not differ
     refusals = {text for text in alone if ":" in text and "layer,tensor" not in text}
     assert not refusals
@@ -105,7 +102,7 @@ def test_a_plan_is_the_same_in_a_fresh_process():
         f"import sys; from {__name__} import GRAPHS, SLOW, made; name, mode, *shares = sys.argv[1:];"
         "print(made('numpy', name, mode, tuple(map(int, shares)), SLOW))"
     )
-    asked = [("gated 64 512", "tensor", (0, 1)), ("decoder 12", "layer", ()), ("wide 5", "auto", ())]
+    asked = [("gated 6 512", "tensor", (0, 1)), ("decoder", "layer", ()), ("wide 5", "auto", ())]
     for name in GRAPHS:  # what a process that plans for long remembers
         made("numpy", name, "tensor", (), SLOW)
     here = [made("numpy", *request, SLOW) for request in asked]
