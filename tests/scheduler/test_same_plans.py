@@ -80,7 +80,7 @@ def forget() -> int:
     return len(found)
 
 
-@pytest.mark.long()
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["numpy", "cuda-emulated"])
 def test_a_plan_is_the_same_whatever_was_planned_before(kind):
     asked = list(requests())
