@@ -88,8 +88,10 @@ ELSEWHERE = [*test_chain_faults.BARRIERS, *test_order.BARRIERS]
 
 @pytest.fixture(autouse=True)
 def few_tiles(monkeypatch):
-    """Are enough for packed weights to become bfloat16, some more for warpgroups, and chunks for a block; a row that is
-    sorted has two runs early, and few slots of experts have tiles."""
+    """Are enough for packed weights to become bfloat16, some more for warpgroups, and chunks for a block.
+
+    A row that is sorted has two runs early, and few slots of experts have tiles.
+    """
     monkeypatch.setattr(gated_delta_net, "FILLED", 1)
     monkeypatch.setattr(matmul, "are_few_of_each", lambda call: False)
     monkeypatch.setattr(tiled, "WORTH", 1)
