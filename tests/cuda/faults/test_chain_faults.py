@@ -129,12 +129,20 @@ PLANTS = {
 }
 
 
+STOPPED_CHAINS = {
+    "what is beyond the experts is chosen": PAST_END,
+    "queries are those of keys": "place_heads.*touches memory",  # of values, at address 0
+}
+"""Messages of the emulation, which stops these launches; all other mistakes give wrong results."""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_mistake_in_a_chain_is_found(name):
     file, old, new, chain = PLANTS[name]
-    expected = PAST_END if name == "what is beyond the experts is chosen" else WRONG_RESULTS
-    assert re.search(expected, finding(file, old, new, lambda backend: is_right(chain, backend)))
+    assert re.search(
+        STOPPED_CHAINS.get(name, WRONG_RESULTS), finding(file, old, new, lambda backend: is_right(chain, backend))
+    )
 
 
 REACHED = {"routing.cu": {ROUTER: (0,)}, "dense.cu": {FLOAT: (1,)}, "rotary.cu": {HEADS: (0,)}}
