@@ -9,6 +9,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from ..graph.files import PRIVATE, replacing
+
 COMPILING, COMPILED = "compiling %s", "compiled %s"
 """What is logged, at level INFO, before and after a kernel is compiled."""
 MISSING = "%d kernels to compile"
@@ -52,18 +54,10 @@ def keep(file: Path, data: bytes) -> None:
 
     It is written beside and renamed, so that any number of processes may do so at once.
     """
-    import tempfile  # 2 ms that a warm start need not pay
-
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as beside:
-            try:
-                beside.write(_digest(file, data) + data)
-                beside.close()
-                os.replace(beside.name, file)
-            except OSError:
-                os.unlink(beside.name)
-                raise
+        with replacing(file, mode=PRIVATE) as whole:
+            whole.write(_digest(file, data) + data)
     except OSError as why:
         _say_unwritable(str(file.parent.parent), why.strerror or str(why))
         return

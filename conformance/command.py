@@ -16,8 +16,8 @@ from pathlib import Path
 
 from ..backends import find
 from ..frontends.terminal.arguments import Parser, natural, of_file, positive
-from ..frontends.terminal.output import check_writable
 from ..graph.errors import BackendError, HocketError
+from ..graph.files import check_writable, write_text
 from ..ops import REGISTRY
 from .judging.run import Outcome, Result
 from .reports import perf
@@ -151,7 +151,7 @@ def _check(suite: Suite, args: argparse.Namespace) -> int:
     texts = {args.junit: junit, args.markdown: markdown, args.html: html_page}
     for path, make in texts.items():
         if path is not None:
-            path.write_text(make(results, suite.backend), "utf-8")
+            write_text(path, make(results, suite.backend))
     bad = failures(results)
     if args.save is not None and bad:
         backend, device = find(suite.backend)
@@ -162,7 +162,7 @@ def _check(suite: Suite, args: argparse.Namespace) -> int:
         sys.stdout.write(json_lines(results, suite.backend))
     else:
         if args.json is not None:
-            args.json.write_text(json_lines(results, suite.backend), "utf-8")
+            write_text(args.json, json_lines(results, suite.backend))
         print(summary(results, suite.backend, seconds))
     return 1 if bad else 0
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import struct
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -22,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graph.arguments import ANY, NONE, a, list_of, needs
+from ..graph.files import PRIVATE, replacing
 from .errors import ModelError
 from .identity import model_digest
 from .microbatches import Microbatches
 from .parts import token_ids
 from .session import Session
-from .terminal.output import check_writable
 
 FORMAT = "hocket-state-2"
 ARRAY = re.compile(
@@ -72,17 +70,9 @@ def save_state(
         arrays = {f"state/{name}": np.concatenate(own) for name, own in shares.items()}
     if session.world.rank:
         return
-    path = Path(path)
-    check_writable(path)  # its own name stands in what is said of it, not that of the file beside it
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        try:
-            text = np.frombuffer(json.dumps(header).encode(), np.uint8)
-            np.savez(file, header=text, **arrays)  # type: ignore[arg-type]  # keywords are arrays, never allow_pickle
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    with replacing(path, mode=PRIVATE) as file:
+        np.savez(file, header=text, **arrays)  # type: ignore[arg-type]  # keywords are arrays, never allow_pickle
 
 
 @needs(ModelError, session=a(Session, Microbatches), path=a(str, Path))

@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ..graph.files import write_text
 from ..graph.graph import Graph
 from ..scheduler.plan import Plan
 from ..scheduler.running.trace import Trace
@@ -50,7 +51,7 @@ class Page:
 
     def save(self, path: str | Path) -> None:
         """Write the file.  Raises `OSError`."""
-        Path(path).write_text(self.html, encoding="utf-8")
+        write_text(path, self.html)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the page in a frame of its own."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...graph.errors import BackendError
+from ...graph.files import write_text
 from .device.disassembly import disassembled
 from .device.driver import Source
 from .device.limits import MULTIPROCESSORS
@@ -121,7 +122,7 @@ def write() -> None:
         name: {arch: table[name][arch] for arch in ARCHITECTURES if arch in table[name]} for name in sorted(table)
     }
     kernels = ",\n".join(f"{json.dumps(name)}: {json.dumps(rows)}" for name, rows in ordered.items())
-    FILE.write_text(f'{{"digests": [\n{digests}\n], "kernels": {{\n{kernels}\n}}}}\n', "utf-8")
+    write_text(FILE, f'{{"digests": [\n{digests}\n], "kernels": {{\n{kernels}\n}}}}\n')
 
 
 if __name__ == "__main__":

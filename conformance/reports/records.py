@@ -13,6 +13,7 @@ import numpy as np
 
 from ...backends.base import Backend, Device
 from ...graph.errors import BackendError
+from ...graph.files import replacing
 from ..judging.run import Outcome, Result, trial_of
 from ..trials.inputs import NoReference, as_stored
 
@@ -97,7 +98,8 @@ def save_failure(result: Result, folder: Path, backend: Backend, device: Device)
         arrays |= {f"expected_{n}": np.asarray(w) for n, w in enumerate(trial.yardstick(backend).wanted)}
         with suppress(Exception):  # a kernel under test may raise anything, and the failure is recorded already
             arrays |= {f"got_{n}": g for n, g in enumerate(trial.results(backend, device)[0])}
-    np.savez(path, allow_pickle=False, **arrays)
+    with replacing(path) as file:
+        np.savez(file, allow_pickle=False, **arrays)
     return path
 
 

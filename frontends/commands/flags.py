@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from ...graph.files import check_writable
 from ...scheduler import SPLIT_NAMES
 from ..devices import CACHES
 from ..errors import ModelError
@@ -157,8 +158,7 @@ def traced(session: Session, path: str | None) -> Iterator[None]:
     if path is None or session.world.rank:
         yield
         return
-    with open(path, "ab"):  # it would be a pity to find out in the end
-        pass
+    check_writable(path)
     with session.tracing() as trace:
         try:
             yield

@@ -7,12 +7,11 @@ import json
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
+from ...graph.files import replacing
 from ..errors import ModelError
 from ..gguf.tokenizer import tokenizer_from_metadata
 from ..models import Model
@@ -102,25 +101,3 @@ def write_rows(path: str, blocks: Iterable[F32], shape: tuple[int, int]) -> None
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
         for block in blocks:
             file.write(np.ascontiguousarray(block, "<f4").data)
-
-
-@contextmanager
-def replacing(path: str) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of ``path`` when it is complete; after an error nothing has changed."""
-    target = Path(path).resolve()
-    if target.exists() and not target.is_file():
-        # A pipe or a device such as /dev/null is written to, never replaced.
-        with open(target, "wb") as file:
-            yield file
-        return
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with open(part, "xb") as file:
-            yield file
-        os.replace(part, target)
-    except BaseException as error:
-        with suppress(OSError):
-            part.unlink()
-        if isinstance(error, OSError):
-            error.filename, error.filename2 = path, None  # a full disk names no file, others a temporary one
-        raise

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ...backends.base import find
 from ...graph import DType, Graph, PlanError
+from ...graph.files import write_text
 from ...scheduler import (
     PASSES,
     Host,
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     asked, made = plan_group(graph, on, args.simulate, use)
     text = plan_to_json(made) + "\n" if args.json or args.out else ""
     if args.out:
-        Path(args.out).write_text(text, "utf-8")
+        write_text(args.out, text)
     if other is not None:
         changes = difference(other, made)
         shown = json.dumps(changes) if args.json else "\n".join(changes or ("the plans do the same",))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 from ...backends.base import find
+from ...graph.files import check_writable
 from ...scheduler import nbytes_text
 from ..errors import ModelError
 from ..generation.conversation import Conversation
@@ -25,7 +26,7 @@ from ..open import context_for, open_model, read_text
 from ..saved_state import load_state, save_state
 from ..session import Session
 from ..terminal.arguments import json_object, logit_bias, number, or_minus_one, positive
-from ..terminal.output import check_writable, log, write
+from ..terminal.output import log, write
 from ..terminal.progress import compiling_shown
 from ..terminal.talk import talk
 from .flags import model_flags, model_of, session_flags, session_of, text_of, traced

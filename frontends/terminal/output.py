@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
 
 
 def write(text: str) -> None:
@@ -12,15 +10,6 @@ def write(text: str) -> None:
     if sys.stdout is not None:
         sys.stdout.write(text)
         sys.stdout.flush()
-
-
-def check_writable(path: str | Path) -> None:
-    """Raise `OSError` before the work, not after it, if a file cannot be written; what is there stays as it is."""
-    was_there = os.path.lexists(path)
-    with open(path, "ab"):
-        pass
-    if not was_there:
-        os.unlink(path)
 
 
 def log(text: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ...backends.base import Array
+from ...graph.files import PRIVATE, replacing
 from ...graph.records import dataclass
 from .digests import DIGEST_BYTES
 
@@ -57,21 +58,12 @@ class PackedWeights:
     def kept(self, origin: Origin, packing: str, share: str, packed: Array, digest: bytes) -> tuple[Array, bytes]:
         """Mapped memory with the same bytes, which are written first, and the `digest` of their source; `packed` itself
         where they cannot be written, which is said once."""
-        import tempfile  # 2 ms that a start from what is kept need not pay
-
         file = self._file(origin, packing, share)
         try:
             self._make_room(file.parent)
-            with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as beside:
-                try:
-                    beside.write(packed.data)
-                    beside.write(digest)
-                    beside.flush()
-                    os.fsync(beside.fileno())  # a name must not outlive a crash that its bytes do not
-                    os.replace(beside.name, file)
-                except BaseException:
-                    os.unlink(beside.name)
-                    raise
+            with replacing(file, mode=PRIVATE, durable=True) as whole:
+                whole.write(packed.data)
+                whole.write(digest)
         except OSError as why:
             if self._says_why:
                 log.warning(UNWRITABLE, self.folder, why.strerror or str(why))

@@ -15,6 +15,7 @@ from typing import Any
 
 from ...backends.abilities import Timed
 from ...backends.base import Instruction, Program
+from ...graph.files import replacing
 from ...ops.collective import sequence_of
 from ..plan import Plan
 from ..running.trace import Run, Trace
@@ -30,9 +31,13 @@ MICRO = 1e6
 
 def save(trace: Trace, path: str | Path) -> None:
     """Write a trace, gzipped if the name ends in ``.gz``.  Raises `OSError`."""
-    opened = gzip.open if str(path).endswith(".gz") else open
-    with opened(path, "wt", encoding="utf-8") as file:
-        file.writelines(trace_text(trace))
+    pieces = (piece.encode() for piece in trace_text(trace))
+    with replacing(path) as file:
+        if str(path).endswith(".gz"):
+            with gzip.GzipFile(Path(path).name, "wb", fileobj=file) as packed:
+                packed.writelines(pieces)
+        else:
+            file.writelines(pieces)
 
 
 def trace_text(trace: Trace) -> Iterator[str]:
