@@ -1,4 +1,4 @@
-"""Write docs/from-llama-cpp.md: for each program and flag of llama.cpp what to use, from the table in the code."""
+"""Write docs/from-llama-cpp.md: the counterpart of each program and flag of llama.cpp, from the table in the code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from hocket.frontends.terminal.llama_cpp import COMMANDS, FLAGS, Flag
+from hocket.frontends.terminal.llama_cpp import FLAGS, PROGRAM_REMEDIES, Flag
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "from-llama-cpp.md"
@@ -36,7 +36,7 @@ Four things differ:
 - The context is 4,096 tokens or fewer, as the model allows; `-c 0` takes all that the model allows.
 - A value is never glued to its flag: `-n 5`, not `-n5`.
 
-[Every command](cli.md) lists all flags with their defaults, [a comparison](comparison.md) what either program can do.
+[Every command](cli.md) lists all flags with their defaults, [a comparison](comparison.md) the abilities of either.
 
 ## Programs
 
@@ -53,10 +53,10 @@ SECTIONS = {
 """A heading for each choice of programs."""
 
 
-def row(flag: Flag) -> str:
+def format_row(flag: Flag) -> str:
     """An option, and its remedy or that it is the same."""
-    names, said = ", ".join(f"`{name}`" for name in flag.names), flag.remedy or "the same"
-    return "| {} | {} |\n".format(names, said.replace("|", "\\|"))
+    names, remedy = ", ".join(f"`{name}`" for name in flag.names), flag.remedy or "the same"
+    return "| {} | {} |\n".format(names, remedy.replace("|", "\\|"))
 
 
 def sections() -> Iterator[str]:
@@ -64,12 +64,14 @@ def sections() -> Iterator[str]:
     for programs, title in SECTIONS.items():
         own = [flag for flag in FLAGS if flag.programs == programs]
         yield f"\n## {title}\n\n| llama.cpp | hocket |\n|---|---|\n"
-        yield from map(row, sorted(own, key=lambda flag: bool(flag.remedy)))
+        yield from map(format_row, sorted(own, key=lambda flag: bool(flag.remedy)))
 
 
 def page() -> str:
     """The page as it should be."""
-    return HEAD + "".join(f"| `{name}` | {said} |\n" for name, said in COMMANDS.items()) + "".join(sections())
+    return (
+        HEAD + "".join(f"| `{name}` | {remedy} |\n" for name, remedy in PROGRAM_REMEDIES.items()) + "".join(sections())
+    )
 
 
 if __name__ == "__main__":

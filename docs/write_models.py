@@ -103,10 +103,10 @@ def metadata_keys() -> Iterator[str]:
     names: dict[tuple[str, str], list[str]] = {}
     for name, key in KEYS.items():
         values = ", ".join(map(repr, key.accepted))
-        names.setdefault((key.use, key.reason), []).append(f"`{name}`" + (f" ({values})" if values else ""))
+        names.setdefault((key.use, key.reason), []).append(name + (f" ({values})" if values else ""))
     for (use, reason), group in names.items():
-        text = f"- **{use}**, {reason}: {', '.join(sorted(group))}"
-        yield "\n" + fill(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) + "\n"
+        text = fill(", ".join(sorted(group)), 120, break_long_words=False, break_on_hyphens=False)
+        yield f"\n**{use}**, {reason}:\n\n```text\n{text}\n```\n"
 
 
 def page() -> str:

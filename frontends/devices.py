@@ -95,9 +95,9 @@ def found(on: Group, world: World = ALONE) -> list[tuple[Backend, Device]]:
     In several processes a name without a rank, as ``cpu:0``, is that device of each of them, and every device is as the
     process that has it says.  Raises `ModelError` for a rank that is not there.
     """
-    given: dict[str, str] = {}
+    device_of_name: dict[str, str] = {}
     for device in on.devices:
-        other = given.setdefault(name := spelled(device, on), device)
+        other = device_of_name.setdefault(name := spelled(device, on), device)
         if on.exact and other != device:
             raise ModelError(f"devices {other} and {device}: exact results of both are computed on {name}; name one")
     names = [spelled(name, on) for name in on.devices]

@@ -456,7 +456,7 @@ class Model:
 
 
 def check_texts(texts: Sequence[Sequence[int]], context: int, noun: str) -> None:
-    """Require texts that have tokens and fit the context. A `noun` is what a text is to the caller; they count from 1.
+    """Require texts that have tokens and fit the context. Messages call a text `noun`, with its number from 1.
 
     Raises:
         ModelError: A text does not.

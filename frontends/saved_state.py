@@ -212,7 +212,7 @@ def _count(session: Session, name: str, lengths: Sequence[int]) -> int:
 
 def _rows(session: Session, name: str, lengths: Sequence[int]) -> npt.NDArray[np.int64]:
     """The rows of a cache in use, sequence by sequence: of layers with a window those of the last tokens alone, of
-    blocks of tokens those that are complete."""
+    blocks of tokens the complete ones."""
     cells, window, tokens = session.cells(name), session.model.window(name), session.model.cell_tokens(name)
     seen = [np.arange(max(0, n - window) if window else 0, n // tokens) for n in lengths]
     return np.concatenate([i * cells + positions % cells for i, positions in enumerate(seen)])

@@ -319,8 +319,8 @@ class Session:
         return bool(self.store.state(name).shape[0] == self.sequences * self.cells(name) + 1)
 
     def cells(self, cache: str) -> int:
-        """Cells that each sequence has in a cache: one for each token of the context, or for each block of its tokens,
-        or those of a window, which are written in turn."""
+        """Cells that each sequence has in a cache: one for each token of the context, or for each block of its tokens.
+        A window has cells of its own, which are written in turn."""
         return self._one.ring(self.model.window(cache)) or -(-self.context // self.model.cell_tokens(cache))
 
     @property

@@ -124,7 +124,7 @@ def _siblings() -> Iterator[tuple[int, int]]:
 
 
 def _note_of(pid: int) -> str | None:
-    """The note of a process; None if it has none."""
+    """The note of a process, or None."""
     with suppress(OSError):
         for link in (PROC / str(pid) / "fd").iterdir():
             with suppress(OSError):
@@ -144,7 +144,7 @@ class Absent:
         self._stopped: dict[int, float] = {}
 
     def find(self) -> tuple[int, str] | None:
-        """Return a rank that will not come, and the reason; None if there is no such rank."""
+        """Return a rank that will not come, and the reason; None if all may come."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return None

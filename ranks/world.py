@@ -41,8 +41,8 @@ processor for what is waited for."""
 WATCH, TALK, DATA = 0, 1, 2
 """Channels: of signs of life, of `everyones`; from `DATA` on of devices."""
 ALIVE, FAILED, DONE, GONE, LAST = b"a", b"f", b"d", b"g", b"l"
-"""What a packet of `WATCH` begins with: alive, has failed (and why), has done its work, has said what failed, its
-script ends (and why)."""
+"""First bytes of a packet of `WATCH`: alive, has failed (and why), has done its work, has told the failure, its script
+ends (and why)."""
 
 
 Seen = TypeVar("Seen")
@@ -204,7 +204,7 @@ class World:
             self._tell(FAILED + why.encode())
 
     def tell_end(self, why: str) -> None:
-        """The last word of a rank whose script ends; others that still need it hear the reason."""
+        """The last word of a rank at the end of its script; others that still need it hear the reason."""
         if not self._done.is_set():
             self._tell(LAST + why.encode())
 
@@ -320,7 +320,7 @@ class World:
                 self._note(Failure(rank, self.hosts[rank], text))
             elif kind == LAST:
                 self._last_words[rank] = (text, now)
-        if rank in self._last_words:  # what it has sent before is on the way
+        if rank in self._last_words:  # its earlier packets are on the way
             last_words, since = self._last_words[rank]
             if now - since > GRACE:
                 self._note(Failure(rank, self.hosts[rank], last_words))

@@ -47,6 +47,6 @@ def shared_speeds(group: Devices, world: World) -> SharedSpeeds:
     said = world.everyones(json.dumps(None if kept is None else speeds_data(kept)).encode())
     known = [Speeds(**data) for data in map(json.loads, said) if data is not None]
     slowest = min(known, key=lambda speeds: min(speeds.flops.values()), default=None)
-    guess = built_in(group) if world.size == 1 else CPU  # threads of other ranks are not known
+    default = built_in(group) if world.size == 1 else CPU  # threads of other ranks are not known
     source = calibrated_source() if world.size == 1 else "calibrated"
-    return SharedSpeeds(slowest, len(set(hosts)) > 1, guess, source)
+    return SharedSpeeds(slowest, len(set(hosts)) > 1, default, source)

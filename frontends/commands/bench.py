@@ -112,7 +112,7 @@ class Test:
 
 
 PROMPT, NEW = "pp", "tg"
-READ_LEAST, READ_MOST = 128 << 20, 512 << 20
+MIN_READ_BYTES, MAX_READ_BYTES = 128 << 20, 512 << 20
 """Bytes that are read to measure the bandwidth of memory: twice the last cache within these limits."""
 
 
@@ -184,7 +184,9 @@ def reading_of(session: Session) -> Reading | None:
     """What all threads of all devices read together from memory; None unless all are ``cpu``."""
     if not all(isinstance(backend, CpuBackend) for backend, _ in session.group):
         return None
-    return Reading(threads_of(session) * len(session.group), min(READ_MOST, max(READ_LEAST, 2 * last_cache_bytes())))
+    return Reading(
+        threads_of(session) * len(session.group), min(MAX_READ_BYTES, max(MIN_READ_BYTES, 2 * last_cache_bytes()))
+    )
 
 
 def begin(session: Session, test: Test, tokens: Sequence[int]) -> None:

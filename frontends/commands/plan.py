@@ -134,11 +134,11 @@ def answer(
         sequences: Sequences that get a token each in a step.
         prompt: Tokens of the prompt.
         graph_of: Builds the graph of a step of `tokens` and `sequences`.
-        is_decode: Whether the plan is that of new tokens, and not of a prompt.
+        is_decode: Whether the plan is for new tokens, not for a prompt.
     """
 
-    def filling(lane: Lane) -> float:
-        return sum(lane.memory().values()) / (lane.device.memory or math.inf)
+    def filling(device_plan: Lane) -> float:
+        return sum(device_plan.memory().values()) / (device_plan.device.memory or math.inf)
 
     fullest = max(made.lanes, key=filling)
     needed, memory = nbytes_text(sum(fullest.memory().values())), fullest.device.memory

@@ -65,7 +65,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
         dest="draft_max",
         type=positive,
         metavar="N",
-        help="tokens that it guesses each time (4); without -md, that the model's own blocks for that (MTP) guess",
+        help="tokens that it guesses each time (4); without -md the MTP blocks of the model guess them",
     )
     sub.add_argument(
         "--compare",
@@ -253,7 +253,7 @@ def judged(session: Session, tokens: Sequence[int], device: str) -> tuple[str, b
 
 def chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawing: Drawing) -> int:
     """Answer one message, or on a terminal one after the other."""
-    format = format_of(args, model)  # what is wrong with it should be known before the weights are loaded
+    format = format_of(args, model)  # a wrong one should be refused before the weights are loaded
     asked = args.prompt is None and args.file is None
     interactive = asked and text_of(args, lambda: "yes" if on_terminal() else "") == "yes"
     if interactive and args.world.size > 1:

@@ -124,7 +124,7 @@ class Model:
         return self.hyper.window(int(layer)) if kind in ("cache_k", "cache_v") else 0
 
     def cell_tokens(self, cache: str) -> int:
-        """Tokens for which one cell of the state ``cache`` stands: 1, or those of a block."""
+        """Tokens for which one cell of the state ``cache`` stands: 1, or the tokens of a block."""
         kind, _, layer = cache.rpartition(".")
         return self.hyper.block_tokens(int(layer)) if kind == "cache_c" else 1
 

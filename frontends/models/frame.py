@@ -80,8 +80,8 @@ class Frame:
         return self._masks[key]
 
     def _open_mask(self, sight: Sight) -> Value:
-        """f32[B, T, T]: a token sees all of its text, or half a window of it on either side, or of the tokens before it
-        a window or those of its chunk alone."""
+        """f32[B, T, T]: a token sees all of its text, or half a window of it on either side.  A window or a chunk
+        that is not centred hides earlier tokens only."""
         count, half = self.step.tokens, sight.window // 2
         mask = ops.causal_mask(self.last, cells=count, name="mask")
         if sight.window and sight.centred:

@@ -1,7 +1,7 @@
 """The metadata keys that llama.cpp and the ``gguf`` package name, and the use that hocket makes of each.
 
-A key is read, ignored because it has no influence on results, or accepted with its default alone: a file with another
-value is refused, since hocket does not compute what the value asks for.  ``{arch}`` stands for the architecture.
+A key is read, ignored because it has no influence on results, or accepted with its default alone.  A file with another
+value is refused, since hocket does not compute its effect.  ``{arch}`` stands for the architecture.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class MetadataKey:
     accepted: tuple[object, ...] = ()
 
 
-SIZES = "no influence on results: the shapes of tensors say it"
+TENSOR_SIZES = "no influence on results: the shapes of tensors say it"
 INFORMATION = "no influence on results: information for people"
 REFUSED_ARCHITECTURE = "read for an architecture that hocket refuses by name"
 VISION = "no influence on results of text"
@@ -129,7 +129,7 @@ PURPOSES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "general.sampling.mirostat_tau general.sampling.mirostat_eta tokenizer.ggml.suppress_tokens "
             "diffusion.shift_logits",
         ),
-        SIZES: (
+        TENSOR_SIZES: (
             IGNORED,
             "{arch}.vocab_size {arch}.embedding_length_out {arch}.feed_forward_length "
             "{arch}.expert_feed_forward_length {arch}.expert_shared_feed_forward_length "
@@ -145,7 +145,7 @@ PURPOSES: Mapping[str, tuple[str, str]] = MappingProxyType(
             IGNORED,
             "{arch}.token_shift_count {arch}.router_logit_softcapping",
         ),
-        "no influence on results: hocket refuses contexts of which an indexer would choose a part": (
+        "no influence on results: hocket refuses contexts that an indexer would shorten": (
             IGNORED,
             "{arch}.attention.indexer.head_count {arch}.attention.indexer.key_length {arch}.attention.indexer.kpool "
             "{arch}.attention.indexer.kpool_select_tail {arch}.attention.indexer.local_blocks "
@@ -202,5 +202,5 @@ def check_defaults(keys: Keys) -> None:
     for name, accepted in ACCEPTED.items():
         short = name.removeprefix("{arch}.")
         if keys.has(short) and (value := keys.gguf.metadata[f"{keys.architecture}.{short}"]) not in accepted:
-            shown = repr(value) if isinstance(value, Array) else reprlib.repr(value)
-            raise keys.error(short, f"is {shown}; hocket computes {', '.join(map(repr, accepted))} alone")
+            value_text = repr(value) if isinstance(value, Array) else reprlib.repr(value)
+            raise keys.error(short, f"is {value_text}; hocket computes {', '.join(map(repr, accepted))} alone")

@@ -299,15 +299,15 @@ class Reader:
     def latent(self, i: int) -> Latent:
         keys, family, window = self.keys, self.family, self.windows[i]
         rope = self.rope(i, keys.given("rope.dimension_count", 1)) if family.rope != "none" else None
-        sight, temperature = self.sight(window), self.temperature(rope)
-        return Latent.from_keys(keys, family, self.norm, self.heads[i], rope, sight, temperature)
+        options = self.make_attention_window(window), self.temperature(rope)
+        return Latent.from_keys(keys, family, self.norm, self.heads[i], rope, *options)
 
     def compressed(self, i: int) -> Compressed:
         keys = self.keys
         rope, window = Rope.from_keys(keys, self.family.rope, keys.count("attention.key_length")), self.windows[i]
         return Compressed.from_keys(keys, self.norm, self.heads[i], rope, window, i)
 
-    def sight(self, window: int, chunked: bool = False, distances: bool = False) -> Sight:
+    def make_attention_window(self, window: int, chunked: bool = False, distances: bool = False) -> Sight:
         return Sight(window, chunked, distances, self.family.causal, self.family.runs == "encoder")
 
     def attention(self, i: int) -> Attention | Latent | Compressed:
@@ -329,7 +329,7 @@ class Reader:
             key_size=key_size,
             value_size=value_size,
             scale=self.scale(heads, key_size, rope),
-            sight=self.sight(window, chunked, bool(self.alibi)),
+            sight=self.make_attention_window(window, chunked, bool(self.alibi)),
             rope=rope,
             factors=not (window and family.whole_factors),
             original_context=original_context(keys),

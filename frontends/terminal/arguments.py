@@ -66,7 +66,7 @@ def as_flags(message: str) -> str:
 
 
 class StandsFor(argparse._StoreAction):
-    """A flag whose value is that of the positional argument with the same `dest`."""
+    """A flag that sets the positional argument with the same `dest`."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -77,9 +77,9 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words if self._subparsers else self._as_positional(words), namespace)
 
     def _as_positional(self, words: Sequence[str]) -> list[str]:
-        """The words, in which values of `StandsFor` flags are in the places of positional arguments: that of the first
-        place before all others, the rest behind them.  Flags of llama.cpp that hocket has not are refused here, before
-        their values are taken for something else."""
+        """The words, in which values of `StandsFor` flags are in the places of positional arguments: the value of the
+        first place before all others, the rest behind them.  Flags of llama.cpp that hocket has not are refused
+        here, before their values are taken for something else."""
         first, *_ = [action.dest for action in self._get_positional_actions()] or [""]
         before, rest, behind = list[str](), list[str](), list[str]()
         stream = iter(words)

@@ -1,7 +1,7 @@
-"""The flags and programs of llama.cpp, and what hocket has in their place.
+"""The flags and programs of llama.cpp, with their counterparts in hocket.
 
 Wrong command lines are answered from these tables, and ``docs/write_from_llama_cpp.py`` writes a page of them.  The
-flags are those of llama-cli, llama-completion, llama-bench and llama-perplexity of November 2026.
+tables have the flags of llama-cli, llama-completion, llama-bench and llama-perplexity of November 2026.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ COMMON = f"""
 --list-devices: the command is hocket devices
 --no-warmup --warmup: leave it out; compiling is not counted as prefill
 -v --verbose --log-verbose: --debug shows the traceback of an error, --watch REGEX the values
--fit --fit: what does not fit goes to cpu:0 by itself; hocket plan shows it
--fitt --fit-target: what does not fit goes to cpu:0 by itself; hocket plan shows it
--fitc --fit-ctx: what does not fit goes to cpu:0 by itself; hocket plan shows it
+-fit --fit: the part that does not fit goes to cpu:0 by itself; hocket plan shows it
+-fitt --fit-target: the part that does not fit goes to cpu:0 by itself; hocket plan shows it
+-fitc --fit-ctx: the part that does not fit goes to cpu:0 by itself; hocket plan shows it
 -nopo --op-offload --no-op-offload: place ops by name, as --place 'ffn_up=cpu:0'
 """
 
@@ -191,7 +191,7 @@ CLI = f"""
 --chat-template-file: --chat uses the template of the file; change it there (gguf-py's gguf-new-metadata)
 --chat-template-kwargs: --chat uses the template of the file as it is
 --skip-chat-parsing --no-skip-chat-parsing: answers are never parsed; leave it out
---reasoning-format: answers are written as they are, with what a model thinks; leave it out
+--reasoning-format: answers are written as they are, with the thoughts of a model; leave it out
 --reasoning-preserve --no-reasoning-preserve: the template of the model decides
 -rea --reasoning: the template of the model decides; --chat uses it
 --reasoning-effort: the template of the model decides; -sys may ask for it
@@ -312,7 +312,7 @@ FLAGS: tuple[Flag, ...] = (
     *_flags("p", PERPLEXITY),
 )
 
-COMMANDS = {
+PROGRAM_REMEDIES = {
     "llama-cli": "use hocket run --chat",
     "llama-completion": "use hocket run",
     "llama-simple": "use hocket run",
@@ -331,7 +331,7 @@ COMMANDS = {
     "llama-export-lora": "hocket run --lora FILE applies an adapter; llama-export-lora writes a model",
     "convert_hf_to_gguf": "hocket reads GGUF; convert_hf_to_gguf.py of llama.cpp writes it",
 }
-"""For each program of llama.cpp what to use."""
+"""The remedy for each program of llama.cpp."""
 OTHER_NAMES = {
     "serve": "llama-server",
     "chat": "llama-cli",
@@ -350,6 +350,6 @@ def find_flag(name: str, command: str) -> Flag | None:
 
 
 def find_command(word: str) -> str | None:
-    """What to use for a program of llama.cpp; the word may leave out ``llama-`` and ``.py``."""
+    """Return the remedy for a program of llama.cpp; the word may leave out ``llama-`` and ``.py``."""
     name = OTHER_NAMES.get(word, word).removesuffix(".py")
-    return COMMANDS.get(name) or COMMANDS.get(f"llama-{name}")
+    return PROGRAM_REMEDIES.get(name) or PROGRAM_REMEDIES.get(f"llama-{name}")

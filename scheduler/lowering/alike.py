@@ -37,8 +37,10 @@ def pattern(graph: Graph) -> Hashable:
 
 
 def skeleton(graph: Graph) -> Hashable:
-    """Equal for graphs of the same ops on each other's results, whose axes are empty, single or longer alike: kernels
-    are chosen by that, and what is empty has no kernel."""
+    """Equal for graphs of the same ops on each other's results, if the same axes are empty, single or longer.
+
+    Kernels are chosen by that, and an empty result has no kernel.
+    """
     place = {node: at for at, node in enumerate(graph.nodes)}
 
     def reads(node: Node) -> tuple[Hashable, ...]:

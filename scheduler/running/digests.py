@@ -84,11 +84,11 @@ class LoadedBytes:
         """Raises `RanksError`, on every rank, if one has loaded other bytes than rank 0 has there."""
         if not self._checked or self._world.size == 1:
             return
-        told = [json.loads(text) for text in self._world.everyones(json.dumps(self._digests).encode())]
+        digests_of_rank = [json.loads(text) for text in self._world.everyones(json.dumps(self._digests).encode())]
         self._digests = {}
         for rank in sorted(self._checked):
-            for name, parts in told[rank].items():
-                known = told[0].get(name, {})
+            for name, parts in digests_of_rank[rank].items():
+                known = digests_of_rank[0].get(name, {})
                 if any(known.get(number) != digest for number, digest in parts.items()):
                     raise RanksError(
                         f"{self._world.name(rank)} has other bytes of weight %{name:.60} than {self._world.name(0)}; "

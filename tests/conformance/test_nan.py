@@ -1,4 +1,4 @@
-"""Every op has cases whose operands hold NaN, and a backend that drops or misplaces NaN fails them."""
+"""Every op has cases with NaN in their operands, and a backend that drops or misplaces NaN fails them."""
 
 from __future__ import annotations
 

@@ -67,13 +67,13 @@ def test_what_several_devices_save_one_can_load(saved, group, tmp_path):
 @pytest.mark.parametrize("model", ["deepseek4-moe", "deepseek2-moe", "glm5-next-moe", "qwen4exp-moe"])
 @pytest.mark.parametrize("context", [24, 64, 101])
 def test_compressed_caches_go_on_in_a_context_of_another_size(model, context, tmp_path):
-    opened = open_model(written(model, tmp_path))
-    first = Session(opened, on=GROUPS["one"], context=40, sequences=2)
+    compressed = open_model(written(model, tmp_path))
+    first = Session(compressed, on=GROUPS["one"], context=40, sequences=2)
     tokens = [TOKENS[:3], [*TOKENS, *TOKENS[3:]]]
     first.evaluate(tokens)
     save_state(first, tokens, tmp_path / "state")
     wanted = first.evaluate([TOKENS[:5], TOKENS[:6]], every_position=True)
-    second = Session(opened, on=GROUPS["two"], context=context, sequences=2)
+    second = Session(compressed, on=GROUPS["two"], context=context, sequences=2)
     second.evaluate([[1, 2], TOKENS])
     assert load_state(second, tmp_path / "state") == tokens
     got = second.evaluate([TOKENS[:5], TOKENS[:6]], every_position=True)

@@ -22,7 +22,7 @@ from hocket.scheduler.running.digests import COLUMNS, LEAF_BYTES, digest_of
 from ..given.models.goldens import TINY
 from ..given.ranks.thread_link import in_threads
 
-SPLITS = {
+SPLIT_GROUPS = {
     "tensor": Group(("cpu:0",), "tensor", threads=1),
     "layer": Group(("cpu:0",), "layer", threads=1),
     "uneven": Group(("cpu:0",), "tensor", tensor_split=(3.0, 1.0), threads=1),
@@ -30,7 +30,7 @@ SPLITS = {
     "none": Group(("cpu:0@1",), threads=1),
 }
 LARGE = "blk.7.ffn_gate.weight"
-"""A tensor of 78,336 bytes in the last block, of which the last rank has the end in each split mode."""
+"""A tensor of 78,336 bytes in the last block, with its end on the last rank in each split mode."""
 
 
 def first_logits(path, on, world):
@@ -49,7 +49,7 @@ def other(tmp_path):
 
 
 @pytest.mark.long(cases=2)
-@pytest.mark.parametrize("on", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("on", SPLIT_GROUPS.values(), ids=SPLIT_GROUPS)
 def test_a_rank_with_one_other_byte_in_a_large_tensor_is_named(on, other):
     def run(world):
         with pytest.raises(RanksError, match=f"rank 1 on .* has other bytes of weight %{LARGE} than rank 0") as why:
@@ -59,7 +59,7 @@ def test_a_rank_with_one_other_byte_in_a_large_tensor_is_named(on, other):
     assert len(set(in_threads(2, run))) == 1
 
 
-@pytest.mark.parametrize("on", [SPLITS["tensor"], SPLITS["layer"]], ids=["tensor", "layer"])
+@pytest.mark.parametrize("on", [SPLIT_GROUPS["tensor"], SPLIT_GROUPS["layer"]], ids=["tensor", "layer"])
 def test_ranks_with_copies_of_a_file_run(on, tmp_path):
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(Path(TINY).read_bytes())
@@ -69,8 +69,8 @@ def test_ranks_with_copies_of_a_file_run(on, tmp_path):
 
 def test_bytes_of_one_file_that_all_ranks_map_are_read_once(monkeypatch):
     read = []
-    monkeypatch.setattr("hocket.scheduler.running.store.digest_of", lambda *given: read.append(given) or b"")
-    in_threads(2, lambda world: first_logits(TINY, SPLITS["tensor"], world))
+    monkeypatch.setattr("hocket.scheduler.running.store.digest_of", lambda *arguments: read.append(arguments) or b"")
+    in_threads(2, lambda world: first_logits(TINY, SPLIT_GROUPS["tensor"], world))
     assert not read
 
 
@@ -130,9 +130,9 @@ def test_the_order_of_weights_in_memory_does_not_matter(split_mode):
     assert np.array_equal(one, two)
 
 
-def test_kept_packed_weights_carry_the_digest_of_their_source(other, tmp_path, monkeypatch):
-    """A rank that maps what it has packed before reads nothing of its file, and is named all the same."""
-    on = replace(SPLITS["tensor"], keep_packed=True)
+def test_cached_packed_weights_carry_the_digest_of_their_source(other, tmp_path, monkeypatch):
+    """A rank that maps weights which it packed before reads nothing of its file, and is named all the same."""
+    on = replace(SPLIT_GROUPS["tensor"], keep_packed=True)
     monkeypatch.setattr(devices, "cache_folder", lambda: tmp_path / "cache")
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(Path(TINY).read_bytes())
@@ -167,12 +167,12 @@ def test_a_digest_depends_on_values_and_shape_alone(shape):
 
 
 def test_rows_that_are_exchanged_change_a_digest():
-    """Rows of a power of two, as those of most models, whose distance the columns of a sum could divide."""
+    """Rows of a power of two, as in most models: the columns of a sum could divide their distance."""
     array = np.random.default_rng(1).standard_normal((256, 256), np.float32)
     for one, two in ((0, 1), (0, 128), (3, 11), (100, 228)):
-        turned = array.copy()
-        turned[[one, two]] = array[[two, one]]
-        assert digest_of(turned) != digest_of(array)
+        swapped = array.copy()
+        swapped[[one, two]] = array[[two, one]]
+        assert digest_of(swapped) != digest_of(array)
 
 
 def test_bytes_of_other_types_differ():

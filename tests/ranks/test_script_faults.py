@@ -12,7 +12,7 @@ from ..given.ranks import script
 from ..given.ranks.mpi import MPIEXEC, hocket_in, needs_mpi
 
 MOMENTS = ("before the import", "before load", "during load", "during a run", "between runs", "after")
-SAID = {"raises": "RuntimeError: rank 1 is unwell", "exits": "its program ended", "stopped": "stopped"}
+MESSAGES = {"raises": "RuntimeError: rank 1 is unwell", "exits": "its program ended", "stopped": "stopped"}
 SECONDS = 60
 """Ten of them are for the end; the others for the start of three processes on a busy machine."""
 
@@ -26,7 +26,7 @@ def run_script(moment, fault):
 
 @needs_mpi
 @pytest.mark.long(cases=3)
-@pytest.mark.parametrize("fault", SAID)
+@pytest.mark.parametrize("fault", MESSAGES)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_script_with_a_rank_that_goes_wrong_ends(moment, fault):
     done = run_script(moment, fault)
@@ -35,12 +35,12 @@ def test_a_script_with_a_rank_that_goes_wrong_ends(moment, fault):
         return
     assert done.returncode, done
     if moment == "after" and fault == "raises":  # no other rank needs it any more
-        assert SAID[fault] in done.stderr
+        assert MESSAGES[fault] in done.stderr
         return
-    wanted = "it has not imported hocket" if moment == "before the import" and fault != "stopped" else SAID[fault]
+    expected = "it has not imported hocket" if moment == "before the import" and fault != "stopped" else MESSAGES[fault]
     if moment == "during load" and fault == "exits":
-        wanted = "SystemExit: 0"
-    lines = [line for line in done.stderr.splitlines() if "rank 1 on " in line and wanted in line]
+        expected = "SystemExit: 0"
+    lines = [line for line in done.stderr.splitlines() if "rank 1 on " in line and expected in line]
     assert lines, done
 
 
@@ -54,7 +54,7 @@ def test_the_launcher_ends_a_script_of_which_a_rank_is_killed(moment):
 @needs_mpi
 @pytest.mark.long(cases=2)
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("run", TINY, "--foo"), "there is no flag '--foo'"),
         (("bogus",), "there is no command 'bogus'"),
@@ -63,13 +63,13 @@ def test_the_launcher_ends_a_script_of_which_a_rank_is_killed(moment):
     ],
     ids=["flag", "command", "device", "context"],
 )
-def test_wrong_usage_is_said_once_and_ends_with_2(words, said):
+def test_wrong_usage_is_reported_once_and_ends_with_2(words, message):
     command = [str(MPIEXEC), "-iface", "lo", "-n", "2", sys.executable, "-m", "hocket", *map(str, words)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL, check=False
     )
     assert done.returncode == 2, done
-    assert done.stderr.count(said) == 1, done
+    assert done.stderr.count(message) == 1, done
     assert "BAD TERMINATION" not in done.stdout + done.stderr
     assert "None" not in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -22,7 +22,7 @@ SKIPPED [3] tests/cpu/test_z.py: gcc: is not installed (Debian has it)
 
 
 @pytest.fixture(scope="module")
-def parts():
+def ci_parts():
     return runpy.run_path(str(CI / "parts.py"))
 
 
@@ -51,15 +51,15 @@ class Commands:
         ({"install": False, "index": False}, "NO_ANSWER"),
     ],
 )
-def test_a_part_of_pip_fails_only_where_the_registry_answers(parts, passes, outcome):
-    part = parts["OptionalPart"]("ONNX", ("onnx",))
-    assert parts["install_part"](part, Commands(**passes)).name == outcome
+def test_a_part_of_pip_fails_only_where_the_registry_answers(ci_parts, passes, outcome):
+    part = ci_parts["OptionalPart"]("ONNX", ("onnx",))
+    assert ci_parts["install_part"](part, Commands(**passes)).name == outcome
 
 
-def test_a_part_that_cannot_fetch_its_rest_is_removed(parts):
-    part = parts["OptionalPart"]("pyright", ("pyright",), fetch=("fetch",))
+def test_a_part_that_cannot_fetch_its_rest_is_removed(ci_parts):
+    part = ci_parts["OptionalPart"]("pyright", ("pyright",), fetch=("fetch",))
     commands = Commands(uninstall=True, install=True, fetch=False)
-    assert parts["install_part"](part, commands).name == "NO_ANSWER"
+    assert ci_parts["install_part"](part, commands).name == "NO_ANSWER"
     assert "uninstall" in commands.run_words[-1]
 
 
@@ -72,13 +72,13 @@ def test_a_part_that_cannot_fetch_its_rest_is_removed(parts):
         ({}, False, "NOT_ALLOWED"),
     ],
 )
-def test_a_system_part_fails_only_where_root_reaches_the_registry(parts, passes, may_use_apt, outcome):
-    part = parts["OptionalPart"]("QEMU", ("qemu",), system=True, has="no-such-program-anywhere")
-    assert parts["install_part"](part, Commands(**passes), may_use_apt=may_use_apt).name == outcome
+def test_a_system_part_fails_only_where_root_reaches_the_registry(ci_parts, passes, may_use_apt, outcome):
+    part = ci_parts["OptionalPart"]("QEMU", ("qemu",), system=True, has="no-such-program-anywhere")
+    assert ci_parts["install_part"](part, Commands(**passes), may_use_apt=may_use_apt).name == outcome
 
 
-def test_a_command_that_fails_or_hangs_or_is_not_there_does_not_pass(parts, capsys):
-    run = parts["run_command"]
+def test_a_command_that_fails_or_hangs_or_is_not_there_does_not_pass(ci_parts, capsys):
+    run = ci_parts["run_command"]
     assert run(("sh", "-c", "exit 0"), 60)
     assert not run(("sh", "-c", "echo the reason; exit 1"), 60)
     assert not run(("sleep", "60"), 1)
@@ -121,6 +121,6 @@ def test_the_exit_status_says_whether_a_budget_is_exceeded(skips, tmp_path: Path
     assert "1  onnx is not installed" in capsys.readouterr().out
 
 
-def test_every_part_of_a_budget_is_installed_by_ci(parts, skips):
-    part_names = {part.name for part in parts["PARTS"]}
+def test_every_part_of_a_budget_is_installed_by_ci(ci_parts, skips):
+    part_names = {part.name for part in ci_parts["PARTS"]}
     assert {budget.part for budget in skips["read_budgets"](CI / "skips.toml")} - {""} <= part_names

@@ -22,12 +22,12 @@ from ..given.graphs.layered import decoder
 from ..given.graphs.wide_graphs import wide_graph
 from ..given.plans.ways import SLOW
 
-MODES = ("none", "layer", "tensor", "layer,tensor", "auto")
+SPLIT_MODES = ("none", "layer", "tensor", "layer,tensor", "auto")
 SHARES = ((), (0, 1), (3, 1))
 
 
-def gated(rows: int, columns: int) -> Graph:
-    """A block whose sizes decide what is cut, over a state."""
+def build_gated_block(rows: int, columns: int) -> Graph:
+    """A block over a state; its sizes decide the split."""
     x, cache = input("x", (3, rows)), state("cache", (5, columns))
     up = ops.silu(ops.mul_mat(weight("up", (columns, rows)), ops.rms_norm(x)))
     new = ops.set_rows(cache, up, input("at", (3,), "i32"))
@@ -35,8 +35,8 @@ def gated(rows: int, columns: int) -> Graph:
     return Graph({"y": ops.add(x, down)}, {cache: new})
 
 
-def overwritten() -> Graph:
-    """A state that changes twice, and whose old and new entries are read after each change."""
+def build_overwritten_state() -> Graph:
+    """A state that changes twice; its old and new entries are read after each change."""
     old, x = state("s", (5, 6)), input("x", (2, 6))
     one, two = input("i", (2,), "i32"), input("j", (2,), "i32")
     keys = ops.mul_mat(weight("wk", (6, 6)), x)
@@ -47,8 +47,11 @@ def overwritten() -> Graph:
 
 
 GRAPHS = {
-    **{f"gated {rows} {columns}": functools.partial(gated, rows, columns) for rows, columns in ((6, 6), (6, 512))},
-    "overwritten": overwritten,
+    **{
+        f"gated {rows} {columns}": functools.partial(build_gated_block, rows, columns)
+        for rows, columns in ((6, 6), (6, 512))
+    },
+    "overwritten": build_overwritten_state,
     "decoder": functools.partial(decoder, 3),
     **{f"wide {seed}": functools.partial(wide_graph, seed) for seed in (1, 5)},
 }
@@ -56,12 +59,12 @@ GRAPHS = {
 
 def requests() -> Iterator[tuple[str, str, Sequence[int], Hardware]]:
     for name in GRAPHS:
-        for mode in MODES:
+        for mode in SPLIT_MODES:
             for shares in SHARES if mode in ("layer", "tensor") else ((),):
                 yield name, mode, shares, SLOW
 
 
-def made(kind: str, name: str, mode: str, shares: Sequence[int], hardware: Hardware) -> str:
+def digest_plan(kind: str, name: str, mode: str, shares: Sequence[int], hardware: Hardware) -> str:
     """Return the digest of a plan as JSON, or the reason why there is none."""
     group = [find(f"{kind}:{number}") for number in range(4 if mode == "auto" else 2)]
     try:
@@ -84,12 +87,12 @@ def forget() -> int:
 @pytest.mark.parametrize("kind", ["numpy", "cuda-emulated"])
 def test_a_plan_is_the_same_whatever_was_planned_before(kind):
     asked = list(requests())
-    backwards = [made(kind, *request) for request in reversed(asked)][::-1]
+    backwards = [digest_plan(kind, *request) for request in reversed(asked)][::-1]
     assert forget() > 20
     alone = []
     for request in asked:
         forget()
-        alone.append(made(kind, *request))
+        alone.append(digest_plan(kind, *request))
     differ = [request[:3] for request, one, other in zip(asked, backwards, alone, strict=True) if one != other]
     assert not differ
     refusals = {text for text in alone if ":" in text and "layer,tensor" not in text}
@@ -99,13 +102,13 @@ def test_a_plan_is_the_same_whatever_was_planned_before(kind):
 @pytest.mark.long
 def test_a_plan_is_the_same_in_a_fresh_process():
     code = (
-        f"import sys; from {__name__} import GRAPHS, SLOW, made; name, mode, *shares = sys.argv[1:];"
-        "print(made('numpy', name, mode, tuple(map(int, shares)), SLOW))"
+        f"import sys; from {__name__} import GRAPHS, SLOW, digest_plan; name, mode, *shares = sys.argv[1:];"
+        "print(digest_plan('numpy', name, mode, tuple(map(int, shares)), SLOW))"
     )
     asked = [("gated 6 512", "tensor", (0, 1)), ("decoder", "layer", ()), ("wide 5", "auto", ())]
-    for name in GRAPHS:  # what a process that plans for long remembers
-        made("numpy", name, "tensor", (), SLOW)
-    here = [made("numpy", *request, SLOW) for request in asked]
+    for name in GRAPHS:  # fill the caches of this process
+        digest_plan("numpy", name, "tensor", (), SLOW)
+    here = [digest_plan("numpy", *request, SLOW) for request in asked]
     for (name, mode, shares), mine in zip(asked, here, strict=True):
         done = subprocess.run(
             [sys.executable, "-c", code, name, mode, *map(str, shares)], capture_output=True, text=True, check=True
@@ -113,7 +116,7 @@ def test_a_plan_is_the_same_in_a_fresh_process():
         assert done.stdout.strip() == mine
 
 
-STATES = [overwritten, *(functools.partial(gated, rows, 6) for rows in (6, 64))]
+STATES = [build_overwritten_state, *(functools.partial(build_gated_block, rows, 6) for rows in (6, 64))]
 
 
 @pytest.mark.parametrize("shares", [(0, 1), (1, 0), (1, 0, 2), (0, 0, 1), (5, 1)])

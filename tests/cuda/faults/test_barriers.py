@@ -76,7 +76,7 @@ LEFT_OUT = {
     ("attention_many.cuh", 0): "few loads at once, for which there are registers: orders no memory",
     ("collective.cu", 1): "all are told before anybody waits, however threads take turns: orders no memory",
 }
-# No noted accesses show the loss of these barriers; this message does.
+# No noted access shows the loss of one of these barriers, but this message does.
 WITHOUT_ACCESSES = {
     ("attention_few.cu", 0): "touches memory that is not its own",  # the emulation stops the launch
     # g++ calls once for a load and a store of one address in a basic block, so `G[i] = sum += G[i]` is only a load.

@@ -1,4 +1,4 @@
-"""Command lines of llama.cpp: each flag is accepted with its meaning, or answered with what to use instead."""
+"""Command lines of llama.cpp: each flag is accepted with its meaning, or answered with a remedy."""
 
 from __future__ import annotations
 
@@ -106,11 +106,11 @@ def test_remedies_name_flags_and_commands_that_exist():
 
 
 ONLY_WORDS = {"reads", "downloads", "leaves", "uses", "has", "measures", "quantises"}
-"""Verbs whose subject is hocket."""
+"""Verbs with the subject hocket."""
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "answer"),
     [
         ("run -ngl 99", "layers go to GPUs by --devices cuda:0"),
         ("run -fa on -p hi", "attention is always fused"),
@@ -122,8 +122,8 @@ ONLY_WORDS = {"reads", "downloads", "leaves", "uses", "has", "measures", "quanti
         ("tokenize m.gguf --color", "nothing is coloured"),
     ],
 )
-def test_a_flag_of_llama_cpp_is_answered_with_what_to_use(words, said, capsys):
-    assert said in refusal(capsys, *words.split())
+def test_a_flag_of_llama_cpp_is_answered_with_a_remedy(words, answer, capsys):
+    assert answer in refusal(capsys, *words.split())
 
 
 @pytest.mark.parametrize("words", ["run -n5", "run -cfoo", "bench m.gguf -t2", "run -hx", "run -sm=layer5 -nx"])
@@ -132,7 +132,7 @@ def test_a_value_is_never_glued_to_a_flag(words, capsys):
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "answer"),
     [
         ("serve", "hocket has no server"),
         ("quantize", "llama-quantize does"),
@@ -140,13 +140,13 @@ def test_a_value_is_never_glued_to_a_flag(words, capsys):
         ("convert_hf_to_gguf.py", "convert_hf_to_gguf.py of llama.cpp writes it"),
     ],
 )
-def test_a_program_of_llama_cpp_is_answered_with_the_command(word, said, capsys):
-    assert said in find_command(word)
+def test_a_program_of_llama_cpp_is_answered_with_the_command(word, answer, capsys):
+    assert answer in find_command(word)
     assert f"there is no command '{word}'; " in (line := refusal(capsys, word))
-    assert said in line
+    assert answer in line
 
 
-LLAMA = str(path_of("llama"))
+LLAMA_FILE = str(path_of("llama"))
 
 
 @pytest.mark.parametrize(
@@ -163,10 +163,10 @@ LLAMA = str(path_of("llama"))
 def test_a_model_is_named_with_or_without_a_flag(words, capsys):
     written = []
     for place in range(3):
-        given = [word for word in words if word != "MODEL"]
-        given[1:1] = [TINY] if place == 0 else ["-m", TINY] if place == 1 else []
-        given += [f"--model={TINY}"] if place == 2 else []
-        assert main(given) == 0
+        arguments = [word for word in words if word != "MODEL"]
+        arguments[1:1] = [TINY] if place == 0 else ["-m", TINY] if place == 1 else []
+        arguments += [f"--model={TINY}"] if place == 2 else []
+        assert main(arguments) == 0
         written.append(capsys.readouterr().out)
     if words[0] != "bench":
         assert written[0] == written[1] == written[2]
@@ -204,12 +204,12 @@ def test_two_models_or_none_are_refused(capsys):
 
 
 def test_a_context_of_zero_is_as_long_as_the_model_allows(capsys):
-    length = open_gguf(LLAMA).metadata["llama.context_length"]
-    assert main(["dump", LLAMA, "-c", "0"]) == 0
+    length = open_gguf(LLAMA_FILE).metadata["llama.context_length"]
+    assert main(["dump", LLAMA_FILE, "-c", "0"]) == 0
     longest = capsys.readouterr().out
-    assert main(["dump", LLAMA, "-c", str(length)]) == 0
+    assert main(["dump", LLAMA_FILE, "-c", str(length)]) == 0
     assert capsys.readouterr().out == longest
-    assert main(["dump", LLAMA, "-c", "16"]) == 0
+    assert main(["dump", LLAMA_FILE, "-c", "16"]) == 0
     assert capsys.readouterr().out != longest
 
 

@@ -1,4 +1,4 @@
-"""Decoders whose file says ``attention.causal = false``: each token sees those behind it, too."""
+"""Decoders with ``attention.causal = false``: each token sees those behind it, too."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ...given.models.exact import with_metadata
 from ...given.models.goldens import F64, nmse, path_of
 
 
-def hidden(model: Model, tokens: list[int]) -> F64:
-    """What the output matrix reads of each token, in float64."""
+def compute_hidden(model: Model, tokens: list[int]) -> F64:
+    """Return the operand of the output matrix for each token, in float64."""
     count = len(tokens)
     step = Step(1, count, count, count, count, "hidden")
     model.graph(replace(step, gives="logits"))  # which reads the output matrix
@@ -53,12 +53,12 @@ def test_the_first_token_of_every_decoder_sees_the_last_one(name: str, tmp_path:
     other = [*tokens[:-1], (tokens[-1] + 1) % causal.vocabulary_size]
     assert causal.is_causal
     assert not seeing.is_causal
-    assert nmse(hidden(causal, tokens)[:4], hidden(causal, other)[:4]) <= 1e-20
-    assert nmse(hidden(seeing, tokens)[:1], hidden(seeing, other)[:1]) > 1e-9
+    assert nmse(compute_hidden(causal, tokens)[:4], compute_hidden(causal, other)[:4]) <= 1e-20
+    assert nmse(compute_hidden(seeing, tokens)[:1], compute_hidden(seeing, other)[:1]) > 1e-9
 
 
 def reference(model: Model, tokens: list[int], heads: int, kv_heads: int, eps: float) -> F64:
-    """A LLaMA whose tokens all see each other, written out."""
+    """A LLaMA in which all tokens see each other, written out."""
     t = {name: tensor.dequantise().astype(np.float64) for name, tensor in model.gguf.tensors.items()}
     x, count = t["token_embd.weight"][tokens], len(tokens)
 
@@ -90,7 +90,7 @@ def test_a_llama_equals_attention_to_all_tokens_written_out() -> None:
     mixer = model.hyper.blocks[0].mixers[0]
     tokens = [3, 9, 27, 4, 60, 11]
     want = reference(model, tokens, mixer.heads, mixer.kv_heads, model.hyper.norm.eps)  # type: ignore[attr-defined]
-    assert nmse(hidden(model, tokens), want) <= 1e-12
+    assert nmse(compute_hidden(model, tokens), want) <= 1e-12
     rows = Session(model, on=Group(("cpu:0", "cpu:1"), exact=True), sequences=2)
     _, got = rows.evaluate([tokens[:2], tokens], every_position=True, hidden=True)
     assert nmse(got, want) <= 1e-9
@@ -113,7 +113,7 @@ def test_texts_longer_than_a_batch_are_read_as_a_whole() -> None:
     model = with_metadata(open_model(path_of("llama")), attention__causal=False)
     tokens = np.random.default_rng(0).integers(1, model.vocabulary_size, 40).tolist()
     short = Session(model, on=Group(exact=True), batch=8).evaluate([tokens], every_position=True, hidden=True)[0]
-    assert nmse(short, hidden(model, tokens)) <= 1e-9
+    assert nmse(short, compute_hidden(model, tokens)) <= 1e-9
 
 
 def test_generation_and_blocks_of_tokens_refuse_it(tmp_path: Path) -> None:
@@ -128,4 +128,6 @@ def test_generation_and_blocks_of_tokens_refuse_it(tmp_path: Path) -> None:
 def test_an_encoder_sees_all_tokens_whatever_its_file_says(tmp_path: Path) -> None:
     model, _ = causal_and_open("eurobert-encoder", tmp_path)
     tokens = golden("eurobert-encoder")[0]
-    assert np.array_equal(hidden(with_metadata(model, attention__causal=True), tokens), hidden(model, tokens))
+    assert np.array_equal(
+        compute_hidden(with_metadata(model, attention__causal=True), tokens), compute_hidden(model, tokens)
+    )

@@ -20,7 +20,7 @@ from ...given.models.goldens import path_of
 from ...given.models.rewritten import tensors_of
 from ...given.models.rewritten import written as rewritten
 
-FILES = ("llama", "qwen2", "qwen3", "gemma3")
+FIXTURE_NAMES = ("llama", "qwen2", "qwen3", "gemma3")
 
 
 def with_factors(name: str, path: Path, **metadata: object) -> Model:
@@ -52,7 +52,7 @@ def rotations(graph: Graph) -> list[tuple[str, float, float]]:
     ]
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", FIXTURE_NAMES)
 def test_short_factors_count_up_to_the_original_context_and_long_ones_beyond(name: str, tmp_path: Path) -> None:
     model = with_factors(name, tmp_path / "m.gguf", **LONGROPE)
     for context, factors in ((64, "rope_factors_short.weight"), (65, "rope_factors_long.weight")):

@@ -1,4 +1,4 @@
-"""The table of metadata keys: complete, true of the reader, and refusing by name what is not computed."""
+"""The table of metadata keys: complete, true of the reader; a key without support is refused by name."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def headers() -> Iterator[Gguf]:
 
 @cache
 def asking() -> dict[str, list[Gguf]]:
-    """Of each key the files whose reader asks for it."""
+    """For each key, the files with a reader that asks for it."""
     found = defaultdict(list)
     for gguf in headers():
         metadata = Recorded(dict(gguf.metadata))

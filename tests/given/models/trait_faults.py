@@ -29,7 +29,7 @@ from hocket.graph import GraphError
 from .architectures import ALL, ROWS, golden, written
 from .goldens import F64, nmse
 
-LIMIT = 1e-6
+MAX_NMSE = 1e-6
 """An error above it is noticed: a hundred times that of a right row, and twenty times what rounding a GELU leaves."""
 PLANTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -208,7 +208,7 @@ def noticed(fault: Fault, folder: Path) -> bool:
             return True
     weights = {w.node.name: model.gguf.tensor(w.node.name).dequantise().astype(np.float64) for w in graph.weights}
     logits: F64 = next(iter(ops.evaluate(graph, {**weights, **inputs})[0].values()))
-    return not nmse(logits[-ROWS:], want) <= LIMIT
+    return not nmse(logits[-ROWS:], want) <= MAX_NMSE
 
 
 def main() -> int:

@@ -274,7 +274,7 @@ def at_offset(i, offset: int):
 
 
 def require_named(message: str, build_plan: Callable[[], Plan]) -> None:
-    """Assert that the verifier refuses a faulty plan and says what the pattern `message` describes."""
+    """Assert that the verifier refuses a faulty plan with a message that matches the pattern `message`."""
     faulty_plan = build_plan()
     found = list(plan_faults(faulty_plan))
     assert any(re.search(message, one) for one in found), found

@@ -16,7 +16,7 @@ def raises() -> None:
     raise RuntimeError("rank 1 is unwell")
 
 
-def send(number: int) -> None:
+def send_signal(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
@@ -24,8 +24,8 @@ FAULTS = {
     "raises": raises,
     "exits": lambda: sys.exit(0),
     "leaves": lambda: os._exit(0),
-    "killed": lambda: send(signal.SIGKILL),
-    "stopped": lambda: send(signal.SIGSTOP),
+    "killed": lambda: send_signal(signal.SIGKILL),
+    "stopped": lambda: send_signal(signal.SIGSTOP),
 }
 
 
@@ -46,7 +46,7 @@ def main(moment: str, fault: str) -> None:
     if RANK == 1 and moment == "during load":
         from hocket.scheduler.running.store import Store
 
-        Store.bind = lambda *given: FAULTS[fault]()
+        Store.bind = lambda *arguments: FAULTS[fault]()
     devices = ",".join(f"cpu:0@{rank}" for rank in range(MPI.COMM_WORLD.Get_size()))
     plan = hocket.plan(graph, devices, split_mode="tensor")
     run = hocket.load(plan, weights, comm=MPI.COMM_WORLD)

@@ -35,7 +35,7 @@ from ...given.plans.faults import (
 )
 
 
-def cut(axis: int, *runs: tuple[tuple[int, int], ...]) -> Shard:
+def make_shard(axis: int, *runs: tuple[tuple[int, int], ...]) -> Shard:
     return Shard(axis, runs)
 
 
@@ -54,8 +54,8 @@ def other_buffer() -> Plan:
 
 def other_device() -> Plan:
     device = dataclasses.replace(tensor_plan().lanes[1].device, kind="toy")
-    lanes = (tensor_plan().lanes[0], dataclasses.replace(tensor_plan().lanes[1], device=device))
-    return dataclasses.replace(tensor_plan(), lanes=lanes)
+    device_plans = (tensor_plan().lanes[0], dataclasses.replace(tensor_plan().lanes[1], device=device))
+    return dataclasses.replace(tensor_plan(), lanes=device_plans)
 
 
 def reuse() -> Plan:
@@ -158,17 +158,17 @@ TABLES = ("gate", "up", "bg", "down", "route", "bz")
 FIRST, LAST = ((0, 3),), ((3, 3),)
 
 
-def other_lane(plan: Plan, device: int, lane: int, *runs: tuple[tuple[int, int], ...]) -> Plan:
-    """The mixture of which one device has other experts, as in `plan`."""
-    lanes = list(experts_plan().lanes)
-    lanes[device] = dataclasses.replace(plan.lanes[lane], device=lanes[device].device)
-    whole = dataclasses.replace(experts_plan(), lanes=tuple(lanes))
-    return laid(whole, **dict.fromkeys((*TABLES, "far"), cut(0, *runs)))
+def replace_experts(plan: Plan, device: int, source: int, *runs: tuple[tuple[int, int], ...]) -> Plan:
+    """Give `device` of the mixture the experts that device `source` of `plan` has."""
+    device_plans = list(experts_plan().lanes)
+    device_plans[device] = dataclasses.replace(plan.lanes[source], device=device_plans[device].device)
+    whole = dataclasses.replace(experts_plan(), lanes=tuple(device_plans))
+    return laid(whole, **dict.fromkeys((*TABLES, "far"), make_shard(0, *runs)))
 
 
-def exchanged(*tables: str, **products: int) -> Plan:
-    """The two devices' experts exchanged in some tables, and the nodes that look them up told so."""
-    broken = laid(experts_plan(), **dict.fromkeys(tables, cut(0, LAST, FIRST)))
+def exchange_experts(*tables: str, **products: int) -> Plan:
+    """Exchange the experts of two devices in `tables`, with the first numbers of `products`."""
+    broken = laid(experts_plan(), **dict.fromkeys(tables, make_shard(0, LAST, FIRST)))
     for device, first in enumerate((3, 0)):
         broken = nodes(broken, device, **dict.fromkeys(products, again(first=first)))
     return broken
@@ -177,15 +177,15 @@ def exchanged(*tables: str, **products: int) -> Plan:
 ROUTING: Mapping[str, PlannedFault] = {
     "an expert lies on two devices": (
         r"%combined\.sum .* devices 0 and 1 both have a term",
-        lambda: other_lane(experts_plan(2, 1), 0, 0, ((0, 4),), LAST),
+        lambda: replace_experts(experts_plan(2, 1), 0, 0, ((0, 4),), LAST),
     ),
     "an expert lies on no device": (
         "weight %down has 1 of 6 entries on no device",
-        lambda: other_lane(experts_plan(2, 1), 1, 1, FIRST, ((4, 2),)),
+        lambda: replace_experts(experts_plan(2, 1), 1, 1, FIRST, ((4, 2),)),
     ),
     "an expert that no device has is said to lie on one": (
         r"device 1: %down .* bound to entries \['\[3:6\]'",
-        lambda: other_lane(experts_plan(2, 1), 1, 1, FIRST, LAST),
+        lambda: replace_experts(experts_plan(2, 1), 1, 1, FIRST, LAST),
     ),
     "numbers of experts are not shifted": (
         r"%gateed .* rows \[3:6\] of w are looked up as \[0:3\]",
@@ -213,15 +213,15 @@ ROUTING: Mapping[str, PlannedFault] = {
     ),
     "gates are dealt otherwise than what they gate": (
         "%act .* not linear in gate and up, a sum that is still owed",
-        lambda: exchanged("up", uped=1),
+        lambda: exchange_experts("up", uped=1),
     ),
     "the last table is dealt otherwise than the first": (
         "%downed .* x is a sum still owed, and not by the rows of w that are here",
-        lambda: exchanged("down", downed=1),
+        lambda: exchange_experts("down", downed=1),
     ),
     "a bias is dealt otherwise than what it is added to": (
         "%act .* not linear in gate and up, a sum that is still owed",
-        lambda: exchanged("bg", biased=1),
+        lambda: exchange_experts("bg", biased=1),
     ),
     "a bias of experts is added on one device only": (
         r"device 1: %act = swiglu\(%gateed, %uped\) .* no such node",
@@ -267,17 +267,17 @@ ROUTING: Mapping[str, PlannedFault] = {
     ),
     "experts are looked up by other numbers": (
         r"%gateed = mul_mat_id\(%gate, %x, %others.* no such node",
-        lambda: on(experts_plan(), 0, 1, graph=lambda g: _numbered(g, "gateed", "others")),
+        lambda: on(experts_plan(), 0, 1, graph=lambda g: renumber_lookup(g, "gateed", "others")),
     ),
     "one device looks up by other numbers": (
         r"device 1: %fared = mul_mat_id\(%far, %x, %ids.* no such node",
-        lambda: on(experts_plan(), 1, graph=lambda g: _numbered(g, "fared", "ids")),
+        lambda: on(experts_plan(), 1, graph=lambda g: renumber_lookup(g, "fared", "ids")),
     ),
 }
 
 
-def _numbered(graph: Graph, name: str, numbers: str) -> Graph:
-    """One lookup by another input."""
+def renumber_lookup(graph: Graph, name: str, numbers: str) -> Graph:
+    """Let one lookup read another input."""
     from ...given.plans.faults import rebuilt
 
     (leaf,) = (v for v in graph.inputs if v.node.name == numbers)
@@ -325,7 +325,7 @@ PLACES: Mapping[str, PlannedFault] = {
     ),
     "a placed weight is bound in shards": (
         r"device 1: %up .* bound to entries \['\[6:12\]', '\[0:8\]'\]",
-        lambda: laid(placed_plan(), up=cut(0, ((0, 6),), ((6, 6),))),
+        lambda: laid(placed_plan(), up=make_shard(0, ((0, 6),), ((6, 6),))),
     ),
     "a node runs on a device that cannot run it": (
         "device 1: %act .* cannot run on cpu:1: not here",
@@ -355,9 +355,9 @@ PLACES: Mapping[str, PlannedFault] = {
 
 
 def without_output(graph: Graph, node: str) -> Graph:
-    kept = {name: v for name, v in graph.outputs.items() if v.node.name != node}
-    assert len(kept) < len(graph.outputs)
-    return Graph(kept, graph.updates)
+    outputs = {name: v for name, v in graph.outputs.items() if v.node.name != node}
+    assert len(outputs) < len(graph.outputs)
+    return Graph(outputs, graph.updates)
 
 
 FAULTS = {**PROGRAMS, **ROUTING, **PLACES}

@@ -59,7 +59,7 @@ def renumbered_rows() -> Plan:
     return step(tensor_plan(), 0, "downed", lambda i: at_offset(i, saves("cache.k").src[1].offset))
 
 
-def bytes_of(tensor):
+def as_int8(tensor):
     """Return the memory of `tensor`, float32, as int8, which is the dtype of scratch."""
     return replace(tensor, shape=(4 * math.prod(tensor.shape),), strides=(1,), dtype=DType.I8)
 
@@ -191,7 +191,7 @@ UNDOING: Mapping[str, PlannedFault] = {
     "what undoes a step has scratch where rows are saved": (
         r"set_rows: its scratch is i8\[48\] at 0\+320, need 0 bytes",
         lambda: backwards(
-            tensor_plan(), 0, "cache.k.undo", lambda i: replace(i, scratch=bytes_of(saves("cache.v").dst[0]))
+            tensor_plan(), 0, "cache.k.undo", lambda i: replace(i, scratch=as_int8(saves("cache.v").dst[0]))
         ),
     ),
     "a state is saved twice": (
