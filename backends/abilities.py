@@ -74,6 +74,14 @@ class Divides(Protocol):
 
 
 @runtime_checkable
+class Shares(Protocol):
+    """A backend that can read a weight in the memory of the caller."""
+
+    def buffer_over(self, data: Array, declared: Spec) -> Any | None:
+        """The memory of `data` as a buffer; None where the backend keeps a weight of `declared` in another form."""
+
+
+@runtime_checkable
 class Threaded(Protocol):
     """A backend that runs kernels on threads of this machine."""
 

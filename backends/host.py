@@ -68,6 +68,13 @@ class HostBackend(ABC):
         plain = data if declared.dtype.is_integer else dequantise(np.atleast_1d(data), declared.dtype)
         target[...] = encoded(plain.reshape(stored.shape), stored.dtype)
 
+    def buffer_over(self, data: Array, declared: Spec) -> npt.NDArray[np.uint8] | None:
+        """The bytes of `data`, if they are dense, aligned and of the type and shape that a weight has in memory."""
+        fits = self.stored(declared, "weight") == declared and not declared.dtype.is_quantised and data.nbytes > 0
+        if not fits or data.ctypes.data % ALIGNMENT or not data.flags.c_contiguous:
+            return None
+        return data.reshape(-1).view(np.uint8)
+
 
 def _zeros(nbytes: int) -> npt.NDArray[np.uint8]:
     raw = np.zeros(nbytes + ALIGNMENT, np.uint8)

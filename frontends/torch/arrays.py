@@ -23,7 +23,7 @@ def array_of(data: torch.Tensor, name: str) -> npt.NDArray[Any]:
         raise ModelError(f"%{name} is of {str(data.dtype).removeprefix('torch.')}; hocket has real numbers only")
     plain = data.detach().cpu()
     if plain.dtype == torch.bfloat16:
-        return plain.contiguous().view(torch.int16).numpy().view(np.uint16)
+        return plain.view(torch.int16).numpy().view(np.uint16)
     return plain.float().numpy() if plain.dtype == torch.bool else plain.numpy()
 
 

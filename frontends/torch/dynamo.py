@@ -5,21 +5,27 @@ PyTorch finds it by the entry point ``hocket`` of the group ``torch_dynamo_backe
 
 from __future__ import annotations
 
+import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_unflatten
 
 from ...graph import HocketError
+from ...scheduler import plan
 from ..errors import ModelError
-from .exported import MissingRowsError, from_torch
+from .exported import MissingRowsError, decomposed, program_of
+from .operands import Bindings, is_operand
 from .parts import parts_of
-from .program import Runner
 
 Arguments = tuple[Any, ...]
 MOST_NUMBERS = 16
 """Programs of one graph for numbers that differ from call to call; beyond these PyTorch runs it."""
+_loading = threading.RLock()
+"""Held while a graph is exported and planned: `torch.export` serves one thread."""
 
 
 def compiled(
@@ -42,8 +48,11 @@ def compiled(
 
 
 class Compiled:
-    """A captured graph; it is exported, planned and loaded for each combination of shapes that it is called with, and
-    of numbers that Dynamo hands over as tensors."""
+    """A captured graph; it is exported and planned for each combination of shapes that it is called with, and of
+    numbers that Dynamo hands over as tensors.
+
+    Dynamo calls one graph for several modules of a class, so parameters are arguments of a call like any others.
+    """
 
     def __init__(self, module: torch.fx.GraphModule, options: Mapping[str, Any]) -> None:
         self.module, self.options = module, dict(options)
@@ -54,17 +63,21 @@ class Compiled:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             raise ModelError("hocket computes no gradients; call the compiled model within torch.no_grad()")
         numbers = {i: args[i].item() for i in self.numbers if isinstance(args[i], torch.Tensor)}
-        shapes = ((a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in args)
+        shapes = ((a.shape, a.dtype, is_operand(a)) if isinstance(a, torch.Tensor) else a for a in args)
         key = (*shapes, *map(repr, numbers.values()))
         if key not in self.loaded:
-            self.loaded[key] = self._load(args, numbers)
-        return self.loaded[key](args)
+            with _loading:
+                if key not in self.loaded:
+                    self.loaded[key] = self._load(args, numbers)
+        return self.loaded[key](_without(args, numbers) if numbers else args)
 
     def _load(self, args: Arguments, numbers: Mapping[int, Any]) -> Callable[[Arguments], Any]:
         """The graph on its devices, all of it or in parts, or as PyTorch runs it."""
         module = _with_numbers(self.module, numbers) if numbers else self.module
-        args = tuple(None if i in numbers else a for i, a in enumerate(args))
+        args = _without(args, numbers)
         try:
+            if any(isinstance(arg, torch.Tensor) and arg.is_meta for arg in args):
+                raise ModelError("it is called with tensors on the meta device, which have no numbers")
             if numbers and len(self.loaded) >= MOST_NUMBERS:
                 raise ModelError(
                     f"it is called with more than {MOST_NUMBERS} numbers; give a number that varies as a tensor"
@@ -75,7 +88,12 @@ class Compiled:
             return Broken(module, args, self.options)
         except ModelError as why:
             warnings.warn(f"PyTorch runs this graph itself: {why}", stacklevel=2)
-            return lambda given: self.module(*given)
+            return lambda given: module(*given)
+
+
+def _without(args: Arguments, numbers: Mapping[int, Any]) -> Arguments:
+    """The arguments with None in place of the numbers, which the graph has in it."""
+    return tuple(None if i in numbers else arg for i, arg in enumerate(args))
 
 
 def _placeholders(graph: torch.fx.Graph) -> list[torch.fx.Node]:
@@ -109,49 +127,27 @@ def _with_numbers(module: torch.fx.GraphModule, numbers: Mapping[int, Any]) -> t
     return torch.fx.GraphModule(module, graph)
 
 
-class _Fixed(torch.nn.Module):
-    """A captured graph whose parameters are its own instead of arguments; those that are None are left so."""
-
-    def __init__(self, module: torch.fx.GraphModule, args: Arguments) -> None:
-        super().__init__()
-        self.module = module
-        self.names: list[str | None] = []
-        for node, value in zip(_placeholders(module.graph), args, strict=True):
-            own = value is None or isinstance(value, torch.nn.Parameter)
-            self.names.append(node.name if own else None)
-            if own:
-                self.register_parameter(node.name, value)
-
-    @property
-    def free(self) -> list[int]:
-        """The arguments, by number, that are given at each call."""
-        return [i for i, name in enumerate(self.names) if name is None]
-
-    def forward(self, *rest: Any) -> Any:
-        others = iter(rest)
-        return self.module(*(next(others) if name is None else getattr(self, name) for name in self.names))
-
-
 class Loaded:
-    """A captured graph on its devices; parameters that were changed in place since are loaded anew."""
+    """A captured graph on its devices: planned once, and bound to each set of parameters that it is called with."""
 
     def __init__(self, module: torch.fx.GraphModule, args: Arguments, options: Mapping[str, Any]) -> None:
-        fixed = _Fixed(module, args).eval()
-        self.free, self.parameters = fixed.free, list(fixed.parameters())
         given = dict(options)
         devices = given.pop("devices")
-        self.runner = from_torch(_exported(fixed, args)).on(devices, **given)
-        self.version = self._version()
-
-    def _version(self) -> list[tuple[int, int]]:
-        return [(p._version, p.data_ptr()) for p in self.parameters]
+        self.module = module
+        self.program = program_of(_exported(module, args), [i for i, arg in enumerate(args) if is_operand(arg)])
+        self.bindings = Bindings(self.program, plan(self.program.graph, devices, **given), module)
 
     def __call__(self, args: Arguments) -> Any:
-        now = self._version()
-        if now != self.version:
-            self.runner = Runner(self.runner.program, self.runner.plan)
-            self.version = now
-        return self.runner(*(args[i] for i in self.free))
+        if self.program.written and _overlap(args, [number for number, _ in self.program.written]):
+            warnings.warn("PyTorch runs this graph itself: it changes an argument that shares memory", stacklevel=3)
+            return self.module(*args)
+        return tree_unflatten(self.bindings.runner(args).flat(args), self.program.out_spec)
+
+
+def _overlap(args: Arguments, written: Sequence[int]) -> bool:
+    """Whether one of the `written` arguments shares its memory with another argument."""
+    places = Counter(arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor) and arg.numel())
+    return any(places[args[number].untyped_storage().data_ptr()] > 1 for number in written)
 
 
 class _Part(torch.nn.Module):
@@ -169,21 +165,22 @@ class Broken:
     """A captured graph that breaks at ops without a row: PyTorch runs these, hocket what lies between."""
 
     def __init__(self, module: torch.fx.GraphModule, args: Arguments, options: Mapping[str, Any]) -> None:
-        fixed = _Fixed(module, args).eval()
-        self.free = fixed.free
-        self.whole, ours = parts_of(_exported(fixed, args))
+        self.whole, ours = parts_of(_exported(module, args))
         for name in ours:
             setattr(self.whole, name, _Part(getattr(self.whole, name), options))
 
     def __call__(self, args: Arguments) -> Any:
-        return self.whole(*(args[i] for i in self.free))
+        return self.whole(*args)
 
 
-def _exported(fixed: _Fixed, args: Arguments) -> Any:
+def _exported(module: torch.fx.GraphModule, args: Arguments) -> Any:
+    """The graph in ops that have a row, as far as PyTorch can say others with such."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
+        # A view of another argument would be exported as a part of it.
+        apart = tuple(torch.empty_like(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
         try:
-            return torch.export.export(fixed, tuple(args[i] for i in fixed.free), strict=False)
+            return decomposed(torch.export.export(module.eval(), apart, strict=False))
         except HocketError:
             raise
         except Exception as why:  # export runs the model itself, which raises of any kind

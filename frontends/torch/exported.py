@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -52,10 +52,18 @@ def from_torch(exported: ExportedProgram) -> Program:
     kind = type(exported)
     if (kind.__name__, kind.__module__.split(".")[0]) != ("ExportedProgram", "torch"):
         raise ModelError(f"from_torch takes a program that torch.export.export made, not {kind.__name__}")
+    return program_of(decomposed(exported), ())
+
+
+def program_of(exported: ExportedProgram, operands: Collection[int]) -> Program:
+    """`from_torch` for a decomposed program of which these arguments, by number, are weights that each call binds.
+
+    An argument that the program changes is an input all the same.
+    """
     import torch
 
     with torch.no_grad():
-        return _Importer(decomposed(exported)).program()
+        return _Importer(exported, frozenset(operands)).program()
 
 
 def decomposed(exported: ExportedProgram) -> ExportedProgram:
@@ -87,6 +95,7 @@ class _Importer:
     """One program on its way to a graph."""
 
     exported: ExportedProgram
+    operands: frozenset[int]
     weights: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     values: dict[Node, Any] = field(default_factory=dict)
     """What is computed by hocket: a `Tensor`, or a tuple of such."""
@@ -98,7 +107,8 @@ class _Importer:
 
     def program(self) -> Program:
         signature = self.exported.graph_signature
-        changed = {spec.target for spec in signature.output_specs if spec.kind.name == "BUFFER_MUTATION"}
+        changes = ("BUFFER_MUTATION", "USER_INPUT_MUTATION")
+        changed = {spec.target for spec in signature.output_specs if spec.kind.name in changes}
         if wrong := [
             s.kind.name for s in signature.output_specs if s.kind.name in ("LOSS_OUTPUT", "GRADIENT_TO_PARAMETER")
         ]:
@@ -122,7 +132,7 @@ class _Importer:
     def _leaf(self, node: Node, spec: Any, changed: set[str | None]) -> None:
         kind = spec.kind.name
         if kind == "USER_INPUT":
-            self._argument(node, spec)
+            self._argument(node, spec, is_weight=len(self.arguments) in self.operands and node.name not in changed)
         elif kind == "PARAMETER" or (kind == "BUFFER" and spec.target in changed):
             data = self.exported.state_dict[spec.target]
             if kind == "BUFFER":
@@ -138,7 +148,7 @@ class _Importer:
         else:
             raise ModelError(f"the program takes {node.name}, a {kind.lower()}; hocket takes tensors and numbers")
 
-    def _argument(self, node: Node, spec: Any) -> None:
+    def _argument(self, node: Node, spec: Any, *, is_weight: bool) -> None:
         value = node.meta.get("val")
         if not _is_tensor(value):
             self.arguments.append(Argument("", getattr(spec.arg, "value", value)))
@@ -148,7 +158,8 @@ class _Importer:
         dtype, truth = _type_of(value.dtype, node)
         shape = _static(node, value)
         self.arguments.append(Argument(node.name, None, shape, str(value.dtype).removeprefix("torch.")))
-        self.values[node] = Tensor(input(node.name, held(shape), dtype), shape, truth)
+        leaf = weight if is_weight else input
+        self.values[node] = Tensor(leaf(node.name, held(shape), dtype), shape, truth)
 
     def _weight(self, name: str, data: torch.Tensor) -> Tensor:
         """A tensor that is given once; what shares its memory is one weight."""
@@ -267,6 +278,7 @@ class _Importer:
             tuple(written.items()),
             self.exported.call_spec.in_spec,
             self.exported.call_spec.out_spec,
+            tuple((i, a.name) for i, a in enumerate(self.arguments) if a.name in needed),
         )
 
 

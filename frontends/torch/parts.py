@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .exported import decomposed, has_row
+from .exported import has_row
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -14,10 +14,10 @@ LEAVES = ("placeholder", "get_attr", "output")
 
 
 def parts_of(exported: ExportedProgram) -> tuple[GraphModule, list[str]]:
-    """The program as a module whose parts follow each other, and the names of the parts that hocket can run."""
+    """A decomposed program as a module of parts in order, and the names of the parts that hocket can run."""
     from torch.fx.passes.split_module import split_module
 
-    module = decomposed(exported).module()
+    module = exported.module()
     parts: dict[Node, int] = {}
     ours: list[bool] = []
     for node in module.graph.nodes:

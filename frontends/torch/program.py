@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from ..tensors.interface import Argument, Result
 from .arrays import array_of, tensor_of
 
 if TYPE_CHECKING:
-    from ...scheduler import Plan
+    from ...scheduler import Executor, Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +34,8 @@ class Program:
     """Arguments, by number, into which a call writes an output, by name."""
     in_spec: Any
     out_spec: Any
+    operands: tuple[tuple[int, str], ...] = ()
+    """Arguments, by number, that are weights, by name: they are bound to memory instead of copied at each call."""
 
     def on(self, devices: str | Sequence[str] = "cpu:0", **options: Any) -> Runner:
         """The program planned for devices and loaded; `options` are those of `hocket.plan`."""
@@ -59,13 +62,24 @@ class Program:
             raise ModelError(f"the arguments are built as {spec}; the program was exported with {self.in_spec}")
         return flat
 
+    @cached_property
+    def _copied_arguments(self) -> list[tuple[int, Argument]]:
+        """The arguments that are not bound, by number."""
+        operands = {number for number, _ in self.operands}
+        return [(number, argument) for number, argument in enumerate(self.arguments) if number not in operands]
+
+    @cached_property
+    def _read(self) -> frozenset[str]:
+        """The inputs of the graph, by name."""
+        return frozenset(value.node.name for value in self.graph.inputs)
+
     def named(self, flat: Sequence[Any]) -> dict[str, npt.NDArray[Any]]:
         """Arrays by name for arguments that are flat already."""
         if len(flat) != len(self.arguments):
             raise ModelError(f"got {len(flat)} arguments; the program takes {len(self.arguments)}")
-        read = {value.node.name for value in self.graph.inputs}
         arrays = {}
-        for argument, given in zip(self.arguments, flat, strict=True):
+        for number, argument in self._copied_arguments:
+            given = flat[number]
             if not argument.name:
                 if given != argument.fixed:
                     raise ModelError(f"an argument is {given!r}; the program was exported for {argument.fixed!r}")
@@ -75,7 +89,7 @@ class Program:
             if (dtype, shape) != (argument.dtype, argument.shape):
                 wanted = f"{argument.dtype}{list(argument.shape)}"
                 raise ModelError(f"%{argument.name} is {dtype}{list(shape)}; the program takes {wanted}")
-            if argument.name in read:
+            if argument.name in self._read:
                 arrays[argument.name] = array_of(given, argument.name)
         return arrays
 
@@ -83,11 +97,11 @@ class Program:
 class Runner:
     """A program on devices: called as the model was, with tensors, it gives what the model gave."""
 
-    def __init__(self, program: Program, plan: Plan) -> None:
+    def __init__(self, program: Program, plan: Plan, executor: Executor | None = None) -> None:
         from ...scheduler import load
 
         self.program, self.plan = program, plan
-        self.executor = load(plan, program.weights)
+        self.executor = load(plan, program.weights) if executor is None else executor
         for value in program.graph.states:
             self.executor.store.state(value.node.name)[...] = program.weights[value.node.name]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.abilities import Divides, Packs
+from ...backends.abilities import Divides, Packs, Shares
 from ...backends.base import Array, Backend, BufferSpec, Device, Tensor, contiguous_strides
 from ...graph.arguments import TEXT, a, needs
 from ...graph.arrays import fitted, fitted_blocks, numbers
@@ -69,10 +69,12 @@ class Store:
         layout: Layout = REPLICATE,
         origin: Origin | None = None,
         release: Callable[[], object] = lambda: None,
+        copies: WeightCopies | None = None,
     ) -> None:
         """Load a weight, each device its share; `data` is as a file holds it: numbers, or bytes ``[..., row bytes]`` if
         quantised; `origin` is where it comes from, without which it is not kept, and `release` is called whenever a
-        piece of it was read, which may be forgotten.  Raises `PlanError` unless it fits `spec`."""
+        piece of it was read, which may be forgotten.  With `copies` devices read the memory of `data` itself where they
+        can, and share the copies that they need with other stores.  Raises `PlanError` unless it fits `spec`."""
         stored = _stored(f"weight %{name}", data, spec)
         with self.turn:
             self._layouts[name] = (spec, layout)
@@ -91,18 +93,24 @@ class Store:
                 if self._packed is not None and origin is not None:
                     which = f"{layout.axis} {layout.runs[number]}" if isinstance(layout, Shard) else "whole"
                     place = Place(self._packed, origin, f"{spec} {which}")
-                digest = device.load(wanted, share, release, place)
+                if copies is not None:
+                    runs = (layout.axis, layout.runs[number]) if isinstance(layout, Shard) else None
+                    digest = device.share(wanted, share, runs, copies)
+                else:
+                    digest = device.load(wanted, share, release, place)
                 if self.loaded_bytes.is_checked:
                     self.loaded_bytes.add(name, layout, number, digest)
             for number in self.loaded_bytes.others(layout):
                 other = partial(_share, stored, spec, layout, number)
                 self.loaded_bytes.add(name, layout, number, lambda other=other: digest_of(other(), release))  # type: ignore[misc]
 
-    def beside(self) -> Store:
-        """A store over the same weights, with states of its own."""
+    def beside(self, *, in_turn: bool = False) -> Store:
+        """A store over the same weights, with states of its own.  With `in_turn` it shares the memory of values, too:
+        then no two plans over these stores may run at the same time, as an `Executor` of each ensures."""
         other = Store(self.group, self.between.world, self._packed)
         for number, mine in self._devices.items():
             theirs = other._devices[number]
+            theirs.arena = mine.arena if in_turn else theirs.arena
             theirs.held.update({key: kept for key, kept in mine.held.items() if key[0] == "weight"})
         weights = {name for name in self._layouts if name not in self._states}
         other._layouts.update({name: layout for name, layout in self._layouts.items() if name in weights})
@@ -235,6 +243,41 @@ class Place:
     share: str
 
 
+class WeightCopies:
+    """The copies that devices have of one weight, for all stores that bind it.
+
+    `version` names the contents of the weight: a copy of another version is filled again, in its place, so that
+    programs that are bound to it read the new contents.  Where the source lasts as long as the stores, devices may
+    read its memory instead.  `source` is held, so that its address stays part of a version.
+    """
+
+    def __init__(self, *, is_source_lasting: bool) -> None:
+        self.is_source_lasting = is_source_lasting
+        self.version: object = None
+        self.source: object = None
+        self.buffers: dict[object, tuple[object, Any]] = {}
+
+    def buffer(self, key: object, alloc: Callable[[], Any], fill: Callable[[Any], object]) -> Any:
+        """The copy under `key`, with the present contents."""
+        version, buffer = self.buffers[key] if key in self.buffers else (None, alloc())
+        if version != self.version or key not in self.buffers:
+            fill(buffer)
+            self.buffers[key] = (self.version, buffer)
+        return buffer
+
+
+class _Arena:
+    """The memory of the values of all plans over one device, which run one at a time; it grows to the largest."""
+
+    def __init__(self) -> None:
+        self.nbytes, self._buffer = 0, None
+
+    def buffer(self, nbytes: int, alloc: Callable[[], Any]) -> Any:
+        if nbytes > self.nbytes or self._buffer is None:
+            self.nbytes, self._buffer = nbytes, alloc()
+        return self._buffer
+
+
 class _DeviceStore:
     """The buffers of one device by (kind, name), and its arena."""
 
@@ -242,7 +285,7 @@ class _DeviceStore:
         self.backend, self.device = backend, device
         self.divides: Divides | None = backend if isinstance(backend, Divides) else None
         self.held: dict[tuple[str, str], tuple[BufferSpec, Any]] = {}
-        self.arena: tuple[int, Any] = (0, None)
+        self.arena = _Arena()
 
     def load(
         self,
@@ -274,6 +317,29 @@ class _DeviceStore:
         self.held[spec.kind, spec.name] = (spec, buffer)
         return lambda: digest
 
+    def share(
+        self, wanted: BufferSpec, data: Callable[[], Array], share: object, copies: WeightCopies
+    ) -> Callable[[], bytes]:
+        """Bind a weight to its own memory, where the backend reads that, or else to a copy that stores share.
+
+        Return a function that gives the digest of its bytes.
+        """
+        assert wanted.declared is not None
+        declared = wanted.declared
+        stored = self.backend.stored(declared, wanted.kind)
+        spec = BufferSpec(wanted.kind, wanted.name, stored.nbytes, declared, stored)
+        buffer = None
+        if copies.is_source_lasting and isinstance(self.backend, Shares):
+            buffer = self.backend.buffer_over(data(), declared)
+        if buffer is None:
+            buffer = copies.buffer(
+                (type(self.backend), self.device, declared, stored, share),
+                lambda: self.backend.alloc(spec.nbytes, self.device),
+                lambda copy: self._fill(copy, declared, data(), lambda: None),
+            )
+        self.held[spec.kind, spec.name] = (spec, buffer)
+        return lambda: digest_of(data())
+
     def _fill(self, buffer: Any, declared: Spec, data: Array, release: Callable[[], object]) -> None:
         whole = (data, declared, buffer)
         for piece in self.divides.pieces(*whole) if self.divides else (whole,):
@@ -287,7 +353,7 @@ class _DeviceStore:
         return Part(self.backend.view(buffer, Tensor(0, 0, shape, contiguous_strides(shape), dtype)), dtype)
 
     def nbytes(self) -> dict[str, int]:
-        total = {"weight": 0, "state": 0, "arena": self.arena[0]}
+        total = {"weight": 0, "state": 0, "arena": self.arena.nbytes}
         for (kind, _), (spec, _) in self.held.items():
             total[kind] += spec.nbytes
         return total
@@ -296,10 +362,8 @@ class _DeviceStore:
         return [self._buffer(spec, lane.graph) for spec in lane.program.buffers]
 
     def _buffer(self, spec: BufferSpec, graph: Graph) -> Any:
-        if spec.kind == "arena":  # one serves all plans, since they run one at a time; it grows to the largest
-            if spec.nbytes > self.arena[0] or self.arena[1] is None:
-                self.arena = (spec.nbytes, self.backend.alloc(spec.nbytes, self.device))
-            return self.arena[1]
+        if spec.kind == "arena":
+            return self.arena.buffer(spec.nbytes, lambda: self.backend.alloc(spec.nbytes, self.device))
         if spec.kind == "constant":
             assert spec.declared is not None
             (node,) = (n for n in graph.nodes if n.op == "constant" and n.name == spec.name)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import importlib.util
+import threading
+import weakref
 
 import pytest
 
 from hocket.frontends.errors import ModelError
 
 from ...given.tensors import encoder_layer, nmse
+
+DEVICES = [
+    {"devices": "cpu:0"},
+    {"devices": "cpu:0,cpu:1", "split_mode": "tensor"},
+    {"devices": "numpy:0"},
+]
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed"),
@@ -66,8 +76,8 @@ def test_a_graph_breaks_at_an_op_without_a_row_and_nowhere_else(monkeypatch):
             return self.second(hidden) + hidden.sum(), hidden
 
     programs = []
-    taken = dynamo.from_torch
-    monkeypatch.setattr(dynamo, "from_torch", lambda exported: programs.append(taken(exported)) or programs[-1])
+    taken = dynamo.program_of
+    monkeypatch.setattr(dynamo, "program_of", lambda *args: programs.append(taken(*args)) or programs[-1])
     model, x = Model().eval(), torch.randn(3, 8)
     ours = through_hocket(model, devices="cpu:0,cpu:1", split_mode="tensor")
     with torch.no_grad():
@@ -118,3 +128,250 @@ def test_numbers_that_change_from_call_to_call_are_those_of_a_program_each(dynam
             results.update({scale: ours(x, scale=scale)["y"] for scale in (3.0, 4.0, 5.0)})
         for scale, result in results.items():
             assert nmse(result, model(x, scale=scale)["y"]) < 1e-10
+
+
+def layers(count):
+    """`count` layers of one class with a graph break inside each."""
+    import torch
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(48, 32), torch.nn.Linear(32, 48)
+
+        def forward(self, x):
+            hidden = torch.relu(self.first(x))
+            torch._dynamo.graph_break()
+            return self.second(hidden)
+
+    return torch.nn.Sequential(*(Layer() for _ in range(count))).eval()
+
+
+class TestOneGraphForSeveralModules:
+    """Dynamo calls one captured graph for all modules of a class: each is computed with its own parameters."""
+
+    @pytest.fixture(autouse=True)
+    def fresh(self):
+        import torch
+
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        with torch.no_grad():
+            yield
+
+    def assert_right(self, call, *modules):
+        import torch
+
+        for module in modules:
+            x = torch.randn(3, 48, dtype=next(module.parameters()).dtype)
+            ours, theirs = call(module, x), module(x)
+            assert ours.dtype == theirs.dtype
+            assert nmse(ours, theirs) < (1e-10 if ours.dtype == torch.float32 else 1e-4)
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("options", DEVICES, ids=str)
+    def test_layers_that_break_inside_have_their_own_weights(self, options):
+        for model in (layers(1), layers(3)):
+            ours = through_hocket(model, **options)
+            self.assert_right(lambda _, x, run=ours: run(x), model)
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("options", DEVICES, ids=str)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    def test_parameters_that_are_swapped_replaced_tied_moved_and_changed_between_calls(self, options, dtype):
+        import torch
+
+        a, b = (torch.nn.Linear(48, 24).to(getattr(torch, dtype)) for _ in range(2))
+        call = through_hocket(lambda module, x: module(x), **options)
+        self.assert_right(call, a, b, a)
+        a.weight.add_(1)
+        b.bias.mul_(3)
+        self.assert_right(call, a, b)
+        b.weight = torch.nn.Parameter(torch.randn_like(b.weight))
+        self.assert_right(call, b, a)
+        a.load_state_dict(b.state_dict())
+        self.assert_right(call, a, b)
+        for _ in range(4):  # the memory of one before the last may come again
+            a.weight.data = torch.randn_like(a.weight)
+            a.weight.data = torch.randn_like(a.weight)
+            self.assert_right(call, a, b)
+        a.weight, b.weight = b.weight, a.weight
+        self.assert_right(call, a, b)
+        a.weight = b.weight
+        self.assert_right(call, a, b)
+        b.weight = torch.nn.Parameter(b.weight + 1)
+        self.assert_right(call, a, b)
+        a.requires_grad_(False)
+        c = copy.deepcopy(a)
+        c.bias.add_(1)
+        self.assert_right(call, c, a)
+
+    @pytest.mark.long
+    def test_the_memory_of_a_parameter_is_read_where_it_is(self):
+        """So that a change which PyTorch does not count is seen too, and no device has a copy."""
+        import torch
+
+        from hocket.frontends.torch.operands import _copies
+
+        module = torch.nn.Linear(48, 48)
+        call = through_hocket(lambda module, x: module(x))
+        self.assert_right(call, module)
+        module.weight.data.mul_(2)
+        self.assert_right(call, module)
+        assert not _copies[module.weight].buffers
+
+    @pytest.mark.long
+    def test_graphs_share_the_copies_of_a_parameter(self, monkeypatch):
+        """Half of a weight in rows goes without a copy; by columns each device has one, for all shapes."""
+        import torch
+
+        from hocket.backends.host import HostBackend
+        from hocket.frontends.torch.operands import _copies
+
+        monkeypatch.setattr(HostBackend, "buffer_over", lambda *_: None)
+        module = torch.nn.Linear(48, 48)
+        call = through_hocket(lambda module, x: module(x), devices="cpu:0,cpu:1", split_mode="tensor")
+        for count in (1, 2, 3):
+            x = torch.randn(count, 48)
+            assert nmse(call(module, x), module(x)) < 1e-10
+            assert sum(buffer.nbytes for _, buffer in _copies[module.weight].buffers.values()) == module.weight.nbytes
+        module.weight.add_(1)
+        for count in (3, 2, 1):
+            x = torch.randn(count, 48)
+            assert nmse(call(module, x), module(x)) < 1e-10
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("options", DEVICES, ids=str)
+    def test_a_module_that_is_dropped_frees_its_memory(self, options):
+        import torch
+
+        from hocket.frontends.torch.operands import _copies
+
+        call = through_hocket(lambda module, x: module(x), **options)
+        module = torch.nn.Linear(48, 48)
+        self.assert_right(call, module)
+        before, gone = len(_copies), []
+        for _ in range(3):
+            module = torch.nn.Linear(48, 48)
+            self.assert_right(call, module)
+            gone.append(weakref.ref(module.weight))
+        del module
+        gc.collect()
+        assert not any(ref() is not None for ref in gone)
+        assert len(_copies) <= before
+
+    @pytest.mark.long
+    def test_parameters_of_a_functional_call(self):
+        import torch
+
+        module = torch.nn.Linear(48, 24)
+        call = through_hocket(lambda parameters, x: torch.func.functional_call(module, parameters, (x,)))
+        for factor in (1, 2, 3):
+            parameters = {name: torch.nn.Parameter(p * factor) for name, p in module.named_parameters()}
+            x = torch.randn(3, 48)
+            assert nmse(call(parameters, x), torch.func.functional_call(module, parameters, (x,))) < 1e-10
+            plain = {name: p.detach() for name, p in parameters.items()}
+            assert nmse(call(plain, x), torch.func.functional_call(module, plain, (x,))) < 1e-10
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("options", DEVICES, ids=str)
+    def test_buffers_and_parameters_that_the_graph_changes(self, options):
+        import torch
+
+        class Counting(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm = torch.nn.BatchNorm1d(48).eval()
+                self.register_buffer("table", torch.randn(64, 48))
+                self.register_buffer("cache", torch.zeros(8, 48))
+                self.scale = torch.nn.Parameter(torch.ones(48))
+
+            def forward(self, x, at):
+                self.cache.index_copy_(0, at, x)
+                self.norm.running_mean.mul_(0.5).add_(x.mean(0))
+                self.scale.add_(1)
+                return self.norm(self.cache) * self.scale + self.table[:8]
+
+        ours, theirs = (Counting().eval() for _ in range(2)), []
+        ours = list(ours)
+        theirs = [copy.deepcopy(module) for module in ours]
+        call = through_hocket(lambda module, x, at: module(x, at), **options)
+        for step in (0, 1, 2):
+            for mine, other in zip(ours, theirs, strict=True):
+                x, at = torch.randn(3, 48), torch.tensor([step, step + 1, 7])
+                assert nmse(call(mine, x, at), other(x, at)) < 1e-10
+                for name, tensor in other.state_dict().items():
+                    assert nmse(mine.state_dict()[name], tensor) < 1e-10
+                mine.table.add_(1)
+                other.table.add_(1)
+
+    @pytest.mark.long
+    def test_a_graph_that_breaks_at_an_op_without_a_row(self):
+        import torch
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.second = torch.nn.Linear(48, 16), torch.nn.Linear(16, 4)
+
+            def forward(self, x):
+                return self.second(torch.special.i1(self.first(x).tanh()))
+
+        call = through_hocket(lambda module, x: module(x))
+        a, b = Model().eval(), Model().eval()
+        self.assert_right(call, a, b, a)
+        b.second.weight.mul_(2)
+        self.assert_right(call, b, a)
+
+    @pytest.mark.long
+    def test_threads_that_alternate_two_modules(self):
+        import torch
+
+        modules = [torch.nn.Linear(48, 48) for _ in range(2)]
+        call = through_hocket(lambda module, x: module(x))
+        self.assert_right(call, modules[0])  # PyTorch itself exports on one thread alone
+        failures, finished = [], []
+
+        def alternate(first):
+            try:
+                with torch.no_grad():
+                    for turn in range(40):
+                        module, x = modules[(first + turn) % 2], torch.randn(3, 48)
+                        assert nmse(call(module, x), module(x)) < 1e-10
+                finished.append(first)
+            except Exception as why:
+                failures.append(why)
+
+        threads = [threading.Thread(target=alternate, args=(first,)) for first in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert sorted(finished) == [0, 1, 2, 3]
+
+    @pytest.mark.long
+    def test_parameters_that_pytorch_counts_no_changes_of(self):
+        import torch
+
+        with torch.inference_mode():
+            module = torch.nn.Linear(48, 48)
+            call = through_hocket(lambda module, x: module(x))
+            self.assert_right(call, module)
+            module.weight.mul_(2)
+            self.assert_right(call, module)
+
+    @pytest.mark.long
+    def test_an_argument_that_is_changed_and_shares_memory_is_left_to_pytorch(self):
+        import torch
+
+        def change(whole, part):
+            part.mul_(2)
+            return whole + 1
+
+        call = through_hocket(change)
+        mine, other = torch.ones(4, 4), torch.ones(4, 4)
+        with pytest.warns(UserWarning, match="shares memory"):
+            ours = call(mine, mine[0])
+        assert torch.equal(ours, change(other, other[0]))
+        assert torch.equal(mine, other)

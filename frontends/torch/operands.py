@@ -1,0 +1,116 @@
+"""Parameters and buffers as operands of captured graphs: bound by identity, in the memory where PyTorch has them.
+
+A graph that Dynamo reuses for another module is called with the parameters of that module.  Planning is done once for
+all of them; each set of parameters then has an executor, which is found by the identities at each call:
+
+1. Devices that can read the memory of a parameter read it there, so that a change in place is seen at once.
+2. Other devices have a copy, which all graphs share; it is filled again when the version of the parameter changes.
+3. Parameters are held weakly: executors and copies go away with the first of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
+
+from ...scheduler import Executor, Plan, Store
+from ...scheduler.running.store import WeightCopies
+from ..tensors.tensor import held
+from .arrays import array_of
+from .program import Program, Runner
+
+_copies = WeakTensorKeyDictionary()
+"""For each parameter that is alive its `WeightCopies`: they belong to it, and not to one of the graphs that read it."""
+_binding = threading.RLock()
+"""Held while parameters are bound or their copies are filled."""
+
+
+def is_operand(x: object) -> bool:
+    """Whether an argument is bound instead of copied at each call: a parameter, or a tensor that a module holds.
+
+    PyTorch counts no changes of an inference tensor, and truth values are kept in another type; both are copied.
+    """
+    if not isinstance(x, torch.nn.Parameter) and getattr(x, "_dynamo_static_input_type", None) is None:
+        return False
+    return isinstance(x, torch.Tensor) and x.dtype is not torch.bool and not x.is_inference()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Binding:
+    """An executor over these parameters, and where they were in memory when they were binding.
+
+    Their storages are held, so that no other tensor can come to the same place before it is looked at again.
+    """
+
+    parameters: tuple[WeakIdRef, ...]
+    storages: list[torch.UntypedStorage]
+    places: list[int]
+    versions: list[int]
+    runner: Runner
+
+    def reads(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether it is over the memory of all of these."""
+        return self.places == [p.data_ptr() for p in parameters] and all(
+            known() is p for known, p in zip(self.parameters, parameters, strict=True)
+        )
+
+
+class Bindings:
+    """A planned program with an executor for each set of parameters; all of them share the memory of values."""
+
+    def __init__(self, program: Program, plan: Plan, module: torch.nn.Module) -> None:
+        self.program, self.plan, self.module = program, plan, module
+        self.own = [name for name, _ in module.named_parameters() if name in program.weights]
+        """Names of parameters that are no arguments: a graph that Dynamo did not capture has some."""
+        self.specs = {value.node.name: value.spec for value in plan.graph.weights}
+        self.store = Store(plan.group)
+        for name in self.specs.keys() & program.weights.keys() - set(self.own):
+            self.store.bind(name, program.weights[name], self.specs[name], plan.leaves[name])
+        self.by_identity: dict[tuple[int, ...], _Binding] = {}
+
+    def runner(self, args: Sequence[Any]) -> Runner:
+        """The program over the parameters among the arguments of a call, as they are now."""
+        parameters = [args[number] for number, _ in self.program.operands]
+        parameters += [self.module.get_parameter(name) for name in self.own]
+        key = tuple(map(id, parameters))
+        binding = self.by_identity.get(key)
+        if binding is None or not binding.reads(parameters):
+            with _binding:
+                binding = self.by_identity[key] = self._bind(key, parameters)
+        elif (versions := [p._version for p in parameters]) != binding.versions:
+            with _binding:
+                self._load(binding.runner.executor.store, parameters)
+                binding.versions[:] = versions
+        return binding.runner
+
+    def _bind(self, key: tuple[int, ...], parameters: Sequence[torch.Tensor]) -> _Binding:
+        places, versions = [p.data_ptr() for p in parameters], [p._version for p in parameters]
+        store = self.store.beside(in_turn=True)
+        self._load(store, parameters)
+        runner = Runner(self.program, self.plan, Executor(self.plan, store))
+        mine = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            if (bindings := mine()) is not None:
+                bindings.by_identity.pop(key, None)
+
+        known = tuple(WeakIdRef(p, forget) for p in parameters)
+        return _Binding(known, [p.untyped_storage() for p in parameters], places, versions, runner)
+
+    def _load(self, store: Store, parameters: Sequence[torch.Tensor]) -> None:
+        """Bind the parameters, or fill copies that are out of date again."""
+        names = [name for _, name in self.program.operands] + self.own
+        for name, parameter in zip(names, parameters, strict=True):
+            copies = _copies.get(parameter)
+            if copies is None:
+                copies = _copies[parameter] = WeightCopies(is_source_lasting=parameter.device.type == "cpu")
+            copies.source = parameter.untyped_storage()
+            copies.version = (parameter._version, parameter.data_ptr())
+            array = array_of(parameter, name).reshape(held(parameter.shape))
+            store.bind(name, array, self.specs[name], self.plan.leaves[name], copies=copies)
