@@ -20,7 +20,6 @@ from pathlib import Path
 
 from ...backends.abilities import Settled, Threaded
 from ...backends.cache import cache_folder, keep, log, recalled
-from ...backends.host import HostBackend
 from ...graph import Graph
 from ..lowering.lane import Devices
 from .hardware import BUILT_IN, CPU, Hardware
@@ -43,10 +42,10 @@ def built_in(group: Devices) -> Hardware:
     Virtual devices of one machine share its processors and its memory.  Each has the share of its threads, so that
     two of them are as fast together as one that has the threads of both.
     """
-    if not group or not all(isinstance(backend, HostBackend) for backend, _ in group):
+    threads = [backend.threads for backend, _ in group if isinstance(backend, Threaded)]
+    if not threads or len(threads) < len(group):
         return CPU
     processors = os.cpu_count() or 1
-    threads = [backend.threads if isinstance(backend, Threaded) else processors for backend, _ in group]
     share = min(threads) / max(processors, sum(threads))
     return replace(CPU, flops=share * CPU.flops, bandwidth=share * CPU.bandwidth) if share < 1 else CPU
 

@@ -32,9 +32,14 @@ def device(path: Path, minor: int) -> Path:
 def test_an_error_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    with pytest.raises(KeyboardInterrupt), replacing(path) as file:  # noqa: PT012  # both statements belong to it
-        file.write(b"new")
-        raise KeyboardInterrupt
+
+    def stop_half_way() -> None:
+        with replacing(path) as file:
+            file.write(b"new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stop_half_way()
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
 

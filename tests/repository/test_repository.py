@@ -274,6 +274,51 @@ def test_no_code_of_the_package_runs_text_or_unpickles():
             assert not {"pickle", "cPickle", "dill", "marshal", "shelve"} & {m.split(".")[0] for m in modules}, path
 
 
+WRITERS = {
+    "graph/files.py": {"open", "os.open", "os.replace"},
+    "cli.py": {"os.open"},  # /dev/null in place of a closed stdout
+    "frontends/terminal/rank.py": {"open"},  # /dev/null in place of a terminal
+    "frontends/terminal/talk.py": {"file.open"},  # prompt_toolkit appends messages to this file
+    "frontends/commands/embed.py": {"np.save"},  # to memory
+    "backends/cupy/device/disassembly.py": {"file.write_bytes"},  # for nvdisasm, in a temporary folder
+    "backends/cupy/emulation/building.py": {"open", "os.replace", ".touch"},  # a lock, and a library by g++
+}
+"""Calls that write or rename files: of the one module for it, and of others for a reason."""
+WRITING = re.compile(
+    r".*\.(write_text|write_bytes|touch|tofile|symlink_to|hardlink_to)|os\.(replace|renames?|link|symlink|open)|"
+    r"np\.(savez?|savez_compressed|savetxt|memmap)|shutil\.(copy\w*|move)|(tempfile\.)?(\w*TemporaryFile|mkstemp)"
+)
+OPENING = re.compile(r"(.*\.)?(open|fdopen|ZipFile|GzipFile|TarFile|FileIO)")
+
+
+def writing_calls(text: str) -> set[str]:
+    """The calls of a source that write or rename files, but for those to what `replacing` has opened."""
+    tree = ast.parse(text)
+    items = [i for node in ast.walk(tree) if isinstance(node, ast.With) for i in node.items if i.optional_vars]
+    safe = {ast.unparse(i.optional_vars) for i in items if ast.unparse(i.context_expr).startswith("replacing(")}
+    found = set()
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        given = [*call.args, *(k.value for k in call.keywords)]
+        modes = [a.value for a in given if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        name = re.sub(r"^\(.*\)(?=\.\w+$)", "", ast.unparse(call.func))
+        opens = OPENING.fullmatch(name) and any(re.fullmatch(r"(?=.*[wax+])[rwaxbt+]{1,3}", mode) for mode in modes)
+        if (opens or WRITING.fullmatch(name)) and not safe & set(map(ast.unparse, given)):
+            found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("call", ["open(p, 'w')", "p.open(mode='xb')", "gzip.open(p, 'wt')", "np.savez(p)"])
+def test_a_call_that_writes_a_file_is_seen(call):
+    assert writing_calls(call)
+    assert not writing_calls(f"with replacing(path) as p:\n    {call}\nopen(q, 'rb')\nos.path.join(q)")
+
+
+def test_one_module_writes_files():
+    """It replaces plain files alone, follows links, and leaves no half of a file."""
+    found = {p.relative_to(ROOT).as_posix(): writing_calls(p.read_text("utf-8")) for p in sources()}
+    assert {name: calls for name, calls in found.items() if calls and name.split("/")[0] != "tools"} == WRITERS
+
+
 def test_a_file_is_named_for_what_it_holds():
     vague = {"manager", "helper", "helpers", "utils", "util", "ctx", "info", "misc", "common"}
     names = {p: set(re.split(r"[\W_]+", p.relative_to(ROOT).as_posix().lower())) for p in tracked()}

@@ -1,0 +1,119 @@
+"""Every file that a flag names: written whole, through links, and to devices and pipes as they are."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from hocket.cli import main
+
+from ...given.models.goldens import path_of
+
+LLAMA = str(path_of("llama"))
+RUN = ("run", "--temp", "0", "-p", "It is", "-n", "2", "-c", "64")
+CHECK = ("check", "--jobs", "1", "--case", "neg(x=f32[1,7])")
+WRITERS = {
+    "state.npz": ((*RUN, "--save-state"), b"PK"),
+    "trace.json": ((*RUN, "--trace"), b'{"displayTimeUnit"'),
+    "trace.json.gz": ((*RUN, "--trace"), b"\x1f\x8b"),
+    "logits.npy": (("logits", LLAMA, "--tokens", "1,2", "--out"), b"\x93NUMPY"),
+    "plan.json": (("plan", LLAMA, "-o"), b"{"),
+    "page.html": (("view", LLAMA, "--graph", "-o"), b"<!"),
+    "report.json": ((*CHECK, "--json"), b'{"case"'),
+    "report.xml": ((*CHECK, "--junit"), b"<"),
+    "report.md": ((*CHECK, "--markdown"), b"#"),
+    "report.html": ((*CHECK, "--html"), b"<!"),
+}
+"""By the name of a file: a command up to the flag that names it, and how the file begins."""
+every_writer = pytest.mark.parametrize("name", WRITERS)
+Capture = pytest.CaptureFixture[str]
+
+
+def write(name: str, path: Path) -> int:
+    """The exit code of the command that writes this file."""
+    return main([*WRITERS[name][0], str(path)])
+
+
+def check_refused(name: str, path: Path, problem: str, capsys: Capture) -> None:
+    """The command must fail with one line about the file."""
+    assert write(name, path) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hocket")]
+    assert len(lines) == 1, lines
+    assert f": {path}: {problem}" in lines[0]
+
+
+@every_writer
+def test_a_link_stays_and_its_target_is_written(name: str, tmp_path: Path) -> None:
+    link, target = tmp_path / name, tmp_path / "target"
+    target.write_bytes(b"old")
+    link.symlink_to("target")
+    assert write(name, link) == 0
+    assert link.is_symlink()
+    assert target.read_bytes().startswith(WRITERS[name][1])
+    assert sorted(os.listdir(tmp_path)) == sorted([name, "target"])
+
+
+@every_writer
+def test_a_device_that_is_full_is_named_and_stays_a_device(name: str, tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / name
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 7))
+        path.open("wb").close()
+    except PermissionError:
+        pytest.skip("this process cannot make device nodes")
+    check_refused(name, path, "No space left on device; free some space", capsys)
+    assert stat.S_ISCHR(path.stat().st_mode)
+    assert os.listdir(tmp_path) == [name]
+
+
+@every_writer
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_a_link_to_a_full_device_is_named(name: str, tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / name
+    path.symlink_to("/dev/full")
+    check_refused(name, path, "No space left on device; free some space", capsys)
+    assert path.is_symlink()
+    assert not Path("/dev/full").is_file()
+
+
+@every_writer
+def test_a_pipe_gives_its_reader_the_whole_file(name: str, tmp_path: Path) -> None:
+    path, read = tmp_path / name, list[bytes]()
+    os.mkfifo(path)
+    reader = threading.Thread(target=lambda: read.append(path.read_bytes()), daemon=True)
+    reader.start()
+    assert write(name, path) == 0
+    reader.join(60)
+    assert read[0].startswith(WRITERS[name][1])
+    assert path.is_fifo()
+
+
+@every_writer
+def test_a_missing_folder_is_named(name: str, tmp_path: Path, capsys: Capture) -> None:
+    check_refused(name, tmp_path / "nowhere" / name, "No such file or directory", capsys)
+    assert os.listdir(tmp_path) == []
+
+
+@every_writer
+def test_a_folder_is_no_file(name: str, tmp_path: Path, capsys: Capture) -> None:
+    check_refused(name, tmp_path, "Is a directory", capsys)
+
+
+@every_writer
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write any file")
+def test_a_file_that_may_not_be_written_stays_as_it_is(name: str, tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"old")
+    path.chmod(0o444)
+    check_refused(name, path, "Permission denied", capsys)
+    assert path.read_bytes() == b"old"
+
+
+def test_a_new_saved_state_is_for_its_owner_alone(tmp_path: Path) -> None:
+    """It holds what was said."""
+    assert write("state.npz", tmp_path / "state.npz") == 0
+    assert stat.S_IMODE((tmp_path / "state.npz").stat().st_mode) == 0o600
