@@ -84,7 +84,7 @@ class World:
         self._others = [r for r in range(self.size) if r != self.rank]
         self._last = dict.fromkeys(self._others, time.monotonic())
         self._said: dict[int, str] = {}
-        self._has_said = self._is_ending = False
+        self._has_said = self._is_ending = self._is_over = False
         self._last_words: dict[int, tuple[str, float]] = {}
         self._ended: dict[int, bytes] = {}
         self._done, self._leaving = threading.Event(), threading.Event()
@@ -209,6 +209,7 @@ class World:
 
     def tell_end(self, why: str) -> None:
         """The last word of a rank whose script ends; others that still need it hear the reason."""
+        self._is_over = True
         if not self._done.is_set():
             self._tell(LAST + why.encode())
 
@@ -334,7 +335,7 @@ class World:
                 self._last_words[rank] = (text, now)
         if rank in self._last_words:  # what it has sent before is on the way
             last_words, since = self._last_words[rank]
-            if now - since > GRACE:
+            if now - since > GRACE and not self._is_over:
                 self._note(Failure(rank, self.hosts[rank], last_words))
         elif rank not in self._ended and now - self._last[rank] > SILENCE:
             why = f"nothing was heard of it for {SILENCE:.0f} s: it was killed or stopped, or its machine is cut off"
