@@ -38,21 +38,16 @@ class MpiLink:
 
     def _duplicate(self, communicator: Any) -> Any:
         """A communicator of the same ranks. Raises `RanksError` if a rank of this machine will not come."""
-        copy, request = communicator.Idup()
-        if self._starts:  # keepers look after the ranks of a command
-            request.Wait()
-            return copy
-        group = communicator.Get_group()
-        places = {r: place for place, r in enumerate(self._mpi.Group.Translate_ranks(group, None, self._world_group()))}
-        absent = Absent(places)
-        while not request.Test():
-            if (found := absent.find()) is not None:
-                raise RanksError(str(Failure(places[found[0]], self._mpi.Get_processor_name(), found[1])))
-            time.sleep(PAUSE)
-        return copy
-
-    def _world_group(self) -> Any:
-        return self._mpi.COMM_WORLD.Get_group()
+        if not self._starts:  # keepers look after the ranks of a command
+            group = communicator.Get_group()
+            ranks = self._mpi.Group.Translate_ranks(group, None, self._mpi.COMM_WORLD.Get_group())
+            places = {rank: place for place, rank in enumerate(ranks)}
+            absent, all_came = Absent(places), communicator.Ibarrier()
+            while not all_came.Test():
+                if (found := absent.find()) is not None:
+                    raise RanksError(str(Failure(places[found[0]], self._mpi.Get_processor_name(), found[1])))
+                time.sleep(PAUSE)
+        return communicator.Dup()  # waits for all without an end
 
     def post(self, to: int, channel: int, packet: Packet) -> Any:
         request = self._comm.Isend([packet, self._mpi.BYTE], to, channel)

@@ -23,8 +23,8 @@ LOOK_SECONDS = 0.25
 """Seconds between two looks at the processes of the other ranks."""
 STOPPED_SECONDS = 4.0
 """Seconds after which a rank that is stopped counts as failed."""
-IMPORT_SECONDS = 8.0
-"""Seconds for which a rank of this machine is waited for that has not imported hocket."""
+IMPORT_SECONDS = 60.0
+"""Seconds for which a rank of this machine is waited for that has not imported hocket, on a busy machine, too."""
 ENDED = "its program ended before that of the others"
 
 MAX_REASON = 300
@@ -159,11 +159,12 @@ class Absent:
         if _stat(pid)[:1] in ("", "Z", "X"):
             lose("it was killed")
             return "its process is gone: it was killed, or ended without a word"
-        if not is_stopped(pid):
-            self._stopped.pop(rank, None)
-        elif now - self._stopped.setdefault(rank, now) > STOPPED_SECONDS:
+        if is_stopped(pid):
+            if now - self._stopped.setdefault(rank, now) <= STOPPED_SECONDS:
+                return ""
             lose("it was stopped")
             return "it was stopped (SIGSTOP)"
+        self._stopped.pop(rank, None)
         note = _note_of(pid)
         if note is None and now - self._start > IMPORT_SECONDS:
             return f"it has not imported hocket for {IMPORT_SECONDS:.0f} s: it ended, or imports hocket late"

@@ -40,9 +40,9 @@ SHORTEST, LATER, LONGEST = 5e-5, 0.02, 1e-3
 processor for what is waited for."""
 WATCH, TALK, DATA = 0, 1, 2
 """Channels: of signs of life, of `everyones`; from `DATA` on of devices."""
-ALIVE, FAILED, DONE, GONE, LAST = b"a", b"f", b"d", b"g", b"l"
-"""First bytes of a packet of `WATCH`: alive, has failed (and why), has done its work, has told the failure, its script
-ends (and why)."""
+ALIVE, FAILED, DONE, GONE, CLOSES, LAST = b"a", b"f", b"d", b"g", b"c", b"l"
+"""What a packet of `WATCH` begins with: alive, has failed (and why), has done its work, has said what failed, the same
+and will close MPI, its script ends (and why)."""
 
 
 Seen = TypeVar("Seen")
@@ -84,7 +84,7 @@ class World:
         self._others = [r for r in range(self.size) if r != self.rank]
         self._last = dict.fromkeys(self._others, time.monotonic())
         self._said: dict[int, str] = {}
-        self._has_said = self._is_ending = False
+        self._has_said = self._is_ending = self._is_over = False
         self._last_words: dict[int, tuple[str, float]] = {}
         self._ended: dict[int, bytes] = {}
         self._done, self._leaving = threading.Event(), threading.Event()
@@ -150,10 +150,14 @@ class World:
 
     def late(self, rank: int, timeout: float) -> RanksError:
         """What to raise where a rank lives, but has not come in time."""
-        self._note(
-            Failure(rank, self.hosts[rank], f"it did not come within {timeout:.0f} s: it hangs, or is overloaded")
-        )
+        self._give_up(rank, f"it did not come within {timeout:.0f} s: it hangs, or is overloaded")
         return RanksError(str(self.failure))
+
+    def _give_up(self, rank: int, why: str) -> None:
+        """Note that MPI cannot end in order: it would wait for `rank`."""
+        failure = Failure(rank, self.hosts[rank], why)
+        if self._note(failure) and not self._ends_process:
+            lose(str(failure))
 
     def from_first(self, say: Callable[[], bytes]) -> bytes:
         """What `say` gives on rank 0, the only one that calls it."""
@@ -204,7 +208,8 @@ class World:
             self._tell(FAILED + why.encode())
 
     def tell_end(self, why: str) -> None:
-        """The last word of a rank at the end of its script; others that still need it hear the reason."""
+        """The last word of a rank whose script ends; others that still need it hear the reason."""
+        self._is_over = True
         if not self._done.is_set():
             self._tell(LAST + why.encode())
 
@@ -261,17 +266,25 @@ class World:
         said = why or (self.failure.why if self.failure else "")
         if said and (self.rank == 0 or said != self._said.get(0)):
             os.write(2, f"hocket: {line or self.failure}\n".encode())
-        self._tell(GONE)
+        closes = threading.current_thread() is not self._thread  # which has to end before MPI does
+        self._tell(CLOSES if closes else GONE)
         until, gone = time.monotonic() + LINGER, self.failure.rank if self.failure else self.rank
         needed = [r for r in self._others if r != gone or r in self._said]
         while time.monotonic() < until and any(r not in self._ended for r in needed):
             time.sleep(LOOK / 5)
-        if threading.current_thread() is not self._thread and all(self._ended.get(r) == GONE for r in self._others):
-            self._close()  # all are there: MPI ends in order, and has no banner to print
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
+        if closes and all(self._ended.get(r) == CLOSES for r in self._others):
+            self._bound_close(code)
+            self._close()  # all are there: MPI ends in order, and has no banner to print
         os._exit(code)  # MPI would wait for the rank that failed
+
+    def _bound_close(self, code: int) -> None:
+        """End this process after `LINGER` seconds: another rank may have been ended since it said that it closes."""
+        timer = threading.Timer(LINGER, os._exit, (code,))
+        timer.daemon = True
+        timer.start()
 
     def _tell(self, what: bytes) -> None:
         for to in self._others:
@@ -306,29 +319,27 @@ class World:
                 grace = grace or now + GRACE
                 if now > grace and not self._is_ending:  # the main thread is busy or hangs
                     self.end(2)
-        if not told:  # the others were done before
+        if self._done.is_set() and not told:  # the others were done before
             self._tell(DONE)
 
     def _listen(self, rank: int, now: float) -> None:
         while (packet := self._link.poll(rank, WATCH)) is not None:
             kind, text = packet[:1].tobytes(), packet[1:].tobytes().decode()
             self._last[rank] = now
-            if kind in (DONE, GONE):
+            if kind in (DONE, GONE, CLOSES):
                 self._ended[rank] = kind
             elif kind == FAILED:
                 self._said[rank] = text
                 self._note(Failure(rank, self.hosts[rank], text))
             elif kind == LAST:
                 self._last_words[rank] = (text, now)
-        if rank in self._last_words:  # its earlier packets are on the way
+        if rank in self._last_words:  # what it has sent before is on the way
             last_words, since = self._last_words[rank]
-            if now - since > GRACE:
+            if now - since > GRACE and not self._is_over:
                 self._note(Failure(rank, self.hosts[rank], last_words))
         elif rank not in self._ended and now - self._last[rank] > SILENCE:
             why = f"nothing was heard of it for {SILENCE:.0f} s: it was killed or stopped, or its machine is cut off"
-            failure = Failure(rank, self.hosts[rank], why)
-            if self._note(failure) and not self._ends_process:
-                lose(str(failure))
+            self._give_up(rank, why)
 
 
 ALONE = World(None)

@@ -15,7 +15,7 @@ from ...graph.errors import HocketError
 from ...ranks import RanksError, World
 from ...ranks.launch import Launch, keep, tell
 from ...ranks.mpi import MpiLink
-from ...ranks.world import LINGER
+from ...ranks.world import SILENCE
 from .arguments import one_line
 
 DO = "install the same on all machines"
@@ -52,7 +52,7 @@ def run_rank(
     except SystemExit as end:  # of wrong usage, which is said
         code = end.code if isinstance(end.code, int) else 1
         try:
-            world.leave(LINGER if code else None)
+            world.leave(SILENCE if code else None)
         except RanksError:
             world.end(code or 2)
     except KeyboardInterrupt:

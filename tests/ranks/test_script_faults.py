@@ -2,59 +2,63 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from ..given.models.goldens import TINY
 from ..given.ranks import script
-from ..given.ranks.mpi import MPIEXEC, hocket_in, needs_mpi
+from ..given.ranks.mpi import hocket_in, mpiexec, needs_mpi
 
 MOMENTS = ("before the import", "before load", "during load", "during a run", "between runs", "after")
-MESSAGES = {"raises": "RuntimeError: rank 1 is unwell", "exits": "its program ended", "stopped": "stopped"}
-SECONDS = 60
-"""Ten of them are for the end; the others for the start of three processes on a busy machine."""
+SAID = {"raises": "RuntimeError: rank 1 is unwell", "exits": "its program ended", "stopped": "stopped"}
 
 
 def run_script(moment, fault):
-    command = [str(MPIEXEC), "-iface", "lo", "-n", "3", sys.executable, script.__file__, moment, fault]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL, check=False
-    )
+    return mpiexec(3, script.__file__, moment, fault)
 
 
 @needs_mpi
 @pytest.mark.long(cases=3)
-@pytest.mark.parametrize("fault", MESSAGES)
+@pytest.mark.parametrize("fault", SAID)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_script_with_a_rank_that_goes_wrong_ends(moment, fault):
     done = run_script(moment, fault)
     if moment == "after" and fault == "exits":  # all have done their work
-        assert done.returncode == 0, done
+        assert done.code == 0, done
         return
-    assert done.returncode, done
+    assert done.code, done
     if moment == "after" and fault == "raises":  # no other rank needs it any more
-        assert MESSAGES[fault] in done.stderr
+        assert SAID[fault] in done.err
         return
-    expected = "it has not imported hocket" if moment == "before the import" and fault != "stopped" else MESSAGES[fault]
+    expected = "it has not imported hocket" if moment == "before the import" and fault != "stopped" else SAID[fault]
     if moment == "during load" and fault == "exits":
         expected = "SystemExit: 0"
-    lines = [line for line in done.stderr.splitlines() if "rank 1 on " in line and expected in line]
-    assert lines, done
+    assert has_named(done, expected), done
+
+
+@needs_mpi
+@pytest.mark.long(cases=1)
+def test_a_script_with_a_rank_that_hangs_between_runs_ends():
+    done = run_script("between runs", "hangs")
+    assert done.code, done
+    assert has_named(done, "it hangs"), done
+
+
+def has_named(done, why):
+    """Whether a line names rank 1 and says `why`."""
+    return any("rank 1 on " in line and why in line for line in done.err.splitlines())
 
 
 @needs_mpi
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_launcher_ends_a_script_of_which_a_rank_is_killed(moment):
-    assert run_script(moment, "killed").returncode
+    assert run_script(moment, "killed").code
 
 
 @needs_mpi
 @pytest.mark.long(cases=2)
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "said"),
     [
         (("run", TINY, "--foo"), "there is no flag '--foo'"),
         (("bogus",), "there is no command 'bogus'"),
@@ -63,16 +67,13 @@ def test_the_launcher_ends_a_script_of_which_a_rank_is_killed(moment):
     ],
     ids=["flag", "command", "device", "context"],
 )
-def test_wrong_usage_is_reported_once_and_ends_with_2(words, message):
-    command = [str(MPIEXEC), "-iface", "lo", "-n", "2", sys.executable, "-m", "hocket", *map(str, words)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL, check=False
-    )
-    assert done.returncode == 2, done
-    assert done.stderr.count(message) == 1, done
-    assert "BAD TERMINATION" not in done.stdout + done.stderr
-    assert "None" not in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_wrong_usage_is_said_once_and_ends_with_2(words, said):
+    done = hocket_in(2, *words)
+    assert done.code == 2, done
+    assert done.err.count(said) == 1, done
+    assert "BAD TERMINATION" not in done.out + done.err
+    assert "None" not in done.err
+    assert len(done.err.splitlines()) == 1
 
 
 @needs_mpi

@@ -55,7 +55,7 @@ AT_A_TOKEN = {
 
 def be_patient(fault: str) -> None:
     """Whoever failed waits until all others have spoken; the patience with rank 1 alone may end, `SOON`."""
-    launch.START = launch.LINGER = world.LINGER = HOUR
+    launch.START = launch.LINGER = world.LINGER = rank.SILENCE = HOUR
     bound.PATIENCE = SOON if fault in LATE else HOUR
     listen, take = world.World._listen, world.World.take
 

@@ -23,16 +23,19 @@ needs_mpi = pytest.mark.skipif(
 class Ended:
     code: int
     out: str
-    lines: list[str]
-    """What hocket said on stderr."""
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        """What hocket said on stderr."""
+        return [line for line in self.err.splitlines() if line.startswith("hocket: ")]
 
 
 def mpiexec(ranks, *words):
     """Run ``python WORDS`` in so many processes, which reach each other through this machine only."""
     command = [str(MPIEXEC), "-iface", "lo", "-n", str(ranks), sys.executable, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HOUR, stdin=subprocess.DEVNULL, check=False)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("hocket: ")]
-    return Ended(done.returncode, done.stdout, lines)
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 def hocket_in(ranks, *words, fault="none"):
