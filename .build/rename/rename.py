@@ -1,6 +1,6 @@
 """Applies a table of renames to the code base, with the types that mypy infers.
 
-``python tools/rename/rename.py tools/rename/renames.tsv [--only MODULE ...] [--write]`` renames every definition of
+``python .build/rename/rename.py .build/rename/renames.tsv [--only MODULE ...] [--write]`` renames every definition of
 the table that still has its old name, and every reference to it.  A row is ``kind, file, old name, new name``,
 separated by tabs; the file is relative to the root of the repository.  A row without its old name is skipped, so a
 second run changes nothing.
