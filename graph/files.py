@@ -84,7 +84,7 @@ def check_writable(path: str | Path) -> None:
 
 
 def _resolve(path: str | Path) -> tuple[str | None, os.stat_result | None]:
-    """The plain file, or the free name, at the end of all links; None for other things. Then the status of an existing file.
+    """Return the plain file or free name at the end of all links, None for others, and the status of an existing file.
 
     Links such as /dev/stdout may lead to a pipe or a deleted file, which no path names. Raises `OSError`.
     """
