@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 PUBLIC, PRIVATE = 0o666, 0o600
-"""Modes of a new file before the umask: for everybody, and for its owner alone."""
+"""Modes of a new file before the umask: for all users, and for its owner alone."""
 BEFORE_NAME = ".hocket-"
 """How the names of unfinished files begin."""
 
@@ -36,7 +36,7 @@ def replacing(path: str | Path, *, mode: int = PUBLIC, durable: bool = False) ->
     """
     part = None
     try:
-        target, known = _found(path)
+        target, known = _resolve(path)
         if target is None:
             with open(path, "wb") as file:
                 yield file
@@ -53,7 +53,7 @@ def replacing(path: str | Path, *, mode: int = PUBLIC, durable: bool = False) ->
             with suppress(OSError):
                 os.unlink(part.name)
         if isinstance(error, OSError):
-            _name(error, path)
+            _set_filename(error, path)
         raise
 
 
@@ -69,7 +69,7 @@ def check_writable(path: str | Path) -> None:
     A pipe is not opened, since that waits for a reader.
     """
     try:
-        target, known = _found(path)
+        target, known = _resolve(path)
         if target is not None:
             part = _open_beside(target, PRIVATE, known)
             part.close()
@@ -79,12 +79,12 @@ def check_writable(path: str | Path) -> None:
         elif not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        _name(error, path)
+        _set_filename(error, path)
         raise
 
 
-def _found(path: str | Path) -> tuple[str | None, os.stat_result | None]:
-    """The plain file, or the free name, at the end of all links; None for other things. Then, what is there.
+def _resolve(path: str | Path) -> tuple[str | None, os.stat_result | None]:
+    """Return the plain file or free name at the end of all links, None for others, and the status of an existing file.
 
     Links such as /dev/stdout may lead to a pipe or a deleted file, which no path names. Raises `OSError`.
     """
@@ -112,8 +112,9 @@ def _open_beside(target: str, mode: int, known: os.stat_result | None) -> Binary
     return file
 
 
-def _name(error: OSError, path: str | Path) -> None:
+def _set_filename(error: OSError, path: str | Path) -> None:
     """Let an error name `path`: a full disk names no file, and other errors an unfinished one."""
     named = str(error.filename)
     if error.filename is None or named == os.path.realpath(path) or os.path.basename(named).startswith(BEFORE_NAME):
-        error.filename, error.filename2 = str(path), None
+        error.filename = str(path)
+        del error.filename2  # None would be a part of the message

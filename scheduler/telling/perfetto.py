@@ -31,13 +31,13 @@ MICRO = 1e6
 
 def save(trace: Trace, path: str | Path) -> None:
     """Write a trace, gzipped if the name ends in ``.gz``.  Raises `OSError`."""
-    pieces = (piece.encode() for piece in trace_text(trace))
+    lines = (text.encode() for text in trace_text(trace))
     with replacing(path) as file:
         if str(path).endswith(".gz"):
             with gzip.GzipFile(Path(path).name, "wb", fileobj=file) as packed:
-                packed.writelines(pieces)
+                packed.writelines(lines)
         else:
-            file.writelines(pieces)
+            file.writelines(lines)
 
 
 def trace_text(trace: Trace) -> Iterator[str]:

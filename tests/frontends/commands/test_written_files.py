@@ -14,33 +14,33 @@ from hocket.cli import main
 from ...given.models.goldens import path_of
 
 LLAMA = str(path_of("llama"))
-RUN = ("run", "--temp", "0", "-p", "It is", "-n", "2", "-c", "64")
-CHECK = ("check", "--jobs", "1", "--case", "neg(x=f32[1,7])")
+RUN_COMMAND = ("run", "--temp", "0", "-p", "It is", "-n", "2", "-c", "64")
+CHECK_COMMAND = ("check", "--jobs", "1", "--case", "neg(x=f32[1,7])")
 WRITERS = {
-    "state.npz": ((*RUN, "--save-state"), b"PK"),
-    "trace.json": ((*RUN, "--trace"), b'{"displayTimeUnit"'),
-    "trace.json.gz": ((*RUN, "--trace"), b"\x1f\x8b"),
+    "state.npz": ((*RUN_COMMAND, "--save-state"), b"PK"),
+    "trace.json": ((*RUN_COMMAND, "--trace"), b'{"displayTimeUnit"'),
+    "trace.json.gz": ((*RUN_COMMAND, "--trace"), b"\x1f\x8b"),
     "logits.npy": (("logits", LLAMA, "--tokens", "1,2", "--out"), b"\x93NUMPY"),
     "plan.json": (("plan", LLAMA, "-o"), b"{"),
     "page.html": (("view", LLAMA, "--graph", "-o"), b"<!"),
-    "report.json": ((*CHECK, "--json"), b'{"case"'),
-    "report.xml": ((*CHECK, "--junit"), b"<"),
-    "report.md": ((*CHECK, "--markdown"), b"#"),
-    "report.html": ((*CHECK, "--html"), b"<!"),
+    "report.json": ((*CHECK_COMMAND, "--json"), b'{"case"'),
+    "report.xml": ((*CHECK_COMMAND, "--junit"), b"<"),
+    "report.md": ((*CHECK_COMMAND, "--markdown"), b"#"),
+    "report.html": ((*CHECK_COMMAND, "--html"), b"<!"),
 }
 """By the name of a file: a command up to the flag that names it, and how the file begins."""
 every_writer = pytest.mark.parametrize("name", WRITERS)
 Capture = pytest.CaptureFixture[str]
 
 
-def write(name: str, path: Path) -> int:
+def run_writer(name: str, path: Path) -> int:
     """The exit code of the command that writes this file."""
     return main([*WRITERS[name][0], str(path)])
 
 
 def check_refused(name: str, path: Path, problem: str, capsys: Capture) -> None:
     """The command must fail with one line about the file."""
-    assert write(name, path) == 2
+    assert run_writer(name, path) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hocket")]
     assert len(lines) == 1, lines
     assert f": {path}: {problem}" in lines[0]
@@ -51,7 +51,7 @@ def test_a_link_stays_and_its_target_is_written(name: str, tmp_path: Path) -> No
     link, target = tmp_path / name, tmp_path / "target"
     target.write_bytes(b"old")
     link.symlink_to("target")
-    assert write(name, link) == 0
+    assert run_writer(name, link) == 0
     assert link.is_symlink()
     assert target.read_bytes().startswith(WRITERS[name][1])
     assert sorted(os.listdir(tmp_path)) == sorted([name, "target"])
@@ -86,7 +86,7 @@ def test_a_pipe_gives_its_reader_the_whole_file(name: str, tmp_path: Path) -> No
     os.mkfifo(path)
     reader = threading.Thread(target=lambda: read.append(path.read_bytes()), daemon=True)
     reader.start()
-    assert write(name, path) == 0
+    assert run_writer(name, path) == 0
     reader.join(60)
     assert read[0].startswith(WRITERS[name][1])
     assert path.is_fifo()
@@ -114,6 +114,6 @@ def test_a_file_that_may_not_be_written_stays_as_it_is(name: str, tmp_path: Path
 
 
 def test_a_new_saved_state_is_for_its_owner_alone(tmp_path: Path) -> None:
-    """It holds what was said."""
-    assert write("state.npz", tmp_path / "state.npz") == 0
+    """It holds a conversation."""
+    assert run_writer("state.npz", tmp_path / "state.npz") == 0
     assert stat.S_IMODE((tmp_path / "state.npz").stat().st_mode) == 0o600
