@@ -27,9 +27,9 @@ from .microbatches import dealt
 from .open import open_adapted, open_model, open_session
 from .parts import token_ids
 from .pooling import MEAN, pooling
-from .saved_state import load_state, save_state
+from .saved_state import file_errors, load_state, save_state
 from .session import DEFAULT_BATCH, F32, Group, Session
-from .terminal.arguments import of_file
+from .text_limits import check_texts
 
 TOGETHER = 8
 """Texts that `Model.embed` runs at once."""
@@ -250,13 +250,12 @@ class Model:
         check_tokens(self._model, model)
         if not (self._model.is_causal and model.is_causal):
             raise ModelError("a model that sees all tokens at once (diffusion) has no steps; leave out draft")
-        first = self._root
-        return open_session(model, on=self._group, context=min(first.context, model.context_length), batch=first.batch)
+        context = min(self._root.context, model.context_length)
+        return open_session(model, on=self._group, context=context, batch=self._root.batch)
 
     def _ahead(self, held: Held, drawing: Drawing) -> Ahead | None:
         """What guesses ahead of a session: a block of its model, or a draft model in a session of its own."""
-        root = self._drafting
-        if root is None and not self._model.guessers:
+        if (root := self._drafting) is None and not self._model.guessers:
             return None
         if drawing.kept is not None:
             raise ModelError("a context that shifts has no guesses; leave out draft and draft_max, or context_shift")
@@ -357,13 +356,13 @@ class Model:
         >>> ids = model.load("talk.bin")
         >>> further = model.generate(ids + model.tokenize(" and then", special=False), max_tokens=2)
         """
-        with self._leased() as held, _file_at_hand():
+        with self._leased() as held, file_errors():
             save_state(held.alone, held.tokens, path)
 
     @needs(ModelError, path=a(str, Path))
     def load(self, path: str | Path) -> list[int]:
         """The tokens of a saved state; a prompt that begins with them is read from their end on."""
-        with self._leased() as held, _file_at_hand():
+        with self._leased() as held, file_errors():
             (held.tokens[0],) = load_state(held.alone, path)
             return list(held.tokens[0])
 
@@ -406,24 +405,22 @@ class Model:
         self.close()
 
     def __repr__(self) -> str:
-        where = ", ".join(self._group.devices)
+        where, model = ", ".join(self._group.devices), self._model
         state = "closed" if self._first is None else f"{self._model.layers} layers, context {self._first.context}"
-        return f"Model({str(self._model.gguf.path)!r}: {self._model.architecture} on {where}, {state})"
+        return f"Model({str(model.gguf.path)!r}: {model.architecture} on {where}, {state})"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        rows = {
-            "file": self._model.gguf.path,
-            "architecture": f"{self._model.architecture}, {self._model.layers} layers",
-        }
+        model = self._model
+        rows = {"file": model.gguf.path, "architecture": f"{model.architecture}, {model.layers} layers"}
         if self._first is None:
             rows["state"] = "closed"
         else:
             rows["context"] = f"{self.context} tokens"
             for device, kinds in self.memory.items():
                 rows[device] = ", ".join(f"{kind} {nbytes_text(count)}" for kind, count in kinds.items())
-        cells = "".join(f"<tr><th>{escape(str(k))}</th><td>{escape(str(v))}</td></tr>" for k, v in rows.items())
-        return f"<table>{cells}</table>"
+        lines = (f"<tr><th>{escape(str(k))}</th><td>{escape(str(v))}</td></tr>" for k, v in rows.items())
+        return f"<table>{''.join(lines)}</table>"
 
     # --------------------------------------------------------------------------------------------------- sessions
 
@@ -441,40 +438,13 @@ class Model:
         first = self._root
         key = sequences, min(first.context, longest or first.context)
         with self._lock:
-            held = next((held for held in self._idle if held.key == key), None)
-            if held is not None:
+            if (held := next((held for held in self._idle if held.key == key), None)) is not None:
                 self._idle.remove(held)
         if held is None:
-            batch = min(first.batch, key[1])
-            held = Held(dealt(first, sequences, context=key[1], batch=batch))
+            held = Held(dealt(first, sequences, context=key[1], batch=min(first.batch, key[1])))
         try:
             yield held
         finally:
             with self._lock:
                 if self._first is not None:
                     self._idle = [held, *(other for other in self._idle if other.key != key)][:IDLE]
-
-
-def check_texts(texts: Sequence[Sequence[int]], context: int, noun: str) -> None:
-    """Require texts that have tokens and fit the context. Messages call a text `noun`, with its number from 1.
-
-    Raises:
-        ModelError: A text does not.
-    """
-    for number, text in enumerate(texts, 1):
-        if not text:
-            raise ModelError(f"{noun} {number} of {len(texts)} has no tokens; give some text to embed")
-        if len(text) > context:
-            raise ModelError(
-                f"{noun} {number} of {len(texts)} has {len(text)} tokens, but the context holds {context}; "
-                "shorten it, or give a larger context=N if the model allows more"
-            )
-
-
-@contextmanager
-def _file_at_hand() -> Iterator[None]:
-    """In this context what the system says of a file is a `ModelError`."""
-    try:
-        yield
-    except OSError as why:
-        raise ModelError(of_file(why)) from why

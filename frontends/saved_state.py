@@ -11,6 +11,7 @@ import math
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +27,7 @@ from .identity import model_digest
 from .microbatches import Microbatches
 from .parts import token_ids
 from .session import Session
+from .terminal.arguments import of_file
 
 FORMAT = "hocket-state-2"
 ARRAY = re.compile(
@@ -229,3 +231,12 @@ def _restore(session: Session, name: str, array: npt.NDArray[np.generic], length
         view[_rows(session, name, lengths)] = array
     else:
         view[...] = array
+
+
+@contextmanager
+def file_errors() -> Iterator[None]:
+    """In this context an error of the system about a file is a `ModelError`."""
+    try:
+        yield
+    except OSError as error:
+        raise ModelError(of_file(error)) from error

@@ -43,6 +43,7 @@ from .parts import (
     token_ids,
     wanted,
 )
+from .text_limits import check_room
 from .watch import Seen, Watch
 
 if TYPE_CHECKING:
@@ -137,8 +138,6 @@ class Session:
         """What the model has made of the last tokens of each sequence [rows, `Model.handed`], for blocks that guess."""
         self.reversible: Before | None = None
         """The last step, if it was a reversible one."""
-        self._no_logits = np.zeros((0, model.vocabulary_size), np.float32)
-        self._no_hidden = np.zeros((0, model.hyper.width), np.float32)
         self._executors: dict[Step, Executor] = {}
         self._pipelines: dict[Step, Pipeline] = {}
         self._plans: dict[Step, Plan] = like._plans if like is not None and like.watch is watch else {}
@@ -277,7 +276,7 @@ class Session:
 
     def no_rows(self, hidden: bool) -> F32:
         """Return the rows of a sequence that idles: f32[0, width] if they are `hidden`, else f32[0, vocabulary]."""
-        return self._no_hidden if hidden else self._no_logits
+        return np.zeros((0, self.model.hyper.width if hidden else self.model.vocabulary_size), np.float32)
 
     def advance(self, part: Part) -> None:
         """Count tokens that have been read."""
@@ -293,24 +292,13 @@ class Session:
         if len(tokens) != self.sequences:
             raise ModelError(f"got tokens for {len(tokens)} sequences, the session has {self.sequences}")
         for i, (length, new) in enumerate(zip(self.lengths, tokens, strict=True), first):
-            if length + len(new) > self.context:
-                text = "the text" if self.sequences == 1 and not first else f"sequence {i}"
-                raise ModelError(
-                    f"{text} would have {length + len(new)} tokens, but the context holds {self.context}; "
-                    f"shorten the text{self.other_remedies}"
-                )
+            text = "the text" if self.sequences == 1 and not first else f"sequence {i}"
+            check_room(self.model, self.context, text, length + len(new))
             if new and (length or len(new) > self.batch) and not self.model.is_causal:
                 raise ModelError(
                     f"sequence {i} would grow in steps, but this model sees all tokens at once; "
                     "evaluate whole texts in one batch, as `hocket logits` and `hocket embed` do"
                 )
-
-    @property
-    def other_remedies(self) -> str:
-        """The end of a message about a text that is too long: other remedies than a shorter text."""
-        longer = ", give a larger context=N" if self.context < self.model.context_length else ""
-        shift = ", or go on with context_shift=True" if self.model.is_causal else ""
-        return longer + shift
 
     # -------------------------------------------------------------------------------------------------- plans
 

@@ -10,11 +10,12 @@ import sys
 import numpy as np
 
 from ..errors import ModelError
-from ..language_model import Model, check_texts
+from ..language_model import Model
 from ..session import DEFAULT_BATCH
 from ..terminal.arguments import natural, positive
 from ..terminal.output import write
 from ..terminal.progress import compiling_shown
+from ..text_limits import check_texts
 from .flags import batch_flag, group_flags, model_flags
 
 

@@ -12,88 +12,32 @@ GBNF has no lexer: a grammar describes characters. llguidance has one: it cuts t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import combinations
-from typing import NoReturn
 
 from ...graph.records import dataclass
 from ..errors import ModelError
+from .gbnf_parser import (
+    EMPTY_SEQUENCE,
+    LAST_CHARACTER,
+    ROOT,
+    Characters,
+    Choice,
+    Expression,
+    Lexeme,
+    Parser,
+    Reference,
+    Repetition,
+    Rules,
+    Sequence,
+    Tokens,
+)
 
-ROOT = "root"
 IS_GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
 IS_LARK = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
-NAME = re.compile(r"[A-Za-z0-9_-]+")
-BLANKS = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
-LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
-COUNTS = re.compile(r"\{\s*(\d{1,9})\s*(?:(,)\s*(\d{1,9})?\s*)?\}")
-CODES: Mapping[str, int] = {"x": 2, "u": 4, "U": 8}
-"""Hexadecimal digits behind each escape."""
-ESCAPES: Mapping[str, str] = {"t": "\t", "r": "\r", "n": "\n", **{c: c for c in '\\"[]'}}
-TOKEN = re.compile(r"(!?)<(?:\[(\d{1,9})\]>|([^<>\s]*>))")
-LAST_CHARACTER = 0x10FFFF
-MAX_DEPTH = 50
-"""Nested brackets and repetitions of a rule."""
 MAX_STATES = 5000
 """States of a lexeme that `_extension` looks at; a lexeme with more is split."""
-
-
-@dataclass(frozen=True, slots=True)
-class Characters:
-    """One character of these ranges (first, last), or of none of them."""
-
-    ranges: tuple[tuple[int, int], ...]
-    is_negated: bool = False
-
-    @property
-    def text(self) -> str:
-        listed = "".join(f"\\x{{{first:x}}}-\\x{{{last:x}}}" for first, last in self.ranges)
-        return f"/[{'^' * self.is_negated}{listed}]/"
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """One token of these ranges of ids."""
-
-    ranges: tuple[tuple[int, int], ...]
-
-    @property
-    def text(self) -> str:
-        return f"<[{','.join(f'{first}-{last}' for first, last in self.ranges)}]>"
-
-
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    items: tuple[Expression, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    items: tuple[Expression, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Repetition:
-    item: Expression
-    minimum: int
-    maximum: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Lexeme:
-    """An expression without recursion that is lexed as one."""
-
-    body: Expression
-
-
-Expression = Characters | Tokens | Sequence | Choice | Repetition | Reference | Lexeme
-Rules = Mapping[str, Expression]
-EMPTY_SEQUENCE = Sequence(())
 
 
 def lark_of(grammar: str, token_id: Callable[[str], int | None], token_count: int, end_ids: frozenset[int]) -> str:
@@ -111,197 +55,9 @@ def lark_of(grammar: str, token_id: Callable[[str], int | None], token_count: in
     if not IS_GBNF.search(grammar) and IS_LARK.search(grammar):
         return grammar
     try:
-        return _write(_Parser(grammar, token_id, token_count, end_ids).parse())
+        return _write(Parser(grammar, token_id, token_count, end_ids).parse())
     except RecursionError:
         raise ModelError("its rules refer to each other over too many steps; write them with fewer") from None
-
-
-class _Parser:
-    """GBNF as text to rules."""
-
-    def __init__(
-        self, text: str, token_id: Callable[[str], int | None], token_count: int, end_ids: frozenset[int]
-    ) -> None:
-        self.text, self.position, self.depth = text, 0, 0
-        self.token_id, self.token_count, self.end_ids = token_id, token_count, end_ids
-        self.first_use: dict[str, int] = {}
-
-    def parse(self) -> Rules:
-        rules: dict[str, Expression] = {}
-        self.skip(LINES)
-        while self.position < len(self.text):
-            name = self.match(NAME, "a rule name")[0]
-            self.skip(BLANKS)
-            self.take("::=")
-            self.skip(LINES)
-            rules[name] = self.choice()
-            if self.next not in ("", "\r", "\n"):
-                self.fail("the end of the rule")
-            self.skip(LINES)
-        for name, position in {ROOT: 0, **self.first_use}.items():
-            if name not in rules:
-                self.position = position
-                self.fail(f"a rule named {name!r:.40}")
-        return rules
-
-    @property
-    def next(self) -> str:
-        return self.text[self.position : self.position + 1]
-
-    def fail(self, need: str) -> NoReturn:
-        before = self.text[: self.position]
-        line, column = before.count("\n") + 1, self.position - before.rfind("\n")
-        found = self.text[self.position : self.position + 20].partition("\n")[0]
-        got = f"got {found!r}" if found else "got the end"
-        raise ModelError(f"Expected {need} at line {line}, column {column}, {got}")
-
-    def skip(self, blanks: re.Pattern[str]) -> None:
-        matched = blanks.match(self.text, self.position)
-        self.position = matched.end() if matched else self.position
-
-    def match(self, pattern: re.Pattern[str], need: str) -> re.Match[str]:
-        matched = pattern.match(self.text, self.position)
-        if matched is None:
-            self.fail(need)
-        self.position = matched.end()
-        return matched
-
-    def take(self, text: str) -> None:
-        if not self.text.startswith(text, self.position):
-            self.fail(f"{text!r}")
-        self.position += len(text)
-
-    def choice(self) -> Expression:
-        items = [self.sequence()]
-        while self.next == "|":
-            self.position += 1
-            self.skip(LINES)
-            items.append(self.sequence())
-        return items[0] if len(items) == 1 else Choice(tuple(items))
-
-    def sequence(self) -> Expression:
-        blanks, items = LINES if self.depth else BLANKS, list[Expression]()
-        while self.next and self.next not in "|)\r\n":
-            item, depth = self.element(), self.depth
-            self.skip(blanks)
-            while self.next and self.next in "*+?{":
-                self.deeper()
-                item = self.repetition(item)
-                self.skip(blanks)
-            self.depth = depth
-            items.append(item)
-        return items[0] if len(items) == 1 else Sequence(tuple(items))
-
-    def element(self) -> Expression:
-        match self.next:
-            case '"':
-                return self.literal()
-            case "[":
-                return self.characters()
-            case "(":
-                return self.group()
-            case ".":
-                self.position += 1
-                return Characters(((0, LAST_CHARACTER),))
-            case "<" | "!":
-                return self.tokens()
-            case _:
-                start = self.position
-                name = self.match(NAME, "a text in quotes, a class in brackets, a group, a token, or a rule name")[0]
-                self.first_use.setdefault(name, start)
-                return Reference(name)
-
-    def literal(self) -> Expression:
-        self.position += 1
-        items = []
-        while self.next != '"':
-            code = self.character("a closing quote")
-            items.append(Characters(((code, code),)))
-        self.position += 1
-        return items[0] if len(items) == 1 else Sequence(tuple(items))
-
-    def characters(self) -> Characters:
-        self.position += 1
-        ranges, is_negated = [], self.next == "^"
-        self.position += is_negated
-        while self.next != "]":
-            start = self.position
-            first = last = self.character("a closing bracket")
-            if self.next == "-" and self.text[self.position + 1 : self.position + 2] not in ("]", ""):
-                self.position += 1
-                last = self.character("a closing bracket")
-            if last < first:
-                self.position = start
-                self.fail("a range from a lower to a higher character")
-            ranges.append((first, last))
-        if not ranges:
-            self.fail("a character in the class")
-        self.position += 1
-        return Characters(tuple(ranges), is_negated)
-
-    def character(self, end: str) -> int:
-        """The code point of the next character, which may be an escape."""
-        start, char = self.position, self.next
-        if not char:
-            self.fail(end)
-        self.position += 1
-        if char != "\\":
-            return ord(char)
-        char = self.next
-        self.position += 1
-        if char in CODES:
-            digits = self.text[self.position : self.position + CODES[char]]
-            self.position += len(digits)
-            is_code = len(digits) == CODES[char] and all(c in "0123456789abcdefABCDEF" for c in digits)
-            code = int(digits, 16) if is_code else -1
-            if not 0 <= code <= LAST_CHARACTER or 0xD800 <= code < 0xE000:
-                self.position = start
-                self.fail("an escape of a Unicode character, as \\x41, \\u0041 or \\U0001F600")
-            return code
-        if char not in ESCAPES:
-            self.position = start
-            self.fail('an escape of t, r, n, \\, ", [, ], x, u or U')
-        return ord(ESCAPES[char])
-
-    def deeper(self) -> None:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            self.fail(f"at most {MAX_DEPTH} nested brackets and repetitions")
-
-    def group(self) -> Expression:
-        self.deeper()
-        self.position += 1
-        self.skip(LINES)
-        inside = self.choice()
-        if self.next != ")":
-            self.fail("')'")
-        self.position += 1
-        self.depth -= 1
-        return inside
-
-    def tokens(self) -> Tokens:
-        start = self.position
-        is_negated, number, name = self.match(TOKEN, "a token, as <[5]> or <|im_start|>").groups()
-        token = int(number) if number else self.token_id(f"<{name}")
-        if token is None or token >= self.token_count:
-            self.position = start
-            self.fail(f"a token of the model, from 0 to {self.token_count - 1}")
-        if not is_negated:
-            return Tokens(((token, token),))
-        left_out = sorted({token, *self.end_ids})
-        edges = zip([-1, *left_out], [*left_out, self.token_count], strict=True)
-        return Tokens(tuple((low + 1, high - 1) for low, high in edges if high - low > 1))
-
-    def repetition(self, item: Expression) -> Expression:
-        if self.next == "{":
-            minimum, comma, maximum = self.match(COUNTS, "a count, as {2}, {2,} or {2,4}").groups()
-            low, high = int(minimum), int(maximum or minimum) if maximum or not comma else None
-            if high is not None and high < low:
-                self.fail("a largest count of at minimum the smallest one")
-            return EMPTY_SEQUENCE if high == 0 else Repetition(item, low, high)
-        sign = self.next
-        self.position += 1
-        return Repetition(item, int(sign == "+"), 1 if sign == "?" else None)
 
 
 # --------------------------------------------------------------------------------------------------------- lexemes

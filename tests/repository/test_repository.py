@@ -302,7 +302,8 @@ def writing_calls(text: str) -> set[str]:
         modes = [a.value for a in given if isinstance(a, ast.Constant) and isinstance(a.value, str)]
         name = re.sub(r"^\(.*\)(?=\.\w+$)", "", ast.unparse(call.func))
         opens = OPENING.fullmatch(name) and any(re.fullmatch(r"(?=.*[wax+])[rwaxbt+]{1,3}", mode) for mode in modes)
-        if (opens or WRITING.fullmatch(name)) and not safe & set(map(ast.unparse, given)):
+        owner = [call.func.value] if isinstance(call.func, ast.Attribute) else []
+        if (opens or WRITING.fullmatch(name)) and not safe & set(map(ast.unparse, (*given, *owner))):
             found.add(name)
     return found
 
