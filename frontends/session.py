@@ -285,10 +285,8 @@ class Session:
     def check(self, tokens: Sequence[Sequence[int]], hidden: bool = False, first: int = 0) -> None:
         """Raises `ModelError` for new tokens that `evaluate` would refuse; sequences are counted from `first`."""
         if self.model.is_encoder and not hidden:
-            raise ModelError(
-                f"{self.model.architecture} is an encoder: it makes vectors of whole texts and has no logits of what "
-                "follows; use `hocket embed`"
-            )
+            encoder = f"{self.model.architecture} is an encoder: it makes vectors of whole texts"
+            raise ModelError(f"{encoder} and has no logits of what follows; use `hocket embed`")
         if len(tokens) != self.sequences:
             raise ModelError(f"got tokens for {len(tokens)} sequences, the session has {self.sequences}")
         for i, (length, new) in enumerate(zip(self.lengths, tokens, strict=True), first):

@@ -1,4 +1,4 @@
-"""Texts that have no tokens, or more than the context holds: one line that names the text, its tokens and the remedy."""
+"""Errors for texts without tokens, and for texts with more tokens than the context holds."""
 
 from __future__ import annotations
 
