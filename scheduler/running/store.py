@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ...backends.abilities import Divides, Packs, Shares
 from ...backends.base import Array, Backend, BufferSpec, Device, Tensor, contiguous_strides
-from ...graph.arguments import TEXT, a, needs
+from ...graph.arguments import BOOL, TEXT, a, needs
 from ...graph.arrays import fitted, fitted_blocks, numbers
 from ...graph.attrs import quote
 from ...graph.dtypes import DType
@@ -104,6 +104,7 @@ class Store:
                 other = partial(_share, stored, spec, layout, number)
                 self.loaded_bytes.add(name, layout, number, lambda other=other: digest_of(other(), release))  # type: ignore[misc]
 
+    @needs(PlanError, in_turn=BOOL)
     def beside(self, *, in_turn: bool = False) -> Store:
         """A store over the same weights, with states of its own.  With `in_turn` it shares the memory of values, too:
         then no two plans over these stores may run at the same time, as an `Executor` of each ensures."""
