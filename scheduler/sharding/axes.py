@@ -60,12 +60,11 @@ def atoms(segment: Iterable[Factor]) -> list[Factor]:
 def segments(axis: Axis) -> list[list[Factor]]:
     """An axis as it is now: a factor that was cut, where it is outermost, gives a segment for each of its pieces."""
     products: list[list[Factor]] = []
-    for segment in axis:
-        product = atoms(segment)
+    ahead = list(reversed(axis))
+    while ahead:
+        product = atoms(ahead.pop())
         if product and product[0].segments:
-            first, second = product[0].segments
-            rest = tuple(product[1:])
-            products += segments(((first, *rest), (second, *rest)))
+            ahead += [(piece, *product[1:]) for piece in reversed(product[0].segments)]
         else:
             products.append(product)
     return products
@@ -77,10 +76,12 @@ def product_size(product: Iterable[Factor]) -> int:
 
 def block(factors: Iterable[Factor]) -> None:
     """These can never be cut: two views of one axis disagree about them."""
-    for factor in atoms(factors):
+    ahead = atoms(factors)
+    while ahead:
+        factor = ahead.pop()
         factor.blocked = True
         if factor.segments:
-            block(factor.segments)
+            ahead += atoms(factor.segments)
 
 
 def block_axis(axis: Axis) -> None:
@@ -145,13 +146,25 @@ def bounds(axis: Axis) -> list[int]:
 def refine(axis: Axis, at: Iterable[int]) -> bool:
     """Cut `axis` so that segments begin at each of these elements; False where it cannot be done."""
     for point in at:
-        starts = bounds(axis)
-        if point in starts:
-            continue
-        for start, product in zip(starts, segments(axis), strict=False):
-            if start < point < start + product_size(product) and not cut_segment(product, point - start):
-                return False
+        found = _segment_around(axis, point)
+        if found is not None and not cut_segment(*found):
+            return False
     return True
+
+
+def _segment_around(axis: Axis, point: int) -> tuple[list[Factor], int] | None:
+    """The segment with an element on both sides of `point`, and the elements before; None where segments meet."""
+    before, ahead = point, list(reversed(axis))
+    while ahead and before > 0:
+        product = atoms(ahead.pop())
+        size = product_size(product)
+        if size <= before:
+            before -= size
+        elif product[0].segments:
+            ahead += [(piece, *product[1:]) for piece in reversed(product[0].segments)]
+        else:
+            return product, before
+    return None
 
 
 def tie(one: Axis, two: Axis) -> None:

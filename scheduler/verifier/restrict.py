@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 from ...graph.attrs import Attr, Attrs
@@ -130,12 +130,17 @@ def _some(n: int, m: int) -> Index:
 
 
 def _same_attrs(declared: Op[Any], user: Side, mine: Side) -> None:
-    theirs = mine.settled
-    looks_up = any(s.lookup for s in declared.signatures.values())
+    theirs, local = mine.settled, local_attrs(declared)
     for name, value in user.attrs:
-        local = (declared.localise is not None and name in LOCAL_ATTRS) or (looks_up and name in PART_ATTRS)
-        if not local and theirs.get(name) != value:
+        if name not in local and theirs.get(name) != value:
             raise Unfit(f"attribute {name} is {theirs.get(name)!r} and not {value!r}")
+
+
+@cache
+def local_attrs(declared: Op[Any]) -> frozenset[str]:
+    """The names of the attributes that may differ between a node and its share."""
+    sizes = LOCAL_ATTRS if declared.localise is not None else frozenset[str]()
+    return sizes | PART_ATTRS if any(s.lookup for s in declared.signatures.values()) else sizes
 
 
 # ------------------------------------------------------------------------------------------------------ signatures

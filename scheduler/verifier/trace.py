@@ -7,9 +7,9 @@ once (a slice the user asked for is also a share of what is sliced), so each has
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from typing import TypeAlias
 
 import numpy as np
@@ -21,6 +21,7 @@ from ...ops.collective import COLLECTIVES, int_attr, runs_of
 from .held import CONVERSIONS, Held, but, converted
 from .indices import Digits, Index, agreed, entries, index_of, is_whole, joined, length, whole
 from .passing import passed
+from .readers import Readers
 from .restrict import Axes, Made, Side, at_positions, restricted, show, side
 from .summands import EMPTY, Owed, miscounted
 
@@ -37,8 +38,8 @@ class Meaning:
         self.values: list[Value] = []
         self.digits: list[tuple[Digits, ...]] = []
         self.number: dict[Value, int] = {}
-        self.users: dict[Key, list[tuple[Side, tuple[int, ...]]]] = {}
-        self.sources: dict[Key, list[tuple[int | None, ...]]] = {}
+        self.users: dict[Key, Readers] = {}
+        self._sources: dict[Key, list[tuple[int | None, ...]]] = {}
         self.leaves: dict[tuple[str, str], Node] = {}
         self._known: dict[Key, tuple[int, ...]] = {}
         for node in graph.nodes:
@@ -61,11 +62,24 @@ class Meaning:
             else:
                 here = side(node)
                 self.digits += self._digits(node.op, here, sources)
-                alike = self.users.setdefault((node.op, sources), [])
-                if not alike:
-                    self.sources.setdefault((node.op, *sources[:1]), []).append(sources)
-                alike.append((here, numbers))
+                if (node.op, sources) not in self.users:
+                    self.users[node.op, sources] = Readers(node.op)
+                    for place in enumerate(sources):
+                        self._sources.setdefault((node.op, place), []).append(sources)
+                self.users[node.op, sources].add(here, numbers)
         return self._known[key]
+
+    def sources(self, op: str, choices: Sequence[Collection[int | None]]) -> Iterator[tuple[int | None, ...]]:
+        """Operands, by their numbers, of nodes with that op, where operand i is one of ``choices[i]``.
+
+        Compared are only the nodes that read one of the choices of the operand with the fewest such nodes.
+        """
+        if not choices and (op, ()) in self.users:
+            yield ()
+        found = [[self._sources.get((op, (i, n)), ()) for n in numbers] for i, numbers in enumerate(choices)]
+        for sources in chain.from_iterable(min(found, key=lambda lists: sum(map(len, lists)), default=())):
+            if len(sources) == len(choices) and all(n in c for n, c in zip(sources, choices, strict=True)):
+                yield sources
 
     def _digits(self, op: str, here: Side, sources: Sequence[int | None]) -> list[tuple[Digits, ...]]:
         """For each axis of each result the digits on which it does not depend."""
@@ -230,17 +244,13 @@ class Trace:
         left_out: dict[int | None, list[None]] = {None: [None]}
         choices = [self._by_number(k) if s is not None else left_out for s, k in zip(node.src, known, strict=True)]
         tried = 0
-        for first in choices[0] if choices else ((),):
-            key = (node.op, first) if choices else (node.op,)
-            for sources in self.meaning.sources.get(key, ()):
-                if len(sources) != len(choices) or any(n not in c for n, c in zip(sources, choices, strict=True)):
-                    continue
-                for operands in product(*(c[n] for n, c in zip(sources, choices, strict=True))):
-                    tried += 1
-                    if tried > self.most:
-                        self.unfinished = f"; the search for what %{node.label} is ended after {self.most} combinations"
-                        return
-                    yield operands
+        for sources in self.meaning.sources(node.op, choices):
+            for operands in product(*(c[n] for n, c in zip(sources, choices, strict=True))):
+                tried += 1
+                if tried > self.most:
+                    self.unfinished = f"; the search for what %{node.label} is ended after {self.most} combinations"
+                    return
+                yield operands
 
     def _is_complete(self, held: Held) -> bool:
         """Whether it is all of a value, nothing owed."""
@@ -285,7 +295,8 @@ class Trace:
         meaning = self.meaning
         key = (op, tuple(None if o is None else o.number for o in operands))
         axes = tuple(None if o is None else meaning.with_digits(o.number, o.axes) for o in operands)
-        for user, numbers in meaning.users.get(key, ()):
+        readers = meaning.users.get(key)
+        for user, numbers in readers.near(mine, axes) if readers is not None else ():
             if [s.dtype for s in user.results] != [s.dtype for s in mine.results]:
                 reasons.append(f"the results have other dtypes than {user.results}")
                 continue

@@ -1,0 +1,84 @@
+"""Nodes of the user's graph with one op on the same values, found by the attributes of a device's node.
+
+A value may have thousands of readers. A device's node is compared with the few that it can be: those with the same
+attributes, and of slices those that contain its first entry.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, islice
+
+from ...ops import REGISTRY
+from ...ops.collective import int_attr
+from .indices import taken
+from .restrict import Axes, Items, Side, local_attrs
+
+Reader = tuple[Side, tuple[int, ...]]
+"""A node of the user's graph and the numbers of its results."""
+MAX_OTHERS = 4
+"""Nodes with other attributes that a fault is explained by."""
+
+
+class Readers:
+    """Nodes with the op `op` and equal operands, in the order in which they were added."""
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+        self._groups: dict[Items, _Group] = {}
+
+    def add(self, user: Side, numbers: tuple[int, ...]) -> None:
+        self._groups.setdefault(self._fixed(user), _Group(self._op)).readers.append((user, numbers))
+
+    def near(self, mine: Side, axes: Sequence[Axes | None]) -> Iterator[Reader]:
+        """The nodes that a device's node on these entries of the operands can be; else some that say why it is none.
+
+        Where no node has its attributes, a node without entries can be any of them.
+        """
+        group = self._groups.get(self._fixed(mine))
+        if group is not None:
+            yield from group.near(mine, axes)
+            return
+        others = (reader for group in self._groups.values() for reader in group.readers)
+        yield from others if all(s.size == 0 for s in mine.results) else islice(others, MAX_OTHERS)
+
+    def _fixed(self, node: Side) -> Items:
+        """The attributes in which a node and its share agree."""
+        local = local_attrs(REGISTRY[self._op])
+        return tuple(sorted(item for item in node.attrs if item[0] not in local))
+
+
+class _Group:
+    """Nodes that differ in local attributes only."""
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+        self.readers: list[Reader] = []
+
+    def near(self, mine: Side, axes: Sequence[Axes | None]) -> Iterator[Reader]:
+        (operand, *_) = axes or (None,)
+        if self._op != "slice" or operand is None or len(self.readers) <= MAX_OTHERS or not mine.results[0].size:
+            yield from self.readers
+            return
+        attrs = mine.settled
+        index, _ = operand[int_attr(attrs["axis"]) % len(operand)]
+        entries = taken(index, int_attr(attrs["start"]), int_attr(attrs["stop"]))
+        if not entries:
+            yield from self.readers[:MAX_OTHERS]
+            return
+        starts, ends, order = self._spans
+        first, found = entries[0][0], list[int]()
+        for at in range(bisect_right(starts, first) - 1, -1, -1):
+            if ends[at] <= first:  # no earlier one reaches it
+                break
+            found.append(order[at])
+        yield from (self.readers[at] for at in sorted(found) or range(MAX_OTHERS))
+
+    @cached_property
+    def _spans(self) -> tuple[list[int], list[int], list[int]]:
+        """The slices by start: their starts, the furthest end of each and all before it, and their places."""
+        spans = [(int_attr(a["start"]), int_attr(a["stop"])) for a in (user.settled for user, _ in self.readers)]
+        order = sorted(range(len(spans)), key=spans.__getitem__)
+        return [spans[i][0] for i in order], list(accumulate((spans[i][1] for i in order), max)), order
