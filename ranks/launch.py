@@ -16,14 +16,9 @@ import time
 from typing import NoReturn
 
 from ..graph.records import dataclass
+from .presence import STARTERS
 from .world import GRACE, LINGER, SILENCE
 
-STARTERS = (
-    ("mpiexec", "PMI_RANK", "PMI_SIZE"),
-    ("mpiexec", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-)
-"""Who starts several processes, and the variables in which it says which of how many this is."""
 START = 60.0
 """Seconds within which all ranks must have started."""
 DIES_WITH_PARENT = 1

@@ -17,6 +17,12 @@ from pathlib import Path
 from typing import Protocol
 from weakref import ref
 
+STARTERS = (
+    ("mpiexec", "PMI_RANK", "PMI_SIZE"),
+    ("mpiexec", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+"""Who starts several processes, and the variables in which it says which of how many this is."""
 PROC = Path("/proc")
 NOTE = "hocket-rank"
 LOOK_SECONDS = 0.25
@@ -109,7 +115,6 @@ def _stat(pid: int) -> str:
 
 def _siblings() -> Iterator[tuple[int, int]]:
     """The rank and the process of each rank that the launcher has started on this machine."""
-    from .launch import STARTERS  # which imports the world, and that this module
 
     parent = str(os.getppid())
     for entry in PROC.glob("[0-9]*"):

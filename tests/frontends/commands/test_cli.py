@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,21 +24,10 @@ from hocket.frontends.open import open_model
 from hocket.frontends.terminal import threads
 from hocket.graph.errors import BackendError
 
+from ...given.commands import Capture, hocket_process, main_ids
 from ...given.models.goldens import FIXTURES, INDEX, TINY, TINY_GOLDENS, nmse, path_of
 
 LLAMA = str(path_of("llama"))
-Capture = pytest.CaptureFixture[str]
-
-
-def main_ids(capsys: Capture, text: str) -> list[int]:
-    """Token ids of a text, from the command."""
-    assert main(["tokenize", TINY, "-p", text, "--json"]) == 0
-    return list(json.loads(capsys.readouterr().out))
-
-
-def hocket_process(*args: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
-    """The command in a process of its own."""
-    return subprocess.run([sys.executable, "-m", "hocket", *args], capture_output=True, **options)
 
 
 # ---------------------------------------------------------------------------------------------------------- run

@@ -10,8 +10,8 @@ import pytest
 
 from hocket.cli import main
 
+from ...given.commands import Capture, hocket_process, main_ids
 from ...given.models.spelled import write_other
-from .test_cli import Capture, hocket_process, main_ids
 
 
 def test_the_command_bans_a_token(capsys: Capture) -> None:
