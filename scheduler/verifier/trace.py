@@ -76,8 +76,9 @@ class Meaning:
         """
         if not choices and (op, ()) in self.users:
             yield ()
-        found = [[self._sources.get((op, (i, n)), ()) for n in numbers] for i, numbers in enumerate(choices)]
-        for sources in chain.from_iterable(min(found, key=lambda lists: sum(len(tuple(one)) for one in lists), default=())):
+        none: list[tuple[int | None, ...]] = []
+        found = [[self._sources.get((op, (i, n)), none) for n in numbers] for i, numbers in enumerate(choices)]
+        for sources in chain.from_iterable(min(found, key=lambda lists: sum(map(len, lists)), default=())):
             if len(sources) == len(choices) and all(n in c for n, c in zip(sources, choices, strict=True)):
                 yield sources
 
