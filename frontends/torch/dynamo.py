@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_unflatten
 from ...graph import HocketError
 from ...scheduler import plan
 from ..errors import ModelError
-from .exported import MissingRowsError, decomposed, program_of
+from .exported import MissingRowsError, decomposed, has_order_of_pytorch, is_in_table, program_of
 from .operands import Bindings, is_operand
 from .parts import parts_of
 
@@ -134,7 +134,8 @@ class Loaded:
         given = dict(options)
         devices = given.pop("devices")
         self.module = module
-        self.program = program_of(_exported(module, args), [i for i, arg in enumerate(args) if is_operand(arg)])
+        operands = [i for i, arg in enumerate(args) if is_operand(arg)]
+        self.program = program_of(_exported(module, args), operands, _has_row)
         self.bindings = Bindings(self.program, plan(self.program.graph, devices, **given), module)
 
     def __call__(self, args: Arguments) -> Any:
@@ -165,12 +166,17 @@ class Broken:
     """A captured graph that breaks at ops without a row: PyTorch runs these, hocket what lies between."""
 
     def __init__(self, module: torch.fx.GraphModule, args: Arguments, options: Mapping[str, Any]) -> None:
-        self.whole, ours = parts_of(_exported(module, args))
+        self.whole, ours = parts_of(_exported(module, args), _has_row)
         for name in ours:
             setattr(self.whole, name, _Part(getattr(self.whole, name), options))
 
     def __call__(self, args: Arguments) -> Any:
         return self.whole(*args)
+
+
+def _has_row(node: torch.fx.Node) -> bool:
+    """Whether hocket gives the result of PyTorch for a call, ties of an order included."""
+    return is_in_table(node) and has_order_of_pytorch(node)
 
 
 def _exported(module: torch.fx.GraphModule, args: Arguments) -> Any:

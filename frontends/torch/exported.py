@@ -30,6 +30,10 @@ CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_con
 """Calls that compute nothing."""
 
 
+LONGEST_INSERTION_SORT = 16
+"""Entries that PyTorch's sort of a processor keeps in their order if they are equal (`std::sort` of libstdc++)."""
+
+
 class MissingRowsError(ModelError):
     """A program calls ops without a row; `listed` is how often each."""
 
@@ -52,18 +56,27 @@ def from_torch(exported: ExportedProgram) -> Program:
     kind = type(exported)
     if (kind.__name__, kind.__module__.split(".")[0]) != ("ExportedProgram", "torch"):
         raise ModelError(f"from_torch takes a program that torch.export.export made, not {kind.__name__}")
-    return program_of(decomposed(exported), ())
+    return program_of(decomposed(exported))
 
 
-def program_of(exported: ExportedProgram, operands: Collection[int]) -> Program:
-    """`from_torch` for a decomposed program of which these arguments, by number, are weights that each call binds.
+def program_of(
+    exported: ExportedProgram, operands: Collection[int] = (), has_row: Callable[[Node], bool] | None = None
+) -> Program:
+    """Convert a decomposed program, as `from_torch` does.
 
-    An argument that the program changes is an input all the same.
+    Args:
+        exported: A program in ops that have a row.
+        operands: Arguments, by number, that are weights which each call binds.  An argument that the program changes
+            is an input all the same.
+        has_row: Which nodes hocket computes; by default all that have a row.
+
+    Raises:
+        ModelError: The program has another node, or a type or a shape that hocket does not have.
     """
     import torch
 
     with torch.no_grad():
-        return _Importer(exported, frozenset(operands)).program()
+        return _Importer(exported, frozenset(operands), has_row or is_in_table).program()
 
 
 def decomposed(exported: ExportedProgram) -> ExportedProgram:
@@ -79,9 +92,25 @@ def decomposed(exported: ExportedProgram) -> ExportedProgram:
         return exported.run_decompositions(kept)
 
 
-def has_row(node: Node) -> bool:
+def is_in_table(node: Node) -> bool:
     """Whether hocket computes a call, or a call that computes nothing."""
     return node.op == "call_function" and (_name_of(node.target) in ROWS or _is_free(node))
+
+
+def has_order_of_pytorch(node: Node) -> bool:
+    """Whether hocket orders equal entries as PyTorch does, or no result depends on their order.
+
+    Without ``stable=True`` PyTorch orders equal entries by its algorithm, from 17 entries on in other ways than they
+    came.
+    """
+    name = _name_of(node.target)
+    if name not in ("sort", "argsort") or node.kwargs.get("stable"):
+        return True
+    places = node.meta["val"] if name == "argsort" else node.meta["val"][1]
+    axis = int(node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else -1))  # type: ignore[arg-type]
+    if not places.dim() or places.shape[axis] <= LONGEST_INSERTION_SORT:
+        return True
+    return name == "sort" and not any(user.args[1] == 1 and user.users for user in node.users)
 
 
 def _name_of(target: object) -> str:
@@ -96,6 +125,7 @@ class _Importer:
 
     exported: ExportedProgram
     operands: frozenset[int]
+    has_row: Callable[[Node], bool]
     weights: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     values: dict[Node, Any] = field(default_factory=dict)
     """What is computed by hocket: a `Tensor`, or a tuple of such."""
@@ -186,7 +216,7 @@ class _Importer:
             elif node.op == "call_function":
                 if _folds(node) and all(n in known for n in node.all_input_nodes):
                     known.add(node)
-                elif _name_of(node.target) not in ROWS and not _is_free(node):
+                elif not self.has_row(node):
                     missing[_text_of(node.target)] += 1
         if missing:
             listed = ", ".join(f"{name} ({count})" for name, count in missing.most_common())

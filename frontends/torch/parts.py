@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
-
-from .exported import has_row
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 LEAVES = ("placeholder", "get_attr", "output")
 
 
-def parts_of(exported: ExportedProgram) -> tuple[GraphModule, list[str]]:
+def parts_of(exported: ExportedProgram, has_row: Callable[[Node], bool]) -> tuple[GraphModule, list[str]]:
     """A decomposed program as a module of parts in order, and the names of the parts that hocket can run."""
     from torch.fx.passes.split_module import split_module
 
