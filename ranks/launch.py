@@ -16,14 +16,9 @@ import time
 from typing import NoReturn
 
 from ..graph.records import dataclass
+from .presence import place
 from .world import GRACE, LINGER, SILENCE
 
-STARTERS = (
-    ("mpiexec", "PMI_RANK", "PMI_SIZE"),
-    ("mpiexec", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-)
-"""Who starts several processes, and the variables in which it says which of how many this is."""
 START = 60.0
 """Seconds within which all ranks must have started."""
 DIES_WITH_PARENT = 1
@@ -41,11 +36,8 @@ class Launch:
 
 def launched() -> Launch | None:
     """How this process was started; None if it is the only one."""
-    for by, rank, size in STARTERS:
-        numbers = os.environ.get(rank, ""), os.environ.get(size, "")
-        if all(n.isdecimal() for n in numbers) and int(numbers[1]) > 1:
-            return Launch(by, int(numbers[0]), int(numbers[1]))
-    return None
+    found = place()
+    return Launch(*found) if found else None
 
 
 def keep(launch: Launch) -> int:
