@@ -73,11 +73,9 @@ before it has said how."""
 
 
 if os.environ.keys() & {"PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}:  # one of several processes, perhaps
-    from .ranks.launch import launched
     from .ranks.presence import begin
 
-    if launched():
-        begin()
+    begin()
 
 
 def __getattr__(name: str) -> Any:
@@ -93,4 +91,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *LATER} - {"Any", "LATER", "TYPE_CHECKING", "begin", "import_module", "launched", "os"})
+    return sorted({*globals(), *LATER} - {"Any", "LATER", "TYPE_CHECKING", "begin", "import_module", "os"})

@@ -16,7 +16,7 @@ import time
 from typing import NoReturn
 
 from ..graph.records import dataclass
-from .presence import STARTERS
+from .presence import place
 from .world import GRACE, LINGER, SILENCE
 
 START = 60.0
@@ -36,11 +36,8 @@ class Launch:
 
 def launched() -> Launch | None:
     """How this process was started; None if it is the only one."""
-    for by, rank, size in STARTERS:
-        numbers = os.environ.get(rank, ""), os.environ.get(size, "")
-        if all(n.isdecimal() for n in numbers) and int(numbers[1]) > 1:
-            return Launch(by, int(numbers[0]), int(numbers[1]))
-    return None
+    found = place()
+    return Launch(*found) if found else None
 
 
 def keep(launch: Launch) -> int:

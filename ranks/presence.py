@@ -47,14 +47,31 @@ class Partner(Protocol):
         """Wait until all others have said the same, or one is gone."""
 
 
+STARTERS = (
+    ("mpiexec", "PMI_RANK", "PMI_SIZE"),
+    ("mpiexec", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+"""Who starts several processes, and the variables in which it says which of how many this is."""
+
+
+def place() -> tuple[str, int, int] | None:
+    """Return who started this process, its rank and the number of ranks; None if it is the only one."""
+    for by, rank, size in STARTERS:
+        numbers = os.environ.get(rank, ""), os.environ.get(size, "")
+        if all(n.isdecimal() for n in numbers) and int(numbers[1]) > 1:
+            return by, int(numbers[0]), int(numbers[1])
+    return None
+
+
 _notes: list[int] = []
 _at_end: list[ref[Partner]] = []
 _lost: list[str] = []
 
 
 def begin() -> None:
-    """Leave the note of this process, where the system has such files."""
-    if not _notes and hasattr(os, "memfd_create"):
+    """Leave the note of this process if it is one of several, where the system has such files."""
+    if place() and not _notes and hasattr(os, "memfd_create"):
         _notes.append(os.memfd_create(NOTE))
         atexit.register(_end, os.getpid())
 
@@ -115,7 +132,6 @@ def _stat(pid: int) -> str:
 
 def _siblings() -> Iterator[tuple[int, int]]:
     """The rank and the process of each rank that the launcher has started on this machine."""
-
     parent = str(os.getppid())
     for entry in PROC.glob("[0-9]*"):
         pid = int(entry.name)

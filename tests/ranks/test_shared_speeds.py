@@ -15,7 +15,7 @@ from hocket.graph import DType
 from hocket.ranks import ALONE
 from hocket.scheduler import CPU
 from hocket.scheduler.machines import calibrated
-from hocket.scheduler.machines.calibrated import group_name, hardware_of, keep_speeds
+from hocket.scheduler.machines.calibrated import built_in, calibrated_source, group_name, hardware_of, keep_speeds
 from hocket.scheduler.machines.speeds import Speeds
 from hocket.scheduler.probing.probe_graphs import products
 from hocket.scheduler.shared_speeds import shared_speeds
@@ -51,6 +51,11 @@ def pair(ranks=(0, 1), name="numpy"):
     return [(backend, replace(device, rank=rank)) for rank in ranks]
 
 
+def calibrated_hardware(speeds, graph=GRAPH, source="calibrated"):
+    """Return the hardware of a plan by kept speeds, which names its source."""
+    return replace(speeds.hardware(graph), source=source)
+
+
 def named(speeds, count=2):
     """As a machine keeps the speeds of so many devices at once."""
     return None if speeds is None else {group_name(pair(range(count))): speeds}
@@ -76,7 +81,7 @@ def test_ranks_plan_the_same_by_the_speeds_of_the_slowest(kept, known, ranks_wit
         return [(plan.digest(), plan.hardware, plan.cost, plan.hardware == expected(plan.graph)) for plan in plans]
 
     def expected(graph):
-        return CPU if known is None else known.hardware(graph)
+        return CPU if known is None else calibrated_hardware(known, graph)
 
     first, second = ranks_with([named(speeds) for speeds in kept], run)
     assert first == second
@@ -88,7 +93,7 @@ def test_machines_are_each_asked_for_the_speeds_of_their_own_devices(ranks_with)
     the link between them."""
     kept = [named(QUICK), named(replace(SLOW, launch=9e-6), 1), None]
     hardware = ranks_with(kept, lambda world: shared_speeds(pair((0, 1, 2)), world).hardware(GRAPH), hosts=2)
-    known = kept[1][group_name(pair((1,)))].hardware(GRAPH)
+    known = calibrated_hardware(kept[1][group_name(pair((1,)))])
     apart = {"link_bandwidth": CPU.across_bandwidth, "link_latency": CPU.across_latency}
     assert hardware == [replace(known, **apart)] * 3
 
@@ -113,7 +118,8 @@ def test_other_devices_than_were_measured_are_estimated(ranks_with):
 def test_without_ranks_they_are_those_that_are_kept_here(monkeypatch, tmp_path):
     monkeypatch.setattr(calibrated, "speeds_file", lambda: tmp_path / "speeds")
     group = [find("numpy:0"), find("numpy:1")]
-    assert shared_speeds(group, ALONE).hardware(GRAPH) == CPU
+    assert shared_speeds(group, ALONE).hardware(GRAPH) == built_in(group)
     keep_speeds({group_name(group): QUICK})
-    assert shared_speeds(group, ALONE).hardware(GRAPH) == hardware_of(GRAPH, group) == QUICK.hardware(GRAPH)
+    calibrated_here = calibrated_hardware(QUICK, source=calibrated_source())
+    assert shared_speeds(group, ALONE).hardware(GRAPH) == hardware_of(GRAPH, group) == calibrated_here
     assert hardware_of(GRAPH, pair()) == CPU, "ranks that do not talk plan the same"

@@ -21,6 +21,14 @@ def test_the_package_imports_what_is_used_alone():
     assert said_by(code)[:2] == ["False", "ModelError"]
 
 
+def test_one_of_several_processes_imports_no_more():
+    code = (
+        "import os; os.environ.update(PMI_RANK='1', PMI_SIZE='2')\n"
+        "import hocket, sys; print('numpy' in sys.modules, 'hocket.ranks.presence' in sys.modules)"
+    )
+    assert said_by(code) == ["False", "True"]
+
+
 def test_every_name_of_the_package_is_there_and_named():
     code = (
         "import hocket; from hocket import *\n"
