@@ -17,12 +17,6 @@ from pathlib import Path
 from typing import Protocol
 from weakref import ref
 
-STARTERS = (
-    ("mpiexec", "PMI_RANK", "PMI_SIZE"),
-    ("mpiexec", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-)
-"""Who starts several processes, and the variables in which it says which of how many this is."""
 PROC = Path("/proc")
 NOTE = "hocket-rank"
 LOOK_SECONDS = 0.25
