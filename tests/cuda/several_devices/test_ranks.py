@@ -20,7 +20,7 @@ from hocket.scheduler import Executor, Pipeline, Store, in_turn, load, plan_for
 from ...given.devices.emulation import needs_compiler
 from ...given.devices.fake_nccl import backend_of
 from ...given.ranks.thread_link import in_threads
-from ...given.waits import until
+from ...given.waits import HOUR, until
 
 pytestmark = needs_compiler
 WIDTH = 64
@@ -60,7 +60,7 @@ def stored(plan, world):
 
 
 def executor_of(plan, world):
-    return Executor(plan, stored(plan, world))
+    return Executor(plan, stored(plan, world), timeout=HOUR)
 
 
 def wanted():
