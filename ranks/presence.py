@@ -46,11 +46,11 @@ STARTERS = (
     ("mpiexec", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
-"""Who starts several processes, and the variables in which it says which of how many this is."""
+"""Launchers, and their variables with the rank of a process and the number of ranks."""
 
 
 def place() -> tuple[str, int, int] | None:
-    """Return who started this process, its rank and the number of ranks; None if it is the only one."""
+    """Return the launcher, the rank and the number of ranks, or None for a single process."""
     for by, rank, size in STARTERS:
         numbers = os.environ.get(rank, ""), os.environ.get(size, "")
         if all(n.isdecimal() for n in numbers) and int(numbers[1]) > 1:
@@ -159,7 +159,7 @@ class Absent:
         self._stopped: dict[int, float] = {}
 
     def find(self) -> tuple[int, str] | None:
-        """Return a rank that will not come, and the reason; None if all may come."""
+        """Return a rank that will not come, and the reason, or None."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return None

@@ -41,8 +41,10 @@ processor for what is waited for."""
 WATCH, TALK, DATA = 0, 1, 2
 """Channels: of signs of life, of `everyones`; from `DATA` on of devices."""
 ALIVE, FAILED, DONE, GONE, CLOSES, LAST = b"a", b"f", b"d", b"g", b"c", b"l"
-"""What a packet of `WATCH` begins with: alive, has failed (and why), has done its work, has said what failed, the same
-and will close MPI, its script ends (and why)."""
+"""The first byte of a packet of `WATCH`. `FAILED` and `LAST` carry the reason: a rank failed, or its script ends.
+
+A rank that sends `GONE` or `CLOSES` has said why it ends; with `CLOSES` it ends MPI in order.
+"""
 
 
 Seen = TypeVar("Seen")
