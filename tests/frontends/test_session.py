@@ -159,7 +159,7 @@ def test_the_context_is_settled_before_the_weights_are_loaded() -> None:
     assert context_for(model, 10, None, default=64) == 64
     assert context_for(model, 10, 20) == 20
     with pytest.raises(
-        ModelError, match="has 21 tokens, but the context holds 20; shorten it or give a larger context=N"
+        ModelError, match="the context holds 20; shorten it or give a larger context=N"
     ):
         context_for(model, 21, 20)
     with pytest.raises(ModelError, match=r"but the context holds 512; shorten it$"):
