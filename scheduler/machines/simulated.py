@@ -24,7 +24,7 @@ from ...graph.arguments import TEXT, needs
 from ...graph.errors import BackendError, PlanError
 from ...graph.node import Node
 from ...graph.spec import Spec
-from .hardware import Hardware
+from .hardware import BUILT_IN, Hardware
 from .speeds import Speeds
 
 GIB = 1 << 30
@@ -309,7 +309,7 @@ def _slowest(machines: Sequence[Machine], links: Sequence[str]) -> Hardware:
         launch=max(m.launch for m in machines),
         link_bandwidth=min(link.bandwidth for link in joined),
         link_latency=max(link.latency for link in joined),
-        source=DATA_SHEET,
+        source=BUILT_IN if MACHINES["cpu"] in machines else DATA_SHEET,
     )
 
 

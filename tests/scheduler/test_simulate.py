@@ -151,8 +151,8 @@ def test_a_plan_says_what_its_speeds_are(kind, source, capsys):
     """There is a model of the time of kernels on GPUs of NVIDIA alone."""
     assert main(["plan", str(path_of("llama")), "--simulate", kind]) == 0
     said = capsys.readouterr().out
-    assert f"\nspeeds: {source}, weights read at " in said
-    assert ("with few tokens" in said) is (source == "predicted")
+    assert f"\nspeeds: {source}; weights read at " in said
+    assert ("with few tokens" in said) is (kind == "h200")
 
 
 def test_a_plan_says_what_sets_the_time_of_products():
