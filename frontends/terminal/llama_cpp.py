@@ -187,9 +187,9 @@ CLI = f"""
 --in-suffix: --chat puts messages into the model's template
 --in-prefix-bos: --chat puts messages into the model's template
 --jinja --no-jinja: --chat always uses the model's Jinja template; leave it out
---chat-template: --chat uses the template of the file; change it there (gguf-py's gguf-new-metadata)
---chat-template-file: --chat uses the template of the file; change it there (gguf-py's gguf-new-metadata)
---chat-template-kwargs: --chat uses the template of the file as it is
+--chat-template
+--chat-template-file
+--chat-template-kwargs
 --skip-chat-parsing --no-skip-chat-parsing: answers are never parsed; leave it out
 --reasoning-format: answers are written as they are, with the thoughts of a model; leave it out
 --reasoning-preserve --no-reasoning-preserve: the template of the model decides

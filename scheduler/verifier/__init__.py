@@ -97,5 +97,5 @@ Hardware
     unpack_bandwidth: likewise
     op_flops: above zero, finite, all of them; free otherwise
     op_bandwidth: likewise
-    source: a text for people; no check reads it
+    source: free, words for people
 """

@@ -158,9 +158,7 @@ def test_the_context_is_settled_before_the_weights_are_loaded() -> None:
     assert context_for(model, 10, None) == 512
     assert context_for(model, 10, None, default=64) == 64
     assert context_for(model, 10, 20) == 20
-    with pytest.raises(
-        ModelError, match="the context holds 20; shorten it or give a larger context=N"
-    ):
+    with pytest.raises(ModelError, match="the context holds 20; shorten it or give a larger context=N"):
         context_for(model, 21, 20)
     with pytest.raises(ModelError, match=r"but the context holds 512; shorten it$"):
         context_for(model, 513, None)

@@ -34,12 +34,12 @@ def test_the_table_is_of_these_sources():
 
 
 def pytest_generate_tests(metafunc):
-    """Every source for one architecture, each for another one than the source before, and in each turn; or for all."""
+    """Every source for one architecture, each for another one than the source before; or for all."""
     if "arch" not in metafunc.fixturenames:
         return
-    every, turn = (metafunc.config.getoption(name) for name in ("--every-architecture", "--turn"))
+    every = metafunc.config.getoption("--every-architecture")
     all_of = [architectures(source) for source in SOURCES]
-    chosen = [of if every else of[(i + turn) % len(of) :][:1] for i, of in enumerate(all_of)]
+    chosen = [of if every else of[i % len(of) :][:1] for i, of in enumerate(all_of)]
     cases = [(i, arch) for i, some in enumerate(chosen) for arch in some]
     metafunc.parametrize(("number", "arch"), cases, ids=[f"{i}-{SOURCES[i].file}-{arch}" for i, arch in cases])
 

@@ -24,7 +24,7 @@ TEXT = "It is a truth which I am not at all in love"
         ("run --zzz", "hocket run: there is no flag '--zzz'; see hocket run --help"),
         ("sing", "hocket: there is no command 'sing'; commands: run, logits, "),
         ("run -n -5", "argument -n/--predict: got '-5'; need an integer of at least -1"),
-        ("run --top-k 1.5", "argument --top-k: got '1.5'; need an integer of at least 0"),
+        ("run --top-k 1.5", "argument --top-k: got '1.5'; need an integer of at least -1"),
         ("run --temp hot", "argument --temp: got 'hot'; need a number"),
         ("run --logit-bias 5:1", "argument --logit-bias: got '5:1'; need a token id and a number, as 15043=-2.5"),
         ("bench m.gguf -t 0", "argument -t/--threads: got '0'; need an integer of at least 1"),

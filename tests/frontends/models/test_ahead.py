@@ -191,7 +191,7 @@ def test_a_saved_state_holds_nothing_of_guesses(tmp_path: Path) -> None:
 def test_a_model_without_such_a_block_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no block that guesses further tokens \(MTP\); name a draft model"):
         open_model(path_of("qwen3")).guessing()
-    with pytest.raises(ModelError, match=r"does not run the blocks of kimi-k3 .*; name a draft model with -md"):
+    with pytest.raises(ModelError, match=r"does not run the blocks of kimi-k3 .*; name a draft model with draft=FILE"):
         with_blocks_ahead(tmp_path / "ahead.gguf", architectures.written("kimi-k3-moe", tmp_path), 1.0).guessing()
 
 
@@ -227,5 +227,5 @@ def test_a_block_that_keeps_more_than_a_cache_is_refused(tmp_path: Path) -> None
     model = with_blocks_ahead(tmp_path / "ahead.gguf", architectures.written("deepseek4-moe", tmp_path), 1.0)
     metadata = {**model.gguf.metadata, "deepseek4.attention.compress_ratios": 4}
     gguf = replace(model.gguf, metadata=metadata)
-    with pytest.raises(ModelError, match="keeps what cannot be taken back; name a draft model with -md"):
+    with pytest.raises(ModelError, match="keeps what cannot be taken back; name a draft model with draft=FILE"):
         load_model(gguf).guessing()
