@@ -9,7 +9,7 @@ from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from .arguments import TEXT, Kind, a, made_of, needs, table_of
+from .arguments import SHOWN, TEXT, Kind, a, made_of, needs, table_of
 from .attrs import Attrs, word
 from .errors import GraphError
 from .node import LEAVES, Node, Value, line, ref
@@ -114,8 +114,13 @@ class Graph:
 
 
 def topological_order(roots: Iterable[Value]) -> tuple[Node, ...]:
-    """Every node reachable from `roots`, each after its sources; depth first, so users stay near their sources."""
+    """Every node reachable from `roots`, each after its sources; depth first, so users stay near their sources.
+
+    Raises `GraphError` for a node that reads its own result, through others too: only a frozen node that was
+    changed can.
+    """
     order: dict[Node, None] = {}
+    entered: set[Node] = set()
     for root in roots:
         stack = [root.node]
         while stack:
@@ -124,11 +129,14 @@ def topological_order(roots: Iterable[Value]) -> tuple[Node, ...]:
                 stack.pop()
                 continue
             waiting = [s.node for s in node.src if s is not None and s.node not in order]
-            if waiting:
-                stack.extend(reversed(waiting))
-            else:
+            if not waiting:
                 order[node] = None
                 stack.pop()
+            elif node in entered:  # its sources wait for it
+                raise GraphError(f"%{node.label:.{SHOWN}} reads its own result; build nodes from earlier values only")
+            else:
+                entered.add(node)
+                stack.extend(reversed(waiting))
     return tuple(order)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from .arguments import a, article, needs
+from .arguments import SHOWN, a, article, needs
 from .attrs import MAX_DEPTH, Attr, quote, word
 from .dtypes import DType
 from .errors import GraphError
 from .graph import Graph
-from .node import LEAVES
+from .node import LEAVES, Node
 from .spec import MAX_SIZE, problem
 
 Rule = Callable[[Graph], Iterator[str]]
@@ -88,6 +88,19 @@ def _plain(value: Attr, depth: int = 0) -> bool:
     return value is None or type(value) in (bool, float, str, bytes, DType)
 
 
+def sources_come_first(graph: Graph) -> Iterator[str]:
+    """A node reads results of nodes before it, so that no node reads its own; outputs and updates are their results."""
+    before: set[Node] = set()
+    for node in graph.nodes:
+        for source in node.inputs:
+            if source.node not in before:
+                yield f"%{node.label:.{SHOWN}} reads {source.label:.{SHOWN}}, which is no result of a node before it"
+        before.add(node)
+    for value in graph.roots():
+        if value.node not in before:
+            yield f"{value.label:.{SHOWN}} is returned, and is no result of a node of the graph"
+
+
 def something_is_computed(graph: Graph) -> Iterator[str]:
     """A graph has an output or an update."""
     if not graph.outputs and not graph.updates:
@@ -95,6 +108,7 @@ def something_is_computed(graph: Graph) -> Iterator[str]:
 
 
 RULES: tuple[Rule, ...] = (
+    sources_come_first,
     references_exist,
     something_is_computed,
     leaves_have_distinct_names,
@@ -104,6 +118,7 @@ RULES: tuple[Rule, ...] = (
     constants_hold_their_bytes,
     attributes_are_plain,
 )
+REFERENCES = (sources_come_first, references_exist)
 
 
 def problems(graph: Graph, rules: Sequence[Rule] = RULES) -> list[str]:
@@ -111,7 +126,7 @@ def problems(graph: Graph, rules: Sequence[Rule] = RULES) -> list[str]:
     faults: list[str] = []
     for rule in rules:
         faults += rule(graph)
-        if faults and rule is references_exist:  # the other rules look at what is referred to
+        if faults and rule in REFERENCES:  # the other rules look at what is referred to
             break
     return faults
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..backends.base import THREADS, group_of
-from ..graph.arguments import CALLABLE, NONE, TEXT, a, list_of, needs, pair_of, real, shown
+from ..graph.arguments import CALLABLE, NONE, SHOWN, TEXT, a, list_of, needs, pair_of, real, shown
 from ..graph.errors import PlanError
 from ..graph.graph import Graph
 from ..ops import verify
@@ -105,6 +105,8 @@ def plan_for(
     graph = spelled_out(graph, group)
     if strange := [n for n in graph.nodes if n.op in COLLECTIVES]:
         raise PlanError(f"{strange[0]!r}: collectives are put in by the planner; leave them out of the graph")
+    if like is not None:
+        group = _group_like(like, graph, group)
     shares = _proportions(tensor_split, len(group))
     planning = Planning(graph, tuple(group), shares if tensor_split else (), hardware, place, like, use)
     made = planning.made(SPLIT_MODES[split_mode], like, choose, host)
@@ -122,6 +124,28 @@ def plan_for(
 WAYS = (Planning.alone, Planning.layers, Planning.shards, Planning.staged, best_way)
 SPLIT_MODES: Mapping[str, Mode] = dict(zip(SPLIT_NAMES, WAYS, strict=True))
 """The modes by name, each a way to answer a planning for several devices."""
+
+
+def _group_like(like: Plan, graph: Graph, group: Devices) -> Devices:
+    """The devices of `group` that take part as in `like`.  Raises `PlanError` if `like` is no plan over them and over
+    the weights and states of `graph`."""
+    names, taken = [str(device) for _, device in group], [str(lane.device) for lane in like.lanes]
+    if len(names) != len(taken):
+        group = [pair for pair, name in zip(group, names, strict=True) if name not in like.spare]
+        if [str(device) for _, device in group] != taken:
+            raise PlanError(
+                f"like: it is a plan for {len(taken)} devices, and {len(names)} are given; "
+                f"give {', '.join(taken):.{2 * SHOWN}}"
+            )
+    stored = {v.node.name: v for v in (*like.graph.weights, *like.graph.states)}
+    for value in (*graph.weights, *graph.states):
+        earlier = stored.get(value.node.name, value)
+        if (earlier.node.op, earlier.spec) != (value.node.op, value.spec):
+            raise PlanError(
+                f"like: {value.label:.{SHOWN}} is a {value.node.op} {value.spec}, and in the earlier plan a "
+                f"{earlier.node.op} {earlier.spec}; rename it, or plan without like"
+            )
+    return group
 
 
 def _proportions(tensor_split: Sequence[float], devices: int) -> Sequence[float]:

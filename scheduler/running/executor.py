@@ -55,6 +55,7 @@ class Executor:
     ) -> None:
         self.plan, self.store, self.label = plan, store, label
         self.trace: Trace | None = None
+        store.require_devices(plan)
         self._turn = Turn((*store.backends, *(plan.lanes[number].backend for number in store.between.own)))
         with self._turn:
             self._bound = Bound(plan, store)

@@ -52,6 +52,7 @@ class Pipeline:
         self.plan, self.store = plan, store
         self.proven: set[tuple[Pipeline, ...]] = set()
         """Runs, each of one of these plans, that may follow each other through its devices."""
+        store.require_devices(plan)
         self._turn = Turn((*store.backends, *(plan.lanes[number].backend for number in store.between.own)))
         with self._turn:
             self._bound = bound = Bound(plan, store)

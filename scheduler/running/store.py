@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ...backends.abilities import Divides, Packs, Shares
 from ...backends.base import Array, Backend, BufferSpec, Device, Tensor, contiguous_strides
-from ...graph.arguments import BOOL, TEXT, a, needs
+from ...graph.arguments import BOOL, SHOWN, TEXT, a, needs, shown
 from ...graph.arrays import fitted, fitted_blocks, numbers
 from ...graph.attrs import quote
 from ...graph.dtypes import DType
@@ -75,7 +75,9 @@ class Store:
         quantised; `origin` is where it comes from, without which it is not kept, and `release` is called whenever a
         piece of it was read, which may be forgotten.  With `copies` devices read the memory of `data` itself where they
         can, and share the copies that they need with other stores.  Raises `PlanError` unless it fits `spec`."""
-        stored = _stored(f"weight %{name}", data, spec)
+        stored = _stored(f"weight %{quote(name):.{SHOWN}}", data, spec)
+        if why := _misplaced(spec, layout, len(self.group)):
+            raise PlanError(f"weight %{quote(name):.{SHOWN}}: {spec}: {why}; plan for the devices of this store")
         with self.turn:
             self._layouts[name] = (spec, layout)
             for number, device in self._devices.items():
@@ -138,15 +140,21 @@ class Store:
         return [d.nbytes() for d in self._devices.values()]
 
     @needs(PlanError, plan=a(Plan))
+    def require_devices(self, plan: Plan) -> None:
+        """Raises `PlanError` unless `plan` is for the devices of this store."""
+        theirs, own = (", ".join(str(d) for _, d in group) for group in (plan.group, self.group))
+        if theirs != own:
+            raise PlanError(
+                f"the plan is for {theirs:.{2 * SHOWN}}, and the store for {own:.{2 * SHOWN}}; make a store for it"
+            )
+
+    @needs(PlanError, plan=a(Plan))
     def buffers(self, plan: Plan) -> dict[int, list[Any]]:
         """For each device of this process the buffers of its program, made where they do not exist.
 
         Raises `PlanError` if a weight was never bound, or if a leaf lies otherwise than for an earlier plan.
         """
-        if len(plan.lanes) != len(self.group):
-            raise PlanError(
-                f"the plan is for {len(plan.lanes)} devices, the store for {len(self.group)}; make one for it"
-            )
+        self.require_devices(plan)
         for leaf in (*plan.graph.weights, *plan.graph.states):
             name, wanted = leaf.node.name, (leaf.spec, plan.leaves[leaf.node.name])
             if leaf.node.op == "state":
@@ -199,7 +207,8 @@ class StateView:
         return whole if dtype is None else whole.astype(dtype)
 
     def __getitem__(self, index: Any) -> Array:
-        return np.asarray(self)[index]
+        """Entries at `index`, an index that NumPy understands.  Raises `PlanError` for any other."""
+        return self._at(np.asarray(self), index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Assign to `index`, an index that NumPy understands; every device gets its share.  Raises `PlanError` for what
@@ -217,9 +226,16 @@ class StateView:
                 whole[index] = values
                 part.array[...] = encoded(_share(whole, Spec(self.shape), self.layout, number), part.dtype)
 
+    def _at(self, array: Array, index: Any) -> Any:
+        try:
+            return array[index]
+        except Exception:  # an index of no known type may raise anything
+            what = f"state %{quote(self.name):.{SHOWN}}: {self.spec}"
+            raise PlanError(f"{what} has no entries [{shown(index)}]; give an index within its shape") from None
+
     def _fitted(self, index: Any, value: Any) -> Array:
         """`value` as numbers that can be assigned to the entries at `index`; one for all of them stays one."""
-        there = np.broadcast_to(np.int8(0), self.shape)[index].shape
+        there = np.shape(self._at(np.broadcast_to(np.int8(0), self.shape), index))
         given = numbers(f"state %{self.name}", value)
         try:
             np.broadcast_to(given, there)
@@ -380,6 +396,19 @@ class _DeviceStore:
         if held != spec:
             raise PlanError(f"{spec.kind} %{spec.name} is {held.declared} in the store but {spec.declared} in the plan")
         return buffer
+
+
+def _misplaced(spec: Spec, layout: Layout, count: int) -> str:
+    """Why a value cannot lie so on `count` devices; nothing if it can."""
+    if isinstance(layout, Local) and not all(0 <= number < count for number in layout.devices):
+        return f"its layout names a device that is none of {count}"
+    if isinstance(layout, Shard):
+        if len(layout.runs) != count:
+            return f"its layout is for {len(layout.runs)} devices, and {count} are there"
+        size = spec.shape[layout.axis] if 0 <= layout.axis < len(spec.shape) else -1
+        if any(start < 0 or n < 0 or start + n > size for runs in layout.runs for start, n in runs):
+            return "its layout is a layout of another shape"
+    return ""
 
 
 def _stored(what: str, data: npt.ArrayLike, spec: Spec) -> Array:

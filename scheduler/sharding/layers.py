@@ -81,7 +81,7 @@ def placed_like(graph: Graph, leaves: Mapping[str, Layout]) -> Placement:
         if node.is_leaf:
             continue
         follows = max((placement[s.node] for s in node.inputs if not s.node.is_leaf), default=0)
-        homes = [leaves[s.node.name] for s in node.inputs if s.node.op in ("weight", "state")]
+        homes = [leaves.get(s.node.name) for s in node.inputs if s.node.op in ("weight", "state")]
         options = [h.devices for h in homes if isinstance(h, Local)]
         placement[node] = follows if all(follows in o for o in options) else options[0][0]
     return placement

@@ -218,7 +218,15 @@ DEEP: tuple = ()
 for _ in range(9):
     DEEP = (DEEP,)
 
+def changed_into_a_cycle() -> Graph:
+    first = ops.silu(input("c", (2,)))
+    graph = Graph({"y": ops.silu(first)})
+    object.__setattr__(first.node, "src", (graph.outputs["y"],))
+    return graph
+
+
 BROKEN = {
+    "sources_come_first": [(changed_into_a_cycle(), "%silu reads %silu, which is no result of a node before it")],
     "references_exist": [
         (Graph({"y": Value(X.node, 1)}), "%x#1: input has 1 results"),
         (Graph({"y": X}, {S: Value(X.node, 3)}), "%x#3: input has 1 results"),
@@ -285,6 +293,11 @@ BROKEN = {
         (Graph({"y": node("cast", input("i", (2,), "i32"), dtype="f32")}), "dtype is 'f32'; it must be a DType"),
     ],
 }
+
+
+def test_a_graph_cannot_be_made_of_a_cycle():
+    with pytest.raises(GraphError, match="%silu reads its own result"):
+        Graph({"y": changed_into_a_cycle().outputs["y"]})
 
 
 @pytest.mark.parametrize("rule", ops.RULES, ids=lambda rule: rule.__name__)

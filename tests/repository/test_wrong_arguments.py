@@ -99,6 +99,38 @@ def tokenizer() -> Tokenizer:
     return tokenizer_from_metadata(open_model(None).gguf.metadata)
 
 
+@cache
+def relatives() -> tuple[Any, ...]:
+    """Objects of the right classes from another graph, plan, group, store or model."""
+    wide, v = hocket.input("x", (7, 4)), hocket.state("s", (4, 4, 4), "f16")
+    grown = ops.mul_mat(hocket.weight("w", (6, 4)), wide)
+    other = hocket.Graph({"y": grown, "v": v}, {v: ops.scale(v, scale=2.0, bias=0.0)})
+    same = hocket.Graph({"y": ops.silu(hocket.weight("w", (5, 4)))})
+    cut = {"devices": "numpy:0,numpy:1,numpy:2", "split_mode": "tensor"}
+    plans = (
+        *(hocket.plan(other, "numpy:0"), hocket.plan(other, **cut), hocket.plan(graph, **cut)),
+        *(hocket.plan(graph, "cpu:0"), hocket.plan(graph, "numpy:1"), hocket.plan(same, "numpy:0")),
+        hocket.plan(graph, "numpy:0,numpy:1,numpy:2,numpy:3", split_mode="layer,tensor"),
+        *(hocket.plan(graph, "numpy:0,numpy:1", split_mode=mode) for mode in ("none", "layer")),
+    )
+    stores = tuple(hocket.Store(made.group) for made in plans)
+    layouts = {layout: None for made in plans for layout in (*made.leaves.values(), *made.outputs.values())}
+    parts = (other, same, wide, v, grown, grown.node, v.node, v.spec, grown.spec, hocket.Value(grown.node, 1))
+    values = ({"y": grown}, {v: grown}, {"x": wide}, (grown, None), (grown.spec, v.spec), grown.node.attrs)
+    fields = (
+        value
+        for made in plans[:3]
+        for value in (made.lanes, made.leaves, made.outputs, made.cuts, made.hardware, made.group, made.cost)
+    )
+    machines = (base.find("cpu:0"), scheduler.simulate("cpu:3"), hocket.Trace(), Group(("numpy:0", "numpy:1")))
+    steps = (Step(2, 3, 16, 16, 3), Step(sequences=1, tokens=1, cells=10**6, context=10**6, outputs=1))
+    ended = hocket.Model(None, devices="numpy:0", context=8)
+    ended.close()
+    theirs = (open_model(FIXTURES / "qwen3/model.gguf"), Sampling(bias=((10**6, 1.0),)), hocket.Token(1, "a", -1.0))
+    executors = (executor("cpu:0"), hocket.load(plans[4], WEIGHTS))
+    return (*parts, *values, *plans, *stores, *layouts, *fields, *machines, *steps, ended, *theirs, *executors)
+
+
 def with_one(call: Callable[[Mapping[str, Any]], Any], given: Mapping[str, Any], name: str) -> Callable[..., Any]:
     """`call` on a mapping in which one value is replaced."""
     return lambda value: call({**given, name: value})
@@ -170,6 +202,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "Store.bind, layout", (partial(bound_store().bind, "w", WEIGHTS["w"], w.spec), {"layout": plan().leaves["w"]})
     yield "Store.beside", (bound_store().beside, {"in_turn": True})
     yield "Store.state", (executor().store.state, {"name": "s"})
+    yield "Store.require_devices", (bound_store().require_devices, {"plan": plan()})
     yield "Store.buffers", (bound_store().buffers, {"plan": plan()})
     yield "a state", (partial(assigned, ...), {"value": 1.0})
     yield "a row of a state", (partial(assigned, 1), {"value": np.ones(5)})
@@ -241,7 +274,7 @@ def faults(call: Callable[..., Any], right: Mapping[str, Any], wrong: tuple[Any,
     """Answers to wrong arguments that are no error of hocket's, or none of one short line."""
     call(**right)  # what is right works
     for name in right:
-        for value in wrong:
+        for value in (*wrong, *relatives()):
             try:
                 call(**{**right, name: value})
             except hocket.HocketError as why:
@@ -278,7 +311,7 @@ def test_a_wrong_file_of_a_saved_state_is_an_error_of_hockets_own(tmp_path):
 def test_a_wrong_program_is_an_error_of_hockets_own():
     """What is right takes an extra package, which what is wrong does not import."""
     for name in WITH_EXTRAS:
-        for value in WRONG:
+        for value in (*WRONG, *relatives()):
             with pytest.raises(hocket.HocketError, match=r"^[^\n]+$"):
                 getattr(hocket, name)(value)
 
