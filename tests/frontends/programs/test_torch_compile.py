@@ -208,7 +208,7 @@ class TestOneGraphForSeveralModules:
 
     @pytest.mark.long
     def test_the_memory_of_a_parameter_is_read_where_it_is(self):
-        """So that a change which PyTorch does not count is seen too, and no device has a copy."""
+        """A change that PyTorch misses is seen, too, and devices have no copy."""
         import torch
 
         from hocket.frontends.torch.operands import _copies
@@ -375,3 +375,79 @@ class TestOneGraphForSeveralModules:
             ours = call(mine, mine[0])
         assert torch.equal(ours, change(other, other[0]))
         assert torch.equal(mine, other)
+
+
+CALLS = {
+    "norms": lambda x, n, i: [torch_norm(x, p) for p in (0, 0.5, 1, 1.5, 3, -1, -2.5, float("inf"), -float("inf"))],
+    "masked": lambda x, n, i: (
+        import_masked().norm(x, 3.0, 1, mask=x > 0),
+        import_masked().normalize(x, 1.5, 1, mask=x > 0),
+        import_masked().logsumexp(x, 1, mask=x > 9),
+    ),
+    "no axes": lambda x, n, i: (
+        n.sort(),
+        n.topk(1),
+        n.scatter(0, i, n),
+        n.scatter_add(0, i, n),
+        n.index_select(0, i),
+        n.index_add(0, i, n),
+        n.index_copy(0, i, n),
+        x.index_select(1, i),
+        x.log_softmax(1),
+    ),
+    "second and third results": lambda x, n, i: (
+        torch_op("native_layer_norm")(x, [6], None, None, 1e-5),
+        torch_op("max_pool2d_with_indices")(x[None], [2, 2]),
+    ),
+    "order of ties": lambda x, n, i: (
+        (x.flatten() > 0).long().repeat(9).argsort(),
+        (x.flatten() > 0).long().repeat(9).sort(descending=True).indices,
+        (x.flatten() > 0).long().repeat(9).argsort(stable=True),
+        x.flatten().repeat(9).sort().values,
+    ),
+}
+"""Calls of x [4, 6], n and i without axes."""
+
+
+def torch_norm(x, power):
+    import torch
+
+    return torch.linalg.vector_norm(x, power, 1)
+
+
+def torch_op(name):
+    import torch
+
+    return getattr(torch.ops.aten, name)
+
+
+def import_masked():
+    import torch
+
+    return torch.masked
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_give_the_results_of_pytorch(name):
+    import torch
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    args = torch.randn(4, 6), torch.tensor(2.5), torch.tensor(0)
+    with torch.no_grad():
+        ours, theirs = through_hocket(CALLS[name])(*args), CALLS[name](*args)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, check_stride=False)
+
+
+@pytest.mark.long
+def test_only_an_unstable_sort_with_places_is_left_to_pytorch(recwarn):
+    import torch
+
+    torch._dynamo.reset()
+    x = torch.randint(0, 3, (40,)).float()
+    with torch.no_grad():
+        through_hocket(lambda x: (x.sort().values, x.sort(stable=True).indices, x[:16].argsort()))(x)
+        assert not [w for w in recwarn if "PyTorch runs" in str(w.message)]
+        with pytest.warns(UserWarning, match=r"has no row for: aten\.argsort\.default \(1\)"):
+            through_hocket(lambda x: x.argsort())(x)
