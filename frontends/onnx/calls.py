@@ -258,11 +258,12 @@ def one_hot(ids: Tensor, depth: Tensor, values: Tensor, *, axis: int = -1) -> Te
     return arith.where(arith.compare("eq", own, places), on, off)
 
 
-def space_to_depth(x: Tensor, *, blocksize: int) -> Tensor:
+def space_to_depth(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
     n, c, h, w = x.shape
     b = blocksize
     parts = shapes.reshape(x, (n, c, h // b, b, w // b, b))
-    return shapes.reshape(shapes.permute(parts, (0, 3, 5, 1, 2, 4)), (n, c * b * b, h // b, w // b))
+    order = (0, 3, 5, 1, 2, 4) if mode == "DCR" else (0, 1, 3, 5, 2, 4)
+    return shapes.reshape(shapes.permute(parts, order), (n, c * b * b, h // b, w // b))
 
 
 def depth_to_space(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:

@@ -106,12 +106,33 @@ def _inlined(model: ModelProto) -> ModelProto:
         before = len(model.graph.node)
         if not ids:
             break
-        model = inline_selected_functions(infer_shapes(model), sorted(ids), inline_schema_functions=True)
+        typed = infer_shapes(model)
+        try:
+            model = inline_selected_functions(typed, sorted(ids), inline_schema_functions=True)
+        except RuntimeError:  # an assertion of onnx itself, which names no node
+            raise ModelError(_uninlinable(typed, ids)) from None
         if len(model.graph.node) > MOST_NODES:
             raise ModelError(f"the model has {len(model.graph.node)} nodes written out; hocket reads {MOST_NODES}")
         if len(model.graph.node) == before:
             break
     return model
+
+
+def _uninlinable(model: ModelProto, ids: set[tuple[str, str]]) -> str:
+    """Describe the first node whose function onnx cannot write out."""
+    from onnx.inliner import inline_selected_functions
+
+    for key in sorted(ids):
+        try:
+            inline_selected_functions(model, [key], inline_schema_functions=True)
+        except RuntimeError:
+            node = next(n for n in model.graph.node if (n.domain, n.op_type) == key)
+            absent = f" without its input {list(node.input).index('')}" if "" in node.input else ""
+            return (
+                f"node {node.name or node.output[0]!r}: onnx does not write {key[1]} out in other ops{absent}; "
+                "export the model with that op decomposed, or add a row to frontends/onnx/table.py"
+            )
+    return "onnx does not write its functions out together; export the model with functions decomposed"
 
 
 def _domain(node: NodeProto) -> str:

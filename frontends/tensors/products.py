@@ -11,8 +11,8 @@ import numpy as np
 from ... import ops
 from ...graph import Value
 from ..errors import ModelError
-from .arithmetic import add, compare, maximum, mul, real, rsqrt, scaled, sub, where
-from .reducing import log_sum_exp
+from .arithmetic import add, compare, maximum, mul, real, rsqrt, scaled, sub, unary, where
+from .reducing import extreme, total
 from .shapes import expand, moved, permuted, reshape, squeeze, transpose, unsqueeze
 from .tensor import Tensor, literal, reshaped, tensor
 
@@ -63,7 +63,8 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
 
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
     """The logarithm of `softmax`."""
-    return sub(x, log_sum_exp(x, axis, keepdim=True))
+    below = sub(x, extreme("max", x, axis, keepdim=True))
+    return sub(below, unary(ops.log, total(unary(ops.exp, below), axis, keepdim=True)))
 
 
 def attention(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import isinf, prod
 
 from ... import ops
 from ...graph import DType, Value
-from .arithmetic import add, compare, logical_not, negative, real, scaled, sub, truth, unary
+from .arithmetic import add, compare, is_infinite, logical_not, negative, real, scaled, sub, truth, unary, where
+from .arithmetic import power as raise_to
 from .shapes import moved, permute, reshape
 from .tensor import Tensor, cast, tensor
 
@@ -118,16 +119,23 @@ def order(x: Tensor, axis: int = -1, descending: bool = False) -> Tensor:
 
 
 def log_sum_exp(x: Tensor, axes: int | Sequence[int], keepdim: bool = False) -> Tensor:
-    """``log(sum(exp(x)))`` without overflow."""
+    """``log(sum(exp(x)))`` without overflow; of entries that are all -inf it is -inf."""
     over = _axes(x, axes)
     top = extreme("max", x, over, keepdim=True)
+    top = where(is_infinite(top), 0.0, top)
     whole = add(unary(ops.log, total(unary(ops.exp, sub(x, top)), over, keepdim=True)), top)
     return whole if keepdim else reshape(whole, [n for a, n in enumerate(x.shape) if a not in over])
 
 
 def norm_of(x: Tensor, power: float = 2, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """The vector norm of entries, of power 1, 2 or infinity."""
+    """The vector norm of entries: ``sum(|x| ** power) ** (1 / power)``, or its limit for 0, inf and -inf."""
     if power == 2:
         return unary(ops.sqrt, total(unary(ops.sqr, x), axes, keepdim))
+    if power == 0:
+        return total(cast(compare("ne", x, 0.0), DType.F32), axes, keepdim)
     size = unary(ops.abs_, x)
-    return total(size, axes, keepdim) if power == 1 else extreme("max", size, axes, keepdim)
+    if isinf(power):
+        return extreme("max" if power > 0 else "min", size, axes, keepdim)
+    if power == 1:
+        return total(size, axes, keepdim)
+    return raise_to(total(raise_to(size, power), axes, keepdim), 1 / power)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import wraps
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -22,6 +23,24 @@ def padding(x: Tensor, pads: Sequence[int]) -> list[tuple[int, int]]:
     """PyTorch's flat list, which begins with the last axis, as a pair for each axis."""
     pairs = list(zip(pads[::2], pads[1::2], strict=True))[::-1]
     return [(0, 0)] * (x.rank - len(pairs)) + pairs
+
+
+def with_axes(row: Row) -> Row:
+    """Return `row` for tensors without axes as well: it gets them with one axis of one entry."""
+
+    @wraps(row)
+    def call_row(x: Tensor, *args: Any, **more: Any) -> Any:
+        args, more = tuple(map(_with_axis, args)), {name: _with_axis(value) for name, value in more.items()}
+        out = row(_with_axis(x), *args, **more)
+        if x.rank:
+            return out
+        return tuple(shapes.reshape(t, ()) for t in out) if isinstance(out, tuple) else shapes.reshape(out, ())
+
+    return call_row
+
+
+def _with_axis(x: Any) -> Any:
+    return shapes.reshape(x, (1,)) if isinstance(x, Tensor) and not x.rank else x
 
 
 # ---------------------------------------------------------------------------------------------------- entry by entry
@@ -205,6 +224,7 @@ def running(kind: str) -> Row:
     return lambda x, axis: reducing.running(kind, x, axis)
 
 
+@with_axes
 def sort(x: Tensor, *args: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
     """The overloads of sort: (axis, descending), or (stable, axis, descending)."""
     if args and isinstance(args[0], bool):
@@ -219,6 +239,7 @@ def argsort(x: Tensor, *args: Any, **more: Any) -> Tensor:
     return sort(x, *args, **more)[1]
 
 
+@with_axes
 def top_k(x: Tensor, k: int, axis: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     ids = shapes.cut(reducing.order(x, axis, largest), axis, 0, k)
     return indexing.gather(x, axis, ids), ids
@@ -313,6 +334,7 @@ def embedding(weight: Tensor, ids: Tensor, *_: object) -> Tensor:
     return indexing.embedding(weight, ids)
 
 
+@with_axes
 def index_select(x: Tensor, axis: int, ids: Tensor) -> Tensor:
     return indexing.index_select(x, axis, ids)
 
@@ -324,14 +346,17 @@ def gather(x: Tensor, axis: int, ids: Tensor, sparse_grad: bool = False) -> Tens
 _REDUCE = MappingProxyType({"add": "add", "multiply": "mul", "sum": "add", "prod": "mul", "amax": "max", "amin": "min"})
 
 
+@with_axes
 def scatter(x: Tensor, axis: int, ids: Tensor, src: Operand, reduce: str | None = None) -> Tensor:
     return indexing.scatter(x, axis, ids, src, _REDUCE[reduce] if reduce else "set")
 
 
+@with_axes
 def scatter_add(x: Tensor, axis: int, ids: Tensor, src: Tensor) -> Tensor:
     return indexing.scatter(x, axis, ids, src, "add")
 
 
+@with_axes
 def scatter_reduce(x: Tensor, axis: int, ids: Tensor, src: Tensor, reduce: str, include_self: bool = True) -> Tensor:
     if not include_self or reduce not in _REDUCE:
         raise ModelError(
@@ -340,12 +365,14 @@ def scatter_reduce(x: Tensor, axis: int, ids: Tensor, src: Tensor, reduce: str, 
     return indexing.scatter(x, axis, ids, src, _REDUCE[reduce])
 
 
+@with_axes
 def index_add(x: Tensor, axis: int, ids: Tensor, src: Tensor, alpha: float = 1) -> Tensor:
     front = shapes.moved(x, axis, 0)
     put = indexing.index_put(front, [ids], shapes.moved(arith.mul(src, alpha) if alpha != 1 else src, axis, 0), True)
     return shapes.moved(put, 0, axis)
 
 
+@with_axes
 def index_copy(x: Tensor, axis: int, ids: Tensor, src: Tensor) -> Tensor:
     front = shapes.moved(x, axis, 0)
     return shapes.moved(indexing.index_put(front, [ids], shapes.moved(src, axis, 0)), 0, axis)

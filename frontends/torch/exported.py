@@ -242,13 +242,16 @@ class _Importer:
         try:
             out = row(*_replaced(node.args, tensors), **_replaced(kwargs, tensors))
             self.values[node] = _fitted(out, node.meta["val"], node)
-        except (ModelError, GraphError, TypeError) as why:
-            raise ModelError(f"%{node.name} = {_text_of(node.target)}: {why}") from (
-                why if isinstance(why, TypeError) else None
-            )
+        except (ModelError, GraphError) as why:
+            raise ModelError(f"%{node.name} = {_text_of(node.target)}: {why}") from None
+        except Exception as why:  # a row reads arguments of a call that it does not know
+            problem = f"{type(why).__name__}: {why}".partition("\n")[0]
+            raise ModelError(f"%{node.name} = {_text_of(node.target)}: the row fails with {problem:.200}") from why
 
     def _tensor(self, node: Node) -> Any:
         if node in self.values:
+            if self.values[node] is None:
+                raise ModelError(f"%{node.name} is a result that hocket does not compute; remove it from the program")
             return self.values[node]
         known = self.constants[node]
         if not _is_tensor(known):

@@ -20,7 +20,7 @@ import torch
 from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 from ...scheduler import Executor, Plan, Store
-from ...scheduler.running.store import WeightCopies
+from ...scheduler.running.copies import WeightCopies
 from ..tensors.tensor import held
 from .arrays import array_of
 from .program import Program, Runner
@@ -91,7 +91,7 @@ class Bindings:
 
     def _bind(self, key: tuple[int, ...], parameters: Sequence[torch.Tensor]) -> _Binding:
         places, versions = [p.data_ptr() for p in parameters], [p._version for p in parameters]
-        store = self.store.beside(in_turn=True)
+        store = self.store.in_turn()
         self._load(store, parameters)
         runner = Runner(self.program, self.plan, Executor(self.plan, store))
         mine = weakref.ref(self)

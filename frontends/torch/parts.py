@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,9 @@ def parts_of(exported: ExportedProgram, has_row: Callable[[Node], bool]) -> tupl
     ours: list[bool] = []
     for node in module.graph.nodes:
         if node.op in LEAVES:
+            continue
+        if node.target is operator.getitem:  # an entry of a tuple, which no part can return
+            parts[node] = parts[node.args[0]]
             continue
         mine = has_row(node)
         if not ours or ours[-1] != mine:

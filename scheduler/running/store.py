@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ...backends.abilities import Divides, Packs, Shares
 from ...backends.base import Array, Backend, BufferSpec, Device, Tensor, contiguous_strides
-from ...graph.arguments import BOOL, SHOWN, TEXT, a, needs, shown
+from ...graph.arguments import SHOWN, TEXT, a, needs, shown
 from ...graph.arrays import fitted, fitted_blocks, numbers
 from ...graph.attrs import quote
 from ...graph.dtypes import DType
@@ -27,6 +27,7 @@ from ..layout import REPLICATE, Layout, Local, Replicate, Shard, local_shape
 from ..lowering.lane import DEVICES, Lane
 from ..plan import Plan
 from ..units import nbytes_text
+from .copies import Arena, WeightCopies
 from .digests import LoadedBytes, digest_of
 from .packed import Origin, PackedWeights
 from .turns import Turn
@@ -106,17 +107,22 @@ class Store:
                 other = partial(_share, stored, spec, layout, number)
                 self.loaded_bytes.add(name, layout, number, lambda other=other: digest_of(other(), release))  # type: ignore[misc]
 
-    @needs(PlanError, in_turn=BOOL)
-    def beside(self, *, in_turn: bool = False) -> Store:
-        """A store over the same weights, with states of its own.  With `in_turn` it shares the memory of values, too:
-        then no two plans over these stores may run at the same time, as an `Executor` of each ensures."""
+    def beside(self) -> Store:
+        """A store over the same weights, with states of its own."""
         other = Store(self.group, self.between.world, self._packed)
         for number, mine in self._devices.items():
             theirs = other._devices[number]
-            theirs.arena = mine.arena if in_turn else theirs.arena
             theirs.held.update({key: kept for key, kept in mine.held.items() if key[0] == "weight"})
         weights = {name for name in self._layouts if name not in self._states}
         other._layouts.update({name: layout for name, layout in self._layouts.items() if name in weights})
+        return other
+
+    def in_turn(self) -> Store:
+        """A store `beside` this one that shares the memory of values, too: plans over these stores must never run at
+        the same time, as an `Executor` of each ensures."""
+        other = self.beside()
+        for number, mine in self._devices.items():
+            other._devices[number].arena = mine.arena
         return other
 
     @needs(PlanError, name=TEXT)
@@ -260,41 +266,6 @@ class Place:
     share: str
 
 
-class WeightCopies:
-    """The copies that devices have of one weight, for all stores that bind it.
-
-    `version` names the contents of the weight: a copy of another version is filled again, in its place, so that
-    programs that are bound to it read the new contents.  Where the source lasts as long as the stores, devices may
-    read its memory instead.  `source` is held, so that its address stays part of a version.
-    """
-
-    def __init__(self, *, is_source_lasting: bool) -> None:
-        self.is_source_lasting = is_source_lasting
-        self.version: object = None
-        self.source: object = None
-        self.buffers: dict[object, tuple[object, Any]] = {}
-
-    def buffer(self, key: object, alloc: Callable[[], Any], fill: Callable[[Any], object]) -> Any:
-        """The copy under `key`, with the present contents."""
-        version, buffer = self.buffers[key] if key in self.buffers else (None, alloc())
-        if version != self.version or key not in self.buffers:
-            fill(buffer)
-            self.buffers[key] = (self.version, buffer)
-        return buffer
-
-
-class _Arena:
-    """The memory of the values of all plans over one device, which run one at a time; it grows to the largest."""
-
-    def __init__(self) -> None:
-        self.nbytes, self._buffer = 0, None
-
-    def buffer(self, nbytes: int, alloc: Callable[[], Any]) -> Any:
-        if nbytes > self.nbytes or self._buffer is None:
-            self.nbytes, self._buffer = nbytes, alloc()
-        return self._buffer
-
-
 class _DeviceStore:
     """The buffers of one device by (kind, name), and its arena."""
 
@@ -302,7 +273,7 @@ class _DeviceStore:
         self.backend, self.device = backend, device
         self.divides: Divides | None = backend if isinstance(backend, Divides) else None
         self.held: dict[tuple[str, str], tuple[BufferSpec, Any]] = {}
-        self.arena = _Arena()
+        self.arena = Arena()
 
     def load(
         self,

@@ -218,6 +218,7 @@ DEEP: tuple = ()
 for _ in range(9):
     DEEP = (DEEP,)
 
+
 def changed_into_a_cycle() -> Graph:
     first = ops.silu(input("c", (2,)))
     graph = Graph({"y": ops.silu(first)})

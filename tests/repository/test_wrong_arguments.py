@@ -200,7 +200,6 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "Store", (hocket.Store, {"group": plan().group})
     yield "Store.bind", (bound_store().bind, {"name": "w", "data": WEIGHTS["w"], "spec": w.spec})
     yield "Store.bind, layout", (partial(bound_store().bind, "w", WEIGHTS["w"], w.spec), {"layout": plan().leaves["w"]})
-    yield "Store.beside", (bound_store().beside, {"in_turn": True})
     yield "Store.state", (executor().store.state, {"name": "s"})
     yield "Store.require_devices", (bound_store().require_devices, {"plan": plan()})
     yield "Store.buffers", (bound_store().buffers, {"plan": plan()})

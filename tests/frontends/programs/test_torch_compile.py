@@ -208,7 +208,7 @@ class TestOneGraphForSeveralModules:
 
     @pytest.mark.long
     def test_the_memory_of_a_parameter_is_read_where_it_is(self):
-        """So that a change which PyTorch does not count is seen too, and no device has a copy."""
+        """A change that PyTorch misses is seen, too, and devices have no copy."""
         import torch
 
         from hocket.frontends.torch.operands import _copies

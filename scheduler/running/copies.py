@@ -1,0 +1,41 @@
+"""Memory that stores share: copies of one weight, and the values of plans that run one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class WeightCopies:
+    """The copies that devices have of one weight, for all stores that bind it.
+
+    `version` names the contents of the weight: a copy of another version is filled again, in its place, so that
+    programs that are bound to it read the new contents.  Where the source lasts as long as the stores, devices may
+    read its memory instead.  `source` is held, so that its address stays part of a version.
+    """
+
+    def __init__(self, *, is_source_lasting: bool) -> None:
+        self.is_source_lasting = is_source_lasting
+        self.version: object = None
+        self.source: object = None
+        self.buffers: dict[object, tuple[object, Any]] = {}
+
+    def buffer(self, key: object, alloc: Callable[[], Any], fill: Callable[[Any], object]) -> Any:
+        """The copy under `key`, with the present contents."""
+        version, buffer = self.buffers[key] if key in self.buffers else (None, alloc())
+        if version != self.version or key not in self.buffers:
+            fill(buffer)
+            self.buffers[key] = (self.version, buffer)
+        return buffer
+
+
+class Arena:
+    """The memory of the values of all plans over one device, which run one at a time; it grows to the largest."""
+
+    def __init__(self) -> None:
+        self.nbytes, self._buffer = 0, None
+
+    def buffer(self, nbytes: int, alloc: Callable[[], Any]) -> Any:
+        if nbytes > self.nbytes or self._buffer is None:
+            self.nbytes, self._buffer = nbytes, alloc()
+        return self._buffer
