@@ -66,7 +66,7 @@ PARTS = (
     OptionalPart("Selenium", read_extra("browser")),
     OptionalPart("Perfetto", read_extra("perfetto")),
     OptionalPart("mkdocs", read_extra("docs")),
-    OptionalPart("PyTorch", ("torch==2.13.0",), seconds=900),
+    OptionalPart("PyTorch", ("torch==2.13.0", "expecttest"), seconds=900),
     OptionalPart("transformers", ("transformers==5.24.0",)),
     OptionalPart("pyright", ("pyright[nodejs]",), fetch=(sys.executable, "-m", "pyright", "--version")),
     OptionalPart(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .arguments import NONE, TEXT, Kind, a, demand, made_of, needs, shown, tuple_of
+from .arguments import NONE, SHOWN, TEXT, Kind, a, demand, made_of, needs, shown, tuple_of
 from .arrays import numbers
 from .attrs import NO_ATTRS, Attrs, attr_text, quote, word
 from .dtypes import BY_TEXT, DType, DTypeLike
@@ -116,18 +116,24 @@ class Value:
 
     @property
     def spec(self) -> Spec:
-        """Shape and dtype."""
-        return self.node.specs[self.index]
+        """Shape and dtype.  Raises `GraphError` if the node has no such result, as do `shape` and `dtype`."""
+        try:
+            return self.node.specs[self.index]
+        except IndexError:
+            raise GraphError(
+                f"%{self.node.label:.{SHOWN}}#{shown(self.index)}: {word(self.node.op):.{SHOWN}} has "
+                f"{len(self.node.specs)} results"
+            ) from None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """In NumPy's order."""
-        return self.node.specs[self.index].shape
+        return self.spec.shape
 
     @property
     def dtype(self) -> DType:
         """The type that the graph declares; a backend may keep another."""
-        return self.node.specs[self.index].dtype
+        return self.spec.dtype
 
     @property
     def label(self) -> str:

@@ -12,6 +12,7 @@ from ..backends.base import THREADS, group_of
 from ..graph.arguments import CALLABLE, NONE, SHOWN, TEXT, a, list_of, needs, pair_of, real, shown
 from ..graph.errors import PlanError
 from ..graph.graph import Graph
+from ..graph.node import Value
 from ..ops import verify
 from ..ops.collective import COLLECTIVES
 from .choosing.planning import Chooser, Mode, Planning
@@ -140,12 +141,21 @@ def _group_like(like: Plan, graph: Graph, group: Devices) -> Devices:
     stored = {v.node.name: v for v in (*like.graph.weights, *like.graph.states)}
     for value in (*graph.weights, *graph.states):
         earlier = stored.get(value.node.name, value)
-        if (earlier.node.op, earlier.spec) != (value.node.op, value.spec):
+        if not _accepts_same_layout(earlier, value):
             raise PlanError(
                 f"like: {value.label:.{SHOWN}} is a {value.node.op} {value.spec}, and in the earlier plan a "
                 f"{earlier.node.op} {earlier.spec}; rename it, or plan without like"
             )
     return group
+
+
+def _accepts_same_layout(earlier: Value, value: Value) -> bool:
+    """Return whether two weights are of one shape and type, or two states of one type: a state may have other sizes."""
+    if (earlier.node.op, earlier.spec.dtype) != (value.node.op, value.spec.dtype):
+        return False
+    if value.node.op == "state":
+        return len(earlier.spec.shape) == len(value.spec.shape)
+    return earlier.spec == value.spec
 
 
 def _proportions(tensor_split: Sequence[float], devices: int) -> Sequence[float]:

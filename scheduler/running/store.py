@@ -77,7 +77,7 @@ class Store:
         piece of it was read, which may be forgotten.  With `copies` devices read the memory of `data` itself where they
         can, and share the copies that they need with other stores.  Raises `PlanError` unless it fits `spec`."""
         stored = _stored(f"weight %{quote(name):.{SHOWN}}", data, spec)
-        if why := _misplaced(spec, layout, len(self.group)):
+        if why := _find_layout_error(spec, layout, len(self.group)):
             raise PlanError(f"weight %{quote(name):.{SHOWN}}: {spec}: {why}; plan for the devices of this store")
         with self.turn:
             self._layouts[name] = (spec, layout)
@@ -369,7 +369,7 @@ class _DeviceStore:
         return buffer
 
 
-def _misplaced(spec: Spec, layout: Layout, count: int) -> str:
+def _find_layout_error(spec: Spec, layout: Layout, count: int) -> str:
     """Why a value cannot lie so on `count` devices; nothing if it can."""
     if isinstance(layout, Local) and not all(0 <= number < count for number in layout.devices):
         return f"its layout names a device that is none of {count}"

@@ -30,21 +30,21 @@ class Readers:
         self._groups: dict[Items, _Group] = {}
 
     def add(self, user: Side, numbers: tuple[int, ...]) -> None:
-        self._groups.setdefault(self._fixed(user), _Group(self._op)).readers.append((user, numbers))
+        self._groups.setdefault(self._fixed_arguments(user), _Group(self._op)).readers.append((user, numbers))
 
-    def near(self, mine: Side, axes: Sequence[Axes | None]) -> Iterator[Reader]:
+    def neighbours(self, mine: Side, axes: Sequence[Axes | None]) -> Iterator[Reader]:
         """The nodes that a device's node on these entries of the operands can be; else some that say why it is none.
 
         Where no node has its attributes, a node without entries can be any of them.
         """
-        group = self._groups.get(self._fixed(mine))
+        group = self._groups.get(self._fixed_arguments(mine))
         if group is not None:
-            yield from group.near(mine, axes)
+            yield from group.neighbours(mine, axes)
             return
         others = (reader for group in self._groups.values() for reader in group.readers)
         yield from others if all(s.size == 0 for s in mine.results) else islice(others, MAX_OTHERS)
 
-    def _fixed(self, node: Side) -> Items:
+    def _fixed_arguments(self, node: Side) -> Items:
         """The attributes in which a node and its share agree."""
         local = local_attrs(REGISTRY[self._op])
         return tuple(sorted(item for item in node.attrs if item[0] not in local))
@@ -57,7 +57,7 @@ class _Group:
         self._op = op
         self.readers: list[Reader] = []
 
-    def near(self, mine: Side, axes: Sequence[Axes | None]) -> Iterator[Reader]:
+    def neighbours(self, mine: Side, axes: Sequence[Axes | None]) -> Iterator[Reader]:
         (operand, *_) = axes or (None,)
         if self._op != "slice" or operand is None or len(self.readers) <= MAX_OTHERS or not mine.results[0].size:
             yield from self.readers

@@ -78,7 +78,8 @@ class Meaning:
             yield ()
         none: list[tuple[int | None, ...]] = []
         found = [[self._sources.get((op, (i, n)), none) for n in numbers] for i, numbers in enumerate(choices)]
-        for sources in chain.from_iterable(min(found, key=lambda lists: sum(map(len, lists)), default=())):
+        fewest = min(found, key=lambda lists: sum(map(len, lists)), default=[])
+        for sources in chain.from_iterable(fewest):
             if len(sources) == len(choices) and all(n in c for n, c in zip(sources, choices, strict=True)):
                 yield sources
 
@@ -297,7 +298,7 @@ class Trace:
         key = (op, tuple(None if o is None else o.number for o in operands))
         axes = tuple(None if o is None else meaning.with_digits(o.number, o.axes) for o in operands)
         readers = meaning.users.get(key)
-        for user, numbers in readers.near(mine, axes) if readers is not None else ():
+        for user, numbers in readers.neighbours(mine, axes) if readers is not None else ():
             if [s.dtype for s in user.results] != [s.dtype for s in mine.results]:
                 reasons.append(f"the results have other dtypes than {user.results}")
                 continue

@@ -132,7 +132,7 @@ def test_a_pipe_that_only_a_descriptor_names_is_written_to(tmp_path: Path) -> No
         assert file.read() == b"text"
 
 
-def test_an_error_names_the_path_that_was_given(tmp_path: Path) -> None:
+def test_an_error_names_the_path_of_the_caller(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere/file")
     for path in (tmp_path / "nowhere" / "file", tmp_path / "link", tmp_path):
         for write in (check_writable, lambda path: write_text(path, "")):

@@ -296,7 +296,7 @@ BROKEN = {
 }
 
 
-def test_a_graph_cannot_be_made_of_a_cycle():
+def test_a_graph_with_a_cycle_is_refused():
     with pytest.raises(GraphError, match="%silu reads its own result"):
         Graph({"y": changed_into_a_cycle().outputs["y"]})
 

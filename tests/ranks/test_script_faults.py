@@ -9,7 +9,7 @@ from ..given.ranks import script
 from ..given.ranks.mpi import hocket_in, mpiexec, needs_mpi
 
 MOMENTS = ("before the import", "before load", "during load", "during a run", "between runs", "after")
-SAID = {"raises": "RuntimeError: rank 1 is unwell", "exits": "its program ended", "stopped": "stopped"}
+MESSAGES = {"raises": "RuntimeError: rank 1 is unwell", "exits": "its program ended", "stopped": "stopped"}
 
 
 def run_script(moment, fault):
@@ -18,7 +18,7 @@ def run_script(moment, fault):
 
 @needs_mpi
 @pytest.mark.long(cases=3)
-@pytest.mark.parametrize("fault", SAID)
+@pytest.mark.parametrize("fault", MESSAGES)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_script_with_a_rank_that_goes_wrong_ends(moment, fault):
     done = run_script(moment, fault)
@@ -27,9 +27,9 @@ def test_a_script_with_a_rank_that_goes_wrong_ends(moment, fault):
         return
     assert done.code, done
     if moment == "after" and fault == "raises":  # no other rank needs it any more
-        assert SAID[fault] in done.err
+        assert MESSAGES[fault] in done.err
         return
-    expected = "it has not imported hocket" if moment == "before the import" and fault != "stopped" else SAID[fault]
+    expected = "it has not imported hocket" if moment == "before the import" and fault != "stopped" else MESSAGES[fault]
     if moment == "during load" and fault == "exits":
         expected = "SystemExit: 0"
     assert has_named(done, expected), done
@@ -58,7 +58,7 @@ def test_the_launcher_ends_a_script_of_which_a_rank_is_killed(moment):
 @needs_mpi
 @pytest.mark.long(cases=2)
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("run", TINY, "--foo"), "there is no flag '--foo'"),
         (("bogus",), "there is no command 'bogus'"),
@@ -67,10 +67,10 @@ def test_the_launcher_ends_a_script_of_which_a_rank_is_killed(moment):
     ],
     ids=["flag", "command", "device", "context"],
 )
-def test_wrong_usage_is_said_once_and_ends_with_2(words, said):
+def test_wrong_usage_is_reported_once_and_ends_with_2(words, message):
     done = hocket_in(2, *words)
     assert done.code == 2, done
-    assert done.err.count(said) == 1, done
+    assert done.err.count(message) == 1, done
     assert "BAD TERMINATION" not in done.out + done.err
     assert "None" not in done.err
     assert len(done.err.splitlines()) == 1

@@ -276,12 +276,12 @@ def test_no_code_of_the_package_runs_text_or_unpickles():
 
 WRITERS = {
     "graph/files.py": {"open", "os.open", "os.replace"},
-    "cli.py": {"os.open"},  # /dev/null in place of a closed stdout
-    "frontends/terminal/rank.py": {"open"},  # /dev/null in place of a terminal
-    "frontends/terminal/talk.py": {"file.open"},  # prompt_toolkit appends messages to this file
-    "frontends/commands/embed.py": {"np.save"},  # to memory
-    "backends/cupy/device/disassembly.py": {"file.write_bytes"},  # for nvdisasm, in a temporary folder
-    "backends/cupy/emulation/building.py": {"open", "os.replace", ".touch"},  # a lock, and a library by g++
+    "cli.py": {"os.open"},  # /dev/null in place of a closed stdout.
+    "frontends/terminal/rank.py": {"open"},  # /dev/null in place of a terminal.
+    "frontends/terminal/talk.py": {"file.open"},  # Messages are appended by prompt_toolkit.
+    "frontends/commands/embed.py": {"np.save"},  # It writes to memory.
+    "backends/cupy/device/disassembly.py": {"file.write_bytes"},  # It writes for nvdisasm, in a temporary folder.
+    "backends/cupy/emulation/building.py": {"open", "os.replace", ".touch"},  # A lock, and a library by g++.
 }
 """Calls that write or rename files: of the one module for it, and of others for the reasons given."""
 WRITING = re.compile(

@@ -106,21 +106,24 @@ def relatives() -> tuple[Any, ...]:
     grown = ops.mul_mat(hocket.weight("w", (6, 4)), wide)
     other = hocket.Graph({"y": grown, "v": v}, {v: ops.scale(v, scale=2.0, bias=0.0)})
     same = hocket.Graph({"y": ops.silu(hocket.weight("w", (5, 4)))})
-    cut = {"devices": "numpy:0,numpy:1,numpy:2", "split_mode": "tensor"}
+    deep = hocket.input("x", (8, 512))
+    for layer in range(4):
+        deep = ops.mul_mat(hocket.weight(f"w{layer}", (512, 512)), deep)
+    sharded = {"devices": "numpy:0,numpy:1,numpy:2", "split_mode": "tensor"}
     plans = (
-        *(hocket.plan(other, "numpy:0"), hocket.plan(other, **cut), hocket.plan(graph, **cut)),
+        *(hocket.plan(other, "numpy:0"), hocket.plan(other, **sharded), hocket.plan(graph, **sharded)),
         *(hocket.plan(graph, "cpu:0"), hocket.plan(graph, "numpy:1"), hocket.plan(same, "numpy:0")),
-        hocket.plan(graph, "numpy:0,numpy:1,numpy:2,numpy:3", split_mode="layer,tensor"),
+        hocket.plan(hocket.Graph({"y": deep}), "numpy:0,numpy:1,numpy:2,numpy:3", split_mode="layer,tensor"),
         *(hocket.plan(graph, "numpy:0,numpy:1", split_mode=mode) for mode in ("none", "layer")),
     )
-    stores = tuple(hocket.Store(made.group) for made in plans)
-    layouts = {layout: None for made in plans for layout in (*made.leaves.values(), *made.outputs.values())}
+    stores = tuple(hocket.Store(candidate.group) for candidate in plans)
+    layouts = {layout: None for plan in plans for layout in (*plan.leaves.values(), *plan.outputs.values())}
     parts = (other, same, wide, v, grown, grown.node, v.node, v.spec, grown.spec, hocket.Value(grown.node, 1))
     values = ({"y": grown}, {v: grown}, {"x": wide}, (grown, None), (grown.spec, v.spec), grown.node.attrs)
     fields = (
-        value
-        for made in plans[:3]
-        for value in (made.lanes, made.leaves, made.outputs, made.cuts, made.hardware, made.group, made.cost)
+        getattr(candidate, name)
+        for candidate in plans[:3]
+        for name in ("lanes", "leaves", "outputs", "cuts", "hardware", "group", "cost")
     )
     machines = (base.find("cpu:0"), scheduler.simulate("cpu:3"), hocket.Trace(), Group(("numpy:0", "numpy:1")))
     steps = (Step(2, 3, 16, 16, 3), Step(sequences=1, tokens=1, cells=10**6, context=10**6, outputs=1))

@@ -71,10 +71,10 @@ def test_plans_are_made_of_ways_that_promise_most_until_one_keeps_it():
 def test_a_way_that_cannot_be_built_is_left_aside_with_its_reason():
     one, _ = way("one", 1, 1.0, 1.0)
 
-    def refused():
+    def refuse_candidate():
         raise PlanError("stages go back")
 
-    taken = best_of([one, Way("many", 4, 0.1, 1.0, 0.0, refused)], 1.0)
+    taken = best_of([one, Way("many", 4, 0.1, 1.0, 0.0, refuse_candidate)], 1.0)
     assert "left aside: many, on 4 devices; it cannot be built: stages go back" in taken.reasons
 
 

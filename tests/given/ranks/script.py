@@ -38,18 +38,18 @@ def be_patient(moment: str, fault: str) -> None:
 
     listen, take, why = world.World._listen, world.World.take, presence.Absent._why
 
-    def heard(self, rank, now):
+    def listen_patiently(self, rank, now):
         world.SILENCE = SOON if rank == 1 and fault == "stopped" else HOUR
         listen(self, rank, now)
 
-    def taken(self, source, channel, timeout=None):
+    def take_patiently(self, source, channel, timeout=None):
         return take(self, source, channel, timeout and (SOON if source == 1 and fault == "hangs" else HOUR))
 
     def why_absent(self, rank, pid, now):
         presence.IMPORT_SECONDS = SOON if rank == 1 and moment == "before the import" else HOUR
         return why(self, rank, pid, now)
 
-    world.World._listen, world.World.take, presence.Absent._why = heard, taken, why_absent
+    world.World._listen, world.World.take, presence.Absent._why = listen_patiently, take_patiently, why_absent
     bound.PATIENCE = HOUR
 
 
@@ -75,7 +75,7 @@ def main(moment: str, fault: str) -> None:
     if goes_wrong and moment == "during load":
         from hocket.scheduler.running.store import Store
 
-        Store.bind = lambda *given: FAULTS[fault]()
+        Store.bind = lambda *arguments: FAULTS[fault]()
     devices = ",".join(f"cpu:0@{rank}" for rank in range(size))
     plan = hocket.plan(graph, devices, split_mode="tensor")
     run = hocket.load(plan, weights, comm=MPI.COMM_WORLD)

@@ -23,7 +23,7 @@ def total(values: Sequence[hocket.Value]) -> hocket.Value:
     return result
 
 
-def scaled(count: int) -> hocket.Value:
+def build_scaled(count: int) -> hocket.Value:
     h = ops.silu(hocket.input("x", (2, 8)))
     return total([ops.scale(h, scale=i + 1.0, bias=0.5) for i in range(count)])
 
@@ -38,12 +38,12 @@ def read_second(count: int) -> hocket.Value:
     return total([ops.sub(hocket.weight(f"w{i}", (2, 8)), h) for i in range(count)])
 
 
-def sliced(count: int) -> hocket.Value:
+def build_sliced(count: int) -> hocket.Value:
     h = ops.silu(hocket.input("x", (count, 8)))
     return total([h[i : i + 1] for i in range(count)])
 
 
-FANS = {build.__name__: build for build in (scaled, read_first, read_second, sliced)}
+FANS = {build.__name__: build for build in (build_scaled, read_first, read_second, build_sliced)}
 
 
 def lines_run(build: Callable[[int], hocket.Value], count: int, devices: str, mode: str, folder: str) -> int:
