@@ -65,5 +65,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _stdin_lines() -> list[str]:
-    text = sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")
+    text = sys.stdin.read().removeprefix("\ufeff").replace("\r\n", "\n").removesuffix("\n")
     return text.split("\n") if text else []

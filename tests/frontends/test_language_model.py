@@ -237,7 +237,7 @@ def test_parts_that_follow_each_other_embed_as_one(model):
 
 def test_embed_names_the_line_that_has_no_text(capsys, monkeypatch):
     for text, line in (("a ball\r\n\r\na dance\n", 2), ("a\n\n", 2)):
-        monkeypatch.setattr("sys.stdin", io.StringIO(text, newline=None))
+        monkeypatch.setattr("sys.stdin", io.StringIO(text, newline="\n"))
         assert main(["embed", TINY]) == 2
         assert f"line {line} of" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffa ball\n"))
