@@ -69,8 +69,10 @@ class Blocks:
 
     @property
     def scratch(self) -> int:
-        """Bytes that each thread needs: expanded blocks, and the sums of a chunk."""
-        return self.groups * (self.span + self.chunk * ROWS * 4)
+        """Bytes of a thread: expanded blocks, and the float32 sums of the tiles of a chunk, the last of which may be
+        partly empty."""
+        tiles = -(-self.chunk // self.rows)
+        return self.groups * (self.span + tiles * self.rows * ROWS * 4)
 
 
 @part
