@@ -21,7 +21,8 @@ __global__ void lightning_indexer(const __grid_constant__ Indexer a) {
     for (i64 h = 0; h < a.heads; h++) {
         float product = 0.0f;
         for (i64 c = lane; c < a.size; c += 32) product += q[h * a.q_head + c * a.q_step] * k[c * a.k_step];
-        sum += weights[h * a.weights_step] * fmaxf(warp_sum(product), 0.0f);
+        product = warp_sum(product);
+        sum += weights[h * a.weights_step] * (product < 0.0f ? 0.0f : product);
     }
     if (lane == 0) a.out.at[p.at[4] + s] = sum + a.mask.at[p.at[3] + s * a.mask_step];
 }

@@ -26,7 +26,10 @@ struct L2 {
     static __device__ float factor(float squares, i64 n, float eps) { return 1.0f / sqrtf(squares + eps); }
 };
 struct L2Clamped {
-    static __device__ float factor(float squares, i64 n, float eps) { return 1.0f / fmaxf(sqrtf(squares), eps); }
+    static __device__ float factor(float squares, i64 n, float eps) {
+        const float norm = sqrtf(squares);
+        return 1.0f / (norm < eps ? eps : norm);  // NaN stays
+    }
 };
 template <class F> __global__ void A_ROW norm_by(const __grid_constant__ Rows a) {
     wait_for_earlier();
