@@ -58,6 +58,7 @@ class Model:
     run``: devices and how they share (`hocket.plan`), `context` in tokens, tokens of a prompt that run as one `batch`,
     `threads` of each device (without a number devices share the processors), `exact` for float32 throughout, how keys
     and values are cached (f16 unless `exact`; f32, bf16, q8_0, q4_0), whether to `keep_packed` weights for later runs.
+    Logits of SmolLM2 on three devices differ from one by an NMSE of 5e-4, and by 2.5e-13 with `exact`.
     `draft` is the file of a small model with the same tokens, which guesses up to `draft_max` of them ahead (4): the
     same text sooner; `draft_max` alone lets the model's own blocks for that guess (MTP).  `lora` and `control_vectors`
     are files, or pairs of a file and its scale; all add up; `control_layers` are the first and the last they change.
