@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from textwrap import fill
 from typing import Any
 
 from ..graph.attrs import Attrs, attr_text
@@ -40,11 +41,16 @@ def entry(op: Op[Any]) -> Iterator[str]:
     yield op.documentation.replace("``", "`")
     yield ""
     for form, signature in op.signatures.items():
-        yield f"* `{signature.text}`" + (f" ({form})" if form else "")
+        yield item(f"`{signature.text}`" + (f" ({form})" if form else ""))
     attrs = [f"{name}: {kind}{_default(op.defaults, name)}" for name, kind in op.kinds.items()]
     if attrs:
-        yield f"* attributes: `{', '.join(attrs)}`"
-    yield f"* {', '.join(_properties(op))}"
+        yield item(f"attributes: `{', '.join(attrs)}`")
+    yield item(", ".join(_properties(op)))
+
+
+def item(text: str) -> str:
+    """An entry of a list, wrapped."""
+    return fill(text, 120, initial_indent="* ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _default(defaults: Attrs, name: str) -> str:
