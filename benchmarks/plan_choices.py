@@ -41,7 +41,8 @@ TEXT = """# What `auto` takes
 
 Written by `python benchmarks/plan_choices.py > docs/auto.md`: files that are only headers, 4-bit weights, a context of
 {context} tokens in use, simulated machines.  All times are
-**predicted**: products from their machine code, the rest from data sheets.
+**predicted**: products from their machine code, the rest from data sheets.  On an H100 some kernels took up to
+[2.4 times the predicted time](first-gpu.md#what-an-h100-says-of-the-model-of-time).
 
 `auto` makes the plan that takes least time, where memory and devices cost (`scheduler/choosing/auto.py`): a full
 copy of weights and states on every device has to save {copied:.0%} of the time, and twice as many devices {joined:.0%}.
@@ -93,9 +94,9 @@ def choices(name: str, path: str) -> Iterator[str]:
 
 def comparisons(shapes: dict[str, Write], folder: Path) -> Iterator[str]:
     """The section that holds `auto` against all other modes on all numbers of devices."""
-    yield f"\n## Against choices by hand\n\nThe first {LAYERS} layers of each model: one token; then prompts and tokens"
-    yield "of several sequences, with parts and micro-batches.  Choices that copy the weights to every device are left"
-    yield "aside.\n\n| model | machine | for | auto | best by hand | which | ratio |"
+    yield f"\n## Against choices by hand\n\nTimes of the first {LAYERS} layers alone: of one token, then of prompts and"
+    yield "tokens of several sequences, with parts and micro-batches.  Choices that copy the weights to every device"
+    yield "are left aside.\n\n| model | machine | for | auto | best by hand | which | ratio |"
     yield "|---|---|---|---|---|---|---|"
     for name, machine in PAIRS:
         model = open_model(shapes[name](folder / f"{name}-short.gguf", layers=LAYERS), header_only=True)
@@ -114,7 +115,15 @@ def comparisons(shapes: dict[str, Write], folder: Path) -> Iterator[str]:
                     )
             (best, which), own = min(rivals), seconds_of(auto, use)
             wanted = "one token" if use is None else str(use)
-            cells = (name, machine, wanted, time_text(own), time_text(best), which, f"{own / best:.3f}")
+            cells = (
+                f"{name}, {LAYERS} layers",
+                machine,
+                wanted,
+                time_text(own),
+                time_text(best),
+                which,
+                f"{own / best:.3f}",
+            )
             yield f"| {' | '.join(cells)} |"
 
 

@@ -17,11 +17,13 @@ Written by `python docs/write_models.py` from the table in `frontends/models/fam
 architecture (`general.architecture`); sizes, biases, norms, gates and experts follow from the file.  "Traits" are what
 does not, where they differ from LLaMA's blocks with rotated halves; `frontends/models/family.py` says what each means.
 "At once" marks diffusion models, which have logits for whole texts and no steps, and "encoder" those that give vectors
-of whole texts (`hocket embed`, `hocket.Model.embed`); "chosen" gives the keys whose product
-is the longest context, since attention would have to choose from a longer one.  "Cut over" are the numbers of devices
-on which the architecture's tiny models give the logits of one device, to an NMSE of 1e-10 in the worst row: measured,
-see `tests/given/models/sharded.py`.  "MTP" says whether blocks that
-guess further tokens are run where a file has any (`hocket run --draft-max N`).
+of whole texts (`hocket embed`, `hocket.Model.embed`); "chosen" gives the keys whose product is the longest context,
+since attention would have to choose from a longer one.  "Cut over" are the numbers of devices on which the
+architecture's tiny models, with `--exact`, give the logits of one device to an NMSE of 1e-10 in the worst row:
+measured, see `tests/given/models/sharded.py`.  Without `--exact` devices round activations to 8 bits in another
+order: SmolLM2-135M on three devices differs by <!--fact:equality-->an NMSE of 5e-4<!--/fact--> ([equality of
+devices](concepts.md#equality-of-devices)).  "MTP" says whether blocks that guess further tokens are run
+where a file has any (`hocket run --draft-max N`).
 
 | architecture | mixers | how it runs | cut over | MTP | traits |
 |---|---|---|---|---|---|

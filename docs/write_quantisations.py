@@ -17,9 +17,9 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "quantisations.md"
 HEAD = """# Every type of a weight
 
-Written by `python docs/write_quantisations.py`: what the backends answer when they are asked.  An architecture says
-nothing of types: each of [the {architectures}](models.md) multiplies and looks up by the same ops ({readers}), which
-take every type of this table on every backend, cut over devices or not; so it holds for all of them.
+Written by `python docs/write_quantisations.py`: what the backends answer when they are asked.  Any
+architecture may use any type: all of [the {architectures}](models.md) multiply and look up by the same ops
+({readers}). These take every type of this table on every backend, cut over devices or not.
 
 "As it is" means that kernels read the blocks of the file; where a type is given instead, weights are converted once,
 when they are loaded, and take that many bits.  Bits are those of one weight with its share of scales.  `cuda-emulated`

@@ -49,10 +49,11 @@ class Group:
     """The devices of a session and how they share the model; see `hocket.plan` for the modes.
 
     `threads` is for each device; without it they share the processors.  `exact` computes in float32 throughout, with
-    weights as float32, where backends round activations to 8 bits before they meet quantised weights.  `fast` lets
-    backends round to 16 bits what they compute exactly unless they are asked: factors of the products in the delta
-    rule, and activations that meet weights of 16 bits, to the type of these.  `wire` is what large sums are sent in
-    between GPUs: ``f32``, or ``bf16``, which is half as much and not exact (`hocket.backends.base.Comm.wire`).
+    weights as float32, where backends round activations to 8 bits before they meet quantised weights.  Several devices
+    add in another order than one: logits of SmolLM2 on three differ by an NMSE of 5e-4, with `exact` by 2.5e-13.
+    `fast` lets backends round to 16 bits what they compute exactly unless they are asked: factors of the products in
+    the delta rule, and activations that meet weights of 16 bits, to the type of these.  `wire` is what large sums are
+    sent in between GPUs: ``f32``, or ``bf16``, which is half as much and not exact (`hocket.backends.base.Comm.wire`).
     `cache_type_k` and `cache_type_v` say what is kept of each token for attention: ``f16`` unless they are given, or
     ``f32`` where results are to be exact; ``q8_0`` and ``q4_0`` take blocks of 32 numbers.  `keep_packed` keeps weights
     as ``cpu`` packs them, beside its kernels: later processes map them, share their memory and start without packing.

@@ -501,7 +501,8 @@ def softmax(
 ) -> Value:
     """``softmax(x * scale + slope * mask)`` over the last axis.  ggml: ``SOFT_MAX_EXT``.
 
-    Slopes are 1 unless `max_bias` > 0 (ALiBi: Press et al., 2022).  A row that is masked entirely gives zeros.
+    x: scores [..., heads, tokens, keys], at least three axes.  `slope` is one factor for each head: 1, or the
+    one of ALiBi if `max_bias` > 0 (Press et al., 2022).  A row that is masked entirely gives zeros.
     """
 
 def softplus(x: Value, *, name: str = "") -> Value:

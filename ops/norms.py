@@ -121,7 +121,8 @@ def softmax(
 ) -> Array:
     """``softmax(x * scale + slope * mask)`` over the last axis.  ggml: ``SOFT_MAX_EXT``.
 
-    Slopes are 1 unless `max_bias` > 0 (ALiBi: Press et al., 2022).  A row that is masked entirely gives zeros.
+    x: scores [..., heads, tokens, keys], at least three axes.  `slope` is one factor for each head: 1, or the
+    one of ALiBi if `max_bias` > 0 (Press et al., 2022).  A row that is masked entirely gives zeros.
     """
     scores = x * scale
     if mask is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from textwrap import fill
 from typing import Any
 
 from ..graph.attrs import Attrs, attr_text
@@ -14,11 +15,17 @@ HEAD = """# Ops
 
 Every op, written from its declaration by `python -m hocket.ops.page`; a test keeps this page up to date.
 
-In a signature plain dimensions are parallel (a shard on one passes through), `+k` is contracted (shards give partial
-sums), `*c` is coupled (each device needs all of it), `e@ids` is looked up by the numbers in `ids` (shards give the
-entries whose row they have, and zeros); `(h g)` is a product, outer first; `...` are any leading axes,
-`~...` ones that repeat as tiles, `/...` ones whose entries serve a run of neighbours each, `+...` ones that are summed
-away; `?` marks an operand that may be left out.
+A signature names the axes of operands and results:
+
+* a plain name is parallel: a shard of it gives a shard of the result;
+* `+k` is contracted: shards give partial sums;
+* `*c` is coupled: each device needs all of it;
+* `e@ids` is looked up by the numbers in `ids`: shards give the entries whose row they have, and zeros;
+* `(h g)` is a product of two axes, outer first;
+* `...` are any leading axes, `+...` leading axes that are summed away;
+* `~...` are leading axes of an operand that tile those of the result: index modulo size;
+* `/...` are leading axes of an operand of which one entry serves several neighbours (grouped queries);
+* `?` marks an operand that may be left out.
 """
 
 
@@ -34,11 +41,16 @@ def entry(op: Op[Any]) -> Iterator[str]:
     yield op.documentation.replace("``", "`")
     yield ""
     for form, signature in op.signatures.items():
-        yield f"* `{signature.text}`" + (f" ({form})" if form else "")
+        yield item(f"`{signature.text}`" + (f" ({form})" if form else ""))
     attrs = [f"{name}: {kind}{_default(op.defaults, name)}" for name, kind in op.kinds.items()]
     if attrs:
-        yield f"* attributes: `{', '.join(attrs)}`"
-    yield f"* {', '.join(_properties(op))}"
+        yield item(f"attributes: `{', '.join(attrs)}`")
+    yield item(", ".join(_properties(op)))
+
+
+def item(text: str) -> str:
+    """An entry of a list, wrapped."""
+    return fill(text, 120, initial_indent="* ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _default(defaults: Attrs, name: str) -> str:

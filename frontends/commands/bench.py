@@ -53,7 +53,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
     add = partial(sub.add_argument, type=number_list, metavar="LIST")
     add("-p", "--n-prompt", dest="prompts", default=[512], help="tokens of prompts (512)")
     add("-n", "--n-gen", dest="new", default=[128], help="new tokens (128)")
-    add("-d", "--n-depth", dest="depths", default=[0], help="tokens before what is timed (0)")
+    add("-d", "--n-depth", dest="depths", default=[0], help="tokens in the context before the timed ones (0)")
     add("-np", "--parallel", help="sequences at once, in turn: measure as llama-batched-bench does")
     threads = "threads of each device, in turn (its share of the processors)"
     add("-t", "--threads", dest="counts", type=positive_list, help=threads)

@@ -27,6 +27,12 @@ DEVICES = (
 )
 
 
+EXACT = (
+    "float32 throughout, on CPUs in plain NumPy: slower; SmolLM2 on three devices then differs from one by an NMSE of "
+    "2.5e-13, else by an NMSE of 5e-4"
+)
+
+
 def model_flags(sub: argparse.ArgumentParser, help: str = "GGUF file", metavar: str = "MODEL", **options: Any) -> None:
     """The model as first argument, or behind ``-m`` as llama.cpp has it."""
     sub.add_argument("model", metavar=metavar, help=help, **options)
@@ -37,14 +43,14 @@ def session_flags(sub: argparse.ArgumentParser) -> None:
     """What every command that runs a model takes."""
     group_flags(sub, sub)
     adapter_flags(sub)
-    sub.add_argument("--exact", action="store_true", help="float32 throughout, on CPUs in plain NumPy: slower")
+    sub.add_argument("--exact", action="store_true", help=EXACT)
     wire_flag(sub)
     cache_flags(sub)
     packed_flag(sub)
     sub.add_argument(
         "--fast",
         action="store_true",
-        help="16 bits in the delta rule and beside weights of 16 bits, where faster",
+        help="compute the delta rule, and products with weights of 16 bits, in 16 bits where that is faster",
     )
     context_flag(sub)
     batch_flag(sub, DEFAULT_BATCH, "tokens a run")
@@ -97,8 +103,8 @@ def group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContainer)
         *("-sm", "--split-mode"),
         default="auto",
         metavar="MODE",
-        help=f"how several devices share: {'; '.join(SPLIT_NAMES)} (auto); where layers are on several devices, "
-        "parts of a prompt follow each other through them",
+        help=f"how several devices share: {'; '.join(SPLIT_NAMES)} (auto); with layers on several devices a "
+        "long prompt is pipelined through them",
     )
     sub.add_argument(
         *("-ts", "--tensor-split"), type=shares, default=(), metavar="LIST", help="shares of the devices, as 3,1"
@@ -116,21 +122,21 @@ def group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContainer)
 
 def wire_flag(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "--wire", choices=("f32", "bf16"), default="f32", help="what large sums are sent in between GPUs (f32)"
+        "--wire", choices=("f32", "bf16"), default="f32", help="type in which large sums are sent between GPUs (f32)"
     )
 
 
 def cache_flags(sub: argparse.ArgumentParser) -> None:
     """What is kept of each token for attention."""
     for short, name, what in (("-ctk", "--cache-type-k", "keys"), ("-ctv", "--cache-type-v", "values")):
-        sub.add_argument(short, name, choices=(*CACHES,), help=f"how cached {what} are kept (f16; with --exact f32)")
+        sub.add_argument(short, name, choices=(*CACHES,), help=f"type of cached {what} (f16; with --exact f32)")
 
 
 def packed_flag(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--keep-packed",
         action="store_true",
-        help="keep weights as kernels of cpu read them, in the cache folder: later runs map them, and need not pack",
+        help="keep the repacked weights in the cache folder, so that later runs start sooner",
     )
 
 

@@ -59,9 +59,9 @@ def flags(sub: argparse.ArgumentParser) -> None:
         "-np", "--parallel", type=positive, default=1, metavar="N", help="sequences that get a token each in a step (1)"
     )
     sub.add_argument("--steps", action="store_true", help="list every instruction of every device too")
-    sub.add_argument("--show", choices=PASSES, help="print what one pass made instead of the explanation")
-    sub.add_argument("--diff", metavar="PLAN", help="print what differs from this plan in JSON instead")
-    sub.add_argument("--measure", action="store_true", help="run the plan, and print predicted beside measured times")
+    sub.add_argument("--show", choices=PASSES, help="print the result of one pass instead of the explanation")
+    sub.add_argument("--diff", metavar="PLAN", help="print the differences from this plan in JSON instead")
+    sub.add_argument("--measure", action="store_true", help="run the plan, and print predicted and measured times")
     sub.add_argument("--json", action="store_true", help="print the plan as JSON, which --diff reads")
     sub.add_argument("-o", "--out", metavar="FILE", help="write the plan as JSON to a file too")
 

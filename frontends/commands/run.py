@@ -48,7 +48,7 @@ def flags(sub: argparse.ArgumentParser) -> None:
     sampling_flags(sub)
     said = "use the chat template; on a terminal /help lists commands"
     sub.add_argument("--chat", "-cnv", "--conversation", action="store_true", help=said)
-    sub.add_argument("-sys", "--system-prompt", dest="system", metavar="TEXT", help="what a talk begins with")
+    sub.add_argument("-sys", "--system-prompt", dest="system", metavar="TEXT", help="system prompt")
     chat_flags(sub)
     sub.add_argument("--save-state", metavar="FILE", help="keep the session's state, to go on later")
     sub.add_argument("--load-state", metavar="FILE", help="go on from a saved state, on any number of devices")
@@ -58,20 +58,20 @@ def flags(sub: argparse.ArgumentParser) -> None:
         "--spec-draft-model",
         dest="draft",
         metavar="FILE",
-        help="small model that guesses ahead",
+        help="small model that guesses the next tokens",
     )
     sub.add_argument(
         *("--draft-max", "--draft", "--draft-n", "--spec-draft-n-max"),
         dest="draft_max",
         type=positive,
         metavar="N",
-        help="tokens that it guesses each time (4); without -md the MTP blocks of the model guess them",
+        help="tokens that are guessed at a time (4): by -md, without it by the MTP blocks of the model",
     )
     sub.add_argument(
         "--compare",
         metavar="DEVICE",
-        help="write nothing, but find the first value of the prompt that is not what this device, as reference:0, "
-        "makes of the values before it",
+        help="debug: compute each node of the prompt again on this device, as reference:0, from the same values, and "
+        "name the first that differs",
     )
     ending_flags(sub)
     session_flags(sub)
@@ -99,7 +99,7 @@ def ending_flags(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--context-shift", action="store_true", help="forget the older half of a full context and go on")
     rules = sub.add_mutually_exclusive_group()
-    rules.add_argument("--grammar", metavar="GBNF", help="what the text may be, as llama.cpp's grammars or as Lark")
+    rules.add_argument("--grammar", metavar="GBNF", help="grammar that the text must follow, as llama.cpp's or as Lark")
     rules.add_argument("--grammar-file", metavar="FILE", help="the same in a file")
     rules.add_argument("-j", "--json-schema", metavar="JSON", help="JSON schema that the text must follow")
     lenient = "leave out keywords of the schema that cannot be followed, and list them"
@@ -121,9 +121,15 @@ def sampling_flags(sub: argparse.ArgumentParser) -> None:
     add("--top-p", type=number, default=0.95, metavar="P", help="keep the likeliest up to P in sum (0.95)")
     add("--min-p", type=number, default=0.05, metavar="P", help="keep those above P times the best (0.05)")
     add("--repeat-penalty", type=number, default=1.0, metavar="X", help="divide logits of recent tokens by X (1)")
-    add("--repeat-last-n", type=or_minus_one, default=64, metavar="N", help="so many tokens are recent, -1: all (64)")
+    add("--repeat-last-n", type=or_minus_one, default=64, metavar="N", help="count of recent tokens, -1: all (64)")
     add("--presence-penalty", type=number, default=0.0, metavar="X", help="subtract X from logits of recent tokens (0)")
-    add("--frequency-penalty", type=number, default=0.0, metavar="X", help="and X for each time they occurred (0)")
+    add(
+        "--frequency-penalty",
+        type=number,
+        default=0.0,
+        metavar="X",
+        help="subtract X times the count of a recent token (0)",
+    )
     add(
         "-l",
         "--logit-bias",

@@ -28,8 +28,8 @@ def flags(sub: argparse.ArgumentParser) -> None:
     batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
     cache_flags(sub)
     sub.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="one token, or a batch (decode)")
-    sub.add_argument("--trace", metavar="FILE", help="what its steps took, as hocket run --trace wrote it")
-    sub.add_argument("--diff", metavar="OTHER", help="show this plan in JSON beside it, and what moved")
+    sub.add_argument("--trace", metavar="FILE", help="times of its steps, as hocket run --trace wrote them")
+    sub.add_argument("--diff", metavar="OTHER", help="show this plan in JSON next to it, and the differences")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -106,7 +106,7 @@ def test_a_multiprocessor_holds_the_largest_block_that_its_architecture_allows(a
     assert limits_of(arch.strip("sm_a")).shared + RESERVED <= MULTIPROCESSORS[arch].shared
 
 
-# Of the H200, as `facts/gpu_review.md` has them from machine code.
+# Limits of an H200, from its machine code.
 @pytest.mark.parametrize(("threads", "registers", "shared", "blocks"), [
     (512, 62, 5 * 1024, 2),
     (256, 52, 0, 4),

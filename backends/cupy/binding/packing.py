@@ -1,8 +1,8 @@
 """Quantised weights from the bytes of a file to those that kernels read, which are as many.
 
 Rows go in units of 32, each of which holds planes: of the low bits of all codes, of their high bits, and of what a
-block keeps besides.  A plane is an array [block or super-block][row][bytes]; ``kernels/packed.cuh`` says where each
-bit lies.
+block keeps besides.  A plane is an array [block or super-block][row][bytes]; ``kernels/products/packed.cuh`` says
+where each bit lies.
 """
 
 from __future__ import annotations

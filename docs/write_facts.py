@@ -1,0 +1,111 @@
+"""Insert facts that change over time into the pages that state them, between ``<!--fact:NAME-->`` and ``<!--/fact-->``.
+
+Measured facts are stored in docs/facts.toml; counts and tables of names follow from the code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+STORED: dict[str, Any] = tomllib.loads((ROOT / "docs" / "facts.toml").read_text("utf-8"))
+MARKED = re.compile(r"(<!--fact:([\w-]+)-->)(.*?)(<!--/fact-->)", re.DOTALL)
+TERA, GIB = 1e12, 2**30
+
+
+def read_speeds(name: str) -> dict[tuple[str, str, int], dict[str, float]]:
+    """The rows of a result file by model, kind of test (``tg`` or ``pp``) and thread count."""
+    rows = json.loads((ROOT / f"{STORED['speed'][name]}.json").read_text("utf-8"))["rows"]
+    return {(row["model"], row["test"][:2], row["threads"]): row for row in rows}
+
+
+def format_speeds() -> Iterator[str]:
+    """The rows of README.md's table: each cell is for one thread and for two."""
+    intel, amd = read_speeds("intel"), read_speeds("amd")
+    first, second = (f"[{name}]({STORED['speed'][key]}.md)" for key, name in STORED["speed"]["processors"].items())
+    yield f"\n| | {first}: decode | ratio | prefill, 512 tokens | ratio | {second}: decode ratio | prefill ratio |\n"
+    yield "|---|---|---|---|---|---|---|\n"
+    for model, name in STORED["speed"]["models"].items():
+        cells = [
+            " / ".join(f"{table[model, test, threads][key]:{form}}" for threads in (1, 2))
+            for table, keys in ((intel, (("hocket", ".0f"), ("ratio", ".1f"))), (amd, (("ratio", ".1f"),)))
+            for test in ("tg", "pp")
+            for key, form in keys
+        ]
+        yield f"| {name} | {' | '.join(cells)} |\n"
+
+
+def format_machines() -> Iterator[str]:
+    """A row for each kind of simulated device."""
+    from hocket.scheduler.machines.simulated import MACHINES
+
+    yield "\n| kind | memory, GiB | TB/s | TFLOP/s | link, unless another is named | planned by the rules of |\n"
+    yield "|---|--:|--:|--:|---|---|\n"
+    for kind, m in MACHINES.items():
+        backend = f"`{m.backend}`, {m.capability}" if m.capability else "`simulated`"
+        sizes = f"{m.memory / GIB:.0f} | {m.bandwidth / TERA:.3g} | {m.flops / TERA:.4g}"
+        yield f"| `{kind}` | {sizes} | `{m.link}` | {backend} |\n"
+
+
+def format_links() -> Iterator[str]:
+    """A row for each link between simulated devices."""
+    from hocket.scheduler.machines.simulated import LINKS
+
+    yield "\n| link | GB/s in one direction | latency, µs |\n|---|--:|--:|\n"
+    yield from (f"| `{name}` | {link.bandwidth / 1e9:g} | {link.latency * 1e6:g} |\n" for name, link in LINKS.items())
+
+
+def collect_facts() -> Mapping[str, str]:
+    """The text of each fact by its name."""
+    from hocket.frontends.models import ARCHITECTURES
+    from hocket.ops.declaring.registry import REGISTRY
+    from hocket.scheduler.machines.simulated import MOST_DEVICES
+
+    stored = {name: fact["text"] for name, fact in STORED.items() if "text" in fact}
+    return stored | {
+        "architectures": f"{len(ARCHITECTURES)} architectures",
+        "ops": f"{len(REGISTRY)} ops",
+        "speeds": "".join(format_speeds()),
+        "machines": "".join(format_machines()),
+        "links": "".join(format_links()),
+        "simulated-devices": f"{MOST_DEVICES:,}",
+    }
+
+
+def insert_facts(text: str, facts: Mapping[str, str]) -> str:
+    """A page with every marked fact as it should be; a text that differs in line breaks only stays.
+
+    Raises `KeyError` for an unknown name.
+    """
+
+    def rewrite(mark: re.Match[str]) -> str:
+        begin, name, stated, end = mark.groups()
+        return begin + (stated if stated.split() == facts[name].split() else facts[name]) + end
+
+    return MARKED.sub(rewrite, text)
+
+
+def pages() -> dict[Path, str]:
+    """Every page with marked facts, and every writer of such a page, as it should be."""
+    here = Path(__file__).name
+    paths = (
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/write_*.py"),
+        *ROOT.glob("benchmarks/**/*.md"),
+    )
+    texts = {path: path.read_text("utf-8") for path in sorted(paths) if path.name != here}
+    facts = collect_facts()
+    return {path: insert_facts(text, facts) for path, text in texts.items() if MARKED.search(text)}
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, "utf-8")
+        sys.stdout.write(f"wrote {path.relative_to(ROOT)}\n")
