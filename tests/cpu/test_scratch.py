@@ -47,7 +47,7 @@ def random_weight(value: hocket.Value) -> np.ndarray:
     return (raw if value.dtype.is_quantised else raw.view(value.dtype.storage)).reshape(*rows, -1)
 
 
-GRAPHS = [
+SCRATCH_CASES = [
     *((build, dtype) for build in (build_product, build_gated_unit, build_experts) for dtype in ("f32", "f16", "q8_0")),
     (build_product, "bf16"),
     (build_product, "q4_0"),
@@ -57,7 +57,7 @@ GRAPHS = [
 
 @pytest.mark.long(cases=4)
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("build", "dtype"), GRAPHS, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("build", "dtype"), SCRATCH_CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_no_kernel_writes_behind_its_scratch_memory(build, dtype, threads, monkeypatch):
     guards, take = [], steps.Owned.take
 
