@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..errors import ModelError
 from .longest_match import START, Ids
 from .special_tokens import BYTE, UNUSED
 from .vocabulary import read_numbers, read_scores
@@ -30,9 +29,7 @@ class LeastCost:
     ``unknown`` stands for a character that has neither a token nor all of its bytes.
     """
 
-    def __init__(
-        self, where: Mapping[str, int], costs: Mapping[str, int], bytes_: Sequence[int], unknown: int | None
-    ) -> None:
+    def __init__(self, where: Mapping[str, int], costs: Mapping[str, int], bytes_: Sequence[int], unknown: int) -> None:
         self._where, self._costs, self._bytes, self._unknown = where, costs, bytes_, unknown
         lengths: dict[str, set[int]] = {}
         for text in costs:
@@ -43,7 +40,7 @@ class LeastCost:
         self._lengths = {start: sorted(each, reverse=True) for start, each in lengths.items()}
 
     def encode(self, text: str, add_special_tokens: bool = False) -> Ids:
-        """The ids of a text.  ModelError for a character that cannot be written."""
+        """The ids of a text."""
         end = len(text)
         least, sizes = [0] * (end + 1), [0] * end
         for at in range(end - 1, -1, -1):
@@ -65,14 +62,10 @@ class LeastCost:
 
     def _spelled(self, char: str) -> list[int]:
         ids = [self._bytes[byte] for byte in char.encode()]
-        if -1 not in ids:
-            return ids
-        if self._unknown is None:
-            raise ModelError(f"the vocabulary has no token for the character {char!a}; use a whole vocabulary")
-        return [self._unknown]
+        return [self._unknown] if -1 in ids else ids
 
 
-def least_cost(metadata: Mapping[str, object], where: Mapping[str, int], unknown: int | None) -> LeastCost:
+def least_cost(metadata: Mapping[str, object], where: Mapping[str, int], unknown: int) -> LeastCost:
     """The tokenizer of a file.  Rows of no use are no tokens: they fill the vocabulary up to its size in the model."""
     scores = np.clip(np.array(read_scores(metadata, where, "plamo2")) * UNITS, -NEVER, 2.0**31)
     costs = -(np.sign(scores) * np.floor(np.abs(scores) + 0.5)).astype(np.int64)

@@ -68,8 +68,11 @@ class Merger:
         if self._rule.marks_spaces and self._kind not in MARKING:
             text = text.replace(" ", SPACE)
         if start := self._rule.line_start:
-            text = "\n".join(start + line if line and not line.startswith(start) else line for line in text.split("\n"))
-            text = text if begins else text.removeprefix(start)
+            lines = text.split("\n")
+            for i in range(0 if begins else 1, len(lines)):
+                if lines[i] and not lines[i].startswith(start):
+                    lines[i] = start + lines[i]
+            text = "\n".join(lines)
         return text
 
     def model_for(self, text: str, begins: bool = True) -> Model:
@@ -93,7 +96,7 @@ class Merger:
         if self._kind == "rwkv":
             return LongestMatch(self._tokens, self._unk)
         if self._kind == "plamo2":
-            return least_cost(self._metadata, self._where, self._unk)
+            return least_cost(self._metadata, self._where, self._unk or 0)  # files without one have 0
         return (wordpiece if self._kind == "bert" else unigrams)(self._metadata, self._where, self._unk)
 
     @cached_property

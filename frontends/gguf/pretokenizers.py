@@ -71,6 +71,7 @@ _BAILING = (
 )
 _SEED = rf"{_CASELESS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|{_SPACES}"
 _CJK = "[一-龥぀-ゟ゠-ヿ]+"
+_ASIAN = "[一-龥ࠀ-一가-퟿]+"
 _SPARK = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     rf"| ?[\p{{P}}\p{{S}}]+|[\r\n]|{_SPACES}"
@@ -97,8 +98,11 @@ _AFMOE_CJK = (
     "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
     "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
 )
-_SUPERBPE_DIGITS = r"(?<!\d)\d{1,2}(?=(?:\d{3})++(?!\d))|\d{3}(?=\d)|(?<!\d)(?=\d{3}(?!\d))"
-"""Cuts where the published ``(?=(\\d{3})+(?!\\d))`` matches, but reads a run of digits once, not once for each digit."""
+_SUPERBPE_DIGITS = (r"\p{N}+", r"(?:(?<!\d)|(?<=\A\d|\A\d\d|\D\d|\D\d\d))(?=(?:\d{3})++(?!\d))", r"\d{3}(?=\d)")
+"""Cuts where the published ``\\p{N}+`` and ``(?=(\\d{3})+(?!\\d))`` do, in proportion to the text: where the groups of
+three of a run of digits begin, then between them."""
+_TINY_AYA_DIGITS = (r"(?<!\d)\d++\b", r"\A(?:\d{1,2}(?=(?:\d{3})*+\z)|\d{3}(?=\d*+\z))|(?!\A)\G\d{3}")
+"""Cuts where the published ``\\d{1,3}(?=(?:\\d{3})*\\b)`` does, in proportion to the text: first whole numbers."""
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _CHAMELEON = (
     "<sentinel:[0-9]+>",
@@ -126,7 +130,7 @@ _RULES: tuple[tuple[str, PreTokenizer], ...] = (
     ("minicpm5", PreTokenizer((r"\p{N}{1,3}", _llama3_like(r"\p{N}+")), ignore_merges=True)),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer((_GPT4O,))),
     ("granite-embed-multi-97m", PreTokenizer((_GPT4O,), ignore_merges=True)),
-    ("tiny_aya cohere2moe", PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
+    ("tiny_aya cohere2moe", PreTokenizer((*_TINY_AYA_DIGITS, _GPT4O))),
     ("youtu", PreTokenizer((_YOUTU, _cased(f"{_CASELESS}?", r"\p{N}")), ignore_merges=True)),
     ("jais-2", PreTokenizer((_JAIS2,))),
     ("exaone-moe", PreTokenizer((_EXAONE_MOE,))),
@@ -137,12 +141,19 @@ _RULES: tuple[tuple[str, PreTokenizer], ...] = (
     (
         "deepseek-llm",
         PreTokenizer(
-            (r"[\r\n]", rf"\s?[{_CASED_LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", "[一-龥ࠀ-一가-퟿]+", r"\p{N}+")
+            (
+                r"[\r\n]",
+                rf"\s?[{_CASED_LETTERS}]+",
+                r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+                r"\s+$",
+                _ASIAN,
+                r"\p{N}+",
+            )
         ),
     ),
-    ("deepseek-coder", PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"))),
+    ("deepseek-coder", PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}"))),
     ("afmoe", PreTokenizer((_AFMOE_DIGITS, _AFMOE_CJK, _DEEPSEEK3))),
-    ("superbpe", PreTokenizer((r"\p{N}+", _SUPERBPE_DIGITS))),
+    ("superbpe", PreTokenizer(_SUPERBPE_DIGITS)),
     ("bailingmoe bailingmoe2 llada-moe", PreTokenizer((_BAILING,))),
     ("seed-coder", PreTokenizer((_SEED,))),
     (

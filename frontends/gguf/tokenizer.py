@@ -1,10 +1,10 @@
 """Text to token ids and back, from the metadata of a GGUF file alone.
 
 Kinds of vocabulary (``tokenizer.ggml.model``): BPE, mostly byte-level (``gpt2``), the same with sequences of bases
-(``hybriddna``) or without white space (``whitespace``), SentencePiece BPE (``llama``), BPE on raw text (``gemma4``), the
-longest match (``rwkv``), the least cost (``plamo2``), WordPiece (``bert``) and unigrams (``t5``).  `merging` has the
-models of all; everything around them (special tokens in text, BOS and EOS, defaults of missing keys) follows llama.cpp's
-``llama-vocab.cpp``.
+(``hybriddna``) or without white space (``whitespace``), SentencePiece BPE (``llama``), BPE on raw text (``gemma4``),
+the longest match (``rwkv``), the least cost (``plamo2``), WordPiece (``bert``) and unigrams (``t5``).  `merging` has
+the models of all; everything around them (special tokens in text, BOS and EOS, defaults of missing keys) follows
+llama.cpp's ``llama-vocab.cpp``.
 """
 
 from __future__ import annotations
