@@ -28,14 +28,14 @@ class Kmers:
 
     def _parts(self, text: str) -> Iterator[int]:
         while text:
-            plain, opened, rest = text.partition(OPEN)
+            plain, tag, rest = text.partition(OPEN)
             if plain:
                 yield from self._merge(plain)
-            if opened:
-                bases, closed, rest = rest.partition(CLOSE)
+            if tag:
+                bases, end, rest = rest.partition(CLOSE)
                 yield self._where[OPEN]
                 yield from self._bases(bases.encode().translate(UPPER))
-                if closed:
+                if end:
                     yield self._where[CLOSE]
             text = rest
 

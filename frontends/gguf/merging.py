@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from ...backends.cache import cache_folder, keep, recalled
 from .kmers import CLOSE, OPEN, OTHER, Kmers
-from .least_cost import LeastCost, least_cost
 from .longest_match import LongestMatch
 from .metadata import Array
+from .min_cost import MinCost, build_min_cost
 from .pretokenizers import PreTokenizer
 from .score_merging import ScoreMerger
 from .vocabulary import PREFIX, derived_merges, read_scalar, read_scores, stored_merges
@@ -27,7 +27,7 @@ from .words import UnigramsOrBytes, unigrams, wordpiece
 if TYPE_CHECKING:
     import tokenizers
 
-Model: TypeAlias = "tokenizers.Tokenizer | ScoreMerger | UnigramsOrBytes | LongestMatch | LeastCost | Kmers"
+Model: TypeAlias = "tokenizers.Tokenizer | ScoreMerger | UnigramsOrBytes | LongestMatch | MinCost | Kmers"
 SPACE = "▁"
 MARKING = ("bert", "t5")
 """Kinds whose models mark spaces by themselves."""
@@ -39,7 +39,7 @@ MERGED = ("gpt2", "llama", "gemma4", "hybriddna", "whitespace")
 """BPE as ``tokenizer.ggml.pre`` says, SentencePiece, BPE on raw text, BPE with `Kmers`, and BPE without white space."""
 KINDS = (*MERGED, "rwkv", "bert", "t5", "plamo2")
 """Every ``tokenizer.ggml.model``: beside those that merge, the longest token each time, WordPiece, unigrams and the
-least cost."""
+lowest cost."""
 NOTHING = "\0\0nothing"
 """Stands, behind the last token, for characters that have no token at all, so that nothing is merged across them."""
 
@@ -61,7 +61,7 @@ class Merger:
         self._is_dna = kind == "hybriddna" and {OPEN, CLOSE, OTHER} <= where.keys()
         self._looked_up = 0
 
-    def prepared(self, text: str, begins: bool = True) -> str:
+    def prepare_text(self, text: str, begins: bool = True) -> str:
         """A text as the tokens spell it; `begins` is false inside another text."""
         if self._lowers:
             text = "".join(char.lower() for char in text)
@@ -96,7 +96,7 @@ class Merger:
         if self._kind == "rwkv":
             return LongestMatch(self._tokens, self._unk)
         if self._kind == "plamo2":
-            return least_cost(self._metadata, self._where, self._unk or 0)  # files without one have 0
+            return build_min_cost(self._metadata, self._where, self._unk or 0)  # files without one have 0
         return (wordpiece if self._kind == "bert" else unigrams)(self._metadata, self._where, self._unk)
 
     @cached_property

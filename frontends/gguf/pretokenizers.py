@@ -1,7 +1,7 @@
 """How text is cut into words before BPE merges run inside each word, by the name a GGUF file gives.
 
 A name is a value of ``tokenizer.ggml.pre``.  The regexes are those of each model's own ``tokenizer.json``, written for
-the Oniguruma engine that HF ``tokenizers`` uses; which name means which, and what a name implies for BOS and for the
+the Oniguruma engine that HF ``tokenizers`` uses.  Which name means which, and what a name implies for BOS and for the
 spelling of tokens, follows llama.cpp's ``llama-vocab.cpp`` (b11434).
 """
 

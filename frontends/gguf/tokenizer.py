@@ -1,10 +1,10 @@
 """Text to token ids and back, from the metadata of a GGUF file alone.
 
-Kinds of vocabulary (``tokenizer.ggml.model``): BPE, mostly byte-level (``gpt2``), the same with sequences of bases
-(``hybriddna``) or without white space (``whitespace``), SentencePiece BPE (``llama``), BPE on raw text (``gemma4``),
-the longest match (``rwkv``), the least cost (``plamo2``), WordPiece (``bert``) and unigrams (``t5``).  `merging` has
-the models of all; everything around them (special tokens in text, BOS and EOS, defaults of missing keys) follows
-llama.cpp's ``llama-vocab.cpp``.
+Kinds of vocabulary (``tokenizer.ggml.model``): BPE, mostly byte-level (``gpt2``); the same with sequences of bases
+(``hybriddna``) or without white space (``whitespace``); SentencePiece BPE (``llama``).  Further ones: BPE on raw text
+(``gemma4``), the longest match (``rwkv``), the lowest cost (``plamo2``), WordPiece (``bert``) and unigrams (``t5``).
+`merging` has the models of all.  Everything around them (special tokens in text, BOS and EOS, defaults of missing keys)
+follows llama.cpp's ``llama-vocab.cpp``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .merging import KINDS, SPACE, Merger
 from .pretokenizers import PreTokenizer
 from .special_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, USER, special_tokens, stripping
 from .vocabulary import (
-    NAMED,
+    PRE_KINDS,
     byte_of,
     check_unicode,
     read_id,
@@ -44,7 +44,7 @@ BLANK = " \t\n\v\f\r"
 _RUNS = re.compile(r"\s+|\S+")
 NO_VOCABULARY = ("test", "none", "no_vocab")
 DEFAULT_IDS: Mapping[str, tuple[int | None, int | None, int | None]] = {
-    **dict.fromkeys(NAMED, (11, 11, None)),
+    **dict.fromkeys(PRE_KINDS, (11, 11, None)),
     "llama": (1, 2, 0),
     "gemma4": (None, None, None),
     "rwkv": (None, None, None),
@@ -218,7 +218,7 @@ class Tokenizer:
         return self._specials[parse_special]
 
     def _merge(self, text: str, begins: bool) -> Sequence[int]:
-        text = self._merger.prepared(text, begins)
+        text = self._merger.prepare_text(text, begins)
         model = _guarded("the vocabulary cannot be used", partial(self._merger.model_for, text, begins))
 
         def ids() -> list[int]:

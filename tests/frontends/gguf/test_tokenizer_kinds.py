@@ -15,11 +15,11 @@ from ...given.calls import calls_of
 NORMAL, UNKNOWN, CONTROL, UNUSED, BYTE = 1, 2, 3, 5, 6
 
 
-def made(**values: object) -> Tokenizer:
+def build_tokenizer(**values: object) -> Tokenizer:
     return tokenizer_from_metadata({f"tokenizer.ggml.{name}": value for name, value in values.items()})
 
 
-def texts(tokenizer: Tokenizer, text: str, **flags: bool) -> list[str]:
+def token_texts(tokenizer: Tokenizer, text: str, **flags: bool) -> list[str]:
     return [tokenizer.tokens[i] for i in tokenizer.encode(text, **flags)]
 
 
@@ -31,17 +31,17 @@ def plamo(scores: dict[str, float], padding: tuple[str, ...] = (), **changes: ob
     types = [UNKNOWN, CONTROL, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(scores), *[UNUSED] * len(padding)]
     values: dict[str, object] = {"model": "plamo2", "pre": "default", "tokens": tokens, "token_type": types}
     values["scores"] = [0.0] * 260 + [*scores.values()] + [-1000.0] * len(padding)
-    return made(**(values | changes))
+    return build_tokenizer(**(values | changes))
 
 
-def ways(text: str, tokens: dict[str, float]) -> Iterator[tuple[float, list[str]]]:
+def segmentations(text: str, tokens: dict[str, float]) -> Iterator[tuple[float, list[str]]]:
     """Every way to cut a text into tokens and bytes, with its sum of scores, those with longer first parts first."""
     if not text:
         yield 0.0, []
         return
     parts = [(size, tokens[text[:size]], [text[:size]]) for size in range(len(text), 0, -1) if text[:size] in tokens]
     for size, score, ids in [*parts, (1, -1000.0, [f"<0x{byte:02X}>" for byte in text[0].encode()])]:
-        for others, rest in ways(text[size:], tokens):
+        for others, rest in segmentations(text[size:], tokens):
             yield round(score * 10_000) + others, ids + rest
 
 
@@ -53,13 +53,13 @@ def test_plamo2_takes_the_highest_sum_of_scores(seed: int) -> None:
     tokenizer = plamo(scores)
     for _ in range(60):
         text = "".join(rng.choices("ab私😀 é", k=rng.randrange(1, 8)))
-        assert texts(tokenizer, text) == max(ways(text, scores), key=lambda way: way[0])[1], text
+        assert token_texts(tokenizer, text) == max(segmentations(text, scores), key=lambda scored: scored[0])[1], text
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_plamo2_spells_characters_outside_the_vocabulary_in_bytes() -> None:
     tokenizer = plamo({"a": -1.0, "▁": -1.0})
-    assert texts(tokenizer, "aé▁") == ["a", "<0xC3>", "<0xA9>", "▁"]
+    assert token_texts(tokenizer, "aé▁") == ["a", "<0xC3>", "<0xA9>", "▁"]
     every = "\ufeff\0\x7f\x80\u07ff\u0800\uffff\U00010000\U0010ffff"
     assert tokenizer.decode(tokenizer.encode(every)) == every
     assert len(tokenizer.encode(every)) == len(every.encode())
@@ -68,24 +68,24 @@ def test_plamo2_spells_characters_outside_the_vocabulary_in_bytes() -> None:
 
 def test_plamo2_prefers_bytes_to_tokens_that_cost_more() -> None:
     tokenizer = plamo({"a": -1.0, "b": -1000.0, "ab": -1001.0, "c": -1000.0001, "d": -2000.0, "bb": -2000.0})
-    assert texts(tokenizer, "abbcd") == ["ab", "b", "<0x63>", "<0x64>"]
+    assert token_texts(tokenizer, "abbcd") == ["ab", "b", "<0x63>", "<0x64>"]
 
 
 def test_rows_that_fill_a_plamo2_vocabulary_up_are_no_tokens() -> None:
     tokenizer = plamo({"[": -1.0, "PAD": -1.0, "1": -1.0, "]": -1.0}, padding=("[PAD1]",))
-    assert texts(tokenizer, "[PAD1]") == ["[", "PAD", "1", "]"]
+    assert token_texts(tokenizer, "[PAD1]") == ["[", "PAD", "1", "]"]
 
 
 def test_plamo2_has_llama_cpps_special_tokens() -> None:
     tokenizer = plamo({"a": -1.0})
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos) == (1, 2, False)
-    assert texts(tokenizer, "a<|plamo:eos|>a", parse_special=True) == ["a", "<|plamo:eos|>", "a"]
-    assert texts(plamo({"a": -1.0}, add_bos_token=True), "a") == ["<|plamo:bos|>", "a"]
+    assert token_texts(tokenizer, "a<|plamo:eos|>a", parse_special=True) == ["a", "<|plamo:eos|>", "a"]
+    assert token_texts(plamo({"a": -1.0}, add_bos_token=True), "a") == ["<|plamo:bos|>", "a"]
 
 
 def test_a_plamo2_vocabulary_without_bytes_has_its_unknown_token() -> None:
-    tokenizer = made(model="plamo2", tokens=["<unk>", "a", "ab"], scores=[0.0, -1.0, -1.5])
-    assert texts(tokenizer, "aab私") == ["a", "ab", "<unk>"]
+    tokenizer = build_tokenizer(model="plamo2", tokens=["<unk>", "a", "ab"], scores=[0.0, -1.0, -1.5])
+    assert token_texts(tokenizer, "aab私") == ["a", "ab", "<unk>"]
 
 
 def test_a_long_text_takes_plamo2_calls_in_proportion() -> None:
@@ -107,7 +107,7 @@ DNA = [
 
 def hybrid(**changes: object) -> Tokenizer:
     values: dict[str, object] = {"model": "hybriddna", "pre": "qwen2", "tokens": DNA, "merges": ["C C"]}
-    return made(**(values | changes))
+    return build_tokenizer(**(values | changes))
 
 
 def test_bases_between_tags_are_tokens_of_six() -> None:
@@ -128,29 +128,29 @@ def test_bases_without_a_closing_tag_reach_to_the_end() -> None:
 
 def test_a_vocabulary_without_tags_is_byte_level() -> None:
     tokenizer = hybrid(tokens=[*BYTES, "CC"])
-    assert texts(tokenizer, "CC<dna>") == ["CC", *"<dna>"]
+    assert token_texts(tokenizer, "CC<dna>") == ["CC", *"<dna>"]
 
 
 def spaceless(**changes: object) -> Tokenizer:
     tokens = ["<unk>", "a", "b", "ab", "A", "中", "文", "中文", "Σ", "σ", "▁"]
     values: dict[str, object] = {"model": "whitespace", "pre": "whitespace", "tokens": tokens}
-    return made(**(values | {"merges": ["a b", "中 文"]} | changes))
+    return build_tokenizer(**(values | {"merges": ["a b", "中 文"]} | changes))
 
 
 def test_white_space_is_left_out() -> None:
-    assert texts(spaceless(), "ab a\u3000中文\n\tb ▁ 中 文") == ["ab", "a", "中文", "b", "▁", "中", "文"]
+    assert token_texts(spaceless(), "ab a\u3000中文\n\tb ▁ 中 文") == ["ab", "a", "中文", "b", "▁", "中", "文"]
     assert spaceless().encode(" \n") == []
     assert spaceless().decode(spaceless().encode("ab 中文▁")) == "ab中文▁"
 
 
 def test_words_are_in_lower_case_if_the_file_or_another_name_says_so() -> None:
-    assert texts(spaceless(), "aA Σ") == ["a", "A", "Σ"]
+    assert token_texts(spaceless(), "aA Σ") == ["a", "A", "Σ"]
     lower = spaceless(**{"normalizer.lowercase": True})
-    assert texts(lower, "AB ΑΣ aΣ") == ["ab", "σ", "a", "σ"]
-    assert texts(spaceless(pre="sarvam-moe"), "A Σ") == ["a", "▁", "σ"]
-    assert texts(spaceless(pre="sarvam-moe", **{"normalizer.lowercase": False}), "A Σ") == ["A", "▁", "Σ"]
+    assert token_texts(lower, "AB ΑΣ aΣ") == ["ab", "σ", "a", "σ"]
+    assert token_texts(spaceless(pre="sarvam-moe"), "A Σ") == ["a", "▁", "σ"]
+    assert token_texts(spaceless(pre="sarvam-moe", **{"normalizer.lowercase": False}), "A Σ") == ["A", "▁", "Σ"]
 
 
 def test_a_character_without_a_token_is_unknown_if_the_file_names_one_for_that() -> None:
-    assert texts(spaceless(), "a私b") == ["a", "b"]
-    assert texts(spaceless(unknown_token_id=0), "a私b") == ["a", "<unk>", "b"]
+    assert token_texts(spaceless(), "a私b") == ["a", "b"]
+    assert token_texts(spaceless(unknown_token_id=0), "a私b") == ["a", "<unk>", "b"]

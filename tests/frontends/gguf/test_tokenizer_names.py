@@ -23,32 +23,35 @@ LLAMA_CPP = """
     pixtral poro-chat qwen2 qwen35 refact roberta-bpe sarvam-moe seed-coder smaug-bpe smollm solar-open spark2_5
     stablelm2 starcoder superbpe talkie tekken tiny_aya trillion ufakzeka viking whitespace youtu
 """
-FIRST = "I'm camelCase  1234567 日本ไทย नमस्ते\r\n\t<a.b> x_y "
-SECOND = " 1578a IMGIMGABZ<sentinel:12>"
-THIRD = "Ωμέγα K\u212a \u1fbe 你好 12345\n\n "
-WORDS = {
-    ("deepseek-llm", FIRST): "I|'|m| camelCase|  |1234567| |日本ไทย| |नमस्ते|\r|\n|\t<|a|.|b|>| x|_|y| ",
-    ("deepseek-llm", SECOND): " |1578|a| IMGIMGABZ|<|sentinel|:|12|>",
-    ("deepseek-llm", THIRD): "Ωμέγα| K|\u212a| |\u1fbe| |你好| |12345|\n|\n| ",
+MIXED = "I'm camelCase  1234567 日本ไทย नमस्ते\r\n\t<a.b> x_y "
+TAGGED_TEXT = " 1578a IMGIMGABZ<sentinel:12>"
+GREEK_TEXT = "Ωμέγα K\u212a \u1fbe 你好 12345\n\n "
+GOLDEN_WORDS = {
+    ("deepseek-llm", MIXED): "I|'|m| camelCase|  |1234567| |日本ไทย| |नमस्ते|\r|\n|\t<|a|.|b|>| x|_|y| ",
+    ("deepseek-llm", TAGGED_TEXT): " |1578|a| IMGIMGABZ|<|sentinel|:|12|>",
+    ("deepseek-llm", GREEK_TEXT): "Ωμέγα| K|\u212a| |\u1fbe| |你好| |12345|\n|\n| ",
     ("deepseek-llm", "\u212b\U00010400\u0251 ａ\u3001〉。"): "\u212b|\U00010400\u0251| ａ|\u3001|〉|。",
-    ("afmoe", FIRST): "I|'m| camelCase|  |1|234|567| |日本ไ|ทย| नमस्ते|\r\n|\t|<a|.b|>| x|_y| ",
-    ("afmoe", SECOND): " |1|578|a| IMGIMGABZ|<sentinel|:|12|>",
-    ("afmoe", THIRD): "Ωμέγα| K\u212a| \u1fbe| |你好| |12|345|\n\n| ",
-    ("superbpe", FIRST): "I'm camelCase  |1|234|567| 日本ไทย नमस्ते\r\n\t<a.b> x_y ",
-    ("superbpe", SECOND): " |1|578|a IMGIMGABZ<sentinel:|12|>",
-    ("chameleon", FIRST): "I|'|m| camelCase|  |1|2|3|4|5|6|7| 日本ไทย| नमस|\u094d|त|\u0947|\r|\n|\t|<|a|.|b|>| x|_|y| ",
-    ("chameleon", SECOND): " |1|5|7|8|a| |IMGIMGABZ|<|sentinel|:|1|2|>",
-    ("granite-embed-multi-97m", FIRST): "I'm| camel|Case| | |123|456|7| 日本ไทย| नमस्ते|\r\n|\t|<a|.b|>| x|_y| ",
-    ("tiny_aya", FIRST): "I'm| camel|Case|  |1|234|567| 日本ไทย| नमस्ते|\r\n|\t|<a|.b|>| x|_y| ",
-    ("tiny_aya", SECOND): " |157|8|a| IMGIMGABZ|<sentinel|:|12|>",
+    ("afmoe", MIXED): "I|'m| camelCase|  |1|234|567| |日本ไ|ทย| नमस्ते|\r\n|\t|<a|.b|>| x|_y| ",
+    ("afmoe", TAGGED_TEXT): " |1|578|a| IMGIMGABZ|<sentinel|:|12|>",
+    ("afmoe", GREEK_TEXT): "Ωμέγα| K\u212a| \u1fbe| |你好| |12|345|\n\n| ",
+    ("superbpe", MIXED): "I'm camelCase  |1|234|567| 日本ไทย नमस्ते\r\n\t<a.b> x_y ",
+    ("superbpe", TAGGED_TEXT): " |1|578|a IMGIMGABZ<sentinel:|12|>",
+    (
+        "chameleon",
+        MIXED,
+    ): "I|'|m| camelCase|  |1|2|3|4|5|6|7| 日本ไทย| नमस|\u094d|त|\u0947|\r|\n|\t|<|a|.|b|>| x|_|y| ",
+    ("chameleon", TAGGED_TEXT): " |1|5|7|8|a| |IMGIMGABZ|<|sentinel|:|1|2|>",
+    ("granite-embed-multi-97m", MIXED): "I'm| camel|Case| | |123|456|7| 日本ไทย| नमस्ते|\r\n|\t|<a|.b|>| x|_y| ",
+    ("tiny_aya", MIXED): "I'm| camel|Case|  |1|234|567| 日本ไทย| नमस्ते|\r\n|\t|<a|.b|>| x|_y| ",
+    ("tiny_aya", TAGGED_TEXT): " |157|8|a| IMGIMGABZ|<sentinel|:|12|>",
     ("tiny_aya", "\xa0\xa01"): "\xa0\xa0|1",
     ("kimi-k2", "GoldMagikarp"): "Gold|Magikarp",
     ("gpt-4o", "\u20e3's"): "\u20e3's",
     ("deepseek-coder", " \u2028"): " |\u2028",
-    ("gemma4", FIRST.replace(" ", "▁")): "I'm▁camelCase▁▁1234567▁日本ไทย▁नमस्ते\r|\n|\t<a.b>▁x_y▁",
-    ("sarvam-moe", THIRD): "Ωμέγα K\u212a \u1fbe 你好 12345|\n\n| ",
+    ("gemma4", MIXED.replace(" ", "▁")): "I'm▁camelCase▁▁1234567▁日本ไทย▁नमस्ते\r|\n|\t<a.b>▁x_y▁",
+    ("sarvam-moe", GREEK_TEXT): "Ωμέγα K\u212a \u1fbe 你好 12345|\n\n| ",
     ("mmbert", "▁I'm▁camel▁▁1\n\n▁x"): "▁I'm|▁camel|▁|▁1|\n\n|▁x",
-    ("whitespace", FIRST): "I'm| |camelCase|  |1234567| |日本ไทย| |नमस्ते|\r\n\t|<a.b>| |x_y| ",
+    ("whitespace", MIXED): "I'm| |camelCase|  |1234567| |日本ไทย| |नमस्ते|\r\n\t|<a.b>| |x_y| ",
 }
 PUBLISHED = {
     "superbpe": (r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
@@ -57,12 +60,12 @@ PUBLISHED = {
 }
 
 
-def cutting(patterns: tuple[str, ...]) -> PreTokenizer:
+def split_by(patterns: tuple[str, ...]) -> PreTokenizer:
     return Sequence([Split(Regex(pattern), "isolated") for pattern in patterns])
 
 
-def words(cut: PreTokenizer, text: str) -> list[str]:
-    return [word for word, _ in cut.pre_tokenize_str(text)]
+def words(splitter: PreTokenizer, text: str) -> list[str]:
+    return [word for word, _ in splitter.pre_tokenize_str(text)]
 
 
 def raw(pre: str, tokens: str, merges: tuple[str, ...] = (), **changes: object) -> Tokenizer:
@@ -73,7 +76,7 @@ def raw(pre: str, tokens: str, merges: tuple[str, ...] = (), **changes: object) 
     return tokenizer_from_metadata({f"tokenizer.ggml.{name}": value for name, value in values.items()})
 
 
-def texts(tokenizer: Tokenizer, text: str, **flags: bool) -> list[str]:
+def token_texts(tokenizer: Tokenizer, text: str, **flags: bool) -> list[str]:
     return [tokenizer.tokens[i] for i in tokenizer.encode(text, **flags)]
 
 
@@ -81,15 +84,15 @@ def test_every_name_of_llama_cpp_is_known() -> None:
     assert sorted(PRE_TOKENIZERS) == sorted(LLAMA_CPP.split())
 
 
-@pytest.mark.parametrize(("name", "text"), WORDS)
-def test_each_name_cuts_the_words_that_it_stands_for(name: str, text: str) -> None:
-    assert words(cutting(PRE_TOKENIZERS[name].patterns), text) == WORDS[name, text].split("|")
+@pytest.mark.parametrize(("name", "text"), GOLDEN_WORDS)
+def test_each_name_splits_text_into_the_words_of_its_models(name: str, text: str) -> None:
+    assert words(split_by(PRE_TOKENIZERS[name].patterns), text) == GOLDEN_WORDS[name, text].split("|")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_digits_are_cut_as_by_the_published_regexes(name: str) -> None:
+def test_digits_are_split_as_by_the_published_regexes(name: str) -> None:
     rng = random.Random(0)
-    published, ours = cutting(PUBLISHED[name]), cutting(PRE_TOKENIZERS[name].patterns)
+    published, ours = split_by(PUBLISHED[name]), split_by(PRE_TOKENIZERS[name].patterns)
     for _ in range(4000):
         plain = rng.choice([0.6, 0.9, 1.0])
         kinds = ("0123456789" if rng.random() < plain else "½²１٣Ⅷa_ .\u0301\n" for _ in range(rng.randrange(1, 20)))
@@ -99,39 +102,39 @@ def test_digits_are_cut_as_by_the_published_regexes(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted({rule.patterns: name for name, rule in PRE_TOKENIZERS.items()}.values()))
 def test_words_of_a_long_text_take_time_in_proportion(name: str) -> None:
-    cut = cutting(PRE_TOKENIZERS[name].patterns)
+    splitter = split_by(PRE_TOKENIZERS[name].patterns)
     for text in ("1" * 100_000, "1" * 100_000 + "a", " " * 100_000 + "a"):
         start = time.process_time()
-        assert "".join(words(cut, text)) == text
+        assert "".join(words(splitter, text)) == text
         assert time.process_time() - start < 4  # the square of it takes 10 s and more
 
 
 def test_names_of_gemma_merge_text_and_force_bos() -> None:
     for name in ("gemma4", "granite-embed-multi-311m"):
         tokenizer = raw(name, "▁ a b ▁a ▁ab é", ("▁ a", "▁a b"), bos_token_id=1, add_bos_token=False)
-        assert texts(tokenizer, "ab ab\né  ") == ["a", "a", "b", "▁ab", "\n", "é", "▁", "▁"]
+        assert token_texts(tokenizer, "ab ab\né  ") == ["a", "a", "b", "▁ab", "\n", "é", "▁", "▁"]
         assert tokenizer.decode(tokenizer.encode("b ab\né  ", add_special=False)) == "b ab\né  "
 
 
 def test_sarvam_merges_text_and_leaves_bos_to_the_file() -> None:
     tokenizer = raw("sarvam-moe", "▁ a b ▁a ▁ab", ("▁ a", "▁a b"))
-    assert texts(tokenizer, "ab ab<u> a") == ["a", "b", "▁ab", "<u>", "▁a"]
+    assert token_texts(tokenizer, "ab ab<u> a") == ["a", "b", "▁ab", "<u>", "▁a"]
 
 
 def test_each_line_of_mmbert_begins_with_a_space_and_each_space_a_word() -> None:
     tokenizer = raw("mmbert", "▁ a b ▁a a▁", ("a ▁", "▁ a"))
-    assert texts(tokenizer, "ab a\nb\n\n a  ") == ["▁a", "b", "▁a", "\n", "▁", "b", "\n", "\n", "▁a", "▁", "▁"]
+    assert token_texts(tokenizer, "ab a\nb\n\n a  ") == ["▁a", "b", "▁a", "\n", "▁", "b", "\n", "\n", "▁a", "▁", "▁"]
     assert [tokenizer.tokens[i] for i in tokenizer.encode_inside("a a\nb")] == ["a", "▁a", "\n", "▁", "b"]
 
 
 def test_a_name_for_text_between_white_space_merges_text() -> None:
     tokenizer = raw("whitespace", "a b ab é", ("a b",))
-    assert texts(tokenizer, "ab é\nba") == ["ab", "é", "\n", "b", "a"]
+    assert token_texts(tokenizer, "ab é\nba") == ["ab", "é", "\n", "b", "a"]
     assert tokenizer.decode(tokenizer.encode("abé")) == "abé"
 
 
 def test_nothing_is_merged_across_a_character_without_a_token() -> None:
-    assert texts(raw("whitespace", "a b ab", ("a b",)), "ab a私b") == ["ab", "a", "b"]
+    assert token_texts(raw("whitespace", "a b ab", ("a b",)), "ab a私b") == ["ab", "a", "b"]
     whole = raw("sarvam-moe", " ".join(f"<0x{byte:02X}>" for byte in range(256)) + " a")
     assert whole.decode(whole.encode("a私a")) == "a私a"
 
@@ -145,4 +148,4 @@ def test_chameleon_adds_bos_and_granite_keeps_whole_words() -> None:
         ("granite-embed-multi-97m", ["abc"]),
         ("superbpe", ["ab", "c"]),
     ):
-        assert texts(tokenizer_from_metadata(metadata | {"tokenizer.ggml.pre": name}), "abc") == want, name
+        assert token_texts(tokenizer_from_metadata(metadata | {"tokenizer.ggml.pre": name}), "abc") == want, name
