@@ -92,10 +92,11 @@ def tokenizers() -> Iterator[str]:
     """A row for each kind of tokenizer."""
     from hocket.frontends.gguf.merging import KINDS
     from hocket.frontends.gguf.pretokenizers import PRE_TOKENIZERS
+    from hocket.frontends.gguf.vocabulary import PRE_KINDS
 
     for kind in sorted(KINDS):
-        names = ", ".join(f"`{name}`" for name in sorted(PRE_TOKENIZERS)) if kind == "gpt2" else "by a rule of its own"
-        yield f"| `{kind}` | {names} |\n"
+        names = ", ".join(f"`{name}`" for name in sorted(PRE_TOKENIZERS)) if kind == "gpt2" else "as of `gpt2`"
+        yield f"| `{kind}` | {names if kind in PRE_KINDS else 'by a rule of its own'} |\n"
 
 
 def metadata_keys() -> Iterator[str]:

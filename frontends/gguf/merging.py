@@ -15,25 +15,33 @@ import numpy as np
 import numpy.typing as npt
 
 from ...backends.cache import cache_folder, keep, recalled
+from .kmers import CLOSE, OPEN, OTHER, Kmers
 from .longest_match import LongestMatch
 from .metadata import Array
+from .min_cost import MinCost, build_min_cost
 from .pretokenizers import PreTokenizer
 from .score_merging import ScoreMerger
-from .vocabulary import PREFIX, derived_merges, read_scores, stored_merges
+from .vocabulary import PREFIX, derived_merges, read_scalar, read_scores, stored_merges
 from .words import UnigramsOrBytes, unigrams, wordpiece
 
 if TYPE_CHECKING:
     import tokenizers
 
-Model: TypeAlias = "tokenizers.Tokenizer | ScoreMerger | UnigramsOrBytes | LongestMatch"
+Model: TypeAlias = "tokenizers.Tokenizer | ScoreMerger | UnigramsOrBytes | LongestMatch | MinCost | Kmers"
+SPACE = "▁"
+MARKING = ("bert", "t5")
+"""Kinds whose models mark spaces by themselves."""
 ENOUGH = 20_000
 """After so many parts of texts have been looked up, the whole vocabulary is worth its time."""
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 """What raw text falls back to where it has no token."""
-MERGED = ("gpt2", "llama", "gemma4")
-"""Byte-level BPE, SentencePiece, and BPE on raw text."""
-KINDS = (*MERGED, "rwkv", "bert", "t5")
-"""Every ``tokenizer.ggml.model``: beside those that merge, the longest token each time, WordPiece and unigrams."""
+MERGED = ("gpt2", "llama", "gemma4", "hybriddna", "whitespace")
+"""BPE as ``tokenizer.ggml.pre`` says, SentencePiece, BPE on raw text, BPE with `Kmers`, and BPE without white space."""
+KINDS = (*MERGED, "rwkv", "bert", "t5", "plamo2")
+"""Every ``tokenizer.ggml.model``: beside those that merge, the longest token each time, WordPiece, unigrams and the
+lowest cost."""
+NOTHING = "\0\0nothing"
+"""Stands, behind the last token, for characters that have no token at all, so that nothing is merged across them."""
 
 
 class Merger:
@@ -49,18 +57,35 @@ class Merger:
         unk: int | None,
     ) -> None:
         self._metadata, self._kind, self._tokens, self._where, self._rule = metadata, kind, tokens, where, rule
-        self._unk, self._unknown = unk, None if unk is None or kind == "gpt2" else self._tokens[unk]
+        self._unk, self._unknown = unk, NOTHING if unk is None else self._tokens[unk]
+        self._is_dna = kind == "hybriddna" and {OPEN, CLOSE, OTHER} <= where.keys()
         self._looked_up = 0
 
+    def prepare_text(self, text: str, begins: bool = True) -> str:
+        """A text as the tokens spell it; `begins` is false inside another text."""
+        if self._lowers:
+            text = "".join(char.lower() for char in text)
+        if self._rule.marks_spaces and self._kind not in MARKING:
+            text = text.replace(" ", SPACE)
+        if start := self._rule.line_start:
+            lines = text.split("\n")
+            for i in range(0 if begins else 1, len(lines)):
+                if lines[i] and not lines[i].startswith(start):
+                    lines[i] = start + lines[i]
+            text = "\n".join(lines)
+        return text
+
     def model_for(self, text: str, begins: bool = True) -> Model:
-        """A model that gives a text the ids that the whole vocabulary does; `begins` is false inside another text."""
+        """A model that gives a prepared text the ids that the whole vocabulary does."""
         if self._kind == "t5" and not begins:
             return self._continuing
+        if self._is_dna and OPEN in text:
+            return Kmers(self._where, lambda part: self.model_for(part).encode(part, add_special_tokens=False).ids)
         if self._kind in MERGED and len(text) <= ENOUGH and self._looked_up <= ENOUGH:
             parts = self._parts(text)
             self._looked_up += len(parts)
             if self._looked_up <= ENOUGH:
-                always = () if self._kind == "gpt2" else (*BYTES, *filter(None, (self._unknown,)))
+                always = () if self._rule.letters else (*BYTES, self._unknown)
                 return self._model({part: self._where[part] for part in (*parts, *always) if part in self._where})
         return self._whole
 
@@ -70,6 +95,8 @@ class Merger:
             return self._model(self._where)
         if self._kind == "rwkv":
             return LongestMatch(self._tokens, self._unk)
+        if self._kind == "plamo2":
+            return build_min_cost(self._metadata, self._where, self._unk or 0)  # files without one have 0
         return (wordpiece if self._kind == "bert" else unigrams)(self._metadata, self._where, self._unk)
 
     @cached_property
@@ -89,6 +116,12 @@ class Merger:
         return parts
 
     @cached_property
+    def _lowers(self) -> bool:
+        """Whether a text becomes lower case; ``whitespace`` as a name, unlike as a kind, leaves it as it is."""
+        named = self._metadata.get(PREFIX + "pre") == "whitespace"
+        return self._kind == "whitespace" and read_scalar(self._metadata, "normalizer.lowercase", bool, not named)
+
+    @cached_property
     def _longest(self) -> int:
         return max(map(len, self._where))
 
@@ -100,7 +133,9 @@ class Merger:
         steps: list[pre_tokenizers.PreTokenizer] = [
             pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self._rule.patterns
         ]
-        if self._kind == "gpt2":
+        if self._kind == "whitespace":
+            steps.insert(0, pre_tokenizers.WhitespaceSplit())
+        if self._rule.letters:
             steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
         return pre_tokenizers.Sequence(steps) if steps else None
 
@@ -112,9 +147,10 @@ class Merger:
             wholes = {left + right for left, right in merges}
             if len({self._scores[self._where[whole]] for whole in wholes}) < len(wholes):
                 return ScoreMerger(self._where, self._scores, self._unk)
-        if self._kind == "gpt2":
+        if self._rule.letters:
             model = models.BPE(vocab, merges, ignore_merges=self._rule.ignore_merges)
         else:
+            vocab.setdefault(self._unknown, len(self._tokens))
             model = models.BPE(vocab, merges, unk_token=self._unknown, fuse_unk=True, byte_fallback=True)
         built = Tokenizer(model)
         if self._cut is not None:

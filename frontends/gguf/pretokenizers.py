@@ -1,8 +1,8 @@
-"""How text is cut into words before byte-level BPE merges run inside each word, by the name a GGUF file gives.
+"""How text is cut into words before BPE merges run inside each word, by the name a GGUF file gives.
 
 A name is a value of ``tokenizer.ggml.pre``.  The regexes are those of each model's own ``tokenizer.json``, written for
-the Oniguruma engine that HF ``tokenizers`` uses; which name means which, and what a name implies for BOS, follows
-llama.cpp's ``llama-vocab.cpp``.
+the Oniguruma engine that HF ``tokenizers`` uses.  Which name means which, and what a name implies for BOS and for the
+spelling of tokens, follows llama.cpp's ``llama-vocab.cpp`` (b11434).
 """
 
 from __future__ import annotations
@@ -22,8 +22,16 @@ class PreTokenizer:
     """A piece that is a token as a whole stays whole, even if no merges lead to it."""
     add_bos: bool = False
     """Whether BOS is added when the file does not say."""
+    forces_bos: bool = False
+    """Whether BOS is added even if the file says otherwise."""
     has_bos: bool = True
     """Whether a file without a BOS id still has one, by default."""
+    letters: bool = True
+    """Tokens write bytes as the letters of GPT-2's table; otherwise they are text."""
+    marks_spaces: bool = False
+    """Tokens write a space as ``▁``."""
+    line_start: str = ""
+    """Put before each line that does not begin with it."""
 
 
 _CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -63,6 +71,7 @@ _BAILING = (
 )
 _SEED = rf"{_CASELESS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|{_SPACES}"
 _CJK = "[一-龥぀-ゟ゠-ヿ]+"
+_ASIAN = "[一-龥ࠀ-一가-퟿]+"
 _SPARK = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     rf"| ?[\p{{P}}\p{{S}}]+|[\r\n]|{_SPACES}"
@@ -77,7 +86,34 @@ _JAIS2 = (
     + "".join(rf"\s{{{n}}}(?!\S)|" for n in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
     + r"\s"
 )
+_CASED_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴ"
+    "ᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻"
+    "𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+"""What ``deepseek-llm`` has for letters: those with case, as they were in Unicode 12."""
+_AFMOE_DIGITS = r"(?<!\p{N})\p{N}{1,2}(?=(?:\p{N}{3})*+(?!\p{N}))|\p{N}{3}"
+"""Groups of three from the right: a run of digits begins with what is left over."""
+_AFMOE_CJK = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
+    "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
+_SUPERBPE_DIGITS = (r"\p{N}+", r"(?:(?<!\d)|(?<=\A\d|\A\d\d|\D\d|\D\d\d))(?=(?:\d{3})++(?!\d))", r"\d{3}(?=\d)")
+"""Cuts where the published ``\\p{N}+`` and ``(?=(\\d{3})+(?!\\d))`` do, in proportion to the text: where the groups of
+three of a run of digits begin, then between them."""
+_TINY_AYA_DIGITS = (r"(?<!\d)\d++\b", r"\A(?:\d{1,2}(?=(?:\d{3})*+\z)|\d{3}(?=\d*+\z))|(?!\A)\G\d{3}")
+"""Cuts where the published ``\\d{1,3}(?=(?:\\d{3})*\\b)`` does, in proportion to the text: first whole numbers."""
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_CHAMELEON = (
+    "<sentinel:[0-9]+>",
+    "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+    r"([\t\n]|    |  )",
+    r"\p{N}",
+    r"[\p{P}!-/:-@\[-`{-~]",
+)
+_LINES = r"[^\n]+|\n+"
+GEMMA4 = PreTokenizer((_LINES,), forces_bos=True, letters=False, marks_spaces=True)
+"""The only one of ``tokenizer.ggml.model = gemma4``, whatever ``pre`` says."""
 
 _RULES: tuple[tuple[str, PreTokenizer], ...] = (
     (
@@ -93,7 +129,8 @@ _RULES: tuple[tuple[str, PreTokenizer], ...] = (
     ("laguna", PreTokenizer((r"[^\n]+|[\n]+", _QWEN2))),
     ("minicpm5", PreTokenizer((r"\p{N}{1,3}", _llama3_like(r"\p{N}+")), ignore_merges=True)),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer((_GPT4O,))),
-    ("tiny_aya cohere2moe", PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
+    ("granite-embed-multi-97m", PreTokenizer((_GPT4O,), ignore_merges=True)),
+    ("tiny_aya cohere2moe", PreTokenizer((*_TINY_AYA_DIGITS, _GPT4O))),
     ("youtu", PreTokenizer((_YOUTU, _cased(f"{_CASELESS}?", r"\p{N}")), ignore_merges=True)),
     ("jais-2", PreTokenizer((_JAIS2,))),
     ("exaone-moe", PreTokenizer((_EXAONE_MOE,))),
@@ -101,7 +138,22 @@ _RULES: tuple[tuple[str, PreTokenizer], ...] = (
     ("tekken", PreTokenizer((_cased("", r"\p{N}"),), ignore_merges=True, add_bos=True)),
     ("kimi-k2", PreTokenizer((_KIMI_K2,))),
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", PreTokenizer((r"\p{N}{1,3}", _CJK, _DEEPSEEK3))),
-    ("deepseek-coder", PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"))),
+    (
+        "deepseek-llm",
+        PreTokenizer(
+            (
+                r"[\r\n]",
+                rf"\s?[{_CASED_LETTERS}]+",
+                r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+                r"\s+$",
+                _ASIAN,
+                r"\p{N}+",
+            )
+        ),
+    ),
+    ("deepseek-coder", PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}"))),
+    ("afmoe", PreTokenizer((_AFMOE_DIGITS, _AFMOE_CJK, _DEEPSEEK3))),
+    ("superbpe", PreTokenizer(_SUPERBPE_DIGITS)),
     ("bailingmoe bailingmoe2 llada-moe", PreTokenizer((_BAILING,))),
     ("seed-coder", PreTokenizer((_SEED,))),
     (
@@ -113,10 +165,15 @@ _RULES: tuple[tuple[str, PreTokenizer], ...] = (
         "jina-es jina-de jina-v1-en jina-v2-code jina-v2-es jina-v2-de roberta-bpe",
         PreTokenizer((_GPT2,)),
     ),
+    ("chameleon", PreTokenizer((*_CHAMELEON, _GPT2), add_bos=True)),
     ("falcon", PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"))),
     ("default", PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
     ("poro-chat bloom gpt3-finnish", PreTokenizer((_BLOOM,))),
     ("viking", PreTokenizer((_BLOOM, r"\p{N}"))),
+    ("gemma4 granite-embed-multi-311m", GEMMA4),
+    ("sarvam-moe", PreTokenizer((_LINES,), letters=False, marks_spaces=True)),
+    ("mmbert", PreTokenizer((r"▁[^▁\n]*|\n+",), letters=False, marks_spaces=True, line_start="▁")),
+    ("whitespace", PreTokenizer((r"\S+",), letters=False)),
 )
 
 
@@ -127,10 +184,7 @@ def _named() -> Iterator[tuple[str, PreTokenizer]]:
 
 
 PRE_TOKENIZERS = dict(_named())
-"""Every known value of ``tokenizer.ggml.pre`` for byte-level BPE."""
-
-GEMMA4 = PreTokenizer((r"[^\n]+|\n+",), add_bos=True)
-"""The only one of ``tokenizer.ggml.model = gemma4``, whatever ``pre`` says; merges run on raw text."""
+"""Every known value of ``tokenizer.ggml.pre``."""
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:

@@ -1,9 +1,10 @@
 """Text to token ids and back, from the metadata of a GGUF file alone.
 
-Kinds of vocabulary (``tokenizer.ggml.model``): byte-level BPE (``gpt2``), SentencePiece BPE (``llama``), BPE on raw
-text (``gemma4``), the longest match (``rwkv``), WordPiece (``bert``) and unigrams (``t5``).  `merging` has the models
-of all; everything around them (special tokens in text, BOS and EOS, defaults of missing keys) follows llama.cpp's
-``llama-vocab.cpp``.
+Kinds of vocabulary (``tokenizer.ggml.model``): BPE, mostly byte-level (``gpt2``); the same with sequences of bases
+(``hybriddna``) or without white space (``whitespace``); SentencePiece BPE (``llama``).  Further ones: BPE on raw text
+(``gemma4``), the longest match (``rwkv``), the lowest cost (``plamo2``), WordPiece (``bert``) and unigrams (``t5``).
+`merging` has the models of all.  Everything around them (special tokens in text, BOS and EOS, defaults of missing keys)
+follows llama.cpp's ``llama-vocab.cpp``.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from typing import TypeVar
 from ...graph.arguments import BOOL, TEXT, a, needs, shown, whole
 from ...graph.records import dataclass
 from ..errors import ModelError
+from .kmers import MARK
 from .longest_match import spelled_bytes
-from .merging import KINDS, Merger
+from .merging import KINDS, SPACE, Merger
+from .pretokenizers import PreTokenizer
 from .special_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, USER, special_tokens, stripping
 from .vocabulary import (
+    PRE_KINDS,
     byte_of,
     check_unicode,
     read_id,
@@ -32,9 +36,6 @@ from .vocabulary import (
 )
 
 Result = TypeVar("Result")
-SPACE = "▁"
-SPACED = ("gpt2", "rwkv", "bert", "t5")
-"""Kinds whose models take spaces as they are."""
 ID = whole(0)
 MAX_RUN = 1 << 21
 """Characters of the longest run without, or of nothing but, white space: the regex engine gives up at five times it."""
@@ -43,10 +44,11 @@ BLANK = " \t\n\v\f\r"
 _RUNS = re.compile(r"\s+|\S+")
 NO_VOCABULARY = ("test", "none", "no_vocab")
 DEFAULT_IDS: Mapping[str, tuple[int | None, int | None, int | None]] = {
-    "gpt2": (11, 11, None),
+    **dict.fromkeys(PRE_KINDS, (11, 11, None)),
     "llama": (1, 2, 0),
     "gemma4": (None, None, None),
     "rwkv": (None, None, None),
+    "plamo2": (1, 2, 0),
     "bert": (101, 102, 100),
     "t5": (None, 1, 2),
 }
@@ -77,6 +79,7 @@ class Tokenizer:
     add_space_prefix: bool
     strip_after: frozenset[int]
     """Special tokens that swallow the white space after them (phi-3)."""
+    _rule: PreTokenizer
     _merger: Merger
     _specials: dict[bool, tuple[int, ...]] = field(default_factory=dict)
 
@@ -104,7 +107,7 @@ class Tokenizer:
         not valid Unicode or the vocabulary is broken.
         """
         check_unicode("the text", text)
-        if self.kind == "gpt2" and len(text) > MAX_RUN:
+        if self._rule.letters and len(text) > MAX_RUN:
             _check_runs(text)
         ids = list(self._encode_pieces(text, parse_special))
         bos = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
@@ -166,11 +169,12 @@ class Tokenizer:
             return byte_of(token, text)
         if type_ != NORMAL:
             return b""
-        if self.kind == "gpt2":
-            return b"".join(BYTES.get(char) or char.encode() for char in text)
         if self.kind == "rwkv":
             return spelled_bytes(text)
-        return text.replace(SPACE, " ").encode()
+        if self._rule.letters:
+            letters = text.removesuffix(MARK) if self.kind == "hybriddna" else text
+            return b"".join(BYTES.get(char) or char.encode() for char in letters)
+        return (text.replace(SPACE, " ") if self._rule.marks_spaces else text).encode()
 
     def _encode_pieces(self, text: str, parse_special: bool, *, begins: bool = True) -> Iterator[int]:
         """The ids of a text; `begins` is false if it continues one, so that no space is put before it."""
@@ -214,12 +218,12 @@ class Tokenizer:
         return self._specials[parse_special]
 
     def _merge(self, text: str, begins: bool) -> Sequence[int]:
-        if self.kind not in SPACED:
-            text = text.replace(" ", SPACE)
+        text = self._merger.prepare_text(text, begins)
         model = _guarded("the vocabulary cannot be used", partial(self._merger.model_for, text, begins))
 
         def ids() -> list[int]:
-            return list(model.encode(text, add_special_tokens=False).ids)
+            behind = len(self.tokens)  # the id of `NOTHING`
+            return [i for i in model.encode(text, add_special_tokens=False).ids if i < behind]
 
         return _guarded(f"a text of {len(text)} characters cannot be tokenized", ids)
 
@@ -261,7 +265,7 @@ def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
     rule = read_rule(metadata, kind)
     ids = _special_ids(metadata, kind, len(tokens), rule.has_bos)
     final_types, eos_ids = special_tokens(where, tokens, [*map(int, types)], ids)
-    adds = {"bos": read_scalar(metadata, "add_bos_token", bool, rule.add_bos) or kind in ("gemma4", "bert")}
+    adds = {"bos": read_scalar(metadata, "add_bos_token", bool, rule.add_bos) or rule.forces_bos}
     adds["eos"] = read_scalar(metadata, "add_eos_token", bool, kind == "t5") or kind == "bert"
     for name, asked in adds.items():
         if asked and ids[name] is None:
@@ -281,6 +285,7 @@ def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
         add_eos=adds["eos"],
         add_space_prefix=kind in ("llama", "bert", "t5") and read_scalar(metadata, "add_space_prefix", bool, True),
         strip_after=stripping(name_ if isinstance(name_, str) else "", tokens, final_types),
+        _rule=rule,
         _merger=Merger(metadata, kind, tokens, where, rule, ids["unknown"]),
     )
 

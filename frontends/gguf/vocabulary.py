@@ -80,18 +80,22 @@ def read_numbers(metadata: Mapping[str, object], name: str, length: int) -> tupl
 
 
 def read_rule(metadata: Mapping[str, object], kind: str) -> PreTokenizer:
-    """How text is cut before merging; only byte-level BPE looks at ``tokenizer.ggml.pre``."""
-    if kind == "gpt2":
+    """How text is cut before merging; only kinds of `PRE_KINDS` look at ``tokenizer.ggml.pre``."""
+    if kind in PRE_KINDS:
         return pre_tokenizer(read_scalar(metadata, "pre", str, "default") or "default")
-    return {"gemma4": GEMMA4, "rwkv": WHOLE, "t5": UNIGRAM}.get(kind, SPM)
+    return {"gemma4": GEMMA4, "rwkv": WHOLE, "plamo2": WHOLE, "t5": UNIGRAM, "bert": WORDPIECE}.get(kind, SPM)
 
 
-WHOLE = PreTokenizer(())
+PRE_KINDS = ("gpt2", "hybriddna", "whitespace")
+"""Kinds whose files name how text is cut."""
+WHOLE = PreTokenizer((), letters=False)
 """Nothing is cut before."""
-SPM = PreTokenizer((), add_bos=True)
+SPM = PreTokenizer((), add_bos=True, letters=False, marks_spaces=True)
 """SentencePiece merges over the whole text."""
-UNIGRAM = PreTokenizer((), has_bos=False)
+UNIGRAM = PreTokenizer((), has_bos=False, letters=False, marks_spaces=True)
 """The same for unigrams."""
+WORDPIECE = PreTokenizer((), forces_bos=True, letters=False, marks_spaces=True)
+"""WordPiece cuts words by itself."""
 
 
 def byte_of(token: int, text: str) -> bytes:
