@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from . import word_counts, words
@@ -236,3 +238,12 @@ def test_the_table_of_retired_words_is_well_formed():
     entries = [*retired.words.values(), *retired.names.values()]
     assert all(set(entry) <= {"use", "allowed"} and entry["use"] for entry in entries)
     assert not {"wire", "beside", "ring", "identity", "ticket", "journal", "board"} & set(retired.words)
+
+
+def test_each_term_of_the_glossary_has_one_definition_with_its_source():
+    page = (words.ROOT / "docs/glossary.md").read_text("utf-8").partition("## Graph and ops")[2]
+    entries = [" ".join(entry.split()) for entry in re.findall(r"^- (.*(?:\n  .*)*)", page, re.MULTILINE)]
+    found = [re.fullmatch(r"\*\*(.+?)\*\*: [A-Z].+\. Source: .+?\.( Replaces: `.+`\.)?", entry) for entry in entries]
+    assert not [entry for entry, match in zip(entries, found, strict=True) if not match]
+    terms = [match[1] for match in found if match]
+    assert len(terms) == len(set(terms)) > 200
