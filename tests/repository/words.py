@@ -19,17 +19,17 @@ from typing import NamedTuple
 from hocket.tests.repository.files import ROOT, list_files
 
 RETIRED_WORDS = ROOT / "tests/repository/retired_words.toml"
-LONGEST_SENTENCE = 30
-LONGEST_LINE = 160
+MAX_SENTENCE_WORDS = 30
+MAX_COLUMNS = 160
 MAX_MODULES = 3
 METRICS = {
     "participles": "functions with a bare participle as their name",
     "retired": "names in Python with a retired word",
     "attributes": "attributes, files, and names in CUDA, C++ and JavaScript with a retired word",
-    "sentences": f"sentences of more than {LONGEST_SENTENCE} words",
+    "sentences": f"sentences of more than {MAX_SENTENCE_WORDS} words",
     "constructs": "forbidden constructs in prose",
     "duplicates": f"top-level names that more than {MAX_MODULES} modules define",
-    "markdown": f"Markdown lines of more than {LONGEST_LINE} columns",
+    "markdown": f"Markdown lines of more than {MAX_COLUMNS} columns",
 }
 IGNORED_FOLDERS = {"fixtures", "goldens", "dagre"}
 """Folders with recorded output and with code of other projects."""
@@ -163,7 +163,7 @@ def find_in_prose(path: str, line: int, text: str) -> Iterator[Finding]:
         plain = re.sub(r"``[^`]*``|`[^`]*`", "Code", block)
         plain = re.sub(r"\]\([^)]*\)|https?://\S+|<[^>]*>", "] ", plain)
         for sentence in END_OF_SENTENCE.split(plain):
-            if len(sentence) > 2 * LONGEST_SENTENCE and len(WORD.findall(sentence)) > LONGEST_SENTENCE:
+            if len(sentence) > 2 * MAX_SENTENCE_WORDS and len(WORD.findall(sentence)) > MAX_SENTENCE_WORDS:
                 yield Finding("sentences", path, line + offset, sentence.strip())
             if not sentence.rstrip().endswith("?"):
                 for match in CONSTRUCT.finditer(sentence):
@@ -263,7 +263,7 @@ def find_in_python(path: str, source: str, retired: Retired) -> tuple[list[Findi
 def find_in_markdown(path: str, source: str) -> Iterator[Finding]:
     """Yield the findings in one Markdown file."""
     for number, line in enumerate(source.split("\n"), 1):
-        if len(line) > LONGEST_LINE:
+        if len(line) > MAX_COLUMNS:
             yield Finding("markdown", path, number, f"{len(line)} columns: {line[:80]}")
     yield from find_in_prose(path, 1, source)
 
