@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import runpy
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -124,3 +126,15 @@ def test_the_exit_status_says_whether_a_budget_is_exceeded(skips, tmp_path: Path
 def test_every_part_of_a_budget_is_installed_by_ci(ci_parts, skips):
     part_names = {part.name for part in ci_parts["PARTS"]}
     assert {budget.part for budget in skips["read_budgets"](CI / "skips.toml")} - {""} <= part_names
+
+
+def test_hosted_ci_runs_the_same_command_on_the_oldest_and_a_new_python():
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text("utf-8")
+    assert re.findall(r"- run: (.*)", workflow) == [".ci/run"]
+    versions = re.findall(r"3\.\d+", re.search(r"python: \[(.*)\]", workflow)[1])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert f">={versions[0]}" == project["requires-python"]
+    assert versions == ["3.11", "3.13"]
+    assert "fetch-depth: 0" in workflow
+    limit = int(re.search(r"timeout-minutes: (\d+)", workflow)[1])
+    assert limit * 60 >= 5400, "see run_tests of .ci/run"

@@ -29,7 +29,7 @@ assert hocket.__file__.startswith(sys.argv[1]), hocket.__file__
 with hocket.Model(exact=True, context=32) as model:
     print("".join(model.generate("It is a truth", max_tokens=4, temperature=0)))
 """
-OUTSIDE = ("benchmarks", "docs", "examples", "tests", ".build", ".ci")
+OUTSIDE = ("benchmarks", "docs", "examples", "tests", ".build", ".ci", ".github")
 
 pytestmark = pytest.mark.long
 

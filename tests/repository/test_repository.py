@@ -1,4 +1,4 @@
-"""What holds for the repository as a whole: which folder imports which, what an import costs, what no file contains."""
+"""Rules for the repository as a whole: the cost of an import, and texts and calls that no file contains."""
 
 from __future__ import annotations
 
@@ -11,180 +11,31 @@ import sys
 import textwrap
 import tomllib
 from enum import Enum
-from functools import cache
-from pathlib import Path
 
-import networkx as nx
 import pytest
 
 import hocket
 
-from ..given.models.goldens import ROOT
+from .files import ROOT, list_files, list_sources
 
-OUTSIDE = {".build", ".ci", "tests", "examples", "docs", "benchmarks"}
-MAY_IMPORT = {
-    "graph": (),
-    "ops": ("graph",),
-    "backends": ("graph", "ops"),
-    "ranks": ("graph", "backends.base", "backends.abilities", "backends.board"),
-    "scheduler": (
-        "graph",
-        "ops",
-        *map("backends.{}".format, ("base", "abilities", "beside", "board", "cache")),
-        "ranks",
-    ),
-    "frontends": ("graph", "ops", "backends", "ranks", "scheduler", "view"),
-    "view": ("graph", "ops", "backends.base", "backends.abilities", "scheduler"),
-    "conformance": ("graph", "ops", "backends", "scheduler", "frontends"),
-    "data": (),
-}
-INSIDE = {
-    "scheduler.machines": (
-        "graph",
-        "ops",
-        *map("backends.{}".format, ("base", "abilities", "cache")),
-        "scheduler.lowering.lane",
-    ),
-    "scheduler.verifier": (
-        "graph",
-        "ops",
-        "backends.base",
-        "backends.abilities",
-        *map("scheduler.{}".format, ("acts", "layout", "plan")),
-    ),
-    "scheduler.lowering": ("graph", "ops", "backends.base", "backends.abilities", "backends.beside"),
-    "scheduler.sharding": (
-        "graph",
-        "ops",
-        "backends.base",
-        "backends.abilities",
-        *map("scheduler.{}".format, ("layout", "lowering", "machines.hardware", "plan", "units")),
-    ),
-    "scheduler.choosing": (
-        "graph",
-        "ops",
-        "backends.base",
-        "backends.abilities",
-        *map("scheduler.{}".format, ("layout", "lowering", "machines.hardware", "plan", "sharding", "spelling")),
-        *map("scheduler.{}".format, ("succession", "units")),
-    ),
-    "scheduler.probing": (
-        "graph",
-        "ops",
-        "backends.base",
-        "backends.abilities",
-        *map("scheduler.{}".format, ("machines.hardware", "machines.speeds", "plan", "planner", "running")),
-    ),
-    "scheduler.running": (
-        "graph",
-        "ops",
-        "backends.base",
-        "backends.abilities",
-        "backends.board",
-        "ranks",
-        *map("scheduler.{}".format, ("acts", "layout", "plan", "lowering.lane", "succession", "units")),
-    ),
-    "frontends.commands": ("graph", "ops", "backends", "ranks", "scheduler", "view", "frontends", "conformance"),
-}
-"""Rooms of a folder, and what each may import besides itself.  The verifier sees no planner, lowering no sharding,
-machines no plan, choosing nothing that runs or tells, and commands, which nobody imports, all."""
-TELLERS = ("scheduler.plan", "scheduler.telling")
-DOORS = {
-    "graph/graph.py": {"view", "ops.text"},
-    "graph/node.py": {"ops"},
-    "scheduler/plan.py": {"view"},
-    "scheduler/running/trace.py": {"view", "scheduler.telling.perfetto"},
-}
-"""What a file may import besides, when it is asked for: a graph as text, `view` and Python's operators are methods for
-convenience."""
 LINES = 450
-
-
-@cache
-def tracked() -> tuple[Path, ...]:
-    """The files of the repository; without git those that lie there."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    try:
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-    except (OSError, subprocess.CalledProcessError):
-        skipped = re.compile(
-            r"(^|/)(\.[a-z]\w*_?cache|\.git|\.venv|\.hypothesis|__pycache__|build|dist|\w+\.egg-info)/"
-        )
-        paths = (p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*") if p.is_file())
-        listed = [p for p in paths if not skipped.search(p) and p != "PKG-INFO"]  # what an sdist has beside them
-    return tuple(ROOT / p for p in sorted(listed) if p and (ROOT / p).is_file())
-
-
-def sources(folder: str = "") -> list[Path]:
-    """Python files of the package, or of one folder of it."""
-    parts = {p: p.relative_to(ROOT).parts for p in tracked() if p.suffix == ".py"}
-    inside = tuple(folder.split(".")) if folder else ()
-    return [p for p, at in parts.items() if at[0] not in OUTSIDE and at[: len(inside)] == inside]
 
 
 def text_files() -> list[tuple[str, str]]:
     """Name and text of every file that is UTF-8."""
     lines = []
-    for path in tracked():
+    for path in list_files():
         data = path.read_bytes()
         if b"\0" not in data:
             lines.append((path.relative_to(ROOT).as_posix(), data.decode("utf-8")))
     return lines
 
 
-def imported(path: Path) -> set[str]:
-    """Modules of ours that a file imports, from the root: ``ops.views``."""
-    here, targets = path.relative_to(ROOT).parent.parts, set()
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.ImportFrom):
-            base = here[: len(here) + 1 - node.level] if node.level else ()
-            module = ".".join((*base, *([node.module] if node.module else [])))
-            if node.level or module.split(".")[0] == "hocket":
-                module = module.removeprefix("hocket").lstrip(".")
-                targets |= {module} if node.module else {f"{module}.{a.name}".lstrip(".") for a in node.names}
-        elif isinstance(node, ast.Import):
-            targets |= {
-                a.name.removeprefix("hocket").lstrip(".") for a in node.names if a.name.split(".")[0] == "hocket"
-            }
-    return targets
-
-
 # ------------------------------------------------------------------------------------------------------- imports
 
 
-@pytest.mark.parametrize("folder", [*MAY_IMPORT, *INSIDE])
-def test_a_folder_imports_only_what_comes_before_it_in_the_pipeline(folder):
-    allowed = (folder, *{**MAY_IMPORT, **INSIDE}[folder])
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {module or 'hocket'}"
-        for path in sources(folder)
-        if not any(room.startswith(f"{folder}.") and path in sources(room) for room in INSIDE)
-        for module in sorted(imported(path))
-        if not any(module == a or module.startswith(f"{a}.") for a in allowed)
-        and module not in DOORS.get(path.relative_to(ROOT).as_posix(), ())
-    ]
-    assert not wrong
-
-
-def test_no_imports_go_in_a_circle():
-    """Imports inside functions and for types count, but for the lines by which a plan asks its tellers,
-    and for doors."""
-    modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in sources()}
-    graph = nx.DiGraph()
-    for name, path in modules.items():
-        doors = DOORS.get(path.relative_to(ROOT).as_posix(), set())
-        targets = {m for m in imported(path) if m in modules and (name, m.rpartition(".")[0]) != TELLERS} - doors
-        graph.add_edges_from((name, m) for m in targets if m != name and not name.startswith(f"{m}."))
-    assert not list(nx.simple_cycles(graph, length_bound=12))
-
-
-def test_every_folder_with_code_has_its_rule():
-    folders = {p.relative_to(ROOT).parts[0] for p in sources() if p.parent != ROOT}
-    assert folders <= set(MAY_IMPORT), "add the folder to MAY_IMPORT and to the table in docs"
-
-
 def test_inside_the_package_imports_are_relative():
-    for path in sources():
+    for path in list_sources():
         for node in ast.walk(ast.parse(path.read_bytes())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
@@ -193,7 +44,7 @@ def test_inside_the_package_imports_are_relative():
 
 def test_every_package_is_listed_and_has_an_init_file():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"]
-    folders = {path.relative_to(ROOT).parent for path in sources()}
+    folders = {path.relative_to(ROOT).parent for path in list_sources()}
     assert {".".join(("hocket", *folder.parts)) for folder in folders} == set(listed)
     assert not [folder for folder in folders if not (ROOT / folder / "__init__.py").is_file()]
 
@@ -262,7 +113,7 @@ def test_the_pattern_of_paths_finds_paths_and_nothing_else():
 
 
 def test_no_code_of_the_package_runs_text_or_unpickles():
-    for path in sources():
+    for path in list_sources():
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("eval", "exec", "__import__"), path
@@ -316,24 +167,24 @@ def test_a_call_that_writes_a_file_is_seen(call):
 
 def test_one_module_writes_files():
     """It replaces plain files alone, follows links, and leaves no half of a file."""
-    found = {p.relative_to(ROOT).as_posix(): writing_calls(p.read_text("utf-8")) for p in sources()}
+    found = {p.relative_to(ROOT).as_posix(): writing_calls(p.read_text("utf-8")) for p in list_sources()}
     assert {name: calls for name, calls in found.items() if calls and name.split("/")[0] != "tools"} == WRITERS
 
 
 def test_a_file_is_named_for_what_it_holds():
     vague = {"manager", "helper", "helpers", "utils", "util", "ctx", "info", "misc", "common"}
-    names = {p: set(re.split(r"[\W_]+", p.relative_to(ROOT).as_posix().lower())) for p in tracked()}
+    names = {p: set(re.split(r"[\W_]+", p.relative_to(ROOT).as_posix().lower())) for p in list_files()}
     assert not [str(p) for p, words in names.items() if words & vague]
 
 
 def test_no_python_file_is_longer_than_its_idea():
-    long = {str(p.relative_to(ROOT)): p.read_text("utf-8").count("\n") for p in tracked() if p.suffix == ".py"}
+    long = {str(p.relative_to(ROOT)): p.read_text("utf-8").count("\n") for p in list_files() if p.suffix == ".py"}
     assert not {name: lines for name, lines in long.items() if lines > LINES}
 
 
 def test_every_module_of_the_package_says_what_it_is():
     """A docstring, unless the file is empty."""
-    assert not [p for p in sources() if p.stat().st_size and not ast.get_docstring(ast.parse(p.read_bytes()))]
+    assert not [p for p in list_sources() if p.stat().st_size and not ast.get_docstring(ast.parse(p.read_bytes()))]
 
 
 def test_what_is_needed_at_run_time_is_declared():
@@ -355,7 +206,7 @@ def test_what_is_needed_at_run_time_is_declared():
         "google",
     }  # numba's compiler, protobuf
     used = set()
-    for path in sources():
+    for path in list_sources():
         for node in ast.walk(ast.parse(path.read_bytes())):
             used |= {a.name for a in node.names} if isinstance(node, ast.Import) else set()
             used |= {node.module or ""} if isinstance(node, ast.ImportFrom) and not node.level else set()
