@@ -43,7 +43,7 @@ mul_mat Partial()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...graph.graph import Graph
@@ -116,14 +116,16 @@ def assign(
     pins: Pins = NO_PINS,
     shown: Iterable[Value] = (),
     rows: Factor | None = None,
+    early: Container[Value] = frozenset(),
 ) -> Assignment:
     """Lay `graph` out over the `chosen` factors.  Always succeeds: what does not fit is converted.
 
     A weight that some node needs whole stays whole on every device (nodes that can still take a slice of it).  Values
-    that are `shown` to others end whole on every device.  Sums that nobody passes on are dealt by `rows`.
+    that are `shown` to others end whole on every device.  Sums that nobody passes on are dealt by `rows`; the sum of an
+    `early` value is passed on by no node.
     """
     users = graph.users()
-    return settled(lambda whole: Pass(graph, factors, chosen, users, whole, pins, rows).run(shown))
+    return settled(lambda whole: Pass(graph, factors, chosen, users, whole, pins, rows, early).run(shown))
 
 
 def settled(laid: Callable[[frozenset[Value]], Assignment]) -> Assignment:
@@ -150,9 +152,10 @@ class Pass:
         whole: frozenset[Value],
         pins: Pins = NO_PINS,
         rows: Factor | None = None,
+        early: Container[Value] = frozenset(),
     ) -> None:
         self.graph, self.factors, self.users, self.whole, self.pins = graph, factors, users, whole, pins
-        self.rows = rows
+        self.rows, self.early = rows, early
         self.out = Assignment(chosen if rows is None else chosen | {rows}, whole=whole)
         self.converted: set[tuple[Value, State]] = set()
         self.stored: set[Value] = set()  # weights, states and views of them: where a cut saves memory and reading
@@ -330,7 +333,7 @@ class Pass:
 
     def _passes(self, user: Node, value: Value) -> bool:
         """Whether `user` could take `value` as a partial sum."""
-        if user in self.pins.nodes:
+        if user in self.pins.nodes or value in self.early:
             return False
         declared, made = op_of(user), self.out.made[value]
         passing = declared.linear_in(user.attrs)

@@ -10,6 +10,7 @@ from ...ops import op_of
 from ...ops.routing import busiest
 from ..machines.hardware import KEPT, Counts, Estimate, Hardware, home_of
 from .assign import Assignment, Conversion
+from .early import find_early_sums
 from .states import Cut
 
 
@@ -29,10 +30,18 @@ class Costs:
         self._met: dict[tuple[str, int], float] = {}
 
     def estimate(self, assignment: Assignment) -> Estimate:
-        """The predicted time of one run."""
+        """The predicted time of one run, in which sums are taken early where that costs no more."""
         times, compute = self.times, sum(self._each(assignment)[: len(self.work)])
-        sent = [(times.get(c.value.node, 1), c) for c in assignment.conversions if not c.is_free]
-        return Estimate(compute, sum(n * self.conversion_time(c) for n, c in sent), sum(n for n, _ in sent))
+        sent = [c for c in assignment.conversions if not c.is_free]
+        seconds, count = sum(map(self._all_times, sent)), sum(times.get(c.value.node, 1) for c in sent)
+        for one, sums in find_early_sums(assignment, self._all_times):
+            seconds -= sum(map(self._all_times, sums)) - self._all_times(one)
+            count -= sum(times.get(c.value.node, 1) for c in sums) - times.get(one.value.node, 1)
+        return Estimate(compute, seconds, count)
+
+    def _all_times(self, conversion: Conversion) -> float:
+        """Seconds of a collective, times the number of alike ones that it represents."""
+        return self.times.get(conversion.value.node, 1) * self.conversion_time(conversion)
 
     def held(self, assignment: Assignment) -> float:
         """Bytes of weights and states on the device that has most of them."""
@@ -85,11 +94,15 @@ class Costs:
         """Seconds of a collective."""
         if conversion.is_free or self.devices == 1:
             return 0.0
-        op = "all_reduce" if conversion.before.is_owed and not isinstance(conversion.after, Cut) else "all_gather"
-        met = op, conversion.value.spec.nbytes
+        met = collective_of(conversion), conversion.value.spec.nbytes
         if met not in self._met:
             self._met[met] = self.hardware.collective(*met, range(self.devices)).seconds
         return self._met[met]
+
+
+def collective_of(conversion: Conversion) -> str:
+    """The collective as which a conversion is priced."""
+    return "all_reduce" if conversion.before.is_owed and not isinstance(conversion.after, Cut) else "all_gather"
 
 
 def _shared(nbytes: float, uncut: Iterable[Value], share: float) -> float:

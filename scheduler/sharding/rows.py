@@ -15,9 +15,10 @@ from ...graph.graph import Graph
 from ...graph.node import Value
 from ..layout import REPLICATE
 from ..machines.hardware import Hardware
-from .assign import Assignment, assign
+from .assign import Assignment, Conversion, assign
 from .axes import Factor
-from .cost import Costs
+from .cost import Costs, collective_of
+from .early import find_early_sums
 from .factors import Factors
 from .pins import Pins
 
@@ -63,7 +64,19 @@ class Laying:
         return dealt if before.compute - after.compute > least else None
 
     def _laid(self, rows: Factor | None = None) -> Assignment:
-        return assign(self.graph, self.factors, self.chosen, self.pins, self.shown, rows)
+        """Return the assignment, with sums taken early where that costs no more."""
+        early = frozenset[Value]()
+        while True:
+            assignment = assign(self.graph, self.factors, self.chosen, self.pins, self.shown, rows, early)
+            found = {c.value for c, _ in find_early_sums(assignment, self._seconds, rows)}
+            if found <= early:
+                return assignment
+            early |= found
+
+    def _seconds(self, conversion: Conversion) -> float:
+        """Seconds of a collective."""
+        nbytes = conversion.value.spec.nbytes
+        return self.hardware.collective(collective_of(conversion), nbytes, range(self.devices)).seconds
 
 
 def rows_of(plain: Assignment, factors: Factors, devices: int) -> list[Factor]:
