@@ -101,10 +101,10 @@ def test_digits_are_split_as_by_the_published_regexes(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_long_run_of_digits_is_split_into_groups_of_three(name: str) -> None:
-    """In proportion to its length: a lookahead from every digit to the end takes minutes here."""
+    """In proportion to its length: a lookahead from every digit to the end would take its square."""
     splitter = split_by(PRE_TOKENIZERS[name].patterns)
     for left in ("", "1", "12"):
-        assert words(splitter, left + "345" * 200_000) == [*filter(None, [left])] + ["345"] * 200_000
+        assert words(splitter, left + "345" * 50_000) == [*filter(None, [left])] + ["345"] * 50_000
 
 
 def test_names_of_gemma_merge_text_and_force_bos() -> None:
