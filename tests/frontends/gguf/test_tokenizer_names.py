@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 from tokenizers import Regex
@@ -100,13 +99,12 @@ def test_digits_are_split_as_by_the_published_regexes(name: str) -> None:
         assert words(ours, text) == words(published, text), text
 
 
-@pytest.mark.parametrize("name", sorted({rule.patterns: name for name, rule in PRE_TOKENIZERS.items()}.values()))
-def test_words_of_a_long_text_take_time_in_proportion(name: str) -> None:
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_long_run_of_digits_is_split_into_groups_of_three(name: str) -> None:
+    """In proportion to its length: a lookahead from every digit to the end would take its square."""
     splitter = split_by(PRE_TOKENIZERS[name].patterns)
-    for text in ("1" * 100_000, "1" * 100_000 + "a", " " * 100_000 + "a"):
-        start = time.process_time()
-        assert "".join(words(splitter, text)) == text
-        assert time.process_time() - start < 4  # the square of it takes 10 s and more
+    for left in ("", "1", "12"):
+        assert words(splitter, left + "345" * 50_000) == [*filter(None, [left])] + ["345"] * 50_000
 
 
 def test_names_of_gemma_merge_text_and_force_bos() -> None:
