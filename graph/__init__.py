@@ -1,5 +1,8 @@
 """The graph: dtypes, values, nodes, verifier, rewriting, dump.  Knows no op by name."""
 
+from .arguments import require as require
+from .arguments import validate_arguments as validate_arguments
+from .arguments import validate_constructor as validate_constructor
 from .attrs import Attr as Attr
 from .attrs import Attrs as Attrs
 from .dtypes import DType as DType
@@ -12,7 +15,7 @@ from .export import from_json as from_json
 from .export import to_json as to_json
 from .export import to_networkx as to_networkx
 from .graph import Graph as Graph
-from .graph import dump as dump
+from .graph import format_graph as format_graph
 from .node import Node as Node
 from .node import Value as Value
 from .node import constant as constant
@@ -22,9 +25,9 @@ from .node import state as state
 from .node import weight as weight
 from .parse import parse as parse
 from .parse import parse_case as parse_case
-from .rewrite import rewrite as rewrite
-from .rewrite import substitute as substitute
+from .rewrite import replace_values as replace_values
+from .rewrite import rewrite_graph as rewrite_graph
 from .spec import Spec as Spec
 from .spec import make_spec as make_spec
-from .verify import problems as problems
+from .verify import list_problems as list_problems
 from .verify import verify as verify

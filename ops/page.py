@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ..graph.attrs import Attrs, attr_text
+from ..graph.attrs import Attrs, format_attribute
 from .declaring.op import Op
 from .declaring.registry import REGISTRY
 
@@ -42,7 +42,7 @@ def entry(op: Op[Any]) -> Iterator[str]:
 
 
 def _default(defaults: Attrs, name: str) -> str:
-    return f" = {attr_text(defaults[name])}" if name in defaults else ""
+    return f" = {format_attribute(defaults[name])}" if name in defaults else ""
 
 
 def _properties(op: Op[Any]) -> Iterator[str]:

@@ -151,7 +151,7 @@ def test_records_and_dataclasses_extend_each_other(frozen, slots):
 
 def test_methods_are_compiled_when_they_are_asked_for():
     kind = declared(records.dataclass, frozen=True, slots=True)
-    assert {type(vars(kind)[name]) for name in ("__init__", "__repr__", "__eq__", "__hash__")} == {records._Later}
+    assert {type(vars(kind)[name]) for name in ("__init__", "__repr__", "__eq__", "__hash__")} == {records._LazyMethod}
     kind(1)
     assert inspect.isfunction(vars(kind)["__init__"])
-    assert type(vars(kind)["__repr__"]) is records._Later
+    assert type(vars(kind)["__repr__"]) is records._LazyMethod
