@@ -82,7 +82,7 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":  # of `from hocket import *`
         return [*LATER]
     if name not in LATER:
-        from .graph.arguments import did_you_mean
+        from .graph.validation import did_you_mean
 
         raise AttributeError(f"module 'hocket' has no attribute {name!r}{did_you_mean(name, __dir__())}")
     module = import_module(LATER[name], __name__)

@@ -18,8 +18,8 @@ from .frontends.commands import COMMANDS
 from .frontends.terminal.arguments import Parser, as_flags, of_file, one_line
 from .frontends.terminal.output import log, write
 from .frontends.terminal.rank import run_rank
-from .graph.arguments import did_you_mean
 from .graph.errors import HocketError
+from .graph.validation import did_you_mean
 from .ranks import ALONE, World
 from .ranks.launch import launched
 

@@ -14,13 +14,13 @@ from typing import Any, Protocol, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.arguments import NONE, TEXT, did_you_mean, format_value, integer_between, list_of, validate_arguments
 from ..graph.attrs import Attrs
 from ..graph.dtypes import DType
 from ..graph.errors import BackendError, HocketError, StepError
+from ..graph.lazy_dataclass import dataclass
 from ..graph.node import Node
-from ..graph.records import dataclass
 from ..graph.spec import Spec
+from ..graph.validation import NONE, TEXT, did_you_mean, format_value, integer_between, list_of, validate_arguments
 from .once import once
 
 Array: TypeAlias = npt.NDArray[Any]

@@ -10,9 +10,9 @@ from types import MappingProxyType
 from ..backends.abilities import Rounds
 from ..backends.base import THREADS, Backend, Device, DeviceName, find, threads_for
 from ..backends.cache import cache_folder
-from ..graph.arguments import BOOL, NONE, TEXT, ArgumentKind, list_of, number_between, pair_of, require
 from ..graph.dtypes import STATE_DTYPES, DType
-from ..graph.records import dataclass
+from ..graph.lazy_dataclass import dataclass
+from ..graph.validation import BOOL, NONE, TEXT, ArgumentKind, list_of, number_between, pair_of, require
 from ..ranks import ALONE, World
 from ..scheduler.running.packed import PackedWeights
 from .errors import ModelError

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graph import validate_arguments, validate_constructor
-from ..graph.arguments import ANY, BOOL, NONE, TEXT, instance_of, integer_between, list_of
+from ..graph.validation import ANY, BOOL, NONE, TEXT, instance_of, integer_between, list_of
 from ..scheduler import Plan, nbytes_text
 from .adapters import Scaled
 from .errors import ModelError

@@ -9,7 +9,7 @@ from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from ..graph.arguments import BOOL, NONE, instance_of, validate_arguments
+from ..graph.validation import BOOL, NONE, instance_of, validate_arguments
 from ..ranks import ALONE, World
 from .adapters import Scaled, read_adapters
 from .errors import ModelError

@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.arrays import as_number_array
-from ..graph.records import dataclass
+from ..graph.array_checks import as_number_array
+from ..graph.lazy_dataclass import dataclass
 from ..scheduler import Plan
 from .errors import ModelError
 from .step import Step

@@ -20,8 +20,8 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.arguments import ANY, NONE, instance_of, list_of, validate_arguments
 from ..graph.files import PRIVATE, replacing
+from ..graph.validation import ANY, NONE, instance_of, list_of, validate_arguments
 from .errors import ModelError
 from .identity import model_digest
 from .microbatches import Microbatches

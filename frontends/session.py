@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ..backends.base import Backend, Device, find
 from ..graph import require, validate_arguments
-from ..graph.arguments import ANY, BOOL, CALLABLE, NONE, TEXT, ArgumentKind, instance_of, integer_between, list_of
+from ..graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, ArgumentKind, instance_of, integer_between, list_of
 from ..ranks import ALONE, World
 from ..scheduler import Executor, InterruptsKept, Plan, Store, kept_plan
 from ..scheduler.shared_speeds import shared_speeds

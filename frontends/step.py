@@ -12,9 +12,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.arguments import format_value
 from ..graph.dtypes import DType
-from ..graph.records import dataclass
+from ..graph.lazy_dataclass import dataclass
+from ..graph.validation import format_value
 from .errors import ModelError
 
 LARGEST_ROW = 2**31 - 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from ..backends.base import Array
-from ..graph.arguments import CALLABLE, TEXT, require
-from ..graph.records import dataclass
+from ..graph.lazy_dataclass import dataclass
+from ..graph.validation import CALLABLE, TEXT, require
 from ..scheduler import Statistics
 from ..scheduler.units import columns
 from .errors import ModelError

@@ -1,8 +1,5 @@
 """The graph: dtypes, values, nodes, verifier, rewriting, dump.  Knows no op by name."""
 
-from .arguments import require as require
-from .arguments import validate_arguments as validate_arguments
-from .arguments import validate_constructor as validate_constructor
 from .attrs import Attr as Attr
 from .attrs import Attrs as Attrs
 from .dtypes import DType as DType
@@ -16,6 +13,8 @@ from .export import to_json as to_json
 from .export import to_networkx as to_networkx
 from .graph import Graph as Graph
 from .graph import format_graph as format_graph
+from .graph_rules import list_problems as list_problems
+from .graph_rules import verify as verify
 from .node import Node as Node
 from .node import Value as Value
 from .node import constant as constant
@@ -29,5 +28,6 @@ from .rewrite import replace_values as replace_values
 from .rewrite import rewrite_graph as rewrite_graph
 from .spec import Spec as Spec
 from .spec import make_spec as make_spec
-from .verify import list_problems as list_problems
-from .verify import verify as verify
+from .validation import require as require
+from .validation import validate_arguments as validate_arguments
+from .validation import validate_constructor as validate_constructor

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .arguments import did_you_mean, format_value
 from .errors import GraphError
+from .validation import did_you_mean, format_value
 
 
 class DTypeMeta(EnumType):

@@ -7,13 +7,13 @@ import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from .arguments import TEXT, instance_of, validate_arguments
 from .attrs import MAX_DEPTH, Attr
 from .dtypes import DTYPE_BY_NAME, DType
 from .errors import GraphError
 from .graph import Graph, assign_names
 from .node import Node, Value
 from .spec import MAX_SIZE, make_spec
+from .validation import TEXT, instance_of, validate_arguments
 
 if TYPE_CHECKING:
     import networkx

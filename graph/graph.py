@@ -9,7 +9,11 @@ from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from .arguments import (
+from .attrs import Attrs, quote_word
+from .errors import GraphError
+from .lazy_dataclass import dataclass
+from .node import LEAF_OPS, Node, Value, format_node, format_reference
+from .validation import (
     MAX_MESSAGE_CHARACTERS,
     TEXT,
     ArgumentKind,
@@ -18,10 +22,6 @@ from .arguments import (
     validate_arguments,
     validate_constructor,
 )
-from .attrs import Attrs, quote_word
-from .errors import GraphError
-from .node import LEAF_OPS, Node, Value, format_node, format_reference
-from .records import dataclass
 
 if TYPE_CHECKING:
     from ..view import Page

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .arguments import (
+from .array_checks import as_number_array
+from .attrs import NO_ATTRS, Attrs, format_attribute, quote_node_name, quote_word
+from .dtypes import DTYPE_BY_NAME, DType, DTypeLike
+from .errors import GraphError
+from .lazy_dataclass import dataclass
+from .spec import Spec, make_spec
+from .validation import (
     MAX_MESSAGE_CHARACTERS,
     NONE,
     TEXT,
@@ -22,12 +28,6 @@ from .arguments import (
     validate_arguments,
     validate_constructor,
 )
-from .arrays import as_number_array
-from .attrs import NO_ATTRS, Attrs, format_attribute, quote_node_name, quote_word
-from .dtypes import DTYPE_BY_NAME, DType, DTypeLike
-from .errors import GraphError
-from .records import dataclass
-from .spec import Spec, make_spec
 
 Index: TypeAlias = "int | slice | EllipsisType | Value | tuple[int | slice | EllipsisType | None, ...] | None"
 COMPARE_HINT = 'compare with ops.compare(x, y, kind="lt")'

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import field
 from functools import lru_cache
 
-from .arguments import format_value, validate_constructor
 from .dtypes import DType, DTypeLike, parse_dtype
 from .errors import GraphError
-from .records import dataclass
+from .lazy_dataclass import dataclass
+from .validation import format_value, validate_constructor
 
 MAX_RANK = 5
 INTEGER = frozenset({int})

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..graph.arguments import did_you_mean, format_value, number_between
 from ..graph.errors import GraphError
 from ..graph.node import Value
+from ..graph.validation import did_you_mean, format_value, number_between
 from .declaring.op import Op
 from .declaring.registry import REGISTRY
 from .elementwise import add, div, mul, scale, sub

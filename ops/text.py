@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..graph import Graph, format_graph
 from ..graph import parse as parse_all
-from ..graph.arguments import TEXT, instance_of, validate_arguments
 from ..graph.attrs import Attrs
 from ..graph.errors import GraphError
 from ..graph.node import Node
+from ..graph.validation import TEXT, instance_of, validate_arguments
 from .declaring.registry import REGISTRY
 
 

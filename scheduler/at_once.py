@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy.typing as npt
 
 from ..backends.base import Array
-from ..graph.arguments import validate_arguments
 from ..graph.errors import PlanError
 from ..graph.graph import Graph
+from ..graph.validation import validate_arguments
 from .planner import plan
 from .running.executor import load
 

@@ -10,7 +10,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, get_args
 
 from ..backends.base import Backend, Device
-from ..graph.arguments import (
+from ..graph.errors import PlanError
+from ..graph.graph import Graph
+from ..graph.lazy_dataclass import dataclass
+from ..graph.validation import (
     BOOL,
     NONE,
     TEXT,
@@ -22,9 +25,6 @@ from ..graph.arguments import (
     validate_arguments,
     validate_constructor,
 )
-from ..graph.errors import PlanError
-from ..graph.graph import Graph
-from ..graph.records import dataclass
 from ..ops import REGISTRY
 from ..ops.collective import COLLECTIVES
 from .layout import Layout

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..backends.base import THREADS, group_of
-from ..graph.arguments import (
+from ..graph.errors import PlanError
+from ..graph.graph import Graph
+from ..graph.node import Value
+from ..graph.validation import (
     CALLABLE,
     MAX_MESSAGE_CHARACTERS,
     NONE,
@@ -21,9 +24,6 @@ from ..graph.arguments import (
     pair_of,
     validate_arguments,
 )
-from ..graph.errors import PlanError
-from ..graph.graph import Graph
-from ..graph.node import Value
 from ..ops import verify
 from ..ops.collective import COLLECTIVES
 from .choosing.planning import Chooser, Mode, Planning

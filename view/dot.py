@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from ..graph.arguments import BOOL, instance_of, validate_arguments
 from ..graph.errors import GraphError
-from ..graph.fold import Item, NodeBlock, RepeatedGroup, fold_layers, iterate_blocks
 from ..graph.graph import Graph, assign_names
+from ..graph.layer_folding import Item, NodeBlock, RepeatedGroup, fold_layers, iterate_blocks
 from ..graph.node import Node
+from ..graph.validation import BOOL, instance_of, validate_arguments
 from ..ops import REGISTRY
 from ..scheduler import nbytes_text
 from .graph_data import attrs_text

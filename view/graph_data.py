@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..graph.attrs import format_attribute
-from ..graph.fold import Item, NodeBlock, fold_layers, iterate_blocks
 from ..graph.graph import Graph, assign_names
+from ..graph.layer_folding import Item, NodeBlock, fold_layers, iterate_blocks
 from ..graph.node import Node, Value
 from ..graph.spec import Spec
 from ..ops import REGISTRY

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from ..graph.fold import Item, NodeBlock, iterate_blocks
+from ..graph.layer_folding import Item, NodeBlock, iterate_blocks
 
 _NUMBERED = re.compile(r"(.*?)(\d+)(?![A-Za-z0-9])")
 SHOWN = 2

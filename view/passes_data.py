@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..graph.fold import Item, NodeBlock
+from ..graph.layer_folding import Item, NodeBlock
 from ..graph.node import Value
 from ..scheduler.plan import Plan
 from ..scheduler.sharding.axes import Factor

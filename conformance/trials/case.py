@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from zlib import crc32
 
-from ...graph.arguments import did_you_mean
 from ...graph.attrs import Attr, format_attribute
 from ...graph.errors import GraphError
 from ...graph.parse import parse_case
 from ...graph.spec import Spec
+from ...graph.validation import did_you_mean
 from ...ops import REGISTRY, Op
 
 LAYOUTS = ("contiguous", "offset", "sliced", "permuted", "broadcast", "inplace", "twin")

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ...graph import Graph, Value
-from ...graph.arguments import FINITE, NONE, instance_of, integer_between, list_of, pair_of, validate_arguments
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import FINITE, NONE, instance_of, integer_between, list_of, pair_of, validate_arguments
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor
 from .control import Direction, read_directions

@@ -12,7 +12,7 @@ from pathlib import Path
 from ... import ops
 from ...graph import Value, weight
 from ...graph.dtypes import FLOAT_DTYPES
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..gguf import Tensor, open_gguf
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from ... import ops
 from ...graph import Graph, Node, Value, weight
 from ...graph.dtypes import FLOAT_DTYPES
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ...graph.rewrite import rewrite_graph
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor, open_gguf

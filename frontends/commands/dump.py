@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ...graph import Graph, GraphError, Value, input, to_json
-from ...graph.fold import find_layer_nodes
 from ...graph.graph import assign_names
+from ...graph.layer_folding import find_layer_nodes
 from ...ops.text import dump
 from ...view.dot import to_dot
 from ..devices import Group

@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from ...graph.arguments import ANY, NONE, instance_of, integer_between, list_of, validate_arguments
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import ANY, NONE, instance_of, integer_between, list_of, validate_arguments
 from ..errors import ModelError
 from ..gguf.tokenizer import Tokenizer, Utf8Stream
 from ..microbatches import Microbatches, decoding

@@ -9,7 +9,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, TypedDict
 
-from ...graph.arguments import (
+from ...graph.validation import (
     BOOL,
     NONE,
     TEXT,

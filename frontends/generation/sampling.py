@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...backends.cpu.choices import descending, largest
-from ...graph.arguments import (
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import (
     ArgumentKind,
     integer_between,
     list_of,
@@ -19,7 +20,6 @@ from ...graph.arguments import (
     require,
     validate_constructor,
 )
-from ...graph.records import dataclass
 from ..errors import ModelError
 
 FEW = 256

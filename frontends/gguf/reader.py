@@ -18,8 +18,8 @@ from typing import TypeVar, overload
 
 import numpy as np
 
-from ...graph.arguments import did_you_mean
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import did_you_mean
 from ..errors import ModelError
 from .mapped import Cursor, MappedFile, map_file, shown
 from .metadata import Array, Item, Kind, read_metadata

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph.dtypes import DTYPE_BY_GGML_NUMBER, DType
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ...ops.quants import dequantise
 from ...scheduler.running.packed import Origin
 from .mapped import Cursor, MappedFile, shown

@@ -15,8 +15,8 @@ from dataclasses import field
 from functools import partial
 from typing import TypeVar
 
-from ...graph.arguments import BOOL, TEXT, format_value, instance_of, integer_between, validate_arguments
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import BOOL, TEXT, format_value, instance_of, integer_between, validate_arguments
 from ..errors import ModelError
 from .longest_match import spelled_bytes
 from .merging import KINDS, Merger

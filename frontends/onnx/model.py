@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph import DType, Graph, GraphError, Value, input, weight
-from ...graph.arguments import validate_arguments
+from ...graph.validation import validate_arguments
 from ..errors import ModelError
 from ..tensors.interface import LARGEST_CONSTANT, Argument, Result, type_of
 from ..tensors.tensor import Tensor, cast, held, literal, merged

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from ...graph.arguments import did_you_mean
+from ...graph.validation import did_you_mean
 
 WHAT_TO_DO: Mapping[int | None, str] = MappingProxyType(
     {

@@ -8,9 +8,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ...graph.arguments import format_value
 from ...graph.attrs import Attr, Attrs
 from ...graph.dtypes import DType, find_dtype
+from ...graph.validation import format_value
 from .signature import Mismatch
 
 LONGEST = 200

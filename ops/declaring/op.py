@@ -11,12 +11,12 @@ from typing import Any, Generic, TypeAlias, TypeVar, overload
 
 import numpy.typing as npt
 
-from ...graph.arguments import did_you_mean, format_value, validate_constructor
 from ...graph.attrs import Attr, Attrs, quote_word
 from ...graph.errors import GraphError
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
-from ...graph.records import dataclass
 from ...graph.spec import Spec, check_spec
+from ...graph.validation import did_you_mean, format_value, validate_constructor
 from .attributes import settled
 from .calling import call_signature, call_text
 from .links import Link

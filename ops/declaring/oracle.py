@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from ...graph.arguments import instance_of, validate_arguments
-from ...graph.arrays import as_array_for_spec, as_number_array
+from ...graph.array_checks import as_array_for_spec, as_number_array
 from ...graph.errors import GraphError
 from ...graph.graph import Graph
 from ...graph.node import Node, Value, constant_array
+from ...graph.validation import instance_of, validate_arguments
 from .op import Array
 from .registry import op_of
 

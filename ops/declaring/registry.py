@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from ...graph.arguments import did_you_mean, instance_of, validate_arguments
 from ...graph.errors import GraphError
 from ...graph.graph import Graph
+from ...graph.graph_rules import GRAPH_RULES as GRAPH_RULES
+from ...graph.graph_rules import GraphRule
+from ...graph.graph_rules import verify as verify_rules
 from ...graph.node import LEAF_OPS, Node, Value
-from ...graph.verify import GRAPH_RULES as GRAPH_RULES
-from ...graph.verify import GraphRule
-from ...graph.verify import verify as verify_rules
+from ...graph.validation import did_you_mean, instance_of, validate_arguments
 from .. import (
     arrange,
     attend,

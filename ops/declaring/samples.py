@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import product
 
-from ...graph.arguments import BOOL, FINITE, TEXT, validate_constructor
 from ...graph.errors import GraphError
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import BOOL, FINITE, TEXT, validate_constructor
 
 
 @validate_constructor(GraphError, low=FINITE, high=FINITE | TEXT, distinct=BOOL)

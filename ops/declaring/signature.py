@@ -26,7 +26,7 @@ from functools import cache
 from ...graph.attrs import Attrs
 from ...graph.dtypes import DTYPE_BY_NAME, FLOAT_DTYPES, INTEGER_DTYPES, QUANTISED_DTYPES, STATE_DTYPES, DType
 from ...graph.errors import GraphError
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ...graph.spec import Spec
 
 DTYPE_CLASSES: Mapping[str, tuple[DType, ...]] = {

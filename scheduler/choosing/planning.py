@@ -11,7 +11,7 @@ from ...backends.base import DeviceName
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
-from ...graph.repeats import RepeatedRuns, find_repeated_runs
+from ...graph.repeated_runs import RepeatedRuns, find_repeated_runs
 from ..layout import REPLICATE, Layout, Local
 from ..lowering.lane import Devices, lanes_of
 from ..machines.hardware import Hardware

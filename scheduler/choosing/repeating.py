@@ -14,9 +14,9 @@ from functools import cached_property
 
 from ...backends.abilities import overlaps
 from ...graph.graph import Graph
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
-from ...graph.records import dataclass
-from ...graph.repeats import PREAMBLE, RepeatedRuns, ShortenedGraph, shorten_graph, split_numbered_name
+from ...graph.repeated_runs import PREAMBLE, RepeatedRuns, ShortenedGraph, shorten_graph, split_numbered_name
 from ...ops import op_of
 from ..layout import Layout
 from ..lowering.lane import Devices, Lane, lanes_from, lanes_of

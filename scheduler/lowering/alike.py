@@ -14,7 +14,7 @@ from ...backends.base import BufferSpec, Instruction, Program
 from ...graph.attrs import Attrs
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
-from ...graph.repeats import split_numbered_name
+from ...graph.repeated_runs import split_numbered_name
 from ...ops.collective import COLLECTIVES, sequence_of
 
 MEETING = frozenset({"sequence", "to", "source", "rank"})

@@ -11,11 +11,11 @@ from typing import Any
 from ...backends.abilities import Called, Foretells, overlaps
 from ...backends.base import Backend, Device, Program
 from ...backends.beside import beside
-from ...graph.arguments import ArgumentKind, instance_of, list_of, pair_of
 from ...graph.graph import Graph
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node
-from ...graph.records import dataclass
-from ...graph.repeats import DeviceRepetitions, ShortenedGraph, split_numbered_name
+from ...graph.repeated_runs import DeviceRepetitions, ShortenedGraph, split_numbered_name
+from ...graph.validation import ArgumentKind, instance_of, list_of, pair_of
 from ...ops.collective import COLLECTIVES, LETTERS, sequence_of
 from .alike import identity, named, numbered, pattern
 from .lower import Gathered, lower_with_saves

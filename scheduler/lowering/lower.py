@@ -15,9 +15,9 @@ from ...backends.beside import can_run_beside
 from ...graph.dtypes import DType
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, assign_names
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
-from ...graph.records import dataclass
-from ...graph.repeats import PREAMBLE, DeviceRepetitions
+from ...graph.repeated_runs import PREAMBLE, DeviceRepetitions
 from ...graph.spec import Spec
 from ...ops import op_of
 from ...ops.collective import COLLECTIVES

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, order_with_state_updates
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
-from ...graph.records import dataclass
 from ...graph.spec import Spec
 from ...ops import cont, op_of
 from ...ops.collective import COLLECTIVES, sequence_of

@@ -11,8 +11,8 @@ import numpy as np
 from ...backends.base import contiguous_strides
 from ...graph.attrs import Attr
 from ...graph.graph import Graph
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
-from ...graph.records import dataclass
 from ...graph.rewrite import rewrite_graph
 from ...ops import REGISTRY, cont, op_of
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from ...backends.base import Backend, Device
 from ...graph.dtypes import STATE_DTYPES, DType
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
-from ...graph.records import dataclass
 from ...ops import broadcast, cont, get_rows, op_of, reshape, set_rows
 from ...ops.declaring.registry import changed_in_place, kind_of
 from .order import Schedule

@@ -15,9 +15,9 @@ from ...backends.abilities import Called
 from ...backends.base import BufferSpec, Instruction, Program, Tensor
 from ...graph.attrs import Attrs
 from ...graph.graph import Graph, assign_names
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
-from ...graph.records import dataclass
-from ...graph.repeats import PREAMBLE, ShortenedGraph, split_numbered_name
+from ...graph.repeated_runs import PREAMBLE, ShortenedGraph, split_numbered_name
 from ...ops.collective import sequence_of
 from .arena import aligned
 

@@ -20,10 +20,10 @@ from typing import Any, NoReturn
 from ...backends.abilities import OTHERS, Called, Foretells, Gathers, Overlaps, Predicted, Reached, Simulates
 from ...backends.base import Array, Comm, Device, Program, Support, Tensor, load
 from ...graph import Graph
-from ...graph.arguments import TEXT, validate_arguments
 from ...graph.errors import BackendError, PlanError
 from ...graph.node import Node
 from ...graph.spec import Spec
+from ...graph.validation import TEXT, validate_arguments
 from .hardware import BUILT_IN, Hardware
 from .speeds import Speeds
 

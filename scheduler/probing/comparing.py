@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from ...backends.abilities import Tolerant
 from ...backends.base import Array, Backend, Device
-from ...graph.arguments import ANY, TEXT, instance_of, mapping_of, validate_arguments
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
 from ...graph.node import Node, Value, input
+from ...graph.validation import ANY, TEXT, instance_of, mapping_of, validate_arguments
 from ...ops import op_of
 from ...ops.text import dump
 from ..plan import Plan

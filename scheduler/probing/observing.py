@@ -13,10 +13,10 @@ from typing import TypeVar
 import numpy as np
 
 from ...backends.base import Array
-from ...graph.arguments import ANY, TEXT, instance_of, validate_arguments
 from ...graph.errors import PlanError
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Value
+from ...graph.validation import ANY, TEXT, instance_of, validate_arguments
 
 T = TypeVar("T")
 OBSERVED = "observed "

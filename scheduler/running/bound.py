@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from ...backends.abilities import Carries, Gives
 from ...backends.base import Array, Comm, Program
-from ...graph.arguments import ANY, TEXT, mapping_of, require
-from ...graph.arrays import as_array_for_spec
+from ...graph.array_checks import as_array_for_spec
 from ...graph.attrs import quote_node_name
 from ...graph.dtypes import DType
 from ...graph.errors import BackendError, PlanError, StepError
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import ANY, TEXT, mapping_of, require
 from ...ops.quants import decoded, encoded
 from ...ranks.meeting import WideMeeting
 from ...ranks.near import Meeting

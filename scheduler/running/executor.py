@@ -12,7 +12,10 @@ import numpy.typing as npt
 
 from ...backends.abilities import Measures, Timed
 from ...backends.base import Array
-from ...graph.arguments import (
+from ...graph.attrs import quote_node_name
+from ...graph.dtypes import DType
+from ...graph.errors import BackendError, PlanError
+from ...graph.validation import (
     TEXT,
     ArgumentKind,
     did_you_mean,
@@ -22,9 +25,6 @@ from ...graph.arguments import (
     require,
     validate_arguments,
 )
-from ...graph.attrs import quote_node_name
-from ...graph.dtypes import DType
-from ...graph.errors import BackendError, PlanError
 from ...ranks import ALONE, RanksError, World
 from ...ranks.mpi import MpiLink
 from ...ranks.presence import reason_of

@@ -11,15 +11,15 @@ import numpy.typing as npt
 
 from ...backends.abilities import Divides, Packs, Shares
 from ...backends.base import Array, Backend, BufferSpec, Device, Tensor, contiguous_strides
-from ...graph.arguments import MAX_MESSAGE_CHARACTERS, TEXT, format_value, instance_of, validate_arguments
-from ...graph.arrays import as_array_for_spec, as_block_bytes, as_number_array
+from ...graph.array_checks import as_array_for_spec, as_block_bytes, as_number_array
 from ...graph.attrs import quote_node_name
 from ...graph.dtypes import DType
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import constant_array
-from ...graph.records import dataclass
 from ...graph.spec import Spec
+from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, format_value, instance_of, validate_arguments
 from ...ops.quants import decoded, encoded
 from ...ranks import ALONE, World
 from ...ranks.meeting import Between

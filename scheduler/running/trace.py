@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...backends.abilities import Timed
-from ...graph.arguments import instance_of, integer_between, validate_constructor
 from ...graph.errors import PlanError
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import instance_of, integer_between, validate_constructor
 from ..plan import Plan
 
 if TYPE_CHECKING:

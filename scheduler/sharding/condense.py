@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...graph.fold import LONG_LIVED_SHARE, find_live_spans, find_repetitions
 from ...graph.graph import Graph, order_with_state_updates
+from ...graph.layer_folding import LONG_LIVED_SHARE, find_live_spans, find_repetitions
 from ...graph.node import Node, Value
 
 

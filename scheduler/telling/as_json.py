@@ -14,13 +14,13 @@ from types import MappingProxyType
 from typing import Any
 
 from ...backends.base import Backend, Device, find
-from ...graph.arguments import TEXT, instance_of, validate_arguments
 from ...graph.errors import BackendError, GraphError, PlanError
 from ...graph.export import from_json as graph_from_json
 from ...graph.export import to_json as graph_to_json
 from ...graph.graph import assign_names
 from ...graph.node import Node
 from ...graph.spec import Spec
+from ...graph.validation import TEXT, instance_of, validate_arguments
 from ...ops import verify
 from ..layout import Layout, Local, Shard, local_shape
 from ..lowering.lane import Lane, first_alike

@@ -6,8 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from ...graph.arguments import instance_of, validate_arguments
 from ...graph.errors import PlanError
+from ...graph.validation import instance_of, validate_arguments
 from ...ops.collective import COLLECTIVES
 from ..plan import Plan
 from ..units import nbytes_text, time_text

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from ...backends.abilities import Meets
 from ...graph.attrs import quote_node_name
-from ...graph.fold import find_repetitions
 from ...graph.graph import assign_names
+from ...graph.layer_folding import find_repetitions
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ...ops.collective import sequence_of

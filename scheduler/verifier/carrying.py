@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ...graph.graph import Graph
 from ...graph.node import Node
-from ...graph.repeats import CHUNK_SUFFIX, PREAMBLE, ShortenedGraph
+from ...graph.repeated_runs import CHUNK_SUFFIX, PREAMBLE, ShortenedGraph
 from .held import Held
 from .indices import whole
 from .runs import Carried, Runs

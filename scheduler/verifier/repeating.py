@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from ...graph.graph import Graph
 from ...graph.node import Node
-from ...graph.repeats import PREAMBLE, ShortenedGraph
+from ...graph.repeated_runs import PREAMBLE, ShortenedGraph
 from ..layout import Layout
 from ..plan import Lane, Plan
 from .runs import Runs, run_faults

@@ -15,7 +15,7 @@ from ...backends.base import ALIGNMENT, Backend, Instruction, Program, Tensor
 from ...graph.attrs import quote_node_name
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
-from ...graph.repeats import PREAMBLE, ShortenedGraph, split_numbered_name
+from ...graph.repeated_runs import PREAMBLE, ShortenedGraph, split_numbered_name
 from ...ops.collective import sequence_of
 from .contents import Views, extent_of, meet
 

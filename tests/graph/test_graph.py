@@ -29,7 +29,7 @@ from hocket.graph import (
     verify,
     weight,
 )
-from hocket.graph.verify import GRAPH_RULES
+from hocket.graph.graph_rules import GRAPH_RULES
 
 from ..given.graphs.random_graphs import bindings, seeded_graph
 

@@ -15,7 +15,7 @@ from hocket import ops
 from hocket.backends.base import group_of
 from hocket.cli import main
 from hocket.graph import BackendError, Graph, HocketError, PlanError, input, to_json, weight
-from hocket.graph.fold import find_repetitions
+from hocket.graph.layer_folding import find_repetitions
 from hocket.scheduler import load, plan, plan_for
 from hocket.scheduler.choosing.fits import memory_problem, pools
 from hocket.scheduler.machines.hardware import CPU

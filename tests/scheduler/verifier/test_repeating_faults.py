@@ -11,7 +11,7 @@ import pytest
 
 from hocket.backends.base import Instruction, Program, Tensor, find
 from hocket.graph import Graph, Node
-from hocket.graph.repeats import RepeatedRuns, ShortenedGraph
+from hocket.graph.repeated_runs import RepeatedRuns, ShortenedGraph
 from hocket.graph.rewrite import rewrite_graph
 from hocket.scheduler import Plan, plan_for
 from hocket.scheduler.choosing import repeating

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from .errors import HocketError
-from .records import dataclass
+from .lazy_dataclass import dataclass
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from .arguments import MAX_MESSAGE_CHARACTERS, indefinite_article, instance_of, validate_arguments
 from .attrs import MAX_DEPTH, Attr, quote_node_name, quote_word
 from .dtypes import DType
 from .errors import GraphError
 from .graph import Graph
 from .node import LEAF_OPS, Node
 from .spec import MAX_SIZE, check_spec
+from .validation import MAX_MESSAGE_CHARACTERS, indefinite_article, instance_of, validate_arguments
 
 GraphRule = Callable[[Graph], Iterator[str]]
 

@@ -6,7 +6,7 @@ import pytest
 
 from hocket.frontends.models import Step, load_model
 from hocket.graph import Graph
-from hocket.graph.fold import (
+from hocket.graph.layer_folding import (
     MAX_BLOCK_NODES,
     NodeBlock,
     RepeatedGroup,

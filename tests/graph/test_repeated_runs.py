@@ -6,7 +6,7 @@ import pytest
 
 from hocket import ops
 from hocket.graph import Graph, input, state, weight
-from hocket.graph.repeats import PREAMBLE, find_repeated_runs, shorten_graph
+from hocket.graph.repeated_runs import PREAMBLE, find_repeated_runs, shorten_graph
 
 from ..given.graphs.layered import decoder, perceptron
 

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .graph import Graph, assign_names, order_with_state_updates
+from .lazy_dataclass import dataclass
 from .node import Node
-from .records import dataclass
 
 MAX_REPETITION_NODES = 2048
 """Nodes of the longest run that is looked for."""
