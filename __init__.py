@@ -82,9 +82,9 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":  # of `from hocket import *`
         return [*LATER]
     if name not in LATER:
-        from .graph.arguments import near
+        from .graph.validation import did_you_mean
 
-        raise AttributeError(f"module 'hocket' has no attribute {name!r}{near(name, __dir__())}")
+        raise AttributeError(f"module 'hocket' has no attribute {name!r}{did_you_mean(name, __dir__())}")
     module = import_module(LATER[name], __name__)
     value = globals()[name] = module if LATER[name] == f".{name}" else getattr(module, name)
     return value

@@ -18,8 +18,8 @@ from .frontends.commands import COMMANDS
 from .frontends.terminal.arguments import Parser, as_flags, of_file, one_line
 from .frontends.terminal.output import log, write
 from .frontends.terminal.rank import run_rank
-from .graph.arguments import near
 from .graph.errors import HocketError
+from .graph.validation import did_you_mean
 from .ranks import ALONE, World
 from .ranks.launch import launched
 
@@ -76,7 +76,7 @@ def _run(words: Sequence[str], world: World = ALONE) -> int:
         from .frontends.terminal.llama_cpp import find_command  # a table that only mistakes pay for
 
         other = find_command(asked)
-        hint = f"; {other}" if other else near(asked, COMMANDS) or f"; commands: {', '.join(COMMANDS)}"
+        hint = f"; {other}" if other else did_you_mean(asked, COMMANDS) or f"; commands: {', '.join(COMMANDS)}"
         parser.error(f"there is no command {asked!r:.80}{hint}")
     args, left = parser.parse_known_args(words)
     if left:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from ..graph.lazy_dataclass import dataclass
 from ..graph.node import Node
-from ..graph.records import dataclass
 from ..graph.spec import Spec
 from .base import Array, Backend, Device, Program, Tensor
 

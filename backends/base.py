@@ -14,13 +14,13 @@ from typing import Any, Protocol, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.arguments import NONE, TEXT, list_of, near, needs, shown, whole
 from ..graph.attrs import Attrs
 from ..graph.dtypes import DType
 from ..graph.errors import BackendError, HocketError, StepError
+from ..graph.lazy_dataclass import dataclass
 from ..graph.node import Node
-from ..graph.records import dataclass
 from ..graph.spec import Spec
+from ..graph.validation import NONE, TEXT, did_you_mean, format_value, integer_between, list_of, validate_arguments
 from .once import once
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -70,13 +70,16 @@ class DeviceName:
         index, dot, part = numbers.partition(".")
         if not KIND.fullmatch(kind):
             raise BackendError(
-                f"device {shown(text)}: a kind is letters, digits, '_', '-' and '.', and a number follows, as in cpu:0"
+                f"device {format_value(text)}: a kind is letters, digits, '_', '-' and '.', "
+                "and a number follows, as in cpu:0"
             )
         if at and not _is_number(rank):
-            raise BackendError(f"device {shown(text)}: after the @ comes the number of a process, as in {kind}:0@1")
+            raise BackendError(
+                f"device {format_value(text)}: after the @ comes the number of a process, as in {kind}:0@1"
+            )
         if (numbers and not _is_number(index)) or (dot and not _is_number(part)):
             raise BackendError(
-                f"device {shown(text)}: after the colon comes a number, as in {kind}:0, or {kind}:0.1 for a part"
+                f"device {format_value(text)}: after the colon comes a number, as in {kind}:0, or {kind}:0.1 for a part"
             )
         return cls(kind, int(index or 0), int(part) if dot else None, int(rank) if at else None)
 
@@ -347,13 +350,13 @@ def registered() -> Mapping[str, str]:
     return entries
 
 
-@needs(BackendError, kind=TEXT)
+@validate_arguments(BackendError, kind=TEXT)
 def load(kind: str) -> Backend:
     """The backend for a device kind.  Raises `BackendError` with the known kinds, or why it does not load."""
     known = OWN if kind in OWN else registered()
     if kind not in known:
-        hint = near(kind, known, least=0.7) or f"; known kinds: {', '.join(sorted(known))}"
-        raise BackendError(f"there is no backend for device kind {shown(kind)}{hint}")
+        hint = did_you_mean(kind, known, least=0.7) or f"; known kinds: {', '.join(sorted(known))}"
+        raise BackendError(f"there is no backend for device kind {format_value(kind)}{hint}")
     module, _, name = known[kind].partition(":")
     try:
         return cast(Backend, getattr(import_module(module), name)())
@@ -361,7 +364,7 @@ def load(kind: str) -> Backend:
         raise BackendError(f"backend {kind!r} does not load: {why}") from None
 
 
-@needs(BackendError, name=TEXT)
+@validate_arguments(BackendError, name=TEXT)
 def find(name: str) -> tuple[Backend, Device]:
     """Backend and device of a name like ``cpu:0`` (or ``cpu``, its first), of a part, as ``cuda:0.1``, or of one of
     several processes, as ``cpu:0@1``: what is known of that device is then what is known of one like it here.
@@ -373,10 +376,10 @@ def find(name: str) -> tuple[Backend, Device]:
     return backend, replace(backend.device(called.index), part=called.part, rank=called.rank)
 
 
-THREADS = whole(1, 1 << 16) | NONE
+THREADS = integer_between(1, 1 << 16) | NONE
 
 
-@needs(BackendError, names=list_of(TEXT, "a sequence of texts"), threads=THREADS)
+@validate_arguments(BackendError, names=list_of(TEXT, "a sequence of texts"), threads=THREADS)
 def group_of(names: Sequence[str], threads: int | None = None) -> list[tuple[Backend, Device]]:
     """Backends and devices by name, each with so many threads; without a number they share the processors.
 

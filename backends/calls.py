@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graph.attrs import Attrs
+from ..graph.lazy_dataclass import dataclass
 from ..graph.node import Node
-from ..graph.records import dataclass
 from ..ops import Op
 from .abilities import Timed
 from .base import Array, Comm, Device, Program, run_calls

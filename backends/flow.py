@@ -187,7 +187,7 @@ class Flow:
         return _meet(written, [*read_there, *written_there]) or _meet(read, written_there)
 
     def finished(self, number: int) -> int | frozenset[int]:
-        """The instructions that have run where this one fails, as `StepError.finished` gives them."""
+        """The instructions that have run where this one fails, as `StepError.finished_instructions` gives them."""
         done = frozenset(n for group in self._order[: self._place[number]] for n in group)
         return number if done == {*range(number)} else done
 

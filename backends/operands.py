@@ -11,7 +11,7 @@ from itertools import pairwise
 from ..graph.attrs import Attrs
 from ..graph.dtypes import DType
 from ..graph.errors import BackendError
-from ..graph.records import dataclass
+from ..graph.lazy_dataclass import dataclass
 from ..graph.spec import Spec
 from .base import Tensor, contiguous_strides
 

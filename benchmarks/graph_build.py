@@ -11,7 +11,7 @@ from statistics import median
 from time import perf_counter
 
 from hocket import ops
-from hocket.graph import Graph, Value, dump, from_json, input, parse, state, to_json, weight
+from hocket.graph import Graph, Value, format_graph, from_json, input, parse, state, to_json, weight
 
 NODES = 15_000
 LIMIT = 0.3
@@ -67,12 +67,12 @@ def seconds(work: Callable[[], object], runs: int = 7) -> float:
 
 def main() -> None:
     graph = build()
-    text, document = dump(graph), to_json(graph)
+    text, document = format_graph(graph), to_json(graph)
     rows: dict[str, Callable[[], object]] = {
         "build": build,
         "verify": lambda: ops.verify(graph),
         "digest": graph.digest,
-        "dump": lambda: dump(graph),
+        "dump": lambda: format_graph(graph),
         "parse": lambda: parse(text),
         "to_json": lambda: to_json(graph),
         "from_json": lambda: from_json(document),

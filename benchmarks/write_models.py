@@ -16,7 +16,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, GGUFWriter, dequantize, quantize
 
-from hocket.graph.dtypes import BY_GGML, DType
+from hocket.graph.dtypes import DTYPE_BY_GGML_NUMBER, DType
 from hocket.ops.quants import LAYOUT, f32_to_bf16
 
 VOCABULARY, GEMMA_VOCABULARY = 49152, 262144
@@ -314,7 +314,7 @@ def write_random(path: Path, source: GGUFReader, shape: Shape, kind: str) -> Non
     for key, value in (*shape.metadata.items(), ("vocab_size", shape.vocabulary)):
         add[type(value)](f"{shape.architecture}.{key}", value)
     rng = np.random.default_rng(5)
-    by_text = {str(d): d for d in BY_GGML.values()}
+    by_text = {str(d): d for d in DTYPE_BY_GGML_NUMBER.values()}
     for name, dims, text in shape.tensors(kind):
         dtype = by_text[text]
         if "norm" in name:
@@ -335,7 +335,7 @@ def write_model(name: str, smollm2: Path, folder: Path) -> Path:
         unfinished, source = folder / f"{name}.part", GGUFReader(smollm2)
         shape, kind = MODELS[name]
         if shape is None:
-            write_converted(unfinished, source, {str(d): d for d in BY_GGML.values()}[kind])
+            write_converted(unfinished, source, {str(d): d for d in DTYPE_BY_GGML_NUMBER.values()}[kind])
         else:
             write_random(unfinished, source, shape, kind)
         unfinished.rename(path)

@@ -11,7 +11,7 @@ from hocket import ops
 from hocket.backends.base import find
 from hocket.frontends.models import ARCHITECTURES
 from hocket.graph import DType, Node, Spec
-from hocket.graph.dtypes import FLOATS
+from hocket.graph.dtypes import FLOAT_DTYPES
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "quantisations.md"
@@ -56,7 +56,7 @@ def readers(dtype: DType) -> tuple[Node, ...]:
 def rows() -> Iterator[str]:
     """A row for each type that matrices may have.  Raises `ValueError` if a backend cannot read it."""
     asked = [find(kind) for kind in BACKENDS.values()]
-    for dtype in (d for d in DType if d.is_quantised or d in FLOATS):
+    for dtype in (d for d in DType if d.is_quantised or d in FLOAT_DTYPES):
         cells = []
         for backend, device in asked:
             if refusals := [answer.why for n in readers(dtype) if not (answer := backend.supports(n, device)).ok]:

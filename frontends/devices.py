@@ -10,27 +10,27 @@ from types import MappingProxyType
 from ..backends.abilities import Rounds
 from ..backends.base import THREADS, Backend, Device, DeviceName, find, threads_for
 from ..backends.cache import cache_folder
-from ..graph.arguments import BOOL, NONE, TEXT, Kind, demand, list_of, pair_of, real
-from ..graph.dtypes import WRITTEN, DType
-from ..graph.records import dataclass
+from ..graph.dtypes import STATE_DTYPES, DType
+from ..graph.lazy_dataclass import dataclass
+from ..graph.validation import BOOL, NONE, TEXT, ArgumentKind, list_of, number_between, pair_of, require
 from ..ranks import ALONE, World
 from ..scheduler.running.packed import PackedWeights
 from .errors import ModelError
 
 WIRES = {str(dtype): dtype for dtype in (DType.F32, DType.BF16)}
-CACHES = {str(dtype): dtype for dtype in WRITTEN}
+CACHES = {str(dtype): dtype for dtype in STATE_DTYPES}
 """What caches may hold."""
 
 
-def one_of(types: Mapping[str, DType]) -> Kind:
-    return Kind(" or ".join(types), lambda v: isinstance(v, str) and v in types)
+def one_of(types: Mapping[str, DType]) -> ArgumentKind:
+    return ArgumentKind(" or ".join(types), lambda v: isinstance(v, str) and v in types)
 
 
-GROUP: Mapping[str, Kind] = MappingProxyType(
+GROUP: Mapping[str, ArgumentKind] = MappingProxyType(
     {
         "devices": list_of(TEXT, "a sequence of texts"),
         "split_mode": TEXT,
-        "tensor_split": list_of(real(-(2.0**63), 2.0**63), "a sequence of finite numbers"),
+        "tensor_split": list_of(number_between(-(2.0**63), 2.0**63), "a sequence of finite numbers"),
         "place": list_of(pair_of(TEXT, TEXT), "a sequence of pairs (regular expression, device)"),
         "threads": THREADS,
         "exact": BOOL,
@@ -73,7 +73,7 @@ class Group:
 
     def __post_init__(self) -> None:
         for name, kind in GROUP.items():
-            demand(ModelError, "Group", name, getattr(self, name), kind)
+            require(ModelError, "Group", name, getattr(self, name), kind)
 
     @property
     def packed(self) -> PackedWeights | None:

@@ -10,7 +10,7 @@ from .. import ops
 from ..graph.dtypes import DType
 from ..graph.graph import Graph
 from ..graph.node import Node, Value
-from ..graph.rewrite import rewrite
+from ..graph.rewrite import rewrite_graph
 from .devices import Group
 from .errors import ModelError
 from .models import Model, Step
@@ -35,7 +35,7 @@ def graphs_of(model: Model, on: Group) -> Callable[[Step], Graph]:
 
 def changed(model: Model, rules: Sequence[Rule], step: Step) -> Graph:
     """The graph of a step, with `rules` applied to its nodes."""
-    return reduce(rewrite, rules, model.graph(step))
+    return reduce(rewrite_graph, rules, model.graph(step))
 
 
 def hurried(node: Node) -> Sequence[Value] | None:

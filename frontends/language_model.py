@@ -13,7 +13,8 @@ from typing import Self, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.arguments import ANY, BOOL, NONE, TEXT, a, list_of, made_of, needs, whole
+from ..graph import validate_arguments, validate_constructor
+from ..graph.validation import ANY, BOOL, NONE, TEXT, instance_of, integer_between, list_of
 from ..scheduler import Plan, nbytes_text
 from .adapters import Scaled
 from .errors import ModelError
@@ -36,11 +37,11 @@ TOGETHER = 8
 IDLE = 4
 """Sessions that are kept for later calls."""
 PROMPT = TEXT | list_of(ANY, "a sequence of tokens")
-OBJECTS = list_of(a(Mapping), "a sequence of mappings") | NONE
-MESSAGES = TEXT | list_of(a(Mapping), "a sequence of mappings with role and content")
+OBJECTS = list_of(instance_of(Mapping), "a sequence of mappings") | NONE
+MESSAGES = TEXT | list_of(instance_of(Mapping), "a sequence of mappings with role and content")
 
 
-@made_of(ModelError, id=whole(0), text=TEXT, logprob=a(float))
+@validate_constructor(ModelError, id=integer_between(0), text=TEXT, logprob=instance_of(float))
 @dataclass(frozen=True, slots=True)
 class Token:
     """A generated token: its id, the text that is complete with it (perhaps none), and the natural logarithm of the
@@ -72,12 +73,12 @@ class Model:
     ' which I am not at all in love'
     """
 
-    @needs(
+    @validate_arguments(
         ModelError,
         devices=TEXT | list_of(TEXT, "a sequence of texts"),
         tensor_split=list_of(ANY, "a sequence"),
-        draft=a(str, Path) | NONE,
-        draft_max=whole(1) | NONE,
+        draft=instance_of(str, Path) | NONE,
+        draft_max=integer_between(1) | NONE,
     )
     def __init__(
         self,
@@ -109,13 +110,12 @@ class Model:
         self._model = model.guessing() if draft is None and draft_max else model
         self._group, self._lock = group, threading.Lock()
         self._first: Session | None = open_session(self._model, on=group, context=context, batch=batch)
-        self._idle = [Held(self._first)]
-        self._draft_max = draft_max or GUESSES
+        self._idle, self._draft_max = [Held(self._first)], draft_max or GUESSES
         self._drafting = None if draft is None else self._draft_session(draft)
         self._tokenizer: Tokenizer | None = None
 
     # ------------------------------------------------------------------------------------------------ generation
-    @needs(ModelError, prompt=PROMPT)
+    @validate_arguments(ModelError, prompt=PROMPT)
     def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[str]:
         """The text that continues `prompt` (text, or tokens), piece by piece as it is made.
 
@@ -124,7 +124,7 @@ class Model:
         """
         return self._text(self._ids(prompt), settled(options, self.tokenizer))
 
-    @needs(ModelError, prompt=PROMPT)
+    @validate_arguments(ModelError, prompt=PROMPT)
     def tokens(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Token]:
         """The tokens that continue `prompt`, each with its text and probability; the last one may complete a string of
         `stop`.  Tokens of a model without a vocabulary have no text; its prompt is token ids.
@@ -136,13 +136,13 @@ class Model:
         drawing, stops = settled(options, self._tokenizer_or_none)
         return self._tokens(self._ids(prompt), drawing, stops)
 
-    @needs(
+    @validate_arguments(
         ModelError,
         messages=MESSAGES,
         tools=OBJECTS,
         documents=OBJECTS,
         chat_template=TEXT | NONE,
-        chat_template_kwargs=a(Mapping) | NONE,
+        chat_template_kwargs=instance_of(Mapping) | NONE,
     )
     def chat(
         self,
@@ -184,7 +184,7 @@ class Model:
         rendered = format.render(said, bos=bos, eos=eos)
         return self._text(self.tokenizer.encode_chat(rendered), settled({"max_tokens": -1, **options}, self.tokenizer))
 
-    @needs(ModelError, prompts=list_of(PROMPT, "a sequence of prompts"))
+    @validate_arguments(ModelError, prompts=list_of(PROMPT, "a sequence of prompts"))
     def generate_batch(self, prompts: Sequence[str | Sequence[int]], **options: Unpack[Options]) -> list[str]:
         """The texts that continue each of `prompts`, which run together; each is what it would be alone.
 
@@ -268,7 +268,7 @@ class Model:
 
     # ------------------------------------------------------------------------------------------------- evaluation
 
-    @needs(ModelError, prompt=PROMPT)
+    @validate_arguments(ModelError, prompt=PROMPT)
     def logits(self, prompt: str | Sequence[int]) -> F32:
         """float32 ``[tokens, vocabulary]``: row i scores what follows token i of `prompt` (text, or tokens).
 
@@ -282,7 +282,7 @@ class Model:
             held.tokens[0] = list(ids)
         return rows
 
-    @needs(ModelError, text=PROMPT)
+    @validate_arguments(ModelError, text=PROMPT)
     def score(self, text: str | Sequence[int]) -> npt.NDArray[np.float64]:
         """float64 ``[tokens - 1]``: the natural logarithm of the probability of each token after the first.
 
@@ -297,7 +297,7 @@ class Model:
         chosen = np.take_along_axis(rows, np.array(ids[1:], np.int64).reshape(-1, 1), -1)
         return np.asarray((chosen - most)[:, 0] - np.log(np.exp(rows - most).sum(-1)))
 
-    @needs(ModelError, texts=TEXT | list_of(PROMPT, "a sequence of texts"), normalise=BOOL)
+    @validate_arguments(ModelError, texts=TEXT | list_of(PROMPT, "a sequence of texts"), normalise=BOOL)
     def embed(self, texts: str | Sequence[str | Sequence[int]], *, normalise: bool = True) -> F32:
         """float32 ``[texts, width]``: one vector for each text, of length 1 if they are to be normalised.
 
@@ -348,7 +348,7 @@ class Model:
 
     # ------------------------------------------------------------------------------------------------------ state
 
-    @needs(ModelError, path=a(str, Path))
+    @validate_arguments(ModelError, path=instance_of(str, Path))
     def save(self, path: str | Path) -> None:
         """Keep what the last call read, so that another process, on any devices, goes on from there.
 
@@ -359,7 +359,7 @@ class Model:
         with self._leased() as held, file_errors():
             save_state(held.alone, held.tokens, path)
 
-    @needs(ModelError, path=a(str, Path))
+    @validate_arguments(ModelError, path=instance_of(str, Path))
     def load(self, path: str | Path) -> list[int]:
         """The tokens of a saved state; a prompt that begins with them is read from their end on."""
         with self._leased() as held, file_errors():

@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ..graph.graph import Graph
-from ..graph.records import dataclass
+from ..graph.lazy_dataclass import dataclass
 from ..graph.spec import Spec
 from ..ranks import World
 from ..scheduler import Host, Plan, Store, kept_plan

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Protocol
 
-from ..graph.arguments import ANY, BOOL, demand, list_of, needs, whole
+from ..graph.validation import ANY, BOOL, integer_between, list_of, require, validate_arguments
 from ..ranks import World
 from ..scheduler import InterruptsKept, Plan
 from .errors import ModelError
@@ -58,7 +58,9 @@ class Microbatches:
     def is_traced(self) -> bool:
         return any(one.trace is not None for one in self.sessions)
 
-    @needs(ModelError, tokens=list_of(ANY, "a sequence of sequences of tokens"), every_position=BOOL, hidden=BOOL)
+    @validate_arguments(
+        ModelError, tokens=list_of(ANY, "a sequence of sequences of tokens"), every_position=BOOL, hidden=BOOL
+    )
     def evaluate(
         self, tokens: Sequence[Sequence[int]], *, every_position: bool = False, hidden: bool = False
     ) -> list[F32]:
@@ -106,10 +108,10 @@ class Microbatches:
         nothing, answers = self.sessions[0].no_rows(hidden), zip(dealt, parts, rows, strict=True)
         return [rows for read in answers for rows in joined(*read, every_position, nothing)]
 
-    @needs(ModelError, sequence=whole(0))
+    @validate_arguments(ModelError, sequence=integer_between(0))
     def reset(self, sequence: int) -> None:
         """Forget a sequence, as `Session.reset`."""
-        demand(ModelError, "reset", "sequence", sequence, whole(0, self.sequences - 1))
+        require(ModelError, "reset", "sequence", sequence, integer_between(0, self.sequences - 1))
         for one, place in zip(self.sessions, self.places, strict=True):
             if sequence in place:
                 one.reset(sequence - place.start)

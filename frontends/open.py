@@ -9,7 +9,7 @@ from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from ..graph.arguments import BOOL, NONE, a, needs
+from ..graph.validation import BOOL, NONE, instance_of, validate_arguments
 from ..ranks import ALONE, World
 from .adapters import Scaled, read_adapters
 from .errors import ModelError
@@ -21,7 +21,7 @@ from .watch import Watch
 EMBEDDED = "hocket-tiny-q8_0.gguf"
 
 
-@needs(ModelError, path=a(str, Path) | NONE, header_only=BOOL)
+@validate_arguments(ModelError, path=instance_of(str, Path) | NONE, header_only=BOOL)
 def open_model(path: str | Path | None, *, header_only: bool = False) -> Model:
     """The model in a GGUF file, or the one that comes with hocket.
 

@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.arrays import numbers
-from ..graph.records import dataclass
+from ..graph.array_checks import as_number_array
+from ..graph.lazy_dataclass import dataclass
 from ..scheduler import Plan
 from .errors import ModelError
 from .step import Step
@@ -188,7 +188,7 @@ def token_ids(sequence: int, given: Sequence[int]) -> list[int]:
     """Tokens of a sequence that a caller gives, as a list.  Raises `ModelError` unless they are integers."""
     if type(given) is list and all(type(token) is int for token in given):
         return given
-    ids = numbers(f"tokens of sequence {sequence}", given, ModelError)
+    ids = as_number_array(f"tokens of sequence {sequence}", given, ModelError)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ModelError(
             f"tokens of sequence {sequence}: got {ids.dtype}{list(ids.shape)}; need integers in one dimension"

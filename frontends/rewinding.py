@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.records import dataclass
+from ..graph.lazy_dataclass import dataclass
 from .errors import ModelError
 from .models import SNAPSHOTS, WINDOWS
 from .session import Session

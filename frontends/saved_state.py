@@ -20,8 +20,8 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.arguments import ANY, NONE, a, list_of, needs
 from ..graph.files import PRIVATE, replacing
+from ..graph.validation import ANY, NONE, instance_of, list_of, validate_arguments
 from .errors import ModelError
 from .identity import model_digest
 from .microbatches import Microbatches
@@ -38,12 +38,12 @@ ARRAY = re.compile(
 """How `numpy.save` begins a dense array of float32, float16 or bytes."""
 
 
-@needs(
+@validate_arguments(
     ModelError,
-    session=a(Session, Microbatches),
+    session=instance_of(Session, Microbatches),
     tokens=list_of(ANY, "a sequence of sequences of tokens"),
-    path=a(str, Path),
-    talk=a(Mapping) | NONE,
+    path=instance_of(str, Path),
+    talk=instance_of(Mapping) | NONE,
 )
 def save_state(
     session: Session | Microbatches,
@@ -77,7 +77,7 @@ def save_state(
         np.savez(file, header=text, **arrays)  # type: ignore[arg-type]  # keywords are arrays, never allow_pickle
 
 
-@needs(ModelError, session=a(Session, Microbatches), path=a(str, Path))
+@validate_arguments(ModelError, session=instance_of(Session, Microbatches), path=instance_of(str, Path))
 def load_state(session: Session | Microbatches, path: str | Path) -> list[list[int]]:
     """Put `session` where the saved one was and return the tokens of each sequence.
 

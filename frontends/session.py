@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.base import Backend, Device, find
-from ..graph.arguments import ANY, BOOL, CALLABLE, NONE, TEXT, Kind, a, demand, list_of, needs, whole
+from ..graph import require, validate_arguments
+from ..graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, ArgumentKind, instance_of, integer_between, list_of
 from ..ranks import ALONE, World
 from ..scheduler import Executor, InterruptsKept, Plan, Store, kept_plan
 from ..scheduler.shared_speeds import shared_speeds
-from .devices import ONE_DEVICE, WIRES, spelled
-from .devices import Group as Group
+from .devices import ONE_DEVICE, WIRES, Group, spelled
 from .errors import ModelError
 from .exactness import graphs_of
 from .identity import model_digest
@@ -54,7 +54,7 @@ FEWEST_CELLS = 256
 """The smallest context bucket; the next ones double."""
 DEFAULT_CONTEXT = 4096
 DEFAULT_BATCH = 512
-COUNT = whole(-(2**31), 2**31)
+COUNT, NATURAL = integer_between(-(2**31), 2**31), integer_between(0)
 
 
 class Session:
@@ -71,17 +71,17 @@ class Session:
     taken so far, with the kernels that had to be compiled for them.
     """
 
-    @needs(
+    @validate_arguments(
         ModelError,
-        model=a(Model),
-        on=a(Group),
-        like=Kind("a Session or None", lambda v: v is None or isinstance(v, Session)),
+        model=instance_of(Model),
+        on=instance_of(Group),
+        like=ArgumentKind("a Session or None", lambda v: v is None or isinstance(v, Session)),
         sequences=COUNT,
         context=COUNT | NONE,
         batch=COUNT,
-        watch=a(Watch) | NONE,
+        watch=instance_of(Watch) | NONE,
         on_progress=CALLABLE | NONE,
-        world=a(World),
+        world=instance_of(World),
     )
     def __init__(
         self,
@@ -149,7 +149,7 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------ running
 
-    @needs(
+    @validate_arguments(
         ModelError,
         tokens=list_of(ANY, "a sequence of sequences of tokens"),
         every_position=BOOL,
@@ -188,7 +188,7 @@ class Session:
                 runs = self._run_in_turn(parts, every_position, hidden)
             return joined(given, parts, runs, every_position, self.no_rows(hidden))
 
-    @needs(ModelError, tokens=whole(0), behind=whole(0), every_position=BOOL, reversible=BOOL)
+    @validate_arguments(ModelError, tokens=NATURAL, behind=NATURAL, every_position=BOOL, reversible=BOOL)
     def prepare(self, tokens: int, *, behind: int = 0, every_position: bool = False, reversible: bool = False) -> None:
         """Make the plans and kernels that so many more tokens of sequence 0 need, `behind` others, before they come."""
         length = self.lengths[0] + behind
@@ -324,7 +324,7 @@ class Session:
         """The names of the states that belong to the sequences."""
         return tuple(filter(self.model.is_own, self.store.states))
 
-    @needs(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT, gives=TEXT | NONE, turn=whole(0))
+    @validate_arguments(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT, gives=TEXT | NONE, turn=NATURAL)
     def step(self, tokens: int, length: int, outputs: int = 1, gives: str | None = None, turn: int = 0) -> Step:
         """The step that runs so many new tokens (a bucket) where the longest sequence then has `length`; what it
         `gives` is logits, and for models that guess what guesses need, unless another `Step.gives` is named."""
@@ -351,7 +351,7 @@ class Session:
         """The tokens of the step that runs so many: where values are watched no more, so that nothing is padded."""
         return bucket(tokens) if self.watch is None else tokens
 
-    @needs(ModelError, step=a(Step))
+    @validate_arguments(ModelError, step=instance_of(Step))
     def plan(self, step: Step) -> Plan:
         """The plan of a step, over the weights and states as they lie; what is watched is among its outputs."""
         if step == self._whole and self.watch is None:
@@ -366,7 +366,7 @@ class Session:
             self._plans[step] = kept_plan(graph, self.group, place=self._place, like=self._first, hardware=hardware)
         return self._plans[step]
 
-    @needs(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
+    @validate_arguments(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
     def judge(self, tokens: Sequence[int], device: str) -> Iterator[Difference]:
         """Append new tokens to the one sequence, in one step, and compare every value with what another device makes of
         the values before it; see `hocket.scheduler.Judge`.  Raises `ModelError`, `PlanError` or `BackendError`."""
@@ -381,7 +381,7 @@ class Session:
             yield from judge.run(self.model.inputs(step, Batch([given], self.lengths, None, self.recent)))
             self.advance([given])
 
-    @needs(ModelError, step=a(Step))
+    @validate_arguments(ModelError, step=instance_of(Step))
     def executor(self, step: Step) -> Executor:
         """The plan of a step, bound to this session's memory; built at its first use."""
         with self.store.turn:
@@ -435,7 +435,7 @@ class Session:
 
     def reset(self, sequence: int) -> None:
         """Forget a sequence: it starts anew, its rows of every state zeroed."""
-        demand(ModelError, "reset", "sequence", sequence, whole(0, self.sequences - 1))
+        require(ModelError, "reset", "sequence", sequence, integer_between(0, self.sequences - 1))
         with self.store.turn:
             self.lengths[sequence], self.recent[sequence] = 0, []
             self.seen[sequence : sequence + 1] = [0 * rows[-1:] for rows in self.seen[sequence : sequence + 1]]

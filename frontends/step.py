@@ -12,9 +12,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from ..graph.arguments import shown
 from ..graph.dtypes import DType
-from ..graph.records import dataclass
+from ..graph.lazy_dataclass import dataclass
+from ..graph.validation import format_value
 from .errors import ModelError
 
 LARGEST_ROW = 2**31 - 1
@@ -53,7 +53,7 @@ class Step:
         for name in ("sequences", "tokens", "cells", "context", "outputs"):
             size = getattr(self, name)
             if type(size) is not int or not 1 <= size <= LARGEST_ROW:
-                raise ModelError(f"step: {name} is {shown(size)}; need an integer from 1 to {LARGEST_ROW}")
+                raise ModelError(f"step: {name} is {format_value(size)}; need an integer from 1 to {LARGEST_ROW}")
         if self.cells > self.context:
             raise ModelError(f"step: reads {self.cells} cells of {self.context}; need cells of at most the context")
         if self.sequences * self.context > LARGEST_ROW:

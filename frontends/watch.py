@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from ..backends.base import Array
-from ..graph.arguments import CALLABLE, TEXT, demand
-from ..graph.records import dataclass
+from ..graph.lazy_dataclass import dataclass
+from ..graph.validation import CALLABLE, TEXT, require
 from ..scheduler import Statistics
 from ..scheduler.units import columns
 from .errors import ModelError
@@ -49,5 +49,5 @@ class Watch:
     see: Callable[[Seen], None]
 
     def __post_init__(self) -> None:
-        demand(ModelError, "Watch", "pattern", self.pattern, TEXT)
-        demand(ModelError, "Watch", "see", self.see, CALLABLE)
+        require(ModelError, "Watch", "pattern", self.pattern, TEXT)
+        require(ModelError, "Watch", "see", self.see, CALLABLE)

@@ -12,7 +12,9 @@ from .export import from_json as from_json
 from .export import to_json as to_json
 from .export import to_networkx as to_networkx
 from .graph import Graph as Graph
-from .graph import dump as dump
+from .graph import format_graph as format_graph
+from .graph_rules import list_problems as list_problems
+from .graph_rules import verify as verify
 from .node import Node as Node
 from .node import Value as Value
 from .node import constant as constant
@@ -22,9 +24,10 @@ from .node import state as state
 from .node import weight as weight
 from .parse import parse as parse
 from .parse import parse_case as parse_case
-from .rewrite import rewrite as rewrite
-from .rewrite import substitute as substitute
+from .rewrite import replace_values as replace_values
+from .rewrite import rewrite_graph as rewrite_graph
 from .spec import Spec as Spec
 from .spec import make_spec as make_spec
-from .verify import problems as problems
-from .verify import verify as verify
+from .validation import require as require
+from .validation import validate_arguments as validate_arguments
+from .validation import validate_constructor as validate_constructor

@@ -10,20 +10,20 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .arguments import near, shown
 from .errors import GraphError
+from .validation import did_you_mean, format_value
 
 
-class Named(EnumType):
+class DTypeMeta(EnumType):
     """How types are called: by a name, or by a type of NumPy's."""
 
     def __call__(cls, *given: Any, **named: Any) -> Any:
         if len(given) + len(named) != 1:
             raise GraphError(f"DType: got {len(given) + len(named)} arguments; it takes one, the name of a type")
-        return dtype_named(*given, *named.values())
+        return parse_dtype(*given, *named.values())
 
 
-class DType(Enum, metaclass=Named):
+class DType(Enum, metaclass=DTypeMeta):
     """A GGML data type.  ``block`` elements along the last axis occupy ``block_bytes`` bytes.
 
     ``storage`` is the NumPy dtype that holds it in memory: the type itself where NumPy has it, ``uint16``
@@ -93,29 +93,31 @@ class DType(Enum, metaclass=Named):
     @property
     def is_float(self) -> bool:
         """Whether elements are real numbers stored one by one: f32, f16, bf16, f64."""
-        return self in FLOATS or self is DType.F64
+        return self in FLOAT_DTYPES or self is DType.F64
 
     @property
     def is_integer(self) -> bool:
         """Whether elements are signed integers: i8, i16, i32, i64."""
-        return self in INTEGERS
+        return self in INTEGER_DTYPES
 
 
 DType.__hash__ = object.__hash__  # type: ignore[method-assign]  # Enum would hash the name, in Python
 
-FLOATS = (DType.F32, DType.F16, DType.BF16)
-INTEGERS = (DType.I8, DType.I16, DType.I32, DType.I64)
-QUANTISED = tuple(d for d in DType if d.is_quantised)
-WRITTEN = (*FLOATS, DType.Q8_0, DType.Q4_0)
+FLOAT_DTYPES = (DType.F32, DType.F16, DType.BF16)
+INTEGER_DTYPES = (DType.I8, DType.I16, DType.I32, DType.I64)
+QUANTISED_DTYPES = tuple(d for d in DType if d.is_quantised)
+STATE_DTYPES = (*FLOAT_DTYPES, DType.Q8_0, DType.Q4_0)
 """Types that numbers are rounded to in a run, where rows of a state are written."""
-BY_TEXT = {d.text: d for d in DType}
-BY_GGML = {d.ggml: d for d in DType}
-BY_NUMPY = {d.storage.name: d for d in DType if d.block == 1 and d is not DType.BF16} | {"bfloat16": DType.BF16}
+DTYPE_BY_NAME = {d.text: d for d in DType}
+DTYPE_BY_GGML_NUMBER = {d.ggml: d for d in DType}
+DTYPE_BY_NUMPY_NAME = {d.storage.name: d for d in DType if d.block == 1 and d is not DType.BF16} | {
+    "bfloat16": DType.BF16
+}
 DTypeLike: TypeAlias = "DType | str | np.dtype[Any] | type[np.generic]"
 """A type, its name here or in NumPy (``"f32"``, ``"float32"``), or NumPy's own (``np.float32``)."""
 
 
-def dtype_of(given: object) -> DType | None:
+def find_dtype(given: object) -> DType | None:
     """The type that is meant, or None."""
     if isinstance(given, DType):
         return given
@@ -123,15 +125,15 @@ def dtype_of(given: object) -> DType | None:
         given = given.name
     elif isinstance(given, type) and issubclass(given, np.generic):
         given = given.__name__
-    return (BY_TEXT.get(given) or BY_NUMPY.get(given)) if isinstance(given, str) else None
+    return (DTYPE_BY_NAME.get(given) or DTYPE_BY_NUMPY_NAME.get(given)) if isinstance(given, str) else None
 
 
-def dtype_named(given: object) -> DType:
+def parse_dtype(given: object) -> DType:
     """As `dtype_of`; raises `GraphError` for what means none."""
-    kind = dtype_of(given)
+    kind = find_dtype(given)
     if kind is not None:
         return kind
     if isinstance(given, str):
-        hint = near(given, (*BY_TEXT, *BY_NUMPY)) or f"; one of {', '.join(BY_TEXT)}"
-        raise GraphError(f"unknown dtype {shown(given)}{hint}")
-    raise GraphError(f"dtype is {shown(given)}; it must be a DType or the name of one")
+        hint = did_you_mean(given, (*DTYPE_BY_NAME, *DTYPE_BY_NUMPY_NAME)) or f"; one of {', '.join(DTYPE_BY_NAME)}"
+        raise GraphError(f"unknown dtype {format_value(given)}{hint}")
+    raise GraphError(f"dtype is {format_value(given)}; it must be a DType or the name of one")

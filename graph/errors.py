@@ -25,8 +25,8 @@ class StepError(BackendError):
 
     node: str
     device: str
-    finished: int | frozenset[int]
+    finished_instructions: int | frozenset[int]
 
     def __init__(self, node: str, device: str, finished: int | frozenset[int], why: str) -> None:
         super().__init__(f"%{node} on {device}: {why}")
-        self.node, self.device, self.finished = node, device, finished
+        self.node, self.device, self.finished_instructions = node, device, finished

@@ -7,21 +7,21 @@ import math
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from .arguments import TEXT, a, needs
 from .attrs import MAX_DEPTH, Attr
-from .dtypes import BY_TEXT, DType
+from .dtypes import DTYPE_BY_NAME, DType
 from .errors import GraphError
-from .graph import Graph, names
+from .graph import Graph, assign_names
 from .node import Node, Value
 from .spec import MAX_SIZE, make_spec
+from .validation import TEXT, instance_of, validate_arguments
 
 if TYPE_CHECKING:
     import networkx
 
-FORMAT = "hocket-graph-1"
+GRAPH_JSON_FORMAT = "hocket-graph-1"
 
 
-@needs(GraphError, graph=a(Graph))
+@validate_arguments(GraphError, graph=instance_of(Graph))
 def to_json(graph: Graph) -> str:
     """One JSON object, a node a line in order, references as [node number, result]; `from_json` reads it back."""
     number = {node: i for i, node in enumerate(graph.nodes)}
@@ -34,7 +34,7 @@ def to_json(graph: Graph) -> str:
             "name": node.name,
             "op": node.op,
             "src": [ref(s) for s in node.src],
-            "attrs": {k: _encode(v) for k, v in node.attrs.items()},
+            "attrs": {k: _attribute_to_json(v) for k, v in node.attrs.items()},
             "specs": [{"dtype": s.dtype.text, "shape": list(s.shape)} for s in node.specs],
         }
         for node in graph.nodes
@@ -43,16 +43,16 @@ def to_json(graph: Graph) -> str:
     updates = [[ref(old), ref(new)] for old, new in graph.updates.items()]
     rows = ",\n    ".join(json.dumps(node, allow_nan=False) for node in nodes)
     ends = f'"outputs": {json.dumps(outputs)},\n  "updates": {json.dumps(updates)}'
-    return f'{{\n  "format": "{FORMAT}",\n  "nodes": [\n    {rows}\n  ],\n  {ends}\n}}'
+    return f'{{\n  "format": "{GRAPH_JSON_FORMAT}",\n  "nodes": [\n    {rows}\n  ],\n  {ends}\n}}'
 
 
-@needs(GraphError, text=TEXT)
+@validate_arguments(GraphError, text=TEXT)
 def from_json(text: str) -> Graph:
     """The graph that `to_json` wrote.  Raises `GraphError` on anything else."""
     try:
         document = json.loads(text)
-        if document["format"] != FORMAT:
-            raise GraphError(f"format is {document['format']!r}; this reads {FORMAT}")
+        if document["format"] != GRAPH_JSON_FORMAT:
+            raise GraphError(f"format is {document['format']!r}; this reads {GRAPH_JSON_FORMAT}")
         nodes: list[Node] = []
 
         def ref(pair: list[int] | None) -> Value | None:
@@ -75,8 +75,16 @@ def from_json(text: str) -> Graph:
 
         for entry in document["nodes"]:
             specs = tuple(make_spec(s["shape"], s["dtype"]) for s in entry["specs"])
-            attrs = MappingProxyType({k: _decode(v) for k, v in entry["attrs"].items()})
-            nodes.append(Node(_text(entry["op"]), tuple(map(ref, entry["src"])), attrs, specs, _text(entry["name"])))
+            attrs = MappingProxyType({k: _attribute_from_json(v) for k, v in entry["attrs"].items()})
+            nodes.append(
+                Node(
+                    _require_text(entry["op"]),
+                    tuple(map(ref, entry["src"])),
+                    attrs,
+                    specs,
+                    _require_text(entry["name"]),
+                )
+            )
         outputs = {name: present(v) for name, v in document["outputs"].items()}
         updates = {present(old): present(new) for old, new in document["updates"]}
         if len(updates) < len(document["updates"]):
@@ -86,7 +94,7 @@ def from_json(text: str) -> Graph:
         raise GraphError(f"not a graph in JSON ({type(why).__name__}: {why}); write one with `hocket dump`") from None
 
 
-def _encode(value: Attr) -> object:
+def _attribute_to_json(value: Attr) -> object:
     match value:
         case float() if not math.isfinite(value):
             return {"float": repr(value)}
@@ -95,29 +103,29 @@ def _encode(value: Attr) -> object:
         case DType():
             return {"dtype": value.text}
         case tuple():
-            return [_encode(v) for v in value]
+            return [_attribute_to_json(v) for v in value]
         case _:
             return value
 
 
-def _text(value: Any) -> str:
+def _require_text(value: Any) -> str:
     if not isinstance(value, str):
         raise GraphError(f"expected a string, got {value!r}")
     return value
 
 
-def _decode(value: Any, depth: int = 0) -> Attr:
+def _attribute_from_json(value: Any, depth: int = 0) -> Attr:
     match value:
         case {"float": str(text)}:
             return float(text)
         case {"hex": str(text)}:
             return bytes.fromhex(text)
         case {"dtype": str(text)}:
-            return BY_TEXT[text]
+            return DTYPE_BY_NAME[text]
         case list() if depth == MAX_DEPTH:
             raise GraphError(f"attributes are nested more than {MAX_DEPTH} deep")
         case list():
-            return tuple(_decode(v, depth + 1) for v in value)
+            return tuple(_attribute_from_json(v, depth + 1) for v in value)
         case int() if abs(value) > MAX_SIZE:
             raise GraphError("an integer does not fit in 64 bits")
         case None | bool() | int() | float() | str():
@@ -126,12 +134,12 @@ def _decode(value: Any, depth: int = 0) -> Attr:
             raise GraphError(f"attribute value {value!r} is of no known kind")
 
 
-@needs(GraphError, graph=a(Graph))
+@validate_arguments(GraphError, graph=instance_of(Graph))
 def to_networkx(graph: Graph) -> networkx.MultiDiGraph:
     """A networkx multigraph of the nodes by printed name; one edge for each operand, with position and spec."""
     import networkx as nx
 
-    called = names(graph)
+    called = assign_names(graph)
     out = nx.MultiDiGraph()
     for node in graph.nodes:
         out.add_node(called[node], op=node.op, attrs=dict(node.attrs), specs=node.specs)

@@ -9,22 +9,30 @@ from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from .arguments import SHOWN, TEXT, Kind, a, made_of, needs, table_of
-from .attrs import Attrs, word
+from .attrs import Attrs, quote_word
 from .errors import GraphError
-from .node import LEAVES, Node, Value, line, ref
-from .records import dataclass
+from .lazy_dataclass import dataclass
+from .node import LEAF_OPS, Node, Value, format_node, format_reference
+from .validation import (
+    MAX_MESSAGE_CHARACTERS,
+    TEXT,
+    ArgumentKind,
+    instance_of,
+    mapping_of,
+    validate_arguments,
+    validate_constructor,
+)
 
 if TYPE_CHECKING:
     from ..view import Page
 
-VALUE = a(Value)
-OUTPUTS = table_of(TEXT, VALUE, "a mapping from names to values")
-LEAF = Kind(f"one of {', '.join(sorted(LEAVES))}", lambda v: isinstance(v, str) and v in LEAVES)
-UPDATES = table_of(VALUE, VALUE, "a mapping from states to their new values")
+VALUE_KIND = instance_of(Value)
+OUTPUTS_KIND = mapping_of(TEXT, VALUE_KIND, "a mapping from names to values")
+LEAF_KIND = ArgumentKind(f"one of {', '.join(sorted(LEAF_OPS))}", lambda v: isinstance(v, str) and v in LEAF_OPS)
+UPDATES_KIND = mapping_of(VALUE_KIND, VALUE_KIND, "a mapping from states to their new values")
 
 
-@made_of(GraphError, outputs=OUTPUTS, updates=UPDATES)
+@validate_constructor(GraphError, outputs=OUTPUTS_KIND, updates=UPDATES_KIND)
 @dataclass(frozen=True, eq=False)
 class Graph:
     """Named outputs, and for each state that changes its value after the run.
@@ -47,7 +55,7 @@ class Graph:
         """Outputs, then updated states, then their new values."""
         return (*self.outputs.values(), *self.updates, *self.updates.values())
 
-    @needs(GraphError, op=LEAF)
+    @validate_arguments(GraphError, op=LEAF_KIND)
     def leaves(self, op: str) -> tuple[Value, ...]:
         """The leaves of one kind: ``input``, ``weight``, ``state`` or ``constant``."""
         return tuple(n.results[0] for n in self.nodes if n.op == op)
@@ -94,7 +102,7 @@ class Graph:
         sha.update(repr((outputs, updates)).encode())
         return sha.hexdigest()
 
-    @needs(GraphError, title=TEXT)
+    @validate_arguments(GraphError, title=TEXT)
     def view(self, *, title: str = "graph") -> Page:
         """A page that shows the graph; it need not have been verified."""
         from ..view import view_graph
@@ -133,14 +141,17 @@ def topological_order(roots: Iterable[Value]) -> tuple[Node, ...]:
                 order[node] = None
                 stack.pop()
             elif node in entered:  # its sources wait for it
-                raise GraphError(f"%{node.label:.{SHOWN}} reads its own result; build nodes from earlier values only")
+                raise GraphError(
+                    f"%{node.label:.{MAX_MESSAGE_CHARACTERS}} reads its own result; "
+                    "build nodes from earlier values only"
+                )
             else:
                 entered.add(node)
                 stack.extend(reversed(waiting))
     return tuple(order)
 
 
-def together(graph: Graph, sent: Container[Node] = ()) -> tuple[Node, ...]:
+def order_with_state_updates(graph: Graph, sent: Container[Node] = ()) -> tuple[Node, ...]:
     """The nodes in order; what only a new state needs, and what is `sent`, straight behind the last that it reads."""
     place: dict[Node, tuple[int, int]] = {}
     for at, node in enumerate(topological_order(graph.outputs.values())):
@@ -150,7 +161,7 @@ def together(graph: Graph, sent: Container[Node] = ()) -> tuple[Node, ...]:
     return tuple(sorted(graph.nodes, key=place.__getitem__))
 
 
-def names(graph: Graph) -> dict[Node, str]:
+def assign_names(graph: Graph) -> dict[Node, str]:
     """A distinct printable name for every node: its own, made unique with ``~2``; unnamed nodes are numbered."""
     called: dict[Node, str] = {}
     taken: set[str] = set()
@@ -167,11 +178,16 @@ def names(graph: Graph) -> dict[Node, str]:
     return called
 
 
-@needs(GraphError, graph=a(Graph))
-def dump(graph: Graph, shown: Callable[[Node], Attrs] | None = None) -> str:
+@validate_arguments(GraphError, graph=instance_of(Graph))
+def format_graph(graph: Graph, shown: Callable[[Node], Attrs] | None = None) -> str:
     """The whole graph as text; `parse` reads it back.  ``shown(node)`` are the attributes to write, if not all."""
-    called = names(graph)
-    lines = [line(node, called, None if shown is None else shown(node)) for node in graph.nodes]
-    lines.append("return " + ", ".join(f"{word(name)}={ref(v, called)}" for name, v in graph.outputs.items()))
-    lines += [f"update {ref(old, called)} = {ref(new, called)}" for old, new in graph.updates.items()]
+    called = assign_names(graph)
+    lines = [format_node(node, called, None if shown is None else shown(node)) for node in graph.nodes]
+    lines.append(
+        "return " + ", ".join(f"{quote_word(name)}={format_reference(v, called)}" for name, v in graph.outputs.items())
+    )
+    lines += [
+        f"update {format_reference(old, called)} = {format_reference(new, called)}"
+        for old, new in graph.updates.items()
+    ]
     return "\n".join(lines) + "\n"

@@ -10,20 +10,31 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .arguments import NONE, SHOWN, TEXT, Kind, a, demand, made_of, needs, shown, tuple_of
-from .arrays import numbers
-from .attrs import NO_ATTRS, Attrs, attr_text, quote, word
-from .dtypes import BY_TEXT, DType, DTypeLike
+from .array_checks import as_number_array
+from .attrs import NO_ATTRS, Attrs, format_attribute, quote_node_name, quote_word
+from .dtypes import DTYPE_BY_NAME, DType, DTypeLike
 from .errors import GraphError
-from .records import dataclass
+from .lazy_dataclass import dataclass
 from .spec import Spec, make_spec
+from .validation import (
+    MAX_MESSAGE_CHARACTERS,
+    NONE,
+    TEXT,
+    ArgumentKind,
+    format_value,
+    instance_of,
+    require,
+    tuple_of,
+    validate_arguments,
+    validate_constructor,
+)
 
 Index: TypeAlias = "int | slice | EllipsisType | Value | tuple[int | slice | EllipsisType | None, ...] | None"
-COMPARE = 'compare with ops.compare(x, y, kind="lt")'
-LEAVES = ("input", "weight", "state", "constant")
+COMPARE_HINT = 'compare with ops.compare(x, y, kind="lt")'
+LEAF_OPS = ("input", "weight", "state", "constant")
 
 
-@made_of(GraphError)
+@validate_constructor(GraphError)
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
     """One operation: its op's name, the values it reads, its attributes, the specs of its results.
@@ -49,9 +60,9 @@ class Node:
             and OPERANDS.issuperset(map(type, self.src))
             and RESULTS.issuperset(map(type, self.specs))
         ):
-            for part, kind in NODE.items():
-                demand(GraphError, "Node", part, getattr(self, part), kind)
-        _set_results(self, tuple([_made(self, i) for i in range(len(self.specs))]))
+            for part, kind in NODE_ARGUMENT_KINDS.items():
+                require(GraphError, "Node", part, getattr(self, part), kind)
+        _set_results(self, tuple([_new_result(self, i) for i in range(len(self.specs))]))
 
     @property
     def inputs(self) -> tuple[Value, ...]:
@@ -64,12 +75,12 @@ class Node:
     @property
     def is_leaf(self) -> bool:
         """Whether it is an input, a weight, a state or a constant."""
-        return self.op in LEAVES
+        return self.op in LEAF_OPS
 
     @property
     def label(self) -> str:
         """How messages call this node, after ``%``: its name, else its op, in quotes unless plain."""
-        return quote(self.name or self.op)
+        return quote_node_name(self.name or self.op)
 
     def with_src(self, src: tuple[Value | None, ...]) -> Node:
         """The same operation on other values."""
@@ -79,10 +90,10 @@ class Node:
         return self.with_src(self.src)
 
     def __repr__(self) -> str:
-        return line(self)
+        return format_node(self)
 
 
-@made_of(GraphError)
+@validate_constructor(GraphError)
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
     """Result `index` of `node`, of which there is one: ``Value(node, index) is node.results[index]``.  Values are equal
@@ -98,15 +109,15 @@ class Value:
 
     def __post_init__(self) -> None:
         if not isinstance(self.node, Node):
-            raise GraphError(f"Value: node is {shown(self.node)}; it must be a Node, as hocket.input(...).node")
+            raise GraphError(f"Value: node is {format_value(self.node)}; it must be a Node, as hocket.input(...).node")
         if not isinstance(self.index, int):
-            raise GraphError(f"Value: index is {shown(self.index)}; it must be the number of a result")
+            raise GraphError(f"Value: index is {format_value(self.index)}; it must be the number of a result")
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
         if isinstance(other, int | float | np.generic | np.ndarray):
-            raise GraphError(f"{self!r} == {shown(other)}: a graph has no numbers yet; {COMPARE}")
+            raise GraphError(f"{self!r} == {format_value(other)}: a graph has no numbers yet; {COMPARE_HINT}")
         return NotImplemented
 
     __hash__ = object.__hash__
@@ -120,10 +131,9 @@ class Value:
         try:
             return self.node.specs[self.index]
         except IndexError:
-            raise GraphError(
-                f"%{self.node.label:.{SHOWN}}#{shown(self.index)}: {word(self.node.op):.{SHOWN}} has "
-                f"{len(self.node.specs)} results"
-            ) from None
+            label, op = (text[:MAX_MESSAGE_CHARACTERS] for text in (self.node.label, quote_word(self.node.op)))
+            count = len(self.node.specs)
+            raise GraphError(f"%{label}#{format_value(self.index)}: {op} has {count} results") from None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -148,43 +158,43 @@ class Value:
     __array_ufunc__ = None  # NumPy leaves ``array + value`` to the value, which refuses it in words
 
     def __add__(self, other: Value | float) -> Value:
-        return _operators().combined("+", self, other)
+        return _load_operators().combined("+", self, other)
 
     def __radd__(self, other: float) -> Value:
-        return _operators().combined("+", other, self)
+        return _load_operators().combined("+", other, self)
 
     def __sub__(self, other: Value | float) -> Value:
-        return _operators().combined("-", self, other)
+        return _load_operators().combined("-", self, other)
 
     def __rsub__(self, other: float) -> Value:
-        return _operators().combined("-", other, self)
+        return _load_operators().combined("-", other, self)
 
     def __mul__(self, other: Value | float) -> Value:
-        return _operators().combined("*", self, other)
+        return _load_operators().combined("*", self, other)
 
     def __rmul__(self, other: float) -> Value:
-        return _operators().combined("*", other, self)
+        return _load_operators().combined("*", other, self)
 
     def __truediv__(self, other: Value | float) -> Value:
-        return _operators().combined("/", self, other)
+        return _load_operators().combined("/", self, other)
 
     def __rtruediv__(self, other: float) -> Value:
-        return _operators().combined("/", other, self)
+        return _load_operators().combined("/", other, self)
 
     def __pow__(self, exponent: float) -> Value:
-        return _operators().power(self, exponent)
+        return _load_operators().power(self, exponent)
 
     def __matmul__(self, other: Value) -> Value:
-        return _operators().product(self, other)
+        return _load_operators().product(self, other)
 
     def __rmatmul__(self, other: object) -> Value:
-        return _operators().product(other, self)
+        return _load_operators().product(other, self)
 
     def __neg__(self) -> Value:
-        return _operators().combined("*", self, -1.0)
+        return _load_operators().combined("*", self, -1.0)
 
     def __getitem__(self, index: Index) -> Value:
-        return _operators().part(self, index)
+        return _load_operators().part(self, index)
 
     @property
     def T(self) -> Value:  # noqa: N802  (NumPy's name)
@@ -193,15 +203,15 @@ class Value:
             raise GraphError(f"{self!r} has rank {len(self.shape)}, not 2; use ops.transpose or ops.permute")
         if self.dtype.is_quantised:
             raise GraphError(f"{self!r}: rows of blocks have no transpose; for x @ w.T write ops.mul_mat(w, x)")
-        return _operators().transposed(self)
+        return _load_operators().transposed(self)
 
     # What only numbers can answer is refused: a graph has none before it runs.
 
     def __bool__(self) -> NoReturn:
-        raise GraphError(f"{self!r} is true or false only when the graph runs; {COMPARE}, choose with ops.where")
+        raise GraphError(f"{self!r} is true or false only when the graph runs; {COMPARE_HINT}, choose with ops.where")
 
     def __lt__(self, other: object) -> NoReturn:
-        raise GraphError(f"{self!r} has no order before the graph runs; {COMPARE}")
+        raise GraphError(f"{self!r} has no order before the graph runs; {COMPARE_HINT}")
 
     def __le__(self, other: object) -> NoReturn:
         self.__lt__(other)
@@ -232,14 +242,14 @@ class Value:
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("_"):
                 raise AttributeError(name)
-            raise AttributeError(_operators().absent(self, name))
+            raise AttributeError(_load_operators().absent(self, name))
 
 
 _set_node, _set_index = (vars(Value)[name].__set__ for name in ("node", "index"))
 _set_results = vars(Node)["results"].__set__
 
 
-def _made(node: Node, index: int) -> Value:
+def _new_result(node: Node, index: int) -> Value:
     """A result of a node that is being made: nothing is checked, since passes make millions."""
     value: Value = object.__new__(Value)
     _set_node(value, node)
@@ -248,18 +258,18 @@ def _made(node: Node, index: int) -> Value:
 
 
 OPERANDS, RESULTS = frozenset({Value, type(None)}), frozenset({Spec})
-NODE: Mapping[str, Kind] = MappingProxyType(
+NODE_ARGUMENT_KINDS: Mapping[str, ArgumentKind] = MappingProxyType(
     {
         "op": TEXT,
-        "src": tuple_of(a(Value) | NONE, "a tuple of values, or None where one is left out"),
-        "attrs": a(Mapping),
-        "specs": tuple_of(a(Spec), "a tuple of specs"),
+        "src": tuple_of(instance_of(Value) | NONE, "a tuple of values, or None where one is left out"),
+        "attrs": instance_of(Mapping),
+        "specs": tuple_of(instance_of(Spec), "a tuple of specs"),
         "name": TEXT,
     }
 )
 
 
-def _operators() -> ModuleType:
+def _load_operators() -> ModuleType:
     """Graphs know no ops; operators are looked up when the first of them is used."""
     from ..ops import operators
 
@@ -268,11 +278,13 @@ def _operators() -> ModuleType:
 
 def _leaf(op: str, name: str, spec: Spec, attrs: Attrs = NO_ATTRS) -> Value:
     if not isinstance(name, str) or not name:
-        raise GraphError(f"{op} of {spec} has no name, but {shown(name)}; leaves are bound by name, so give it text")
+        raise GraphError(
+            f"{op} of {spec} has no name, but {format_value(name)}; leaves are bound by name, so give it text"
+        )
     return Node(op, (), attrs, (spec,), name).results[0]
 
 
-@needs(GraphError)
+@validate_arguments(GraphError)
 def input(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Value:
     """A value that is given at each run, under `name`.
 
@@ -285,7 +297,7 @@ def input(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Valu
     return _leaf("input", name, make_spec(shape, dtype))
 
 
-@needs(GraphError)
+@validate_arguments(GraphError)
 def weight(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Value:
     """A value that is given once, by `hocket.load`, under `name`.
 
@@ -295,7 +307,7 @@ def weight(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Val
     return _leaf("weight", name, make_spec(shape, dtype))
 
 
-@needs(GraphError)
+@validate_arguments(GraphError)
 def state(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Value:
     """A value that is kept from run to run and begins as zeros: a KV cache, the state of a convolution or delta net.
 
@@ -305,19 +317,19 @@ def state(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Valu
     return _leaf("state", name, make_spec(shape, dtype))
 
 
-@needs(GraphError)
+@validate_arguments(GraphError)
 def constant(name: str, data: npt.ArrayLike) -> Value:
     """A small array that is part of the graph itself.  float64 becomes f32; integers stay as they are.
 
     Raises `GraphError` for what is no array of floats or signed integers.
     """
-    what = f"constant %{quote(name) if isinstance(name, str) else shown(name):.60}"
-    given = numbers(what, data, GraphError)
+    what = f"constant %{quote_node_name(name) if isinstance(name, str) else format_value(name):.60}"
+    given = as_number_array(what, data, GraphError)
     array = np.ascontiguousarray(given)
     if array.dtype.name == "float64":
         array = array.astype(np.float32)
     text = {"float32": "f32", "float16": "f16"}.get(array.dtype.name, array.dtype.name.replace("int", "i"))
-    if text not in BY_TEXT:
+    if text not in DTYPE_BY_NAME:
         raise GraphError(f"{what} has NumPy dtype {array.dtype}; use a float or a signed integer type")
     # NumPy's ascontiguousarray makes scalars one-dimensional; the graph keeps rank 0.
     spec = make_spec(given.shape, text)
@@ -332,22 +344,25 @@ def constant_array(node: Node) -> npt.NDArray[np.generic]:
     return np.frombuffer(data, spec.dtype.storage).reshape(spec.shape)
 
 
-def line(node: Node, called: Mapping[Node, str] | None = None, attrs: Attrs | None = None) -> str:
+def format_node(node: Node, called: Mapping[Node, str] | None = None, attrs: Attrs | None = None) -> str:
     """The line of one node; without `called`, names are the nodes' own labels; `attrs` are those shown, not all."""
     shown = node.attrs if attrs is None else attrs
-    args = [ref(s, called) for s in node.src] + [f"{word(k)}={attr_text(v)}" for k, v in shown.items()]
-    return f"{_shown(node, called)} = {word(node.op)}({', '.join(args)}) : {', '.join(map(str, node.specs))}"
+    args = [format_reference(s, called) for s in node.src] + [
+        f"{quote_word(k)}={format_attribute(v)}" for k, v in shown.items()
+    ]
+    call = f"{quote_word(node.op)}({', '.join(args)})"
+    return f"{_format_node_name(node, called)} = {call} : {', '.join(map(str, node.specs))}"
 
 
-def ref(value: Value | None, called: Mapping[Node, str] | None = None) -> str:
+def format_reference(value: Value | None, called: Mapping[Node, str] | None = None) -> str:
     """A value as a line refers to it; ``_`` for an operand that was left out."""
     if value is None:
         return "_"
-    return _shown(value.node, called) + (f"#{value.index}" if len(value.node.specs) > 1 else "")
+    return _format_node_name(value.node, called) + (f"#{value.index}" if len(value.node.specs) > 1 else "")
 
 
-def _shown(node: Node, called: Mapping[Node, str] | None) -> str:
+def _format_node_name(node: Node, called: Mapping[Node, str] | None) -> str:
     """A node as others refer to it; the number of an unnamed node stays bare, a name of digits is quoted."""
     if called is None:
         return f"%{node.label}"
-    return f"%{quote(called[node])}" if node.name else f"%{called[node]}"
+    return f"%{quote_node_name(called[node])}" if node.name else f"%{called[node]}"

@@ -14,30 +14,30 @@ from collections.abc import Callable, Container
 
 import numpy as np
 
-from .arguments import TEXT, needs
 from .attrs import MAX_DEPTH, Attr, Attrs
-from .dtypes import BY_TEXT
+from .dtypes import DTYPE_BY_NAME
 from .errors import GraphError
 from .graph import Graph
 from .node import Node, Value
 from .spec import MAX_SIZE, Spec, make_spec
+from .validation import TEXT, validate_arguments
 
-_WORDS: dict[str, Attr] = {"true": True, "false": False, "none": None, **BY_TEXT}
+_WORDS: dict[str, Attr] = {"true": True, "false": False, "none": None, **DTYPE_BY_NAME}
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _TOKEN = re.compile(
     r"\s*(?:(?P<ref>%(?:[A-Za-z0-9_.~/-]+|\"(?:[^\"\\]|\\.)*\")(?:#[0-9]+)?)|(?P<hex>x\"[0-9a-f]*\")|(?P<str>\"(?:[^\"\\]|\\.)*\")"
     r"|(?P<num>-?(?:inf\b|[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?(?:f\b)?))|(?P<word>[A-Za-z_][A-Za-z0-9_.]*)|(?P<mark>[()\[\],=:]))"
 )
 _INDEX = re.compile(r"#[0-9]+$")
-Completed = Callable[[str, Attrs], Attrs]
+AttributeCompleter = Callable[[str, Attrs], Attrs]
 
 
-def as_written(op: str, attrs: Attrs) -> Attrs:
+def keep_attributes(op: str, attrs: Attrs) -> Attrs:
     """Attributes as they are."""
     return attrs
 
 
-class _Line:
+class _LineCursor:
     """A cursor over the tokens of one line; every complaint names the line and the column."""
 
     def __init__(self, number: int, text: str) -> None:
@@ -56,20 +56,20 @@ class _Line:
     def peek(self, ahead: int = 0) -> tuple[str, str]:
         return self.tokens[self.at + ahead][:2] if self.at + ahead < len(self.tokens) else ("end", "end of line")
 
-    def take(self, kind: str, text: str | None = None) -> str:
+    def expect(self, kind: str, text: str | None = None) -> str:
         got = self.peek()
         if got[0] != kind or text not in (None, got[1]):
             raise self.error(f"expected {text or kind}, got {got[1]!r}")
         self.at += 1
         return got[1]
 
-    def skip(self, mark: str) -> bool:
+    def accept(self, mark: str) -> bool:
         if self.peek() == ("mark", mark):
             self.at += 1
             return True
         return False
 
-    def name(self, what: str, taken: Container[str] = ()) -> str:
+    def expect_name(self, what: str, taken: Container[str] = ()) -> str:
         """The name of an op, attribute or output: a word or a string that is not `taken`."""
         kind, text = self.peek()
         if kind not in ("word", "str"):
@@ -87,7 +87,7 @@ class _Line:
         except ValueError:
             raise self.error(f"{text} is no JSON string; escape control characters and backslashes") from None
 
-    def integer(self) -> int:
+    def expect_integer(self) -> int:
         """The current token as an integer of 64 bits."""
         kind, text = self.peek()
         if kind != "num" or not text.lstrip("-").isdecimal():
@@ -103,16 +103,16 @@ class _Line:
         return GraphError(f"line {self.number}, column {column}: {shown if len(shown) <= 300 else f'{shown[:297]}...'}")
 
 
-def _attr(cursor: _Line, depth: int = 0) -> Attr:
+def _parse_attribute(cursor: _LineCursor, depth: int = 0) -> Attr:
     kind, text = cursor.peek()
-    if cursor.skip("("):
+    if cursor.accept("("):
         if depth == MAX_DEPTH:
             raise cursor.error(f"attributes are nested more than {MAX_DEPTH} deep")
         items: list[Attr] = []
-        while not cursor.skip(")"):
-            items.append(_attr(cursor, depth + 1))
-            if not cursor.skip(","):
-                cursor.take("mark", ")")
+        while not cursor.accept(")"):
+            items.append(_parse_attribute(cursor, depth + 1))
+            if not cursor.accept(","):
+                cursor.expect("mark", ")")
                 break
         return tuple(items)
     value: Attr
@@ -120,7 +120,7 @@ def _attr(cursor: _Line, depth: int = 0) -> Attr:
         value = _FLOATS[text]
     elif kind == "num":
         if not set(text) & set(".ef"):
-            return cursor.integer()
+            return cursor.expect_integer()
         value = float(np.float32(text[:-1])) if text.endswith("f") else float(text)
     elif kind == "str":
         value = cursor.unquote(text)
@@ -134,14 +134,14 @@ def _attr(cursor: _Line, depth: int = 0) -> Attr:
     return value
 
 
-def _spec(cursor: _Line) -> Spec:
-    start, dtype = cursor.at, cursor.take("word")
-    cursor.take("mark", "[")
+def _parse_spec(cursor: _LineCursor) -> Spec:
+    start, dtype = cursor.at, cursor.expect("word")
+    cursor.expect("mark", "[")
     shape: list[int] = []
-    while not cursor.skip("]"):
-        shape.append(cursor.integer())
-        if not cursor.skip(","):
-            cursor.take("mark", "]")
+    while not cursor.accept("]"):
+        shape.append(cursor.expect_integer())
+        if not cursor.accept(","):
+            cursor.expect("mark", "]")
             break
     try:
         return make_spec(shape, dtype)
@@ -150,14 +150,14 @@ def _spec(cursor: _Line) -> Spec:
         raise cursor.error(str(why)) from None
 
 
-class _Parser:
-    def __init__(self, completed: Completed) -> None:
+class _GraphParser:
+    def __init__(self, completed: AttributeCompleter) -> None:
         self.completed = completed
         self.nodes: dict[str, Node] = {}
         self.outputs: dict[str, Value] = {}
         self.updates: dict[Value, Value] = {}
 
-    def ref(self, cursor: _Line) -> Value:
+    def parse_reference(self, cursor: _LineCursor) -> Value:
         kind, text = cursor.peek()
         if kind != "ref":
             raise cursor.error(f"expected a value, got {text!r}")
@@ -172,33 +172,33 @@ class _Parser:
         cursor.at += 1
         return node.results[int(index)]
 
-    def line(self, cursor: _Line) -> None:
+    def parse_line(self, cursor: _LineCursor) -> None:
         kind, text = cursor.peek()
         if kind == "word" and text in ("return", "update"):
             cursor.at += 1
-            (self.returns if text == "return" else self.update)(cursor)
+            (self.parse_outputs if text == "return" else self.parse_update)(cursor)
         else:
-            self.node(cursor)
+            self.parse_node(cursor)
         if cursor.peek()[0] != "end":
             raise cursor.error(f"unexpected {cursor.peek()[1]!r}")
 
-    def returns(self, cursor: _Line) -> None:
+    def parse_outputs(self, cursor: _LineCursor) -> None:
         while cursor.peek()[0] != "end":
-            name = cursor.name("the name of an output", taken=self.outputs)
-            cursor.take("mark", "=")
-            self.outputs[name] = self.ref(cursor)
-            if not cursor.skip(","):
+            name = cursor.expect_name("the name of an output", taken=self.outputs)
+            cursor.expect("mark", "=")
+            self.outputs[name] = self.parse_reference(cursor)
+            if not cursor.accept(","):
                 break
 
-    def update(self, cursor: _Line) -> None:
-        start, old = cursor.at, self.ref(cursor)
+    def parse_update(self, cursor: _LineCursor) -> None:
+        start, old = cursor.at, self.parse_reference(cursor)
         if old in self.updates:
             cursor.at = start
             raise cursor.error(f"{old.label} is updated twice")
-        cursor.take("mark", "=")
-        self.updates[old] = self.ref(cursor)
+        cursor.expect("mark", "=")
+        self.updates[old] = self.parse_reference(cursor)
 
-    def node(self, cursor: _Line) -> None:
+    def parse_node(self, cursor: _LineCursor) -> None:
         kind, text = cursor.peek()
         if kind != "ref" or _INDEX.search(text):
             raise cursor.error(f"expected %name, return or update, got {text!r}")
@@ -206,60 +206,60 @@ class _Parser:
         if name in self.nodes:
             raise cursor.error(f"{text} is defined twice")
         cursor.at += 1
-        cursor.take("mark", "=")
-        op = cursor.name("the name of an op")
-        src, attrs = self.arguments(cursor)
-        cursor.take("mark", ":")
-        specs = [_spec(cursor)]
-        while cursor.skip(","):
-            specs.append(_spec(cursor))
+        cursor.expect("mark", "=")
+        op = cursor.expect_name("the name of an op")
+        src, attrs = self.parse_arguments(cursor)
+        cursor.expect("mark", ":")
+        specs = [_parse_spec(cursor)]
+        while cursor.accept(","):
+            specs.append(_parse_spec(cursor))
         self.nodes[name] = Node(
             op, tuple(src), self.completed(op, attrs), tuple(specs), "" if text[1:].isdecimal() else name
         )
 
-    def arguments(self, cursor: _Line) -> tuple[list[Value | None], Attrs]:
+    def parse_arguments(self, cursor: _LineCursor) -> tuple[list[Value | None], Attrs]:
         src: list[Value | None] = []
         attrs: dict[str, Attr] = {}
-        cursor.take("mark", "(")
-        while not cursor.skip(")"):
+        cursor.expect("mark", "(")
+        while not cursor.accept(")"):
             kind, text = cursor.peek()
             if kind == "ref":
-                src.append(self.ref(cursor))
+                src.append(self.parse_reference(cursor))
             elif (kind, text) == ("word", "_"):
                 cursor.at += 1
                 src.append(None)
             else:
-                name = cursor.name("a value or an attribute", taken=attrs)
-                cursor.take("mark", "=")
-                attrs[name] = _attr(cursor)
-            if not cursor.skip(","):
-                cursor.take("mark", ")")
+                name = cursor.expect_name("a value or an attribute", taken=attrs)
+                cursor.expect("mark", "=")
+                attrs[name] = _parse_attribute(cursor)
+            if not cursor.accept(","):
+                cursor.expect("mark", ")")
                 break
         return src, attrs
 
 
-@needs(GraphError, text=TEXT)
-def parse(text: str, completed: Completed = as_written) -> Graph:
+@validate_arguments(GraphError, text=TEXT)
+def parse(text: str, completed: AttributeCompleter = keep_attributes) -> Graph:
     """The graph that `dump` wrote; ``completed(op, attributes)`` adds those that were left out.
 
     Raises `GraphError` with line and column; ops are checked by `verify`.
     """
-    parser = _Parser(completed)
+    parser = _GraphParser(completed)
     for number, written in enumerate(text.splitlines(), 1):
         if written.strip() and not written.lstrip().startswith("//"):
-            parser.line(_Line(number, written))
+            parser.parse_line(_LineCursor(number, written))
     return Graph(parser.outputs, parser.updates)
 
 
 def parse_case(text: str) -> dict[str, Spec | Attr]:
     """Operand specs and attributes of a case like ``w=q4_K[64,256], x=f32[7,256], eps=1e-06``."""
-    cursor = _Line(1, text)
+    cursor = _LineCursor(1, text)
     parts: dict[str, Spec | Attr] = {}
     while cursor.peek()[0] != "end":
-        name = cursor.take("word")
-        cursor.take("mark", "=")
+        name = cursor.expect("word")
+        cursor.expect("mark", "=")
         is_spec = cursor.peek(1)[1] == "["
-        parts[name] = _spec(cursor) if is_spec else _attr(cursor)
+        parts[name] = _parse_spec(cursor) if is_spec else _parse_attribute(cursor)
         if cursor.peek()[0] != "end":
-            cursor.take("mark", ",")
+            cursor.expect("mark", ",")
     return parts

@@ -8,10 +8,10 @@ from .errors import GraphError
 from .graph import Graph
 from .node import Node, Value
 
-Rule = Callable[[Node], "Sequence[Value] | Value | None"]
+RewriteRule = Callable[[Node], "Sequence[Value] | Value | None"]
 
 
-def rewrite(graph: Graph, rule: Rule) -> Graph:
+def rewrite_graph(graph: Graph, rule: RewriteRule) -> Graph:
     """Apply `rule` to every node, sources first.
 
     `rule` gets the node with its rewritten sources and returns the values that take the place of its results, or None
@@ -38,7 +38,7 @@ def rewrite(graph: Graph, rule: Rule) -> Graph:
     )
 
 
-def substitute(graph: Graph, replacements: Mapping[Value, Value]) -> Graph:
+def replace_values(graph: Graph, replacements: Mapping[Value, Value]) -> Graph:
     """`graph` with some values replaced wherever they are read.  Raises `GraphError` if a spec would change."""
     for old, new in replacements.items():
         if old.spec != new.spec:
@@ -48,4 +48,4 @@ def substitute(graph: Graph, replacements: Mapping[Value, Value]) -> Graph:
         results = node.results
         return [replacements.get(v, v) for v in results] if any(v in replacements for v in results) else None
 
-    return rewrite(graph, rule)
+    return rewrite_graph(graph, rule)

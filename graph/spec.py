@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import field
 from functools import lru_cache
 
-from .arguments import made_of, shown
-from .dtypes import DType, DTypeLike, dtype_named
+from .dtypes import DType, DTypeLike, parse_dtype
 from .errors import GraphError
-from .records import dataclass
+from .lazy_dataclass import dataclass
+from .validation import format_value, validate_constructor
 
 MAX_RANK = 5
 INTEGER = frozenset({int})
 MAX_SIZE = 2**63 - 1
 
 
-@made_of(GraphError)
+@validate_constructor(GraphError)
 @dataclass(frozen=True, slots=True)
 class Spec:
     """Shape in NumPy order (last axis contiguous; rank 0 to 5) and data type.  Prints as ``f32[1,8192]``."""
@@ -30,9 +30,11 @@ class Spec:
     def __post_init__(self) -> None:
         of_integers = isinstance(self.shape, tuple) and INTEGER.issuperset(map(type, self.shape))
         if not of_integers and not (isinstance(self.shape, tuple) and all(isinstance(n, int) for n in self.shape)):
-            raise GraphError(f"Spec: shape is {shown(self.shape)}; it must be a tuple of integers")
+            raise GraphError(f"Spec: shape is {format_value(self.shape)}; it must be a tuple of integers")
         if not isinstance(self.dtype, DType):
-            raise GraphError(f"Spec: dtype is {shown(self.dtype)}; it must be a DType, as DType.F32 or DType('f32')")
+            raise GraphError(
+                f"Spec: dtype is {format_value(self.dtype)}; it must be a DType, as DType.F32 or DType('f32')"
+            )
         object.__setattr__(self, "_hash", hash((self.shape, self.dtype)))
 
     def __hash__(self) -> int:
@@ -57,7 +59,7 @@ class Spec:
 
 
 @lru_cache(maxsize=1 << 14)  # every layer and device asks
-def problem(spec: Spec) -> str | None:
+def check_spec(spec: Spec) -> str | None:
     """Why `spec` is illegal, or None."""
     shape, dtype = spec.shape, spec.dtype
     if any(n > MAX_SIZE for n in shape):  # not shown: Python refuses to print integers of more than 4,300 digits
@@ -75,11 +77,11 @@ def problem(spec: Spec) -> str | None:
 
 def make_spec(shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Spec:
     """A checked `Spec`.  Raises `GraphError`."""
-    kind = dtype_named(dtype)
+    kind = parse_dtype(dtype)
     try:
         spec = Spec(tuple(map(operator.index, shape)), kind)
     except TypeError:
-        raise GraphError(f"shape is {shown(shape)}; it must be a sequence of integers") from None
-    if why := problem(spec):
+        raise GraphError(f"shape is {format_value(shape)}; it must be a sequence of integers") from None
+    if why := check_spec(spec):
         raise GraphError(why)
     return spec

@@ -140,7 +140,7 @@ def __getattr__(name: str) -> _Any:
         raise AttributeError(name)
     if name in REGISTRY:
         return REGISTRY[name]
-    from ..graph.arguments import near
+    from ..graph.validation import did_you_mean
 
-    hint = near(_SAID_HERE.get(name, name), REGISTRY) or "; `hocket ops` lists all"
+    hint = did_you_mean(_SAID_HERE.get(name, name), REGISTRY) or "; `hocket ops` lists all"
     raise AttributeError(f"there is no op {name!r}{hint}")

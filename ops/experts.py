@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..graph.attrs import Attrs
-from ..graph.dtypes import FLOATS, QUANTISED
+from ..graph.dtypes import FLOAT_DTYPES, QUANTISED_DTYPES
 from ..graph.spec import Spec
 from .declaring.op import Array, op
 from .declaring.samples import Range, grid
@@ -49,8 +49,8 @@ def _needs(experts: int, first: int, total: int, **_: object) -> str | None:
     traffic=_product_traffic,
     ranges={"ids": Range(0, "routed")},
     samples=(
-        *grid("w={w}[5,6,256], x=f32[{t},1,256], ids=i32[{t},2]", w=tuple(map(str, FLOATS)), t=(1, 7)),
-        *grid("w={w}[3,4,256], x=f32[2,2,256], ids=i32[2,2]", w=tuple(map(str, QUANTISED))),
+        *grid("w={w}[5,6,256], x=f32[{t},1,256], ids=i32[{t},2]", w=tuple(map(str, FLOAT_DTYPES)), t=(1, 7)),
+        *grid("w={w}[3,4,256], x=f32[2,2,256], ids=i32[2,2]", w=tuple(map(str, QUANTISED_DTYPES))),
         *grid("w=f32[7,5,13], x=f32[{t},{v},13], ids=i32[{t},6]", t=(0, 1, 11), v=(1, 2, 3, 6)),
         "w=f32[1,3,8], x=f32[4,1,8], ids=i32[4,1]",
         "w=f32[4,3,8], x=f16[2,3,1,8], ids=i32[2,3,2]",

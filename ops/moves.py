@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..graph.attrs import Attrs
-from ..graph.dtypes import QUANTISED
+from ..graph.dtypes import QUANTISED_DTYPES
 from ..graph.spec import Spec
 from .declaring.links import Link
 from .declaring.op import Array, Specs, op
@@ -33,7 +33,7 @@ def _gather_traffic(sources: Sequence[Spec | None], results: Sequence[Spec], att
     ranges={"ids": Range(0, "r")},
     samples=(
         *grid("table={x}[17,64], ids=i32[{k}]", x=("f32", "f16", "bf16"), k=(0, 1, 5)),
-        *grid("table={x}[5,256], ids=i32[3]", x=tuple(map(str, QUANTISED))),
+        *grid("table={x}[5,256], ids=i32[3]", x=tuple(map(str, QUANTISED_DTYPES))),
         "table=f32[2,7,8], ids=i64[2,3]",
     ),
     errors=(("table=f32[17,64], ids=f32[3]", "ids is f32"), ("table=f32[2,17,64], ids=i32[3]", "leading axes")),

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..graph.arguments import near, real, shown
 from ..graph.errors import GraphError
 from ..graph.node import Value
+from ..graph.validation import did_you_mean, format_value, number_between
 from .declaring.op import Op
 from .declaring.registry import REGISTRY
 from .elementwise import add, div, mul, scale, sub
@@ -21,7 +21,7 @@ from .products import mul_mat
 from .unary import sqr, sqrt
 from .views import broadcast, reshape, slice_, transpose
 
-NUMBER = real(-(2.0**127), 2.0**127)
+NUMBER = number_between(-(2.0**127), 2.0**127)
 WITH_NUMBER: Mapping[str, Callable[[Value, float], Value]] = MappingProxyType(
     {
         "+": lambda x, n: scale(x, scale=1.0, bias=n),
@@ -45,8 +45,10 @@ POWERS: Mapping[float, Callable[[Value], Value]] = MappingProxyType({2.0: sqr, 0
 def combined(sign: str, left: Any, right: Any) -> Value:
     """``left sign right`` elementwise; one of them is a value, the other a value or a number."""
     for other in (left, right):
-        if not isinstance(other, Value) and not NUMBER.holds(other):
-            raise GraphError(f"{sign}: {shown(other)} is no graph value and no number; make a leaf with constant()")
+        if not isinstance(other, Value) and not NUMBER.accepts(other):
+            raise GraphError(
+                f"{sign}: {format_value(other)} is no graph value and no number; make a leaf with constant()"
+            )
     if sign == "/" and not isinstance(right, Value) and right == 0:
         raise GraphError(f"{left!r} / 0: the number is 0; need another")
     if not isinstance(right, Value):
@@ -61,14 +63,14 @@ def combined(sign: str, left: Any, right: Any) -> Value:
 
 def absent(x: Value, name: str) -> str:
     """What is said of an attribute that values do not have."""
-    hint = f"; write ops.{name}(x, ...)" if name in REGISTRY else near(name, (*dir(x), *REGISTRY))
+    hint = f"; write ops.{name}(x, ...)" if name in REGISTRY else did_you_mean(name, (*dir(x), *REGISTRY))
     return f"a Value has no attribute {name!r:.60}{hint}"
 
 
 def power(x: Value, exponent: Any) -> Value:
     """``x ** exponent``, of which graphs have the square and the root."""
-    if not NUMBER.holds(exponent) or float(exponent) not in POWERS:
-        raise GraphError(f"{x!r} ** {shown(exponent)}: the exponent must be 2 or 0.5")
+    if not NUMBER.accepts(exponent) or float(exponent) not in POWERS:
+        raise GraphError(f"{x!r} ** {format_value(exponent)}: the exponent must be 2 or 0.5")
     return POWERS[float(exponent)](x)
 
 
@@ -76,7 +78,9 @@ def product(x: Any, w: Any) -> Value:
     """``x @ w``: rows of `x` by columns of `w`, as NumPy's `matmul`; ``x @ w.T`` is ``mul_mat(w, x)`` itself."""
     for other in (x, w):
         if not isinstance(other, Value) or not other.shape:
-            raise GraphError(f"@: {shown(other)} is no graph value of rank 1 or more; make a leaf with constant()")
+            raise GraphError(
+                f"@: {format_value(other)} is no graph value of rank 1 or more; make a leaf with constant()"
+            )
     rows = x if len(x.shape) > 1 else reshape(x, shape=(1, *x.shape))
     columns = transposed(w) if len(w.shape) > 1 else reshape(w, shape=(1, *w.shape))
     leading = _together(f"{x!r} @ {w!r}", rows.shape[:-2], columns.shape[:-2])
@@ -116,10 +120,10 @@ def _whole(x: Value, entries: Sequence[Any]) -> list[Any]:
     """The entries of an index with a slice for every axis that is not named."""
     named = sum(e is not None and e is not ... for e in entries)
     if named > len(x.shape):
-        raise GraphError(f"{x!r}[{shown(tuple(entries))}]: {named} entries for {len(x.shape)} axes")
+        raise GraphError(f"{x!r}[{format_value(tuple(entries))}]: {named} entries for {len(x.shape)} axes")
     ellipses = [i for i, e in enumerate(entries) if e is ...]
     if len(ellipses) > 1:
-        raise GraphError(f"{x!r}[{shown(tuple(entries))}]: there is more than one '...'")
+        raise GraphError(f"{x!r}[{format_value(tuple(entries))}]: there is more than one '...'")
     at = ellipses[0] if ellipses else len(entries)
     return [*entries[:at], *[slice(None)] * (len(x.shape) - named), *entries[at + 1 :]]
 
@@ -139,7 +143,7 @@ def _range(x: Value, axis: int, entry: Any) -> tuple[int, int, bool]:
     except (TypeError, ValueError):
         pass
     need = f"an integer from {-size} to {size - 1} or a slice of step 1"
-    raise GraphError(f"{x!r}: index {shown(entry)} of axis {axis}; need {need}")
+    raise GraphError(f"{x!r}: index {format_value(entry)} of axis {axis}; need {need}")
 
 
 def _together(what: str, one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:

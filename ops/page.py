@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from textwrap import fill
 from typing import Any
 
-from ..graph.attrs import Attrs, attr_text
+from ..graph.attrs import Attrs, format_attribute
 from .declaring.op import Op
 from .declaring.registry import REGISTRY
 
@@ -54,7 +54,7 @@ def item(text: str) -> str:
 
 
 def _default(defaults: Attrs, name: str) -> str:
-    return f" = {attr_text(defaults[name])}" if name in defaults else ""
+    return f" = {format_attribute(defaults[name])}" if name in defaults else ""
 
 
 def _properties(op: Op[Any]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..graph.dtypes import FLOATS, QUANTISED
+from ..graph.dtypes import FLOAT_DTYPES, QUANTISED_DTYPES
 from .declaring.op import Array, op
 from .declaring.samples import grid
 
@@ -25,8 +25,8 @@ def grouped(w: Array, leading: tuple[int, ...], trailing: int) -> Array:
     whole=lambda attrs: ("k",) if attrs.get("ordered") else (),
     flops=lambda m, n, k, **_: 2 * m * n * k,
     samples=(
-        *grid("w={w}[64,256], x=f32[{m},256]", w=tuple(map(str, FLOATS)), m=(1, 7)),
-        *grid("w={w}[6,256], x=f32[3,256]", w=tuple(map(str, QUANTISED))),
+        *grid("w={w}[64,256], x=f32[{m},256]", w=tuple(map(str, FLOAT_DTYPES)), m=(1, 7)),
+        *grid("w={w}[6,256], x=f32[3,256]", w=tuple(map(str, QUANTISED_DTYPES))),
         "w=f32[5,7], x=f32[0,7]",
         "w=f32[2,5,8], x=f32[4,3,8]",
         "w=f32[1,2,5,8], x=f32[3,2,3,8]",

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from ..graph import Graph
-from ..graph import dump as dump_all
+from ..graph import Graph, format_graph
 from ..graph import parse as parse_all
-from ..graph.arguments import TEXT, a, needs
 from ..graph.attrs import Attrs
 from ..graph.errors import GraphError
 from ..graph.node import Node
+from ..graph.validation import TEXT, instance_of, validate_arguments
 from .declaring.registry import REGISTRY
 
 
-@needs(GraphError, graph=a(Graph))
+@validate_arguments(GraphError, graph=instance_of(Graph))
 def dump(graph: Graph) -> str:
     """The whole graph as text, one line a node; `parse` reads it back.  Raises `GraphError` for anything else."""
-    return dump_all(graph, own_attrs)
+    return format_graph(graph, own_attrs)
 
 
-@needs(GraphError, text=TEXT)
+@validate_arguments(GraphError, text=TEXT)
 def parse(text: str) -> Graph:
     """The graph that `dump` wrote, with or without defaults.
 

@@ -15,7 +15,7 @@ import sys
 import time
 from typing import NoReturn
 
-from ..graph.records import dataclass
+from ..graph.lazy_dataclass import dataclass
 from .presence import place
 from .world import GRACE, LINGER, SILENCE
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..graph.errors import BackendError
-from ..graph.records import dataclass
+from ..graph.lazy_dataclass import dataclass
 from .link import Link, Packet
 from .presence import STOPPED_SECONDS, at_end, continue_keeper, is_stopped, lose
 

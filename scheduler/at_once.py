@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 import numpy.typing as npt
 
 from ..backends.base import Array
-from ..graph.arguments import needs
 from ..graph.errors import PlanError
 from ..graph.graph import Graph
+from ..graph.validation import validate_arguments
 from .planner import plan
 from .running.executor import load
 
 
-@needs(PlanError)
+@validate_arguments(PlanError)
 def run(
     graph: Graph,
     inputs: Mapping[str, npt.ArrayLike],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from ..graph.records import dataclass
+from ..graph.lazy_dataclass import dataclass
 
 Run: TypeAlias = tuple[int, int]
 """Offset and length along one axis."""

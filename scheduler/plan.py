@@ -10,10 +10,21 @@ from functools import cached_property
 from typing import TYPE_CHECKING, get_args
 
 from ..backends.base import Backend, Device
-from ..graph.arguments import BOOL, NONE, TEXT, Kind, a, made_of, needs, table_of, tuple_of, whole
 from ..graph.errors import PlanError
 from ..graph.graph import Graph
-from ..graph.records import dataclass
+from ..graph.lazy_dataclass import dataclass
+from ..graph.validation import (
+    BOOL,
+    NONE,
+    TEXT,
+    ArgumentKind,
+    instance_of,
+    integer_between,
+    mapping_of,
+    tuple_of,
+    validate_arguments,
+    validate_constructor,
+)
 from ..ops import REGISTRY
 from ..ops.collective import COLLECTIVES
 from .layout import Layout
@@ -27,8 +38,8 @@ if TYPE_CHECKING:
 
 Cuts = frozenset[tuple[str, int, int, int]]
 """The factors that are cut, each by a leaf that has it: (leaf, axis, segment, place)."""
-LAYOUTS = table_of(TEXT, a(*get_args(Layout)), "a mapping from names to layouts")
-PLAN = Kind("a Plan", lambda v: isinstance(v, Plan))
+LAYOUTS = mapping_of(TEXT, instance_of(*get_args(Layout)), "a mapping from names to layouts")
+PLAN = ArgumentKind("a Plan", lambda v: isinstance(v, Plan))
 
 
 SPLIT_NAMES = ("none", "layer", "tensor", "layer,tensor", "auto")
@@ -53,18 +64,18 @@ class Host:
     hardware: Hardware | None = None
 
 
-@made_of(
+@validate_constructor(
     PlanError,
-    graph=a(Graph),
-    lanes=tuple_of(a(Lane), "a tuple of lanes"),
+    graph=instance_of(Graph),
+    lanes=tuple_of(instance_of(Lane), "a tuple of lanes"),
     leaves=LAYOUTS,
     outputs=LAYOUTS,
-    cuts=a(frozenset),
+    cuts=instance_of(frozenset),
     reasons=tuple_of(TEXT, "a tuple of texts"),
-    hardware=a(Hardware),
-    placed=tuple_of(a(Placed), "a tuple of placed nodes"),
-    host=a(Hardware) | NONE,
-    shares=tuple_of(a(int, float), "a tuple of numbers"),
+    hardware=instance_of(Hardware),
+    placed=tuple_of(instance_of(Placed), "a tuple of placed nodes"),
+    host=instance_of(Hardware) | NONE,
+    shares=tuple_of(instance_of(int, float), "a tuple of numbers"),
     spare=tuple_of(TEXT, "a tuple of texts"),
 )
 @dataclass(frozen=True, eq=False, repr=False)
@@ -145,14 +156,14 @@ class Plan:
 
         return digest(self)
 
-    @needs(PlanError, steps=BOOL)
+    @validate_arguments(PlanError, steps=BOOL)
     def explain(self, *, steps: bool = False) -> str:
         """What it costs, what was considered, memory, and each stage with its reason; `steps`: each instruction."""
         from .telling.explain import explain
 
         return explain(self, steps=steps)
 
-    @needs(PlanError, before=PLAN | NONE, tokens=whole(1) | NONE, title=TEXT)
+    @validate_arguments(PlanError, before=PLAN | NONE, tokens=integer_between(1) | NONE, title=TEXT)
     def view(self, *, before: Plan | None = None, tokens: int | None = None, title: str = "plan") -> Page:
         """A page that shows the plan, its graph, memory and time; with `before` beside another plan.  `tokens` says how
         many a run computes, since no graph tells that."""

@@ -9,10 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..backends.base import THREADS, group_of
-from ..graph.arguments import CALLABLE, NONE, SHOWN, TEXT, a, list_of, needs, pair_of, real, shown
 from ..graph.errors import PlanError
 from ..graph.graph import Graph
 from ..graph.node import Value
+from ..graph.validation import (
+    CALLABLE,
+    MAX_MESSAGE_CHARACTERS,
+    NONE,
+    TEXT,
+    format_value,
+    instance_of,
+    list_of,
+    number_between,
+    pair_of,
+    validate_arguments,
+)
 from ..ops import verify
 from ..ops.collective import COLLECTIVES
 from .choosing.planning import Chooser, Mode, Planning
@@ -31,15 +42,15 @@ MOST = 2.0**63
 
 
 OPTIONS = {
-    "graph": a(Graph),
+    "graph": instance_of(Graph),
     "split_mode": TEXT,
-    "tensor_split": list_of(real(-MOST, MOST), "a sequence of finite numbers"),
+    "tensor_split": list_of(number_between(-MOST, MOST), "a sequence of finite numbers"),
     "place": list_of(pair_of(TEXT, TEXT), "a sequence of pairs (regular expression, device)"),
-    "like": a(Plan) | NONE,
+    "like": instance_of(Plan) | NONE,
 }
 
 
-@needs(PlanError, devices=TEXT | list_of(TEXT, "a sequence of texts"), threads=THREADS, **OPTIONS)
+@validate_arguments(PlanError, devices=TEXT | list_of(TEXT, "a sequence of texts"), threads=THREADS, **OPTIONS)
 def plan(
     graph: Graph,
     devices: str | Sequence[str] = "cpu:0",
@@ -65,13 +76,13 @@ def plan(
     return plan_for(graph, group, split_mode=split_mode, tensor_split=tensor_split, place=place, like=like)
 
 
-@needs(
+@validate_arguments(
     PlanError,
     group=DEVICES,
-    hardware=a(Hardware),
+    hardware=instance_of(Hardware),
     choose=CALLABLE | NONE,
-    host=a(Host) | NONE,
-    use=a(Use) | NONE,
+    host=instance_of(Host) | NONE,
+    use=instance_of(Use) | NONE,
     **OPTIONS,
 )
 @uncollected()
@@ -96,7 +107,7 @@ def plan_for(
     device.  In the modes ``none`` and ``auto`` devices that have nothing to do are left out of the plan.
     """
     if split_mode not in SPLIT_MODES:
-        raise PlanError(f"split mode is {shown(split_mode)}; need one of {'; '.join(SPLIT_MODES)}")
+        raise PlanError(f"split mode is {format_value(split_mode)}; need one of {'; '.join(SPLIT_MODES)}")
     if len({str(device) for _, device in group}) < len(group) or not group:
         raise PlanError(
             f"devices {', '.join(str(d) for _, d in group) or 'none'}: name each once, and at least one; "
@@ -136,14 +147,15 @@ def _group_like(like: Plan, graph: Graph, group: Devices) -> Devices:
         if [str(device) for _, device in group] != taken:
             raise PlanError(
                 f"like: it is a plan for {len(taken)} devices, and {len(names)} are given; "
-                f"give {', '.join(taken):.{2 * SHOWN}}"
+                f"give {', '.join(taken):.{2 * MAX_MESSAGE_CHARACTERS}}"
             )
     stored = {v.node.name: v for v in (*like.graph.weights, *like.graph.states)}
     for value in (*graph.weights, *graph.states):
         earlier = stored.get(value.node.name, value)
         if not _accepts_same_layout(earlier, value):
             raise PlanError(
-                f"like: {value.label:.{SHOWN}} is a {value.node.op} {value.spec}, and in the earlier plan a "
+                f"like: {value.label:.{MAX_MESSAGE_CHARACTERS}} is a {value.node.op} {value.spec}, "
+                "and in the earlier plan a "
                 f"{earlier.node.op} {earlier.spec}; rename it, or plan without like"
             )
     return group

@@ -10,7 +10,7 @@ import json
 from dataclasses import replace
 
 from ..graph import Graph
-from ..graph.records import dataclass
+from ..graph.lazy_dataclass import dataclass
 from ..ranks import World
 from .lowering.lane import Devices
 from .machines.calibrated import built_in, calibrated_source, speeds_data, speeds_here

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..graph.graph import Graph
 from ..graph.node import Node, Value
-from ..graph.rewrite import rewrite
+from ..graph.rewrite import rewrite_graph
 from ..ops import op_of
 from ..ops.compositions import COMPOSITIONS, compositions_of
 from .lowering.lane import Devices
@@ -36,4 +36,4 @@ def spelled_out(graph: Graph, group: Devices) -> Graph:
 
     if not any(UNFUSED in COMPOSITIONS.get(node.op, ()) and not runs(node) for node in graph.nodes):
         return graph
-    return rewrite(graph, rule)
+    return rewrite_graph(graph, rule)

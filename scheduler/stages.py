@@ -13,8 +13,8 @@ from functools import cached_property, partial
 
 from ..backends.abilities import OTHERS, overlaps
 from ..backends.base import Instruction
+from ..graph.lazy_dataclass import dataclass
 from ..graph.node import Node
-from ..graph.records import dataclass
 from ..ops.collective import LETTERS, int_attr, sequence_of
 from .lowering.alike import structure
 from .lowering.lane import Lane, first_alike, teams_of

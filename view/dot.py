@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from ..graph.arguments import BOOL, a, needs
 from ..graph.errors import GraphError
-from ..graph.fold import Block, Group, Item, blocks, fold
-from ..graph.graph import Graph, names
+from ..graph.graph import Graph, assign_names
+from ..graph.layer_folding import Item, NodeBlock, RepeatedGroup, fold_layers, iterate_blocks
 from ..graph.node import Node
+from ..graph.validation import BOOL, instance_of, validate_arguments
 from ..ops import REGISTRY
 from ..scheduler import nbytes_text
 from .graph_data import attrs_text
@@ -23,7 +23,7 @@ LONGEST = 60
 """Characters of attributes in one box."""
 
 
-@needs(GraphError, graph=a(Graph), folded=BOOL)
+@validate_arguments(GraphError, graph=instance_of(Graph), folded=BOOL)
 def to_dot(graph: Graph, *, folded: bool = True) -> str:
     """Graphviz source: nodes with attributes and cost, leaves by kind, edges labelled with specs, state updates dashed.
 
@@ -37,9 +37,9 @@ class _Drawing:
     """`drawn` is for each node the one that stands for it."""
 
     def __init__(self, graph: Graph, folded: bool) -> None:
-        self.graph, self.called = graph, names(graph)
+        self.graph, self.called = graph, assign_names(graph)
         self.number = {node: i for i, node in enumerate(graph.nodes)}
-        self.items = fold(graph) if folded else ()
+        self.items = fold_layers(graph) if folded else ()
         self.labels = Labels(self.items)
         self.drawn: dict[Node, Node] = {}
         self._unite(self.items)
@@ -48,12 +48,12 @@ class _Drawing:
     def _unite(self, items: Sequence[Item]) -> None:
         """Nodes and own leaves of later repetitions are drawn as those of the first; inner groups come first."""
         for item in items:
-            if isinstance(item, Group):
-                for one in item.each:
+            if isinstance(item, RepeatedGroup):
+                for one in item.repetitions:
                     self._unite(one)
-                first = [n for b in blocks(item.each[0]) for n in b.nodes]
-                for later in item.each[1:]:
-                    for twin, node in zip(first, (n for b in blocks(later) for n in b.nodes), strict=True):
+                first = [n for b in iterate_blocks(item.repetitions[0]) for n in b.nodes]
+                for later in item.repetitions[1:]:
+                    for twin, node in zip(first, (n for b in iterate_blocks(later) for n in b.nodes), strict=True):
                         self.drawn[node] = self._of(twin)
                         for mine, other in zip(twin.inputs, node.inputs, strict=True):
                             if other.node.is_leaf and other.node is not mine.node:
@@ -66,7 +66,7 @@ class _Drawing:
         yield '  node [shape=box, fontname="Helvetica", fontsize=11];'
         yield '  edge [fontname="Helvetica", fontsize=9];'
         yield from self._cluster(self.items, "  ")
-        inside = {n for b in blocks(self.items) for n in b.nodes}
+        inside = {n for b in iterate_blocks(self.items) for n in b.nodes}
         shown = [n for n in self.graph.nodes if self._of(n) is n]
         yield from (self._node(n, "  ") for n in shown if n not in inside)
         yield from self._edges()
@@ -80,14 +80,14 @@ class _Drawing:
 
     def _cluster(self, items: Sequence[Item], indent: str) -> Iterator[str]:
         for item in items:
-            if isinstance(item, Block):
+            if isinstance(item, NodeBlock):
                 yield from (self._node(n, indent) for n in item.nodes)
                 continue
             self.clusters += 1
             yield f"{indent}subgraph cluster_{self.clusters} {{"
-            yield f"{indent}  label={_text(f'{self.labels.of([item])}  × {len(item.each)}')};"
+            yield f"{indent}  label={_text(f'{self.labels.of([item])}  × {len(item.repetitions)}')};"
             yield f'{indent}  fontname="Helvetica";'
-            yield from self._cluster(item.each[0], indent + "  ")
+            yield from self._cluster(item.repetitions[0], indent + "  ")
             yield f"{indent}}}"
 
     def _node(self, node: Node, indent: str) -> str:

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..graph.attrs import attr_text
-from ..graph.fold import Block, Item, blocks, fold
-from ..graph.graph import Graph, names
+from ..graph.attrs import format_attribute
+from ..graph.graph import Graph, assign_names
+from ..graph.layer_folding import Item, NodeBlock, fold_layers, iterate_blocks
 from ..graph.node import Node, Value
 from ..graph.spec import Spec
 from ..ops import REGISTRY
@@ -27,11 +27,11 @@ class GraphData:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.names = names(graph)
+        self.names = assign_names(graph)
         self.number: Mapping[Node, int] = {node: i for i, node in enumerate(graph.nodes)}
-        self.items = fold(graph)
+        self.items = fold_layers(graph)
         self.labels = Labels(self.items)
-        self.block = {node: at for at, b in enumerate(blocks(self.items)) for node in b.nodes}
+        self.block = {node: at for at, b in enumerate(iterate_blocks(self.items)) for node in b.nodes}
 
     def value(self, value: Value | None) -> int:
         return -1 if value is None else RESULTS * self.number[value.node] + value.index
@@ -63,10 +63,10 @@ class GraphData:
         """Blocks by number; groups with their label and the items of each repetition."""
         return [
             self.labels.number[id(item)]
-            if isinstance(item, Block)
+            if isinstance(item, NodeBlock)
             else {
                 "label": self.labels.of([item]),
-                "each": [{"label": self.labels.of(one), "items": self._tree(one)} for one in item.each],
+                "each": [{"label": self.labels.of(one), "items": self._tree(one)} for one in item.repetitions],
             }
             for item in items
         ]
@@ -81,7 +81,7 @@ def attrs_text(node: Node) -> str:
     """Attributes that are not the defaults of the op, as the dump writes them."""
     if node.op == "constant":
         return ""
-    shown = ((k, attr_text(v)) for k, v in own_attrs(node).items())
+    shown = ((k, format_attribute(v)) for k, v in own_attrs(node).items())
     return ", ".join(f"{k}={text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + '…'}" for k, text in shown)
 
 

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from ..graph.fold import Block, Item, blocks
+from ..graph.layer_folding import Item, NodeBlock, iterate_blocks
 
 _NUMBERED = re.compile(r"(.*?)(\d+)(?![A-Za-z0-9])")
 SHOWN = 2
@@ -22,7 +22,7 @@ def head(name: str) -> str:
     return match[0] if match else name.rpartition(".")[0] or name
 
 
-def block_label(block: Block, number: int) -> str:
+def block_label(block: NodeBlock, number: int) -> str:
     """The label of a block from most of the weights and states it reads, else from all, else from its named nodes."""
     leaves = {s.node.name: None for n in block.nodes for s in n.inputs if s.node.op in ("weight", "state")}
     heads = Counter(map(head, leaves))
@@ -48,9 +48,9 @@ class Labels:
     """The labels of all blocks of a graph, and what a sequence of items is called."""
 
     def __init__(self, items: Sequence[Item]) -> None:
-        all_blocks = list(blocks(items))
+        all_blocks = list(iterate_blocks(items))
         self.number = {id(block): number for number, block in enumerate(all_blocks)}
         self.blocks = [block_label(block, number) for number, block in enumerate(all_blocks)]
 
     def of(self, items: Sequence[Item]) -> str:
-        return span([self.blocks[self.number[id(block)]] for block in blocks(items)])
+        return span([self.blocks[self.number[id(block)]] for block in iterate_blocks(items)])

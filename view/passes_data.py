@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..graph.fold import Block, Item
+from ..graph.layer_folding import Item, NodeBlock
 from ..graph.node import Value
 from ..scheduler.plan import Plan
 from ..scheduler.sharding.axes import Factor
@@ -54,10 +54,10 @@ def _axis(segments: Sequence[Sequence[Factor]], number: Interned[Factor]) -> str
     return "|".join(" ".join(str(number(f)) for f in segment if f.size != 1) for segment in segments)
 
 
-def _different(items: Sequence[Item]) -> Iterator[Block]:
+def _different(items: Sequence[Item]) -> Iterator[NodeBlock]:
     """Blocks, of groups those of the first repetition."""
     for item in items:
-        if isinstance(item, Block):
+        if isinstance(item, NodeBlock):
             yield item
         else:
-            yield from _different(item.each[0])
+            yield from _different(item.repetitions[0])

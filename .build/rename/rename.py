@@ -385,6 +385,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=(), help="module prefixes: rows of other modules wait")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
+    arguments.table, arguments.hints = arguments.table.absolute(), arguments.hints.absolute()  # mypy changes the folder
     result = build_types(arguments.root.absolute(), str(Path(arguments.config).absolute()))
     return rename(arguments, result)
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ...graph.dtypes import WRITTEN, DType
+from ...graph.dtypes import STATE_DTYPES, DType
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops.collective import COLLECTIVES
@@ -39,7 +39,7 @@ WORTH_SHARING = 1 << 22
 PIECE = 1 << 24
 """Bytes of a weight that are loaded at once: enough that threads are woken seldom, and few beside a model."""
 HALVES = (DType.F16, DType.BF16)
-SHORTER = frozenset(WRITTEN) - {DType.F32}
+SHORTER = frozenset(STATE_DTYPES) - {DType.F32}
 FILLED = ("weight", "constant")
 """Leaves that `load` fills."""
 
@@ -63,7 +63,7 @@ class CpuBackend(NumpyBackend):
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
         """Weights that are matrices keep their type, quantised ones in whole groups of rows; so do states that are rows
         of fewer bits, as caches are; all else is float32."""
-        if kind == "state" and len(spec.shape) == 2 and spec.dtype in WRITTEN:
+        if kind == "state" and len(spec.shape) == 2 and spec.dtype in STATE_DTYPES:
             return spec
         if kind in FILLED and len(spec.shape) >= 2:
             *leading, rows, columns = spec.shape

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import llvmlite
 
 from ...graph.errors import BackendError
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ..cache import COMPILED, COMPILING, MISSING, cache_folder, keep, recalled
 from ..once import once
 from . import placing, processor

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ..operands import Operand
 from .steps import Steps
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import llvmlite
 
 from ...graph.errors import BackendError
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ..cache import cache_folder, keep, recalled
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from .compiler import ALIGNMENT
 from .replay import tabulated
 from .steps import Owned, Step

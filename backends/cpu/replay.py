@@ -170,8 +170,8 @@ class Replay:
             if (why := error.__cause__) is not None and not isinstance(why, Exception):
                 raise why from None  # an interrupt: nobody knows how much of a segment has run
             if not isinstance(why, StoppedError):
-                if isinstance(error.finished, int):
-                    error.finished = self._flow.finished(error.finished)
+                if isinstance(error.finished_instructions, int):
+                    error.finished_instructions = self._flow.finished(error.finished_instructions)
                 raise
             at = self.program.instructions[why.number]
             said = missing(self.comm, at.attrs["sequence"]) if why.is_late else str(why)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph.dtypes import DType
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ..base import Comm, Tensor
 from ..flow import Flow
 from ..operands import Bound, Operand, Region

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from .simd.vectors import ADDRESS, FLOAT, Intrinsic, float_word, word
 
 FIELD = re.compile(r"(?P<name>[a-z]\w*)(\[(?P<count>\d+|\*)\])?(?P<float>:f32)?")

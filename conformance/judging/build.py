@@ -10,7 +10,7 @@ import numpy as np
 
 from ... import graph as g
 from ...backends.base import Backend, Device
-from ...graph.dtypes import FLOATS, QUANTISED, WRITTEN, DType
+from ...graph.dtypes import FLOAT_DTYPES, QUANTISED_DTYPES, STATE_DTYPES, DType
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import verify
@@ -56,9 +56,9 @@ def build(case: Case) -> Built:
     cached keys and values where they have 16 bits, which backends then keep as they are."""
     op, attrs = case.declared, case.settled
     operands_of = op.signature_for(attrs).operands
-    quantisable = {o.name for o in operands_of if {*o.dtypes} == {*FLOATS, *QUANTISED}}
+    quantisable = {o.name for o in operands_of if {*o.dtypes} == {*FLOAT_DTYPES, *QUANTISED_DTYPES}}
     changed = {name for _, name in op.inplace_in(attrs)}
-    cached = {o.name for o in operands_of if {*WRITTEN} == {*o.dtypes} and o.name not in changed}
+    cached = {o.name for o in operands_of if {*STATE_DTYPES} == {*o.dtypes} and o.name not in changed}
     layouts: dict[str, Placed] = {}
     leaves: dict[str, Value] = {}
     operands: dict[str, Value] = {}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...graph.spec import Spec, problem
+from ...graph.spec import Spec, check_spec
 from ...ops import Op
 from ...ops.declaring.signature import Dim, Operand, Role
 from ..trials.case import Case
@@ -108,7 +108,7 @@ def _part(
             places[name] = place
         operands.append((name, spec))
     smaller = case.but(operands=tuple(operands), check="reference")
-    if any(problem(s) for _, s in operands):
+    if any(check_spec(s) for _, s in operands):
         return None
     shapes = [s.shape for s in result_specs(case)]
     filled = tuple(_place(r, shape, writes, sizes) for r, shape in zip(signature.results, shapes, strict=True))

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...graph.attrs import attr_text
+from ...graph.attrs import format_attribute
 from ...ops.declaring.signature import Leading
 from ..judging.run import Outcome, Result
 from ..trials.case import INPUTS, LAYOUTS, Case
@@ -111,7 +111,7 @@ def traits(case: Case) -> Iterator[str]:
         yield f"`{operand.name}` has {len(spec.shape)} axes"
         if not spec.size:
             yield f"`{operand.name}` has no elements"
-    yield from (f"{name} is {attr_text(value)}" for name, value in attrs.items())
+    yield from (f"{name} is {format_attribute(value)}" for name, value in attrs.items())
     for name, size in case.sizes.items():
         if name not in attrs:
             yield from (f"dimension {name} {words}" for words in _said_of(size))

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from zlib import crc32
 
-from ...graph.arguments import near
-from ...graph.attrs import Attr, attr_text
+from ...graph.attrs import Attr, format_attribute
 from ...graph.errors import GraphError
 from ...graph.parse import parse_case
 from ...graph.spec import Spec
+from ...graph.validation import did_you_mean
 from ...ops import REGISTRY, Op
 
 LAYOUTS = ("contiguous", "offset", "sliced", "permuted", "broadcast", "inplace", "twin")
@@ -46,7 +46,7 @@ class Case:
     @cached_property
     def point(self) -> str:
         """Operands and attributes alone, as an op's samples are written."""
-        parts = [f"{k}={s}" for k, s in self.operands] + [f"{k}={attr_text(v)}" for k, v in self.attrs]
+        parts = [f"{k}={s}" for k, s in self.operands] + [f"{k}={format_attribute(v)}" for k, v in self.attrs]
         return ", ".join(parts)
 
     @cached_property
@@ -120,7 +120,9 @@ def parse(text: str) -> Case:
         raise GraphError(f"cannot read the case {text!r}; it looks like add(a=f32[2,3], b=f32[3], layout=permuted)")
     name, rest = whole[1], whole[2]
     if name not in REGISTRY:
-        raise GraphError(f"case {text!r}: there is no op {name!r}{near(name, REGISTRY) or '; `hocket ops` lists them'}")
+        raise GraphError(
+            f"case {text!r}: there is no op {name!r}{did_you_mean(name, REGISTRY) or '; `hocket ops` lists them'}"
+        )
     settings: dict[str, object] = {}
     while setting := _SETTING.search(rest):
         settings[setting[1]] = int(setting[2]) if setting[1] == "seed" else setting[2]

@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import TypeAlias
 from zlib import crc32
 
-from ...graph.attrs import Attr, attr_text
+from ...graph.attrs import Attr, format_attribute
 from ...graph.spec import Spec
 from ...ops import REGISTRY, Op
 from ..judging import zeros
@@ -86,7 +86,7 @@ def _order(case: Case) -> tuple[int, int, int]:
 def _traits(op: Op, operands: Operands, attrs: tuple[tuple[str, Attr], ...]) -> tuple[tuple[object, ...], ...]:
     """Dtypes and attributes of a point, and which operands it has."""
     traits: list[tuple[object, ...]] = [("dtype", k, s.dtype) for k, s in operands]
-    traits += [("attr", k, attr_text(v)) for k, v in attrs]
+    traits += [("attr", k, format_attribute(v)) for k, v in attrs]
     traits += [("default", k) for k in op.defaults if k not in dict(attrs)]
     return (*traits, ("operands", tuple(k for k, _ in operands)))
 

@@ -18,7 +18,7 @@ from ...graph.attrs import Attr
 from ...graph.dtypes import DType
 from ...graph.errors import GraphError
 from ...graph.parse import parse_case
-from ...graph.spec import Spec, problem
+from ...graph.spec import Spec, check_spec
 from ...ops import Op
 from ...ops.declaring.signature import Leading, Mismatch, Operand, Role, Sizes
 from .case import Case, make_case
@@ -101,7 +101,7 @@ def legal(op: Op, parts: Point, most: int = MOST_ELEMENTS) -> bool:
     specs = [parts.get(name) for name in op.operand_names]
     while specs and specs[-1] is None:
         specs.pop()
-    if any(isinstance(s, Spec) and (problem(s) or s.size > most) for s in specs):
+    if any(isinstance(s, Spec) and (check_spec(s) or s.size > most) for s in specs):
         return False
     try:
         attrs = op.settle({k: v for k, v in parts.items() if not isinstance(v, Spec)})

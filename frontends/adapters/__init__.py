@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ...graph import Graph, Value
-from ...graph.arguments import FINITE, NONE, a, list_of, needs, pair_of, whole
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import FINITE, NONE, instance_of, integer_between, list_of, pair_of, validate_arguments
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor
 from .control import Direction, read_directions
 from .lora import Change, changed, read_changes
 
-FILE = a(str, Path)
+FILE = instance_of(str, Path)
 FILES = list_of(FILE | pair_of(FILE, FINITE), "a sequence of files, or of pairs of a file and its scale")
 Scaled = str | Path | tuple[str | Path, float]
 """A file, which counts once, or a file and how often it counts."""
@@ -57,7 +57,9 @@ class Adapters:
 NO_ADAPTERS = Adapters()
 
 
-@needs(ModelError, lora=FILES, control_vectors=FILES, control_layers=NONE | pair_of(whole(0), whole(0)))
+@validate_arguments(
+    ModelError, lora=FILES, control_vectors=FILES, control_layers=NONE | pair_of(integer_between(0), integer_between(0))
+)
 def read_adapters(
     base: Gguf,
     width: int,

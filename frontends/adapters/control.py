@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ... import ops
 from ...graph import Value, weight
-from ...graph.dtypes import FLOATS
-from ...graph.records import dataclass
+from ...graph.dtypes import FLOAT_DTYPES
+from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..gguf import Tensor, open_gguf
 
@@ -48,7 +48,7 @@ def read_directions(
         named = NAME.fullmatch(name)
         if not named or int(named[1]) >= blocks:
             raise ModelError(f"{path}: tensor {name!r:.80}; need direction.1 to direction.{blocks - 1}; {REMEDY}")
-        if tensor.shape != (width,) or tensor.dtype not in FLOATS:
+        if tensor.shape != (width,) or tensor.dtype not in FLOAT_DTYPES:
             got = f"{tensor.dtype}{list(tensor.shape)}"
             raise ModelError(f"{path}: tensor {name} is {got}; need f32[{width}]; {REMEDY}")
         if layers[0] <= int(named[1]) <= layers[1]:

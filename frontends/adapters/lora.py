@@ -12,9 +12,9 @@ from types import MappingProxyType
 
 from ... import ops
 from ...graph import Graph, Node, Value, weight
-from ...graph.dtypes import FLOATS
-from ...graph.records import dataclass
-from ...graph.rewrite import rewrite
+from ...graph.dtypes import FLOAT_DTYPES
+from ...graph.lazy_dataclass import dataclass
+from ...graph.rewrite import rewrite_graph
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor, open_gguf
 
@@ -58,7 +58,7 @@ class Change:
 
     def turned(self, factor: Value) -> Value:
         if factor.dtype.is_quantised:
-            need = ", ".join(map(str, FLOATS))
+            need = ", ".join(map(str, FLOAT_DTYPES))
             raise self.error(
                 f"{factor.node.name} is {factor.dtype}, and the model reads {self.matrix} both ways; need {need}"
             )
@@ -109,7 +109,7 @@ def changed(graph: Graph, changes: Iterable[Change]) -> Graph:
             y = ops.add(y, READERS[node.op](change, node), name=node.name and f"{node.name}.adapted")
         return y
 
-    return rewrite(graph, rule)
+    return rewrite_graph(graph, rule)
 
 
 def _matrix(node: Node) -> str:
@@ -170,8 +170,10 @@ def read_changes(base: Gguf, number: int, path: Path, scale: float) -> Iterator[
                 "whose product is no change of it"
             )
         for tensor in (first, second):
-            if not (tensor.dtype in FLOATS or tensor.dtype.is_quantised):
-                raise error(f"tensor {tensor.name} is {tensor.dtype}; need {', '.join(map(str, FLOATS))} or blocks")
+            if not (tensor.dtype in FLOAT_DTYPES or tensor.dtype.is_quantised):
+                raise error(
+                    f"tensor {tensor.name} is {tensor.dtype}; need {', '.join(map(str, FLOAT_DTYPES))} or blocks"
+                )
         leaves = (
             weight(f"{first.name}.{number}", first.shape, first.dtype),
             weight(f"{second.name}.{number}", second.shape, second.dtype),

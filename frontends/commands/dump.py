@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ...graph import Graph, GraphError, Value, input, to_json
-from ...graph.fold import layers
-from ...graph.graph import names
+from ...graph.graph import assign_names
+from ...graph.layer_folding import find_layer_nodes
 from ...ops.text import dump
 from ...view.dot import to_dot
 from ..devices import Group
@@ -41,11 +41,11 @@ def cut_layer(graph: Graph, layer: int) -> Graph:
 
     Layers are found by structure, so names tell nothing.  Raises `GraphError` for one that is not there.
     """
-    every = layers(graph)
+    every = find_layer_nodes(graph)
     if layer >= len(every):
         have = f"those there are: 0 to {len(every) - 1}" if every else "this graph has none"
         raise GraphError(f"no node belongs to layer {layer}; {have}")
-    mine, called = every[layer], names(graph)
+    mine, called = every[layer], assign_names(graph)
 
     def label(value: Value) -> str:
         return called[value.node] + (f".{value.index}" if len(value.node.specs) > 1 else "")

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..gguf import Array
 from ..models import Batch, Model

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import combinations
 
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from .gbnf_parser import (
     EMPTY_SEQUENCE,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 
 ROOT = "root"

@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from ...graph.arguments import ANY, NONE, a, list_of, needs, whole
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import ANY, NONE, instance_of, integer_between, list_of, validate_arguments
 from ..errors import ModelError
 from ..gguf.tokenizer import Tokenizer, Utf8Stream
 from ..microbatches import Microbatches, decoding
@@ -74,15 +74,15 @@ class Drawn:
         return float(self.logits[self.token]) - most - math.log(float(np.exp(self.logits - most).sum()))
 
 
-@needs(
+@validate_arguments(
     ModelError,
-    session=a(Session),
+    session=instance_of(Session),
     prompt=list_of(ANY, "a sequence of tokens"),
-    limit=whole(-sys.maxsize),
-    sampling=a(Sampling),
-    seed=whole(0),
-    stop=a(frozenset, set),
-    timing=a(Timing) | NONE,
+    limit=integer_between(-sys.maxsize),
+    sampling=instance_of(Sampling),
+    seed=integer_between(0),
+    stop=instance_of(frozenset, set),
+    timing=instance_of(Timing) | NONE,
 )
 def generate(
     session: Session,

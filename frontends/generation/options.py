@@ -9,7 +9,17 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, TypedDict
 
-from ...graph.arguments import BOOL, NONE, TEXT, Kind, a, demand, list_of, near, whole
+from ...graph.validation import (
+    BOOL,
+    NONE,
+    TEXT,
+    ArgumentKind,
+    did_you_mean,
+    instance_of,
+    integer_between,
+    list_of,
+    require,
+)
 from ..errors import ModelError
 from ..gguf.tokenizer import Tokenizer
 from .generate import Drawing
@@ -56,14 +66,14 @@ class Options(TypedDict, total=False):
     """Where the context is full, forget its older half and go on (False)."""
 
 
-OPTIONS: Mapping[str, Kind] = MappingProxyType(
+OPTIONS: Mapping[str, ArgumentKind] = MappingProxyType(
     {
-        "max_tokens": whole(-1),
-        "seed": whole(0) | NONE,
+        "max_tokens": integer_between(-1),
+        "seed": integer_between(0) | NONE,
         "stop": TEXT | list_of(TEXT, "a sequence of texts"),
         "ignore_eos": BOOL,
         "grammar": TEXT,
-        "json_schema": a(str, Mapping),
+        "json_schema": instance_of(str, Mapping),
         "schema_lenient": BOOL,
         "context_shift": BOOL,
     }
@@ -77,10 +87,10 @@ def settled(options: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[Dr
     known = (*OPTIONS, *SAMPLED)
     for name, value in options.items():
         if name not in known:
-            hint = near(name, known) or f"; options: {', '.join(known)}"
+            hint = did_you_mean(name, known) or f"; options: {', '.join(known)}"
             raise ModelError(f"generate: there is no option {name!r:.60}{hint}")
         if name in OPTIONS:
-            demand(ModelError, "generate", name, value, OPTIONS[name])
+            require(ModelError, "generate", name, value, OPTIONS[name])
     given = {"temperature": 0.8, **{name: options[name] for name in SAMPLED if name in options}}
     seed, stop = options.get("seed"), options.get("stop", ())
     rules = {name: options[name] for name in ("grammar", "json_schema") if options.get(name, "") != ""}

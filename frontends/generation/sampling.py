@@ -10,8 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ...backends.cpu.choices import descending, largest
-from ...graph.arguments import Kind, demand, list_of, made_of, pair_of, real, whole
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import (
+    ArgumentKind,
+    integer_between,
+    list_of,
+    number_between,
+    pair_of,
+    require,
+    validate_constructor,
+)
 from ..errors import ModelError
 
 FEW = 256
@@ -21,27 +29,35 @@ FEW = 256
 LARGEST = 1e30
 """The largest bias and penalty: sums of them stay float32."""
 F32_MAX = np.finfo(np.float32).max
-BIAS = Kind(
+BIAS = ArgumentKind(
     "pairs of a token and a number of at most 1e30 either way, or -inf to ban the token",
-    list_of(pair_of(whole(0, 2**31), real(-LARGEST, LARGEST) | Kind("-inf", lambda v: v == -math.inf)), "").holds,
+    list_of(
+        pair_of(
+            integer_between(0, 2**31),
+            number_between(-LARGEST, LARGEST) | ArgumentKind("-inf", lambda v: v == -math.inf),
+        ),
+        "",
+    ).accepts,
 )
-AT_LEAST_0 = Kind("a number of at least 0", real(0, LARGEST).holds)
-SAMPLING: Mapping[str, Kind] = MappingProxyType(
+AT_LEAST_0 = ArgumentKind("a number of at least 0", number_between(0, LARGEST).accepts)
+SAMPLING: Mapping[str, ArgumentKind] = MappingProxyType(
     {
         "temperature": AT_LEAST_0,
-        "top_k": whole(0, 2**31),
-        "top_p": Kind("a number above 0 and at most 1", lambda v: real(0, 1).holds(v) and v > 0),
-        "min_p": Kind("a number of at least 0 and below 1", lambda v: real(0, 1).holds(v) and v < 1),
-        "repeat_penalty": Kind("a number above 0", lambda v: AT_LEAST_0.holds(v) and v > 0),
-        "repeat_last_n": whole(-1, 2**31),
-        "presence_penalty": real(-LARGEST, LARGEST),
-        "frequency_penalty": real(-LARGEST, LARGEST),
+        "top_k": integer_between(0, 2**31),
+        "top_p": ArgumentKind("a number above 0 and at most 1", lambda v: number_between(0, 1).accepts(v) and v > 0),
+        "min_p": ArgumentKind(
+            "a number of at least 0 and below 1", lambda v: number_between(0, 1).accepts(v) and v < 1
+        ),
+        "repeat_penalty": ArgumentKind("a number above 0", lambda v: AT_LEAST_0.accepts(v) and v > 0),
+        "repeat_last_n": integer_between(-1, 2**31),
+        "presence_penalty": number_between(-LARGEST, LARGEST),
+        "frequency_penalty": number_between(-LARGEST, LARGEST),
         "bias": BIAS,
     }
 )
 
 
-@made_of(ModelError)
+@validate_constructor(ModelError)
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to choose: biases and penalties, then the best at temperature 0, else top-k, top-p, min-p, temperature.
@@ -66,7 +82,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, kind in SAMPLING.items():
-            demand(ModelError, "sampling", name.replace("_", "-"), getattr(self, name), kind)
+            require(ModelError, "sampling", name.replace("_", "-"), getattr(self, name), kind)
 
     def check(self, vocabulary: int) -> None:
         """Raises `ModelError` if a bias is of none of so many tokens."""

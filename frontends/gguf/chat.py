@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 
 KEY = "tokenizer.chat_template"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Sequence
 
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from .metadata import Array
 from .reader import Gguf

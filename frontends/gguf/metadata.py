@@ -13,7 +13,7 @@ from typing import TypeAlias, Union, overload
 
 import numpy as np
 
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from .mapped import Cursor, MappedFile, shown
 
 MAX_DEPTH = 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 
 

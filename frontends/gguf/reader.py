@@ -18,8 +18,8 @@ from typing import TypeVar, overload
 
 import numpy as np
 
-from ...graph.arguments import near
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import did_you_mean
 from ..errors import ModelError
 from .mapped import Cursor, MappedFile, map_file, shown
 from .metadata import Array, Item, Kind, read_metadata
@@ -100,7 +100,7 @@ class Gguf:
         """The tensor of that name; ModelError with the nearest name if there is none."""
         stored = self.tensors.get(name)
         if stored is None:
-            hint = near(name, self.tensors)
+            hint = did_you_mean(name, self.tensors)
             raise self._error(f"tensor {shown(name)} is missing from {len(self.tensors)} tensors{hint}")
         return stored
 

@@ -12,8 +12,8 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from ...graph.dtypes import BY_GGML, DType
-from ...graph.records import dataclass
+from ...graph.dtypes import DTYPE_BY_GGML_NUMBER, DType
+from ...graph.lazy_dataclass import dataclass
 from ...ops.quants import dequantise
 from ...scheduler.running.packed import Origin
 from .mapped import Cursor, MappedFile, shown
@@ -142,9 +142,9 @@ def _read_shape(cursor: Cursor) -> tuple[int, ...]:
 
 def _read_dtype(cursor: Cursor) -> DType:
     number = cursor.u32()
-    if number not in BY_GGML:
+    if number not in DTYPE_BY_GGML_NUMBER:
         raise cursor.error(
-            f"has the unknown ggml type {number}; known are {', '.join(map(str, BY_GGML))}",
+            f"has the unknown ggml type {number}; known are {', '.join(map(str, DTYPE_BY_GGML_NUMBER))}",
             "convert the model to one of these types",
         )
-    return BY_GGML[number]
+    return DTYPE_BY_GGML_NUMBER[number]

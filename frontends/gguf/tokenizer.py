@@ -16,8 +16,8 @@ from dataclasses import field
 from functools import partial
 from typing import TypeVar
 
-from ...graph.arguments import BOOL, TEXT, a, needs, shown, whole
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import BOOL, TEXT, format_value, instance_of, integer_between, validate_arguments
 from ..errors import ModelError
 from .kmers import MARK
 from .longest_match import spelled_bytes
@@ -36,7 +36,7 @@ from .vocabulary import (
 )
 
 Result = TypeVar("Result")
-ID = whole(0)
+ID = integer_between(0)
 MAX_RUN = 1 << 21
 """Characters of the longest run without, or of nothing but, white space: the regex engine gives up at five times it."""
 BLANK = " \t\n\v\f\r"
@@ -98,7 +98,7 @@ class Tokenizer:
         """The text of EOS as chat templates expect it; empty if there is none."""
         return "" if self.eos_id is None else self.tokens[self.eos_id]
 
-    @needs(ModelError, text=TEXT, add_special=BOOL, parse_special=BOOL)
+    @validate_arguments(ModelError, text=TEXT, add_special=BOOL, parse_special=BOOL)
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """The token ids of ``text``; the two flags are those of ``llama_tokenize``.
 
@@ -114,7 +114,7 @@ class Tokenizer:
         eos = [self.eos_id] if add_special and self.add_eos and self.eos_id is not None else []
         return bos + ids + eos
 
-    @needs(ModelError, rendered=TEXT)
+    @validate_arguments(ModelError, rendered=TEXT)
     def encode_chat(self, rendered: str) -> list[int]:
         """The token ids of a rendered chat: special tokens parsed, and BOS added only if the template did not.
 
@@ -125,7 +125,7 @@ class Tokenizer:
             return [self.bos_id, *ids]
         return ids
 
-    @needs(ModelError, text=TEXT)
+    @validate_arguments(ModelError, text=TEXT)
     def encode_inside(self, text: str) -> list[int]:
         """The token ids of a text that continues another one: no space before it, no special tokens.
 
@@ -134,7 +134,7 @@ class Tokenizer:
         check_unicode("the text", text)
         return list(self._encode_pieces(text, False, begins=False))
 
-    @needs(ModelError, rendered=TEXT, last=ID)
+    @validate_arguments(ModelError, rendered=TEXT, last=ID)
     def encode_further(self, rendered: str, last: int) -> list[int]:
         """The token ids of a part of a rendered chat that follows token `last`; ModelError as `encode`."""
         check_unicode("the text", rendered)
@@ -143,7 +143,7 @@ class Tokenizer:
             rendered = rendered.lstrip(BLANK)
         return list(self._encode_pieces(rendered, True, begins=is_special))
 
-    @needs(ModelError, ids=a(Sequence, Iterator, words="a sequence of ids"), special=BOOL)
+    @validate_arguments(ModelError, ids=instance_of(Sequence, Iterator, words="a sequence of ids"), special=BOOL)
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """The text of ``ids``, from the start of a text; bytes that are not UTF-8 become U+FFFD.
 
@@ -160,8 +160,8 @@ class Tokenizer:
 
         ModelError if the vocabulary has no such token.
         """
-        if not ID.holds(token) or token >= self.n_tokens:
-            raise ModelError(f"token {shown(token)} is not in the vocabulary; need 0 to {self.n_tokens - 1}")
+        if not ID.accepts(token) or token >= self.n_tokens:
+            raise ModelError(f"token {format_value(token)} is not in the vocabulary; need 0 to {self.n_tokens - 1}")
         text, type_ = self.tokens[token], self.types[token]
         if type_ in (CONTROL, UNKNOWN, USER):
             return text.encode() if special or type_ == USER else b""

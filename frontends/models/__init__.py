@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph import Graph
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ..adapters import NO_ADAPTERS, Adapters
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor

@@ -7,7 +7,7 @@ q, k and v from the tensors that are there.
 
 from __future__ import annotations
 
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from functools import cached_property, partial, reduce
 
 from ... import ops
 from ...graph import DType, Graph, Value, input, state
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..step import Ring, Step
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph import Value
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ..step import Batch, Ring, Step
 from .family import Family
 from .frame import Frame

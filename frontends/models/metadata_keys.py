@@ -10,7 +10,7 @@ import reprlib
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ..gguf.keys import Keys
 from ..gguf.metadata import Array
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from ... import ops
 from ...graph import Value, weight
-from ...graph.dtypes import FLOATS
+from ...graph.dtypes import FLOAT_DTYPES
 from ..errors import ModelError
 from ..gguf import Gguf
 from ..gguf.keys import REMEDY
@@ -46,8 +46,8 @@ class Weights:
         leaf = self._leaves.get(name)
         if leaf is None:
             tensor = self.gguf.tensor(name)
-            if not (tensor.dtype in FLOATS or (tensor.dtype.is_quantised and len(tensor.shape) > 1)):
-                need = ", ".join(map(str, FLOATS)) + (" or a quantised type" if len(tensor.shape) > 1 else "")
+            if not (tensor.dtype in FLOAT_DTYPES or (tensor.dtype.is_quantised and len(tensor.shape) > 1)):
+                need = ", ".join(map(str, FLOAT_DTYPES)) + (" or a quantised type" if len(tensor.shape) > 1 else "")
                 raise self._error(f"tensor {name} is {tensor.dtype}; need {need}")
             leaf = self._leaves.setdefault(name, weight(name, tensor.shape, tensor.dtype))  # of two threads' one stays
         if leaf.shape != shape:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph import DType, Graph, GraphError, Value, input, weight
-from ...graph.arguments import needs
+from ...graph.validation import validate_arguments
 from ..errors import ModelError
 from ..tensors.interface import LARGEST_CONSTANT, Argument, Result, type_of
 from ..tensors.tensor import Tensor, cast, held, literal, merged
@@ -28,7 +28,7 @@ LARGEST_FOLDED = 1 << 12
 """Entries of the inputs of a node that is computed when the model is read."""
 
 
-@needs(ModelError)
+@validate_arguments(ModelError)
 def from_onnx(
     source: str | os.PathLike[str] | bytes,
     *,

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ... import ops
-from ...graph import DType, Graph, Node, Value, constant, rewrite
+from ...graph import DType, Graph, Node, Value, constant, rewrite_graph
 from ...graph.spec import MAX_RANK
 from ..errors import ModelError
 
@@ -98,7 +98,7 @@ def merged(graph: Graph) -> Graph:
             return node.results
         return first.setdefault((node.op, node.src, tuple(node.attrs.items()), node.specs), node.results)
 
-    return rewrite(graph, rule)
+    return rewrite_graph(graph, rule)
 
 
 def lifted(x: Operand, like: Tensor) -> Tensor:

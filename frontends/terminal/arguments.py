@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from ...graph.arguments import near
+from ...graph.validation import did_you_mean
 
 WHAT_TO_DO: Mapping[int | None, str] = MappingProxyType(
     {
@@ -119,7 +119,7 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
-            said = f"got {str(value)[:80]!r}; need one of {', '.join(known)}{near(value, known)}"
+            said = f"got {str(value)[:80]!r}; need one of {', '.join(known)}{did_you_mean(value, known)}"
             raise argparse.ArgumentError(action, said)
 
     def refuse(self, words: Sequence[str]) -> NoReturn:
@@ -128,7 +128,7 @@ class Parser(argparse.ArgumentParser):
         flag = word.partition("=")[0]
         is_flag = flag.startswith("-")
         kind = "flag" if is_flag else "place for the argument"
-        hint = near(flag, self._option_string_actions, least=0.7) if is_flag else ""
+        hint = did_you_mean(flag, self._option_string_actions, least=0.7) if is_flag else ""
         self.error(f"there is no {kind} {flag!r:.80}{hint}")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from ...graph import DType, Graph, GraphError, Value, input, state, weight
-from ...graph.arguments import needs
+from ...graph.validation import validate_arguments
 from ..errors import ModelError
 from ..tensors.interface import LARGEST_CONSTANT, Argument, Result, type_of
 from ..tensors.tensor import Tensor, cast, held, literal, merged
@@ -45,7 +45,7 @@ class MissingRowsError(ModelError):
         )
 
 
-@needs(ModelError)
+@validate_arguments(ModelError)
 def from_torch(exported: ExportedProgram) -> Program:
     """An exported program (``torch.export.export(model.eval(), args)``) as a graph, with its weights, ready to call.
 

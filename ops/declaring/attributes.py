@@ -8,9 +8,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ...graph.arguments import shown
 from ...graph.attrs import Attr, Attrs
-from ...graph.dtypes import DType, dtype_of
+from ...graph.dtypes import DType, find_dtype
+from ...graph.validation import format_value
 from .signature import Mismatch
 
 LONGEST = 200
@@ -44,7 +44,7 @@ def _text(value: object) -> str:
 
 
 def _dtype(value: object) -> DType:
-    dtype = dtype_of(value)
+    dtype = find_dtype(value)
     if dtype is None:
         raise TypeError
     return dtype
@@ -74,7 +74,7 @@ def settled(name: str, kind: str, value: object) -> Attr:
     try:
         return convert(value)
     except (TypeError, ValueError, OverflowError):
-        raise Mismatch(f"{name} is {shown(value)}; it must be {need}") from None
+        raise Mismatch(f"{name} is {format_value(value)}; it must be {need}") from None
 
 
 def is_kept(kind: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

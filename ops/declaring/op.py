@@ -11,12 +11,12 @@ from typing import Any, Generic, TypeAlias, TypeVar, overload
 
 import numpy.typing as npt
 
-from ...graph.arguments import made_of, near, shown
-from ...graph.attrs import Attr, Attrs, word
+from ...graph.attrs import Attr, Attrs, quote_word
 from ...graph.errors import GraphError
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
-from ...graph.records import dataclass
-from ...graph.spec import Spec, problem
+from ...graph.spec import Spec, check_spec
+from ...graph.validation import did_you_mean, format_value, validate_constructor
 from .attributes import settled
 from .calling import call_signature, call_text
 from .links import Link
@@ -36,7 +36,7 @@ Traffic: TypeAlias = Callable[[Sequence[Spec | None], Sequence[Spec], Attrs], in
 Infer: TypeAlias = Callable[[Specs, Attrs], Spec]
 
 
-@made_of(GraphError)
+@validate_constructor(GraphError)
 @dataclass(frozen=True, eq=False, repr=False)
 class Op(Generic[R]):
     """A declared op.  Calling it builds a node; `reference` computes it exactly in float64.
@@ -128,9 +128,11 @@ class Op(Generic[R]):
         for operand in self.operand_names[len(src) :]:
             src.append(attrs.pop(operand, None))
         if strange := [v for v in src if v is not None and not isinstance(v, Value)]:
-            raise GraphError(f"{self.name}: operand {shown(strange[0])} is no graph value; make a leaf with constant()")
+            raise GraphError(
+                f"{self.name}: operand {format_value(strange[0])} is no graph value; make a leaf with constant()"
+            )
         if not isinstance(name, str):
-            raise GraphError(f"{self.name}: name is {shown(name)}; need text")
+            raise GraphError(f"{self.name}: name is {format_value(name)}; need text")
         made = self.node(src, attrs, name).results
         return made[0] if len(made) == 1 else made  # type: ignore[return-value]  # R is what the reference returns
 
@@ -152,8 +154,8 @@ class Op(Generic[R]):
         if attrs.keys() != self.kinds.keys():
             if unknown := attrs.keys() - self.kinds.keys():
                 known = ", ".join((*self.required, *self.defaults)) or "none"
-                hint = near(min(unknown), self.defaults) or f"; attributes: {known}"
-                raise Mismatch(f"no operand or attribute {', '.join(map(word, sorted(unknown)))}{hint}")
+                hint = did_you_mean(min(unknown), self.defaults) or f"; attributes: {known}"
+                raise Mismatch(f"no operand or attribute {', '.join(map(quote_word, sorted(unknown)))}{hint}")
             if missing := [k for k in self.required if k not in attrs]:
                 raise Mismatch(f"attribute {missing[0]} is missing")
         if not attrs:
@@ -177,7 +179,7 @@ class Op(Generic[R]):
             raise Mismatch(why)
         results = (self.infer_shape(specs, attrs),) if self.infer_shape else signature.result_specs(specs, sizes)
         for spec in results:
-            if why := problem(spec):
+            if why := check_spec(spec):
                 raise Mismatch(f"the result would be illegal: {why}")
         return results
 

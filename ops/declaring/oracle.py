@@ -7,22 +7,22 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from ...graph.arguments import a, needs
-from ...graph.arrays import fitted, numbers
+from ...graph.array_checks import as_array_for_spec, as_number_array
 from ...graph.errors import GraphError
 from ...graph.graph import Graph
 from ...graph.node import Node, Value, constant_array
+from ...graph.validation import instance_of, validate_arguments
 from .op import Array
 from .registry import op_of
 
 
 def exact(array: npt.ArrayLike) -> Array:
     """`array` as the references take it: float64, or integers as they are."""
-    array = numbers("array", array, GraphError)
+    array = as_number_array("array", array, GraphError)
     return array if array.dtype.kind in "iu" else array.astype(np.float64)
 
 
-@needs(GraphError, graph=a(Graph), bindings=a(Mapping))
+@validate_arguments(GraphError, graph=instance_of(Graph), bindings=instance_of(Mapping))
 def evaluate(graph: Graph, bindings: Mapping[str, npt.ArrayLike]) -> tuple[dict[str, Array], dict[str, Array]]:
     """Outputs by name and new states by name.  `bindings` holds dequantised arrays for inputs, weights and states;
     a state that is missing is zeros.  Raises `GraphError` for a leaf without a binding or of another shape."""
@@ -51,4 +51,4 @@ def _leaf(node: Node, bindings: Mapping[str, npt.ArrayLike]) -> Array:
         if node.op == "state":
             return exact(np.zeros(spec.shape, spec.dtype.storage))
         raise GraphError(f"{node.op} %{node.name}: {spec} is not bound; pass an array of that shape")
-    return exact(fitted(f"{node.op} %{node.name}", bindings[node.name], spec, GraphError))
+    return exact(as_array_for_spec(f"{node.op} %{node.name}", bindings[node.name], spec, GraphError))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from ...graph.arguments import a, near, needs
 from ...graph.errors import GraphError
 from ...graph.graph import Graph
-from ...graph.node import LEAVES, Node, Value
-from ...graph.verify import RULES as GRAPH_RULES
-from ...graph.verify import Rule
-from ...graph.verify import verify as verify_rules
+from ...graph.graph_rules import GRAPH_RULES as GRAPH_RULES
+from ...graph.graph_rules import GraphRule
+from ...graph.graph_rules import verify as verify_rules
+from ...graph.node import LEAF_OPS, Node, Value
+from ...graph.validation import did_you_mean, instance_of, validate_arguments
 from .. import (
     arrange,
     attend,
@@ -66,7 +66,7 @@ class Registry(Mapping[str, Op[Any]]):
     def __getitem__(self, name: str) -> Op[Any]:
         if (known := self._ops.get(name)) is not None:
             return known
-        if name not in LEAVES:
+        if name not in LEAF_OPS:
             self._look()
         return self._ops[name]
 
@@ -80,7 +80,7 @@ class Registry(Mapping[str, Op[Any]]):
 
     def add(self, op: Op[Any]) -> None:
         """Raises `GraphError` if another op has its name."""
-        if op.name in LEAVES or self._ops.setdefault(op.name, op) is not op:
+        if op.name in LEAF_OPS or self._ops.setdefault(op.name, op) is not op:
             raise GraphError(f"register: there is an op {op.name!r} already; give this one another name")
 
     def _look(self) -> None:
@@ -100,7 +100,7 @@ class Registry(Mapping[str, Op[Any]]):
 REGISTRY = Registry(OWN)
 
 
-@needs(GraphError, op=a(Op))
+@validate_arguments(GraphError, op=instance_of(Op))
 def register(op: Op[R]) -> Op[R]:
     """Make an op of another package known, and return it: from now on it is planned, cut, verified, read, checked by
     the kit and dumped like hocket's own.
@@ -158,10 +158,11 @@ def kind_of(value: Value) -> str:
 
 def ops_are_declared(graph: Graph) -> Iterator[str]:
     """Every node is a leaf or an op of the registry."""
-    unknown = {op for op in {n.op for n in graph.nodes} if op not in REGISTRY and op not in LEAVES}
+    unknown = {op for op in {n.op for n in graph.nodes} if op not in REGISTRY and op not in LEAF_OPS}
     for node in graph.nodes if unknown else ():
         if node.op in unknown:
-            yield f"%{node.label}: there is no op {node.op!r}{near(node.op, REGISTRY) or '; `hocket ops` lists them'}"
+            hint = did_you_mean(node.op, REGISTRY) or "; `hocket ops` lists them"
+            yield f"%{node.label}: there is no op {node.op!r}{hint}"
 
 
 def specs_follow_from_operands(graph: Graph) -> Iterator[str]:
@@ -181,10 +182,10 @@ def specs_follow_from_operands(graph: Graph) -> Iterator[str]:
                 yield f"{node!r}: operands give {', '.join(map(str, inferred))}"
 
 
-RULES: tuple[Rule, ...] = (*GRAPH_RULES, ops_are_declared, specs_follow_from_operands)
+RULES: tuple[GraphRule, ...] = (*GRAPH_RULES, ops_are_declared, specs_follow_from_operands)
 
 
-@needs(GraphError, graph=a(Graph))
+@validate_arguments(GraphError, graph=instance_of(Graph))
 def verify(graph: Graph) -> None:
     """Raise `GraphError` unless `graph` obeys every rule, those of its ops included."""
     verify_rules(graph, RULES)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from itertools import product
 
-from ...graph.arguments import BOOL, FINITE, TEXT, made_of
 from ...graph.errors import GraphError
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import BOOL, FINITE, TEXT, validate_constructor
 
 
-@made_of(GraphError, low=FINITE, high=FINITE | TEXT, distinct=BOOL)
+@validate_constructor(GraphError, low=FINITE, high=FINITE | TEXT, distinct=BOOL)
 @dataclass(frozen=True, slots=True)
 class Range:
     """Legal values of an operand: low to high inclusive; a text bound is a dimension, and then exclusive."""

@@ -24,18 +24,18 @@ from enum import Enum
 from functools import cache
 
 from ...graph.attrs import Attrs
-from ...graph.dtypes import BY_TEXT, FLOATS, INTEGERS, QUANTISED, WRITTEN, DType
+from ...graph.dtypes import DTYPE_BY_NAME, FLOAT_DTYPES, INTEGER_DTYPES, QUANTISED_DTYPES, STATE_DTYPES, DType
 from ...graph.errors import GraphError
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ...graph.spec import Spec
 
 DTYPE_CLASSES: Mapping[str, tuple[DType, ...]] = {
-    "float": FLOATS,
-    "weight": (*FLOATS, *QUANTISED),
-    "written": WRITTEN,
+    "float": FLOAT_DTYPES,
+    "weight": (*FLOAT_DTYPES, *QUANTISED_DTYPES),
+    "written": STATE_DTYPES,
     "index": (DType.I32, DType.I64),
-    "integer": INTEGERS,
-    "number": (*FLOATS, *INTEGERS),
+    "integer": INTEGER_DTYPES,
+    "number": (*FLOAT_DTYPES, *INTEGER_DTYPES),
     "any": tuple(DType),
 }
 
@@ -281,8 +281,8 @@ def _operand(match: re.Match[str], default: tuple[DType, ...]) -> Operand:
     for word in (match["dtypes"] or "").split("|") if match["dtypes"] else ():
         if word in DTYPE_CLASSES:
             dtypes += DTYPE_CLASSES[word]
-        elif word in BY_TEXT:
-            dtypes.append(BY_TEXT[word])
+        elif word in DTYPE_BY_NAME:
+            dtypes.append(DTYPE_BY_NAME[word])
         else:
             dtype_of = word
     text = f"{match['name']}[{match['dims'].strip()}]"
@@ -297,7 +297,7 @@ def parse_signature(text: str) -> Signature:
     left, arrow, right = text.partition("->")
     if not arrow:
         raise GraphError(f"signature {text!r}: needs -> between operands and results, as x[..., *c] -> [..., c]")
-    operands = tuple(_operand(m, FLOATS) for m in _scan(_OPERAND, left.strip()))
+    operands = tuple(_operand(m, FLOAT_DTYPES) for m in _scan(_OPERAND, left.strip()))
     results = tuple(_operand(m, ()) for m in _scan(_OPERAND, right.strip()))
     return Signature(operands, results, text)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ..plan import Plan
 from ..succession import GAIN, followed, seconds_apart, stages_text
 from ..units import time_text

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from ..plan import Plan
 from ..succession import Leg, legs
 

@@ -11,7 +11,7 @@ from ...backends.base import DeviceName
 from ...graph.errors import GraphError, PlanError
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
-from ...graph.repeats import Repeats, repeats_of
+from ...graph.repeated_runs import RepeatedRuns, find_repeated_runs
 from ..layout import REPLICATE, Layout, Local
 from ..lowering.lane import Devices, lanes_of
 from ..machines.hardware import Hardware
@@ -84,8 +84,8 @@ class Planning:
         return Search(self.graph, Factors(self.graph))
 
     @cached_property
-    def repeats(self) -> Repeats | None:
-        return repeats_of(self.graph)
+    def repeats(self) -> RepeatedRuns | None:
+        return find_repeated_runs(self.graph)
 
     @property
     def factors(self) -> Factors:

@@ -14,9 +14,9 @@ from functools import cached_property
 
 from ...backends.abilities import overlaps
 from ...graph.graph import Graph
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
-from ...graph.records import dataclass
-from ...graph.repeats import BEFORE, Repeats, Shortened, parts, shortened
+from ...graph.repeated_runs import PREAMBLE, RepeatedRuns, ShortenedGraph, shorten_graph, split_numbered_name
 from ...ops import op_of
 from ..layout import Layout
 from ..lowering.lane import Devices, Lane, lanes_from, lanes_of
@@ -55,7 +55,7 @@ class Repeated:
 
 def repeated(
     graph: Graph,
-    repeats: Repeats | None,
+    repeats: RepeatedRuns | None,
     group: Devices,
     cuts: Cuts,
     proportions: Sequence[float],
@@ -66,14 +66,14 @@ def repeated(
     states that lie already stay so; None where a short graph saves too little, or devices do not do the same in all
     runs."""
     kept = {} if lies is None else {v.node.name: lies.get(v.node.name) for v in (*graph.weights, *graph.states)}
-    if repeats is None or repeats.times * repeats.length * len(group) < WORTH:
+    if repeats is None or repeats.count * repeats.length * len(group) < WORTH:
         return None
-    for runs in (repeats, repeats.without_first()):  # before the first, nothing may have been summed yet
-        once = shortened(graph, runs, 1)
+    for runs in (repeats, repeats.drop_first()):  # before the first, nothing may have been summed yet
+        once = shorten_graph(graph, runs, 1)
         if once is None or (own := _shortened(once, cuts)) is None:
             continue
         first = _Cut(once, group, hardware, cuts, proportions, own)
-        cut = first.of_kinds(min(_kinds_needed(first), runs.times - 1))
+        cut = first.of_kinds(min(_kinds_needed(first), runs.count - 1))
         made = None if cut is None else _laid_out(cut)
         if made is not None and all(made.leaves[name] == layout for name, layout in kept.items()):
             return made
@@ -85,7 +85,7 @@ class _Cut:
 
     def __init__(
         self,
-        of: Shortened,
+        of: ShortenedGraph,
         group: Devices,
         hardware: Hardware,
         cuts: Cuts,
@@ -94,18 +94,22 @@ class _Cut:
     ) -> None:
         self.of, self.group, self.hardware = of, group, hardware
         self.cuts, self.proportions, self.own = cuts, proportions, own
-        self.factors = Factors(of.short)
-        self.chosen = factors_at(of.short, self.factors, own)
+        self.factors = Factors(of.short_graph)
+        self.chosen = factors_at(of.short_graph, self.factors, own)
 
     @cached_property
     def shares(self) -> Shares:
-        return deal(self.of.short, self.factors, self.own, self.proportions)
+        return deal(self.of.short_graph, self.factors, self.own, self.proportions)
 
     def of_kinds(self, times: int) -> _Cut | None:
         """The same with so many kinds of runs."""
-        return self if times == self.of.times else self._over(shortened(self.of.long, self.of.repeats, times))
+        return (
+            self
+            if times == self.of.short_count
+            else self._over(shorten_graph(self.of.deep_graph, self.of.deep_repetitions, times))
+        )
 
-    def _over(self, of: Shortened | None) -> _Cut | None:
+    def _over(self, of: ShortenedGraph | None) -> _Cut | None:
         """The same cuts of another short graph."""
         own = None if of is None else _shortened(of, self.cuts)
         if of is None or own is None:
@@ -120,14 +124,14 @@ class _Cut:
 
     @cached_property
     def laying(self) -> Laying:
-        return Laying(self.of.short, self.factors, self.chosen, NO_PINS, len(self.group), self.hardware)
+        return Laying(self.of.short_graph, self.factors, self.chosen, NO_PINS, len(self.group), self.hardware)
 
     @property
     def plain(self) -> Assignment:
         return self.laying.plain
 
     def emitted(self, laid: Assignment) -> Sharded:
-        return shard(self.of.short, self.factors, laid, self.shares)
+        return shard(self.of.short_graph, self.factors, laid, self.shares)
 
     def repeated(self, sharded: Sharded) -> Repeated | None:
         """The long graph; None if devices cannot run the short one, or its runs cannot be repeated."""
@@ -138,29 +142,33 @@ class _Cut:
         if not all(_is_repeatable(lane, of) for lane in {id(lane.program): lane for lane in lanes}.values()):
             return None
         leaves = {
-            of.renamed(name, run, kind): layout
-            for run, kind in of.runs
+            of.name_in_repetition(name, run, kind): layout
+            for run, kind in of.repetitions_with_kind
             for name, layout in sharded.leaves.items()
-            if of.kind_of(name) == kind
+            if of.kind_of_name(name) == kind
         }
         return Repeated(lanes_from(lanes, of), leaves, sharded.outputs)
 
     def in_chunks(self, chunks: Chunks) -> Repeated | None:
         """The same with sums over devices in chunks of tokens.  The last run is as those behind it: there sums may be
         of a few tokens only.  Before the first nothing may have been dealt yet."""
-        inner = self.of.repeats.without_last()
-        for runs in (inner, inner.without_first()):
-            cut = self._over(shortened(self.of.long, runs, self.of.times)) if runs.times >= self.of.times else None
+        inner = self.of.deep_repetitions.drop_last()
+        for runs in (inner, inner.drop_first()):
+            cut = (
+                self._over(shorten_graph(self.of.deep_graph, runs, self.of.short_count))
+                if runs.count >= self.of.short_count
+                else None
+            )
             if cut is None or (tokens := tokens_of(cut.plain, cut.factors)) is None:
                 return None
             laid: Assignment | None = cut.plain
             if chunks.saving is not None:
-                part = len(cut.of.short.nodes) / len(cut.of.long.nodes)
+                part = len(cut.of.short_graph.nodes) / len(cut.of.deep_graph.nodes)
                 laid = cut.laying.with_less_work(tokens, chunks.saving * part)
             if laid is None:
                 return None
             if _carries_alike(cut.of, laid):
-                sharded = laid_in_chunks(cut.of.short, cut.factors, laid, cut.shares, tokens, chunks.count)
+                sharded = laid_in_chunks(cut.of.short_graph, cut.factors, laid, cut.shares, tokens, chunks.count)
                 return None if sharded is None else cut.repeated(sharded)
         return None
 
@@ -168,7 +176,7 @@ class _Cut:
 def _laid_out(cut: _Cut) -> Repeated | None:
     """The plan of the short graph, and what follows from it for the long one."""
     of, group = cut.of, cut.group
-    if (of.repeats.times - of.times) * of.repeats.length * cut.kinds < WORTH:
+    if (of.deep_repetitions.count - of.short_count) * of.deep_repetitions.length * cut.kinds < WORTH:
         return None
     laid = cut.laying.fastest()
     made = cut.repeated(cut.emitted(laid)) if _carries_alike(of, laid) else None
@@ -177,29 +185,29 @@ def _laid_out(cut: _Cut) -> Repeated | None:
     return replace(made, in_chunks=cut.in_chunks)
 
 
-def _shortened(of: Shortened, cuts: Cuts) -> Cuts | None:
+def _shortened(of: ShortenedGraph, cuts: Cuts) -> Cuts | None:
     """What is cut of the short graph; None if runs are not cut alike."""
-    number = {node.name: at for at, node in enumerate(of.nodes) if node.is_leaf}
+    number = {node.name: at for at, node in enumerate(of.deep_nodes) if node.is_leaf}
     by_run: dict[int, set[tuple[str, int, int, int]]] = defaultdict(set)
     for name, axis, segment, factor in cuts:
-        run = of.repeats.run_of(number[name])
-        kind = run if run == BEFORE else of.times if run == of.repeats.times else 0
-        by_run[run].add((str(number[name] - (run - kind) * of.repeats.length), axis, segment, factor))
+        run = of.deep_repetitions.repetition_of(number[name])
+        kind = run if run == PREAMBLE else of.short_count if run == of.deep_repetitions.count else 0
+        by_run[run].add((str(number[name] - (run - kind) * of.deep_repetitions.length), axis, segment, factor))
     inner = by_run[0]
-    if any(by_run[run] != inner for run in range(of.repeats.times)):
+    if any(by_run[run] != inner for run in range(of.deep_repetitions.count)):
         return None
     again = [
-        (str(int(name) + kind * of.repeats.length), axis, segment, factor)
-        for kind in range(of.times)
+        (str(int(name) + kind * of.deep_repetitions.length), axis, segment, factor)
+        for kind in range(of.short_count)
         for name, axis, segment, factor in inner
     ]
-    return frozenset([*by_run[BEFORE], *by_run[of.repeats.times], *again])
+    return frozenset([*by_run[PREAMBLE], *by_run[of.deep_repetitions.count], *again])
 
 
 def _kinds_needed(once: _Cut) -> int:
     """Of how many kinds runs are to be, so that rounding evens out over them."""
-    inner = frozenset(cut for cut in once.own if once.of.kind_of(cut[0]) == 0)
-    sizes = [factor.size for factor in factors_at(once.of.short, once.factors, inner)]
+    inner = frozenset(cut for cut in once.own if once.of.kind_of_name(cut[0]) == 0)
+    sizes = [factor.size for factor in factors_at(once.of.short_graph, once.factors, inner)]
     shares = Shares(once.proportions)
     dealt: dict[int, list[int]] = {size: [0] * len(once.proportions) for size in sizes}
     for times in range(1, KINDS[-1] + 1):
@@ -212,29 +220,29 @@ def _kinds_needed(once: _Cut) -> int:
     return KINDS[-1]
 
 
-def _carries_alike(of: Shortened, laid: Assignment) -> bool:
+def _carries_alike(of: ShortenedGraph, laid: Assignment) -> bool:
     """Whether what runs carry is in the same state on the devices before all runs, and behind each."""
-    firsts = [of.kinds.first_of(run) for run in range(BEFORE, of.times)]
-    carried = [[of.numbered[first + place] for first in firsts] for place in of.repeats.carried]
+    firsts = [of.short_repetitions.first_node_of(run) for run in range(PREAMBLE, of.short_count)]
+    carried = [[of.short_nodes[first + place] for first in firsts] for place in of.deep_repetitions.carried_positions]
     return all(len({tuple(map(laid.made.__getitem__, node.results)) for node in nodes}) == 1 for nodes in carried)
 
 
-def _is_repeatable(lane: Lane, of: Shortened) -> bool:
+def _is_repeatable(lane: Lane, of: ShortenedGraph) -> bool:
     """Whether runs of the steps of a device may follow each other in any order: each kind comes by itself and in turn,
     what it reads of the one before lies in the same place in all, and nothing is done for all runs at the end."""
     kinds = kinds_of_steps(lane.graph, lane.program, of)
     copies = any(i.index < 0 and at not in lane.program.saves for at, i in enumerate(lane.program.instructions))
-    if kinds != sorted(kinds) or {*kinds} != {*range(BEFORE, of.times + 1)} or copies:
+    if kinds != sorted(kinds) or {*kinds} != {*range(PREAMBLE, of.short_count + 1)} or copies:
         return False
-    if lane.graph.outputs.keys() != of.short.outputs.keys():
+    if lane.graph.outputs.keys() != of.short_graph.outputs.keys():
         return False
     lies = {lane.graph.nodes[i.index]: i.dst for i in lane.program.instructions if i.index >= 0}
     places: dict[tuple[int, str, int], set[int]] = defaultdict(set)
-    run_of = of.kinds_of(lane.graph)
+    run_of = of.kind_by_node(lane.graph)
     for base in _read_later(lane.graph, run_of):
         if base.node in lies:
-            number, ending = parts(base.node.name)
-            place = number - of.kinds.first_of(run_of[base.node])
+            number, ending = split_numbered_name(base.node.name)
+            place = number - of.short_repetitions.first_node_of(run_of[base.node])
             places[place, ending, base.index].add(lies[base.node][base.index].offset)
     return all(len(found) == 1 for found in places.values())
 

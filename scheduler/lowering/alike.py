@@ -12,9 +12,9 @@ from types import MappingProxyType
 
 from ...backends.base import BufferSpec, Instruction, Program
 from ...graph.attrs import Attrs
-from ...graph.graph import Graph, names
+from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
-from ...graph.repeats import parts
+from ...graph.repeated_runs import split_numbered_name
 from ...ops.collective import COLLECTIVES, sequence_of
 
 MEETING = frozenset({"sequence", "to", "source", "rank"})
@@ -85,15 +85,15 @@ def named(lowered: Graph, program: Program, graph: Graph) -> tuple[Graph, Progra
     meetings."""
     became: dict[Node, tuple[Value, ...]] = {}
     for node in lowered.nodes:
-        at, suffix = parts(node.name)
+        at, suffix = split_numbered_name(node.name)
         own = graph.nodes[at]
         name, attrs = (f"{own.name or own.op}{suffix}", node.attrs) if suffix else (own.name, own.attrs)
         became[node] = Node(node.op, _moved(node, became), attrs, node.specs, name).results
     renamed = _ended(lowered, became, list(graph.outputs))
-    called = names(renamed)
+    called = assign_names(renamed)
 
     def leaf(text: str) -> str:
-        at, suffix = parts(text)
+        at, suffix = split_numbered_name(text)
         return graph.nodes[at].name + suffix
 
     def instruction(i: Instruction) -> Instruction:

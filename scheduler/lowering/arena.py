@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from ...backends.base import ALIGNMENT
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

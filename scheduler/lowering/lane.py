@@ -11,11 +11,11 @@ from typing import Any
 from ...backends.abilities import Called, Foretells, overlaps
 from ...backends.base import Backend, Device, Program
 from ...backends.beside import beside
-from ...graph.arguments import Kind, a, list_of, pair_of
 from ...graph.graph import Graph
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node
-from ...graph.records import dataclass
-from ...graph.repeats import RunsOf, Shortened, parts
+from ...graph.repeated_runs import DeviceRepetitions, ShortenedGraph, split_numbered_name
+from ...graph.validation import ArgumentKind, instance_of, list_of, pair_of
 from ...ops.collective import COLLECTIVES, LETTERS, sequence_of
 from .alike import identity, named, numbered, pattern
 from .lower import Gathered, lower_with_saves
@@ -23,7 +23,7 @@ from .unfold import called_again, unfolded
 
 Devices = Sequence[tuple[Backend, Device]]
 DEVICES = list_of(
-    pair_of(Kind("a backend", lambda b: hasattr(b, "compile")), a(Device)),
+    pair_of(ArgumentKind("a backend", lambda b: hasattr(b, "compile")), instance_of(Device)),
     "a sequence of pairs of a backend and a Device",
 )
 """The devices of a plan, each with the backend that runs it."""
@@ -94,7 +94,7 @@ class Short:
 
     graph: Graph
     program: Program
-    of: Shortened
+    of: ShortenedGraph
 
     @cached_property
     def unfolded(self) -> tuple[Graph, Program]:
@@ -110,7 +110,7 @@ def repeating(device: Device, backend: Backend, short: Short) -> Lane:
     return lane
 
 
-def lanes_from(lanes: Sequence[Lane], of: Shortened) -> tuple[Lane, ...]:
+def lanes_from(lanes: Sequence[Lane], of: ShortenedGraph) -> tuple[Lane, ...]:
     """The lanes of a long graph from those of the short one that stands for it."""
     shorts: dict[tuple[int, int], Short] = {}
     for lane in lanes:
@@ -146,7 +146,7 @@ def teams_of(programs: Sequence[Program]) -> tuple[tuple[int, ...], ...]:
     return tuple((d,) if number is None else tuple(members[number]) for d, number in enumerate(numbers))
 
 
-def lanes_of(graphs: Sequence[Graph], group: Devices, of: Shortened | None = None) -> tuple[Lane, ...]:
+def lanes_of(graphs: Sequence[Graph], group: Devices, of: ShortenedGraph | None = None) -> tuple[Lane, ...]:
     """The lane of each device from its graph; equal graphs on devices of one kind have one program, and of graphs that
     are alike one is lowered; devices can run all of it.  Where they are `of` a short graph, its runs may be repeated.
 
@@ -155,7 +155,7 @@ def lanes_of(graphs: Sequence[Graph], group: Devices, of: Shortened | None = Non
     numbers: dict[Hashable, int] = {}  # in the place of patterns: each lookup of one hashes all nodes of a graph
     patterns: dict[Graph, int] = {}
     for graph in set(graphs):
-        its = pattern(graph), None if of is None else tuple(of.kinds_of(graph).values())
+        its = pattern(graph), None if of is None else tuple(of.kind_by_node(graph).values())
         patterns[graph] = numbers.setdefault(its, len(numbers))
     alone = {known for known, times in Counter(patterns.values()).items() if times == 1}
     identities = {graph: identity(graph) for graph in patterns}
@@ -182,13 +182,13 @@ def lanes_of(graphs: Sequence[Graph], group: Devices, of: Shortened | None = Non
     return tuple(lanes)
 
 
-def _runs(graph: Graph, is_alone: bool, of: Shortened | None) -> RunsOf | None:
+def _runs(graph: Graph, is_alone: bool, of: ShortenedGraph | None) -> DeviceRepetitions | None:
     """The runs of what is made of `graph`, whose nodes are called by their places in it unless it is alone."""
     if of is None or is_alone:
-        return None if of is None else RunsOf(of)
+        return None if of is None else DeviceRepetitions(of)
 
     def called(node: Node) -> str:
-        number, ending = parts(node.name)
+        number, ending = split_numbered_name(node.name)
         return graph.nodes[number].name + ending
 
-    return RunsOf(of, called)
+    return DeviceRepetitions(of, called)

@@ -14,10 +14,10 @@ from ...backends.base import Backend, BufferSpec, Device, Instruction, Program, 
 from ...backends.beside import can_run_beside
 from ...graph.dtypes import DType
 from ...graph.errors import PlanError
-from ...graph.graph import Graph, names
+from ...graph.graph import Graph, assign_names
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
-from ...graph.records import dataclass
-from ...graph.repeats import BEFORE, RunsOf
+from ...graph.repeated_runs import PREAMBLE, DeviceRepetitions
 from ...graph.spec import Spec
 from ...ops import op_of
 from ...ops.collective import COLLECTIVES
@@ -46,7 +46,7 @@ def lower(graph: Graph, backend: Backend, on: Device) -> tuple[Graph, Program]:
 
 
 def lower_with_saves(
-    graph: Graph, backend: Backend, on: Device, runs: RunsOf | None = None, gathered: Gathered | None = None
+    graph: Graph, backend: Backend, on: Device, runs: DeviceRepetitions | None = None, gathered: Gathered | None = None
 ) -> tuple[Graph, Program, tuple[Node, ...]]:
     """What `lower` gives, and the nodes that save states and put them back, which the graph does not have; the device
     can run all nodes of `graph`.  Where it has `runs`, they may be repeated.  Groups of nodes
@@ -120,12 +120,12 @@ class _Lowering:
         on: Device,
         views: Mapping[Value, Strided],
         order: Schedule,
-        runs: RunsOf | None = None,
+        runs: DeviceRepetitions | None = None,
         groups: Sequence[Sequence[Node]] = (),
         is_roomy: bool = False,
     ) -> None:
         self.graph, self.backend, self.order, self.runs = graph, backend, order, runs
-        self.called, self.views = names(graph), dict(views)
+        self.called, self.views = assign_names(graph), dict(views)
         self.overlaps = overlaps([(backend, on)])
         self.kept: dict[Value, Spec] = {}
         self.tensors: dict[Value, Tensor] = {}
@@ -137,7 +137,7 @@ class _Lowering:
             state = save.state.node.name
             self.called.update({save.keep: f"{state}.save", save.back: f"{state}.undo"})
         groups = groups or [(n,) for n in order.nodes if not n.is_leaf and not op_of(n).is_view]
-        run_of = {} if runs is None else runs.kinds(graph)
+        run_of = {} if runs is None else runs.kind_by_node(graph)
         if groups and run_of:
             groups = _run_by_run(groups, run_of)
         self.group_of, self.is_roomy = {node: group for group in groups for node in group}, is_roomy
@@ -204,7 +204,7 @@ class _Lowering:
         if self.runs is not None:  # any run may be the last that reads it
             behind = bisect_left(self.run_at, self.run_at[-1])
             for value, last in last_read.items():
-                if self.runs.lasts(value.node) and self.run_at[last] > BEFORE and last < behind:
+                if self.runs.is_outside_repetitions(value.node) and self.run_at[last] > PREAMBLE and last < behind:
                     last_read[value] = behind - 1
         for value in (*self.graph.outputs.values(), *self.order.copied.values()):
             last_read[self.views[value].base] = end

@@ -7,9 +7,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from itertools import pairwise
 
 from ...graph.errors import PlanError
-from ...graph.graph import Graph, together
+from ...graph.graph import Graph, order_with_state_updates
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
-from ...graph.records import dataclass
 from ...graph.spec import Spec
 from ...ops import cont, op_of
 from ...ops.collective import COLLECTIVES, sequence_of
@@ -199,7 +199,7 @@ def _order(graph: Graph, later: Mapping[Node, list[Node]], *, in_turn: bool = Fa
     needs.  Raises `PlanError` where meetings are numbered against what they read."""
     done: dict[Node, None] = {}
     begun: set[Node] = set()
-    for root in together(graph, {node for node in graph.nodes if node.op == "send"}):
+    for root in order_with_state_updates(graph, {node for node in graph.nodes if node.op == "send"}):
         stack = [root]
         while stack:
             node = stack[-1]

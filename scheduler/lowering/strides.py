@@ -11,9 +11,9 @@ import numpy as np
 from ...backends.base import contiguous_strides
 from ...graph.attrs import Attr
 from ...graph.graph import Graph
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
-from ...graph.records import dataclass
-from ...graph.rewrite import rewrite
+from ...graph.rewrite import rewrite_graph
 from ...ops import REGISTRY, cont, op_of
 
 
@@ -108,4 +108,4 @@ def densify(graph: Graph, reads_strided: Callable[[Node, int], bool]) -> tuple[G
             views.update((v, whole(v)) for v in became.results)
         return None if became is node else became.results
 
-    return rewrite(graph, rule), views
+    return rewrite_graph(graph, rule), views

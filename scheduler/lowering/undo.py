@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 
 from ...backends.base import Backend, Device
-from ...graph.dtypes import WRITTEN, DType
+from ...graph.dtypes import STATE_DTYPES, DType
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
-from ...graph.records import dataclass
 from ...ops import broadcast, cont, get_rows, op_of, reshape, set_rows
 from ...ops.declaring.registry import changed_in_place, kind_of
 from .order import Schedule
@@ -104,4 +104,4 @@ def _rows(new: Value, state: Value, views: Mapping[Value, Strided]) -> tuple[Val
 def _exact(state: Value, kept: Value, backend: Backend) -> bool:
     """Whether rows of `state` come back with the same bits from where they are kept."""
     was, now = (backend.stored(value.spec, kind_of(value)).dtype for value in (state, kept))
-    return was is now or (now is DType.F32 and was in WRITTEN)
+    return was is now or (now is DType.F32 and was in STATE_DTYPES)

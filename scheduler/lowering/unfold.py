@@ -14,24 +14,26 @@ from types import MappingProxyType
 from ...backends.abilities import Called
 from ...backends.base import BufferSpec, Instruction, Program, Tensor
 from ...graph.attrs import Attrs
-from ...graph.graph import Graph, names
+from ...graph.graph import Graph, assign_names
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
-from ...graph.records import dataclass
-from ...graph.repeats import BEFORE, Shortened, parts
+from ...graph.repeated_runs import PREAMBLE, ShortenedGraph, split_numbered_name
 from ...ops.collective import sequence_of
 from .arena import aligned
 
 ARENA = 0
 
 
-def unfolded(graph: Graph, program: Program, of: Shortened) -> tuple[Graph, Program]:
-    """What a device runs of ``of.long`` if it runs `graph` by `program` of ``of.short``."""
+def unfolded(graph: Graph, program: Program, of: ShortenedGraph) -> tuple[Graph, Program]:
+    """What a device runs of ``of.deep_graph`` if it runs `graph` by `program` of ``of.short_graph``."""
     unfolding = _Unfolding(graph, of)
     long = unfolding.graph()
     return long, unfolding.program(long, program)
 
 
-def called_again(graph: Graph, program: Program, of: Shortened, calls: Sequence[Called]) -> Sequence[Called] | None:
+def called_again(
+    graph: Graph, program: Program, of: ShortenedGraph, calls: Sequence[Called]
+) -> Sequence[Called] | None:
     """What the unfolded program calls, if that of `graph` makes these calls; None if one of them is of two runs."""
     kinds = kinds_of_steps(graph, program, of)
     own: dict[int, list[Called]] = defaultdict(list)
@@ -42,7 +44,7 @@ def called_again(graph: Graph, program: Program, of: Shortened, calls: Sequence[
         own[kind].append(call)
     first = {kind: kinds.index(kind) for kind in reversed(kinds)}
     found, start = list[Called](), 0
-    for _, kind in of.runs:
+    for _, kind in of.repetitions_with_kind:
         for call in own[kind]:
             numbers = tuple([start + number - first[kind] for number in call.numbers])
             found.append(Called(call.kernel, call.source, numbers))
@@ -53,9 +55,9 @@ def called_again(graph: Graph, program: Program, of: Shortened, calls: Sequence[
 class _Unfolding:
     """One graph of a device; `made` gives for each run the nodes that its kind has become."""
 
-    def __init__(self, graph: Graph, of: Shortened) -> None:
+    def __init__(self, graph: Graph, of: ShortenedGraph) -> None:
         self.short, self.of = graph, of
-        self.kind = of.kinds_of(graph)
+        self.kind = of.kind_by_node(graph)
         self.nodes: dict[int, list[Node]] = defaultdict(list)
         self.meetings: dict[int, list[int]] = defaultdict(list)
         for node in graph.nodes:
@@ -69,21 +71,21 @@ class _Unfolding:
     def graph(self) -> Graph:
         met = min((number for numbers in self.meetings.values() for number in numbers), default=0)
         carried: dict[tuple[int, str], Node] = {}
-        for run, kind in self.of.runs:
+        for run, kind in self.of.repetitions_with_kind:
             numbers, made = self.meetings[kind], self.made.setdefault(run, {})
             for node in self.nodes[kind]:
                 reads = [None if s is None else (self._read(s, run, kind, carried), s.index) for s in node.src]
                 src, attrs = tuple([None if read is None else read[0].results[read[1]] for read in reads]), node.attrs
                 if (number := sequence_of(node.op, attrs)) is not None:
                     attrs = MappingProxyType({**attrs, "sequence": met + number - min(numbers)})
-                made[node] = Node(node.op, src, attrs, node.specs, self.of.renamed(node.name, run, kind))
+                made[node] = Node(node.op, src, attrs, node.specs, self.of.name_in_repetition(node.name, run, kind))
             met += len(numbers)
             offered = ((self._carried_as(old, kind + 1), new) for old, new in made.items())
             carried = {place: new for place, new in offered if place is not None}
-        ends = {**self.made[BEFORE], **self.made[self.of.repeats.times]}
+        ends = {**self.made[PREAMBLE], **self.made[self.of.deep_repetitions.count]}
         updates = {
             self.made[run][old.node].results[old.index]: self.made[run][new.node].results[new.index]
-            for run, kind in self.of.runs
+            for run, kind in self.of.repetitions_with_kind
             for old, new in self.short.updates.items()
             if self.kind[old.node] == kind
         }
@@ -94,19 +96,19 @@ class _Unfolding:
         if self.kind[source.node] == kind:
             return self.made[run][source.node]
         place = self._carried_as(source.node, kind) if self.kind[source.node] == kind - 1 else None
-        return self.made[BEFORE][source.node] if place is None else carried[place]
+        return self.made[PREAMBLE][source.node] if place is None else carried[place]
 
     def _carried_as(self, node: Node, reader: int) -> tuple[int, str] | None:
         """What those that run `reader` of the short graph reads of the run before have in common in all runs."""
-        number, ending = parts(node.name)
-        place = self.of.kinds.carried_by(number, reader)
+        number, ending = split_numbered_name(node.name)
+        place = self.of.short_repetitions.position_if_carried(number, reader)
         return None if place is None else (place, ending)
 
     # ----------------------------------------------------------------------------------------------- the program
 
     def program(self, graph: Graph, program: Program) -> Program:
         """The program of the unfolded `graph` from that of the short one."""
-        called, place = names(graph), {node: at for at, node in enumerate(graph.nodes)}
+        called, place = assign_names(graph), {node: at for at, node in enumerate(graph.nodes)}
         start, sizes = kept_by_kind(program, self.of)
         backs = dict(program.undo)
         steps, undo, buffers, top = list[Instruction](), list[tuple[int, Instruction]](), list[BufferSpec](), start
@@ -115,14 +117,14 @@ class _Unfolding:
             positions[kind].append(at)
         leaves: dict[int, list[int]] = defaultdict(list)
         for number, buffer in enumerate(program.buffers[1:], 1):
-            leaves[self.of.kind_of(buffer.name)].append(number)
+            leaves[self.of.kind_of_name(buffer.name)].append(number)
         shared: Mapping[int, int] = {}
-        for run, kind in self.of.runs:
+        for run, kind in self.of.repetitions_with_kind:
             own = {number: len(buffers) + at for at, number in enumerate(leaves[kind], 1)}
             buffers += [self._buffer(program.buffers[number], run, kind) for number in own]
             shift = top - start - sum(size for other, size in sizes.items() if other < kind)
             moved = _Moved({**shared, **own}, start, shift)
-            shared, top = (own if run == BEFORE else shared), top + sizes.get(kind, 0)
+            shared, top = (own if run == PREAMBLE else shared), top + sizes.get(kind, 0)
             for at in positions[kind]:
                 i = program.instructions[at]
                 if i.index >= 0:
@@ -130,20 +132,22 @@ class _Unfolding:
                     steps.append(moved.step(i, called[node], node.attrs, place[node]))
                     continue
                 back = backs[at]
-                undo.append((len(steps), moved.step(back, self.of.renamed(back.node, run, kind), back.attrs)))
-                steps.append(moved.step(i, self.of.renamed(i.node, run, kind), i.attrs))
+                undo.append(
+                    (len(steps), moved.step(back, self.of.name_in_repetition(back.node, run, kind), back.attrs))
+                )
+                steps.append(moved.step(i, self.of.name_in_repetition(i.node, run, kind), i.attrs))
         arena = replace(program.buffers[ARENA], nbytes=top)
         inputs = {self._of_no_run(name): tensor for name, tensor in program.inputs.items()}
         return Program((arena, *buffers), tuple(steps), MappingProxyType(inputs), program.outputs, tuple(undo))
 
     def _buffer(self, buffer: BufferSpec, run: int, kind: int) -> BufferSpec:
-        name = self.of.renamed(buffer.name, run, kind)
+        name = self.of.name_in_repetition(buffer.name, run, kind)
         return BufferSpec(buffer.kind, name, buffer.nbytes, buffer.declared, buffer.stored)
 
     def _of_no_run(self, name: str) -> str:
         """What a leaf is called that is before all runs or behind them."""
-        kind = self.of.kind_of(name)
-        return self.of.renamed(name, BEFORE if kind == BEFORE else self.of.repeats.times, kind)
+        kind = self.of.kind_of_name(name)
+        return self.of.name_in_repetition(name, PREAMBLE if kind == PREAMBLE else self.of.deep_repetitions.count, kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,19 +171,19 @@ class _Moved:
         return Instruction(i.op, src, tuple(map(self.tensor, i.dst)), attrs, scratch, name, index)
 
 
-def kept_by_kind(program: Program, of: Shortened) -> tuple[int, Mapping[int, int]]:
+def kept_by_kind(program: Program, of: ShortenedGraph) -> tuple[int, Mapping[int, int]]:
     """Where in the arena begins what runs keep to the end, and how many bytes each kind of run keeps there."""
     sizes: dict[int, int] = {}
     first = [program.buffers[ARENA].nbytes]
     for at in sorted(program.saves):
-        (kept,), kind = program.instructions[at].dst, of.kind_of(program.instructions[at].node)
-        if BEFORE < kind < of.times:
+        (kept,), kind = program.instructions[at].dst, of.kind_of_name(program.instructions[at].node)
+        if PREAMBLE < kind < of.short_count:
             sizes[kind] = sizes.get(kind, 0) + aligned(kept.spec.nbytes)
             first.append(kept.offset)
     return min(first), sizes
 
 
-def kinds_of_steps(graph: Graph, program: Program, of: Shortened) -> list[int]:
+def kinds_of_steps(graph: Graph, program: Program, of: ShortenedGraph) -> list[int]:
     """In which run of the short graph each step is."""
-    kinds = of.kinds_of(graph)
-    return [of.kind_of(i.node) if i.index < 0 else kinds[graph.nodes[i.index]] for i in program.instructions]
+    kinds = of.kind_by_node(graph)
+    return [of.kind_of_name(i.node) if i.index < 0 else kinds[graph.nodes[i.index]] for i in program.instructions]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from ...backends.abilities import OTHERS
 from ...graph import Graph
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
-from ...graph.records import dataclass
 from ...ops import op_of
 
 KEPT = ("weight", "state")

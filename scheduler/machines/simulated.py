@@ -20,10 +20,10 @@ from typing import Any, NoReturn
 from ...backends.abilities import OTHERS, Called, Foretells, Gathers, Overlaps, Predicted, Reached, Simulates
 from ...backends.base import Array, Comm, Device, Program, Support, Tensor, load
 from ...graph import Graph
-from ...graph.arguments import TEXT, needs
 from ...graph.errors import BackendError, PlanError
 from ...graph.node import Node
 from ...graph.spec import Spec
+from ...graph.validation import TEXT, validate_arguments
 from .hardware import BUILT_IN, Hardware
 from .speeds import Speeds
 
@@ -251,7 +251,7 @@ def _told(kind: str, name: str, reached: Reached) -> str:
     return f"  {kind}, {name}: {memory}{work}"
 
 
-@needs(PlanError, text=TEXT)
+@validate_arguments(PlanError, text=TEXT)
 def simulate(text: str) -> Simulation:
     """The group that ``h200:8,nvlink`` or ``cpu:2`` or ``rtx4090:1,rtx3090:1,pcie4`` describes; several such machines,
     and the link between them, as ``h200:8,nvlink x 4,ib400``.

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...backends.abilities import OTHERS
 from ...graph import Graph
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from .hardware import CPU, Hardware, read_by
 
 RUNS = 64

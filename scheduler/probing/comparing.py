@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from ...backends.abilities import Tolerant
 from ...backends.base import Array, Backend, Device
-from ...graph.arguments import ANY, TEXT, a, needs, table_of
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
 from ...graph.node import Node, Value, input
+from ...graph.validation import ANY, TEXT, instance_of, mapping_of, validate_arguments
 from ...ops import op_of
 from ...ops.text import dump
 from ..plan import Plan
@@ -87,7 +87,7 @@ class Judge:
     other: tuple[Backend, Device]
     place: Sequence[tuple[str, str]]
 
-    @needs(PlanError, plan=a(Plan), store=a(Store), weights=a(Mapping))
+    @validate_arguments(PlanError, plan=instance_of(Plan), store=instance_of(Store), weights=instance_of(Mapping))
     def __init__(
         self,
         plan: Plan,
@@ -102,7 +102,7 @@ class Judge:
         self.values: Mapping[str, Value] = values_of(plan.graph)
         self._portions = [(names, *self._torn(names)) for names in _portions(plan.graph)]
 
-    @needs(PlanError, inputs=table_of(TEXT, ANY, "a mapping from names of inputs to arrays"))
+    @validate_arguments(PlanError, inputs=mapping_of(TEXT, ANY, "a mapping from names of inputs to arrays"))
     def run(self, inputs: Mapping[str, npt.ArrayLike]) -> Iterator[Difference]:
         """Run once; the difference of every computed value, in order, and then those of outputs when nobody looks at
         other values.  States advance when all have been asked for."""

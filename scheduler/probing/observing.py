@@ -13,10 +13,10 @@ from typing import TypeVar
 import numpy as np
 
 from ...backends.base import Array
-from ...graph.arguments import ANY, TEXT, a, needs
 from ...graph.errors import PlanError
-from ...graph.graph import Graph, names
+from ...graph.graph import Graph, assign_names
 from ...graph.node import Value
+from ...graph.validation import ANY, TEXT, instance_of, validate_arguments
 
 T = TypeVar("T")
 OBSERVED = "observed "
@@ -36,7 +36,7 @@ class Statistics:
     nans: int
 
     @classmethod
-    @needs(PlanError, array=ANY)
+    @validate_arguments(PlanError, array=ANY)
     def of(cls, array: Array) -> Statistics:
         """Of an array of any shape, in float64."""
         numbers = np.asarray(array).astype(np.float64, copy=False)
@@ -57,7 +57,7 @@ class Statistics:
 
 def values_of(graph: Graph) -> dict[str, Value]:
     """Everything that is computed, in order, by the names that a dump has; of several results by ``name#1``."""
-    called = names(graph)
+    called = assign_names(graph)
     return {
         called[node] + (f"#{value.index}" if len(node.specs) > 1 else ""): value
         for node in graph.nodes
@@ -66,7 +66,7 @@ def values_of(graph: Graph) -> dict[str, Value]:
     }
 
 
-@needs(PlanError, graph=a(Graph), pattern=TEXT)
+@validate_arguments(PlanError, graph=instance_of(Graph), pattern=TEXT)
 def matching(graph: Graph, pattern: str) -> dict[str, Value]:
     """The computed values in whose names the regular expression is found, in order.
 

@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from ...backends.abilities import Carries, Gives
 from ...backends.base import Array, Comm, Program
-from ...graph.arguments import ANY, TEXT, demand, table_of
-from ...graph.arrays import fitted
-from ...graph.attrs import quote
+from ...graph.array_checks import as_array_for_spec
+from ...graph.attrs import quote_node_name
 from ...graph.dtypes import DType
 from ...graph.errors import BackendError, PlanError, StepError
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import ANY, TEXT, mapping_of, require
 from ...ops.quants import decoded, encoded
 from ...ranks.meeting import WideMeeting
 from ...ranks.near import Meeting
@@ -28,7 +28,7 @@ from .store import Part, Store, assembled
 
 PATIENCE, SLOWER = 6.0, 20.0
 """Another process is waited for so many seconds at most, and so many times what a run should take in all."""
-INPUTS = table_of(TEXT, ANY, "a mapping from names of inputs to arrays")
+INPUTS = mapping_of(TEXT, ANY, "a mapping from names of inputs to arrays")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +78,16 @@ class Bound:
     def given(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
         """The inputs of a run as arrays.  Raises `PlanError` for one that is missing, unknown or does not fit."""
         if type(inputs) is not dict or not inputs.keys() <= self.specs.keys():
-            demand(PlanError, "run", "inputs", inputs, INPUTS)
+            require(PlanError, "run", "inputs", inputs, INPUTS)
             for name in inputs.keys() - self.specs.keys():
-                raise PlanError(f"there is no input %{quote(name):.60}; inputs: {', '.join(self.specs) or 'none'}")
+                raise PlanError(
+                    f"there is no input %{quote_node_name(name):.60}; inputs: {', '.join(self.specs) or 'none'}"
+                )
         arrays = {}
         for name, spec in self.specs.items():
             if name not in inputs:
                 raise PlanError(f"input %{name}: {spec} is missing")
-            arrays[name] = fitted(f"input %{name}", inputs[name], spec)
+            arrays[name] = as_array_for_spec(f"input %{name}", inputs[name], spec)
         return arrays
 
     def agree(self, given: Iterable[Mapping[str, Array]]) -> None:
@@ -188,4 +190,4 @@ def finished_by(error: BaseException | None, whole: int) -> int | frozenset[int]
     """How many instructions a device had finished, or which, when a run ended, of so many; None if nobody knows."""
     if error is None:
         return whole
-    return error.finished if isinstance(error, StepError) else None
+    return error.finished_instructions if isinstance(error, StepError) else None

@@ -12,10 +12,19 @@ import numpy.typing as npt
 
 from ...backends.abilities import Measures, Timed
 from ...backends.base import Array
-from ...graph.arguments import TEXT, Kind, a, demand, near, needs, real, whole
-from ...graph.attrs import quote
+from ...graph.attrs import quote_node_name
 from ...graph.dtypes import DType
 from ...graph.errors import BackendError, PlanError
+from ...graph.validation import (
+    TEXT,
+    ArgumentKind,
+    did_you_mean,
+    instance_of,
+    integer_between,
+    number_between,
+    require,
+    validate_arguments,
+)
 from ...ranks import ALONE, RanksError, World
 from ...ranks.mpi import MpiLink
 from ...ranks.presence import reason_of
@@ -29,7 +38,7 @@ from .trace import MOST_RUNS, Trace
 from .turns import Turn
 
 MOST_SECONDS = 1e9
-WIRE = Kind("DType.F32 or DType.BF16", lambda v: v is DType.F32 or v is DType.BF16)
+WIRE = ArgumentKind("DType.F32 or DType.BF16", lambda v: v is DType.F32 or v is DType.BF16)
 
 
 class Executor:
@@ -49,7 +58,14 @@ class Executor:
     store: Store
     label: str
 
-    @needs(PlanError, plan=a(Plan), store=a(Store), timeout=real(0, MOST_SECONDS), wire=WIRE, label=TEXT)
+    @validate_arguments(
+        PlanError,
+        plan=instance_of(Plan),
+        store=instance_of(Store),
+        timeout=number_between(0, MOST_SECONDS),
+        wire=WIRE,
+        label=TEXT,
+    )
     def __init__(
         self, plan: Plan, store: Store, *, timeout: float = 60.0, wire: DType = DType.F32, label: str = "run"
     ) -> None:
@@ -76,7 +92,7 @@ class Executor:
     def __repr__(self) -> str:
         return f"Executor({self.plan!r})"
 
-    @needs(PlanError)
+    @validate_arguments(PlanError)
     def run(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
         """Outputs by name, as host arrays of their own.  States advance.
 
@@ -93,12 +109,12 @@ class Executor:
             return self._bound.whole(name, self._bound.parts(name))
         return given[number][name] if given else self._bound.outputs[name][number].copied()
 
-    @needs(PlanError, name=TEXT)
+    @validate_arguments(PlanError, name=TEXT)
     def copies(self, name: str) -> list[Array]:
         """An output of the last run from each device of this process that has all of it, else put together.  Raises
         `PlanError` for a name that no output has."""
         if name not in self._holders:
-            raise PlanError(f"there is no output {quote(name):.60}; outputs: {', '.join(self._holders)}")
+            raise PlanError(f"there is no output {quote_node_name(name):.60}; outputs: {', '.join(self._holders)}")
         parts = self._bound.parts(name)
         if isinstance(self.plan.outputs[name], Replicate):
             return [np.array(part) for part in parts.values()]
@@ -159,7 +175,7 @@ class Executor:
     def kernels(self, device: int = 0) -> list[str]:
         """What a run calls on one device of the plan, in order: kernels, or ops where its backend has none to name or
         it is a device of another process.  Raises `PlanError` for a number that no device has."""
-        demand(PlanError, "kernels", "device", device, whole(0, len(self.plan.lanes) - 1))
+        require(PlanError, "kernels", "device", device, integer_between(0, len(self.plan.lanes) - 1))
         compiled = self._replays.get(device)
         ops = [i.op for i in self.plan.lanes[device].program.instructions]
         return compiled.kernels() if isinstance(compiled, Measures) else ops
@@ -187,7 +203,7 @@ class Executor:
             self.trace = before
 
 
-@needs(PlanError, plan=a(Plan), weights=a(Mapping))
+@validate_arguments(PlanError, plan=instance_of(Plan), weights=instance_of(Mapping))
 def load(plan: Plan, weights: Mapping[str, npt.ArrayLike], *, comm: Any = None) -> Executor:
     """Bind `weights` (arrays by name, in the dtypes the graph declares) and make `plan` ready to run.
 
@@ -209,7 +225,9 @@ def _bind_and_compile(plan: Plan, weights: Mapping[str, npt.ArrayLike], world: W
     for value in plan.graph.weights:
         name, spec = value.node.name, value.spec
         if name not in weights:
-            hint = near(name, weights)
-            raise PlanError(f"weight %{quote(name)}: {spec} is not bound; pass it when loading the plan{hint}")
+            hint = did_you_mean(name, weights)
+            raise PlanError(
+                f"weight %{quote_node_name(name)}: {spec} is not bound; pass it when loading the plan{hint}"
+            )
         store.bind(name, weights[name], spec, plan.leaves[name])
     return Executor(plan, store)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...backends.base import Array
 from ...graph.files import PRIVATE, replacing
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
 from .digests import DIGEST_BYTES
 
 UNWRITABLE = (

@@ -11,15 +11,15 @@ import numpy.typing as npt
 
 from ...backends.abilities import Divides, Packs, Shares
 from ...backends.base import Array, Backend, BufferSpec, Device, Tensor, contiguous_strides
-from ...graph.arguments import SHOWN, TEXT, a, needs, shown
-from ...graph.arrays import fitted, fitted_blocks, numbers
-from ...graph.attrs import quote
+from ...graph.array_checks import as_array_for_spec, as_block_bytes, as_number_array
+from ...graph.attrs import quote_node_name
 from ...graph.dtypes import DType
 from ...graph.errors import PlanError
 from ...graph.graph import Graph
+from ...graph.lazy_dataclass import dataclass
 from ...graph.node import constant_array
-from ...graph.records import dataclass
 from ...graph.spec import Spec
+from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, format_value, instance_of, validate_arguments
 from ...ops.quants import decoded, encoded
 from ...ranks import ALONE, World
 from ...ranks.meeting import Between
@@ -42,7 +42,7 @@ class Store:
     `PlanError` for a device of a process that is not there.
     """
 
-    @needs(PlanError, group=DEVICES)
+    @validate_arguments(PlanError, group=DEVICES)
     def __init__(
         self, group: Sequence[tuple[Backend, Device]], world: World = ALONE, packed: PackedWeights | None = None
     ) -> None:
@@ -61,7 +61,12 @@ class Store:
         held = sum(sum(device.values()) for device in self.nbytes())
         return f"Store({', '.join(str(device) for _, device in self.group)}, {nbytes_text(held)})"
 
-    @needs(PlanError, name=TEXT, spec=a(Spec), layout=a(Replicate, Shard, Local, words="a layout of a leaf"))
+    @validate_arguments(
+        PlanError,
+        name=TEXT,
+        spec=instance_of(Spec),
+        layout=instance_of(Replicate, Shard, Local, words="a layout of a leaf"),
+    )
     def bind(
         self,
         name: str,
@@ -76,9 +81,12 @@ class Store:
         quantised; `origin` is where it comes from, without which it is not kept, and `release` is called whenever a
         piece of it was read, which may be forgotten.  With `copies` devices read the memory of `data` itself where they
         can, and share the copies that they need with other stores.  Raises `PlanError` unless it fits `spec`."""
-        stored = _stored(f"weight %{quote(name):.{SHOWN}}", data, spec)
+        stored = _stored(f"weight %{quote_node_name(name):.{MAX_MESSAGE_CHARACTERS}}", data, spec)
         if why := _find_layout_error(spec, layout, len(self.group)):
-            raise PlanError(f"weight %{quote(name):.{SHOWN}}: {spec}: {why}; plan for the devices of this store")
+            raise PlanError(
+                f"weight %{quote_node_name(name):.{MAX_MESSAGE_CHARACTERS}}: {spec}: {why}; "
+                "plan for the devices of this store"
+            )
         with self.turn:
             self._layouts[name] = (spec, layout)
             for number, device in self._devices.items():
@@ -125,12 +133,12 @@ class Store:
             other._devices[number].arena = mine.arena
         return other
 
-    @needs(PlanError, name=TEXT)
+    @validate_arguments(PlanError, name=TEXT)
     def state(self, name: str) -> StateView:
         """A state over all devices: index and assign it as one array to reset, save or restore it."""
         if name not in self.states:
             raise PlanError(
-                f"there is no state %{quote(name):.60} yet; states appear with the first plan that has them"
+                f"there is no state %{quote_node_name(name):.60} yet; states appear with the first plan that has them"
             )
         spec, layout = self._layouts[name]
         parts = {n: d.part("state", name) for n, d in self._devices.items() if ("state", name) in d.held}
@@ -145,16 +153,17 @@ class Store:
         """Bytes held on each device of this process, by kind."""
         return [d.nbytes() for d in self._devices.values()]
 
-    @needs(PlanError, plan=a(Plan))
+    @validate_arguments(PlanError, plan=instance_of(Plan))
     def require_devices(self, plan: Plan) -> None:
         """Raises `PlanError` unless `plan` is for the devices of this store."""
         theirs, own = (", ".join(str(d) for _, d in group) for group in (plan.group, self.group))
         if theirs != own:
             raise PlanError(
-                f"the plan is for {theirs:.{2 * SHOWN}}, and the store for {own:.{2 * SHOWN}}; make a store for it"
+                f"the plan is for {theirs:.{2 * MAX_MESSAGE_CHARACTERS}}, "
+                f"and the store for {own:.{2 * MAX_MESSAGE_CHARACTERS}}; make a store for it"
             )
 
-    @needs(PlanError, plan=a(Plan))
+    @validate_arguments(PlanError, plan=instance_of(Plan))
     def buffers(self, plan: Plan) -> dict[int, list[Any]]:
         """For each device of this process the buffers of its program, made where they do not exist.
 
@@ -236,19 +245,19 @@ class StateView:
         try:
             return array[index]
         except Exception:  # an index of no known type may raise anything
-            what = f"state %{quote(self.name):.{SHOWN}}: {self.spec}"
-            raise PlanError(f"{what} has no entries [{shown(index)}]; give an index within its shape") from None
+            what = f"state %{quote_node_name(self.name):.{MAX_MESSAGE_CHARACTERS}}: {self.spec}"
+            raise PlanError(f"{what} has no entries [{format_value(index)}]; give an index within its shape") from None
 
     def _fitted(self, index: Any, value: Any) -> Array:
         """`value` as numbers that can be assigned to the entries at `index`; one for all of them stays one."""
         there = np.shape(self._at(np.broadcast_to(np.int8(0), self.shape), index))
-        given = numbers(f"state %{self.name}", value)
+        given = as_number_array(f"state %{self.name}", value)
         try:
             np.broadcast_to(given, there)
         except ValueError:
             got = f"got shape {list(given.shape)} for entries of shape {list(there)}"
             raise PlanError(f"state %{self.name}: {self.spec}: {got}") from None
-        return fitted(f"state %{self.name}", given, Spec(given.shape, self.spec.dtype))
+        return as_array_for_spec(f"state %{self.name}", given, Spec(given.shape, self.spec.dtype))
 
     def any(self) -> bool:
         return bool(np.asarray(self).any())
@@ -385,8 +394,8 @@ def _find_layout_error(spec: Spec, layout: Layout, count: int) -> str:
 def _stored(what: str, data: npt.ArrayLike, spec: Spec) -> Array:
     """What a caller gives for a weight, as a file holds it."""
     if spec.dtype.is_quantised:
-        return fitted_blocks(what, data, spec)
-    array = fitted(what, data, spec)
+        return as_block_bytes(what, data, spec)
+    array = as_array_for_spec(what, data, spec)
     return array if array.dtype == spec.dtype.storage else encoded(array, spec.dtype)
 
 

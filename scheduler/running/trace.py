@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...backends.abilities import Timed
-from ...graph.arguments import a, made_of, whole
 from ...graph.errors import PlanError
-from ...graph.records import dataclass
+from ...graph.lazy_dataclass import dataclass
+from ...graph.validation import instance_of, integer_between, validate_constructor
 from ..plan import Plan
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Run(NamedTuple):
     steps: Sequence[Sequence[Timed]]
 
 
-@made_of(PlanError, left_out=whole(0), noted=a(list))
+@validate_constructor(PlanError, left_out=integer_between(0), noted=instance_of(list))
 @dataclass(slots=True)
 class Trace:
     """Runs in the order in which they were made, up to `MOST_RUNS`; `left_out` counts those that came later, which

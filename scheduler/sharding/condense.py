@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...graph.fold import LONG, repeats, spans_of
-from ...graph.graph import Graph, together
+from ...graph.graph import Graph, order_with_state_updates
+from ...graph.layer_folding import LONG_LIVED_SHARE, find_live_spans, find_repetitions
 from ...graph.node import Node, Value
 
 
@@ -41,12 +41,14 @@ def condense(graph: Graph) -> Condensed | None:
     The first stands for all but the last, so that every piece is followed by what follows it in the original: on that
     depends where a sum over devices has to be paid.
     """
-    nodes = [n for n in together(graph) if not n.is_leaf]  # else what only a new state needs would live to the end
-    spans = spans_of(graph, nodes)
-    lasting = frozenset(v for v, (a, b) in spans.items() if b - a > LONG * len(nodes))
+    nodes = [
+        n for n in order_with_state_updates(graph) if not n.is_leaf
+    ]  # else what only a new state needs would live to the end
+    spans = find_live_spans(graph, nodes)
+    lasting = frozenset(v for v, (a, b) in spans.items() if b - a > LONG_LIVED_SHARE * len(nodes))
     pieces = _pieces(nodes, spans, lasting)
     groups: list[list[_Piece]] = []
-    for start, length, times in repeats([_structure(graph, piece, lasting) for piece in pieces]):
+    for start, length, times in find_repetitions([_structure(graph, piece, lasting) for piece in pieces]):
         last = start + length * (times - 1)
         groups += [pieces[start + i : last : length] for i in range(length) if times > 1]
         groups += [[piece] for piece in pieces[last : last + length]]

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ...graph.attrs import Attrs
-from ...graph.graph import Graph, names
+from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
 from ...ops import concat, fill, op_of, slice_
@@ -133,7 +133,7 @@ class _Layouts:
 
     def __init__(self, graph: Graph, factors: Factors, assignment: Assignment, shares: Shares, first: int) -> None:
         self.graph, self.factors, self.assignment, self.shares = graph, factors, assignment, shares
-        self.called = names(graph)  # a device's nodes go by the names that a dump of the user's graph shows
+        self.called = assign_names(graph)  # a device's nodes go by the names that a dump of the user's graph shows
         self.sequence: dict[tuple[Value, State], int] = {}
         self.letters: dict[Value, dict[int, int]] = {}
         count = first

@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
-from ...graph.graph import Graph, names, together
+from ...graph.graph import Graph, assign_names, order_with_state_updates
 from ...graph.node import Node, Value
 from ...ops.collective import receive, send
 from ..layout import REPLICATE, Layout, Local
@@ -25,14 +25,14 @@ NOTHING_HELD: Mapping[Value, Local] = MappingProxyType({})
 def layer_split(graph: Graph, proportions: Sequence[float], elsewhere: Container[Node] = ()) -> Placement:
     """Give each device consecutive nodes, with about its proportion of the bytes of weights and states, those that are
     read `elsewhere` left aside."""
-    nodes = [n for n in together(graph) if not n.is_leaf]
+    nodes = [n for n in order_with_state_updates(graph) if not n.is_leaf]
     return _dealt(graph, nodes, _held(nodes, elsewhere), proportions)
 
 
 def even_shares(graph: Graph, devices: int, hardware: Hardware = CPU) -> tuple[float, ...]:
     """The proportions of bytes of weights and states with which so many devices are predicted to take about equally
     long, each for its own part of `graph`."""
-    nodes, counts = [n for n in together(graph) if not n.is_leaf], Counts()
+    nodes, counts = [n for n in order_with_state_updates(graph) if not n.is_leaf], Counts()
     held, seconds = _held(nodes), [hardware.compute(*counts.of(node)) for node in nodes]
     where = _dealt(graph, nodes, seconds, [1.0] * devices)
     sums = [0.0] * devices
@@ -158,7 +158,7 @@ class _Emitter:
         self.local: dict[tuple[int, Value], Value] = {}
         self.sent: list[dict[str, Value]] = [{} for _ in range(devices)]
         self.sequence = 0
-        self.called = names(graph)
+        self.called = assign_names(graph)
         for node in graph.nodes:
             if not node.is_leaf:
                 device = placement[node]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ...backends.abilities import grade_of
 from ...backends.base import Backend, Device
 from ...graph.errors import PlanError
-from ...graph.graph import Graph, names
+from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ..layout import Layout, Local, Replicate, Shard
@@ -68,7 +68,7 @@ def wished(graph: Graph, place: Place, devices: Sequence[str], *, strict: bool =
     pins: dict[Node, Pin] = {}
     if not place:
         return pins
-    called = names(graph)
+    called = assign_names(graph)
     for pattern, device in place:
         expression, shown = _compiled(pattern), f"place='{pattern}={device}'"
         if device not in devices:
@@ -222,7 +222,7 @@ def placements(graph: Graph, pins: NodePins) -> tuple[Placed, ...]:
     """Pinned nodes by device and reason."""
     if not pins:
         return ()
-    called, groups = names(graph), defaultdict[tuple[int, str], list[str]](list)
+    called, groups = assign_names(graph), defaultdict[tuple[int, str], list[str]](list)
     for node in graph.nodes:
         if node in pins:
             groups[pins[node].device, pins[node].because].append(called[node])

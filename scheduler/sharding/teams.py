@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from ...backends.base import Program
 from ...graph.errors import PlanError
-from ...graph.graph import Graph, names
+from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value, input
-from ...graph.rewrite import rewrite
+from ...graph.rewrite import rewrite_graph
 from ...ops.collective import COLLECTIVES, receive, send, sequence_of
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard
 from ..lowering.lane import teams_of
@@ -100,7 +100,7 @@ def compose(
 def staged(graph: Graph, where: Placement, teams: Teams, earlier: Mapping[str, Layout]) -> list[Stage]:
     """The graph of every stage; states stay where they lie already.  Raises `PlanError` where a value would have to go
     back."""
-    home, called, stages = homes(graph, where), names(graph), len(teams)
+    home, called, stages = homes(graph, where), assign_names(graph), len(teams)
     for state in graph.states:
         if (lies := earlier.get(state.node.name)) is not None and not _has(lies, teams[home[state]]):
             there = [stage for stage, team in enumerate(teams) if _has(lies, team)]
@@ -270,7 +270,7 @@ class _Composition:
             spec = node.specs[0]
             return receive(shape=spec.shape, dtype=spec.dtype, source=source, sequence=number, name=node.name)
 
-        graph = rewrite(graph, rule)
+        graph = rewrite_graph(graph, rule)
         met = [n.results[0] for n in graph.nodes if n.op in COLLECTIVES]
         outputs = {name: value for name, value in graph.outputs.items() if name not in given}
         for name, to, number in self.sent[device]:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...backends.base import BufferSpec, Instruction, Program, Tensor
-from ...graph.dtypes import BY_TEXT
+from ...graph.dtypes import DTYPE_BY_NAME
 from ...graph.graph import Graph
 from ...graph.spec import Spec, make_spec
 from ...ops import REGISTRY
@@ -81,7 +81,7 @@ def _present(value: Any) -> Tensor:
     buffer, offset, shape, strides, dtype = value
     if len(shape) != len(strides):
         raise ValueError(f"a tensor has {len(shape)} axes but {len(strides)} strides")
-    return Tensor(count(buffer), count(offset), _numbers(shape), _numbers(strides), BY_TEXT[dtype])
+    return Tensor(count(buffer), count(offset), _numbers(shape), _numbers(strides), DTYPE_BY_NAME[dtype])
 
 
 def _read_spec(value: Any) -> Spec | None:

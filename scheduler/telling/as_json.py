@@ -14,13 +14,13 @@ from types import MappingProxyType
 from typing import Any
 
 from ...backends.base import Backend, Device, find
-from ...graph.arguments import TEXT, a, needs
 from ...graph.errors import BackendError, GraphError, PlanError
 from ...graph.export import from_json as graph_from_json
 from ...graph.export import to_json as graph_to_json
-from ...graph.graph import names
+from ...graph.graph import assign_names
 from ...graph.node import Node
 from ...graph.spec import Spec
+from ...graph.validation import TEXT, instance_of, validate_arguments
 from ...ops import verify
 from ..layout import Layout, Local, Shard, local_shape
 from ..lowering.lane import Lane, first_alike
@@ -33,7 +33,7 @@ from .as_data import count, layout_data, program_data, read_layout, read_program
 FORMAT = "hocket-plan-3"
 
 
-@needs(PlanError, plan=a(Plan))
+@validate_arguments(PlanError, plan=instance_of(Plan))
 def plan_to_json(plan: Plan) -> str:
     """One JSON object; `from_json` reads it back.  Devices that run the same share one program in it."""
     document = _running(plan)
@@ -56,7 +56,7 @@ def digest(plan: Plan) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@needs(PlanError, text=TEXT)
+@validate_arguments(PlanError, text=TEXT)
 def plan_from_json(text: str) -> Plan:
     """The plan that `to_json` wrote, for the same kinds of devices.  Raises `PlanError` on anything else, and
     `BackendError` if a device is not there."""
@@ -190,7 +190,7 @@ def _check(plan: Plan) -> None:
     _require(set(plan.leaves) == {n.name for n in plan.graph.nodes if n.is_leaf}, "its layouts are of other leaves")
     _require(set(plan.outputs) == set(plan.graph.outputs), "its layouts are of other outputs")
     _require(len(plan.shares) in (0, len(plan.lanes)), "it has shares for other devices")
-    called = set(names(plan.graph).values())
+    called = set(assign_names(plan.graph).values())
     for placed in plan.placed:
         known = placed.device < len(plan.lanes) and called.issuperset(placed.nodes)
         _require(known, "it places nodes or names devices that there are not")

@@ -6,14 +6,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from ...graph.arguments import a, needs
 from ...graph.errors import PlanError
+from ...graph.validation import instance_of, validate_arguments
 from ...ops.collective import COLLECTIVES
 from ..plan import Plan
 from ..units import nbytes_text, time_text
 
 
-@needs(PlanError, before=a(Plan), after=a(Plan))
+@validate_arguments(PlanError, before=instance_of(Plan), after=instance_of(Plan))
 def difference(before: Plan, after: Plan) -> tuple[str, ...]:
     """Lines on leaves, collectives, memory and time; none if the plans do the same.
 

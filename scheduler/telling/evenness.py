@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...graph.attrs import quote
+from ...graph.attrs import quote_node_name
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
 from ..layout import Local, Shard, local_shape
@@ -205,4 +205,4 @@ def _head(devices: Sequence[str], held: int, share: float, is_asked: bool) -> st
 
 
 def _named(weights: Sequence[str]) -> str:
-    return f"%{quote(weights[0])}" + (f" and {len(weights) - 1} more" if len(weights) > 1 else "")
+    return f"%{quote_node_name(weights[0])}" + (f" and {len(weights) - 1} more" if len(weights) > 1 else "")

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from ...backends.abilities import Meets
-from ...graph.attrs import quote
-from ...graph.fold import repeats
-from ...graph.graph import names
+from ...graph.attrs import quote_node_name
+from ...graph.graph import assign_names
+from ...graph.layer_folding import find_repetitions
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ...ops.collective import sequence_of
@@ -91,7 +91,7 @@ def placement_lines(plan: Plan) -> list[str]:
     """A line for each reason for which nodes run on one device alone."""
     lines = []
     for placed in plan.placed:
-        first, *others = (f"%{name if name.isdecimal() else quote(name)}" for name in placed.nodes)
+        first, *others = (f"%{name if name.isdecimal() else quote_node_name(name)}" for name in placed.nodes)
         shown = first if not others else f"{first}, {others[0]}" if len(others) == 1 else f"{first} to {others[-1]}"
         count = f"{len(placed.nodes)} node{'s' if others else ''}"
         lines.append(f"{plan.lanes[placed.device].device} alone runs {count} ({shown}): {placed.because}")
@@ -177,7 +177,7 @@ def stage_table(plan: Plan) -> list[str]:
         table.append(_row(plan, number, stage, "; ".join(said)))
     kept: list[tuple[str, ...]] = []
     notes: dict[int, str] = {}
-    for start, length, times in repeats([_likeness(row) for row in table]):
+    for start, length, times in find_repetitions([_likeness(row) for row in table]):
         kept += table[start : start + length]
         if times > 1:
             last = start + length * times - 1
@@ -212,7 +212,7 @@ class Reasons:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.because = _because(plan)
-        self.shapes = {name: [spec.shape for spec in node.specs] for node, name in names(plan.graph).items()}
+        self.shapes = {name: [spec.shape for spec in node.specs] for node, name in assign_names(plan.graph).items()}
 
     def of(self, stage: Stage) -> str:
         nodes = self._nodes(stage)
@@ -319,7 +319,7 @@ def _because(plan: Plan) -> dict[str, tuple[int, str]]:
     """On which device nodes are placed and why, by their names and by those of the weights and states they read."""
     said = {name: (placed.device, placed.because) for placed in plan.placed for name in placed.nodes}
     reasons = dict(said)
-    for node, name in names(plan.graph).items() if said else ():
+    for node, name in assign_names(plan.graph).items() if said else ():
         for leaf in map(leaf_of, node.inputs):
             if name in said:
                 reasons.setdefault(leaf.name, said[name])

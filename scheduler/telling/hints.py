@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from ...graph.graph import names
+from ...graph.graph import assign_names
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ..layout import Replicate
@@ -65,7 +65,7 @@ class _Moves:
 
     def __init__(self, plan: Plan, layouts: Mapping[Node, str]) -> None:
         self.plan, self.layouts, self.counts = plan, layouts, Counts()
-        self.called = names(plan.graph)
+        self.called = assign_names(plan.graph)
         self.users = plan.graph.users()
         self.devices = [str(lane.device) for lane in plan.lanes]
         self.held = [max(1, sum(lane.memory().values())) for lane in plan.lanes]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
-from ...graph.graph import Graph, names
+from ...graph.graph import Graph, assign_names
 from ...graph.node import Node
 from ...ops.collective import COLLECTIVES
 from ..layout import Layout, Local, Shard
@@ -20,10 +20,10 @@ SUMS = ("all_reduce", "reduce_scatter")
 
 def layouts_of(plan: Plan) -> dict[Node, str]:
     """The layout of the first result of each node, in the order of the graph."""
-    called = names(plan.graph)
+    called = assign_names(plan.graph)
     users = {name: node for node, name in called.items()}
     first = first_alike(plan.lanes)
-    own = {d: {name: n for n, name in names(plan.lanes[d].graph).items()} for d in set(first)}
+    own = {d: {name: n for n, name in assign_names(plan.lanes[d].graph).items()} for d in set(first)}
     graphs = [plan.lanes[d].graph for d in own]
     whole = {n.name.removesuffix(".zero") for graph in graphs for n in graph.nodes if n.op == "fill"}
     owed = set[str]().union(*(_owed(graph, users, whole) for graph in graphs))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ...backends.base import Instruction, Program, Tensor
-from ...graph.attrs import attr_text, quote
-from ...graph.graph import Graph, dump, names
+from ...graph.attrs import format_attribute, quote_node_name
+from ...graph.graph import Graph, assign_names, format_graph
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
 from ..layout import Layout, Shard
@@ -32,7 +32,7 @@ NAMED = 3
 
 def ref(name: str) -> str:
     """A node by the name that a dump gives it; the number of an unnamed one stays bare there."""
-    return f"%{name if name.isdecimal() else quote(name)}"
+    return f"%{name if name.isdecimal() else quote_node_name(name)}"
 
 
 def joined(found: Sequence[str]) -> str:
@@ -49,7 +49,7 @@ def factors_text(factors: Factors) -> str:
 
     Written as in einops, outer first; ``|`` stands between segments, ``!`` behind what can never be cut.
     """
-    called = names(factors.graph)
+    called = assign_names(factors.graph)
     letters = _letters(factors)
     contracted, coupled, having = (defaultdict[Factor, list[str]](list) for _ in range(3))
     for node in factors.graph.nodes:
@@ -121,7 +121,7 @@ def graphs_text(graphs: Sequence[Graph]) -> str:
     first: dict[str, int] = {}
     shown = []
     for device, graph in enumerate(graphs):
-        text = _QUOTED_NUMBER.sub(r"%\1", dump(graph))
+        text = _QUOTED_NUMBER.sub(r"%\1", format_graph(graph))
         same = first.setdefault(text, device)
         shown.append(f"device {device}" + (f":\n{text}" if same == device else f" as device {same}\n"))
     return "\n".join(shown).removesuffix("\n")
@@ -266,7 +266,7 @@ def _tensor_text(tensor: Tensor, places: Sequence[str]) -> str:
 def _attrs_text(i: Instruction) -> str:
     """Attributes other than the defaults of the op."""
     defaults = REGISTRY[i.op].defaults
-    return ", ".join(f"{k}={attr_text(v)}" for k, v in i.attrs.items() if k not in defaults or defaults[k] != v)
+    return ", ".join(f"{k}={format_attribute(v)}" for k, v in i.attrs.items() if k not in defaults or defaults[k] != v)
 
 
 # ---------------------------------------------------------------------------------------------------------- a plan
@@ -282,7 +282,7 @@ def _each(plan: Plan, text: Callable[[Program], str]) -> str:
 
 PASSES: Mapping[str, Callable[[Plan], str]] = MappingProxyType(
     {
-        "graph": lambda plan: dump(plan.graph),
+        "graph": lambda plan: format_graph(plan.graph),
         "factors": lambda plan: factors_text(Factors(plan.graph)),
         "layouts": lambda plan: layouts_text(plan.leaves, plan.outputs),
         "shards": lambda plan: graphs_text([lane.graph for lane in plan.lanes]),

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ...graph.graph import Graph
 from ...graph.node import Node
-from ...graph.repeats import BEFORE, CHUNK, Shortened
+from ...graph.repeated_runs import CHUNK_SUFFIX, PREAMBLE, ShortenedGraph
 from .held import Held
 from .indices import whole
 from .runs import Carried, Runs
@@ -28,16 +28,16 @@ class Carrying(Trace):
     """Follows the short graphs of all devices; `faults` says also what of it does not hold of all runs."""
 
     def __init__(
-        self, meaning: Meaning, graphs: Sequence[Graph], leaves: Mapping[tuple[int, str], Held], of: Shortened
+        self, meaning: Meaning, graphs: Sequence[Graph], leaves: Mapping[tuple[int, str], Held], of: ShortenedGraph
     ) -> None:
         super().__init__(meaning, graphs, leaves)
-        self.kinds = of.kinds
+        self.kinds = of.short_repetitions
         known = {graph: Runs(graph, of) for graph in set(graphs)}
         self.runs = [known[graph] for graph in graphs]
         self.owed: dict[tuple[int, Carried, int], dict[int, list[Held]]] = defaultdict(dict)
         self.names: dict[tuple[int, str, int], int] = {}  # chunks of one value may be put together
         self.made: dict[int, tuple[int, int]] = {}  # by the number of a value: which result of which node it first is
-        for at, node in enumerate(of.numbered):
+        for at, node in enumerate(of.short_nodes):
             for value in node.results:
                 self.made.setdefault(meaning.number[value], (at, value.index))
 
@@ -60,7 +60,7 @@ class Carrying(Trace):
             if any(h.owed is not None for h in held):
                 self.owed[runs.kind[node], name, index][device] = held
                 place, ending = name
-                value = place, CHUNK.sub("", ending), index
+                value = place, CHUNK_SUFFIX.sub("", ending), index
                 size = ABOVE_ALL + self.names.setdefault(value, len(self.names))
                 term = terms((((device, 1),), whole(size)), (len(self.graphs), size))
                 held = self._known([h if h.owed is None else replace(h, owed=term) for h in held])
@@ -99,7 +99,7 @@ class Carrying(Trace):
         """Of a value of a run its place there, which result it is, and how many runs ago it was made; of one from
         before all runs its number, as if it were made in each."""
         at, index = self.made[number]
-        there = self.kinds.run_of(at)
-        if there == BEFORE and self.kinds.carried_by(at, 0) is None:
+        there = self.kinds.repetition_of(at)
+        if there == PREAMBLE and self.kinds.position_if_carried(at, 0) is None:
             return at, index, -1
-        return at - self.kinds.first_of(there), index, run - there
+        return at - self.kinds.first_node_of(there), index, run - there

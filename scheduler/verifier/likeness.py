@@ -12,7 +12,7 @@ from typing import Any
 
 from ...backends.base import BufferSpec, Instruction, Program
 from ...graph.attrs import Attr
-from ...graph.graph import Graph, names
+from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
 from ...ops.collective import COLLECTIVES
 
@@ -47,7 +47,7 @@ def is_like(graph: Graph, program: Program, proven: Graph, by: Program) -> bool:
         return False
     if len(program.instructions) != len(by.instructions):
         return False
-    called = names(graph)
+    called = assign_names(graph)
     steps = [*program.instructions, *(back for _, back in program.undo)]
     known = [*by.instructions, *(back for _, back in by.undo)]
     return all(

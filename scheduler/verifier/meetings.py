@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...backends.base import Instruction, Program
-from ...graph.attrs import Attr, quote
+from ...graph.attrs import Attr, quote_node_name
 from ...graph.spec import Spec
 from ...ops.collective import COLLECTIVES, LETTERS
 
@@ -35,7 +35,7 @@ class Appointment:
         return self.op, terms, on_wire(self.shapes) if self.op == "all_reduce" else ()
 
     def __str__(self) -> str:
-        return f"{self.op} {self.sequence} (%{quote(self.node)}) of device {self.device}"
+        return f"{self.op} {self.sequence} (%{quote_node_name(self.node)}) of device {self.device}"
 
 
 def on_wire(specs: Sequence[Spec | None]) -> tuple[object, ...]:

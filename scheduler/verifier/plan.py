@@ -16,9 +16,9 @@ from functools import partial
 import numpy as np
 
 from ...backends.abilities import grade_of
-from ...graph.attrs import quote
+from ...graph.attrs import quote_node_name
 from ...graph.errors import GraphError, PlanError
-from ...graph.graph import names
+from ...graph.graph import assign_names
 from ...graph.node import Node, Value
 from ...ops import REGISTRY, op_of, verify
 from ...ops.collective import COLLECTIVES
@@ -143,7 +143,7 @@ class _Whole:
 
     def _places(self, trace: Trace) -> Iterator[str]:
         """Nodes that are computed elsewhere than the plan says; what is computed alike may be, if either may."""
-        known = {name: node for node, name in names(self.plan.graph).items()}
+        known = {name: node for node, name in assign_names(self.plan.graph).items()}
         allowed: dict[int, set[int]] = {}
         said: dict[int, tuple[str, int]] = {}
         for placed in self.plan.placed:
@@ -151,7 +151,7 @@ class _Whole:
                 yield f"nodes are placed on device {placed.device} of {self.devices}"
             for name in placed.nodes:
                 if name not in known:
-                    yield f"a node %{quote(name)} is placed that the graph does not have"
+                    yield f"a node %{quote_node_name(name)} is placed that the graph does not have"
                     continue
                 number = self.meaning.number[known.pop(name).results[0]]
                 allowed.setdefault(number, set()).add(placed.device)
@@ -161,13 +161,13 @@ class _Whole:
         for numbers, where in trace.computed.items():
             if numbers <= allowed.keys() and (strange := where.difference(*(allowed[n] for n in numbers))):
                 name, device = said[min(numbers)]
-                yield f"%{quote(name)} is placed on device {device}, and computed on {sorted(strange)}"
+                yield f"%{quote_node_name(name)} is placed on device {device}, and computed on {sorted(strange)}"
         for number, devices in allowed.items():
             value = self.meaning.values[number]
             is_made = value.spec.size and not value.node.is_leaf and not op_of(value.node).is_view
             if is_made and devices.isdisjoint(trace.complete.get(number, ())):
                 name, device = said[number]
-                yield f"%{quote(name)} is placed on device {device}, and not computed there"
+                yield f"%{quote_node_name(name)} is placed on device {device}, and not computed there"
 
     # ---------------------------------------------------------------------------------------------------- layouts
 
@@ -256,13 +256,14 @@ class _Whole:
                 changes = self.meaning.number[new] != self.meaning.number[state]
                 if mine is None:
                     if name in updates:
-                        yield f"device {device} updates state %{quote(name)}, which does not lie there"
+                        yield f"device {device} updates state %{quote_node_name(name)}, which does not lie there"
                 elif name in updates:
-                    yield from self._ends_as(trace, device, updates[name], new, mine, f"state %{quote(name)}")
+                    yield from self._ends_as(trace, device, updates[name], new, mine, f"state %{quote_node_name(name)}")
                 elif changes and 0 not in map(len, mine):
-                    yield f"device {device} does not update its part of state %{quote(name)}"
+                    yield f"device {device} does not update its part of state %{quote_node_name(name)}"
                 if mine is not None and name not in held and _shows(self.plan.leaves[name], device, mine):
-                    yield f"device {device} does not have state %{quote(name)}, which is read there between runs"
+                    label = f"%{quote_node_name(name)}"
+                    yield f"device {device} does not have state {label}, which is read there between runs"
 
     def _ends_as(
         self, trace: Trace, device: int, local: Value, value: Value, wanted: tuple[Index, ...], what: str

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ...backends.base import ALIGNMENT, Backend, BufferSpec, Instruction, Program, Tensor
-from ...graph.attrs import quote
+from ...graph.attrs import quote_node_name
 from ...graph.errors import PlanError
-from ...graph.graph import Graph, names
+from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
 from ...ops import op_of
 from ...ops.elementwise import cont
@@ -51,13 +51,13 @@ def _buffer_faults(graph: Graph, program: Program, backend: Backend) -> Iterator
         key = buffer.kind, buffer.name
         if key not in leaves or times[key] > 1:
             again = "and so is another" if key in leaves else "which the graph does not have"
-            yield f"buffer {number} is {buffer.kind} %{quote(buffer.name)}, {again}"
+            yield f"buffer {number} is {buffer.kind} %{quote_node_name(buffer.name)}, {again}"
             continue
         stored = backend.stored(leaves[key], buffer.kind)
         if buffer != BufferSpec(*key, stored.nbytes, leaves[key], stored):
-            yield f"{buffer} is for {buffer.kind} %{quote(buffer.name)}: {leaves[key]}, kept as {stored}"
+            yield f"{buffer} is for {buffer.kind} %{quote_node_name(buffer.name)}: {leaves[key]}, kept as {stored}"
     for kind, name in leaves.keys() - times.keys():
-        yield f"{kind} %{quote(name)} has no buffer"
+        yield f"{kind} %{quote_node_name(name)} has no buffer"
 
 
 class _Run:
@@ -65,7 +65,7 @@ class _Run:
 
     def __init__(self, graph: Graph, program: Program, backend: Backend) -> None:
         self.graph, self.program, self.backend = graph, program, backend
-        self.called, self.views, self.memory = names(graph), Views(backend), Memory(program)
+        self.called, self.views, self.memory = assign_names(graph), Views(backend), Memory(program)
         self.journal = Journal(graph, program, backend, self.memory)
         self.states = {number: b.name for number, b in enumerate(program.buffers) if b.kind == "state"}
         self.updates = {s.node.name: (s, v) for s, v in graph.updates.items()}
@@ -94,9 +94,9 @@ class _Run:
         for number, buffer in enumerate(program.buffers[1:], 1):
             memory.write((number, 0, buffer.nbytes), leaves[buffer.kind, buffer.name])
         for name in program.inputs.keys() - {v.node.name for v in self.graph.inputs}:
-            yield f"input %{quote(name)} has a place, and the graph does not have it"
+            yield f"input %{quote_node_name(name)} has a place, and the graph does not have it"
         for value in self.graph.inputs:
-            what = f"input %{quote(value.node.name)}"
+            what = f"input %{quote_node_name(value.node.name)}"
             if value.node.name not in program.inputs:
                 yield f"{what} has no place"
                 continue
@@ -128,7 +128,7 @@ class _Run:
         for number, buffer in enumerate(program.buffers[1:], 1):
             _, held = memory.holds((number, 0, buffer.nbytes))
             if buffer.nbytes and not self._is_left(held, buffer):
-                yield f"at the end, {buffer.kind} %{quote(buffer.name)} holds {show(held)}"
+                yield f"at the end, {buffer.kind} %{quote_node_name(buffer.name)} holds {show(held)}"
         if not memory.top <= program.buffers[0].nbytes < memory.top + ALIGNMENT:
             yield f"its arena has {program.buffers[0].nbytes} bytes, and what lies in it needs {memory.top}"
 
@@ -191,7 +191,7 @@ class _Run:
             return "the graph has no such node, nor does it copy a new state"
         state, new = update = self.updates[name]
         if (i.op, i.attrs, i.node) != (cont.name, cont.defaults, f"{self.called[state.node]}.update"):
-            return f"{i.op} is no copy of the new state over %{quote(name)}"
+            return f"{i.op} is no copy of the new state over %{quote_node_name(name)}"
         return cont(new).node, (state,), update
 
     def _operands(self, node: Node, i: Instruction) -> Iterator[str]:

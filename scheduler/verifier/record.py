@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from ...backends.base import DeviceName
-from ...graph.attrs import quote
+from ...graph.attrs import quote_node_name
 from ...graph.errors import BackendError, GraphError, HocketError
 from ...ops import verify
 from ..layout import Layout, Local, Replicate, Shard
@@ -97,6 +97,6 @@ def _cut_faults(plan: Plan) -> Iterator[str]:
             continue
         name, axis, segment, place = cut
         if name not in stored or not 0 <= axis < len(stored[name].specs[0].shape) or segment < 0 or place < 0:
-            yield f"a cut of %{quote(name)} on axis {axis} is none"
+            yield f"a cut of %{quote_node_name(name)} on axis {axis} is none"
         elif isinstance(layout := plan.leaves.get(name), Shard) and layout.axis != axis:
-            yield f"%{quote(name)} is said to be cut on axis {axis}, and lies as {layout}"
+            yield f"%{quote_node_name(name)} is said to be cut on axis {axis}, and lies as {layout}"

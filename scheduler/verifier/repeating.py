@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from ...graph.graph import Graph
 from ...graph.node import Node
-from ...graph.repeats import BEFORE, Shortened
+from ...graph.repeated_runs import PREAMBLE, ShortenedGraph
 from ..layout import Layout
 from ..plan import Lane, Plan
 from .runs import Runs, run_faults
@@ -28,45 +28,47 @@ NUMBERED = re.compile(r"(\d{1,9})(\..*)?", re.ASCII | re.DOTALL)
 """How nodes of devices are called: by the number of a node of the short graph, and an ending if they convert it."""
 
 
-def shortened_of(plan: Plan) -> Shortened | None:
+def shortened_of(plan: Plan) -> ShortenedGraph | None:
     """What all lanes of `plan` repeat; None if each lane is to be looked at step by step."""
     shorts = [lane.short for lane in plan.lanes]
     first = shorts[0] if shorts else None
     return first.of if first is not None and all(s is not None and s.of is first.of for s in shorts) else None
 
 
-def short_plan(plan: Plan, of: Shortened) -> Plan:
+def short_plan(plan: Plan, of: ShortenedGraph) -> Plan:
     """What `plan` says of the short graph."""
     lanes = [
         Lane(lane.device, lane.backend, lane.short.graph, lane.short.program)
         for lane in plan.lanes
         if lane.short is not None
     ]
-    shift = (of.repeats.times - of.times) * of.repeats.length
+    shift = (of.deep_repetitions.count - of.short_count) * of.deep_repetitions.length
     leaves: dict[str, Layout] = {}
-    for number, node in enumerate(of.numbered):
+    for number, node in enumerate(of.short_nodes):
         if node.is_leaf:
-            long = of.nodes[number + (shift if of.kinds.run_of(number) == of.times else 0)]
+            long = of.deep_nodes[
+                number + (shift if of.short_repetitions.repetition_of(number) == of.short_count else 0)
+            ]
             leaves[node.name] = plan.leaves[long.name]
-    return replace(plan, graph=of.short, lanes=tuple(lanes), leaves=leaves, cuts=frozenset())
+    return replace(plan, graph=of.short_graph, lanes=tuple(lanes), leaves=leaves, cuts=frozenset())
 
 
-def length_faults(plan: Plan, of: Shortened) -> Iterator[str]:
+def length_faults(plan: Plan, of: ShortenedGraph) -> Iterator[str]:
     """Why the plan's graph is not the short one, whose runs come oftener; or why leaves of its runs lie otherwise."""
-    runs, left_out = of.repeats, (of.repeats.times - of.times) * of.repeats.length
-    sizes = len(of.long.nodes), len(of.short.nodes)
-    if plan.graph is not of.long or plan.placed:
+    runs, left_out = of.deep_repetitions, (of.deep_repetitions.count - of.short_count) * of.deep_repetitions.length
+    sizes = len(of.deep_graph.nodes), len(of.short_graph.nodes)
+    if plan.graph is not of.deep_graph or plan.placed:
         yield "its lanes repeat runs of another graph, or nodes are placed"
         return
-    room = sizes[0] - runs.start - runs.times * runs.length
-    if min(runs.start, runs.length - 1, of.times - 1, left_out, room) < 0 or sizes[0] != sizes[1] + left_out:
-        yield f"its lanes repeat {of.times} kinds of {runs}, which the graph of {sizes[0]} nodes does not have"
+    room = sizes[0] - runs.start - runs.count * runs.length
+    if min(runs.start, runs.length - 1, of.short_count - 1, left_out, room) < 0 or sizes[0] != sizes[1] + left_out:
+        yield f"its lanes repeat {of.short_count} kinds of {runs}, which the graph of {sizes[0]} nodes does not have"
         return
-    place = {node: at for nodes in (of.nodes, of.numbered) for at, node in enumerate(nodes)}
-    for number, node in enumerate(of.nodes):
-        run = runs.run_of(number)
+    place = {node: at for nodes in (of.deep_nodes, of.short_nodes) for at, node in enumerate(nodes)}
+    for number, node in enumerate(of.deep_nodes):
+        run = runs.repetition_of(number)
         kind = _kind(of, run)
-        short = of.numbered[number - (run - kind) * runs.length]
+        short = of.short_nodes[number - (run - kind) * runs.length]
         if (node.op, node.attrs, node.specs) != (short.op, short.attrs, short.specs) or short.name != str(place[short]):
             yield f"{node!r} of run {run} is not like {short!r}"
             return
@@ -74,68 +76,77 @@ def length_faults(plan: Plan, of: Shortened) -> Iterator[str]:
         if reads != [None if s is None else (place[s.node], s.index) for s in short.src]:
             yield f"{node!r} of run {run} reads other values than {short!r}"
             return
-        if node.is_leaf and plan.leaves[node.name] != plan.leaves[of.nodes[_first_like(of, number, run)].name]:
+        if node.is_leaf and plan.leaves[node.name] != plan.leaves[of.deep_nodes[_first_like(of, number, run)].name]:
             yield f"{node.op} %{node.label} of run {run} lies otherwise than that of another run of its kind"
     yield from _ends(of, place)
 
 
-def _kind(of: Shortened, run: int) -> int:
+def _kind(of: ShortenedGraph, run: int) -> int:
     """Of which kind a run is."""
-    return BEFORE if run == BEFORE else of.times if run == of.repeats.times else run % of.times
+    return PREAMBLE if run == PREAMBLE else of.short_count if run == of.deep_repetitions.count else run % of.short_count
 
 
-def _first_like(of: Shortened, number: int, run: int) -> int:
+def _first_like(of: ShortenedGraph, number: int, run: int) -> int:
     """Which node is like this one of a run in the first run of its kind."""
-    return number if run in (BEFORE, of.repeats.times) else number - (run - run % of.times) * of.repeats.length
+    return (
+        number
+        if run in (PREAMBLE, of.deep_repetitions.count)
+        else number - (run - run % of.short_count) * of.deep_repetitions.length
+    )
 
 
-def _standing(of: Shortened, source: int, run: int, kind: int) -> int | None:
+def _standing(of: ShortenedGraph, source: int, run: int, kind: int) -> int | None:
     """The node of the short graph that stands for node `source` of the long one where a run of that kind reads it."""
-    there, length = of.repeats.run_of(source), of.repeats.length
+    there, length = of.deep_repetitions.repetition_of(source), of.deep_repetitions.length
     if there == run:
         return source - (run - kind) * length
-    carried = of.repeats.carried_by(source, run) if run != BEFORE else None
+    carried = of.deep_repetitions.position_if_carried(source, run) if run != PREAMBLE else None
     if carried is not None and there == run - 1:
-        return of.kinds.first_of(kind - 1) + carried
-    lasts = there == BEFORE and of.repeats.carried_by(source, 0) is None
+        return of.short_repetitions.first_node_of(kind - 1) + carried
+    lasts = there == PREAMBLE and of.deep_repetitions.position_if_carried(source, 0) is None
     return source if lasts else None
 
 
-def _ends(of: Shortened, place: Mapping[Node, int]) -> Iterator[str]:
+def _ends(of: ShortenedGraph, place: Mapping[Node, int]) -> Iterator[str]:
     """Outputs belong to no run, and states change within one, the same in all runs of a kind."""
 
     def changes(graph: Graph) -> dict[int, set[tuple[int, int, int]]]:
-        runs, found = (of.repeats if graph is of.long else of.kinds), defaultdict[int, set[tuple[int, int, int]]](set)
+        runs, found = (
+            (of.deep_repetitions if graph is of.deep_graph else of.short_repetitions),
+            defaultdict[int, set[tuple[int, int, int]]](set),
+        )
         for old, new in graph.updates.items():
-            first = runs.first_of(runs.run_of(place[old.node]))
-            found[runs.run_of(place[old.node])].add((place[old.node] - first, place[new.node] - first, new.index))
+            first = runs.first_node_of(runs.repetition_of(place[old.node]))
+            found[runs.repetition_of(place[old.node])].add(
+                (place[old.node] - first, place[new.node] - first, new.index)
+            )
         return found
 
-    long, short = changes(of.long), changes(of.short)
-    for run in {*long, *(r for r, kind in of.runs if kind in short)}:
+    long, short = changes(of.deep_graph), changes(of.short_graph)
+    for run in {*long, *(r for r, kind in of.repetitions_with_kind if kind in short)}:
         if long[run] != short[_kind(of, run)]:
             yield f"states of run {run} change otherwise than those of its kind"
-    if of.long.outputs.keys() != of.short.outputs.keys():
+    if of.deep_graph.outputs.keys() != of.short_graph.outputs.keys():
         yield "the short graph has other outputs"
         return
-    for name, value in of.long.outputs.items():
-        run, twin = of.repeats.run_of(place[value.node]), of.short.outputs[name]
-        if 0 <= run < of.repeats.times:
+    for name, value in of.deep_graph.outputs.items():
+        run, twin = of.deep_repetitions.repetition_of(place[value.node]), of.short_graph.outputs[name]
+        if 0 <= run < of.deep_repetitions.count:
             yield f"output {name!r} belongs to run {run}"
         elif _standing(of, place[value.node], run, _kind(of, run)) != place[twin.node] or value.index != twin.index:
             yield f"output {name!r} of the short graph is another"
 
 
-def name_faults(short: Plan, of: Shortened) -> Iterator[str]:
+def name_faults(short: Plan, of: ShortenedGraph) -> Iterator[str]:
     """Nodes of devices that are not called by numbers of nodes of the short graph."""
     for device, lane in enumerate(short.lanes):
         for node in lane.graph.nodes:
             named = NUMBERED.fullmatch(node.name)
-            if named is None or int(named[1]) >= len(of.short.nodes):
+            if named is None or int(named[1]) >= len(of.short_graph.nodes):
                 yield f"device {device}: {node!r} is called by no number of a node of the short graph"
 
 
-def repetition_faults(short: Plan, of: Shortened) -> Iterator[str]:
+def repetition_faults(short: Plan, of: ShortenedGraph) -> Iterator[str]:
     """Why runs of the proven plan of the short graph may not be repeated on a device, or devices do not meet alike."""
     said: dict[tuple[object, ...], list[str]] = {}
     meetings = [Runs(lane.graph, of).meetings() for lane in short.lanes[:1]]

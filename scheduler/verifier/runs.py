@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 from ...backends.base import ALIGNMENT, Backend, Instruction, Program, Tensor
-from ...graph.attrs import quote
+from ...graph.attrs import quote_node_name
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
-from ...graph.repeats import BEFORE, Shortened, parts
+from ...graph.repeated_runs import PREAMBLE, ShortenedGraph, split_numbered_name
 from ...ops.collective import sequence_of
 from .contents import Views, extent_of, meet
 
@@ -27,19 +27,19 @@ Extent: TypeAlias = tuple[int, int, int]
 class Runs:
     """In which run each node of a device's short graph is, and what is carried between runs."""
 
-    def __init__(self, graph: Graph, of: Shortened) -> None:
+    def __init__(self, graph: Graph, of: ShortenedGraph) -> None:
         self.graph, self.of = graph, of
-        self.kind = of.kinds_of(graph)
+        self.kind = of.kind_by_node(graph)
         read = {self.name_of(s.node, self.kind[node]) for node in graph.nodes for s in node.inputs} - {None}
         offered = ((node, self.name_of(node, self.kind[node] + 1)) for node in graph.nodes)
         self.carried = {node: name for node, name in offered if name is not None and name in read}
 
     def name_of(self, node: Node, reader: int) -> Carried | None:
         """As what run `reader` finds `node` among what is carried to it; None if it is none of that."""
-        if self.kind[node] != reader - 1 or not BEFORE < reader <= self.of.times:
+        if self.kind[node] != reader - 1 or not PREAMBLE < reader <= self.of.short_count:
             return None
-        number, ending = parts(node.name)
-        place = self.of.kinds.carried_by(number, reader)
+        number, ending = split_numbered_name(node.name)
+        place = self.of.short_repetitions.position_if_carried(number, reader)
         return None if place is None else (place, ending)
 
     def meetings(self) -> list[tuple[int, int]]:
@@ -54,29 +54,34 @@ class Runs:
             for source in node.inputs:
                 there, is_leaf = self.kind[source.node], source.node.is_leaf
                 is_carried = self.name_of(source.node, kind) is not None
-                lasts = there == BEFORE and (not is_carried or kind == BEFORE) and not self._stands_for_one(source.node)
+                lasts = (
+                    there == PREAMBLE and (not is_carried or kind == PREAMBLE) and not self._stands_for_one(source.node)
+                )
                 if there != kind and not lasts and not (is_carried and not is_leaf):
                     yield f"{node!r} of run {kind} reads {source!r} of run {there}"
         makers: dict[Carried, list[Node]] = defaultdict(list)
         for node, name in self.carried.items():
             makers[name].append(node)
         for (place, ending), nodes in makers.items():
-            makes = sorted(self.kind[node] for node in nodes) == [*range(BEFORE, self.of.times)]
+            makes = sorted(self.kind[node] for node in nodes) == [*range(PREAMBLE, self.of.short_count)]
             if not makes or len({node.specs for node in nodes}) > 1:
                 yield f"what is carried from place {place} of a run{f' ({ending})' * bool(ending)} differs between runs"
         for old, new in self.graph.updates.items():
             if self.kind[old.node] != self.kind[new.node]:
                 yield f"{old!r} changes in another run"
         for output, value in self.graph.outputs.items():
-            if self.kind[value.node] not in (BEFORE, self.of.times) or output not in self.of.short.outputs:
+            if (
+                self.kind[value.node] not in (PREAMBLE, self.of.short_count)
+                or output not in self.of.short_graph.outputs
+            ):
                 yield f"output {output!r} belongs to a run"
 
     def _stands_for_one(self, node: Node) -> bool:
         """Whether a node before all runs stands for what a run carries."""
-        return self.of.kinds.carried_by(parts(node.name)[0], 0) is not None
+        return self.of.short_repetitions.position_if_carried(split_numbered_name(node.name)[0], 0) is not None
 
 
-def run_faults(graph: Graph, program: Program, backend: Backend, of: Shortened) -> Iterator[str]:
+def run_faults(graph: Graph, program: Program, backend: Backend, of: ShortenedGraph) -> Iterator[str]:
     """Everything that keeps runs of a proven `program` from being repeated, as text."""
     runs = Runs(graph, of)
     complaints = list(runs.faults())
@@ -90,9 +95,9 @@ class _Steps:
         self.runs, self.of, self.program, self.views = runs, runs.of, program, Views(backend)
         nodes = runs.graph.nodes
         self.kinds = [
-            runs.kind[nodes[i.index]] if i.index >= 0 else self.of.kind_of(i.node) for i in program.instructions
+            runs.kind[nodes[i.index]] if i.index >= 0 else self.of.kind_of_name(i.node) for i in program.instructions
         ]
-        self.buffers = [BEFORE, *(self.of.kind_of(b.name) for b in program.buffers[1:])]
+        self.buffers = [PREAMBLE, *(self.of.kind_of_name(b.name) for b in program.buffers[1:])]
         self.lies: dict[Value, Tensor] = {v: program.inputs[v.node.name] for v in runs.graph.inputs}
         for i in program.instructions:
             if i.index >= 0:
@@ -111,7 +116,7 @@ class _Steps:
         yield from self._overwritten(self._lasting(), carried)
 
     def _inner(self, kind: int) -> bool:
-        return BEFORE < kind < self.of.times
+        return PREAMBLE < kind < self.of.short_count
 
     def _kept(self) -> Iterator[str]:
         """What runs save lies in turn at the top of the arena, and nothing else there."""
@@ -135,18 +140,18 @@ class _Steps:
         for at, i in enumerate(program.instructions):
             if at not in program.saves:
                 if i.index < 0:
-                    yield f"step %{quote(i.node)} copies a state when all runs have ended"
+                    yield f"step %{quote_node_name(i.node)} copies a state when all runs have ended"
                 elif any(t is not None and extent_of(t) in own for t in (*i.dst, i.scratch)):
-                    yield f"step %{quote(i.node)} writes where runs keep what they saved"
+                    yield f"step %{quote_node_name(i.node)} writes where runs keep what they saved"
 
     def _buffers(self, i: Instruction, kind: int) -> Iterator[str]:
         """A step reads leaves of its own run and those of none, and writes states of its own run."""
         for tensor in (*i.src, *i.dst):
-            if tensor is not None and tensor.buffer and self.buffers[tensor.buffer] not in (kind, BEFORE):
-                yield f"step %{quote(i.node)} of run {kind} uses a leaf of run {self.buffers[tensor.buffer]}"
+            if tensor is not None and tensor.buffer and self.buffers[tensor.buffer] not in (kind, PREAMBLE):
+                yield f"step %{quote_node_name(i.node)} of run {kind} uses a leaf of run {self.buffers[tensor.buffer]}"
         for tensor in i.dst:
             if tensor.buffer and self.buffers[tensor.buffer] != kind:
-                yield f"step %{quote(i.node)} of run {kind} writes a state of another run"
+                yield f"step %{quote_node_name(i.node)} of run {kind} writes a state of another run"
 
     def _base(self, value: Value) -> Value:
         return self.views.of(value).base
@@ -160,11 +165,11 @@ class _Steps:
                 base = self._base(value)
                 if base not in self.lies:
                     return f"{base!r} is carried from run to run, and lies in no arena"
-                number, ending = parts(base.node.name)
+                number, ending = split_numbered_name(base.node.name)
                 kind = self.runs.kind[node]
                 if (there := self.runs.kind[base.node]) != kind:
                     return f"{value!r} is carried from run {kind}, and lies in memory of run {there}"
-                name = number - self.of.kinds.first_of(kind), ending, base.index
+                name = number - self.of.short_repetitions.first_node_of(kind), ending, base.index
                 found[base] = extent_of(self.lies[base])
                 if places.setdefault(name, found[base]) != found[base]:
                     return f"{base!r} is carried at bytes {found[base][1:]} of the arena, and in another run elsewhere"
@@ -173,9 +178,9 @@ class _Steps:
     def _lasting(self) -> Mapping[Value, Extent]:
         """What is made before all runs and read in or behind them, but for what stands for what a run carries."""
         graph, kind = self.runs.graph, self.runs.kind
-        read = [s for node in graph.nodes if kind[node] != BEFORE for s in node.inputs]
+        read = [s for node in graph.nodes if kind[node] != PREAMBLE for s in node.inputs]
         bases = {self._base(v) for v in (*read, *graph.outputs.values()) if v.node not in self.runs.carried}
-        there = {v for v in bases & self.lies.keys() if kind[v.node] == BEFORE or v.node.op == "input"}
+        there = {v for v in bases & self.lies.keys() if kind[v.node] == PREAMBLE or v.node.op == "input"}
         return {v: extent_of(self.lies[v]) for v in there}
 
     def _overwritten(self, lasting: Mapping[Value, Extent], carried: Mapping[Value, Extent]) -> Iterator[str]:
@@ -186,8 +191,9 @@ class _Steps:
             own = nodes[i.index].results if i.index >= 0 else ()
             for value, extent in lasting.items() if self._inner(kind) else ():
                 if any(meet(extent, other) for other in written):
-                    yield f"step %{quote(i.node)} of run {kind} overwrites {value!r}, which later runs read"
+                    yield f"step %{quote_node_name(i.node)} of run {kind} overwrites {value!r}, which later runs read"
             for value, extent in ready.items():
                 if self.runs.kind[value.node] == kind and any(meet(extent, other) for other in written):
-                    yield f"step %{quote(i.node)} of run {kind} overwrites {value!r}, which the next run reads"
+                    step = f"step %{quote_node_name(i.node)} of run {kind}"
+                    yield f"{step} overwrites {value!r}, which the next run reads"
             ready.update((value, carried[value]) for value in own if value in carried)

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...backends.base import ALIGNMENT, Backend, Instruction, Program, Tensor
-from ...graph.attrs import quote
-from ...graph.dtypes import WRITTEN, DType
+from ...graph.attrs import quote_node_name
+from ...graph.dtypes import STATE_DTYPES, DType
 from ...graph.graph import Graph
 from ...graph.node import Node, Value, input
 from ...ops import REGISTRY, op_of
@@ -45,7 +45,7 @@ class Step:
     node: str
 
     def __str__(self) -> str:
-        return f"step {self.number} (%{quote(self.node)})"
+        return f"step {self.number} (%{quote_node_name(self.node)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Kept:
     state: str
 
     def __repr__(self) -> str:
-        return f"what was saved of %{quote(self.state)}"
+        return f"what was saved of %{quote_node_name(self.state)}"
 
 
 def nodes_of(i: Instruction, state: Value) -> tuple[Node, Node]:
@@ -91,7 +91,7 @@ class Journal:
 
     def save(self, step: int, i: Instruction) -> Iterator[str]:
         """Faults of the instruction that saves, and of the one that puts back what it saved."""
-        where, back = f"step {step} (%{quote(i.node)}, which saves)", self.backs[step]
+        where, back = f"step {step} (%{quote_node_name(i.node)}, which saves)", self.backs[step]
         complaints = list(self._shape(i, back)) or list(self._nodes(i, back))
         yield from (f"{where}: {why}" for why in complaints)
         if complaints:
@@ -102,9 +102,9 @@ class Journal:
         _, held = self.memory.holds(extent_of(state))
         earlier, leaf = self.saved.get(state.buffer), self.states.get(name)
         if earlier is None and held != leaf:
-            yield f"{where}: %{quote(name)} holds {show(held)} and no longer what it held before the step"
+            yield f"{where}: %{quote_node_name(name)} holds {show(held)} and no longer what it held before the step"
         if earlier is not None and (earlier.index is None or held == leaf or not isinstance(held, Value)):
-            yield f"{where}: %{quote(name)} is saved a second time, and holds {show(held)}"
+            yield f"{where}: %{quote_node_name(name)} is saved a second time, and holds {show(held)}"
         index = i.src[1] if len(i.src) > 1 else None
         self.saved[state.buffer] = Saved(step, state, index)
         for tensor in (i.scratch, kept):
@@ -134,7 +134,7 @@ class Journal:
         index = i.src[1:]
         wanted = (kept,) if not index else (state, kept, *index)
         if (back.src, back.dst) != (wanted, (state,)) or len(i.dst) != 1 or len(index) != (i.op == get_rows.name):
-            yield f"%{quote(back.node)} does not put back what was saved where it was"
+            yield f"%{quote_node_name(back.node)} does not put back what was saved where it was"
             return
         taken = [t for t in (kept, i.scratch, back.scratch) if t is not None]
         for tensor in (*i.src, *taken):
@@ -165,9 +165,9 @@ class Journal:
         nodes = nodes_of(i, leaf)
         dtypes = kept_dtype(self.backend, leaf), kept_dtype(self.backend, nodes[0].results[0])
         if (state.dtype, kept.dtype) != dtypes or not (index or state.shape == leaf.shape):
-            yield f"{state} is kept as {kept}, need {dtypes[0]} of %{quote(name)} as {dtypes[1]}"
+            yield f"{state} is kept as {kept}, need {dtypes[0]} of %{quote_node_name(name)} as {dtypes[1]}"
         if (i.node, back.node) != (f"{name}.save", f"{name}.undo"):
-            yield f"it saves %{quote(name)}, which is put back by %{quote(back.node)}"
+            yield f"it saves %{quote_node_name(name)}, which is put back by %{quote_node_name(back.node)}"
         for node, step in zip(nodes, (i, back), strict=True):
             if why := scratch_fault(self.memory, step.scratch, self.backend.scratch(node)):
                 yield f"{step.op}: {why}"
@@ -188,9 +188,9 @@ class Journal:
                 continue
             saved = self.saved.get(tensor.buffer)
             if saved is None:
-                yield f"{where}: overwrites state %{quote(buffer.name)}, which nothing saved before"
+                yield f"{where}: overwrites state %{quote_node_name(buffer.name)}, which nothing saved before"
             elif saved.index is not None and not _changes_only(node, result, i, saved):
-                yield f"{where}: overwrites more of state %{quote(buffer.name)} than the rows that were saved"
+                yield f"{where}: overwrites more of state %{quote_node_name(buffer.name)} than the rows that were saved"
 
     def _lost(self, where: object) -> Iterator[str]:
         """Whether what was just overwritten is needed to undo the step.
@@ -218,7 +218,7 @@ class Journal:
                 continue
             self.memory.top = max(self.memory.top, extent_of(back.scratch)[2])
             if any(meet(extent_of(back.scratch), kept) for kept in self.kept):
-                yield f"%{quote(back.node)} has its scratch where something is kept to undo the step"
+                yield f"%{quote_node_name(back.node)} has its scratch where something is kept to undo the step"
 
 
 def _numbers_rows(index: Tensor, table: Tensor) -> bool:
@@ -232,7 +232,7 @@ def _present(tensor: Tensor | None) -> Tensor:
 
 def _exact(state: Tensor, kept: Tensor) -> bool:
     """Whether every number of a state can be kept there."""
-    return kept.dtype is state.dtype or (kept.dtype is DType.F32 and state.dtype in WRITTEN)
+    return kept.dtype is state.dtype or (kept.dtype is DType.F32 and state.dtype in STATE_DTYPES)
 
 
 def _changes_only(node: Node | None, result: int, i: Instruction, saved: Saved) -> bool:

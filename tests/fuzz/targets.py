@@ -28,7 +28,7 @@ from hocket.frontends.models import Step, load_model
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Group, Session
-from hocket.graph import Graph, dump, from_json, input, parse, state, to_json, weight
+from hocket.graph import Graph, format_graph, from_json, input, parse, state, to_json, weight
 from hocket.graph.errors import GraphError, HocketError
 from hocket.scheduler import plan_for
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
@@ -200,7 +200,7 @@ GRAPHS = (layer, product, constants)
 
 def dumps() -> list[bytes]:
     recorded = [path.read_bytes() for path in sorted((TESTS / "goldens" / "passes").glob("*/1-built.txt"))]
-    return [*(dump(graph()).encode() for graph in GRAPHS), *(text for text in recorded if _is_dump(text))]
+    return [*(format_graph(graph()).encode() for graph in GRAPHS), *(text for text in recorded if _is_dump(text))]
 
 
 def _is_dump(text: bytes) -> bool:
@@ -228,7 +228,7 @@ def read_json_graph(data: bytes) -> None:
 def _check_graph(graph: Graph) -> None:
     """It is written and read back alike; a legal one can be planned."""
     ops.verify(graph)
-    assert parse(dump(graph)).digest() == graph.digest(), "the dump reads back as another graph"
+    assert parse(format_graph(graph)).digest() == graph.digest(), "the dump reads back as another graph"
     assert from_json(to_json(graph)).digest() == graph.digest(), "the JSON reads back as another graph"
     if len(graph.nodes) < 64:
         plan_for(graph, [find("numpy:0")])

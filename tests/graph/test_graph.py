@@ -18,18 +18,18 @@ from hocket.graph import (
     Value,
     constant,
     constant_array,
-    dump,
+    format_graph,
     input,
+    list_problems,
     make_spec,
     parse,
-    problems,
-    rewrite,
+    replace_values,
+    rewrite_graph,
     state,
-    substitute,
     verify,
     weight,
 )
-from hocket.graph.verify import RULES
+from hocket.graph.graph_rules import GRAPH_RULES
 
 from ..given.graphs.random_graphs import bindings, seeded_graph
 
@@ -49,7 +49,7 @@ S = state("s", (2,))
 def test_the_repr_of_a_node_is_its_line_of_the_dump():
     y = ops.mul_mat(weight("ffn_up", (3, 8), "f16"), input("norm", (2, 8)), name="up")
     assert repr(y.node) == "%up = mul_mat(%ffn_up, %norm, ordered=false, exact=true) : f32[2,3]"
-    assert repr(y.node) in dump(Graph({"y": y})).splitlines()
+    assert repr(y.node) in format_graph(Graph({"y": y})).splitlines()
     assert repr(y) == "%up: f32[2,3]"
 
 
@@ -73,7 +73,12 @@ def test_the_repr_of_an_unnamed_node_calls_it_by_its_op():
 
 def test_the_repr_of_a_graph_is_its_dump():
     graph = Graph({"y": ops.silu(X)})
-    assert repr(graph) == str(graph) == dump(graph) == "%x = input() : f32[2]\n%0 = silu(%x) : f32[2]\nreturn y=%0\n"
+    assert (
+        repr(graph)
+        == str(graph)
+        == format_graph(graph)
+        == "%x = input() : f32[2]\n%0 = silu(%x) : f32[2]\nreturn y=%0\n"
+    )
 
 
 def test_a_name_with_a_newline_stays_on_one_line_in_every_message():
@@ -155,7 +160,7 @@ def test_bytes_of_a_spec_count_whole_blocks():
 def test_a_constant_keeps_shape_and_numbers(array, dtype):
     value = constant("c", array)
     assert value.spec == Spec(np.shape(array), DType[dtype.upper()])
-    again = parse(dump(Graph({"c": value}))).outputs["c"].node
+    again = parse(format_graph(Graph({"c": value}))).outputs["c"].node
     for one in (value.node, again):
         back = constant_array(one)
         assert back.dtype == value.dtype.storage
@@ -305,19 +310,19 @@ def test_a_graph_with_a_cycle_is_refused():
 def test_breaking_one_rule_gives_its_message(rule):
     assert rule.__doc__
     for graph, message in BROKEN[rule.__name__]:
-        faults = problems(graph, ops.RULES)
+        faults = list_problems(graph, ops.RULES)
         assert any(message in why for why in faults), faults
         assert not [why for why in faults if "\n" in why]
         with pytest.raises(GraphError):
             ops.verify(graph)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", GRAPH_RULES, ids=lambda rule: rule.__name__)
 def test_a_rule_of_graphs_needs_no_registry_and_is_alone_broken(rule):
     graph, message = BROKEN[rule.__name__][0]
-    (only,) = problems(graph)
+    (only,) = list_problems(graph)
     assert message in only
-    assert not [why for other in RULES if other is not rule for why in problems(graph, [other])]
+    assert not [why for other in GRAPH_RULES if other is not rule for why in list_problems(graph, [other])]
 
 
 def test_the_first_problem_is_told_and_the_others_are_counted():
@@ -342,23 +347,23 @@ def test_random_graphs_obey_every_rule_and_can_be_computed():
 def test_rewriting_nothing_gives_the_graph_itself():
     for seed in range(20):
         graph = seeded_graph(seed)
-        assert rewrite(graph, lambda node: None) is rewrite(graph, lambda node: node.results) is graph
+        assert rewrite_graph(graph, lambda node: None) is rewrite_graph(graph, lambda node: node.results) is graph
 
 
 def test_rewriting_one_node_shares_what_lies_below_and_leaves_the_old_graph_alone():
     below = ops.silu(X, name="below")
     graph = Graph({"y": ops.neg(ops.tanh(below)), "below": below})
-    before = dump(graph)
-    again = rewrite(graph, lambda node: ops.relu(node.inputs[0]) if node.op == "tanh" else None)
+    before = format_graph(graph)
+    again = rewrite_graph(graph, lambda node: ops.relu(node.inputs[0]) if node.op == "tanh" else None)
     assert [n.op for n in again.nodes] == ["input", "silu", "relu", "neg"]
     assert again.outputs["below"] is below or again.outputs["below"].node is below.node
-    assert dump(graph) == before
+    assert format_graph(graph) == before
     assert [n.op for n in graph.nodes] == ["input", "silu", "tanh", "neg"]
 
 
 def test_a_rule_sees_sources_that_are_already_rewritten():
     graph = Graph({"y": ops.silu(ops.silu(X))})
-    again = rewrite(graph, lambda node: ops.neg(node.inputs[0]) if node.op == "silu" else None)
+    again = rewrite_graph(graph, lambda node: ops.neg(node.inputs[0]) if node.op == "silu" else None)
     assert [n.op for n in again.nodes] == ["input", "neg", "neg"]
 
 
@@ -374,12 +379,12 @@ def test_a_node_with_two_results_can_have_both_or_one_replaced():
     def rule(node: Node) -> tuple[Value, ...] | None:
         return (ops.cont(Value(node, 0)), ops.cont(Value(node, 1))) if node.op == "gated_delta_net" else None
 
-    both = rewrite(graph, rule)
+    both = rewrite_graph(graph, rule)
     assert [both.outputs["y"].node.inputs[0].node.op, both.outputs["new"].node.op] == ["cont", "cont"]
     assert both.updates == {old: both.outputs["new"]}
 
     replaced = ops.scale(old, scale=2.0)
-    one = substitute(graph, {new: replaced})
+    one = replace_values(graph, {new: replaced})
     assert one.outputs["y"] == graph.outputs["y"]
     assert one.outputs["new"] == one.updates[old] == replaced
     assert out.node in one.nodes
@@ -387,14 +392,14 @@ def test_a_node_with_two_results_can_have_both_or_one_replaced():
 
 def test_substituting_a_value_of_another_spec_is_refused():
     with pytest.raises(GraphError) as caught:
-        substitute(Graph({"y": ops.silu(X)}), {X: input("z", (3,))})
+        replace_values(Graph({"y": ops.silu(X)}), {X: input("z", (3,))})
     assert str(caught.value) == "cannot put %z: f32[3] in the place of %x: f32[2]; shape and dtype must stay the same"
 
 
 def test_substituting_a_leaf_changes_all_its_readers_and_updates():
     graph, _, new, old = delta()
     other = state("other", (1, 4, 4))
-    again = substitute(graph, {old: other})
+    again = replace_values(graph, {old: other})
     assert again.states == (other,)
     assert list(again.updates) == [other]
     assert again.outputs["y"].node is not graph.outputs["y"].node

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hocket.backends.base import Support, find
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph import Graph, PlanError, Value
-from hocket.graph.graph import names
+from hocket.graph.graph import assign_names
 from hocket.ops import op_of
 from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import Executor, Store, load, plan_for
@@ -183,7 +183,7 @@ def test_every_read_finds_what_its_source_wrote_whole(seed, mode):
     """Byte by byte and by names alone, without the verifier: nobody wrote there since the node that made the value."""
     made, _, _ = random_plan(seed, mode)
     for lane in made.lanes:
-        called = names(lane.graph)
+        called = assign_names(lane.graph)
         nodes = {called[n]: n for n in lane.graph.nodes}
         arena = np.full(lane.program.buffers[0].nbytes, -1)
         number = {v: k for k, v in enumerate(v for n in lane.graph.nodes for v in n.results)}

@@ -12,7 +12,7 @@ import pytest
 from hocket.cli import main
 from hocket.frontends.gguf import Gguf, open_gguf
 from hocket.frontends.models import Step, load_model
-from hocket.graph import Graph, dump
+from hocket.graph import Graph, format_graph
 from hocket.scheduler import plan_for
 from hocket.scheduler.lowering.lower import lower
 from hocket.scheduler.machines.simulated import simulate
@@ -54,7 +54,7 @@ def passes(graph: Graph) -> Iterator[tuple[str, str]]:
     """The name of each pass and what it makes of `graph` for two devices."""
     simulation = simulate("cpu:2")
     backend, device = simulation.group[0]
-    yield "1-built", dump(graph)
+    yield "1-built", format_graph(graph)
     factors = Factors(graph)
     yield "2-factors", factors_text(factors)
     chosen = Search(graph, factors).choose(2, simulation.hardware, eager=True).factors
@@ -70,7 +70,9 @@ def passes(graph: Graph) -> Iterator[tuple[str, str]]:
 
 def changes(before: Graph, after: Graph) -> str:
     """Lines that went and that came, and those around them."""
-    difference = difflib.unified_diff(dump(before).splitlines(), dump(after).splitlines(), n=1, lineterm="")
+    difference = difflib.unified_diff(
+        format_graph(before).splitlines(), format_graph(after).splitlines(), n=1, lineterm=""
+    )
     return "\n".join(["  ..." if line.startswith("@@") else line for line in list(difference)[2:]]) or "nothing changes"
 
 

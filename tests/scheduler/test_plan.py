@@ -15,7 +15,7 @@ from hocket import ops
 from hocket.backends.base import group_of
 from hocket.cli import main
 from hocket.graph import BackendError, Graph, HocketError, PlanError, input, to_json, weight
-from hocket.graph.fold import repeats
+from hocket.graph.layer_folding import find_repetitions
 from hocket.scheduler import load, plan, plan_for
 from hocket.scheduler.choosing.fits import memory_problem, pools
 from hocket.scheduler.machines.hardware import CPU
@@ -237,9 +237,9 @@ def test_the_predicted_time_of_a_plan_is_between_its_busiest_device_and_all_stag
 
 
 def test_repeats_are_found_and_nothing_is_lost():
-    assert list(repeats("abcbcbcd")) == [(0, 1, 1), (1, 2, 3), (7, 1, 1)]
-    assert list(repeats("aaaa")) == [(0, 1, 4)]
-    assert list(repeats("")) == []
+    assert list(find_repetitions("abcbcbcd")) == [(0, 1, 1), (1, 2, 3), (7, 1, 1)]
+    assert list(find_repetitions("aaaa")) == [(0, 1, 4)]
+    assert list(find_repetitions("")) == []
 
 
 def test_devices_in_a_row_are_drawn_together():

@@ -94,7 +94,7 @@ def test_leaves_lie_as_the_programs_of_the_long_plan_have_them():
 
 def test_what_rounding_takes_from_a_device_in_one_run_it_is_given_in_others():
     plan = planned("more layers than kinds")
-    assert plan.lanes[0].short.of.times == 8
+    assert plan.lanes[0].short.of.short_count == 8
     caches = [layout for name, layout in plan.leaves.items() if name.endswith("cache_k")]
     heads = [sum(layout.length(device) for layout in caches) / D for device in range(3)]
     assert all(abs(n - 14 * KV * share / 11) < 2.5 for n, share in zip(heads, (5, 4, 2), strict=True))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from ....graph.records import dataclass
+from ....graph.lazy_dataclass import dataclass
 from .. import processor
 from ..compiler import Part, part
 from ..simd import amx

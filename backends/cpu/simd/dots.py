@@ -14,7 +14,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ....graph.records import dataclass
+from ....graph.lazy_dataclass import dataclass
 from ..processor import features
 from .bytes import dot4, has_fours, in_parts, magnitudes
 from .vectors import bytes_of

@@ -28,7 +28,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ....graph.records import dataclass
+from ....graph.lazy_dataclass import dataclass
 from . import vectors as simd
 from .bytes import four_everywhere, look_up, moved_bits
 from .dots import Codes, Products

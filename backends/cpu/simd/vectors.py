@@ -14,7 +14,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from ....graph.records import dataclass
+from ....graph.lazy_dataclass import dataclass
 from ..processor import features, is_native
 
 ADDRESS, FLOAT, DOUBLE, NOTHING = "address", "f32", "f64", "nothing"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .... import ops
 from ....graph import Value
-from ....graph.records import dataclass
+from ....graph.lazy_dataclass import dataclass
 from ...errors import ModelError
 from ...gguf.keys import REMEDY
 from ..family import Family

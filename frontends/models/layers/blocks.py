@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from .... import ops
 from ....graph import DType, Value
-from ....graph.records import dataclass
+from ....graph.lazy_dataclass import dataclass
 from ..frame import Frame
 from ..weights import Weights
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from .... import ops
 from ....graph import DType, Value
-from ....graph.records import dataclass
+from ....graph.lazy_dataclass import dataclass
 from ...gguf.keys import Keys
 from ...step import Batch, Step
 from ..frame import CACHED, Frame, Sight

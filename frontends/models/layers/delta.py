@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .... import ops
 from ....graph import Value
-from ....graph.records import dataclass
+from ....graph.lazy_dataclass import dataclass
 from ...gguf.keys import Keys
 from ..family import Family
 from ..frame import RECURRENT, Frame

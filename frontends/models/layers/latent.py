@@ -9,7 +9,7 @@ import math
 
 from .... import ops
 from ....graph import Value
-from ....graph.records import dataclass
+from ....graph.lazy_dataclass import dataclass
 from ...gguf.keys import Keys
 from ..family import Family
 from ..frame import CACHED, Frame, Sight, Warmth

@@ -10,7 +10,7 @@ from functools import partial
 
 from .... import ops
 from ....graph import Value
-from ....graph.records import dataclass
+from ....graph.lazy_dataclass import dataclass
 from ...gguf.keys import Keys
 from ..family import Family
 from ..frame import Frame

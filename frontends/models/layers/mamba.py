@@ -10,7 +10,7 @@ from typing import Self
 
 from .... import ops
 from ....graph import Value
-from ....graph.records import dataclass
+from ....graph.lazy_dataclass import dataclass
 from ...gguf.keys import Keys
 from ..family import Family
 from ..frame import RECURRENT, Frame

@@ -10,7 +10,7 @@ from dataclasses import field, replace
 
 from .... import ops
 from ....graph import DType, Value
-from ....graph.records import dataclass
+from ....graph.lazy_dataclass import dataclass
 from ...gguf.keys import Keys
 from ..family import Family
 from ..weights import Weights

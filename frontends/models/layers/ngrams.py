@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from .... import ops
 from ....graph import Value
-from ....graph.records import dataclass
+from ....graph.lazy_dataclass import dataclass
 from ...errors import ModelError
 from ...gguf.keys import MOST, Keys
 from ...step import Batch, Step

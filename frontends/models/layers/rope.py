@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from .... import ops
 from ....graph import Value
-from ....graph.records import dataclass
+from ....graph.lazy_dataclass import dataclass
 from ...gguf.keys import Keys
 from ..frame import Frame
 from ..weights import Weights

@@ -13,7 +13,7 @@ from typing import Self
 
 from .... import ops
 from ....graph import Value
-from ....graph.records import dataclass
+from ....graph.lazy_dataclass import dataclass
 from ...gguf.keys import Keys
 from ..decoder import Decoder
 from ..family import Family

@@ -136,7 +136,7 @@ def fail_everywhere(made: Bench) -> int:
                 made.run.run(made.feed)
             assert str(caught.value) == f"%{i.node} on {lane.device}: PlantedError: planted"
             assert (caught.value.node, caught.value.device) == (i.node, str(lane.device))
-            assert caught.value.finished == number
+            assert caught.value.finished_instructions == number
             assert made.held() == before
             fails += 1
             assert made.outputs() == outputs

@@ -172,7 +172,7 @@ def test_a_kernel_that_fails_says_its_node_its_device_and_how_many_steps_had_fin
     run = load(made, {"table": np.ones((8, 4))})
     with pytest.raises(StepError, match=f"^%rows on {kind}:0: ") as caught:
         run.run({"ids": [1, 99]})
-    assert caught.value.finished == 0
+    assert caught.value.finished_instructions == 0
     assert run.run({"ids": [1, 2]})["y"].shape == (2, 4)
 
 

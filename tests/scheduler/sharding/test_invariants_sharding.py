@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hocket import ops
 from hocket.graph import Graph, Value, input, state, weight
-from hocket.graph.dtypes import BY_TEXT
+from hocket.graph.dtypes import DTYPE_BY_NAME
 from hocket.graph.errors import GraphError
 from hocket.graph.parse import parse_case
 from hocket.graph.spec import Spec
@@ -60,8 +60,8 @@ def shards(draw):
 @settings(deadline=None, derandomize=True)
 def test_what_is_scattered_is_gathered_again(given_shards, dtype):
     shape, layout = given_shards
-    spec = Spec(shape, BY_TEXT[dtype])
-    data = np.arange(spec.size).reshape(shape).astype(BY_TEXT[dtype].storage)
+    spec = Spec(shape, DTYPE_BY_NAME[dtype])
+    data = np.arange(spec.size).reshape(shape).astype(DTYPE_BY_NAME[dtype].storage)
     parts = {d: _share(data, spec, layout, d) for d in range(len(layout.runs))}
     np.testing.assert_array_equal(assembled(shape, layout, parts, Between(World(None), [0] * len(parts))), data)
     assert sum(p.size for p in parts.values()) == data.size
@@ -69,7 +69,7 @@ def test_what_is_scattered_is_gathered_again(given_shards, dtype):
 
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_0", "q4_K", "q6_K"])
 def test_rows_of_blocks_are_scattered_whole(dtype):
-    kind = BY_TEXT[dtype]
+    kind = DTYPE_BY_NAME[dtype]
     spec = Spec((3, 6 * kind.block), kind)
     data = np.random.default_rng(0).integers(0, 255, (3, 6 * kind.block_bytes)).astype(np.uint8)
     layout = Shard(1, (((0, kind.block), (4 * kind.block, kind.block)), (), ((kind.block, 3 * kind.block),)))

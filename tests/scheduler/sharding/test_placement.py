@@ -17,7 +17,7 @@ from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import Step, load_model
 from hocket.frontends.session import Group, Session
 from hocket.graph import Graph, PlanError, input, state, weight
-from hocket.graph.graph import names
+from hocket.graph.graph import assign_names
 from hocket.ops import REGISTRY
 from hocket.ops.collective import COLLECTIVES
 from hocket.scheduler import Executor, Store, load, plan, plan_for
@@ -168,7 +168,7 @@ def test_a_random_graph_placed_at_random_equals_one_device(seed):
     graph, dice = seeded_graph(seed), random.Random(seed)
     n = dice.choice([2, 3, 4])
     group, place = group_of(n), []
-    for name in names(graph).values():
+    for name in assign_names(graph).values():
         if dice.random() < 0.3:
             place.append((f"^{''.join(c if c.isalnum() else '.' for c in name)}$", f"reference:{dice.randrange(n)}"))
     leaves = {v.node.name for v in graph.inputs}
@@ -180,7 +180,7 @@ def _known(graph, place):
     """Patterns that match something a device can compute or hold."""
     import re
 
-    called = [name for node, name in names(graph).items() if node.op not in ("input", "constant")]
+    called = [name for node, name in assign_names(graph).items() if node.op not in ("input", "constant")]
     return [(p, d) for p, d in place if any(re.search(p, name) for name in called)]
 
 
@@ -327,7 +327,7 @@ def test_a_plan_says_where_its_nodes_are_placed_in_full():
     graph = load_model(open_gguf(path_of("llama"))).graph(Step(1, 1, 256, 512, 1))
     made = plan(graph, devices(2), split_mode="layer", place=[("ffn", "cpu:1")])
     said = [name for p in made.placed for name in p.nodes]
-    assert sorted(said) == sorted(name for node, name in names(graph).items() if not node.is_leaf)
+    assert sorted(said) == sorted(name for node, name in assign_names(graph).items() if not node.is_leaf)
     assert dataclasses.replace(made, placed=()).digest() == made.digest()
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from hocket.backends.base import Instruction, Program, Tensor, find
 from hocket.graph import Graph, Node
-from hocket.graph.repeats import Repeats, Shortened
-from hocket.graph.rewrite import rewrite
+from hocket.graph.repeated_runs import RepeatedRuns, ShortenedGraph
+from hocket.graph.rewrite import rewrite_graph
 from hocket.scheduler import Plan, plan_for
 from hocket.scheduler.choosing import repeating
 from hocket.scheduler.lowering.lane import Short
@@ -64,18 +64,18 @@ def stepped(at: Callable[[Instruction], bool], change: Callable[[Instruction], I
 
 def called(kind: int, place: int, ending: str = "") -> Callable[[Instruction], bool]:
     """The step of a node by its place in a run."""
-    number = shorts(planned())[DEVICE].of.kinds.first_of(kind) + place
+    number = shorts(planned())[DEVICE].of.short_repetitions.first_node_of(kind) + place
     return lambda i: i.node == f"{number}{ending}"
 
 
 def place_of(name: str, run: int = 0) -> int:
     """Where in a run a node of the user's graph is."""
     of = shorts(planned())[DEVICE].of
-    (at,) = (at for at, node in enumerate(of.nodes) if node.name == name)
-    return at - of.repeats.first_of(run)
+    (at,) = (at for at, node in enumerate(of.deep_nodes) if node.name == name)
+    return at - of.deep_repetitions.first_node_of(run)
 
 
-def of_another(change: Callable[[Shortened], Shortened], **changes: Any) -> Plan:
+def of_another(change: Callable[[ShortenedGraph], ShortenedGraph], **changes: Any) -> Plan:
     """The plan whose lanes repeat runs of another graph, or other runs."""
     of = change(shorts(planned())[0].of)
     return with_shorts(planned(), [Short(s.graph, s.program, of) for s in shorts(planned())], **changes)
@@ -96,7 +96,7 @@ def wrong_leaf() -> Plan:
 
 
 def called_number(kind: int, place: int) -> int:
-    return shorts(planned())[DEVICE].of.kinds.first_of(kind) + place
+    return shorts(planned())[DEVICE].of.short_repetitions.first_node_of(kind) + place
 
 
 def without_a_step() -> Plan:
@@ -123,7 +123,7 @@ def meetings_exchanged() -> Plan:
         attrs = {**node.attrs, "sequence": turned.get(node.attrs["sequence"], node.attrs["sequence"])}
         return dataclasses.replace(node, attrs=type(node.attrs)(attrs)).results
 
-    graph = rewrite(short.graph, rule)
+    graph = rewrite_graph(short.graph, rule)
     nodes = graph.nodes
     steps = (
         i if i.index < 0 else dataclasses.replace(i, attrs=nodes[i.index].attrs) for i in short.program.instructions
@@ -168,15 +168,15 @@ def long_graph(name: str, **attrs: Any) -> Plan:
             return None
         return dataclasses.replace(node, attrs=type(node.attrs)({**node.attrs, **attrs})).results
 
-    graph = rewrite(planned().graph, rule)
-    return of_another(lambda of: dataclasses.replace(of, long=graph), graph=graph)
+    graph = rewrite_graph(planned().graph, rule)
+    return of_another(lambda of: dataclasses.replace(of, deep_graph=graph), graph=graph)
 
 
 def without_update(name: str) -> Plan:
     graph = planned().graph
     kept = {old: new for old, new in graph.updates.items() if old.node.name != name}
     changed = Graph(graph.outputs, kept)
-    return of_another(lambda of: dataclasses.replace(of, long=changed), graph=changed)
+    return of_another(lambda of: dataclasses.replace(of, deep_graph=changed), graph=changed)
 
 
 def lying(name: str) -> Plan:
@@ -190,7 +190,9 @@ def another_name() -> Plan:
     """A node of one device is called by no number."""
     short = shorts(planned())[DEVICE]
     name = f"{called_number(2, place_of('blk.1.gateed'))}"
-    graph = rewrite(short.graph, lambda n: dataclasses.replace(n, name="gate").results if n.name == name else None)
+    graph = rewrite_graph(
+        short.graph, lambda n: dataclasses.replace(n, name="gate").results if n.name == name else None
+    )
     parts = shorts(planned())
     parts[DEVICE] = Short(graph, short.program, short.of)
     return with_shorts(planned(), parts)
@@ -202,9 +204,9 @@ def devices_exchanged() -> Plan:
 
 
 def with_repeats(**changes: Any) -> Plan:
-    def change(of: Shortened) -> Shortened:
-        known = {name: getattr(of.repeats, name) for name in ("start", "length", "times", "carried")}
-        return dataclasses.replace(of, repeats=Repeats(**{**known, **changes}))
+    def change(of: ShortenedGraph) -> ShortenedGraph:
+        known = {name: getattr(of.deep_repetitions, name) for name in ("start", "length", "times", "carried")}
+        return dataclasses.replace(of, deep_repetitions=RepeatedRuns(**{**known, **changes}))
 
     return of_another(change)
 
@@ -227,10 +229,10 @@ FAULTS: dict[str, tuple[Callable[[], Plan], str]] = {
     "devices are exchanged": (devices_exchanged, "bound to entries"),
     "a run less": (lambda: with_repeats(times=LAYERS - 2), "which the graph"),
     "nothing is carried on": (nothing_carried_on, "reads other values"),
-    "fewer kinds": (lambda: of_another(lambda of: dataclasses.replace(of, times=7)), "which the graph"),
+    "fewer kinds": (lambda: of_another(lambda of: dataclasses.replace(of, short_count=7)), "which the graph"),
     "a node has another name": (another_name, "is called by no number"),
     "runs behind the graph": (lambda: with_repeats(start=10_000), "which the graph"),
-    "runs begin a node later": (lambda: with_repeats(start=shorts(planned())[0].of.repeats.start + 1), "run"),
+    "runs begin a node later": (lambda: with_repeats(start=shorts(planned())[0].of.deep_repetitions.start + 1), "run"),
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 from .....graph.dtypes import DType
-from .....graph.records import dataclass
+from .....graph.lazy_dataclass import dataclass
 from ...compiler import Kernel, Part, kernel, part
 from ...simd.order import fold_1, fold_2
 from ...simd.tiles import tile

@@ -17,7 +17,7 @@ from types import MappingProxyType
 import numpy as np
 
 from .....graph.dtypes import DType
-from .....graph.records import dataclass
+from .....graph.lazy_dataclass import dataclass
 from .....ops.quants import E2M1, NONLINEAR
 from ...compiler import Part, part
 from ...simd.bytes import table_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache, reduce
 
 from .....graph.dtypes import DType
-from .....graph.records import dataclass
+from .....graph.lazy_dataclass import dataclass
 from ...compiler import Part, part
 from ...simd.amx import TILE, WIDTH
 from ...simd.bf16 import store_weights

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from .graph import Graph, topological_order
 from .node import Node, Value
 
-LONG = 0.4
+LONG_LIVED_SHARE = 0.4
 """A value that crosses this part of all points of a graph lives long: it belongs to no piece.  Of two layers alone each
 sum that is carried on crosses a third, and what serves both of them half."""
-LONGEST_PERIOD = 64
+MAX_PERIOD_SECTIONS = 64
 """How many pieces are looked through for a repetition."""
-LARGEST = 90
+MAX_BLOCK_NODES = 90
 """Nodes of a block beyond which it is divided."""
 
 
@@ -33,83 +33,87 @@ Spans = dict[Value, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class NodeBlock:
     """Computed nodes that follow each other; no leaves."""
 
     nodes: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RepeatedGroup:
     """The same structure several times in a row: ``each[i]`` are the items of repetition i, alike in all of them."""
 
-    each: tuple[tuple[Item, ...], ...]
+    repetitions: tuple[tuple[Item, ...], ...]
 
 
-Item = Block | Group
+Item = NodeBlock | RepeatedGroup
 
 
-def fold(graph: Graph) -> tuple[Item, ...]:
+def fold_layers(graph: Graph) -> tuple[Item, ...]:
     """The computed nodes of `graph`, each in one block, in an order in which sources come before users."""
-    nodes = _ordered(graph)
-    spans = spans_of(graph, nodes)
-    lasting = _lasting(nodes, spans)
-    pieces = _pieces(nodes, spans, lasting)
+    nodes = _order_for_folding(graph)
+    spans = find_live_spans(graph, nodes)
+    lasting = _find_long_lived_values(nodes, spans)
+    pieces = _split_at_single_values(nodes, spans, lasting)
     if not pieces:
         return ()
-    structures = _Structures(graph, pieces, lasting)
-    crossing = _crossing(len(nodes), spans)
+    structures = _StructuralKeys(graph, pieces, lasting)
+    crossing = _count_crossing_values(len(nodes), spans)
     starts = itertools.accumulate((len(p) for p in pieces), initial=0)
-    numbered = [_Piece(p, s, start) for p, s, start in zip(pieces, structures.keys, starts, strict=False)]
-    return tuple(_grouped(numbered, crossing))
+    numbered = [_Section(p, s, start) for p, s, start in zip(pieces, structures.keys, starts, strict=False)]
+    return tuple(_group_repetitions(numbered, crossing))
 
 
-def blocks(items: Sequence[Item]) -> Iterator[Block]:
+def iterate_blocks(items: Sequence[Item]) -> Iterator[NodeBlock]:
     """All blocks in order, those of every repetition."""
     for item in items:
-        if isinstance(item, Block):
+        if isinstance(item, NodeBlock):
             yield item
         else:
-            for one in item.each:
-                yield from blocks(one)
+            for one in item.repetitions:
+                yield from iterate_blocks(one)
 
 
-def layers(graph: Graph) -> list[tuple[Node, ...]]:
+def find_layer_nodes(graph: Graph) -> list[tuple[Node, ...]]:
     """The computed nodes of each layer, in order; what stands before, between and behind layers is in none.
 
     A layer is the shortest run of pieces whose ops come again, or what is left between such runs.  A piece of one node
     is no part of a layer's shape: the last layer of a model may choose rows in its midst.
     """
-    nodes = _ordered(graph)
-    spans = spans_of(graph, nodes)
-    pieces = [piece for piece in _pieces(nodes, spans, _lasting(nodes, spans)) if len(piece) > 1]
+    nodes = _order_for_folding(graph)
+    spans = find_live_spans(graph, nodes)
+    pieces = [
+        piece
+        for piece in _split_at_single_values(nodes, spans, _find_long_lived_values(nodes, spans))
+        if len(piece) > 1
+    ]
     place = {node: at for at, node in enumerate(nodes)}
-    return [tuple(nodes[place[run[0][0]] : place[run[-1][-1]] + 1]) for run in _runs(pieces)]
+    return [tuple(nodes[place[run[0][0]] : place[run[-1][-1]] + 1]) for run in _iterate_layer_sections(pieces)]
 
 
-def _runs(pieces: Sequence[Sequence[Node]]) -> Iterator[Sequence[Sequence[Node]]]:
+def _iterate_layer_sections(pieces: Sequence[Sequence[Node]]) -> Iterator[Sequence[Sequence[Node]]]:
     """The pieces of each layer: of what repeats in turn the shortest that does.  One piece that comes but twice is no
     layer: a decoder attends twice in one."""
     loose: list[Sequence[Node]] = []
-    for start, length, times in repeats([tuple(n.op for n in piece) for piece in pieces]):
+    for start, length, times in find_repetitions([tuple(n.op for n in piece) for piece in pieces]):
         if length * times < 3:
             loose += pieces[start : start + length * times]
             continue
         yield from [loose] if loose else []
         loose = []
         for first in range(start, start + length * times, length):
-            yield from _runs(pieces[first : first + length])
+            yield from _iterate_layer_sections(pieces[first : first + length])
     yield from [loose] if loose else []
 
 
-def repeats(items: Sequence[object]) -> Iterator[tuple[int, int, int]]:
+def find_repetitions(items: Sequence[object]) -> Iterator[tuple[int, int, int]]:
     """`items` as (start, length, times): runs of a few that come several times in a row, and what is between."""
     numbers: dict[object, int] = {}
     line = [numbers.setdefault(item, len(numbers)) for item in items]
     at = 0
     while at < len(line):
         best = (1, 1)
-        for length in range(1, min(LONGEST_PERIOD, (len(line) - at) // 2) + 1):
+        for length in range(1, min(MAX_PERIOD_SECTIONS, (len(line) - at) // 2) + 1):
             times = 1
             while line[at : at + length] == line[at + length * times : at + length * (times + 1)]:
                 times += 1
@@ -120,7 +124,7 @@ def repeats(items: Sequence[object]) -> Iterator[tuple[int, int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Section:
     """Nodes between two cuts, what they have in common with their twins, and where in the order they start."""
 
     nodes: Sequence[Node]
@@ -128,15 +132,15 @@ class _Piece:
     start: int
 
 
-def _ordered(graph: Graph) -> list[Node]:
+def _order_for_folding(graph: Graph) -> list[Node]:
     """The computed nodes in order: first those on which long-lived values rest and which no layer needs otherwise, and
     those that only a new state needs straight behind the last that they read."""
-    nodes = _placed(graph, frozenset())
-    early = frozenset(topological_order(_lasting(nodes, spans_of(graph, nodes))))
-    return [*(n for n in nodes if n in early), *(n for n in _placed(graph, early) if n not in early)]
+    nodes = _place_operands_first(graph, frozenset())
+    early = frozenset(topological_order(_find_long_lived_values(nodes, find_live_spans(graph, nodes))))
+    return [*(n for n in nodes if n in early), *(n for n in _place_operands_first(graph, early) if n not in early)]
 
 
-def _placed(graph: Graph, early: Set[Node]) -> list[Node]:
+def _place_operands_first(graph: Graph, early: Set[Node]) -> list[Node]:
     """The computed nodes, sources before users, if those that are `early` are there from the start."""
     place: dict[Node, tuple[int, int]] = {}
     for at, node in enumerate(_deepest_first(graph, early)):
@@ -167,7 +171,7 @@ def _deepest_first(graph: Graph, early: Set[Node]) -> Iterator[Node]:
             stack.extend(sorted(waiting, key=depth.__getitem__))
 
 
-def spans_of(graph: Graph, nodes: Sequence[Node]) -> Spans:
+def find_live_spans(graph: Graph, nodes: Sequence[Node]) -> Spans:
     """From where to where in this order each value is kept."""
     spans: Spans = {}
     for at, node in enumerate(nodes):
@@ -179,7 +183,7 @@ def spans_of(graph: Graph, nodes: Sequence[Node]) -> Spans:
     return spans
 
 
-def _crossing(points: int, spans: Spans) -> list[int]:
+def _count_crossing_values(points: int, spans: Spans) -> list[int]:
     """For each point between nodes how many values cross it."""
     change = [0] * (points + 2)
     for made, read in spans.values():
@@ -188,19 +192,19 @@ def _crossing(points: int, spans: Spans) -> list[int]:
     return list(itertools.accumulate(change))
 
 
-def _lasting(nodes: Sequence[Node], spans: Spans) -> frozenset[Value]:
+def _find_long_lived_values(nodes: Sequence[Node], spans: Spans) -> frozenset[Value]:
     """The values that live long."""
-    return frozenset(v for v, (a, b) in spans.items() if b - a > LONG * len(nodes))
+    return frozenset(v for v, (a, b) in spans.items() if b - a > LONG_LIVED_SHARE * len(nodes))
 
 
-def _pieces(nodes: Sequence[Node], spans: Spans, lasting: Set[Value]) -> list[Sequence[Node]]:
+def _split_at_single_values(nodes: Sequence[Node], spans: Spans, lasting: Set[Value]) -> list[Sequence[Node]]:
     """The nodes cut wherever one value crosses besides those that are `lasting`."""
-    crossing = _crossing(len(nodes), {v: span for v, span in spans.items() if v not in lasting})
+    crossing = _count_crossing_values(len(nodes), {v: span for v, span in spans.items() if v not in lasting})
     cuts = [0, *(p for p in range(1, len(nodes)) if crossing[p] <= 1), len(nodes)]
     return [nodes[a:b] for a, b in itertools.pairwise(cuts) if a < b]
 
 
-class _Structures:
+class _StructuralKeys:
     """What pieces have in common with their twins: everything but the names of nodes and of their own leaves."""
 
     def __init__(self, graph: Graph, pieces: Sequence[Sequence[Node]], lasting: frozenset[Value]) -> None:
@@ -237,29 +241,29 @@ class _Structures:
         )
 
 
-def _grouped(pieces: Sequence[_Piece], crossing: Sequence[int]) -> Iterator[Item]:
+def _group_repetitions(pieces: Sequence[_Section], crossing: Sequence[int]) -> Iterator[Item]:
     """Pieces as blocks and groups: runs that repeat are groups, what is between them is put together."""
-    loose: list[_Piece] = []
-    for start, length, times in repeats([p.structure for p in pieces]):
+    loose: list[_Section] = []
+    for start, length, times in find_repetitions([p.structure for p in pieces]):
         if times == 1:
             loose.append(pieces[start])
             continue
-        yield from _blocks(loose, crossing)
+        yield from _merge_into_blocks(loose, crossing)
         loose = []
         each = (pieces[start + length * i : start + length * (i + 1)] for i in range(times))
-        yield Group(tuple(tuple(_grouped(one, crossing)) for one in each))
-    yield from _blocks(loose, crossing)
+        yield RepeatedGroup(tuple(tuple(_group_repetitions(one, crossing)) for one in each))
+    yield from _merge_into_blocks(loose, crossing)
 
 
-def _blocks(pieces: Sequence[_Piece], crossing: Sequence[int]) -> Iterator[Block]:
+def _merge_into_blocks(pieces: Sequence[_Section], crossing: Sequence[int]) -> Iterator[NodeBlock]:
     """Neighbours as few blocks of at most `LARGEST` nodes, cut where the fewest values cross."""
     nodes = [n for p in pieces for n in p.nodes]
     first = pieces[0].start if pieces else 0
     at = 0
-    while len(nodes) - at > LARGEST:
-        near = range(at + LARGEST // 2, at + LARGEST + 1)
+    while len(nodes) - at > MAX_BLOCK_NODES:
+        near = range(at + MAX_BLOCK_NODES // 2, at + MAX_BLOCK_NODES + 1)
         end = min(near, key=lambda p: (crossing[first + p], -p))
-        yield Block(tuple(nodes[at:end]))
+        yield NodeBlock(tuple(nodes[at:end]))
         at = end
     if nodes[at:]:
-        yield Block(tuple(nodes[at:]))
+        yield NodeBlock(tuple(nodes[at:]))

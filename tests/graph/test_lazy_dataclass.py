@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hocket.graph import records
+from hocket.graph import lazy_dataclass
 
 OPTIONS = [
     {"frozen": frozen, "slots": slots, "eq": eq, "kw_only": kw_only}
@@ -78,13 +78,13 @@ def test_a_record_behaves_as_the_dataclass(options):
             options["slots"] or outcome(lambda: setattr(kind(x=1), "new", 1)),  # where Python 3.11 itself stumbles
         ]
 
-    ours, theirs = told(records.dataclass), told(dataclasses.dataclass)
+    ours, theirs = told(lazy_dataclass.dataclass), told(dataclasses.dataclass)
     for mine, its in zip(ours, theirs, strict=True):
         assert mine == its
 
 
 def test_what_a_class_defines_itself_stays():
-    @records.dataclass(frozen=True)
+    @lazy_dataclass.dataclass(frozen=True)
     class Own:
         x: int
 
@@ -104,11 +104,11 @@ def test_what_a_class_defines_itself_stays():
 
 
 def test_one_record_extends_another():
-    @records.dataclass(frozen=True)
+    @lazy_dataclass.dataclass(frozen=True)
     class Base:
         x: int
 
-    @records.dataclass(frozen=True)
+    @lazy_dataclass.dataclass(frozen=True)
     class More(Base):
         y: int = 1
 
@@ -145,13 +145,15 @@ def test_records_and_dataclasses_extend_each_other(frozen, slots):
         return outcome(extended)
 
     expected = told(dataclasses.dataclass, dataclasses.dataclass)
-    for pair in product((records.dataclass, dataclasses.dataclass), repeat=2):
+    for pair in product((lazy_dataclass.dataclass, dataclasses.dataclass), repeat=2):
         assert told(*pair) == expected
 
 
 def test_methods_are_compiled_when_they_are_asked_for():
-    kind = declared(records.dataclass, frozen=True, slots=True)
-    assert {type(vars(kind)[name]) for name in ("__init__", "__repr__", "__eq__", "__hash__")} == {records._Later}
+    kind = declared(lazy_dataclass.dataclass, frozen=True, slots=True)
+    assert {type(vars(kind)[name]) for name in ("__init__", "__repr__", "__eq__", "__hash__")} == {
+        lazy_dataclass._LazyMethod
+    }
     kind(1)
     assert inspect.isfunction(vars(kind)["__init__"])
-    assert type(vars(kind)["__repr__"]) is records._Later
+    assert type(vars(kind)["__repr__"]) is lazy_dataclass._LazyMethod

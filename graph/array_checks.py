@@ -14,7 +14,7 @@ NUMBERS, INTEGERS = "biuf", "iu"
 """NumPy's kinds of dtypes that hold real numbers, and integers."""
 
 
-def numbers(what: str, given: npt.ArrayLike, error: type[HocketError] = PlanError) -> npt.NDArray[Any]:
+def as_number_array(what: str, given: npt.ArrayLike, error: type[HocketError] = PlanError) -> npt.NDArray[Any]:
     """`given` as an array of real numbers.  Raises `error`, which calls it `what`."""
     try:
         array = np.asarray(given)
@@ -26,7 +26,9 @@ def numbers(what: str, given: npt.ArrayLike, error: type[HocketError] = PlanErro
     return array
 
 
-def fitted(what: str, given: npt.ArrayLike, spec: Spec, error: type[HocketError] = PlanError) -> npt.NDArray[Any]:
+def as_array_for_spec(
+    what: str, given: npt.ArrayLike, spec: Spec, error: type[HocketError] = PlanError
+) -> npt.NDArray[Any]:
     """`given` as an array of numbers that `spec` can hold, in whatever dtype it came; bf16 may come as its bits.
 
     Raises `error` for another shape, for what are no real numbers, for floats where integers are needed, and for
@@ -34,7 +36,7 @@ def fitted(what: str, given: npt.ArrayLike, spec: Spec, error: type[HocketError]
     """
     if type(given) is np.ndarray and given.shape == spec.shape and given.dtype is spec.dtype.storage:
         return given
-    array = numbers(what, given, error)
+    array = as_number_array(what, given, error)
     if array.shape != spec.shape:
         raise error(f"{what}: got shape {list(array.shape)}, need {spec}")
     if not spec.dtype.is_integer or not array.size:
@@ -48,10 +50,10 @@ def fitted(what: str, given: npt.ArrayLike, spec: Spec, error: type[HocketError]
     return array
 
 
-def fitted_blocks(what: str, given: npt.ArrayLike, spec: Spec) -> npt.NDArray[Any]:
+def as_block_bytes(what: str, given: npt.ArrayLike, spec: Spec) -> npt.NDArray[Any]:
     """`given` as the bytes of a quantised value, uint8 ``[..., bytes of a row]``.  Raises `PlanError` unless these are
     as many bytes as `spec` has."""
-    array = numbers(what, given)
+    array = as_number_array(what, given)
     if array.dtype.kind not in INTEGERS or array.dtype.itemsize != 1 or array.nbytes != spec.nbytes:
         got = f"{array.dtype}{list(array.shape)}"
         raise PlanError(f"{what}: got {got}, need {spec}: {spec.nbytes} bytes of its blocks, as uint8")

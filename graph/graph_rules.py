@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from .arguments import SHOWN, a, article, needs
-from .attrs import MAX_DEPTH, Attr, quote, word
+from .attrs import MAX_DEPTH, Attr, quote_node_name, quote_word
 from .dtypes import DType
 from .errors import GraphError
 from .graph import Graph
-from .node import LEAVES, Node
-from .spec import MAX_SIZE, problem
+from .node import LEAF_OPS, Node
+from .spec import MAX_SIZE, check_spec
+from .validation import MAX_MESSAGE_CHARACTERS, indefinite_article, instance_of, validate_arguments
 
-Rule = Callable[[Graph], Iterator[str]]
+GraphRule = Callable[[Graph], Iterator[str]]
 
 
 def leaves_have_distinct_names(graph: Graph) -> Iterator[str]:
     """Inputs, weights, states and constants are bound by name, so no two share one."""
-    count = Counter([n.name for n in graph.nodes if n.op in LEAVES])
+    count = Counter([n.name for n in graph.nodes if n.op in LEAF_OPS])
     for name, times in count.items():
         if not name:
             yield f"{times} leaves have no name; give each its own"
         elif times > 1:
-            yield f"%{quote(name)} names {times} different leaves; rename all but one"
+            yield f"%{quote_node_name(name)} names {times} different leaves; rename all but one"
 
 
 def leaves_read_nothing(graph: Graph) -> Iterator[str]:
     """A leaf has no sources and one result."""
     for node in graph.nodes:
-        if node.op in LEAVES and (node.src or len(node.specs) != 1):
+        if node.op in LEAF_OPS and (node.src or len(node.specs) != 1):
             yield f"{node!r}: a leaf has no sources and one result"
 
 
@@ -37,7 +37,7 @@ def specs_are_legal(graph: Graph) -> Iterator[str]:
     """Rank at most 5, no negative size, whole quantisation blocks in each row."""
     for node in graph.nodes:
         for spec in node.specs:
-            if why := problem(spec):
+            if why := check_spec(spec):
                 yield f"%{node.label}: {why}"
 
 
@@ -46,14 +46,15 @@ def references_exist(graph: Graph) -> Iterator[str]:
     values = [v for n in graph.nodes for v in n.inputs] + list(graph.roots())
     for value in values:
         if not 0 <= value.index < len(value.node.specs):
-            yield f"%{value.node.label}#{value.index}: {word(value.node.op)} has {len(value.node.specs)} results"
+            yield f"%{value.node.label}#{value.index}: {quote_word(value.node.op)} has {len(value.node.specs)} results"
 
 
 def only_states_are_updated(graph: Graph) -> Iterator[str]:
     """Each update gives a state a new value of the same shape and dtype."""
     for old, new in graph.updates.items():
         if old.node.op != "state":
-            yield f"update of {old!r}: it is {article(old.node.op)} {word(old.node.op)}; only a state can be updated"
+            kind = f"{indefinite_article(old.node.op)} {quote_word(old.node.op)}"
+            yield f"update of {old!r}: it is {kind}; only a state can be updated"
         elif old.spec != new.spec:
             yield f"update of {old!r} with {new!r}: shape and dtype must stay the same"
 
@@ -61,7 +62,7 @@ def only_states_are_updated(graph: Graph) -> Iterator[str]:
 def constants_hold_their_bytes(graph: Graph) -> Iterator[str]:
     """A constant is of a dtype that NumPy has, and its data fills its shape exactly."""
     for node in graph.nodes:
-        if node.op != "constant" or any(map(problem, node.specs)):
+        if node.op != "constant" or any(map(check_spec, node.specs)):
             continue
         data = node.attrs.get("data")
         got = len(data) if isinstance(data, bytes) else "none"
@@ -76,13 +77,13 @@ def attributes_are_plain(graph: Graph) -> Iterator[str]:
     """An attribute is a number of 64 bits, text, bytes, a DType, None, or a tuple of such: what the dump can write."""
     for node in graph.nodes:
         for name, value in node.attrs.items():
-            if not _plain(value):
-                yield f"%{node.label}: attribute {word(name)} is of no kind that a graph can keep"
+            if not _is_plain_attribute(value):
+                yield f"%{node.label}: attribute {quote_word(name)} is of no kind that a graph can keep"
 
 
-def _plain(value: Attr, depth: int = 0) -> bool:
+def _is_plain_attribute(value: Attr, depth: int = 0) -> bool:
     if isinstance(value, tuple):
-        return depth < MAX_DEPTH and all(_plain(v, depth + 1) for v in value)
+        return depth < MAX_DEPTH and all(_is_plain_attribute(v, depth + 1) for v in value)
     if type(value) is int:
         return abs(value) <= MAX_SIZE
     return value is None or type(value) in (bool, float, str, bytes, DType)
@@ -94,11 +95,12 @@ def sources_come_first(graph: Graph) -> Iterator[str]:
     for node in graph.nodes:
         for source in node.inputs:
             if source.node not in before:
-                yield f"%{node.label:.{SHOWN}} reads {source.label:.{SHOWN}}, which is no result of a node before it"
+                label, read = (part.label[:MAX_MESSAGE_CHARACTERS] for part in (node, source))
+                yield f"%{label} reads {read}, which is no result of a node before it"
         before.add(node)
     for value in graph.roots():
         if value.node not in before:
-            yield f"{value.label:.{SHOWN}} is returned, and is no result of a node of the graph"
+            yield f"{value.label:.{MAX_MESSAGE_CHARACTERS}} is returned, and is no result of a node of the graph"
 
 
 def something_is_computed(graph: Graph) -> Iterator[str]:
@@ -107,7 +109,7 @@ def something_is_computed(graph: Graph) -> Iterator[str]:
         yield "the graph has neither outputs nor updates, so there is nothing to compute"
 
 
-RULES: tuple[Rule, ...] = (
+GRAPH_RULES: tuple[GraphRule, ...] = (
     sources_come_first,
     references_exist,
     something_is_computed,
@@ -121,7 +123,7 @@ RULES: tuple[Rule, ...] = (
 REFERENCES = (sources_come_first, references_exist)
 
 
-def problems(graph: Graph, rules: Sequence[Rule] = RULES) -> list[str]:
+def list_problems(graph: Graph, rules: Sequence[GraphRule] = GRAPH_RULES) -> list[str]:
     """Everything that is wrong with `graph`, in the order of `rules`."""
     faults: list[str] = []
     for rule in rules:
@@ -131,8 +133,8 @@ def problems(graph: Graph, rules: Sequence[Rule] = RULES) -> list[str]:
     return faults
 
 
-@needs(GraphError, graph=a(Graph))
-def verify(graph: Graph, rules: Sequence[Rule] = RULES) -> None:
+@validate_arguments(GraphError, graph=instance_of(Graph))
+def verify(graph: Graph, rules: Sequence[GraphRule] = GRAPH_RULES) -> None:
     """Raise `GraphError` with the first problem (and how many more there are)."""
-    if faults := problems(graph, rules):
+    if faults := list_problems(graph, rules):
         raise GraphError(faults[0] + (f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""))

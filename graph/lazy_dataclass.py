@@ -27,39 +27,39 @@ else:
             bare.__dataclass_params__.frozen = frozen
             for name in asked:
                 if asked[name] and name not in own:
-                    setattr(bare, name, _Later(bare, name, frozen))
+                    setattr(bare, name, _LazyMethod(bare, name, frozen))
             if eq and not frozen and "__hash__" not in own:
                 bare.__hash__ = None
             if frozen and not extends:
-                bare.__setattr__, bare.__delattr__ = _refusing(bare)
+                bare.__setattr__, bare.__delattr__ = _build_frozen_setters(bare)
             if frozen and slots:
-                bare.__getstate__, bare.__setstate__ = _state, _set_state
+                bare.__getstate__, bare.__setstate__ = _get_state, _set_state
             return bare
 
         return record if cls is None else record(cls)
 
 
-class _Later(NamedTuple):
+class _LazyMethod(NamedTuple):
     """Stands in the place of a method until that is asked for, and then puts it there."""
 
     cls: type
     name: str
-    frozen: bool
+    is_frozen: bool
 
     def __get__(self, instance: object, owner: type) -> Any:
-        method = _compiled(self.cls, self.name, self.frozen)
+        method = _compile_method(self.cls, self.name, self.is_frozen)
         if vars(self.cls)[self.name] is self:
             setattr(self.cls, self.name, method)
         return method.__get__(instance, owner)
 
 
-def _compiled(cls: type, name: str, frozen: bool) -> Any:
+def _compile_method(cls: type, name: str, frozen: bool) -> Any:
     """One method of a dataclass with the fields of `cls`."""
     is_init = name == "__init__"
     namespace = {"__doc__": name} | ({"__post_init__": None} if hasattr(cls, "__post_init__") else {})
     twin = dataclasses.make_dataclass(
         cls.__name__,
-        [(field.name, field.type, _declared(field)) for field in dataclasses.fields(cls)],
+        [(field.name, field.type, _copy_field_declaration(field)) for field in dataclasses.fields(cls)],
         namespace=namespace,  # with a text, as one would be made of the signature
         init=is_init,
         repr=name == "__repr__",
@@ -73,13 +73,13 @@ def _compiled(cls: type, name: str, frozen: bool) -> Any:
     return method
 
 
-def _declared(field: dataclasses.Field[Any]) -> Any:
+def _copy_field_declaration(field: dataclasses.Field[Any]) -> Any:
     """A field as it was declared."""
     names = ("default", "default_factory", "init", "repr", "hash", "compare", "metadata", "kw_only")
     return dataclasses.field(**{name: getattr(field, name) for name in names})
 
 
-def _refusing(cls: Any) -> tuple[Callable[[object, str, object], None], Callable[[object, str], None]]:
+def _build_frozen_setters(cls: Any) -> tuple[Callable[[object, str, object], None], Callable[[object, str], None]]:
     """``__setattr__`` and ``__delattr__`` of a frozen class."""
     names = frozenset(field.name for field in dataclasses.fields(cls))
 
@@ -96,7 +96,7 @@ def _refusing(cls: Any) -> tuple[Callable[[object, str, object], None], Callable
     return set_, delete
 
 
-def _state(self: Any) -> list[Any]:
+def _get_state(self: Any) -> list[Any]:
     """What a copy of a frozen record without a ``__dict__`` is made from."""
     return [getattr(self, field.name) for field in dataclasses.fields(self)]
 
