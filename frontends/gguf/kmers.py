@@ -1,7 +1,7 @@
 """HybridDNA vocabularies: inside ``<dna>`` and ``</dna>`` each six bases are a token; other text is byte-level BPE.
 
 A file writes U+E000 behind those tokens, as a token of the text may read the same.  A remainder is filled up with A.
-What is no base makes its six ``<oov>``.
+A character that is no base makes its six ``<oov>``.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Model: TypeAlias = "tokenizers.Tokenizer | ScoreMerger | UnigramsOrBytes | LongestMatch | MinCost | Kmers"
 SPACE = "▁"
 MARKING = ("bert", "t5")
-"""Kinds whose models mark spaces by themselves."""
+"""The models of these kinds mark spaces by themselves."""
 ENOUGH = 20_000
 """After so many parts of texts have been looked up, the whole vocabulary is worth its time."""
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
@@ -38,8 +38,8 @@ BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 MERGED = ("gpt2", "llama", "gemma4", "hybriddna", "whitespace")
 """BPE as ``tokenizer.ggml.pre`` says, SentencePiece, BPE on raw text, BPE with `Kmers`, and BPE without white space."""
 KINDS = (*MERGED, "rwkv", "bert", "t5", "plamo2")
-"""Every ``tokenizer.ggml.model``: beside those that merge, the longest token each time, WordPiece, unigrams and the
-lowest cost."""
+"""Every ``tokenizer.ggml.model``: the kinds that merge, the longest token each time, WordPiece, unigrams and the lowest
+cost."""
 NOTHING = "\0\0nothing"
 """Stands, behind the last token, for characters that have no token at all, so that nothing is merged across them."""
 

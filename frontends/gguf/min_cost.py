@@ -66,7 +66,7 @@ class MinCost:
 
 
 def build_min_cost(metadata: Mapping[str, object], where: Mapping[str, int], unknown: int) -> MinCost:
-    """The tokenizer of a file.  Rows of no use are no tokens: they fill the vocabulary up to its size in the model."""
+    """The tokenizer of a file.  Rows that only fill the vocabulary up to its size in the model are no tokens."""
     scores = np.clip(np.array(read_scores(metadata, where, "plamo2")) * SCORE_STEPS, -NEVER, 2.0**31)
     costs = -(np.sign(scores) * np.floor(np.abs(scores) + 0.5)).astype(np.int64)
     types = read_numbers(metadata, "token_type", len(where)) or (1,) * len(where)

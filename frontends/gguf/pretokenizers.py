@@ -1,8 +1,7 @@
 """How text is cut into words before BPE merges run inside each word, by the name a GGUF file gives.
 
-A name is a value of ``tokenizer.ggml.pre``.  The regexes are those of each model's own ``tokenizer.json``, written for
-the Oniguruma engine that HF ``tokenizers`` uses.  Which name means which, and what a name implies for BOS and for the
-spelling of tokens, follows llama.cpp's ``llama-vocab.cpp`` (b11434).
+A name is a value of ``tokenizer.ggml.pre``.  The regexes come from the ``tokenizer.json`` of each model, written for
+the Oniguruma engine of HF ``tokenizers``.  The regex of a name, its BOS token and its spelling of tokens follow llama.cpp's ``llama-vocab.cpp`` (b11434).
 """
 
 from __future__ import annotations
@@ -91,9 +90,9 @@ _CASED_LETTERS = (
     "ᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻"
     "𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
-"""What ``deepseek-llm`` has for letters: those with case, as they were in Unicode 12."""
+"""The letters of ``deepseek-llm``: letters with case in Unicode 12."""
 _AFMOE_DIGITS = r"(?<!\p{N})\p{N}{1,2}(?=(?:\p{N}{3})*+(?!\p{N}))|\p{N}{3}"
-"""Groups of three from the right: a run of digits begins with what is left over."""
+"""Groups of three from the right: a run of digits begins with the remainder."""
 _AFMOE_CJK = (
     "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
     "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
@@ -113,7 +112,7 @@ _CHAMELEON = (
 )
 _LINES = r"[^\n]+|\n+"
 GEMMA4 = PreTokenizer((_LINES,), forces_bos=True, letters=False, marks_spaces=True)
-"""The only one of ``tokenizer.ggml.model = gemma4``, whatever ``pre`` says."""
+"""The only pre-tokenizer of ``tokenizer.ggml.model = gemma4``; ``pre`` is ignored."""
 
 _RULES: tuple[tuple[str, PreTokenizer], ...] = (
     (

@@ -87,7 +87,7 @@ def read_rule(metadata: Mapping[str, object], kind: str) -> PreTokenizer:
 
 
 PRE_KINDS = ("gpt2", "hybriddna", "whitespace")
-"""Kinds whose files name how text is cut."""
+"""Files of these kinds name their pre-tokenizer."""
 WHOLE = PreTokenizer((), letters=False)
 """Nothing is cut before."""
 SPM = PreTokenizer((), add_bos=True, letters=False, marks_spaces=True)

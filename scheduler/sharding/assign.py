@@ -121,8 +121,8 @@ def assign(
     """Lay `graph` out over the `chosen` factors.  Always succeeds: what does not fit is converted.
 
     A weight that some node needs whole stays whole on every device (nodes that can still take a slice of it).  Values
-    that are `shown` to others end whole on every device.  Sums that nobody passes on are dealt by `rows`; the sum of an
-    `early` value is passed on by no node.
+    that are `shown` to others end whole on every device.  Sums that no node passes on are dealt by `rows`; no node
+    passes on the sum of an `early` value.
     """
     users = graph.users()
     return settled(lambda whole: Pass(graph, factors, chosen, users, whole, pins, rows, early).run(shown))

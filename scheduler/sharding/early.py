@@ -34,7 +34,7 @@ def find_early_sums(
 def _early(
     assignment: Assignment, sums: Mapping[Value, Conversion], after: State, seconds: Callable[[Conversion], float]
 ) -> Iterator[tuple[Conversion, Sequence[Conversion]]]:
-    """Yield the same for `sums` by value, all of which give the state `after`."""
+    """Yield the same for `sums` by value; all of them give the state `after`."""
     below = _followers(assignment, sums)
     if not any(len(those) + (value in sums) > 1 for value, those in below.items()):
         return

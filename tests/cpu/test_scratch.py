@@ -17,7 +17,7 @@ from ..given.random_rows import random_rows
 RNG = np.random.default_rng(0)
 GUARD = b"\xa5" * 4096
 TOKENS, COLUMNS = 520, 1184
-"""More rows than a chunk has, whose last tile is not whole, and more columns than are expanded at a time."""
+"""More rows than a chunk has, a last tile that is not full, and more columns than are expanded at a time."""
 
 
 def build_product(dtype: str) -> hocket.Graph:

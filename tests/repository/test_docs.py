@@ -76,6 +76,27 @@ def test_the_worked_example_of_the_map_is_what_the_passes_make():
             assert any(line == written[: len(line)] for written in golden), f"{name}: {line}"
 
 
+KINDS_OF_CHANGES = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+AREAS = {"chat", "command line", "conformance", "CPU", "CUDA", "embeddings", "files", "generation", "GGUF", "grammars"}
+AREAS |= {"docs", "graphs", "ONNX", "planner", "Python", "PyTorch", "ranks", "view"}
+
+
+def test_changes_since_the_last_version_have_a_kind_an_area_and_one_sentence():
+    """The form of Keep a Changelog; a kind without changes says `Nothing.`"""
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    (version, newest), *_ = re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", text, re.MULTILINE)
+    assert re.match(r"Unreleased|\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d$", version)
+    sections = re.findall(r"^### (.*)\n\n((?:(?!### ).*\n)*)", newest, re.MULTILINE)
+    assert [kind for kind, _ in sections] == KINDS_OF_CHANGES
+    for _, section in sections:
+        entries = [" ".join(entry.split()) for entry in re.split(r"^- ", section, flags=re.MULTILINE)]
+        assert entries == ["Nothing."] or (not entries.pop(0) and entries)
+        for entry in entries[entries == ["Nothing."] :]:
+            match = re.fullmatch(r"([\w ]+): [A-Z`[](?:[^.]|\.(?! [A-Z]))*\.", entry)
+            assert match, entry
+            assert match[1] in AREAS, entry
+
+
 PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/*/*.md"), *ROOT.glob("examples/*.md")])
 
 
@@ -136,7 +157,8 @@ def test_the_cpu_kernel_of_the_guide_works_as_it_is_written(threads, monkeypatch
 def test_files_that_a_page_names_exist(path):
     folders = "backends|benchmarks|conformance|examples|frontends|graph|kernels|ops|ranks|scheduler|tests|view"
     named = re.findall(rf"(?<=`)(?:{folders})/[\w./-]+(?=`)", path.read_text("utf-8"))
-    assert not [name for name in named if not (ROOT / name).exists() and "NAME" not in name]
+    missing = [name for name in named if not (ROOT / name).exists() and not (ROOT / f"{name}.py").exists()]
+    assert not [name for name in missing if "NAME" not in name]
 
 
 def test_the_split_mode_of_the_guide_works_as_it_is_written(monkeypatch):

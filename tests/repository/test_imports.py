@@ -147,3 +147,20 @@ def test_the_verifier_lowering_and_choosing_stay_independent(folder):
     inside = {pair for pair in graph.imports if graph.folder_of(pair[0]) == folder}
     assert inside
     assert not [pair for pair in sorted(inside) if f"{pair[1]}.".startswith(others)]
+
+
+PLANTED_IMPORTS = {
+    ("scheduler.verifier.held", "scheduler.planner"): True,
+    ("graph.node", "ops.norms"): True,
+    ("backends.cpu.words", "backends.cpu.kernels.products.dense"): False,
+}
+"""Imports that close a circle in the package, and whether the rule of the folder forbids them, too."""
+
+
+@pytest.mark.parametrize("planted", PLANTED_IMPORTS, ids=lambda pair: pair[0])
+def test_a_planted_import_is_found_in_the_package(planted):
+    graph = imports.read_package()
+    assert set(planted) <= graph.modules, "plant an import between modules that exist"
+    broken = graph._replace(imports=graph.imports | {planted})
+    assert bool(broken.find_forbidden(PRESENT_RULES)) == PLANTED_IMPORTS[planted]
+    assert broken.find_circles(broken.imports - PRESENT_RULES.exceptions)

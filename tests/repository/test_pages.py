@@ -1,4 +1,4 @@
-"""Pages whose code blocks run one after the other.  A Python block prints the text below it; a console block has
+"""The code blocks of these pages run one after the other.  A Python block prints the text below it; a console block has
 commands, and lines of their output that are compared except for their numbers."""
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def plamo(scores: dict[str, float], padding: tuple[str, ...] = (), **changes: ob
 
 
 def segmentations(text: str, tokens: dict[str, float]) -> Iterator[tuple[float, list[str]]]:
-    """Every way to cut a text into tokens and bytes, with its sum of scores, those with longer first parts first."""
+    """Every way to cut a text into tokens and bytes, with its sum of scores, longer first parts first."""
     if not text:
         yield 0.0, []
         return

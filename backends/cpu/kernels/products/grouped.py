@@ -69,8 +69,7 @@ class Blocks:
 
     @property
     def scratch(self) -> int:
-        """Bytes of a thread: expanded blocks, and the float32 sums of the tiles of a chunk, the last of which may be
-        partly empty."""
+        """Bytes of a thread: expanded blocks, and the float32 sums of whole tiles of a chunk."""
         tiles = -(-self.chunk // self.rows)
         return self.groups * (self.span + tiles * self.rows * ROWS * 4)
 
