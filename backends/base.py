@@ -355,7 +355,7 @@ def load(kind: str) -> Backend:
     """The backend for a device kind.  Raises `BackendError` with the known kinds, or why it does not load."""
     known = OWN if kind in OWN else registered()
     if kind not in known:
-        hint = did_you_mean(kind, known, least=0.7) or f"; known kinds: {', '.join(sorted(known))}"
+        hint = did_you_mean(kind, known, min_ratio=0.7) or f"; known kinds: {', '.join(sorted(known))}"
         raise BackendError(f"there is no backend for device kind {format_value(kind)}{hint}")
     module, _, name = known[kind].partition(":")
     try:

@@ -1,4 +1,4 @@
-"""The graph: dtypes, values, nodes, verifier, rewriting, dump.  Knows no op by name."""
+"""Graphs: dtypes, values, nodes, verification, rewriting and text. No op is known by name."""
 
 from .attrs import Attr as Attr
 from .attrs import Attrs as Attrs

@@ -1,4 +1,4 @@
-"""Arrays that callers give for leaves: the one check of numbers that come from outside."""
+"""Checks of the arrays that callers bind to leaves."""
 
 from __future__ import annotations
 
@@ -11,51 +11,72 @@ from .errors import HocketError, PlanError
 from .spec import Spec
 
 NUMBERS, INTEGERS = "biuf", "iu"
-"""NumPy's kinds of dtypes that hold real numbers, and integers."""
+"""The `kind` letters of NumPy dtypes for real numbers, and for integers."""
 
 
-def as_number_array(what: str, given: npt.ArrayLike, error: type[HocketError] = PlanError) -> npt.NDArray[Any]:
-    """`given` as an array of real numbers.  Raises `error`, which calls it `what`."""
+def as_number_array(subject: str, data: npt.ArrayLike, error: type[HocketError] = PlanError) -> npt.NDArray[Any]:
+    """Return `data` as an array of real numbers.
+
+    Args:
+        subject: The name of the array at the start of a message.
+        data: The numbers.
+        error: The class of the error.
+
+    Raises:
+        HocketError: `data` holds other things than real numbers; the class is `error`.
+    """
     try:
-        array = np.asarray(given)
-    except Exception as why:  # what is not an array may raise anything
+        array = np.asarray(data)
+    except Exception as why:  # `__array__` of a foreign class may raise anything
         reason = " ".join(f"{type(why).__name__}: {why}".split())
-        raise error(f"{what}: got a {type(given).__name__} that NumPy makes no array of ({reason:.100})") from None
+        raise error(f"{subject}: got a {type(data).__name__}, need an array of numbers ({reason:.100})") from None
     if array.dtype.kind not in NUMBERS:
-        raise error(f"{what} has NumPy dtype {array.dtype}; it must be real numbers")
+        raise error(f"{subject} has NumPy dtype {array.dtype}; it must be real numbers")
     return array
 
 
 def as_array_for_spec(
-    what: str, given: npt.ArrayLike, spec: Spec, error: type[HocketError] = PlanError
+    subject: str, data: npt.ArrayLike, spec: Spec, error: type[HocketError] = PlanError
 ) -> npt.NDArray[Any]:
-    """`given` as an array of numbers that `spec` can hold, in whatever dtype it came; bf16 may come as its bits.
+    """Return `data` as an array with the shape of `spec` and numbers that its dtype can hold.
 
-    Raises `error` for another shape, for what are no real numbers, for floats where integers are needed, and for
-    integers that do not fit.  An array that has the dtype already costs a microsecond.
+    The dtype of the array stays. An array that fits already takes a microsecond.
+
+    Args:
+        subject: The name of the array at the start of a message.
+        data: The numbers; for bf16 also its bits as uint16.
+        spec: The shape and the dtype of the leaf.
+        error: The class of the error.
+
+    Raises:
+        HocketError: The shape differs, a float is no integer as needed, or an integer does not fit; the class is
+            `error`.
     """
-    if type(given) is np.ndarray and given.shape == spec.shape and given.dtype is spec.dtype.storage:
-        return given
-    array = as_number_array(what, given, error)
+    if type(data) is np.ndarray and data.shape == spec.shape and data.dtype is spec.dtype.storage:
+        return data
+    array = as_number_array(subject, data, error)
     if array.shape != spec.shape:
-        raise error(f"{what}: got shape {list(array.shape)}, need {spec}")
+        raise error(f"{subject}: got shape {list(array.shape)}, need {spec}")
     if not spec.dtype.is_integer or not array.size:
         return array
     if array.dtype.kind not in INTEGERS:
-        raise error(f"{what}: got {array.dtype}, need {spec}; round and convert it first")
+        raise error(f"{subject}: got {array.dtype}, need {spec}; round and convert it first")
     if not np.can_cast(array.dtype, spec.dtype.storage):
-        low, high, legal = array.min(), array.max(), np.iinfo(spec.dtype.storage)
-        if low < legal.min or high > legal.max:
-            raise error(f"{what}: got integers from {low} to {high}, need {spec}: {legal.min} to {legal.max}")
+        low, high, limits = array.min(), array.max(), np.iinfo(spec.dtype.storage)
+        if low < limits.min or high > limits.max:
+            raise error(f"{subject}: got integers from {low} to {high}, need {spec}: {limits.min} to {limits.max}")
     return array
 
 
-def as_block_bytes(what: str, given: npt.ArrayLike, spec: Spec) -> npt.NDArray[Any]:
-    """`given` as the bytes of a quantised value, uint8 ``[..., bytes of a row]``.  Raises `PlanError` unless these are
-    as many bytes as `spec` has."""
-    array = as_number_array(what, given)
+def as_block_bytes(subject: str, data: npt.ArrayLike, spec: Spec) -> npt.NDArray[Any]:
+    """Return `data` as the block bytes of a quantised value, uint8 ``[..., bytes of a row]``.
+
+    Raises:
+        PlanError: The dtype has more than one byte, or the number of bytes differs from `spec`.
+    """
+    array = as_number_array(subject, data)
     if array.dtype.kind not in INTEGERS or array.dtype.itemsize != 1 or array.nbytes != spec.nbytes:
         got = f"{array.dtype}{list(array.shape)}"
-        raise PlanError(f"{what}: got {got}, need {spec}: {spec.nbytes} bytes of its blocks, as uint8")
+        raise PlanError(f"{subject}: got {got}, need {spec}: {spec.nbytes} bytes of its blocks, as uint8")
     row = spec.shape[-1] // spec.dtype.block * spec.dtype.block_bytes
     return array.view(np.uint8).reshape(*spec.shape[:-1], row)

@@ -1,4 +1,4 @@
-"""Attributes of nodes, and how names and attributes are written in text."""
+"""Attributes of nodes, and the text of names and attributes."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ Attrs: TypeAlias = Mapping[str, Attr]
 
 NO_ATTRS: Attrs = MappingProxyType({})
 MAX_DEPTH = 8
-"""Tuples within tuples in one attribute."""
+"""The largest depth of nested tuples in one attribute."""
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.~/-]+")
 _WORD = re.compile(r"(?!inf\b|_$)[A-Za-z_][A-Za-z0-9_.]*")
 
 
 def quote_node_name(name: str) -> str:
-    """A node's name as text shows it after ``%``: in quotes unless plain; bare numbers are for unnamed nodes."""
+    """Return the text of a node name after ``%``, in quotes unless plain. Plain numbers stand for unnamed nodes."""
     return name if _PLAIN_NAME.fullmatch(name) and not name.isdecimal() else json.dumps(name)
 
 
 def quote_word(name: str) -> str:
-    """The name of an op, attribute or output as text shows it: in quotes unless it reads as one word."""
+    """Return the text of the name of an op, attribute or output, in quotes unless it is one word."""
     return name if _WORD.fullmatch(name) else json.dumps(name)
 
 
 MAX_PLAIN_FLOAT_CHARACTERS = 12
-"""Characters of a float that is written as a float32 if that is shorter."""
+"""Floats with more characters are written as a float32 if that text is exact and shorter."""
 
 
 def _format_float(value: float) -> str:
-    """A float as short as it reads back: ``1e-05f`` is the float32 nearest to it, as most numbers of models are."""
+    """Return the shortest exact text of a float; ``1e-05f`` is a float32, as most numbers of models are."""
     text = repr(value)
     with np.errstate(over="ignore"):
         single = np.float32(value)
@@ -47,7 +47,7 @@ def _format_float(value: float) -> str:
 
 
 def format_attribute(value: Attr) -> str:
-    """One attribute as the dump writes it."""
+    """Return the text of one attribute in a dump."""
     match value:
         case None:
             return "none"

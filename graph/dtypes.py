@@ -1,4 +1,4 @@
-"""Every data type of GGML: its number in a file, elements per block, bytes per block, NumPy storage.
+"""All data types of GGML, with the number in a file, elements per block, bytes per block and NumPy storage.
 
 Source: ``ggml.h`` (numbers) and ``ggml-common.h`` (block layouts) of llama.cpp.
 """
@@ -15,19 +15,19 @@ from .validation import did_you_mean, format_value
 
 
 class DTypeMeta(EnumType):
-    """How types are called: by a name, or by a type of NumPy's."""
+    """The metaclass that parses the argument of ``DType("f32")``, which may also be a NumPy dtype."""
 
-    def __call__(cls, *given: Any, **named: Any) -> Any:
-        if len(given) + len(named) != 1:
-            raise GraphError(f"DType: got {len(given) + len(named)} arguments; it takes one, the name of a type")
-        return parse_dtype(*given, *named.values())
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) + len(kwargs) != 1:
+            raise GraphError(f"DType: got {len(args) + len(kwargs)} arguments; it takes one, the name of a type")
+        return parse_dtype(*args, *kwargs.values())
 
 
 class DType(Enum, metaclass=DTypeMeta):
-    """A GGML data type.  ``block`` elements along the last axis occupy ``block_bytes`` bytes.
+    """A GGML data type. `block` elements along the last axis occupy `block_bytes` bytes.
 
-    ``storage`` is the NumPy dtype that holds it in memory: the type itself where NumPy has it, ``uint16``
-    for the bits of ``bf16``, ``uint8`` for blocks of a quantised type.
+    `storage` is the NumPy dtype of the memory: the same type if NumPy has it, ``uint16`` for the bits of ``bf16``, and
+    ``uint8`` for the blocks of a quantised type.
     """
 
     F32 = ("f32", 0, 1, 4, "<f4")
@@ -83,11 +83,11 @@ class DType(Enum, metaclass=DTypeMeta):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether several elements share a block, so that one element has no address of its own."""
+        """Whether several elements share a block, so that a single element has no address."""
         return self.block > 1
 
     def bytes_of(self, count: int) -> int:
-        """Bytes of so many elements that follow each other, which are whole blocks."""
+        """Return the bytes of `count` adjacent elements; `count` is a multiple of `block`."""
         return count // self.block * self.block_bytes
 
     @property
@@ -107,33 +107,33 @@ FLOAT_DTYPES = (DType.F32, DType.F16, DType.BF16)
 INTEGER_DTYPES = (DType.I8, DType.I16, DType.I32, DType.I64)
 QUANTISED_DTYPES = tuple(d for d in DType if d.is_quantised)
 STATE_DTYPES = (*FLOAT_DTYPES, DType.Q8_0, DType.Q4_0)
-"""Types that numbers are rounded to in a run, where rows of a state are written."""
+"""The dtypes to which a run can round the rows that it writes into a state."""
 DTYPE_BY_NAME = {d.text: d for d in DType}
 DTYPE_BY_GGML_NUMBER = {d.ggml: d for d in DType}
 DTYPE_BY_NUMPY_NAME = {d.storage.name: d for d in DType if d.block == 1 and d is not DType.BF16} | {
     "bfloat16": DType.BF16
 }
 DTypeLike: TypeAlias = "DType | str | np.dtype[Any] | type[np.generic]"
-"""A type, its name here or in NumPy (``"f32"``, ``"float32"``), or NumPy's own (``np.float32``)."""
+"""A `DType`, its name in GGML or NumPy (``"f32"``, ``"float32"``), or a NumPy type (``np.float32``)."""
 
 
-def find_dtype(given: object) -> DType | None:
-    """The type that is meant, or None."""
-    if isinstance(given, DType):
-        return given
-    if isinstance(given, np.dtype):
-        given = given.name
-    elif isinstance(given, type) and issubclass(given, np.generic):
-        given = given.__name__
-    return (DTYPE_BY_NAME.get(given) or DTYPE_BY_NUMPY_NAME.get(given)) if isinstance(given, str) else None
+def find_dtype(value: object) -> DType | None:
+    """Return the `DType` of a `DType`, a name or a NumPy type, or None if there is none."""
+    if isinstance(value, DType):
+        return value
+    if isinstance(value, np.dtype):
+        value = value.name
+    elif isinstance(value, type) and issubclass(value, np.generic):
+        value = value.__name__
+    return (DTYPE_BY_NAME.get(value) or DTYPE_BY_NUMPY_NAME.get(value)) if isinstance(value, str) else None
 
 
-def parse_dtype(given: object) -> DType:
-    """As `dtype_of`; raises `GraphError` for what means none."""
-    kind = find_dtype(given)
-    if kind is not None:
-        return kind
-    if isinstance(given, str):
-        hint = did_you_mean(given, (*DTYPE_BY_NAME, *DTYPE_BY_NUMPY_NAME)) or f"; one of {', '.join(DTYPE_BY_NAME)}"
-        raise GraphError(f"unknown dtype {format_value(given)}{hint}")
-    raise GraphError(f"dtype is {format_value(given)}; it must be a DType or the name of one")
+def parse_dtype(value: object) -> DType:
+    """Return the `DType` of a `DType`, a name or a NumPy type. Raises `GraphError` if there is none."""
+    dtype = find_dtype(value)
+    if dtype is not None:
+        return dtype
+    if isinstance(value, str):
+        hint = did_you_mean(value, (*DTYPE_BY_NAME, *DTYPE_BY_NUMPY_NAME)) or f"; one of {', '.join(DTYPE_BY_NAME)}"
+        raise GraphError(f"unknown dtype {format_value(value)}{hint}")
+    raise GraphError(f"dtype is {format_value(value)}; it must be a DType or the name of one")

@@ -1,8 +1,8 @@
-"""What can go wrong, by who has to act: the author of a graph, of a plan, or of a backend."""
+"""The errors of hocket, by their cause: a graph, a plan or a backend."""
 
 
 class HocketError(Exception):
-    """Base of every error hocket raises on purpose; its message is one line: who, got, need, do."""
+    """The base of all errors that hocket raises on purpose. The message is one line: subject, value, need, remedy."""
 
 
 class GraphError(HocketError):
@@ -14,19 +14,24 @@ class PlanError(HocketError):
 
 
 class BackendError(HocketError):
-    """A device cannot do what it was asked: missing, out of memory, a kernel that failed."""
+    """A device is missing, is out of memory, or has a kernel that failed."""
 
 
 class StepError(BackendError):
-    """An instruction failed: the node it runs, the device, and how many instructions had finished there before it.
+    """An instruction of a device failed.
 
-    Where instructions run in another order than that of their program, `finished` are the positions of those that had.
+    Args:
+        node: The name of the node that the instruction computes.
+        device: The name of the device.
+        finished_instructions: The number of instructions that the device had finished. A device that runs
+            instructions in another order than its program gives the positions of the finished instructions.
+        reason: The problem.
     """
 
     node: str
     device: str
     finished_instructions: int | frozenset[int]
 
-    def __init__(self, node: str, device: str, finished: int | frozenset[int], why: str) -> None:
-        super().__init__(f"%{node} on {device}: {why}")
-        self.node, self.device, self.finished_instructions = node, device, finished
+    def __init__(self, node: str, device: str, finished_instructions: int | frozenset[int], reason: str) -> None:
+        super().__init__(f"%{node} on {device}: {reason}")
+        self.node, self.device, self.finished_instructions = node, device, finished_instructions

@@ -1,4 +1,4 @@
-"""Graphs for other programs: JSON (which reads back) and networkx; DOT is drawn by `hocket.view.dot`."""
+"""Graphs as JSON and networkx graphs; `hocket.view.dot` writes DOT."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ GRAPH_JSON_FORMAT = "hocket-graph-1"
 
 @validate_arguments(GraphError, graph=instance_of(Graph))
 def to_json(graph: Graph) -> str:
-    """One JSON object, a node a line in order, references as [node number, result]; `from_json` reads it back."""
+    """Return a graph as one JSON object, one node on each line; `from_json` reads it back.
+
+    References are pairs [node number, result number].
+    """
     number = {node: i for i, node in enumerate(graph.nodes)}
 
     def ref(value: Value | None) -> list[int] | None:
@@ -48,7 +51,7 @@ def to_json(graph: Graph) -> str:
 
 @validate_arguments(GraphError, text=TEXT)
 def from_json(text: str) -> Graph:
-    """The graph that `to_json` wrote.  Raises `GraphError` on anything else."""
+    """Return the graph that `to_json` wrote. Raises `GraphError` for other text."""
     try:
         document = json.loads(text)
         if document["format"] != GRAPH_JSON_FORMAT:
@@ -67,7 +70,7 @@ def from_json(text: str) -> Graph:
                 raise GraphError(f"node {node} has no result {index}")
             return nodes[node].results[index]
 
-        def present(pair: list[int]) -> Value:
+        def required_ref(pair: list[int]) -> Value:
             value = ref(pair)
             if value is None:
                 raise GraphError("an output or update refers to no value")
@@ -85,8 +88,8 @@ def from_json(text: str) -> Graph:
                     _require_text(entry["name"]),
                 )
             )
-        outputs = {name: present(v) for name, v in document["outputs"].items()}
-        updates = {present(old): present(new) for old, new in document["updates"]}
+        outputs = {name: required_ref(v) for name, v in document["outputs"].items()}
+        updates = {required_ref(old): required_ref(new) for old, new in document["updates"]}
         if len(updates) < len(document["updates"]):
             raise GraphError("a state is updated twice")
         return Graph(outputs, updates)
@@ -131,19 +134,24 @@ def _attribute_from_json(value: Any, depth: int = 0) -> Attr:
         case None | bool() | int() | float() | str():
             return value
         case _:
-            raise GraphError(f"attribute value {value!r} is of no known kind")
+            raise GraphError(f"attribute value {value!r} is not of a known kind")
 
 
 @validate_arguments(GraphError, graph=instance_of(Graph))
 def to_networkx(graph: Graph) -> networkx.MultiDiGraph:
-    """A networkx multigraph of the nodes by printed name; one edge for each operand, with position and spec."""
+    """Return a networkx multigraph of the nodes by printed name, with one edge for each operand.
+
+    An edge has the position of the operand, the number of the result and the spec.
+    """
     import networkx as nx
 
-    called = assign_names(graph)
+    names = assign_names(graph)
     out = nx.MultiDiGraph()
     for node in graph.nodes:
-        out.add_node(called[node], op=node.op, attrs=dict(node.attrs), specs=node.specs)
-        for position, source in enumerate(node.src):
-            if source is not None:
-                out.add_edge(called[source.node], called[node], operand=position, result=source.index, spec=source.spec)
+        out.add_node(names[node], op=node.op, attrs=dict(node.attrs), specs=node.specs)
+        for position, operand in enumerate(node.src):
+            if operand is not None:
+                out.add_edge(
+                    names[operand.node], names[node], operand=position, result=operand.index, spec=operand.spec
+                )
     return out

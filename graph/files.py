@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, and only a plain file is ever replaced.
+"""Atomic writes of files; only a plain file is ever replaced.
 
 Every module of the package that writes a file calls this one; a test searches the sources for others.
 """
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 PUBLIC, PRIVATE = 0o666, 0o600
-"""Modes of a new file before the umask: for all users, and for its owner alone."""
+"""Modes of a new file before the umask: for all users, and for its owner only."""
 BEFORE_NAME = ".hocket-"
-"""How the names of unfinished files begin."""
+"""The prefix of the names of unfinished files."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A graph: what is reachable from its outputs and its state updates, in one fixed order; and its text."""
+"""A graph: all nodes that its outputs and state updates need, in one fixed order; and its text."""
 
 from __future__ import annotations
 
@@ -35,11 +35,17 @@ UPDATES_KIND = mapping_of(VALUE_KIND, VALUE_KIND, "a mapping from states to thei
 @validate_constructor(GraphError, outputs=OUTPUTS_KIND, updates=UPDATES_KIND)
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Named outputs, and for each state that changes its value after the run.
+    """Named outputs and state updates.
 
-    `nodes` holds every reachable node once, sources before users; it follows from the outputs alone, so the same
-    model code gives the same order.  Raises `GraphError` for what are no values; all else `verify` checks, in every
-    plan.
+    `nodes` holds each reachable node once, operands before users. The order depends on the outputs only, so that the
+    same model code gives the same order. `verify` checks the graph as a part of each plan.
+
+    Args:
+        outputs: The values that a run returns, by name.
+        updates: The new value of each state that a run changes.
+
+    Raises:
+        GraphError: An argument is not a mapping of values.
     """
 
     outputs: Mapping[str, Value]
@@ -52,31 +58,31 @@ class Graph:
         object.__setattr__(self, "nodes", topological_order(self.roots()))
 
     def roots(self) -> tuple[Value, ...]:
-        """Outputs, then updated states, then their new values."""
+        """Return the outputs, then the updated states, then their new values."""
         return (*self.outputs.values(), *self.updates, *self.updates.values())
 
     @validate_arguments(GraphError, op=LEAF_KIND)
     def leaves(self, op: str) -> tuple[Value, ...]:
-        """The leaves of one kind: ``input``, ``weight``, ``state`` or ``constant``."""
+        """Return the leaves of one op: ``input``, ``weight``, ``state`` or ``constant``."""
         return tuple(n.results[0] for n in self.nodes if n.op == op)
 
     @property
     def inputs(self) -> tuple[Value, ...]:
-        """What each run is given."""
+        """The leaves that each run gets."""
         return self.leaves("input")
 
     @property
     def weights(self) -> tuple[Value, ...]:
-        """What `hocket.load` is given."""
+        """The leaves that `hocket.load` gets."""
         return self.leaves("weight")
 
     @property
     def states(self) -> tuple[Value, ...]:
-        """What is kept from run to run."""
+        """The leaves that keep their content between runs."""
         return self.leaves("state")
 
     def users(self) -> dict[Value, list[Node]]:
-        """For every value the nodes that read it, in graph order."""
+        """Return the nodes that read each value, in graph order."""
         readers: dict[Value, list[Node]] = {v: [] for n in self.nodes for v in n.results}
         for node in self.nodes:
             for source in dict.fromkeys(node.inputs):
@@ -84,7 +90,7 @@ class Graph:
         return readers
 
     def digest(self) -> str:
-        """SHA-256 of the structure.  Names count for leaves and outputs only: other names are for people."""
+        """Return the SHA-256 of the structure, with the names of leaves and outputs only."""
         import hashlib  # loads OpenSSL, which `import hocket` need not do
 
         number = {node: i for i, node in enumerate(self.nodes)}
@@ -104,13 +110,13 @@ class Graph:
 
     @validate_arguments(GraphError, title=TEXT)
     def view(self, *, title: str = "graph") -> Page:
-        """A page that shows the graph; it need not have been verified."""
+        """Return a page that shows the graph, verified or not."""
         from ..view import view_graph
 
         return view_graph(self, title=title)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML for a notebook."""
         return self.view()._repr_html_()
 
     def __str__(self) -> str:
@@ -122,10 +128,10 @@ class Graph:
 
 
 def topological_order(roots: Iterable[Value]) -> tuple[Node, ...]:
-    """Every node reachable from `roots`, each after its sources; depth first, so users stay near their sources.
+    """Return all nodes that `roots` need, operands before users, in depth-first order.
 
-    Raises `GraphError` for a node that reads its own result, through others too: only a frozen node that was
-    changed can.
+    Raises:
+        GraphError: A node reads its own result, directly or indirectly. Only a changed frozen node can do so.
     """
     order: dict[Node, None] = {}
     entered: set[Node] = set()
@@ -140,7 +146,7 @@ def topological_order(roots: Iterable[Value]) -> tuple[Node, ...]:
             if not waiting:
                 order[node] = None
                 stack.pop()
-            elif node in entered:  # its sources wait for it
+            elif node in entered:  # an operand of the node waits for the node
                 raise GraphError(
                     f"%{node.label:.{MAX_MESSAGE_CHARACTERS}} reads its own result; "
                     "build nodes from earlier values only"
@@ -152,42 +158,53 @@ def topological_order(roots: Iterable[Value]) -> tuple[Node, ...]:
 
 
 def order_with_state_updates(graph: Graph, sent: Container[Node] = ()) -> tuple[Node, ...]:
-    """The nodes in order; what only a new state needs, and what is `sent`, straight behind the last that it reads."""
-    place: dict[Node, tuple[int, int]] = {}
+    """Return the nodes, operands before users.
+
+    Nodes that only a state update needs, and the nodes `sent`, follow their last operand directly.
+    """
+    position: dict[Node, tuple[int, int]] = {}
     for at, node in enumerate(topological_order(graph.outputs.values())):
-        place[node] = (at, -1)
-    for at, node in enumerate(n for n in graph.nodes if n not in place or n in sent):
-        place[node] = (max((place[s.node][0] for s in node.inputs if not s.node.is_leaf), default=-1), at)
-    return tuple(sorted(graph.nodes, key=place.__getitem__))
+        position[node] = (at, -1)
+    for at, node in enumerate(n for n in graph.nodes if n not in position or n in sent):
+        position[node] = (max((position[s.node][0] for s in node.inputs if not s.node.is_leaf), default=-1), at)
+    return tuple(sorted(graph.nodes, key=position.__getitem__))
 
 
 def assign_names(graph: Graph) -> dict[Node, str]:
-    """A distinct printable name for every node: its own, made unique with ``~2``; unnamed nodes are numbered."""
-    called: dict[Node, str] = {}
+    """Return a distinct printed name for each node: its name, with ``~2`` if that is taken, or a number."""
+    names: dict[Node, str] = {}
     taken: set[str] = set()
-    tried: Counter[str] = Counter()
-    for node in sorted((n for n in graph.nodes if n.name), key=lambda n: not n.is_leaf):  # leaves' names are keys
+    repeat_counts: Counter[str] = Counter()
+    for node in sorted(
+        (n for n in graph.nodes if n.name), key=lambda n: not n.is_leaf
+    ):  # leaves first: arrays are bound by their names
         name = node.name
         while name in taken:
-            tried[node.name] += 1
-            name = f"{node.name}~{tried[node.name] + 1}"
+            repeat_counts[node.name] += 1
+            name = f"{node.name}~{repeat_counts[node.name] + 1}"
         taken.add(name)
-        called[node] = name
+        names[node] = name
     numbers = (str(i) for i in count() if str(i) not in taken)
-    called.update((node, next(numbers)) for node in graph.nodes if not node.name)
-    return called
+    names.update((node, next(numbers)) for node in graph.nodes if not node.name)
+    return names
 
 
 @validate_arguments(GraphError, graph=instance_of(Graph))
-def format_graph(graph: Graph, shown: Callable[[Node], Attrs] | None = None) -> str:
-    """The whole graph as text; `parse` reads it back.  ``shown(node)`` are the attributes to write, if not all."""
-    called = assign_names(graph)
-    lines = [format_node(node, called, None if shown is None else shown(node)) for node in graph.nodes]
+def format_graph(graph: Graph, select_attributes: Callable[[Node], Attrs] | None = None) -> str:
+    """Return a graph as text, which `parse` reads.
+
+    Args:
+        graph: The graph.
+        select_attributes: Returns the attributes of a node to write; without it, all are written.
+    """
+    names = assign_names(graph)
+    lines = [
+        format_node(node, names, None if select_attributes is None else select_attributes(node)) for node in graph.nodes
+    ]
     lines.append(
-        "return " + ", ".join(f"{quote_word(name)}={format_reference(v, called)}" for name, v in graph.outputs.items())
+        "return " + ", ".join(f"{quote_word(name)}={format_reference(v, names)}" for name, v in graph.outputs.items())
     )
     lines += [
-        f"update {format_reference(old, called)} = {format_reference(new, called)}"
-        for old, new in graph.updates.items()
+        f"update {format_reference(old, names)} = {format_reference(new, names)}" for old, new in graph.updates.items()
     ]
     return "\n".join(lines) + "\n"

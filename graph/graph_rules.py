@@ -1,4 +1,4 @@
-"""The rules every graph obeys, one function each; its docstring is the rule, what it yields is the message."""
+"""The rules of graphs. Each rule is a function that yields messages, with the rule as its docstring."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ GraphRule = Callable[[Graph], Iterator[str]]
 
 
 def leaves_have_distinct_names(graph: Graph) -> Iterator[str]:
-    """Inputs, weights, states and constants are bound by name, so no two share one."""
-    count = Counter([n.name for n in graph.nodes if n.op in LEAF_OPS])
-    for name, times in count.items():
+    """Inputs, weights, states and constants have distinct names, by which arrays are bound."""
+    leaf_counts = Counter([n.name for n in graph.nodes if n.op in LEAF_OPS])
+    for name, leaf_count in leaf_counts.items():
         if not name:
-            yield f"{times} leaves have no name; give each its own"
-        elif times > 1:
-            yield f"%{quote_node_name(name)} names {times} different leaves; rename all but one"
+            yield f"{leaf_count} leaves have no name; give each its own"
+        elif leaf_count > 1:
+            yield f"%{quote_node_name(name)} names {leaf_count} different leaves; rename all but one"
 
 
 def leaves_read_nothing(graph: Graph) -> Iterator[str]:
-    """A leaf has no sources and one result."""
+    """A leaf has no operands and one result."""
     for node in graph.nodes:
         if node.op in LEAF_OPS and (node.src or len(node.specs) != 1):
-            yield f"{node!r}: a leaf has no sources and one result"
+            yield f"{node!r}: a leaf has no operands and one result"
 
 
 def specs_are_legal(graph: Graph) -> Iterator[str]:
-    """Rank at most 5, no negative size, whole quantisation blocks in each row."""
+    """The rank is at most 5, sizes are not negative, and rows of quantised values are complete blocks."""
     for node in graph.nodes:
         for spec in node.specs:
-            if why := check_spec(spec):
-                yield f"%{node.label}: {why}"
+            if problem := check_spec(spec):
+                yield f"%{node.label}: {problem}"
 
 
 def references_exist(graph: Graph) -> Iterator[str]:
-    """A value refers to a result that its node has."""
+    """A value refers to an existing result of its node."""
     values = [v for n in graph.nodes for v in n.inputs] + list(graph.roots())
     for value in values:
         if not 0 <= value.index < len(value.node.specs):
@@ -60,7 +60,7 @@ def only_states_are_updated(graph: Graph) -> Iterator[str]:
 
 
 def constants_hold_their_bytes(graph: Graph) -> Iterator[str]:
-    """A constant is of a dtype that NumPy has, and its data fills its shape exactly."""
+    """A constant has a dtype of NumPy and as many bytes of data as its spec."""
     for node in graph.nodes:
         if node.op != "constant" or any(map(check_spec, node.specs)):
             continue
@@ -74,11 +74,11 @@ def constants_hold_their_bytes(graph: Graph) -> Iterator[str]:
 
 
 def attributes_are_plain(graph: Graph) -> Iterator[str]:
-    """An attribute is a number of 64 bits, text, bytes, a DType, None, or a tuple of such: what the dump can write."""
+    """An attribute is a number of 64 bits, text, bytes, a DType, None, or a tuple of such attributes."""
     for node in graph.nodes:
         for name, value in node.attrs.items():
             if not _is_plain_attribute(value):
-                yield f"%{node.label}: attribute {quote_word(name)} is of no kind that a graph can keep"
+                yield f"%{node.label}: attribute {quote_word(name)} has a value that a graph cannot keep"
 
 
 def _is_plain_attribute(value: Attr, depth: int = 0) -> bool:
@@ -90,17 +90,17 @@ def _is_plain_attribute(value: Attr, depth: int = 0) -> bool:
 
 
 def sources_come_first(graph: Graph) -> Iterator[str]:
-    """A node reads results of nodes before it, so that no node reads its own; outputs and updates are their results."""
+    """Operands, outputs and updates are results of earlier nodes of the graph."""
     before: set[Node] = set()
     for node in graph.nodes:
         for source in node.inputs:
             if source.node not in before:
-                label, read = (part.label[:MAX_MESSAGE_CHARACTERS] for part in (node, source))
-                yield f"%{label} reads {read}, which is no result of a node before it"
+                label, operand = (part.label[:MAX_MESSAGE_CHARACTERS] for part in (node, source))
+                yield f"%{label} reads {operand}, which no earlier node computes"
         before.add(node)
     for value in graph.roots():
         if value.node not in before:
-            yield f"{value.label:.{MAX_MESSAGE_CHARACTERS}} is returned, and is no result of a node of the graph"
+            yield f"{value.label:.{MAX_MESSAGE_CHARACTERS}} is returned, but no node of the graph computes it"
 
 
 def something_is_computed(graph: Graph) -> Iterator[str]:
@@ -124,17 +124,17 @@ REFERENCES = (sources_come_first, references_exist)
 
 
 def list_problems(graph: Graph, rules: Sequence[GraphRule] = GRAPH_RULES) -> list[str]:
-    """Everything that is wrong with `graph`, in the order of `rules`."""
-    faults: list[str] = []
+    """Return a message for each broken rule of `graph`, in the order of `rules`."""
+    messages: list[str] = []
     for rule in rules:
-        faults += rule(graph)
-        if faults and rule in REFERENCES:  # the other rules look at what is referred to
+        messages += rule(graph)
+        if messages and rule in REFERENCES:  # the other rules need valid references
             break
-    return faults
+    return messages
 
 
 @validate_arguments(GraphError, graph=instance_of(Graph))
 def verify(graph: Graph, rules: Sequence[GraphRule] = GRAPH_RULES) -> None:
-    """Raise `GraphError` with the first problem (and how many more there are)."""
-    if faults := list_problems(graph, rules):
-        raise GraphError(faults[0] + (f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""))
+    """Raise `GraphError` with the first problem of `graph` and the number of further problems."""
+    if messages := list_problems(graph, rules):
+        raise GraphError(messages[0] + (f" (and {len(messages) - 1} more)" if len(messages) > 1 else ""))

@@ -1,7 +1,7 @@
-"""Records: `dataclasses.dataclass`, whose methods are compiled when they are first asked for.
+"""A `dataclass` decorator that compiles each method at its first use.
 
-The standard decorator compiles up to six methods of a class as it is imported.  A command imports a hundred such
-classes and calls a few methods of half of them: to compile all took a seventh of its start.
+The standard decorator compiles up to six methods per class at import. A command imports a hundred such classes and
+calls few of their methods. Compiling all of them took a seventh of the start time.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ if TYPE_CHECKING:
 else:
 
     def dataclass(cls=None, /, *, init=True, repr=True, eq=True, frozen=False, slots=False, kw_only=False):
-        """As `dataclasses.dataclass`, of whose options it has those that are in use."""
-        asked = {"__init__": init, "__repr__": repr, "__eq__": eq, "__hash__": eq and frozen}
+        """Return the class as `dataclasses.dataclass` does; the parameters are the options in use."""
+        enabled = {"__init__": init, "__repr__": repr, "__eq__": eq, "__hash__": eq and frozen}
 
-        def record(cls):
+        def decorate(cls):
             own = {name for name, value in vars(cls).items() if value is not None}
-            extends = any(map(dataclasses.is_dataclass, cls.__bases__))  # then whether both are frozen is looked at
+            # The standard decorator has to compare `frozen` of a class and its base.
+            extends = any(map(dataclasses.is_dataclass, cls.__bases__))
             bare = dataclasses.dataclass(
                 init=False, repr=False, eq=False, frozen=frozen and extends, slots=slots, kw_only=kw_only
             )(cls)
             bare.__dataclass_params__.frozen = frozen
-            for name in asked:
-                if asked[name] and name not in own:
+            for name in enabled:
+                if enabled[name] and name not in own:
                     setattr(bare, name, _LazyMethod(bare, name, frozen))
             if eq and not frozen and "__hash__" not in own:
                 bare.__hash__ = None
@@ -36,11 +37,11 @@ else:
                 bare.__getstate__, bare.__setstate__ = _get_state, _set_state
             return bare
 
-        return record if cls is None else record(cls)
+        return decorate if cls is None else decorate(cls)
 
 
 class _LazyMethod(NamedTuple):
-    """Stands in the place of a method until that is asked for, and then puts it there."""
+    """A descriptor that compiles a method at its first use and replaces itself by it."""
 
     cls: type
     name: str
@@ -54,33 +55,33 @@ class _LazyMethod(NamedTuple):
 
 
 def _compile_method(cls: type, name: str, frozen: bool) -> Any:
-    """One method of a dataclass with the fields of `cls`."""
+    """Return one method that `dataclasses` generates for the fields of `cls`."""
     is_init = name == "__init__"
     namespace = {"__doc__": name} | ({"__post_init__": None} if hasattr(cls, "__post_init__") else {})
-    twin = dataclasses.make_dataclass(
+    generated = dataclasses.make_dataclass(
         cls.__name__,
         [(field.name, field.type, _copy_field_declaration(field)) for field in dataclasses.fields(cls)],
-        namespace=namespace,  # with a text, as one would be made of the signature
+        namespace=namespace,  # with a docstring, so that `dataclasses` does not format the signature
         init=is_init,
         repr=name == "__repr__",
         eq=name == "__eq__",
         unsafe_hash=name == "__hash__",
-        frozen=frozen and is_init,  # so that it assigns past what refuses to
-        slots=is_init and "__slots__" in vars(cls),  # so that it assigns defaults that no class holds
+        frozen=frozen and is_init,  # so that it bypasses `__setattr__`
+        slots=is_init and "__slots__" in vars(cls),  # so that it assigns defaults without class attributes
     )
-    method = vars(twin)[name]
+    method = vars(generated)[name]
     method.__qualname__, method.__module__ = f"{cls.__qualname__}.{name}", cls.__module__
     return method
 
 
 def _copy_field_declaration(field: dataclasses.Field[Any]) -> Any:
-    """A field as it was declared."""
+    """Return a copy of a field declaration."""
     names = ("default", "default_factory", "init", "repr", "hash", "compare", "metadata", "kw_only")
     return dataclasses.field(**{name: getattr(field, name) for name in names})
 
 
 def _build_frozen_setters(cls: Any) -> tuple[Callable[[object, str, object], None], Callable[[object, str], None]]:
-    """``__setattr__`` and ``__delattr__`` of a frozen class."""
+    """Return ``__setattr__`` and ``__delattr__`` of a frozen class."""
     names = frozenset(field.name for field in dataclasses.fields(cls))
 
     def set_(self: object, name: str, value: object) -> None:
@@ -97,7 +98,7 @@ def _build_frozen_setters(cls: Any) -> tuple[Callable[[object, str, object], Non
 
 
 def _get_state(self: Any) -> list[Any]:
-    """What a copy of a frozen record without a ``__dict__`` is made from."""
+    """Return the field values of a frozen record with slots, for ``__getstate__``."""
     return [getattr(self, field.name) for field in dataclasses.fields(self)]
 
 

@@ -1,4 +1,4 @@
-"""Values and nodes: static single assignment, several results a node, everything frozen."""
+"""Values and nodes in static single assignment form, with several results per node; all are frozen."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ LEAF_OPS = ("input", "weight", "state", "constant")
 @validate_constructor(GraphError)
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """One operation: its op's name, the values it reads, its attributes, the specs of its results.
+    """One op applied to operands. Nodes are equal only to themselves.
 
-    An optional operand that was left out is None in `src`; `results` are the values that it makes, in order.  Equality
-    is identity.  `name` is free text for people and may be empty; for leaves it is the key under which the value is
-    bound.
+    Args:
+        op: The name of the op.
+        src: The operands, with None for an omitted optional operand.
+        attrs: The attributes.
+        specs: The specs of the results; `results` has the values in the same order.
+        name: Free text for people, which may be empty; for leaves the name by which an array is bound.
     """
 
     op: str
@@ -52,7 +55,7 @@ class Node:
     results: tuple[Value, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        if not (  # what ops build is seen at once, as there is much of it
+        if not (  # a fast test first, because ops build many nodes
             type(self.op) is type(self.name) is str
             and type(self.attrs) is MappingProxyType
             and type(self.src) is tuple
@@ -66,24 +69,24 @@ class Node:
 
     @property
     def inputs(self) -> tuple[Value, ...]:
-        """The sources that are present."""
-        for source in self.src:
-            if source is None:
+        """The operands, without the omitted ones."""
+        for operand in self.src:
+            if operand is None:
                 return tuple([s for s in self.src if s is not None])
-        return self.src  # type: ignore[return-value]  # none is None, as the loop saw
+        return self.src  # type: ignore[return-value]  # the loop found no None
 
     @property
     def is_leaf(self) -> bool:
-        """Whether it is an input, a weight, a state or a constant."""
+        """Whether the node is an input, a weight, a state or a constant."""
         return self.op in LEAF_OPS
 
     @property
     def label(self) -> str:
-        """How messages call this node, after ``%``: its name, else its op, in quotes unless plain."""
+        """The name of the node in messages, after ``%``: its name or else its op, in quotes unless plain."""
         return quote_node_name(self.name or self.op)
 
     def with_src(self, src: tuple[Value | None, ...]) -> Node:
-        """The same operation on other values."""
+        """Return a node with the same op, attributes, specs and name, and the operands `src`."""
         return Node(self.op, src, self.attrs, self.specs, self.name)
 
     def __copy__(self) -> Node:
@@ -96,8 +99,10 @@ class Node:
 @validate_constructor(GraphError)
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """Result `index` of `node`, of which there is one: ``Value(node, index) is node.results[index]``.  Values are equal
-    if they are the same, so they serve as keys of mappings; what they hold is compared by `hocket.ops.compare`."""
+    """Result `index` of `node`; ``Value(node, index) is node.results[index]``.
+
+    A value is equal only to itself, so that it can be a key of a mapping. `hocket.ops.compare` compares the numbers.
+    """
 
     node: Node
     index: int = 0
@@ -127,7 +132,7 @@ class Value:
 
     @property
     def spec(self) -> Spec:
-        """Shape and dtype.  Raises `GraphError` if the node has no such result, as do `shape` and `dtype`."""
+        """Shape and dtype. This property, `shape` and `dtype` raise `GraphError` if the node lacks the result."""
         try:
             return self.node.specs[self.index]
         except IndexError:
@@ -137,25 +142,25 @@ class Value:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """In NumPy's order."""
+        """The sizes of the axes in NumPy order."""
         return self.spec.shape
 
     @property
     def dtype(self) -> DType:
-        """The type that the graph declares; a backend may keep another."""
+        """The dtype that the graph declares; a backend may store another."""
         return self.spec.dtype
 
     @property
     def label(self) -> str:
-        """How messages call this value: ``%name``, with ``#1`` for the second of several results."""
+        """The name of the value in messages: ``%name``, with ``#1`` for the second of several results."""
         return f"%{self.node.label}" + (f"#{self.index}" if len(self.node.specs) > 1 else "")
 
     def __repr__(self) -> str:
         return f"{self.label}: {self.spec}"
 
-    # Operators build nodes; shapes broadcast and indices count as in NumPy.  `ops.operators` says by which ops.
+    # Operators build nodes by `ops.operators`, with the broadcasting and the indices of NumPy.
 
-    __array_ufunc__ = None  # NumPy leaves ``array + value`` to the value, which refuses it in words
+    __array_ufunc__ = None  # so that ``array + value`` calls `__radd__`, which raises a message
 
     def __add__(self, other: Value | float) -> Value:
         return _load_operators().combined("+", self, other)
@@ -198,14 +203,14 @@ class Value:
 
     @property
     def T(self) -> Value:  # noqa: N802  (NumPy's name)
-        """A matrix with its axes exchanged."""
+        """The transpose of a matrix."""
         if len(self.shape) != 2:
             raise GraphError(f"{self!r} has rank {len(self.shape)}, not 2; use ops.transpose or ops.permute")
         if self.dtype.is_quantised:
             raise GraphError(f"{self!r}: rows of blocks have no transpose; for x @ w.T write ops.mul_mat(w, x)")
         return _load_operators().transposed(self)
 
-    # What only numbers can answer is refused: a graph has none before it runs.
+    # Methods that need numbers raise `GraphError`, because a graph has no numbers before it runs.
 
     def __bool__(self) -> NoReturn:
         raise GraphError(f"{self!r} is true or false only when the graph runs; {COMPARE_HINT}, choose with ops.where")
@@ -237,7 +242,7 @@ class Value:
     def __iter__(self) -> NoReturn:
         raise GraphError(f"{self!r} is one symbolic value; take parts of it by index, as x[0]")
 
-    if not TYPE_CHECKING:  # with it, checkers would let any name pass
+    if not TYPE_CHECKING:  # type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("_"):
@@ -250,7 +255,7 @@ _set_results = vars(Node)["results"].__set__
 
 
 def _new_result(node: Node, index: int) -> Value:
-    """A result of a node that is being made: nothing is checked, since passes make millions."""
+    """Return a result of a new node, without checks, because passes create millions."""
     value: Value = object.__new__(Value)
     _set_node(value, node)
     _set_index(value, index)
@@ -270,7 +275,7 @@ NODE_ARGUMENT_KINDS: Mapping[str, ArgumentKind] = MappingProxyType(
 
 
 def _load_operators() -> ModuleType:
-    """Graphs know no ops; operators are looked up when the first of them is used."""
+    """Import the operators at their first use, because graphs know no ops."""
     from ..ops import operators
 
     return operators
@@ -286,10 +291,15 @@ def _leaf(op: str, name: str, spec: Spec, attrs: Attrs = NO_ATTRS) -> Value:
 
 @validate_arguments(GraphError)
 def input(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Value:
-    """A value that is given at each run, under `name`.
+    """Return a leaf that each run binds to an array.
 
-    `shape` is in NumPy's order, rank 0 to 5; `dtype` may be NumPy's, too (``np.float32``, ``"int32"``).  Raises
-    `GraphError`.
+    Args:
+        name: The name by which the array is bound.
+        shape: The sizes of the axes in NumPy order, rank 0 to 5.
+        dtype: A dtype of hocket or NumPy (``np.float32``, ``"int32"``).
+
+    Raises:
+        GraphError: The name is empty, the shape is illegal or the dtype is unknown.
 
     >>> hocket.input("ids", (3,), "i32")
     %ids: i32[3]
@@ -299,70 +309,89 @@ def input(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Valu
 
 @validate_arguments(GraphError)
 def weight(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Value:
-    """A value that is given once, by `hocket.load`, under `name`.
+    """Return a leaf that `hocket.load` binds to an array once.
 
-    `shape` is in NumPy's order, rank 0 to 5, a matrix ``[rows, columns]`` as a GGUF file has it; `dtype` may be a
-    quantised one (``"q4_K"``), whose rows are whole blocks.  Raises `GraphError`.
+    Args:
+        name: The name by which the array is bound.
+        shape: The sizes of the axes in NumPy order, rank 0 to 5; a matrix is ``[rows, columns]``, as in GGUF files.
+        dtype: A dtype; rows of a quantised dtype (``"q4_K"``) are complete blocks.
+
+    Raises:
+        GraphError: The name is empty, the shape is illegal or the dtype is unknown.
     """
     return _leaf("weight", name, make_spec(shape, dtype))
 
 
 @validate_arguments(GraphError)
 def state(name: str, shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Value:
-    """A value that is kept from run to run and begins as zeros: a KV cache, the state of a convolution or delta net.
+    """Return a leaf that keeps its content between runs, such as a KV cache, and starts with zeros.
 
-    What a run makes of it is an update of the graph: ``hocket.Graph(outputs, updates={state: new})``.  `shape` and
-    `dtype` as for `hocket.input`.  Raises `GraphError`.
+    A state update replaces the content at the end of a run: ``hocket.Graph(outputs, updates={state: new})``.
+
+    Args:
+        name: The name of the state.
+        shape: The sizes of the axes in NumPy order, rank 0 to 5.
+        dtype: A dtype of hocket or NumPy.
+
+    Raises:
+        GraphError: The name is empty, the shape is illegal or the dtype is unknown.
     """
     return _leaf("state", name, make_spec(shape, dtype))
 
 
 @validate_arguments(GraphError)
 def constant(name: str, data: npt.ArrayLike) -> Value:
-    """A small array that is part of the graph itself.  float64 becomes f32; integers stay as they are.
+    """Return a leaf with a small array that is part of the graph. float64 becomes f32; integers keep their dtype.
 
-    Raises `GraphError` for what is no array of floats or signed integers.
+    Raises:
+        GraphError: `data` is not an array of floats or signed integers.
     """
-    what = f"constant %{quote_node_name(name) if isinstance(name, str) else format_value(name):.60}"
-    given = as_number_array(what, data, GraphError)
-    array = np.ascontiguousarray(given)
+    subject = f"constant %{quote_node_name(name) if isinstance(name, str) else format_value(name):.60}"
+    numbers = as_number_array(subject, data, GraphError)
+    array = np.ascontiguousarray(numbers)
     if array.dtype.name == "float64":
         array = array.astype(np.float32)
     text = {"float32": "f32", "float16": "f16"}.get(array.dtype.name, array.dtype.name.replace("int", "i"))
     if text not in DTYPE_BY_NAME:
-        raise GraphError(f"{what} has NumPy dtype {array.dtype}; use a float or a signed integer type")
+        raise GraphError(f"{subject} has NumPy dtype {array.dtype}; use a float or a signed integer type")
     # NumPy's ascontiguousarray makes scalars one-dimensional; the graph keeps rank 0.
-    spec = make_spec(given.shape, text)
+    spec = make_spec(numbers.shape, text)
     return _leaf("constant", name, spec, MappingProxyType({"data": array.astype(spec.dtype.storage).tobytes()}))
 
 
 def constant_array(node: Node) -> npt.NDArray[np.generic]:
-    """The array of a constant node, read-only."""
+    """Return the read-only array of a constant node."""
     data = node.attrs["data"]
     assert isinstance(data, bytes), "verify() ran before"
     spec = node.specs[0]
     return np.frombuffer(data, spec.dtype.storage).reshape(spec.shape)
 
 
-def format_node(node: Node, called: Mapping[Node, str] | None = None, attrs: Attrs | None = None) -> str:
-    """The line of one node; without `called`, names are the nodes' own labels; `attrs` are those shown, not all."""
-    shown = node.attrs if attrs is None else attrs
-    args = [format_reference(s, called) for s in node.src] + [
-        f"{quote_word(k)}={format_attribute(v)}" for k, v in shown.items()
+def format_node(node: Node, names: Mapping[Node, str] | None = None, attrs: Attrs | None = None) -> str:
+    """Return the line of one node in a dump.
+
+    Args:
+        node: The node.
+        names: The printed name of each node; without it, the labels of the nodes.
+        attrs: The attributes to write; without it, all.
+    """
+    visible = node.attrs if attrs is None else attrs
+    args = [format_reference(s, names) for s in node.src] + [
+        f"{quote_word(k)}={format_attribute(v)}" for k, v in visible.items()
     ]
     call = f"{quote_word(node.op)}({', '.join(args)})"
-    return f"{_format_node_name(node, called)} = {call} : {', '.join(map(str, node.specs))}"
+    return f"{_format_node_name(node, names)} = {call} : {', '.join(map(str, node.specs))}"
 
 
-def format_reference(value: Value | None, called: Mapping[Node, str] | None = None) -> str:
-    """A value as a line refers to it; ``_`` for an operand that was left out."""
+def format_reference(value: Value | None, names: Mapping[Node, str] | None = None) -> str:
+    """Return the text of an operand, ``_`` for an omitted one."""
     if value is None:
         return "_"
-    return _format_node_name(value.node, called) + (f"#{value.index}" if len(value.node.specs) > 1 else "")
+    return _format_node_name(value.node, names) + (f"#{value.index}" if len(value.node.specs) > 1 else "")
 
 
-def _format_node_name(node: Node, called: Mapping[Node, str] | None) -> str:
-    """A node as others refer to it; the number of an unnamed node stays bare, a name of digits is quoted."""
-    if called is None:
+def _format_node_name(node: Node, names: Mapping[Node, str] | None) -> str:
+    """Return ``%`` and the name of a node. Numbers of unnamed nodes are plain; names of digits are in quotes."""
+    if names is None:
         return f"%{node.label}"
-    return f"%{quote_node_name(called[node])}" if node.name else f"%{called[node]}"
+    return f"%{quote_node_name(names[node])}" if node.name else f"%{names[node]}"

@@ -1,8 +1,8 @@
-"""Reading what a dump wrote: one node a line.
+"""The parser of graph text, with one node on each line.
 
-``%up = mul_mat(%blk.0.ffn_up, %norm) : f32[3,8]``; result `i` of a node with several is ``%name#i``; an operand that
-was left out is ``_``; the last lines are ``return logits=%out`` and ``update %cache = %new``.
-What is no plain word is written as a JSON string: ``%"two words"``.
+A node is ``%up = mul_mat(%blk.0.ffn_up, %norm) : f32[3,8]``. Result `i` of a node with several results is ``%name#i``,
+and an omitted operand is ``_``. The last lines are ``return logits=%out`` and ``update %cache = %new``. Names that are
+not plain words are JSON strings: ``%"two words"``.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ AttributeCompleter = Callable[[str, Attrs], Attrs]
 
 
 def keep_attributes(op: str, attrs: Attrs) -> Attrs:
-    """Attributes as they are."""
+    """Return the attributes without a change."""
     return attrs
 
 
 class _LineCursor:
-    """A cursor over the tokens of one line; every complaint names the line and the column."""
+    """A cursor over the tokens of one line; its errors name the line and the column."""
 
     def __init__(self, number: int, text: str) -> None:
         self.number, self.text, self.tokens = number, text, []
@@ -70,7 +70,7 @@ class _LineCursor:
         return False
 
     def expect_name(self, what: str, taken: Container[str] = ()) -> str:
-        """The name of an op, attribute or output: a word or a string that is not `taken`."""
+        """Consume the name of an op, attribute or output: a word or a string that is not in `taken`."""
         kind, text = self.peek()
         if kind not in ("word", "str"):
             raise self.error(f"expected {what}, got {text!r}")
@@ -81,14 +81,14 @@ class _LineCursor:
         return name
 
     def unquote(self, text: str) -> str:
-        """`text` without the quotes it may have; it belongs to the current token."""
+        """Return `text`, which belongs to the current token, without quotes."""
         try:
             return str(json.loads(text)) if text.startswith('"') else text
         except ValueError:
             raise self.error(f"{text} is no JSON string; escape control characters and backslashes") from None
 
     def expect_integer(self) -> int:
-        """The current token as an integer of 64 bits."""
+        """Consume an integer of 64 bits."""
         kind, text = self.peek()
         if kind != "num" or not text.lstrip("-").isdecimal():
             raise self.error(f"expected an integer, got {text!r}")
@@ -97,10 +97,10 @@ class _LineCursor:
         self.at += 1
         return int(text)
 
-    def error(self, why: str) -> GraphError:
+    def error(self, problem: str) -> GraphError:
         column = self.tokens[self.at][2] + 1 if self.at < len(self.tokens) else len(self.text) + 1
-        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in why[:301])  # a word may hold anything
-        return GraphError(f"line {self.number}, column {column}: {shown if len(shown) <= 300 else f'{shown[:297]}...'}")
+        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in problem[:301])  # it may quote any character
+        return GraphError(f"line {self.number}, column {column}: {text if len(text) <= 300 else f'{text[:297]}...'}")
 
 
 def _parse_attribute(cursor: _LineCursor, depth: int = 0) -> Attr:
@@ -151,8 +151,10 @@ def _parse_spec(cursor: _LineCursor) -> Spec:
 
 
 class _GraphParser:
-    def __init__(self, completed: AttributeCompleter) -> None:
-        self.completed = completed
+    """The nodes, outputs and updates of the lines so far."""
+
+    def __init__(self, complete: AttributeCompleter) -> None:
+        self.complete = complete
         self.nodes: dict[str, Node] = {}
         self.outputs: dict[str, Value] = {}
         self.updates: dict[Value, Value] = {}
@@ -162,13 +164,13 @@ class _GraphParser:
         if kind != "ref":
             raise cursor.error(f"expected a value, got {text!r}")
         number = _INDEX.search(text)
-        shown = text[: number.start()] if number else text
-        node = self.nodes.get(cursor.unquote(shown[1:]))
+        reference = text[: number.start()] if number else text
+        node = self.nodes.get(cursor.unquote(reference[1:]))
         if node is None:
-            raise cursor.error(f"{shown} is used before it is defined")
+            raise cursor.error(f"{reference} is used before it is defined")
         index = number[0][1:] if number else "0"
         if len(index) > 9 or int(index) >= len(node.specs):
-            raise cursor.error(f"{shown} has {len(node.specs)} results, so there is no #{index}")
+            raise cursor.error(f"{reference} has {len(node.specs)} results, so there is no #{index}")
         cursor.at += 1
         return node.results[int(index)]
 
@@ -214,7 +216,7 @@ class _GraphParser:
         while cursor.accept(","):
             specs.append(_parse_spec(cursor))
         self.nodes[name] = Node(
-            op, tuple(src), self.completed(op, attrs), tuple(specs), "" if text[1:].isdecimal() else name
+            op, tuple(src), self.complete(op, attrs), tuple(specs), "" if text[1:].isdecimal() else name
         )
 
     def parse_arguments(self, cursor: _LineCursor) -> tuple[list[Value | None], Attrs]:
@@ -239,20 +241,25 @@ class _GraphParser:
 
 
 @validate_arguments(GraphError, text=TEXT)
-def parse(text: str, completed: AttributeCompleter = keep_attributes) -> Graph:
-    """The graph that `dump` wrote; ``completed(op, attributes)`` adds those that were left out.
+def parse(text: str, complete: AttributeCompleter = keep_attributes) -> Graph:
+    """Return the graph of a dump. Only `verify` checks the ops.
 
-    Raises `GraphError` with line and column; ops are checked by `verify`.
+    Args:
+        text: The text that `format_graph` wrote.
+        complete: Adds the omitted attributes of an op.
+
+    Raises:
+        GraphError: A line is not in the format; the message has the line and the column.
     """
-    parser = _GraphParser(completed)
-    for number, written in enumerate(text.splitlines(), 1):
-        if written.strip() and not written.lstrip().startswith("//"):
-            parser.parse_line(_LineCursor(number, written))
+    parser = _GraphParser(complete)
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.lstrip().startswith("//"):
+            parser.parse_line(_LineCursor(number, line))
     return Graph(parser.outputs, parser.updates)
 
 
 def parse_case(text: str) -> dict[str, Spec | Attr]:
-    """Operand specs and attributes of a case like ``w=q4_K[64,256], x=f32[7,256], eps=1e-06``."""
+    """Return the operand specs and attributes of a case like ``w=q4_K[64,256], x=f32[7,256], eps=1e-06``."""
     cursor = _LineCursor(1, text)
     parts: dict[str, Spec | Attr] = {}
     while cursor.peek()[0] != "end":

@@ -1,4 +1,4 @@
-"""What is known of a value before it exists: its shape and its data type."""
+"""Specs: the shape and the dtype of a value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_SIZE = 2**63 - 1
 @validate_constructor(GraphError)
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Shape in NumPy order (last axis contiguous; rank 0 to 5) and data type.  Prints as ``f32[1,8192]``."""
+    """A shape in NumPy order (last axis contiguous; rank 0 to 5) and a dtype, written as ``f32[1,8192]``."""
 
     shape: tuple[int, ...]
     dtype: DType = DType.F32
@@ -42,12 +42,12 @@ class Spec:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a contiguous value; rows of a quantised type are whole blocks."""
+        """The bytes of a contiguous value. Rows of a quantised dtype are complete blocks."""
         if self.dtype.block == 1:
             return math.prod(self.shape) * self.dtype.block_bytes
         return math.prod(self.shape[:-1]) * self.dtype.bytes_of(self.shape[-1])
@@ -58,11 +58,11 @@ class Spec:
     __repr__ = __str__
 
 
-@lru_cache(maxsize=1 << 14)  # every layer and device asks
+@lru_cache(maxsize=1 << 14)  # each layer and device checks the same specs
 def check_spec(spec: Spec) -> str | None:
-    """Why `spec` is illegal, or None."""
+    """Return the reason why `spec` is illegal, or None."""
     shape, dtype = spec.shape, spec.dtype
-    if any(n > MAX_SIZE for n in shape):  # not shown: Python refuses to print integers of more than 4,300 digits
+    if any(n > MAX_SIZE for n in shape):  # no number here: Python refuses to print more than 4,300 digits
         return f"an axis of a {dtype} value holds more than 2^63 - 1 entries"
     if len(shape) > MAX_RANK:
         return f"{spec} has rank {len(shape)}; at most {MAX_RANK} is allowed"
@@ -76,12 +76,12 @@ def check_spec(spec: Spec) -> str | None:
 
 
 def make_spec(shape: Sequence[int], dtype: DTypeLike = DType.F32) -> Spec:
-    """A checked `Spec`.  Raises `GraphError`."""
-    kind = parse_dtype(dtype)
+    """Return a legal `Spec`. Raises `GraphError` for an illegal shape or an unknown dtype."""
+    parsed_dtype = parse_dtype(dtype)
     try:
-        spec = Spec(tuple(map(operator.index, shape)), kind)
+        spec = Spec(tuple(map(operator.index, shape)), parsed_dtype)
     except TypeError:
         raise GraphError(f"shape is {format_value(shape)}; it must be a sequence of integers") from None
-    if why := check_spec(spec):
-        raise GraphError(why)
+    if problem := check_spec(spec):
+        raise GraphError(problem)
     return spec

@@ -1,4 +1,4 @@
-"""The doors of the package: arguments of public functions are checked where they come in, by declared kinds."""
+"""Validation of arguments at the public API, by declared argument kinds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 _Class = TypeVar("_Class", bound=type)
 MAX_MESSAGE_CHARACTERS = 60
-"""Characters of a value in a message."""
+"""The largest number of characters of one value in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentKind:
-    """What an argument may be, in words and as a test."""
+    """A test of an argument, with its description for messages."""
 
     description: str
     accepts: Callable[[Any], bool]
@@ -32,69 +32,78 @@ class ArgumentKind:
 
 
 def indefinite_article(word: str) -> str:
-    """The indefinite one."""
+    """Return "a" or "an", the article before `word`."""
     return "an" if word[:1].lower() in tuple("aeio") else "a"
 
 
-def did_you_mean(word: object, known: Iterable[object], *, least: float = 0.6) -> str:
-    """The end of a message about an unknown name: the known one that begins so, or else is most like it, if at
-    least this share of the letters agrees, capital or not; else nothing."""
-    from difflib import get_close_matches  # 2 ms that only mistakes pay
+def did_you_mean(word: object, known: Iterable[object], *, min_ratio: float = 0.6) -> str:
+    """Return "; did you mean NAME" for the most similar known name, or an empty string.
+
+    A single known name that begins with `word` wins. Case is ignored.
+
+    Args:
+        word: The unknown name.
+        known: The known names. Entries that are not text are ignored.
+        min_ratio: The smallest similarity, from 0 to 1, as `difflib.SequenceMatcher.ratio` defines it.
+    """
+    from difflib import get_close_matches  # the import takes 2 ms, which only an error pays
 
     if not isinstance(word, str) or len(word) > MAX_MESSAGE_CHARACTERS:
         return ""
     names = {name.lower(): name for name in known if isinstance(name, str)}
-    begun = [name for name in names if name.startswith(word.lower())] if len(word) > 2 else []
-    matches = begun if len(begun) == 1 else get_close_matches(word.lower(), names, n=1, cutoff=least)
-    return f"; near it: {names[matches[0]]}" if matches else ""
+    completions = [name for name in names if name.startswith(word.lower())] if len(word) > 2 else []
+    is_unique = len(completions) == 1
+    matches = completions if is_unique else get_close_matches(word.lower(), names, n=1, cutoff=min_ratio)
+    return f"; did you mean {names[matches[0]]}" if matches else ""
 
 
-def instance_of(*types: type, words: str = "") -> ArgumentKind:
-    """An instance of one of `types`."""
+def instance_of(*types: type, description: str = "") -> ArgumentKind:
+    """Return the kind of the instances of `types`."""
     names = " or ".join(t.__name__ for t in types)
-    return ArgumentKind(words or f"{indefinite_article(names)} {names}", lambda v: isinstance(v, types))
+    return ArgumentKind(description or f"{indefinite_article(names)} {names}", lambda v: isinstance(v, types))
 
 
-def list_of(entry: ArgumentKind, words: str) -> ArgumentKind:
-    """A sequence, other than text, of such entries."""
+def list_of(entry: ArgumentKind, description: str) -> ArgumentKind:
+    """Return the kind of the sequences, except text and bytes, with entries of kind `entry`."""
 
-    def holds(v: Any) -> bool:
-        listed = isinstance(v, (list, tuple, Sequence)) and not isinstance(v, (str, bytes))  # quickest for the first
-        return listed and (entry is ANY or all(map(entry.accepts, v)))
+    def accepts(v: Any) -> bool:
+        is_sequence = isinstance(v, (list, tuple, Sequence)) and not isinstance(v, (str, bytes))  # frequent types first
+        return is_sequence and (entry is ANY or all(map(entry.accepts, v)))
 
-    return ArgumentKind(words, holds)
+    return ArgumentKind(description, accepts)
 
 
-def tuple_of(entry: ArgumentKind, words: str) -> ArgumentKind:
-    """A tuple of such entries."""
-    return ArgumentKind(words, lambda v: isinstance(v, tuple) and all(map(entry.accepts, v)))
+def tuple_of(entry: ArgumentKind, description: str) -> ArgumentKind:
+    """Return the kind of the tuples with entries of kind `entry`."""
+    return ArgumentKind(description, lambda v: isinstance(v, tuple) and all(map(entry.accepts, v)))
 
 
 def pair_of(first: ArgumentKind, second: ArgumentKind) -> ArgumentKind:
+    """Return the kind of the tuples and lists of two entries."""
     return ArgumentKind(
         f"a pair of {first.description} and {second.description}",
         lambda v: isinstance(v, tuple | list) and len(v) == 2 and first.accepts(v[0]) and second.accepts(v[1]),
     )
 
 
-def mapping_of(key: ArgumentKind, entry: ArgumentKind, words: str) -> ArgumentKind:
-    """A mapping from such keys to such entries."""
+def mapping_of(key: ArgumentKind, entry: ArgumentKind, description: str) -> ArgumentKind:
+    """Return the kind of the mappings from keys of kind `key` to values of kind `entry`."""
     return ArgumentKind(
-        words,
+        description,
         lambda v: isinstance(v, Mapping) and all(map(key.accepts, v)) and all(map(entry.accepts, v.values())),
     )
 
 
 def integer_between(low: int, high: int = sys.maxsize) -> ArgumentKind:
-    """An integer in a range; False and True are none."""
-    words = f"an integer from {low}" + ("" if high == sys.maxsize else f" to {high}")
+    """Return the kind of the integers from `low` to `high`, except False and True."""
+    description = f"an integer from {low}" + ("" if high == sys.maxsize else f" to {high}")
     return ArgumentKind(
-        words, lambda v: isinstance(v, int | np.integer) and not isinstance(v, bool) and bool(low <= v <= high)
+        description, lambda v: isinstance(v, int | np.integer) and not isinstance(v, bool) and bool(low <= v <= high)
     )
 
 
 def number_between(low: float, high: float) -> ArgumentKind:
-    """A real number in a range; NaN is in none, and False and True are none."""
+    """Return the kind of the real numbers from `low` to `high`, except NaN, False and True."""
     return ArgumentKind(
         f"a number from {low:g} to {high:g}",
         lambda v: (
@@ -104,93 +113,104 @@ def number_between(low: float, high: float) -> ArgumentKind:
 
 
 ANY = ArgumentKind("anything", lambda v: True)
-TEXT = instance_of(str, words="text")
+TEXT = instance_of(str, description="text")
 NONE = ArgumentKind("None", lambda v: v is None)
 CALLABLE = ArgumentKind("a function", callable)
 FINITE = ArgumentKind("a finite number", number_between(-1e30, 1e30).accepts)
-BOOL = instance_of(bool, words="True or False")
+BOOL = instance_of(bool, description="True or False")
 
 
 def format_value(value: object) -> str:
-    """A value as a message shows it: on one line and short, or what type it is of."""
+    """Return the text of a value on one short line, or its type if the text has several lines."""
     try:
         text = repr(value)
-    except Exception:  # of what is not ours; Python itself refuses integers of more than 4,300 digits
+    except Exception:  # classes of users may raise anything; Python refuses integers of more than 4,300 digits
         text = "\n"
-    return (
-        f"a {type(value).__name__}"
-        if "\n" in text
-        else text
-        if len(text) <= MAX_MESSAGE_CHARACTERS
-        else f"{text[: MAX_MESSAGE_CHARACTERS - 3]}..."
-    )
+    if "\n" in text:
+        return f"a {type(value).__name__}"
+    return text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[: MAX_MESSAGE_CHARACTERS - 3]}..."
 
 
-def require(error: type[HocketError], who: str, name: str, value: object, kind: ArgumentKind) -> None:
-    """Raise `error` unless `value` is of `kind`."""
+def require(error: type[HocketError], subject: str, name: str, value: object, kind: ArgumentKind) -> None:
+    """Raise `error` unless `value` is of kind `kind`.
+
+    Args:
+        error: The class of the error.
+        subject: The name of the function or class at the start of the message.
+        name: The name of the argument.
+        value: The argument.
+        kind: The kind that the argument needs.
+
+    Raises:
+        HocketError: The value is of another kind; the class is `error`.
+    """
     if not kind.accepts(value):
-        raise error(f"{who}: {name} is {format_value(value)}; it must be {kind.description}")
+        raise error(f"{subject}: {name} is {format_value(value)}; it must be {kind.description}")
 
 
-def describe_call_mismatch(signature: inspect.Signature, given: Sequence[object], named: Mapping[str, object]) -> str:
-    """Why a function of that signature cannot be called so; nothing if it can."""
+def describe_call_mismatch(signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+    """Return the reason why a call does not fit `signature`, or an empty string if it fits."""
     try:
-        signature.bind(*given, **named)
-    except TypeError as why:
-        own = [name for name in signature.parameters if name != "self"]
-        strange = next((name for name in named if name not in own), None)
-        hint = did_you_mean(strange, own) or f"; arguments: {', '.join(own)}"
-        return (str(why) if strange is None else f"there is no argument {strange!r:.{MAX_MESSAGE_CHARACTERS}}") + hint
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        known = [name for name in signature.parameters if name != "self"]
+        unknown = next((name for name in kwargs if name not in known), None)
+        hint = did_you_mean(unknown, known) or f"; arguments: {', '.join(known)}"
+        return (str(error) if unknown is None else f"there is no argument {unknown!r:.{MAX_MESSAGE_CHARACTERS}}") + hint
     return ""
 
 
 def _list_parameter_names(function: Callable[..., object]) -> tuple[str, ...]:
-    """The arguments of a function in order; to ask for its whole signature takes ten times as long."""
+    """Return the parameters of a function in order, ten times as fast as `inspect.signature`."""
     code = inspect.unwrap(function).__code__
-    named = code.co_argcount + code.co_kwonlyargcount
-    rest = bool(code.co_flags & inspect.CO_VARARGS)  # it stands before those that only a name gives
+    count = code.co_argcount + code.co_kwonlyargcount
+    has_varargs = bool(code.co_flags & inspect.CO_VARARGS)  # `*args` comes before the keyword-only parameters
     names = code.co_varnames
-    return (*names[: code.co_argcount], *names[named : named + rest], *names[code.co_argcount : named])
+    return (*names[: code.co_argcount], *names[count : count + has_varargs], *names[code.co_argcount : count])
 
 
 def validate_arguments(
     error: type[HocketError], **kinds: ArgumentKind
 ) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
-    """A function whose arguments of these names are of these kinds: `error` is raised for any other, and for arguments
-    that it does not have."""
+    """Return a decorator that validates the arguments of each call of a function.
+
+    Args:
+        error: The class of the error for an argument of another kind, and for an argument that the function lacks.
+        **kinds: The kind of each validated parameter, by its name.
+    """
 
     def decorate(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
         names = _list_parameter_names(function)
-        who = function.__qualname__.removesuffix(".__init__")
-        assert kinds.keys() <= set(names), who
+        subject = function.__qualname__.removesuffix(".__init__")
+        assert kinds.keys() <= set(names), subject
         in_order = [kinds.get(name, ANY) for name in names]
 
         @wraps(function)
-        def door(*given: _Params.args, **named: _Params.kwargs) -> _Result:
+        def validate_and_call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
             if kinds:
-                for name, kind, value in zip(names, in_order, given, strict=False):
+                for name, kind, value in zip(names, in_order, args, strict=False):
                     if not kind.accepts(value):
-                        require(error, who, name, value, kind)
-                for name, value in named.items():
+                        require(error, subject, name, value, kind)
+                for name, value in kwargs.items():
                     if name in kinds:
-                        require(error, who, name, value, kinds[name])
+                        require(error, subject, name, value, kinds[name])
             try:
-                return function(*given, **named)
+                return function(*args, **kwargs)
             except TypeError:
-                if why := describe_call_mismatch(inspect.signature(function), given, named):
-                    raise error(f"{who}: {why}") from None
+                if problem := describe_call_mismatch(inspect.signature(function), args, kwargs):
+                    raise error(f"{subject}: {problem}") from None
                 raise
 
-        return door
+        return validate_and_call
 
     return decorate
 
 
 def validate_constructor(error: type[HocketError], **kinds: ArgumentKind) -> Callable[[_Class], _Class]:
-    """A class whose constructor takes such arguments only, as `needs` says of functions."""
+    """Return a decorator that validates the arguments of the constructor of a class, as `validate_arguments` does."""
 
-    def decorate(record: _Class) -> _Class:
-        record.__init__ = validate_arguments(error, **kinds)(record.__init__)  # type: ignore[misc]  # that of its dataclass
-        return record
+    def decorate(cls: _Class) -> _Class:
+        cls.__init__ = validate_arguments(error, **kinds)(cls.__init__)  # type: ignore[misc]  # a dataclass has one
+        return cls
 
     return decorate

@@ -143,7 +143,7 @@ class Tokenizer:
             rendered = rendered.lstrip(BLANK)
         return list(self._encode_pieces(rendered, True, begins=is_special))
 
-    @validate_arguments(ModelError, ids=instance_of(Sequence, Iterator, words="a sequence of ids"), special=BOOL)
+    @validate_arguments(ModelError, ids=instance_of(Sequence, Iterator, description="a sequence of ids"), special=BOOL)
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """The text of ``ids``, from the start of a text; bytes that are not UTF-8 become U+FFFD.
 

@@ -128,7 +128,7 @@ class Parser(argparse.ArgumentParser):
         flag = word.partition("=")[0]
         is_flag = flag.startswith("-")
         kind = "flag" if is_flag else "place for the argument"
-        hint = did_you_mean(flag, self._option_string_actions, least=0.7) if is_flag else ""
+        hint = did_you_mean(flag, self._option_string_actions, min_ratio=0.7) if is_flag else ""
         self.error(f"there is no {kind} {flag!r:.80}{hint}")
 
 

@@ -65,7 +65,7 @@ class Store:
         PlanError,
         name=TEXT,
         spec=instance_of(Spec),
-        layout=instance_of(Replicate, Shard, Local, words="a layout of a leaf"),
+        layout=instance_of(Replicate, Shard, Local, description="a layout of a leaf"),
     )
     def bind(
         self,

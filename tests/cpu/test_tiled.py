@@ -18,7 +18,7 @@ from hocket.backends.cpu.simd import amx
 from hocket.graph.dtypes import DType
 from hocket.ops.quants import bf16_to_f32, dequantise
 
-from ..given.packed_rows import call, met_by_tiles, near, packed, room, target_of
+from ..given.packed_rows import call, met_by_tiles, packed, room, round_to_bf16, target_of
 from ..given.random_rows import random_rows
 
 RNG = np.random.default_rng(11)
@@ -34,7 +34,7 @@ def test_rows_are_rounded_side_by_side():
     x[3, 5], x[36, 95] = np.nan, -np.inf
     tiles = target_of(x, TILED).view(np.uint16).reshape(2, 3, TALL, LINE // 2)
     rows = tiles.transpose(0, 2, 1, 3).reshape(2 * TALL, 96)[:37]
-    assert np.array_equal(bf16_to_f32(rows), near(x), equal_nan=True)
+    assert np.array_equal(bf16_to_f32(rows), round_to_bf16(x), equal_nan=True)
 
 
 @pytest.mark.parametrize("kinds", [*permutations([SPLIT, TILED, 8])], ids=str)

@@ -11,7 +11,7 @@ from hocket.backends.cpu.kernels.tickets import NBYTES
 from hocket.graph.dtypes import DType
 from hocket.ops.quants import bf16_to_f32, dequantise
 
-from ..given.packed_rows import call, met_by_tiles, near, packed, room, target_of
+from ..given.packed_rows import call, met_by_tiles, packed, room, round_to_bf16, target_of
 from ..given.random_rows import random_rows
 
 RNG = np.random.default_rng(12)
@@ -84,4 +84,4 @@ def test_units_of_slots_are_rounded_where_they_are_made(dtype: DType, rows: int,
     bound = 3e-6 * (np.abs(gate) * up_size + np.abs(up) * gate_size + 1e-5 * gate_size * up_size) + 1e-30
     assert (np.abs(y - np.maximum(gate, 0) * up) <= bound).all()
     rounded = tiles.view(np.uint16).reshape(-1, rows // 32, TALL, LINE // 2).transpose(0, 2, 1, 3).reshape(-1, rows)
-    assert np.array_equal(bf16_to_f32(rounded[:600]), near(y).astype(np.float32))
+    assert np.array_equal(bf16_to_f32(rounded[:600]), round_to_bf16(y).astype(np.float32))

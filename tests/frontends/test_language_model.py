@@ -161,7 +161,7 @@ def test_it_says_in_one_line_what_it_is_and_what_it_holds(model):
     ("wrong", "said"),
     [
         (lambda m: m.generate(3), "prompt is 3"),
-        (lambda m: m.generate("a", max_token=3), "no option 'max_token'; near it: max_tokens"),
+        (lambda m: m.generate("a", max_token=3), "no option 'max_token'; did you mean max_tokens"),
         (lambda m: m.generate("a", max_tokens="3"), "max_tokens is '3'"),
         (lambda m: m.generate("a", stop=3), "stop is 3"),
         (lambda m: m.generate("a", temperature=-1), "temperature is -1"),

@@ -63,14 +63,14 @@ def rounded(x: np.ndarray, zero: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return target, (codes * scales).reshape(rows, columns)
 
 
-def near(x: np.ndarray) -> np.ndarray:
+def round_to_bf16(x: np.ndarray) -> np.ndarray:
     """The nearest bfloat16, as float64."""
     return bf16_to_f32(f32_to_bf16(x.astype(np.float32))).astype(np.float64)
 
 
 def met_by_tiles(dtype: DType, x: np.ndarray) -> np.ndarray:
     """Weights of a type, or activations that meet them, as tiles multiply them: float64."""
-    return near(x) if dtype in FORMATS else x.astype(np.float64)
+    return round_to_bf16(x) if dtype in FORMATS else x.astype(np.float64)
 
 
 def room(nbytes: int) -> np.ndarray:

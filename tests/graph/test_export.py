@@ -65,7 +65,7 @@ def test_a_networkx_edge_knows_operand_and_result():
     assert network.nodes["delta"]["specs"] == (out.spec, new.spec)
 
 
-def test_json_is_json_for_everybody():
+def test_json_follows_the_standard():
     """No NaN and no Infinity, which JSON lacks though Python writes them."""
     graph = Graph({"y": ops.scale(input("x", (2,)), scale=float("inf"), bias=float("nan"))})
 

@@ -232,7 +232,7 @@ def changed_into_a_cycle() -> Graph:
 
 
 BROKEN = {
-    "sources_come_first": [(changed_into_a_cycle(), "%silu reads %silu, which is no result of a node before it")],
+    "sources_come_first": [(changed_into_a_cycle(), "%silu reads %silu, which no earlier node computes")],
     "references_exist": [
         (Graph({"y": Value(X.node, 1)}), "%x#1: input has 1 results"),
         (Graph({"y": X}, {S: Value(X.node, 3)}), "%x#3: input has 1 results"),
@@ -245,10 +245,10 @@ BROKEN = {
         (Graph({"y": node("input")}), "1 leaves have no name; give each its own"),
     ],
     "leaves_read_nothing": [
-        (Graph({"y": node("input", X, name="z")}), "%z = input(%x) : f32[2]: a leaf has no sources and one result"),
+        (Graph({"y": node("input", X, name="z")}), "%z = input(%x) : f32[2]: a leaf has no operands and one result"),
         (
             Graph({"y": Value(Node("state", (), X.node.attrs, (Spec((2,)),) * 2, "z"), 1)}),
-            "%z = state() : f32[2], f32[2]: a leaf has no sources and one result",
+            "%z = state() : f32[2], f32[2]: a leaf has no operands and one result",
         ),
     ],
     "specs_are_legal": [
@@ -279,7 +279,7 @@ BROKEN = {
         ),
     ],
     "attributes_are_plain": [
-        (Graph({"y": node("input", name="z", a=value)}), "%z: attribute a is of no kind that a graph can keep")
+        (Graph({"y": node("input", name="z", a=value)}), "%z: attribute a has a value that a graph cannot keep")
         for value in ([1], {}, np.float32(1), np.arange(2), object(), 1j, 2**63, (1, [2]), DEEP)
     ],
     "ops_are_declared": [
@@ -294,7 +294,10 @@ BROKEN = {
         (Graph({"y": node("silu", X, **{"a\nb": 1})}), 'no operand or attribute "a\\nb"'),
         (Graph({"y": node("cast", X)}), "%cast = cast(%x) : f32[2]: attribute dtype is missing"),
         (Graph({"y": node("rms_norm", X)}), "%rms_norm = rms_norm(%x) : f32[2]: attribute eps is missing"),
-        (Graph({"y": node("reshape", X, shape=(10**4000, 10**4000))}), "attribute shape is of no kind"),
+        (
+            Graph({"y": node("reshape", X, shape=(10**4000, 10**4000))}),
+            "attribute shape has a value that a graph cannot keep",
+        ),
         (Graph({"y": node("reshape", X, shape=(2**62,) * 300)}), "%reshape = reshape(%x, shape=("),
         (Graph({"y": node("cast", input("i", (2,), "i32"), dtype="f32")}), "dtype is 'f32'; it must be a DType"),
     ],
@@ -325,7 +328,7 @@ def test_a_rule_of_graphs_needs_no_registry_and_is_alone_broken(rule):
     assert not [why for other in GRAPH_RULES if other is not rule for why in list_problems(graph, [other])]
 
 
-def test_the_first_problem_is_told_and_the_others_are_counted():
+def test_the_message_has_the_first_problem_and_the_number_of_others():
     graph = Graph({"y": node("warp", input("x", (2,))), "z": node("weft", X)})
     with pytest.raises(GraphError) as caught:
         ops.verify(graph)
@@ -393,7 +396,7 @@ def test_a_node_with_two_results_can_have_both_or_one_replaced():
 def test_substituting_a_value_of_another_spec_is_refused():
     with pytest.raises(GraphError) as caught:
         replace_values(Graph({"y": ops.silu(X)}), {X: input("z", (3,))})
-    assert str(caught.value) == "cannot put %z: f32[3] in the place of %x: f32[2]; shape and dtype must stay the same"
+    assert str(caught.value) == "cannot replace %x: f32[2] by %z: f32[3]; shape and dtype must stay the same"
 
 
 def test_substituting_a_leaf_changes_all_its_readers_and_updates():

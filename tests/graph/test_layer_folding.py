@@ -60,9 +60,9 @@ def test_names_do_not_decide_what_repeats(name):
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])
-@pytest.mark.parametrize(("made", "nodes"), [(vision_transformer, 31), (mixer, 20)])
-def test_layers_are_found_without_names(made, nodes, count):
-    graph = without_names(made(layers=count))
+@pytest.mark.parametrize(("build_graph", "nodes"), [(vision_transformer, 31), (mixer, 20)])
+def test_layers_are_found_without_names(build_graph, nodes, count):
+    graph = without_names(build_graph(layers=count))
     assert [len(layer) for layer in find_layer_nodes(graph)] == [nodes] * count
     (group,) = (item for item in fold_layers(graph) if isinstance(item, RepeatedGroup))
     assert len(group.repetitions) == count
@@ -73,7 +73,7 @@ def test_two_layers_that_share_a_mask_are_two_though_the_last_chooses_rows():
     assert len(find_layer_nodes(without_names(graph))) == 2
 
 
-def test_repetitions_of_a_group_are_alike():
+def test_repetitions_of_a_group_have_the_same_ops():
     for item in fold_layers(PICTURED["mixer"]()):
         if isinstance(item, RepeatedGroup):
             ops = [[n.op for b in iterate_blocks(one) for n in b.nodes] for one in item.repetitions]
@@ -81,11 +81,11 @@ def test_repetitions_of_a_group_are_alike():
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_graph_without_layers_is_divided_into_blocks_that_can_be_drawn(seed):
+def test_a_graph_without_layers_is_split_into_small_blocks(seed):
     graph = seeded_graph(seed, steps=600)
-    pieces = list(iterate_blocks(fold_layers(graph)))
-    assert sum(len(b.nodes) for b in pieces) == sum(not n.is_leaf for n in graph.nodes)
-    assert max(len(b.nodes) for b in pieces) <= MAX_BLOCK_NODES
+    blocks = list(iterate_blocks(fold_layers(graph)))
+    assert sum(len(b.nodes) for b in blocks) == sum(not n.is_leaf for n in graph.nodes)
+    assert max(len(b.nodes) for b in blocks) <= MAX_BLOCK_NODES
 
 
 def test_two_thousand_random_nodes_are_as_many_blocks_as_people_can_see():
@@ -98,5 +98,5 @@ def test_a_graph_of_leaves_has_no_blocks():
     assert fold_layers(Graph({"y": input("x", (3,))})) == ()
 
 
-def test_runs_of_a_few_are_told_apart_from_what_is_between():
+def test_repetitions_are_found_between_single_items():
     assert list(find_repetitions("abbbcdcde")) == [(0, 1, 1), (1, 1, 3), (4, 2, 2), (8, 1, 1)]

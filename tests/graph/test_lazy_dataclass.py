@@ -1,4 +1,4 @@
-"""Records are what `dataclasses.dataclass` makes of the same class."""
+"""Lazy dataclasses behave as `dataclasses.dataclass` of the same class."""
 
 import copy
 import dataclasses
@@ -18,7 +18,7 @@ OPTIONS = [
 ]
 
 
-def declared(decorator: Callable[..., Any], **options: bool) -> Any:
+def declare_class(decorator: Callable[..., Any], **options: bool) -> Any:
     @decorator(**options)
     class Point:
         """A place."""
@@ -37,7 +37,7 @@ def declared(decorator: Callable[..., Any], **options: bool) -> Any:
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What a call gives, or how it fails; sizes of hashes differ from run to run, so no more than that there is one."""
+    """Return the result of a call, or the type and the text of its exception."""
     try:
         return call()
     except Exception as why:
@@ -46,15 +46,15 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_record_behaves_as_the_dataclass(options):
-    def told(decorator):
-        kind = declared(decorator, **options)
+    def describe(decorator):
+        kind = declare_class(decorator, **options)
         one, same, other = (outcome(lambda y=y: kind(x=1, y=y)) for y in (2, 2, 3))
 
-        def assigned():
+        def assign():
             one.x = 5
             return one.x
 
-        def removed():
+        def remove():
             del one.x
             return hasattr(one, "x")
 
@@ -73,12 +73,12 @@ def test_a_record_behaves_as_the_dataclass(options):
             repr(copy.copy(one)),
             repr(copy.deepcopy(one)),
             hasattr(one, "__dict__"),
-            outcome(assigned),
-            outcome(removed),
+            outcome(assign),
+            outcome(remove),
             options["slots"] or outcome(lambda: setattr(kind(x=1), "new", 1)),  # where Python 3.11 itself stumbles
         ]
 
-    ours, theirs = told(lazy_dataclass.dataclass), told(dataclasses.dataclass)
+    ours, theirs = describe(lazy_dataclass.dataclass), describe(dataclasses.dataclass)
     for mine, its in zip(ours, theirs, strict=True):
         assert mine == its
 
@@ -128,8 +128,8 @@ def test_one_record_extends_another():
 @pytest.mark.parametrize("frozen", [*product((False, True), repeat=2)], ids=str)
 @pytest.mark.parametrize("slots", [False, True])
 def test_records_and_dataclasses_extend_each_other(frozen, slots):
-    def told(first, second):
-        def extended():
+    def describe(first, second):
+        def extend():
             @first(frozen=frozen[0], slots=slots)
             class Base:
                 x: int
@@ -142,15 +142,15 @@ def test_records_and_dataclasses_extend_each_other(frozen, slots):
             refused = [outcome(lambda name=name: setattr(more, name, 3)) for name in ("x", "y")]
             return repr(more), repr(copy.copy(more)), refused, more.__dataclass_params__.frozen
 
-        return outcome(extended)
+        return outcome(extend)
 
-    expected = told(dataclasses.dataclass, dataclasses.dataclass)
+    expected = describe(dataclasses.dataclass, dataclasses.dataclass)
     for pair in product((lazy_dataclass.dataclass, dataclasses.dataclass), repeat=2):
-        assert told(*pair) == expected
+        assert describe(*pair) == expected
 
 
 def test_methods_are_compiled_when_they_are_asked_for():
-    kind = declared(lazy_dataclass.dataclass, frozen=True, slots=True)
+    kind = declare_class(lazy_dataclass.dataclass, frozen=True, slots=True)
     assert {type(vars(kind)[name]) for name in ("__init__", "__repr__", "__eq__", "__hash__")} == {
         lazy_dataclass._LazyMethod
     }

@@ -46,14 +46,14 @@ def four(deep: hocket.Value) -> hocket.Value:
 
 @pytest.mark.parametrize("number", range(len(EXPRESSIONS)))
 def test_an_expression_is_what_numpy_says(number):
-    said = EXPRESSIONS[number]
+    expression = EXPRESSIONS[number]
     leaves = {name: hocket.input(name, array.shape) for name, array in ARRAYS.items()}
-    graph = hocket.Graph({"y": said(**leaves)})
-    given = {v.node.name: ARRAYS[v.node.name] for v in graph.inputs}
-    wanted = said(**ARRAYS)
-    got = hocket.run(graph, given, devices="numpy:0")["y"]
-    assert got.shape == wanted.shape
-    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    graph = hocket.Graph({"y": expression(**leaves)})
+    inputs = {v.node.name: ARRAYS[v.node.name] for v in graph.inputs}
+    expected = expression(**ARRAYS)
+    got = hocket.run(graph, inputs, devices="numpy:0")["y"]
+    assert got.shape == expected.shape
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 x, w, ids = hocket.input("x", (3, 4)), hocket.weight("w", (5, 4)), hocket.input("i", (2,), "i32")
@@ -72,7 +72,7 @@ def test_a_value_of_numbers_picks_rows():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         (lambda: x + None, "None is no graph value"),
         (lambda: np.ones(4) + x, "make a leaf with constant"),
@@ -97,16 +97,16 @@ def test_a_value_of_numbers_picks_rows():
         (lambda: list(x), "take parts of it by index"),
     ],
 )
-def test_what_has_no_meaning_is_refused(wrong, said):
-    with pytest.raises(GraphError, match=said):
+def test_what_has_no_meaning_is_refused(wrong, message):
+    with pytest.raises(GraphError, match=message):
         wrong()
 
 
 def test_a_value_is_a_key_and_knows_where_its_methods_are():
     assert {x: 1}[hocket.Value(x.node)] == 1
     assert x != w
-    for name, said in (("reshape", r"write ops.reshape\(x, ...\)"), ("shap", "near it: shape")):
-        with pytest.raises(AttributeError, match=said):
+    for name, message in (("reshape", r"write ops.reshape\(x, ...\)"), ("shap", "did you mean shape")):
+        with pytest.raises(AttributeError, match=message):
             getattr(x, name)
 
 

@@ -1,4 +1,4 @@
-"""Runs of nodes that come again are found by structure, and a short graph has a few of them."""
+"""Repetitions are found by structure, and a short graph has the first few of them."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_a_short_graph_has_the_first_runs_and_what_is_around_them(times):
 
 
 def remembering(layers: int) -> Graph:
-    """Each layer keeps what nobody reads in this run, which a graph has behind all layers."""
+    """Build layers with state updates that no node reads in the same run."""
     x, updates = input("x", (2, 8)), {}
     for layer in range(layers):
-        kept = state(f"kept.{layer}", (2, 8))
-        made = ops.mul_mat(weight(f"w.{layer}", (8, 8)), ops.add(x, kept))
-        updates[kept] = ops.neg(made, name=f"new.{layer}")
-        x = ops.add(x, ops.silu(made))
+        memory = state(f"memory.{layer}", (2, 8))
+        product = ops.mul_mat(weight(f"w.{layer}", (8, 8)), ops.add(x, memory))
+        updates[memory] = ops.neg(product, name=f"new.{layer}")
+        x = ops.add(x, ops.silu(product))
     return Graph({"y": ops.neg(x, name="y")}, updates)
 
 

@@ -34,7 +34,7 @@ def test_help_says_what_an_op_does_and_how_it_is_called():
     ("asked", "near"), [("matmul", "mul_mat"), ("rmsnorm", "rms_norm"), ("rope_multy", "rope_multi")]
 )
 def test_an_op_that_is_not_there_is_answered_with_the_nearest(asked, near):
-    with pytest.raises(AttributeError, match=f"no op '{asked}'; near it: {near}"):
+    with pytest.raises(AttributeError, match=f"no op '{asked}'; did you mean {near}"):
         getattr(ops, asked)
 
 

@@ -339,34 +339,34 @@ def test_a_wrong_operand_or_attribute_is_an_error_of_hockets_own(name):
 
 def not_called_so() -> Iterator[tuple[str, Callable[[], object]]]:
     """What is said of it, and a call that Python would answer with a TypeError."""
-    yield "plan: there is no argument 'device'; near it: devices", lambda: hocket.plan(graph, device="cpu:0")
+    yield "plan: there is no argument 'device'; did you mean devices", lambda: hocket.plan(graph, device="cpu:0")
     yield "plan: too many positional arguments; arguments: graph, ", lambda: hocket.plan(graph, "cpu:0", "tensor")
     yield "load: missing a required argument: 'weights'; arguments: plan, ", lambda: hocket.load(plan())
-    yield "run: there is no argument 'device'; near it: devices", lambda: hocket.run(graph, INPUTS, device="cpu:0")
+    yield "run: there is no argument 'device'; did you mean devices", lambda: hocket.run(graph, INPUTS, device="cpu:0")
     yield "Executor.run: there is no argument 'x'", lambda: executor().run(x=INPUTS["x"])
-    yield "input: there is no argument 'dtyp'; near it: dtype", lambda: hocket.input("n", (3,), dtyp="f32")
-    yield "Model: there is no argument 'device'; near it: devices", lambda: hocket.Model(device="cpu:0")
+    yield "input: there is no argument 'dtyp'; did you mean dtype", lambda: hocket.input("n", (3,), dtyp="f32")
+    yield "Model: there is no argument 'device'; did you mean devices", lambda: hocket.Model(device="cpu:0")
     yield "Model.embed: there is no argument 'normalize'", lambda: language_model().embed("a", normalize=True)
     yield "Model.generate: missing a required argument: 'prompt'", lambda: language_model().generate()
-    yield "Plan.explain: there is no argument 'step'; near it: steps", lambda: plan().explain(step=True)
-    yield "from_onnx: there is no argument 'shape'; near it: shapes", lambda: hocket.from_onnx("m.onnx", shape={})
+    yield "Plan.explain: there is no argument 'step'; did you mean steps", lambda: plan().explain(step=True)
+    yield "from_onnx: there is no argument 'shape'; did you mean shapes", lambda: hocket.from_onnx("m.onnx", shape={})
     yield "from_torch: missing a required argument: 'exported'", lambda: hocket.from_torch()
     yield "Spec: missing a required argument: 'shape'; arguments: shape, dtype", lambda: hocket.Spec()
-    yield "Graph: there is no argument 'output'; near it: outputs", lambda: hocket.Graph(output={"y": x})
-    yield "Sampling: there is no argument 'temp'; near it: temperature", lambda: Sampling(temp=1.0)
+    yield "Graph: there is no argument 'output'; did you mean outputs", lambda: hocket.Graph(output={"y": x})
+    yield "Sampling: there is no argument 'temp'; did you mean temperature", lambda: Sampling(temp=1.0)
     # And names that are not there.
-    yield "unknown dtype 'f33'; near it: f32", lambda: hocket.DType("f33")
-    yield "unknown dtype 'float31'; near it: float32", lambda: hocket.input("n", (3,), "float31")
-    yield "no backend for device kind 'cpu0'; near it: cpu", lambda: hocket.plan(graph, "cpu0")
+    yield "unknown dtype 'f33'; did you mean f32", lambda: hocket.DType("f33")
+    yield "unknown dtype 'float31'; did you mean float32", lambda: hocket.input("n", (3,), "float31")
+    yield "no backend for device kind 'cpu0'; did you mean cpu", lambda: hocket.plan(graph, "cpu0")
     yield (
-        "weight %w: f32[5,4] is not bound; pass it when loading the plan; near it: W",
+        "weight %w: f32[5,4] is not bound; pass it when loading the plan; did you mean W",
         lambda: hocket.load(plan(), {"W": 0, "q": WEIGHTS["q"]}),
     )
     yield (
-        "there is no op 'sliu'; near it: silu",
+        "there is no op 'sliu'; did you mean silu",
         lambda: hocket.verify(hocket.parse("%x = input() : f32[3]\n%y = sliu(%x) : f32[3]\nreturn y=%y")),
     )
-    yield "no operand or attribute epsilon; near it: eps", lambda: ops.rms_norm(x, epsilon=1e-5)
+    yield "no operand or attribute epsilon; did you mean eps", lambda: ops.rms_norm(x, epsilon=1e-5)
     yield "op is 'weights'; it must be one of constant, input, state, weight", lambda: graph.leaves("weights")
     yield (
         "the op's name is '<lambda>'; it must be a plain word",
@@ -385,7 +385,7 @@ def test_what_is_called_wrongly_says_what_there_is():
 
 
 def test_a_name_that_the_package_does_not_have_is_answered_with_the_nearest():
-    with pytest.raises(AttributeError, match="no attribute 'Modle'; near it: Model"):
+    with pytest.raises(AttributeError, match="no attribute 'Modle'; did you mean Model"):
         _ = hocket.Modle
 
 

@@ -15,7 +15,7 @@ from hocket.scheduler.telling.hints import hints
 
 from ..given.models.goldens import decode_graph
 
-QUICK = Hardware(link_latency=1e-6)
+FAST = Hardware(link_latency=1e-6)
 """So that small models are cut whatever is placed: a hint does not foresee other cuts."""
 
 
@@ -38,12 +38,12 @@ def weights(made):
 )
 def test_a_hint_says_what_planning_so_gives(name, devices):
     graph, group = lookup() if name == "lookup" else decode_graph(name), [find(d) for d in devices.split(",")]
-    made = plan_for(graph, group, split_mode="tensor", hardware=QUICK)
+    made = plan_for(graph, group, split_mode="tensor", hardware=FAST)
     advice = {hint.place: hint for hint in hints(made).values()}
     assert advice
     for place, hint in advice.items():
         pins = [tuple(place.rsplit("=", 1))]
-        placed = plan_for(graph, group, split_mode="tensor", hardware=QUICK, place=pins)
+        placed = plan_for(graph, group, split_mode="tensor", hardware=FAST, place=pins)
         before, after = weights(made), weights(placed)
         assert dict(hint.saved) == {d: before[d] - after[d] for d in before if before[d] != after[d]}
         assert placed.cost.total - made.cost.total == pytest.approx(hint.seconds, rel=0.02)

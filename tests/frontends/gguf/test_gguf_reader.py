@@ -295,7 +295,7 @@ def test_a_wrong_or_missing_value_says_key_got_and_need(tmp_path: Path) -> None:
         (m.per_layer, ("a", bool, 2), "a is int 1", "need a boolean"),
         (m.per_layer, ("none", int, 2), "none is missing"),
         (open_gguf(SMALL).numbers, ("tokenizer.ggml.tokens",), "string[96]", "numbers"),
-        (open_gguf(SMALL).tensor, ("token_embed.weight",), "near it: token_embd.weight"),
+        (open_gguf(SMALL).tensor, ("token_embed.weight",), "did you mean token_embd.weight"),
     ]
     for call, arguments, *words in wrong:
         with pytest.raises(ModelError) as caught:
