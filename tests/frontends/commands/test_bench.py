@@ -17,9 +17,8 @@ from hocket.frontends.models import Step
 from hocket.frontends.open import open_model
 from hocket.frontends.terminal.bench_rows import written
 
+from ...given.commands import Capture
 from ...given.models.goldens import TINY
-
-Capture = pytest.CaptureFixture[str]
 
 
 class Known:

@@ -10,10 +10,9 @@ import hocket
 from hocket.cli import main
 from hocket.frontends.gguf import open_gguf
 
+from ...given.commands import Capture
 from ...given.graphs.pictured import vision_transformer, without_names
 from ...given.models.goldens import TINY
-
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("layer", range(8))

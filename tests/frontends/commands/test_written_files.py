@@ -11,6 +11,7 @@ import pytest
 
 from hocket.cli import main
 
+from ...given.commands import Capture
 from ...given.models.goldens import path_of
 
 LLAMA = str(path_of("llama"))
@@ -30,7 +31,6 @@ WRITERS = {
 }
 """By the name of a file: a command up to the flag that names it, and how the file begins."""
 every_writer = pytest.mark.parametrize("name", WRITERS)
-Capture = pytest.CaptureFixture[str]
 
 
 def run_writer(name: str, path: Path) -> int:

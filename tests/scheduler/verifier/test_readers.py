@@ -16,7 +16,7 @@ MAX_GROWTH = 2.3
 """Work for twice as many readers, divided by the work for half as many."""
 
 
-def total(values: Sequence[hocket.Value]) -> hocket.Value:
+def add_up(values: Sequence[hocket.Value]) -> hocket.Value:
     result = values[0]
     for value in values[1:]:
         result = result + value
@@ -25,22 +25,22 @@ def total(values: Sequence[hocket.Value]) -> hocket.Value:
 
 def build_scaled(count: int) -> hocket.Value:
     h = ops.silu(hocket.input("x", (2, 8)))
-    return total([ops.scale(h, scale=i + 1.0, bias=0.5) for i in range(count)])
+    return add_up([ops.scale(h, scale=i + 1.0, bias=0.5) for i in range(count)])
 
 
 def read_first(count: int) -> hocket.Value:
     h = ops.silu(hocket.input("x", (2, 8)))
-    return total([ops.mul(h, hocket.weight(f"w{i}", (2, 8))) for i in range(count)])
+    return add_up([ops.mul(h, hocket.weight(f"w{i}", (2, 8))) for i in range(count)])
 
 
 def read_second(count: int) -> hocket.Value:
     h = ops.silu(hocket.input("x", (2, 8)))
-    return total([ops.sub(hocket.weight(f"w{i}", (2, 8)), h) for i in range(count)])
+    return add_up([ops.sub(hocket.weight(f"w{i}", (2, 8)), h) for i in range(count)])
 
 
 def build_sliced(count: int) -> hocket.Value:
     h = ops.silu(hocket.input("x", (count, 8)))
-    return total([h[i : i + 1] for i in range(count)])
+    return add_up([h[i : i + 1] for i in range(count)])
 
 
 FANS = {build.__name__: build for build in (build_scaled, read_first, read_second, build_sliced)}
