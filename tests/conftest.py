@@ -28,7 +28,8 @@ MOST_CASES = 2
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write golden files anew instead of comparing")
     parser.addoption("--every-architecture", action="store_true", help="compile CUDA kernels for all architectures")
-    parser.addoption("--all", action="store_true", help="run long tests whole, as if their files were named")
+    parser.addoption("--all", action="store_true", help="run long tests, as if their files were named")
+    parser.addoption("--nightly", action="store_true", help="with --all: every case of the slowest tests, too")
     parser.addoption("--most", type=int, metavar="N", help=f"cases of a test ({MOST_CASES}; with --all every one)")
 
 
@@ -39,8 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "long(cases=0): without --all so many of its cases run",
     )
+    config.addinivalue_line("markers", "nightly(cases): without --nightly so many of its cases run, evenly chosen")
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
-        config.option.all = True  # who names files or tests wants them whole; workers get the same arguments
+        # A call that names files or tests runs all of their cases; workers get the same arguments.
+        config.option.all = config.option.nightly = True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -52,6 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         mark, test = item.get_closest_marker("long"), item.nodeid.partition("[")[0]
         limit = min(most, mark.kwargs.get("cases", 0)) if mark and not config.option.all else most
+        if (nightly := item.get_closest_marker("nightly")) and not config.option.nightly:
+            limit = min(limit, nightly.kwargs["cases"])
         every = -(-counts[test] // limit) if limit else 0
         (stays if every and cases[test] % every == 0 else leaves).append(item)
         cases[test] += 1

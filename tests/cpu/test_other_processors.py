@@ -99,6 +99,7 @@ def choose_some(*names: str) -> list[Case]:
     return [case for name in names for case in quick_cases(REGISTRY[name])[::25]]
 
 
+@pytest.mark.nightly(cases=1)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("features", "ops"),

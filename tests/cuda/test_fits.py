@@ -88,6 +88,7 @@ class Fitting:
                     self.found |= {f"{what} on {kind}: {step.kernel} has {why}" for why in lacking(step, row, kind)}
 
 
+@pytest.mark.nightly(cases=28)
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(BINDINGS))
 def test_launches_of_the_kit_fit_every_kind_of_device(name):

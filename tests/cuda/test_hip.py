@@ -34,6 +34,7 @@ from ..given.devices.tools import needs
 from ..given.plans.grouped import everything_that_fits, weights_of
 
 
+@pytest.mark.nightly(cases=28)
 @pytest.mark.long(cases=1)
 @needs_compiler
 @pytest.mark.parametrize("name", sorted(BINDINGS))

@@ -61,6 +61,7 @@ def test_what_a_use_is_said_to_take_is_what_proven_plans_take(tmp_path):
     assert seconds > 128 * step, "two micro-batches on two devices take as long as one of them by itself, or longer"
 
 
+@pytest.mark.nightly(cases=4)
 @pytest.mark.long
 @pytest.mark.parametrize("sequences", [1, 16])
 @pytest.mark.parametrize("machine", ["h200:4,nvlink", "rtx4090:2,pcie4", "a100:4,ethernet", "h200:2,nvlink x 2,ib400"])

@@ -116,6 +116,7 @@ SIZES = tuple(
 )
 
 
+@pytest.mark.nightly(cases=130)
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("case", FEW + TILED + CELLS + VARIANTS + SIZES, ids=str)
 def test_attention_is_its_definition_in_every_order_of_threads(case):
