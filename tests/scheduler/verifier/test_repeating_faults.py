@@ -205,14 +205,14 @@ def devices_exchanged() -> Plan:
 
 def with_repeats(**changes: Any) -> Plan:
     def change(of: ShortenedGraph) -> ShortenedGraph:
-        known = {name: getattr(of.deep_repetitions, name) for name in ("start", "length", "times", "carried")}
+        known = {name: getattr(of.deep_repetitions, name) for name in ("start", "length", "count", "carried_positions")}
         return dataclasses.replace(of, deep_repetitions=RepeatedRuns(**{**known, **changes}))
 
     return of_another(change)
 
 
 def nothing_carried_on() -> Plan:
-    return with_repeats(carried=frozenset())
+    return with_repeats(carried_positions=frozenset())
 
 
 FAULTS: dict[str, tuple[Callable[[], Plan], str]] = {
@@ -227,7 +227,7 @@ FAULTS: dict[str, tuple[Callable[[], Plan], str]] = {
     "a leaf of one run lies otherwise": (lambda: lying("blk.10.gate"), "lies otherwise"),
     "a leaf of a kind that comes once lies otherwise": (lambda: lying("blk.6.gate"), "bound to entries"),
     "devices are exchanged": (devices_exchanged, "bound to entries"),
-    "a run less": (lambda: with_repeats(times=LAYERS - 2), "which the graph"),
+    "a run less": (lambda: with_repeats(count=LAYERS - 2), "which the graph"),
     "nothing is carried on": (nothing_carried_on, "reads other values"),
     "fewer kinds": (lambda: of_another(lambda of: dataclasses.replace(of, short_count=7)), "which the graph"),
     "a node has another name": (another_name, "is called by no number"),
