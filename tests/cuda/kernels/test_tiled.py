@@ -196,7 +196,7 @@ def test_the_largest_and_smallest_numbers_stay_what_they_are(dtype):
 
 def test_numbers_that_are_none_spoil_their_row_alone():
     x = RNG.standard_normal((9, 64)).astype(np.float32)
-    x[3, 5], x[4, 5] = np.inf, 1e38
+    x[3, 5], x[4, 5] = np.inf, 5e37  # times a weight of up to 6 is finite
     w = halves(np.abs(RNG.standard_normal((16, 64))).astype(np.float32) + 1, DType.F16)
     backend = EmulatedBackend()
     graph = Graph({"y": ops.mul_mat(weight("w", w.shape, DType.F16), input("x", x.shape))})
