@@ -94,15 +94,16 @@ class Costs:
         """Seconds of a collective."""
         if conversion.is_free or self.devices == 1:
             return 0.0
-        met = collective_of(conversion), conversion.value.spec.nbytes
+        met = collective_of(conversion)
         if met not in self._met:
             self._met[met] = self.hardware.collective(*met, range(self.devices)).seconds
         return self._met[met]
 
 
-def collective_of(conversion: Conversion) -> str:
-    """The collective as which a conversion is priced."""
-    return "all_reduce" if conversion.before.is_owed and not isinstance(conversion.after, Cut) else "all_gather"
+def collective_of(conversion: Conversion) -> tuple[str, int]:
+    """Return the op of the collective that sets the price of a conversion, and the bytes of the whole value."""
+    is_all_reduce = conversion.before.is_owed and not isinstance(conversion.after, Cut)
+    return "all_reduce" if is_all_reduce else "all_gather", conversion.value.spec.nbytes
 
 
 def _shared(nbytes: float, uncut: Iterable[Value], share: float) -> float:

@@ -74,9 +74,8 @@ class Laying:
             early |= found
 
     def _seconds(self, conversion: Conversion) -> float:
-        """Seconds of a collective."""
-        nbytes = conversion.value.spec.nbytes
-        return self.hardware.collective(collective_of(conversion), nbytes, range(self.devices)).seconds
+        """Return the seconds of a collective."""
+        return self.hardware.collective(*collective_of(conversion), range(self.devices)).seconds
 
 
 def rows_of(plain: Assignment, factors: Factors, devices: int) -> list[Factor]:
