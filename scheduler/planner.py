@@ -154,9 +154,8 @@ def _group_like(like: Plan, graph: Graph, group: Devices) -> Devices:
         earlier = stored.get(value.node.name, value)
         if not _accepts_same_layout(earlier, value):
             raise PlanError(
-                f"like: {value.label:.{MAX_MESSAGE_CHARACTERS}} is a {value.node.op} {value.spec}, "
-                "and in the earlier plan a "
-                f"{earlier.node.op} {earlier.spec}; rename it, or plan without like"
+                f"like: {value.label:.{MAX_MESSAGE_CHARACTERS}} is a {value.node.op} {value.spec}, and in the earlier "
+                f"plan a {earlier.node.op} {earlier.spec}; rename it, or plan without like"
             )
     return group
 

@@ -1,8 +1,8 @@
 """How text is cut into words before BPE merges run inside each word, by the name a GGUF file gives.
 
 A name is a value of ``tokenizer.ggml.pre``.  The regexes come from the ``tokenizer.json`` of each model, written for
-the Oniguruma engine of HF ``tokenizers``.  The regex of a name, its BOS token and its
-spelling of tokens follow llama.cpp's ``llama-vocab.cpp`` (b11434).
+the Oniguruma engine of HF ``tokenizers``.  The regex of a name, its BOS token and its spelling of tokens follow
+llama.cpp's ``llama-vocab.cpp`` (b11434).
 """
 
 from __future__ import annotations

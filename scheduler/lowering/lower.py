@@ -49,9 +49,9 @@ def lower_with_saves(
     graph: Graph, backend: Backend, on: Device, runs: DeviceRepetitions | None = None, gathered: Gathered | None = None
 ) -> tuple[Graph, Program, tuple[Node, ...]]:
     """What `lower` gives, and the nodes that save states and put them back, which the graph does not have; the device
-    can run all nodes of `graph`.  Where it has `runs`, they may be repeated.  Groups of nodes
-    that the backend runs at once are kept in `gathered`, by `skeleton`.  An entry there is used if its order is right
-    for this graph, too.  Otherwise the backend is asked."""
+    can run all nodes of `graph`.  Where it has `runs`, they may be repeated.  Groups of nodes that
+    the backend runs at once are kept in `gathered`, by `skeleton`.  An entry there is used if its order is right for
+    this graph, too.  Otherwise the backend is asked."""
     graph, views = densify(settle(graph), backend.reads_strided)
     order = schedule(graph, views, lambda value: backend.stored(value.spec, kind_of(value)), overlaps([(backend, on)]))
     groups: Sequence[Sequence[Node]] = ()

@@ -101,7 +101,7 @@ def test_a_fault_of_a_subject_is_named(subject, fault):
 def repository(tmp_path, monkeypatch):
     """A repository with bad subjects before the file was added, and on a branch that began before; returns `git`."""
     if shutil.which("git") is None:
-        pytest.skip("not in a repository of git")
+        pytest.skip("git is not installed")
 
     def git(*arguments: str) -> None:
         identity = ["-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
