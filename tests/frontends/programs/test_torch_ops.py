@@ -65,8 +65,9 @@ def problem_of(function, sample):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.nightly(cases=PARTS)
 @pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("seed", range(5))
 def test_samples_of_all_ops_are_right_or_run_by_pytorch(seed, part):
     pytest.importorskip("expecttest", reason="expecttest is not installed")
     from torch.testing._internal.common_methods_invocations import op_db
