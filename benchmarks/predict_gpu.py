@@ -39,7 +39,7 @@ from hocket.conformance.reports.emulated import counters
 from hocket.conformance.trials.case import parse
 from hocket.graph import DType
 from hocket.ops import op_of
-from hocket.scheduler.machines.simulated import MACHINES
+from hocket.scheduler.machines.catalogue import MACHINES
 
 TABLE = Path(__file__).parent / "kernels_cuda_times.md"
 TIMES = TABLE.with_suffix(".json")

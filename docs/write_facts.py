@@ -43,19 +43,20 @@ def format_speeds() -> Iterator[str]:
 
 def format_machines() -> Iterator[str]:
     """A row for each kind of simulated device."""
-    from hocket.scheduler.machines.simulated import MACHINES
+    from hocket.scheduler.machines.catalogue import MACHINES
 
     yield "\n| kind | memory, GiB | TB/s | TFLOP/s | link, unless another is named | planned by the rules of |\n"
     yield "|---|--:|--:|--:|---|---|\n"
     for kind, m in MACHINES.items():
-        backend = f"`{m.backend}`, {m.capability}" if m.capability else "`simulated`"
+        like = f", kernels as on `{m.like}`" if m.like else ""
+        backend = f"`{m.backend}`, {m.capability}{like}" if m.capability else "`simulated`"
         sizes = f"{m.memory / GIB:.0f} | {m.bandwidth / TERA:.3g} | {m.flops / TERA:.4g}"
         yield f"| `{kind}` | {sizes} | `{m.link}` | {backend} |\n"
 
 
 def format_links() -> Iterator[str]:
     """A row for each link between simulated devices."""
-    from hocket.scheduler.machines.simulated import LINKS
+    from hocket.scheduler.machines.catalogue import LINKS
 
     yield "\n| link | GB/s in one direction | latency, µs |\n|---|--:|--:|\n"
     yield from (f"| `{name}` | {link.bandwidth / 1e9:g} | {link.latency * 1e6:g} |\n" for name, link in LINKS.items())

@@ -6,7 +6,7 @@ import argparse
 
 from ...scheduler.machines.calibrated import group_name, keep_speeds, read_speeds
 from ...scheduler.machines.speeds import Speeds
-from ...scheduler.probing.calibrating import speeds_of
+from ...scheduler.probing.calibrating import KINDS, QUICK_KINDS, QUICK_ROUNDS, ROUNDS, speeds_of
 from ..devices import Group, found
 from ..errors import ModelError
 from ..terminal.output import log, write
@@ -16,16 +16,20 @@ GROUPS = (("cpu:0",), ("cpu:0", "cpu:1"))
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
-    """It has none."""
+    kinds = ", ".join(map(str, QUICK_KINDS))
+    sub.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds in place of {ROUNDS}, weights of {kinds} only"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    kinds, rounds, note = (QUICK_KINDS, QUICK_ROUNDS, "quick") if args.quick else (KINDS, ROUNDS, "")
     known: dict[str, Speeds] = {}
     for devices in GROUPS:
         group = found(Group(devices=devices))
-        speeds = known[group_name(group)] = speeds_of(group)
+        speeds = known[group_name(group)] = speeds_of(group, kinds=kinds, rounds=1 + rounds)
         write("\n".join(lines(group_name(group), speeds, len(group))) + "\n")
-    file = keep_speeds(known)
+    file = keep_speeds(known, note)
     if read_speeds(file) != known:
         raise ModelError(
             f"{file} cannot be written, so no plan uses these speeds; name another folder in HOCKET_CACHE_DIR"

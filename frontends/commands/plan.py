@@ -49,7 +49,9 @@ def flags(sub: argparse.ArgumentParser) -> None:
     where = sub.add_mutually_exclusive_group()
     group_flags(sub, where)
     where.add_argument(
-        "--simulate", metavar="SPEC", help="devices that are not there, as h200:8,nvlink or 'h200:8,nvlink x 4,ib400'"
+        "--simulate",
+        metavar="SPEC",
+        help="devices that are not there, as h200:8,nvlink or 'h200:8,nvlink x 4,ib400', or a file .toml",
     )
     context_flag(sub)
     batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")

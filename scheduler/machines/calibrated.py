@@ -84,12 +84,13 @@ def speeds_file() -> Path:
     return cache_folder() / "speeds" / "speeds.json"
 
 
-def keep_speeds(known: Mapping[str, Speeds]) -> Path:
-    """Keep the speeds of groups in place of what was kept before."""
+def keep_speeds(known: Mapping[str, Speeds], note: str = "") -> Path:
+    """Replace the kept speeds of groups; plans name the day and `note` as their source."""
+    day = f"{date.today()}{note and ', '}{note}"
     of = {name: speeds_data(speeds) for name, speeds in known.items()}
     keep(
         speeds_file(),
-        json.dumps({"of": _here(), "date": str(date.today()), "speeds": of}, allow_nan=False, indent=1).encode(),
+        json.dumps({"of": _here(), "date": day, "speeds": of}, allow_nan=False, indent=1).encode(),
     )
     return speeds_file()
 

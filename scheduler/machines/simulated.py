@@ -3,10 +3,9 @@
 GPUs are planned for by the rules of the backend that would run them: what it keeps in which type, what memory kernels
 ask for, and which instructions one launch computes.
 
-Speeds are the makers' data sheets, dense and without sparsity: FLOP/s in 16 bits with tensor cores (of AMD in 32 bits
-by vectors, as kernels use no matrix cores there), bytes/s of memory, bytes/s of a link in one direction.  What kernels
-reach of them on a GPU of NVIDIA is predicted from their machine code: products by the type of the weights, others by
-op.  Kernels that are too small to fill a device reach less, so predictions are lower bounds.
+The speeds are in `catalogue`.  On a GPU of NVIDIA the share that kernels reach is predicted from their machine code:
+products by the type of the weights, others by op.  Kernels that are too small to fill a device reach less, so
+predictions are lower bounds.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ...backends.abilities import OTHERS, Called, Foretells, Gathers, Overlaps, Predicted, Reached, Simulates
@@ -24,63 +23,16 @@ from ...graph.errors import BackendError, PlanError
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...graph.validation import TEXT, validate_arguments
+from .catalogue import CATALOGUE, MACHINES, Catalogue, Machine
 from .hardware import BUILT_IN, Hardware
+from .machine_file import read_machine_file
 from .speeds import Speeds
 
-GIB = 1 << 30
 TERA = 1e12
 SIMULATED = "simulated"
 DATA_SHEET = "data sheet"
 """The source of speeds that makers tell."""
 MOST_DEVICES = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """One kind of device; `link` is how several of them are joined unless asked otherwise; of a GPU the compute
-    `capability`, or the architecture, and the `backend` that would run there."""
-
-    flops: float
-    bandwidth: float
-    memory: int
-    link: str
-    capability: str = ""
-    backend: str = "cuda"
-    launch: float = 2e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """How long a message takes to arrive, and bytes per second in one direction."""
-
-    latency: float
-    bandwidth: float
-
-
-MACHINES: Mapping[str, Machine] = MappingProxyType(
-    {
-        "h200": Machine(989e12, 4.8e12, 141 * 10**9, "nvlink", "90"),
-        "h100": Machine(989e12, 3.35e12, 80 * 10**9, "nvlink", "90"),
-        "a100": Machine(312e12, 2.04e12, 80 * 10**9, "nvlink", "80"),
-        "rtx4090": Machine(165e12, 1.01e12, 24 * GIB, "pcie4", "89"),
-        "rtx3090": Machine(71e12, 0.936e12, 24 * GIB, "pcie4", "86"),
-        "mi300x": Machine(163.4e12, 5.3e12, 192 * 10**9, "xgmi", "gfx942", "hip"),
-        "cpu": Machine(100e9, 20e9, 64 * GIB, "memory"),
-    }
-)
-LINKS: Mapping[str, Link] = MappingProxyType(
-    {
-        "nvlink": Link(5e-6, 450e9),
-        "xgmi": Link(10e-6, 448e9),
-        "pcie5": Link(10e-6, 50e9),
-        "pcie4": Link(10e-6, 25e9),
-        "ib400": Link(15e-6, 50e9),
-        "ib200": Link(15e-6, 25e9),
-        "ethernet": Link(50e-6, 1.25e9),
-        "memory": Link(5e-6, 10e9),
-    }
-)
-
 HOST_LINK = ("pcie4",)
 """How the host of simulated devices reaches them."""
 
@@ -91,8 +43,8 @@ class SimulatedBackend:
 
     name = SIMULATED
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, machine: Machine) -> None:
+        self.kind, self.machine = kind, machine
 
     def with_threads(self, threads: int) -> SimulatedBackend:
         return self
@@ -108,7 +60,7 @@ class SimulatedBackend:
     def device(self, index: int) -> Device:
         if index >= MOST_DEVICES:
             raise BackendError(f"{self.kind}:{index} is one too many to simulate; at most {MOST_DEVICES} devices")
-        return Device(self.kind, index, MACHINES[self.kind].memory, "simulated")
+        return Device(self.kind, index, self.machine.memory, "simulated")
 
     def supports(self, node: Node, on: Device) -> Support:
         return Support(True)
@@ -144,12 +96,13 @@ class SimulatedBackend:
 class SimulatedGpu(SimulatedBackend):
     """GPUs on which nothing runs: what plans need to know of them the backend says that would run there."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__(kind)
-        backend = load(MACHINES[kind].backend)
+    def __init__(self, kind: str, machine: Machine) -> None:
+        super().__init__(kind, machine)
+        backend = load(machine.backend)
         assert isinstance(backend, Simulates)
-        self._rules = backend.absent(MACHINES[kind].capability)
-        self._reached = backend.predicted(kind)
+        self._rules = backend.absent(machine.capability)
+        known = backend.predicted(machine.like or kind)
+        self._reached = None if known is None else scale_predicted(known, machine)
 
     @property
     def reached(self) -> Predicted | None:
@@ -179,11 +132,30 @@ class SimulatedGpu(SimulatedBackend):
         return self._rules.gathered(program, on)
 
 
-def simulated(kind: str) -> SimulatedBackend:
-    """The backend for hardware of a kind.  Raises `PlanError` with what is known."""
-    if kind not in MACHINES:
+def simulated(kind: str, machine: Machine | None = None) -> SimulatedBackend:
+    """The backend for hardware of a kind, which is a built-in one without `machine`.  Raises `PlanError` with what is
+    known."""
+    if machine is None and kind not in MACHINES:
         raise PlanError(f"there is no hardware {kind!r} to simulate; known: {', '.join(MACHINES)}")
-    return SimulatedGpu(kind) if MACHINES[kind].capability else SimulatedBackend(kind)
+    machine = machine or MACHINES[kind]
+    return SimulatedGpu(kind, machine) if machine.capability else SimulatedBackend(kind, machine)
+
+
+def scale_predicted(known: Predicted, machine: Machine) -> Predicted:
+    """Return the speeds at which kernels reach the same shares of the data sheet of `machine` as on `machine.like`."""
+    if not machine.like:
+        return known
+    sheet = MACHINES[machine.like]
+    reads, computes = machine.bandwidth / sheet.bandwidth, machine.flops / sheet.flops
+
+    def scale(of: Reached) -> Reached:
+        return replace(
+            of,
+            bandwidth={name: speed * reads for name, speed in of.bandwidth.items()},
+            flops={name: speed * computes for name, speed in of.flops.items()},
+        )
+
+    return Predicted(scale(known.products), scale(known.ops))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +202,8 @@ class Simulation:
         ops = dict.fromkeys((*(node.op for node in graph.nodes), OTHERS))
         for kind, of in self.reached.items():
             for names, reached in ((dtypes, of.products), (ops, of.ops)):
-                yield from (_told(kind, name, reached) for name in names if name in reached.bandwidth)
+                sheet = self.kinds[kind].machine
+                yield from (_told(kind, sheet, name, reached) for name in names if name in reached.bandwidth)
 
 
 def _least(speeds: Sequence[Mapping[str, float]], sheet: float) -> Mapping[str, float]:
@@ -238,9 +211,9 @@ def _least(speeds: Sequence[Mapping[str, float]], sheet: float) -> Mapping[str, 
     return {op: min([sheet, *(of[op] for of in speeds)]) for op in (speeds[0] if speeds else ())}
 
 
-def _told(kind: str, name: str, reached: Reached) -> str:
+def _told(kind: str, most: Machine, name: str, reached: Reached) -> str:
     """What products with such weights, or such ops, reach as shares of the data sheet, and what sets that."""
-    bandwidth, flops, most = reached.bandwidth[name], reached.flops.get(name), MACHINES[kind]
+    bandwidth, flops = reached.bandwidth[name], reached.flops.get(name)
     few, many = (
         f", set by {limits[name]}" if name in limits else ""
         for limits in (reached.vector_limits, reached.prompt_limits)
@@ -254,18 +227,24 @@ def _told(kind: str, name: str, reached: Reached) -> str:
 @validate_arguments(PlanError, text=TEXT)
 def simulate(text: str) -> Simulation:
     """The group that ``h200:8,nvlink`` or ``cpu:2`` or ``rtx4090:1,rtx3090:1,pcie4`` describes; several such machines,
-    and the link between them, as ``h200:8,nvlink x 4,ib400``.
+    and the link between them, as ``h200:8,nvlink x 4,ib400``; or the path of a file ``NAME.toml`` that describes them.
 
     Devices of several kinds are judged by the slowest of them.  Raises `PlanError` with what is known.
     """
+    path = Path(text)
+    spec, catalogue = read_machine_file(path) if path.suffix == ".toml" else (text, CATALOGUE)
+    return _simulate(spec, catalogue)
+
+
+def _simulate(text: str, known: Catalogue) -> Simulation:
     machine, times, rest = text.partition(" x ")
     if not times:
-        return _machine(text, text, 1)
+        return _machine(text, text, 1, known)
     number, _, link = (part.strip() for part in rest.partition(","))
-    if not re.fullmatch(r"[1-9]\d{0,2}", number, re.ASCII) or link not in LINKS:
-        raise PlanError(_unknown(text, rest))
-    one = _machine(text, machine, int(number))
-    across = LINKS[link]
+    if not re.fullmatch(r"[1-9]\d{0,2}", number, re.ASCII) or link not in known.links:
+        raise PlanError(_unknown(text, rest, known))
+    one = _machine(text, machine, int(number), known)
+    across = known.links[link]
     hardware = replace(
         one.hardware,
         machine=len(one.group) // int(number),
@@ -275,21 +254,21 @@ def simulate(text: str) -> Simulation:
     return replace(one, hardware=hardware)
 
 
-def _machine(text: str, described: str, times: int) -> Simulation:
+def _machine(text: str, described: str, times: int, known: Catalogue) -> Simulation:
     """So many machines, each as `described`, which is a part of `text`."""
     counts: dict[str, int] = {}
     links: list[str] = []
     for part in described.split(","):
         kind, _, number = part.strip().partition(":")
-        if kind in LINKS and not number:
+        if kind in known.links and not number:
             links.append(kind)
-        elif kind in MACHINES and re.fullmatch(r"|[1-9]\d{0,2}", number, re.ASCII):
+        elif kind in known.machines and re.fullmatch(r"|[1-9]\d{0,2}", number, re.ASCII):
             counts[kind] = counts.get(kind, 0) + int(number or 1)
         else:
-            raise PlanError(_unknown(text, part))
+            raise PlanError(_unknown(text, part, known))
     if not counts or len(links) > 1 or times * sum(counts.values()) > MOST_DEVICES:
-        raise PlanError(_unknown(text, text))
-    backends = {kind: simulated(kind) for kind in counts}
+        raise PlanError(_unknown(text, text, known))
+    backends = {kind: simulated(kind, known.machines[kind]) for kind in counts}
     group = tuple(
         (backends[kind], backends[kind].device(machine * n + i))
         for machine in range(times)
@@ -297,12 +276,12 @@ def _machine(text: str, described: str, times: int) -> Simulation:
         for i in range(n)
     )
     host = simulated("cpu")
-    hardware = _slowest([MACHINES[kind] for kind in counts], links)
-    return Simulation(group, hardware, (host, host.device(0)), _slowest([MACHINES["cpu"]], HOST_LINK))
+    hardware = _slowest([known.machines[kind] for kind in counts], links, known)
+    return Simulation(group, hardware, (host, host.device(0)), _slowest([host.machine], HOST_LINK, known))
 
 
-def _slowest(machines: Sequence[Machine], links: Sequence[str]) -> Hardware:
-    joined = [LINKS[name] for name in (links or [m.link for m in machines])]
+def _slowest(machines: Sequence[Machine], links: Sequence[str], known: Catalogue) -> Hardware:
+    joined = [known.links[name] for name in (links or [m.link for m in machines])]
     return Hardware(
         flops=min(m.flops for m in machines),
         bandwidth=min(m.bandwidth for m in machines),
@@ -313,9 +292,9 @@ def _slowest(machines: Sequence[Machine], links: Sequence[str]) -> Hardware:
     )
 
 
-def _unknown(text: str, part: str) -> str:
+def _unknown(text: str, part: str, known: Catalogue) -> str:
     return (
         f"cannot simulate {text[:80]!r} (at {part[:80]!r}); give kinds with numbers and at most one link, as "
         f"h200:8,nvlink, and how many such machines with what link, as h200:8,nvlink x 4,ib400; "
-        f"{MOST_DEVICES} devices at most; kinds: {', '.join(MACHINES)}; links: {', '.join(LINKS)}"
+        f"{MOST_DEVICES} devices at most; kinds: {', '.join(known.machines)}; links: {', '.join(known.links)}"
     )

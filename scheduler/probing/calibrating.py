@@ -40,6 +40,8 @@ KINDS = (
     *(DType.Q6_K, DType.IQ4_NL, DType.IQ4_XS, DType.MXFP4, DType.F16, DType.BF16, DType.F32),
 )
 """Dtypes of weights that are measured."""
+QUICK_KINDS = (DType.Q4_0, DType.Q8_0, DType.Q4_K, DType.Q6_K, DType.F16, DType.F32)
+"""Dtypes that ``hocket calibrate --quick`` measures; the others count as the slowest of them."""
 ALONE = (DType.Q4_0, DType.Q8_0, DType.F16)
 """Those with which one device is measured while the others wait, too."""
 READ, CACHED = 64 << 20, 16 << 20
@@ -53,6 +55,7 @@ TURNS = {
 """Runs in a row, and how many of the last count, where in models others like them go before: caches hold what they will
 hold.  Others run once: they are to find caches full of something else, and threads awake by what ran before."""
 ROUNDS = 11
+QUICK_ROUNDS = 3
 BYTE = 0x21
 """Of all weights: memory that is written has pages of its own, and no number is NaN."""
 Group = Sequence[tuple[Backend, Device]]

@@ -24,8 +24,9 @@ from ...graph.validation import TEXT, instance_of, validate_arguments
 from ...ops import verify
 from ..layout import Layout, Local, Shard, local_shape
 from ..lowering.lane import Lane, first_alike
+from ..machines.catalogue import MACHINES, Machine
 from ..machines.hardware import BUILT_IN, Hardware
-from ..machines.simulated import SIMULATED, simulated
+from ..machines.simulated import SIMULATED, SimulatedBackend, simulated
 from ..plan import Placed, Plan
 from ..verifier.plan import verify_plan
 from .as_data import count, layout_data, program_data, read_layout, read_program, text_of
@@ -44,6 +45,11 @@ def plan_to_json(plan: Plan) -> str:
     document["spare"] = list(plan.spare)
     document["host"] = None if plan.host is None else asdict(plan.host)
     document["cost"] = asdict(plan.cost)
+    kinds = {
+        lane.device.kind: lane.backend.machine for lane in plan.lanes if isinstance(lane.backend, SimulatedBackend)
+    }
+    if unknown := {kind: asdict(machine) for kind, machine in kinds.items() if MACHINES.get(kind) != machine}:
+        document["machines"] = unknown
     document["memory"] = [
         {"device": str(lane.device), **lane.memory(), "capacity": lane.device.memory} for lane in plan.lanes
     ]
@@ -119,7 +125,7 @@ def _plan(document: dict[str, Any]) -> Plan:
     programs = [read_program(entry, own) for entry, own in zip(document["programs"], graphs, strict=True)]
     lanes = []
     for entry in document["lanes"]:
-        backend, device = _device(entry)
+        backend, device = _device(entry, document.get("machines", {}))
         number = count(entry["program"])
         lanes.append(Lane(device, backend, graphs[number], programs[number]))
     return Plan(
@@ -140,15 +146,21 @@ def _plan(document: dict[str, Any]) -> Plan:
     )
 
 
-def _device(entry: Mapping[str, Any]) -> tuple[Backend, Device]:
+def _device(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> tuple[Backend, Device]:
     kind, index = text_of(entry["kind"]), count(entry["index"])
     if entry["backend"] == SIMULATED:
-        absent = simulated(kind)
+        absent = simulated(kind, _read_machine(machines[kind]) if kind in machines else None)
         return absent, absent.device(index)
     backend, device = find(str(Device(kind, index, part=count(entry["part"]) if "part" in entry else None)))
     if backend.name != entry["backend"]:
         raise BackendError(f"the plan is for backend {entry['backend']!r:.60}, but {device} is of {backend.name!r}")
     return backend, device
+
+
+def _read_machine(entry: Mapping[str, Any]) -> Machine:
+    words = {key: text_of(entry[key]) for key in ("link", "capability", "backend", "like")}
+    figures = {key: _positive(entry[key]) for key in ("flops", "bandwidth", "launch")}
+    return Machine(**words, **figures, memory=count(entry["memory"]))
 
 
 def _read_hardware(entry: Mapping[str, Any]) -> Hardware:

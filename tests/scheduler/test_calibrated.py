@@ -330,7 +330,7 @@ def test_a_device_whose_fellows_wait_is_as_much_faster_as_the_clock_says():
 
 
 def test_the_command_keeps_what_it_measures(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(calibrate, "speeds_of", lambda group: HELD)
+    monkeypatch.setattr(calibrate, "speeds_of", lambda group, **_: HELD)
     assert main(["calibrate"]) == 0
     out, err = capsys.readouterr()
     assert "q8_0  a vector   10.0 GB/s, in caches   30.0 GB/s, a prompt     4.0 GFLOP/s, unpacked   2.0 GB/s" in out
@@ -341,8 +341,21 @@ def test_the_command_keeps_what_it_measures(capsys: pytest.CaptureFixture[str], 
     assert list(known.values()) == [HELD] * len(known)
 
 
+def test_quick_measures_fewer_types_and_plans_say_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    calls = []
+    monkeypatch.setattr(calibrate, "speeds_of", lambda group, **options: calls.append(options) or SPEEDS)
+    assert main(["calibrate"]) == main(["calibrate", "--quick"]) == 0
+    whole, _, quick, _ = calls
+    assert set(quick["kinds"]) < set(whole["kinds"])
+    assert quick["rounds"] < whole["rounds"]
+    assert main(["plan", TINY]) == 0
+    assert re.search(r"speeds: calibrated \d{4}-\d\d-\d\d, quick\n", capsys.readouterr().out)
+
+
 def test_what_cannot_be_kept_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path):
-    monkeypatch.setattr(calibrate, "speeds_of", lambda group: SPEEDS)
+    monkeypatch.setattr(calibrate, "speeds_of", lambda group, **_: SPEEDS)
     (folder / "speeds").write_text("a file where the folder has to be")
     assert main(["calibrate"]) == 2
     assert "speeds.json cannot be written" in capsys.readouterr().err

@@ -15,7 +15,8 @@ from hocket.frontends.open import open_model
 from hocket.graph import BackendError, Graph, PlanError, input, weight
 from hocket.scheduler import load, plan_for
 from hocket.scheduler.choosing.fits import memory_problem
-from hocket.scheduler.machines.simulated import LINKS, MACHINES, simulate
+from hocket.scheduler.machines.catalogue import LINKS, MACHINES
+from hocket.scheduler.machines.simulated import simulate
 
 from ..given.models.goldens import path_of
 from ..given.models.large_headers import LARGE, llama_70b, llama_405b, qwen_80b

@@ -1,0 +1,151 @@
+"""Machines of one's own for ``--simulate FILE.toml``: kinds of devices and links that no data sheet here has.
+
+```toml
+simulate = "server:4,cable"  # the machine, by the grammar of --simulate
+
+[kinds.server]
+like = "rtx4090"             # a built-in kind; keys that are missing are as there
+memory_gib = 48
+
+[links.cable]
+gb_per_s = 40                # in one direction
+latency_us = 8
+```
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ...backends.base import KIND
+from ...graph.errors import PlanError
+from ...graph.validation import TEXT, ArgumentKind, number_between, require
+from .catalogue import CATALOGUE, GIB, Catalogue, Link, Machine
+
+MAX_FILE_BYTES = 1 << 20
+
+
+class Key(NamedTuple):
+    """A key of a table: the field it sets, the values it may have, and the factor to the unit of the field; None
+    for a text."""
+
+    field: str
+    values: ArgumentKind
+    factor: float | None = None
+
+
+def _text(description: str, pattern: str) -> ArgumentKind:
+    return ArgumentKind(description, lambda v: isinstance(v, str) and bool(re.fullmatch(pattern, v, re.ASCII)))
+
+
+def _one_of(names: Mapping[str, object]) -> ArgumentKind:
+    return ArgumentKind(f"one of {', '.join(names)}", lambda v: isinstance(v, str) and v in names)
+
+
+TABLE = ArgumentKind("a table", lambda v: isinstance(v, dict))
+FILE_KEYS: Mapping[str, Key] = MappingProxyType(
+    {"simulate": Key("simulate", TEXT), "kinds": Key("kinds", TABLE), "links": Key("links", TABLE)}
+)
+LINK_KEYS: Mapping[str, Key] = MappingProxyType(
+    {
+        "gb_per_s": Key("bandwidth", number_between(1e-6, 1e6), 1e9),
+        "latency_us": Key("latency", number_between(1e-3, 1e9), 1e-6),
+    }
+)
+FIGURES: Mapping[str, Key] = MappingProxyType(
+    {
+        "memory_gib": Key("memory", number_between(1e-3, 1e6), GIB),
+        "tb_per_s": Key("bandwidth", number_between(1e-6, 1e6), 1e12),
+        "tflops": Key("flops", number_between(1e-6, 1e9), 1e12),
+    }
+)
+"""Keys of a kind; one without `like` needs all of them."""
+KIND_KEYS: Mapping[str, Key] = MappingProxyType(
+    {
+        "like": Key("like", _one_of(CATALOGUE.machines)),
+        **FIGURES,
+        "launch_us": Key("launch", number_between(1e-3, 1e6), 1e-6),
+        "link": Key("link", TEXT),
+        "capability": Key("capability", _text("text such as '90' or 'gfx942'", r"\d{2,3}|gfx[0-9a-f]{3,4}")),
+        "backend": Key("backend", _text("'cuda' or 'hip'", "cuda|hip")),
+    }
+)
+BASE = Machine(flops=100e9, bandwidth=20e9, memory=64 * GIB, link="memory")
+"""The figures of a kind without `like`, until the file replaces them."""
+
+
+def read_machine_file(path: Path) -> tuple[str, Catalogue]:
+    """Return the spec of the machine, and all kinds and links, built-in ones and own ones.
+
+    Raises:
+        PlanError: with the file and the key, if the file cannot be read, is no TOML, has an unknown key, or a value
+            that no machine can have.
+    """
+    document = _load(path)
+    _read_keys(path, "", document, FILE_KEYS)
+    if "simulate" not in document:
+        raise PlanError(f"{path}: simulate is missing; name the devices, as simulate = 'h200:8,nvlink'")
+    own = _list_tables(path, document, "links")
+    links = {name: Link(**_read_keys(path, f"links.{name}.", table, LINK_KEYS, LINK_KEYS)) for name, table in own}
+    known = Catalogue(CATALOGUE.machines, MappingProxyType({**CATALOGUE.links, **links}))
+    kinds = {
+        name: _read_kind(path, f"kinds.{name}.", table, known) for name, table in _list_tables(path, document, "kinds")
+    }
+    return document["simulate"], replace(known, machines=MappingProxyType({**CATALOGUE.machines, **kinds}))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as why:
+        raise PlanError(f"{path}: {why.strerror}; give a TOML file, or devices as h200:8,nvlink") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise PlanError(f"{path}: the file has more than {MAX_FILE_BYTES:,} bytes")
+    try:
+        return tomllib.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as why:
+        raise PlanError(f"{path}: the file is no TOML ({' '.join(str(why).split())[:120]})") from None
+
+
+def _read_keys(
+    path: Path, where: str, table: Mapping[str, Any], known: Mapping[str, Key], needed: Mapping[str, Key] | None = None
+) -> dict[str, Any]:
+    """Return the fields that a table sets; each key is one of `known`, and none of `needed` is missing."""
+    for key, value in table.items():
+        if key not in known:
+            raise PlanError(f"{path}: {where}{key[:60]} is unknown; known: {', '.join(known)}")
+        require(PlanError, str(path), f"{where}{key}", value, known[key].values)
+    for key in needed or ():
+        if key not in table:
+            raise PlanError(f"{path}: {where}{key} is missing")
+    factors = {key: known[key].factor for key in table}
+    return {
+        known[key].field: value if (factor := factors[key]) is None else value * factor for key, value in table.items()
+    }
+
+
+def _list_tables(path: Path, document: Mapping[str, Any], group: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the tables ``[kinds.NAME]`` or ``[links.NAME]`` with their names."""
+    for name, table in document.get(group, {}).items():
+        if not KIND.fullmatch(name):
+            raise PlanError(
+                f"{path}: {group}.{name[:60]!r} is no name; use letters, digits, and _ . - behind the first"
+            )
+        if name in CATALOGUE.machines or name in CATALOGUE.links:
+            raise PlanError(f"{path}: {group}.{name} is built in; choose another name")
+        require(PlanError, str(path), f"{group}.{name[:60]}", table, TABLE)
+    return list(document.get(group, {}).items())
+
+
+def _read_kind(path: Path, where: str, table: Mapping[str, Any], known: Catalogue) -> Machine:
+    fields = _read_keys(path, where, table, KIND_KEYS, None if "like" in table else FIGURES)
+    machine = replace(CATALOGUE.machines[table["like"]] if "like" in table else BASE, **fields)
+    require(PlanError, str(path), f"{where}link", machine.link, _one_of(known.links))
+    return replace(machine, memory=int(machine.memory))
