@@ -158,8 +158,8 @@ def _device(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> tuple[Back
 
 
 def _read_machine(entry: Mapping[str, Any]) -> Machine:
-    words = {key: text_of(entry[key]) for key in ("link", "capability", "backend", "like")}
-    figures = {key: _positive(entry[key]) for key in ("flops", "bandwidth", "launch")}
+    words: dict[str, Any] = {key: text_of(entry[key]) for key in ("link", "capability", "backend", "like")}
+    figures: dict[str, Any] = {key: _positive(entry[key]) for key in ("flops", "bandwidth", "launch")}
     return Machine(**words, **figures, memory=count(entry["memory"]))
 
 
