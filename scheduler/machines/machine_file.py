@@ -120,15 +120,13 @@ def _read_keys(
     """Return the fields that a table sets; each key is one of `known`, and none of `needed` is missing."""
     for key, value in table.items():
         if key not in known:
-            raise PlanError(f"{path}: {where}{key[:60]} is unknown; known: {', '.join(known)}")
+            raise PlanError(f"{path}: {where}{key[:60]!r} is unknown; known: {', '.join(known)}")
         require(PlanError, str(path), f"{where}{key}", value, known[key].values)
     for key in needed or ():
         if key not in table:
             raise PlanError(f"{path}: {where}{key} is missing")
-    factors = {key: known[key].factor for key in table}
-    return {
-        known[key].field: value if (factor := factors[key]) is None else value * factor for key, value in table.items()
-    }
+    keys = [(known[key], value) for key, value in table.items()]
+    return {key.field: value if key.factor is None else value * key.factor for key, value in keys}
 
 
 def _list_tables(path: Path, document: Mapping[str, Any], group: str) -> list[tuple[str, Mapping[str, Any]]]:

@@ -132,8 +132,9 @@ def _some(n: int, m: int) -> Index:
 def _same_attrs(declared: Op[Any], user: Side, mine: Side) -> None:
     theirs, local = mine.settled, local_attrs(declared)
     for name, value in user.attrs:
-        if name not in local and theirs.get(name) != value and repr(theirs.get(name)) != repr(value):  # NaN is not NaN
-            raise Unfit(f"attribute {name} is {theirs.get(name)!r} and not {value!r}")
+        other = theirs.get(name)
+        if name not in local and other != value and repr(other) != repr(value):  # NaN differs from itself
+            raise Unfit(f"attribute {name} is {other!r} and not {value!r}")
 
 
 @cache

@@ -88,7 +88,7 @@ def test_commands_take_the_file(tmp_path, capsys):
         (("memory_gib = 48", "memory_gib = -1"), "kinds.server.memory_gib is -1; it must be a number from 0.001"),
         (("memory_gib = 48", "memory_gib = nan"), "kinds.server.memory_gib is nan"),
         (("memory_gib = 48", "memory_gib = true"), "kinds.server.memory_gib is True"),
-        (("memory_gib = 48", "memory = 48"), "kinds.server.memory is unknown; known: like, memory_gib"),
+        (("memory_gib = 48", "memory = 48"), "kinds.server.'memory' is unknown; known: like, memory_gib"),
         (('like = "rtx4090"', 'like = "abacus"'), "kinds.server.like is 'abacus'; it must be one of b300, b200"),
         (('like = "rtx4090"', ""), "kinds.server.tflops is missing"),
         (('like = "rtx4090"', 'capability = "x"\nlike = "h100"'), "kinds.server.capability is 'x'"),
@@ -100,6 +100,7 @@ def test_commands_take_the_file(tmp_path, capsys):
         (('simulate = "server:4,cable"', ""), "simulate is missing"),
         (('simulate = "server:4,cable"', "simulate = 3"), "simulate is 3; it must be text"),
         (("server:4", "serv:4"), "cannot simulate 'serv:4,cable'"),
+        (("memory_gib = 48", '"a\\nb" = 48'), "kinds.server.'a\\nb' is unknown"),
         (("[kinds.server]", "[kinds"), "the file is no TOML"),
     ],
 )

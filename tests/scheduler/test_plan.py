@@ -59,6 +59,17 @@ def test_a_plan_read_back_is_the_plan_and_runs(seed, mode):
         np.testing.assert_array_equal(got[name], want[name])
 
 
+@pytest.mark.parametrize("devices", ["cpu:0", "cpu:0,cpu:1", "numpy:0"])
+@pytest.mark.parametrize("factor", [np.nan, np.inf, -np.inf])
+def test_an_attribute_may_be_nan_or_infinite(factor, devices):
+    x = input("x", (8, 4))
+    result = plan(Graph({"y": ops.scale(x, scale=float(factor))}), devices, split_mode="layer")
+    again = plan_from_json(plan_to_json(result))
+    assert again.digest() == result.digest()
+    ones = np.ones(x.shape, np.float32)
+    np.testing.assert_array_equal(load(again, {}).run({"x": ones})["y"], factor * ones)
+
+
 def test_a_plan_for_simulated_devices_is_read_back():
     simulation = simulate("h200:2,nvlink")
     made = plan_for(mlp(), simulation.group, split_mode="tensor", hardware=simulation.hardware)
