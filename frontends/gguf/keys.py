@@ -69,6 +69,15 @@ class Keys:
             raise self.error(name, f"is {value}; need a positive number that float32 holds")
         return value
 
+    def shared_numbers(self, key: str, blocks: int) -> tuple[float, ...]:
+        """A number for each block that float32 holds, of a key without the architecture before it."""
+        values = self.gguf.per_layer(key, float, blocks)
+        if bad := [v for v in values if not abs(v) <= LARGEST]:
+            raise ModelError(
+                f"{self.gguf.path}: metadata {key} holds {bad[0]}; need numbers that float32 holds; {REMEDY}"
+            )
+        return values
+
     def number(self, name: str, default: float) -> float:
         """Any number that float32 holds, ``default`` if the key is missing or not finite."""
         value = self.gguf.get(self._key(name), float, default)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from types import MappingProxyType
 
 from .... import ops
@@ -10,6 +11,9 @@ from ....graph import DType, Value
 from ....graph.lazy_dataclass import dataclass
 from ..frame import Frame
 from ..weights import Weights
+
+LOWEST = -3.4028234663852886e38
+"""The lowest float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +105,23 @@ def bent(x: Value, most: float) -> Value:
     return ops.scale(ops.tanh(ops.scale(x, scale=1.0 / most)), scale=most)
 
 
+def focused(x: Value, deviations: float) -> Value:
+    """Subtract from each row of ``x`` f32[n, k] its mean and ``deviations`` standard deviations; keep what is above 0.
+
+    Gemma team, Gemma 3n, 2025; graph: llama.cpp ``gemma3n.cpp``.
+    """
+    columns = x.shape[-1]
+    centred = ops.sub(x, ops.scale(ops.sum_rows(x), scale=1.0 / columns))
+    variance = ops.scale(ops.sum_rows(ops.sqr(centred)), scale=1.0 / (columns - 1))
+    return ops.relu(ops.sub(centred, ops.scale(ops.sqrt(variance), scale=deviations)))
+
+
 PLAIN: Mapping[str, Callable[..., Value]] = MappingProxyType(
     {
         "silu": ops.silu,
         "gelu": halved_gelu,
         "gelu erf": ops.gelu_erf,
+        "gelu tanh": ops.gelu,
         "gelu or relu": ops.relu,
         "relu": ops.relu,
         "relu2": squared_relu,
@@ -132,6 +148,7 @@ class Unit:
     """The activation of a feed-forward, ``silu`` or another of the tables.
 
     SiLU's two factors are clamped by ``limit`` unless that is 0: with ``first`` the gate before its activation.
+    The gate is `focused` before its activation unless ``focus`` is 0.  ``xielu`` has the attributes ``curve``.
     ``situ`` is ``beta tanh(gate / beta) sigmoid(gate) * linear tanh(up / linear)``, whose second factor is ``up`` if
     linear is 0 (Kimi K3).
     """
@@ -141,11 +158,17 @@ class Unit:
     first: bool = False
     beta: float = 1.0
     linear: float = 0.0
+    focus: float = 0.0
+    curve: tuple[float, ...] = ()
 
     def plain(self, x: Value, name: str = "") -> Value:
+        if self.kind == "xielu":
+            alpha_n, alpha_p, beta, eps = self.curve
+            return ops.xielu(x, alpha_n=alpha_n, alpha_p=alpha_p, beta=beta, eps=eps, name=name)
         return PLAIN[self.kind](x, name=name)
 
     def gated(self, gate: Value, up: Value, name: str) -> Value:
+        gate = focused(gate, self.focus) if self.focus else gate
         if self.kind == "situ":
             opened = ops.mul(bent(gate, self.beta), ops.sigmoid(gate))
             return ops.mul(opened, bent(up, self.linear) if self.linear else up, name=name)
@@ -158,13 +181,13 @@ class Unit:
 
     def halves(self, both: Value, name: str) -> Value:
         """The gated unit of gate and up side by side, f32[..., 2n] to f32[..., n]."""
-        if not self.limit and (kind := getattr(GATED.get(self.kind), "name", "")):
+        if not self.limit and not self.focus and (kind := getattr(GATED.get(self.kind), "name", "")):
             return ops.glu(both, kind=kind, name=name)
         gate, up = parts(both, both.shape[-1] // 2, both.shape[-1] // 2)
         return self.gated(gate, up, name)
 
 
-def feed_forward(weights: Weights, block: str, x: Value, unit: Unit, suffix: str = "") -> Value:
+def feed_forward(weights: Weights, block: str, x: Value, unit: Unit, norm: Norm, suffix: str = "") -> Value:
     """Linear layers around an activation, f32[n, E] to f32[n, E]; ``suffix`` tells such layers of a block apart.
 
     Its form follows from the tensors: gate and up as two, gate and up in one of twice the columns that down takes, or
@@ -184,7 +207,22 @@ def feed_forward(weights: Weights, block: str, x: Value, unit: Unit, suffix: str
         inner = unit.plain(linear(weights, f"{block}.ffn_up{suffix}", x, features, bias_first=True), name)
         divisors = weights.optional(f"{block}.ffn.act.scales", (features,))
         inner = inner if divisors is None else ops.div(inner, divisors)
+    if weights.has(f"{block}.ffn_sub_norm{suffix}.weight"):
+        inner = norm(weights, f"{block}.ffn_sub_norm{suffix}", inner)
     return linear(weights, down, inner, width, bias_first=True)
+
+
+def silenced(logits: Value, ranges: Sequence[tuple[int, int]]) -> Value:
+    """``logits`` f32[n, vocabulary] with the lowest float32 in the columns [start, stop) of each range."""
+    pieces, done = list[Value](), 0
+    for start, stop in ranges:
+        hidden = ops.slice_(logits, axis=-1, start=start, stop=stop)
+        pieces += [ops.slice_(logits, axis=-1, start=done, stop=start)] if start > done else []
+        pieces += [ops.fill(hidden, value=LOWEST)]
+        done = stop
+    if done < logits.shape[-1]:
+        pieces += [ops.slice_(logits, axis=-1, start=done, stop=logits.shape[-1])]
+    return reduce(partial(ops.concat, axis=-1), pieces)
 
 
 def capped(x: Value, most: float) -> Value:

@@ -8,7 +8,6 @@ Goldens are in float64, of transformers' own modules where it has the model; wha
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from .architectures import FOLDER, ROWS, weights
+from .architectures import pack_file, weights, write_file
 
 SEED, VOCABULARY, WIDTH, HEADS, INNER = 7, 96, 32, 4, 40
 COUNT = 24
@@ -295,22 +294,8 @@ def write(name: str) -> None:
         rows = of.run(model, torch.tensor(tokens[None]))[0].numpy()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        writer.write_header_to_file(path)
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        reader = gguf.GGUFReader(path)
-        start = reader.data_offset
-        stored = [(t.name, [int(n) for n in t.shape], int(t.data_offset) - start) for t in reader.tensors]
-        head = path.read_bytes()[:start]
-    np.savez_compressed(
-        FOLDER / f"{name}.npz",
-        head=np.frombuffer(head, np.uint8),
-        tensors=np.frombuffer(json.dumps(stored).encode(), np.uint8),
-        tokens=tokens.astype(np.int32),
-        logits=rows[-ROWS:],
-        seed=np.array(SEED),
-    )
+        write_file(writer, path)
+        pack_file(name, path, tokens, rows, SEED)
     sys.stdout.write(f"{name} {math.sqrt(float((rows**2).mean())):.3f}\n")
 
 
