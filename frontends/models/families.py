@@ -255,6 +255,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             softcap=30.0,
             focused=10,
             residuals="alternating",
+            unit="half gelu",
             spare=("attn_k.*", "attn_v.*", "attn_k_norm.*"),
         ),
         "glm4": replace(SANDWICH, rope="normal|mrope", qk_norm="maybe"),

@@ -123,6 +123,7 @@ PLAIN: Mapping[str, Callable[..., Value]] = MappingProxyType(
         "gelu erf": ops.gelu_erf,
         "gelu tanh": ops.gelu,
         "gelu or relu": ops.relu,
+        "half gelu": halved_gelu,
         "relu": ops.relu,
         "relu2": squared_relu,
     }
@@ -132,6 +133,7 @@ GATED: Mapping[str, Callable[..., Value]] = MappingProxyType(
         "silu": ops.swiglu,
         "gelu": ops.geglu,
         "gelu erf": ops.geglu_erf,
+        "gelu tanh": ops.geglu,
         "gelu or relu": ops.geglu,
         "half gelu": half_geglu,
         "oai": ops.swiglu_oai,

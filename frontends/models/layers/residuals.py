@@ -4,12 +4,13 @@ more for each block."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from .... import ops
 from ....graph import Value
 from ..decoder import Decoder
 from ..hyper import Layer
-from .blocks import parts, product
+from .blocks import PLAIN, parts, product
 
 
 class Skipping(Decoder):
@@ -58,12 +59,12 @@ class PerLayer(Decoder):
         factor = self.weights.optional(f"{block}.layer_output_scale.weight", (1,))
         return x if factor is None else ops.mul(x, factor)
 
-    def recalled(self, i: int, x: Value, short: Value) -> Value:
+    def recalled(self, i: int, x: Value, short: Value, gelu: Callable[[Value], Value] = ops.gelu) -> Value:
         """The short vector of block i, gated by ``x`` f32[n, E] and projected: f32[n, E]; ``short`` has all vectors of
         a token, f32[n, layers * P]."""
         each = short.shape[-1] // self.hyper.layers
         own = ops.slice_(short, axis=-1, start=i * each, stop=(i + 1) * each)
-        y = ops.mul(ops.gelu(product(self.weights, f"blk.{i}.inp_gate", x, each)), own)
+        y = ops.mul(gelu(product(self.weights, f"blk.{i}.inp_gate", x, each)), own)
         return self.normed(i, "post_norm", product(self.weights, f"blk.{i}.proj", y, x.shape[-1]))
 
 
@@ -111,7 +112,7 @@ class Alternating(PerLayer):
         y = ops.add(y, added, name=f"{block}.ffn_residual")
         x = self.corrected(i, predictions, first, y)
         scale = self.weights(f"{block}.altup_correct_scale.weight", (self.hyper.width,))
-        y = self.recalled(i, ops.mul(self.first(x), scale), short)
+        y = self.recalled(i, ops.mul(self.first(x), scale), short, PLAIN[self.family.unit])
         first, others = divided(x)
         others = ops.add(others, ops.reshape(y, shape=first.shape))
         return ops.concat(first, others, axis=1, name=f"{block}.short_residual")

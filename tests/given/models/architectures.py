@@ -75,6 +75,15 @@ def golden(name: str) -> tuple[list[int], npt.NDArray[np.float64]]:
         return packed["tokens"].tolist(), packed["logits"].astype(np.float64)
 
 
+def add_key(writer: gguf.GGUFWriter, key: str, value: object) -> None:
+    """Add metadata of the type that follows from ``value``."""
+    if isinstance(value, list):
+        writer.add_array(key, value)
+        return
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add[type(value)](key, value)
+
+
 def write_file(writer: gguf.GGUFWriter, path: Path) -> None:
     """Write the file of a writer that has all its metadata and tensors."""
     writer.write_header_to_file(path)
