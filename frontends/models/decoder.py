@@ -13,7 +13,7 @@ from ... import ops
 from ...graph import Graph, Value
 from .frame import Frame
 from .hyper import Hyper, Layer
-from .layers.blocks import Norm, capped, feed_forward, linear, product, silenced
+from .layers.blocks import Norm, capped, feed_forward, linear, product, silence_tokens
 from .layers.moe import mixture, routed
 from .weights import Weights
 
@@ -181,4 +181,4 @@ class Decoder:
         if hyper.logits != 1.0:
             y = ops.scale(y, scale=hyper.logits)
         y = capped(y, hyper.softcap) if hyper.softcap else y
-        return silenced(y, hyper.silent) if hyper.silent else y
+        return silence_tokens(y, hyper.hidden_tokens) if hyper.hidden_tokens else y

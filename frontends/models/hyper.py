@@ -83,7 +83,7 @@ class Hyper:
     residual: float = 1.0
     logits: float = 1.0
     softcap: float = 0.0
-    silent: tuple[tuple[int, int], ...] = ()
+    hidden_tokens: tuple[tuple[int, int], ...] = ()
     """Ranges [start, stop) of tokens that are never drawn: their logits are the lowest float32."""
     streams: StreamTraits = StreamTraits(1, 0.0, 1, 1.0)
     attended: int = 0

@@ -63,9 +63,9 @@ def read_hyper(keys: Keys, family: Family) -> Hyper:
         if family.mixer == "compressed":
             raise keys.error("attention.causal", "is false; blocks of tokens need causal attention")
         family = replace(family, runs="at once")
-    if family.swin and keys.flag("swin_norm", False):
+    if family.swin_norm and keys.flag("swin_norm", False):
         family = replace(
-            family, attn_norm="", attn_post=family.attn_norm, ffn_norm="", ffn_post=family.ffn_norm, swin=False
+            family, attn_norm="", attn_post=family.attn_norm, ffn_norm="", ffn_post=family.ffn_norm, swin_norm=False
         )
     count, width = layers_run(keys), keys.count("embedding_length")
     reader = Reader(keys, family, count, width)
@@ -100,7 +100,7 @@ def read_hyper(keys: Keys, family: Family) -> Hyper:
         embedding=reader.factor("embedding_scale", family.embedding),
         residual=reader.factor("residual_scale", family.residual),
         logits=reader.logits(),
-        silent=find_picture_tokens(keys) if family.pictures else (),
+        hidden_tokens=find_picture_tokens(keys) if family.picture_tokens else (),
         softcap=0.0 if family.softcap is None else keys.optional("final_logit_softcapping") or family.softcap,
     )
 
@@ -110,9 +110,9 @@ def find_picture_tokens(keys: Keys) -> tuple[tuple[int, int], ...]:
 
     Their names begin with ``IMGIMG``.  A file without such names has them where llama.cpp looks for them.
     """
-    count, names = keys.vocabulary(), "tokenizer.ggml.tokens"
-    given = keys.gguf.strings(names)[:count] if names in keys.gguf.metadata else ()
-    found = {i for i, name in enumerate(given) if name.startswith(PICTURE)}
+    count, key = keys.vocabulary(), "tokenizer.ggml.tokens"
+    names = keys.gguf.strings(key)[:count] if key in keys.gguf.metadata else ()
+    found = {i for i, name in enumerate(names) if name.startswith(PICTURE)}
     if not found:
         return (PICTURES,) if count >= PICTURES[1] else ()
     starts, stops = (sorted(i + side for i in found if i + step not in found) for side, step in ((0, -1), (1, 1)))
@@ -208,11 +208,13 @@ class Reader:
             kind = {"gelu": kind, "silu": "silu"}[self.keys.choice("hidden_activation", "gelu", ("gelu", "silu"))]
         return Unit(kind, first="gate first" in self.family.mixture, beta=beta, linear=linear)
 
-    def unit_of(self, i: int) -> Unit:
+    def make_unit(self, i: int) -> Unit:
         """The activation of the feed-forward of block i."""
-        curve = tuple(self.keys.shared_numbers(name, self.count)[i] for name in XIELU if self.family.unit == "xielu")
+        xielu = tuple(self.keys.shared_numbers(name, self.count)[i] for name in XIELU if self.family.unit == "xielu")
         limit = self.keys.limits("swiglu_clamp_shexp", self.count)[i]
-        return replace(self.unit, limit=limit, focus=TWENTIETH if i < self.family.focused else 0.0, curve=curve)
+        return replace(
+            self.unit, limit=limit, gate_cutoff=TWENTIETH if i < self.family.sparse_gates else 0.0, xielu=xielu
+        )
 
     def span(self) -> int:
         if self.family.residuals == "shifting":
@@ -288,7 +290,7 @@ class Reader:
             dense or has_experts,
             parallel,
             f"{block}.{self.family.ffn_norm}.weight" in tensors and self.family.mixer != "single",
-            self.unit_of(stored),
+            self.make_unit(stored),
             self.unit.kind == "half gelu" or (self.unit.kind == "gelu" and f"{block}.ffn_gate.weight" not in tensors),
         )
 
@@ -366,7 +368,7 @@ class Reader:
             rope=rope,
             factors=not (window and family.whole_factors),
             original_context=original_context(keys),
-            head_norm=self.norm if family.layer_normed is None else Norm(family.layer_normed, centred=True),
+            head_norm=self.norm if family.head_norm_eps is None else Norm(family.head_norm_eps, centred=True),
             qk_norm="maybe" if self.is_maverick else family.qk_norm,
             cap=0.0 if family.score_cap is None else keys.optional("attn_logit_softcapping") or family.score_cap,
             clamp=keys.optional("attention.clamp_kqv") or 0.0,
@@ -384,7 +386,7 @@ class Reader:
     def shared(self, i: int) -> int | None:
         """The layer whose cache layer i reads: of those that have one the last of its kind; None if it has its own."""
         shared = self.keys.count("attention.shared_kv_layers", 0, least=0)
-        own = self.family.own_caches or self.count - shared
+        own = self.family.cache_layers or self.count - shared
         if i < own:
             return None
         kind = [j for j in range(own) if bool(self.windows[j]) == bool(self.windows[i])]
@@ -452,9 +454,9 @@ class Reader:
         if family.alpha and (alpha := keys.optional("rope.scaling.alpha")):
             rope = replace(rope, base=rope.base * alpha ** (key_size / (key_size - 2)))
         if not local:
-            if family.half_turned and rope.n_dims % 4:
+            if family.half_rotation and rope.n_dims % 4:
                 raise keys.error("rope.dimension_count", f"is {rope.n_dims}; need a multiple of 4")
-            return replace(rope, n_dims=rope.n_dims // 2) if family.half_turned else rope
+            return replace(rope, n_dims=rope.n_dims // 2) if family.half_rotation else rope
         assert family.windows is not None
         base = Rope.base_from(keys, "rope.freq_base_swa", family.windows.base or rope.base)
         return replace(rope, base=base) if family.windows.scaled else Rope(rope.n_dims, rope.mode, base)

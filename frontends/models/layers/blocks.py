@@ -105,14 +105,14 @@ def bent(x: Value, most: float) -> Value:
     return ops.scale(ops.tanh(ops.scale(x, scale=1.0 / most)), scale=most)
 
 
-def focused(x: Value, deviations: float) -> Value:
-    """Subtract from each row of ``x`` f32[n, k] its mean and ``deviations`` standard deviations; keep what is above 0.
+def sparsify_gates(x: Value, deviations: float) -> Value:
+    """Subtract from each row of ``x`` f32[n, k] its mean and ``deviations`` standard deviations, then apply ReLU.
 
     Gemma team, Gemma 3n, 2025; graph: llama.cpp ``gemma3n.cpp``.
     """
     columns = x.shape[-1]
     centred = ops.sub(x, ops.scale(ops.sum_rows(x), scale=1.0 / columns))
-    variance = ops.scale(ops.sum_rows(ops.sqr(centred)), scale=1.0 / (columns - 1))
+    variance = ops.scale(ops.sum_rows(ops.sqr(centred)), scale=1.0 / max(columns - 1, 1))
     return ops.relu(ops.sub(centred, ops.scale(ops.sqrt(variance), scale=deviations)))
 
 
@@ -150,7 +150,8 @@ class Unit:
     """The activation of a feed-forward, ``silu`` or another of the tables.
 
     SiLU's two factors are clamped by ``limit`` unless that is 0: with ``first`` the gate before its activation.
-    The gate is `focused` before its activation unless ``focus`` is 0.  ``xielu`` has the attributes ``curve``.
+    Gates go through `sparsify_gates` before the activation unless ``gate_cutoff`` is 0.  ``xielu`` holds the
+    attributes of `ops.xielu`.
     ``situ`` is ``beta tanh(gate / beta) sigmoid(gate) * linear tanh(up / linear)``, whose second factor is ``up`` if
     linear is 0 (Kimi K3).
     """
@@ -160,17 +161,17 @@ class Unit:
     first: bool = False
     beta: float = 1.0
     linear: float = 0.0
-    focus: float = 0.0
-    curve: tuple[float, ...] = ()
+    gate_cutoff: float = 0.0
+    xielu: tuple[float, ...] = ()
 
     def plain(self, x: Value, name: str = "") -> Value:
         if self.kind == "xielu":
-            alpha_n, alpha_p, beta, eps = self.curve
+            alpha_n, alpha_p, beta, eps = self.xielu
             return ops.xielu(x, alpha_n=alpha_n, alpha_p=alpha_p, beta=beta, eps=eps, name=name)
         return PLAIN[self.kind](x, name=name)
 
     def gated(self, gate: Value, up: Value, name: str) -> Value:
-        gate = focused(gate, self.focus) if self.focus else gate
+        gate = sparsify_gates(gate, self.gate_cutoff) if self.gate_cutoff else gate
         if self.kind == "situ":
             opened = ops.mul(bent(gate, self.beta), ops.sigmoid(gate))
             return ops.mul(opened, bent(up, self.linear) if self.linear else up, name=name)
@@ -183,7 +184,7 @@ class Unit:
 
     def halves(self, both: Value, name: str) -> Value:
         """The gated unit of gate and up side by side, f32[..., 2n] to f32[..., n]."""
-        if not self.limit and not self.focus and (kind := getattr(GATED.get(self.kind), "name", "")):
+        if not self.limit and not self.gate_cutoff and (kind := getattr(GATED.get(self.kind), "name", "")):
             return ops.glu(both, kind=kind, name=name)
         gate, up = parts(both, both.shape[-1] // 2, both.shape[-1] // 2)
         return self.gated(gate, up, name)
@@ -214,17 +215,17 @@ def feed_forward(weights: Weights, block: str, x: Value, unit: Unit, norm: Norm,
     return linear(weights, down, inner, width, bias_first=True)
 
 
-def silenced(logits: Value, ranges: Sequence[tuple[int, int]]) -> Value:
+def silence_tokens(logits: Value, ranges: Sequence[tuple[int, int]]) -> Value:
     """``logits`` f32[n, vocabulary] with the lowest float32 in the columns [start, stop) of each range."""
-    pieces, done = list[Value](), 0
+    columns, done = list[Value](), 0
     for start, stop in ranges:
         hidden = ops.slice_(logits, axis=-1, start=start, stop=stop)
-        pieces += [ops.slice_(logits, axis=-1, start=done, stop=start)] if start > done else []
-        pieces += [ops.fill(hidden, value=LOWEST)]
+        columns += [ops.slice_(logits, axis=-1, start=done, stop=start)] if start > done else []
+        columns += [ops.fill(hidden, value=LOWEST)]
         done = stop
     if done < logits.shape[-1]:
-        pieces += [ops.slice_(logits, axis=-1, start=done, stop=logits.shape[-1])]
-    return reduce(partial(ops.concat, axis=-1), pieces)
+        columns += [ops.slice_(logits, axis=-1, start=done, stop=logits.shape[-1])]
+    return reduce(partial(ops.concat, axis=-1), columns)
 
 
 def capped(x: Value, most: float) -> Value:

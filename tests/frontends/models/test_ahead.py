@@ -118,7 +118,8 @@ def test_each_block_reads_a_token_with_what_the_one_before_made_of_the_token_bef
         guessed.append(run(step, Batch([TOKENS[at : at + 1]], [at], seen=seen)))
         seen = run.outputs["hidden"]
     guessers = Guessers(model, run)
-    # The first is handed what the output matrix reads, MiMo's and Step's the residual before the last norm, others all streams.
+    # The first is handed what the output matrix reads, MiMo's and Step's the residual before the last norm, others all
+    # streams.
     rows = hidden[:, : model.handed // blocks]
     if guessers.streams == 1:
         what_output_reads = guessers.normed("output_norm", rows) if model.architecture in HAND_ON_RESIDUALS else rows

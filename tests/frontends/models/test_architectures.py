@@ -130,11 +130,11 @@ def test_blocks_of_gemma_3n_from_the_20th_on_read_the_caches_of_earlier_blocks(
 @pytest.mark.parametrize("ranges", [((4, 8),), ((0, 2), (5, 6), (90, 96))])
 def test_tokens_of_pictures_have_the_lowest_logits(ranges: tuple[tuple[int, int], ...], tmp_path: Path) -> None:
     model = open_model(written("chameleon-dense", tmp_path))
-    assert model.hyper.silent == ()
+    assert model.hyper.hidden_tokens == ()
     silent = np.isin(np.arange(96), [i for start, stop in ranges for i in range(start, stop)])
     names = [("IMGIMG" if flag else "t") + str(i) for i, flag in enumerate(silent)]
     named = with_names(model, names)
-    assert named.hyper.silent == ranges
+    assert named.hyper.hidden_tokens == ranges
     want, got = (Session(m, on=Group(exact=True)).evaluate([[5, 6]])[0] for m in (model, named))
     assert np.array_equal(got, np.where(silent, np.finfo(np.float32).min, want))
 

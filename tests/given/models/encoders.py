@@ -259,7 +259,7 @@ MODELS: Mapping[str, Encoder] = {
 }
 
 
-def unpaired(title: str, value: Any) -> Any:
+def unpair_rows(title: str, value: Any) -> Any:
     """The rows of queries and keys of Chameleon: neighbours turn together in files, halves of a head in parameters."""
     if not fnmatch(title, "blk.*.attn_[qk]*"):
         return value
@@ -278,7 +278,7 @@ CHAMELEON = Encoder(
         | {"latent_channels": 8, "num_embeddings": 8, "resolution": 16},
     },
     {"attention.layer_norm_rms_epsilon": 1e-5, "attention.head_count_kv": 2, "swin_norm": False},
-    parameter=unpaired,
+    parameter=unpair_rows,
     decoder=True,
     run=lambda model, ids: model(input_ids=ids).logits,
 )

@@ -41,10 +41,10 @@ def ends(*, output: bool = True, norm: str = "output_norm") -> Shapes:
 def attention(block: str, heads: int = HEADS, groups: int = 2, *, each: bool = False) -> Shapes:
     """Matrices of attention, with a norm of each query and key head if ``each``."""
     yield f"{block}.attn_norm.weight", (WIDTH,)
-    for letter, count in (("q", heads), ("k", groups), ("v", groups)):
-        yield f"{block}.attn_{letter}.weight", (WIDTH, count * HEAD)
+    for kind, count in (("q", heads), ("k", groups), ("v", groups)):
+        yield f"{block}.attn_{kind}.weight", (WIDTH, count * HEAD)
     if each:
-        yield from ((f"{block}.attn_{letter}_norm.weight", (HEAD,)) for letter in "qk")
+        yield from ((f"{block}.attn_{kind}_norm.weight", (HEAD,)) for kind in "qk")
     yield f"{block}.attn_output.weight", (heads * HEAD, WIDTH)
     yield f"{block}.ffn_norm.weight", (WIDTH,)
 
@@ -287,11 +287,11 @@ def write(name: str, program: str) -> None:
         writer.add_tensor(tensor, weights(tensor, shape, SEED).reshape(shape[::-1]))
     tokens = np.random.RandomState(SEED).randint(1, VOCABULARY, TOKENS).astype(np.int32)
     with tempfile.TemporaryDirectory() as folder:
-        path, given, got = (Path(folder) / part for part in ("model.gguf", "tokens", "rows"))
+        path, input_path, row_path = (Path(folder) / part for part in ("model.gguf", "tokens", "rows"))
         write_file(writer, path)
-        tokens.tofile(given)
-        subprocess.run([program, path, given, got, *(["hidden"] if tiny.encoder else [])], check=True)
-        rows = np.fromfile(got, np.float32).reshape(TOKENS, -1)
+        tokens.tofile(input_path)
+        subprocess.run([program, path, input_path, row_path, *(["hidden"] if tiny.encoder else [])], check=True)
+        rows = np.fromfile(row_path, np.float32).reshape(TOKENS, -1)
         pack_file(name, path, tokens, rows, SEED)
     sys.stdout.write(f"{name} {np.sqrt(np.square(rows.astype(np.float64)).mean()):.3f}\n")
 
