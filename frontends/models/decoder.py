@@ -13,8 +13,9 @@ from ... import ops
 from ...graph import Graph, Value
 from .frame import Frame
 from .hyper import Hyper, Layer
-from .layers.blocks import Norm, capped, feed_forward, linear, product, silence_tokens
+from .layers.blocks import Norm, capped, feed_forward, linear, product
 from .layers.moe import mixture, routed
+from .picture_tokens import silence_tokens
 from .weights import Weights
 
 

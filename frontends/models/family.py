@@ -7,6 +7,8 @@ q, k and v from the tensors that are there.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...graph.lazy_dataclass import dataclass
 
 
@@ -166,6 +168,10 @@ class Family:
     """Tensors that some blocks need and others may carry for nothing."""
     scaled: bool = False
     """Whether ``.scale`` of feed-forwards and experts is read."""
+
+    def with_post_norms(self) -> Family:
+        """Return the traits with the norms behind mixer and feed-forward instead of before them."""
+        return replace(self, attn_norm="", attn_post=self.attn_norm, ffn_norm="", ffn_post=self.ffn_norm)
 
     @property
     def causal(self) -> bool:

@@ -15,7 +15,7 @@ from .family import Family, Windows
 from .frame import Sight, Warmth
 from .hyper import Hyper, Layer, Mixer, StreamTraits
 from .layers.attention import Attention, Passing
-from .layers.blocks import Norm, Unit
+from .layers.blocks import GATE_CUTOFF, Norm, Unit
 from .layers.compressed import Blocks, Compressed
 from .layers.delta import DeltaNet, KimiDelta
 from .layers.latent import Latent
@@ -25,6 +25,7 @@ from .layers.moe import Experts
 from .layers.ngrams import Ngrams
 from .layers.rope import Rope, original_context, style
 from .layers.rwkv import Rwkv6, Rwkv7
+from .picture_tokens import find_picture_tokens
 
 
 class Recurrent(Protocol):
@@ -49,14 +50,6 @@ RECURRENT: Mapping[str, type[Recurrent]] = MappingProxyType(
 )
 
 
-PICTURE, PICTURES = "IMGIMG", (4, 8196)
-"""How names of tokens of pictures begin in Chameleon's vocabulary, and their range."""
-TWENTIETH = 1.6448533535003662
-"""Standard deviations above the mean of a normal distribution, beyond which a twentieth of it lies."""
-XIELU = ("xielu.alpha_n", "xielu.alpha_p", "xielu.beta", "xielu.eps")
-"""The keys of the attributes of `ops.xielu`, which have no architecture before them."""
-
-
 def read_hyper(keys: Keys, family: Family) -> Hyper:
     """The hyperparameters of the model whose metadata are ``keys``; ModelError for a missing or absurd value."""
     if family.causal and family.attends and not keys.flag("attention.causal", True):
@@ -64,9 +57,7 @@ def read_hyper(keys: Keys, family: Family) -> Hyper:
             raise keys.error("attention.causal", "is false; blocks of tokens need causal attention")
         family = replace(family, runs="at once")
     if family.swin_norm and keys.flag("swin_norm", False):
-        family = replace(
-            family, attn_norm="", attn_post=family.attn_norm, ffn_norm="", ffn_post=family.ffn_norm, swin_norm=False
-        )
+        family = family.with_post_norms()
     count, width = layers_run(keys), keys.count("embedding_length")
     reader = Reader(keys, family, count, width)
     repeats = keys.given(family.repeats, 1) if family.repeats else 1
@@ -103,20 +94,6 @@ def read_hyper(keys: Keys, family: Family) -> Hyper:
         hidden_tokens=find_picture_tokens(keys) if family.picture_tokens else (),
         softcap=0.0 if family.softcap is None else keys.optional("final_logit_softcapping") or family.softcap,
     )
-
-
-def find_picture_tokens(keys: Keys) -> tuple[tuple[int, int], ...]:
-    """Find the ranges of tokens, [start, stop), that stand for parts of pictures.
-
-    Their names begin with ``IMGIMG``.  A file without such names has them where llama.cpp looks for them.
-    """
-    count, key = keys.vocabulary(), "tokenizer.ggml.tokens"
-    names = keys.gguf.strings(key)[:count] if key in keys.gguf.metadata else ()
-    found = {i for i, name in enumerate(names) if name.startswith(PICTURE)}
-    if not found:
-        return (PICTURES,) if count >= PICTURES[1] else ()
-    starts, stops = (sorted(i + side for i in found if i + step not in found) for side, step in ((0, -1), (1, 1)))
-    return tuple(zip(starts, stops, strict=True))
 
 
 def rolling(blocks: Mapping[int, Layer]) -> dict[int, int]:
@@ -210,11 +187,10 @@ class Reader:
 
     def make_unit(self, i: int) -> Unit:
         """The activation of the feed-forward of block i."""
-        xielu = tuple(self.keys.shared_numbers(name, self.count)[i] for name in XIELU if self.family.unit == "xielu")
+        xielu = self.keys.xielu(self.count)[i] if self.family.unit == "xielu" else ()
         limit = self.keys.limits("swiglu_clamp_shexp", self.count)[i]
-        return replace(
-            self.unit, limit=limit, gate_cutoff=TWENTIETH if i < self.family.sparse_gates else 0.0, xielu=xielu
-        )
+        cutoff = GATE_CUTOFF if i < self.family.sparse_gates else 0.0
+        return replace(self.unit, limit=limit, gate_cutoff=cutoff, xielu=xielu)
 
     def span(self) -> int:
         if self.family.residuals == "shifting":
@@ -385,8 +361,7 @@ class Reader:
 
     def shared(self, i: int) -> int | None:
         """The layer whose cache layer i reads: of those that have one the last of its kind; None if it has its own."""
-        shared = self.keys.count("attention.shared_kv_layers", 0, least=0)
-        own = self.family.cache_layers or self.count - shared
+        own = self.family.cache_layers or self.count - self.keys.count("attention.shared_kv_layers", 0, least=0)
         if i < own:
             return None
         kind = [j for j in range(own) if bool(self.windows[j]) == bool(self.windows[i])]
@@ -454,9 +429,7 @@ class Reader:
         if family.alpha and (alpha := keys.optional("rope.scaling.alpha")):
             rope = replace(rope, base=rope.base * alpha ** (key_size / (key_size - 2)))
         if not local:
-            if family.half_rotation and rope.n_dims % 4:
-                raise keys.error("rope.dimension_count", f"is {rope.n_dims}; need a multiple of 4")
-            return replace(rope, n_dims=rope.n_dims // 2) if family.half_rotation else rope
+            return rope.with_half_columns(keys) if family.half_rotation else rope
         assert family.windows is not None
         base = Rope.base_from(keys, "rope.freq_base_swa", family.windows.base or rope.base)
         return replace(rope, base=base) if family.windows.scaled else Rope(rope.n_dims, rope.mode, base)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from .... import ops
@@ -12,8 +11,8 @@ from ....graph.lazy_dataclass import dataclass
 from ..frame import Frame
 from ..weights import Weights
 
-LOWEST = -3.4028234663852886e38
-"""The lowest float32."""
+GATE_CUTOFF = 1.6448533535003662
+"""Standard deviations above the mean of a normal distribution, beyond which a twentieth of it lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,19 +212,6 @@ def feed_forward(weights: Weights, block: str, x: Value, unit: Unit, norm: Norm,
     if weights.has(f"{block}.ffn_sub_norm{suffix}.weight"):
         inner = norm(weights, f"{block}.ffn_sub_norm{suffix}", inner)
     return linear(weights, down, inner, width, bias_first=True)
-
-
-def silence_tokens(logits: Value, ranges: Sequence[tuple[int, int]]) -> Value:
-    """``logits`` f32[n, vocabulary] with the lowest float32 in the columns [start, stop) of each range."""
-    columns, done = list[Value](), 0
-    for start, stop in ranges:
-        hidden = ops.slice_(logits, axis=-1, start=start, stop=stop)
-        columns += [ops.slice_(logits, axis=-1, start=done, stop=start)] if start > done else []
-        columns += [ops.fill(hidden, value=LOWEST)]
-        done = stop
-    if done < logits.shape[-1]:
-        columns += [ops.slice_(logits, axis=-1, start=done, stop=logits.shape[-1])]
-    return reduce(partial(ops.concat, axis=-1), columns)
 
 
 def capped(x: Value, most: float) -> Value:

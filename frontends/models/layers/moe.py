@@ -202,7 +202,7 @@ def answers(
     """The chosen experts' feed-forward for each token, f32[n, 1 or used, E] to f32[n, used, E]; gate and up may be one
     tensor."""
     width = x.shape[-1]
-    count, _, features = weights.shape(f"{block}.ffn_down_{suffix}.weight")
+    count, _, features = weights.shape(f"{block}.ffn_down_{suffix}.weight", 3)[:3]
 
     def product(kind: str, y: Value, n: int) -> Value:
         tensor = f"{block}.ffn_{kind}_{suffix}"

@@ -41,7 +41,7 @@ class PerLayer(Decoder):
     def shortened(self, x: Value) -> Value:
         """f32[B*T, layers * P]: a projection of the embedding, plus rows of a table of their own."""
         hyper, weights = self.hyper, self.weights
-        columns = weights.shape("per_layer_token_embd.weight")[1]
+        columns = weights.shape("per_layer_token_embd.weight", 2)[1]
         each = columns // hyper.layers
         rows = ops.get_rows(
             weights("per_layer_token_embd.weight", (hyper.vocabulary_size, columns)), self.frame.tokens, name="places"

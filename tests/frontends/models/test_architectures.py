@@ -16,7 +16,8 @@ from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.gguf.keys import Keys
 from hocket.frontends.models import ARCHITECTURES, Batch, Model, Step, Weights, load_model
-from hocket.frontends.models.reading import find_picture_tokens, read_hyper
+from hocket.frontends.models.picture_tokens import find_picture_tokens
+from hocket.frontends.models.reading import read_hyper
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Group, Session
@@ -166,6 +167,24 @@ def test_xielu_needs_numbers_for_every_block(tmp_path: Path) -> None:
         load_model(replace(gguf, metadata=without))
     with pytest.raises(ModelError, match=r"metadata xielu\.eps holds inf; need numbers that float32 holds"):
         load_model(replace(gguf, metadata={**gguf.metadata, "xielu.eps": float("inf")}))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "axes"),
+    [
+        ("gemma3n-dense", "per_layer_token_embd.weight", 2),
+        ("mamba-dense", "blk.0.ssm_dt.weight", 2),
+        ("step35-moe", "blk.1.ffn_down_exps.weight", 3),
+    ],
+)
+def test_a_tensor_with_too_few_axes_or_none_is_refused(name: str, tensor: str, axes: int, tmp_path: Path) -> None:
+    gguf = open_model(written(name, tmp_path)).gguf
+    others = {key: value for key, value in gguf.tensors.items() if key != tensor}
+    flat = replace(gguf.tensor(tensor), shape=(4,))
+    with pytest.raises(ModelError, match=rf"tensor {tensor} has shape \[4\]; need at least {axes} axes"):
+        load_model(replace(gguf, tensors={**others, tensor: flat})).graph(Step(1, 2, 8, 8, 1))
+    with pytest.raises(ModelError, match=rf"tensor {tensor} is missing"):
+        load_model(replace(gguf, tensors=others)).graph(Step(1, 2, 8, 8, 1))
 
 
 def test_half_of_the_columns_that_turn_is_an_even_number(tmp_path: Path) -> None:
