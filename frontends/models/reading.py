@@ -56,8 +56,7 @@ def read_hyper(keys: Keys, family: Family) -> Hyper:
         if family.mixer == "compressed":
             raise keys.error("attention.causal", "is false; blocks of tokens need causal attention")
         family = replace(family, runs="at once")
-    if family.swin_norm and keys.flag("swin_norm", False):
-        family = family.with_post_norms()
+    family = family.with_post_norms() if family.swin_norm and keys.flag("swin_norm", False) else family
     count, width = layers_run(keys), keys.count("embedding_length")
     reader = Reader(keys, family, count, width)
     repeats = keys.given(family.repeats, 1) if family.repeats else 1
@@ -189,8 +188,7 @@ class Reader:
         """The activation of the feed-forward of block i."""
         xielu = self.keys.xielu(self.count)[i] if self.family.unit == "xielu" else ()
         limit = self.keys.limits("swiglu_clamp_shexp", self.count)[i]
-        cutoff = GATE_CUTOFF if i < self.family.sparse_gates else 0.0
-        return replace(self.unit, limit=limit, gate_cutoff=cutoff, xielu=xielu)
+        return replace(self.unit, limit=limit, gate_cutoff=GATE_CUTOFF * (i < self.family.sparse_gates), xielu=xielu)
 
     def span(self) -> int:
         if self.family.residuals == "shifting":
