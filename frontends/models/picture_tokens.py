@@ -11,8 +11,8 @@ from ..gguf.keys import Keys
 
 PICTURE, PICTURES = "IMGIMG", (4, 8196)
 """How names of tokens of pictures begin in Chameleon's vocabulary, and their range."""
-LOWEST = -3.4028234663852886e38
-"""The lowest float32."""
+MIN_LOGIT = -3.4028234663852886e38
+"""The logit of a token that no text has: the lowest float32."""
 
 
 def find_picture_tokens(keys: Keys) -> tuple[tuple[int, int], ...]:
@@ -35,7 +35,7 @@ def silence_tokens(logits: Value, ranges: Sequence[tuple[int, int]]) -> Value:
     for start, stop in ranges:
         hidden = ops.slice_(logits, axis=-1, start=start, stop=stop)
         columns += [ops.slice_(logits, axis=-1, start=done, stop=start)] if start > done else []
-        columns += [ops.fill(hidden, value=LOWEST)]
+        columns += [ops.fill(hidden, value=MIN_LOGIT)]
         done = stop
     if done < logits.shape[-1]:
         columns += [ops.slice_(logits, axis=-1, start=done, stop=logits.shape[-1])]

@@ -31,14 +31,14 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 """Names of tensors, and their shapes as GGUF has them: the fan-in first."""
 
 
-def ends(*, output: bool = True, norm: str = "output_norm") -> Shapes:
+def end_shapes(*, output: bool = True, norm: str = "output_norm") -> Shapes:
     yield "token_embd.weight", (WIDTH, VOCABULARY)
     yield f"{norm}.weight", (WIDTH,)
     if output:
         yield "output.weight", (WIDTH, VOCABULARY)
 
 
-def attention(block: str, heads: int = HEADS, groups: int = 2, *, each: bool = False) -> Shapes:
+def attention_shapes(block: str, heads: int = HEADS, groups: int = 2, *, each: bool = False) -> Shapes:
     """Matrices of attention, with a norm of each query and key head if ``each``."""
     yield f"{block}.attn_norm.weight", (WIDTH,)
     for kind, count in (("q", heads), ("k", groups), ("v", groups)):
@@ -49,32 +49,32 @@ def attention(block: str, heads: int = HEADS, groups: int = 2, *, each: bool = F
     yield f"{block}.ffn_norm.weight", (WIDTH,)
 
 
-def dense(block: str, *, gate: bool = True, inner: int = INNER, suffix: str = "") -> Shapes:
+def dense_shapes(block: str, *, gate: bool = True, inner: int = INNER, suffix: str = "") -> Shapes:
     if gate:
         yield f"{block}.ffn_gate{suffix}.weight", (WIDTH, inner)
     yield f"{block}.ffn_up{suffix}.weight", (WIDTH, inner)
     yield f"{block}.ffn_down{suffix}.weight", (inner, WIDTH)
 
 
-def experts(block: str) -> Shapes:
+def expert_shapes(block: str) -> Shapes:
     yield f"{block}.ffn_gate_inp.weight", (WIDTH, 6)
     yield f"{block}.exp_probs_b.bias", (6,)
     for kind in ("gate", "up"):
         yield f"{block}.ffn_{kind}_exps.weight", (WIDTH, EXPERT, 6)
     yield f"{block}.ffn_down_exps.weight", (EXPERT, WIDTH, 6)
-    yield from dense(block, inner=EXPERT, suffix="_shexp")
+    yield from dense_shapes(block, inner=EXPERT, suffix="_shexp")
 
 
 def llama_embed(blocks: range) -> Shapes:
-    yield from ends()
+    yield from end_shapes()
     yield "rope_freqs.weight", (HEAD // 2,)
     for block in (f"blk.{i}" for i in blocks):
-        yield from attention(block)
-        yield from dense(block)
+        yield from attention_shapes(block)
+        yield from dense_shapes(block)
 
 
 def neo_bert(blocks: range) -> Shapes:
-    yield from ends(output=False, norm="enc.output_norm")
+    yield from end_shapes(output=False, norm="enc.output_norm")
     for block in (f"blk.{i}" for i in blocks):
         yield f"{block}.attn_norm.weight", (WIDTH,)
         yield f"{block}.attn_qkv.weight", (WIDTH, 3 * WIDTH)
@@ -85,18 +85,18 @@ def neo_bert(blocks: range) -> Shapes:
 
 
 def apertus(blocks: range) -> Shapes:
-    yield from ends()
+    yield from end_shapes()
     yield "rope_freqs.weight", (HEAD // 2,)
     for block in (f"blk.{i}" for i in blocks):
-        yield from attention(block, each=True)
-        yield from dense(block, gate=False)
+        yield from attention_shapes(block, each=True)
+        yield from dense_shapes(block, gate=False)
 
 
 def bitnet(blocks: range) -> Shapes:
-    yield from ends(output=False)
+    yield from end_shapes(output=False)
     for block in (f"blk.{i}" for i in blocks):
-        yield from attention(block)
-        yield from dense(block)
+        yield from attention_shapes(block)
+        yield from dense_shapes(block)
         yield f"{block}.attn_sub_norm.weight", (WIDTH,)
         yield f"{block}.ffn_sub_norm.weight", (INNER,)
         for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
@@ -105,7 +105,7 @@ def bitnet(blocks: range) -> Shapes:
 
 def plm(blocks: range) -> Shapes:
     """Heads with 12 columns that do not turn and 4 that do, values of 10, latent vectors of 24."""
-    yield from ends(output=False)
+    yield from end_shapes(output=False)
     for block in (f"blk.{i}" for i in blocks):
         yield f"{block}.attn_norm.weight", (WIDTH,)
         yield f"{block}.attn_q.weight", (WIDTH, HEADS * 16)
@@ -114,36 +114,36 @@ def plm(blocks: range) -> Shapes:
         yield f"{block}.attn_kv_b.weight", (24, HEADS * (12 + 10))
         yield f"{block}.attn_output.weight", (HEADS * 10, WIDTH)
         yield f"{block}.ffn_norm.weight", (WIDTH,)
-        yield from dense(block, gate=False)
+        yield from dense_shapes(block, gate=False)
 
 
 def step35(blocks: range) -> Shapes:
-    yield from ends()
+    yield from end_shapes()
     yield "rope_freqs.weight", (HEAD // 2,)
     for i, heads, groups in zip(blocks, STEP_HEADS, STEP_GROUPS, strict=True):
         block = f"blk.{i}"
-        yield from attention(block, heads, groups, each=True)
+        yield from attention_shapes(block, heads, groups, each=True)
         yield f"{block}.attn_gate.weight", (WIDTH, heads)
-        yield from (dense(block) if i == 0 else experts(block))
+        yield from (dense_shapes(block) if i == 0 else expert_shapes(block))
 
 
 def deepseek2_ocr(blocks: range) -> Shapes:
-    yield from ends()
+    yield from end_shapes()
     for block in (f"blk.{i}" for i in blocks):
-        yield from attention(block, groups=HEADS)
-        yield from (dense(block) if block == "blk.0" else experts(block))
+        yield from attention_shapes(block, groups=HEADS)
+        yield from (dense_shapes(block) if block == "blk.0" else expert_shapes(block))
 
 
 def gemma3n(blocks: range) -> Shapes:
-    yield from ends(output=False)
+    yield from end_shapes(output=False)
     yield "altup_proj.weight", (WIDTH, WIDTH, ALTUP - 1)
     yield "altup_unembd_proj.weight", (WIDTH, WIDTH, ALTUP - 1)
     yield "per_layer_token_embd.weight", (SHORT * len(blocks), VOCABULARY)
     yield "per_layer_model_proj.weight", (WIDTH, SHORT * len(blocks))
     yield "per_layer_proj_norm.weight", (SHORT,)
     for block in (f"blk.{i}" for i in blocks):
-        yield from attention(block, each=True)
-        yield from dense(block)
+        yield from attention_shapes(block, each=True)
+        yield from dense_shapes(block)
         for name in ("post_attention_norm", "post_ffw_norm", "post_norm", "laurel_post_norm", "altup_router_norm"):
             yield f"{block}.{name}.weight", (WIDTH,)
         yield f"{block}.inp_gate.weight", (WIDTH, SHORT)
@@ -268,7 +268,7 @@ model is from llama.cpp without ``GGML_GELU_FP16``, which computes the function.
 """
 
 
-def write(name: str, program: str) -> None:
+def write_fixture(name: str, program: str) -> None:
     """Write the fixture ``name`` with the rows that ``program`` computes."""
     tiny, architecture = MODELS[name], Path(name).name.rsplit("-", 1)[0]
     writer = gguf.GGUFWriter(None, architecture)
@@ -298,4 +298,4 @@ def write(name: str, program: str) -> None:
 
 if __name__ == "__main__":
     for one in sys.argv[2:] or MODELS:
-        write(one, sys.argv[1])
+        write_fixture(one, sys.argv[1])
