@@ -69,6 +69,17 @@ class Keys:
             raise self.error(name, f"is {value}; need a positive number that float32 holds")
         return value
 
+    def xielu(self, blocks: int) -> tuple[tuple[float, ...], ...]:
+        """The attributes alpha_n, alpha_p, beta and eps of `ops.xielu` for each block, of keys without architecture."""
+        columns = []
+        for key in ("xielu.alpha_n", "xielu.alpha_p", "xielu.beta", "xielu.eps"):
+            values = self.gguf.per_layer(key, float, blocks)
+            if bad := [v for v in values if not abs(v) <= LARGEST]:
+                problem = f"metadata {key} holds {bad[0]}; need numbers that float32 holds"
+                raise ModelError(f"{self.gguf.path}: {problem}; {REMEDY}")
+            columns.append(values)
+        return tuple(zip(*columns, strict=True))
+
     def number(self, name: str, default: float) -> float:
         """Any number that float32 holds, ``default`` if the key is missing or not finite."""
         value = self.gguf.get(self._key(name), float, default)

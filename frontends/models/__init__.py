@@ -30,7 +30,7 @@ from .frame import SNAPSHOTS as SNAPSHOTS
 from .frame import WINDOWS as WINDOWS
 from .frame import Frame
 from .hyper import Hyper
-from .layers.residuals import Banked, Cycles, GatedStreams, NormedSums, PerLayer, Skipping, Streams
+from .layers.residuals import Alternating, Banked, Cycles, GatedStreams, NormedSums, PerLayer, Skipping, Streams
 from .layers.rwkv import Shifting
 from .metadata_keys import check_defaults
 from .reading import read_ahead, read_hyper
@@ -41,6 +41,7 @@ SCALES = ("ffn_*.scale", "attn_gate.scale")
 DECODERS: Mapping[str, type[Decoder]] = MappingProxyType(
     {
         "": Decoder,
+        "alternating": Alternating,
         "banked": Banked,
         "cycles": Cycles,
         "normed sums": NormedSums,

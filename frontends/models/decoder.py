@@ -15,6 +15,7 @@ from .frame import Frame
 from .hyper import Hyper, Layer
 from .layers.blocks import Norm, capped, feed_forward, linear, product
 from .layers.moe import mixture, routed
+from .picture_tokens import silence_tokens
 from .weights import Weights
 
 
@@ -136,7 +137,7 @@ class Decoder:
     def dense(self, i: int, layer: Layer, h: Value) -> Value:
         if not layer.dense:  # as in llama.cpp's graph, which does not read the experts of this block
             return layer.unit.plain(h)
-        return feed_forward(self.weights, f"blk.{i}", h, layer.unit)
+        return feed_forward(self.weights, f"blk.{i}", h, layer.unit, self.norm)
 
     def chosen(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
         """The answer of experts, and of the dense feed-forward beside them if there is one."""
@@ -180,4 +181,5 @@ class Decoder:
         y = y if bias is None else ops.add(y, bias)
         if hyper.logits != 1.0:
             y = ops.scale(y, scale=hyper.logits)
-        return capped(y, hyper.softcap) if hyper.softcap else y
+        y = capped(y, hyper.softcap) if hyper.softcap else y
+        return silence_tokens(y, hyper.hidden_tokens) if hyper.hidden_tokens else y

@@ -61,11 +61,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         # ------------------------------------------------------------------------------------ LLaMA and its kin
         "llama": replace(LLAMA, scaled=True),
+        "llama-embed": replace(LLAMA, scaled=True, runs="encoder", ignores=("output.weight",)),
         "mistral3": replace(LLAMA, scaled=True, temperature=(0, 0.0, 0.0)),
         "nanbeige": replace(LLAMA, scaled=True, repeats="num_loops"),
         "minicpm": Family(rope="normal", embedding=12.0, residual="layers", logits="over", logit_default="width"),
         "deci": replace(LLAMA, headless=True),
         "arcee": replace(LLAMA, unit="relu2"),
+        "apertus": Family(qk_norm="before", unit="xielu", ignores=("attn_?_norm.bias",)),
+        "bitnet": Family(scaled=True),
+        "chameleon": Family(rope="normal", qk_norm="before", head_norm_eps=1e-5, swin_norm=True, picture_tokens=True),
         "llama4": replace(
             LLAMA,
             windows=Windows(period=4, size=8192, default=8192, chunked=True),
@@ -159,6 +163,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "bailingmoe": Family(rope="normal", scale="rotated", normalised=None),
         "bailingmoe2": Family(qk_norm="before", gating="key", normalised=None),
         "deepseek": Family(rope="normal", normalised=False),
+        "deepseek2-ocr": Family(gating="key", normalised=None),
         "dots1": Family(qk_norm="before", gating="key", normalised=None),
         "glm4moe": replace(SCORED, ffn_norm="post_attention_norm", ignores=NO_OUTPUT_BIAS),
         "gpt-oss": Family(
@@ -189,6 +194,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             spare=DENSE,
             ignores=("attn_qkv.scale", "attn_q.scale", "attn_k.scale", "attn_v.scale", "attn_*.bias"),
         ),
+        "step35": Family(
+            half_rotation=True,
+            whole_factors=True,
+            hands_on="residual",
+            windows=FOREIGN,
+            gating="key sigmoid",
+            normalised=None,
+        ),
         "minimax-m2": Family(qk_norm="before", gating="key"),
         "smallthinker": Family(
             rotated="every 4 first",
@@ -210,6 +223,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "pockettts": Family(norm="layer", rope="normal", unit="gelu"),
         "nemotron": Family(norm="layer", unit="relu2"),
         "falcon": Family(norm="layer", ffn_norm="", parallel="yes", unit="gelu"),
+        "gptj": Family(norm="layer", rope="normal", ffn_norm="", parallel="yes", unit="gelu tanh"),
         "gptneox": Family(norm="layer", parallel="key", unit="gelu"),
         "phi2": Family(norm="layer", ffn_norm="", parallel="yes", unit="gelu"),
         "phi3": Family(),
@@ -232,6 +246,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             GEMMA2, qk_norm="maybe", windows=Windows(period=2, default=4096), softcap=30.0, score_cap=50.0, scale_of=46
         ),
         "gemma3": replace(GEMMA2, windows=Windows(period=6, base=10000.0, scaled=False), scale_of=62),
+        "gemma3n": replace(
+            GEMMA2,
+            value_norm=True,
+            scale="one",
+            windows=Windows(period=5, base=10000.0, scaled=False),
+            cache_layers=20,
+            softcap=30.0,
+            sparse_gates=10,
+            residuals="alternating",
+            unit="half gelu",
+            spare=("attn_k.*", "attn_v.*", "attn_k_norm.*"),
+        ),
         "glm4": replace(SANDWICH, rope="normal|mrope", qk_norm="maybe"),
         "granite": GRANITE,
         "granitemoe": replace(GRANITE, rotated="all"),
@@ -251,6 +277,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             windows=Windows(period=3, whole_first=True, base=10000.0, scaled=False),
         ),
         "eurobert": Family(runs="encoder"),
+        "neo-bert": Family(runs="encoder", rope="normal", output_norm="enc.output_norm"),
         "gemma-embedding": replace(
             GEMMA2, softcap=None, windows=Windows(period=6, base=10000.0, scaled=False), runs="encoder"
         ),
@@ -284,6 +311,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "bailingmoe3": replace(KIMI, rope="normal|mrope", bounded_decay=1.0),
         "deepseek2": replace(LATENT, log_multiplier=10.0, temperature=(-1, 0.0, 0.0)),
         "mistral4": replace(LATENT, log_multiplier=10.0, temperature=(-1, 0.0, 0.0)),
+        "plm": Family(mixer="latent", rope="normal", unit="relu2"),
         "minicpm3": Family(mixer="latent", embedding=12.0, residual="layers", logits="over", logit_default="width"),
         "gemma4": replace(
             GEMMA2,

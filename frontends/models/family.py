@@ -7,6 +7,8 @@ q, k and v from the tensors that are there.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...graph.lazy_dataclass import dataclass
 
 
@@ -71,6 +73,8 @@ class Family:
     """Layers that rotate: ``all``, ``window``, ``window|dense``, ``window|plain`` (all, if there are no windows),
     ``every 4`` (not the last of four), ``every 4 first``, ``finetuned`` (as that key says), ``pattern``, ``of 32`` (in
     models of 32 layers; those of 40 have ALiBi, and others neither)."""
+    half_rotation: bool = False
+    """Layers without a window rotate half of the columns that ``rope.dimension_count`` gives."""
     whole_factors: bool = False
     """``rope_freqs`` and ``rope_factors_*`` divide the speeds of rotation only in layers without a window."""
     alpha: bool = False
@@ -81,6 +85,8 @@ class Family:
     qk_norm: str = "maybe"
     """Norms of q and k: ``before`` or ``after`` rotation, ``maybe`` before it if the file has any, ``bare`` without
     weights after it, ``bare rotated`` so in layers that rotate alone."""
+    head_norm_eps: float | None = None
+    """Norms of q and k are layer norms with this eps; None if they are as the other norms."""
     scale: str = "head"
     """Scores are multiplied by ``attention.scale`` or: 1/sqrt of the ``head`` or ``rotated`` size, ``inverse`` of it,
     ``one``."""
@@ -100,8 +106,16 @@ class Family:
     gated_queries: bool = False
     """Each head of ``attn_q`` gives its query and then its gate."""
 
+    cache_layers: int = 0
+    """Only the first layers, of this number, have caches of their own; 0: ``attention.shared_kv_layers`` says it."""
+    swin_norm: bool = False
+    """Where ``swin_norm`` says so, the norms of mixer and feed-forward follow them."""
+
     unit: str = "silu"
-    """Activation of feed-forwards: silu, gelu, gelu erf, relu, relu2, oai; ``gelu or relu``, which has no gate."""
+    """Activation of feed-forwards: silu, gelu, gelu erf, relu, relu2, oai, xielu; ``gelu or relu``, which has no gate;
+    ``gelu tanh``, which is not rounded."""
+    sparse_gates: int = 0
+    """The first feed-forwards, of this number, keep of their gates the largest twentieth of a normal distribution."""
     gating: str = "softmax"
     """How routers weigh: softmax, sigmoid, chosen (softmax over those chosen), or ``key``/``key sigmoid`` for
     ``expert_gating_func`` with that default."""
@@ -136,6 +150,8 @@ class Family:
     """What ``rope.scaling.yarn_log_multiplier`` is to be multiplied by."""
     sparse: str = ""
     """The keys whose product is how many tokens attention chooses: longer contexts are refused."""
+    picture_tokens: bool = False
+    """The vocabulary has tokens of pictures, which no text contains."""
     residuals: str = ""
     """Which decoder has its residuals: that of `decoder`, one of `residuals`, or that of `rwkv`."""
     stack: str = ""
@@ -152,6 +168,10 @@ class Family:
     """Tensors that some blocks need and others may carry for nothing."""
     scaled: bool = False
     """Whether ``.scale`` of feed-forwards and experts is read."""
+
+    def with_post_norms(self) -> Family:
+        """Return the traits with the norms behind mixer and feed-forward instead of before them."""
+        return replace(self, attn_norm="", attn_post=self.attn_norm, ffn_norm="", ffn_post=self.ffn_norm)
 
     @property
     def causal(self) -> bool:

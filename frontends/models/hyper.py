@@ -83,6 +83,8 @@ class Hyper:
     residual: float = 1.0
     logits: float = 1.0
     softcap: float = 0.0
+    hidden_tokens: tuple[tuple[int, int], ...] = ()
+    """Ranges [start, stop) of tokens that are never drawn: their logits are the lowest float32."""
     streams: StreamTraits = StreamTraits(1, 0.0, 1, 1.0)
     attended: int = 0
     """Tokens that attention chooses from a longer context; 0 if it sees all."""

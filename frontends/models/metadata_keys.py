@@ -47,7 +47,8 @@ PURPOSES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "{arch}.expert_group_used_count {arch}.expert_weights_scale {arch}.expert_weights_norm "
             "{arch}.expert_gating_func {arch}.expert_group_scale {arch}.experts_per_group "
             "{arch}.interleave_moe_layer_step {arch}.swiglu_clamp_exp {arch}.swiglu_clamp_shexp "
-            "{arch}.hidden_activation {arch}.activation.situ_beta {arch}.activation.situ_linear_beta",
+            "{arch}.hidden_activation {arch}.activation.situ_beta {arch}.activation.situ_linear_beta xielu.alpha_p "
+            "xielu.alpha_n xielu.beta xielu.eps",
         ),
         "residuals, norms and logits": (
             READ,
@@ -55,7 +56,8 @@ PURPOSES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "{arch}.embedding_scale {arch}.attention.layer_norm_epsilon {arch}.attention.layer_norm_rms_epsilon "
             "{arch}.rescale_every_n_layers {arch}.attn_res.block_size {arch}.hrm.l_cycles {arch}.hrm.h_cycles "
             "{arch}.hrm.layers_per_stack {arch}.hyper_connection.count {arch}.hyper_connection.epsilon "
-            "{arch}.hyper_connection.sinkhorn_iterations {arch}.hyper_connection.magnitude {arch}.num_loops",
+            "{arch}.hyper_connection.sinkhorn_iterations {arch}.hyper_connection.magnitude {arch}.num_loops "
+            "{arch}.swin_norm",
         ),
         "attention": (
             READ,
@@ -138,12 +140,12 @@ PURPOSES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "{arch}.time_decay_extra_dim {arch}.attention.q_lora_rank {arch}.attention.output_lora_rank "
             "{arch}.attention.decay_lora_rank {arch}.attention.iclr_lora_rank {arch}.attention.gate_lora_rank "
             "{arch}.attention.value_residual_mix_lora_rank {arch}.attention.relative_buckets_count "
-            "{arch}.hyper_connection.low_rank {arch}.{dense}_feat_in {arch}.{dense}_feat_out "
+            "{arch}.hyper_connection.low_rank {arch}.altup.num_inputs {arch}.{dense}_feat_in {arch}.{dense}_feat_out "
             "tokenizer.ggml.token_type_count",
         ),
         "no influence on results: the architecture says it": (
             IGNORED,
-            "{arch}.token_shift_count {arch}.router_logit_softcapping",
+            "{arch}.token_shift_count {arch}.router_logit_softcapping {arch}.activation_sparsity_scale",
         ),
         "no influence on results: hocket refuses contexts that an indexer would shorten": (
             IGNORED,
@@ -174,11 +176,10 @@ PURPOSES: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         REFUSED_ARCHITECTURE: (
             IGNORED,
-            "{arch}.features_length {arch}.swin_norm {arch}.attention.group_norm_epsilon "
+            "{arch}.features_length {arch}.attention.group_norm_epsilon "
             "{arch}.attention.group_norm_groups {arch}.posnet.embedding_length {arch}.posnet.block_count "
-            "{arch}.convnext.embedding_length {arch}.convnext.block_count {arch}.activation_sparsity_scale "
-            "{arch}.altup.active_idx {arch}.altup.num_inputs {arch}.target_layers {arch}.target_hidden_size "
-            "{arch}.norm_before_residual xielu.alpha_p xielu.alpha_n xielu.beta xielu.eps",
+            "{arch}.convnext.embedding_length {arch}.convnext.block_count {arch}.target_layers "
+            "{arch}.target_hidden_size {arch}.norm_before_residual",
         ),
         "part of a file that is no language model, which hocket refuses by name": (
             IGNORED,
@@ -188,7 +189,9 @@ PURPOSES: Mapping[str, tuple[str, str]] = MappingProxyType(
     }
 )
 """Of each purpose, or reason to ignore keys, the use and the keys."""
-ACCEPTED: Mapping[str, tuple[object, ...]] = MappingProxyType({"{arch}.hrm.prefix_lm": (False,)})
+ACCEPTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {"{arch}.hrm.prefix_lm": (False,), "{arch}.altup.active_idx": (0,)}
+)
 """The values of keys that have an influence which hocket does not compute; all others are refused."""
 KEYS: Mapping[str, MetadataKey] = MappingProxyType(
     {name: MetadataKey(use, reason) for reason, (use, names) in PURPOSES.items() for name in names.split()}

@@ -15,7 +15,7 @@ from .family import Family, Windows
 from .frame import Sight, Warmth
 from .hyper import Hyper, Layer, Mixer, StreamTraits
 from .layers.attention import Attention, Passing
-from .layers.blocks import Norm, Unit
+from .layers.blocks import GATE_CUTOFF, Norm, Unit
 from .layers.compressed import Blocks, Compressed
 from .layers.delta import DeltaNet, KimiDelta
 from .layers.latent import Latent
@@ -25,6 +25,7 @@ from .layers.moe import Experts
 from .layers.ngrams import Ngrams
 from .layers.rope import Rope, original_context, style
 from .layers.rwkv import Rwkv6, Rwkv7
+from .picture_tokens import find_picture_tokens
 
 
 class Recurrent(Protocol):
@@ -55,6 +56,7 @@ def read_hyper(keys: Keys, family: Family) -> Hyper:
         if family.mixer == "compressed":
             raise keys.error("attention.causal", "is false; blocks of tokens need causal attention")
         family = replace(family, runs="at once")
+    family = family.with_post_norms() if family.swin_norm and keys.flag("swin_norm", False) else family
     count, width = layers_run(keys), keys.count("embedding_length")
     reader = Reader(keys, family, count, width)
     repeats = keys.given(family.repeats, 1) if family.repeats else 1
@@ -88,6 +90,7 @@ def read_hyper(keys: Keys, family: Family) -> Hyper:
         embedding=reader.factor("embedding_scale", family.embedding),
         residual=reader.factor("residual_scale", family.residual),
         logits=reader.logits(),
+        hidden_tokens=find_picture_tokens(keys) if family.picture_tokens else (),
         softcap=0.0 if family.softcap is None else keys.optional("final_logit_softcapping") or family.softcap,
     )
 
@@ -181,6 +184,12 @@ class Reader:
             kind = {"gelu": kind, "silu": "silu"}[self.keys.choice("hidden_activation", "gelu", ("gelu", "silu"))]
         return Unit(kind, first="gate first" in self.family.mixture, beta=beta, linear=linear)
 
+    def make_unit(self, i: int) -> Unit:
+        """The activation of the feed-forward of block i."""
+        xielu = self.keys.xielu(self.count)[i] if self.family.unit == "xielu" else ()
+        limit = self.keys.limits("swiglu_clamp_shexp", self.count)[i]
+        return replace(self.unit, limit=limit, gate_cutoff=GATE_CUTOFF * (i < self.family.sparse_gates), xielu=xielu)
+
     def span(self) -> int:
         if self.family.residuals == "shifting":
             return self.keys.given("rescale_every_n_layers", self.count + 1)
@@ -255,7 +264,7 @@ class Reader:
             dense or has_experts,
             parallel,
             f"{block}.{self.family.ffn_norm}.weight" in tensors and self.family.mixer != "single",
-            replace(self.unit, limit=self.keys.limits("swiglu_clamp_shexp", self.count)[stored]),
+            self.make_unit(stored),
             self.unit.kind == "half gelu" or (self.unit.kind == "gelu" and f"{block}.ffn_gate.weight" not in tensors),
         )
 
@@ -333,6 +342,7 @@ class Reader:
             rope=rope,
             factors=not (window and family.whole_factors),
             original_context=original_context(keys),
+            head_norm=self.norm if family.head_norm_eps is None else Norm(family.head_norm_eps, centred=True),
             qk_norm="maybe" if self.is_maverick else family.qk_norm,
             cap=0.0 if family.score_cap is None else keys.optional("attn_logit_softcapping") or family.score_cap,
             clamp=keys.optional("attention.clamp_kqv") or 0.0,
@@ -349,7 +359,7 @@ class Reader:
 
     def shared(self, i: int) -> int | None:
         """The layer whose cache layer i reads: of those that have one the last of its kind; None if it has its own."""
-        own = self.count - self.keys.count("attention.shared_kv_layers", 0, least=0)
+        own = self.family.cache_layers or self.count - self.keys.count("attention.shared_kv_layers", 0, least=0)
         if i < own:
             return None
         kind = [j for j in range(own) if bool(self.windows[j]) == bool(self.windows[i])]
@@ -417,7 +427,7 @@ class Reader:
         if family.alpha and (alpha := keys.optional("rope.scaling.alpha")):
             rope = replace(rope, base=rope.base * alpha ** (key_size / (key_size - 2)))
         if not local:
-            return rope
+            return rope.with_half_columns(keys) if family.half_rotation else rope
         assert family.windows is not None
         base = Rope.base_from(keys, "rope.freq_base_swa", family.windows.base or rope.base)
         return replace(rope, base=base) if family.windows.scaled else Rope(rope.n_dims, rope.mode, base)

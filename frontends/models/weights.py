@@ -68,9 +68,12 @@ class Weights:
         same = stored != shape and [n for n in stored if n > 1] == [n for n in shape if n > 1]
         return ops.reshape(self(name, stored), shape=shape) if same else self(name, shape)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the tensor ``name``; ModelError if it is missing."""
-        return self.gguf.tensor(self._spelled(name)).shape
+    def shape(self, name: str, axes: int = 1) -> tuple[int, ...]:
+        """The shape of the tensor ``name``; ModelError if it is missing or has fewer than ``axes`` axes."""
+        shape = self.gguf.tensor(self._spelled(name)).shape
+        if len(shape) < axes:
+            raise self._error(f"tensor {name} has shape {list(shape)}; need at least {axes} axes")
+        return shape
 
     def _spelled(self, name: str) -> str:
         """The name as the file has it: some architectures leave out ``.weight``."""

@@ -21,12 +21,14 @@ from .rope import Rope, divisors
 class Attention:
     """The attention of one layer: ``heads`` queries of ``key_size`` on ``kv_heads`` keys, values of ``value_size``.
 
-    ``sight`` says which cells a token sees, ``rope`` how heads turn (None: not at all).  ``cap`` bounds scores and
+    ``head_norm`` is the norm of q and k, ``sight`` says which cells a token sees, ``rope`` how heads turn (None: not at
+    all).  ``cap`` bounds scores and
     ``clamp`` q, k and v unless 0.  A layer with ``source`` reads the cache of that layer and has none of its own.
     """
 
     family: Family
     norm: Norm
+    head_norm: Norm
     heads: int
     kv_heads: int
     key_size: int
@@ -132,9 +134,9 @@ class Attention:
         """Each head normalised, or all of them as one row if the weight is as long."""
         heads, size = x.shape[-2:]
         if weights.shape(f"{name}.weight") != (heads * size,) or heads == 1:
-            return self.norm(weights, name, x)
+            return self.head_norm(weights, name, x)
         row = ops.reshape(x, shape=(*x.shape[:-2], heads * size))
-        return ops.reshape(self.norm(weights, name, row), shape=x.shape)
+        return ops.reshape(self.head_norm(weights, name, row), shape=x.shape)
 
     def attend(self, weights: Weights, frame: Frame, block: str, q: Value, k: Value, v: Value) -> Value:
         """Mixed values f32[B,T,heads,value size]."""
@@ -162,7 +164,10 @@ class Attention:
     def answered(self, weights: Weights, frame: Frame, block: str, x: Value, y: Value) -> Value:
         """What heads answer, gated by the token ``x`` if the file has such a gate, projected: f32[B*T, E]."""
         y = opened(weights, frame, block, x, y, self.family.gate)
-        y = linear(weights, f"{block}.attn_output", frame.rows(y), x.shape[-1])
+        y = frame.rows(y)
+        if weights.has(f"{block}.attn_sub_norm.weight"):
+            y = self.norm(weights, f"{block}.attn_sub_norm", y)
+        y = linear(weights, f"{block}.attn_output", y, x.shape[-1])
         return y if self.value_scale == 1.0 else ops.scale(y, scale=self.value_scale)
 
 

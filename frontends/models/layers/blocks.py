@@ -11,6 +11,9 @@ from ....graph.lazy_dataclass import dataclass
 from ..frame import Frame
 from ..weights import Weights
 
+GATE_CUTOFF = 1.6448533535003662
+"""Standard deviations above the mean of a normal distribution, beyond which a twentieth of it lies."""
+
 
 @dataclass(frozen=True, slots=True)
 class Norm:
@@ -101,12 +104,25 @@ def bent(x: Value, most: float) -> Value:
     return ops.scale(ops.tanh(ops.scale(x, scale=1.0 / most)), scale=most)
 
 
+def sparsify_gates(x: Value, deviations: float) -> Value:
+    """Subtract from each row of ``x`` f32[n, k] its mean and ``deviations`` standard deviations, then apply ReLU.
+
+    Gemma team, Gemma 3n, 2025; graph: llama.cpp ``gemma3n.cpp``.
+    """
+    columns = x.shape[-1]
+    centred = ops.sub(x, ops.scale(ops.sum_rows(x), scale=1.0 / columns))
+    variance = ops.scale(ops.sum_rows(ops.sqr(centred)), scale=1.0 / max(columns - 1, 1))
+    return ops.relu(ops.sub(centred, ops.scale(ops.sqrt(variance), scale=deviations)))
+
+
 PLAIN: Mapping[str, Callable[..., Value]] = MappingProxyType(
     {
         "silu": ops.silu,
         "gelu": halved_gelu,
         "gelu erf": ops.gelu_erf,
+        "gelu tanh": ops.gelu,
         "gelu or relu": ops.relu,
+        "half gelu": halved_gelu,
         "relu": ops.relu,
         "relu2": squared_relu,
     }
@@ -116,6 +132,7 @@ GATED: Mapping[str, Callable[..., Value]] = MappingProxyType(
         "silu": ops.swiglu,
         "gelu": ops.geglu,
         "gelu erf": ops.geglu_erf,
+        "gelu tanh": ops.geglu,
         "gelu or relu": ops.geglu,
         "half gelu": half_geglu,
         "oai": ops.swiglu_oai,
@@ -132,6 +149,8 @@ class Unit:
     """The activation of a feed-forward, ``silu`` or another of the tables.
 
     SiLU's two factors are clamped by ``limit`` unless that is 0: with ``first`` the gate before its activation.
+    Gates go through `sparsify_gates` before the activation unless ``gate_cutoff`` is 0.  ``xielu`` holds the
+    attributes of `ops.xielu`.
     ``situ`` is ``beta tanh(gate / beta) sigmoid(gate) * linear tanh(up / linear)``, whose second factor is ``up`` if
     linear is 0 (Kimi K3).
     """
@@ -141,11 +160,17 @@ class Unit:
     first: bool = False
     beta: float = 1.0
     linear: float = 0.0
+    gate_cutoff: float = 0.0
+    xielu: tuple[float, ...] = ()
 
     def plain(self, x: Value, name: str = "") -> Value:
+        if self.kind == "xielu":
+            alpha_n, alpha_p, beta, eps = self.xielu
+            return ops.xielu(x, alpha_n=alpha_n, alpha_p=alpha_p, beta=beta, eps=eps, name=name)
         return PLAIN[self.kind](x, name=name)
 
     def gated(self, gate: Value, up: Value, name: str) -> Value:
+        gate = sparsify_gates(gate, self.gate_cutoff) if self.gate_cutoff else gate
         if self.kind == "situ":
             opened = ops.mul(bent(gate, self.beta), ops.sigmoid(gate))
             return ops.mul(opened, bent(up, self.linear) if self.linear else up, name=name)
@@ -158,13 +183,13 @@ class Unit:
 
     def halves(self, both: Value, name: str) -> Value:
         """The gated unit of gate and up side by side, f32[..., 2n] to f32[..., n]."""
-        if not self.limit and (kind := getattr(GATED.get(self.kind), "name", "")):
+        if not self.limit and not self.gate_cutoff and (kind := getattr(GATED.get(self.kind), "name", "")):
             return ops.glu(both, kind=kind, name=name)
         gate, up = parts(both, both.shape[-1] // 2, both.shape[-1] // 2)
         return self.gated(gate, up, name)
 
 
-def feed_forward(weights: Weights, block: str, x: Value, unit: Unit, suffix: str = "") -> Value:
+def feed_forward(weights: Weights, block: str, x: Value, unit: Unit, norm: Norm, suffix: str = "") -> Value:
     """Linear layers around an activation, f32[n, E] to f32[n, E]; ``suffix`` tells such layers of a block apart.
 
     Its form follows from the tensors: gate and up as two, gate and up in one of twice the columns that down takes, or
@@ -184,6 +209,8 @@ def feed_forward(weights: Weights, block: str, x: Value, unit: Unit, suffix: str
         inner = unit.plain(linear(weights, f"{block}.ffn_up{suffix}", x, features, bias_first=True), name)
         divisors = weights.optional(f"{block}.ffn.act.scales", (features,))
         inner = inner if divisors is None else ops.div(inner, divisors)
+    if weights.has(f"{block}.ffn_sub_norm{suffix}.weight"):
+        inner = norm(weights, f"{block}.ffn_sub_norm{suffix}", inner)
     return linear(weights, down, inner, width, bias_first=True)
 
 

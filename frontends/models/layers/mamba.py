@@ -76,7 +76,7 @@ class Mamba:
     def following(self, weights: Weights, frame: Frame, layer: int, x: Value, *order: str) -> tuple[Value, ...]:
         """The input behind its convolution, and what follows from it; the matrix has columns in that ``order``."""
         block, x = f"blk.{layer}", convolved(weights, frame, layer, x, self.taps)
-        widths = {"dt": weights.shape(f"{block}.ssm_dt.weight")[1], "b": self.state, "c": self.state}
+        widths = {"dt": weights.shape(f"{block}.ssm_dt.weight", 2)[1], "b": self.state, "c": self.state}
         made = parts(
             linear(weights, f"{block}.ssm_x", frame.rows(x), sum(widths.values())), *(widths[n] for n in order)
         )

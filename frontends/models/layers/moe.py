@@ -202,7 +202,7 @@ def answers(
     """The chosen experts' feed-forward for each token, f32[n, 1 or used, E] to f32[n, used, E]; gate and up may be one
     tensor."""
     width = x.shape[-1]
-    count, _, features = weights.shape(f"{block}.ffn_down_{suffix}.weight")
+    count, _, features = weights.shape(f"{block}.ffn_down_{suffix}.weight", 3)[:3]
 
     def product(kind: str, y: Value, n: int) -> Value:
         tensor = f"{block}.ffn_{kind}_{suffix}"
@@ -242,7 +242,7 @@ def shared_answer(weights: Weights, block: str, x: Value, experts: Experts) -> V
     """The feed-forward of the expert that answers every token, times a sigmoid of the token if the file has its gate:
     f32[n, E] to f32[n, E]."""
     width = x.shape[-1]
-    y = feed_forward(weights, block, x, experts.shared, "_shexp")
+    y = feed_forward(weights, block, x, experts.shared, experts.norm, "_shexp")
     if not experts.family.shared_gate:
         return y
     row = ops.reshape(weights(f"{block}.ffn_gate_inp_shexp.weight", (width,)), shape=(1, width))

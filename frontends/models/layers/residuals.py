@@ -4,12 +4,13 @@ more for each block."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from .... import ops
 from ....graph import Value
 from ..decoder import Decoder
 from ..hyper import Layer
-from .blocks import parts, product
+from .blocks import PLAIN, linear, parts, product
 
 
 class Skipping(Decoder):
@@ -40,7 +41,7 @@ class PerLayer(Decoder):
     def shortened(self, x: Value) -> Value:
         """f32[B*T, layers * P]: a projection of the embedding, plus rows of a table of their own."""
         hyper, weights = self.hyper, self.weights
-        columns = weights.shape("per_layer_token_embd.weight")[1]
+        columns = weights.shape("per_layer_token_embd.weight", 2)[1]
         each = columns // hyper.layers
         rows = ops.get_rows(
             weights("per_layer_token_embd.weight", (hyper.vocabulary_size, columns)), self.frame.tokens, name="places"
@@ -53,14 +54,114 @@ class PerLayer(Decoder):
     def block(self, i: int, layer: Layer, x: Value) -> Value:
         block, x = f"blk.{i}", super().block(i, layer, x)
         if self.short is not None:
-            each = self.short.shape[-1] // self.hyper.layers
-            short = ops.slice_(self.short, axis=-1, start=i * each, stop=(i + 1) * each)
-            short = self.frame.wanted(short) if self.is_last(i) else short
-            y = ops.mul(ops.gelu(product(self.weights, f"{block}.inp_gate", x, each)), short)
-            y = self.normed(i, "post_norm", product(self.weights, f"{block}.proj", y, x.shape[-1]))
-            x = ops.add(x, y, name=f"{block}.short_residual")
+            short = self.frame.wanted(self.short) if self.is_last(i) else self.short
+            x = ops.add(x, self.gate_short_vector(i, x, short), name=f"{block}.short_residual")
         factor = self.weights.optional(f"{block}.layer_output_scale.weight", (1,))
         return x if factor is None else ops.mul(x, factor)
+
+    def gate_short_vector(self, i: int, x: Value, short: Value, gelu: Callable[[Value], Value] = ops.gelu) -> Value:
+        """The short vector of block i, gated by ``x`` f32[n, E] and projected: f32[n, E]; ``short`` has all vectors of
+        a token, f32[n, layers * P]."""
+        each = short.shape[-1] // self.hyper.layers
+        own = ops.slice_(short, axis=-1, start=i * each, stop=(i + 1) * each)
+        y = ops.mul(gelu(product(self.weights, f"blk.{i}.inp_gate", x, each)), own)
+        return self.normed(i, "post_norm", product(self.weights, f"blk.{i}.proj", y, x.shape[-1]))
+
+
+class Alternating(PerLayer):
+    """Each block computes the first of several residual streams and predicts the others.
+
+    A block also adds a product of two thin matrices to the answer of its attention.  f32[n, streams, E].
+    Baykal et al., Alternating updates, 2023; Gemma team, Gemma 3n, 2025; graph: llama.cpp ``gemma3n.cpp``.
+    """
+
+    def residual(self) -> Value:
+        first = self.embedded()
+        rows, width = first.shape
+        if self.short is None:
+            self.short = self.shortened(first)  # which raises for the missing tensor
+        count = self.weights.shape("altup_proj.weight")[0]
+        matrices = self.weights("altup_proj.weight", (count, width, width))
+        others = ops.mul_mat(ops.reshape(matrices, shape=(count * width, width)), first)
+        first = ops.reshape(first, shape=(rows, 1, width))
+        x = ops.concat(first, match_lengths(ops.reshape(others, shape=(rows, count, width)), first), axis=1)
+        for i, layer in enumerate(self.hyper.blocks):
+            x = self.frame.steered(i, self.block(i, layer, x))
+        x = self.frame.wanted(ops.reshape(x, shape=(rows, (count + 1) * width)))
+        return self.merge_streams(ops.reshape(x, shape=(x.shape[0], count + 1, width)))
+
+    def is_last(self, i: int) -> bool:
+        return False  # the streams that a block predicts have all rows
+
+    def merge_streams(self, x: Value) -> Value:
+        """The mean of the streams f32[n, streams, E], each but the first through a matrix of its own: f32[n, E]."""
+        rows, streams, width = x.shape
+        first, others = split_streams(x)
+        matrices = self.weights("altup_unembd_proj.weight", (streams - 1, width, width))
+        others = ops.permute(ops.mul_mat(matrices, ops.permute(others, axes=(1, 0, 2))), axes=(1, 0, 2))
+        both = ops.concat(first, match_lengths(others, first), axis=1)
+        return ops.scale(ops.reshape(ops.sum_rows(ops.transpose(both)), shape=(rows, width)), scale=1.0 / streams)
+
+    def block(self, i: int, layer: Layer, x: Value) -> Value:
+        block, short = f"blk.{i}", self.short
+        assert short is not None
+        predictions = self.predict_streams(i, x)
+        first = take_first(predictions)
+        h = self.normed(i, self.family.attn_norm, first)
+        added = ops.add(self.mixed(i, layer, first, h), first, name=f"{block}.attn_residual")
+        added = ops.scale(ops.add(added, self.add_thin_product(i, h)), scale=math.sqrt(0.5))
+        y = self.fed(i, layer, self.normed(i, self.family.ffn_norm, added), added, first)
+        y = ops.add(y, added, name=f"{block}.ffn_residual")
+        x = self.correct_streams(i, predictions, first, y)
+        scale = self.weights(f"{block}.altup_correct_scale.weight", (self.hyper.width,))
+        y = self.gate_short_vector(i, ops.mul(take_first(x), scale), short, PLAIN[self.family.unit])
+        first, others = split_streams(x)
+        others = ops.add(others, ops.reshape(y, shape=first.shape))
+        return ops.concat(first, others, axis=1, name=f"{block}.short_residual")
+
+    def add_thin_product(self, i: int, h: Value) -> Value:
+        """``h`` f32[n, E] plus its product with two thin matrices."""
+        rank = self.weights.shape(f"blk.{i}.laurel_l.weight")[0]
+        y = linear(self.weights, f"blk.{i}.laurel_l", h, rank)
+        y = linear(self.weights, f"blk.{i}.laurel_r", y, h.shape[-1])
+        return ops.add(self.normed(i, "laurel_post_norm", y), h)
+
+    def compute_shares(self, i: int, x: Value, streams: int) -> Value:
+        """The share of each stream in a row ``x`` f32[n, E]: f32[n, streams], between -1 and 1."""
+        h = ops.scale(self.normed(i, "altup_router_norm", x), scale=1.0 / x.shape[-1])
+        return ops.tanh(linear(self.weights, f"blk.{i}.altup_router", h, streams))
+
+    def predict_streams(self, i: int, x: Value) -> Value:
+        """All streams, plus a mix of them that depends on the first one."""
+        rows, streams, _ = x.shape
+        shares = self.compute_shares(i, take_first(x), streams)
+        mix = linear(self.weights, f"blk.{i}.altup_predict_coef", shares, streams * streams)
+        mixed = ops.mul_mat(ops.transpose(x), ops.reshape(mix, shape=(rows, streams, streams)))
+        return ops.add(mixed, x, name=f"blk.{i}.predictions")
+
+    def correct_streams(self, i: int, predictions: Value, first: Value, y: Value) -> Value:
+        """All streams after the block computed ``y`` f32[n, E] where it predicted ``first``."""
+        streams = predictions.shape[1]
+        shares = linear(self.weights, f"blk.{i}.altup_correct_coef", self.compute_shares(i, y, streams), streams)
+        shares = ops.scale(shares, scale=1.0, bias=1.0)
+        return ops.dsv4_hc_post(ops.sub(y, first), predictions, shares, None, name=f"blk.{i}.corrected")
+
+
+def take_first(x: Value) -> Value:
+    """Return the first stream of ``x`` f32[n, streams, E], f32[n, E]."""
+    return ops.reshape(split_streams(x)[0], shape=(x.shape[0], x.shape[2]))
+
+
+def split_streams(x: Value) -> tuple[Value, Value]:
+    """The first stream f32[n, 1, E] and the others f32[n, streams - 1, E]."""
+    first = ops.slice_(x, axis=1, start=0, stop=1)
+    return first, ops.slice_(x, axis=1, start=1, stop=x.shape[1])
+
+
+def match_lengths(x: Value, like: Value) -> Value:
+    """Scale the rows of ``x`` f32[n, k, E] to the length of ``like`` f32[n, 1, E]."""
+    own, target = (ops.sqrt(ops.sum_rows(ops.sqr(y))) for y in (x, like))
+    return ops.div(ops.mul(x, target), own)
 
 
 class NormedSums(Decoder):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from .... import ops
 from ....graph import Value
@@ -62,6 +62,12 @@ class Rope:
             beta_slow=keys.positive("rope.scaling.yarn_beta_slow", 1.0),
             original_context=original_context(keys),
         )
+
+    def with_half_columns(self, keys: Keys) -> Rope:
+        """Return the rotation of half of the columns; ModelError if their number is odd."""
+        if self.n_dims % 4:
+            raise keys.error("rope.dimension_count", f"is {self.n_dims}; need a multiple of 4")
+        return replace(self, n_dims=self.n_dims // 2)
 
     @staticmethod
     def base_from(keys: Keys, name: str, default: float = 10000.0) -> float:

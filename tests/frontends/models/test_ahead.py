@@ -29,6 +29,8 @@ from ...given.models.goldens import F64, TINY, nmse, path_of
 from ...given.models.rewritten import with_blocks_ahead
 
 EXACT = Group(exact=True)
+HAND_ON_RESIDUALS = ("mimo2", "step35")
+"""Architectures with blocks that are given the residual before the last norm."""
 GREEDY = Sampling(temperature=0.0)
 TOKENS = [5, 17, 3, 40, 9, 22, 31]
 
@@ -76,7 +78,7 @@ class Guessers:
         if self.streams == 1:
             centred = self.model.architecture == "nemotron_h_moe"
             read = self.normed(f"{name}.shared_head_norm", behind, centred=centred)
-        handed = behind if self.streams > 1 or self.model.architecture == "mimo2" else read
+        handed = behind if self.streams > 1 or self.model.architecture in HAND_ON_RESIDUALS else read
         return handed.reshape(count, -1), read @ self.output.T
 
 
@@ -92,6 +94,7 @@ def later(rows: F64) -> F64:
         ("deepseek2-moe", 1),
         ("glm4moe-moe", 2),
         ("mimo2-moe", 3),
+        ("step35-moe", 2),
         ("hy_v3-moe", 1),
         ("qwen35", 1),
         ("deepseek4-moe", 1),
@@ -115,10 +118,11 @@ def test_each_block_reads_a_token_with_what_the_one_before_made_of_the_token_bef
         guessed.append(run(step, Batch([TOKENS[at : at + 1]], [at], seen=seen)))
         seen = run.outputs["hidden"]
     guessers = Guessers(model, run)
-    # The first is handed what the output matrix reads, MiMo's the residual before the last norm, others all streams.
+    # The first is handed what the output matrix reads, MiMo's and Step's the residual before the last norm, others all
+    # streams.
     rows = hidden[:, : model.handed // blocks]
     if guessers.streams == 1:
-        what_output_reads = guessers.normed("output_norm", rows) if name == "mimo2-moe" else rows
+        what_output_reads = guessers.normed("output_norm", rows) if model.architecture in HAND_ON_RESIDUALS else rows
         assert nmse(what_output_reads @ guessers.output.T, logits) <= SAME
     want = []
     for k in range(blocks):

@@ -9,29 +9,38 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGUFWriter
 
 from hocket import ops
 from hocket.frontends.errors import ModelError
-from hocket.frontends.models import ARCHITECTURES, Batch, Model, Step, Weights
+from hocket.frontends.gguf import open_gguf
+from hocket.frontends.gguf.keys import Keys
+from hocket.frontends.models import ARCHITECTURES, Batch, Model, Step, Weights, load_model
+from hocket.frontends.models.picture_tokens import find_picture_tokens
+from hocket.frontends.models.reading import read_hyper
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Group, Session
 
-from ...given.models import encoders, rwkv
-from ...given.models.architectures import ALL, ROWS, golden, written
+from ...given.models import rwkv
+from ...given.models.architectures import ALL, ROWS, golden, write_file, written
+from ...given.models.exact import with_metadata
 from ...given.models.goldens import F64, INDEX, nmse
 from ...given.models.sharded import COUNTS, RESULTS
 
 ROUNDED = (
     *("bloom-dense", "codeshell-dense", "falcon-dense", "gpt2-dense", "gptneox-dense", "mpt-dense", "phi2-dense"),
-    *("pockettts-dense", "spark2_5-dense", "starcoder-dense", "starcoder2-dense"),
+    *("gemma3n-dense", "pockettts-dense", "spark2_5-dense", "starcoder-dense", "starcoder2-dense"),
 )
 """Models with a GELU that llama.cpp looks up in half precision, which only backends round as it does."""
 CARRIED = (
     *("bailingmoe3-moe", "deepseek2-moe", "falcon-h1-dense", "glm5-next-moe", "jamba-dense"),
-    *("lfm2moe-moe", "mamba-dense", "minimax-01-moe", "plamo2-dense", "qwen4exp-moe"),
+    *("lfm2moe-moe", "mamba-dense", "minimax-01-moe", "plamo2-dense", "plm-dense", "qwen4exp-moe", "step35-moe"),
 )
 """Models in which something is carried from step to step: latent vectors, states, convolutions, blocks, hashes."""
+
+
+ENCODERS = [name for name in ALL if ARCHITECTURES[name.rsplit("-", 1)[0]].runs == "encoder"]
 
 
 def exact(model: Model, parts: list[list[int]]) -> F64:
@@ -85,8 +94,10 @@ def test_two_devices_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
     assert np.array_equal(two, one) or name not in ROUNDED  # where a last bit may flip an entry of a table
 
 
-@pytest.mark.parametrize("name", encoders.MODELS)
-def test_texts_side_by_side_are_what_pytorch_makes_of_each_on_any_devices(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_of_texts_side_by_side_agree_with_pytorch_or_llama_cpp_on_any_devices(
+    name: str, tmp_path: Path
+) -> None:
     tokens, want = golden(name)
     model = open_model(written(name, tmp_path))
     for devices in (("cpu:0",), ("cpu:0", "cpu:1")):
@@ -96,6 +107,90 @@ def test_texts_side_by_side_are_what_pytorch_makes_of_each_on_any_devices(name: 
         assert not session.states
     with pytest.raises(ModelError, match=f"{model.architecture} is an encoder.*use `hocket embed`"):
         session.evaluate([[1], []])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lengths", [[24], [9, 1, 14]])
+def test_blocks_of_gemma_3n_from_the_20th_on_read_the_caches_of_earlier_blocks(
+    lengths: list[int], tmp_path: Path
+) -> None:
+    name = "computed_gelu/gemma3n-dense"
+    (tmp_path / "computed_gelu").mkdir()
+    tokens, want = golden(name)
+    gguf = open_model(written(name, tmp_path)).gguf
+    family = replace(ARCHITECTURES["gemma3n"], unit="gelu tanh")
+    hyper = read_hyper(Keys(gguf, "gemma3n"), family)
+    model = Model("gemma3n", gguf, hyper, Weights(gguf, family.ignores, family.spare))
+    ends = np.cumsum(lengths)
+    parts = [tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    assert nmse(exact(model, parts)[-ROWS:], want) <= 1e-8
+    states = {leaf.node.name for leaf in model.graph(Step(1, 1, 8, 8, 1)).states}
+    assert states == {f"cache_{letter}.{i}" for letter in "kv" for i in range(20)}
+
+
+@pytest.mark.parametrize("ranges", [((4, 8),), ((0, 2), (5, 6), (90, 96))])
+def test_tokens_of_pictures_have_the_lowest_logits(ranges: tuple[tuple[int, int], ...], tmp_path: Path) -> None:
+    model = open_model(written("chameleon-dense", tmp_path))
+    assert model.hyper.hidden_tokens == ()
+    silent = np.isin(np.arange(96), [i for start, stop in ranges for i in range(start, stop)])
+    names = [("IMGIMG" if flag else "t") + str(i) for i, flag in enumerate(silent)]
+    named = with_names(model, names)
+    assert named.hyper.hidden_tokens == ranges
+    want, got = (Session(m, on=Group(exact=True)).evaluate([[5, 6]])[0] for m in (model, named))
+    assert np.array_equal(got, np.where(silent, np.finfo(np.float32).min, want))
+
+
+def with_names(model: Model, names: list[str]) -> Model:
+    """Return the model as if its tokens had ``names``."""
+    path = model.gguf.path.with_name("names.gguf")
+    writer = GGUFWriter(None, model.architecture)
+    writer.add_token_list(names)
+    write_file(writer, path)
+    tokens = {"tokenizer.ggml.tokens": open_gguf(path).metadata["tokenizer.ggml.tokens"]}
+    return load_model(replace(model.gguf, metadata={**model.gguf.metadata, **tokens}))
+
+
+@pytest.mark.parametrize(("rows", "want"), [(8195, ()), (8196, ((4, 8196),))])
+def test_tokens_of_pictures_without_names_are_where_llama_cpp_has_them(
+    rows: int, want: tuple[tuple[int, int], ...], tmp_path: Path
+) -> None:
+    gguf = open_model(written("chameleon-dense", tmp_path)).gguf
+    table = replace(gguf.tensor("token_embd.weight"), shape=(rows, 32))
+    gguf = replace(gguf, tensors={**gguf.tensors, "token_embd.weight": table})
+    assert find_picture_tokens(Keys(gguf, "chameleon")) == want
+
+
+def test_xielu_needs_numbers_for_every_block(tmp_path: Path) -> None:
+    gguf = open_model(written("apertus-dense", tmp_path)).gguf
+    without = {key: value for key, value in gguf.metadata.items() if key != "xielu.beta"}
+    with pytest.raises(ModelError, match=r"metadata xielu\.beta is missing; need .*an array of 3"):
+        load_model(replace(gguf, metadata=without))
+    with pytest.raises(ModelError, match=r"metadata xielu\.eps holds inf; need numbers that float32 holds"):
+        load_model(replace(gguf, metadata={**gguf.metadata, "xielu.eps": float("inf")}))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "axes"),
+    [
+        ("gemma3n-dense", "per_layer_token_embd.weight", 2),
+        ("mamba-dense", "blk.0.ssm_dt.weight", 2),
+        ("step35-moe", "blk.1.ffn_down_exps.weight", 3),
+    ],
+)
+def test_a_tensor_with_too_few_axes_or_none_is_refused(name: str, tensor: str, axes: int, tmp_path: Path) -> None:
+    gguf = open_model(written(name, tmp_path)).gguf
+    others = {key: value for key, value in gguf.tensors.items() if key != tensor}
+    flat = replace(gguf.tensor(tensor), shape=(4,))
+    with pytest.raises(ModelError, match=rf"tensor {tensor} has shape \[4\]; need at least {axes} axes"):
+        load_model(replace(gguf, tensors={**others, tensor: flat})).graph(Step(1, 2, 8, 8, 1))
+    with pytest.raises(ModelError, match=rf"tensor {tensor} is missing"):
+        load_model(replace(gguf, tensors=others)).graph(Step(1, 2, 8, 8, 1))
+
+
+def test_half_of_the_columns_that_turn_is_an_even_number(tmp_path: Path) -> None:
+    model = open_model(written("step35-moe", tmp_path))
+    with pytest.raises(ModelError, match=r"step35\.rope\.dimension_count is 10; need a multiple of 4"):
+        with_metadata(model, rope__dimension_count=10)
 
 
 def test_biases_of_distances_need_a_sound_table(tmp_path: Path) -> None:

@@ -141,5 +141,11 @@ def test_a_key_whose_effect_is_not_computed_is_refused_by_name() -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_streams_other_than_the_first_cannot_be_the_active_one() -> None:
+    load_model(changed("llama", altup__active_idx=0))
+    with pytest.raises(ModelError, match=r"llama\.altup\.active_idx is 1; hocket computes 0 alone"):
+        load_model(changed("llama", altup__active_idx=1))
+
+
 def test_a_reason_stands_beside_every_key() -> None:
     assert all(key.reason and key.use in ("read", "ignored", "default only") for key in KEYS.values())

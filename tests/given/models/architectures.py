@@ -15,6 +15,7 @@ import sys
 import zlib
 from pathlib import Path
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 
@@ -72,6 +73,40 @@ def golden(name: str) -> tuple[list[int], npt.NDArray[np.float64]]:
     """Tokens, and llama.cpp's logits at the last `ROWS` of them."""
     with np.load(FOLDER / f"{name}.npz") as packed:
         return packed["tokens"].tolist(), packed["logits"].astype(np.float64)
+
+
+def add_key(writer: gguf.GGUFWriter, key: str, value: object) -> None:
+    """Add metadata of the type that follows from ``value``."""
+    if isinstance(value, list):
+        writer.add_array(key, value)
+        return
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add[type(value)](key, value)
+
+
+def write_file(writer: gguf.GGUFWriter, path: Path) -> None:
+    """Write the file of a writer that has all its metadata and tensors."""
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def pack_file(
+    name: str, path: Path, tokens: npt.NDArray[np.integer], rows: npt.NDArray[np.floating], seed: int
+) -> None:
+    """Pack a model file with weights from `weights`, and its golden rows [tokens, columns], as the fixture ``name``."""
+    reader = gguf.GGUFReader(path)
+    start = int(reader.data_offset)
+    stored = [(t.name, [int(n) for n in t.shape], int(t.data_offset) - start) for t in reader.tensors]
+    np.savez_compressed(
+        FOLDER / f"{name}.npz",
+        head=np.frombuffer(path.read_bytes()[:start], np.uint8),
+        tensors=np.frombuffer(json.dumps(stored).encode(), np.uint8),
+        tokens=tokens.astype(np.int32),
+        logits=rows[-ROWS:],
+        seed=np.array(seed),
+    )
 
 
 def pack(suite: Path) -> None:

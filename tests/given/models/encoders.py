@@ -1,25 +1,26 @@
-"""Tiny encoders of random weights, with what PyTorch makes of them: fixtures of `architectures`, written anew by
+"""Tiny models of random weights, with the results of PyTorch: fixtures of `architectures`, written anew by
 
     python -m hocket.tests.given.models.encoders [NAMES]      needs transformers, torch and gguf
 
+Most are encoders.  llama.cpp has no graph of GPT-J, and its Chameleon with Swin norms differs from the original.
 Goldens are in float64, of transformers' own modules where it has the model; what it lacks (ALiBi and two norms of Jina
 2, experts of Nomic) is added to the nearest one here.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .architectures import FOLDER, ROWS, weights
+from .architectures import add_key, pack_file, weights, write_file
 
 SEED, VOCABULARY, WIDTH, HEADS, INNER = 7, 96, 32, 4, 40
 COUNT = 24
@@ -33,9 +34,8 @@ KEYS: Mapping[str, object] = {
     "embedding_length": WIDTH,
     "feed_forward_length": INNER,
     "attention.head_count": HEADS,
-    "attention.causal": False,
-    "pooling_type": 1,
 }
+OF_ENCODERS: Mapping[str, object] = {"attention.causal": False, "pooling_type": 1}
 LAYER_NORM = {"attention.layer_norm_epsilon": 1e-12}
 
 
@@ -51,6 +51,9 @@ class Encoder:
     blocks: int = 2
     change: Callable[[Any], None] = lambda model: None
     names: Mapping[str, str] = field(default_factory=dict)
+    parameter: Callable[[str, Any], Any] = lambda title, value: value
+    """Convert the values of the tensor ``title`` of the file to a parameter of the model."""
+    decoder: bool = False
     run: Callable[[Any, Any], Any] = lambda model, ids: model(input_ids=ids).last_hidden_state
 
 
@@ -238,6 +241,7 @@ MODELS: Mapping[str, Encoder] = {
         blocks=3,
         change=projecting,
         names={f"dense_{i}.weight": f"dense_{i}.weight" for i in (2, 3)},
+        parameter=lambda title, value: value - ("norm" in title),  # the file holds one more than the parameter
         run=lambda model, ids: model.dense_3(model.dense_2(model(input_ids=ids).last_hidden_state)),
     ),
     "t5encoder-gated": Encoder(
@@ -255,13 +259,55 @@ MODELS: Mapping[str, Encoder] = {
 }
 
 
+def unpair_rows(title: str, value: Any) -> Any:
+    """The rows of queries and keys of Chameleon: neighbours turn together in files, halves of a head in parameters."""
+    if not fnmatch(title, "blk.*.attn_[qk]*"):
+        return value
+    heads = value if "norm" in title else value.reshape(-1, WIDTH // HEADS, WIDTH)
+    return np.concatenate([heads[:, ::2], heads[:, 1::2]], axis=1).reshape(value.shape)
+
+
+CHAMELEON = Encoder(
+    "chameleon",
+    "ChameleonForConditionalGeneration",
+    {
+        **SIZES,
+        **POSITIONS,
+        **{"num_hidden_layers": 2, "num_key_value_heads": 2, "vocabulary_map": {"<image>": 3}},
+        "vq_config": {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "embed_dim": 8}
+        | {"latent_channels": 8, "num_embeddings": 8, "resolution": 16},
+    },
+    {"attention.layer_norm_rms_epsilon": 1e-5, "attention.head_count_kv": 2, "swin_norm": False},
+    parameter=unpair_rows,
+    decoder=True,
+    run=lambda model, ids: model(input_ids=ids).logits,
+)
+DECODERS: Mapping[str, Encoder] = {
+    "gptj-dense": Encoder(
+        "gptj",
+        "GPTJForCausalLM",
+        {
+            **{"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_head": HEADS, "n_inner": INNER, "n_layer": 2},
+            **{"n_positions": 64, "rotary_dim": 4},
+        },
+        {"attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": 4},
+        decoder=True,
+        run=lambda model, ids: model(input_ids=ids).logits,
+    ),
+    "chameleon-dense": CHAMELEON,
+    "chameleon-swin": replace(
+        CHAMELEON, config={**CHAMELEON.config, "swin_norm": True}, keys={**CHAMELEON.keys, "swin_norm": True}
+    ),
+}
+
+
 def write(name: str) -> None:
     """A fixture: the file up to its data, tensors, tokens and hidden rows."""
     import gguf
     import torch
     import transformers
 
-    of = MODELS[name]
+    of = {**MODELS, **DECODERS}[name]
     kind = getattr(transformers, of.model)
     config = kind.config_class(**of.config)
     config._attn_implementation = "eager"
@@ -272,12 +318,11 @@ def write(name: str) -> None:
     known = gguf.get_tensor_name_map(numbers[of.architecture], of.blocks)
     writer = gguf.GGUFWriter(None, of.architecture)
     writer.add_block_count(of.blocks)
-    for key, value in {**KEYS, **of.keys}.items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)]
-        add(f"{of.architecture}.{key}", value)
+    for key, value in {**KEYS, **({} if of.decoder else OF_ENCODERS), **of.keys}.items():
+        add_key(writer, f"{of.architecture}.{key}", value)
     parts: dict[str, list[Any]] = {}
     for path, parameter in model.named_parameters():
-        own = "" if path.startswith("pooler.") else of.names.get(path)
+        own = "" if path.startswith(("pooler.", "model.vqmodel.")) else of.names.get(path)
         title = known.get_name(path, try_suffixes=(".weight", ".bias")) if own is None else own
         assert title is not None, path
         if title:
@@ -286,34 +331,21 @@ def write(name: str) -> None:
         shape = (sum(p.shape[0] for p in parameters), *parameters[0].shape[1:])
         value = weights(title, shape[::-1], SEED).reshape(shape)
         writer.add_tensor(title, value)
-        is_shifted = of.model == "Gemma3TextModel" and "norm" in title  # the file holds one more than the parameter
         ends = np.cumsum([p.shape[0] for p in parameters])[:-1]
-        for parameter, part in zip(parameters, np.split(value.astype(np.float64) - is_shifted, ends), strict=True):
+        for parameter, part in zip(
+            parameters, np.split(of.parameter(title, value.astype(np.float64)), ends), strict=True
+        ):
             parameter.data = torch.tensor(part)
     tokens = np.random.RandomState(SEED).randint(1, VOCABULARY, COUNT)
     with torch.no_grad():
         rows = of.run(model, torch.tensor(tokens[None]))[0].numpy()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        writer.write_header_to_file(path)
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        reader = gguf.GGUFReader(path)
-        start = reader.data_offset
-        stored = [(t.name, [int(n) for n in t.shape], int(t.data_offset) - start) for t in reader.tensors]
-        head = path.read_bytes()[:start]
-    np.savez_compressed(
-        FOLDER / f"{name}.npz",
-        head=np.frombuffer(head, np.uint8),
-        tensors=np.frombuffer(json.dumps(stored).encode(), np.uint8),
-        tokens=tokens.astype(np.int32),
-        logits=rows[-ROWS:],
-        seed=np.array(SEED),
-    )
+        write_file(writer, path)
+        pack_file(name, path, tokens, rows, SEED)
     sys.stdout.write(f"{name} {math.sqrt(float((rows**2).mean())):.3f}\n")
 
 
 if __name__ == "__main__":
-    for one in sys.argv[1:] or MODELS:
+    for one in sys.argv[1:] or (*MODELS, *DECODERS):
         write(one)

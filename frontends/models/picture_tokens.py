@@ -1,0 +1,42 @@
+"""Tokens that stand for parts of pictures: their ranges in a vocabulary, and logits under which no text has one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial, reduce
+
+from ... import ops
+from ...graph import Value
+from ..gguf.keys import Keys
+
+PICTURE, PICTURES = "IMGIMG", (4, 8196)
+"""How names of tokens of pictures begin in Chameleon's vocabulary, and their range."""
+MIN_LOGIT = -3.4028234663852886e38
+"""The logit of a token that no text has: the lowest float32."""
+
+
+def find_picture_tokens(keys: Keys) -> tuple[tuple[int, int], ...]:
+    """Find the ranges of tokens, [start, stop), that stand for parts of pictures.
+
+    Their names begin with ``IMGIMG``.  A file without such names has them where llama.cpp looks for them.
+    """
+    count, key = keys.vocabulary(), "tokenizer.ggml.tokens"
+    names = keys.gguf.strings(key)[:count] if key in keys.gguf.metadata else ()
+    found = {i for i, name in enumerate(names) if name.startswith(PICTURE)}
+    if not found:
+        return (PICTURES,) if count >= PICTURES[1] else ()
+    starts, stops = (sorted(i + side for i in found if i + step not in found) for side, step in ((0, -1), (1, 1)))
+    return tuple(zip(starts, stops, strict=True))
+
+
+def silence_tokens(logits: Value, ranges: Sequence[tuple[int, int]]) -> Value:
+    """``logits`` f32[n, vocabulary] with the lowest float32 in the columns [start, stop) of each range."""
+    columns, done = list[Value](), 0
+    for start, stop in ranges:
+        hidden = ops.slice_(logits, axis=-1, start=start, stop=stop)
+        columns += [ops.slice_(logits, axis=-1, start=done, stop=start)] if start > done else []
+        columns += [ops.fill(hidden, value=MIN_LOGIT)]
+        done = stop
+    if done < logits.shape[-1]:
+        columns += [ops.slice_(logits, axis=-1, start=done, stop=logits.shape[-1])]
+    return reduce(partial(ops.concat, axis=-1), columns)
