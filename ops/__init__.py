@@ -17,14 +17,14 @@ from .choosing import power as power
 from .choosing import where as where
 from .declaring.op import Op as Op
 from .declaring.op import op as op
+from .declaring.oracle import as_reference_array as as_reference_array
 from .declaring.oracle import evaluate as evaluate
-from .declaring.oracle import exact as exact
+from .declaring.registry import OP_RULES as OP_RULES
 from .declaring.registry import REGISTRY as REGISTRY
-from .declaring.registry import RULES as RULES
 from .declaring.registry import op_of as op_of
 from .declaring.registry import register as register
 from .declaring.registry import verify as verify
-from .declaring.samples import Range as Range
+from .declaring.samples import LegalRange as LegalRange
 from .elementwise import add as add
 from .elementwise import cast as cast
 from .elementwise import clamp as clamp
@@ -130,17 +130,24 @@ from .views import reshape as reshape
 from .views import slice_ as slice_
 from .views import transpose as transpose
 
-_SAID_HERE = {"matmul": "mul_mat", "dot": "mul_mat", "linear": "mul_mat", "embedding": "get_rows", "take": "get_rows"}
-"""What other libraries call some ops."""
+_NAMES_IN_OTHER_LIBRARIES = {
+    "matmul": "mul_mat", "dot": "mul_mat", "linear": "mul_mat", "embedding": "get_rows", "take": "get_rows",
+}  # fmt: skip
+"""The op of hocket for names that other libraries use."""
+
+_OLD_NAMES = {"Range": "LegalRange", "RULES": "OP_RULES", "exact": "as_reference_array"}
+"""Names before 0.2, which packages may use until 0.3."""
 
 
 def __getattr__(name: str) -> _Any:
     """An op of another package, which has been registered or is installed."""
     if name.startswith("__"):
         raise AttributeError(name)
+    if name in _OLD_NAMES:
+        return globals()[_OLD_NAMES[name]]
     if name in REGISTRY:
         return REGISTRY[name]
     from ..graph.validation import did_you_mean
 
-    hint = did_you_mean(_SAID_HERE.get(name, name), REGISTRY) or "; `hocket ops` lists all"
+    hint = did_you_mean(_NAMES_IN_OTHER_LIBRARIES.get(name, name), REGISTRY) or "; `hocket ops` lists all"
     raise AttributeError(f"there is no op {name!r}{hint}")

@@ -6,14 +6,14 @@ from ..graph.dtypes import DTypeLike
 from ..graph.node import Value
 from .declaring.op import Op as Op
 from .declaring.op import op as op
+from .declaring.oracle import as_reference_array as as_reference_array
 from .declaring.oracle import evaluate as evaluate
-from .declaring.oracle import exact as exact
+from .declaring.registry import OP_RULES as OP_RULES
 from .declaring.registry import REGISTRY as REGISTRY
-from .declaring.registry import RULES as RULES
 from .declaring.registry import op_of as op_of
 from .declaring.registry import register as register
 from .declaring.registry import verify as verify
-from .declaring.samples import Range as Range
+from .declaring.samples import LegalRange as LegalRange
 
 def abs_(x: Value, *, name: str = "") -> Value:
     """``|x|``.  ggml: ``UNARY_OP_ABS``."""

@@ -8,25 +8,25 @@ import numpy as np
 
 from ..graph.attrs import Attrs
 from ..graph.spec import Spec
-from .declaring.links import Link, same
-from .declaring.op import Array, Specs, op
-from .declaring.samples import grid
-from .declaring.signature import Mismatch
-from .elementwise import tiled
-from .views import ints_of, spec_of
+from .declaring.links import AxisLink, link_axes
+from .declaring.op import Array, OperandSpecs, op
+from .declaring.samples import expand_template
+from .declaring.signature import SignatureMismatch
+from .elementwise import tile_to_shape
+from .views import first_spec, integers_attribute
 
 
-def _per_axis(attrs: Attrs, name: str, spec: Spec) -> tuple[int, ...]:
+def _integer_per_axis(attrs: Attrs, name: str, spec: Spec) -> tuple[int, ...]:
     """An attribute of one integer an axis."""
-    values = ints_of(attrs, name)
+    values = integers_attribute(attrs, name)
     if len(values) != len(spec.shape):
-        raise Mismatch(
+        raise SignatureMismatch(
             f"{name} has {len(values)} entries; it needs one for each of the {len(spec.shape)} axes of {spec}"
         )
     return values
 
 
-def _slices(shape: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[slice, ...]:
+def _region_slices(shape: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[slice, ...]:
     """The region of that shape that begins at `offsets`."""
     return tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
 
@@ -34,28 +34,30 @@ def _slices(shape: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[slice, ..
 # --------------------------------------------------------------------------------------------------------- repeat
 
 
-def _repeated(specs: Specs, attrs: Attrs) -> Spec:
-    spec, shape = spec_of(specs), ints_of(attrs, "shape")
+def _infer_repeat(specs: OperandSpecs, attrs: Attrs) -> Spec:
+    spec, shape = first_spec(specs), integers_attribute(attrs, "shape")
     old = (1,) * (len(shape) - len(spec.shape)) + spec.shape
     if len(old) != len(shape) or any(m % n if n else m for n, m in zip(old, shape, strict=True)):
-        raise Mismatch(f"{spec} cannot be repeated to {list(shape)}; each size must be a multiple of that of x")
+        raise SignatureMismatch(
+            f"{spec} cannot be repeated to {list(shape)}; each size must be a multiple of that of x"
+        )
     return Spec(shape, spec.dtype)
 
 
-def _repeat_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
-    shape, target = spec_of(specs).shape, ints_of(attrs, "shape")
+def _repeat_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
+    shape, target = first_spec(specs).shape, integers_attribute(attrs, "shape")
     extra = len(target) - len(shape)
-    return same({i: i + extra for i, n in enumerate(shape) if n == target[i + extra]})
+    return link_axes({i: i + extra for i, n in enumerate(shape) if n == target[i + extra]})
 
 
 @op(
     "x[...]: number -> [...]",
     linear=("x",),
-    infer=_repeated,
+    infer=_infer_repeat,
     links=_repeat_links,
     localise=lambda attrs, shape, count: {"shape": shape},
     samples=(
-        *grid("x={x}[2,3,4], shape=({to})", x=("f32", "f16", "bf16", "i32", "i16"), to=("2,6,4", "4,3,12")),
+        *expand_template("x={x}[2,3,4], shape=({to})", x=("f32", "f16", "bf16", "i32", "i16"), to=("2,6,4", "4,3,12")),
         *("x=f32[5], shape=(2,3,10)", "x=f32[], shape=(3,)", "x=f32[3,1], shape=(3,7)", "x=f32[0,2], shape=(0,4)"),
         *("x=f32[2,3], shape=(2,3)", "x=f32[2,3], shape=(0,3)"),
     ),
@@ -70,36 +72,40 @@ def _repeat_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
 )
 def repeat(x: Array, *, shape: tuple[int, ...]) -> Array:
     """`x` laid out as tiles until it has `shape`: entry i of an axis is ``x[i % size]``.  ggml: ``REPEAT``."""
-    return np.array(tiled(x, shape))
+    return np.array(tile_to_shape(x, shape))
 
 
 # ------------------------------------------------------------------------------------------------------------ pad
 
 
-def _padded(specs: Specs, attrs: Attrs) -> Spec:
-    spec = spec_of(specs)
-    left, right = _per_axis(attrs, "left", spec), _per_axis(attrs, "right", spec)
+def _infer_pad(specs: OperandSpecs, attrs: Attrs) -> Spec:
+    spec = first_spec(specs)
+    left, right = _integer_per_axis(attrs, "left", spec), _integer_per_axis(attrs, "right", spec)
     if min((*left, *right), default=0) < 0:
-        raise Mismatch(f"left {list(left)} and right {list(right)} must not be negative; slice to cut")
+        raise SignatureMismatch(f"left {list(left)} and right {list(right)} must not be negative; slice to cut")
     if attrs["circular"] and any(n == 0 < a + b for n, a, b in zip(spec.shape, left, right, strict=True)):
-        raise Mismatch(f"{spec} has an empty axis, which cannot be padded with its own entries")
+        raise SignatureMismatch(f"{spec} has an empty axis, which cannot be padded with its own entries")
     return Spec(tuple(a + n + b for n, a, b in zip(spec.shape, left, right, strict=True)), spec.dtype)
 
 
-def _pad_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
+def _pad_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     """An axis that gains nothing keeps its index; one that gains entries must be whole."""
-    left, right = ints_of(attrs, "left"), ints_of(attrs, "right")
-    return same({i: i for i in range(len(left)) if left[i] == right[i] == 0})
+    left, right = integers_attribute(attrs, "left"), integers_attribute(attrs, "right")
+    return link_axes({i: i for i in range(len(left)) if left[i] == right[i] == 0})
 
 
 @op(
     "x[...]: number -> [...]",
     linear=("x",),
-    infer=_padded,
+    infer=_infer_pad,
     links=_pad_links,
     samples=(
-        *grid("x=f32[3,5], left=({left}), right=({right})", left=("0,0", "1,3"), right=("0,0", "2,1", "0,7")),
-        *grid("x=f32[3,5], left=({left}), right=({right}), circular=true", left=("0,2", "1,9"), right=("2,1", "0,7")),
+        *expand_template(
+            "x=f32[3,5], left=({left}), right=({right})", left=("0,0", "1,3"), right=("0,0", "2,1", "0,7")
+        ),
+        *expand_template(
+            "x=f32[3,5], left=({left}), right=({right}), circular=true", left=("0,2", "1,9"), right=("2,1", "0,7")
+        ),
         *("x=f16[2,1,3], left=(0,1,0), right=(0,0,2)", "x=i32[4], left=(2,), right=(1,)", "x=f32[], left=(), right=()"),
         *("x=f32[0,3], left=(2,0), right=(0,1)", "x=f32[0,3], left=(0,1), right=(0,1), circular=true"),
     ),
@@ -119,7 +125,7 @@ def pad(x: Array, *, left: tuple[int, ...], right: tuple[int, ...], circular: bo
     """
     if not circular:
         out = np.zeros([a + n + b for n, a, b in zip(x.shape, left, right, strict=True)], x.dtype)
-        out[_slices(x.shape, left)] = x
+        out[_region_slices(x.shape, left)] = x
         return out
     for axis, n in enumerate(x.shape):
         if left[axis] or right[axis]:
@@ -130,14 +136,16 @@ def pad(x: Array, *, left: tuple[int, ...], right: tuple[int, ...], circular: bo
 @op(
     "x[..., *n] -> [..., m]",
     linear=("x",),
-    where={"m": lambda n, left, right, **_: left + n + right},
-    needs=lambda n, left, right, **_: (
+    derived_sizes={"m": lambda n, left, right, **_: left + n + right},
+    check=lambda n, left, right, **_: (
         None
         if min(left, right) >= 0 and max(left, right) < n
         else f"left {left} and right {right} must be from 0 to {n - 1}, as rows hold {n} entries"
     ),
     samples=(
-        *grid("x=f32[{shape}], left={left}, right={right}", shape=("7", "3,10", "2,1,5"), left=(0, 4), right=(1, 3)),
+        *expand_template(
+            "x=f32[{shape}], left={left}, right={right}", shape=("7", "3,10", "2,1,5"), left=(0, 4), right=(1, 3)
+        ),
         *("x=f16[2,3], left=2, right=2", "x=f32[0,3], left=1, right=0", "x=f32[2,1], left=0, right=0"),
     ),
     errors=(
@@ -145,7 +153,7 @@ def pad(x: Array, *, left: tuple[int, ...], right: tuple[int, ...], circular: bo
         ("x=f32[5], left=0, right=-1", "right -1"),
         ("x=f32[5], left=1", "right is missing"),
     ),
-    must=False,
+    is_required=False,
     compare="exact",
     infinite=("x",),
 )
@@ -157,26 +165,28 @@ def pad_reflect_1d(x: Array, *, left: int, right: int) -> Array:
 # ----------------------------------------------------------------------------------------------------------- roll
 
 
-def _rolled(specs: Specs, attrs: Attrs) -> Spec:
-    _per_axis(attrs, "shifts", spec_of(specs))
-    return spec_of(specs)
+def _infer_roll(specs: OperandSpecs, attrs: Attrs) -> Spec:
+    _integer_per_axis(attrs, "shifts", first_spec(specs))
+    return first_spec(specs)
 
 
-def _roll_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
-    return same({i: i for i, shift in enumerate(ints_of(attrs, "shifts")) if shift == 0})
+def _roll_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
+    return link_axes({i: i for i, shift in enumerate(integers_attribute(attrs, "shifts")) if shift == 0})
 
 
 @op(
     "x[...]: number -> [...]",
     linear=("x",),
-    infer=_rolled,
+    infer=_infer_roll,
     links=_roll_links,
     samples=(
-        *grid("x={x}[3,5,4], shifts=({by})", x=("f32", "f16", "i32"), by=("0,0,0", "1,-2,3", "-1,0,-1", "4,5,-9")),
+        *expand_template(
+            "x={x}[3,5,4], shifts=({by})", x=("f32", "f16", "i32"), by=("0,0,0", "1,-2,3", "-1,0,-1", "4,5,-9")
+        ),
         *("x=f32[7], shifts=(3,)", "x=f32[1,0], shifts=(1,2)", "x=f32[], shifts=()"),
     ),
     errors=(("x=f32[3,5], shifts=(1,)", "shifts has 1 entries"), ("x=f32[3]", "shifts is missing")),
-    must=False,
+    is_required=False,
     compare="exact",
     infinite=("x",),
 )
@@ -190,30 +200,30 @@ def roll(x: Array, *, shifts: tuple[int, ...]) -> Array:
 # ------------------------------------------------------------------------------------------------------- set, acc
 
 
-def _region(specs: Specs, attrs: Attrs) -> Spec:
+def _infer_region(specs: OperandSpecs, attrs: Attrs) -> Spec:
     a, b = specs
     assert a is not None
     assert b is not None
-    offsets = _per_axis(attrs, "offsets", a)
+    offsets = _integer_per_axis(attrs, "offsets", a)
     if a.dtype is not b.dtype:
-        raise Mismatch(f"a is {a.dtype} but b is {b.dtype}; cast one of them")
+        raise SignatureMismatch(f"a is {a.dtype} but b is {b.dtype}; cast one of them")
     if len(a.shape) != len(b.shape):
-        raise Mismatch(f"a is {a} and b is {b}; they must have as many axes")
+        raise SignatureMismatch(f"a is {a} and b is {b}; they must have as many axes")
     if any(o < 0 or o + n > m for o, n, m in zip(offsets, b.shape, a.shape, strict=True)):
-        raise Mismatch(f"b, {b} at {list(offsets)}, does not lie within a, {a}")
+        raise SignatureMismatch(f"b, {b} at {list(offsets)}, does not lie within a, {a}")
     return a
 
 
-def _region_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
+def _region_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     """Axes that `b` fills are shared; along the others both must be whole."""
     a, b = specs
     assert a is not None
     assert b is not None
     full = [i for i, (n, m) in enumerate(zip(a.shape, b.shape, strict=True)) if n == m]
-    return tuple(Link(operand, (i,), (i,)) for operand in (0, 1) for i in full)
+    return tuple(AxisLink(operand, (i,), (i,)) for operand in (0, 1) for i in full)
 
 
-def _region_traffic(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
+def _count_region_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
     """In place only the region is touched: `b` is read and its like written."""
     return 2 * (sources[1].nbytes if sources[1] else 0)
 
@@ -239,10 +249,10 @@ _REGION_ERRORS = (
     "a[~...]: number, b[~...]: number -> [...]",
     linear=("a+b",),
     inplace="a",
-    infer=_region,
+    infer=_infer_region,
     links=_region_links,
     flops=lambda **_: 0,
-    traffic=_region_traffic,
+    traffic=_count_region_bytes,
     samples=tuple(case.format(x=x) for case in _REGIONS for x in ("f32", "f16", "i32")),
     errors=_REGION_ERRORS,
     compare="exact",
@@ -254,7 +264,7 @@ def set_(a: Array, b: Array, *, offsets: tuple[int, ...]) -> Array:
     ggml: ``SET``, which names the region by byte strides and a byte offset.
     """
     out = np.array(a)
-    out[_slices(b.shape, offsets)] = b
+    out[_region_slices(b.shape, offsets)] = b
     return out
 
 
@@ -262,12 +272,12 @@ def set_(a: Array, b: Array, *, offsets: tuple[int, ...]) -> Array:
     "a[~...], b[~...] -> [...]",
     linear=("a+b",),
     inplace="a",
-    infer=_region,
+    infer=_infer_region,
     links=_region_links,
     traffic=lambda sources, results, attrs: 3 * (sources[1].nbytes if sources[1] else 0),
     samples=tuple(case.format(x=x) for case in _REGIONS for x in ("f32", "bf16")),
     errors=(*_REGION_ERRORS, ("a=i32[5], b=i32[3], offsets=(0,)", "a is i32")),
-    must=False,
+    is_required=False,
 )
 def acc(a: Array, b: Array, *, offsets: tuple[int, ...]) -> Array:
     """`a` with `b` added to the region of the shape of `b` that begins at `offsets`.
@@ -275,5 +285,5 @@ def acc(a: Array, b: Array, *, offsets: tuple[int, ...]) -> Array:
     ggml: ``ACC``, which names the region by byte strides and a byte offset.
     """
     out = np.array(a)
-    out[_slices(b.shape, offsets)] += b
+    out[_region_slices(b.shape, offsets)] += b
     return out

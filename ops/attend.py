@@ -8,18 +8,18 @@ import numpy as np
 
 from ..graph.attrs import Attrs
 from ..graph.node import Node
-from .declaring.attributes import number
+from .declaring.attributes import float_attribute
 from .declaring.op import Array, op
-from .declaring.samples import Range, grid
-from .elementwise import tiled
+from .declaring.samples import LegalRange, expand_template
+from .elementwise import tile_to_shape
 from .norms import alibi_slopes, softmax_rows
 
 
 @op(
     "pos[..., t]: i32 -> [..., t, cells]: f32",
     flops=lambda t, cells, **_: 2 * t * cells,
-    ranges={"pos": Range(0, 8)},
-    needs=lambda cells, window, **_: "cells and window must not be negative" if min(cells, window) < 0 else None,
+    ranges={"pos": LegalRange(0, 8)},
+    check=lambda cells, window, **_: "cells and window must not be negative" if min(cells, window) < 0 else None,
     samples=("pos=i32[5], cells=8", "pos=i32[2,3], cells=9, window=3", "pos=i32[0], cells=4"),
     errors=(
         ("pos=f32[5], cells=8", "pos is f32"),
@@ -41,24 +41,24 @@ def causal_mask(pos: Array, *, cells: int, window: int = 0) -> Array:
 _MASKS: Mapping[str, str] = {"one": "t, *s", "each": "(kv_heads query_heads), t, *s", "tiled": "*m, t, *s"}
 
 
-def _attention_needs(mask_heads: str, kv_heads: int, query_heads: int, m: int | None = None, **_: object) -> str | None:
+def _check_attention(mask_heads: str, kv_heads: int, query_heads: int, m: int | None = None, **_: object) -> str | None:
     heads = kv_heads * query_heads
     if m is not None and (heads % m if m else heads):
         return f"mask has {m} heads, which do not divide the {heads} of q"
     return None
 
 
-def _whole_heads(attrs: Attrs) -> tuple[str, ...]:
+def _unsharded_head_dimensions(attrs: Attrs) -> tuple[str, ...]:
     """A slope depends on the number of the head, and so does the mask of a head by index modulo."""
     return ("kv_heads", "query_heads") if attrs["max_bias"] or attrs["mask_heads"] == "tiled" else ()
 
 
-def _seen_share(node: Node) -> float:
+def _visible_fraction(node: Node) -> float:
     """The share of cells that a token sees through a window; a kernel passes the others by."""
     mask = node.src[3].node if len(node.src) > 3 and node.src[3] is not None else None
     if mask is None or mask.op != "causal_mask" or not mask.attrs["window"]:
         return 1.0
-    return min(1.0, number(mask.attrs, "window") / max(1.0, number(mask.attrs, "cells")))
+    return min(1.0, float_attribute(mask.attrs, "window") / max(1.0, float_attribute(mask.attrs, "cells")))
 
 
 @op(
@@ -68,20 +68,22 @@ def _seen_share(node: Node) -> float:
         " -> [..., t, (kv_heads query_heads), e]: f32"
         for name, axes in _MASKS.items()
     },
-    form="mask_heads",
+    signature_key="mask_heads",
     linear=("v",),
-    needs=_attention_needs,
-    whole=_whole_heads,
+    check=_check_attention,
+    unsharded_dimensions=_unsharded_head_dimensions,
     infinite=("-mask",),
     flops=lambda t, kv_heads, query_heads, s, d, e, **_: t * kv_heads * query_heads * s * (2 * d + 2 * e + 5),
-    share=_seen_share,
+    active_fraction=_visible_fraction,
     samples=(
-        *grid("q=f32[{t},4,16], k={x}[9,{h},16], v={x}[9,{h},16], scale=0.25", t=(1, 3), h=(1, 2, 4), x=("f32", "f16")),
-        *grid("q=f32[2,4,64], k={x}[9,2,64], v={x}[9,2,32], scale=0.125", x=("q8_0", "q4_0")),
+        *expand_template(
+            "q=f32[{t},4,16], k={x}[9,{h},16], v={x}[9,{h},16], scale=0.25", t=(1, 3), h=(1, 2, 4), x=("f32", "f16")
+        ),
+        *expand_template("q=f32[2,4,64], k={x}[9,2,64], v={x}[9,2,32], scale=0.125", x=("q8_0", "q4_0")),
         "q=f32[2,3,4,16], k=f32[2,9,2,16], v=f32[2,9,2,24], mask=f32[2,3,9], scale=0.25",
         "q=f32[2,3,4,16], k=f32[2,9,2,16], v=f32[2,9,2,16], mask=f16[3,9], scale=0.25, max_bias=8.0",
         "q=f32[3,4,16], k=f32[9,2,16], v=f32[9,2,16], mask=f32[3,9], sinks=f32[4], scale=0.25, softcap=5.0",
-        *grid(
+        *expand_template(
             'q=f32[4,3,6,8], k=f32[4,7,2,8], v=f32[4,7,2,5], mask=f16[{b}{m},3,7], mask_heads="{how}", scale=0.25,'
             " max_bias={bias}",
             b=("", "2,"),
@@ -89,7 +91,7 @@ def _seen_share(node: Node) -> float:
             how=("each", "tiled"),
             bias=(0.0, 8.0),
         ),
-        *grid(
+        *expand_template(
             'q=f32[3,6,8], k=f32[7,3,8], v=f32[7,3,5], mask=f32[{m},3,7], mask_heads="tiled", scale=0.25', m=(1, 2, 3)
         ),
         "q=f32[0,4,8], k=f32[5,2,8], v=f32[5,2,8], mask=f32[0,5], scale=1.0",
@@ -136,6 +138,6 @@ def attention(
     if mask is not None:
         mask = mask[..., None, :, :] if mask_heads == "one" else mask
         slopes = alibi_slopes(heads, max_bias)[:, None, None]
-        scores = scores + slopes * tiled(mask, scores.shape)
+        scores = scores + slopes * tile_to_shape(mask, scores.shape)
     p = softmax_rows(scores, None if sinks is None else sinks[:, None, None])
     return np.einsum("...hts,...she->...the", p, v)

@@ -9,12 +9,12 @@ import numpy as np
 
 from ..graph.attrs import Attrs
 from ..graph.spec import Spec
-from .declaring.links import Link
-from .declaring.op import Array, Specs, op
-from .declaring.samples import Range, grid
-from .declaring.signature import Mismatch
-from .elementwise import BINARY, BINARY_ERRORS, tiled
-from .views import spec_of
+from .declaring.links import AxisLink
+from .declaring.op import Array, OperandSpecs, op
+from .declaring.samples import LegalRange, expand_template
+from .declaring.signature import SignatureMismatch
+from .elementwise import BINARY_ERRORS, BINARY_SIGNATURE, tile_to_shape
+from .views import first_spec
 
 COMPARISONS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
     {
@@ -28,16 +28,18 @@ COMPARISONS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
 )
 
 
-def _unknown(kind: str, **_: object) -> str | None:
+def _check_comparison(kind: str, **_: object) -> str | None:
     return None if kind in COMPARISONS else f"kind is {kind!r}; one of {', '.join(COMPARISONS)}"
 
 
 @op(
     "a[...]: number, b[~...]: number -> [...]: f32",
-    needs=_unknown,
+    check=_check_comparison,
     samples=(
-        *grid('a={x}[3,8], b={x}[{b}], kind="{kind}"', x=("f32", "i32"), b=("3,8", "1"), kind=("eq", "ne", "lt")),
-        *grid('a={x}[2,3,4], b={x}[3,1], kind="{kind}"', x=("f16", "i64"), kind=("le", "gt", "ge")),
+        *expand_template(
+            'a={x}[3,8], b={x}[{b}], kind="{kind}"', x=("f32", "i32"), b=("3,8", "1"), kind=("eq", "ne", "lt")
+        ),
+        *expand_template('a={x}[2,3,4], b={x}[3,1], kind="{kind}"', x=("f16", "i64"), kind=("le", "gt", "ge")),
         'a=i8[0,5], b=i8[5], kind="eq"',
     ),
     errors=(
@@ -45,55 +47,55 @@ def _unknown(kind: str, **_: object) -> str | None:
         ('a=f32[3], b=f32[2], kind="lt"', "do not divide"),
         ("a=f32[3], b=f32[3]", "kind is missing"),
     ),
-    ranges={"a": Range(-2.0, 2.0), "b": Range(-2.0, 2.0)},
+    ranges={"a": LegalRange(-2.0, 2.0), "b": LegalRange(-2.0, 2.0)},
     compare="exact",
     infinite=("a", "b"),
-    must=False,
+    is_required=False,
 )
 def compare(a: Array, b: Array, *, kind: str) -> Array:
     """1 where a comparison holds, else 0: `kind` is eq, ne, lt, le, gt or ge; `b` tiles into `a`.
 
     Nothing but ne holds for a NaN.  IEEE 754, 2019.
     """
-    return COMPARISONS[kind](a, tiled(b, a.shape)).astype(np.float64)
+    return COMPARISONS[kind](a, tile_to_shape(b, a.shape)).astype(np.float64)
 
 
-def _broadcasts(spec: Spec, whole: Spec) -> bool:
+def _is_broadcastable(spec: Spec, whole: Spec) -> bool:
     extra = len(whole.shape) - len(spec.shape)
     return extra >= 0 and all(n in (1, m) for n, m in zip(spec.shape, whole.shape[extra:], strict=True))
 
 
-def _chosen(specs: Specs, attrs: Attrs) -> Spec:
+def _infer_where(specs: OperandSpecs, attrs: Attrs) -> Spec:
     truth, a, b = specs
     assert truth is not None
     assert a is not None
     assert b is not None
     if a.dtype.is_integer != b.dtype.is_integer:
-        raise Mismatch(f"a is {a.dtype} but b is {b.dtype}; cast one of them")
+        raise SignatureMismatch(f"a is {a.dtype} but b is {b.dtype}; cast one of them")
     for name, spec in (("a", a), ("b", b)):
-        if not _broadcasts(spec, truth):
-            raise Mismatch(f"{name}, {spec}, cannot be broadcast to truth, {truth}; only axes of size 1 grow")
+        if not _is_broadcastable(spec, truth):
+            raise SignatureMismatch(f"{name}, {spec}, cannot be broadcast to truth, {truth}; only axes of size 1 grow")
     return Spec(truth.shape, a.dtype)
 
 
-def _choice_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
+def _where_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     """Axes of equal size are one index; those of size 1 serve all."""
-    shape = spec_of(specs).shape
+    shape = first_spec(specs).shape
     links = []
     for operand, spec in enumerate(specs):
         assert spec is not None
         extra = len(shape) - len(spec.shape)
-        links += [Link(operand, (i,), (i + extra,)) for i, n in enumerate(spec.shape) if n == shape[i + extra]]
+        links += [AxisLink(operand, (i,), (i + extra,)) for i, n in enumerate(spec.shape) if n == shape[i + extra]]
     return tuple(links)
 
 
 @op(
     "truth[...], a[~...]: number, b[~...]: number -> [...]: a",
     linear=("a+b",),
-    infer=_chosen,
-    links=_choice_links,
+    infer=_infer_where,
+    links=_where_links,
     samples=(
-        *grid("truth=f32[3,8], a={x}[{a}], b={x}[3,8]", x=("f32", "f16", "i32", "i64"), a=("3,8", "8")),
+        *expand_template("truth=f32[3,8], a={x}[{a}], b={x}[3,8]", x=("f32", "f16", "i32", "i64"), a=("3,8", "8")),
         "truth=f32[2,3,4], a=f32[], b=f32[3,1]",
         "truth=f32[0,4], a=f32[1], b=f32[4]",
     ),
@@ -102,10 +104,10 @@ def _choice_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
         ("truth=f32[4], a=f32[2], b=f32[4]", "only axes of size 1 grow"),
         ("truth=f32[3], a=f32[3], b=i32[3]", "cast one"),
     ),
-    ranges={"truth": Range(0.0, 1.0)},
+    ranges={"truth": LegalRange(0.0, 1.0)},
     compare="exact",
     infinite=("a", "b"),
-    must=False,
+    is_required=False,
 )
 def where(truth: Array, a: Array, b: Array) -> Array:
     """`a` where `truth` is not 0, else `b`, in the dtype of `a`; both are broadcast to `truth`.
@@ -116,33 +118,33 @@ def where(truth: Array, a: Array, b: Array) -> Array:
 
 
 _SAMPLES = (
-    *grid("a={a}[2,3,8], b={b}[2,3,8]", a=("f32", "f16", "bf16"), b=("f32",)),
-    *grid("a=f32[4,6,8], b=f32[{b}]", b=("8", "4,1,8", "1", "")),
+    *expand_template("a={a}[2,3,8], b={b}[2,3,8]", a=("f32", "f16", "bf16"), b=("f32",)),
+    *expand_template("a=f32[4,6,8], b=f32[{b}]", b=("8", "4,1,8", "1", "")),
     "a=f32[0,5], b=f32[5]",
 )
 
 
-@op(BINARY, inplace="a", samples=_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"), must=False)
+@op(BINARY_SIGNATURE, inplace="a", samples=_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"), is_required=False)
 def maximum(a: Array, b: Array) -> Array:
     """The larger of two numbers, NaN if one is; `b` tiles into `a`.  IEEE 754, 2019."""
-    return np.maximum(a, tiled(b, a.shape))
+    return np.maximum(a, tile_to_shape(b, a.shape))
 
 
-@op(BINARY, inplace="a", samples=_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"), must=False)
+@op(BINARY_SIGNATURE, inplace="a", samples=_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"), is_required=False)
 def minimum(a: Array, b: Array) -> Array:
     """The smaller of two numbers, NaN if one is; `b` tiles into `a`.  IEEE 754, 2019."""
-    return np.minimum(a, tiled(b, a.shape))
+    return np.minimum(a, tile_to_shape(b, a.shape))
 
 
 @op(
-    BINARY,
+    BINARY_SIGNATURE,
     inplace="a",
     flops=lambda **_: 8,
     samples=_SAMPLES,
     errors=BINARY_ERRORS,
-    ranges={"a": Range(0.25, 4.0), "b": Range(-2.0, 2.0)},
-    must=False,
+    ranges={"a": LegalRange(0.25, 4.0), "b": LegalRange(-2.0, 2.0)},
+    is_required=False,
 )
 def power(a: Array, b: Array) -> Array:
     """``a ** b``; `b` tiles into `a`.  IEEE 754, 2019."""
-    return np.power(a, tiled(b, a.shape))
+    return np.power(a, tile_to_shape(b, a.shape))

@@ -11,11 +11,11 @@ import numpy as np
 from ..graph.attrs import Attr, Attrs
 from ..graph.dtypes import DType
 from ..graph.spec import Spec
-from .declaring.op import Array, Specs, op
-from .declaring.signature import Mismatch
-from .views import axis_of
+from .declaring.op import Array, OperandSpecs, op
+from .declaring.signature import SignatureMismatch
+from .views import axis_attribute
 
-Runs = tuple[tuple[tuple[int, int], ...], ...]
+DeviceIndexRanges = tuple[tuple[tuple[int, int], ...], ...]
 
 
 @op(
@@ -30,32 +30,32 @@ def all_reduce(x: Array, *, sequence: int) -> Array:
     return np.array(x)
 
 
-def _gathered(specs: Specs, attrs: Attrs) -> Spec:
+def _infer_all_gather(specs: OperandSpecs, attrs: Attrs) -> Spec:
     x = specs[0]
     assert x is not None
-    axis, runs = axis_of(attrs, x), runs_of(attrs["runs"])
+    axis, runs = axis_attribute(attrs, x), as_index_ranges(attrs["runs"])
     if x.shape[axis] not in (shares := [sum(n for _, n in device) for device in runs]):
-        raise Mismatch(f"axis {axis} of x holds {x.shape[axis]} entries, the devices have {shares}")
-    return Spec((*x.shape[:axis], _extent(runs), *x.shape[axis + 1 :]), x.dtype)
+        raise SignatureMismatch(f"axis {axis} of x holds {x.shape[axis]} entries, the devices have {shares}")
+    return Spec((*x.shape[:axis], _axis_length(runs), *x.shape[axis + 1 :]), x.dtype)
 
 
-def _extent(runs: Runs) -> int:
+def _axis_length(runs: DeviceIndexRanges) -> int:
     """The length of the whole axis."""
     return max((offset + n for device in runs for offset, n in device), default=0)
 
 
-def int_attr(value: Attr) -> int:
+def as_integer(value: Attr) -> int:
     assert isinstance(value, int)
     return value
 
 
-def runs_of(value: Attr) -> Runs:
+def as_index_ranges(value: Attr) -> DeviceIndexRanges:
     return value  # type: ignore[return-value]  # settled() checked its kind
 
 
 @op(
     "x[...]: number -> [...]",
-    infer=_gathered,
+    infer=_infer_all_gather,
     links=lambda specs, attrs: (),
     samples=("x=f32[3,4], axis=1, runs=(((0,4),),), sequence=0",),
     errors=(("x=f32[3], axis=0, runs=(((0,3),),)", "sequence is missing"), ("x=f32[3], axis=0, sequence=0", "runs is")),
@@ -68,27 +68,29 @@ def all_gather(x: Array, *, axis: int, runs: tuple[tuple[tuple[int, ...], ...], 
     return np.array(x)
 
 
-def _scattered(specs: Specs, attrs: Attrs) -> Spec:
+def _infer_reduce_scatter(specs: OperandSpecs, attrs: Attrs) -> Spec:
     x = specs[0]
     assert x is not None
-    axis, length = axis_of(attrs, x), sum(n for _, n in own_runs(attrs))
-    if x.shape[axis] != _extent(runs_of(attrs["runs"])):
-        raise Mismatch(f"axis {axis} of x holds {x.shape[axis]} entries, the runs {_extent(runs_of(attrs['runs']))}")
+    axis, length = axis_attribute(attrs, x), sum(n for _, n in own_index_ranges(attrs))
+    if x.shape[axis] != _axis_length(as_index_ranges(attrs["runs"])):
+        raise SignatureMismatch(
+            f"axis {axis} of x holds {x.shape[axis]} entries, the runs {_axis_length(as_index_ranges(attrs['runs']))}"
+        )
     return Spec((*x.shape[:axis], length, *x.shape[axis + 1 :]), x.dtype)
 
 
-def own_runs(attrs: Attrs) -> tuple[tuple[int, int], ...]:
+def own_index_ranges(attrs: Attrs) -> tuple[tuple[int, int], ...]:
     """The runs of the device itself."""
-    runs, rank = runs_of(attrs["runs"]), int_attr(attrs["rank"])
+    runs, rank = as_index_ranges(attrs["runs"]), as_integer(attrs["rank"])
     if not 0 <= rank < len(runs):
-        raise Mismatch(f"rank is {rank}, but runs are given for {len(runs)} devices")
+        raise SignatureMismatch(f"rank is {rank}, but runs are given for {len(runs)} devices")
     return runs[rank]
 
 
 @op(
     "x[...] -> [...]",
     linear=("x",),
-    infer=_scattered,
+    infer=_infer_reduce_scatter,
     links=lambda specs, attrs: (),
     samples=("x=f32[3,4], axis=1, runs=(((0,4),),), rank=0, sequence=0",),
     errors=(
@@ -106,14 +108,14 @@ def reduce_scatter(
     return np.array(x)
 
 
-def _exchanged(specs: Specs, attrs: Attrs) -> Spec:
-    whole = _gathered(specs, {**attrs, "axis": attrs["old_axis"], "runs": attrs["old_runs"]})
-    return _scattered((whole,), attrs)
+def _infer_all_to_all(specs: OperandSpecs, attrs: Attrs) -> Spec:
+    whole = _infer_all_gather(specs, {**attrs, "axis": attrs["old_axis"], "runs": attrs["old_runs"]})
+    return _infer_reduce_scatter((whole,), attrs)
 
 
 @op(
     "x[...]: number -> [...]",
-    infer=_exchanged,
+    infer=_infer_all_to_all,
     links=lambda specs, attrs: (),
     samples=("x=f32[3,4], old_axis=0, old_runs=(((0,3),),), axis=1, runs=(((0,4),),), rank=0, sequence=0",),
     errors=(
@@ -149,7 +151,7 @@ def send(x: Array, *, to: int, sequence: int) -> Array:
     return np.array(x)
 
 
-def _received(specs: Specs, attrs: Attrs) -> Spec:
+def _infer_receive(specs: OperandSpecs, attrs: Attrs) -> Spec:
     dtype, shape = attrs["dtype"], attrs["shape"]
     assert isinstance(dtype, DType)
     return Spec(shape, dtype)  # type: ignore[arg-type]  # settled() checked its kind
@@ -157,7 +159,7 @@ def _received(specs: Specs, attrs: Attrs) -> Spec:
 
 @op(
     "-> [...]",
-    infer=_received,
+    infer=_infer_receive,
     links=lambda specs, attrs: (),
     samples=("shape=(2,3), dtype=f32, source=0, sequence=0",),
     errors=(
@@ -172,10 +174,10 @@ def receive(*, shape: tuple[int, ...], dtype: DType, source: int, sequence: int)
 
 COLLECTIVES = frozenset(o.name for o in (all_reduce, all_gather, reduce_scatter, all_to_all, send, receive))
 """The ops in which devices meet; in every program they come in the order of their `sequence`."""
-LETTERS = frozenset(o.name for o in (send, receive))
+POINT_TO_POINT_OPS = frozenset(o.name for o in (send, receive))
 """Those in which one device writes to another; in all others a whole team meets."""
 
 
-def sequence_of(op_name: str, attrs: Attrs) -> int | None:
+def find_collective_number(op_name: str, attrs: Attrs) -> int | None:
     """The number of a meeting; None for an op that runs alone."""
-    return int_attr(attrs["sequence"]) if op_name in COLLECTIVES else None
+    return as_integer(attrs["sequence"]) if op_name in COLLECTIVES else None

@@ -14,7 +14,7 @@ import numpy as np
 from ..graph.attrs import Attrs
 from ..graph.node import Value, constant
 from .attend import attention
-from .chunks import delta_rule
+from .chunks import build_chunked_delta_rule
 from .declaring.op import Op
 from .elementwise import mul, scale
 from .gated import geglu, geglu_erf, geglu_quick, reglu, swiglu, swiglu_clamp, swiglu_oai
@@ -25,7 +25,7 @@ from .unary import gelu, gelu_erf, gelu_quick, relu, silu, tanh
 from .views import permute, reshape, slice_, transpose
 
 Operands = Mapping[str, Value]
-Composition = Callable[[Operands, Attrs], tuple[Value, ...]]
+Decomposition = Callable[[Operands, Attrs], tuple[Value, ...]]
 """The results of an op."""
 
 _PAIRS: Mapping[str, Op[Value]] = {
@@ -33,21 +33,21 @@ _PAIRS: Mapping[str, Op[Value]] = {
 }
 
 
-def _gated(activation: Op[Value]) -> Composition:
+def _decompose_gated_unit(activation: Op[Value]) -> Decomposition:
     return lambda operands, attrs: (mul(activation(operands["gate"]), operands["up"]),)
 
 
-def _halves(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
+def _decompose_fused_glu(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
     """A gated unit on one operand: the two-operand op on its halves."""
     x, pair = operands["x"], _PAIRS[str(attrs["kind"])]
     n = x.shape[-1] // 2
     first, second = (slice_(x, axis=-1, start=i * n, stop=(i + 1) * n) for i in range(2))
     gate, up = (second, first) if attrs["swapped"] else (first, second)
-    settings: dict[str, Any] = {name: attrs[name] for name in pair.kinds}
+    settings: dict[str, Any] = {name: attrs[name] for name in pair.attribute_types}
     return (pair(gate, up, **settings),)
 
 
-def _products(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
+def _decompose_attention(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
     """Attention as products and a softmax.  A weight of `mul_mat` serves a run of neighbouring heads, as k and v do."""
     q, k, v = operands["q"], operands["k"], operands["v"]
     rank = len(q.shape)
@@ -62,10 +62,10 @@ def _products(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
     return (permute(mul_mat(transpose(permute(v, axes=heads_first)), p), axes=heads_first),)
 
 
-def _cached(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
+def _decompose_cached_attention(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
     """Attention token by token over a cache whose rows were written in two goes."""
     q, k, v, mask = operands["q"], operands["k"], operands["v"], operands.get("mask")
-    keys, values = _written(k, "k"), _written(v, "v")
+    keys, values = _write_cache_in_two_steps(k, "k"), _write_cache_in_two_steps(v, "v")
     settings: dict[str, Any] = dict(attrs)
     rows = []
     for t in range(q.shape[-3]):
@@ -78,7 +78,7 @@ def _cached(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
     return (out,)
 
 
-def _written(x: Value, name: str) -> Value:
+def _write_cache_in_two_steps(x: Value, name: str) -> Value:
     """`x` [..., s, h, d] as a cache of zeros into which its rows were set, the later half first."""
     flat = reshape(x, shape=(*x.shape[:-2], x.shape[-2] * x.shape[-1]))
     cache, cells = scale(flat, scale=0.0), x.shape[-3]
@@ -88,23 +88,23 @@ def _written(x: Value, name: str) -> Value:
     return reshape(cache, shape=x.shape)
 
 
-COMPOSITIONS: Mapping[str, Mapping[str, Composition]] = MappingProxyType(
+DECOMPOSITIONS: Mapping[str, Mapping[str, Decomposition]] = MappingProxyType(
     {
-        "reglu": {"unfused": _gated(relu)},
-        "geglu": {"unfused": _gated(gelu)},
-        "geglu_erf": {"unfused": _gated(gelu_erf)},
-        "geglu_quick": {"unfused": _gated(gelu_quick)},
-        "swiglu": {"unfused": _gated(silu)},
-        "glu": {"unfused": _halves},
-        "attention": {"unfused": _products, "cached": _cached},
-        "gated_delta_net": {"unfused": delta_rule},
+        "reglu": {"unfused": _decompose_gated_unit(relu)},
+        "geglu": {"unfused": _decompose_gated_unit(gelu)},
+        "geglu_erf": {"unfused": _decompose_gated_unit(gelu_erf)},
+        "geglu_quick": {"unfused": _decompose_gated_unit(gelu_quick)},
+        "swiglu": {"unfused": _decompose_gated_unit(silu)},
+        "glu": {"unfused": _decompose_fused_glu},
+        "attention": {"unfused": _decompose_attention, "cached": _decompose_cached_attention},
+        "gated_delta_net": {"unfused": build_chunked_delta_rule},
     }
 )
 """By op, the ways to compose it.  ``unfused`` holds for every case; the others are rearrangements of the same op."""
 
 
-def compositions_of(op: str, operands: Mapping[str, object], attrs: Attrs) -> tuple[str, ...]:
+def select_decompositions(op: str, operands: Mapping[str, object], attrs: Attrs) -> tuple[str, ...]:
     """The compositions that apply: masks per head and pools of states have no simpler form here."""
     if attrs.get("mask_heads", "one") != "one" or attrs.get("pool", "none") != "none":
         return ()
-    return tuple(COMPOSITIONS.get(op, {}))
+    return tuple(DECOMPOSITIONS.get(op, {}))

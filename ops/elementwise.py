@@ -7,14 +7,14 @@ import numpy as np
 from ..graph.attrs import Attrs
 from ..graph.dtypes import DType
 from ..graph.spec import Spec
-from .declaring.op import Array, Specs, op
-from .declaring.samples import Range, grid
-from .declaring.signature import Mismatch
+from .declaring.op import Array, OperandSpecs, op
+from .declaring.samples import LegalRange, expand_template
+from .declaring.signature import SignatureMismatch
 
-BINARY = "a[...], b[~...] -> [...]"
+BINARY_SIGNATURE = "a[...], b[~...] -> [...]"
 BINARY_SAMPLES = (
-    *grid("a={a}[2,3,8], b={b}[2,3,8]", a=("f32", "f16", "bf16"), b=("f32",)),
-    *grid("a=f32[4,6,8], b=f32[{b}]", b=("8", "6,8", "4,6,8", "1,6,8", "4,1,8", "4,6,1", "2,3,4", "1", "")),
+    *expand_template("a={a}[2,3,8], b={b}[2,3,8]", a=("f32", "f16", "bf16"), b=("f32",)),
+    *expand_template("a=f32[4,6,8], b=f32[{b}]", b=("8", "6,8", "4,6,8", "1,6,8", "4,1,8", "4,6,1", "2,3,4", "1", "")),
     "a=f32[0,5], b=f32[5]",
 )
 BINARY_ERRORS = (
@@ -24,7 +24,7 @@ BINARY_ERRORS = (
 )
 
 
-def tiled(b: Array, shape: tuple[int, ...]) -> Array:
+def tile_to_shape(b: Array, shape: tuple[int, ...]) -> Array:
     """`b` repeated as tiles until it has `shape`: entry i of an axis is ``b[i % size]``."""
     if b.shape == shape:
         return b
@@ -34,44 +34,44 @@ def tiled(b: Array, shape: tuple[int, ...]) -> Array:
     return np.tile(b, [m // n if n else 0 for n, m in zip(b.shape, shape, strict=True)])
 
 
-@op(BINARY, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"))
+@op(BINARY_SIGNATURE, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"))
 def add(a: Array, b: Array) -> Array:
     """``a + b``; `b` tiles into `a` (index modulo size).  ggml: ``ADD``."""
-    return a + tiled(b, a.shape)
+    return a + tile_to_shape(b, a.shape)
 
 
-@op(BINARY, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"))
+@op(BINARY_SIGNATURE, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"))
 def sub(a: Array, b: Array) -> Array:
     """``a - b``; `b` tiles into `a`.  ggml: ``SUB``."""
-    return a - tiled(b, a.shape)
+    return a - tile_to_shape(b, a.shape)
 
 
-@op(BINARY, linear=("a", "b"), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS)
+@op(BINARY_SIGNATURE, linear=("a", "b"), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS)
 def mul(a: Array, b: Array) -> Array:
     """``a * b`` elementwise; `b` tiles into `a`.  ggml: ``MUL``."""
-    return a * tiled(b, a.shape)
+    return a * tile_to_shape(b, a.shape)
 
 
 @op(
-    BINARY,
+    BINARY_SIGNATURE,
     linear=("a",),
     inplace="a",
     samples=BINARY_SAMPLES,
     errors=BINARY_ERRORS,
-    ranges={"b": Range(0.5, 2.0)},
+    ranges={"b": LegalRange(0.5, 2.0)},
 )
 def div(a: Array, b: Array) -> Array:
     """``a / b`` elementwise; `b` tiles into `a`.  ggml: ``DIV``."""
-    return a / tiled(b, a.shape)
+    return a / tile_to_shape(b, a.shape)
 
 
-UNARY = "x[...] -> [...]"
-UNARY_SAMPLES = grid("x={x}[{shape}]", x=("f32", "f16", "bf16"), shape=("7", "3,64", "2,0,4", "2,3,4,5"))
+UNARY_SIGNATURE = "x[...] -> [...]"
+UNARY_SAMPLES = expand_template("x={x}[{shape}]", x=("f32", "f16", "bf16"), shape=("7", "3,64", "2,0,4", "2,3,4,5"))
 UNARY_ERRORS = (("x=i32[3]", "x is i32"), ("x=q8_0[32]", "x is q8_0"))
 
 
 @op(
-    UNARY,
+    UNARY_SIGNATURE,
     linear=lambda attrs: () if attrs["bias"] else ("x",),
     inplace="x",
     samples=("x=f32[3,5], scale=2.5", "x=f32[3,5], scale=-0.5, bias=1.0", "x=f16[4], scale=0.125"),
@@ -83,11 +83,13 @@ def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
 
 
 @op(
-    UNARY,
+    UNARY_SIGNATURE,
     inplace="x",
-    needs=lambda **given: "min {min} exceeds max {max}".format(**given) if given["min"] > given["max"] else None,
+    check=lambda **given: "min {min} exceeds max {max}".format(**given) if given["min"] > given["max"] else None,
     samples=(
-        *grid("x={x}[{shape}], min=-0.5, max=0.25", x=("f32", "f16", "bf16"), shape=("7", "3,0,2", "2,3,4,5")),
+        *expand_template(
+            "x={x}[{shape}], min=-0.5, max=0.25", x=("f32", "f16", "bf16"), shape=("7", "3,0,2", "2,3,4,5")
+        ),
         "x=f32[3,1], min=1.0, max=1.0",
     ),
     errors=(
@@ -102,17 +104,17 @@ def clamp(x: Array, *, min: float, max: float) -> Array:
     return np.clip(x, min, max)
 
 
-def _cast_spec(specs: Specs, attrs: Attrs) -> Spec:
+def _infer_cast(specs: OperandSpecs, attrs: Attrs) -> Spec:
     assert specs[0] is not None
     dtype = attrs["dtype"]
     if not isinstance(dtype, DType):
-        raise Mismatch(f"dtype is {dtype!r}; it must be a DType")
+        raise SignatureMismatch(f"dtype is {dtype!r}; it must be a DType")
     if dtype.is_quantised:
-        raise Mismatch(f"cannot cast to {dtype}: quantising is done when a file is written, not in a graph")
+        raise SignatureMismatch(f"cannot cast to {dtype}: quantising is done when a file is written, not in a graph")
     return Spec(specs[0].shape, dtype)
 
 
-def rounded(x: Array, dtype: DType) -> Array:
+def round_to_dtype(x: Array, dtype: DType) -> Array:
     """`x` rounded to what `dtype` can hold, still in float64; integers are truncated."""
     if dtype is DType.BF16:
         bits = np.asarray(x, np.float32, order="C").view(np.uint32)  # ascontiguousarray would make rank 0 rank 1
@@ -123,14 +125,16 @@ def rounded(x: Array, dtype: DType) -> Array:
 
 @op(
     "x[...]: any -> [...]",
-    infer=_cast_spec,
-    samples=grid("x={x}[3,32], dtype={to}", x=("f32", "f16", "bf16", "q8_0", "i32"), to=("f32", "f16", "bf16", "i32")),
+    infer=_infer_cast,
+    samples=expand_template(
+        "x={x}[3,32], dtype={to}", x=("f32", "f16", "bf16", "q8_0", "i32"), to=("f32", "f16", "bf16", "i32")
+    ),
     errors=(("x=f32[32], dtype=q8_0", "cannot cast to q8_0"), ("x=f32[32], dtype=3", "dtype is 3")),
     compare="exact",
 )
 def cast(x: Array, *, dtype: DType) -> Array:
     """The same numbers in another dtype, rounded to nearest even.  ggml: ``CPY`` to a tensor of that type."""
-    return rounded(x, dtype)
+    return round_to_dtype(x, dtype)
 
 
 @op(

@@ -10,52 +10,54 @@ from ..graph.attrs import Attrs
 from ..graph.dtypes import FLOAT_DTYPES, QUANTISED_DTYPES
 from ..graph.spec import Spec
 from .declaring.op import Array, op
-from .declaring.samples import Range, grid
-from .routing import busiest, needs_part, own_rows
+from .declaring.samples import LegalRange, expand_template
+from .routing import check_row_range, estimate_busiest_count, to_local_rows
 
 
-def _used(table: Spec, ids: Spec, attrs: Attrs) -> int:
+def _count_used_bytes(table: Spec, ids: Spec, attrs: Attrs) -> int:
     """Bytes of the entries of `table` that `ids` can name: at most as many as there are ids, of a part of the experts
     as many as come to the busiest device."""
     own, total = table.shape[0], attrs["total"]
     assert isinstance(total, int)
-    return min(own, busiest(ids.size, own, total or own)) * Spec(table.shape[1:], table.dtype).nbytes
+    return min(own, estimate_busiest_count(ids.size, own, total or own)) * Spec(table.shape[1:], table.dtype).nbytes
 
 
-def _product_traffic(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
+def _count_product_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
     w, x, ids = sources
     assert w is not None
     assert x is not None
     assert ids is not None
-    return _used(w, ids, attrs) + x.nbytes + ids.nbytes + results[0].nbytes
+    return _count_used_bytes(w, ids, attrs) + x.nbytes + ids.nbytes + results[0].nbytes
 
 
-def _product_flops(batch: int, r: int, v: int, n: int, k: int, experts: int, total: int, **_: int) -> float:
+def _count_product_flops(batch: int, r: int, v: int, n: int, k: int, experts: int, total: int, **_: int) -> float:
     """For one leading index, of a part of the experts as on the busiest device."""
     entries = batch * r * v
-    return 2 * n * k * busiest(entries, experts, total or experts) / max(1, batch)
+    return 2 * n * k * estimate_busiest_count(entries, experts, total or experts) / max(1, batch)
 
 
-def _needs(experts: int, first: int, total: int, **_: object) -> str | None:
-    return needs_part(first, total, experts)
+def _check_expert_range(experts: int, first: int, total: int, **_: object) -> str | None:
+    return check_row_range(first, total, experts)
 
 
 @op(
     "w[experts@ids, n, +k]: weight, x[..., v, +k], ids[..., (r v)]: i32 -> [..., (r v), n]: f32",
     linear=("w", "x"),
-    where={"routed": lambda experts, total, **_: total or experts},
-    needs=_needs,
-    flops=_product_flops,
-    traffic=_product_traffic,
-    ranges={"ids": Range(0, "routed")},
+    derived_sizes={"routed": lambda experts, total, **_: total or experts},
+    check=_check_expert_range,
+    flops=_count_product_flops,
+    traffic=_count_product_bytes,
+    ranges={"ids": LegalRange(0, "routed")},
     samples=(
-        *grid("w={w}[5,6,256], x=f32[{t},1,256], ids=i32[{t},2]", w=tuple(map(str, FLOAT_DTYPES)), t=(1, 7)),
-        *grid("w={w}[3,4,256], x=f32[2,2,256], ids=i32[2,2]", w=tuple(map(str, QUANTISED_DTYPES))),
-        *grid("w=f32[7,5,13], x=f32[{t},{v},13], ids=i32[{t},6]", t=(0, 1, 11), v=(1, 2, 3, 6)),
+        *expand_template("w={w}[5,6,256], x=f32[{t},1,256], ids=i32[{t},2]", w=tuple(map(str, FLOAT_DTYPES)), t=(1, 7)),
+        *expand_template("w={w}[3,4,256], x=f32[2,2,256], ids=i32[2,2]", w=tuple(map(str, QUANTISED_DTYPES))),
+        *expand_template("w=f32[7,5,13], x=f32[{t},{v},13], ids=i32[{t},6]", t=(0, 1, 11), v=(1, 2, 3, 6)),
         "w=f32[1,3,8], x=f32[4,1,8], ids=i32[4,1]",
         "w=f32[4,3,8], x=f16[2,3,1,8], ids=i32[2,3,2]",
         "w=f32[4,3,8], x=f32[1,8], ids=i32[3]",
-        *grid("w=f32[3,4,8], x=f32[9,{v},8], ids=i32[9,2], first={first}, total=8", v=(1, 2), first=(0, 2, 5)),
+        *expand_template(
+            "w=f32[3,4,8], x=f32[9,{v},8], ids=i32[9,2], first={first}, total=8", v=(1, 2), first=(0, 2, 5)
+        ),
         "w=q8_0[2,4,32], x=f32[5,1,32], ids=i32[5,3], first=1, total=4",
         "w=f32[0,4,8], x=f32[3,1,8], ids=i32[3,2], first=8, total=8",
     ),
@@ -75,7 +77,7 @@ def mul_mat_id(w: Array, x: Array, ids: Array, *, first: int = 0, total: int = 0
     from `first` on of so many, and where another is chosen the result is zero.  `exact` is as in `mul_mat`.  ggml:
     ``MUL_MAT_ID``; Shazeer et al., 2017.
     """
-    chosen = own_rows(ids, first, len(w), total, "ids of experts")
+    chosen = to_local_rows(ids, first, len(w), total, "ids of experts")
     rows = np.tile(x, (ids.shape[-1] // x.shape[-2] if x.shape[-2] else 1, 1))
     out = np.zeros((*ids.shape, w.shape[1]))
     for expert in np.unique(chosen[chosen >= 0]):
@@ -84,27 +86,27 @@ def mul_mat_id(w: Array, x: Array, ids: Array, *, first: int = 0, total: int = 0
     return out
 
 
-def _bias_traffic(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
+def _count_bias_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
     a, b, ids = sources
     assert a is not None
     assert b is not None
     assert ids is not None
-    return a.nbytes + _used(b, ids, attrs) + ids.nbytes + results[0].nbytes
+    return a.nbytes + _count_used_bytes(b, ids, attrs) + ids.nbytes + results[0].nbytes
 
 
 @op(
     "a[..., u, n], b[experts@ids, n], ids[..., u]: i32 -> [..., u, n]",
     linear=("a+b",),
     inplace="a",
-    where={"routed": lambda experts, total, **_: total or experts},
-    needs=_needs,
-    traffic=_bias_traffic,
-    ranges={"ids": Range(0, "routed")},
+    derived_sizes={"routed": lambda experts, total, **_: total or experts},
+    check=_check_expert_range,
+    traffic=_count_bias_bytes,
+    ranges={"ids": LegalRange(0, "routed")},
     samples=(
-        *grid("a=f32[{t},{u},12], b=f32[5,12], ids=i32[{t},{u}]", t=(0, 1, 7), u=(1, 3)),
+        *expand_template("a=f32[{t},{u},12], b=f32[5,12], ids=i32[{t},{u}]", t=(0, 1, 7), u=(1, 3)),
         "a=f32[2,3,2,7], b=f32[1,7], ids=i32[2,3,2]",
         "a=f16[3,2,8], b=bf16[4,8], ids=i32[3,2]",
-        *grid("a=f32[7,2,12], b=f32[3,12], ids=i32[7,2], first={first}, total=8", first=(0, 2, 5)),
+        *expand_template("a=f32[7,2,12], b=f32[3,12], ids=i32[7,2], first={first}, total=8", first=(0, 2, 5)),
         "a=f32[3,2,8], b=f32[0,8], ids=i32[3,2], first=4, total=4",
     ),
     errors=(
@@ -120,7 +122,7 @@ def add_id(a: Array, b: Array, ids: Array, *, first: int = 0, total: int = 0) ->
     With `total`, `b` has the experts from `first` on of so many, and where another is chosen nothing is added.  ggml:
     ``ADD_ID``.
     """
-    rows = own_rows(ids, first, len(b), total, "ids of experts")
+    rows = to_local_rows(ids, first, len(b), total, "ids of experts")
     out = np.array(a)
     out[rows >= 0] += b[rows[rows >= 0]]
     return out

@@ -8,16 +8,16 @@ from types import MappingProxyType
 import numpy as np
 
 from .declaring.op import Array, op
-from .declaring.samples import Range, grid
+from .declaring.samples import LegalRange, expand_template
 from .unary import gelu, gelu_erf, gelu_quick, logistic
 
-PAIR = "gate[...], up[...] -> [...]"
-PAIR_SAMPLES = (
-    *grid("gate={x}[{shape}], up={x}[{shape}]", x=("f32", "f16"), shape=("9", "3,64", "2,3,8")),
+GATED_SIGNATURE = "gate[...], up[...] -> [...]"
+GATED_SAMPLES = (
+    *expand_template("gate={x}[{shape}], up={x}[{shape}]", x=("f32", "f16"), shape=("9", "3,64", "2,3,8")),
     "gate=bf16[5,1], up=bf16[5,1]",
     "gate=f32[2,0,4], up=f32[2,0,4]",
 )
-PAIR_ERRORS = (
+GATED_ERRORS = (
     ("gate=f32[3,4], up=f32[3,5]", "leading axes"),
     ("gate=f32[3,4]", "operand up is missing"),
     ("gate=i32[4], up=f32[4]", "gate is i32"),
@@ -25,14 +25,14 @@ PAIR_ERRORS = (
 
 
 @op(
-    PAIR,
+    GATED_SIGNATURE,
     linear=("up",),
     zeros=("gate",),
     inplace="gate",
     flops=lambda **_: 2,
-    samples=PAIR_SAMPLES,
-    errors=PAIR_ERRORS,
-    must=False,
+    samples=GATED_SAMPLES,
+    errors=GATED_ERRORS,
+    is_required=False,
 )
 def reglu(gate: Array, up: Array) -> Array:
     """``relu(gate) * up``.  ggml: ``GLU_OP_REGLU``; Shazeer, GLU variants, 2020."""
@@ -40,7 +40,13 @@ def reglu(gate: Array, up: Array) -> Array:
 
 
 @op(
-    PAIR, linear=("up",), zeros=("gate",), inplace="gate", flops=lambda **_: 9, samples=PAIR_SAMPLES, errors=PAIR_ERRORS
+    GATED_SIGNATURE,
+    linear=("up",),
+    zeros=("gate",),
+    inplace="gate",
+    flops=lambda **_: 9,
+    samples=GATED_SAMPLES,
+    errors=GATED_ERRORS,
 )
 def geglu(gate: Array, up: Array) -> Array:
     """``gelu(gate) * up`` with the tanh approximation.  ggml: ``GLU_OP_GEGLU``; Shazeer, GLU variants, 2020."""
@@ -48,14 +54,14 @@ def geglu(gate: Array, up: Array) -> Array:
 
 
 @op(
-    PAIR,
+    GATED_SIGNATURE,
     linear=("up",),
     zeros=("gate",),
     inplace="gate",
     flops=lambda **_: 9,
-    samples=PAIR_SAMPLES,
-    errors=PAIR_ERRORS,
-    must=False,
+    samples=GATED_SAMPLES,
+    errors=GATED_ERRORS,
+    is_required=False,
 )
 def geglu_erf(gate: Array, up: Array) -> Array:
     """``gelu_erf(gate) * up``.  ggml: ``GLU_OP_GEGLU_ERF``."""
@@ -63,14 +69,14 @@ def geglu_erf(gate: Array, up: Array) -> Array:
 
 
 @op(
-    PAIR,
+    GATED_SIGNATURE,
     linear=("up",),
     zeros=("gate",),
     inplace="gate",
     flops=lambda **_: 5,
-    samples=PAIR_SAMPLES,
-    errors=PAIR_ERRORS,
-    must=False,
+    samples=GATED_SAMPLES,
+    errors=GATED_ERRORS,
+    is_required=False,
 )
 def geglu_quick(gate: Array, up: Array) -> Array:
     """``gelu_quick(gate) * up``.  ggml: ``GLU_OP_GEGLU_QUICK``."""
@@ -78,7 +84,13 @@ def geglu_quick(gate: Array, up: Array) -> Array:
 
 
 @op(
-    PAIR, linear=("up",), zeros=("gate",), inplace="gate", flops=lambda **_: 5, samples=PAIR_SAMPLES, errors=PAIR_ERRORS
+    GATED_SIGNATURE,
+    linear=("up",),
+    zeros=("gate",),
+    inplace="gate",
+    flops=lambda **_: 5,
+    samples=GATED_SAMPLES,
+    errors=GATED_ERRORS,
 )
 def swiglu(gate: Array, up: Array) -> Array:
     """``silu(gate) * up``.  ggml: ``GLU_OP_SWIGLU``; Shazeer, GLU variants, 2020."""
@@ -86,22 +98,22 @@ def swiglu(gate: Array, up: Array) -> Array:
 
 
 # Wide enough that clamping is seen.
-_CLAMPED = {"gate": Range(-12.0, 12.0), "up": Range(-12.0, 12.0)}
+_CLAMPED_RANGES = {"gate": LegalRange(-12.0, 12.0), "up": LegalRange(-12.0, 12.0)}
 
 
-def _limit(limit: float, **_: object) -> str | None:
+def _check_limit(limit: float, **_: object) -> str | None:
     return f"limit is {limit}; it must not be negative" if limit < 0 else None
 
 
 @op(
-    PAIR,
+    GATED_SIGNATURE,
     zeros=("gate",),
     inplace="gate",
     flops=lambda **_: 9,
-    ranges=_CLAMPED,
-    needs=_limit,
-    samples=(*PAIR_SAMPLES, "gate=f32[3,5], up=f32[3,5], alpha=0.5, limit=2.0"),
-    errors=(*PAIR_ERRORS, ("gate=f32[4], up=f32[4], limit=-1.0", "must not be negative")),
+    ranges=_CLAMPED_RANGES,
+    check=_check_limit,
+    samples=(*GATED_SAMPLES, "gate=f32[3,5], up=f32[3,5], alpha=0.5, limit=2.0"),
+    errors=(*GATED_ERRORS, ("gate=f32[4], up=f32[4], limit=-1.0", "must not be negative")),
 )
 def swiglu_oai(gate: Array, up: Array, *, alpha: float = 1.702, limit: float = 7.0) -> Array:
     """``g * sigmoid(alpha g) * (clip(up, -limit, limit) + 1)`` for ``g = min(gate, limit)``.
@@ -113,19 +125,19 @@ def swiglu_oai(gate: Array, up: Array, *, alpha: float = 1.702, limit: float = 7
 
 
 @op(
-    PAIR,
+    GATED_SIGNATURE,
     zeros=("gate", "up"),
     inplace="gate",
     flops=lambda **_: 7,
-    ranges=_CLAMPED,
-    needs=_limit,
-    samples=tuple(f"{case}, limit={limit}" for case, limit in zip(PAIR_SAMPLES, (10.0, 7.0, 2.5) * 3, strict=False)),
+    ranges=_CLAMPED_RANGES,
+    check=_check_limit,
+    samples=tuple(f"{case}, limit={limit}" for case, limit in zip(GATED_SAMPLES, (10.0, 7.0, 2.5) * 3, strict=False)),
     errors=(
         ("gate=f32[4], up=f32[4]", "limit is missing"),
         ("gate=f32[4], up=f32[5], limit=7.0", "leading axes"),
         ("gate=f32[4], up=f32[4], limit=-1.0", "must not be negative"),
     ),
-    must=False,
+    is_required=False,
 )
 def swiglu_clamp(gate: Array, up: Array, *, limit: float) -> Array:
     """``silu(min(gate, limit)) * clip(up, -limit, limit)``.  ggml: ``GLU_OP_SWIGLU_CLAMP``; DeepSeek V4."""
@@ -133,26 +145,29 @@ def swiglu_clamp(gate: Array, up: Array, *, limit: float) -> Array:
     return g * logistic(g) * np.clip(up, -limit, limit)
 
 
-KINDS: Mapping[str, Callable[..., Array]] = MappingProxyType(
+GLU_FUNCTIONS: Mapping[str, Callable[..., Array]] = MappingProxyType(
     {f.name: f.reference for f in (reglu, geglu, geglu_erf, geglu_quick, swiglu, swiglu_oai, swiglu_clamp)}
 )
 """The split form of each kind of `glu`."""
 
-_OF_KIND: Mapping[str, tuple[str, ...]] = {"swiglu_oai": ("alpha", "limit"), "swiglu_clamp": ("limit",)}
+_GLU_PARAMETERS: Mapping[str, tuple[str, ...]] = {"swiglu_oai": ("alpha", "limit"), "swiglu_clamp": ("limit",)}
 
 
 @op(
-    dict.fromkeys(KINDS, "x[..., (2 n)] -> [..., n]"),
-    form="kind",
+    dict.fromkeys(GLU_FUNCTIONS, "x[..., (2 n)] -> [..., n]"),
+    signature_key="kind",
     zeros=("x",),
     flops=lambda n, **_: 9 * n,
-    ranges={"x": Range(-12.0, 12.0)},
-    needs=_limit,
+    ranges={"x": LegalRange(-12.0, 12.0)},
+    check=_check_limit,
     samples=(
-        *grid(
-            'x={x}[3,14], kind="{kind}", swapped={swapped}', x=("f32",), kind=tuple(KINDS), swapped=("false", "true")
+        *expand_template(
+            'x={x}[3,14], kind="{kind}", swapped={swapped}',
+            x=("f32",),
+            kind=tuple(GLU_FUNCTIONS),
+            swapped=("false", "true"),
         ),
-        *grid('x={x}[{shape}], kind="geglu"', x=("f16", "bf16"), shape=("2", "2,3,64", "0,4")),
+        *expand_template('x={x}[{shape}], kind="geglu"', x=("f16", "bf16"), shape=("2", "2,3,64", "0,4")),
     ),
     errors=(
         ('x=f32[3,7], kind="swiglu"', "no product"),
@@ -169,4 +184,4 @@ def glu(x: Array, *, kind: str, swapped: bool = False, alpha: float = 1.702, lim
     first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
     pair = (second, first) if swapped else (first, second)
     values = {"alpha": alpha, "limit": limit}
-    return KINDS[kind](*pair, **{name: values[name] for name in _OF_KIND.get(kind, ())})
+    return GLU_FUNCTIONS[kind](*pair, **{name: values[name] for name in _GLU_PARAMETERS.get(kind, ())})

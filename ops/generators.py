@@ -8,26 +8,26 @@ import numpy as np
 
 from ..graph.attrs import Attrs
 from ..graph.spec import Spec
-from .declaring.attributes import number
-from .declaring.op import Array, Specs, op
-from .declaring.samples import Range, grid
-from .declaring.signature import Mismatch
+from .declaring.attributes import float_attribute
+from .declaring.op import Array, OperandSpecs, op
+from .declaring.samples import LegalRange, expand_template
+from .declaring.signature import SignatureMismatch
 
 
-def _steps(start: float, stop: float, step: float) -> int:
+def _count_steps(start: float, stop: float, step: float) -> int:
     return max(0, math.ceil((stop - start) / step))
 
 
-def _counted(specs: Specs, attrs: Attrs) -> Spec:
-    start, stop, step = (float(number(attrs, k)) for k in ("start", "stop", "step"))
+def _infer_arange(specs: OperandSpecs, attrs: Attrs) -> Spec:
+    start, stop, step = (float(float_attribute(attrs, k)) for k in ("start", "stop", "step"))
     if step == 0.0 or not all(map(math.isfinite, (start, stop, step, (stop - start) / step))):
-        raise Mismatch(f"start {start}, stop {stop}, step {step}: they must be finite, and step not 0")
-    return Spec((_steps(start, stop, step),))
+        raise SignatureMismatch(f"start {start}, stop {stop}, step {step}: they must be finite, and step not 0")
+    return Spec((_count_steps(start, stop, step),))
 
 
 @op(
     " -> [n]: f32",
-    infer=_counted,
+    infer=_infer_arange,
     links=lambda specs, attrs: (),
     samples=(
         *("start=0.0, stop=10.0", "start=2.0, stop=3.1, step=0.25", "start=5.0, stop=-1.0, step=-2.0"),
@@ -39,14 +39,14 @@ def _counted(specs: Specs, attrs: Attrs) -> Spec:
         ("start=0.0, stop=1e+300, step=1e-300", "must be finite"),
         ("start=0.0, stop=1e+40", "more than 2^63"),
     ),
-    must=False,
+    is_required=False,
 )
 def arange(*, start: float, stop: float, step: float = 1.0) -> Array:
     """``start + i step`` for each i at which it lies before `stop`.  ggml: ``ARANGE``.
 
     Their number is ``ceil((stop - start) / step)``, in double precision where ggml rounds to single.
     """
-    return start + step * np.arange(_steps(start, stop, step))
+    return start + step * np.arange(_count_steps(start, stop, step))
 
 
 @op(
@@ -55,7 +55,7 @@ def arange(*, start: float, stop: float, step: float = 1.0) -> Array:
     flops=lambda **_: 0,
     traffic=lambda sources, results, attrs: results[0].nbytes,
     samples=(
-        *grid("x={x}[{shape}], value=2.5", x=("f32", "f16"), shape=("7", "2,0,4", "2,3,4,5")),
+        *expand_template("x={x}[{shape}], value=2.5", x=("f32", "f16"), shape=("7", "2,0,4", "2,3,4,5")),
         "x=f32[], value=-1.0",
     ),
     errors=(("x=f32[3]", "value is missing"), ("x=i32[3], value=1.0", "x is i32")),
@@ -68,14 +68,14 @@ def fill(x: Array, *, value: float) -> Array:
 @op(
     "timesteps[...] -> [..., dim]: f32",
     flops=lambda dim, **_: 3 * dim,
-    ranges={"timesteps": Range(0.0, 100.0)},
-    needs=lambda dim, max_period, **_: (
+    ranges={"timesteps": LegalRange(0.0, 100.0)},
+    check=lambda dim, max_period, **_: (
         f"dim is {dim} and max_period {max_period}; they must be at least 0 and 1"
         if dim < 0 or max_period < 1
         else None
     ),
     samples=(
-        *grid("timesteps=f32[{n}], dim={dim}", n=(1, 5), dim=(2, 7, 32)),
+        *expand_template("timesteps=f32[{n}], dim={dim}", n=(1, 5), dim=(2, 7, 32)),
         *("timesteps=f32[2,3], dim=6, max_period=100", "timesteps=f32[0], dim=4", "timesteps=f32[3], dim=1"),
     ),
     errors=(
@@ -83,7 +83,7 @@ def fill(x: Array, *, value: float) -> Array:
         ("timesteps=f32[3], dim=-2", "dim is -2"),
         ("timesteps=i32[3], dim=4", "timesteps is i32"),
     ),
-    must=False,
+    is_required=False,
 )
 def timestep_embedding(timesteps: Array, *, dim: int, max_period: int = 10000) -> Array:
     """Cosines, then sines, of ``t max_period^(-j / h)`` for j below ``h = dim // 2``; a last 0 if `dim` is odd.

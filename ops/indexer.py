@@ -7,18 +7,18 @@ import math
 import numpy as np
 
 from .declaring.op import Array, op
-from .declaring.samples import Range, grid
-from .elementwise import tiled
+from .declaring.samples import LegalRange, expand_template
+from .elementwise import tile_to_shape
 
 
 @op(
     "q[..., t, *h, *d], k[..., s, *d], weights[..., t, *h], mask[~..., t, s] -> [..., t, s]: f32",
     linear=("weights+mask",),
     infinite=("-mask",),
-    must=False,
+    is_required=False,
     flops=lambda t, h, d, s, **_: t * s * ((2 * d + 2) * h + 1),
     samples=(
-        *grid(
+        *expand_template(
             "q=f32[{t},{h},16], k={x}[{s},16], weights=f32[{t},{h}], mask=f16[{t},{s}]",
             t=(1, 5),
             h=(1, 3),
@@ -42,15 +42,15 @@ def lightning_indexer(q: Array, k: Array, weights: Array, mask: Array) -> Array:
     """
     products = np.maximum(np.einsum("...thd,...sd->...ths", q, k), 0.0)
     scores = np.einsum("...ths,...th->...ts", products, weights)
-    return scores + tiled(mask, scores.shape)
+    return scores + tile_to_shape(mask, scores.shape)
 
 
-def _streams(mixes: int, **_: int) -> int:
+def _count_streams(mixes: int, **_: int) -> int:
     """n, where n logits go in, n go out, and n x n mix the streams."""
     return math.isqrt(mixes + 1) - 1
 
 
-def _comb_needs(mixes: int, streams: int, parts: int, n_iter: int, **_: object) -> str | None:
+def _check_comb(mixes: int, streams: int, parts: int, n_iter: int, **_: object) -> str | None:
     if (streams + 2) * streams != mixes or not streams:
         return f"a row of mixes holds {mixes} numbers, which is no (n + 2) n"
     if parts < 3:
@@ -60,14 +60,14 @@ def _comb_needs(mixes: int, streams: int, parts: int, n_iter: int, **_: object) 
 
 @op(
     "mixes[..., *mixes], scale[*parts], base[*mixes] -> [..., streams, streams]: f32",
-    where={"streams": _streams},
-    must=False,
-    needs=_comb_needs,
+    derived_sizes={"streams": _count_streams},
+    is_required=False,
+    check=_check_comb,
     flops=lambda streams, n_iter, **_: streams * streams * (4 + 4 * n_iter),
-    ranges={"mixes": Range(-2.0, 2.0), "scale": Range(-0.5, 0.5), "base": Range(-0.25, 0.25)},
+    ranges={"mixes": LegalRange(-2.0, 2.0), "scale": LegalRange(-0.5, 0.5), "base": LegalRange(-0.25, 0.25)},
     samples=(
-        *grid("mixes=f32[{t},24], scale=f32[3], base=f32[24], n_iter={i}", t=(0, 1, 17), i=(1, 4, 20)),
-        *grid("mixes=f32[2,3,{m}], scale=f32[4], base=f32[{m}], n_iter=3, eps=0.01", m=(3, 8, 15)),
+        *expand_template("mixes=f32[{t},24], scale=f32[3], base=f32[24], n_iter={i}", t=(0, 1, 17), i=(1, 4, 20)),
+        *expand_template("mixes=f32[2,3,{m}], scale=f32[4], base=f32[{m}], n_iter=3, eps=0.01", m=(3, 8, 15)),
     ),
     errors=(
         ("mixes=f32[5,23], scale=f32[3], base=f32[23], n_iter=2", "no (n + 2) n"),
@@ -83,7 +83,7 @@ def dsv4_hc_comb(mixes: Array, scale: Array, base: Array, *, n_iter: int, eps: f
     ``n_iter - 1`` times by those over `to` and over `from` (Sinkhorn and Knopp, 1967).  ggml: ``DSV4_HC_COMB``, which
     has n = 4; Xie et al., mHC: manifold-constrained hyper-connections, 2025.
     """
-    n = _streams(mixes.shape[-1])
+    n = _count_streams(mixes.shape[-1])
     logits = (mixes[..., 2 * n :] * scale[2] + base[2 * n :]).reshape(*mixes.shape[:-1], n, n)
     comb = np.exp(logits - logits.max(axis=-1, keepdims=True))
     comb = comb / comb.sum(axis=-1, keepdims=True) + eps
@@ -99,13 +99,13 @@ def dsv4_hc_comb(mixes: Array, scale: Array, base: Array, *, n_iter: int, eps: f
         "False": "x[..., +n, d], weights[..., +n] -> [..., d]: f32",
         "True": "x[..., +n, d], weights[..., +n, d] -> [..., d]: f32",
     },
-    form="gated",
+    signature_key="gated",
     linear=lambda attrs: ("x",) if attrs["gated"] else ("x", "weights"),
-    must=False,
+    is_required=False,
     flops=lambda n, d, **_: 2 * n * d,
     samples=(
-        *grid("x=f32[{t},{n},{d}], weights=f32[{t},{n}]", t=(0, 1, 17), n=(1, 4, 5), d=(1, 31)),
-        *grid("x=f32[{t},4,31], weights=f32[{t},4,31], gated=true, scale=0.25", t=(1, 17)),
+        *expand_template("x=f32[{t},{n},{d}], weights=f32[{t},{n}]", t=(0, 1, 17), n=(1, 4, 5), d=(1, 31)),
+        *expand_template("x=f32[{t},4,31], weights=f32[{t},4,31], gated=true, scale=0.25", t=(1, 17)),
         "x=f32[2,3,4,8], weights=f32[2,3,4], scale=2.0",
     ),
     errors=(
@@ -129,11 +129,13 @@ def dsv4_hc_pre(x: Array, weights: Array, *, gated: bool = False, scale: float =
     "x[..., d], residual[..., *n, d], post[..., *n], comb[..., *n, *n]? -> [..., n, d]: f32",
     linear=("x+residual",),
     inplace="residual",
-    must=False,
+    is_required=False,
     flops=lambda n, d, **_: 2 * n * d * (n + 1),
     samples=(
-        *grid("x=f32[{t},{d}], residual=f32[{t},{n},{d}], post=f32[{t},{n}]", t=(0, 1, 17), d=(1, 31), n=(4,)),
-        *grid(
+        *expand_template(
+            "x=f32[{t},{d}], residual=f32[{t},{n},{d}], post=f32[{t},{n}]", t=(0, 1, 17), d=(1, 31), n=(4,)
+        ),
+        *expand_template(
             "x=f32[{t},31], residual=f32[{t},{n},31], post=f32[{t},{n}], comb=f32[{t},{n},{n}]", t=(1, 17), n=(1, 4, 5)
         ),
         "x=f32[2,3,8], residual=f32[2,3,4,8], post=f32[2,3,4], comb=f32[2,3,4,4]",

@@ -8,30 +8,30 @@ from types import MappingProxyType
 import numpy as np
 
 from .declaring.op import Array, op
-from .declaring.samples import Range, grid
-from .elementwise import tiled
+from .declaring.samples import LegalRange, expand_template
+from .elementwise import tile_to_shape
 
 
-def _nonzero(b: Array) -> Array:
+def _replace_zeros(b: Array) -> Array:
     return np.where(b == 0, np.ones_like(b), b)
 
 
-def _divided(a: Array, b: Array) -> Array:
+def _divide_truncated(a: Array, b: Array) -> Array:
     """The quotient rounded towards zero; 0 where `b` is."""
-    by = _nonzero(b)
+    by = _replace_zeros(b)
     crosses = (a % by != 0) & ((a < 0) != (by < 0))  # nothing is made positive: the least integer has no counterpart
     return np.where(b == 0, 0, a // by + crosses).astype(a.dtype)
 
 
-CALCULATIONS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
+INTEGER_OPERATIONS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
     {
         "add": np.add,
         "sub": np.subtract,
         "mul": np.multiply,
-        "floor_div": lambda a, b: np.where(b == 0, 0, a // _nonzero(b)),
-        "trunc_div": _divided,
-        "floor_mod": lambda a, b: np.where(b == 0, 0, a % _nonzero(b)),
-        "trunc_mod": lambda a, b: np.where(b == 0, 0, a - _divided(a, b) * b),
+        "floor_div": lambda a, b: np.where(b == 0, 0, a // _replace_zeros(b)),
+        "trunc_div": _divide_truncated,
+        "floor_mod": lambda a, b: np.where(b == 0, 0, a % _replace_zeros(b)),
+        "trunc_mod": lambda a, b: np.where(b == 0, 0, a - _divide_truncated(a, b) * b),
         "max": np.maximum,
         "min": np.minimum,
         "and": np.bitwise_and,
@@ -43,17 +43,17 @@ CALCULATIONS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
 )
 
 
-def _unknown(kind: str, **_: object) -> str | None:
-    return None if kind in CALCULATIONS else f"kind is {kind!r}; one of {', '.join(CALCULATIONS)}"
+def _check_operation(kind: str, **_: object) -> str | None:
+    return None if kind in INTEGER_OPERATIONS else f"kind is {kind!r}; one of {', '.join(INTEGER_OPERATIONS)}"
 
 
 @op(
     "a[...]: integer, b[~...]: integer -> [...]",
-    needs=_unknown,
+    check=_check_operation,
     inplace="a",
     samples=(
-        *grid('a=i32[3,5], b=i32[5], kind="{kind}"', kind=tuple(CALCULATIONS)),
-        *grid('a={x}[2,3,4], b={x}[{b}], kind="sub"', x=("i8", "i16", "i64"), b=("2,3,4", "")),
+        *expand_template('a=i32[3,5], b=i32[5], kind="{kind}"', kind=tuple(INTEGER_OPERATIONS)),
+        *expand_template('a={x}[2,3,4], b={x}[{b}], kind="sub"', x=("i8", "i16", "i64"), b=("2,3,4", "")),
         'a=i64[0,5], b=i64[5], kind="add"',
     ),
     errors=(
@@ -61,9 +61,9 @@ def _unknown(kind: str, **_: object) -> str | None:
         ('a=i32[3], b=i32[2], kind="add"', "do not divide"),
         ('a=i32[3], b=i32[3], kind="pow"', "one of add"),
     ),
-    ranges={"a": Range(0, 9), "b": Range(1, 3)},
+    ranges={"a": LegalRange(0, 9), "b": LegalRange(1, 3)},
     compare="exact",
-    must=False,
+    is_required=False,
 )
 def calculate(a: Array, b: Array, *, kind: str) -> Array:
     """Integers by the rule `kind`: add, sub, mul, floor_div, trunc_div, floor_mod, trunc_mod, max, min, and, or, xor,
@@ -71,4 +71,4 @@ def calculate(a: Array, b: Array, *, kind: str) -> Array:
 
     `b` tiles into `a`, whose dtype the result has; what is divided by 0 is 0.  NumPy (Harris et al., 2020).
     """
-    return np.asarray(CALCULATIONS[kind](a, tiled(b, a.shape))).astype(a.dtype)
+    return np.asarray(INTEGER_OPERATIONS[kind](a, tile_to_shape(b, a.shape))).astype(a.dtype)

@@ -9,16 +9,16 @@ import numpy as np
 from ..graph.attrs import Attrs
 from ..graph.dtypes import QUANTISED_DTYPES
 from ..graph.spec import Spec
-from .declaring.links import Link
-from .declaring.op import Array, Specs, op
-from .declaring.samples import Range, grid
-from .declaring.signature import Mismatch
-from .products import grouped
-from .states import legal_rows
-from .views import axis_of
+from .declaring.links import AxisLink
+from .declaring.op import Array, OperandSpecs, op
+from .declaring.samples import LegalRange, expand_template
+from .declaring.signature import SignatureMismatch
+from .products import repeat_leading_axes
+from .states import require_row_numbers
+from .views import axis_attribute
 
 
-def _gather_traffic(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
+def _count_gather_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
     table, ids = sources
     assert table is not None
     assert ids is not None
@@ -29,11 +29,11 @@ def _gather_traffic(sources: Sequence[Spec | None], results: Sequence[Spec], att
 @op(
     "table[..., *r, d]: any, ids[..., k]: index -> [..., k, d]: f32",
     linear=("table",),
-    traffic=_gather_traffic,
-    ranges={"ids": Range(0, "r")},
+    traffic=_count_gather_bytes,
+    ranges={"ids": LegalRange(0, "r")},
     samples=(
-        *grid("table={x}[17,64], ids=i32[{k}]", x=("f32", "f16", "bf16"), k=(0, 1, 5)),
-        *grid("table={x}[5,256], ids=i32[3]", x=tuple(map(str, QUANTISED_DTYPES))),
+        *expand_template("table={x}[17,64], ids=i32[{k}]", x=("f32", "f16", "bf16"), k=(0, 1, 5)),
+        *expand_template("table={x}[5,256], ids=i32[3]", x=tuple(map(str, QUANTISED_DTYPES))),
         "table=f32[2,7,8], ids=i64[2,3]",
     ),
     errors=(("table=f32[17,64], ids=f32[3]", "ids is f32"), ("table=f32[2,17,64], ids=i32[3]", "leading axes")),
@@ -41,7 +41,7 @@ def _gather_traffic(sources: Sequence[Spec | None], results: Sequence[Spec], att
 )
 def get_rows(table: Array, ids: Array) -> Array:
     """Rows of `table` by number, as f32: ``table[ids]``.  ggml: ``GET_ROWS``."""
-    return np.take_along_axis(table, legal_rows(ids, table.shape[-2], "ids")[..., None], axis=-2)
+    return np.take_along_axis(table, require_row_numbers(ids, table.shape[-2], "ids")[..., None], axis=-2)
 
 
 @op(
@@ -50,10 +50,12 @@ def get_rows(table: Array, ids: Array) -> Array:
     overwrites=("ids", -2),
     flops=lambda k, d, **_: k * d,
     traffic=lambda sources, results, attrs: 2 * (sources[1].nbytes if sources[1] else 0),
-    ranges={"ids": Range(0, "r", distinct=True)},
+    ranges={"ids": LegalRange(0, "r", distinct=True)},
     samples=(
-        *grid("into={x}[17,8], rows=f32[{k},8], ids={i}[{k}]", x=("f32", "f16"), k=(0, 1, 5), i=("i32", "i64")),
-        *grid("into={x}[5,64], rows=f32[2,64], ids=i32[2]", x=("q8_0", "q4_0")),
+        *expand_template(
+            "into={x}[17,8], rows=f32[{k},8], ids={i}[{k}]", x=("f32", "f16"), k=(0, 1, 5), i=("i32", "i64")
+        ),
+        *expand_template("into={x}[5,64], rows=f32[2,64], ids=i32[2]", x=("q8_0", "q4_0")),
         "into=f32[2,7,8], rows=f32[2,3,8], ids=i32[2,3]",
         "into=f32[2,7,8], rows=f32[2,3,8], ids=i32[3]",
     ),
@@ -69,38 +71,38 @@ def set_rows(into: Array, rows: Array, ids: Array) -> Array:
     Where an id occurs twice, one of its rows wins.
     """
     out = into.copy()
-    chosen = grouped(legal_rows(ids, into.shape[-2], "ids"), rows.shape[:-2], 1)
+    chosen = repeat_leading_axes(require_row_numbers(ids, into.shape[-2], "ids"), rows.shape[:-2], 1)
     np.put_along_axis(out, chosen[..., None], rows, axis=-2)
     return out
 
 
-def _joined(specs: Specs, attrs: Attrs) -> Spec:
+def _infer_concat(specs: OperandSpecs, attrs: Attrs) -> Spec:
     a, b = specs
     assert a is not None
     assert b is not None
-    axis = axis_of(attrs, a)
+    axis = axis_attribute(attrs, a)
     if a.dtype is not b.dtype:
-        raise Mismatch(f"a is {a.dtype} but b is {b.dtype}; cast one of them")
+        raise SignatureMismatch(f"a is {a.dtype} but b is {b.dtype}; cast one of them")
     if a.shape[:axis] + a.shape[axis + 1 :] != b.shape[:axis] + b.shape[axis + 1 :] or len(a.shape) != len(b.shape):
-        raise Mismatch(f"a is {a} and b is {b}; all axes but {axis} must agree")
+        raise SignatureMismatch(f"a is {a} and b is {b}; all axes but {axis} must agree")
     return Spec((*a.shape[:axis], a.shape[axis] + b.shape[axis], *a.shape[axis + 1 :]), a.dtype)
 
 
-def _concat_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
+def _concat_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     a = specs[0]
     assert a is not None
-    axis = axis_of(attrs, a)
-    first = tuple(Link(0, (i,), (i,)) for i in range(len(a.shape)))
-    return first + tuple(Link(1, (i,), (i,), a.shape[axis] if i == axis else 0) for i in range(len(a.shape)))
+    axis = axis_attribute(attrs, a)
+    first = tuple(AxisLink(0, (i,), (i,)) for i in range(len(a.shape)))
+    return first + tuple(AxisLink(1, (i,), (i,), a.shape[axis] if i == axis else 0) for i in range(len(a.shape)))
 
 
 @op(
     "a[~...]: number|q8_0|q4_0, b[~...]: number|q8_0|q4_0 -> [...]",
     linear=("a+b",),
-    infer=_joined,
+    infer=_infer_concat,
     links=_concat_links,
     samples=(
-        *grid("a=f32[2,3,4], b=f32[{b}], axis={axis}", b=("2,3,4",), axis=(0, 1, 2, -1)),
+        *expand_template("a=f32[2,3,4], b=f32[{b}], axis={axis}", b=("2,3,4",), axis=(0, 1, 2, -1)),
         "a=f32[3,4], b=f32[2,4], axis=0",
         "a=f16[3,4], b=f16[3,0], axis=1",
         "a=i32[3], b=i32[4], axis=0",

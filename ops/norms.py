@@ -7,24 +7,24 @@ import math
 import numpy as np
 
 from .declaring.op import Array, op
-from .declaring.samples import grid
-from .elementwise import tiled
+from .declaring.samples import expand_template
+from .elementwise import tile_to_shape
 
-_ROWS = grid("x={x}[{shape}], eps={eps}", x=("f32",), shape=("7", "3,64", "2,3,33"), eps=(1e-06, 0.1))
+_ROWS = expand_template("x={x}[{shape}], eps={eps}", x=("f32",), shape=("7", "3,64", "2,3,33"), eps=(1e-06, 0.1))
 _ERRORS = (("x=i32[4]", "x is i32"), ("x=f32[]", "at least 1"), ("x=f32[4], eps=-1.0", "eps is -1.0"))
 
 
-def _eps_needs(eps: float, **_: object) -> str | None:
+def _check_eps(eps: float, **_: object) -> str | None:
     return None if 0 <= eps < math.inf else f"eps is {eps}; it must be a number from 0 on"
 
 
-@op("x[..., *c] -> [..., c]", inplace="x", flops=lambda c, **_: 4 * c, needs=_eps_needs, samples=_ROWS, errors=_ERRORS)
+@op("x[..., *c] -> [..., c]", inplace="x", flops=lambda c, **_: 4 * c, check=_check_eps, samples=_ROWS, errors=_ERRORS)
 def rms_norm(x: Array, *, eps: float = 1e-6) -> Array:
     """``x / sqrt(mean(x^2) + eps)`` over the last axis.  ggml: ``RMS_NORM``; Zhang and Sennrich, 2019."""
     return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) / max(1, x.shape[-1]) + eps)
 
 
-@op("x[..., *c] -> [..., c]", inplace="x", flops=lambda c, **_: 4 * c, needs=_eps_needs, samples=_ROWS, errors=_ERRORS)
+@op("x[..., *c] -> [..., c]", inplace="x", flops=lambda c, **_: 4 * c, check=_check_eps, samples=_ROWS, errors=_ERRORS)
 def l2_norm(x: Array, *, eps: float = 1e-6, clamp: bool = False) -> Array:
     """``x / sqrt(sum(x^2) + eps)`` over the last axis; with `clamp` ``x / max(sqrt(sum(x^2)), eps)``.
 
@@ -38,10 +38,10 @@ def l2_norm(x: Array, *, eps: float = 1e-6, clamp: bool = False) -> Array:
     "x[..., *c] -> [..., c]",
     inplace="x",
     flops=lambda c, **_: 6 * c,
-    needs=_eps_needs,
+    check=_check_eps,
     samples=_ROWS,
     errors=_ERRORS,
-    must=False,
+    is_required=False,
 )
 def norm(x: Array, *, eps: float = 1e-5) -> Array:
     """``(x - mean) / sqrt(variance + eps)`` over the last axis.  ggml: ``NORM``; Ba et al., 2016, without weights."""
@@ -54,9 +54,9 @@ def norm(x: Array, *, eps: float = 1e-5) -> Array:
     "x[..., *c, *h, *w] -> [..., c, h, w]",
     inplace="x",
     flops=lambda c, h, w, **_: 6 * c * h * w,
-    needs=lambda groups, eps, **_: f"groups is {groups}; it must be at least 1" if groups < 1 else _eps_needs(eps),
+    check=lambda groups, eps, **_: f"groups is {groups}; it must be at least 1" if groups < 1 else _check_eps(eps),
     samples=(
-        *grid("x=f32[{shape}], groups={groups}", shape=("8,3,5", "2,7,1,4"), groups=(1, 2, 4, 7)),
+        *expand_template("x=f32[{shape}], groups={groups}", shape=("8,3,5", "2,7,1,4"), groups=(1, 2, 4, 7)),
         "x=f32[6,2,3], groups=3, eps=0.1",
         "x=f32[2,4,0,3], groups=2",
         "x=f32[3,1,1], groups=5",
@@ -67,7 +67,7 @@ def norm(x: Array, *, eps: float = 1e-5) -> Array:
         ("x=f32[4,3,3], groups=2, eps=-0.5", "eps is -0.5"),
         ("x=f32[4,3,3]", "groups is missing"),
     ),
-    must=False,
+    is_required=False,
 )
 def group_norm(x: Array, *, groups: int, eps: float = 1e-6) -> Array:
     """`norm` over the last two axes and each of `groups` runs of channels, the axis before.  ggml: ``GROUP_NORM``.
@@ -99,7 +99,7 @@ def softmax_rows(scores: Array, sinks: Array | None) -> Array:
 @op(
     "x[..., h, t, *s], mask[~..., t, s]?: float, sinks[h]? -> [..., h, t, s]",
     inplace="x",
-    whole=lambda attrs: ("h",) if attrs["max_bias"] else (),
+    unsharded_dimensions=lambda attrs: ("h",) if attrs["max_bias"] else (),
     flops=lambda h, t, s, **_: 5 * h * t * s,
     samples=(
         "x=f32[2,3,5]",
@@ -129,7 +129,7 @@ def softmax(
         scores = (
             scores
             + alibi_slopes(x.shape[-3], max_bias)[:, None, None]
-            * tiled(mask, (*x.shape[:-3], *mask.shape[-2:]))[..., None, :, :]
+            * tile_to_shape(mask, (*x.shape[:-3], *mask.shape[-2:]))[..., None, :, :]
         )
     return softmax_rows(scores, None if sinks is None else sinks[:, None, None])
 

@@ -29,36 +29,36 @@ A signature names the axes of operands and results:
 """
 
 
-def page() -> str:
+def build_page() -> str:
     """The whole reference as Markdown."""
-    return HEAD + "".join("\n" + "\n".join(entry(op)) + "\n" for _, op in sorted(REGISTRY.items()))
+    return HEAD + "".join("\n" + "\n".join(format_op(op)) + "\n" for _, op in sorted(REGISTRY.items()))
 
 
-def entry(op: Op[Any]) -> Iterator[str]:
+def format_op(op: Op[Any]) -> Iterator[str]:
     """The lines about one op."""
     yield f"## {op.name}"
     yield ""
     yield op.documentation.replace("``", "`")
     yield ""
     for form, signature in op.signatures.items():
-        yield item(f"`{signature.text}`" + (f" ({form})" if form else ""))
-    attrs = [f"{name}: {kind}{_default(op.defaults, name)}" for name, kind in op.kinds.items()]
+        yield format_list_item(f"`{signature.text}`" + (f" ({form})" if form else ""))
+    attrs = [f"{name}: {kind}{_format_default(op.defaults, name)}" for name, kind in op.attribute_types.items()]
     if attrs:
-        yield item(f"attributes: `{', '.join(attrs)}`")
-    yield item(", ".join(_properties(op)))
+        yield format_list_item(f"attributes: `{', '.join(attrs)}`")
+    yield format_list_item(", ".join(_format_properties(op)))
 
 
-def item(text: str) -> str:
+def format_list_item(text: str) -> str:
     """An entry of a list, wrapped."""
     return fill(text, 120, initial_indent="* ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def _default(defaults: Attrs, name: str) -> str:
+def _format_default(defaults: Attrs, name: str) -> str:
     return f" = {format_attribute(defaults[name])}" if name in defaults else ""
 
 
-def _properties(op: Op[Any]) -> Iterator[str]:
-    yield "MUST" if op.must else "SHOULD"
+def _format_properties(op: Op[Any]) -> Iterator[str]:
+    yield "MUST" if op.is_required else "SHOULD"
     if op.is_view:
         yield "a view: it costs nothing"
     if callable(op.linear):
@@ -74,4 +74,4 @@ def _properties(op: Op[Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.write(build_page())

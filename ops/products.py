@@ -6,10 +6,10 @@ import numpy as np
 
 from ..graph.dtypes import FLOAT_DTYPES, QUANTISED_DTYPES
 from .declaring.op import Array, op
-from .declaring.samples import grid
+from .declaring.samples import expand_template
 
 
-def grouped(w: Array, leading: tuple[int, ...], trailing: int) -> Array:
+def repeat_leading_axes(w: Array, leading: tuple[int, ...], trailing: int) -> Array:
     """`w` with leading axes repeated to `leading`: each entry serves a run of neighbours (index // ratio)."""
     axes = (1,) * (len(leading) - (w.ndim - trailing)) + w.shape[: w.ndim - trailing]
     w = w.reshape(axes + w.shape[w.ndim - trailing :])
@@ -22,11 +22,11 @@ def grouped(w: Array, leading: tuple[int, ...], trailing: int) -> Array:
 @op(
     "w[/..., n, +k]: weight, x[..., m, +k] -> [..., m, n]: f32",
     linear=lambda attrs: () if attrs.get("ordered") else ("w", "x"),
-    whole=lambda attrs: ("k",) if attrs.get("ordered") else (),
+    unsharded_dimensions=lambda attrs: ("k",) if attrs.get("ordered") else (),
     flops=lambda m, n, k, **_: 2 * m * n * k,
     samples=(
-        *grid("w={w}[64,256], x=f32[{m},256]", w=tuple(map(str, FLOAT_DTYPES)), m=(1, 7)),
-        *grid("w={w}[6,256], x=f32[3,256]", w=tuple(map(str, QUANTISED_DTYPES))),
+        *expand_template("w={w}[64,256], x=f32[{m},256]", w=tuple(map(str, FLOAT_DTYPES)), m=(1, 7)),
+        *expand_template("w={w}[6,256], x=f32[3,256]", w=tuple(map(str, QUANTISED_DTYPES))),
         "w=f32[5,7], x=f32[0,7]",
         "w=f32[2,5,8], x=f32[4,3,8]",
         "w=f32[1,2,5,8], x=f32[3,2,3,8]",
@@ -47,4 +47,4 @@ def mul_mat(w: Array, x: Array, *, ordered: bool = False, exact: bool = True) ->
     not share the terms of a sum, so that its last bit is the same on any number of them.  Where it need not be `exact`,
     a backend may round `x` to the type of weights of 16 bits.
     """
-    return x @ np.swapaxes(grouped(w, x.shape[:-2], 2), -1, -2)
+    return x @ np.swapaxes(repeat_leading_axes(w, x.shape[:-2], 2), -1, -2)

@@ -18,9 +18,9 @@ from ..graph.errors import GraphError
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
-Expand = Callable[[np.ndarray, F32], None]
+ExpandBlocks = Callable[[np.ndarray, F32], None]
 
-CHUNK = 1 << 16
+EXPAND_CHUNK_ELEMENTS = 1 << 16
 """Elements expanded at a time: the temporaries of one chunk stay inside the cache, whatever the tensor's size."""
 
 
@@ -33,13 +33,13 @@ def dequantise(raw: np.ndarray, dtype: DType) -> F32:
     """
     bytes_ = _as_bytes(raw, dtype)
     if not dtype.is_quantised:
-        return _unblocked(bytes_, dtype)
-    if dtype not in EXPAND:
-        return _through_gguf(bytes_, dtype)
+        return _expand_blocks(bytes_, dtype)
+    if dtype not in EXPANDERS:
+        return _expand_with_gguf(bytes_, dtype)
     out = np.empty((*raw.shape[:-1], bytes_.shape[-1] // dtype.block_bytes * dtype.block), np.float32)
-    blocks = np.ascontiguousarray(bytes_).reshape(-1).view(LAYOUT[dtype])
-    rows, expand = out.reshape(-1, dtype.block), EXPAND[dtype]
-    step = CHUNK // dtype.block
+    blocks = np.ascontiguousarray(bytes_).reshape(-1).view(BLOCK_LAYOUTS[dtype])
+    rows, expand = out.reshape(-1, dtype.block), EXPANDERS[dtype]
+    step = EXPAND_CHUNK_ELEMENTS // dtype.block
     # A damaged scale may be inf or NaN; like ggml we hand on what IEEE arithmetic makes of it.
     with np.errstate(over="ignore", invalid="ignore"):
         for i in range(0, len(blocks), step):
@@ -69,7 +69,7 @@ def f32_to_bf16(values: F32) -> npt.NDArray[np.uint16]:
     return np.where(nan, (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
 
-def decoded(array: np.ndarray, dtype: DType) -> np.ndarray:
+def decode_array(array: np.ndarray, dtype: DType) -> np.ndarray:
     """The numbers in an array as memory holds them.  NumPy has no bf16, so its bits come as uint16, and blocks come as
     bytes; numbers that are numbers already stay what they are."""
     if array.dtype != dtype.storage:
@@ -79,7 +79,7 @@ def decoded(array: np.ndarray, dtype: DType) -> np.ndarray:
     return bf16_to_f32(array) if dtype is DType.BF16 else array
 
 
-def encoded(numbers: np.ndarray, dtype: DType) -> np.ndarray:
+def encode_array(numbers: np.ndarray, dtype: DType) -> np.ndarray:
     """Numbers as memory holds them, bytes ``[..., row bytes]`` for blocks: the inverse of `decoded`, rounding.
 
     A block's largest number decides its scale, so what was rounded once is not rounded again.  Sources:
@@ -88,7 +88,7 @@ def encoded(numbers: np.ndarray, dtype: DType) -> np.ndarray:
     if dtype.is_quantised:
         blocks = np.ascontiguousarray(numbers, np.float32).reshape(-1, dtype.block)
         with np.errstate(all="ignore"):
-            return BLOCKS[dtype](blocks).view(np.uint8).reshape(*numbers.shape[:-1], -1)
+            return QUANTISERS[dtype](blocks).view(np.uint8).reshape(*numbers.shape[:-1], -1)
     if dtype is not DType.BF16:
         return numbers.astype(dtype.storage, copy=False)
     return f32_to_bf16(np.atleast_1d(numbers).astype(np.float32)).reshape(numbers.shape)
@@ -107,7 +107,7 @@ def _as_bytes(raw: np.ndarray, dtype: DType) -> U8:
     return raw
 
 
-def _unblocked(bytes_: U8, dtype: DType) -> F32:
+def _expand_blocks(bytes_: U8, dtype: DType) -> F32:
     if bytes_.strides[-1] != 1:
         bytes_ = np.ascontiguousarray(bytes_)
     stored = bytes_.view(dtype.storage)
@@ -117,13 +117,13 @@ def _unblocked(bytes_: U8, dtype: DType) -> F32:
         return stored.astype(np.float32, copy=False)
 
 
-def _through_gguf(bytes_: U8, dtype: DType) -> F32:
+def _expand_with_gguf(bytes_: U8, dtype: DType) -> F32:
     """Rare types (IQ1 to IQ3, ternary) by the ``gguf`` package, one chunk at a time."""
     import gguf  # where used: importing it costs as much as importing hocket
 
     stored = np.ascontiguousarray(bytes_).reshape(-1)
     out = np.empty(stored.size // dtype.block_bytes * dtype.block, np.float32)
-    step = CHUNK // dtype.block
+    step = EXPAND_CHUNK_ELEMENTS // dtype.block
     try:
         with np.errstate(over="ignore", invalid="ignore"):
             for i in range(0, len(out) // dtype.block, step):
@@ -135,38 +135,38 @@ def _through_gguf(bytes_: U8, dtype: DType) -> F32:
     return out.reshape(*bytes_.shape[:-1], bytes_.shape[-1] // dtype.block_bytes * dtype.block)
 
 
-def _record(*fields: tuple[str, str] | tuple[str, str, int]) -> np.dtype[Any]:
+def _make_record_dtype(*fields: tuple[str, str] | tuple[str, str, int]) -> np.dtype[Any]:
     return np.dtype(list(fields))
 
 
 D, DMIN = ("d", "<f2"), ("dmin", "<f2")
 
-LAYOUT = {
-    DType.Q4_0: _record(D, ("qs", "u1", 16)),
-    DType.Q4_1: _record(D, DMIN, ("qs", "u1", 16)),
-    DType.Q5_0: _record(D, ("qh", "u1", 4), ("qs", "u1", 16)),
-    DType.Q5_1: _record(D, DMIN, ("qh", "u1", 4), ("qs", "u1", 16)),
-    DType.Q8_0: _record(D, ("qs", "i1", 32)),
-    DType.Q2_K: _record(("scales", "u1", 16), ("qs", "u1", 64), D, DMIN),
-    DType.Q3_K: _record(("qh", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), D),
-    DType.Q4_K: _record(D, DMIN, ("scales", "u1", 12), ("qs", "u1", 128)),
-    DType.Q5_K: _record(D, DMIN, ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)),
-    DType.Q6_K: _record(("qs", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), D),
-    DType.IQ4_NL: _record(D, ("qs", "u1", 16)),
-    DType.IQ4_XS: _record(D, ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", 128)),
-    DType.MXFP4: _record(("e", "u1"), ("qs", "u1", 16)),
-    DType.NVFP4: _record(("scales", "u1", 4), ("qs", "u1", 32)),
-    DType.Q1_0: _record(D, ("qs", "u1", 16)),
-    DType.Q2_0: _record(D, ("qs", "u1", 16)),
+BLOCK_LAYOUTS = {
+    DType.Q4_0: _make_record_dtype(D, ("qs", "u1", 16)),
+    DType.Q4_1: _make_record_dtype(D, DMIN, ("qs", "u1", 16)),
+    DType.Q5_0: _make_record_dtype(D, ("qh", "u1", 4), ("qs", "u1", 16)),
+    DType.Q5_1: _make_record_dtype(D, DMIN, ("qh", "u1", 4), ("qs", "u1", 16)),
+    DType.Q8_0: _make_record_dtype(D, ("qs", "i1", 32)),
+    DType.Q2_K: _make_record_dtype(("scales", "u1", 16), ("qs", "u1", 64), D, DMIN),
+    DType.Q3_K: _make_record_dtype(("qh", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), D),
+    DType.Q4_K: _make_record_dtype(D, DMIN, ("scales", "u1", 12), ("qs", "u1", 128)),
+    DType.Q5_K: _make_record_dtype(D, DMIN, ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)),
+    DType.Q6_K: _make_record_dtype(("qs", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), D),
+    DType.IQ4_NL: _make_record_dtype(D, ("qs", "u1", 16)),
+    DType.IQ4_XS: _make_record_dtype(D, ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", 128)),
+    DType.MXFP4: _make_record_dtype(("e", "u1"), ("qs", "u1", 16)),
+    DType.NVFP4: _make_record_dtype(("scales", "u1", 4), ("qs", "u1", 32)),
+    DType.Q1_0: _make_record_dtype(D, ("qs", "u1", 16)),
+    DType.Q2_0: _make_record_dtype(D, ("qs", "u1", 16)),
 }
 
-NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+IQ4_NL_CODE_BOOK = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 """The 4-bit code book ``kvalues_iq4nl`` of ggml."""
-E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+FP4_VALUES_TIMES_2 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 """Twice the values of a 4-bit float (``kvalues_mxfp4``); ggml drops the sign of minus zero."""
 
 
-def _halves_of_e4m3() -> F32:
+def _compute_e4m3_halves() -> F32:
     """Half of each 8-bit float with 4 bits of exponent and 3 of fraction, whose sign counts for nothing; where it would
     be no number, 0 (``ue4m3_to_fp32`` of ggml)."""
     bits = np.arange(256, dtype=np.uint32)
@@ -175,15 +175,15 @@ def _halves_of_e4m3() -> F32:
     return halves
 
 
-HALF_OF_E4M3 = _halves_of_e4m3()
+HALF_OF_E4M3 = _compute_e4m3_halves()
 
 
-def _column(values: np.ndarray) -> F32:
+def _as_column(values: np.ndarray) -> F32:
     """float32 [n, ..., 1] of one number per block or per part of a block."""
     return values.astype(np.float32)[..., None]
 
 
-def _nibbles(qs: U8, width: int) -> U8:
+def _unpack_4_bits(qs: U8, width: int) -> U8:
     """Low then high halves of each ``width`` bytes: [n, m] to [n, m / width, 2, width]."""
     packed = np.ascontiguousarray(qs).reshape(len(qs), -1, width)
     out = np.empty((len(qs), packed.shape[1], 2, width), np.uint8)
@@ -192,26 +192,26 @@ def _nibbles(qs: U8, width: int) -> U8:
     return out
 
 
-def _crumbs(qs: U8) -> U8:
+def _unpack_2_bits(qs: U8) -> U8:
     """The four 2-bit fields of each 32 bytes, lowest first: [n, 64] to [n, 2, 4, 32]."""
     packed = np.ascontiguousarray(qs).reshape(len(qs), 2, 1, 32)
     return (packed >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & np.uint8(3)
 
 
-def _bit_planes(qh: U8) -> U8:
+def _unpack_bit_planes(qh: U8) -> U8:
     """Bit i of 32 bytes as the i-th run of 32: [n, 32] to [n, 8, 32] of 0 or 1."""
     packed = np.ascontiguousarray(qh)[:, None, :]
     return (packed >> np.arange(8, dtype=np.uint8)[:, None]) & np.uint8(1)
 
 
-def _fifth_bits(qh: U8) -> U8:
+def _unpack_fifth_bits(qh: U8) -> U8:
     """16 where the element's bit is set: [n, 4] to [n, 32]."""
     bits = np.unpackbits(np.ascontiguousarray(qh), axis=1, bitorder="little")
     bits <<= 4
     return bits
 
 
-def _scales_and_minima(packed: U8) -> tuple[U8, U8]:
+def _unpack_scales_and_minima(packed: U8) -> tuple[U8, U8]:
     """The 6-bit pairs of Q4_K and Q5_K: [n, 12] to two [n, 8] (``get_scale_min_k4`` of ggml)."""
     low, middle, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1)
@@ -219,155 +219,155 @@ def _scales_and_minima(packed: U8) -> tuple[U8, U8]:
     return scales, minima
 
 
-def _scaled(q: np.ndarray, scale: F32, out: F32) -> None:
+def _multiply_scale(q: np.ndarray, scale: F32, out: F32) -> None:
     """out = scale x q, with ``scale`` [n, parts, 1] or [n, 1]."""
     out[...] = q.reshape(out.shape)
     parts = out.reshape(*scale.shape[:-1], -1)
     parts *= scale
 
 
-def _affine(q: np.ndarray, scale: F32, minimum: F32, out: F32) -> None:
+def _multiply_scale_subtract_minimum(q: np.ndarray, scale: F32, minimum: F32, out: F32) -> None:
     """out = scale x q - minimum, rounded after each step as ggml's plain loops do."""
-    _scaled(q, scale, out)
+    _multiply_scale(q, scale, out)
     parts = out.reshape(*minimum.shape[:-1], -1)
     parts -= minimum
 
 
-def _q4_0(b: np.ndarray, out: F32) -> None:
-    _scaled(_nibbles(b["qs"], 16).view(np.int8) - np.int8(8), _column(b["d"]), out)
+def _expand_q4_0(b: np.ndarray, out: F32) -> None:
+    _multiply_scale(_unpack_4_bits(b["qs"], 16).view(np.int8) - np.int8(8), _as_column(b["d"]), out)
 
 
-def _q4_1(b: np.ndarray, out: F32) -> None:
-    _scaled(_nibbles(b["qs"], 16), _column(b["d"]), out)
-    out += _column(b["dmin"])
+def _expand_q4_1(b: np.ndarray, out: F32) -> None:
+    _multiply_scale(_unpack_4_bits(b["qs"], 16), _as_column(b["d"]), out)
+    out += _as_column(b["dmin"])
 
 
-def _q5_0(b: np.ndarray, out: F32) -> None:
-    q = _nibbles(b["qs"], 16).reshape(-1, 32) | _fifth_bits(b["qh"])
-    _scaled(q.view(np.int8) - np.int8(16), _column(b["d"]), out)
+def _expand_q5_0(b: np.ndarray, out: F32) -> None:
+    q = _unpack_4_bits(b["qs"], 16).reshape(-1, 32) | _unpack_fifth_bits(b["qh"])
+    _multiply_scale(q.view(np.int8) - np.int8(16), _as_column(b["d"]), out)
 
 
-def _q5_1(b: np.ndarray, out: F32) -> None:
-    _scaled(_nibbles(b["qs"], 16).reshape(-1, 32) | _fifth_bits(b["qh"]), _column(b["d"]), out)
-    out += _column(b["dmin"])
+def _expand_q5_1(b: np.ndarray, out: F32) -> None:
+    _multiply_scale(_unpack_4_bits(b["qs"], 16).reshape(-1, 32) | _unpack_fifth_bits(b["qh"]), _as_column(b["d"]), out)
+    out += _as_column(b["dmin"])
 
 
-def _q8_0(b: np.ndarray, out: F32) -> None:
-    _scaled(b["qs"], _column(b["d"]), out)
+def _expand_q8_0(b: np.ndarray, out: F32) -> None:
+    _multiply_scale(b["qs"], _as_column(b["d"]), out)
 
 
-def _q2_k(b: np.ndarray, out: F32) -> None:
+def _expand_q2_k(b: np.ndarray, out: F32) -> None:
     d, dmin = b["d"].astype(np.float32), b["dmin"].astype(np.float32)
     scale, minimum = d[:, None] * (b["scales"] & 15), dmin[:, None] * (b["scales"] >> 4)
-    _affine(_crumbs(b["qs"]), scale[..., None], minimum[..., None], out)
+    _multiply_scale_subtract_minimum(_unpack_2_bits(b["qs"]), scale[..., None], minimum[..., None], out)
 
 
-def _q3_k(b: np.ndarray, out: F32) -> None:
+def _expand_q3_k(b: np.ndarray, out: F32) -> None:
     low, high = b["scales"][:, :8], b["scales"][:, 8:]
     low = np.concatenate([low & 15, low >> 4], axis=1)
     high = (high[:, None, :] >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3
     scale = (low | high.reshape(-1, 16) << 4).astype(np.float32) - 32
-    q = _crumbs(b["qs"]).reshape(-1, 8, 32) | (_bit_planes(b["qh"]) << np.uint8(2))
-    _scaled(q.view(np.int8) - np.int8(4), (_column(b["d"]) * scale)[..., None], out)
+    q = _unpack_2_bits(b["qs"]).reshape(-1, 8, 32) | (_unpack_bit_planes(b["qh"]) << np.uint8(2))
+    _multiply_scale(q.view(np.int8) - np.int8(4), (_as_column(b["d"]) * scale)[..., None], out)
 
 
-def _q4_k(b: np.ndarray, out: F32) -> None:
-    scales, minima = _scales_and_minima(b["scales"])
-    scale, minimum = _column(b["d"]) * scales, _column(b["dmin"]) * minima
-    _affine(_nibbles(b["qs"], 32), scale[..., None], minimum[..., None], out)
+def _expand_q4_k(b: np.ndarray, out: F32) -> None:
+    scales, minima = _unpack_scales_and_minima(b["scales"])
+    scale, minimum = _as_column(b["d"]) * scales, _as_column(b["dmin"]) * minima
+    _multiply_scale_subtract_minimum(_unpack_4_bits(b["qs"], 32), scale[..., None], minimum[..., None], out)
 
 
-def _q5_k(b: np.ndarray, out: F32) -> None:
-    scales, minima = _scales_and_minima(b["scales"])
-    scale, minimum = _column(b["d"]) * scales, _column(b["dmin"]) * minima
-    q = _nibbles(b["qs"], 32).reshape(-1, 8, 32) | (_bit_planes(b["qh"]) << np.uint8(4))
-    _affine(q, scale[..., None], minimum[..., None], out)
+def _expand_q5_k(b: np.ndarray, out: F32) -> None:
+    scales, minima = _unpack_scales_and_minima(b["scales"])
+    scale, minimum = _as_column(b["d"]) * scales, _as_column(b["dmin"]) * minima
+    q = _unpack_4_bits(b["qs"], 32).reshape(-1, 8, 32) | (_unpack_bit_planes(b["qh"]) << np.uint8(4))
+    _multiply_scale_subtract_minimum(q, scale[..., None], minimum[..., None], out)
 
 
-def _q6_k(b: np.ndarray, out: F32) -> None:
-    q = _nibbles(b["qs"], 64).reshape(-1, 2, 4, 32) | (_crumbs(b["qh"]) << np.uint8(4))
-    _scaled(q.view(np.int8) - np.int8(32), (_column(b["d"]) * b["scales"])[..., None], out)
+def _expand_q6_k(b: np.ndarray, out: F32) -> None:
+    q = _unpack_4_bits(b["qs"], 64).reshape(-1, 2, 4, 32) | (_unpack_2_bits(b["qh"]) << np.uint8(4))
+    _multiply_scale(q.view(np.int8) - np.int8(32), (_as_column(b["d"]) * b["scales"])[..., None], out)
 
 
-def _iq4_nl(b: np.ndarray, out: F32) -> None:
-    _scaled(NONLINEAR[_nibbles(b["qs"], 16)], _column(b["d"]), out)
+def _expand_iq4_nl(b: np.ndarray, out: F32) -> None:
+    _multiply_scale(IQ4_NL_CODE_BOOK[_unpack_4_bits(b["qs"], 16)], _as_column(b["d"]), out)
 
 
-def _iq4_xs(b: np.ndarray, out: F32) -> None:
-    low = _nibbles(b["scales_l"], 1).reshape(-1, 8)
+def _expand_iq4_xs(b: np.ndarray, out: F32) -> None:
+    low = _unpack_4_bits(b["scales_l"], 1).reshape(-1, 8)
     high = (b["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16)) & np.uint16(3)
-    scale = _column(b["d"]) * ((low | high << np.uint16(4)).astype(np.float32) - 32)
-    _scaled(NONLINEAR[_nibbles(b["qs"], 16)], scale[..., None], out)
+    scale = _as_column(b["d"]) * ((low | high << np.uint16(4)).astype(np.float32) - 32)
+    _multiply_scale(IQ4_NL_CODE_BOOK[_unpack_4_bits(b["qs"], 16)], scale[..., None], out)
 
 
-def _mxfp4(b: np.ndarray, out: F32) -> None:
+def _expand_mxfp4(b: np.ndarray, out: F32) -> None:
     # Half of 2^(e - 127), whose two smallest values are subnormal (ggml_e8m0_to_fp32_half in ggml-impl.h).
     e = b["e"].astype(np.uint32)
     half = np.where(e < 2, np.uint32(0x00200000) << e, (e - 1) << 23).view(np.float32)
-    _scaled(E2M1[_nibbles(b["qs"], 16)], half[:, None], out)
+    _multiply_scale(FP4_VALUES_TIMES_2[_unpack_4_bits(b["qs"], 16)], half[:, None], out)
 
 
-def _nvfp4(b: np.ndarray, out: F32) -> None:
-    _scaled(E2M1[_nibbles(b["qs"], 8)], HALF_OF_E4M3[b["scales"]][..., None], out)
+def _expand_nvfp4(b: np.ndarray, out: F32) -> None:
+    _multiply_scale(FP4_VALUES_TIMES_2[_unpack_4_bits(b["qs"], 8)], HALF_OF_E4M3[b["scales"]][..., None], out)
 
 
-def _q1_0(b: np.ndarray, out: F32) -> None:
+def _expand_q1_0(b: np.ndarray, out: F32) -> None:
     """A sign for each element."""
-    d = _column(b["d"])
+    d = _as_column(b["d"])
     out[...] = np.where(np.unpackbits(np.ascontiguousarray(b["qs"]), axis=1, bitorder="little"), d, -d)
 
 
-def _q2_0(b: np.ndarray, out: F32) -> None:
+def _expand_q2_0(b: np.ndarray, out: F32) -> None:
     """-1, 0, 1 or 2 times the scale; neighbours share a byte."""
     q = (b["qs"][..., None] >> np.array([0, 2, 4, 6], np.uint8)) & np.uint8(3)
-    _scaled(q.view(np.int8) - np.int8(1), _column(b["d"]), out)
+    _multiply_scale(q.view(np.int8) - np.int8(1), _as_column(b["d"]), out)
 
 
-EXPAND: dict[DType, Expand] = {
-    DType.Q4_0: _q4_0,
-    DType.Q4_1: _q4_1,
-    DType.Q5_0: _q5_0,
-    DType.Q5_1: _q5_1,
-    DType.Q8_0: _q8_0,
-    DType.Q2_K: _q2_k,
-    DType.Q3_K: _q3_k,
-    DType.Q4_K: _q4_k,
-    DType.Q5_K: _q5_k,
-    DType.Q6_K: _q6_k,
-    DType.IQ4_NL: _iq4_nl,
-    DType.IQ4_XS: _iq4_xs,
-    DType.MXFP4: _mxfp4,
-    DType.NVFP4: _nvfp4,
-    DType.Q1_0: _q1_0,
-    DType.Q2_0: _q2_0,
+EXPANDERS: dict[DType, ExpandBlocks] = {
+    DType.Q4_0: _expand_q4_0,
+    DType.Q4_1: _expand_q4_1,
+    DType.Q5_0: _expand_q5_0,
+    DType.Q5_1: _expand_q5_1,
+    DType.Q8_0: _expand_q8_0,
+    DType.Q2_K: _expand_q2_k,
+    DType.Q3_K: _expand_q3_k,
+    DType.Q4_K: _expand_q4_k,
+    DType.Q5_K: _expand_q5_k,
+    DType.Q6_K: _expand_q6_k,
+    DType.IQ4_NL: _expand_iq4_nl,
+    DType.IQ4_XS: _expand_iq4_xs,
+    DType.MXFP4: _expand_mxfp4,
+    DType.NVFP4: _expand_nvfp4,
+    DType.Q1_0: _expand_q1_0,
+    DType.Q2_0: _expand_q2_0,
 }
 
 
-def _inverse(scale: F32) -> F32:
+def _safe_reciprocal(scale: F32) -> F32:
     """1 over a scale, 0 where that is 0."""
     return np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
 
 
-def _blocks(dtype: DType, scale: F32, qs: np.ndarray) -> np.ndarray:
-    blocks = np.empty(len(scale), LAYOUT[dtype])
+def _build_blocks(dtype: DType, scale: F32, qs: np.ndarray) -> np.ndarray:
+    blocks = np.empty(len(scale), BLOCK_LAYOUTS[dtype])
     blocks["d"], blocks["qs"] = scale[:, 0], qs
     return blocks
 
 
-def _to_q8_0(x: F32) -> np.ndarray:
+def _quantise_q8_0(x: F32) -> np.ndarray:
     d = np.abs(x).max(1, keepdims=True) / np.float32(127)
-    scaled = x * _inverse(d)
+    scaled = x * _safe_reciprocal(d)
     whole = np.trunc(scaled)
     away = whole + np.copysign(np.float32(1), scaled) * (np.abs(scaled - whole) >= 0.5)
-    return _blocks(DType.Q8_0, d, np.nan_to_num(away).astype(np.int8))
+    return _build_blocks(DType.Q8_0, d, np.nan_to_num(away).astype(np.int8))
 
 
-def _to_q4_0(x: F32) -> np.ndarray:
+def _quantise_q4_0(x: F32) -> np.ndarray:
     low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
     d = np.where(-low < high, high, low) / np.float32(-8)
-    q = np.minimum(np.nan_to_num(np.trunc(x * _inverse(d) + np.float32(8.5))), 15).astype(np.uint8)
-    return _blocks(DType.Q4_0, d, q[:, :16] | q[:, 16:] << 4)
+    q = np.minimum(np.nan_to_num(np.trunc(x * _safe_reciprocal(d) + np.float32(8.5))), 15).astype(np.uint8)
+    return _build_blocks(DType.Q4_0, d, q[:, :16] | q[:, 16:] << 4)
 
 
-BLOCKS = {DType.Q8_0: _to_q8_0, DType.Q4_0: _to_q4_0}
+QUANTISERS = {DType.Q8_0: _quantise_q8_0, DType.Q4_0: _quantise_q4_0}
 """What makes records of rows of one block each."""

@@ -9,27 +9,27 @@ import numpy as np
 
 from ..graph.attrs import Attr
 from .declaring.op import Array, op
-from .declaring.samples import Range, grid
-from .declaring.signature import Mismatch
+from .declaring.samples import LegalRange, expand_template
+from .declaring.signature import SignatureMismatch
 from .states import (
     SLOT_RANGES,
-    carry,
-    state_form,
-    state_inplace,
-    state_needs,
-    state_overwrites,
-    state_signatures,
-    state_traffic,
+    build_state_signatures,
+    check_state,
+    choose_state_signature,
+    make_state_traffic,
+    run_recurrence,
+    state_inplace_pairs,
+    state_overwritten_entries,
 )
 
 
 @op(
     "x[..., *s, c], w[c, *taps] -> [..., t, c]: f32",
     linear=("x", "w"),
-    where={"t": lambda s, taps, **_: s - taps + 1},
-    needs=lambda s, taps, **_: f"x has {s} rows for {taps} taps of w" if not 0 < taps <= s else None,
+    derived_sizes={"t": lambda s, taps, **_: s - taps + 1},
+    check=lambda s, taps, **_: f"x has {s} rows for {taps} taps of w" if not 0 < taps <= s else None,
     flops=lambda t, c, taps, **_: 2 * t * c * taps,
-    samples=grid("x=f32[{x},12], w=f32[12,{k}]", x=("4", "7", "2,9"), k=(1, 4)),
+    samples=expand_template("x=f32[{x},12], w=f32[12,{k}]", x=("4", "7", "2,9"), k=(1, 4)),
     errors=(("x=f32[3,12], w=f32[12,4]", "3 rows for 4 taps"), ("x=f32[7,12], w=f32[11,4]", "c is 12")),
     sequential="s",
 )
@@ -49,20 +49,20 @@ def ssm_conv(x: Array, w: Array) -> Array:
 _HEADS: Mapping[str, str] = {"tiled": "(value_heads key_heads)", "interleaved": "(key_heads value_heads)"}
 
 
-def _delta_signatures(heads: str) -> dict[str, str]:
+def _build_delta_signatures(heads: str) -> dict[str, str]:
     """A signature for each way to give the state, when heads of v are this product of key heads and those of each."""
     operands = (
         f"q[..., *t, key_heads, *d], k[..., *t, key_heads, *d], v[..., *t, {heads}, e], g[..., *t, {heads}, 1|*d],"
         f" beta[..., *t, {heads}]"
     )
-    return state_signatures(operands, f"[..., t, {heads}, e]", f"{heads}, e, *d")
+    return build_state_signatures(operands, f"[..., t, {heads}, e]", f"{heads}, e, *d")
 
 
-def _delta_form(attrs: Mapping[str, Attr]) -> str:
+def _choose_delta_signature(attrs: Mapping[str, Attr]) -> str:
     heads = str(attrs["heads"])
     if heads not in _HEADS:
-        raise Mismatch(f"heads is {heads!r}; one of {', '.join(_HEADS)}")
-    return f"{heads} {state_form(attrs)}"
+        raise SignatureMismatch(f"heads is {heads!r}; one of {', '.join(_HEADS)}")
+    return f"{heads} {choose_state_signature(attrs)}"
 
 
 _INPUTS = "q=f32[{n}{t},2,8], k=f32[{n}{t},2,8], v=f32[{n}{t},4,{e}], g=f32[{n}{t},4,{g}], beta=f32[{n}{t},4]"
@@ -73,33 +73,35 @@ _DELTA_CASE = (
 _SHORT = _INPUTS.format(n="", t=3, e=8, g=1)
 
 
-def _delta_needs(d: int, snapshots: int, saved: int | None = None, **_: object) -> str | None:
-    return state_needs(snapshots, saved) if d else "d is 0, but the output is divided by its root"
+def _check_delta_net(d: int, snapshots: int, saved: int | None = None, **_: object) -> str | None:
+    return check_state(snapshots, saved) if d else "d is 0, but the output is divided by its root"
 
 
 @op(
-    {f"{name} {form}": text for name, hv in _HEADS.items() for form, text in _delta_signatures(hv).items()},
-    form=_delta_form,
+    {f"{name} {form}": text for name, hv in _HEADS.items() for form, text in _build_delta_signatures(hv).items()},
+    signature_key=_choose_delta_signature,
     linear=("v+state",),
-    inplace=state_inplace,
-    overwrites=state_overwrites,
-    needs=_delta_needs,
+    inplace=state_inplace_pairs,
+    overwrites=state_overwritten_entries,
+    check=_check_delta_net,
     flops=lambda t, key_heads, value_heads, d, e, seqs=1, **_: seqs * t * key_heads * value_heads * e * (7 * d + 3),
-    traffic=state_traffic(5),
+    traffic=make_state_traffic(5),
     sequential="t",
     ranges={
-        "g": Range(-4.0, -1e-4),
-        "beta": Range(0.0, 1.0),
-        "q": Range(-0.3, 0.3),
-        "k": Range(-0.3, 0.3),
+        "g": LegalRange(-4.0, -1e-4),
+        "beta": LegalRange(0.0, 1.0),
+        "q": LegalRange(-0.3, 0.3),
+        "k": LegalRange(-0.3, 0.3),
         **SLOT_RANGES,
     },
     samples=(
-        *grid(_DELTA_CASE, t=(1, 5), h=(2, 4), d=(16,), e=(16,), g=(1, 16), m=("tiled", "interleaved")),
-        *grid(_DELTA_CASE, t=(0, 3), h=(2,), d=(8,), e=(12,), g=(1,), m=("tiled",)),
+        *expand_template(_DELTA_CASE, t=(1, 5), h=(2, 4), d=(16,), e=(16,), g=(1, 16), m=("tiled", "interleaved")),
+        *expand_template(_DELTA_CASE, t=(0, 3), h=(2,), d=(8,), e=(12,), g=(1,), m=("tiled",)),
         _INPUTS.format(n="2,", t=3, e=8, g=1) + ", state=f32[2,4,8,8]",
-        *grid(_INPUTS + ", state=f32[{n}4,12,8], snapshots={k}", n=("", "2,"), t=(1, 5), e=(12,), g=(8,), k=(2, 3)),
-        *grid(
+        *expand_template(
+            _INPUTS + ", state=f32[{n}4,12,8], snapshots={k}", n=("", "2,"), t=(1, 5), e=(12,), g=(8,), k=(2, 3)
+        ),
+        *expand_template(
             _INPUTS + ', state=f32[7,4,5,8], slots_in=i32[2], slots_out=i32[2], pool="update"',
             n=("2,",),
             t=(0, 1, 4),
@@ -108,7 +110,7 @@ def _delta_needs(d: int, snapshots: int, saved: int | None = None, **_: object) 
         ),
         _INPUTS.format(n="1,", t=3, e=5, g=1)
         + ', state=f32[7,4,5,8], slots_in=i32[1], slots_out=i32[1,4], pool="update", snapshots=4, heads="interleaved"',
-        *grid(
+        *expand_template(
             _INPUTS + ', state=f32[2,4,5,8], slots_in=i32[2], pool="read", snapshots={k}',
             n=("2,",),
             t=(3,),
@@ -116,9 +118,9 @@ def _delta_needs(d: int, snapshots: int, saved: int | None = None, **_: object) 
             g=(1,),
             k=(1, 2),
         ),
-        *grid(_DELTA_CASE + ", snapshots={t}", t=(4,), h=(2,), d=(16,), e=(40,), g=(1, 16), m=("tiled",)),
-        *grid(_DELTA_CASE, t=(4, 8, 9), h=(2,), d=(32,), e=(40,), g=(1, 32), m=("interleaved",)),
-        *grid(_DELTA_CASE + ", exact=false", t=(70,), h=(2,), d=(64,), e=(16,), g=(1, 64), m=("tiled",)),
+        *expand_template(_DELTA_CASE + ", snapshots={t}", t=(4,), h=(2,), d=(16,), e=(40,), g=(1, 16), m=("tiled",)),
+        *expand_template(_DELTA_CASE, t=(4, 8, 9), h=(2,), d=(32,), e=(40,), g=(1, 32), m=("interleaved",)),
+        *expand_template(_DELTA_CASE + ", exact=false", t=(70,), h=(2,), d=(64,), e=(16,), g=(1, 64), m=("tiled",)),
     ),
     errors=(
         ("q=f32[3,2,8], k=f32[3,2,8], v=f32[3,3,8], g=f32[3,3,1], beta=f32[3,3], state=f32[3,8,8]", "no product"),
@@ -178,5 +180,5 @@ def gated_delta_net(
         out[at] = np.einsum("...ed,...d->...e", s, q[at])
         return s
 
-    new = carry(step, v.shape[-3], state, slots_in, slots_out, snapshots)
+    new = run_recurrence(step, v.shape[-3], state, slots_in, slots_out, snapshots)
     return out / math.sqrt(q.shape[-1]), new

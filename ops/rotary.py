@@ -7,15 +7,15 @@ import math
 import numpy as np
 
 from ..graph.attrs import Attrs
-from .declaring.attributes import number
+from .declaring.attributes import float_attribute
 from .declaring.op import Array, op
-from .declaring.samples import Range, grid
+from .declaring.samples import LegalRange, expand_template
 
 ROPE_MODES = ("normal", "neox")
 MULTI_MODES = ("mrope", "imrope", "vision")
 
 
-def _rope_needs(
+def _check_rope(
     n_dims: int,
     d: int,
     mode: str,
@@ -44,13 +44,15 @@ def _rope_needs(
     "x[..., t, h, *d], pos[..., t]: i32, factors[*f]? -> [..., t, h, d]",
     linear=("x",),
     inplace="x",
-    needs=_rope_needs,
+    check=_check_rope,
     flops=lambda t, h, d, **_: 3 * t * h * d,
-    ranges={"pos": Range(0, 1000), "factors": Range(0.5, 8.0)},
+    ranges={"pos": LegalRange(0, 1000), "factors": LegalRange(0.5, 8.0)},
     samples=(
-        *grid('x={x}[5,3,16], pos=i32[5], n_dims={n}, mode="{mode}"', x=("f32", "f16"), n=(16, 8), mode=ROPE_MODES),
+        *expand_template(
+            'x={x}[5,3,16], pos=i32[5], n_dims={n}, mode="{mode}"', x=("f32", "f16"), n=(16, 8), mode=ROPE_MODES
+        ),
         "x=f32[2,5,3,16], pos=i32[2,5], factors=f32[8], n_dims=16, base=500000.0",
-        *grid('x=f32[5,3,16], pos=i32[5], n_dims=8, offset={o}, mode="{mode}"', o=(2, 8), mode=ROPE_MODES),
+        *expand_template('x=f32[5,3,16], pos=i32[5], n_dims=8, offset={o}, mode="{mode}"', o=(2, 8), mode=ROPE_MODES),
         "x=f32[0,3,16], pos=i32[0], n_dims=0",
         "x=f32[5,3,16], pos=i32[5], n_dims=16, freq_scale=0.25, ext_factor=1.0, attn_factor=1.2, original_context=64",
     ),
@@ -95,13 +97,13 @@ def rope(
         "beta_slow": beta_slow,
         "original_context": original_context,
     }
-    inverse, magnitude = frequencies(half, attrs)
+    inverse, magnitude = compute_frequencies(half, attrs)
     if factors is not None:
         inverse = inverse / factors[:half]
-    return _turned(x, pos[..., None] * inverse, magnitude, *pairs(n_dims, mode, offset))
+    return _rotate_pairs(x, pos[..., None] * inverse, magnitude, *pair_slices(n_dims, mode, offset))
 
 
-def pairs(n_dims: int, mode: str, offset: int = 0) -> tuple[slice, slice]:
+def pair_slices(n_dims: int, mode: str, offset: int = 0) -> tuple[slice, slice]:
     """The first and the second elements of all pairs."""
     if mode == "normal":
         return slice(offset, offset + n_dims, 2), slice(offset + 1, offset + n_dims, 2)
@@ -109,7 +111,7 @@ def pairs(n_dims: int, mode: str, offset: int = 0) -> tuple[slice, slice]:
     return slice(offset, offset + half), slice(offset + half, offset + 2 * half)
 
 
-def _turned(x: Array, angle: Array, magnitude: float, low: slice, high: slice) -> Array:
+def _rotate_pairs(x: Array, angle: Array, magnitude: float, low: slice, high: slice) -> Array:
     """`x` with its pairs rotated by ``angle[..., t, pair]``."""
     angle = angle[..., None, :]
     cos, sin = np.cos(angle) * magnitude, np.sin(angle) * magnitude
@@ -119,32 +121,36 @@ def _turned(x: Array, angle: Array, magnitude: float, low: slice, high: slice) -
     return out
 
 
-def _multi_needs(sections: tuple[int, ...], n_dims: int, d: int, mode: str, offset: int, **rest: object) -> str | None:
+def _check_multi_rope(
+    sections: tuple[int, ...], n_dims: int, d: int, mode: str, offset: int, **rest: object
+) -> str | None:
     if len(sections) != 4 or min(sections) < 0 or not any(sections[:3]):
         return f"sections is {sections}; it must be four numbers of pairs, one of the first three positive"
     if sum(sections) > d:
         return f"sections add up to {sum(sections)}, more than the head size {d}"
     if mode == "vision" and (2 * n_dims != d or offset or sum(sections) < n_dims):
         return f"mode vision turns the whole head: n_dims must be {d // 2}, offset 0, sections add up to n_dims"
-    return _rope_needs(n_dims=n_dims, d=d, mode=mode, offset=offset, modes=MULTI_MODES, **rest)  # type: ignore[arg-type]  # sizes and attributes by name
+    return _check_rope(n_dims=n_dims, d=d, mode=mode, offset=offset, modes=MULTI_MODES, **rest)  # type: ignore[arg-type]  # sizes and attributes by name
 
 
 @op(
     "x[..., t, h, *d], pos[..., 4, t]: i32, factors[*f]? -> [..., t, h, d]",
     linear=("x",),
     inplace="x",
-    needs=_multi_needs,
+    check=_check_multi_rope,
     flops=lambda t, h, d, **_: 3 * t * h * d,
-    ranges={"pos": Range(0, 1000), "factors": Range(0.5, 8.0)},
+    ranges={"pos": LegalRange(0, 1000), "factors": LegalRange(0.5, 8.0)},
     samples=(
-        *grid(
+        *expand_template(
             'x={x}[5,3,16], pos=i32[4,5], n_dims={n}, sections={s}, mode="{mode}"',
             x=("f32", "f16"),
             n=(16, 8),
             s=((3, 3, 2, 0), (4, 2, 1, 1), (1, 1, 1, 0)),
             mode=("mrope", "imrope"),
         ),
-        *grid('x=f32[2,5,1,16], pos=i32[2,4,5], n_dims=8, sections={s}, mode="vision"', s=((4, 4, 0, 0), (2, 3, 2, 1))),
+        *expand_template(
+            'x=f32[2,5,1,16], pos=i32[2,4,5], n_dims=8, sections={s}, mode="vision"', s=((4, 4, 0, 0), (2, 3, 2, 1))
+        ),
         "x=f32[2,5,3,18], pos=i32[2,4,5], factors=f32[9], n_dims=16, sections=(4,2,2,0), offset=2, base=500000.0",
         "x=f32[3,2,16], pos=i32[4,3], factors=f32[8], n_dims=8, sections=(4,4,0,0), ext_factor=1.0, freq_scale=0.25,"
         ' original_context=64, mode="vision"',
@@ -191,15 +197,15 @@ def rope_multi(
         "beta_slow": beta_slow,
         "original_context": original_context,
     }
-    plane, index = planes(n_dims if mode == "vision" else n_dims // 2, sections, mode)
-    inverse, magnitude = frequencies(n_dims // 2, attrs, index)
+    plane, index = position_planes(n_dims if mode == "vision" else n_dims // 2, sections, mode)
+    inverse, magnitude = compute_frequencies(n_dims // 2, attrs, index)
     if factors is not None:
         inverse = inverse / factors[: len(plane)]
     angle = np.swapaxes(np.take(pos, plane, axis=-2), -1, -2) * inverse
-    return _turned(x, angle, magnitude, *pairs(n_dims, mode, offset))
+    return _rotate_pairs(x, angle, magnitude, *pair_slices(n_dims, mode, offset))
 
 
-def planes(count: int, sections: tuple[int, ...], mode: str) -> tuple[Array, Array]:
+def position_planes(count: int, sections: tuple[int, ...], mode: str) -> tuple[Array, Array]:
     """For each of `count` pairs which of the four positions turns it, and the i of its angle."""
     pair = np.arange(count)
     sector = pair % sum(sections)
@@ -211,24 +217,24 @@ def planes(count: int, sections: tuple[int, ...], mode: str) -> tuple[Array, Arr
     return plane, sector - (ends - sections)[plane] if mode == "vision" else pair
 
 
-def frequencies(half: int, attrs: Attrs, index: Array | None = None) -> tuple[Array, float]:
+def compute_frequencies(half: int, attrs: Attrs, index: Array | None = None) -> tuple[Array, float]:
     """Angle per position of each pair before `factors` divide it, float64, and the factor on cosine and sine.
 
     `attrs` are those of `rope`; pair j turns ``base^(-index[j]/half)``, where `index` is 0 to half - 1 if not given.
     """
-    base, scale, mix = (float(number(attrs, k)) for k in ("base", "freq_scale", "ext_factor"))
-    magnitude = float(number(attrs, "attn_factor"))
+    base, scale, mix = (float(float_attribute(attrs, k)) for k in ("base", "freq_scale", "ext_factor"))
+    magnitude = float(float_attribute(attrs, "attn_factor"))
     index = np.arange(half) if index is None else index
     inverse = base ** (-index / max(1, half))
     if not mix:
         return inverse * scale, magnitude
-    share = mix * _yarn_ramp(len(index), half, base, attrs)
+    share = mix * _compute_yarn_ramp(len(index), half, base, attrs)
     return inverse * (scale * (1 - share) + share), magnitude * (1.0 + 0.1 * math.log(1.0 / scale))
 
 
-def _yarn_ramp(count: int, half: int, base: float, attrs: Attrs) -> Array:
+def _compute_yarn_ramp(count: int, half: int, base: float, attrs: Attrs) -> Array:
     """Share of the unscaled angle per pair: 1 for fast pairs, 0 for slow ones, linear between."""
-    context, fast, slow = (float(number(attrs, k)) for k in ("original_context", "beta_fast", "beta_slow"))
+    context, fast, slow = (float(float_attribute(attrs, k)) for k in ("original_context", "beta_fast", "beta_slow"))
 
     def pair(rotations: float) -> float:
         return half * math.log(context / (rotations * 2 * math.pi)) / math.log(base)

@@ -12,19 +12,19 @@ from functools import lru_cache
 import numpy as np
 
 from .declaring.op import Array
-from .states import legal_rows
+from .states import require_row_numbers
 
 
-def own_rows(ids: Array, first: int, count: int, total: int, what: str) -> Array:
+def to_local_rows(ids: Array, first: int, count: int, total: int, what: str) -> Array:
     """For each of `ids` which of the `count` rows of a table it is, -1 where another table has it.
 
     Raises `BackendError` for one that no table has.
     """
-    rows = legal_rows(ids, total or count, what) - first
+    rows = require_row_numbers(ids, total or count, what) - first
     return np.where((rows >= 0) & (rows < count), rows, -1)
 
 
-def needs_part(first: int, total: int, count: int) -> str | None:
+def check_row_range(first: int, total: int, count: int) -> str | None:
     """Why `count` rows from `first` on are no part of `total`; None if they are."""
     if total == first == 0 or (total > 0 and 0 <= first <= total - count):
         return None
@@ -32,7 +32,7 @@ def needs_part(first: int, total: int, count: int) -> str | None:
 
 
 @lru_cache(maxsize=1024)
-def busiest(entries: int, own: int, total: int) -> int:
+def estimate_busiest_count(entries: int, own: int, total: int) -> int:
     """How many of `entries` numbers come to the busiest of the devices that have `own` rows of `total` each, expected
     where all rows are equally likely.
 

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 import numpy as np
 
 from .declaring.op import Array, op
-from .declaring.samples import Range, grid
+from .declaring.samples import LegalRange, expand_template
 from .states import (
     SLOT_RANGES,
-    carry,
-    state_form,
-    state_inplace,
-    state_needs,
-    state_overwrites,
-    state_signatures,
-    state_traffic,
+    build_state_signatures,
+    check_state,
+    choose_state_signature,
+    make_state_traffic,
+    run_recurrence,
+    state_inplace_pairs,
+    state_overwritten_entries,
 )
 
 _SCAN = (
@@ -28,24 +28,24 @@ _MANY = _SCAN.format(n="2,", t=3, h=4, e=5, a=1, g=2, d=8, s="7,")
 
 
 @op(
-    state_signatures(
+    build_state_signatures(
         "x[..., *t, (g r), e], dt[..., *t, (g r)], a[(g r), 1|*d], b[..., *t, g, *d], c[..., *t, g, *d]",
         "[..., t, (g r), e]",
         "(g r), e, *d",
     ),
-    form=state_form,
+    signature_key=choose_state_signature,
     linear=("x+state",),
-    inplace=state_inplace,
-    overwrites=state_overwrites,
-    needs=state_needs,
+    inplace=state_inplace_pairs,
+    overwrites=state_overwritten_entries,
+    check=check_state,
     flops=lambda t, g, r, e, d, seqs=1, **_: seqs * t * g * r * e * (6 * d + 1),
-    traffic=state_traffic(5),
+    traffic=make_state_traffic(5),
     sequential="t",
-    must=False,
-    ranges={"a": Range(-1.0, -0.01), **SLOT_RANGES},
+    is_required=False,
+    ranges={"a": LegalRange(-1.0, -0.01), **SLOT_RANGES},
     samples=(
-        *grid(_SCAN, n=("",), t=(1, 5), h=(4,), e=(1, 8), a=(1, 16), g=(1, 2, 4), d=(16,), s=("",)),
-        *grid(_SCAN, n=("2,",), t=(0, 3), h=(6,), e=(5,), a=(1,), g=(3,), d=(7,), s=("2,",)),
+        *expand_template(_SCAN, n=("",), t=(1, 5), h=(4,), e=(1, 8), a=(1, 16), g=(1, 2, 4), d=(16,), s=("",)),
+        *expand_template(_SCAN, n=("2,",), t=(0, 3), h=(6,), e=(5,), a=(1,), g=(3,), d=(7,), s=("2,",)),
         _ONE + ", snapshots=2",
         _MANY + ', slots_in=i32[2], pool="read"',
         _MANY + ', slots_in=i32[2], slots_out=i32[2], pool="update"',
@@ -91,7 +91,7 @@ def ssm_scan(
         out[at] = np.einsum("...ed,...d->...e", s, c[at])
         return s
 
-    return out, carry(step, x.shape[-3], state, slots_in, slots_out, snapshots)
+    return out, run_recurrence(step, x.shape[-3], state, slots_in, slots_out, snapshots)
 
 
 _KEYED: Mapping[str, tuple[object, ...]] = {
@@ -113,12 +113,12 @@ _WKV6 = (
     "k[..., *t, h, *d], v[..., *t, h, e], r[..., *t, h, *d], bonus[h, *d], decay[..., *t, h, *d], state[..., h, *d, e]"
     " -> [..., t, h, e]: f32, [..., h, d, e]: f32",
     linear=("v+state",),
-    inplace=state_inplace,
+    inplace=state_inplace_pairs,
     flops=lambda t, h, d, e, **_: 7 * t * h * d * e,
     sequential="t",
-    must=False,
-    ranges={"decay": Range(0.0, 1.0)},
-    samples=(*grid(_WKV6, **_KEYED), *grid(_WKV6, **_LONG)),
+    is_required=False,
+    ranges={"decay": LegalRange(0.0, 1.0)},
+    samples=(*expand_template(_WKV6, **_KEYED), *expand_template(_WKV6, **_LONG)),
     errors=(
         (_WKV6.format(n="", t=3, h=2, d=4, e=5).replace("r=f32[3", "r=f32[2"), "t is 3"),
         (_WKV6.format(n="", t=3, h=2, d=4, e=5).replace("bonus=f32[2,4", "bonus=f32[2,5"), "d is 4"),
@@ -139,7 +139,7 @@ def rwkv_wkv6(k: Array, v: Array, r: Array, bonus: Array, decay: Array, state: A
         out[at] = np.einsum("...de,...d->...e", s + bonus[..., None] * write, r[at])
         return s * decay[at][..., :, None] + write
 
-    return out, carry(step, v.shape[-3], state)
+    return out, run_recurrence(step, v.shape[-3], state)
 
 
 _WKV7 = (
@@ -152,13 +152,13 @@ _WKV7 = (
     "r[..., *t, h, *d], decay[..., *t, h, *d], k[..., *t, h, *d], v[..., *t, h, e], a[..., *t, h, *d],"
     " b[..., *t, h, *d], state[..., h, e, *d] -> [..., t, h, e]: f32, [..., h, e, d]: f32",
     linear=("v+state",),
-    inplace=state_inplace,
+    inplace=state_inplace_pairs,
     flops=lambda t, h, d, e, **_: 9 * t * h * d * e,
     sequential="t",
-    must=False,
+    is_required=False,
     # Longer a and b make the state grow without bound.
-    ranges={"decay": Range(0.0, 1.0), "a": Range(-0.3, 0.3), "b": Range(-0.3, 0.3)},
-    samples=(*grid(_WKV7, **_KEYED), *grid(_WKV7, **_LONG)),
+    ranges={"decay": LegalRange(0.0, 1.0), "a": LegalRange(-0.3, 0.3), "b": LegalRange(-0.3, 0.3)},
+    samples=(*expand_template(_WKV7, **_KEYED), *expand_template(_WKV7, **_LONG)),
     errors=(
         (_WKV7.format(n="", t=3, h=2, d=4, e=5).replace(" a=f32[3", " a=f32[2"), "t is 3"),
         (_WKV7.format(n="", t=3, h=2, d=4, e=5).replace("state=f32[2,5,4", "state=f32[2,4,5"), "e is 5"),
@@ -184,7 +184,7 @@ def rwkv_wkv7(r: Array, decay: Array, k: Array, v: Array, a: Array, b: Array, st
         out[at] = np.einsum("...ed,...d->...e", s, r[at])
         return s
 
-    return out, carry(step, v.shape[-3], state)
+    return out, run_recurrence(step, v.shape[-3], state)
 
 
 _GLA = (
@@ -197,12 +197,12 @@ _GLA = (
     "k[..., *t, h, *d], v[..., *t, h, e], q[..., *t, h, *d], g[..., *t, h, *d], state[..., h, *d, e]"
     " -> [..., t, h, e]: f32, [..., h, d, e]: f32",
     linear=("v+state",),
-    inplace=state_inplace,
+    inplace=state_inplace_pairs,
     flops=lambda t, h, d, e, **_: 5 * t * h * d * e,
     sequential="t",
-    must=False,
-    ranges={"g": Range(0.0, 1.0)},
-    samples=(*grid(_GLA, **_KEYED), *grid(_GLA, **_LONG)),
+    is_required=False,
+    ranges={"g": LegalRange(0.0, 1.0)},
+    samples=(*expand_template(_GLA, **_KEYED), *expand_template(_GLA, **_LONG)),
     errors=(
         (_GLA.format(n="", t=3, h=2, d=4, e=5).replace("g=f32[3,2,4", "g=f32[3,2,1"), "d is 4"),
         (_GLA.format(n="", t=3, h=2, d=4, e=5).replace(", scale=0.5", ""), "scale is missing"),
@@ -222,4 +222,4 @@ def gated_linear_attn(k: Array, v: Array, q: Array, g: Array, state: Array, *, s
         out[at] = np.einsum("...de,...d->...e", s, q[at]) * scale
         return s
 
-    return out, carry(step, v.shape[-3], state)
+    return out, run_recurrence(step, v.shape[-3], state)

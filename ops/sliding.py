@@ -10,48 +10,52 @@ import numpy as np
 
 from ..graph.attrs import Attr, Attrs
 from ..graph.spec import Spec
-from .declaring.links import Link, same
-from .declaring.op import Array, Specs, op
-from .declaring.samples import grid
-from .declaring.signature import Mismatch
-from .views import ints_of, spec_of
+from .declaring.links import AxisLink, link_axes
+from .declaring.op import Array, OperandSpecs, op
+from .declaring.samples import expand_template
+from .declaring.signature import SignatureMismatch
+from .views import first_spec, integers_attribute
 
 
-def counts_of(shape: tuple[int, ...], attrs: Mapping[str, Attr]) -> tuple[int, ...]:
+def count_windows(shape: tuple[int, ...], attrs: Mapping[str, Attr]) -> tuple[int, ...]:
     """How many windows there are along each axis.  Raises `Mismatch`."""
-    size, stride, dilation, left, right = (ints_of(attrs, k) for k in ("size", "stride", "dilation", "left", "right"))
+    size, stride, dilation, left, right = (
+        integers_attribute(attrs, k) for k in ("size", "stride", "dilation", "left", "right")
+    )
     if not size or len({len(size), len(stride), len(dilation), len(left), len(right)}) != 1:
-        raise Mismatch("size, stride, dilation, left and right need an entry for each axis that windows slide over")
+        raise SignatureMismatch(
+            "size, stride, dilation, left and right need an entry for each axis that windows slide over"
+        )
     if len(shape) != 2 + len(size):
-        raise Mismatch(f"x has {len(shape)} axes; it needs 2 and the {len(size)} that windows slide over")
+        raise SignatureMismatch(f"x has {len(shape)} axes; it needs 2 and the {len(size)} that windows slide over")
     if min((*size, *stride, *dilation)) < 1 or min((*left, *right)) < 0:
-        raise Mismatch("size, stride and dilation must be at least 1, left and right at least 0")
+        raise SignatureMismatch("size, stride and dilation must be at least 1, left and right at least 0")
     spans = [d * (k - 1) + 1 for k, d in zip(size, dilation, strict=True)]
     padded = [n + a + b for n, a, b in zip(shape[2:], left, right, strict=True)]
     if any(n < span for n, span in zip(padded, spans, strict=True)):
-        raise Mismatch(f"windows span {spans} entries, but with its padding x has {padded}")
+        raise SignatureMismatch(f"windows span {spans} entries, but with its padding x has {padded}")
     return tuple((n - span) // s + 1 for n, span, s in zip(padded, spans, stride, strict=True))
 
 
-def _windowed(specs: Specs, attrs: Attrs) -> Spec:
-    spec = spec_of(specs)
-    counts = counts_of(spec.shape, attrs)
-    return Spec((spec.shape[0], prod(counts), spec.shape[1], prod(ints_of(attrs, "size"))), spec.dtype)
+def _infer_windows(specs: OperandSpecs, attrs: Attrs) -> Spec:
+    spec = first_spec(specs)
+    counts = count_windows(spec.shape, attrs)
+    return Spec((spec.shape[0], prod(counts), spec.shape[1], prod(integers_attribute(attrs, "size"))), spec.dtype)
 
 
-def _window_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
+def _window_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     """Images and channels go their own ways; what windows slide over must be whole."""
-    return same({0: 0, 1: 2})
+    return link_axes({0: 0, 1: 2})
 
 
 @op(
     "x[...]: number -> [...]",
-    infer=_windowed,
+    infer=_infer_windows,
     links=_window_links,
     linear=lambda attrs: () if attrs["value"] else ("x",),
     flops=lambda **_: 0,
     samples=(
-        *grid(
+        *expand_template(
             "x={x}[2,3,9], size=(3,), stride=({s},), dilation=({d},), left=(1,), right=(0,)",
             x=("f32", "f16", "i32"),
             s=(1, 2),
@@ -68,7 +72,7 @@ def _window_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
     ),
     compare="exact",
     infinite=("x",),
-    must=False,
+    is_required=False,
 )
 def windows(
     x: Array,
@@ -86,7 +90,7 @@ def windows(
     the last axis a pooling.  ggml: ``IM2COL``, ``IM2COL_3D``.
     """
     setting = {"size": size, "stride": stride, "dilation": dilation, "left": left, "right": right}
-    counts = counts_of(x.shape, setting)
+    counts = count_windows(x.shape, setting)
     pads = ((0, 0), (0, 0), *zip(left, right, strict=True))
     padded = np.pad(x, pads, constant_values=np.asarray(value).astype(x.dtype)) if any(left + right) else x
     spans = [(stride[i], dilation[i], s * (counts[i] - 1) + 1) for i, s in enumerate(stride)]

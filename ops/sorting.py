@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from .declaring.op import Array, op
-from .declaring.samples import grid
+from .declaring.samples import expand_template
 
 
-def _comparisons(n: int, **_: object) -> int:
+def _count_comparisons(n: int, **_: object) -> int:
     return n * n.bit_length()
 
 
 @op(
     "x[..., *n] -> [..., n]: i32",
-    flops=_comparisons,
+    flops=_count_comparisons,
     samples=(
-        *grid(
+        *expand_template(
             "x={x}[{shape}], descending={d}", x=("f32",), shape=("7", "3,60", "5,1", "0,4", "2,0"), d=("false", "true")
         ),
         "x=bf16[2,3,33]",
@@ -32,16 +32,16 @@ def argsort(x: Array, *, descending: bool = False) -> Array:
 
 @op(
     "x[..., *n] -> [..., k]: i32",
-    flops=_comparisons,
-    needs=lambda n, k, **_: f"k is {k}; it must be from 0 to {n}, the length of a row" if not 0 <= k <= n else None,
+    flops=_count_comparisons,
+    check=lambda n, k, **_: f"k is {k}; it must be from 0 to {n}, the length of a row" if not 0 <= k <= n else None,
     samples=(
-        *grid("x=f32[{shape}], k={k}", shape=("9", "3,60", "2,1,8"), k=(1, 4, 8)),
+        *expand_template("x=f32[{shape}], k={k}", shape=("9", "3,60", "2,1,8"), k=(1, 4, 8)),
         *("x=f16[2,33], k=5", "x=f32[3,5], k=5", "x=f32[3,1], k=1", "x=f32[0,4], k=2", "x=f32[3,4], k=0"),
     ),
     compare="set",
     errors=(("x=f32[3,4], k=5", "from 0 to 4"), ("x=f32[4], k=-1", "k is -1"), ("x=f32[4]", "k is missing")),
     infinite=("x",),
-    must=False,
+    is_required=False,
 )
 def top_k(x: Array, *, k: int) -> Array:
     """Indices of the `k` largest entries of each row, largest first, equal entries in order.  ggml: ``TOP_K``.

@@ -16,15 +16,18 @@ from ..graph.attrs import Attr, Attrs
 from ..graph.errors import BackendError
 from ..graph.spec import Spec
 from .declaring.op import Array
-from .declaring.samples import Range
-from .declaring.signature import Mismatch
+from .declaring.samples import LegalRange
+from .declaring.signature import SignatureMismatch
 
-POOLS = ("none", "read", "update")
+POOL_MODES = ("none", "read", "update")
 
-SLOT_RANGES: Mapping[str, Range] = {"slots_in": Range(0, "slots"), "slots_out": Range(0, "slots", distinct=True)}
+SLOT_RANGES: Mapping[str, LegalRange] = {
+    "slots_in": LegalRange(0, "slots"),
+    "slots_out": LegalRange(0, "slots", distinct=True),
+}
 
 
-def state_signatures(operands: str, out: str, state: str) -> dict[str, str]:
+def build_state_signatures(operands: str, out: str, state: str) -> dict[str, str]:
     """A signature for each `state_form`.  `operands` and `out` begin axes with ``...``; `state` lists those of one."""
     kept = state.replace("*", "")
     one, pool = f"state[..., {state}]", f"state[*slots, {state}], slots_in[...]: i32"
@@ -39,25 +42,25 @@ def state_signatures(operands: str, out: str, state: str) -> dict[str, str]:
     return signatures
 
 
-def state_form(attrs: Mapping[str, Attr]) -> str:
+def choose_state_signature(attrs: Mapping[str, Attr]) -> str:
     """Which of the `state_signatures` holds under the attributes `pool` and `snapshots`."""
     pool, snapshots = attrs.get("pool", "none"), attrs.get("snapshots", 1)
-    if pool not in POOLS:
-        raise Mismatch(f"pool is {pool!r}; one of {', '.join(POOLS)}")
+    if pool not in POOL_MODES:
+        raise SignatureMismatch(f"pool is {pool!r}; one of {', '.join(POOL_MODES)}")
     return f"{pool} {'one' if snapshots == 1 else 'several'}"
 
 
-def state_inplace(attrs: Mapping[str, Attr]) -> tuple[tuple[int, str], ...]:
+def state_inplace_pairs(attrs: Mapping[str, Attr]) -> tuple[tuple[int, str], ...]:
     """The new state may take the memory of the old one, but not of a pool that it only reads rows from."""
     return () if attrs.get("pool") == "read" else ((1, "state"),)
 
 
-def state_overwrites(attrs: Mapping[str, Attr]) -> tuple[str, int] | None:
+def state_overwritten_entries(attrs: Mapping[str, Attr]) -> tuple[str, int] | None:
     """Of a pool only the rows of the sequences change."""
     return ("slots_out", 0) if attrs.get("pool") == "update" else None
 
 
-def state_needs(snapshots: int, saved: int | None = None, **_: object) -> str | None:
+def check_state(snapshots: int, saved: int | None = None, **_: object) -> str | None:
     if snapshots < 1:
         return f"snapshots is {snapshots}; it must be at least 1"
     if saved is not None and saved != snapshots:
@@ -65,7 +68,7 @@ def state_needs(snapshots: int, saved: int | None = None, **_: object) -> str | 
     return None
 
 
-def state_traffic(index: int) -> Callable[[Sequence[Spec | None], Sequence[Spec], Attrs], int]:
+def make_state_traffic(index: int) -> Callable[[Sequence[Spec | None], Sequence[Spec], Attrs], int]:
     """Bytes moved by a recurrence whose operand `index` is the state: of a pool only the rows that are named."""
 
     def traffic(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
@@ -78,14 +81,14 @@ def state_traffic(index: int) -> Callable[[Sequence[Spec | None], Sequence[Spec]
     return traffic
 
 
-def legal_rows(ids: Array, count: int, what: str) -> Array:
+def require_row_numbers(ids: Array, count: int, what: str) -> Array:
     """`ids`, if they number one of `count` rows each.  Raises `BackendError`; NumPy would count negative ones back."""
     if ids.size and not 0 <= ids.min() <= ids.max() < count:
         raise BackendError(f"{what} run from {ids.min()} to {ids.max()}, but there are 0 to {count - 1} only")
     return ids
 
 
-def carry(
+def run_recurrence(
     step: Callable[[int, Array], Array],
     tokens: int,
     state: Array,
@@ -98,7 +101,7 @@ def carry(
     Snapshot s is the state s tokens before the end.  Those that lie before the first token are zeros; in a pool their
     rows stay as they are.
     """
-    s = state if slots_in is None else state[legal_rows(slots_in, len(state), "slots_in")]
+    s = state if slots_in is None else state[require_row_numbers(slots_in, len(state), "slots_in")]
     last = [s]
     for t in range(tokens):
         s = step(t, s)
@@ -107,7 +110,7 @@ def carry(
         missing = [np.zeros_like(s)] * (snapshots - len(last))
         return np.array(last[0]) if snapshots == 1 else np.stack([*last, *missing], axis=-4)
     pool = np.array(state)
-    legal_rows(slots_out, len(state), "slots_out")
+    require_row_numbers(slots_out, len(state), "slots_out")
     for i, snapshot in enumerate(last):
         pool[slots_out if snapshots == 1 else slots_out[..., i]] = snapshot
     return pool

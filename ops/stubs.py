@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .declaring.calling import parameters
+from .declaring.calling import format_parameters
 from .declaring.op import Op
 
 WIDTH = 120
@@ -24,7 +24,7 @@ from ..graph.node import Value
 '''
 
 
-def page() -> str:
+def build_stub() -> str:
     """The whole stub of `hocket.ops`: what its ``__init__.py`` exports, each op as a function."""
     package = import_module(__package__)
     tree = ast.parse(Path(str(package.__file__)).read_bytes())
@@ -36,14 +36,14 @@ def page() -> str:
                 ops[alias.asname or alias.name] = exported
             elif node.level:
                 others.append(f"from .{node.module} import {alias.name} as {alias.asname}\n")
-    entries = "".join(line for name in sorted(ops) for line in entry(name, ops[name]))
+    entries = "".join(line for name in sorted(ops) for line in format_stub(name, ops[name]))
     return HEAD + "".join(others) + "\n" + entries.rstrip("\n") + "\n"
 
 
-def entry(name: str, op: Op[Any]) -> Iterator[str]:
+def format_stub(name: str, op: Op[Any]) -> Iterator[str]:
     """One op as a function with its docstring, on lines that are broken as ruff breaks them."""
     signature = inspect.signature(op)
-    listed, end = list(parameters(signature)), f") -> {signature.return_annotation}:"
+    listed, end = list(format_parameters(signature)), f") -> {signature.return_annotation}:"
     joined = ", ".join(listed)
     lines = [f"def {name}({joined}{end}"]
     if len(lines[0]) > WIDTH:
@@ -56,4 +56,4 @@ def entry(name: str, op: Op[Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.write(build_stub())

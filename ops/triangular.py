@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from .declaring.op import Array, op
-from .declaring.samples import Range, grid
+from .declaring.samples import LegalRange, expand_template
 
 
 @op(
     "x[..., *t, *n] -> [..., t, n]",
     inplace="x",
-    needs=lambda n_past, **_: f"n_past is {n_past}; it must not be negative" if n_past < 0 else None,
+    check=lambda n_past, **_: f"n_past is {n_past}; it must not be negative" if n_past < 0 else None,
     samples=(
-        *grid("x=f32[{shape}], n_past={n}", shape=("5,5", "3,8", "2,3,7,4"), n=(0, 1, 5)),
+        *expand_template("x=f32[{shape}], n_past={n}", shape=("5,5", "3,8", "2,3,7,4"), n=(0, 1, 5)),
         *("x=f16[4,4], n_past=0", "x=f32[0,3], n_past=0", "x=f32[1,1], n_past=0"),
     ),
     errors=(
@@ -21,7 +21,7 @@ from .declaring.samples import Range, grid
         ("x=f32[3,3], n_past=-1", "must not be negative"),
         ("x=f32[3,3]", "n_past is missing"),
     ),
-    must=False,
+    is_required=False,
     compare="exact",
     infinite=("x",),
 )
@@ -34,7 +34,7 @@ def diag_mask_inf(x: Array, *, n_past: int) -> Array:
     return np.where(column > n_past + row, -np.inf, x)
 
 
-_KEPT = {
+_TRIANGLES = {
     "upper_diag": lambda x: np.triu(x),
     "upper": lambda x: np.triu(x, 1),
     "lower_diag": lambda x: np.tril(x),
@@ -43,12 +43,12 @@ _KEPT = {
 
 
 @op(
-    dict.fromkeys(_KEPT, "x[..., *n, *n] -> [..., n, n]"),
-    form="kind",
+    dict.fromkeys(_TRIANGLES, "x[..., *n, *n] -> [..., n, n]"),
+    signature_key="kind",
     linear=("x",),
     inplace="x",
     samples=(
-        *grid('x=f32[{shape}], kind="{kind}"', shape=("5,5", "2,3,7,7", "1,1"), kind=tuple(_KEPT)),
+        *expand_template('x=f32[{shape}], kind="{kind}"', shape=("5,5", "2,3,7,7", "1,1"), kind=tuple(_TRIANGLES)),
         *('x=f16[4,4], kind="lower"', 'x=f32[2,0,0], kind="upper"'),
     ),
     errors=(
@@ -62,7 +62,7 @@ _KEPT = {
 def tri(x: Array, *, kind: str) -> Array:
     """A triangle of each square matrix, zeros elsewhere; `kind` is that of ggml, and plain "lower" and "upper" leave
     out the diagonal.  ggml: ``TRI``."""
-    return np.asarray(_KEPT[kind](x))
+    return np.asarray(_TRIANGLES[kind](x))
 
 
 @op(
@@ -83,9 +83,9 @@ def diag(x: Array) -> Array:
     linear=("b",),
     flops=lambda n, m, **_: n * n * m,
     # The diagonal must not be 0, and a random triangle is ill-conditioned: one near c * ones is not.
-    ranges={"a": Range(0.9, 1.1)},
+    ranges={"a": LegalRange(0.9, 1.1)},
     samples=(
-        *grid("a=f32[{n},{n}], b=f32[{n},{m}]", n=(1, 5), m=(1, 4)),
+        *expand_template("a=f32[{n},{n}], b=f32[{n},{m}]", n=(1, 5), m=(1, 4)),
         *(
             "a=f32[2,3,7,7], b=f32[2,3,7,5]",
             "a=f32[33,33], b=f32[33,16]",

@@ -9,39 +9,39 @@ import numpy as np
 
 from ..graph.attrs import Attr, Attrs
 from ..graph.spec import Spec
-from .declaring.links import Link, regrouped, same
-from .declaring.op import Array, Specs, op
-from .declaring.samples import grid
-from .declaring.signature import Mismatch
+from .declaring.links import AxisLink, link_axes, link_reshaped_axes
+from .declaring.op import Array, OperandSpecs, op
+from .declaring.samples import expand_template
+from .declaring.signature import SignatureMismatch
 
 
-def spec_of(specs: Specs) -> Spec:
+def first_spec(specs: OperandSpecs) -> Spec:
     """The spec of the first operand, which is always there."""
     assert specs[0] is not None
     return specs[0]
 
 
-def ints_of(attrs: Attrs, name: str) -> tuple[int, ...]:
+def integers_attribute(attrs: Attrs, name: str) -> tuple[int, ...]:
     """An attribute that is a tuple of integers."""
     return attrs[name]  # type: ignore[return-value]  # settled() checked its kind
 
 
-def _int(attrs: Attrs, name: str) -> int:
+def _integer_attribute(attrs: Attrs, name: str) -> int:
     return attrs[name]  # type: ignore[return-value]  # settled() checked its kind
 
 
-def axis_of(attrs: Attrs, spec: Spec, name: str = "axis") -> int:
+def axis_attribute(attrs: Attrs, spec: Spec, name: str = "axis") -> int:
     """An axis attribute, counted from the front.  Raises `Mismatch` if there is no such axis."""
-    axis, rank = _int(attrs, name), len(spec.shape)
+    axis, rank = _integer_attribute(attrs, name), len(spec.shape)
     if not -rank <= axis < rank:
-        raise Mismatch(f"{name} is {axis}, but {spec} has rank {rank}")
+        raise SignatureMismatch(f"{name} is {axis}, but {spec} has rank {rank}")
     return axis % rank
 
 
-def _reshaped(specs: Specs, attrs: Attrs) -> Spec:
-    spec, shape = spec_of(specs), ints_of(attrs, "shape")
+def _infer_reshape(specs: OperandSpecs, attrs: Attrs) -> Spec:
+    spec, shape = first_spec(specs), integers_attribute(attrs, "shape")
     if math.prod(shape) != spec.size:
-        raise Mismatch(f"shape {list(shape)} holds {math.prod(shape)} elements, x holds {spec.size}")
+        raise SignatureMismatch(f"shape {list(shape)} holds {math.prod(shape)} elements, x holds {spec.size}")
     return Spec(shape, spec.dtype)
 
 
@@ -49,8 +49,8 @@ def _reshaped(specs: Specs, attrs: Attrs) -> Spec:
     "x[...]: any -> [...]",
     view=lambda x, *, shape: np.reshape(x, shape, copy=False),
     linear=("x",),
-    infer=_reshaped,
-    links=lambda specs, attrs: regrouped(spec_of(specs).shape, ints_of(attrs, "shape")),
+    infer=_infer_reshape,
+    links=lambda specs, attrs: link_reshaped_axes(first_spec(specs).shape, integers_attribute(attrs, "shape")),
     localise=lambda attrs, shape, count: {"shape": shape},
     samples=("x=f32[6,4], shape=(2,3,4)", "x=f16[2,3,4], shape=(24,)", "x=i32[5,0], shape=(0,7)", "x=f32[1], shape=()"),
     errors=(
@@ -65,10 +65,10 @@ def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
     return x.reshape(shape)
 
 
-def _permuted(specs: Specs, attrs: Attrs) -> Spec:
-    spec, axes = spec_of(specs), ints_of(attrs, "axes")
+def _infer_permute(specs: OperandSpecs, attrs: Attrs) -> Spec:
+    spec, axes = first_spec(specs), integers_attribute(attrs, "axes")
     if sorted(axes) != list(range(len(spec.shape))):
-        raise Mismatch(f"axes {list(axes)} are no permutation of the {len(spec.shape)} axes of {spec}")
+        raise SignatureMismatch(f"axes {list(axes)} are no permutation of the {len(spec.shape)} axes of {spec}")
     return Spec(tuple(spec.shape[a] for a in axes), spec.dtype)
 
 
@@ -76,8 +76,8 @@ def _permuted(specs: Specs, attrs: Attrs) -> Spec:
     "x[...]: any -> [...]",
     view=True,
     linear=("x",),
-    infer=_permuted,
-    links=lambda specs, attrs: same({a: i for i, a in enumerate(ints_of(attrs, "axes"))}),
+    infer=_infer_permute,
+    links=lambda specs, attrs: link_axes({a: i for i, a in enumerate(integers_attribute(attrs, "axes"))}),
     samples=("x=f32[2,3,4], axes=(1,0,2)", "x=f16[2,3,4,5], axes=(3,1,0,2)", "x=i32[7], axes=(0,)"),
     errors=(("x=f32[2,3], axes=(0,0)", "no permutation"), ("x=f32[2,3], axes=(1,)", "no permutation of the 2 axes")),
     compare="exact",
@@ -102,38 +102,50 @@ def transpose(x: Array) -> Array:
     return np.swapaxes(x, -1, -2)
 
 
-def _sliced(specs: Specs, attrs: Attrs) -> Spec:
-    spec = spec_of(specs)
-    axis, start, stop = axis_of(attrs, spec), _int(attrs, "start"), _int(attrs, "stop")
+def _infer_slice(specs: OperandSpecs, attrs: Attrs) -> Spec:
+    spec = first_spec(specs)
+    axis, start, stop = (
+        axis_attribute(attrs, spec),
+        _integer_attribute(attrs, "start"),
+        _integer_attribute(attrs, "stop"),
+    )
     if not 0 <= start <= stop <= spec.shape[axis]:
-        raise Mismatch(
+        raise SignatureMismatch(
             f"start {start} to stop {stop} does not lie within the {spec.shape[axis]} entries of axis {axis}"
         )
     if spec.dtype.is_quantised and axis == len(spec.shape) - 1 and start % spec.dtype.block:
-        raise Mismatch(f"start is {start}, inside a block of {spec}; it must be a multiple of {spec.dtype.block}")
+        raise SignatureMismatch(
+            f"start is {start}, inside a block of {spec}; it must be a multiple of {spec.dtype.block}"
+        )
     return Spec((*spec.shape[:axis], stop - start, *spec.shape[axis + 1 :]), spec.dtype)
 
 
-def _slice_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
-    axis = axis_of(attrs, spec_of(specs))
-    start = _int(attrs, "start")
-    return tuple(Link(0, (i,), (i,), start if i == axis else 0) for i in range(len(spec_of(specs).shape)))
+def _slice_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
+    axis = axis_attribute(attrs, first_spec(specs))
+    start = _integer_attribute(attrs, "start")
+    return tuple(AxisLink(0, (i,), (i,), start if i == axis else 0) for i in range(len(first_spec(specs).shape)))
 
 
-def _slice_locally(attrs: Attrs, shape: tuple[int, ...], count: Callable[[int, int], int]) -> Mapping[str, Attr]:
-    axis = _int(attrs, "axis") % len(shape)
-    return {**attrs, "start": count(axis, _int(attrs, "start")), "stop": count(axis, _int(attrs, "stop"))}
+def _localise_slice(attrs: Attrs, shape: tuple[int, ...], count: Callable[[int, int], int]) -> Mapping[str, Attr]:
+    axis = _integer_attribute(attrs, "axis") % len(shape)
+    return {
+        **attrs,
+        "start": count(axis, _integer_attribute(attrs, "start")),
+        "stop": count(axis, _integer_attribute(attrs, "stop")),
+    }
 
 
 @op(
     "x[...]: any -> [...]",
     view=True,
     linear=("x",),
-    infer=_sliced,
+    infer=_infer_slice,
     links=_slice_links,
-    localise=_slice_locally,
+    localise=_localise_slice,
     samples=(
-        *grid("x=f32[5,6,7], axis={axis}, start={start}, stop={stop}", axis=(0, 1, -1), start=(0, 2), stop=(2, 5)),
+        *expand_template(
+            "x=f32[5,6,7], axis={axis}, start={start}, stop={stop}", axis=(0, 1, -1), start=(0, 2), stop=(2, 5)
+        ),
         "x=q8_0[6,64], axis=0, start=1, stop=3",
     ),
     errors=(
@@ -150,25 +162,25 @@ def slice_(x: Array, *, axis: int, start: int, stop: int) -> Array:
     return x[(slice(None),) * (axis % x.ndim) + (slice(start, stop),)]
 
 
-def _broadcasted(specs: Specs, attrs: Attrs) -> Spec:
-    spec, shape = spec_of(specs), ints_of(attrs, "shape")
+def _infer_broadcast(specs: OperandSpecs, attrs: Attrs) -> Spec:
+    spec, shape = first_spec(specs), integers_attribute(attrs, "shape")
     old = (1,) * (len(shape) - len(spec.shape)) + spec.shape
     if len(old) != len(shape) or any(a not in (1, b) for a, b in zip(old, shape, strict=True)):
-        raise Mismatch(f"{spec} cannot be broadcast to {list(shape)}; only axes of size 1 grow")
+        raise SignatureMismatch(f"{spec} cannot be broadcast to {list(shape)}; only axes of size 1 grow")
     return Spec(shape, spec.dtype)
 
 
-def _broadcast_links(specs: Specs, attrs: Attrs) -> tuple[Link, ...]:
-    shape, target = spec_of(specs).shape, ints_of(attrs, "shape")
+def _broadcast_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
+    shape, target = first_spec(specs).shape, integers_attribute(attrs, "shape")
     extra = len(target) - len(shape)
-    return same({i: i + extra for i, n in enumerate(shape) if n == target[i + extra]})
+    return link_axes({i: i + extra for i, n in enumerate(shape) if n == target[i + extra]})
 
 
 @op(
     "x[...]: any -> [...]",
     view=True,
     linear=("x",),
-    infer=_broadcasted,
+    infer=_infer_broadcast,
     links=_broadcast_links,
     localise=lambda attrs, shape, count: {"shape": shape},
     samples=("x=f32[3,1,4], shape=(3,5,4)", "x=f16[4], shape=(2,3,4)", "x=f32[], shape=(2,2)"),

@@ -144,7 +144,7 @@ class Plan:
 
     def flops(self) -> int:
         """Floating-point operations of one run on one device, however it is cut."""
-        return sum(REGISTRY[n.op].flops(n) for n in self.graph.nodes if not n.is_leaf)
+        return sum(REGISTRY[n.op].count_flops(n) for n in self.graph.nodes if not n.is_leaf)
 
     def collectives(self) -> int:
         """How often the devices meet in one run."""

@@ -11,12 +11,12 @@ import numpy as np
 from ...graph.attrs import Attr, Attrs
 from ...graph.dtypes import DType, find_dtype
 from ...graph.validation import format_value
-from .signature import Mismatch
+from .signature import SignatureMismatch
 
-LONGEST = 200
+MAX_ATTRIBUTE_CHARACTERS = 200
 
 
-def _int(value: object) -> int:
+def _as_int(value: object) -> int:
     if isinstance(value, bool):
         raise TypeError
     number = operator.index(value)  # type: ignore[arg-type]  # raises TypeError, as wanted
@@ -25,69 +25,69 @@ def _int(value: object) -> int:
     return number
 
 
-def _float(value: object) -> float:
+def _as_float(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise TypeError
     return float(value)
 
 
-def _bool(value: object) -> bool:
+def _as_bool(value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError
     return value
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str) or len(value) > LONGEST:
+def _as_text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > MAX_ATTRIBUTE_CHARACTERS:
         raise TypeError
     return value
 
 
-def _dtype(value: object) -> DType:
+def _as_dtype(value: object) -> DType:
     dtype = find_dtype(value)
     if dtype is None:
         raise TypeError
     return dtype
 
 
-KINDS: Mapping[str, tuple[str, Callable[[object], Attr]]] = MappingProxyType(
+ATTRIBUTE_TYPES: Mapping[str, tuple[str, Callable[[object], Attr]]] = MappingProxyType(
     {
-        "int": ("an integer of 64 bits", _int),
-        "float": ("a number", _float),
-        "bool": ("true or false", _bool),
-        "str": (f"text of at most {LONGEST} characters", _text),
-        "DType": ("a DType or the name of one", _dtype),
+        "int": ("an integer of 64 bits", _as_int),
+        "float": ("a number", _as_float),
+        "bool": ("true or false", _as_bool),
+        "str": (f"text of at most {MAX_ATTRIBUTE_CHARACTERS} characters", _as_text),
+        "DType": ("a DType or the name of one", _as_dtype),
     }
 )
 
 
-def number(attrs: Attrs, name: str) -> float:
+def float_attribute(attrs: Attrs, name: str) -> float:
     """An attribute that `settled` has checked to be a number."""
     value = attrs[name]
     assert isinstance(value, int | float), f"{name} was settled as a number"
     return value
 
 
-def settled(name: str, kind: str, value: object) -> Attr:
+def normalise_attribute(name: str, kind: str, value: object) -> Attr:
     """`value` as the graph keeps an attribute annotated `kind`.  Raises `Mismatch` saying what it must be."""
-    need, convert = _kind(kind)
+    need, convert = _find_attribute_type(kind)
     try:
         return convert(value)
     except (TypeError, ValueError, OverflowError):
-        raise Mismatch(f"{name} is {format_value(value)}; it must be {need}") from None
+        raise SignatureMismatch(f"{name} is {format_value(value)}; it must be {need}") from None
 
 
-def is_kept(kind: str) -> bool:
+def is_attribute_type(kind: str) -> bool:
     """Whether graphs keep attributes that are annotated so."""
     inner = kind.removeprefix("tuple[").removesuffix(", ...]")
-    return inner in KINDS or (inner != kind and is_kept(inner))
+    return inner in ATTRIBUTE_TYPES or (inner != kind and is_attribute_type(inner))
 
 
-def _kind(kind: str) -> tuple[str, Callable[[object], Attr]]:
+def _find_attribute_type(kind: str) -> tuple[str, Callable[[object], Attr]]:
     if not kind.startswith("tuple["):
-        return KINDS[kind]
+        return ATTRIBUTE_TYPES[kind]
     inner = kind.removeprefix("tuple[").removesuffix("]").removesuffix(", ...")
-    need, convert = _kind(inner)
+    need, convert = _find_attribute_type(inner)
 
     def each(value: object) -> Attr:
         if not isinstance(value, tuple | list):

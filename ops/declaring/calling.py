@@ -12,7 +12,9 @@ from .signature import Signature
 EMPTY = inspect.Parameter.empty
 
 
-def call_signature(longest: Signature, least: int, kinds: Mapping[str, str], defaults: Attrs) -> inspect.Signature:
+def build_call_signature(
+    longest: Signature, least: int, kinds: Mapping[str, str], defaults: Attrs
+) -> inspect.Signature:
     """Operands by place or name, then attributes and the name of the node by name; the first `least` operands are in
     every form of the op."""
     operands, may_end = [], False
@@ -23,7 +25,10 @@ def call_signature(longest: Signature, least: int, kinds: Mapping[str, str], def
         operands.append(
             inspect.Parameter(operand.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=kind)
         )
-    named = {**{name: (taken(kind), defaults.get(name, EMPTY)) for name, kind in kinds.items()}, "name": ("str", "")}
+    named = {
+        **{name: (widen_annotation(kind), defaults.get(name, EMPTY)) for name, kind in kinds.items()},
+        "name": ("str", ""),
+    }
     attributes = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
         for name, (kind, default) in named.items()
@@ -33,17 +38,17 @@ def call_signature(longest: Signature, least: int, kinds: Mapping[str, str], def
     return inspect.Signature([*operands, *attributes], return_annotation=returns)
 
 
-def taken(kind: str) -> str:
+def widen_annotation(kind: str) -> str:
     """What a caller may give for an attribute that the graph keeps as `kind`."""
     return re.sub(r"tuple\[(\w+), \.\.\.\]", r"Sequence[\1]", re.sub(r"\bDType\b", "DTypeLike", kind))
 
 
-def call_text(signature: inspect.Signature) -> str:
+def format_call(signature: inspect.Signature) -> str:
     """``(parameters) -> result`` without types, on one line."""
-    return f"({', '.join(parameters(signature, types=False))}) -> {signature.return_annotation}"
+    return f"({', '.join(format_parameters(signature, types=False))}) -> {signature.return_annotation}"
 
 
-def parameters(signature: inspect.Signature, *, types: bool = True) -> Iterator[str]:
+def format_parameters(signature: inspect.Signature, *, types: bool = True) -> Iterator[str]:
     """Each parameter as it is declared, with or without its type."""
     by_name = False
     for p in signature.parameters.values():

@@ -6,7 +6,7 @@ from ...graph.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class AxisLink:
     """Axes of operand `operand` and axes of the result that are the same index.
 
     Several axes on a side are a product, outer first.  `start` is where the shorter side begins within the longer
@@ -21,15 +21,15 @@ class Link:
     start: int = 0
 
 
-def same(axes: dict[int, int] | range) -> tuple[Link, ...]:
+def link_axes(axes: dict[int, int] | range) -> tuple[AxisLink, ...]:
     """Links of operand 0, from source axis to result axis."""
     pairs = axes.items() if isinstance(axes, dict) else ((i, i) for i in axes)
-    return tuple(Link(0, (source,), (result,)) for source, result in pairs)
+    return tuple(AxisLink(0, (source,), (result,)) for source, result in pairs)
 
 
-def regrouped(source: tuple[int, ...], result: tuple[int, ...]) -> tuple[Link, ...]:
+def link_reshaped_axes(source: tuple[int, ...], result: tuple[int, ...]) -> tuple[AxisLink, ...]:
     """Links of a reshape: the shortest runs of axes on either side that hold equally many elements."""
-    links: list[Link] = []
+    links: list[AxisLink] = []
     i = j = 0
     while i < len(source) and j < len(result):
         first_i, first_j = i, j
@@ -42,5 +42,5 @@ def regrouped(source: tuple[int, ...], result: tuple[int, ...]) -> tuple[Link, .
                 right, j = right * result[j], j + 1
             else:
                 return ()  # only with zero sizes, where there is nothing to cut
-        links.append(Link(0, tuple(range(first_i, i)), tuple(range(first_j, j))))
+        links.append(AxisLink(0, tuple(range(first_i, i)), tuple(range(first_j, j))))
     return tuple(links)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
-from functools import lru_cache
+from functools import lru_cache, wraps
 from types import MappingProxyType
-from typing import Any, Generic, TypeAlias, TypeVar, overload
+from typing import Any, Generic, TypeAlias, TypeVar, cast, overload
 
 import numpy.typing as npt
 
@@ -17,23 +17,24 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...graph.spec import Spec, check_spec
 from ...graph.validation import did_you_mean, format_value, validate_constructor
-from .attributes import settled
-from .calling import call_signature, call_text
-from .links import Link
-from .samples import Range
-from .signature import Mismatch, Signature, Sizes, default_attrs, parse_signature
+from .attributes import normalise_attribute
+from .calling import build_call_signature, format_call
+from .links import AxisLink
+from .samples import LegalRange
+from .signature import DimensionSizes, Signature, SignatureMismatch, merge_integer_attributes, parse_signature
 
 Array: TypeAlias = npt.NDArray[Any]
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 R = TypeVar("R", Value, tuple[Value, Value])
-Specs: TypeAlias = tuple[Spec | None, ...]
+OperandSpecs: TypeAlias = tuple[Spec | None, ...]
 Inplace: TypeAlias = "tuple[tuple[int, str], ...] | Callable[[Attrs], tuple[tuple[int, str], ...]]"
 Overwrites: TypeAlias = "tuple[str, int] | Callable[[Attrs], tuple[str, int] | None] | None"
 Linear: TypeAlias = "tuple[str, ...] | Callable[[Attrs], tuple[str, ...]]"
-Form: TypeAlias = "str | Callable[[Mapping[str, Attr]], str]"
-Localise: TypeAlias = Callable[[Attrs, tuple[int, ...], Callable[[int, int], int]], Mapping[str, Attr]]
+SignatureKey: TypeAlias = "str | Callable[[Mapping[str, Attr]], str]"
+LocaliseAttributes: TypeAlias = Callable[[Attrs, tuple[int, ...], Callable[[int, int], int]], Mapping[str, Attr]]
 Traffic: TypeAlias = Callable[[Sequence[Spec | None], Sequence[Spec], Attrs], int]
-Infer: TypeAlias = Callable[[Specs, Attrs], Spec]
+InferSpec: TypeAlias = Callable[[OperandSpecs, Attrs], Spec]
 
 
 @validate_constructor(GraphError)
@@ -60,31 +61,31 @@ class Op(Generic[R]):
     name: str
     reference: Callable[..., Any]
     signatures: Mapping[str, Signature]
-    form: Form
+    signature_key: SignatureKey
     defaults: Attrs
-    required: tuple[str, ...]
-    kinds: Mapping[str, str]
+    required_attributes: tuple[str, ...]
+    attribute_types: Mapping[str, str]
     linear: Linear
     zeros: tuple[str, ...]
     inplace: Inplace
     overwrites: Overwrites
-    where: Mapping[str, Callable[..., int]]
-    needs: Callable[..., str | None] | None
-    infer_shape: Infer | None
-    links: Callable[[Specs, Attrs], tuple[Link, ...]] | None
+    derived_sizes: Mapping[str, Callable[..., int]]
+    check: Callable[..., str | None] | None
+    infer_spec: InferSpec | None
+    links: Callable[[OperandSpecs, Attrs], tuple[AxisLink, ...]] | None
     flop_count: Callable[..., float] | None
     traffic: Traffic | None
-    share: Callable[[Node], float]
-    ranges: Mapping[str, Range]
+    active_fraction: Callable[[Node], float]
+    ranges: Mapping[str, LegalRange]
     samples: tuple[str, ...]
     errors: tuple[tuple[str, str], ...]
     as_view: Callable[..., Array] | None
-    whole: Callable[[Attrs], tuple[str, ...]] | None
-    localise: Localise | None
+    unsharded_dimensions: Callable[[Attrs], tuple[str, ...]] | None
+    localise: LocaliseAttributes | None
     compare: str
     infinite: tuple[str, ...]
     sequential: str
-    must: bool
+    is_required: bool
     kernels: Mapping[str, str]
     operand_names: tuple[str, ...] = field(init=False)
 
@@ -94,9 +95,9 @@ class Op(Generic[R]):
         # Inference depends on specs and attributes alone, and a model asks the same question for every layer.
         object.__setattr__(self, "_infer", lru_cache(maxsize=4096)(self._infer_uncached))
         # What `help` and editors show of an op is its own, not that of this class.
-        signature = call_signature(longest, self.least, self.kinds, self.defaults)
+        signature = build_call_signature(longest, self.min_operand_count, self.attribute_types, self.defaults)
         object.__setattr__(self, "__signature__", signature)
-        object.__setattr__(self, "__doc__", f"{self.name}{call_text(signature)}\n\n{self.documentation}")
+        object.__setattr__(self, "__doc__", f"{self.name}{format_call(signature)}\n\n{self.documentation}")
 
     def __repr__(self) -> str:
         return f"<op {self.name}>"
@@ -107,17 +108,17 @@ class Op(Generic[R]):
         return inspect.getdoc(self.reference) or ""
 
     @property
-    def least(self) -> int:
+    def min_operand_count(self) -> int:
         """So many operands every form of the op has."""
         return min(len(s.operands) for s in self.signatures.values())
 
     def signature_for(self, attrs: Mapping[str, Attr]) -> Signature:
         """The signature in force, which `form` may choose by attributes.  Raises `Mismatch`."""
-        if callable(self.form):
-            return self.signatures[self.form(attrs)]
-        key = str(attrs.get(self.form, self.defaults.get(self.form))) if self.form else ""
+        if callable(self.signature_key):
+            return self.signatures[self.signature_key(attrs)]
+        key = str(attrs.get(self.signature_key, self.defaults.get(self.signature_key))) if self.signature_key else ""
         if key not in self.signatures:
-            raise Mismatch(f"{self.form} is {key!r}; one of {', '.join(self.signatures)}")
+            raise SignatureMismatch(f"{self.signature_key} is {key!r}; one of {', '.join(self.signatures)}")
         return self.signatures[key]
 
     # --------------------------------------------------------------------------------------------- building
@@ -133,54 +134,66 @@ class Op(Generic[R]):
             )
         if not isinstance(name, str):
             raise GraphError(f"{self.name}: name is {format_value(name)}; need text")
-        made = self.node(src, attrs, name).results
+        made = self.build_node(src, attrs, name).results
         return made[0] if len(made) == 1 else made  # type: ignore[return-value]  # R is what the reference returns
 
-    def node(self, src: list[Value | None], attrs: Attrs, name: str, *, is_settled: bool = False) -> Node:
-        """A new node on operands, from which it drops those left out at the end; `is_settled` says that the attributes
-        are what `settle` gave.  Raises `GraphError` if they do not fit."""
+    def build_node(self, src: list[Value | None], attrs: Attrs, name: str, *, is_normalised: bool = False) -> Node:
+        """Return a new node on operands, without the absent operands at the end.
+
+        Args:
+            src: operands, None for an absent one. The list is shortened in place.
+            attrs: attributes by name.
+            name: name of the node, or the empty text.
+            is_normalised: whether `attrs` come from `normalise_attributes`.
+
+        Raises:
+            GraphError: operands or attributes do not fit.
+        """
         while src and src[-1] is None:
             src.pop()
         try:
-            attrs = attrs if is_settled else self.settle(attrs)
-            specs = self.infer([None if v is None else v.spec for v in src], attrs)
-        except Mismatch as why:
+            attrs = attrs if is_normalised else self.normalise_attributes(attrs)
+            specs = self.infer_results([None if v is None else v.spec for v in src], attrs)
+        except SignatureMismatch as why:
             operands = ", ".join("_" if v is None else repr(v) for v in src)
             raise GraphError(f"{self.name}({operands}): {why}") from None
         return Node(self.name, tuple(src), attrs, specs, name)
 
-    def settle(self, attrs: Attrs) -> Attrs:
+    def normalise_attributes(self, attrs: Attrs) -> Attrs:
         """Attributes with defaults filled in, in declared order.  Raises `Mismatch`."""
-        if attrs.keys() != self.kinds.keys():
-            if unknown := attrs.keys() - self.kinds.keys():
-                known = ", ".join((*self.required, *self.defaults)) or "none"
+        if attrs.keys() != self.attribute_types.keys():
+            if unknown := attrs.keys() - self.attribute_types.keys():
+                known = ", ".join((*self.required_attributes, *self.defaults)) or "none"
                 hint = did_you_mean(min(unknown), self.defaults) or f"; attributes: {known}"
-                raise Mismatch(f"no operand or attribute {', '.join(map(quote_word, sorted(unknown)))}{hint}")
-            if missing := [k for k in self.required if k not in attrs]:
-                raise Mismatch(f"attribute {missing[0]} is missing")
+                raise SignatureMismatch(f"no operand or attribute {', '.join(map(quote_word, sorted(unknown)))}{hint}")
+            if missing := [k for k in self.required_attributes if k not in attrs]:
+                raise SignatureMismatch(f"attribute {missing[0]} is missing")
         if not attrs:
             return self.defaults
         return MappingProxyType(
-            {k: settled(k, kind, attrs[k]) if k in attrs else self.defaults[k] for k, kind in self.kinds.items()}
+            {
+                k: normalise_attribute(k, kind, attrs[k]) if k in attrs else self.defaults[k]
+                for k, kind in self.attribute_types.items()
+            }
         )
 
-    def infer(self, specs: Sequence[Spec | None], attrs: Attrs) -> tuple[Spec, ...]:
+    def infer_results(self, specs: Sequence[Spec | None], attrs: Attrs) -> tuple[Spec, ...]:
         """Specs of the results.  Raises `Mismatch` with the reason."""
         return self._infer(tuple(specs), tuple(attrs.items()))  # type: ignore[attr-defined]  # set in __post_init__ of a frozen class
 
-    def _infer_uncached(self, specs: Specs, items: tuple[tuple[str, Attr], ...]) -> tuple[Spec, ...]:
+    def _infer_uncached(self, specs: OperandSpecs, items: tuple[tuple[str, Attr], ...]) -> tuple[Spec, ...]:
         attrs = dict(items)
         signature = self.signature_for(attrs)
         if len(specs) > len(signature.operands):
-            raise Mismatch(f"takes {len(signature.operands)} operands, got {len(specs)}")
-        specs = _padded(specs, len(signature.operands))
-        sizes = self.sizes(specs, attrs)
-        if self.needs and (why := self.needs(**{**attrs, **sizes.named})):
-            raise Mismatch(why)
-        results = (self.infer_shape(specs, attrs),) if self.infer_shape else signature.result_specs(specs, sizes)
+            raise SignatureMismatch(f"takes {len(signature.operands)} operands, got {len(specs)}")
+        specs = _pad_operands(specs, len(signature.operands))
+        sizes = self.resolve_sizes(specs, attrs)
+        if self.check and (why := self.check(**{**attrs, **sizes.by_name})):
+            raise SignatureMismatch(why)
+        results = (self.infer_spec(specs, attrs),) if self.infer_spec else signature.result_specs(specs, sizes)
         for spec in results:
             if why := check_spec(spec):
-                raise Mismatch(f"the result would be illegal: {why}")
+                raise SignatureMismatch(f"the result would be illegal: {why}")
         return results
 
     # --------------------------------------------------------------------------------------- what passes ask
@@ -191,73 +204,77 @@ class Op(Generic[R]):
         touching an element, or raises ValueError where strides cannot say it."""
         return self.as_view is not None
 
-    def sizes(self, specs: Sequence[Spec | None], attrs: Attrs) -> Sizes:
+    def resolve_sizes(self, specs: Sequence[Spec | None], attrs: Attrs) -> DimensionSizes:
         """Sizes of all dimensions, derived ones and integer attributes included.  Raises `Mismatch`."""
         chosen = self.signature_for(attrs)
-        bound = chosen.bind(_padded(specs, len(chosen.operands)))
-        named = default_attrs(attrs, bound.named)
-        for name, rule in self.where.items():
+        bound = chosen.resolve_sizes(_pad_operands(specs, len(chosen.operands)))
+        named = merge_integer_attributes(attrs, bound.by_name)
+        for name, rule in self.derived_sizes.items():
             named[name] = rule(**named)
-        return Sizes(named, bound.leading)
+        return DimensionSizes(named, bound.leading)
 
-    def inplace_in(self, attrs: Attrs) -> tuple[tuple[int, str], ...]:
+    def inplace_pairs(self, attrs: Attrs) -> tuple[tuple[int, str], ...]:
         """Pairs of a result and the operand whose memory it may take, under these attributes."""
         return self.inplace(attrs) if callable(self.inplace) else self.inplace
 
-    def overwrites_in(self, attrs: Attrs) -> tuple[str, int] | None:
+    def overwritten_entries(self, attrs: Attrs) -> tuple[str, int] | None:
         """(operand, axis) if only those entries of an operand's memory change which another one numbers."""
         return self.overwrites(attrs) if callable(self.overwrites) else self.overwrites
 
-    def linear_in(self, attrs: Attrs) -> tuple[str, ...]:
+    def linear_operands(self, attrs: Attrs) -> tuple[str, ...]:
         """Operands through which a partial sum may pass, under these attributes."""
         return self.linear(attrs) if callable(self.linear) else self.linear
 
-    def zeros_in(self, attrs: Attrs) -> tuple[str, ...]:
+    def zero_preserving_operands(self, attrs: Attrs) -> tuple[str, ...]:
         """Operands whose zeros give zeros, under these attributes."""
-        return (*self.linear_in(attrs), *self.zeros)
+        return (*self.linear_operands(attrs), *self.zeros)
 
-    def keeps(self, specs: Sequence[Spec | None], result: Spec, attrs: Attrs, operand: int, count: int) -> bool:
+    def keeps_leading_axes(
+        self, specs: Sequence[Spec | None], result: Spec, attrs: Attrs, operand: int, count: int
+    ) -> bool:
         """Whether the first `count` axes of an operand are those of the result, index by index."""
         source = specs[operand]
-        if self.links is not None or source is None or (self.whole and self.whole(attrs)):
+        if self.links is not None or source is None or (self.unsharded_dimensions and self.unsharded_dimensions(attrs)):
             return False
-        signature, sizes = self.signature_for(attrs), self.sizes(specs, attrs)
-        return signature.keeps(signature.operands[operand], source.shape, result.shape, sizes, count)
+        signature, sizes = self.signature_for(attrs), self.resolve_sizes(specs, attrs)
+        return signature.keeps_leading_axes(signature.operands[operand], source.shape, result.shape, sizes, count)
 
-    def flops(self, node: Node) -> int:
+    def count_flops(self, node: Node) -> int:
         """Floating-point operations of one run of `node`."""
         if self.is_view:
             return 0
         if self.flop_count is None:
             return node.specs[0].size
-        sizes = self.sizes([None if s is None else s.spec for s in node.src], node.attrs)
-        return round(self.share(node) * sizes.batch * self.flop_count(**sizes.named, batch=sizes.batch))
+        sizes = self.resolve_sizes([None if s is None else s.spec for s in node.src], node.attrs)
+        return round(self.active_fraction(node) * sizes.batch * self.flop_count(**sizes.by_name, batch=sizes.batch))
 
-    def nbytes(self, node: Node) -> int:
+    def count_bytes(self, node: Node) -> int:
         """Bytes read and written by one run of `node`: each operand and each result once, unless declared."""
         if self.is_view:
             return 0
         if self.traffic is not None:
             return self.traffic([None if s is None else s.spec for s in node.src], node.specs, node.attrs)
-        return round(self.share(node) * (sum(v.spec.nbytes for v in node.inputs) + sum(s.nbytes for s in node.specs)))
+        return round(
+            self.active_fraction(node) * (sum(v.spec.nbytes for v in node.inputs) + sum(s.nbytes for s in node.specs))
+        )
 
-    def run(self, arrays: Sequence[Array | None], attrs: Attrs) -> tuple[Array, ...]:
+    def run_reference(self, arrays: Sequence[Array | None], attrs: Attrs) -> tuple[Array, ...]:
         """The reference on float64 (or integer) arrays."""
-        out = self.reference(*_padded(arrays, len(self.operand_names)), **attrs)
+        out = self.reference(*_pad_operands(arrays, len(self.operand_names)), **attrs)
         return out if isinstance(out, tuple) else (out,)
 
 
-def _annotated(kind: Any) -> str:
+def _format_annotation(kind: Any) -> str:
     """An annotation as text, whether its module keeps annotations as text or not."""
     return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
-def _padded(items: Sequence[T | None], count: int) -> tuple[T | None, ...]:
+def _pad_operands(items: Sequence[T | None], count: int) -> tuple[T | None, ...]:
     """`items` with None for the operands left out at the end."""
     return tuple(items) + (None,) * (count - len(items))
 
 
-class _Declare:
+class _OpDecorator:
     """`@op(...)`: typed so that a reference with one array builds one value, and one with two builds two."""
 
     def __init__(self, **parts: Any) -> None:
@@ -274,47 +291,71 @@ class _Declare:
         name = reference.__name__.rstrip("_")
         defaults = MappingProxyType({keyword: given[keyword] for keyword in keywords if keyword in given})
         required = tuple(keyword for keyword in keywords if keyword not in given)
-        kinds = {keyword: _annotated(function.__annotations__[keyword]) for keyword in (*required, *defaults)}
+        kinds = {keyword: _format_annotation(function.__annotations__[keyword]) for keyword in (*required, *defaults)}
         view = self.parts.pop("view")
         as_view = reference if view is True else view or None
         return Op(
             name=name,
             reference=reference,
             defaults=defaults,
-            required=required,
-            kinds=kinds,
+            required_attributes=required,
+            attribute_types=kinds,
             as_view=as_view,
             **self.parts,
         )
 
 
+OLD_KEYWORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "form": "signature_key",
+        "needs": "check",
+        "where": "derived_sizes",
+        "share": "active_fraction",
+        "whole": "unsharded_dimensions",
+        "must": "is_required",
+    }
+)
+"""Keywords of `op` under their names before 0.2, which packages may use until 0.3."""
+
+
+def _accept_old_keywords(function: F) -> F:
+    """Return `function` with `OLD_KEYWORDS` renamed before the call."""
+
+    @wraps(function)
+    def call(*args: Any, **keywords: Any) -> Any:
+        return function(*args, **{OLD_KEYWORDS.get(name, name): value for name, value in keywords.items()})
+
+    return cast(F, call)
+
+
+@_accept_old_keywords
 def op(
     signature: str | Mapping[str, str],
     *,
-    form: Form = "",
+    signature_key: SignatureKey = "",
     linear: Linear = (),
     zeros: tuple[str, ...] = (),
     inplace: str | Inplace = (),
     overwrites: Overwrites = None,
-    where: Mapping[str, Callable[..., int]] = MappingProxyType({}),
-    needs: Callable[..., str | None] | None = None,
-    infer: Infer | None = None,
-    links: Callable[[Specs, Attrs], tuple[Link, ...]] | None = None,
+    derived_sizes: Mapping[str, Callable[..., int]] = MappingProxyType({}),
+    check: Callable[..., str | None] | None = None,
+    infer: InferSpec | None = None,
+    links: Callable[[OperandSpecs, Attrs], tuple[AxisLink, ...]] | None = None,
     flops: Callable[..., float] | None = None,
     traffic: Traffic | None = None,
-    share: Callable[[Node], float] = lambda node: 1.0,
-    ranges: Mapping[str, Range] = MappingProxyType({}),
+    active_fraction: Callable[[Node], float] = lambda node: 1.0,
+    ranges: Mapping[str, LegalRange] = MappingProxyType({}),
     samples: tuple[str, ...] = (),
     errors: tuple[tuple[str, str], ...] = (),
     view: bool | Callable[..., Array] = False,
-    whole: Callable[[Attrs], tuple[str, ...]] | None = None,
-    localise: Localise | None = None,
+    unsharded_dimensions: Callable[[Attrs], tuple[str, ...]] | None = None,
+    localise: LocaliseAttributes | None = None,
     compare: str = "close",
     infinite: tuple[str, ...] = (),
     sequential: str = "",
-    must: bool = True,
+    is_required: bool = True,
     kernels: Mapping[str, str] = MappingProxyType({}),
-) -> _Declare:
+) -> _OpDecorator:
     """Declare an op above its float64 reference; keyword-only parameters of the reference are its attributes.
 
     `signature` may be a mapping from values of the attribute `form`, or from what a function `form` of the attributes
@@ -330,29 +371,29 @@ def op(
     backend (``numpy``, ``cpu``, ``cuda``) the binding that it is to use, as ``"package.module:name"``.
     """
     texts = {"": signature} if isinstance(signature, str) else dict(signature)
-    return _Declare(
+    return _OpDecorator(
         signatures=MappingProxyType({k: parse_signature(v) for k, v in texts.items()}),
-        form=form,
+        signature_key=signature_key,
         linear=linear,
         zeros=zeros,
         inplace=((0, inplace),) if isinstance(inplace, str) else inplace,
         overwrites=overwrites,
-        where=where,
-        needs=needs,
-        infer_shape=infer,
+        derived_sizes=derived_sizes,
+        check=check,
+        infer_spec=infer,
         links=links,
         flop_count=flops,
         traffic=traffic,
-        share=share,
+        active_fraction=active_fraction,
         ranges=ranges,
         samples=samples,
         errors=errors,
         view=view,
-        whole=whole,
+        unsharded_dimensions=unsharded_dimensions,
         localise=localise,
         compare=compare,
         infinite=infinite,
         sequential=sequential,
-        must=must,
+        is_required=is_required,
         kernels=MappingProxyType(dict(kernels)),
     )

@@ -16,7 +16,7 @@ from .op import Array
 from .registry import op_of
 
 
-def exact(array: npt.ArrayLike) -> Array:
+def as_reference_array(array: npt.ArrayLike) -> Array:
     """`array` as the references take it: float64, or integers as they are."""
     array = as_number_array("array", array, GraphError)
     return array if array.dtype.kind in "iu" else array.astype(np.float64)
@@ -31,9 +31,9 @@ def evaluate(graph: Graph, bindings: Mapping[str, npt.ArrayLike]) -> tuple[dict[
     keep = set(graph.roots())
     for node in graph.nodes:
         if node.is_leaf:
-            values[node.results[0]] = _leaf(node, bindings)
+            values[node.results[0]] = _bind_leaf(node, bindings)
             continue
-        results = op_of(node).run([None if s is None else values[s] for s in node.src], node.attrs)
+        results = op_of(node).run_reference([None if s is None else values[s] for s in node.src], node.attrs)
         values.update(zip(node.results, results, strict=True))
         for source in dict.fromkeys(node.inputs):
             left[source] -= 1
@@ -43,12 +43,12 @@ def evaluate(graph: Graph, bindings: Mapping[str, npt.ArrayLike]) -> tuple[dict[
     return outputs, {old.node.name: values[new] for old, new in graph.updates.items()}
 
 
-def _leaf(node: Node, bindings: Mapping[str, npt.ArrayLike]) -> Array:
+def _bind_leaf(node: Node, bindings: Mapping[str, npt.ArrayLike]) -> Array:
     if node.op == "constant":
-        return exact(constant_array(node))
+        return as_reference_array(constant_array(node))
     spec = node.specs[0]
     if node.name not in bindings:
         if node.op == "state":
-            return exact(np.zeros(spec.shape, spec.dtype.storage))
+            return as_reference_array(np.zeros(spec.shape, spec.dtype.storage))
         raise GraphError(f"{node.op} %{node.name}: {spec} is not bound; pass an array of that shape")
-    return exact(as_array_for_spec(f"{node.op} %{node.name}", bindings[node.name], spec, GraphError))
+    return as_reference_array(as_array_for_spec(f"{node.op} %{node.name}", bindings[node.name], spec, GraphError))

@@ -37,9 +37,9 @@ from .. import (
     unary,
     views,
 )
-from .attributes import KINDS, is_kept
+from .attributes import ATTRIBUTE_TYPES, is_attribute_type
 from .op import Op
-from .signature import Mismatch
+from .signature import SignatureMismatch
 
 R = TypeVar("R", Value, tuple[Value, Value])
 _MODULES = (
@@ -48,8 +48,8 @@ _MODULES = (
     *(attend, rotary, recurrent, scans, experts, indexer, collective),
 )
 
-OWN = {op.name: op for module in _MODULES for op in vars(module).values() if isinstance(op, Op)}
-GROUP = "hocket.ops"
+BUILTIN_OPS = {op.name: op for module in _MODULES for op in vars(module).values() if isinstance(op, Op)}
+ENTRY_POINT_GROUP = "hocket.ops"
 """The entry-point group in which packages name their ops; an entry's name is the op's."""
 
 
@@ -67,15 +67,15 @@ class Registry(Mapping[str, Op[Any]]):
         if (known := self._ops.get(name)) is not None:
             return known
         if name not in LEAF_OPS:
-            self._look()
+            self._import_installed_ops()
         return self._ops[name]
 
     def __iter__(self) -> Iterator[str]:
-        self._look()
+        self._import_installed_ops()
         return iter(tuple(self._ops))
 
     def __len__(self) -> int:
-        self._look()
+        self._import_installed_ops()
         return len(self._ops)
 
     def add(self, op: Op[Any]) -> None:
@@ -83,21 +83,21 @@ class Registry(Mapping[str, Op[Any]]):
         if op.name in LEAF_OPS or self._ops.setdefault(op.name, op) is not op:
             raise GraphError(f"register: there is an op {op.name!r} already; give this one another name")
 
-    def _look(self) -> None:
+    def _import_installed_ops(self) -> None:
         """Import what installed packages name, once."""
         if self._looked:
             return
         self._looked = True
         from importlib.metadata import entry_points  # 15 ms that graphs of our own ops need not pay
 
-        for entry in entry_points(group=GROUP):
+        for entry in entry_points(group=ENTRY_POINT_GROUP):
             try:
                 register(entry.load())
             except (ImportError, AttributeError) as why:
                 raise GraphError(f"op {entry.name!r} of {entry.value} does not load: {why}") from None
 
 
-REGISTRY = Registry(OWN)
+REGISTRY = Registry(BUILTIN_OPS)
 
 
 @validate_arguments(GraphError, op=instance_of(Op))
@@ -116,9 +116,9 @@ def register(op: Op[R]) -> Op[R]:
     """
     if not op.name.isidentifier():
         raise GraphError(f"register: the op's name is {op.name!r:.60}; it must be a plain word, so declare it with def")
-    for name, kind in op.kinds.items():
-        if not is_kept(kind):
-            kept = ", ".join(KINDS)
+    for name, kind in op.attribute_types.items():
+        if not is_attribute_type(kind):
+            kept = ", ".join(ATTRIBUTE_TYPES)
             raise GraphError(f"{op.name}: attribute {name} is annotated {kind!r}; need {kept} or tuples of one")
     REGISTRY.add(op)
     return op
@@ -129,14 +129,14 @@ def op_of(node: Node) -> Op[Any]:
     return REGISTRY[node.op]
 
 
-def changed_in_place(result: Value) -> Value | None:
+def find_inplace_operand(result: Value) -> Value | None:
     """The operand whose memory a result may take over; None if its op declares none, or it is left out."""
     node, declared = result.node, op_of(result.node)
-    name = dict(declared.inplace_in(node.attrs)).get(result.index)
+    name = dict(declared.inplace_pairs(node.attrs)).get(result.index)
     return None if name is None else dict(zip(declared.operand_names, node.src, strict=False)).get(name)
 
 
-def kind_of(value: Value) -> str:
+def find_storage_kind(value: Value) -> str:
     """What a backend is told of a value when it says how it keeps it: the op of a leaf; ``state`` for a state in which
     an op has replaced entries, since it may do so in its memory; else ``value``."""
     node = value.node
@@ -148,9 +148,9 @@ def kind_of(value: Value) -> str:
             value = node.inputs[0]
             node = value.node
             continue
-        if declared.overwrites_in(node.attrs) is None:
+        if declared.overwritten_entries(node.attrs) is None:
             return "value"
-        if (before := changed_in_place(value)) is None:
+        if (before := find_inplace_operand(value)) is None:
             return "value"
         value, node = before, before.node
     return "state" if node.op == "state" else "value"
@@ -172,20 +172,20 @@ def specs_follow_from_operands(graph: Graph) -> Iterator[str]:
         if declared is None:
             continue
         try:
-            if missing := declared.settle(node.attrs).keys() - node.attrs.keys():
-                raise Mismatch(f"attribute {min(missing)} is missing")
-            inferred = declared.infer([None if s is None else s.spec for s in node.src], node.attrs)
-        except (Mismatch, TypeError, KeyError, ValueError) as why:
+            if missing := declared.normalise_attributes(node.attrs).keys() - node.attrs.keys():
+                raise SignatureMismatch(f"attribute {min(missing)} is missing")
+            inferred = declared.infer_results([None if s is None else s.spec for s in node.src], node.attrs)
+        except (SignatureMismatch, TypeError, KeyError, ValueError) as why:
             yield f"{node!r}: {why}"
         else:
             if inferred != node.specs:
                 yield f"{node!r}: operands give {', '.join(map(str, inferred))}"
 
 
-RULES: tuple[GraphRule, ...] = (*GRAPH_RULES, ops_are_declared, specs_follow_from_operands)
+OP_RULES: tuple[GraphRule, ...] = (*GRAPH_RULES, ops_are_declared, specs_follow_from_operands)
 
 
 @validate_arguments(GraphError, graph=instance_of(Graph))
 def verify(graph: Graph) -> None:
     """Raise `GraphError` unless `graph` obeys every rule, those of its ops included."""
-    verify_rules(graph, RULES)
+    verify_rules(graph, OP_RULES)

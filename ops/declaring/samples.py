@@ -11,7 +11,7 @@ from ...graph.validation import BOOL, FINITE, TEXT, validate_constructor
 
 @validate_constructor(GraphError, low=FINITE, high=FINITE | TEXT, distinct=BOOL)
 @dataclass(frozen=True, slots=True)
-class Range:
+class LegalRange:
     """Legal values of an operand: low to high inclusive; a text bound is a dimension, and then exclusive."""
 
     low: float
@@ -19,7 +19,7 @@ class Range:
     distinct: bool = False
 
 
-def grid(template: str, **axes: tuple[object, ...]) -> tuple[str, ...]:
+def expand_template(template: str, **axes: tuple[object, ...]) -> tuple[str, ...]:
     """`template` with every combination of `axes` filled in.
 
     >>> grid("x={x}[{n},4]", x=("f32", "f16"), n=(1, 2))

@@ -40,16 +40,16 @@ DTYPE_CLASSES: Mapping[str, tuple[DType, ...]] = {
 }
 
 
-class Role(Enum):
+class DimensionRole(Enum):
     """What cutting a dimension into shards means for the op."""
 
     PARALLEL = ""
     CONTRACTED = "+"
     COUPLED = "*"
-    LOOKED_UP = "@"
+    INDEXED = "@"
 
 
-class Leading(Enum):
+class LeadingAxes(Enum):
     """How an operand's axes before the named ones meet those of the others."""
 
     NONE = ""
@@ -60,13 +60,13 @@ class Leading(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Dim:
+class Dimension:
     """One named axis: its factors, outer first (one, unless it is a product), and its role; `index` is the operand by
     which it is looked up."""
 
     factors: tuple[str, ...]
-    role: Role = Role.PARALLEL
-    or_one: bool = False
+    role: DimensionRole = DimensionRole.PARALLEL
+    may_be_one: bool = False
     index: str = ""
 
 
@@ -75,23 +75,23 @@ class Operand:
     """One operand or result; a result has no name, and `dtypes` empty means the dtype of the first operand."""
 
     name: str
-    leading: Leading
-    dims: tuple[Dim, ...]
+    leading: LeadingAxes
+    dims: tuple[Dimension, ...]
     optional: bool = False
     dtypes: tuple[DType, ...] = ()
     dtype_of: str = ""
     text: str = ""
 
 
-class Mismatch(Exception):  # noqa: N818  (an internal signal; `Op` turns it into a GraphError that names the values)
+class SignatureMismatch(Exception):  # noqa: N818  (an internal signal; `Op` turns it into a GraphError that names the values)
     """Operands do not fit the signature."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class DimensionSizes:
     """The sizes of named dimensions, and the leading axes all operands share."""
 
-    named: Mapping[str, int]
+    by_name: Mapping[str, int]
     leading: tuple[int, ...]
 
     @property
@@ -108,82 +108,86 @@ class Signature:
     text: str
 
     @property
-    def dims(self) -> tuple[Dim, ...]:
+    def dims(self) -> tuple[Dimension, ...]:
         """All dimensions of all operands."""
         return tuple(d for o in self.operands for d in o.dims)
 
     @property
-    def lookup(self) -> tuple[Operand, Dim] | None:
+    def indexed_dimension(self) -> tuple[Operand, Dimension] | None:
         """The operand with a dimension that is looked up, and that dimension; it is the first."""
         return next(((o, o.dims[0]) for o in self.operands if o.dims and o.dims[0].index), None)
 
-    def keeps(self, operand: Operand, shape: Sequence[int], result: Sequence[int], sizes: Sizes, count: int) -> bool:
+    def keeps_leading_axes(
+        self, operand: Operand, shape: Sequence[int], result: Sequence[int], sizes: DimensionSizes, count: int
+    ) -> bool:
         """Whether the first `count` axes of an operand are those of the (only) result, so that what lies at an index
         there depends on what lies at that index here."""
-        mine = self._indices(operand, shape, sizes)[:count]
-        return len(self.results) == 1 and mine == self._indices(self.results[0], result, sizes)[:count]
+        mine = self._index_names(operand, shape, sizes)[:count]
+        return len(self.results) == 1 and mine == self._index_names(self.results[0], result, sizes)[:count]
 
-    def _indices(self, operand: Operand, shape: Sequence[int], sizes: Sizes) -> list[object]:
+    def _index_names(self, operand: Operand, shape: Sequence[int], sizes: DimensionSizes) -> list[object]:
         """A name for the index of each axis; equal names are one index."""
         ahead = len(shape) - len(operand.dims)
         shift = len(sizes.leading) - ahead
         indices: list[object] = []
         for i, n in enumerate(shape[:ahead]):
-            shared = operand.leading is not Leading.CONTRACTED and n == sizes.leading[shift + i]
+            shared = operand.leading is not LeadingAxes.CONTRACTED and n == sizes.leading[shift + i]
             indices.append(shift + i if shared else (operand.name, i))
         for dim, n in zip(operand.dims, shape[ahead:], strict=True):
-            several = tuple(f for f in dim.factors if (int(f) if f.isdecimal() else sizes.named[f]) != 1)
+            several = tuple(f for f in dim.factors if (int(f) if f.isdecimal() else sizes.by_name[f]) != 1)
             indices.append((dim.role, several if n != 1 else ()))
         return indices
 
-    def bind(self, specs: Sequence[Spec | None]) -> Sizes:
+    def resolve_sizes(self, specs: Sequence[Spec | None]) -> DimensionSizes:
         """Solve for every dimension.  Raises `Mismatch` with the reason, worded with the operands' names."""
-        solver = _Solver()
+        solver = _SizeSolver()
         for operand, spec in zip(self.operands, specs, strict=True):
             if spec is None:
                 if not operand.optional:
-                    raise Mismatch(f"operand {operand.name} is missing")
+                    raise SignatureMismatch(f"operand {operand.name} is missing")
                 continue
             if spec.dtype not in operand.dtypes:
                 allowed = ", ".join(map(str, operand.dtypes))
-                raise Mismatch(f"{operand.name} is {spec.dtype}; it must be one of {allowed}")
+                raise SignatureMismatch(f"{operand.name} is {spec.dtype}; it must be one of {allowed}")
             solver.add(operand, spec.shape)
         return solver.solve()
 
-    def result_specs(self, specs: Sequence[Spec | None], sizes: Sizes) -> tuple[Spec, ...]:
+    def result_specs(self, specs: Sequence[Spec | None], sizes: DimensionSizes) -> tuple[Spec, ...]:
         """Specs of the results; `sizes` must hold every name that they use."""
         by_name = {o.name: s for o, s in zip(self.operands, specs, strict=True)}
         results = []
         for result in self.results:
-            shape = sizes.leading if result.leading is Leading.EQUAL else ()
+            shape = sizes.leading if result.leading is LeadingAxes.EQUAL else ()
             source = by_name[result.dtype_of or self.operands[0].name]
             dtype = result.dtypes[0] if result.dtypes else source.dtype if source else DType.F32
-            results.append(Spec(shape + tuple(_size(d, sizes.named) for d in result.dims), dtype))
+            results.append(Spec(shape + tuple(_compute_size(d, sizes.by_name) for d in result.dims), dtype))
         return tuple(results)
 
 
-def _size(dim: Dim, named: Mapping[str, int]) -> int:
+def _compute_size(dim: Dimension, named: Mapping[str, int]) -> int:
     return math.prod(int(f) if f.isdecimal() else named[f] for f in dim.factors)
 
 
-class _Solver:
+class _SizeSolver:
     """Collects what the shapes say about dimensions and checks that it is consistent."""
 
     def __init__(self) -> None:
         self.named: dict[str, int] = {}
         self.source: dict[str, str] = {}
-        self.products: list[tuple[Operand, Dim, int]] = []
+        self.products: list[tuple[Operand, Dimension, int]] = []
         self.leading: list[tuple[Operand, tuple[int, ...]]] = []
 
     def add(self, operand: Operand, shape: tuple[int, ...]) -> None:
         extra = len(shape) - len(operand.dims)
-        if extra < 0 or (extra and operand.leading is Leading.NONE):
-            least = "at least " if operand.leading is not Leading.NONE else ""
-            raise Mismatch(f"{operand.name} has rank {len(shape)}; {operand.text} needs {least}{len(operand.dims)}")
-        if operand.leading is not Leading.NONE:
+        if extra < 0 or (extra and operand.leading is LeadingAxes.NONE):
+            least = "at least " if operand.leading is not LeadingAxes.NONE else ""
+            raise SignatureMismatch(
+                f"{operand.name} has rank {len(shape)}; {operand.text} needs {least}{len(operand.dims)}"
+            )
+        if operand.leading is not LeadingAxes.NONE:
             self.leading.append((operand, shape[:extra]))
         for dim, size in zip(operand.dims, shape[extra:], strict=True):
-            if dim.or_one and size == 1:
+            if dim.may_be_one and size == 1:
                 continue
             if len(dim.factors) > 1:
                 self.products.append((operand, dim, size))
@@ -193,23 +197,23 @@ class _Solver:
     def equate(self, name: str, size: int, operand: Operand) -> None:
         if name.isdecimal():
             if int(name) != size:
-                raise Mismatch(f"an axis of {operand.text} is {size}; it must be {name}")
+                raise SignatureMismatch(f"an axis of {operand.text} is {size}; it must be {name}")
         elif self.named.setdefault(name, size) != size:
-            raise Mismatch(f"{name} is {self.named[name]} in {self.source[name]} but {size} in {operand.text}")
+            raise SignatureMismatch(f"{name} is {self.named[name]} in {self.source[name]} but {size} in {operand.text}")
         else:
             self.source.setdefault(name, operand.text)
 
-    def solve(self) -> Sizes:
+    def solve(self) -> DimensionSizes:
         waiting = self.products
         while waiting:
-            later = [p for p in waiting if not self._divide(*p)]
+            later = [p for p in waiting if not self._solve_product(*p)]
             if len(later) == len(waiting):
                 operand, dim, _ = later[0]
-                raise Mismatch(f"cannot tell the factors of ({' '.join(dim.factors)}) in {operand.text} apart")
+                raise SignatureMismatch(f"cannot tell the factors of ({' '.join(dim.factors)}) in {operand.text} apart")
             waiting = later
-        return Sizes(self.named, self._shared_leading())
+        return DimensionSizes(self.named, self._resolve_leading_axes())
 
-    def _divide(self, operand: Operand, dim: Dim, size: int) -> bool:
+    def _solve_product(self, operand: Operand, dim: Dimension, size: int) -> bool:
         unknown = [f for f in dim.factors if not f.isdecimal() and f not in self.named]
         if len(unknown) > 1:
             return False
@@ -220,27 +224,31 @@ class _Solver:
         elif unknown and known == size == 0:
             self.equate(unknown[0], 1, operand)
         elif unknown or known != size:
-            raise Mismatch(f"an axis of {operand.text} is {size}, which is no product {product}")
+            raise SignatureMismatch(f"an axis of {operand.text} is {size}, which is no product {product}")
         return True
 
-    def _shared_leading(self) -> tuple[int, ...]:
-        equal = [(o, shape) for o, shape in self.leading if o.leading in (Leading.EQUAL, Leading.CONTRACTED)]
+    def _resolve_leading_axes(self) -> tuple[int, ...]:
+        equal = [(o, shape) for o, shape in self.leading if o.leading in (LeadingAxes.EQUAL, LeadingAxes.CONTRACTED)]
         if not equal:
             return ()
         first, shared = equal[0]
         for operand, shape in equal:
             if shape != shared:
-                raise Mismatch(f"leading axes are {list(shared)} in {first.text} but {list(shape)} in {operand.text}")
+                raise SignatureMismatch(
+                    f"leading axes are {list(shared)} in {first.text} but {list(shape)} in {operand.text}"
+                )
         for operand, shape in self.leading:
-            if operand.leading in (Leading.EQUAL, Leading.CONTRACTED):
+            if operand.leading in (LeadingAxes.EQUAL, LeadingAxes.CONTRACTED):
                 continue
             if len(shape) > len(shared):
-                raise Mismatch(
+                raise SignatureMismatch(
                     f"{operand.name} has more leading axes, {list(shape)}, than {first.name}, {list(shared)}"
                 )
             for mine, theirs in zip(reversed(shape), reversed(shared), strict=False):
                 if theirs and (mine == 0 or theirs % mine):  # where they are none, none are needed
-                    raise Mismatch(f"leading axes {list(shape)} of {operand.name} do not divide {list(shared)}")
+                    raise SignatureMismatch(
+                        f"leading axes {list(shape)} of {operand.name} do not divide {list(shared)}"
+                    )
         return shared
 
 
@@ -253,7 +261,7 @@ _DIM = re.compile(
 )
 
 
-def _scan(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
+def _tokenise(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
     found, at = [], 0
     while at < len(text):
         match = pattern.match(text, at)
@@ -264,18 +272,18 @@ def _scan(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
     return found
 
 
-def _operand(match: re.Match[str], default: tuple[DType, ...]) -> Operand:
-    leading = Leading.NONE
-    dims: list[Dim] = []
-    for item in _scan(_DIM, match["dims"].strip()):
+def _parse_operand(match: re.Match[str], default: tuple[DType, ...]) -> Operand:
+    leading = LeadingAxes.NONE
+    dims: list[Dimension] = []
+    for item in _tokenise(_DIM, match["dims"].strip()):
         if item["leading"]:
             if dims:
                 raise GraphError(f"signature: in {match[0]!r} the ... has to come first")
-            leading = Leading(item["leading"])
+            leading = LeadingAxes(item["leading"])
         else:
             factors = tuple(item["product"].split()) if item["product"] else (item["name"],)
-            role = Role.LOOKED_UP if item["index"] else Role(item["role"])
-            dims.append(Dim(factors, role, bool(item["or_one"]), item["index"] or ""))
+            role = DimensionRole.INDEXED if item["index"] else DimensionRole(item["role"])
+            dims.append(Dimension(factors, role, bool(item["or_one"]), item["index"] or ""))
     dtypes: list[DType] = []
     dtype_of = ""
     for word in (match["dtypes"] or "").split("|") if match["dtypes"] else ():
@@ -297,11 +305,11 @@ def parse_signature(text: str) -> Signature:
     left, arrow, right = text.partition("->")
     if not arrow:
         raise GraphError(f"signature {text!r}: needs -> between operands and results, as x[..., *c] -> [..., c]")
-    operands = tuple(_operand(m, FLOAT_DTYPES) for m in _scan(_OPERAND, left.strip()))
-    results = tuple(_operand(m, ()) for m in _scan(_OPERAND, right.strip()))
+    operands = tuple(_parse_operand(m, FLOAT_DTYPES) for m in _tokenise(_OPERAND, left.strip()))
+    results = tuple(_parse_operand(m, ()) for m in _tokenise(_OPERAND, right.strip()))
     return Signature(operands, results, text)
 
 
-def default_attrs(attrs: Attrs, named: Mapping[str, int]) -> dict[str, int]:
+def merge_integer_attributes(attrs: Attrs, named: Mapping[str, int]) -> dict[str, int]:
     """Dimensions together with the integer attributes, which results may use as sizes too."""
     return {**{k: v for k, v in attrs.items() if isinstance(v, int) and not isinstance(v, bool)}, **named}

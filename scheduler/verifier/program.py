@@ -234,7 +234,7 @@ def _overlaps(i: Instruction, node: Node, taken: list[tuple[int, int, int]]) -> 
         for name, tensor, read in operands:
             if not meet(extent, read):
                 continue
-            allowed = [n for r, n in declared.inplace_in(node.attrs) if r == result]
+            allowed = [n for r, n in declared.inplace_pairs(node.attrs) if r == result]
             exact = result >= 0 and read == extent and _same_entries(tensor, i.dst[result])
             twin = any(n in allowed and t == tensor for n, t, _ in operands)
             if not exact or not (name in allowed or twin):

@@ -17,7 +17,7 @@ from ..given.arrays import near
 
 def run(op, *arrays, **attrs):
     """The reference, with defaults filled in."""
-    results = op.run(arrays, op.settle(attrs))
+    results = op.run_reference(arrays, op.normalise_attributes(attrs))
     return results[0] if len(results) == 1 else results
 
 
@@ -83,8 +83,8 @@ def test_more_rows_than_a_block_of_one_expert(tokens, rng):
 def test_traffic_of_experts_counts_those_that_can_be_used():
     w, x = input("w", (64, 8, 32), "q8_0"), input("x", (2, 1, 32))
     node = ops.mul_mat_id(w, x, input("ids", (2, 3), "i32")).node
-    assert ops.mul_mat_id.nbytes(node) == 6 * 8 * 34 + 2 * 32 * 4 + 6 * 4 + 2 * 3 * 8 * 4
-    assert ops.mul_mat_id.flops(node) == 2 * 6 * 8 * 32
+    assert ops.mul_mat_id.count_bytes(node) == 6 * 8 * 34 + 2 * 32 * 4 + 6 * 4 + 2 * 3 * 8 * 4
+    assert ops.mul_mat_id.count_flops(node) == 2 * 6 * 8 * 32
 
 
 # -------------------------------------------------------------------------------------------------------- rope
@@ -205,9 +205,9 @@ def test_a_query_that_sees_nothing_attends_to_nothing(rng):
 
 
 def test_heads_with_slopes_or_tiled_masks_stay_on_one_device():
-    assert ops.attention.whole({"max_bias": 0.0, "mask_heads": "each"}) == ()
-    assert ops.attention.whole({"max_bias": 8.0, "mask_heads": "one"}) == ("kv_heads", "query_heads")
-    assert ops.attention.whole({"max_bias": 0.0, "mask_heads": "tiled"}) == ("kv_heads", "query_heads")
+    assert ops.attention.unsharded_dimensions({"max_bias": 0.0, "mask_heads": "each"}) == ()
+    assert ops.attention.unsharded_dimensions({"max_bias": 8.0, "mask_heads": "one"}) == ("kv_heads", "query_heads")
+    assert ops.attention.unsharded_dimensions({"max_bias": 0.0, "mask_heads": "tiled"}) == ("kv_heads", "query_heads")
 
 
 # ---------------------------------------------------------------------------------------------------- DeepSeek

@@ -10,7 +10,7 @@ import pytest
 
 from hocket import ops
 from hocket.graph import Graph, input
-from hocket.ops.integers import CALCULATIONS
+from hocket.ops.integers import INTEGER_OPERATIONS
 from hocket.scheduler import load, plan
 
 from ..given.devices.emulation import needs_compiler
@@ -48,7 +48,7 @@ RULES = {
     "device", ["reference:0", "numpy:0", "cpu:0", pytest.param("cuda-emulated:0", marks=needs_compiler)]
 )
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-@pytest.mark.parametrize("kind", CALCULATIONS)
+@pytest.mark.parametrize("kind", INTEGER_OPERATIONS)
 def test_results_wrap_and_division_by_zero_gives_zero(kind, device):
     for a, b in itertools.product(ENDS, ENDS):
         graph = Graph({"y": ops.calculate(input("a", (len(ENDS[a]), 1), a), input("b", (1,), b), kind=kind)})
