@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import islice
 
-from ..ops.collective import COLLECTIVES, POINT_TO_POINT_OPS
+from ..ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 from .base import Instruction, Program, Tensor
 from .liveness import Touched
 from .operands import Operand, Region

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..graph.errors import BackendError
 from ..graph.node import Node
 from ..graph.spec import Spec
-from ..ops.quants import dequantise, encode_array
+from ..ops.quantisation import dequantise, encode_array
 from .base import Array, Device, Tensor, contiguous_strides, host_view
 
 ALIGNMENT = 64

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from ..graph.attrs import Attrs
-from ..ops.collective import as_index_ranges, as_integer, own_index_ranges
+from ..ops.collectives import as_index_ranges, as_integer, own_index_ranges
 from .calls import Binding, Call, Calls, copy, one_result, plain
 
 Index = tuple[slice, ...]

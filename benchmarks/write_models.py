@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, GGUFWriter, dequantize, quantize
 
 from hocket.graph.dtypes import DTYPE_BY_GGML_NUMBER, DType
-from hocket.ops.quants import BLOCK_LAYOUTS, f32_to_bf16
+from hocket.ops.quantisation import BLOCK_LAYOUTS, f32_to_bf16
 
 VOCABULARY, GEMMA_VOCABULARY = 49152, 262144
 UNUSED = 5

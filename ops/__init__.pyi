@@ -4,16 +4,16 @@ from collections.abc import Sequence
 
 from ..graph.dtypes import DTypeLike
 from ..graph.node import Value
-from .declaring.op import Op as Op
-from .declaring.op import op as op
-from .declaring.oracle import as_reference_array as as_reference_array
-from .declaring.oracle import evaluate as evaluate
-from .declaring.registry import OP_RULES as OP_RULES
-from .declaring.registry import REGISTRY as REGISTRY
-from .declaring.registry import op_of as op_of
-from .declaring.registry import register as register
-from .declaring.registry import verify as verify
-from .declaring.samples import LegalRange as LegalRange
+from .declaration.op import Op as Op
+from .declaration.op import op as op
+from .declaration.samples import LegalRange as LegalRange
+from .reference_run import as_reference_array as as_reference_array
+from .reference_run import evaluate as evaluate
+from .registry import OP_RULES as OP_RULES
+from .registry import REGISTRY as REGISTRY
+from .registry import op_of as op_of
+from .registry import register as register
+from .registry import verify as verify
 
 def abs_(x: Value, *, name: str = "") -> Value:
     """``|x|``.  ggml: ``UNARY_OP_ABS``."""

@@ -12,14 +12,14 @@ import numpy as np
 from ..graph.errors import GraphError
 from ..graph.node import Value
 from ..graph.validation import did_you_mean, format_value, number_between
-from .declaring.op import Op
-from .declaring.registry import REGISTRY
-from .elementwise import add, div, mul, scale, sub
-from .generators import fill
-from .moves import get_rows
-from .products import mul_mat
-from .unary import sqr, sqrt
-from .views import broadcast, reshape, slice_, transpose
+from .declaration.op import Op
+from .elementwise.binary import add, div, mul, scale, sub
+from .elementwise.generators import fill
+from .elementwise.unary import sqr, sqrt
+from .matrix.matmul import mul_mat
+from .movement.rows import get_rows
+from .movement.views import broadcast, reshape, slice_, transpose
+from .registry import REGISTRY
 
 NUMBER_CHECK = number_between(-(2.0**127), 2.0**127)
 VALUE_WITH_NUMBER: Mapping[str, Callable[[Value, float], Value]] = MappingProxyType(

@@ -8,8 +8,8 @@ from textwrap import fill
 from typing import Any
 
 from ..graph.attrs import Attrs, format_attribute
-from .declaring.op import Op
-from .declaring.registry import REGISTRY
+from .declaration.op import Op
+from .registry import REGISTRY
 
 HEAD = """# Ops
 

@@ -11,8 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .declaring.calling import format_parameters
-from .declaring.op import Op
+from .declaration.call_signature import format_parameters
+from .declaration.op import Op
 
 WIDTH = 120
 HEAD = '''"""Every op with its types and its own words, written from the registry by `python -m hocket.ops.stubs`."""

@@ -8,7 +8,7 @@ from ..graph.attrs import Attrs
 from ..graph.errors import GraphError
 from ..graph.node import Node
 from ..graph.validation import TEXT, instance_of, validate_arguments
-from .declaring.registry import REGISTRY
+from .registry import REGISTRY
 
 
 @validate_arguments(GraphError, graph=instance_of(Graph))

@@ -18,7 +18,7 @@ from ..backends.abilities import Settled
 from ..backends.cache import cache_folder, keep, recalled
 from ..graph.export import from_json, to_json
 from ..graph.graph import Graph
-from ..ops.declaring.registry import BUILTIN_OPS
+from ..ops.registry import BUILTIN_OPS
 from .lowering.lane import Devices, Lane, first_alike
 from .machines.calibrated import hardware_of
 from .machines.hardware import Hardware
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .choosing.uses import Use
 
 PACKAGE = Path(__file__).resolve().parent.parent
-MAKERS = ("graph", "ops", "ops/declaring", "backends", "backends/cpu", "backends/numpy", "scheduler", "scheduler/*")
+MAKERS = ("graph", "ops", "ops/*", "backends", "backends/cpu", "backends/numpy", "scheduler", "scheduler/*")
 """Folders of the package whose source decides what a plan is."""
 
 

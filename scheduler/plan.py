@@ -26,7 +26,7 @@ from ..graph.validation import (
     validate_constructor,
 )
 from ..ops import REGISTRY
-from ..ops.collective import COLLECTIVES
+from ..ops.collectives import COLLECTIVES
 from .layout import Layout
 from .lowering.lane import Lane as Lane
 from .machines.hardware import CPU, Estimate, Hardware

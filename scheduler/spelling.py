@@ -8,7 +8,7 @@ from ..graph.graph import Graph
 from ..graph.node import Node, Value
 from ..graph.rewrite import rewrite_graph
 from ..ops import op_of
-from ..ops.compositions import DECOMPOSITIONS, select_decompositions
+from ..ops.decompositions import DECOMPOSITIONS, select_decompositions
 from .lowering.lane import Devices
 
 UNFUSED = "unfused"

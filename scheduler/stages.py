@@ -15,7 +15,7 @@ from ..backends.abilities import OTHERS, overlaps
 from ..backends.base import Instruction
 from ..graph.lazy_dataclass import dataclass
 from ..graph.node import Node
-from ..ops.collective import POINT_TO_POINT_OPS, as_integer, find_collective_number
+from ..ops.collectives import POINT_TO_POINT_OPS, as_integer, find_collective_number
 from .lowering.alike import structure
 from .lowering.lane import Lane, first_alike, teams_of
 from .machines.hardware import Counts, Estimate, Hardware, Work, leaf_of

@@ -11,7 +11,7 @@ from typing import Any
 from ..graph.dtypes import DType
 from ..graph.node import Node
 from ..graph.spec import Spec
-from ..ops.collective import find_collective_number
+from ..ops.collectives import find_collective_number
 from ..scheduler.lowering.lane import Lane, first_alike
 from ..scheduler.plan import Plan
 from ..scheduler.stages import WORK, Stage, StepCost

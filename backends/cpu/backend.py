@@ -16,8 +16,8 @@ import numpy as np
 from ...graph.dtypes import STATE_DTYPES, DType
 from ...graph.node import Node
 from ...graph.spec import Spec
-from ...ops.collective import COLLECTIVES
-from ...ops.quants import decode_array, dequantise, encode_array
+from ...ops.collectives import COLLECTIVES
+from ...ops.quantisation import decode_array, dequantise, encode_array
 from ..abilities import Called
 from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
 from ..numpy.backend import NumpyBackend

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ...ops.collective import COLLECTIVES
-from ...ops.declaring.registry import BUILTIN_OPS
+from ...ops.collectives import COLLECTIVES
+from ...ops.registry import BUILTIN_OPS
 from ..abilities import Called, Source
 from ..base import Comm, Device, Instruction, Program, Tensor
 from ..flow import Flow

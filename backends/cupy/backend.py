@@ -18,9 +18,9 @@ from ...graph.errors import StepError
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
 from ...ops import op_of
-from ...ops.collective import COLLECTIVES
-from ...ops.declaring.registry import find_storage_kind
-from ...ops.quants import dequantise, encode_array
+from ...ops.collectives import COLLECTIVES
+from ...ops.quantisation import dequantise, encode_array
+from ...ops.registry import find_storage_kind
 from ..abilities import Called, Timed
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, contiguous_strides, run_calls
 from ..beside import beside

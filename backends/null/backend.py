@@ -19,7 +19,7 @@ import numpy as np
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops import REGISTRY
-from ...ops.collective import COLLECTIVES, as_integer
+from ...ops.collectives import COLLECTIVES, as_integer
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, run_calls
 from ..beside import beside
 

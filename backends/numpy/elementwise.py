@@ -11,8 +11,8 @@ import numpy as np
 
 from ...graph.dtypes import DType
 from ...graph.node import Node
-from ...ops.choosing import COMPARISONS
-from ...ops.elementwise import round_to_dtype
+from ...ops.elementwise.binary import round_to_dtype
+from ...ops.elementwise.comparisons import COMPARISONS
 from ..base import Array
 from ..calls import Binding, Call, Calls, copy, one_result, plain
 

@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 
 from ...graph.node import Node
-from ...ops.collective import as_integer
-from ...ops.routing import to_local_rows
+from ...ops.collectives import as_integer
+from ...ops.movement.sharded_tables import to_local_rows
 from ..base import Array
 from ..calls import Binding, Call, Calls, plain
 

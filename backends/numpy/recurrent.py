@@ -12,8 +12,8 @@ import numpy as np
 
 from ...graph.node import Node
 from ...ops import Op, as_reference_array
-from ...ops.scans import gated_linear_attn, rwkv_wkv6, rwkv_wkv7, ssm_scan
-from ...ops.states import require_row_numbers
+from ...ops.movement.sharded_tables import require_row_numbers
+from ...ops.recurrent.linear_attention import gated_linear_attn, rwkv_wkv6, rwkv_wkv7, ssm_scan
 from ..base import Array
 from ..calls import Binding, Call, Calls, no_scratch, one_result
 

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 
 from ...graph.node import Node
-from ...ops.declaring.attributes import float_attribute
-from ...ops.rotary import compute_frequencies, pair_slices
+from ...ops.declaration.attributes import float_attribute
+from ...ops.matrix.rope import compute_frequencies, pair_slices
 from ..calls import Binding, Call, Calls
 
 

@@ -15,7 +15,7 @@ from hocket.graph import Graph, constant, input, weight
 from hocket.graph.dtypes import DType
 from hocket.graph.node import Node
 from hocket.ops import op_of
-from hocket.ops.quants import decode_array
+from hocket.ops.quantisation import decode_array
 
 from .bench import Bench, Case, Row, normalised_error
 

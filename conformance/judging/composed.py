@@ -10,7 +10,7 @@ from ...backends.base import Backend, Device
 from ...graph.graph import Graph
 from ...graph.node import input
 from ...ops import REGISTRY
-from ...ops.compositions import DECOMPOSITIONS, select_decompositions
+from ...ops.decompositions import DECOMPOSITIONS, select_decompositions
 from ...scheduler import load, plan_for
 from ..trials.case import Case
 from ..trials.layouts import Array

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...backends.base import Backend, BufferSpec, Device, Program, Tensor
 from ...graph.dtypes import DType
-from ...ops.quants import decode_array, encode_array
+from ...ops.quantisation import decode_array, encode_array
 from ...scheduler import Alone, Lane
 from ..trials.layouts import Array
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...graph.spec import Spec, check_spec
 from ...ops import Op
-from ...ops.declaring.signature import Dimension, DimensionRole, Operand
+from ...ops.declaration.signature import Dimension, DimensionRole, Operand
 from ..trials.case import Case
 from ..trials.layouts import Array
 from .composed import names_for

@@ -20,7 +20,7 @@ import numpy as np
 from ...graph.attrs import Attr
 from ...graph.dtypes import DType
 from ...graph.spec import Spec
-from ...ops.declaring.signature import DimensionRole, LeadingAxes
+from ...ops.declaration.signature import DimensionRole, LeadingAxes
 from ..trials.case import Case
 from ..trials.layouts import Array
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...graph.attrs import format_attribute
-from ...ops.declaring.signature import LeadingAxes
+from ...ops.declaration.signature import LeadingAxes
 from ..judging.run import Outcome, Result
 from ..trials.case import INPUTS, LAYOUTS, Case
 

@@ -18,8 +18,8 @@ from ...backends.base import Backend, Device
 from ...graph.errors import BackendError
 from ...graph.spec import Spec, make_spec
 from ...ops import Op
-from ...ops.elementwise import cont
-from ...ops.products import mul_mat
+from ...ops.elementwise.binary import cont
+from ...ops.matrix.matmul import mul_mat
 from ...scheduler import Lane
 from ..judging.build import build, lane_for
 from ..judging.guarded import Guarded

@@ -20,7 +20,7 @@ from ...graph.errors import GraphError
 from ...graph.parse import parse_case
 from ...graph.spec import Spec, check_spec
 from ...ops import Op
-from ...ops.declaring.signature import DimensionRole, DimensionSizes, LeadingAxes, Operand, SignatureMismatch
+from ...ops.declaration.signature import DimensionRole, DimensionSizes, LeadingAxes, Operand, SignatureMismatch
 from .case import Case, make_case
 
 Point: TypeAlias = Mapping[str, "Spec | Attr"]

@@ -12,9 +12,9 @@ from ...graph.dtypes import DType
 from ...graph.errors import GraphError
 from ...graph.spec import Spec
 from ...ops import Op
-from ...ops.declaring.samples import LegalRange
-from ...ops.elementwise import round_to_dtype
-from ...ops.quants import dequantise, f32_to_bf16
+from ...ops.declaration.samples import LegalRange
+from ...ops.elementwise.binary import round_to_dtype
+from ...ops.quantisation import dequantise, f32_to_bf16
 from .case import Case
 from .grow import distinct_axes
 from .layouts import Array, place, twins, unit_shape

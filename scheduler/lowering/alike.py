@@ -15,7 +15,7 @@ from ...graph.attrs import Attrs
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
 from ...graph.repeated_runs import split_numbered_name
-from ...ops.collective import COLLECTIVES, find_collective_number
+from ...ops.collectives import COLLECTIVES, find_collective_number
 
 MEETING = frozenset({"sequence", "to", "source", "rank"})
 """Attributes of a collective that say when it comes, and who meets whom: no kernel's place in memory follows from

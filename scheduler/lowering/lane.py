@@ -16,7 +16,7 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node
 from ...graph.repeated_runs import DeviceRepetitions, ShortenedGraph, split_numbered_name
 from ...graph.validation import ArgumentKind, instance_of, list_of, pair_of
-from ...ops.collective import COLLECTIVES, POINT_TO_POINT_OPS, find_collective_number
+from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS, find_collective_number
 from .alike import identity, named, numbered, pattern
 from .lower import Gathered, lower_with_saves
 from .unfold import called_again, unfolded

@@ -20,9 +20,9 @@ from ...graph.node import Node, Value
 from ...graph.repeated_runs import PREAMBLE, DeviceRepetitions
 from ...graph.spec import Spec
 from ...ops import op_of
-from ...ops.collective import COLLECTIVES
-from ...ops.declaring.registry import find_inplace_operand, find_storage_kind
-from ...ops.elementwise import cont
+from ...ops.collectives import COLLECTIVES
+from ...ops.elementwise.binary import cont
+from ...ops.registry import find_inplace_operand, find_storage_kind
 from .alike import skeleton
 from .arena import Arena, Lifetime, place, place_by_runs
 from .order import Schedule, may_overwrite, schedule, settle

@@ -12,8 +12,8 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
 from ...ops import cont, op_of
-from ...ops.collective import COLLECTIVES, find_collective_number
-from ...ops.declaring.registry import find_inplace_operand
+from ...ops.collectives import COLLECTIVES, find_collective_number
+from ...ops.registry import find_inplace_operand
 from .strides import Strided
 
 

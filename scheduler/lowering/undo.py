@@ -15,7 +15,7 @@ from ...graph.dtypes import STATE_DTYPES, DType
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...ops import broadcast, cont, get_rows, op_of, reshape, set_rows
-from ...ops.declaring.registry import find_inplace_operand, find_storage_kind
+from ...ops.registry import find_inplace_operand, find_storage_kind
 from .order import Schedule
 from .strides import Strided, through_view, whole
 

@@ -18,7 +18,7 @@ from ...graph.graph import Graph, assign_names
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...graph.repeated_runs import PREAMBLE, ShortenedGraph, split_numbered_name
-from ...ops.collective import find_collective_number
+from ...ops.collectives import find_collective_number
 from .arena import aligned
 
 ARENA = 0

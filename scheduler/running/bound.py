@@ -17,7 +17,7 @@ from ...graph.dtypes import DType
 from ...graph.errors import BackendError, PlanError, StepError
 from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import ANY, TEXT, mapping_of, require
-from ...ops.quants import decode_array, encode_array
+from ...ops.quantisation import decode_array, encode_array
 from ...ranks.meeting import WideMeeting
 from ...ranks.near import Meeting
 from ..layout import Local, Shard

@@ -20,7 +20,7 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.node import constant_array
 from ...graph.spec import Spec
 from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, format_value, instance_of, validate_arguments
-from ...ops.quants import decode_array, encode_array
+from ...ops.quantisation import decode_array, encode_array
 from ...ranks import ALONE, World
 from ...ranks.meeting import Between
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard, local_shape

@@ -26,7 +26,7 @@ from ...graph.attrs import Attr, Attrs
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import concat, op_of, slice_
-from ...ops.collective import find_collective_number
+from ...ops.collectives import find_collective_number
 from .assign import Assignment
 from .axes import Factor
 from .emit import Sharded, shard

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
-from ...ops.routing import estimate_busiest_count
+from ...ops.movement.sharded_tables import estimate_busiest_count
 from ..machines.hardware import KEPT, Counts, Estimate, Hardware, home_of
 from .assign import Assignment, Conversion
 from .early import find_early_sums

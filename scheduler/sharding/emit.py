@@ -12,8 +12,8 @@ from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
 from ...ops import concat, fill, op_of, slice_
-from ...ops.collective import all_gather, all_reduce, all_to_all, receive, reduce_scatter, send
-from ...ops.declaring.op import Op
+from ...ops.collectives import all_gather, all_reduce, all_to_all, receive, reduce_scatter, send
+from ...ops.declaration.op import Op
 from ..layout import PARTIAL, REPLICATE, Layout, Local, Shard, local_shape
 from .assign import Assignment
 from .axes import Factor

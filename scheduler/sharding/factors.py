@@ -36,8 +36,8 @@ from typing import Any
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
-from ...ops.declaring.op import Op
-from ...ops.declaring.signature import Dimension, DimensionRole, LeadingAxes, Operand
+from ...ops.declaration.op import Op
+from ...ops.declaration.signature import Dimension, DimensionRole, LeadingAxes, Operand
 from .axes import (
     Axis,
     Factor,

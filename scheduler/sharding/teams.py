@@ -15,7 +15,7 @@ from ...graph.errors import PlanError
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value, input
 from ...graph.rewrite import rewrite_graph
-from ...ops.collective import COLLECTIVES, find_collective_number, receive, send
+from ...ops.collectives import COLLECTIVES, find_collective_number, receive, send
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard
 from ..lowering.lane import teams_of
 from ..machines.hardware import Hardware

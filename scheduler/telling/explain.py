@@ -12,7 +12,7 @@ from ...graph.graph import assign_names
 from ...graph.layer_folding import find_repetitions
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
-from ...ops.collective import find_collective_number
+from ...ops.collectives import find_collective_number
 from ..layout import Local, Shard
 from ..lowering.lane import Lane
 from ..machines.hardware import leaf_of

@@ -16,7 +16,7 @@ from typing import Any
 from ...backends.abilities import Timed
 from ...backends.base import Instruction, Program
 from ...graph.files import replacing
-from ...ops.collective import find_collective_number
+from ...ops.collectives import find_collective_number
 from ..plan import Plan
 from ..running.trace import Run, Trace
 from .listing import memory_by_step

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ...backends.base import Program
-from ...ops.collective import POINT_TO_POINT_OPS, as_integer
+from ...ops.collectives import POINT_TO_POINT_OPS, as_integer
 from ..acts import Act, Order
 from .meetings import Appointment, appointments
 

@@ -14,7 +14,7 @@ from ...graph.dtypes import DType
 from ...graph.node import Node, Value
 from ...graph.spec import MAX_SIZE
 from ...ops import REGISTRY, op_of
-from ...ops.declaring.registry import find_storage_kind
+from ...ops.registry import find_storage_kind
 
 
 class Memory:

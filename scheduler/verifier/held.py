@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...graph.node import Node
-from ...ops.collective import as_integer
+from ...ops.collectives import as_integer
 from .indices import Index, has_twice, joined, taken
 from .summands import NOTHING, Owed
 

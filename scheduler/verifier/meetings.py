@@ -14,7 +14,7 @@ from itertools import pairwise
 from ...backends.base import Instruction, Program
 from ...graph.attrs import Attr, quote_node_name
 from ...graph.spec import Spec
-from ...ops.collective import COLLECTIVES, POINT_TO_POINT_OPS
+from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 
 
 @dataclass(frozen=True, slots=True)

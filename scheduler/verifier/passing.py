@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...ops import REGISTRY
-from ...ops.declaring.op import Op
+from ...ops.declaration.op import Op
 from .restrict import Made, Side
 from .summands import NOTHING, Owed, Summand, linear
 

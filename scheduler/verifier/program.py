@@ -16,7 +16,7 @@ from ...graph.errors import PlanError
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
 from ...ops import op_of
-from ...ops.elementwise import cont
+from ...ops.elementwise.binary import cont
 from .contents import Memory, Views, extent_of, is_dense, kept_dtype, meet, scratch_fault, show
 from .undo import Journal, Step
 

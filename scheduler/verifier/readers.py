@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate, islice
 
 from ...ops import REGISTRY
-from ...ops.collective import as_integer
+from ...ops.collectives import as_integer
 from .indices import taken
 from .restrict import Axes, Items, Side, local_attrs
 

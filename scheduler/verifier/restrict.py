@@ -31,9 +31,9 @@ from ...graph.attrs import Attr, Attrs
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops import REGISTRY
-from ...ops.declaring.links import AxisLink
-from ...ops.declaring.op import Op
-from ...ops.declaring.signature import Dimension, DimensionRole, LeadingAxes, Signature, SignatureMismatch
+from ...ops.declaration.axis_links import AxisLink
+from ...ops.declaration.op import Op
+from ...ops.declaration.signature import Dimension, DimensionRole, LeadingAxes, Signature, SignatureMismatch
 from .indices import (
     Digits,
     Index,
@@ -62,7 +62,7 @@ LOCAL_ATTRS = frozenset({"shape", "start", "stop"})
 """Attributes that say a size, and so differ between a node and its share, where the op declares `localise`."""
 
 PART_ATTRS = frozenset({"first", "total"})
-"""Attributes that say which rows of a table that is looked up are there (`ops.routing`)."""
+"""Attributes that say which rows of a table that is looked up are there (`ops.movement.sharded_tables`)."""
 
 
 class Unfit(Exception):  # noqa: N818  (an internal signal; it becomes the text of a fault)

@@ -16,7 +16,7 @@ from ...graph.attrs import quote_node_name
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...graph.repeated_runs import PREAMBLE, ShortenedGraph, split_numbered_name
-from ...ops.collective import find_collective_number
+from ...ops.collectives import find_collective_number
 from .contents import Views, extent_of, meet
 
 Carried: TypeAlias = tuple[int, str]

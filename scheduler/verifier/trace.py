@@ -17,7 +17,7 @@ import numpy as np
 from ...graph.graph import Graph, topological_order
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
-from ...ops.collective import COLLECTIVES, as_index_ranges, as_integer
+from ...ops.collectives import COLLECTIVES, as_index_ranges, as_integer
 from .held import CONVERSIONS, Held, but, converted
 from .indices import Digits, Index, agreed, entries, index_of, is_whole, joined, length, whole
 from .passing import passed

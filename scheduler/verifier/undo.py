@@ -20,8 +20,8 @@ from ...graph.dtypes import STATE_DTYPES, DType
 from ...graph.graph import Graph
 from ...graph.node import Node, Value, input
 from ...ops import REGISTRY, op_of
-from ...ops.elementwise import cont
-from ...ops.moves import get_rows, set_rows
+from ...ops.elementwise.binary import cont
+from ...ops.movement.rows import get_rows, set_rows
 from .contents import Memory, extent_of, is_dense, kept_dtype, meet, scratch_fault, show
 
 WAYS = {cont.name: cont.name, get_rows.name: set_rows.name}

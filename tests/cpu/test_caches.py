@@ -9,7 +9,7 @@ import hocket
 from hocket import DType, Graph, input, ops, state
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.ops import REGISTRY
-from hocket.ops.quants import decode_array, encode_array
+from hocket.ops.quantisation import decode_array, encode_array
 
 from ..given.models.goldens import nmse
 from ..given.state_ways import inputs_of, ways

@@ -13,7 +13,7 @@ from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Group, Session
 from hocket.graph.errors import StepError
-from hocket.ops.quants import decode_array, encode_array
+from hocket.ops.quantisation import decode_array, encode_array
 from hocket.scheduler import load, plan_for
 
 from ..given.devices.emulation import WRONG_RESULTS, finding, needs_compiler

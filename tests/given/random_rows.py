@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hocket.graph.dtypes import DType
-from hocket.ops.quants import BLOCK_LAYOUTS, encode_array
+from hocket.ops.quantisation import BLOCK_LAYOUTS, encode_array
 
 
 def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:

@@ -10,7 +10,7 @@ import pytest
 
 from hocket import ops
 from hocket.graph import Graph, input
-from hocket.ops.integers import INTEGER_OPERATIONS
+from hocket.ops.elementwise.integers import INTEGER_OPERATIONS
 from hocket.scheduler import load, plan
 
 from ..given.devices.emulation import needs_compiler

@@ -11,7 +11,7 @@ import pytest
 from hocket.frontends.gguf import bf16_to_f32, dequantise, f32_to_bf16
 from hocket.graph import GraphError
 from hocket.graph.dtypes import DType
-from hocket.ops.quants import BLOCK_LAYOUTS, EXPAND_CHUNK_ELEMENTS, EXPANDERS, decode_array, encode_array
+from hocket.ops.quantisation import BLOCK_LAYOUTS, EXPAND_CHUNK_ELEMENTS, EXPANDERS, decode_array, encode_array
 
 OURS = (DType.F32, DType.F16, DType.BF16, *EXPANDERS)
 PACKAGE = tuple(d for d in DType if d.is_quantised and d not in (*EXPANDERS, DType.Q8_1, DType.Q8_K))

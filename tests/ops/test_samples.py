@@ -9,7 +9,7 @@ import pytest
 
 from hocket import ops
 from hocket.graph import DType, GraphError, Spec, Value, input, parse_case
-from hocket.ops.declaring.signature import DimensionRole, LeadingAxes
+from hocket.ops.declaration.signature import DimensionRole, LeadingAxes
 
 SAMPLES = [(op, text) for op in ops.REGISTRY.values() for text in op.samples]
 ERRORS = [(op, text, message) for op in ops.REGISTRY.values() for text, message in op.errors]

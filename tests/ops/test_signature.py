@@ -9,8 +9,8 @@ import pytest
 
 from hocket import ops
 from hocket.graph import DType, GraphError, Spec, Value, input, parse_case
-from hocket.ops.declaring.links import AxisLink, link_reshaped_axes
-from hocket.ops.declaring.signature import DimensionRole, LeadingAxes, SignatureMismatch, parse_signature
+from hocket.ops.declaration.axis_links import AxisLink, link_reshaped_axes
+from hocket.ops.declaration.signature import DimensionRole, LeadingAxes, SignatureMismatch, parse_signature
 
 
 def bind(signature: str, *shapes: tuple[int, ...] | None):

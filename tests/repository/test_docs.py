@@ -126,8 +126,8 @@ def test_the_op_of_the_guide_can_be_declared_as_it_is_written():
     space: dict[str, object] = {}
     lines = [line.removeprefix("   ") for line in code.splitlines()]
     head = [
-        "from hocket.ops.declaring.op import Array, op",
-        "from hocket.ops.declaring.samples import grid",
+        "from hocket.ops.declaration.op import Array, op",
+        "from hocket.ops.declaration.samples import expand_template",
         "import numpy as np",
     ]
     exec(compile("\n".join([*head, *lines]), "add-an-op.md", "exec"), space)

@@ -14,7 +14,7 @@ from hocket.backends.beside import beside
 from hocket.backends.null.backend import NullBackend
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph.errors import StepError
-from hocket.ops.collective import COLLECTIVES, POINT_TO_POINT_OPS
+from hocket.ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 from hocket.scheduler import plan_for
 from hocket.scheduler.lowering.lower import lower
 from hocket.scheduler.running.timeline import timeline

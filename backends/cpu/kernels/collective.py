@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from ....ops.collective import as_index_ranges, as_integer
+from ....ops.collectives import as_index_ranges, as_integer
 from ...base import Comm
 from ...operands import Bound
 from ..compiler import kernel, part

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from ....graph.dtypes import DType
-from ....ops.views import integers_attribute
+from ....ops.declaration.shape_rules import integers_attribute
 from ...chains import ChangedState, changed_state
 from ...flow import Flow
 from ...operands import Bound, Operand, need

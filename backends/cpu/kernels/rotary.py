@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....graph.dtypes import DType
-from ....ops.rotary import compute_frequencies, position_planes
+from ....ops.matrix.rope import compute_frequencies, position_planes
 from ...chains import turned_heads
 from ...flow import Flow, apart
 from ...operands import Bound, Operand, float_bits, need

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ....graph.dtypes import DType
 from ....graph.spec import Spec
-from ....ops.quants import BLOCK_LAYOUTS
+from ....ops.quantisation import BLOCK_LAYOUTS
 
 U8 = npt.NDArray[np.uint8]
 Blocks = npt.NDArray[Any]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ....ops.collective import COLLECTIVES, as_integer
+from ....ops.collectives import COLLECTIVES, as_integer
 from ...abilities import Called, Source
 from ...base import Instruction, Program, Tensor
 from ...flow import Flow

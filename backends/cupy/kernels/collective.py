@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
-from ....ops.collective import as_integer
+from ....ops.collectives import as_integer
 from ...board import EACH, FIRST, RUN
 from ...meeting import Index, Pairs, exchanged, gathered, scattered
 from ...operands import Bound, Operand, need

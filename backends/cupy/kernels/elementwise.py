@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from ....graph.dtypes import DType
-from ....ops.declaring.attributes import float_attribute
+from ....ops.declaration.attributes import float_attribute
 from ...flow import Flow, apart
 from ...operands import Bound, Operand, need
 from ..binding.axes import axes_of

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ....graph.dtypes import DType
-from ....ops.declaring.attributes import float_attribute
+from ....ops.declaration.attributes import float_attribute
 from ...operands import Bound, Operand, need
 from ..binding.axes import MOST, axes_of, row_heads
 from ..binding.launches import Binding, Launches, Word, blocks

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ....graph.dtypes import DType
-from ....ops.integers import INTEGER_OPERATIONS
+from ....ops.elementwise.integers import INTEGER_OPERATIONS
 from ...operands import Bound
 from ..binding.launches import Binding, Launches
 from ..device.driver import Source

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from ....graph.dtypes import DType
-from ....ops.generators import arange
-from ....ops.views import integers_attribute
+from ....ops.declaration.shape_rules import integers_attribute
+from ....ops.elementwise.generators import arange
 from ...operands import Bound, Operand, need
 from ..binding.axes import axes_of, expanded, row_heads
 from ..binding.launches import Binding, Launches, Word, blocks

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ....graph.dtypes import DType
-from ....ops.declaring.attributes import float_attribute
-from ....ops.rotary import compute_frequencies, position_planes
-from ....ops.views import integers_attribute
+from ....ops.declaration.attributes import float_attribute
+from ....ops.declaration.shape_rules import integers_attribute
+from ....ops.matrix.rope import compute_frequencies, position_planes
 from ...chains import ROPES, changed_state, turned_heads
 from ...flow import Flow, apart, lies_as
 from ...operands import Bound, Operand, need

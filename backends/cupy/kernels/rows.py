@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ....ops.declaring.attributes import float_attribute
-from ....ops.norms import alibi_slopes
+from ....ops.declaration.attributes import float_attribute
+from ....ops.reduction.norms import alibi_slopes
 from ...chains import scaled_norm
 from ...flow import Flow, apart
 from ...operands import Bound, Operand, need

@@ -8,9 +8,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ....ops.declaring.attributes import float_attribute
-from ....ops.sliding import count_windows
-from ....ops.views import integers_attribute
+from ....ops.declaration.attributes import float_attribute
+from ....ops.declaration.shape_rules import integers_attribute
+from ....ops.movement.sliding_windows import count_windows
 from ...operands import Bound, need
 from ..binding.launches import Binding, Launches, Word, blocks
 from ..device.driver import Source

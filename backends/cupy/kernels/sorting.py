@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ....graph.dtypes import DType
-from ....ops.declaring.attributes import float_attribute
+from ....ops.declaration.attributes import float_attribute
 from ...operands import Bound, Operand, need
 from ..binding.launches import Binding, Launches, Word, blocks
 from ..device.driver import Source

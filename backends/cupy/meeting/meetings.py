@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ....graph.dtypes import DType
-from ....ops.collective import POINT_TO_POINT_OPS, as_integer
+from ....ops.collectives import POINT_TO_POINT_OPS, as_integer
 from ...base import Array, Comm, Device
 from ...board import runs_of
 from ...operands import Bound, NoKernelError

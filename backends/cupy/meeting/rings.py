@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ....graph.attrs import Attrs
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
-from ....ops.collective import as_index_ranges, as_integer
+from ....ops.collectives import as_index_ranges, as_integer
 from ...base import Tensor, contiguous_strides
 from ...meeting import Index, Pairs, exchanged, gathered, scattered
 from ...operands import Bound, Operand, need

@@ -14,7 +14,7 @@ from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
-from hocket.ops.quants import encode_array
+from hocket.ops.quantisation import encode_array
 from hocket.scheduler import load, plan_for
 
 from ...given.devices.emulation import PAST_END, WRONG_RESULTS, finding, needs_compiler

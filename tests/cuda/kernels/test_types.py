@@ -11,7 +11,7 @@ from hocket import ops
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.graph import DType, Graph, input, state, weight
-from hocket.ops.quants import encode_array
+from hocket.ops.quantisation import encode_array
 from hocket.scheduler import load, plan_for
 
 from ...given.devices.emulation import needs_compiler

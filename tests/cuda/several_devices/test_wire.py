@@ -14,7 +14,7 @@ from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
-from hocket.ops.quants import decode_array, encode_array
+from hocket.ops.quantisation import decode_array, encode_array
 
 from ...given.devices.devices_meet import Rig, reduced, same, through_the_host
 from ...given.devices.emulation import edited, needs_compiler

@@ -9,7 +9,7 @@ import numpy as np
 from hocket import ops
 from hocket.backends.base import find
 from hocket.graph import DType, Graph, input, state, weight
-from hocket.ops.quants import encode_array
+from hocket.ops.quantisation import encode_array
 from hocket.scheduler import Executor, Plan, Store, load, plan_for
 from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.search import classes_of, cut_twice

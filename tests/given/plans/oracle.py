@@ -15,7 +15,7 @@ from hocket.backends.numpy.backend import NumpyBackend
 from hocket.graph import Graph, StepError
 from hocket.graph.node import constant_array
 from hocket.ops import REGISTRY
-from hocket.ops.quants import dequantise
+from hocket.ops.quantisation import dequantise
 from hocket.scheduler import Executor, Plan, Store
 
 from ..devices.faulty import FaultyReference, _Faulty

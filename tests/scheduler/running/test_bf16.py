@@ -11,7 +11,7 @@ from hocket.backends.numpy.backend import NumpyBackend
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph import DType, Graph, input, state, weight
 from hocket.ops import REGISTRY
-from hocket.ops.quants import bf16_to_f32, decode_array, encode_array, f32_to_bf16
+from hocket.ops.quantisation import bf16_to_f32, decode_array, encode_array, f32_to_bf16
 from hocket.scheduler import load, plan_for
 
 from ...given.arrays import close

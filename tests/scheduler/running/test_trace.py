@@ -13,7 +13,7 @@ import pytest
 
 from hocket.backends.base import find
 from hocket.graph import BackendError, PlanError, StepError
-from hocket.ops.collective import find_collective_number
+from hocket.ops.collectives import find_collective_number
 from hocket.scheduler import load, plan_for
 from hocket.scheduler.telling.listing import memory_by_step
 from hocket.scheduler.telling.measured import measured

@@ -15,7 +15,7 @@ from hocket.cli import main
 from hocket.frontends.commands.plan import step_graph
 from hocket.frontends.models import Batch, Step, load_model
 from hocket.graph import BackendError, Graph, Value, input, weight
-from hocket.ops.routing import estimate_busiest_count
+from hocket.ops.movement.sharded_tables import estimate_busiest_count
 from hocket.scheduler import Plan, load, plan_for, simulate
 from hocket.scheduler.layout import Shard
 from hocket.scheduler.machines.hardware import Hardware
@@ -304,7 +304,9 @@ def test_cost_of_dealt_experts_is_that_of_the_busiest_device():
     whole, shared = (costs.estimate(assign(graph, factors, c)) for c in (frozenset(), whole_experts(graph, factors)))
     assert 1 / 4 < shared.compute / whole.compute < 1 / 2
     node = next(n for n in dealt(graph, 4).lanes[1].graph.nodes if n.name == "gateed")
-    assert ops.mul_mat_id.count_flops(node) == pytest.approx(2 * estimate_busiest_count(64, 16, 64) * 128 * 128, rel=0.1)
+    assert ops.mul_mat_id.count_flops(node) == pytest.approx(
+        2 * estimate_busiest_count(64, 16, 64) * 128 * 128, rel=0.1
+    )
 
 
 def test_what_is_routed_stays_so_until_it_is_combined():

@@ -8,7 +8,7 @@ import pytest
 
 from hocket import ops
 from hocket.graph import Graph, PlanError, input, state, weight
-from hocket.ops.collective import COLLECTIVES, POINT_TO_POINT_OPS
+from hocket.ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 from hocket.scheduler import plan
 from hocket.scheduler.acts import Act
 from hocket.scheduler.succession import gain, in_succession

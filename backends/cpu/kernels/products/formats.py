@@ -18,7 +18,7 @@ import numpy as np
 
 from .....graph.dtypes import DType
 from .....graph.lazy_dataclass import dataclass
-from .....ops.quants import FP4_VALUES_TIMES_2, IQ4_NL_CODE_BOOK
+from .....ops.quantisation import FP4_VALUES_TIMES_2, IQ4_NL_CODE_BOOK
 from ...compiler import Part, part
 from ...simd.bytes import table_of
 from ...simd.dots import Codes

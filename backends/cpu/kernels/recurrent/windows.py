@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from .....graph.attrs import Attrs
 from .....graph.dtypes import DType
-from .....ops.views import integers_attribute
+from .....ops.declaration.shape_rules import integers_attribute
 from ....base import contiguous_strides
 from ....flow import Flow
 from ....operands import Bound, Operand, float_bits, need

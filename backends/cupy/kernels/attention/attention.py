@@ -10,8 +10,8 @@ import numpy as np
 
 from .....graph.dtypes import DType
 from .....graph.spec import Spec
-from .....ops.declaring.attributes import float_attribute
-from .....ops.norms import alibi_slopes
+from .....ops.declaration.attributes import float_attribute
+from .....ops.reduction.norms import alibi_slopes
 from ....operands import Bound, Operand, need
 from ...binding.axes import axes_of
 from ...binding.launches import Binding, Launches, Word, blocks

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 from types import MappingProxyType
 
-from .....ops.declaring.attributes import float_attribute
+from .....ops.declaration.attributes import float_attribute
 from ....operands import Bound, Operand, need
 from ...binding.launches import Binding, Launches, Word, blocks
 from ...device.driver import Source

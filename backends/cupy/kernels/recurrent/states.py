@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .....graph.dtypes import DType
-from .....ops.declaring.attributes import float_attribute
+from .....ops.declaration.attributes import float_attribute
 from ....base import contiguous_strides
 from ....operands import Bound, Operand, need
 from ...binding.launches import Launches, Word
