@@ -1,4 +1,4 @@
-"""Every op, declared once: meaning, shapes, sharding, cost, samples.  Calling one builds a node."""
+"""All ops: reference function, signature, sharding, cost and samples. A call of an op builds a node."""
 
 from typing import Any as _Any
 
@@ -140,7 +140,7 @@ _OLD_NAMES = {"Range": "LegalRange", "RULES": "OP_RULES", "exact": "as_reference
 
 
 def __getattr__(name: str) -> _Any:
-    """An op of another package, which has been registered or is installed."""
+    """Return an op of another package, which is registered or installed, or an export under its old name."""
     if name.startswith("__"):
         raise AttributeError(name)
     if name in _OLD_NAMES:

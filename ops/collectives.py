@@ -1,7 +1,7 @@
-"""Collectives: what a device says to its group.  Alone, a group of one, each is the identity on its operand.
+"""Collectives of a device group. On a group of one device, each is the identity on its operand.
 
-They are nodes of one device's graph; `sequence` numbers the meetings of a group, so that all devices meet in one order
-and a mix-up is noticed instead of hanging.
+They are nodes of the graph of one device. `sequence` numbers the collectives of a group: all devices call them in this
+order, and a difference is an error, not a hang.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .declaration.shape_rules import axis_attribute
 from .declaration.signature import SignatureMismatch
 
 DeviceIndexRanges = tuple[tuple[tuple[int, int], ...], ...]
+"""For each device, the index ranges that it has of an axis, each as (offset, length)."""
 
 
 @op(
@@ -26,7 +27,7 @@ DeviceIndexRanges = tuple[tuple[tuple[int, int], ...], ...]
     errors=(("x=q8_0[32], sequence=0", "x is q8_0"), ("x=f32[3]", "sequence is missing")),
 )
 def all_reduce(x: Array, *, sequence: int) -> Array:
-    """The sum of `x` over all devices of the group, the same bits on each.  MPI (MPI Forum, 1994): ``Allreduce``."""
+    """The sum of `x` over all devices of the group, equal bits on each. MPI (MPI Forum, 1994): ``Allreduce``."""
     return np.array(x)
 
 
@@ -40,17 +41,19 @@ def _infer_all_gather(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def _axis_length(runs: DeviceIndexRanges) -> int:
-    """The length of the whole axis."""
+    """Return the length of the complete axis."""
     return max((offset + n for device in runs for offset, n in device), default=0)
 
 
 def as_integer(value: Attr) -> int:
+    """Return an attribute that must be an integer."""
     assert isinstance(value, int)
     return value
 
 
 def as_index_ranges(value: Attr) -> DeviceIndexRanges:
-    return value  # type: ignore[return-value]  # settled() checked its kind
+    """Return an attribute that must be index ranges of devices."""
+    return value  # type: ignore[return-value]  # `normalise_attribute` checks the type
 
 
 @op(
@@ -61,7 +64,7 @@ def as_index_ranges(value: Attr) -> DeviceIndexRanges:
     errors=(("x=f32[3], axis=0, runs=(((0,3),),)", "sequence is missing"), ("x=f32[3], axis=0, sequence=0", "runs is")),
 )
 def all_gather(x: Array, *, axis: int, runs: tuple[tuple[tuple[int, ...], ...], ...], sequence: int) -> Array:
-    """The whole of a value that is cut along `axis`; ``runs[d]`` are the (offset, length) that device d has.
+    """The complete value of shards along `axis`; ``runs[d]`` are the index ranges (offset, length) of device d.
 
     MPI (MPI Forum, 1994): ``Allgatherv``.
     """
@@ -80,7 +83,7 @@ def _infer_reduce_scatter(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def own_index_ranges(attrs: Attrs) -> tuple[tuple[int, int], ...]:
-    """The runs of the device itself."""
+    """Return the index ranges of device `rank` itself, each as (offset, length)."""
     runs, rank = as_index_ranges(attrs["runs"]), as_integer(attrs["rank"])
     if not 0 <= rank < len(runs):
         raise SignatureMismatch(f"rank is {rank}, but runs are given for {len(runs)} devices")
@@ -101,7 +104,7 @@ def own_index_ranges(attrs: Attrs) -> tuple[tuple[int, int], ...]:
 def reduce_scatter(
     x: Array, *, axis: int, runs: tuple[tuple[tuple[int, ...], ...], ...], rank: int, sequence: int
 ) -> Array:
-    """The device's own entries along `axis` of the sum of `x` over all devices; device d keeps ``runs[d]``.
+    """The shard along `axis` of the sum of `x` over all devices; device d has the index ranges ``runs[d]``.
 
     MPI (MPI Forum, 1994): ``Reduce_scatter``.
     """
@@ -133,7 +136,7 @@ def all_to_all(
     rank: int,
     sequence: int,
 ) -> Array:
-    """A value that was cut along `old_axis` into `old_runs`, cut along `axis` into `runs` instead.
+    """A value with shards `old_runs` along `old_axis`, exchanged for shards `runs` along `axis`.
 
     MPI (MPI Forum, 1994): ``Alltoallv``.
     """
@@ -147,14 +150,14 @@ def all_to_all(
     errors=(("x=f32[3], to=1", "sequence is missing"), ("x=f32[3], sequence=1", "to is missing")),
 )
 def send(x: Array, *, to: int, sequence: int) -> Array:
-    """`x`, which device `to` of the group receives under the same `sequence`.  MPI (MPI Forum, 1994): ``Isend``."""
+    """`x`, which device `to` of the group receives under the same `sequence`. MPI (MPI Forum, 1994): ``Isend``."""
     return np.array(x)
 
 
 def _infer_receive(specs: OperandSpecs, attrs: Attrs) -> Spec:
     dtype, shape = attrs["dtype"], attrs["shape"]
     assert isinstance(dtype, DType)
-    return Spec(shape, dtype)  # type: ignore[arg-type]  # settled() checked its kind
+    return Spec(shape, dtype)  # type: ignore[arg-type]  # `normalise_attribute` checks the type
 
 
 @op(
@@ -168,16 +171,16 @@ def _infer_receive(specs: OperandSpecs, attrs: Attrs) -> Spec:
     ),
 )
 def receive(*, shape: tuple[int, ...], dtype: DType, source: int, sequence: int) -> Array:
-    """What device `source` sends under `sequence`; zeros where nobody sends.  MPI (MPI Forum, 1994): ``Recv``."""
+    """The value from device `source` under `sequence`; zeros without a sender. MPI (MPI Forum, 1994): ``Recv``."""
     return np.zeros(shape)
 
 
 COLLECTIVES = frozenset(o.name for o in (all_reduce, all_gather, reduce_scatter, all_to_all, send, receive))
-"""The ops in which devices meet; in every program they come in the order of their `sequence`."""
+"""All ops of this module; a program has them in the order of their `sequence`."""
 POINT_TO_POINT_OPS = frozenset(o.name for o in (send, receive))
-"""Those in which one device writes to another; in all others a whole team meets."""
+"""Collectives between two devices; all others need the whole group."""
 
 
 def find_collective_number(op_name: str, attrs: Attrs) -> int | None:
-    """The number of a meeting; None for an op that runs alone."""
+    """Return the number of a collective; None for other ops."""
     return as_integer(attrs["sequence"]) if op_name in COLLECTIVES else None

@@ -1,6 +1,6 @@
-"""Fused ops said with simpler ones: what a rewrite may replace, and what the conformance kit holds against them.
+"""Fused ops in terms of simpler ones, for rewrites and for the conformance kit.
 
-Each entry builds, from the operands of an op, a graph of other ops with the same result.
+A decomposition builds, on the operands of an op, a graph of other ops with the same result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .reduction.norms import softmax
 
 Operands = Mapping[str, Value]
 Decomposition = Callable[[Operands, Attrs], tuple[Value, ...]]
-"""The results of an op."""
+"""A function of operands by name and attributes that returns the results of the op."""
 
 _PAIRS: Mapping[str, Op[Value]] = {
     op.name: op for op in (reglu, geglu, geglu_erf, geglu_quick, swiglu, swiglu_oai, swiglu_clamp)
@@ -38,7 +38,7 @@ def _decompose_gated_unit(activation: Op[Value]) -> Decomposition:
 
 
 def _decompose_fused_glu(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
-    """A gated unit on one operand: the two-operand op on its halves."""
+    """Decompose a gated unit on one operand: the op with two operands, on its halves."""
     x, pair = operands["x"], _PAIRS[str(attrs["kind"])]
     n = x.shape[-1] // 2
     first, second = (slice_(x, axis=-1, start=i * n, stop=(i + 1) * n) for i in range(2))
@@ -48,7 +48,7 @@ def _decompose_fused_glu(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
 
 
 def _decompose_attention(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
-    """Attention as products and a softmax.  A weight of `mul_mat` serves a run of neighbouring heads, as k and v do."""
+    """Decompose attention into two matrix products and a softmax; in all of them, key heads serve neighbours."""
     q, k, v = operands["q"], operands["k"], operands["v"]
     rank = len(q.shape)
     heads_first = (*range(rank - 3), rank - 2, rank - 3, rank - 1)
@@ -63,7 +63,7 @@ def _decompose_attention(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
 
 
 def _decompose_cached_attention(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
-    """Attention token by token over a cache whose rows were written in two goes."""
+    """Compute attention token by token over a cache that is written in two steps."""
     q, k, v, mask = operands["q"], operands["k"], operands["v"], operands.get("mask")
     keys, values = _write_cache_in_two_steps(k, "k"), _write_cache_in_two_steps(v, "v")
     settings: dict[str, Any] = dict(attrs)
@@ -79,7 +79,7 @@ def _decompose_cached_attention(operands: Operands, attrs: Attrs) -> tuple[Value
 
 
 def _write_cache_in_two_steps(x: Value, name: str) -> Value:
-    """`x` [..., s, h, d] as a cache of zeros into which its rows were set, the later half first."""
+    """Return `x` [..., s, h, d] as a cache of zeros with its rows set, the later half first."""
     flat = reshape(x, shape=(*x.shape[:-2], x.shape[-2] * x.shape[-1]))
     cache, cells = scale(flat, scale=0.0), x.shape[-3]
     for half, start, stop in (("late", cells // 2, cells), ("early", 0, cells // 2)):
@@ -100,11 +100,11 @@ DECOMPOSITIONS: Mapping[str, Mapping[str, Decomposition]] = MappingProxyType(
         "gated_delta_net": {"unfused": build_chunked_delta_rule},
     }
 )
-"""By op, the ways to compose it.  ``unfused`` holds for every case; the others are rearrangements of the same op."""
+"""Decompositions by op. ``unfused`` uses simpler ops; the others rearrange calls of the same op."""
 
 
 def select_decompositions(op: str, operands: Mapping[str, object], attrs: Attrs) -> tuple[str, ...]:
-    """The compositions that apply: masks per head and pools of states have no simpler form here."""
+    """Return the names of applicable decompositions; masks per head and state pools have none."""
     if attrs.get("mask_heads", "one") != "one" or attrs.get("pool", "none") != "none":
         return ()
     return tuple(DECOMPOSITIONS.get(op, {}))

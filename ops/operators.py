@@ -1,4 +1,4 @@
-"""What Python's operators on values mean: the ops they build, with NumPy's broadcasting and indexing."""
+"""Python operators on values: the ops that they build, with the broadcasting and indexing of NumPy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ POWERS: Mapping[float, Callable[[Value], Value]] = MappingProxyType({2.0: sqr, 0
 
 
 def apply_operator(sign: str, left: Any, right: Any) -> Value:
-    """``left sign right`` elementwise; one of them is a value, the other a value or a number."""
+    """Build ``left sign right`` elementwise; at least one side is a value, the other a value or a number."""
     for other in (left, right):
         if not isinstance(other, Value) and not NUMBER_CHECK.accepts(other):
             raise GraphError(
@@ -62,20 +62,20 @@ def apply_operator(sign: str, left: Any, right: Any) -> Value:
 
 
 def describe_missing_attribute(x: Value, name: str) -> str:
-    """What is said of an attribute that values do not have."""
+    """Return the message for an attribute that values do not have."""
     hint = f"; write ops.{name}(x, ...)" if name in REGISTRY else did_you_mean(name, (*dir(x), *REGISTRY))
     return f"a Value has no attribute {name!r:.60}{hint}"
 
 
 def build_power(x: Value, exponent: Any) -> Value:
-    """``x ** exponent``, of which graphs have the square and the root."""
+    """Build ``x ** exponent``; the exponent is 2 or 0.5."""
     if not NUMBER_CHECK.accepts(exponent) or float(exponent) not in POWERS:
         raise GraphError(f"{x!r} ** {format_value(exponent)}: the exponent must be 2 or 0.5")
     return POWERS[float(exponent)](x)
 
 
 def build_matmul(x: Any, w: Any) -> Value:
-    """``x @ w``: rows of `x` by columns of `w`, as NumPy's `matmul`; ``x @ w.T`` is ``mul_mat(w, x)`` itself."""
+    """Build ``x @ w`` as NumPy's `matmul`; for ``x @ w.T`` that is ``mul_mat(w, x)``."""
     for other in (x, w):
         if not isinstance(other, Value) or not other.shape:
             raise GraphError(
@@ -92,13 +92,13 @@ def build_matmul(x: Any, w: Any) -> Value:
 
 
 def build_transpose(x: Value) -> Value:
-    """The last two axes exchanged; of a transposed value the value itself."""
+    """Exchange the last two axes; of a transposed value, return its operand."""
     first = x.node.src[0] if x.node.op == "transpose" else None
     return transpose(x) if first is None else first
 
 
 def apply_index(x: Value, index: Any) -> Value:
-    """``x[index]``: integers, slices of step 1, ``...`` and None as in NumPy, or a value of row numbers."""
+    """Build ``x[index]``: integers, slices of step 1, ``...`` and None as in NumPy, or a value with row numbers."""
     if isinstance(index, Value):
         return get_rows(x, index)
     entries = _complete_index(x, index if isinstance(index, tuple) else (index,))
@@ -108,16 +108,16 @@ def apply_index(x: Value, index: Any) -> Value:
         if entry is None:
             shape.append(1)
             continue
-        start, stop, kept = _resolve_axis_entry(x, axis, entry)
+        start, stop, has_axis = _resolve_axis_entry(x, axis, entry)
         if (start, stop) != (0, x.shape[axis]):
             y = slice_(y, axis=axis, start=start, stop=stop)
-        shape += [stop - start] if kept else []
+        shape += [stop - start] if has_axis else []
         axis += 1
     return y if y.shape == tuple(shape) else reshape(y, shape=tuple(shape))
 
 
 def _complete_index(x: Value, entries: Sequence[Any]) -> list[Any]:
-    """The entries of an index with a slice for every axis that is not named."""
+    """Return the entries of an index with a slice for each axis without an entry."""
     named = sum(e is not None and e is not ... for e in entries)
     if named > len(x.shape):
         raise GraphError(f"{x!r}[{format_value(tuple(entries))}]: {named} entries for {len(x.shape)} axes")
@@ -129,7 +129,7 @@ def _complete_index(x: Value, entries: Sequence[Any]) -> list[Any]:
 
 
 def _resolve_axis_entry(x: Value, axis: int, entry: Any) -> tuple[int, int, bool]:
-    """Start and stop of an entry on an axis, and whether the axis stays."""
+    """Return start and stop of an entry on an axis, and whether the result has the axis."""
     size = x.shape[axis]
     try:
         if isinstance(entry, slice):

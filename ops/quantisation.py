@@ -1,8 +1,8 @@
-"""Stored bytes to float32: the dequantisers of every common GGML type, vectorised over whole runs of blocks.
+"""Stored elements as float32 numbers, and back: the quantisation blocks of GGML, f16 and bf16.
 
-A quantised row is a run of fixed-size blocks, laid out as in ``ggml-common.h`` of llama.cpp; ``LAYOUT`` gives each
-block as a NumPy record, and ``EXPAND`` the function that turns records into numbers.  Results equal those of the
-``gguf`` package bit for bit, because each element goes through the same float32 operations in the same order.
+A quantised row is a sequence of blocks of fixed size, laid out as in ``ggml-common.h`` of llama.cpp. `BLOCK_LAYOUTS`
+has the NumPy record of each block type, and `EXPANDERS` the function from records to numbers. Results equal the
+results of the ``gguf`` package bit for bit, because each element has the same float32 operations in the same order.
 """
 
 from __future__ import annotations
@@ -19,17 +19,24 @@ from ..graph.errors import GraphError
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 ExpandBlocks = Callable[[np.ndarray, F32], None]
+"""A function of block records [n] that writes float32 [n, elements of a block]."""
 
 EXPAND_CHUNK_ELEMENTS = 1 << 16
-"""Elements expanded at a time: the temporaries of one chunk stay inside the cache, whatever the tensor's size."""
+"""Elements of one expansion step; its temporaries fit in the cache for tensors of any size."""
 
 
 def dequantise(raw: np.ndarray, dtype: DType) -> F32:
-    """The float32 values of stored elements.
+    """Return the float32 values of stored elements.
 
-    ``raw``: uint8 [..., row bytes], or ``dtype.storage`` [..., n] for types that NumPy stores one by one.
-    Returns float32 [..., n]; a read-only or shared view of ``raw`` for F32, a fresh array for every other type.
-    Raises GraphError where the last axis is no whole number of blocks or the type has no dequantiser.
+    Args:
+        raw: uint8 [..., row bytes], or ``dtype.storage`` [..., n] for dtypes without blocks.
+        dtype: dtype of the elements.
+
+    Returns:
+        float32 [..., n]: for F32 a read-only or shared view of `raw`, for other dtypes a new array.
+
+    Raises:
+        GraphError: a row is no whole number of blocks, or the dtype has no dequantiser.
     """
     bytes_ = _as_bytes(raw, dtype)
     if not dtype.is_quantised:
@@ -40,7 +47,7 @@ def dequantise(raw: np.ndarray, dtype: DType) -> F32:
     blocks = np.ascontiguousarray(bytes_).reshape(-1).view(BLOCK_LAYOUTS[dtype])
     rows, expand = out.reshape(-1, dtype.block), EXPANDERS[dtype]
     step = EXPAND_CHUNK_ELEMENTS // dtype.block
-    # A damaged scale may be inf or NaN; like ggml we hand on what IEEE arithmetic makes of it.
+    # A damaged scale may be inf or NaN; as in ggml, results follow IEEE arithmetic.
     with np.errstate(over="ignore", invalid="ignore"):
         for i in range(0, len(blocks), step):
             expand(blocks[i : i + step], rows[i : i + step])
@@ -48,30 +55,32 @@ def dequantise(raw: np.ndarray, dtype: DType) -> F32:
 
 
 def bf16_to_f32(bits: npt.NDArray[np.uint16]) -> F32:
-    """The values of bfloat16 bits: uint16 [...] to float32 [...], exact."""
+    """Return the exact values of bfloat16 bits: uint16 [...] to float32 [...]."""
     wide = bits.astype(np.uint32)
     wide <<= 16
     return wide.view(np.float32)
 
 
 def f32_to_bf16(values: F32) -> npt.NDArray[np.uint16]:
-    """The nearest bfloat16 bits, ties to even: float32 [...] to uint16 [...].
+    """Return the nearest bfloat16 bits, ties to even: float32 [...] to uint16 [...].
 
-    NaN stays NaN, made quiet (``ggml_compute_fp32_to_bf16`` in ggml-impl.h); values past the range become infinite.
+    NaN becomes quiet NaN (``ggml_compute_fp32_to_bf16`` in ggml-impl.h); values beyond the range become infinite.
     """
     bits = np.asarray(values, np.float32).view(np.uint32)
     rounded = bits >> 16
     rounded &= 1
     rounded += 0x7FFF
-    rounded += bits  # wraps for some NaNs only, which are replaced below
+    rounded += bits  # wraps only for some NaNs, which are replaced below
     rounded >>= 16
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
     return np.where(nan, (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
 
 def decode_array(array: np.ndarray, dtype: DType) -> np.ndarray:
-    """The numbers in an array as memory holds them.  NumPy has no bf16, so its bits come as uint16, and blocks come as
-    bytes; numbers that are numbers already stay what they are."""
+    """Return the numbers of an array in storage form: bytes of blocks, or bits of bf16 as uint16.
+
+    An array of another dtype than ``dtype.storage`` has numbers already and is returned as it is.
+    """
     if array.dtype != dtype.storage:
         return array
     if dtype.is_quantised:
@@ -80,9 +89,9 @@ def decode_array(array: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def encode_array(numbers: np.ndarray, dtype: DType) -> np.ndarray:
-    """Numbers as memory holds them, bytes ``[..., row bytes]`` for blocks: the inverse of `decoded`, rounding.
+    """Return numbers in storage form, rounded: the inverse of `decode_array`, with bytes [..., row bytes] for blocks.
 
-    A block's largest number decides its scale, so what was rounded once is not rounded again.  Sources:
+    The largest number of a block determines its scale, so a second rounding changes nothing. Sources:
     ``quantize_row_q8_0_ref`` and ``quantize_row_q4_0_ref`` of ggml-quants.c.
     """
     if dtype.is_quantised:
@@ -118,8 +127,8 @@ def _expand_blocks(bytes_: U8, dtype: DType) -> F32:
 
 
 def _expand_with_gguf(bytes_: U8, dtype: DType) -> F32:
-    """Rare types (IQ1 to IQ3, ternary) by the ``gguf`` package, one chunk at a time."""
-    import gguf  # where used: importing it costs as much as importing hocket
+    """Expand rare types (IQ1 to IQ3, ternary) with the ``gguf`` package, one chunk at a time."""
+    import gguf  # its import takes as long as the import of hocket
 
     stored = np.ascontiguousarray(bytes_).reshape(-1)
     out = np.empty(stored.size // dtype.block_bytes * dtype.block, np.float32)
@@ -167,8 +176,10 @@ FP4_VALUES_TIMES_2 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -
 
 
 def _compute_e4m3_halves() -> F32:
-    """Half of each 8-bit float with 4 bits of exponent and 3 of fraction, whose sign counts for nothing; where it would
-    be no number, 0 (``ue4m3_to_fp32`` of ggml)."""
+    """Return half of each float of 8 bits with 4 exponent and 3 fraction bits; the sign is ignored, NaN gives 0.
+
+    Source: ``ue4m3_to_fp32`` of ggml.
+    """
     bits = np.arange(256, dtype=np.uint32)
     halves = ((bits & 127) << 20).view(np.float32) * np.float32(2.0**119)
     halves[127] = 0
@@ -179,12 +190,12 @@ HALF_OF_E4M3 = _compute_e4m3_halves()
 
 
 def _as_column(values: np.ndarray) -> F32:
-    """float32 [n, ..., 1] of one number per block or per part of a block."""
+    """Return float32 [n, ..., 1] from one number per block or per part of a block."""
     return values.astype(np.float32)[..., None]
 
 
 def _unpack_4_bits(qs: U8, width: int) -> U8:
-    """Low then high halves of each ``width`` bytes: [n, m] to [n, m / width, 2, width]."""
+    """Return the low, then the high halves of each `width` bytes: [n, m] to [n, m / width, 2, width]."""
     packed = np.ascontiguousarray(qs).reshape(len(qs), -1, width)
     out = np.empty((len(qs), packed.shape[1], 2, width), np.uint8)
     np.bitwise_and(packed, 15, out=out[:, :, 0])
@@ -193,26 +204,26 @@ def _unpack_4_bits(qs: U8, width: int) -> U8:
 
 
 def _unpack_2_bits(qs: U8) -> U8:
-    """The four 2-bit fields of each 32 bytes, lowest first: [n, 64] to [n, 2, 4, 32]."""
+    """Return the four 2-bit fields of each 32 bytes, lowest first: [n, 64] to [n, 2, 4, 32]."""
     packed = np.ascontiguousarray(qs).reshape(len(qs), 2, 1, 32)
     return (packed >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & np.uint8(3)
 
 
 def _unpack_bit_planes(qh: U8) -> U8:
-    """Bit i of 32 bytes as the i-th run of 32: [n, 32] to [n, 8, 32] of 0 or 1."""
+    """Return bit i of 32 bytes as row i: [n, 32] to [n, 8, 32] of 0 or 1."""
     packed = np.ascontiguousarray(qh)[:, None, :]
     return (packed >> np.arange(8, dtype=np.uint8)[:, None]) & np.uint8(1)
 
 
 def _unpack_fifth_bits(qh: U8) -> U8:
-    """16 where the element's bit is set: [n, 4] to [n, 32]."""
+    """Return 16 where the bit of an element is set, otherwise 0: [n, 4] to [n, 32]."""
     bits = np.unpackbits(np.ascontiguousarray(qh), axis=1, bitorder="little")
     bits <<= 4
     return bits
 
 
 def _unpack_scales_and_minima(packed: U8) -> tuple[U8, U8]:
-    """The 6-bit pairs of Q4_K and Q5_K: [n, 12] to two [n, 8] (``get_scale_min_k4`` of ggml)."""
+    """Return the 6-bit scales and minima of Q4_K and Q5_K: [n, 12] to two [n, 8] (``get_scale_min_k4`` of ggml)."""
     low, middle, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1)
     minima = np.concatenate([middle & 63, (high >> 4) | (middle >> 6 << 4)], axis=1)
@@ -220,14 +231,14 @@ def _unpack_scales_and_minima(packed: U8) -> tuple[U8, U8]:
 
 
 def _multiply_scale(q: np.ndarray, scale: F32, out: F32) -> None:
-    """out = scale x q, with ``scale`` [n, parts, 1] or [n, 1]."""
+    """Write ``scale * q`` to `out`, with `scale` [n, parts, 1] or [n, 1]."""
     out[...] = q.reshape(out.shape)
     parts = out.reshape(*scale.shape[:-1], -1)
     parts *= scale
 
 
 def _multiply_scale_subtract_minimum(q: np.ndarray, scale: F32, minimum: F32, out: F32) -> None:
-    """out = scale x q - minimum, rounded after each step as ggml's plain loops do."""
+    """Write ``scale * q - minimum`` to `out`, rounded after each operation as in the scalar loops of ggml."""
     _multiply_scale(q, scale, out)
     parts = out.reshape(*minimum.shape[:-1], -1)
     parts -= minimum
@@ -301,7 +312,7 @@ def _expand_iq4_xs(b: np.ndarray, out: F32) -> None:
 
 
 def _expand_mxfp4(b: np.ndarray, out: F32) -> None:
-    # Half of 2^(e - 127), whose two smallest values are subnormal (ggml_e8m0_to_fp32_half in ggml-impl.h).
+    # Half of 2^(e - 127); its two smallest values are subnormal (ggml_e8m0_to_fp32_half in ggml-impl.h).
     e = b["e"].astype(np.uint32)
     half = np.where(e < 2, np.uint32(0x00200000) << e, (e - 1) << 23).view(np.float32)
     _multiply_scale(FP4_VALUES_TIMES_2[_unpack_4_bits(b["qs"], 16)], half[:, None], out)
@@ -312,13 +323,13 @@ def _expand_nvfp4(b: np.ndarray, out: F32) -> None:
 
 
 def _expand_q1_0(b: np.ndarray, out: F32) -> None:
-    """A sign for each element."""
+    """Write one sign per element times the scale."""
     d = _as_column(b["d"])
     out[...] = np.where(np.unpackbits(np.ascontiguousarray(b["qs"]), axis=1, bitorder="little"), d, -d)
 
 
 def _expand_q2_0(b: np.ndarray, out: F32) -> None:
-    """-1, 0, 1 or 2 times the scale; neighbours share a byte."""
+    """Write -1, 0, 1 or 2 times the scale; four neighbours share a byte."""
     q = (b["qs"][..., None] >> np.array([0, 2, 4, 6], np.uint8)) & np.uint8(3)
     _multiply_scale(q.view(np.int8) - np.int8(1), _as_column(b["d"]), out)
 
@@ -344,7 +355,7 @@ EXPANDERS: dict[DType, ExpandBlocks] = {
 
 
 def _safe_reciprocal(scale: F32) -> F32:
-    """1 over a scale, 0 where that is 0."""
+    """Return ``1 / scale``, or 0 for a scale of 0."""
     return np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
 
 
@@ -370,4 +381,4 @@ def _quantise_q4_0(x: F32) -> np.ndarray:
 
 
 QUANTISERS = {DType.Q8_0: _quantise_q8_0, DType.Q4_0: _quantise_q4_0}
-"""What makes records of rows of one block each."""
+"""By dtype, a function from float32 [n, elements of a block] to block records [n]."""

@@ -1,4 +1,4 @@
-"""The oracle: a whole graph in float64, one reference after the other."""
+"""The reference run of a whole graph: the reference function of each node, in float64."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ from .registry import op_of
 
 
 def as_reference_array(array: npt.ArrayLike) -> Array:
-    """`array` as the references take it: float64, or integers as they are."""
+    """Return `array` as an operand of a reference: integers unchanged, other numbers in float64."""
     array = as_number_array("array", array, GraphError)
     return array if array.dtype.kind in "iu" else array.astype(np.float64)
 
 
 @validate_arguments(GraphError, graph=instance_of(Graph), bindings=instance_of(Mapping))
 def evaluate(graph: Graph, bindings: Mapping[str, npt.ArrayLike]) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Outputs by name and new states by name.  `bindings` holds dequantised arrays for inputs, weights and states;
-    a state that is missing is zeros.  Raises `GraphError` for a leaf without a binding or of another shape."""
+    """Return the outputs and the new states of a graph, each by name, in float64 or integers.
+
+    Args:
+        graph: any verified graph.
+        bindings: dequantised arrays of inputs, weights and states by name. A missing state is zeros.
+
+    Raises:
+        GraphError: a leaf has no binding or one of another shape.
+    """
     values: dict[Value, Array] = {}
     left = {v: len(nodes) for v, nodes in graph.users().items()}
     keep = set(graph.roots())

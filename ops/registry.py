@@ -1,4 +1,4 @@
-"""The table of all ops, and the rules of graphs that need it."""
+"""The registry of all ops, and the graph rules that need it."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _MODULES = (
 
 BUILTIN_OPS = {op.name: op for module in _MODULES for op in vars(module).values() if isinstance(op, Op)}
 ENTRY_POINT_GROUP = "hocket.ops"
-"""The entry-point group in which packages name their ops; an entry's name is the op's."""
+"""The entry-point group of ops of other packages; the name of an entry is the name of its op."""
 
 
 class Registry(Mapping[str, Op[Any]]):
-    """Every op by name: hocket's own, those that `register` was given, and those that installed packages name.
+    """All ops by name: ops of hocket, ops from `register`, and ops of installed packages.
 
-    Packages are looked at when a name is asked for that is not known, or for all names.
+    Installed packages are searched at the first lookup of an unknown name, and before an iteration.
     """
 
     def __init__(self, own: Mapping[str, Op[Any]]) -> None:
         self._ops = dict(own)
-        self._looked = False
+        self._has_imported = False
 
     def __getitem__(self, name: str) -> Op[Any]:
         if (known := self._ops.get(name)) is not None:
@@ -60,16 +60,20 @@ class Registry(Mapping[str, Op[Any]]):
         return len(self._ops)
 
     def add(self, op: Op[Any]) -> None:
-        """Raises `GraphError` if another op has its name."""
+        """Add an op of another package.
+
+        Raises:
+            GraphError: another op has its name.
+        """
         if op.name in LEAF_OPS or self._ops.setdefault(op.name, op) is not op:
             raise GraphError(f"register: there is an op {op.name!r} already; give this one another name")
 
     def _import_installed_ops(self) -> None:
-        """Import what installed packages name, once."""
-        if self._looked:
+        """Import the ops of installed packages, once."""
+        if self._has_imported:
             return
-        self._looked = True
-        from importlib.metadata import entry_points  # 15 ms that graphs of our own ops need not pay
+        self._has_imported = True
+        from importlib.metadata import entry_points  # 15 ms, which graphs of built-in ops do not need
 
         for entry in entry_points(group=ENTRY_POINT_GROUP):
             try:
@@ -83,11 +87,13 @@ REGISTRY = Registry(BUILTIN_OPS)
 
 @validate_arguments(GraphError, op=instance_of(Op))
 def register(op: Op[R]) -> Op[R]:
-    """Make an op of another package known, and return it: from now on it is planned, cut, verified, read, checked by
-    the kit and dumped like hocket's own.
+    """Add an op of another package to the registry, and return the op.
 
-    A package that names it in the entry-point group ``hocket.ops`` need not call this.  Raises `GraphError` if its name
-    is taken, or an attribute is annotated with a type that graphs do not keep.
+    All parts of hocket then treat the op as a built-in one. A package that names the op in the entry-point group
+    ``hocket.ops`` need not call this function.
+
+    Raises:
+        GraphError: the name is taken, or an attribute has an annotation that graphs do not store.
 
     >>> @hocket.register
     ... @hocket.ops.op("x[..., *c] -> [..., c]", samples=("x=f32[3,4]",))
@@ -97,29 +103,33 @@ def register(op: Op[R]) -> Op[R]:
     """
     if not op.name.isidentifier():
         raise GraphError(f"register: the op's name is {op.name!r:.60}; it must be a plain word, so declare it with def")
-    for name, kind in op.attribute_types.items():
-        if not is_attribute_type(kind):
-            kept = ", ".join(ATTRIBUTE_TYPES)
-            raise GraphError(f"{op.name}: attribute {name} is annotated {kind!r}; need {kept} or tuples of one")
+    for name, annotation in op.attribute_types.items():
+        if not is_attribute_type(annotation):
+            types = ", ".join(ATTRIBUTE_TYPES)
+            raise GraphError(f"{op.name}: attribute {name} is annotated {annotation!r}; need {types} or tuples of one")
     REGISTRY.add(op)
     return op
 
 
 def op_of(node: Node) -> Op[Any]:
-    """The declaration of a node's op; the graph must have been verified."""
+    """Return the op of a node of a verified graph."""
     return REGISTRY[node.op]
 
 
 def find_inplace_operand(result: Value) -> Value | None:
-    """The operand whose memory a result may take over; None if its op declares none, or it is left out."""
+    """Return the operand that a result may overwrite; None if the op declares none or the operand is absent."""
     node, declared = result.node, op_of(result.node)
     name = dict(declared.inplace_pairs(node.attrs)).get(result.index)
     return None if name is None else dict(zip(declared.operand_names, node.src, strict=False)).get(name)
 
 
 def find_storage_kind(value: Value) -> str:
-    """What a backend is told of a value when it says how it keeps it: the op of a leaf; ``state`` for a state in which
-    an op has replaced entries, since it may do so in its memory; else ``value``."""
+    """Return the kind of a value, from which a backend derives its storage dtype.
+
+    Returns:
+        The op of a leaf: ``input``, ``weight``, ``state`` or ``constant``. ``state`` also for a state with entries that
+        an op replaced, because the op may do so in place. ``value`` for all other values.
+    """
     node = value.node
     if node.is_leaf:
         return node.op
@@ -138,7 +148,7 @@ def find_storage_kind(value: Value) -> str:
 
 
 def ops_are_declared(graph: Graph) -> Iterator[str]:
-    """Every node is a leaf or an op of the registry."""
+    """Yield a problem for each node with an unknown op; leaves are exempt."""
     unknown = {op for op in {n.op for n in graph.nodes} if op not in REGISTRY and op not in LEAF_OPS}
     for node in graph.nodes if unknown else ():
         if node.op in unknown:
@@ -147,7 +157,7 @@ def ops_are_declared(graph: Graph) -> Iterator[str]:
 
 
 def specs_follow_from_operands(graph: Graph) -> Iterator[str]:
-    """A node has the attributes of its op, and its specs are those that the op infers."""
+    """Yield a problem for each node that lacks attributes of its op or has other specs than the op infers."""
     for node in graph.nodes:
         declared = REGISTRY.get(node.op)
         if declared is None:
@@ -168,5 +178,5 @@ OP_RULES: tuple[GraphRule, ...] = (*GRAPH_RULES, ops_are_declared, specs_follow_
 
 @validate_arguments(GraphError, graph=instance_of(Graph))
 def verify(graph: Graph) -> None:
-    """Raise `GraphError` unless `graph` obeys every rule, those of its ops included."""
+    """Raise `GraphError` unless `graph` obeys all rules of graphs and of its ops."""
     verify_rules(graph, OP_RULES)

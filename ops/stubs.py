@@ -1,4 +1,4 @@
-"""The types of all ops for editors and type checkers: ``python -m hocket.ops.stubs > ops/__init__.pyi``."""
+"""The type stub of all ops, for editors and type checkers: ``python -m hocket.ops.stubs > ops/__init__.pyi``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .declaration.call_signature import format_parameters
 from .declaration.op import Op
 
 WIDTH = 120
-HEAD = '''"""Every op with its types and its own words, written from the registry by `python -m hocket.ops.stubs`."""
+HEAD = '''"""All ops with their types and docstrings, written from the registry by `python -m hocket.ops.stubs`."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ from ..graph.node import Value
 
 
 def build_stub() -> str:
-    """The whole stub of `hocket.ops`: what its ``__init__.py`` exports, each op as a function."""
+    """Return the stub of `hocket.ops`: the exports of its ``__init__.py``, with ops as functions."""
     package = import_module(__package__)
     tree = ast.parse(Path(str(package.__file__)).read_bytes())
     others, ops = [], {}
@@ -41,7 +41,7 @@ def build_stub() -> str:
 
 
 def format_stub(name: str, op: Op[Any]) -> Iterator[str]:
-    """One op as a function with its docstring, on lines that are broken as ruff breaks them."""
+    """Yield one op as a function with its docstring, formatted as by ruff."""
     signature = inspect.signature(op)
     listed, end = list(format_parameters(signature)), f") -> {signature.return_annotation}:"
     joined = ", ".join(listed)
@@ -50,8 +50,8 @@ def format_stub(name: str, op: Op[Any]) -> Iterator[str]:
         lines = [f"def {name}(", f"    {joined}", end]
     if len(lines[1:]) and len(lines[1]) > WIDTH:
         lines = [f"def {name}(", *(f"    {p}," for p in listed), end]
-    said = op.documentation
-    docstring = f'"""{said}"""' if "\n" not in said else f'"""{said}\n"""'
+    text = op.documentation
+    docstring = f'"""{text}"""' if "\n" not in text else f'"""{text}\n"""'
     yield "\n".join(lines) + "\n" + textwrap.indent(docstring, "    ") + "\n\n"
 
 

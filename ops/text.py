@@ -1,4 +1,4 @@
-"""Graphs as text without the attributes that an op has by default, and reading them back."""
+"""The text format of graphs, without attributes that equal the defaults of their op."""
 
 from __future__ import annotations
 
@@ -13,21 +13,28 @@ from .registry import REGISTRY
 
 @validate_arguments(GraphError, graph=instance_of(Graph))
 def dump(graph: Graph) -> str:
-    """The whole graph as text, one line a node; `parse` reads it back.  Raises `GraphError` for anything else."""
+    """Return the graph as text, one line per node; `parse` reads it back.
+
+    Raises:
+        GraphError: `graph` is no graph.
+    """
     return format_graph(graph, select_non_default_attributes)
 
 
 @validate_arguments(GraphError, text=TEXT)
 def parse(text: str) -> Graph:
-    """The graph that `dump` wrote, with or without defaults.
+    """Return the graph of a text from `dump`, with or without default attributes.
 
-    Raises `GraphError` with line and column; whether ops exist and fit is for `verify` to say.
+    `verify` checks whether ops exist and fit.
+
+    Raises:
+        GraphError: the text is no graph; the message has line and column.
     """
     return parse_all(text, add_default_attributes)
 
 
 def select_non_default_attributes(node: Node) -> Attrs:
-    """The attributes of a node that differ from the defaults of its op."""
+    """Return the attributes of a node that differ from the defaults of its op."""
     if node.op not in REGISTRY:
         return node.attrs
     defaults = REGISTRY[node.op].defaults
@@ -35,7 +42,7 @@ def select_non_default_attributes(node: Node) -> Attrs:
 
 
 def add_default_attributes(op: str, attrs: Attrs) -> Attrs:
-    """`attrs` and the defaults of the op, in declared order."""
+    """Return `attrs` with the defaults of the op, in declared order."""
     if op not in REGISTRY:
         return attrs
     declared = REGISTRY[op]
@@ -48,5 +55,5 @@ def add_default_attributes(op: str, attrs: Attrs) -> Attrs:
 
 
 def _is_same_value(one: object, two: object) -> bool:
-    """Equal and of one kind: 1 is not 1.0 or true."""
+    """Return whether values and types are equal: 1 is not 1.0 or true."""
     return type(one) is type(two) and repr(one) == repr(two)

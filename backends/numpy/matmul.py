@@ -60,7 +60,7 @@ def mul_mat_id(call: Call) -> Calls:
     entry = np.arange(ids.size)
     source = entry // used * shared + entry % used % shared
     part = {name: as_integer(call.attrs[name]) for name in ("first", "total")}
-    own = partial(to_local_rows, ids, count=len(w), what="ids of experts", **part)
+    own = partial(to_local_rows, ids, count=len(w), subject="ids of experts", **part)
     return [
         *first,
         partial(_experts, w, rows, own, out.reshape(-1, w.shape[1], copy=False), source, gathered, products),

@@ -1,1 +1,1 @@
-"""What an op is declared with: its record, signature, attributes, samples, the table of all and the oracle."""
+"""The declaration of an op: its record, signature, attributes, axis links and sample cases."""

@@ -1,4 +1,7 @@
-"""Attributes are checked against the annotation of the reference's parameter: one table of kinds, tuples of them."""
+"""Attributes of nodes, checked against the annotations of the parameters of the reference function.
+
+An annotation is a type of `ATTRIBUTE_TYPES`, or a tuple of one type: ``tuple[int, ...]``. Tuples nest.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from ...graph.validation import format_value
 from .signature import SignatureMismatch
 
 MAX_ATTRIBUTE_CHARACTERS = 200
+"""Characters of a text attribute."""
 
 
 def _as_int(value: object) -> int:
@@ -59,39 +63,49 @@ ATTRIBUTE_TYPES: Mapping[str, tuple[str, Callable[[object], Attr]]] = MappingPro
         "DType": ("a DType or the name of one", _as_dtype),
     }
 )
+"""By annotation: the need as text for messages, and the conversion, which raises `TypeError`."""
 
 
 def float_attribute(attrs: Attrs, name: str) -> float:
-    """An attribute that `settled` has checked to be a number."""
+    """Return an attribute that `normalise_attribute` has checked to be a number."""
     value = attrs[name]
-    assert isinstance(value, int | float), f"{name} was settled as a number"
+    assert isinstance(value, int | float), f"{name} is normalised to a number"
     return value
 
 
-def normalise_attribute(name: str, kind: str, value: object) -> Attr:
-    """`value` as the graph keeps an attribute annotated `kind`.  Raises `Mismatch` saying what it must be."""
-    need, convert = _find_attribute_type(kind)
+def normalise_attribute(name: str, annotation: str, value: object) -> Attr:
+    """Return `value` as the type that a graph stores for `annotation`.
+
+    Args:
+        name: name of the attribute, for the message.
+        annotation: a key of `ATTRIBUTE_TYPES` or a tuple of one, as text.
+        value: value of the caller.
+
+    Raises:
+        SignatureMismatch: the value has another type.
+    """
+    need, convert = _find_attribute_type(annotation)
     try:
         return convert(value)
     except (TypeError, ValueError, OverflowError):
         raise SignatureMismatch(f"{name} is {format_value(value)}; it must be {need}") from None
 
 
-def is_attribute_type(kind: str) -> bool:
-    """Whether graphs keep attributes that are annotated so."""
-    inner = kind.removeprefix("tuple[").removesuffix(", ...]")
-    return inner in ATTRIBUTE_TYPES or (inner != kind and is_attribute_type(inner))
+def is_attribute_type(annotation: str) -> bool:
+    """Return whether graphs store attributes with this annotation."""
+    inner = annotation.removeprefix("tuple[").removesuffix(", ...]")
+    return inner in ATTRIBUTE_TYPES or (inner != annotation and is_attribute_type(inner))
 
 
-def _find_attribute_type(kind: str) -> tuple[str, Callable[[object], Attr]]:
-    if not kind.startswith("tuple["):
-        return ATTRIBUTE_TYPES[kind]
-    inner = kind.removeprefix("tuple[").removesuffix("]").removesuffix(", ...")
+def _find_attribute_type(annotation: str) -> tuple[str, Callable[[object], Attr]]:
+    if not annotation.startswith("tuple["):
+        return ATTRIBUTE_TYPES[annotation]
+    inner = annotation.removeprefix("tuple[").removesuffix("]").removesuffix(", ...")
     need, convert = _find_attribute_type(inner)
 
-    def each(value: object) -> Attr:
+    def convert_entries(value: object) -> Attr:
         if not isinstance(value, tuple | list):
             raise TypeError
         return tuple(map(convert, value))
 
-    return f"a tuple, each entry {need}", each
+    return f"a tuple, each entry {need}", convert_entries

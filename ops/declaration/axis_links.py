@@ -1,4 +1,4 @@
-"""Which axes of a view are which axes of its source: the sharding declaration of ops that move axes about."""
+"""Links from axes of operands to axes of results: the sharding declaration of ops that move axes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from ...graph.lazy_dataclass import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AxisLink:
-    """Axes of operand `operand` and axes of the result that are the same index.
+    """Axes of operand `operand` and axes of the result that have the same index.
 
-    Several axes on a side are a product, outer first.  `start` is where the shorter side begins within the longer
-    one: within the source for a slice, within the result for a concatenation.  A result axis without a link is free
-    (any device can make any part of it) if the op is a view, else it is made whole; a source axis without one must be
-    whole.
+    Several axes on one side are a product, outer axis first. `start` is the first index of the shorter side within the
+    longer side: within the operand for a slice, within the result for a concatenation.
+
+    A result axis without a link may be sharded freely if the op is a view; otherwise each device computes all of it.
+    An operand axis without a link must be complete on every device.
     """
 
     operand: int
@@ -22,13 +23,13 @@ class AxisLink:
 
 
 def link_axes(axes: dict[int, int] | range) -> tuple[AxisLink, ...]:
-    """Links of operand 0, from source axis to result axis."""
+    """Return links of operand 0, given as result axis by operand axis, or as axes that keep their number."""
     pairs = axes.items() if isinstance(axes, dict) else ((i, i) for i in axes)
     return tuple(AxisLink(0, (source,), (result,)) for source, result in pairs)
 
 
 def link_reshaped_axes(source: tuple[int, ...], result: tuple[int, ...]) -> tuple[AxisLink, ...]:
-    """Links of a reshape: the shortest runs of axes on either side that hold equally many elements."""
+    """Return the links of a reshape: the shortest groups of axes of both shapes with equal element counts."""
     links: list[AxisLink] = []
     i = j = 0
     while i < len(source) and j < len(result):
@@ -41,6 +42,6 @@ def link_reshaped_axes(source: tuple[int, ...], result: tuple[int, ...]) -> tupl
             elif right < left and j < len(result):
                 right, j = right * result[j], j + 1
             else:
-                return ()  # only with zero sizes, where there is nothing to cut
+                return ()  # only with zero sizes, where no shard has elements
         links.append(AxisLink(0, tuple(range(first_i, i)), tuple(range(first_j, j))))
     return tuple(links)

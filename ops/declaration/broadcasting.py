@@ -8,7 +8,7 @@ from .op import Array
 
 
 def tile_to_shape(b: Array, shape: tuple[int, ...]) -> Array:
-    """`b` repeated as tiles until it has `shape`: entry i of an axis is ``b[i % size]``."""
+    """Return `b` repeated as tiles to `shape`: entry i of an axis is ``b[i % size]``."""
     if b.shape == shape:
         return b
     b = b.reshape((1,) * (len(shape) - b.ndim) + b.shape)
@@ -18,7 +18,10 @@ def tile_to_shape(b: Array, shape: tuple[int, ...]) -> Array:
 
 
 def repeat_leading_axes(w: Array, leading: tuple[int, ...], trailing: int) -> Array:
-    """`w` with leading axes repeated to `leading`: each entry serves a run of neighbours (index // ratio)."""
+    """Return `w` with its leading axes repeated to `leading`: entry i of an axis is ``w[i // ratio]``.
+
+    The last `trailing` axes of `w` stay.
+    """
     axes = (1,) * (len(leading) - (w.ndim - trailing)) + w.shape[: w.ndim - trailing]
     w = w.reshape(axes + w.shape[w.ndim - trailing :])
     for axis, (n, m) in enumerate(zip(axes, leading, strict=True)):

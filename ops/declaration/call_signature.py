@@ -1,4 +1,4 @@
-"""How an op is called, as Python says it: what `help`, editors and type checkers show."""
+"""The Python signature of an op, for `help`, editors and type checkers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,28 @@ EMPTY = inspect.Parameter.empty
 
 
 def build_call_signature(
-    longest: Signature, least: int, kinds: Mapping[str, str], defaults: Attrs
+    longest: Signature, min_operand_count: int, attribute_types: Mapping[str, str], defaults: Attrs
 ) -> inspect.Signature:
-    """Operands by place or name, then attributes and the name of the node by name; the first `least` operands are in
-    every form of the op."""
+    """Return the Python signature of an op.
+
+    Operands come by position or by name; attributes and the name of the node come by name.
+
+    Args:
+        longest: the signature of the op with the most operands.
+        min_operand_count: number of first operands that all signatures of the op have.
+        attribute_types: annotations of the attributes by name.
+        defaults: attributes with a default.
+    """
     operands, may_end = [], False
     for i, operand in enumerate(longest.operands):
-        lacking = operand.optional or i >= least
+        lacking = operand.optional or i >= min_operand_count
         may_end |= lacking
         kind, default = "Value | None" if lacking else "Value", None if may_end else EMPTY
         operands.append(
             inspect.Parameter(operand.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=kind)
         )
     named = {
-        **{name: (widen_annotation(kind), defaults.get(name, EMPTY)) for name, kind in kinds.items()},
+        **{name: (widen_annotation(kind), defaults.get(name, EMPTY)) for name, kind in attribute_types.items()},
         "name": ("str", ""),
     }
     attributes = [
@@ -38,18 +46,18 @@ def build_call_signature(
     return inspect.Signature([*operands, *attributes], return_annotation=returns)
 
 
-def widen_annotation(kind: str) -> str:
-    """What a caller may give for an attribute that the graph keeps as `kind`."""
-    return re.sub(r"tuple\[(\w+), \.\.\.\]", r"Sequence[\1]", re.sub(r"\bDType\b", "DTypeLike", kind))
+def widen_annotation(annotation: str) -> str:
+    """Return the annotation for callers: sequences in place of tuples, names of dtypes in place of dtypes."""
+    return re.sub(r"tuple\[(\w+), \.\.\.\]", r"Sequence[\1]", re.sub(r"\bDType\b", "DTypeLike", annotation))
 
 
 def format_call(signature: inspect.Signature) -> str:
-    """``(parameters) -> result`` without types, on one line."""
+    """Return ``(parameters) -> result`` without types, on one line."""
     return f"({', '.join(format_parameters(signature, types=False))}) -> {signature.return_annotation}"
 
 
 def format_parameters(signature: inspect.Signature, *, types: bool = True) -> Iterator[str]:
-    """Each parameter as it is declared, with or without its type."""
+    """Yield each parameter as text, with or without its type."""
     by_name = False
     for p in signature.parameters.values():
         if p.kind is p.KEYWORD_ONLY and not by_name:

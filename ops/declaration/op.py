@@ -1,4 +1,7 @@
-"""An op, declared once: the reference function is the meaning, the signature gives shapes, sharding and cost."""
+"""The record of an op and the decorator that declares it.
+
+The reference function defines the result. The signature gives shapes, dtypes, sharding and cost.
+"""
 
 from __future__ import annotations
 
@@ -40,22 +43,28 @@ InferSpec: TypeAlias = Callable[[OperandSpecs, Attrs], Spec]
 @validate_constructor(GraphError)
 @dataclass(frozen=True, eq=False, repr=False)
 class Op(Generic[R]):
-    """A declared op.  Calling it builds a node; `reference` computes it exactly in float64.
+    """A declared op. A call builds a node; `reference` computes the result in float64.
 
-    `linear` lists the operands in which the op is linear, one at a time; ``"a+b"`` means in both together.  A partial
-    sum may pass through those, and through nothing else; it is a function where that depends on attributes.  `zeros`
-    lists, in the same words, further operands whose zeros give zeros, index by index of the axes they share with the
-    result: what is zero on all devices but one may pass through those.  `inplace` pairs a result with the operand whose
-    memory it may take.  `overwrites` is what of that memory it then changes: the operand that numbers the entries, and
-    the axis along which they lie; everything where nothing is said.  `needs` says in words what an attribute or shape
-    must satisfy beyond the signature.
+    Fields for the planner:
 
-    For the conformance kit: `compare` is ``close`` (within rounding), ``exact`` or ``set`` (rows of numbers in any
-    order); `infinite` lists operands that may hold infinities, ``"-mask"`` only negative ones; `sequential` is the
-    dimension along which the op goes token by token, so that two runs in turn equal one; `must` is whether every
-    backend has to have it.
+    * `linear`: operands in which the op is linear, one at a time; ``"a+b"`` means in both together. A partial sum may
+      pass only through these.
+    * `zeros`: further operands in which zeros give zeros, index by index of the axes shared with the result. A value
+      that is zero on all devices except one may pass through these.
+    * `inplace`: pairs (result index, operand) in which the result may overwrite the memory of the operand.
+    * `overwrites`: the entries of that memory that change, as (operand with their numbers, axis); None means all.
+    * `check`: a function of attributes and sizes that returns a problem beyond the signature, or None.
 
-    `kernels` are those that an op of another package brings with it: by backend where its binding is found.
+    `linear`, `inplace` and `overwrites` may be functions of the attributes.
+
+    Fields for the conformance kit:
+
+    * `compare`: ``close`` (within rounding), ``exact``, or ``set`` (rows of numbers in any order).
+    * `infinite`: operands that may have infinities; ``"-mask"`` means negative ones only.
+    * `sequential`: the dimension along which the op processes tokens in order; two runs in turn equal one run.
+    * `is_required`: whether each backend must support the op.
+
+    `kernels` has the bindings that an op of another package brings, by backend.
     """
 
     name: str
@@ -92,9 +101,9 @@ class Op(Generic[R]):
     def __post_init__(self) -> None:
         longest = max(self.signatures.values(), key=lambda s: len(s.operands))
         object.__setattr__(self, "operand_names", tuple(o.name for o in longest.operands))
-        # Inference depends on specs and attributes alone, and a model asks the same question for every layer.
+        # Results depend on specs and attributes only, and these are equal in all layers of a model.
         object.__setattr__(self, "_infer", lru_cache(maxsize=4096)(self._infer_uncached))
-        # What `help` and editors show of an op is its own, not that of this class.
+        # `help` and editors show the signature of the op, not the one of this class.
         signature = build_call_signature(longest, self.min_operand_count, self.attribute_types, self.defaults)
         object.__setattr__(self, "__signature__", signature)
         object.__setattr__(self, "__doc__", f"{self.name}{format_call(signature)}\n\n{self.documentation}")
@@ -104,16 +113,20 @@ class Op(Generic[R]):
 
     @property
     def documentation(self) -> str:
-        """What the op computes, in its author's words."""
+        """The docstring of the reference function."""
         return inspect.getdoc(self.reference) or ""
 
     @property
     def min_operand_count(self) -> int:
-        """So many operands every form of the op has."""
+        """The number of operands that all signatures of the op have."""
         return min(len(s.operands) for s in self.signatures.values())
 
     def signature_for(self, attrs: Mapping[str, Attr]) -> Signature:
-        """The signature in force, which `form` may choose by attributes.  Raises `Mismatch`."""
+        """Return the signature for these attributes.
+
+        Raises:
+            SignatureMismatch: an attribute names no signature.
+        """
         if callable(self.signature_key):
             return self.signatures[self.signature_key(attrs)]
         key = str(attrs.get(self.signature_key, self.defaults.get(self.signature_key))) if self.signature_key else ""
@@ -124,7 +137,11 @@ class Op(Generic[R]):
     # --------------------------------------------------------------------------------------------- building
 
     def __call__(self, *values: Value | None, name: str = "", **attrs: Any) -> R:
-        """A new node on `values`; operands may be given by name.  Raises `GraphError` if they do not fit."""
+        """Build a node on `values`; operands may also come by name.
+
+        Raises:
+            GraphError: operands or attributes do not fit.
+        """
         src = list(values)
         for operand in self.operand_names[len(src) :]:
             src.append(attrs.pop(operand, None))
@@ -134,8 +151,8 @@ class Op(Generic[R]):
             )
         if not isinstance(name, str):
             raise GraphError(f"{self.name}: name is {format_value(name)}; need text")
-        made = self.build_node(src, attrs, name).results
-        return made[0] if len(made) == 1 else made  # type: ignore[return-value]  # R is what the reference returns
+        results = self.build_node(src, attrs, name).results
+        return results[0] if len(results) == 1 else results  # type: ignore[return-value]  # R follows from the reference
 
     def build_node(self, src: list[Value | None], attrs: Attrs, name: str, *, is_normalised: bool = False) -> Node:
         """Return a new node on operands, without the absent operands at the end.
@@ -160,7 +177,11 @@ class Op(Generic[R]):
         return Node(self.name, tuple(src), attrs, specs, name)
 
     def normalise_attributes(self, attrs: Attrs) -> Attrs:
-        """Attributes with defaults filled in, in declared order.  Raises `Mismatch`."""
+        """Return the attributes with defaults added, in declared order.
+
+        Raises:
+            SignatureMismatch: an attribute is unknown, is missing or has another type.
+        """
         if attrs.keys() != self.attribute_types.keys():
             if unknown := attrs.keys() - self.attribute_types.keys():
                 known = ", ".join((*self.required_attributes, *self.defaults)) or "none"
@@ -178,7 +199,11 @@ class Op(Generic[R]):
         )
 
     def infer_results(self, specs: Sequence[Spec | None], attrs: Attrs) -> tuple[Spec, ...]:
-        """Specs of the results.  Raises `Mismatch` with the reason."""
+        """Return the specs of the results.
+
+        Raises:
+            SignatureMismatch: operands and attributes do not fit.
+        """
         return self._infer(tuple(specs), tuple(attrs.items()))  # type: ignore[attr-defined]  # set in __post_init__ of a frozen class
 
     def _infer_uncached(self, specs: OperandSpecs, items: tuple[tuple[str, Attr], ...]) -> tuple[Spec, ...]:
@@ -196,16 +221,23 @@ class Op(Generic[R]):
                 raise SignatureMismatch(f"the result would be illegal: {why}")
         return results
 
-    # --------------------------------------------------------------------------------------- what passes ask
+    # --------------------------------------------------------------------------------------- queries of passes
 
     @property
     def is_view(self) -> bool:
-        """Whether the result is its operand under other strides.  `as_view` makes it from a strided array without
-        touching an element, or raises ValueError where strides cannot say it."""
+        """Whether the result is a strided view of the operand.
+
+        `as_view` builds it from a strided array and moves no element. It raises ValueError if strides cannot express
+        the result.
+        """
         return self.as_view is not None
 
     def resolve_sizes(self, specs: Sequence[Spec | None], attrs: Attrs) -> DimensionSizes:
-        """Sizes of all dimensions, derived ones and integer attributes included.  Raises `Mismatch`."""
+        """Return the sizes of all dimensions, with derived sizes and integer attributes.
+
+        Raises:
+            SignatureMismatch: operands do not fit the signature.
+        """
         chosen = self.signature_for(attrs)
         bound = chosen.resolve_sizes(_pad_operands(specs, len(chosen.operands)))
         named = merge_integer_attributes(attrs, bound.by_name)
@@ -214,25 +246,25 @@ class Op(Generic[R]):
         return DimensionSizes(named, bound.leading)
 
     def inplace_pairs(self, attrs: Attrs) -> tuple[tuple[int, str], ...]:
-        """Pairs of a result and the operand whose memory it may take, under these attributes."""
+        """Return pairs (result index, operand) in which the result may overwrite the operand."""
         return self.inplace(attrs) if callable(self.inplace) else self.inplace
 
     def overwritten_entries(self, attrs: Attrs) -> tuple[str, int] | None:
-        """(operand, axis) if only those entries of an operand's memory change which another one numbers."""
+        """Return (operand with entry numbers, axis) of the entries that an in-place result changes; None means all."""
         return self.overwrites(attrs) if callable(self.overwrites) else self.overwrites
 
     def linear_operands(self, attrs: Attrs) -> tuple[str, ...]:
-        """Operands through which a partial sum may pass, under these attributes."""
+        """Return the operands through which a partial sum may pass."""
         return self.linear(attrs) if callable(self.linear) else self.linear
 
     def zero_preserving_operands(self, attrs: Attrs) -> tuple[str, ...]:
-        """Operands whose zeros give zeros, under these attributes."""
+        """Return the operands in which zeros give zeros."""
         return (*self.linear_operands(attrs), *self.zeros)
 
     def keeps_leading_axes(
         self, specs: Sequence[Spec | None], result: Spec, attrs: Attrs, operand: int, count: int
     ) -> bool:
-        """Whether the first `count` axes of an operand are those of the result, index by index."""
+        """Return whether the first `count` axes of an operand are the axes of the result, index by index."""
         source = specs[operand]
         if self.links is not None or source is None or (self.unsharded_dimensions and self.unsharded_dimensions(attrs)):
             return False
@@ -240,7 +272,7 @@ class Op(Generic[R]):
         return signature.keeps_leading_axes(signature.operands[operand], source.shape, result.shape, sizes, count)
 
     def count_flops(self, node: Node) -> int:
-        """Floating-point operations of one run of `node`."""
+        """Return the floating-point operations of one run of `node`."""
         if self.is_view:
             return 0
         if self.flop_count is None:
@@ -249,7 +281,10 @@ class Op(Generic[R]):
         return round(self.active_fraction(node) * sizes.batch * self.flop_count(**sizes.by_name, batch=sizes.batch))
 
     def count_bytes(self, node: Node) -> int:
-        """Bytes read and written by one run of `node`: each operand and each result once, unless declared."""
+        """Return the bytes that one run of `node` reads and writes.
+
+        Without a declared `traffic` these are the bytes of each operand and each result.
+        """
         if self.is_view:
             return 0
         if self.traffic is not None:
@@ -259,23 +294,23 @@ class Op(Generic[R]):
         )
 
     def run_reference(self, arrays: Sequence[Array | None], attrs: Attrs) -> tuple[Array, ...]:
-        """The reference on float64 (or integer) arrays."""
+        """Return the results of the reference on float64 or integer arrays; None stands for an absent operand."""
         out = self.reference(*_pad_operands(arrays, len(self.operand_names)), **attrs)
         return out if isinstance(out, tuple) else (out,)
 
 
-def _format_annotation(kind: Any) -> str:
-    """An annotation as text, whether its module keeps annotations as text or not."""
-    return kind.__name__ if isinstance(kind, type) else str(kind)
+def _format_annotation(annotation: Any) -> str:
+    """Return an annotation as text; it is a type if its module does not postpone annotations."""
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
 
 
 def _pad_operands(items: Sequence[T | None], count: int) -> tuple[T | None, ...]:
-    """`items` with None for the operands left out at the end."""
+    """Return `items` with None for absent operands at the end."""
     return tuple(items) + (None,) * (count - len(items))
 
 
 class _OpDecorator:
-    """`@op(...)`: typed so that a reference with one array builds one value, and one with two builds two."""
+    """The result of `op(...)`; its types make a reference with two arrays an op with two values."""
 
     def __init__(self, **parts: Any) -> None:
         self.parts = parts
@@ -286,12 +321,17 @@ class _OpDecorator:
     def __call__(self, reference: Callable[..., Array]) -> Op[Value]: ...
     def __call__(self, reference: Callable[..., Any]) -> Op[Any]:
         function = inspect.unwrap(reference)
-        code, given = function.__code__, function.__kwdefaults__ or {}  # its whole signature takes ten times as long
+        # `inspect.signature` takes ten times as long.
+        code, keyword_defaults = function.__code__, function.__kwdefaults__ or {}
         keywords = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
         name = reference.__name__.rstrip("_")
-        defaults = MappingProxyType({keyword: given[keyword] for keyword in keywords if keyword in given})
-        required = tuple(keyword for keyword in keywords if keyword not in given)
-        kinds = {keyword: _format_annotation(function.__annotations__[keyword]) for keyword in (*required, *defaults)}
+        defaults = MappingProxyType(
+            {keyword: keyword_defaults[keyword] for keyword in keywords if keyword in keyword_defaults}
+        )
+        required = tuple(keyword for keyword in keywords if keyword not in defaults)
+        attribute_types = {
+            keyword: _format_annotation(function.__annotations__[keyword]) for keyword in (*required, *defaults)
+        }
         view = self.parts.pop("view")
         as_view = reference if view is True else view or None
         return Op(
@@ -299,7 +339,7 @@ class _OpDecorator:
             reference=reference,
             defaults=defaults,
             required_attributes=required,
-            attribute_types=kinds,
+            attribute_types=attribute_types,
             as_view=as_view,
             **self.parts,
         )
@@ -356,19 +396,31 @@ def op(
     is_required: bool = True,
     kernels: Mapping[str, str] = MappingProxyType({}),
 ) -> _OpDecorator:
-    """Declare an op above its float64 reference; keyword-only parameters of the reference are its attributes.
+    """Declare an op above its float64 reference.
 
-    `signature` may be a mapping from values of the attribute `form`, or from what a function `form` of the attributes
-    gives; operands that only some signatures have come last.  `where` computes further dimensions from known ones;
-    `infer` and `links` replace the signature's result shape and sharding where names cannot say them (views).
-    `flops` takes the dimensions by name, for one leading index of `batch`; `traffic` takes operand and result specs and
-    attributes; `share` is what remains of both where an operand says that the rest is not needed.  `ranges` are the
-    legal values of operands; `view` marks a view, whose reference moves no element (or is replaced by a function that
-    does not).  `whole` names dimensions that may not be cut under these attributes; `localise` gives the attributes of
-    one shard from its result shape and ``count(axis, n)``, how many of the first n entries of an operand's axis the
-    device holds.  `samples` are cases ``"x=f32[2,3], eps=1e-06"``,
-    `errors` pairs of a case and a part of the message it must give.  `kernels`, for ops outside of hocket, names by
-    backend (``numpy``, ``cpu``, ``cuda``) the binding that it is to use, as ``"package.module:name"``.
+    Keyword-only parameters of the reference are the attributes of the op. The fields of `Op` explain the arguments that
+    are not listed here.
+
+    Args:
+        signature: text in the notation of `ops.declaration.signature`, or such texts by key. Operands that only some
+            signatures have come last.
+        signature_key: the attribute with the key of the signature, or a function of the attributes that returns it.
+        derived_sizes: functions of known sizes and attributes that compute further dimensions.
+        infer: function of operand specs and attributes that returns the spec of the result, where names cannot.
+        links: function of operand specs and attributes that returns axis links, where names cannot.
+        flops: function of the sizes by name that returns the operations for one index of the leading axes.
+        traffic: function of operand specs, result specs and attributes that returns the bytes of one run.
+        active_fraction: function of a node that returns the fraction of operations and bytes that an operand, such as
+            a mask, leaves necessary.
+        ranges: legal values by operand.
+        samples: cases such as ``"x=f32[2,3], eps=1e-06"``.
+        errors: pairs of a case and a part of its message.
+        view: True if the reference moves no element, or a function that moves none and replaces the reference.
+        unsharded_dimensions: function of the attributes that returns dimensions that may not be sharded.
+        localise: function that returns the attributes of one shard. Its arguments are the attributes, the shape of the
+            local result, and ``count(axis, n)``: how many of the first n entries of an axis the device has.
+        kernels: for an op of another package, its bindings by backend (``numpy``, ``cpu``, ``cuda``), each as
+            ``"package.module:name"``.
     """
     texts = {"": signature} if isinstance(signature, str) else dict(signature)
     return _OpDecorator(

@@ -1,4 +1,4 @@
-"""Sample cases of an op as text: ``w=q4_K[64,256], x=f32[7,256], eps=1e-06``."""
+"""Sample cases of an op as text, and legal values of operands: ``w=q4_K[64,256], x=f32[7,256], eps=1e-06``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from ...graph.validation import BOOL, FINITE, TEXT, validate_constructor
 @validate_constructor(GraphError, low=FINITE, high=FINITE | TEXT, distinct=BOOL)
 @dataclass(frozen=True, slots=True)
 class LegalRange:
-    """Legal values of an operand: low to high inclusive; a text bound is a dimension, and then exclusive."""
+    """Legal values of an operand: from `low` to `high` inclusive.
+
+    If `high` is the name of a dimension, values are less than its size. If `distinct`, no value of a row repeats.
+    """
 
     low: float
     high: float | str
@@ -20,7 +23,7 @@ class LegalRange:
 
 
 def expand_template(template: str, **axes: tuple[object, ...]) -> tuple[str, ...]:
-    """`template` with every combination of `axes` filled in.
+    """Return `template` with each combination of the values of `axes`.
 
     >>> grid("x={x}[{n},4]", x=("f32", "f16"), n=(1, 2))
     ('x=f32[1,4]', 'x=f32[2,4]', 'x=f16[1,4]', 'x=f16[2,4]')

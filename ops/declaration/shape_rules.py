@@ -9,22 +9,27 @@ from .signature import SignatureMismatch
 
 
 def first_spec(specs: OperandSpecs) -> Spec:
-    """The spec of the first operand, which is always there."""
+    """Return the spec of the first operand, which must be present."""
     assert specs[0] is not None
     return specs[0]
 
 
 def integers_attribute(attrs: Attrs, name: str) -> tuple[int, ...]:
-    """An attribute that is a tuple of integers."""
-    return attrs[name]  # type: ignore[return-value]  # settled() checked its kind
+    """Return an attribute that is a tuple of integers."""
+    return attrs[name]  # type: ignore[return-value]  # `normalise_attribute` checks the type
 
 
 def integer_attribute(attrs: Attrs, name: str) -> int:
-    return attrs[name]  # type: ignore[return-value]  # settled() checked its kind
+    """Return an attribute that is an integer."""
+    return attrs[name]  # type: ignore[return-value]  # `normalise_attribute` checks the type
 
 
 def axis_attribute(attrs: Attrs, spec: Spec, name: str = "axis") -> int:
-    """An axis attribute, counted from the front.  Raises `Mismatch` if there is no such axis."""
+    """Return an attribute that is an axis of `spec`, counted from the front.
+
+    Raises:
+        SignatureMismatch: `spec` has no such axis.
+    """
     axis, rank = integer_attribute(attrs, name), len(spec.shape)
     if not -rank <= axis < rank:
         raise SignatureMismatch(f"{name} is {axis}, but {spec} has rank {rank}")

@@ -1,18 +1,31 @@
-"""Signatures in the spirit of einsum: shapes, dtypes and sharding roles of an op in one line.
+"""Signatures in the manner of einsum: shapes, dtypes and dimension roles of an op in one line.
 
 ``"w[/..., n, +k]: weight, x[..., m, +k] -> [..., m, n]: f32"``
 
-* A dimension is a name, bound to one size over the whole signature; a number; or a product ``(h g)``, outer factor
-  first, as einops writes it.  ``1|d`` is either 1 or `d`.
-* Its role: plain is parallel (a shard on it passes through), ``+k`` is contracted (sharded operands give a partial
-  sum), ``*c`` is coupled (every element of the result may need all of it, so each device must hold it whole).
-  ``e@ids`` is looked up by the numbers in operand `ids` (`movement.sharded_tables`): on shards each entry of the result is computed
-  where the row that `ids` names is, and zero elsewhere.
-* ``...`` stands for any number of leading axes, parallel and equal in all operands.  ``~...`` is an operand whose
-  leading axes repeat as tiles (index modulo size, ggml's rule for ``add``); ``/...`` one whose entries are each used
-  for a run of neighbours (index divided by the ratio, ggml's rule for the weights of ``mul_mat``); ``+...`` one whose
-  leading axes are all summed over: equal in all operands, absent from results.
-* ``?`` after an operand makes it optional; ``:`` names its dtypes, or the dtype of a result (a dtype or an operand).
+A dimension is one of these:
+
+* a name, which has one size in the whole signature;
+* a number;
+* a product ``(h g)``, outer factor first, as in einops;
+* ``1|d``, which is 1 or `d`.
+
+A prefix or suffix gives its role:
+
+* none: parallel; a shard of it gives a shard of the result;
+* ``+k``: contracted; sharded operands give a partial sum;
+* ``*c``: coupled; an element of the result may need the whole axis, so each device must have it;
+* ``e@ids``: indexed by the numbers in operand `ids` (`ops.movement.sharded_tables`). A device with a shard computes the
+  entries of its own rows and zeros elsewhere.
+
+Leading axes come first:
+
+* ``...``: any number of axes, parallel and equal in all operands;
+* ``~...``: the operand repeats as tiles (index modulo size, as in ggml's ``add``);
+* ``/...``: each entry serves several neighbours (index divided by the ratio, as for weights in ggml's ``mul_mat``);
+* ``+...``: summed axes, equal in all operands and absent from results.
+
+``?`` after an operand makes it optional. ``:`` names dtypes of an operand. For a result it names a dtype, or the
+operand that has the dtype.
 """
 
 from __future__ import annotations
@@ -41,7 +54,7 @@ DTYPE_CLASSES: Mapping[str, tuple[DType, ...]] = {
 
 
 class DimensionRole(Enum):
-    """What cutting a dimension into shards means for the op."""
+    """How a dimension may be sharded."""
 
     PARALLEL = ""
     CONTRACTED = "+"
@@ -50,7 +63,7 @@ class DimensionRole(Enum):
 
 
 class LeadingAxes(Enum):
-    """How an operand's axes before the named ones meet those of the others."""
+    """How the leading axes of an operand correspond to the leading axes of the other operands."""
 
     NONE = ""
     EQUAL = "..."
@@ -61,8 +74,11 @@ class LeadingAxes(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """One named axis: its factors, outer first (one, unless it is a product), and its role; `index` is the operand by
-    which it is looked up."""
+    """One axis of an operand or a result.
+
+    `factors` are names or numbers, outer factor first; there is one unless the axis is a product. `index` is the
+    operand with the row numbers of an indexed axis, otherwise empty.
+    """
 
     factors: tuple[str, ...]
     role: DimensionRole = DimensionRole.PARALLEL
@@ -72,7 +88,10 @@ class Dimension:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One operand or result; a result has no name, and `dtypes` empty means the dtype of the first operand."""
+    """One operand or result of a signature.
+
+    A result has no name. A result with empty `dtypes` has the dtype of operand `dtype_of`, or of the first operand.
+    """
 
     name: str
     leading: LeadingAxes
@@ -83,25 +102,26 @@ class Operand:
     text: str = ""
 
 
-class SignatureMismatch(Exception):  # noqa: N818  (an internal signal; `Op` turns it into a GraphError that names the values)
+class SignatureMismatch(Exception):  # noqa: N818  (internal; `Op` raises a GraphError with the operands)
     """Operands do not fit the signature."""
 
 
 @dataclass(frozen=True, slots=True)
 class DimensionSizes:
-    """The sizes of named dimensions, and the leading axes all operands share."""
+    """Sizes of dimensions by name, and the sizes of the leading axes."""
 
     by_name: Mapping[str, int]
     leading: tuple[int, ...]
 
     @property
     def batch(self) -> int:
+        """The product of the leading axes."""
         return math.prod(self.leading)
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The operands and results of an op, and the text that declares them."""
+    """Operands and results of an op, and their text."""
 
     operands: tuple[Operand, ...]
     results: tuple[Operand, ...]
@@ -114,19 +134,26 @@ class Signature:
 
     @property
     def indexed_dimension(self) -> tuple[Operand, Dimension] | None:
-        """The operand with a dimension that is looked up, and that dimension; it is the first."""
+        """The operand with an indexed dimension, which is its first dimension, or None."""
         return next(((o, o.dims[0]) for o in self.operands if o.dims and o.dims[0].index), None)
 
     def keeps_leading_axes(
         self, operand: Operand, shape: Sequence[int], result: Sequence[int], sizes: DimensionSizes, count: int
     ) -> bool:
-        """Whether the first `count` axes of an operand are those of the (only) result, so that what lies at an index
-        there depends on what lies at that index here."""
+        """Return whether the first `count` axes of an operand are the same axes of the only result, index by index.
+
+        Args:
+            operand: an operand of this signature.
+            shape: shape of the operand.
+            result: shape of the result.
+            sizes: sizes of all dimensions.
+            count: number of axes.
+        """
         mine = self._index_names(operand, shape, sizes)[:count]
         return len(self.results) == 1 and mine == self._index_names(self.results[0], result, sizes)[:count]
 
     def _index_names(self, operand: Operand, shape: Sequence[int], sizes: DimensionSizes) -> list[object]:
-        """A name for the index of each axis; equal names are one index."""
+        """Return a name for the index of each axis; axes with equal names have the same index."""
         ahead = len(shape) - len(operand.dims)
         shift = len(sizes.leading) - ahead
         indices: list[object] = []
@@ -139,7 +166,11 @@ class Signature:
         return indices
 
     def resolve_sizes(self, specs: Sequence[Spec | None]) -> DimensionSizes:
-        """Solve for every dimension.  Raises `Mismatch` with the reason, worded with the operands' names."""
+        """Return the size of each dimension.
+
+        Raises:
+            SignatureMismatch: an operand has another dtype or shape; the message names it.
+        """
         solver = _SizeSolver()
         for operand, spec in zip(self.operands, specs, strict=True):
             if spec is None:
@@ -153,7 +184,7 @@ class Signature:
         return solver.solve()
 
     def result_specs(self, specs: Sequence[Spec | None], sizes: DimensionSizes) -> tuple[Spec, ...]:
-        """Specs of the results; `sizes` must hold every name that they use."""
+        """Return the specs of the results; `sizes` must have all their dimensions."""
         by_name = {o.name: s for o, s in zip(self.operands, specs, strict=True)}
         results = []
         for result in self.results:
@@ -169,7 +200,7 @@ def _compute_size(dim: Dimension, named: Mapping[str, int]) -> int:
 
 
 class _SizeSolver:
-    """Collects what the shapes say about dimensions and checks that it is consistent."""
+    """Sizes of dimensions, collected from shapes of operands and checked for consistency."""
 
     def __init__(self) -> None:
         self.named: dict[str, int] = {}
@@ -180,9 +211,9 @@ class _SizeSolver:
     def add(self, operand: Operand, shape: tuple[int, ...]) -> None:
         extra = len(shape) - len(operand.dims)
         if extra < 0 or (extra and operand.leading is LeadingAxes.NONE):
-            least = "at least " if operand.leading is not LeadingAxes.NONE else ""
+            prefix = "at least " if operand.leading is not LeadingAxes.NONE else ""
             raise SignatureMismatch(
-                f"{operand.name} has rank {len(shape)}; {operand.text} needs {least}{len(operand.dims)}"
+                f"{operand.name} has rank {len(shape)}; {operand.text} needs {prefix}{len(operand.dims)}"
             )
         if operand.leading is not LeadingAxes.NONE:
             self.leading.append((operand, shape[:extra]))
@@ -245,7 +276,7 @@ class _SizeSolver:
                     f"{operand.name} has more leading axes, {list(shape)}, than {first.name}, {list(shared)}"
                 )
             for mine, theirs in zip(reversed(shape), reversed(shared), strict=False):
-                if theirs and (mine == 0 or theirs % mine):  # where they are none, none are needed
+                if theirs and (mine == 0 or theirs % mine):  # an empty axis needs no entries
                     raise SignatureMismatch(
                         f"leading axes {list(shape)} of {operand.name} do not divide {list(shared)}"
                     )
@@ -301,7 +332,11 @@ def _parse_operand(match: re.Match[str], default: tuple[DType, ...]) -> Operand:
 
 @cache
 def parse_signature(text: str) -> Signature:
-    """Read a signature.  Raises `GraphError`."""
+    """Return the signature that `text` declares.
+
+    Raises:
+        GraphError: the text is no signature.
+    """
     left, arrow, right = text.partition("->")
     if not arrow:
         raise GraphError(f"signature {text!r}: needs -> between operands and results, as x[..., *c] -> [..., c]")
@@ -311,5 +346,5 @@ def parse_signature(text: str) -> Signature:
 
 
 def merge_integer_attributes(attrs: Attrs, named: Mapping[str, int]) -> dict[str, int]:
-    """Dimensions together with the integer attributes, which results may use as sizes too."""
+    """Return sizes by name and the integer attributes, which results may use as sizes, too."""
     return {**{k: v for k, v in attrs.items() if isinstance(v, int) and not isinstance(v, bool)}, **named}

@@ -27,19 +27,19 @@ BINARY_ERRORS = (
 
 @op(BINARY_SIGNATURE, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"))
 def add(a: Array, b: Array) -> Array:
-    """``a + b``; `b` tiles into `a` (index modulo size).  ggml: ``ADD``."""
+    """``a + b``; `b` tiles into `a` (index modulo size). ggml: ``ADD``."""
     return a + tile_to_shape(b, a.shape)
 
 
 @op(BINARY_SIGNATURE, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"))
 def sub(a: Array, b: Array) -> Array:
-    """``a - b``; `b` tiles into `a`.  ggml: ``SUB``."""
+    """``a - b``; `b` tiles into `a`. ggml: ``SUB``."""
     return a - tile_to_shape(b, a.shape)
 
 
 @op(BINARY_SIGNATURE, linear=("a", "b"), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS)
 def mul(a: Array, b: Array) -> Array:
-    """``a * b`` elementwise; `b` tiles into `a`.  ggml: ``MUL``."""
+    """``a * b`` elementwise; `b` tiles into `a`. ggml: ``MUL``."""
     return a * tile_to_shape(b, a.shape)
 
 
@@ -52,7 +52,7 @@ def mul(a: Array, b: Array) -> Array:
     ranges={"b": LegalRange(0.5, 2.0)},
 )
 def div(a: Array, b: Array) -> Array:
-    """``a / b`` elementwise; `b` tiles into `a`.  ggml: ``DIV``."""
+    """``a / b`` elementwise; `b` tiles into `a`. ggml: ``DIV``."""
     return a / tile_to_shape(b, a.shape)
 
 
@@ -69,14 +69,14 @@ UNARY_ERRORS = (("x=i32[3]", "x is i32"), ("x=q8_0[32]", "x is q8_0"))
     errors=(("x=i32[3], scale=2.0", "x is i32"), ("x=f32[3]", "scale is missing")),
 )
 def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
-    """``x * scale + bias``.  ggml: ``SCALE``."""
+    """``x * scale + bias``. ggml: ``SCALE``."""
     return x * scale + bias
 
 
 @op(
     UNARY_SIGNATURE,
     inplace="x",
-    check=lambda **given: "min {min} exceeds max {max}".format(**given) if given["min"] > given["max"] else None,
+    check=lambda **attrs: "min {min} exceeds max {max}".format(**attrs) if attrs["min"] > attrs["max"] else None,
     samples=(
         *expand_template(
             "x={x}[{shape}], min=-0.5, max=0.25", x=("f32", "f16", "bf16"), shape=("7", "3,0,2", "2,3,4,5")
@@ -91,7 +91,7 @@ def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
     infinite=("x",),
 )
 def clamp(x: Array, *, min: float, max: float) -> Array:
-    """`x` kept within `min` and `max`.  ggml: ``CLAMP``."""
+    """`x` clamped to `min` and `max`. ggml: ``CLAMP``."""
     return np.clip(x, min, max)
 
 
@@ -106,7 +106,7 @@ def _infer_cast(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def round_to_dtype(x: Array, dtype: DType) -> Array:
-    """`x` rounded to what `dtype` can hold, still in float64; integers are truncated."""
+    """Return `x` in float64, rounded to a value of `dtype`; for an integer dtype, truncated to that dtype."""
     if dtype is DType.BF16:
         bits = np.asarray(x, np.float32, order="C").view(np.uint32)  # ascontiguousarray would make rank 0 rank 1
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
@@ -124,7 +124,7 @@ def round_to_dtype(x: Array, dtype: DType) -> Array:
     compare="exact",
 )
 def cast(x: Array, *, dtype: DType) -> Array:
-    """The same numbers in another dtype, rounded to nearest even.  ggml: ``CPY`` to a tensor of that type."""
+    """The same numbers in another dtype, rounded to nearest even. ggml: ``CPY`` to a tensor of that type."""
     return round_to_dtype(x, dtype)
 
 
@@ -137,5 +137,5 @@ def cast(x: Array, *, dtype: DType) -> Array:
     infinite=("x",),
 )
 def cont(x: Array) -> Array:
-    """A contiguous copy; the planner inserts it where a kernel cannot read a view.  ggml: ``CONT``."""
+    """A contiguous copy; the planner inserts it where a kernel cannot read a view. ggml: ``CONT``."""
     return np.array(x)

@@ -1,4 +1,4 @@
-"""Truth values, which are 0 and 1 in f32: comparisons, and choices by them; the larger and the smaller of two."""
+"""Comparisons and selections; truth values are 0 and 1 in f32."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def _check_comparison(kind: str, **_: object) -> str | None:
     is_required=False,
 )
 def compare(a: Array, b: Array, *, kind: str) -> Array:
-    """1 where a comparison holds, else 0: `kind` is eq, ne, lt, le, gt or ge; `b` tiles into `a`.
+    """1 where a comparison is true, else 0: `kind` is eq, ne, lt, le, gt or ge; `b` tiles into `a`.
 
-    Nothing but ne holds for a NaN.  IEEE 754, 2019.
+    For a NaN, only ne is true. IEEE 754, 2019.
     """
     return COMPARISONS[kind](a, tile_to_shape(b, a.shape)).astype(np.float64)
 
@@ -80,7 +80,7 @@ def _infer_where(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def _where_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
-    """Axes of equal size are one index; those of size 1 serve all."""
+    """Link the axes with the size of the result; axes of size 1 have no link."""
     shape = first_spec(specs).shape
     links = []
     for operand, spec in enumerate(specs):
@@ -127,13 +127,13 @@ _SAMPLES = (
 
 @op(BINARY_SIGNATURE, inplace="a", samples=_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"), is_required=False)
 def maximum(a: Array, b: Array) -> Array:
-    """The larger of two numbers, NaN if one is; `b` tiles into `a`.  IEEE 754, 2019."""
+    """The larger of two numbers, or NaN if one of them is NaN; `b` tiles into `a`. IEEE 754, 2019."""
     return np.maximum(a, tile_to_shape(b, a.shape))
 
 
 @op(BINARY_SIGNATURE, inplace="a", samples=_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"), is_required=False)
 def minimum(a: Array, b: Array) -> Array:
-    """The smaller of two numbers, NaN if one is; `b` tiles into `a`.  IEEE 754, 2019."""
+    """The smaller of two numbers, or NaN if one of them is NaN; `b` tiles into `a`. IEEE 754, 2019."""
     return np.minimum(a, tile_to_shape(b, a.shape))
 
 
@@ -147,5 +147,5 @@ def minimum(a: Array, b: Array) -> Array:
     is_required=False,
 )
 def power(a: Array, b: Array) -> Array:
-    """``a ** b``; `b` tiles into `a`.  IEEE 754, 2019."""
+    """``a ** b``; `b` tiles into `a`. IEEE 754, 2019."""
     return np.power(a, tile_to_shape(b, a.shape))

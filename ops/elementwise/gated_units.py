@@ -1,4 +1,4 @@
-"""Gated linear units: ggml's GLU ops on two operands, and on one that holds both halves."""
+"""Gated linear units: the GLU ops of ggml on two operands, or on one operand with both halves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GATED_ERRORS = (
     is_required=False,
 )
 def reglu(gate: Array, up: Array) -> Array:
-    """``relu(gate) * up``.  ggml: ``GLU_OP_REGLU``; Shazeer, GLU variants, 2020."""
+    """``relu(gate) * up``. ggml: ``GLU_OP_REGLU``; Shazeer, GLU variants, 2020."""
     return np.maximum(gate, 0.0) * up
 
 
@@ -49,7 +49,7 @@ def reglu(gate: Array, up: Array) -> Array:
     errors=GATED_ERRORS,
 )
 def geglu(gate: Array, up: Array) -> Array:
-    """``gelu(gate) * up`` with the tanh approximation.  ggml: ``GLU_OP_GEGLU``; Shazeer, GLU variants, 2020."""
+    """``gelu(gate) * up`` with the tanh approximation. ggml: ``GLU_OP_GEGLU``; Shazeer, GLU variants, 2020."""
     return np.asarray(gelu.reference(gate) * up)
 
 
@@ -64,7 +64,7 @@ def geglu(gate: Array, up: Array) -> Array:
     is_required=False,
 )
 def geglu_erf(gate: Array, up: Array) -> Array:
-    """``gelu_erf(gate) * up``.  ggml: ``GLU_OP_GEGLU_ERF``."""
+    """``gelu_erf(gate) * up``. ggml: ``GLU_OP_GEGLU_ERF``."""
     return np.asarray(gelu_erf.reference(gate) * up)
 
 
@@ -79,7 +79,7 @@ def geglu_erf(gate: Array, up: Array) -> Array:
     is_required=False,
 )
 def geglu_quick(gate: Array, up: Array) -> Array:
-    """``gelu_quick(gate) * up``.  ggml: ``GLU_OP_GEGLU_QUICK``."""
+    """``gelu_quick(gate) * up``. ggml: ``GLU_OP_GEGLU_QUICK``."""
     return np.asarray(gelu_quick.reference(gate) * up)
 
 
@@ -93,11 +93,11 @@ def geglu_quick(gate: Array, up: Array) -> Array:
     errors=GATED_ERRORS,
 )
 def swiglu(gate: Array, up: Array) -> Array:
-    """``silu(gate) * up``.  ggml: ``GLU_OP_SWIGLU``; Shazeer, GLU variants, 2020."""
+    """``silu(gate) * up``. ggml: ``GLU_OP_SWIGLU``; Shazeer, GLU variants, 2020."""
     return gate * logistic(gate) * up
 
 
-# Wide enough that clamping is seen.
+# Wide enough for clamping to have an effect.
 _CLAMPED_RANGES = {"gate": LegalRange(-12.0, 12.0), "up": LegalRange(-12.0, 12.0)}
 
 
@@ -118,7 +118,7 @@ def _check_limit(limit: float, **_: object) -> str | None:
 def swiglu_oai(gate: Array, up: Array, *, alpha: float = 1.702, limit: float = 7.0) -> Array:
     """``g * sigmoid(alpha g) * (clip(up, -limit, limit) + 1)`` for ``g = min(gate, limit)``.
 
-    `gate` is clamped from above only.  ggml: ``GLU_OP_SWIGLU_OAI``; gpt-oss.
+    `gate` is clamped from above only. ggml: ``GLU_OP_SWIGLU_OAI``; gpt-oss.
     """
     g = np.minimum(gate, limit)
     return g * logistic(alpha * g) * (np.clip(up, -limit, limit) + 1.0)
@@ -140,7 +140,7 @@ def swiglu_oai(gate: Array, up: Array, *, alpha: float = 1.702, limit: float = 7
     is_required=False,
 )
 def swiglu_clamp(gate: Array, up: Array, *, limit: float) -> Array:
-    """``silu(min(gate, limit)) * clip(up, -limit, limit)``.  ggml: ``GLU_OP_SWIGLU_CLAMP``; DeepSeek V4."""
+    """``silu(min(gate, limit)) * clip(up, -limit, limit)``. ggml: ``GLU_OP_SWIGLU_CLAMP``; DeepSeek V4."""
     g = np.minimum(gate, limit)
     return g * logistic(g) * np.clip(up, -limit, limit)
 
@@ -148,9 +148,10 @@ def swiglu_clamp(gate: Array, up: Array, *, limit: float) -> Array:
 GLU_FUNCTIONS: Mapping[str, Callable[..., Array]] = MappingProxyType(
     {f.name: f.reference for f in (reglu, geglu, geglu_erf, geglu_quick, swiglu, swiglu_oai, swiglu_clamp)}
 )
-"""The split form of each kind of `glu`."""
+"""The reference on two operands by kind of `glu`."""
 
 _GLU_PARAMETERS: Mapping[str, tuple[str, ...]] = {"swiglu_oai": ("alpha", "limit"), "swiglu_clamp": ("limit",)}
+"""Attributes that a kind reads."""
 
 
 @op(

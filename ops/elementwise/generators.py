@@ -1,4 +1,4 @@
-"""Ops whose values come from attributes: ranges, constants, position codes."""
+"""Ops with values from attributes: ranges, constants, timestep embeddings."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def _infer_arange(specs: OperandSpecs, attrs: Attrs) -> Spec:
     is_required=False,
 )
 def arange(*, start: float, stop: float, step: float = 1.0) -> Array:
-    """``start + i step`` for each i at which it lies before `stop`.  ggml: ``ARANGE``.
+    """``start + i step`` for each i with a value before `stop`. ggml: ``ARANGE``.
 
-    Their number is ``ceil((stop - start) / step)``, in double precision where ggml rounds to single.
+    The number of values is ``ceil((stop - start) / step)``, in float64; ggml rounds to float32.
     """
     return start + step * np.arange(_count_steps(start, stop, step))
 
@@ -61,7 +61,7 @@ def arange(*, start: float, stop: float, step: float = 1.0) -> Array:
     errors=(("x=f32[3]", "value is missing"), ("x=i32[3], value=1.0", "x is i32")),
 )
 def fill(x: Array, *, value: float) -> Array:
-    """`value` everywhere, in the shape and dtype of `x`, which is not read.  ggml: ``FILL``."""
+    """An array of `value` with the shape and dtype of `x`; entries of `x` are not read. ggml: ``FILL``."""
     return np.full_like(x, value)
 
 

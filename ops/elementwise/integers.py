@@ -1,4 +1,4 @@
-"""Arithmetic of integers, which wraps as the machine's does."""
+"""Integer arithmetic, which wraps around in two's complement."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def _replace_zeros(b: Array) -> Array:
 
 
 def _divide_truncated(a: Array, b: Array) -> Array:
-    """The quotient rounded towards zero; 0 where `b` is."""
+    """Return the quotient rounded towards zero, and 0 where `b` is 0."""
     by = _replace_zeros(b)
-    crosses = (a % by != 0) & ((a < 0) != (by < 0))  # nothing is made positive: the least integer has no counterpart
+    crosses = (a % by != 0) & ((a < 0) != (by < 0))  # no absolute values: the least integer has none
     return np.where(b == 0, 0, a // by + crosses).astype(a.dtype)
 
 
@@ -66,9 +66,9 @@ def _check_operation(kind: str, **_: object) -> str | None:
     is_required=False,
 )
 def calculate(a: Array, b: Array, *, kind: str) -> Array:
-    """Integers by the rule `kind`: add, sub, mul, floor_div, trunc_div, floor_mod, trunc_mod, max, min, and, or, xor,
+    """Integer operation `kind`: add, sub, mul, floor_div, trunc_div, floor_mod, trunc_mod, max, min, and, or, xor,
     shift_left, shift_right.
 
-    `b` tiles into `a`, whose dtype the result has; what is divided by 0 is 0.  NumPy (Harris et al., 2020).
+    `b` tiles into `a`; the result has the dtype of `a`. Division by 0 gives 0. NumPy (Harris et al., 2020).
     """
     return np.asarray(INTEGER_OPERATIONS[kind](a, tile_to_shape(b, a.shape))).astype(a.dtype)

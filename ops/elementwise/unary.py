@@ -1,4 +1,4 @@
-"""Ops of one operand, entry by entry: roots, rounding, trigonometry, activation functions."""
+"""Elementwise ops of one operand: roots, rounding, trigonometry, activation functions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .binary import UNARY_ERRORS, UNARY_SAMPLES, UNARY_SIGNATURE
 
 
 def vectorise_scalar(function: Callable[[float], float]) -> Callable[[Array], Array]:
-    """`function` of Python floats on every entry: exact as libm is, for what NumPy lacks."""
+    """Return a function of arrays from `function` of floats, for functions that NumPy lacks; as exact as libm."""
     apply = np.frompyfunc(function, 1, 1)
 
-    def over(x: Array) -> Array:
+    def apply_to_array(x: Array) -> Array:
         return np.asarray(apply(x), np.float64)
 
-    return over
+    return apply_to_array
 
 
 error_function = vectorise_scalar(math.erf)
@@ -45,7 +45,7 @@ def logistic(x: Array) -> Array:
     infinite=("x",),
 )
 def neg(x: Array) -> Array:
-    """``-x``.  ggml: ``UNARY_OP_NEG``."""
+    """``-x``. ggml: ``UNARY_OP_NEG``."""
     return -x
 
 
@@ -59,7 +59,7 @@ def neg(x: Array) -> Array:
     infinite=("x",),
 )
 def abs_(x: Array) -> Array:
-    """``|x|``.  ggml: ``UNARY_OP_ABS``."""
+    """``|x|``. ggml: ``UNARY_OP_ABS``."""
     return np.abs(x)
 
 
@@ -73,7 +73,7 @@ def abs_(x: Array) -> Array:
     infinite=("x",),
 )
 def sgn(x: Array) -> Array:
-    """-1, 0 or 1, by the sign of `x`.  ggml: ``UNARY_OP_SGN``."""
+    """-1, 0 or 1, by the sign of `x`. ggml: ``UNARY_OP_SGN``."""
     return np.sign(x)
 
 
@@ -87,13 +87,13 @@ def sgn(x: Array) -> Array:
     infinite=("x",),
 )
 def step(x: Array) -> Array:
-    """1 where ``x > 0``, else 0.  ggml: ``UNARY_OP_STEP``."""
+    """1 where ``x > 0``, else 0. ggml: ``UNARY_OP_STEP``."""
     return np.where(x > 0, 1.0, 0.0)
 
 
 @op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
 def sqr(x: Array) -> Array:
-    """``x * x``.  ggml: ``SQR``."""
+    """``x * x``. ggml: ``SQR``."""
     return x * x
 
 
@@ -106,7 +106,7 @@ def sqr(x: Array) -> Array:
     is_required=False,
 )
 def sqrt(x: Array) -> Array:
-    """Square root.  ggml: ``SQRT``."""
+    """Square root. ggml: ``SQRT``."""
     return np.sqrt(x)
 
 
@@ -119,19 +119,19 @@ def sqrt(x: Array) -> Array:
     is_required=False,
 )
 def log(x: Array) -> Array:
-    """Natural logarithm.  ggml: ``LOG``."""
+    """Natural logarithm. ggml: ``LOG``."""
     return np.log(x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, infinite=("x",))
 def exp(x: Array) -> Array:
-    """``e ** x``.  ggml: ``UNARY_OP_EXP``."""
+    """``e ** x``. ggml: ``UNARY_OP_EXP``."""
     return np.exp(x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
 def expm1(x: Array) -> Array:
-    """``e ** x - 1``, exact near 0 as well, where ggml subtracts.  ggml: ``UNARY_OP_EXPM1``."""
+    """``e ** x - 1``, exact near 0, too; ggml subtracts. ggml: ``UNARY_OP_EXPM1``."""
     return np.expm1(x)
 
 
@@ -144,7 +144,7 @@ def expm1(x: Array) -> Array:
     is_required=False,
 )
 def sin(x: Array) -> Array:
-    """Sine of `x` in radians.  ggml: ``SIN``."""
+    """Sine of `x` in radians. ggml: ``SIN``."""
     return np.sin(x)
 
 
@@ -157,13 +157,13 @@ def sin(x: Array) -> Array:
     is_required=False,
 )
 def cos(x: Array) -> Array:
-    """Cosine of `x` in radians.  ggml: ``COS``."""
+    """Cosine of `x` in radians. ggml: ``COS``."""
     return np.cos(x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
 def erf(x: Array) -> Array:
-    """The error function, ``2 / sqrt(pi)`` times the integral of ``exp(-t^2)`` from 0 to `x`.  ISO C, 1999."""
+    """The error function, ``2 / sqrt(pi)`` times the integral of ``exp(-t^2)`` from 0 to `x`. ISO C, 1999."""
     return error_function(x)
 
 
@@ -177,7 +177,7 @@ def erf(x: Array) -> Array:
     is_required=False,
 )
 def log1p(x: Array) -> Array:
-    """Natural logarithm of ``1 + x``, exact near 0.  ISO C, 1999."""
+    """Natural logarithm of ``1 + x``, exact near 0. ISO C, 1999."""
     return np.log1p(x)
 
 
@@ -191,7 +191,7 @@ def log1p(x: Array) -> Array:
     is_required=False,
 )
 def tan(x: Array) -> Array:
-    """Tangent of `x` in radians.  ISO C, 1999."""
+    """Tangent of `x` in radians. ISO C, 1999."""
     return np.tan(x)
 
 
@@ -205,7 +205,7 @@ def tan(x: Array) -> Array:
     is_required=False,
 )
 def arcsin(x: Array) -> Array:
-    """The angle in radians of which `x` is the sine.  ISO C, 1999."""
+    """Inverse sine in radians. ISO C, 1999."""
     return np.arcsin(x)
 
 
@@ -218,13 +218,13 @@ def arcsin(x: Array) -> Array:
     is_required=False,
 )
 def arccos(x: Array) -> Array:
-    """The angle in radians of which `x` is the cosine.  ISO C, 1999."""
+    """Inverse cosine in radians. ISO C, 1999."""
     return np.arccos(x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
 def arctan(x: Array) -> Array:
-    """The angle in radians of which `x` is the tangent.  ISO C, 1999."""
+    """Inverse tangent in radians. ISO C, 1999."""
     return np.arctan(x)
 
 
@@ -238,7 +238,7 @@ def arctan(x: Array) -> Array:
     is_required=False,
 )
 def sinh(x: Array) -> Array:
-    """Hyperbolic sine.  ISO C, 1999."""
+    """Hyperbolic sine. ISO C, 1999."""
     return np.sinh(x)
 
 
@@ -251,13 +251,13 @@ def sinh(x: Array) -> Array:
     is_required=False,
 )
 def cosh(x: Array) -> Array:
-    """Hyperbolic cosine.  ISO C, 1999."""
+    """Hyperbolic cosine. ISO C, 1999."""
     return np.cosh(x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
 def arcsinh(x: Array) -> Array:
-    """The number of which `x` is the hyperbolic sine.  ISO C, 1999."""
+    """Inverse hyperbolic sine. ISO C, 1999."""
     return np.arcsinh(x)
 
 
@@ -270,7 +270,7 @@ def arcsinh(x: Array) -> Array:
     is_required=False,
 )
 def arccosh(x: Array) -> Array:
-    """The number of which `x` is the hyperbolic cosine.  ISO C, 1999."""
+    """Inverse hyperbolic cosine. ISO C, 1999."""
     return np.arccosh(x)
 
 
@@ -284,13 +284,13 @@ def arccosh(x: Array) -> Array:
     is_required=False,
 )
 def arctanh(x: Array) -> Array:
-    """The number of which `x` is the hyperbolic tangent.  ISO C, 1999."""
+    """Inverse hyperbolic tangent. ISO C, 1999."""
     return np.arctanh(x)
 
 
 # ------------------------------------------------------------------------------------------------------- rounding
 
-# Entries of any sign, some of them halves: f16 and bf16 have few digits there.
+# Entries of any sign, some of them halves: f16 and bf16 have few digits in this range.
 _WIDE = {"x": LegalRange(-500.0, 500.0)}
 
 
@@ -305,7 +305,7 @@ _WIDE = {"x": LegalRange(-500.0, 500.0)}
     infinite=("x",),
 )
 def floor(x: Array) -> Array:
-    """The next integer below.  ggml: ``UNARY_OP_FLOOR``."""
+    """The next integer below. ggml: ``UNARY_OP_FLOOR``."""
     return np.floor(x)
 
 
@@ -320,7 +320,7 @@ def floor(x: Array) -> Array:
     infinite=("x",),
 )
 def ceil(x: Array) -> Array:
-    """The next integer above.  ggml: ``UNARY_OP_CEIL``."""
+    """The next integer above. ggml: ``UNARY_OP_CEIL``."""
     return np.ceil(x)
 
 
@@ -335,7 +335,7 @@ def ceil(x: Array) -> Array:
     infinite=("x",),
 )
 def round_(x: Array) -> Array:
-    """The nearest integer, halves away from zero (not to even, as NumPy does).  ggml: ``UNARY_OP_ROUND``."""
+    """The nearest integer, halves away from zero (not to even, as NumPy does). ggml: ``UNARY_OP_ROUND``."""
     whole = np.trunc(x)
     return whole + np.where(np.abs(x - whole) >= 0.5, np.sign(x), 0.0)
 
@@ -351,7 +351,7 @@ def round_(x: Array) -> Array:
     infinite=("x",),
 )
 def trunc(x: Array) -> Array:
-    """The next integer towards zero.  ggml: ``UNARY_OP_TRUNC``."""
+    """The next integer towards zero. ggml: ``UNARY_OP_TRUNC``."""
     return np.trunc(x)
 
 
@@ -360,25 +360,25 @@ def trunc(x: Array) -> Array:
 
 @op(UNARY_SIGNATURE, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, infinite=("x",))
 def sigmoid(x: Array) -> Array:
-    """``1 / (1 + exp(-x))``.  ggml: ``UNARY_OP_SIGMOID``."""
+    """``1 / (1 + exp(-x))``. ggml: ``UNARY_OP_SIGMOID``."""
     return logistic(x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
 def silu(x: Array) -> Array:
-    """``x * sigmoid(x)``.  ggml: ``UNARY_OP_SILU``."""
+    """``x * sigmoid(x)``. ggml: ``UNARY_OP_SILU``."""
     return x * logistic(x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, infinite=("x",))
 def softplus(x: Array) -> Array:
-    """``log(1 + exp(x))``, which is `x` itself for large `x`.  ggml: ``UNARY_OP_SOFTPLUS``."""
+    """``log(1 + exp(x))``, which is `x` itself for large `x`. ggml: ``UNARY_OP_SOFTPLUS``."""
     return np.logaddexp(0.0, x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, infinite=("x",))
 def tanh(x: Array) -> Array:
-    """Hyperbolic tangent.  ggml: ``UNARY_OP_TANH``."""
+    """Hyperbolic tangent. ggml: ``UNARY_OP_TANH``."""
     return np.tanh(x)
 
 
@@ -393,7 +393,7 @@ def tanh(x: Array) -> Array:
     infinite=("x",),
 )
 def relu(x: Array) -> Array:
-    """``max(x, 0)``.  ggml: ``UNARY_OP_RELU``."""
+    """``max(x, 0)``. ggml: ``UNARY_OP_RELU``."""
     return np.maximum(x, 0.0)
 
 
@@ -407,13 +407,13 @@ def relu(x: Array) -> Array:
     is_required=False,
 )
 def leaky_relu(x: Array, *, negative_slope: float) -> Array:
-    """`x` where it is positive, ``negative_slope * x`` elsewhere.  ggml: ``LEAKY_RELU``."""
+    """`x` where it is positive, ``negative_slope * x`` elsewhere. ggml: ``LEAKY_RELU``."""
     return np.where(x > 0, x, negative_slope * x)
 
 
 @op(UNARY_SIGNATURE, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
 def elu(x: Array) -> Array:
-    """`x` where it is positive, ``e ** x - 1`` elsewhere.  ggml: ``UNARY_OP_ELU``; Clevert et al., 2015."""
+    """`x` where it is positive, ``e ** x - 1`` elsewhere. ggml: ``UNARY_OP_ELU``; Clevert et al., 2015."""
     return np.where(x > 0, x, np.expm1(np.minimum(x, 0.0)))
 
 
@@ -434,10 +434,10 @@ def elu(x: Array) -> Array:
     is_required=False,
 )
 def xielu(x: Array, *, alpha_n: float, alpha_p: float, beta: float, eps: float) -> Array:
-    """``p x^2 + beta x`` where x > 0, else ``n (expm1(min(x, eps)) - x) + beta x``.  ggml: ``UNARY_OP_XIELU``.
+    """``p x^2 + beta x`` where x > 0, else ``n (expm1(min(x, eps)) - x) + beta x``. ggml: ``UNARY_OP_XIELU``.
 
-    ``p = softplus(alpha_p)`` and ``n = beta + softplus(alpha_n)``: attributes are those of ``ggml_xielu``, which
-    stores p and n in the node.  Huang and Schlag, 2024.
+    ``p = softplus(alpha_p)`` and ``n = beta + softplus(alpha_n)``. ``ggml_xielu`` has the same parameters and stores
+    p and n in the node. Huang and Schlag, 2024.
     """
     n, p = beta + float(np.logaddexp(0.0, alpha_n)), float(np.logaddexp(0.0, alpha_p))
     return np.where(x > 0, p * x * x, n * (np.expm1(np.minimum(x, eps)) - x)) + beta * x
@@ -445,9 +445,9 @@ def xielu(x: Array, *, alpha_n: float, alpha_p: float, beta: float, eps: float) 
 
 @op(UNARY_SIGNATURE, inplace="x", zeros=("x",), flops=lambda **_: 8, samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
 def gelu(x: Array) -> Array:
-    """Gaussian error linear unit, tanh approximation.  ggml: ``UNARY_OP_GELU``; Hendrycks and Gimpel, 2016.
+    """Gaussian error linear unit, tanh approximation. ggml: ``UNARY_OP_GELU``; Hendrycks and Gimpel, 2016.
 
-    ``0.5 x (1 + tanh(u))`` is written as ``x sigmoid(2 u)``, which keeps its digits where tanh(u) is near -1.
+    ``0.5 x (1 + tanh(u))`` is written as ``x sigmoid(2 u)``, which stays exact where tanh(u) is near -1.
     """
     return x * logistic(2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))
 
@@ -462,16 +462,16 @@ def gelu(x: Array) -> Array:
     is_required=False,
 )
 def gelu_erf(x: Array) -> Array:
-    """Gaussian error linear unit, ``0.5 x (1 + erf(x / sqrt(2)))``.  ggml: ``UNARY_OP_GELU_ERF``.
+    """Gaussian error linear unit, ``0.5 x (1 + erf(x / sqrt(2)))``. ggml: ``UNARY_OP_GELU_ERF``.
 
-    Hendrycks and Gimpel, 2016.  Written with erfc, which keeps its digits for negative `x`.
+    Hendrycks and Gimpel, 2016. Written with erfc, which stays exact for negative `x`.
     """
     return 0.5 * x * erfc(x * -math.sqrt(0.5))
 
 
 @op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
 def gelu_quick(x: Array) -> Array:
-    """``x * sigmoid(1.702 x)``.  ggml: ``UNARY_OP_GELU_QUICK``; Hendrycks and Gimpel, 2016."""
+    """``x * sigmoid(1.702 x)``. ggml: ``UNARY_OP_GELU_QUICK``; Hendrycks and Gimpel, 2016."""
     return x * logistic(1.702 * x)
 
 
@@ -484,7 +484,7 @@ def gelu_quick(x: Array) -> Array:
     is_required=False,
 )
 def hardsigmoid(x: Array) -> Array:
-    """``(x + 3) / 6`` kept within 0 and 1.  ggml: ``UNARY_OP_HARDSIGMOID``."""
+    """``(x + 3) / 6``, clamped to 0 and 1. ggml: ``UNARY_OP_HARDSIGMOID``."""
     return np.clip((x + 3.0) / 6.0, 0.0, 1.0)
 
 
@@ -497,5 +497,5 @@ def hardsigmoid(x: Array) -> Array:
     is_required=False,
 )
 def hardswish(x: Array) -> Array:
-    """``x * hardsigmoid(x)``.  ggml: ``UNARY_OP_HARDSWISH``; Howard et al., 2019."""
+    """``x * hardsigmoid(x)``. ggml: ``UNARY_OP_HARDSWISH``; Howard et al., 2019."""
     return x * np.clip((x + 3.0) / 6.0, 0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Routed experts: products with, and biases of, the experts that a router chose for each token."""
+"""Mixture of experts: products with the experts that a router chose for each token, and their biases."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from ..movement.sharded_tables import check_row_range, estimate_busiest_count, t
 
 
 def _count_used_bytes(table: Spec, ids: Spec, attrs: Attrs) -> int:
-    """Bytes of the entries of `table` that `ids` can name: at most as many as there are ids, of a part of the experts
-    as many as come to the busiest device."""
+    """Return the bytes of the entries of `table` that `ids` can select.
+
+    There are at most as many as ids. With a part of the experts, the busiest device counts.
+    """
     own, total = table.shape[0], attrs["total"]
     assert isinstance(total, int)
     return min(own, estimate_busiest_count(ids.size, own, total or own)) * Spec(table.shape[1:], table.dtype).nbytes
@@ -31,7 +33,7 @@ def _count_product_bytes(sources: Sequence[Spec | None], results: Sequence[Spec]
 
 
 def _count_product_flops(batch: int, r: int, v: int, n: int, k: int, experts: int, total: int, **_: int) -> float:
-    """For one leading index, of a part of the experts as on the busiest device."""
+    """Return operations for one leading index; with a part of the experts, on the busiest device."""
     entries = batch * r * v
     return 2 * n * k * estimate_busiest_count(entries, experts, total or experts) / max(1, batch)
 
@@ -73,8 +75,8 @@ def _check_expert_range(experts: int, first: int, total: int, **_: object) -> st
 def mul_mat_id(w: Array, x: Array, ids: Array, *, first: int = 0, total: int = 0, exact: bool = True) -> Array:
     """Rows of `x` times the transposed weights of chosen experts: ``out[t, i] = w[ids[t, i]] @ x[t, i mod v]``.
 
-    Only experts that are chosen are read; an id that is none is an error of the run.  With `total`, `w` has the experts
-    from `first` on of so many, and where another is chosen the result is zero.  `exact` is as in `mul_mat`.  ggml:
+    Only chosen experts are read. An id outside the experts is an error of the run. With `total` experts in all, `w` has
+    the experts from `first` on; for other experts the result is zero. `exact` is as in `mul_mat`. ggml:
     ``MUL_MAT_ID``; Shazeer et al., 2017.
     """
     chosen = to_local_rows(ids, first, len(w), total, "ids of experts")
@@ -117,9 +119,9 @@ def _count_bias_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], a
     ),
 )
 def add_id(a: Array, b: Array, ids: Array, *, first: int = 0, total: int = 0) -> Array:
-    """`a` plus the rows of `b` that belong to chosen experts: ``a[t, i] + b[ids[t, i]]``.
+    """`a` plus the rows of `b` of chosen experts: ``a[t, i] + b[ids[t, i]]``.
 
-    With `total`, `b` has the experts from `first` on of so many, and where another is chosen nothing is added.  ggml:
+    With `total` experts in all, `b` has the experts from `first` on; for other experts nothing is added. ggml:
     ``ADD_ID``.
     """
     rows = to_local_rows(ids, first, len(b), total, "ids of experts")

@@ -32,10 +32,10 @@ from ..declaration.samples import expand_template
     ),
 )
 def mul_mat(w: Array, x: Array, *, ordered: bool = False, exact: bool = True) -> Array:
-    """Rows of `x` times the transposed weight, ``x @ w.T``.  ggml: ``MUL_MAT``.
+    """Rows of `x` times the transposed weight, ``x @ w.T``. ggml: ``MUL_MAT``.
 
-    Leading axes of `w` divide those of `x`: one weight serves a run of neighbouring entries.  With `ordered` devices do
-    not share the terms of a sum, so that its last bit is the same on any number of them.  Where it need not be `exact`,
-    a backend may round `x` to the type of weights of 16 bits.
+    Leading axes of `w` divide the leading axes of `x`: one weight serves neighbouring entries. With `ordered`, the
+    terms of a sum are not sharded, so that its last bit does not depend on the number of devices. Without `exact`, a
+    backend may round `x` to the dtype of weights of 16 bits.
     """
     return x @ np.swapaxes(repeat_leading_axes(w, x.shape[:-2], 2), -1, -2)

@@ -31,7 +31,7 @@ def _check_rope(
     if n_dims % 2 or not 0 <= n_dims <= d:
         return f"n_dims is {n_dims}; it must be even and at most the head size {d}"
     if offset % 2 or not 0 <= offset <= d - n_dims:
-        return f"offset is {offset}; it must be even and at most {d - n_dims}, the dimensions that do not turn"
+        return f"offset is {offset}; it must be even and at most {d - n_dims}, the dimensions without rotation"
     if ext_factor and original_context <= 0:
         return "original_context must be positive where ext_factor mixes angles (YaRN)"
     count = n_dims if mode == "vision" else n_dims // 2
@@ -84,7 +84,7 @@ def rope(
     """Rotate pairs of `n_dims` elements by angles ``pos * base^(-2i/n_dims) * freq_scale / factors[i]``.
 
     Pairs are neighbours (2i, 2i+1) in mode ``normal`` and halves (i, i + n_dims/2) in mode ``neox``, counted from
-    `offset`.  `ext_factor` > 0 mixes in unscaled angles and scales the magnitude (YaRN: Peng et al., 2023).
+    `offset`. `ext_factor` > 0 mixes in unscaled angles and scales the magnitude (YaRN: Peng et al., 2023).
     ggml: ``ROPE``; Su et al., 2021.
     """
     half = n_dims // 2
@@ -104,7 +104,7 @@ def rope(
 
 
 def pair_slices(n_dims: int, mode: str, offset: int = 0) -> tuple[slice, slice]:
-    """The first and the second elements of all pairs."""
+    """Return the slices of the first and of the second elements of all pairs."""
     if mode == "normal":
         return slice(offset, offset + n_dims, 2), slice(offset + 1, offset + n_dims, 2)
     half = n_dims if mode == "vision" else n_dims // 2
@@ -112,7 +112,7 @@ def pair_slices(n_dims: int, mode: str, offset: int = 0) -> tuple[slice, slice]:
 
 
 def _rotate_pairs(x: Array, angle: Array, magnitude: float, low: slice, high: slice) -> Array:
-    """`x` with its pairs rotated by ``angle[..., t, pair]``."""
+    """Return `x` with its pairs rotated by ``angle[..., t, pair]`` in radians."""
     angle = angle[..., None, :]
     cos, sin = np.cos(angle) * magnitude, np.sin(angle) * magnitude
     out = x.copy()
@@ -129,7 +129,7 @@ def _check_multi_rope(
     if sum(sections) > d:
         return f"sections add up to {sum(sections)}, more than the head size {d}"
     if mode == "vision" and (2 * n_dims != d or offset or sum(sections) < n_dims):
-        return f"mode vision turns the whole head: n_dims must be {d // 2}, offset 0, sections add up to n_dims"
+        return f"mode vision rotates the whole head: n_dims must be {d // 2}, offset 0, sections add up to n_dims"
     return _check_rope(n_dims=n_dims, d=d, mode=mode, offset=offset, modes=MULTI_MODES, **rest)  # type: ignore[arg-type]  # sizes and attributes by name
 
 
@@ -181,12 +181,16 @@ def rope_multi(
     original_context: int = 0,
     offset: int = 0,
 ) -> Array:
-    """`rope` whose pairs turn by one of four positions of a token: ``pos[0]`` time, 1 height, 2 width, 3 a further one.
+    """`rope` with four positions per token: ``pos[0]`` time, 1 height, 2 width, 3 a further one.
 
-    Pairs are halves, as in ``neox``.  In mode ``mrope`` the first ``sections[0]`` pairs turn by time, the next
-    ``sections[1]`` by height and so on, and again from the start where they run out; in ``imrope`` pairs 3i, 3i+1 and
-    3i+2 turn by time, height and width, while their sections last.  ``vision`` turns the whole head, n_dims being half
-    of it, and each section has the angles of its own start.  ggml: ``ROPE`` (``ggml_rope_multi``); Wang et al., 2024.
+    Pairs are halves, as in ``neox``. `mode` assigns a position to each pair:
+
+    * ``mrope``: the first ``sections[0]`` pairs have the time, the next ``sections[1]`` the height, and so on; after
+      the last section the sections repeat.
+    * ``imrope``: pairs 3i, 3i + 1 and 3i + 2 have time, height and width, each up to the size of its section.
+    * ``vision``: as ``mrope``, on the whole head, with n_dims half of it; the angles start again in each section.
+
+    ggml: ``ROPE`` (``ggml_rope_multi``); Wang et al., 2024.
     """
     attrs: Attrs = {
         "base": base,
@@ -206,7 +210,7 @@ def rope_multi(
 
 
 def position_planes(count: int, sections: tuple[int, ...], mode: str) -> tuple[Array, Array]:
-    """For each of `count` pairs which of the four positions turns it, and the i of its angle."""
+    """Return, for each of `count` pairs, the index of its position (0 to 3) and the index of its frequency."""
     pair = np.arange(count)
     sector = pair % sum(sections)
     ends = np.cumsum(sections)
@@ -218,9 +222,15 @@ def position_planes(count: int, sections: tuple[int, ...], mode: str) -> tuple[A
 
 
 def compute_frequencies(half: int, attrs: Attrs, index: Array | None = None) -> tuple[Array, float]:
-    """Angle per position of each pair before `factors` divide it, float64, and the factor on cosine and sine.
+    """Return the angle per position of each pair, and the factor of cosine and sine.
 
-    `attrs` are those of `rope`; pair j turns ``base^(-index[j]/half)``, where `index` is 0 to half - 1 if not given.
+    Args:
+        half: number of frequencies.
+        attrs: attributes of `rope`.
+        index: index of the frequency of each pair; 0 to ``half - 1`` by default.
+
+    Returns:
+        Angles in radians per position, float64 [pairs], before the division by `factors`; and the magnitude.
     """
     base, scale, mix = (float(float_attribute(attrs, k)) for k in ("base", "freq_scale", "ext_factor"))
     magnitude = float(float_attribute(attrs, "attn_factor"))
@@ -233,7 +243,7 @@ def compute_frequencies(half: int, attrs: Attrs, index: Array | None = None) -> 
 
 
 def _compute_yarn_ramp(count: int, half: int, base: float, attrs: Attrs) -> Array:
-    """Share of the unscaled angle per pair: 1 for fast pairs, 0 for slow ones, linear between."""
+    """Return the weight of the unscaled angle per pair: 1 for fast pairs, 0 for slow pairs, linear between them."""
     context, fast, slow = (float(float_attribute(attrs, k)) for k in ("original_context", "beta_fast", "beta_slow"))
 
     def pair(rotations: float) -> float:

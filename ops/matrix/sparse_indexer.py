@@ -36,9 +36,9 @@ from ..declaration.samples import LegalRange, expand_template
     ),
 )
 def lightning_indexer(q: Array, k: Array, weights: Array, mask: Array) -> Array:
-    """How much each query wants each key: ``sum_h weights[t, h] relu(q[t, h] . k[s]) + mask[t, s]``.
+    """The score of each key for each query: ``sum_h weights[t, h] relu(q[t, h] . k[s]) + mask[t, s]``.
 
-    One key serves all heads.  Scale factors are in `weights`.  ggml: ``LIGHTNING_INDEXER``; DeepSeek-V3.2, 2025.
+    All heads share one key. `weights` has the scale factors. ggml: ``LIGHTNING_INDEXER``; DeepSeek-V3.2, 2025.
     """
     products = np.maximum(np.einsum("...thd,...sd->...ths", q, k), 0.0)
     scores = np.einsum("...ths,...th->...ts", products, weights)
@@ -46,7 +46,7 @@ def lightning_indexer(q: Array, k: Array, weights: Array, mask: Array) -> Array:
 
 
 def _count_streams(mixes: int, **_: int) -> int:
-    """n, where n logits go in, n go out, and n x n mix the streams."""
+    """Return the number n of streams from a row of ``n + n + n * n`` logits: inputs, outputs, mixing."""
     return math.isqrt(mixes + 1) - 1
 
 
@@ -77,11 +77,14 @@ def _check_comb(mixes: int, streams: int, parts: int, n_iter: int, **_: object) 
     ),
 )
 def dsv4_hc_comb(mixes: Array, scale: Array, base: Array, *, n_iter: int, eps: float = 1e-6) -> Array:
-    """How n residual streams mix, [..., from, to]: nearly doubly stochastic matrices from the last n² logits.
+    """The mixing matrices [..., from, to] of n residual streams, nearly doubly stochastic, from the last n² logits.
 
-    ``softmax(mixes scale[2] + base)`` over `to`, plus eps, is divided by its sums (plus eps) over `from`, and then
-    ``n_iter - 1`` times by those over `to` and over `from` (Sinkhorn and Knopp, 1967).  ggml: ``DSV4_HC_COMB``, which
-    has n = 4; Xie et al., mHC: manifold-constrained hyper-connections, 2025.
+    1. ``softmax(mixes scale[2] + base)`` over `to`, plus eps.
+    2. Divide by the sums over `from`, plus eps.
+    3. Repeat ``n_iter - 1`` times: divide by the sums over `to`, then over `from`, each plus eps.
+
+    Sinkhorn and Knopp, 1967. ggml: ``DSV4_HC_COMB``, with n = 4; Xie et al., mHC: manifold-constrained
+    hyper-connections, 2025.
     """
     n = _count_streams(mixes.shape[-1])
     logits = (mixes[..., 2 * n :] * scale[2] + base[2 * n :]).reshape(*mixes.shape[:-1], n, n)
@@ -117,7 +120,7 @@ def dsv4_hc_comb(mixes: Array, scale: Array, base: Array, *, n_iter: int, eps: f
 def dsv4_hc_pre(x: Array, weights: Array, *, gated: bool = False, scale: float = 1.0) -> Array:
     """The input of a layer from n residual streams: ``scale sum_h x[h] weights[h]``.
 
-    With `gated` the weights are sigmoids, one for each element of each stream.  ggml: ``DSV4_HC_PRE``.
+    With `gated`, weights are logits of sigmoids, one for each element of each stream. ggml: ``DSV4_HC_PRE``.
     """
     if not gated:
         return scale * np.einsum("...nd,...n->...d", x, weights)
@@ -149,7 +152,7 @@ def dsv4_hc_pre(x: Array, weights: Array, *, gated: bool = False, scale: float =
 def dsv4_hc_post(x: Array, residual: Array, post: Array, comb: Array | None = None) -> Array:
     """The residual streams after a layer: ``out[to] = x post[to] + sum_from residual[from] comb[from, to]``.
 
-    Without `comb` every stream keeps what it had.  ggml: ``DSV4_HC_POST``.
+    Without `comb`, streams do not mix. ggml: ``DSV4_HC_POST``.
     """
     mixed = residual if comb is None else np.einsum("...fd,...ft->...td", residual, comb)
     return x[..., None, :] * post[..., :, None] + mixed

@@ -1,4 +1,4 @@
-"""Ops that lay entries out anew: repeat, pad, roll, write into a region."""
+"""Ops that rearrange entries: repeat, pad, roll, write into a region."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..declaration.signature import SignatureMismatch
 
 
 def _integer_per_axis(attrs: Attrs, name: str, spec: Spec) -> tuple[int, ...]:
-    """An attribute of one integer an axis."""
+    """Return an attribute with one integer per axis of `spec`."""
     values = integers_attribute(attrs, name)
     if len(values) != len(spec.shape):
         raise SignatureMismatch(
@@ -27,7 +27,7 @@ def _integer_per_axis(attrs: Attrs, name: str, spec: Spec) -> tuple[int, ...]:
 
 
 def _region_slices(shape: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[slice, ...]:
-    """The region of that shape that begins at `offsets`."""
+    """Return the slices of the region with this shape at `offsets`."""
     return tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
 
 
@@ -39,7 +39,7 @@ def _infer_repeat(specs: OperandSpecs, attrs: Attrs) -> Spec:
     old = (1,) * (len(shape) - len(spec.shape)) + spec.shape
     if len(old) != len(shape) or any(m % n if n else m for n, m in zip(old, shape, strict=True)):
         raise SignatureMismatch(
-            f"{spec} cannot be repeated to {list(shape)}; each size must be a multiple of that of x"
+            f"{spec} cannot be repeated to {list(shape)}; each size must be a multiple of the size of x"
         )
     return Spec(shape, spec.dtype)
 
@@ -71,7 +71,7 @@ def _repeat_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     infinite=("x",),
 )
 def repeat(x: Array, *, shape: tuple[int, ...]) -> Array:
-    """`x` laid out as tiles until it has `shape`: entry i of an axis is ``x[i % size]``.  ggml: ``REPEAT``."""
+    """`x` repeated as tiles to `shape`: entry i of an axis is ``x[i % size]``. ggml: ``REPEAT``."""
     return np.array(tile_to_shape(x, shape))
 
 
@@ -82,14 +82,16 @@ def _infer_pad(specs: OperandSpecs, attrs: Attrs) -> Spec:
     spec = first_spec(specs)
     left, right = _integer_per_axis(attrs, "left", spec), _integer_per_axis(attrs, "right", spec)
     if min((*left, *right), default=0) < 0:
-        raise SignatureMismatch(f"left {list(left)} and right {list(right)} must not be negative; slice to cut")
+        raise SignatureMismatch(
+            f"left {list(left)} and right {list(right)} must not be negative; use slice_ to remove entries"
+        )
     if attrs["circular"] and any(n == 0 < a + b for n, a, b in zip(spec.shape, left, right, strict=True)):
         raise SignatureMismatch(f"{spec} has an empty axis, which cannot be padded with its own entries")
     return Spec(tuple(a + n + b for n, a, b in zip(spec.shape, left, right, strict=True)), spec.dtype)
 
 
 def _pad_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
-    """An axis that gains nothing keeps its index; one that gains entries must be whole."""
+    """Link the axes without padding; the other axes must be complete on every device."""
     left, right = integers_attribute(attrs, "left"), integers_attribute(attrs, "right")
     return link_axes({i: i for i in range(len(left)) if left[i] == right[i] == 0})
 
@@ -119,7 +121,7 @@ def _pad_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     infinite=("x",),
 )
 def pad(x: Array, *, left: tuple[int, ...], right: tuple[int, ...], circular: bool = False) -> Array:
-    """`x` with ``left[i]`` and ``right[i]`` zeros before and after axis i; with `circular` its own entries in turn.
+    """`x` with ``left[i]`` and ``right[i]`` zeros before and after axis i; with `circular`, its own entries cyclically.
 
     ggml: ``PAD`` (ggml_pad_ext, ggml_pad_ext_circular, which count axes from the last).
     """
@@ -158,7 +160,7 @@ def pad(x: Array, *, left: tuple[int, ...], right: tuple[int, ...], circular: bo
     infinite=("x",),
 )
 def pad_reflect_1d(x: Array, *, left: int, right: int) -> Array:
-    """`x` with the last axis continued by its mirror image, the outer entry not repeated.  ggml: ``PAD_REFLECT_1D``."""
+    """`x` with the last axis extended by its mirror image, without the outer entry. ggml: ``PAD_REFLECT_1D``."""
     return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(left, right)], mode="reflect") if left or right else np.array(x)
 
 
@@ -191,7 +193,7 @@ def _roll_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
     infinite=("x",),
 )
 def roll(x: Array, *, shifts: tuple[int, ...]) -> Array:
-    """`x` with axis i moved on by ``shifts[i]``, what leaves at one end entering at the other.  ggml: ``ROLL``."""
+    """`x` with axis i shifted cyclically by ``shifts[i]``. ggml: ``ROLL``."""
     for axis, by in enumerate(shifts):
         x = np.roll(x, by, axis)
     return np.array(x)
@@ -215,7 +217,7 @@ def _infer_region(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def _region_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
-    """Axes that `b` fills are shared; along the others both must be whole."""
+    """Link the axes that `b` fills; along the other axes both operands must be complete."""
     a, b = specs
     assert a is not None
     assert b is not None
@@ -224,7 +226,7 @@ def _region_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
 
 
 def _count_region_bytes(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
-    """In place only the region is touched: `b` is read and its like written."""
+    """Return bytes in place: `b` is read, and as many bytes are written."""
     return 2 * (sources[1].nbytes if sources[1] else 0)
 
 
@@ -259,7 +261,7 @@ _REGION_ERRORS = (
     infinite=("a", "b"),
 )
 def set_(a: Array, b: Array, *, offsets: tuple[int, ...]) -> Array:
-    """`a` with the region of the shape of `b` that begins at `offsets` replaced by `b`.
+    """`a` with the region at `offsets` with the shape of `b` replaced by `b`.
 
     ggml: ``SET``, which names the region by byte strides and a byte offset.
     """
@@ -280,7 +282,7 @@ def set_(a: Array, b: Array, *, offsets: tuple[int, ...]) -> Array:
     is_required=False,
 )
 def acc(a: Array, b: Array, *, offsets: tuple[int, ...]) -> Array:
-    """`a` with `b` added to the region of the shape of `b` that begins at `offsets`.
+    """`a` with `b` added to the region at `offsets` with the shape of `b`.
 
     ggml: ``ACC``, which names the region by byte strides and a byte offset.
     """

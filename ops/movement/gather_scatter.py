@@ -1,4 +1,4 @@
-"""Entries of rows by number: gathered, and scattered into others."""
+"""Gather and scatter of entries along the last axis."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .sharded_tables import require_row_numbers
     is_required=False,
 )
 def gather(x: Array, ids: Array) -> Array:
-    """Entries of each row of `x` by number: ``x[..., ids[..., i]]``.  NumPy's ``take_along_axis``, 2018."""
+    """Entries of each row of `x` by number: ``x[..., ids[..., i]]``. NumPy's ``take_along_axis``, 2018."""
     return np.take_along_axis(x, require_row_numbers(ids, x.shape[-1], "ids"), axis=-1)
 
 
@@ -70,7 +70,7 @@ def _check_reduction(reduce: str, **_: object) -> str | None:
 def scatter(into: Array, ids: Array, src: Array, *, reduce: str = "set") -> Array:
     """`into` with entry ``ids[..., i]`` of each row replaced by entry i of `src`, or combined with it by `reduce`.
 
-    Where a number occurs twice, one of its entries is set; add, mul, max and min take all of them.  NumPy's
+    If a number repeats, ``set`` stores one of its entries; add, mul, max and min combine all of them. NumPy's
     ``put_along_axis``, 2018.
     """
     out = np.array(into)

@@ -1,4 +1,4 @@
-"""Windows that slide over the last axes: what convolutions multiply and poolings reduce."""
+"""Sliding windows over the last axes, for convolutions and pooling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from ..declaration.signature import SignatureMismatch
 
 
 def count_windows(shape: tuple[int, ...], attrs: Mapping[str, Attr]) -> tuple[int, ...]:
-    """How many windows there are along each axis.  Raises `Mismatch`."""
+    """Return the number of windows along each axis.
+
+    Raises:
+        SignatureMismatch: attributes and shape do not fit.
+    """
     size, stride, dilation, left, right = (
         integers_attribute(attrs, k) for k in ("size", "stride", "dilation", "left", "right")
     )
@@ -44,7 +48,7 @@ def _infer_windows(specs: OperandSpecs, attrs: Attrs) -> Spec:
 
 
 def _window_links(specs: OperandSpecs, attrs: Attrs) -> tuple[AxisLink, ...]:
-    """Images and channels go their own ways; what windows slide over must be whole."""
+    """Link images and channels; the axes of the windows must be complete on every device."""
     return link_axes({0: 0, 1: 2})
 
 
@@ -86,8 +90,8 @@ def windows(
 ) -> Array:
     """Windows of `x` [images, channels, axes ...] as [images, windows, channels, entries of a window], each row-major.
 
-    `value` pads the axes, `left` and `right` entries of it.  A product with weights is a convolution, a maximum over
-    the last axis a pooling.  ggml: ``IM2COL``, ``IM2COL_3D``.
+    Axes are padded with `left` and `right` entries of `value`. A product with weights is a convolution; a maximum over
+    the last axis is a max pooling. ggml: ``IM2COL``, ``IM2COL_3D``.
     """
     setting = {"size": size, "stride": stride, "dilation": dilation, "left": left, "right": right}
     counts = count_windows(x.shape, setting)
@@ -96,6 +100,6 @@ def windows(
     spans = [(stride[i], dilation[i], s * (counts[i] - 1) + 1) for i, s in enumerate(stride)]
     taps = []
     for tap in product(*map(range, size)):
-        cut = [slice(t * d, t * d + span, s) for t, (s, d, span) in zip(tap, spans, strict=True)]
-        taps.append(padded[(slice(None), slice(None), *cut)].reshape(*x.shape[:2], prod(counts)))
+        window = [slice(t * d, t * d + span, s) for t, (s, d, span) in zip(tap, spans, strict=True)]
+        taps.append(padded[(slice(None), slice(None), *window)].reshape(*x.shape[:2], prod(counts)))
     return np.stack(taps, axis=-1).transpose(0, 2, 1, 3)

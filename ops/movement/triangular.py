@@ -1,4 +1,4 @@
-"""Triangles and diagonals of matrices, which are the last two axes."""
+"""Triangular and diagonal matrices in the last two axes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ..declaration.samples import LegalRange, expand_template
     infinite=("x",),
 )
 def diag_mask_inf(x: Array, *, n_past: int) -> Array:
-    """`x` with -inf where the column exceeds the row by more than `n_past`.  ggml: ``DIAG_MASK_INF``.
+    """`x` with -inf where the column exceeds the row by more than `n_past`. ggml: ``DIAG_MASK_INF``.
 
-    Rows are the tokens that follow `n_past` earlier ones, columns what they attend to.
+    Rows are the tokens after `n_past` earlier ones; columns are the tokens that they attend to.
     """
     row, column = np.ogrid[: x.shape[-2], : x.shape[-1]]
     return np.where(column > n_past + row, -np.inf, x)
@@ -60,8 +60,10 @@ _TRIANGLES = {
     infinite=("x",),
 )
 def tri(x: Array, *, kind: str) -> Array:
-    """A triangle of each square matrix, zeros elsewhere; `kind` is that of ggml, and plain "lower" and "upper" leave
-    out the diagonal.  ggml: ``TRI``."""
+    """A triangle of each square matrix, with zeros elsewhere.
+
+    `kind` has the names of ggml; "lower" and "upper" exclude the diagonal. ggml: ``TRI``.
+    """
     return np.asarray(_TRIANGLES[kind](x))
 
 
@@ -74,7 +76,7 @@ def tri(x: Array, *, kind: str) -> Array:
     compare="exact",
 )
 def diag(x: Array) -> Array:
-    """Matrices with the rows of `x` on their diagonals, zeros elsewhere.  ggml: ``DIAG`` (of ``ne1 = 1``, left out)."""
+    """Matrices with the rows of `x` on their diagonals, zeros elsewhere. ggml: ``DIAG``, without its axis of size 1."""
     return np.where(np.eye(x.shape[-1], dtype=bool), x[..., None], 0.0)
 
 
@@ -100,7 +102,7 @@ def diag(x: Array) -> Array:
     ),
 )
 def solve_tri(a: Array, b: Array) -> Array:
-    """The x of ``a x = b``, `a` lower triangular; what lies above its diagonal is not read.  ggml: ``SOLVE_TRI``."""
+    """The x of ``a x = b`` for lower triangular `a`; entries above its diagonal are not read. ggml: ``SOLVE_TRI``."""
     x = np.zeros(b.shape)
     for i in range(a.shape[-1]):
         known = np.einsum("...j,...jm->...m", a[..., i, :i], x[..., :i, :])

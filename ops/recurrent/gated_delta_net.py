@@ -1,4 +1,4 @@
-"""Causal depthwise convolution and the gated delta net; further recurrences are in `scans`."""
+"""Causal depthwise convolution and the gated delta net; `linear_attention` has further recurrences."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from .state_pools import (
     sequential="s",
 )
 def ssm_conv(x: Array, w: Array) -> Array:
-    """Causal depthwise convolution, ``out[t, c] = sum_j w[c, j] x[t + j, c]``.  ggml: ``SSM_CONV``.
+    """Causal depthwise convolution, ``out[t, c] = sum_j w[c, j] x[t + j, c]``. ggml: ``SSM_CONV``.
 
-    The first ``taps - 1`` rows of `x` are the saved ones of earlier tokens.
+    The first ``taps - 1`` rows of `x` belong to earlier tokens.
     """
     taps = w.shape[-1]
     length = x.shape[-2] - taps + 1
@@ -50,7 +50,7 @@ _HEADS: Mapping[str, str] = {"tiled": "(value_heads key_heads)", "interleaved": 
 
 
 def _build_delta_signatures(heads: str) -> dict[str, str]:
-    """A signature for each way to give the state, when heads of v are this product of key heads and those of each."""
+    """Return signatures by the layout of the state; `heads` is the dimension of value heads."""
     operands = (
         f"q[..., *t, key_heads, *d], k[..., *t, key_heads, *d], v[..., *t, {heads}, e], g[..., *t, {heads}, 1|*d],"
         f" beta[..., *t, {heads}]"
@@ -154,15 +154,17 @@ def gated_delta_net(
 ) -> tuple[Array, Array]:
     """The gated delta rule over all tokens; returns the outputs and the state after the last token.
 
-    Per token and value head: ``S *= exp(g)``; ``S += beta (v - S k) k^T``; ``o = S q / sqrt(d)``.  `S` is kept as
-    [value, key], `g` is a log decay per head, or per key channel (KDA).  Value head j reads key head ``j mod h``
-    (tiled) or ``j div r`` (interleaved).  q and k come in normalised.  ggml: ``GATED_DELTA_NET``; Yang et al., 2024.
+    Per token and value head: ``S *= exp(g)``; ``S += beta (v - S k) k^T``; ``o = S q / sqrt(d)``. `S` is [value,
+    key]. `g` is a log decay per head, or per key channel (KDA). Value head j reads key head ``j mod h`` (tiled) or
+    ``j div r`` (interleaved). Rows of q and k are normalised by the caller. ggml: ``GATED_DELTA_NET``; Yang et al.,
+    2024.
 
-    With `snapshots` K > 1 the second result is [..., K, heads, e, d]: snapshot s is the state s tokens before the
-    end, zeros where that is before the first token (ggml leaves those unwritten).  With `pool` ``"update"``, state
-    is a pool of states and result the pool in which row ``slots_out[i]`` (or ``[i, s]``) is new; module `states`.
+    With `snapshots` K > 1 the second result is [..., K, heads, e, d]. Snapshot s is the state s tokens before the
+    end; snapshots before the first token are zeros, which ggml leaves unwritten. With `pool` ``"update"``, `state` is
+    a pool of states. The result is the pool with new rows ``slots_out[i]`` or ``slots_out[i, s]``; see
+    `ops.recurrent.state_pools`.
 
-    Where it need not be `exact`, a backend may round the factors of its products to bfloat16.
+    Without `exact`, a backend may round the factors of its products to bfloat16.
     """
     repeat = v.shape[-2] // q.shape[-2] if q.shape[-2] else 1
 

@@ -1,4 +1,4 @@
-"""Recurrences with a matrix as state: selective state spaces, RWKV 6 and 7, gated linear attention."""
+"""Recurrences with a matrix state: selective state spaces, RWKV 6 and 7, gated linear attention."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def ssm_scan(
 ) -> tuple[Array, Array]:
     """A selective state space model over all tokens; returns the outputs and the state after the last token.
 
-    Per token and head, with ``dt = softplus(dt)``: ``S = exp(dt a) S + dt x b^T``; ``y = S c``.  `S` is kept as
-    [channel, state]; `a` is one number for a head (Mamba-2: Dao and Gu, 2024) or one for each column of `S` (Mamba-1:
-    Gu and Dao, 2023; its heads have one channel).  r neighbouring heads share `b` and `c`.  ggml: ``SSM_SCAN``, whose
-    ids are `slots_in` with `pool` ``"read"``.  `snapshots` and pools are those of `gated_delta_net`.
+    Per token and head, with ``dt = softplus(dt)``: ``S = exp(dt a) S + dt x b^T``; ``y = S c``. `S` is [channel,
+    state]. `a` has one number per head (Mamba-2: Dao and Gu, 2024) or one per column of `S` (Mamba-1: Gu and Dao,
+    2023, with one channel per head). Of the heads, r neighbours share `b` and `c`. `snapshots` and `pool` are as in
+    `gated_delta_net`. ggml: ``SSM_SCAN``; its ids are `slots_in` with `pool` ``"read"``.
     """
     step_size = np.logaddexp(0.0, dt)
     repeat = x.shape[-2] // b.shape[-2] if b.shape[-2] else 1
@@ -102,7 +102,7 @@ _KEYED: Mapping[str, tuple[object, ...]] = {
     "e": (1, 7),
 }
 _LONG: Mapping[str, tuple[object, ...]] = {"n": ("2,",), "t": (1, 4), "h": (3,), "d": (16,), "e": (48,)}
-"""Sizes that fill vectors of 16."""
+"""Sizes of full SIMD vectors of 16 elements."""
 _WKV6 = (
     "k=f32[{n}{t},{h},{d}], v=f32[{n}{t},{h},{e}], r=f32[{n}{t},{h},{d}], bonus=f32[{h},{d}],"
     " decay=f32[{n}{t},{h},{d}], state=f32[{n}{h},{d},{e}]"
@@ -129,7 +129,7 @@ def rwkv_wkv6(k: Array, v: Array, r: Array, bonus: Array, decay: Array, state: A
     """The token mixing of RWKV 6; returns the outputs and the state after the last token.
 
     Per token and head: ``y = (S + (bonus * k) v^T)^T r``; ``S = decay * S + k v^T``, `decay` and `bonus` per key
-    channel; `S` is kept as [key, value].  ggml: ``RWKV_WKV6`` (bonus: ``tf``, decay: ``td``); Peng et al., 2024.
+    channel; `S` is [key, value]. ggml: ``RWKV_WKV6`` (bonus: ``tf``, decay: ``td``); Peng et al., 2024.
     """
     out = np.empty(v.shape, np.result_type(v, state))
 
@@ -156,7 +156,7 @@ _WKV7 = (
     flops=lambda t, h, d, e, **_: 9 * t * h * d * e,
     sequential="t",
     is_required=False,
-    # Longer a and b make the state grow without bound.
+    # Larger a and b make the state grow without bound.
     ranges={"decay": LegalRange(0.0, 1.0), "a": LegalRange(-0.3, 0.3), "b": LegalRange(-0.3, 0.3)},
     samples=(*expand_template(_WKV7, **_KEYED), *expand_template(_WKV7, **_LONG)),
     errors=(
@@ -168,7 +168,7 @@ _WKV7 = (
 def rwkv_wkv7(r: Array, decay: Array, k: Array, v: Array, a: Array, b: Array, state: Array) -> tuple[Array, Array]:
     """The token mixing of RWKV 7, a generalised delta rule; returns the outputs and the state after the last token.
 
-    Per token and head: ``S = S diag(decay) + (S a) b^T + v k^T``; ``y = S r``; `S` is kept as [value, key].
+    Per token and head: ``S = S diag(decay) + (S a) b^T + v k^T``; ``y = S r``; `S` is [value, key].
     ggml: ``RWKV_WKV7`` (decay: ``w``); Peng et al., 2025.
     """
     out = np.empty(v.shape, np.result_type(v, state))
@@ -211,8 +211,8 @@ _GLA = (
 def gated_linear_attn(k: Array, v: Array, q: Array, g: Array, state: Array, *, scale: float) -> tuple[Array, Array]:
     """Linear attention with a decay per key channel; returns the outputs and the state after the last token.
 
-    Per token and head: ``S = g * S + k v^T``; ``y = scale S^T q``; `S` is kept as [key, value], `g` is the decay
-    itself and no logarithm.  ggml: ``GATED_LINEAR_ATTN``; Yang et al., 2023.
+    Per token and head: ``S = g * S + k v^T``; ``y = scale S^T q``; `S` is [key, value]. `g` is the decay
+    itself, not its logarithm. ggml: ``GATED_LINEAR_ATTN``; Yang et al., 2023.
     """
     out = np.empty(v.shape, np.result_type(v, state))
 

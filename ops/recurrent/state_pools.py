@@ -1,9 +1,11 @@
-"""How a recurrence takes its state and gives it back: one per sequence, or as rows of a pool of states.
+"""The state of a recurrence: one per sequence, or rows of a pool of states.
 
-``pool="none"``: operand and result are the states of the sequences.  ``"read"``: the operand is a pool, sequence i
-begins with row ``slots_in[i]``; the result is as before.  ``"update"``: the result is the pool, in which row
-``slots_out[i]`` has become the new state of sequence i (all reads come first); it can be the operand's own memory, so
-that a step moves no state but those it changes.
+The attribute `pool` has three values:
+
+* ``"none"``: operand and result are the states of the sequences.
+* ``"read"``: the operand is a pool; sequence i begins with row ``slots_in[i]``. The result is as with ``"none"``.
+* ``"update"``: the result is the pool, with the new state of sequence i in row ``slots_out[i]``. All reads come first.
+  The result may overwrite the operand, so that a step moves only the states that it changes.
 """
 
 from __future__ import annotations
@@ -28,22 +30,28 @@ SLOT_RANGES: Mapping[str, LegalRange] = {
 
 
 def build_state_signatures(operands: str, out: str, state: str) -> dict[str, str]:
-    """A signature for each `state_form`.  `operands` and `out` begin axes with ``...``; `state` lists those of one."""
-    kept = state.replace("*", "")
+    """Return the signatures by key of `choose_state_signature`.
+
+    Args:
+        operands: operands before the state, with ``...`` for leading axes.
+        out: the first result, with ``...`` for leading axes.
+        state: the axes of one state.
+    """
+    result_axes = state.replace("*", "")
     one, pool = f"state[..., {state}]", f"state[*slots, {state}], slots_in[...]: i32"
     signatures = {}
     for how, saved, rows in (("one", "", "*seqs"), ("several", "snapshots, ", "*seqs, *saved")):
-        results = f"{out}: f32, [..., {saved}{kept}]: f32"
+        results = f"{out}: f32, [..., {saved}{result_axes}]: f32"
         signatures[f"none {how}"] = f"{operands}, {one} -> {results}"
         signatures[f"read {how}"] = f"{operands}, {pool} -> {results}"
-        # The pool has no axis of sequences, so cutting those would leave each device with other rows updated.
+        # The pool has no axis of sequences: shards of sequences would leave each device with other updated rows.
         left = f"{operands}, {pool}, slots_out[{rows}]: i32".replace("...", "*seqs")
-        signatures[f"update {how}"] = f"{left} -> {out.replace('...', 'seqs')}: f32, [slots, {kept}]: f32"
+        signatures[f"update {how}"] = f"{left} -> {out.replace('...', 'seqs')}: f32, [slots, {result_axes}]: f32"
     return signatures
 
 
 def choose_state_signature(attrs: Mapping[str, Attr]) -> str:
-    """Which of the `state_signatures` holds under the attributes `pool` and `snapshots`."""
+    """Return the key of the signature for the attributes `pool` and `snapshots`."""
     pool, snapshots = attrs.get("pool", "none"), attrs.get("snapshots", 1)
     if pool not in POOL_MODES:
         raise SignatureMismatch(f"pool is {pool!r}; one of {', '.join(POOL_MODES)}")
@@ -51,16 +59,17 @@ def choose_state_signature(attrs: Mapping[str, Attr]) -> str:
 
 
 def state_inplace_pairs(attrs: Mapping[str, Attr]) -> tuple[tuple[int, str], ...]:
-    """The new state may take the memory of the old one, but not of a pool that it only reads rows from."""
+    """Return pairs (result, operand): the new state may overwrite the old one, except a pool that is only read."""
     return () if attrs.get("pool") == "read" else ((1, "state"),)
 
 
 def state_overwritten_entries(attrs: Mapping[str, Attr]) -> tuple[str, int] | None:
-    """Of a pool only the rows of the sequences change."""
+    """Return the entries that an in-place result changes: of a pool, the rows `slots_out`."""
     return ("slots_out", 0) if attrs.get("pool") == "update" else None
 
 
 def check_state(snapshots: int, saved: int | None = None, **_: object) -> str | None:
+    """Return a problem of the number of snapshots, or of `saved` rows per sequence in `slots_out`."""
     if snapshots < 1:
         return f"snapshots is {snapshots}; it must be at least 1"
     if saved is not None and saved != snapshots:
@@ -69,7 +78,7 @@ def check_state(snapshots: int, saved: int | None = None, **_: object) -> str | 
 
 
 def make_state_traffic(index: int) -> Callable[[Sequence[Spec | None], Sequence[Spec], Attrs], int]:
-    """Bytes moved by a recurrence whose operand `index` is the state: of a pool only the rows that are named."""
+    """Return a function for the bytes of a recurrence; operand `index` is the state. Of a pool, named rows count."""
 
     def traffic(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:
         state, *slots = (s for s in sources[index:] if s is not None)
@@ -89,10 +98,19 @@ def run_recurrence(
     slots_out: Array | None = None,
     snapshots: int = 1,
 ) -> Array:
-    """The second result of a recurrence: what ``step(t, old)`` makes of the state, token by token.
+    """Run a recurrence over all tokens and return its second result, the new state.
 
-    Snapshot s is the state s tokens before the end.  Those that lie before the first token are zeros; in a pool their
-    rows stay as they are.
+    Args:
+        step: ``step(t, old)`` returns the state after token t.
+        tokens: number of tokens.
+        state: the states of the sequences, or a pool of states.
+        slots_in: row of the pool at which each sequence begins.
+        slots_out: rows of the pool for the new states, by sequence and snapshot.
+        snapshots: number of states to return per sequence; snapshot s is the state s tokens before the end.
+
+    Returns:
+        The last states, the snapshots, or the updated pool. Snapshots before the first token are zeros; in a pool,
+        their rows do not change.
     """
     s = state if slots_in is None else state[require_row_numbers(slots_in, len(state), "slots_in")]
     last = [s]

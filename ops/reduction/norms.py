@@ -15,12 +15,12 @@ _ERRORS = (("x=i32[4]", "x is i32"), ("x=f32[]", "at least 1"), ("x=f32[4], eps=
 
 
 def _check_eps(eps: float, **_: object) -> str | None:
-    return None if 0 <= eps < math.inf else f"eps is {eps}; it must be a number from 0 on"
+    return None if 0 <= eps < math.inf else f"eps is {eps}; it must be a finite number of at least 0"
 
 
 @op("x[..., *c] -> [..., c]", inplace="x", flops=lambda c, **_: 4 * c, check=_check_eps, samples=_ROWS, errors=_ERRORS)
 def rms_norm(x: Array, *, eps: float = 1e-6) -> Array:
-    """``x / sqrt(mean(x^2) + eps)`` over the last axis.  ggml: ``RMS_NORM``; Zhang and Sennrich, 2019."""
+    """``x / sqrt(mean(x^2) + eps)`` over the last axis. ggml: ``RMS_NORM``; Zhang and Sennrich, 2019."""
     return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) / max(1, x.shape[-1]) + eps)
 
 
@@ -44,7 +44,7 @@ def l2_norm(x: Array, *, eps: float = 1e-6, clamp: bool = False) -> Array:
     is_required=False,
 )
 def norm(x: Array, *, eps: float = 1e-5) -> Array:
-    """``(x - mean) / sqrt(variance + eps)`` over the last axis.  ggml: ``NORM``; Ba et al., 2016, without weights."""
+    """``(x - mean) / sqrt(variance + eps)`` over the last axis. ggml: ``NORM``; Ba et al., 2016, without weights."""
     n = max(1, x.shape[-1])
     centred = x - np.sum(x, axis=-1, keepdims=True) / n
     return centred / np.sqrt(np.sum(centred * centred, axis=-1, keepdims=True) / n + eps)
@@ -70,9 +70,10 @@ def norm(x: Array, *, eps: float = 1e-5) -> Array:
     is_required=False,
 )
 def group_norm(x: Array, *, groups: int, eps: float = 1e-6) -> Array:
-    """`norm` over the last two axes and each of `groups` runs of channels, the axis before.  ggml: ``GROUP_NORM``.
+    """`norm` over groups of neighbouring channels and the last two axes; channels are the axis before these.
 
-    Where `groups` does not divide the channels the last runs are shorter (or empty), as in ggml.  Wu and He, 2018.
+    ggml: ``GROUP_NORM``. If `groups` does not divide the channels, the last groups are smaller or empty, as in ggml.
+    Wu and He, 2018.
     """
     channels = x.shape[-3]
     run = -(-channels // groups)
@@ -85,7 +86,7 @@ def group_norm(x: Array, *, groups: int, eps: float = 1e-6) -> Array:
 
 
 def softmax_rows(scores: Array, sinks: Array | None) -> Array:
-    """Softmax over the last axis; a sink joins maximum and sum but not the output; a row all -inf gives zeros."""
+    """Return the softmax over the last axis. A sink adds to the denominator only; a row of -inf gives zeros."""
     top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
     if sinks is not None:
         top = np.maximum(top, sinks)
@@ -119,10 +120,10 @@ def softmax_rows(scores: Array, sinks: Array | None) -> Array:
 def softmax(
     x: Array, mask: Array | None = None, sinks: Array | None = None, *, scale: float = 1.0, max_bias: float = 0.0
 ) -> Array:
-    """``softmax(x * scale + slope * mask)`` over the last axis.  ggml: ``SOFT_MAX_EXT``.
+    """``softmax(x * scale + slope * mask)`` over the last axis. ggml: ``SOFT_MAX_EXT``.
 
-    x: scores [..., heads, tokens, keys], at least three axes.  `slope` is one factor for each head: 1, or the
-    one of ALiBi if `max_bias` > 0 (Press et al., 2022).  A row that is masked entirely gives zeros.
+    x: scores [..., heads, tokens, keys], at least three axes. `slope` is one factor for each head: 1, or the
+    slope of ALiBi if `max_bias` > 0 (Press et al., 2022). A row that is masked completely gives zeros.
     """
     scores = x * scale
     if mask is not None:
@@ -135,7 +136,11 @@ def softmax(
 
 
 def alibi_slopes(heads: int, max_bias: float) -> Array:
-    """Slope of each head, ``2^(-max_bias i / n)`` for n the largest power of two within `heads`; ones without bias."""
+    """Return the slope of each head, float64 [heads]; ones without bias.
+
+    Slope i is ``2^(-max_bias (i + 1) / n)`` for n the largest power of two up to `heads`; heads from n on have the
+    slopes between.
+    """
     if max_bias <= 0.0 or not heads:
         return np.ones(heads)
     n = 1 << (heads.bit_length() - 1)

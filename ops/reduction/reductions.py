@@ -1,4 +1,4 @@
-"""Sums, means and counts; the largest entry; running sums."""
+"""Reductions and running reductions: sum, mean, count, argmax, cumsum."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ERRORS = (("x=f32[]", "needs at least 1"), ("x=i32[3]", "x is i32"))
 
 @op("x[..., +n] -> [..., 1]: f32", linear=("x",), flops=lambda n, **_: n, samples=_ROWS, errors=_ERRORS)
 def sum_rows(x: Array) -> Array:
-    """The sum of each row, kept as an axis of size 1.  ggml: ``SUM_ROWS``."""
+    """The sum of each row, as an axis of size 1. ggml: ``SUM_ROWS``."""
     return np.sum(x, axis=-1, keepdims=True)
 
 
@@ -30,7 +30,7 @@ def sum_rows(x: Array) -> Array:
     is_required=False,
 )
 def mean(x: Array) -> Array:
-    """The mean of each row, kept as an axis of size 1; of no entries it is 0.  ggml: ``MEAN``."""
+    """The mean of each row, as an axis of size 1; the mean of an empty row is 0. ggml: ``MEAN``."""
     return np.sum(x, axis=-1, keepdims=True) / max(1, x.shape[-1])
 
 
@@ -43,7 +43,7 @@ def mean(x: Array) -> Array:
     is_required=False,
 )
 def sum_(x: Array) -> Array:
-    """The sum of all entries, a scalar.  ggml: ``SUM``."""
+    """The sum of all entries, a scalar. ggml: ``SUM``."""
     return np.asarray(np.sum(x))
 
 
@@ -57,9 +57,9 @@ def sum_(x: Array) -> Array:
     infinite=("x",),
 )
 def argmax(x: Array) -> Array:
-    """Where the largest entry of each row is; of equal ones the first.  ggml: ``ARGMAX``.
+    """The index of the largest entry of each row; of equal entries, the first index. ggml: ``ARGMAX``.
 
-    ggml's CPU backend takes the last of equal ones, and its tests have none.
+    The CPU backend of ggml returns the last index of equal entries; its tests have no equal entries.
     """
     return np.argmax(x, axis=-1)
 
@@ -77,13 +77,13 @@ def argmax(x: Array) -> Array:
     is_required=False,
 )
 def count_equal(a: Array, b: Array) -> Array:
-    """How many entries of `a` and `b` are equal, a scalar.  ggml: ``COUNT_EQUAL``."""
+    """The number of indices with equal entries of `a` and `b`, a scalar. ggml: ``COUNT_EQUAL``."""
     return np.asarray(np.sum(a == b, dtype=np.int64))
 
 
 @op("x[..., *n] -> [..., n]", linear=("x",), inplace="x", samples=_ROWS, errors=_ERRORS, sequential="n")
 def cumsum(x: Array) -> Array:
-    """Running sums along the last axis: entry i is the sum of entries 0 to i.  ggml: ``CUMSUM``."""
+    """Running sums along the last axis: entry i is the sum of entries 0 to i. ggml: ``CUMSUM``."""
     return np.cumsum(x, axis=-1)
 
 
@@ -122,9 +122,9 @@ _SMALL = {"x": LegalRange(-2.0, 2.0)}
     is_required=False,
 )
 def reduce(x: Array, *, kind: str) -> Array:
-    """The max, min, sum or prod (`kind`) of each row in the dtype of `x`, kept as an axis of size 1.
+    """The max, min, sum or prod (`kind`) of each row in the dtype of `x`, as an axis of size 1.
 
-    Partial sums of floats are `sum_rows`.  NumPy (Harris et al., 2020).
+    For floats, `sum_rows` permits partial sums. NumPy (Harris et al., 2020).
     """
     return np.asarray(REDUCTIONS[kind].reduce(x, axis=-1, keepdims=True))
 
@@ -139,7 +139,7 @@ def reduce(x: Array, *, kind: str) -> Array:
     is_required=False,
 )
 def accumulate(x: Array, *, kind: str) -> Array:
-    """The max, min, sum or prod (`kind`) of the entries of a row up to each of them, in the dtype of `x`.
+    """The running max, min, sum or prod (`kind`) of each row, in the dtype of `x`.
 
     NumPy (Harris et al., 2020).
     """
