@@ -16,7 +16,7 @@ from .state_pools import (
     build_state_signatures,
     check_state,
     choose_state_signature,
-    make_state_traffic,
+    make_state_byte_counter,
     run_recurrence,
     state_inplace_pairs,
     state_overwritten_entries,
@@ -85,7 +85,7 @@ def _check_delta_net(d: int, snapshots: int, saved: int | None = None, **_: obje
     overwrites=state_overwritten_entries,
     check=_check_delta_net,
     flops=lambda t, key_heads, value_heads, d, e, seqs=1, **_: seqs * t * key_heads * value_heads * e * (7 * d + 3),
-    traffic=make_state_traffic(5),
+    traffic=make_state_byte_counter(5),
     sequential="t",
     ranges={
         "g": LegalRange(-4.0, -1e-4),

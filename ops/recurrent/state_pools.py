@@ -77,7 +77,7 @@ def check_state(snapshots: int, saved: int | None = None, **_: object) -> str | 
     return None
 
 
-def make_state_traffic(index: int) -> Callable[[Sequence[Spec | None], Sequence[Spec], Attrs], int]:
+def make_state_byte_counter(index: int) -> Callable[[Sequence[Spec | None], Sequence[Spec], Attrs], int]:
     """Return a function for the bytes of a recurrence; operand `index` is the state. Of a pool, named rows count."""
 
     def traffic(sources: Sequence[Spec | None], results: Sequence[Spec], attrs: Attrs) -> int:

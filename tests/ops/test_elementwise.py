@@ -1,4 +1,4 @@
-"""What elementwise, gated, reducing, sorting and arranging ops compute: small values by hand, ties, edges, algebra."""
+"""Results of elementwise, gated, reducing, sorting and arranging ops: small values by hand, ties, edges, algebra."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_large_arguments_neither_overflow_nor_warn():
         same(run(op, x), [0, 1e4])
 
 
-def test_clamp_keeps_the_bounds_and_what_lies_between():
+def test_clamp_leaves_numbers_within_the_bounds():
     same(run(ops.clamp, [-INF, -1, 0.5, 2, INF], min=-0.5, max=1.0), [-0.5, -0.5, 0.5, 1, 1])
     same(run(ops.clamp, [-5.0, 5.0], min=-INF, max=0.0), [-5, 0])
 
@@ -196,7 +196,7 @@ def test_groups_that_do_not_divide_the_channels_end_in_a_shorter_one():
 # -------------------------------------------------------------------------------------------------------- sorting
 
 
-def test_sorting_is_stable_both_ways():
+def test_sorting_is_stable_ascending_and_descending():
     x = [3.0, 1.0, 3.0, -INF, 1.0, -0.0, 0.0]
     same(run(ops.argsort, x), [3, 5, 6, 1, 4, 0, 2])
     same(run(ops.argsort, x, descending=True), [0, 2, 1, 4, 5, 6, 3])
@@ -307,29 +307,29 @@ NAMED = [(op, text) for op, text in SAMPLES if op.infer_spec is None and not op.
 
 def node_of(op, text):
     parts = parse_case(text)
-    made = {k: input(k, s.shape, s.dtype) for k, s in parts.items() if isinstance(s, Spec)}
-    built = op(**made, **{k: v for k, v in parts.items() if not isinstance(v, Spec)})
+    leaves = {k: input(k, s.shape, s.dtype) for k, s in parts.items() if isinstance(s, Spec)}
+    built = op(**leaves, **{k: v for k, v in parts.items() if not isinstance(v, Spec)})
     return (built if isinstance(built, Value) else built[0]).node
 
 
 def legal(op, node, rng):
     """Operands within the declared ranges."""
     sizes = op.resolve_sizes([None if s is None else s.spec for s in node.src], node.attrs).by_name
-    faults = []
+    arrays = []
     for name, source in zip(op.operand_names, node.src, strict=False):
         bounds = op.ranges.get(name)
         if source is None:
-            faults.append(None)
+            arrays.append(None)
         elif source.dtype.is_integer:
             high = sizes[bounds.high] if bounds and isinstance(bounds.high, str) else 3
-            drawn = rng.integers(0, high, source.shape)
+            numbers = rng.integers(0, high, source.shape)
             if bounds and bounds.distinct:
                 rows = [rng.permutation(high)[: source.shape[-1]] for _ in range(math.prod(source.shape[:-1]))]
-                drawn = np.array(rows, np.int64).reshape(source.shape)
-            faults.append(drawn)
+                numbers = np.array(rows, np.int64).reshape(source.shape)
+            arrays.append(numbers)
         else:
-            faults.append(rng.uniform(*((bounds.low, bounds.high) if bounds else (-2, 2)), source.shape))
-    return faults
+            arrays.append(rng.uniform(*((bounds.low, bounds.high) if bounds else (-2, 2)), source.shape))
+    return arrays
 
 
 @pytest.mark.parametrize(("op", "text"), LINEAR, ids=lambda x: x.name if isinstance(x, ops.Op) else x)
@@ -388,7 +388,7 @@ def halves(arrays, operands, name):
 
 
 @pytest.mark.parametrize(("op", "text"), NAMED, ids=lambda x: x.name if isinstance(x, ops.Op) else x)
-def test_what_is_declared_parallel_can_be_cut(op, text):
+def test_dimensions_declared_parallel_can_be_sharded(op, text):
     """Parts of operands cut along a parallel dimension give the parts of the result."""
     node = node_of(op, text)
     signature = op.signature_for(node.attrs)
@@ -405,19 +405,19 @@ def test_what_is_declared_parallel_can_be_cut(op, text):
         names.append(None)
     for name in dict.fromkeys(names):
         parts = [op.run_reference(part, node.attrs) for part in halves(arrays, signature.operands, name)]
-        for result, want, *pieces in zip(signature.results, whole, *parts, strict=True):
+        for result, want, *shards in zip(signature.results, whole, *parts, strict=True):
             (axis, *more) = axes_of(result, want.ndim, name) or [None]
             if axis is not None:
                 assert not more
-                np.testing.assert_allclose(np.concatenate(pieces, axis), want, rtol=1e-9, atol=1e-12)
+                np.testing.assert_allclose(np.concatenate(shards, axis), want, rtol=1e-9, atol=1e-12)
 
 
 def test_a_sum_over_everything_says_that_its_leading_axes_end():
     assert "x[+...] -> []" in ops.sum_.signature_for({}).text
     x = input("x", (3, 5, 4))
     assert ops.sum_.count_flops(ops.sum_(x).node) == 60
-    made = plan(Graph({"y": ops.sum_(x)}), "cpu:0")
-    got = load(made, {}).run({"x": np.ones((3, 5, 4), np.float32)})["y"]
+    built = plan(Graph({"y": ops.sum_(x)}), "cpu:0")
+    got = load(built, {}).run({"x": np.ones((3, 5, 4), np.float32)})["y"]
     assert got.shape == ()
     assert got == 60
 

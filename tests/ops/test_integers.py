@@ -55,6 +55,6 @@ def test_results_wrap_and_division_by_zero_gives_zero(kind, device):
         run = load(plan(graph, device), {}).run
         bits = 8 * np.dtype(a.replace("i", "int")).itemsize
         for right in ENDS[b]:
-            wanted = [RULES[kind](left, right) for left in ENDS[a]]
-            wrapped = [(n + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1) for n in wanted]
+            expected = [RULES[kind](left, right) for left in ENDS[a]]
+            wrapped = [(n + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1) for n in expected]
             assert run({"a": np.array(ENDS[a])[:, None], "b": np.array([right])})["y"][:, 0].tolist() == wrapped

@@ -29,7 +29,7 @@ def codes(qs: np.ndarray, j: int) -> np.ndarray:
 
 
 BY_ELEMENT = {DType.Q1_0: signs, DType.Q2_0: codes}
-"""Types that the package does not have yet: by what an element's scale is multiplied."""
+"""Types that the `gguf` package lacks: a function from bytes to the factor of the scale, per element."""
 
 
 def oracle(raw: np.ndarray, dtype: DType) -> np.ndarray:
@@ -92,7 +92,7 @@ def test_every_scale_of_nvfp4_equals_the_gguf_package() -> None:
 
 
 @pytest.mark.parametrize("dtype", QUANTISABLE, ids=str)
-def test_quantised_normal_numbers_come_back_near(dtype: DType) -> None:
+def test_quantised_normal_numbers_change_little(dtype: DType) -> None:
     x = np.random.default_rng(1).standard_normal((16, 256), np.float32)
     back = dequantise(gguf.quants.quantize(x, gguf.GGMLQuantizationType(dtype.ggml)), dtype)
     assert np.mean((back - x) ** 2) < 0.02
@@ -173,8 +173,8 @@ def test_numbers_become_the_blocks_of_gguf_and_are_rounded_once(dtype: DType) ->
     numbers = (rng.standard_normal((9, 4, 96)) * 10.0 ** rng.integers(-9, 5, (9, 4, 1))).astype(np.float32)
     numbers[1, 2], numbers[3, 1, :32] = 0, np.arange(32) - 8
     blocks = encode_array(numbers, dtype)
-    wanted = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType(dtype.ggml))
-    assert np.array_equal(blocks, wanted)
+    expected = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType(dtype.ggml))
+    assert np.array_equal(blocks, expected)
     assert np.array_equal(
         decode_array(encode_array(decode_array(blocks, dtype), dtype), dtype), decode_array(blocks, dtype)
     )

@@ -61,15 +61,16 @@ CASES = [
 
 
 def part_of(op, operands, start, stop, state):
-    """The operands of some tokens: whatever has the token axis is cut."""
+    """The operands of some tokens: operands with a token axis are sliced."""
     signature = next(iter(op.signatures.values()))
-    cut = {
+    token_axes = {
         o.name: [d.factors for d in o.dims].index(("t",)) - len(o.dims)
         for o in signature.operands
         if ("t",) in [d.factors for d in o.dims]
     }
     results = {
-        n: np.moveaxis(np.moveaxis(x, cut[n], 0)[start:stop], 0, cut[n]) if n in cut else x for n, x in operands.items()
+        n: np.moveaxis(np.moveaxis(x, token_axes[n], 0)[start:stop], 0, token_axes[n]) if n in token_axes else x
+        for n, x in operands.items()
     }
     return [{**results, "state": state}.get(name) for name in op.operand_names]
 
@@ -172,15 +173,15 @@ def test_a_pool_is_updated_in_place_without_allocating():
     leaves = {n: input(n, s.shape) for n, s in parse_case(case).items()}
     pool, slots = state("pool", (16, 4, 128, 128)), input("slots", (2,), "i32")
     out, new = ops.gated_delta_net(**leaves, state=pool, slots_in=slots, slots_out=slots, pool="update")
-    made = plan(Graph({"o": out}, {pool: new}), "cpu:0")
-    program = load(made, {})
+    built = plan(Graph({"o": out}, {pool: new}), "cpu:0")
+    program = load(built, {})
     bound = {n: np.full(v.shape, 0.1, np.float32) for n, v in leaves.items()} | {"slots": np.array([3, 5])}
     program.run(bound)
     tracemalloc.start()
     program.run(bound)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # NumPy's own buffers take some 64 KiB whatever the size.
+    # The buffers of NumPy have about 64 KiB for any size.
     assert peak < 128 * 1024, f"a state of one sequence is 256 KiB, but a run allocates {peak} bytes"
 
 
@@ -213,7 +214,7 @@ def test_gated_delta_net_by_hand():
     near(new, one(-5.5))
 
 
-def chunked(q, k, v, g, beta, s):
+def compute_in_chunks(q, k, v, g, beta, s):
     """All tokens of one head at once: solve for the deltas, then two products.  S is [value, key], g per token."""
     total = np.cumsum(g)
     decay = np.tril(np.exp(np.minimum(total[:, None] - total, 0.0)))
@@ -232,7 +233,7 @@ def test_the_delta_rule_equals_its_chunked_form(heads, rng):
     out, new = run(ops.gated_delta_net, q, k, v, g, beta, s, heads=heads)
     for j in range(6):
         i = j % 2 if heads == "tiled" else j // 3
-        want, state = chunked(q[:, i], k[:, i], v[:, j], g[:, j, 0], beta[:, j], s[j])
+        want, state = compute_in_chunks(q[:, i], k[:, i], v[:, j], g[:, j, 0], beta[:, j], s[j])
         near(out[:, j], want)
         near(new[j], state)
 

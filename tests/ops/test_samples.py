@@ -1,4 +1,4 @@
-"""Every op's own samples: what is declared is inferred, computed and refused as it says."""
+"""Samples and errors of all ops: results are inferred and computed as declared, errors have their message."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ def test_an_op_is_declared_completely(op):
 
 @pytest.mark.parametrize("op", ops.REGISTRY.values(), ids=lambda op: op.name)
 def test_an_axis_that_ends_in_an_op_is_contracted_or_coupled(op):
-    """What is cut along a parallel axis stays cut in the result, so an axis that the result lacks has another role."""
+    """A parallel axis is an axis of the result, too; an axis that the result lacks has another role."""
     for signature in op.signatures.values() if op.infer_spec is None else ():
-        kept = {factor for result in signature.results for dim in result.dims for factor in dim.factors}
-        ends = [dim for dim in signature.dims if not kept & set(dim.factors) and not dim.factors[0].isdecimal()]
+        factors = {factor for result in signature.results for dim in result.dims for factor in dim.factors}
+        ends = [dim for dim in signature.dims if not factors & set(dim.factors) and not dim.factors[0].isdecimal()]
         declared = {dim.factors for dim in signature.dims if dim.role is not DimensionRole.PARALLEL}
         assert {dim.factors for dim in ends} <= declared
         if any(o.leading is LeadingAxes.EQUAL for o in signature.operands):
