@@ -12,9 +12,9 @@ from ...graph.dtypes import DType
 from ...graph.errors import GraphError
 from ...graph.spec import Spec
 from ...ops import Op
-from ...ops.declaring.samples import Range
-from ...ops.elementwise import rounded
-from ...ops.quants import dequantise, f32_to_bf16
+from ...ops.declaration.samples import LegalRange
+from ...ops.elementwise.binary import round_to_dtype
+from ...ops.quantisation import dequantise, f32_to_bf16
 from .case import Case
 from .grow import distinct_axes
 from .layouts import Array, place, twins, unit_shape
@@ -137,7 +137,7 @@ def _blocks(spec: Spec, rng: np.random.Generator) -> Array:
 
 
 def _integers(
-    spec: Spec, legal: Range | None, differ: int, sizes: Mapping[str, int], kind: str, rng: np.random.Generator
+    spec: Spec, legal: LegalRange | None, differ: int, sizes: Mapping[str, int], kind: str, rng: np.random.Generator
 ) -> Array:
     dtype = spec.dtype.storage
     if legal is None:
@@ -157,7 +157,9 @@ def _integers(
     return rng.integers(low, max(high, low + 1), spec.shape).astype(dtype)
 
 
-def _floats(spec: Spec, legal: Range | None, kind: str, infinite: tuple[float, ...], rng: np.random.Generator) -> Array:
+def _floats(
+    spec: Spec, legal: LegalRange | None, kind: str, infinite: tuple[float, ...], rng: np.random.Generator
+) -> Array:
     low, high = (float(legal.low), float(legal.high)) if legal else (-np.inf, np.inf)
     bounded = np.isfinite(low)
     values: Array
@@ -180,7 +182,7 @@ def _floats(spec: Spec, legal: Range | None, kind: str, infinite: tuple[float, .
         values = np.broadcast_to(values[..., :1], shape)
     # A backend may keep f64 in f32, so no more digits than that.
     held = DType.F32 if spec.dtype is DType.F64 else spec.dtype
-    values = np.asarray(rounded(np.clip(values, low, high), held), np.float64)
+    values = np.asarray(round_to_dtype(np.clip(values, low, high), held), np.float64)
     if kind == "infinities" and infinite and spec.size:
         values = np.where(rng.random(shape) < 0.3, rng.choice(infinite, shape), values)
         if shape:

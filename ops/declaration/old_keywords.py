@@ -1,0 +1,31 @@
+"""Keywords of `op` under their names before 0.2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+OLD_KEYWORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "form": "signature_key",
+        "needs": "check",
+        "where": "derived_sizes",
+        "share": "active_fraction",
+        "whole": "unsharded_dimensions",
+        "must": "is_required",
+    }
+)
+"""Keywords of `op` under their names before 0.2, which packages may use until 0.3."""
+
+
+def accept_old_keywords(function: F) -> F:
+    """Return `function` with `OLD_KEYWORDS` renamed before the call."""
+
+    @wraps(function)
+    def call(*args: Any, **keywords: Any) -> Any:
+        return function(*args, **{OLD_KEYWORDS.get(name, name): value for name, value in keywords.items()})
+
+    return cast(F, call)
