@@ -73,7 +73,7 @@ def test_random_blocks_equal_the_gguf_package(dtype: DType) -> None:
 )
 def test_every_half_precision_scale_equals_the_gguf_package(dtype: DType) -> None:
     raw = random_bytes(1 << 16, dtype.block_bytes)
-    at = BLOCK_LAYOUTS[dtype].fields["d"][1]  # type: ignore[index]
+    at = BLOCK_LAYOUTS[dtype].fields["d"][1]
     raw[:, at : at + 2] = np.arange(1 << 16, dtype="<u2").view(np.uint8).reshape(-1, 2)
     raw = raw[:: 1 if dtype.block == 32 else 16]
     assert_same_bits(dequantise(raw, dtype), oracle(raw.reshape(1, -1), dtype).reshape(len(raw), -1))

@@ -230,11 +230,13 @@ PLANTS = {
 }
 
 
+NO_ADDRESS = "touches memory (that is not its own|through a wild pointer)"
+"""Of an address before the weights: the processor tells a second form if the address is not canonical."""
 STOP_MESSAGES = {
     "columns past the last are loaded": PAST_END,
     "a row past the last is written": PAST_END,
     "a stage is read before it is there": IN_FLIGHT,
-    "an expert of elsewhere is the first one": "few<Q8_0, 1>.*touches memory (that is not its own|through a wild pointer)",
+    "an expert of elsewhere is the first one": f"few<Q8_0, 1>.*{NO_ADDRESS}",
     "a stage of floats is read before it is there": IN_FLIGHT,
     "a row past the last has a result": PAST_END,
     "columns past the last are read": PAST_END,
