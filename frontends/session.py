@@ -108,9 +108,8 @@ class Session:
         self._graph = graphs_of(model, self.on)
         self._wire, self._caches = WIRES[self.on.wire], self.on.caches
         if self.world.size > 1:
-            self.world.require_agreement(
-                "model", f"one with the digest {model_digest(model)[:16]}", "give all ranks the same file"
-            )
+            own = f"one with the digest {model_digest(model)[:16]}"
+            self.world.require_agreement("model", own, "give all ranks the same file")
         self._place = tuple((pattern, spelled(device, self.on)) for pattern, device in self.on.place)
         self._gives = "both" if model.guessers else "logits"
         self._one = self.step(1, 1, sequences)

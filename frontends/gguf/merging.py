@@ -37,7 +37,7 @@ BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 """What raw text falls back to where it has no token."""
 MERGED = ("gpt2", "llama", "gemma4", "hybriddna", "whitespace")
 """BPE as ``tokenizer.ggml.pre`` says, SentencePiece, BPE on raw text, BPE with `Kmers`, and BPE without white space."""
-KINDS = (*MERGED, "rwkv", "bert", "t5", "plamo2")
+TOKENIZER_MODELS = (*MERGED, "rwkv", "bert", "t5", "plamo2")
 """Every ``tokenizer.ggml.model``: the kinds that merge, the longest token each time, WordPiece, unigrams and the lowest
 cost."""
 NOTHING = "\0\0nothing"

@@ -50,7 +50,7 @@ class Kind(Enum):
         return self.name.lower()
 
 
-KINDS = {kind.number: kind for kind in Kind}
+VALUE_KINDS = {kind.number: kind for kind in Kind}
 
 Item: TypeAlias = Union[int, float, bool, str, "Array"]
 """What one element of an array, or one metadata value, decodes to."""
@@ -163,9 +163,9 @@ def read_array(cursor: Cursor, depth: int = 1) -> Array:
 
 def _read_kind(cursor: Cursor) -> Kind:
     number = cursor.u32()
-    if number not in KINDS:
-        raise cursor.error(f"has the unknown value type {number}; need 0 to {len(KINDS) - 1}")
-    return KINDS[number]
+    if number not in VALUE_KINDS:
+        raise cursor.error(f"has the unknown value type {number}; need 0 to {len(VALUE_KINDS) - 1}")
+    return VALUE_KINDS[number]
 
 
 def _read_value(cursor: Cursor) -> Item:

@@ -23,7 +23,7 @@ LARGEST_PROGRAM = 1 << 28
 OP = re.compile(r"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.getitem")
 """What a node may call."""
 SYMBOLIC = ("as_expr", "expr_str", "as_sym_int", "as_sym_ints", "as_sym_float", "as_sym_bool")
-KINDS = ("weights", "constants")
+LEAF_KINDS = ("weights", "constants")
 
 
 def read_program(path: str) -> ExportedProgram:
@@ -72,7 +72,7 @@ def _program(members: _Members) -> ExportedProgram:
 
     told = members.json(members.program)
     _check(members.path, told)
-    weights, constants = (_tensors(members, kind) for kind in KINDS)
+    weights, constants = (_tensors(members, kind) for kind in LEAF_KINDS)
     written = _dict_to_dataclass(schema.ExportedProgram, told)
     return ExportedProgramDeserializer().deserialize(written, weights, constants, None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from ...graph.spec import Spec
 from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, format_value, instance_of, validate_arguments
 from ...ops.quantisation import decode_array, encode_array
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard, local_shape
-from ..lowering.lane import DEVICES, Lane
+from ..lowering.lane import DEVICES, Devices, Lane
 from ..plan import Plan
 from ..units import nbytes_text
 from .copies import Arena, WeightCopies
@@ -43,12 +43,7 @@ class Store:
     """
 
     @validate_arguments(PlanError, group=DEVICES)
-    def __init__(
-        self,
-        group: Sequence[tuple[Backend, Device]],
-        world: World = SINGLE_PROCESS,
-        packed: PackedWeights | None = None,
-    ) -> None:
+    def __init__(self, group: Devices, world: World = SINGLE_PROCESS, packed: PackedWeights | None = None) -> None:
         self.group: tuple[tuple[Backend, Device], ...] = tuple(group)
         self.backends: tuple[Backend, ...] = tuple(backend for backend, _ in self.group)
         self.turn: Turn = Turn(self.backends)
@@ -84,12 +79,10 @@ class Store:
         quantised; `origin` is where it comes from, without which it is not kept, and `release` is called whenever a
         piece of it was read, which may be forgotten.  With `copies` devices read the memory of `data` itself where they
         can, and share the copies that they need with other stores.  Raises `PlanError` unless it fits `spec`."""
-        stored = _stored(f"weight %{quote_node_name(name):.{MAX_MESSAGE_CHARACTERS}}", data, spec)
+        what = f"weight %{quote_node_name(name):.{MAX_MESSAGE_CHARACTERS}}"
+        stored = _stored(what, data, spec)
         if why := _find_layout_error(spec, layout, len(self.group)):
-            raise PlanError(
-                f"weight %{quote_node_name(name):.{MAX_MESSAGE_CHARACTERS}}: {spec}: {why}; "
-                "plan for the devices of this store"
-            )
+            raise PlanError(f"{what}: {spec}: {why}; plan for the devices of this store")
         with self.turn:
             self._layouts[name] = (spec, layout)
             for number, device in self._devices.items():
@@ -421,9 +414,8 @@ def assembled(shape: tuple[int, ...], layout: Layout, parts: Mapping[int, Any], 
     """The whole value, as a host array of its own, from what the devices of this process have, by their numbers, and
     from what the others send."""
     if not isinstance(layout, Shard):
-        return np.array(
-            between.broadcast_one(parts, layout.devices if isinstance(layout, Local) else range(len(between.ranks)))
-        )
+        owners = layout.devices if isinstance(layout, Local) else range(len(between.ranks))
+        return np.array(between.broadcast_one(parts, owners))
     holders = [number for number, runs in enumerate(layout.runs) if runs] or range(len(layout.runs))
     everywhere = between.exchange(parts, holders)
     whole = np.empty(shape, np.asarray(everywhere[holders[0]]).dtype)

@@ -41,10 +41,10 @@ from ..given.plans.grouped import everything_that_fits, weights_of
 def test_every_kernel_does_in_waves_of_64_lanes_what_its_op_means(name):
     """Ten cases of the quick run, which ``hocket check --backend hip-emulated`` makes whole."""
     cases = quick_cases(REGISTRY[name])
-    check(EmulatedHipBackend(), cases[:: max(1, len(cases) // 10)])
+    check_cases(EmulatedHipBackend(), cases[:: max(1, len(cases) // 10)])
 
 
-def check(backend, cases):
+def check_cases(backend, cases):
     """One may have no reference, or more of something than a kernel takes, but none may lack a kernel."""
     for case in cases:
         result = run_case(case, backend, backend.device(0))
@@ -95,7 +95,7 @@ def cupy(monkeypatch):
 @pytest.mark.parametrize("name", ["add", "get_rows", "softmax", "mul_mat", "argsort", "gated_delta_net"])
 def test_the_driver_makes_the_launches_of_the_emulated_one(name, cupy):
     cases = quick_cases(REGISTRY[name])
-    check(hip.HipBackend(), cases[:: max(1, len(cases) // 6)])
+    check_cases(hip.HipBackend(), cases[:: max(1, len(cases) // 6)])
 
 
 @needs_compiler
