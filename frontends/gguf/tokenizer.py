@@ -21,7 +21,7 @@ from ...graph.validation import BOOL, TEXT, format_value, instance_of, integer_b
 from ..errors import ModelError
 from .kmers import MARK
 from .longest_match import spelled_bytes
-from .merging import TOKENIZER_MODELS, SPACE, Merger
+from .merging import SPACE, TOKENIZER_MODELS, Merger
 from .pretokenizers import PreTokenizer
 from .special_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, USER, special_tokens, stripping
 from .vocabulary import (
@@ -315,7 +315,9 @@ def _kind(metadata: Mapping[str, object]) -> str:
             "give token ids, as hocket logits --tokens does"
         )
     if kind not in TOKENIZER_MODELS:
-        raise ModelError(f"tokenizer.ggml.model: unknown tokenizer {kind[:80]!a}; known are {', '.join(TOKENIZER_MODELS)}")
+        raise ModelError(
+            f"tokenizer.ggml.model: unknown tokenizer {kind[:80]!a}; known are {', '.join(TOKENIZER_MODELS)}"
+        )
     return kind
 
 

@@ -20,7 +20,7 @@ from ...ops.elementwise.binary import cont
 from .contents import Memory, Views, extent_of, is_dense, kept_dtype, meet, scratch_fault, show
 from .undo import Journal, Step
 
-KINDS = ("weight", "state", "constant")
+LEAF_OPS = ("weight", "state", "constant")
 """Leaves that have a buffer of their own."""
 
 
@@ -45,7 +45,7 @@ def _buffer_faults(graph: Graph, program: Program, backend: Backend) -> Iterator
     if not program.buffers or program.buffers[0] != BufferSpec("arena", "", program.buffers[0].nbytes):
         yield "its first buffer is not the arena"
         return
-    leaves = {(n.op, n.name): n.specs[0] for n in graph.nodes if n.op in KINDS}
+    leaves = {(n.op, n.name): n.specs[0] for n in graph.nodes if n.op in LEAF_OPS}
     times = Counter((b.kind, b.name) for b in program.buffers[1:])
     for number, buffer in enumerate(program.buffers[1:], 1):
         key = buffer.kind, buffer.name
