@@ -25,7 +25,7 @@ from hocket.frontends.open import open_model, open_session
 from hocket.frontends.session import Session
 from hocket.scheduler import Plan, plan_for
 from hocket.scheduler.machines.speeds import Speeds
-from hocket.scheduler.probing.calibrating import KINDS, Probes, middle
+from hocket.scheduler.probing.calibrating import PROBED_DTYPES, Probes, middle
 
 HEAD = ("model", "tokens of a run", "predicted", "measured", "error", "errors of the rounds")
 TURNS = 5
@@ -79,7 +79,7 @@ def main() -> None:
     about = circumstances(args.shared)
     runs = [run for path in args.models for run in runs_of(path, args.p, args.c, args.threads)]
     dtypes = {str(weight.dtype) for run in runs for weight in run.plan.graph.weights}
-    probes = Probes([run.plan.group[0] for run in runs[:1]], [kind for kind in KINDS if str(kind) in dtypes])
+    probes = Probes([run.plan.group[0] for run in runs[:1]], [kind for kind in PROBED_DTYPES if str(kind) in dtypes])
     rounds = [row for _ in range(args.rounds) for row in measured(probes, runs)]
     text = table(HEAD, [told(run, rounds) for run in runs])
     print(one_line(about) + "\n\n" + text, end="")

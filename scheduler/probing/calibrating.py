@@ -35,7 +35,7 @@ from .probe_graphs import (
 )
 from .reckoning import Reckoning
 
-KINDS = (
+PROBED_DTYPES = (
     *(DType.Q4_0, DType.Q4_1, DType.Q5_0, DType.Q5_1, DType.Q8_0, DType.Q2_K, DType.Q3_K, DType.Q4_K, DType.Q5_K),
     *(DType.Q6_K, DType.IQ4_NL, DType.IQ4_XS, DType.MXFP4, DType.F16, DType.BF16, DType.F32),
 )
@@ -95,7 +95,7 @@ class Watch:
 
 
 def speeds_of(
-    group: Group, clock: Clock | None = None, kinds: Sequence[DType] = KINDS, rounds: int = 1 + ROUNDS
+    group: Group, clock: Clock | None = None, kinds: Sequence[DType] = PROBED_DTYPES, rounds: int = 1 + ROUNDS
 ) -> Speeds:
     """The speeds of devices, all at work at once; of sums and messages of the first two if there are two."""
     probes = Probes(group, kinds, clock)
@@ -109,7 +109,7 @@ class Probes:
     weights of one have left the caches before it runs again.
     """
 
-    def __init__(self, group: Group, kinds: Sequence[DType] = KINDS, clock: Clock | None = None) -> None:
+    def __init__(self, group: Group, kinds: Sequence[DType] = PROBED_DTYPES, clock: Clock | None = None) -> None:
         self.kinds, self.clock, self.devices = kinds, clock or Watch(len(group)), len(group)
         graphs = {"launches": chain(SHORT), "values": handed_on(), "recurrence": recurrent(), "attention": attended()}
         graphs["states"] = looked_back(READ)
