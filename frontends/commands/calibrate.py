@@ -6,7 +6,7 @@ import argparse
 
 from ...scheduler.machines.calibrated import group_name, keep_speeds, read_speeds
 from ...scheduler.machines.speeds import Speeds
-from ...scheduler.probing.calibrating import PROBED_DTYPES, QUICK_KINDS, QUICK_ROUNDS, ROUNDS, speeds_of
+from ...scheduler.probing.calibrating import PROBED_DTYPES, QUICK_DTYPES, QUICK_ROUNDS, ROUNDS, speeds_of
 from ..devices import Group, found
 from ..errors import ModelError
 from ..terminal.output import log, write
@@ -16,14 +16,14 @@ GROUPS = (("cpu:0",), ("cpu:0", "cpu:1"))
 
 
 def flags(sub: argparse.ArgumentParser) -> None:
-    kinds = ", ".join(map(str, QUICK_KINDS))
+    kinds = ", ".join(map(str, QUICK_DTYPES))
     sub.add_argument(
         "--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds in place of {ROUNDS}, weights of {kinds} only"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    kinds, rounds, note = (QUICK_KINDS, QUICK_ROUNDS, "quick") if args.quick else (PROBED_DTYPES, ROUNDS, "")
+    kinds, rounds, note = (QUICK_DTYPES, QUICK_ROUNDS, "quick") if args.quick else (PROBED_DTYPES, ROUNDS, "")
     known: dict[str, Speeds] = {}
     for devices in GROUPS:
         group = found(Group(devices=devices))

@@ -40,7 +40,7 @@ PROBED_DTYPES = (
     *(DType.Q6_K, DType.IQ4_NL, DType.IQ4_XS, DType.MXFP4, DType.F16, DType.BF16, DType.F32),
 )
 """Dtypes of weights that are measured."""
-QUICK_KINDS = (DType.Q4_0, DType.Q8_0, DType.Q4_K, DType.Q6_K, DType.F16, DType.F32)
+QUICK_DTYPES = (DType.Q4_0, DType.Q8_0, DType.Q4_K, DType.Q6_K, DType.F16, DType.F32)
 """Dtypes that ``hocket calibrate --quick`` measures; the others count as the slowest of them."""
 ALONE = (DType.Q4_0, DType.Q8_0, DType.F16)
 """Those with which one device is measured while the others wait, too."""

@@ -27,7 +27,7 @@ from ...given.plans.faults import SLOW, decoder
 from ...given.plans.grouped import weights_of
 
 RUNS = 3
-KINDS = ["reference", "numpy", "cpu", pytest.param("cuda-emulated", marks=needs_compiler)]
+TRACED_DEVICES = ["reference", "numpy", "cpu", pytest.param("cuda-emulated", marks=needs_compiler)]
 
 
 def traced(kind, mode):
@@ -54,7 +54,7 @@ MEETINGS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TRACED_DEVICES)
 def test_every_step_of_every_device_is_there_once_a_run_and_in_its_time(kind, mode, tmp_path):
     run, trace = traced(kind, mode)
     assert len(trace.runs) == RUNS
