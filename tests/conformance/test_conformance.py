@@ -30,7 +30,7 @@ from hocket.conformance.checks.run_case import Result, is_aliased, unsupported_r
 from hocket.conformance.checks.tolerance import ErrorBudget, ExpectedResult
 from hocket.conformance.command import main
 from hocket.conformance.generate_cases import full_cases, quick_cases
-from hocket.conformance.reports.expected_failures_failures import ExpectedFailures
+from hocket.conformance.reports.expected_failures import ExpectedFailures
 from hocket.conformance.reports.failure_traits import group_failures
 from hocket.conformance.reports.html_page import html_page
 from hocket.conformance.reports.text_report import OUTCOME_MEANINGS, format_total, junit, markdown
