@@ -37,5 +37,6 @@ class once(Generic[T]):  # noqa: N801  # a decorator
         return key in self._made
 
     def cache_clear(self) -> None:
-        """Forget all values.  Only for what nobody uses any more."""
+        """Forget all values and their keys.  Only for what nobody uses any more."""
         self._made.clear()
+        self._locks.clear()

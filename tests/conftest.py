@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -62,6 +64,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         cases[test] += 1
     items[:] = stays
     config.hook.pytest_deselected(items=leaves)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt modules and test items from garbage collection: they live until the process ends."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collect_garbage() -> Iterator[None]:
+    """Free the cycles of a module's tests: Python rarely looks for cycles among many old objects."""
+    yield
+    gc.collect()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

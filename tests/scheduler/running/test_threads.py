@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -74,6 +75,23 @@ def test_what_fails_once_is_tried_again():
     with pytest.raises(OSError, match="not yet"):
         twice()
     assert twice() == twice() == 2
+
+
+def test_a_cleared_cache_keeps_no_key():
+    class Key:
+        pass
+
+    @once
+    def name(key: Key) -> str:
+        return type(key).__name__
+
+    key = Key()
+    known = weakref.ref(key)
+    assert name(key) == "Key"
+    del key
+    assert known() is not None
+    name.cache_clear()
+    assert known() is None
 
 
 def test_threads_that_share_a_store_see_each_run_whole():
