@@ -52,7 +52,7 @@ hocket_switch:
 .size hocket_switch,.-hocket_switch
 )");
 
-constexpr size_t PAGE = 4096, STACK = 64 << 10, BELOW = 1 << 20, MOST_THREADS = 1024, MOST_SHARED = 232448, MOST_BLOCKS = 8;
+constexpr size_t PAGE = 4096, GUARD = 16 << 20, STACK = 64 << 10, BELOW = 1 << 20, MOST_THREADS = 1024, MOST_SHARED = 232448, MOST_BLOCKS = 8;
 constexpr uint64_t CANARY = 0x5afe57acc0ffee00;
 
 struct Worker;
@@ -167,7 +167,7 @@ template <class... Values> [[noreturn]] static void fail(const char *form, Value
     __builtin_unreachable();
 }
 
-static bool is_near(const char *low, size_t bytes, const char *at) { return low && at >= low - PAGE && at < low + bytes + PAGE; }
+static bool is_near(const char *low, size_t bytes, const char *at) { return low && at >= low - GUARD && at < low + bytes + GUARD; }
 static void say_fault(const char *at) {
     const Worker &w = *current->worker;
     if (is_near(w.stacks - BELOW, BELOW, at)) return note(FAILED, "needs more than 64 KiB of local memory");

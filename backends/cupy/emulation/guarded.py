@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,30 +15,40 @@ import numpy.typing as npt
 from ..device.driver import Launch, Span
 
 ALIGNMENT = 16
+GUARD_BYTES = 16 << 20
+"""Bytes before and after an operand that fault. A wrong row of a matrix lies far outside of one page."""
 Bytes = npt.NDArray[np.uint8]
+NO_ACCESS, MAP_FAILED = 0, ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def guarded(nbytes: int) -> Bytes:
-    """Zeroed memory that begins at a multiple of 16 and ends, but for what that takes, at a page that faults.  Raises
-    `MemoryError`."""
+    """Return zeroed memory between guard zones: it begins at a multiple of 16 and ends within 15 bytes of its zone.
+
+    Raises:
+        MemoryError: the system has no such memory.
+    """
     pages = _pages(nbytes)
     start = len(pages) - -(-nbytes // ALIGNMENT) * ALIGNMENT
     return pages[start : start + nbytes]
 
 
 def _pages(nbytes: int) -> Bytes:
-    """Whole pages for so many bytes, between two that fault."""
-    page = mmap.PAGESIZE
-    pages = -(-max(nbytes, 1) // page) * page
-    try:
-        room = mmap.mmap(-1, pages + 2 * page)
-    except OSError as why:
-        raise MemoryError from why
-    whole: Bytes = np.frombuffer(room, np.uint8)
-    for low in (0, page + pages):
-        _libc.mprotect(ctypes.c_void_p(whole.ctypes.data + low), ctypes.c_size_t(page), 0)
-    return whole[page : page + pages]
+    """Return whole pages for `nbytes` bytes between two guard zones, which take addresses but no memory."""
+    size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = size + 2 * GUARD_BYTES
+    low = _libc.mmap(None, whole, NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if low == MAP_FAILED:
+        raise MemoryError(os.strerror(ctypes.get_errno()))
+    pages = (ctypes.c_uint8 * size).from_address(low + GUARD_BYTES)
+    weakref.finalize(pages, _libc.munmap, low, whole).atexit = False
+    if _libc.mprotect(low + GUARD_BYTES, size, mmap.PROT_READ | mmap.PROT_WRITE):
+        raise MemoryError(os.strerror(ctypes.get_errno()))
+    return np.frombuffer(pages, np.uint8)
 
 
 def address_of(memory: Bytes) -> int:

@@ -8,14 +8,14 @@ namespace emulation {
 // Memory that ends where nothing may be touched.
 static char *guarded(size_t bytes) {
     size_t pages = (bytes + PAGE - 1) / PAGE * PAGE;
-    char *low = (char *)mmap(nullptr, pages + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    char *low = (char *)mmap(nullptr, pages + 2 * GUARD, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (low == MAP_FAILED) abort();
-    mprotect(low + PAGE, pages, PROT_READ | PROT_WRITE);
-    return low + PAGE + pages - (bytes + 15) / 16 * 16;
+    mprotect(low + GUARD, pages, PROT_READ | PROT_WRITE);
+    return low + GUARD + pages - (bytes + 15) / 16 * 16;
 }
 static void forget_guarded(char *memory, size_t bytes) {
     size_t pages = (bytes + PAGE - 1) / PAGE * PAGE;
-    munmap(memory + (bytes + 15) / 16 * 16 - pages - PAGE, pages + 2 * PAGE);
+    munmap(memory + (bytes + 15) / 16 * 16 - pages - GUARD, pages + 2 * GUARD);
 }
 // Of an operating-system thread, for each block of a cluster.  A process has them once, however many libraries it loads:
 // g++ makes a variable that is inline unique.
