@@ -121,6 +121,12 @@ class Communicator:
         """Everything ends at once; this call only when no graph has the communicator."""
         with self.world.changed:
             self.is_over = True
+            for (source, _), offers in self.world.mail.items():  # its memory is freed soon
+                if source == self.rank:
+                    offers.clear()
+            for came in self.world.sums.values():
+                if "done" not in came:
+                    came.pop(self.rank, None)
             self.world.changed.notify_all()
         until(lambda: not self.graphs)
 
@@ -154,10 +160,10 @@ class Communicator:
         return condition()
 
     def _receive(self, at, n, dtype, peer):
-        box = self.world.mail[peer, self.rank]
-        if not self._await(lambda: box and box[0][1:3] == (n, dtype)):
-            return
         with self.world.changed:
+            box = self.world.mail[peer, self.rank]
+            if not self._await(lambda: box and box[0][1:3] == (n, dtype)):
+                return
             source, *_, taken = box.popleft()
             ctypes.memmove(at, source, n * np.dtype(TYPES[dtype]).itemsize)
             taken.set()
