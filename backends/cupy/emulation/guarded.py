@@ -48,7 +48,7 @@ def _pages(nbytes: int) -> Bytes:
     weakref.finalize(pages, _libc.munmap, low, whole).atexit = False
     if _libc.mprotect(low + GUARD_BYTES, size, mmap.PROT_READ | mmap.PROT_WRITE):
         raise MemoryError(os.strerror(ctypes.get_errno()))
-    return np.frombuffer(pages, np.uint8)
+    return np.ctypeslib.as_array(pages)
 
 
 def address_of(memory: Bytes) -> int:
