@@ -19,7 +19,15 @@ static void forget_guarded(char *memory, size_t bytes) {
 }
 // Of an operating-system thread, for each block of a cluster.  A process has them once, however many libraries it loads:
 // g++ makes a variable that is inline unique.
-struct Stacks { char *low; size_t count; };
+struct Stacks {
+    char *low;
+    size_t count;
+    void release() {
+        if (low) munmap(low - BELOW, BELOW + count * STACK);
+        low = nullptr, count = 0;
+    }
+    ~Stacks() { release(); }
+};
 inline thread_local Stacks stacks_of[MOST_BLOCKS];
 
 static void prepare(Worker &w, const Launch &l, unsigned rank) {
@@ -30,7 +38,7 @@ static void prepare(Worker &w, const Launch &l, unsigned rank) {
     w.failed = false;
     Stacks &kept = stacks_of[rank];
     if (kept.count < w.threads) {
-        if (kept.low) munmap(kept.low - BELOW, BELOW + kept.count * STACK);
+        kept.release();
         const int how = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
         kept.low = (char *)mmap(nullptr, BELOW + w.threads * STACK, PROT_READ | PROT_WRITE, how, -1, 0) + BELOW;
         if (kept.low - BELOW == MAP_FAILED) abort();
