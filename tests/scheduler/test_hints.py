@@ -46,7 +46,8 @@ def test_a_hint_says_what_planning_so_gives(name, devices):
         placed = plan_for(graph, group, split_mode="tensor", hardware=FAST, place=pins)
         before, after = weights(made), weights(placed)
         assert dict(hint.saved) == {d: before[d] - after[d] for d in before if before[d] != after[d]}
-        assert placed.cost.total - made.cost.total == pytest.approx(hint.seconds, rel=0.02)
+        # The receiver may compute something else until the message arrives.
+        assert placed.cost.total - made.cost.total <= hint.seconds + 0.02 * abs(hint.seconds)
 
 
 def test_a_hint_stands_behind_the_reason_of_each_stage_that_reads_the_weight():
