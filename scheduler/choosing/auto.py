@@ -32,8 +32,8 @@ class Way:
     how many times as long as promised it is taken to be, 0 if nobody knows.  Should all collectives turn out to be
     hidden it still takes `least` seconds.  `cut` is how many devices cut what, all or those of each stage.
 
-    Where `refine` is given, `seconds` is only a lower bound for the ways that it returns: these replace the way, and
-    others like them that have no plan yet.
+    With `refine`, `seconds` is a lower bound of the ways that `refine` returns.  They replace the way, and ways of the
+    same kind that have no plan yet.
     """
 
     kind: str
@@ -153,7 +153,7 @@ def best_of(ways: Sequence[Way], once: float, judge: Judge = by_cost) -> Plan:
 
 
 def _replace_refined(ways: Sequence[Way], bound: Way, refined: Iterable[Way]) -> list[Way]:
-    """Return `ways` with the `refined` ones in place of their `bound` and of those of the same kind without a plan."""
+    """Return `ways` with the `refined` ones in place of their `bound` and of like ways that have no plan."""
     known = {(way.kind, way.devices) for way in ways if way.plan is not None}
     fresh = [way for way in refined if (way.kind, way.devices) not in known]
     known = {(way.kind, way.devices) for way in fresh}

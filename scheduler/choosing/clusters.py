@@ -17,8 +17,10 @@ Seconds = Callable[[Node], float]
 
 @dataclass(eq=False, slots=True)
 class Cluster:
-    """Nodes that stay together, their seconds, and the nodes of other clusters that they read, each with the number of
-    its readers in the cluster."""
+    """Nodes that stay together, and their `seconds`.
+
+    `reads` are the nodes of other clusters that the cluster reads, each with the number of its readers in the cluster.
+    """
 
     nodes: list[Node]
     seconds: float
@@ -28,17 +30,23 @@ class Cluster:
 def find_clusters(
     nodes: Sequence[Node], seconds: Mapping[Node, float], message: Seconds, latency: float
 ) -> list[Cluster]:
-    """Return the clusters of `nodes`, which compute and are in the order of a graph; each follows those that it reads.
+    """Return the clusters of `nodes`; each follows the clusters that it reads.
 
-    `message` are the seconds of a message with the results of a node.  A cluster joins its only reader unless it runs
-    at the same time as another one that this reads, and that saves more than `latency`.
+    A cluster joins its only reader unless it runs at the same time as another operand of this reader, and that saves
+    more than `latency`.
+
+    Args:
+        nodes: Nodes that compute, in the order of a graph.
+        seconds: The time of each node on one device.
+        message: Returns the seconds of a message with the results of a node.
+        latency: The seconds of the shortest message.
     """
     operands = {node: dict.fromkeys(s.node for s in node.inputs if not s.node.is_leaf) for node in nodes}
     readers = Counter(source for read in operands.values() for source in read)
     by_exit: dict[Node, Cluster] = {}
 
-    def joins(exit_node: Node, reads: Mapping[Node, int]) -> bool:
-        """Whether the cluster of an exit joins its only reader, which `reads` these exits."""
+    def can_join(exit_node: Node, reads: Mapping[Node, int]) -> bool:
+        """Whether the cluster of an exit joins its only reader; `reads` are the operands of this reader."""
         one = by_exit[exit_node]
         if one.seconds <= latency:
             return True
@@ -57,7 +65,7 @@ def find_clusters(
     for node, read in operands.items():
         own = Cluster([node], seconds.get(node, 0.0), dict.fromkeys(read, 1))
         while (
-            found := next((n for n, k in own.reads.items() if k == readers[n] and joins(n, own.reads)), None)
+            found := next((n for n, k in own.reads.items() if k == readers[n] and can_join(n, own.reads)), None)
         ) is not None:
             one = by_exit.pop(found)
             del own.reads[found]
@@ -75,8 +83,10 @@ def find_clusters(
 
 
 def divide_cluster(cluster: Cluster, seconds: Mapping[Node, float], grain: float) -> Iterator[Cluster]:
-    """Yield consecutive parts of a cluster, each of at least `grain` seconds but for the last one.  Only one value
-    passes from a part to the next."""
+    """Yield consecutive parts of a cluster, each of at least `grain` seconds except the last one.
+
+    Only one value passes from a part to the next.
+    """
     last_reader = {source.node: at for at, node in enumerate(cluster.nodes) for source in node.inputs}
     unread: set[Node] = set()
     nodes: list[Node] = []
@@ -94,8 +104,10 @@ def divide_cluster(cluster: Cluster, seconds: Mapping[Node, float], grain: float
 
 
 def link_clusters(clusters: Sequence[Cluster], latency: float) -> tuple[list[Cluster], dict[Node, Cluster]]:
-    """Return the clusters with what they read, and the cluster of each node.  A cluster shorter than `latency` joins
-    the only one that it reads."""
+    """Return the clusters with the nodes that they read, and the cluster of each node.
+
+    A cluster that is shorter than `latency` seconds joins the only cluster that it reads.
+    """
     owner: dict[Node, Cluster] = {}
     linked: list[Cluster] = []
     for cluster in clusters:

@@ -178,8 +178,8 @@ class Planning:
         because[-1] = last or because[-1]
         return self._placed({n: Pin(d, because[d]) for n, d in where.items()}, trim=trim)
 
-    def branches(self, schedule: BranchSchedule) -> Plan:
-        """Independent branches on different devices."""
+    def place_branches(self, schedule: BranchSchedule) -> Plan:
+        """Build the plan of independent branches on different devices."""
         pins = {node: Pin(device, "it is in a branch of its own") for node, device in schedule.placement.items()}
         return self._placed(pins, trim=True, order=schedule.order)
 

@@ -80,8 +80,11 @@ class Promises:
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def about(self, way: Way, alone: float) -> Way:
-        """The way as it promises to be for the use, where a step of all sequences takes `alone` seconds on one device;
-        of a prompt no device of a team does what another does too, but for launches."""
+        """Return the way as it promises to be for the use.
+
+        A step of all sequences takes `alone` seconds on one device.  The devices of a team share all work of a prompt
+        except launches.
+        """
         use, stages, speed, refine = self.use, way.stages, alone / way.seconds, way.refine
         one = self._alone(use.sequences, 1)
         step = min([one, *(self._step(n, stages) for n in self.counts_of(use.sequences, stages))])

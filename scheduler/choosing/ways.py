@@ -58,36 +58,38 @@ def _ways(planning: Planning, alone: Plan, once: float, hardware: Hardware, cost
     ways: list[Way] = []
     for count in sorted({*(n for n in fewer if n < devices), devices}):
         first = planning.first(count)
-        ways += (_overlapping(way, branches) for way in _with_all(first, alone, once, hardware))
+        ways += (_overlap_stages(way, branches) for way in _with_all(first, alone, once, hardware))
         if _divides(hardware.machine, count) and not planning.wished:
-            ways += (_overlapping(way, branches) for way in _staged(first, hardware))
+            ways += (_overlap_stages(way, branches) for way in _staged(first, hardware))
         if not is_fixed and branches.total:
-            lacking, refine = max(0.0, once / count - branches.memory), partial(_bounded, first, branches, once)
-            ways.append(Way(BRANCHES, count, branches.bound(count), once, lacking, first.alone, refine=refine))
+            lacking, refine = max(0.0, once / count - branches.memory), partial(_bound_branches, first, branches, once)
+            ways.append(
+                Way(BRANCHES, count, branches.compute_lower_bound(count), once, lacking, first.alone, refine=refine)
+            )
     return ways
 
 
-def _bounded(planning: Planning, branches: Branches, once: float) -> Iterator[Way]:
-    """Independent branches on different devices, if there are any, with a better bound of their time."""
+def _bound_branches(planning: Planning, branches: Branches, once: float) -> Iterator[Way]:
+    """Yield independent branches on different devices, if there are any, with a better bound of their time."""
     count = len(planning.group)
-    if (bound := branches.cluster_bound(count)) is not None:
-        lacking, refine = max(0.0, once / count - branches.memory), partial(_scheduled, planning, branches)
+    if (bound := branches.compute_cluster_bound(count)) is not None:
+        lacking, refine = max(0.0, once / count - branches.memory), partial(_schedule_branches, planning, branches)
         yield Way(BRANCHES, count, bound, once, lacking, planning.alone, refine=refine)
 
 
-def _scheduled(planning: Planning, branches: Branches) -> Iterator[Way]:
-    """Independent branches on different devices."""
-    for schedule in branches.schedules(len(planning.group)):
-        held, make = schedule.held, partial(planning.branches, schedule)
-        lacking = sum(max(0.0, each - branches.memory) for each in held)
-        yield Way(BRANCHES, len(held), schedule.seconds, sum(held), lacking, make)
+def _schedule_branches(planning: Planning, branches: Branches) -> Iterator[Way]:
+    """Yield the schedules of independent branches on different devices."""
+    for schedule in branches.find_schedules(len(planning.group)):
+        leaf_bytes, make = schedule.leaf_bytes, partial(planning.place_branches, schedule)
+        lacking = sum(max(0.0, each - branches.memory) for each in leaf_bytes)
+        yield Way(BRANCHES, len(leaf_bytes), schedule.seconds, sum(leaf_bytes), lacking, make)
 
 
-def _overlapping(way: Way, branches: Branches) -> Way:
-    """The way with the seconds that it takes at least if its stages work at the same time on different branches."""
-    if way.stages == 1 or not branches.can_overlap or (part := branches.overlap(way.stages)) > 1 - GAIN:
+def _overlap_stages(way: Way, branches: Branches) -> Way:
+    """Return the way with its least seconds if its stages work on different branches at the same time."""
+    if way.stages == 1 or not branches.can_overlap or (part := branches.estimate_overlap(way.stages)) > 1 - GAIN:
         return way
-    if way.searched:  # the stages may differ in what cuts gain
+    if way.searched:  # the gain of cuts may differ between stages
         part = 1 / way.stages
     return replace(way, seconds=way.seconds * part, searched=False, cut=None)
 

@@ -194,10 +194,10 @@ class _Waits:
 
 def _order(graph: Graph, later: Mapping[Node, list[Node]], *, in_turn: bool = False) -> tuple[Node, ...]:
     """Graph order, but each writer of a state after the readers of its old value, and what only a new state needs
-    straight behind the last that it reads: at the end, where the graph has it, all that would still be kept.  What is
-    sent goes at once, since another device waits for it; what depends on a message comes behind what does not.  With
-    `in_turn` a collective comes before what only the next one needs.  Raises `PlanError` where meetings are numbered
-    against what they read."""
+    straight behind the last that it reads: at the end, where the graph has it, all that would still be kept.  A value
+    is sent at once, since another device waits for it.  Nodes that depend on a message come last.  With `in_turn` a
+    collective comes before what only the next one needs.  Raises `PlanError` where meetings are numbered against what
+    they read."""
     done: dict[Node, None] = {}
     begun: set[Node] = set()
     for root in _order_by_messages(graph):
@@ -228,7 +228,7 @@ def _order_by_messages(graph: Graph) -> Sequence[Node]:
     nodes = order_with_state_updates(graph, {node for node in graph.nodes if node.op == "send"})
     last_message: dict[Node, int] = {}
     for node in graph.nodes:
-        number = sequence_of(node.op, node.attrs) if node.op == "receive" else None
+        number = find_collective_number(node.op, node.attrs) if node.op == "receive" else None
         before = max((last_message[source.node] for source in node.inputs), default=-1)
         last_message[node] = before if number is None else number
     return sorted(nodes, key=last_message.__getitem__)

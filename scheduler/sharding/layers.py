@@ -132,10 +132,9 @@ def place(
 ) -> Sharded:
     """Emit the graph of every device: its nodes, what it receives, what it sends.
 
-    A value is sent at most once to each device, as soon as it is computed; the nodes that compute are in the given
-    `order`, or in that of the graph.  A weight is kept on every device that reads it; a state lives where
-    its new value is made (or where it is first read), and is sent from there.  What is `held` by devices already stays
-    there.
+    A value is sent at most once to each device, as soon as it is computed.  The nodes that compute are in the given
+    `order`, or in the order of the graph.  A weight is kept on every device that reads it; a state lives where its new
+    value is made (or where it is first read), and is sent from there.  What is `held` by devices already stays there.
     """
     home = homes(graph, placement)
     home.update({value: layout.devices[0] for value, layout in held.items()})

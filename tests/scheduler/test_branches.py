@@ -193,7 +193,7 @@ MACHINES = (
 )
 
 
-def count_kept_bytes(plan: Plan) -> int:
+def count_leaf_bytes(plan: Plan) -> int:
     return plan.memory()["weight"] + plan.memory()["state"]
 
 
@@ -211,17 +211,17 @@ def test_no_choice_by_hand_is_three_per_cent_faster_than_auto(name: str, machine
         except PlanError:
             return None
 
-    most = len(simulation.group)
-    auto = plan("auto", most)
-    rivals = [plan(mode, n) for mode in ("layer", "tensor", "layer,tensor") for n in range(2, most + 1)]
+    device_count = len(simulation.group)
+    auto = plan("auto", device_count)
+    rivals = [plan(mode, n) for mode in ("layer", "tensor", "layer,tensor") for n in range(2, device_count + 1)]
     prefixes = sorted({value.node.name.partition(".")[0] for value in graph.weights})
-    for n in range(2, most + 1):
+    for n in range(2, device_count + 1):
         where = [(f"^{prefix}\\b", str(simulation.group[i % n][1])) for i, prefix in enumerate(prefixes)]
-        rivals.append(plan("none", most, where))
+        rivals.append(plan("none", device_count, where))
     found = [rival for rival in (plan("none", 1), *rivals) if rival is not None]
-    kept = [p for p in found if count_kept_bytes(p) <= once * (1 + (len(p.lanes) - 1) / 2)]
+    comparable = [p for p in found if count_leaf_bytes(p) <= once * (1 + (len(p.lanes) - 1) / 2)]
     assert auto is not None
-    assert auto.cost.total <= 1.03 * min(p.cost.total for p in kept)
+    assert auto.cost.total <= 1.03 * min(p.cost.total for p in comparable)
 
 
 @pytest.mark.parametrize("name", ["four towers", "fork", "experts", "states"])
@@ -241,7 +241,7 @@ def test_a_device_works_on_its_own_branch_before_it_waits_for_another(machine: s
     """The join reads the tower of the other device first."""
     simulation, graph = simulate(machine), build_towers((4, 4))
     plan = plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph))
-    (receiver,) = (lane for lane in plan.lanes if any(n.op == "receive" for n in lane.graph.nodes))
+    (receiver,) = (own for own in plan.lanes if any(n.op == "receive" for n in own.graph.nodes))
     ran = [i.op for i in receiver.program.instructions]
     assert ran.index("receive") > max(at for at, op in enumerate(ran) if op == "mul_mat")
 
@@ -277,26 +277,26 @@ def build_branches(graph: Graph, hardware: Hardware, devices: int, memory: float
 def test_one_chain_has_no_branches():
     graph = build_towers((8,), 64, 4)
     branches = build_branches(graph, BUSY, 4)
-    assert branches.cluster_bound(4) is None
-    assert branches.overlap(4) == pytest.approx(1)
+    assert branches.compute_cluster_bound(4) is None
+    assert branches.estimate_overlap(4) == pytest.approx(1)
     plan = plan_for(graph, group_of(4, "numpy"), hardware=BUSY)
     assert not any("independent branches" in reason for reason in plan.reasons)
 
 
 def test_branches_are_on_devices_that_have_room_for_their_weights():
     graph, tower = build_towers((3, 1, 1, 1), 64, 4), 3 * 64 * 64 * 2
-    schedules = build_branches(graph, BUSY, 2, tower).schedules(2)
+    schedules = build_branches(graph, BUSY, 2, tower).find_schedules(2)
     assert schedules
-    assert all(sorted(schedule.held) == [tower] * 2 for schedule in schedules)
+    assert all(sorted(schedule.leaf_bytes) == [tower] * 2 for schedule in schedules)
 
 
 def test_schedules_keep_to_their_bound_and_list_operands_first():
     graph = build_tree(64, 4)
     branches = build_branches(graph, BUSY, 3)
-    for schedule in branches.schedules(3):
+    for schedule in branches.find_schedules(3):
         place = {node: at for at, node in enumerate(schedule.order)}
         assert all(place[s.node] < at for node, at in place.items() for s in node.inputs if not s.node.is_leaf)
-        assert branches.bound(3) <= schedule.seconds < branches.total
+        assert branches.compute_lower_bound(3) <= schedule.seconds < branches.total
         assert set(place) == set(schedule.placement) == {node for node in graph.nodes if not node.is_leaf}
 
 
@@ -306,7 +306,7 @@ def test_branches_of_any_graph_make_a_plan_that_is_proven(seed: int):
     graph, devices = seeded_graph(seed), random.Random(seed).choice([2, 3, 4])
     slow = Hardware(flops=1e3, bandwidth=1e3, launch=0, link_latency=1e-9)
     planning = Planning(graph, group_of(devices, "numpy"), (), slow)
-    for schedule in build_branches(graph, slow, devices).schedules(devices):
+    for schedule in build_branches(graph, slow, devices).find_schedules(devices):
         assert set(schedule.placement) == {node for node in graph.nodes if not node.is_leaf}
-        verify_plan(planning.branches(schedule))
+        verify_plan(planning.place_branches(schedule))
     assert plan_for(graph, group_of(devices, "numpy"), hardware=slow).lanes
