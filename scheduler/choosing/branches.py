@@ -17,7 +17,7 @@ from itertools import product
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ..machines.hardware import KEPT, Hardware, leaf_of
-from ..sharding.layers import Placement
+from ..sharding.layers import Placement, order_by_hops
 from .clusters import Cluster, divide_cluster, find_clusters, link_clusters
 
 GAIN = 0.03
@@ -30,7 +30,7 @@ EFFORT = 100_000
 
 @dataclass(frozen=True)
 class BranchSchedule:
-    """A placement of nodes on devices: the nodes in the order of their ends, and the predicted `seconds` of a run.
+    """A placement of nodes on devices, an order in which nodes start, and the predicted `seconds` of a run.
 
     `leaf_bytes` has the bytes of weights and states on each device.
     """
@@ -91,25 +91,21 @@ class Branches:
         return self.estimate_overlap(self.devices) <= 1 - GAIN
 
     def estimate_overlap(self, stages: int) -> float:
-        """Return the least part of the time that `stages` stages of consecutive nodes take.
+        """Return the part of the time that `stages` stages of consecutive nodes take.
 
         Stages that are independent of each other run at the same time.
         """
         stage: dict[Node, int] = {}
-        level: dict[Node, int] = {}
-        work: dict[tuple[int, int], float] = defaultdict(float)
         spent = 0.0
         for node in self.nodes:
-            seconds = self.seconds.get(node, 0.0)
-            own = stage[node] = min(int(spent / self.total * stages), stages - 1) if self.total else 0
-            before = (level[s.node] + (stage[s.node] != own) for s in node.inputs if not s.node.is_leaf)
-            level[node] = max(before, default=0)
-            work[level[node], own] += seconds
-            spent += seconds
-        longest: dict[int, float] = defaultdict(float)
-        for (at, _), seconds in work.items():
-            longest[at] = max(longest[at], seconds)
-        return sum(longest.values()) / self.total if self.total else 1.0
+            stage[node] = min(int(spent / self.total * stages), stages - 1) if self.total else 0
+            spent += self.seconds.get(node, 0.0)
+        ends: dict[Node, float] = {}
+        free = [0.0] * stages
+        for node in order_by_hops(self.graph, stage):
+            start = max((ends.get(source.node, 0.0) for source in node.inputs), default=0.0)
+            free[stage[node]] = ends[node] = max(start, free[stage[node]]) + self.seconds.get(node, 0.0)
+        return max(free) / self.total if self.total else 1.0
 
     def find_schedules(self, devices: int) -> list[BranchSchedule]:
         """Return the best schedules found on `devices` devices; each saves at least `GAIN`."""
@@ -125,7 +121,7 @@ class Branches:
         return find_clusters(self.nodes, self.seconds, self.estimate_message_of, self.hardware.meeting(0.0))
 
     def _schedule_clusters(self, division: Sequence[Cluster], devices: int) -> Iterator[BranchSchedule]:
-        """Yield the schedule of these clusters by list scheduling, and a better one that is like it."""
+        """Yield schedules of these clusters by list scheduling, and better ones that are like them."""
         clusters, owner = link_clusters(division, self.hardware.meeting(0.0))
         until_end: dict[Cluster, float] = defaultdict(float)
         for cluster in reversed(clusters):
@@ -137,15 +133,19 @@ class Branches:
         for cluster in sorted(clusters, key=until_end.__getitem__, reverse=True):
             scheduler.place(cluster)
         order = [node for cluster in sorted(clusters, key=scheduler.starts.__getitem__) for node in cluster.nodes]
-        yield self._build_schedule(scheduler.placement, order)
+        yield from self._build_schedules(scheduler.placement, order)
         if (better := self._move_clusters(clusters, scheduler.placement, order, devices)) is not None:
-            yield self._build_schedule(better, order)
+            yield from self._build_schedules(better, order)
 
-    def _build_schedule(self, placement: Placement, order: Sequence[Node]) -> BranchSchedule:
-        """Return the schedule with this placement, in which devices execute their nodes in this order."""
+    def _build_schedules(self, placement: Placement, order: Sequence[Node]) -> Iterator[BranchSchedule]:
+        """Yield schedules with this placement: nodes by their ends, and by the number of messages before each.
+
+        Messages are numbered in this order; programs receive and send them by their numbers, so either may be faster.
+        """
         ends = self._predict_ends(placement, order)
-        ordered = sorted(order, key=ends.__getitem__)
-        return BranchSchedule(placement, ordered, max(ends.values()), [*self._count_leaf_bytes(placement).values()])
+        leaf_bytes = [*self._count_leaf_bytes(placement).values()]
+        for each in (sorted(order, key=ends.__getitem__), order_by_hops(self.graph, placement)):
+            yield BranchSchedule(placement, each, max(ends.values()), leaf_bytes)
 
     def _move_clusters(
         self, clusters: Sequence[Cluster], placement: Placement, order: Sequence[Node], devices: int

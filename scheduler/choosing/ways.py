@@ -87,8 +87,9 @@ def _schedule_branches(planning: Planning, branches: Branches) -> Iterator[Way]:
 
 def _overlap_stages(way: Way, branches: Branches) -> Way:
     """Return the way with its least seconds if its stages work on different branches at the same time."""
-    if way.stages == 1 or not branches.can_overlap or (part := branches.estimate_overlap(way.stages)) > 1 - GAIN:
+    if way.stages == 1 or not branches.can_overlap or branches.estimate_overlap(way.stages) > 1 - GAIN:
         return way
+    part = branches.compute_lower_bound(way.stages) / branches.total
     if way.searched:  # the gain of cuts may differ between stages
         part = 1 / way.stages
     return replace(way, seconds=way.seconds * part, searched=False, cut=None)

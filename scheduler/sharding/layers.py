@@ -123,6 +123,19 @@ def homes(graph: Graph, placement: Placement) -> dict[Value, int]:
     return home
 
 
+def order_by_hops(graph: Graph, placement: Placement) -> Sequence[Node]:
+    """Return the nodes that compute by the largest number of messages on a path to each.
+
+    So a device sends the results of its independent nodes before the results that wait for other devices.
+    """
+    hops: dict[Node, int] = {}
+    for node in graph.nodes:
+        if not node.is_leaf:
+            sources = (source.node for source in node.inputs if not source.node.is_leaf)
+            hops[node] = max((hops[source] + (placement[source] != placement[node]) for source in sources), default=0)
+    return sorted(hops, key=hops.__getitem__)
+
+
 def place(
     graph: Graph,
     placement: Placement,
@@ -133,8 +146,9 @@ def place(
     """Emit the graph of every device: its nodes, what it receives, what it sends.
 
     A value is sent at most once to each device, as soon as it is computed.  The nodes that compute are in the given
-    `order`, or in the order of the graph.  A weight is kept on every device that reads it; a state lives where its new
-    value is made (or where it is first read), and is sent from there.  What is `held` by devices already stays there.
+    `order`, or by the number of messages on the way to each.  A weight is kept on every device that reads it; a state
+    lives where its new value is made (or where it is first read), and is sent from there.  What is `held` by devices
+    already stays there.
     """
     home = homes(graph, placement)
     home.update({value: layout.devices[0] for value, layout in held.items()})
@@ -167,7 +181,7 @@ class _Emitter:
         self.sent: list[dict[str, Value]] = [{} for _ in range(devices)]
         self.sequence = 0
         self.called = assign_names(graph)
-        for node in order or graph.nodes:
+        for node in order or order_by_hops(graph, placement):
             if not node.is_leaf:
                 device = placement[node]
                 src = tuple(None if s is None else self._on(device, s) for s in node.src)
