@@ -46,8 +46,11 @@ def test_a_hint_says_what_planning_so_gives(name, devices):
         placed = plan_for(graph, group, split_mode="tensor", hardware=FAST, place=pins)
         before, after = weights(made), weights(placed)
         assert dict(hint.saved) == {d: before[d] - after[d] for d in before if before[d] != after[d]}
-        # The receiver may compute something else until the message arrives.
-        assert placed.cost.total - made.cost.total <= hint.seconds + 0.02 * abs(hint.seconds)
+        # A hint adds up all nodes, but the receiver may compute something else until the last message arrives.
+        last = max(at for at, stage in enumerate(placed.stages) if stage.op == "send")
+        hidden = sum(stage.seconds for stage in placed.stages[: last + 1])
+        slower, margin = placed.cost.total - made.cost.total, 0.02 * abs(hint.seconds)
+        assert hint.seconds - hidden - margin <= slower <= hint.seconds + margin
 
 
 def test_a_hint_stands_behind_the_reason_of_each_stage_that_reads_the_weight():
