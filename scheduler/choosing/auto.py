@@ -122,8 +122,10 @@ def best_of(ways: Sequence[Way], once: float, judge: Judge = by_cost) -> Plan:
     left = list(ways)
     unbuilt: list[str] = []
 
+    alone_bytes = ways[0].held  # of a plan, which may store weights in another type
+
     def cost(way: Way) -> tuple[float, float]:
-        return way.lacking, way.priced(once)
+        return way.lacking, way.priced(once if way.plan is None else alone_bytes)
 
     while (best := min(left, key=cost)).plan is None:
         if best.refine is not None:

@@ -161,11 +161,15 @@ def has_branches(plan: Plan) -> bool:
 @pytest.mark.parametrize("name", SMALL)
 def test_branches_on_several_devices_give_the_numbers_of_one_device(name: str, devices: int):
     graph, group = SMALL[name](), group_of(devices, "numpy")
-    plan = plan_for(graph, group, hardware=Hardware(flops=1e6, bandwidth=1e9, launch=0, link_latency=1e-6))
-    alone = plan_for(graph, [find("numpy:0")])
-    assert has_branches(plan) or name == "routed experts"  # these are cut
-    assert all(np.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(run_twice(plan), run_twice(alone), strict=True))
-    assert plan_from_json(plan_to_json(plan)).digest() == plan.digest()
+    hardware = Hardware(flops=1e6, bandwidth=1e9, launch=0, link_latency=1e-6)
+    schedules = build_branches(graph, hardware, devices).find_schedules(devices)
+    assert schedules
+    planning = Planning(graph, group, (), hardware)
+    expected = run_twice(plan_for(graph, [find("numpy:0")]))
+    for plan in (plan_for(graph, group, hardware=hardware), *map(planning.place_branches, schedules[:2])):
+        assert len(plan.lanes) > 1
+        assert all(np.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(run_twice(plan), expected, strict=True))
+        assert plan_from_json(plan_to_json(plan)).digest() == plan.digest()
 
 
 BUILDERS: dict[str, Callable[[], Graph]] = {
