@@ -13,6 +13,7 @@ from hocket import ops
 from hocket.backends.base import find
 from hocket.graph import Graph, PlanError, Value, input, state, weight
 from hocket.scheduler import Plan, load, plan_for
+from hocket.scheduler.choosing.auto import JOINED
 from hocket.scheduler.choosing.branches import Branches
 from hocket.scheduler.choosing.planning import Planning
 from hocket.scheduler.machines.hardware import Hardware
@@ -160,13 +161,16 @@ def has_branches(plan: Plan) -> bool:
 @pytest.mark.parametrize("devices", [2, 3, 5])
 @pytest.mark.parametrize("name", SMALL)
 def test_branches_on_several_devices_give_the_numbers_of_one_device(name: str, devices: int):
+    """Mode auto takes branches, or a plan that is as fast as all plans of branches."""
     graph, group = SMALL[name](), group_of(devices, "numpy")
     hardware = Hardware(flops=1e6, bandwidth=1e9, launch=0, link_latency=1e-6)
     schedules = build_branches(graph, hardware, devices).find_schedules(devices)
     assert schedules
-    planning = Planning(graph, group, (), hardware)
+    placed = [Planning(graph, group, (), hardware).place_branches(schedule) for schedule in schedules]
+    auto, fastest = plan_for(graph, group, hardware=hardware), min(plan.cost.total for plan in placed)
+    assert auto.cost.total <= fastest * (1 + (JOINED if has_branches(auto) else 1e-3))
     expected = run_twice(plan_for(graph, [find("numpy:0")]))
-    for plan in (plan_for(graph, group, hardware=hardware), *map(planning.place_branches, schedules[:2])):
+    for plan in (auto, *placed[:2]):
         assert len(plan.lanes) > 1
         assert all(np.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(run_twice(plan), expected, strict=True))
         assert plan_from_json(plan_to_json(plan)).digest() == plan.digest()
