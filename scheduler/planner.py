@@ -65,12 +65,12 @@ def plan(
 
     `split_mode` is ``none`` (the first device alone), ``layer`` (consecutive nodes on each device), ``tensor`` (cut
     wherever kernels get shorter), ``layer,tensor`` (consecutive nodes on each machine, or on each team of devices, cut
-    among its devices) or ``auto`` (whichever of these takes least time, on however many of the devices, where memory
-    and devices have a price).  `tensor_split` gives the devices' shares in any unit.  `place` are pairs
-    (regular expression, device): nodes whose name it matches, or that read a weight or state it matches, run on that
-    device alone; the first that matches counts.  `like` is a plan over the same weights and states whose layout is
-    kept.  Each device computes with so many `threads`; without a number devices share the processors.  Raises
-    `GraphError`, `PlanError` or `BackendError`.
+    among its devices) or ``auto`` (whichever of these, or of independent branches on different devices, takes least
+    time, on however many of the devices, where memory and devices have a price).  `tensor_split` gives the devices'
+    shares in any unit.  `place` are pairs (regular expression, device): nodes whose name it matches, or that read a
+    weight or state it matches, run on that device alone; the first that matches counts.  `like` is a plan over the same
+    weights and states whose layout is kept.  Each device computes with so many `threads`; without a number devices
+    share the processors.  Raises `GraphError`, `PlanError` or `BackendError`.
     """
     group = group_of(devices.split(",") if isinstance(devices, str) else devices, threads)
     return plan_for(graph, group, split_mode=split_mode, tensor_split=tensor_split, place=place, like=like)

@@ -190,7 +190,8 @@ def estimate(found: Sequence[Stage], devices: int) -> Estimate:
     one_by_one = took
     if any(s.beside for s in found):
         one_by_one = finished([replace(s, beside=False) for s in found], devices)
-    return Estimate(max(0.0, one_by_one - sent), sent, len(meetings), one_by_one - took)
+    compute = max(0.0, one_by_one - sent)  # messages of several devices may take longer in all than the run
+    return Estimate(compute, sent, len(meetings), one_by_one - took + max(0.0, sent - one_by_one))
 
 
 def met_bytes(i: Instruction) -> int:

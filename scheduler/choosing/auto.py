@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ...graph.errors import GraphError, PlanError
@@ -31,6 +31,9 @@ class Way:
     a plan they are its own.  What was `searched` for promises too much, as a search leaves small things out: `off` is
     how many times as long as promised it is taken to be, 0 if nobody knows.  Should all collectives turn out to be
     hidden it still takes `least` seconds.  `cut` is how many devices cut what, all or those of each stage.
+
+    With `refine`, `seconds` is a lower bound of the ways that `refine` returns.  They replace the way, and ways of the
+    same kind that have no plan yet.
     """
 
     kind: str
@@ -47,6 +50,7 @@ class Way:
     least: float = 0.0
     off: float = 0.0
     cut: tuple[int, frozenset[Factor]] | None = None
+    refine: Callable[[], Iterable[Way]] | None = None
 
     def promises_like(self, other: Way) -> bool:
         """Whether it has no plan yet, and what it promises is too good where that of another way was.  Of runs that
@@ -118,10 +122,15 @@ def best_of(ways: Sequence[Way], once: float, judge: Judge = by_cost) -> Plan:
     left = list(ways)
     unbuilt: list[str] = []
 
+    alone_bytes = ways[0].held  # of a plan, which may store weights in another type
+
     def cost(way: Way) -> tuple[float, float]:
-        return way.lacking, way.priced(once)
+        return way.lacking, way.priced(once if way.plan is None else alone_bytes)
 
     while (best := min(left, key=cost)).plan is None:
+        if best.refine is not None:
+            left = _replace_refined(left, best, best.refine())
+            continue
         try:
             made = left[left.index(best)] = best.made(judge)
         except (PlanError, GraphError) as why:
@@ -134,6 +143,7 @@ def best_of(ways: Sequence[Way], once: float, judge: Judge = by_cost) -> Plan:
         if made.plan is not None and made.plan.cost.hidden:
             left = [w.hiding(made.seconds) if w.promises_like(best) else w for w in left]
         left = [way.no_faster_than(made) for way in left]
+    left = [way for way in left if way.refine is None]
     others = sorted((way for way in left if way is not best), key=cost)
     first = {way.kind: way for way in reversed(others)}.values()
     most = max(way.devices for way in left)
@@ -142,6 +152,14 @@ def best_of(ways: Sequence[Way], once: float, judge: Judge = by_cost) -> Plan:
     notes += [f"left aside: {len(others) - len(shown)} ways like these"] if len(others) > len(shown) else []
     notes = [*notes, *unbuilt] if others or unbuilt else []
     return replace(best.plan, reasons=(*best.plan.reasons, *notes))
+
+
+def _replace_refined(ways: Sequence[Way], bound: Way, refined: Iterable[Way]) -> list[Way]:
+    """Return `ways` with the `refined` ones in place of their `bound` and of like ways that have no plan."""
+    known = {(way.kind, way.devices) for way in ways if way.plan is not None}
+    fresh = [way for way in refined if (way.kind, way.devices) not in known]
+    known = {(way.kind, way.devices) for way in fresh}
+    return [*(way for way in ways if way is not bound and (way.kind, way.devices) not in known), *fresh]
 
 
 def _why(other: Way, best: Way) -> str:

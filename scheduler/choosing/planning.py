@@ -41,6 +41,7 @@ from ..sharding.rows import GAIN, Laying
 from ..sharding.search import NO_LEAVES, Choice, Search, all_cuts_of, cuts_of, deal, factors_at
 from ..sharding.teams import Composed, Teams, compose, stages_like, teams_by, teams_like
 from ..spelling import spelled_out
+from .branches import BranchSchedule
 from .fits import by_memory, shortage, spilled
 from .repeating import Repeated, repeated
 from .uses import Use
@@ -177,6 +178,11 @@ class Planning:
         because[-1] = last or because[-1]
         return self._placed({n: Pin(d, because[d]) for n, d in where.items()}, trim=trim)
 
+    def place_branches(self, schedule: BranchSchedule) -> Plan:
+        """Build the plan of independent branches on different devices."""
+        pins = {node: Pin(device, "it is in a branch of its own") for node, device in schedule.placement.items()}
+        return self._placed(pins, trim=True, order=schedule.order)
+
     def with_host(self, host: Host, *, alone: bool) -> Plan | None:
         """A layer split in which one more device, the host, takes what does not fit on the others."""
         if str(host.device) in {str(device) for _, device in self.group}:
@@ -197,13 +203,20 @@ class Planning:
         return spilled(shortage(first) / max(total, 1), plan_with) if shortage(first) else first
 
     def _placed(
-        self, base: Mapping[Node, Pin], held: Mapping[Value, Local] = NOTHING_HELD, *, trim: bool = False
+        self,
+        base: Mapping[Node, Pin],
+        held: Mapping[Value, Local] = NOTHING_HELD,
+        *,
+        trim: bool = False,
+        order: Sequence[Node] = (),
     ) -> Plan:
-        """Whole nodes on devices: `base`, but for pins; with `trim` only devices that have work."""
+        """Whole nodes on devices: `base`, but for pins; with `trim` only devices that have work.  They start in
+        `order`, if it is given."""
 
         def build(pins: Mapping[Node, Pin]) -> tuple[Mapping[Node, Pin], Sharded]:
             where = {**base, **pins}
-            return where, place_nodes(self.graph, {n: p.device for n, p in where.items()}, len(self.group), held)
+            placement = {n: p.device for n, p in where.items()}
+            return where, place_nodes(self.graph, placement, len(self.group), held, order)
 
         where, sharded = self._built(self.wished, build)
         if not trim:
@@ -212,7 +225,7 @@ class Planning:
         used = sorted({0, *(p.device for p in where.values()), *(i for i, n in enumerate(self.names) if n in kept)})
         few = Planning(self.graph, tuple(self.group[d] for d in used), (), self.hardware)
         where = {n: replace(p, device=used.index(p.device)) for n, p in where.items()}
-        placed = place_nodes(self.graph, {n: p.device for n, p in where.items()}, len(used))
+        placed = place_nodes(self.graph, {n: p.device for n, p in where.items()}, len(used), order=order)
         return few._plan(placed, frozenset(), (), where)
 
     def given(self, chosen: frozenset[Factor], why: str) -> Plan:

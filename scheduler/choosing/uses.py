@@ -79,18 +79,26 @@ class Promises:
         self.use, self.hardware = use, hardware
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
-    def about(self, way: Way, speed: float) -> Way:
-        """The way as it promises to be for the use, where a step of all sequences is `speed` times as fast as on one
-        device; of a prompt no device of a team does what another does too, but for launches."""
-        use, stages = self.use, way.stages
+    def about(self, way: Way, alone: float) -> Way:
+        """Return the way as it promises to be for the use.
+
+        A step of all sequences takes `alone` seconds on one device.  The devices of a team share all work of a prompt
+        except launches.
+        """
+        use, stages, speed, refine = self.use, way.stages, alone / way.seconds, way.refine
         one = self._alone(use.sequences, 1)
         step = min([one, *(self._step(n, stages) for n in self.counts_of(use.sequences, stages))])
-        read = self._read(stages, way.devices // stages) if use.prompt else 0.0
+        read = 0.0
+        if use.prompt and (stages > 1 or way.cut is not None):
+            read = self._read(stages, way.devices // stages)
+        elif use.prompt:  # devices that share no node
+            read = self._alone(1, use.prompt) / speed
         if stages > 1:  # one may work while the others wait
             read /= max(self.hardware.alone_flops, self.hardware.alone_bandwidth)
         seconds = use.new * step / speed + use.sequences * read
         least = use.new * step / speed * way.least / way.seconds + use.sequences * read
-        return replace(way, seconds=seconds, follows=stages > 1, least=least)
+        refined = None if refine is None else lambda: [self.about(one, alone) for one in refine()]
+        return replace(way, seconds=seconds, follows=stages > 1, least=least, refine=refined)
 
     def counts_of(self, sequences: int, stages: int) -> list[int]:
         """The number of micro-batches that promises most, if any is considered."""

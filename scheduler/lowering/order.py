@@ -194,12 +194,13 @@ class _Waits:
 
 def _order(graph: Graph, later: Mapping[Node, list[Node]], *, in_turn: bool = False) -> tuple[Node, ...]:
     """Graph order, but each writer of a state after the readers of its old value, and what only a new state needs
-    straight behind the last that it reads: at the end, where the graph has it, all that would still be kept.  What is
-    sent goes at once, since somebody waits for it.  With `in_turn` a collective comes before what only the next one
-    needs.  Raises `PlanError` where meetings are numbered against what they read."""
+    straight behind the last that it reads: at the end, where the graph has it, all that would still be kept.  A value
+    is sent at once, since another device waits for it.  Nodes that depend on a message come last.  With `in_turn` a
+    collective comes before what only the next one needs.  Raises `PlanError` where meetings are numbered against what
+    they read."""
     done: dict[Node, None] = {}
     begun: set[Node] = set()
-    for root in order_with_state_updates(graph, {node for node in graph.nodes if node.op == "send"}):
+    for root in _order_by_messages(graph):
         stack = [root]
         while stack:
             node = stack[-1]
@@ -222,8 +223,20 @@ def _order(graph: Graph, later: Mapping[Node, list[Node]], *, in_turn: bool = Fa
     return tuple(done)
 
 
+def _order_by_messages(graph: Graph) -> Sequence[Node]:
+    """Return the nodes of a graph by the number of the last message that each depends on, none first."""
+    nodes = order_with_state_updates(graph, {node for node in graph.nodes if node.op == "send"})
+    last_message: dict[Node, int] = {}
+    for node in graph.nodes:
+        number = find_collective_number(node.op, node.attrs) if node.op == "receive" else None
+        before = max((last_message[source.node] for source in node.inputs), default=-1)
+        last_message[node] = before if number is None else number
+    return sorted(nodes, key=last_message.__getitem__)
+
+
 def _meeting_first(order: Sequence[Node], later: Mapping[Node, list[Node]]) -> tuple[Node, ...]:
-    """Each collective as soon as what it needs is there, and behind it first what needs nothing of it."""
+    """Each collective as soon as what it needs is there, and behind it first what needs nothing of it.  A `receive`,
+    for which all that follows waits, stays where it is."""
     placed: list[Node] = []
     waiting: dict[Node, None] = {}
     met: Node | None = None
@@ -232,7 +245,10 @@ def _meeting_first(order: Sequence[Node], later: Mapping[Node, list[Node]]) -> t
         return [*(v.node for v in node.inputs), *later.get(node, ())]
 
     for node in order:
-        if node.op in COLLECTIVES:
+        if node.op == "receive":
+            placed += [*waiting, node]
+            waiting, met = {}, None
+        elif node.op in COLLECTIVES:
             needed, stack = set[Node](), sources(node)
             while stack:
                 if (source := stack.pop()) in waiting and source not in needed:

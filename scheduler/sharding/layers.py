@@ -123,16 +123,36 @@ def homes(graph: Graph, placement: Placement) -> dict[Value, int]:
     return home
 
 
-def place(graph: Graph, placement: Placement, devices: int, held: Mapping[Value, Local] = NOTHING_HELD) -> Sharded:
+def order_by_hops(graph: Graph, placement: Placement) -> Sequence[Node]:
+    """Return the nodes that compute by the largest number of messages on a path to each.
+
+    So a device sends the results of its independent nodes before the results that wait for other devices.
+    """
+    hops: dict[Node, int] = {}
+    for node in graph.nodes:
+        if not node.is_leaf:
+            sources = (source.node for source in node.inputs if not source.node.is_leaf)
+            hops[node] = max((hops[source] + (placement[source] != placement[node]) for source in sources), default=0)
+    return sorted(hops, key=hops.__getitem__)
+
+
+def place(
+    graph: Graph,
+    placement: Placement,
+    devices: int,
+    held: Mapping[Value, Local] = NOTHING_HELD,
+    order: Sequence[Node] = (),
+) -> Sharded:
     """Emit the graph of every device: its nodes, what it receives, what it sends.
 
-    A value is sent at most once to each device.  A weight is kept on every device that reads it; a state lives where
-    its new value is made (or where it is first read), and is sent from there.  What is `held` by devices already stays
-    there.
+    A value is sent at most once to each device, as soon as it is computed.  The nodes that compute are in the given
+    `order`, or by the number of messages on the way to each.  A weight is kept on every device that reads it; a state
+    lives where its new value is made (or where it is first read), and is sent from there.  What is `held` by devices
+    already stays there.
     """
     home = homes(graph, placement)
     home.update({value: layout.devices[0] for value, layout in held.items()})
-    emitter = _Emitter(graph, placement, home, devices, held)
+    emitter = _Emitter(graph, placement, home, devices, held, order)
     leaves: dict[str, Layout] = {}
     for leaf in (n for n in graph.nodes if n.is_leaf):
         having = tuple(d for d in range(devices) if (d, leaf.results[0]) in emitter.local)
@@ -152,20 +172,25 @@ class _Emitter:
         home: Mapping[Value, int],
         devices: int,
         held: Mapping[Value, Local],
+        order: Sequence[Node] = (),
     ) -> None:
+        users = graph.users()
         self.graph, self.placement, self.home, self.devices, self.held = graph, placement, home, devices, held
         self.origins: list[dict[Node, Node]] = [{} for _ in range(devices)]
         self.local: dict[tuple[int, Value], Value] = {}
         self.sent: list[dict[str, Value]] = [{} for _ in range(devices)]
         self.sequence = 0
         self.called = assign_names(graph)
-        for node in graph.nodes:
+        for node in order or order_by_hops(graph, placement):
             if not node.is_leaf:
                 device = placement[node]
                 src = tuple(None if s is None else self._on(device, s) for s in node.src)
                 copy = Node(node.op, src, node.attrs, node.specs, self.called[node])
                 self.origins[device][copy] = node
                 self.local.update(((device, v), new) for v, new in zip(node.results, copy.results, strict=True))
+                for value in node.results:
+                    for reader in users[value]:
+                        self._on(placement[reader], value)
         for state, new in graph.updates.items():
             self._on(home[state], state)
             self._on(home[state], new)
@@ -208,5 +233,5 @@ class _Emitter:
                 for state, new in self.graph.updates.items()
                 if self.home[state] == device
             }
-            graphs.append(Graph({**outputs, **self.sent[device]}, updates))
+            graphs.append(Graph({**self.sent[device], **outputs}, updates))
         return tuple(graphs)

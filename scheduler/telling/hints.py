@@ -113,8 +113,8 @@ class _Moves:
         return elsewhere
 
     def _costs(self, moved: Set[Node], elsewhere: Set[Node], to: int) -> float | None:
-        """What a run takes more if one device alone computes `moved` and sends what others read of it, while they leave
-        out all that is then computed `elsewhere`.
+        """What a run takes more at most if one device alone computes `moved` and sends what others read of it, while
+        they leave out all that is then computed `elsewhere`.
 
         None unless each of these nodes rests on inputs and weights alone, or is read by none of the others.
         """

@@ -1,0 +1,126 @@
+"""Clusters of nodes that gain nothing from separate devices.
+
+Only one node of a cluster, its exit, is read by other clusters.  So no path leaves a cluster and returns to it, and a
+device can execute one cluster after the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...graph.node import Node
+
+Seconds = Callable[[Node], float]
+
+
+@dataclass(eq=False, slots=True)
+class Cluster:
+    """Nodes that stay together, and their `seconds`.
+
+    `reads` are the nodes of other clusters that the cluster reads, each with the number of its readers in the cluster.
+    """
+
+    nodes: list[Node]
+    seconds: float
+    reads: dict[Node, int]
+
+
+def find_clusters(
+    nodes: Sequence[Node], seconds: Mapping[Node, float], message: Seconds, latency: float
+) -> list[Cluster]:
+    """Return the clusters of `nodes`; each follows the clusters that it reads.
+
+    A cluster joins its only reader unless it runs at the same time as another operand of this reader, and that saves
+    more than `latency`.
+
+    Args:
+        nodes: Nodes that compute, in the order of a graph.
+        seconds: The time of each node on one device.
+        message: Returns the seconds of a message with the results of a node.
+        latency: The seconds of the shortest message.
+    """
+    operands = {node: dict.fromkeys(s.node for s in node.inputs if not s.node.is_leaf) for node in nodes}
+    readers = Counter(source for read in operands.values() for source in read)
+    by_exit: dict[Node, Cluster] = {}
+
+    def can_join(exit_node: Node, reads: Mapping[Node, int]) -> bool:
+        """Whether the cluster of an exit joins its only reader; `reads` are the operands of this reader."""
+        one = by_exit[exit_node]
+        if one.seconds <= latency:
+            return True
+        for node in reads:
+            other = by_exit[node]
+            if node is exit_node or node in one.reads or other.seconds <= latency:
+                continue
+            saved = (
+                min(one.seconds - message(node), other.seconds),
+                min(other.seconds - message(exit_node), one.seconds),
+            )
+            if max(saved) > latency:
+                return False
+        return True
+
+    for node, read in operands.items():
+        own = Cluster([node], seconds.get(node, 0.0), dict.fromkeys(read, 1))
+        while (
+            found := next((n for n, k in own.reads.items() if k == readers[n] and can_join(n, own.reads)), None)
+        ) is not None:
+            one = by_exit.pop(found)
+            del own.reads[found]
+            for source, count in one.reads.items():
+                own.reads[source] = own.reads.get(source, 0) + count
+            own.seconds += one.seconds
+            small, large = sorted((own.nodes, one.nodes), key=len)
+            large += small
+            own.nodes = large
+        by_exit[node] = own
+    place = {node: at for at, node in enumerate(operands)}
+    for cluster in by_exit.values():
+        cluster.nodes.sort(key=place.__getitem__)
+    return [*by_exit.values()]
+
+
+def divide_cluster(cluster: Cluster, seconds: Mapping[Node, float], grain: float) -> Iterator[Cluster]:
+    """Yield consecutive parts of a cluster, each of at least `grain` seconds except the last one.
+
+    Only one value passes from a part to the next.
+    """
+    last_reader = {source.node: at for at, node in enumerate(cluster.nodes) for source in node.inputs}
+    unread: set[Node] = set()
+    nodes: list[Node] = []
+    spent = 0.0
+    for at, node in enumerate(cluster.nodes):
+        unread.add(node)
+        unread -= {source.node for source in node.inputs if last_reader[source.node] == at}
+        nodes.append(node)
+        spent += seconds.get(node, 0.0)
+        if spent >= grain and len(unread) == 1:
+            yield Cluster(nodes, spent, {})
+            nodes, spent = [], 0.0
+    if nodes:
+        yield Cluster(nodes, spent, {})
+
+
+def link_clusters(clusters: Sequence[Cluster], latency: float) -> tuple[list[Cluster], dict[Node, Cluster]]:
+    """Return the clusters with the nodes that they read, and the cluster of each node.
+
+    A cluster that is shorter than `latency` seconds joins the only cluster that it reads.
+    """
+    owner: dict[Node, Cluster] = {}
+    linked: list[Cluster] = []
+    for cluster in clusters:
+        owner.update(dict.fromkeys(cluster.nodes, cluster))
+        sources = (s.node for node in cluster.nodes for s in node.inputs if not s.node.is_leaf)
+        reads = Counter(source for source in sources if owner[source] is not cluster)
+        read = {owner[source] for source in reads}
+        if len(read) == 1 and cluster.seconds < latency:
+            (base,) = read
+            base.nodes += cluster.nodes
+            base.seconds += cluster.seconds
+            owner.update(dict.fromkeys(cluster.nodes, base))
+        else:
+            linked.append(Cluster(cluster.nodes, cluster.seconds, dict(reads)))
+            owner.update(dict.fromkeys(cluster.nodes, linked[-1]))
+    return linked, owner
