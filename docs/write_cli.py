@@ -21,7 +21,7 @@ error.
 def commands() -> Iterator[str]:
     """A section for each command."""
     from hocket.cli import build_parser
-    from hocket.frontends.commands import COMMANDS
+    from hocket.frontends.commands import COMMAND_HELP
 
     for name, purpose in COMMANDS.items():
         parser = build_parser([name])

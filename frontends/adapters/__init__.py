@@ -13,12 +13,12 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import FINITE, NONE, instance_of, integer_between, list_of, pair_of, validate_arguments
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor
-from .control import Direction, read_directions
-from .lora import Change, changed, read_changes
+from .control import ControlDirection, read_directions
+from .lora import LoraChange, apply_changes, read_lora
 
-FILE = instance_of(str, Path)
-FILES = list_of(FILE | pair_of(FILE, FINITE), "a sequence of files, or of pairs of a file and its scale")
-Scaled = str | Path | tuple[str | Path, float]
+FILE_KIND = instance_of(str, Path)
+FILES_KIND = list_of(FILE_KIND | pair_of(FILE_KIND, FINITE), "a sequence of files, or of pairs of a file and its scale")
+ScaledFile = str | Path | tuple[str | Path, float]
 """A file, which counts once, or a file and how often it counts."""
 
 
@@ -26,8 +26,8 @@ Scaled = str | Path | tuple[str | Path, float]
 class Adapters:
     """The LoRA adapters and control vectors of a model: changes of matrices, and directions behind blocks."""
 
-    changes: tuple[Change, ...] = ()
-    directions: tuple[Direction, ...] = ()
+    changes: tuple[LoraChange, ...] = ()
+    directions: tuple[ControlDirection, ...] = ()
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -42,12 +42,12 @@ class Adapters:
         """By how much each tensor counts, which tells models apart that have the same tensors."""
         return (*(c.factor for c in self.changes), *(d.scale for d in self.directions))
 
-    def adapted(self, graph: Graph) -> Graph:
+    def apply_to_graph(self, graph: Graph) -> Graph:
         """The graph of a step, in which products with changed matrices are changed.  Raises `ModelError` as
         `lora.changed` does."""
-        return changed(graph, self.changes)
+        return apply_changes(graph, self.changes)
 
-    def steered(self, block: int, x: Value) -> Value:
+    def add_directions(self, block: int, x: Value) -> Value:
         """The residual f32[..., width] behind a block, with the directions that belong there added to it."""
         for direction in self.directions:
             x = direction(x) if direction.block == block else x
@@ -58,15 +58,18 @@ NO_ADAPTERS = Adapters()
 
 
 @validate_arguments(
-    ModelError, lora=FILES, control_vectors=FILES, control_layers=NONE | pair_of(integer_between(0), integer_between(0))
+    ModelError,
+    lora=FILES_KIND,
+    control_vectors=FILES_KIND,
+    control_layers=NONE | pair_of(integer_between(0), integer_between(0)),
 )
 def read_adapters(
     base: Gguf,
     width: int,
     blocks: int,
     *,
-    lora: Iterable[Scaled] = (),
-    control_vectors: Iterable[Scaled] = (),
+    lora: Iterable[ScaledFile] = (),
+    control_vectors: Iterable[ScaledFile] = (),
     control_layers: tuple[int, int] | None = None,
 ) -> Adapters:
     """The adapters in these files, for the model in ``base``, whose residual has ``width`` entries and so many blocks.
@@ -74,18 +77,18 @@ def read_adapters(
     ``control_layers`` are the first and the last block behind which directions are added, all if there are none.
     Raises `ModelError` for a file that is no adapter, or none for this model.
     """
-    vectors = [scaled(one) for one in control_vectors]
+    vectors = [with_scale(one) for one in control_vectors]
     first, last = control_layers or (1, blocks - 1)
     if control_layers and not vectors:
         raise ModelError(f"layers {first} to {last} are for a control vector; name one with --control-vector")
     if not 1 <= first <= last < blocks and vectors:
         raise ModelError(f"layers of control vectors are {first} to {last}; need two of 1 to {blocks - 1} in order")
     return Adapters(
-        tuple(c for no, one in enumerate(lora) for c in read_changes(base, no, *scaled(one))),
+        tuple(c for no, one in enumerate(lora) for c in read_lora(base, no, *with_scale(one))),
         tuple(d for no, one in enumerate(vectors) for d in read_directions(no, *one, width, blocks, (first, last))),
     )
 
 
-def scaled(one: Scaled) -> tuple[Path, float]:
+def with_scale(one: ScaledFile) -> tuple[Path, float]:
     path, scale = (one, 1.0) if isinstance(one, str | Path) else one
     return Path(path), float(scale)

@@ -16,12 +16,12 @@ from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..gguf import Tensor, open_gguf
 
-NAME = re.compile(r"direction\.([1-9]\d{0,5})")
-REMEDY = "use a control vector that was made for this model"
+DIRECTION_NAME = re.compile(r"direction\.([1-9]\d{0,5})")
+CONTROL_REMEDY = "use a control vector that was made for this model"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Direction:
+class ControlDirection:
     """What is added behind a block: a vector f32[width], so many times."""
 
     block: int
@@ -36,7 +36,7 @@ class Direction:
 
 def read_directions(
     number: int, path: Path, scale: float, width: int, blocks: int, layers: tuple[int, int]
-) -> Iterator[Direction]:
+) -> Iterator[ControlDirection]:
     """The directions in a file for blocks from the first to the last of ``layers``; the first block has number 0, and
     no direction.
 
@@ -45,14 +45,16 @@ def read_directions(
     """
     gguf, left = open_gguf(path), 0
     for name, tensor in gguf.tensors.items():
-        named = NAME.fullmatch(name)
+        named = DIRECTION_NAME.fullmatch(name)
         if not named or int(named[1]) >= blocks:
-            raise ModelError(f"{path}: tensor {name!r:.80}; need direction.1 to direction.{blocks - 1}; {REMEDY}")
+            raise ModelError(
+                f"{path}: tensor {name!r:.80}; need direction.1 to direction.{blocks - 1}; {CONTROL_REMEDY}"
+            )
         if tensor.shape != (width,) or tensor.dtype not in FLOAT_DTYPES:
             got = f"{tensor.dtype}{list(tensor.shape)}"
-            raise ModelError(f"{path}: tensor {name} is {got}; need f32[{width}]; {REMEDY}")
+            raise ModelError(f"{path}: tensor {name} is {got}; need f32[{width}]; {CONTROL_REMEDY}")
         if layers[0] <= int(named[1]) <= layers[1]:
             left += 1
-            yield Direction(int(named[1]), scale, weight(f"{name}.{number}", tensor.shape, tensor.dtype), tensor)
+            yield ControlDirection(int(named[1]), scale, weight(f"{name}.{number}", tensor.shape, tensor.dtype), tensor)
     if not left:
         raise ModelError(f"{path}: has no direction for layers {layers[0]} to {layers[1]}; choose others")

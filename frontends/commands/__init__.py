@@ -3,7 +3,7 @@
 A module and all that it imports is loaded when its command is given; `hocket --help` needs this table alone.
 """
 
-COMMANDS = {
+COMMAND_HELP = {
     "run": "Generate text and stream it.",
     "logits": "Write the logits of every position.",
     "tokenize": "Print the token ids of a text.",

@@ -17,74 +17,77 @@ from ..models import Model
 from ..open import open_session
 from ..session import Group, Session
 from ..terminal.bench_rows import Row, Table
-from ..terminal.output import log
+from ..terminal.output import write_log_line
 
-HEAD = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
-NAMES = ("pp", "tg", "pl", "n_kv", "t_pp", "speed_pp", "t_tg", "speed_tg", "t", "speed")
+BATCHED_HEAD = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
+BATCHED_COLUMNS = ("pp", "tg", "pl", "n_kv", "t_pp", "speed_pp", "t_tg", "speed_tg", "t", "speed")
 
 
-def _cells(row: Row) -> list[object]:
+def _format_cells(row: Row) -> list[object]:
     """Seconds and rates with three and two digits behind the point, as llama-batched-bench has them."""
-    numbers = [(name, row[name]) for name in NAMES]
-    digits = {name: 2 if name.startswith("speed") else 3 for name in NAMES}
+    numbers = [(name, row[name]) for name in BATCHED_COLUMNS]
+    digits = {name: 2 if name.startswith("speed") else 3 for name in BATCHED_COLUMNS}
     return [f"{number:.{digits[name]}f}" if isinstance(number, float) else number for name, number in numbers]
 
 
-BATCHED = Table("llama_batched_bench", HEAD, _cells)
+BATCHED_TABLE = Table("llama_batched_bench", BATCHED_HEAD, _format_cells)
 
 
 @dataclass(frozen=True, slots=True)
-class Batched:
+class BatchedBenchmark:
     """What to measure: for every number of sequences each prompt, and then so many new tokens, with at most `batch`
     tokens of all sequences in a run; the median of so many repeats."""
 
     model: Model
-    prompts: Sequence[int]
-    new: Sequence[int]
-    sequences: Sequence[int]
+    prompt_lengths: Sequence[int]
+    new_counts: Sequence[int]
+    sequence_counts: Sequence[int]
     repeats: int
     batch: int
     world: World
 
-    def rows(self, on: Group) -> Iterator[dict[str, object]]:
+    def measure_rows(self, on: Group) -> Iterator[dict[str, object]]:
         """A row for each prompt, number of new tokens and number of sequences, by the names of llama-batched-bench.
 
         Repeats go through the numbers of sequences in turn, since a machine that others use does not stay the same.
         """
-        if not any(self.prompts) and not any(self.new):
+        if not any(self.prompt_lengths) and not any(self.new_counts):
             raise ModelError("there is nothing to measure; ask for a prompt with -p or for new tokens with -n")
-        if 0 in self.sequences:
+        if 0 in self.sequence_counts:
             raise ModelError("got 0 sequences; -np takes numbers above 0, as 1,4,16")
-        sessions = self.sessions(on)
-        for prompt, new in product(self.prompts, self.new):
+        sessions = self.open_sessions(on)
+        for prompt, new in product(self.prompt_lengths, self.new_counts):
             times: Mapping[int, list[tuple[float, float]]] = {count: [] for count in sessions}
             for _ in range(1 + self.repeats):  # the first makes plans
                 for count, session in sessions.items():
-                    times[count].append(seconds(session, prompt, new))
-            for count in self.sequences:
-                yield row(prompt, new, count, *sorted(times[count][1:], key=sum)[self.repeats // 2])
+                    times[count].append(time_batch(session, prompt, new))
+            for count in self.sequence_counts:
+                yield batched_row(prompt, new, count, *sorted(times[count][1:], key=sum)[self.repeats // 2])
 
-    def sessions(self, on: Group) -> dict[int, Session | Microbatches]:
+    def open_sessions(self, on: Group) -> dict[int, Session | Microbatches]:
         """A session for each number of sequences; all read the same weights.  Raises `ModelError` if the model has not
         got the context."""
-        context = max(self.prompts) + max(self.new)
+        context = max(self.prompt_lengths) + max(self.new_counts)
         self.model.check_context(context)
-        most = max(self.sequences)
+        most = max(self.sequence_counts)
         one = open_session(
-            self.model, on=on, sequences=most, context=context, batch=self._batch(most), world=self.world
+            self.model, on=on, sequences=most, context=context, batch=self._tokens_per_sequence(most), world=self.world
         )
-        each = {n: dealt(one, n, context=context, batch=self._batch(n)) for n in dict.fromkeys(self.sequences)}
+        each = {
+            n: dealt(one, n, context=context, batch=self._tokens_per_sequence(n))
+            for n in dict.fromkeys(self.sequence_counts)
+        }
         for session in each.values():
             if isinstance(session, Microbatches):
-                log(f"hocket: {session.dealing}")
+                write_log_line(f"hocket: {session.dealing}")
         return each
 
-    def _batch(self, sequences: int) -> int:
+    def _tokens_per_sequence(self, sequences: int) -> int:
         """Tokens of each sequence in a run."""
         return max(1, self.batch // sequences)
 
 
-def seconds(session: Session | Microbatches, prompt: int, new: int) -> tuple[float, float]:
+def time_batch(session: Session | Microbatches, prompt: int, new: int) -> tuple[float, float]:
     """What the prompts of all sequences take, and so many steps after them, each of which waits for the one before."""
     count = session.sequences
     for sequence in range(count):
@@ -104,7 +107,7 @@ def seconds(session: Session | Microbatches, prompt: int, new: int) -> tuple[flo
     return read - start, time.perf_counter() - read
 
 
-def row(prompt: int, new: int, count: int, prompt_seconds: float, new_seconds: float) -> dict[str, object]:
+def batched_row(prompt: int, new: int, count: int, prompt_seconds: float, new_seconds: float) -> dict[str, object]:
     """One measurement: tokens, and tokens a second of all sequences together."""
     total = prompt_seconds + new_seconds
     return {

@@ -9,13 +9,13 @@ from ...scheduler.machines.speeds import Speeds
 from ...scheduler.probing.calibrating import PROBED_DTYPES, QUICK_DTYPES, QUICK_ROUNDS, ROUNDS, speeds_of
 from ..devices import Group, found
 from ..errors import ModelError
-from ..terminal.output import log, write
+from ..terminal.output import write_log_line, write_data
 
-GROUPS = (("cpu:0",), ("cpu:0", "cpu:1"))
+CALIBRATED_GROUPS = (("cpu:0",), ("cpu:0", "cpu:1"))
 """Devices that are measured together: they share the processors and the memory."""
 
 
-def flags(sub: argparse.ArgumentParser) -> None:
+def add_flags(sub: argparse.ArgumentParser) -> None:
     kinds = ", ".join(map(str, QUICK_DTYPES))
     sub.add_argument(
         "--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds in place of {ROUNDS}, weights of {kinds} only"
@@ -25,20 +25,20 @@ def flags(sub: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     kinds, rounds, note = (QUICK_DTYPES, QUICK_ROUNDS, "quick") if args.quick else (PROBED_DTYPES, ROUNDS, "")
     known: dict[str, Speeds] = {}
-    for devices in GROUPS:
+    for devices in CALIBRATED_GROUPS:
         group = found(Group(devices=devices))
         speeds = known[group_name(group)] = speeds_of(group, kinds=kinds, rounds=1 + rounds)
-        write("\n".join(lines(group_name(group), speeds, len(group))) + "\n")
+        write_data("\n".join(format_speeds(group_name(group), speeds, len(group))) + "\n")
     file = keep_speeds(known, note)
     if read_speeds(file) != known:
         raise ModelError(
             f"{file} cannot be written, so no plan uses these speeds; name another folder in HOCKET_CACHE_DIR"
         )
-    log(f"kept in {file}; plans on such devices use it from now on")
+    write_log_line(f"kept in {file}; plans on such devices use it from now on")
     return 0
 
 
-def lines(name: str, speeds: Speeds, devices: int) -> list[str]:
+def format_speeds(name: str, speeds: Speeds, devices: int) -> list[str]:
     """What was measured, in words."""
     link = f"; a meeting {speeds.link_latency * 1e6:.1f} us, messages {speeds.link_bandwidth / 1e9:.1f} GB/s"
     rows = [

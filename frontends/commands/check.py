@@ -2,8 +2,8 @@
 
 from ...conformance.command import add_arguments as flags
 from ...conformance.command import run as check
-from ..terminal.progress import compiling_shown
+from ..terminal.progress import show_compile_progress
 
-run = compiling_shown()(check)
+run = show_compile_progress()(check)
 
 __all__ = ["flags", "run"]

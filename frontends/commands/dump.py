@@ -11,32 +11,32 @@ from ...ops.text import dump
 from ...view.dot import to_dot
 from ..devices import Group
 from ..graph_file import read_graph
-from ..terminal.arguments import natural
-from ..terminal.output import write
-from .flags import batch_flag, cache_flags, context_flag, model_flags
+from ..terminal.arguments import parse_natural
+from ..terminal.output import write_data
+from .flags import add_batch_flag, add_cache_flags, add_context_flag, add_model_flags
 
-FORMATS = {"text": dump, "json": to_json, "dot": to_dot}
+DUMP_FORMATS = {"text": dump, "json": to_json, "dot": to_dot}
 
 
-def flags(sub: argparse.ArgumentParser) -> None:
-    model_flags(sub, "GGUF file (only its header is read), or a dumped graph", "MODEL|GRAPH")
-    sub.add_argument("--format", choices=FORMATS, default="text", help="text and json read back (text)")
-    sub.add_argument("--layer", type=natural, metavar="N", help="only this layer, what it reads as inputs")
-    context_flag(sub)
-    batch_flag(sub, 1, "new tokens of the step (1)")
-    cache_flags(sub)
+def add_flags(sub: argparse.ArgumentParser) -> None:
+    add_model_flags(sub, "GGUF file (only its header is read), or a dumped graph", "MODEL|GRAPH")
+    sub.add_argument("--format", choices=DUMP_FORMATS, default="text", help="text and json read back (text)")
+    sub.add_argument("--layer", type=parse_natural, metavar="N", help="only this layer, what it reads as inputs")
+    add_context_flag(sub)
+    add_batch_flag(sub, 1, "new tokens of the step (1)")
+    add_cache_flags(sub)
 
 
 def run(args: argparse.Namespace) -> int:
     caches = Group(cache_type_k=args.cache_type_k, cache_type_v=args.cache_type_v).caches
     graph = read_graph(args.model, context=args.context, tokens=args.batch, caches=caches)
     if args.layer is not None:
-        graph = cut_layer(graph, args.layer)
-    write(FORMATS[args.format](graph).removesuffix("\n") + "\n")
+        graph = extract_layer(graph, args.layer)
+    write_data(DUMP_FORMATS[args.format](graph).removesuffix("\n") + "\n")
     return 0
 
 
-def cut_layer(graph: Graph, layer: int) -> Graph:
+def extract_layer(graph: Graph, layer: int) -> Graph:
     """The nodes of one layer as a graph of its own: what other nodes give becomes an input, what they take an output.
 
     Layers are found by structure, so names tell nothing.  Raises `GraphError` for one that is not there.

@@ -17,43 +17,50 @@ from ..gguf.tokenizer import tokenizer_from_metadata
 from ..models import Model
 from ..open import context_for
 from ..session import F32, Session
-from ..terminal.arguments import token_list
-from ..terminal.progress import compiling_shown
-from .flags import model_flags, model_of, session_flags, session_of, text_of, traced
+from ..terminal.arguments import parse_token_ids
+from ..terminal.progress import show_compile_progress
+from .flags import (
+    add_model_flags,
+    load_model_from_flags,
+    add_session_flags,
+    open_session_from_flags,
+    broadcast_text,
+    trace_to_file,
+)
 
-HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+HEADER_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 """Readers of ``.npy`` headers by version.  `numpy.load` would also unzip and map, each with errors of its own."""
 
 
-def flags(sub: argparse.ArgumentParser) -> None:
-    model_flags(sub)
+def add_flags(sub: argparse.ArgumentParser) -> None:
+    add_model_flags(sub)
     text = sub.add_mutually_exclusive_group(required=True)
-    text.add_argument("--tokens", type=token_list, metavar="IDS", help="token ids, as 1,2,3")
+    text.add_argument("--tokens", type=parse_token_ids, metavar="IDS", help="token ids, as 1,2,3")
     text.add_argument("--tokens-file", metavar="FILE", help=".npy file of token ids")
     text.add_argument("-p", "--prompt", metavar="TEXT", help="text to tokenize")
     sub.add_argument("--out", required=True, metavar="FILE", help=".npy file to write: float32 [tokens, vocabulary]")
     sub.add_argument("--step", action="store_true", help="half of the tokens at once, the rest one by one")
-    session_flags(sub)
+    add_session_flags(sub)
 
 
-@compiling_shown()
+@show_compile_progress()
 def run(args: argparse.Namespace) -> int:
-    model = model_of(args)
+    model = load_model_from_flags(args)
     if args.prompt is not None:
         tokens = tokenizer_from_metadata(model.gguf.metadata).encode(args.prompt, parse_special=True)
     elif args.tokens is not None:
         tokens = args.tokens
     else:
-        tokens = json.loads(text_of(args, lambda: json.dumps(read_tokens(args.tokens_file))))
-    check_tokens(tokens, model)
-    session = session_of(args, model, context_for(model, len(tokens), args.context, default=len(tokens)))
-    blocks = every_logits(session, tokens, step=args.step)
-    with traced(session, args.trace):
+        tokens = json.loads(broadcast_text(args, lambda: json.dumps(read_tokens(args.tokens_file))))
+    require_tokens(tokens, model)
+    session = open_session_from_flags(args, model, context_for(model, len(tokens), args.context, default=len(tokens)))
+    blocks = compute_logits(session, tokens, step=args.step)
+    with trace_to_file(session, args.trace):
         write_rows(os.devnull if args.world.rank else args.out, blocks, (len(tokens), model.vocabulary_size))
     return 0
 
 
-def check_tokens(tokens: Sequence[int], model: Model) -> None:
+def require_tokens(tokens: Sequence[int], model: Model) -> None:
     """Raises `ModelError` if there are none or one is outside the vocabulary, which it names."""
     if not tokens:
         raise ModelError("there are no tokens; give at least one")
@@ -71,7 +78,7 @@ def read_tokens(path: str) -> list[int]:
     with open(path, "rb") as file:
         try:
             with warnings.catch_warnings(action="ignore"):
-                shape, _, dtype = HEADERS[np.lib.format.read_magic(file)](file)
+                shape, _, dtype = HEADER_READERS[np.lib.format.read_magic(file)](file)
         except Exception as error:  # the header is Python source, so there is no end of ways in which it can be wrong
             name = type(error).__name__
             raise ModelError(f"{path}: cannot be read as .npy ({name}); save token ids with numpy.save") from None
@@ -83,7 +90,7 @@ def read_tokens(path: str) -> list[int]:
         return [int(token) for token in np.frombuffer(file.read(need), dtype)]
 
 
-def every_logits(session: Session, tokens: Sequence[int], *, step: bool = False) -> Iterator[F32]:
+def compute_logits(session: Session, tokens: Sequence[int], *, step: bool = False) -> Iterator[F32]:
     """Blocks of rows ``[n, vocabulary]``, together one row a token.
 
     All tokens in batches, or with ``step`` the first half so and then token by token, as generation runs.

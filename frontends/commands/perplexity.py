@@ -16,62 +16,74 @@ from ..errors import ModelError
 from ..gguf.tokenizer import tokenizer_from_metadata
 from ..open import context_for, read_text
 from ..session import F32, Session
-from ..terminal.arguments import StandsFor
-from ..terminal.output import write
-from ..terminal.progress import compiling_shown
-from .flags import model_flags, model_of, session_flags, session_of, text_of, traced
+from ..terminal.arguments import PositionalAlias
+from ..terminal.output import write_data
+from ..terminal.progress import show_compile_progress
+from .flags import (
+    add_model_flags,
+    load_model_from_flags,
+    add_session_flags,
+    open_session_from_flags,
+    broadcast_text,
+    trace_to_file,
+)
 
-CHUNK = 512
+DEFAULT_CONTEXT_TOKENS = 512
 """Tokens of context unless asked otherwise."""
 F64 = npt.NDArray[np.float64]
-ROWS = 64
+ROWS_PER_WIDENING = 64
 """Rows of logits that are widened to float64 at a time."""
-LEAST = 3
+MIN_CHUNK_TOKENS = 3
 """Tokens of the smallest chunk of which one can be scored."""
 
 
-def flags(sub: argparse.ArgumentParser) -> None:
-    model_flags(sub)
+def add_flags(sub: argparse.ArgumentParser) -> None:
+    add_model_flags(sub)
     sub.add_argument("file", metavar="FILE", help="text in UTF-8, - for stdin")
-    sub.add_argument("-f", "--file", action=StandsFor, dest="file", metavar="FILE", help="as FILE")
+    sub.add_argument("-f", "--file", action=PositionalAlias, dest="file", metavar="FILE", help="as FILE")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
-    session_flags(sub)
+    add_session_flags(sub)
 
 
-@compiling_shown()
+@show_compile_progress()
 def run(args: argparse.Namespace) -> int:
-    model = model_of(args)
+    model = load_model_from_flags(args)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
-    tokens = tokenizer.encode(text_of(args, lambda: read_text(args.file)))
-    context = context_for(model, 0, args.context, default=CHUNK)
+    tokens = tokenizer.encode(broadcast_text(args, lambda: read_text(args.file)))
+    context = context_for(model, 0, args.context, default=DEFAULT_CONTEXT_TOKENS)
     total = count_chunks(len(tokens), context)
-    session = session_of(args, model, context)
+    session = open_session_from_flags(args, model, context)
     bos = tokenizer.bos_id if tokenizer.add_bos else None
     chunks = score_chunks(session, tokens, bos=bos)
     shown = tqdm(chunks, total=total, desc="perplexity", unit="chunk", leave=False, disable=None)
-    with traced(session, args.trace):
-        score = Score.of(list(shown))
-    row: dict[str, float] = {"chunks": score.chunks, "context": context, "tokens": len(tokens), "scored": score.scored}
+    with trace_to_file(session, args.trace):
+        score = PerplexityScore.from_chunks(list(shown))
+    row: dict[str, float] = {
+        "chunks": score.chunk_count,
+        "context": context,
+        "tokens": len(tokens),
+        "scored": score.scored_tokens,
+    }
     row |= {"nll": score.nll, "nll_error": score.nll_error, "perplexity": score.perplexity}
     if args.json:
-        write(json.dumps({k: v if abs(v) < float("inf") else None for k, v in row.items()}) + "\n")
+        write_data(json.dumps({k: v if abs(v) < float("inf") else None for k, v in row.items()}) + "\n")
     else:
-        write(f"{score.chunks} chunks of {context} tokens, {score.scored} tokens scored\n")
-        write(f"mean NLL {score.nll:.4f} ± {score.nll_error:.4f}, perplexity {score.perplexity:.4f}\n")
+        write_data(f"{score.chunk_count} chunks of {context} tokens, {score.scored_tokens} tokens scored\n")
+        write_data(f"mean NLL {score.nll:.4f} ± {score.nll_error:.4f}, perplexity {score.perplexity:.4f}\n")
     return 0
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class PerplexityScore:
     """Mean negative log likelihood of the scored tokens, and the standard error of that mean."""
 
-    chunks: int
-    scored: int
+    chunk_count: int
+    scored_tokens: int
     nll: float
     nll_error: float
 
     @classmethod
-    def of(cls, chunks: Sequence[F64]) -> Score:
+    def from_chunks(cls, chunks: Sequence[F64]) -> PerplexityScore:
         """The score of chunks given as NLL for each scored token."""
         nll = np.concatenate(chunks)
         error = nll.std(ddof=1) / math.sqrt(len(nll)) if len(nll) > 1 else math.nan
@@ -88,8 +100,8 @@ def count_chunks(tokens: int, context: int) -> int:
 
     Raises `ModelError` if there is none, or none could be scored.
     """
-    if context < LEAST:
-        raise ModelError(f"context size is {context}; a chunk needs at least {LEAST} tokens to score one")
+    if context < MIN_CHUNK_TOKENS:
+        raise ModelError(f"context size is {context}; a chunk needs at least {MIN_CHUNK_TOKENS} tokens to score one")
     if tokens < context:
         raise ModelError(f"the text has {tokens} tokens; one chunk needs {context}; give more text or a smaller -c")
     return tokens // context
@@ -108,15 +120,15 @@ def score_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) ->
         session.reset(0)
         session.evaluate([chunk[:first]])
         logits = session.evaluate([chunk[first:-1]], every_position=True)[0]
-        yield negative_log_likelihood(logits, chunk[first + 1 :])
+        yield compute_nll(logits, chunk[first + 1 :])
 
 
-def negative_log_likelihood(logits: F32, targets: Sequence[int]) -> F64:
+def compute_nll(logits: F32, targets: Sequence[int]) -> F64:
     """For each row of logits the NLL of its target, in float64."""
     losses = np.empty(len(targets))
-    for start in range(0, len(targets), ROWS):
-        x = logits[start : start + ROWS].astype(np.float64)
+    for start in range(0, len(targets), ROWS_PER_WIDENING):
+        x = logits[start : start + ROWS_PER_WIDENING].astype(np.float64)
         x -= x.max(-1, keepdims=True)
-        chosen = x[np.arange(len(x)), targets[start : start + ROWS]]
-        losses[start : start + ROWS] = np.log(np.exp(x).sum(-1)) - chosen
+        chosen = x[np.arange(len(x)), targets[start : start + ROWS_PER_WIDENING]]
+        losses[start : start + ROWS_PER_WIDENING] = np.log(np.exp(x).sum(-1)) - chosen
     return losses

@@ -39,26 +39,41 @@ from ..models import Step
 from ..open import context_for, open_model
 from ..parts import told
 from ..session import DEFAULT_BATCH, Group
-from ..terminal.arguments import as_flags, positive
-from ..terminal.output import log, write
-from .flags import batch_flag, cache_flags, caches_of, context_flag, group_flags, group_of, model_flags
+from ..terminal.arguments import as_flags, parse_positive
+from ..terminal.output import write_log_line, write_data
+from .flags import (
+    add_batch_flag,
+    add_cache_flags,
+    cache_dtypes,
+    add_context_flag,
+    add_group_flags,
+    device_group_from_flags,
+    add_model_flags,
+)
 
 
-def flags(sub: argparse.ArgumentParser) -> None:
-    model_flags(sub, "GGUF file (only its header is read), a dumped graph, or a .pt2 or .onnx program", "MODEL|GRAPH")
+def add_flags(sub: argparse.ArgumentParser) -> None:
+    add_model_flags(
+        sub, "GGUF file (only its header is read), a dumped graph, or a .pt2 or .onnx program", "MODEL|GRAPH"
+    )
     where = sub.add_mutually_exclusive_group()
-    group_flags(sub, where)
+    add_group_flags(sub, where)
     where.add_argument(
         "--simulate",
         metavar="SPEC",
         help="devices that are not there, as h200:8,nvlink or 'h200:8,nvlink x 4,ib400', or a file .toml",
     )
-    context_flag(sub)
-    batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
-    cache_flags(sub)
+    add_context_flag(sub)
+    add_batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
+    add_cache_flags(sub)
     sub.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="one token, or a batch (decode)")
     sub.add_argument(
-        "-np", "--parallel", type=positive, default=1, metavar="N", help="sequences that get a token each in a step (1)"
+        "-np",
+        "--parallel",
+        type=parse_positive,
+        default=1,
+        metavar="N",
+        help="sequences that get a token each in a step (1)",
     )
     sub.add_argument("--steps", action="store_true", help="list every instruction of every device too")
     sub.add_argument("--show", choices=PASSES, help="print the result of one pass instead of the explanation")
@@ -75,49 +90,55 @@ def run(args: argparse.Namespace) -> int:
         raise ModelError("--measure runs the plan and prints times; leave out --simulate, --show, --json and --diff")
     other = None if args.diff is None else read_plan(args.diff)
     tokens = 1 if args.phase == "decode" else args.batch
-    on = group_of(args, **caches_of(args))
+    on = device_group_from_flags(args, **cache_dtypes(args))
     if args.parallel > 1 and args.phase == "prefill":
         raise ModelError("got -np with --phase prefill; sequences get a token each while they decode")
-    graph_of = partial(step_graph, args.model, context=args.context, tokens=tokens, caches=on.caches)
+    graph_of = partial(read_step_graph, args.model, context=args.context, tokens=tokens, caches=on.caches)
     graph, context = graph_of(sequences=args.parallel)
-    use = used(args, on, context, args.parallel)
-    asked, made = plan_group(graph, on, args.simulate, use)
+    use = session_workload(args, on, context, args.parallel)
+    asked, made = plan_and_session_plan(graph, on, args.simulate, use)
     text = plan_to_json(made) + "\n" if args.json or args.out else ""
     if args.out:
         write_text(args.out, text)
     if other is not None:
         changes = difference(other, made)
         shown = json.dumps(changes) if args.json else "\n".join(changes or ("the plans do the same",))
-        write(shown + "\n")
+        write_data(shown + "\n")
     elif args.show:
-        write(PASSES[args.show](made).rstrip("\n") + "\n")
+        write_data(PASSES[args.show](made).rstrip("\n") + "\n")
     elif args.measure:
         if context is None:
             raise ModelError(f"{args.model}: --measure needs a model with weights; got a graph")
         from ..measuring import measured_lines
 
         lines = measured_lines(open_model(args.model), on, tokens, args.context)
-        write("\n".join([f"speeds: {told_speeds(made.hardware)}", *lines]) + "\n")
+        write_data("\n".join([f"speeds: {told_speeds(made.hardware)}", *lines]) + "\n")
     else:
         if not args.json:
             prompt, is_decode = min(args.batch, context or 0), args.phase == "decode"
-            write(answer(asked, made, context, args.parallel, prompt, graph_of, is_decode=is_decode) + "\n\n")
-        write(text if args.json else made.explain(steps=args.steps) + "\n")
+            write_data(
+                describe_fit(asked, made, context, args.parallel, prompt, graph_of, is_decode=is_decode) + "\n\n"
+            )
+        write_data(text if args.json else made.explain(steps=args.steps) + "\n")
         if context is not None and not args.json:
             sequences, prompt = args.parallel, 0 if args.phase == "decode" else min(args.batch, context)
-            write(following(made, lambda **step: likened(made, graph_of(**step)[0]), sequences, prompt))
+            write_data(
+                describe_pipelining(
+                    made, lambda **step: plan_with_layout_of(made, graph_of(**step)[0]), sequences, prompt
+                )
+            )
         if args.simulate and not args.json:
-            write("\n".join(simulate(args.simulate).told_speeds(graph)) + "\n")
+            write_data("\n".join(simulate(args.simulate).told_speeds(graph)) + "\n")
         elif not args.json:
-            write(f"speeds: {told_speeds(made.hardware)}\n")
+            write_data(f"speeds: {told_speeds(made.hardware)}\n")
     if problem := memory_problem(asked, context=context):
         rest = "" if memory_problem(made) else f"; in this plan the rest is on {made.lanes[-1].device}"
-        log(f"hocket: does not fit: {as_flags(problem)}{rest}")
+        write_log_line(f"hocket: does not fit: {as_flags(problem)}{rest}")
         return 1
     return 0
 
 
-def answer(
+def describe_fit(
     asked: Plan,
     made: Plan,
     context: int | None,
@@ -151,23 +172,23 @@ def answer(
         fits = f"{'fits with the help of the host' if memory_problem(asked) else 'fits'}: {room}"
     if context is None:
         return f"{fits}; a run takes {time_text(made.cost.total)}"
-    decode = made if is_decode else likened(made, graph_of(sequences=sequences, tokens=1)[0])
-    prefill = likened(made, graph_of(sequences=1, tokens=prompt)[0]) if is_decode else made
+    decode = made if is_decode else plan_with_layout_of(made, graph_of(sequences=sequences, tokens=1)[0])
+    prefill = plan_with_layout_of(made, graph_of(sequences=1, tokens=prompt)[0]) if is_decode else made
     rate = sequences / decode.cost.total
     speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
     first = time_text(prefill.cost.total)
     return f"{fits}; {speed} tokens a second; first token of a prompt of {prompt} after {first}"
 
 
-def used(args: argparse.Namespace, on: Group, context: int | None, sequences: int = 1) -> Use | None:
+def session_workload(args: argparse.Namespace, on: Group, context: int | None, sequences: int = 1) -> Use | None:
     """What a session would lay the model out for; None for a graph."""
     if context is None:
         return None
-    graph_of = partial(step_graph, args.model, context=context, caches=on.caches)
+    graph_of = partial(read_step_graph, args.model, context=context, caches=on.caches)
     return use_of(lambda count, tokens: graph_of(sequences=count, tokens=tokens)[0], sequences, context)
 
 
-def following(made: Plan, plan_of: Callable[..., Plan], sequences: int, prompt: int) -> str:
+def describe_pipelining(made: Plan, plan_of: Callable[..., Plan], sequences: int, prompt: int) -> str:
     """What runs that follow each other through devices gain: several sequences in micro-batches, or so many tokens of a
     prompt in parts."""
     if sequences > 1:
@@ -177,7 +198,7 @@ def following(made: Plan, plan_of: Callable[..., Plan], sequences: int, prompt: 
     return ""
 
 
-def step_graph(
+def read_step_graph(
     path: str,
     *,
     context: int | None,
@@ -201,7 +222,9 @@ def step_graph(
     return model.graph(step), context
 
 
-def plan_group(graph: Graph, on: Group, simulated: str | None = None, use: Use | None = None) -> tuple[Plan, Plan]:
+def plan_and_session_plan(
+    graph: Graph, on: Group, simulated: str | None = None, use: Use | None = None
+) -> tuple[Plan, Plan]:
     """The plan of `graph` for devices, or for simulated ones, and what a session would do: the same if that fits (or
     nothing does), else one in which the host takes the rest."""
     if simulated is None:
@@ -216,7 +239,7 @@ def plan_group(graph: Graph, on: Group, simulated: str | None = None, use: Use |
     return made, options(graph, group, hardware=hardware, host=host) if shortage(made) else made
 
 
-def likened(made: Plan, graph: Graph) -> Plan:
+def plan_with_layout_of(made: Plan, graph: Graph) -> Plan:
     """The plan of another step, whose weights lie as in `made`."""
     return plan_for(graph, made.group, hardware=made.hardware, like=made)
 

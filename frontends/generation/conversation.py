@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..errors import ModelError
-from ..gguf.chat import ChatFormat, chat_format
+from ..gguf.chat import ChatFormat, choose_chat_format
 from ..gguf.tokenizer import Tokenizer
 from ..saved_state import load_state, save_state, saved_talk
 from ..session import Session
-from .drafting import Ahead
-from .generate import Drawing, Timing, draw, stream_text
+from .drafting import SpeculativeDecoder
+from .generate import GenerationParams, Timing, sample_tokens, stream_text
 
 
 class Conversation:
@@ -24,29 +24,29 @@ class Conversation:
         self,
         session: Session,
         tokenizer: Tokenizer,
-        drawing: Drawing,
+        drawing: GenerationParams,
         *,
         stops: Sequence[str] = (),
         system: str | None = None,
-        ahead: Ahead | None = None,
+        ahead: SpeculativeDecoder | None = None,
         format: ChatFormat | None = None,
     ) -> None:
         self.session, self.tokenizer = session, tokenizer
-        self.drawing, self.stops = drawing, stops
-        self.format = format or chat_format(session.model.gguf.metadata)
-        self.system, self.ahead = system, ahead
+        self.params, self.stop_strings = drawing, stops
+        self.format = format or choose_chat_format(session.model.gguf.metadata)
+        self.system, self.decoder = system, ahead
         self.timing = Timing()
         self.restart()
 
     def restart(self) -> None:
         """Forget what was said; the system prompt stays."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        self.seen = ""
+        self.rendered_text = ""
         """The text of the conversation so far: as the template wrote it, and the answers as they were given."""
-        self.known: list[int] = []
+        self.tokens: list[int] = []
         """Its tokens: those that the session has read, and perhaps the last of an answer cut short."""
 
-    def answer(self, said: str) -> Iterator[str]:
+    def reply(self, said: str) -> Iterator[str]:
         """The answer to a message of the user, piece by piece; an answer that is cut short counts as far as it went.
 
         Raises `ModelError` when the context cannot hold the message; the talk is then as if it had not been said.
@@ -54,40 +54,40 @@ class Conversation:
         message = {"role": "user", "content": said}
         eos, bos = self.tokenizer.eos_text, self.tokenizer.bos_text
         prompt = self.format.render([*self.messages, message], bos=bos, eos=eos)
-        new = self._new_tokens(prompt)
+        new = self._encode_new_text(prompt)
         length, timing = self.session.lengths[0], Timing()
-        known = [self.known[:length]]
-        turn = draw(
+        known = [self.tokens[:length]]
+        turn = sample_tokens(
             self.session,
-            [self.known[length:] + new],
-            self.drawing,
+            [self.tokens[length:] + new],
+            self.params,
             known=known,
             timing=timing,
-            ahead=self.ahead,
+            ahead=self.decoder,
         )
         pieces: list[str] = []
         try:
-            for piece in stream_text((one.token for one in turn), self.tokenizer, self.stops):
+            for piece in stream_text((one.token for one in turn), self.tokenizer, self.stop_strings):
                 pieces.append(piece)
                 yield piece
         finally:
             turn.close()
-            if known[0] != self.known[:length]:  # else the message was too long, and nothing has changed
-                self.known, self.seen = known[0], prompt + "".join(pieces)
+            if known[0] != self.tokens[:length]:  # else the message was too long, and nothing has changed
+                self.tokens, self.rendered_text = known[0], prompt + "".join(pieces)
                 self.messages += [message, {"role": "assistant", "content": "".join(pieces)}]
                 self.timing = self.timing + timing
 
-    def _new_tokens(self, prompt: str) -> list[int]:
+    def _encode_new_text(self, prompt: str) -> list[int]:
         """The tokens of ``prompt`` that nobody has seen; all of them if the template rewrote the past."""
-        if self.seen and self.known and prompt.startswith(self.seen):
-            return self.tokenizer.encode_further(prompt[len(self.seen) :], self.known[-1])
+        if self.rendered_text and self.tokens and prompt.startswith(self.rendered_text):
+            return self.tokenizer.encode_further(prompt[len(self.rendered_text) :], self.tokens[-1])
         self.session.reset(0)
-        self.known = []
+        self.tokens = []
         return self.tokenizer.encode_chat(prompt)
 
     def save(self, path: str | Path) -> None:
         """Keep the talk: the session's state, and what was said.  Raises `OSError`."""
-        save_state(self.session, [self.known], path, talk={"messages": self.messages, "seen": self.seen})
+        save_state(self.session, [self.tokens], path, talk={"messages": self.messages, "seen": self.rendered_text})
 
     def load(self, path: str | Path) -> None:
         """Go on with a talk that was kept.  Raises `ModelError` for any other file; the talk is then as before."""
@@ -95,8 +95,8 @@ class Conversation:
         messages, seen = talk.get("messages"), talk.get("seen")
         if not isinstance(seen, str) or not isinstance(messages, list) or not all(map(_is_message, messages)):
             raise ModelError(f"{path}: its talk is damaged; save it anew")
-        (self.known,) = load_state(self.session, path)
-        self.messages, self.seen = messages, seen
+        (self.tokens,) = load_state(self.session, path)
+        self.messages, self.rendered_text = messages, seen
 
 
 def _is_message(entry: object) -> bool:

@@ -21,12 +21,12 @@ from ..errors import ModelError
 from .gbnf_parser import (
     EMPTY_SEQUENCE,
     LAST_CHARACTER,
-    ROOT,
+    ROOT_RULE,
     Characters,
     Choice,
     Expression,
     Lexeme,
-    Parser,
+    GbnfParser,
     Reference,
     Repetition,
     Rules,
@@ -34,13 +34,15 @@ from .gbnf_parser import (
     Tokens,
 )
 
-IS_GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
-IS_LARK = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
-MAX_STATES = 5000
+GBNF_PATTERN = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
+LARK_PATTERN = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
+MAX_LEXEME_STATES = 5000
 """States of a lexeme that `_extension` looks at; a lexeme with more is split."""
 
 
-def lark_of(grammar: str, token_id: Callable[[str], int | None], token_count: int, end_ids: frozenset[int]) -> str:
+def convert_to_lark(
+    grammar: str, token_id: Callable[[str], int | None], token_count: int, end_ids: frozenset[int]
+) -> str:
     """Return a grammar as Lark; one that is Lark already stays as it is.
 
     Args:
@@ -52,10 +54,10 @@ def lark_of(grammar: str, token_id: Callable[[str], int | None], token_count: in
     Raises:
         ModelError: The grammar is neither.
     """
-    if not IS_GBNF.search(grammar) and IS_LARK.search(grammar):
+    if not GBNF_PATTERN.search(grammar) and LARK_PATTERN.search(grammar):
         return grammar
     try:
-        return _write(Parser(grammar, token_id, token_count, end_ids).parse())
+        return _format_lark(GbnfParser(grammar, token_id, token_count, end_ids).parse())
     except RecursionError:
         raise ModelError("its rules refer to each other over too many steps; write them with fewer") from None
 
@@ -63,7 +65,7 @@ def lark_of(grammar: str, token_id: Callable[[str], int | None], token_count: in
 # --------------------------------------------------------------------------------------------------------- lexemes
 
 
-def _inner(expression: Expression) -> tuple[Expression, ...]:
+def _list_children(expression: Expression) -> tuple[Expression, ...]:
     match expression:
         case Sequence(items) | Choice(items):
             return items
@@ -74,21 +76,21 @@ def _inner(expression: Expression) -> tuple[Expression, ...]:
     return ()
 
 
-def _references(expression: Expression) -> Iterator[str]:
+def _find_references(expression: Expression) -> Iterator[str]:
     if isinstance(expression, Reference):
         yield expression.name
-    for item in _inner(expression):
-        yield from _references(item)
+    for item in _list_children(expression):
+        yield from _find_references(item)
 
 
 def _has_tokens(expression: Expression) -> bool:
-    return isinstance(expression, Tokens) or any(map(_has_tokens, _inner(expression)))
+    return isinstance(expression, Tokens) or any(map(_has_tokens, _list_children(expression)))
 
 
-def _regular_rules(rules: Rules) -> frozenset[str]:
+def _find_regular_rules(rules: Rules) -> frozenset[str]:
     """Return the rules without recursion and without tokens."""
     regular: set[str] = set()
-    left = {name: set(_references(body)) for name, body in rules.items() if not _has_tokens(body)}
+    left = {name: set(_find_references(body)) for name, body in rules.items() if not _has_tokens(body)}
     while ready := [name for name, needed in left.items() if needed <= regular]:
         regular.update(ready)
         for name in ready:
@@ -97,7 +99,7 @@ def _regular_rules(rules: Rules) -> frozenset[str]:
 
 
 @cache
-def _lead_bytes(first: int, last: int) -> int:
+def _compute_lead_bytes(first: int, last: int) -> int:
     """Return the first bytes of the UTF-8 text of these characters, as a bit set."""
     bits = 0
     for low, high in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST_CHARACTER)):
@@ -110,7 +112,7 @@ def _lead_bytes(first: int, last: int) -> int:
 
 
 @cache
-def _first_bytes(characters: Characters) -> int:
+def _compute_first_bytes(characters: Characters) -> int:
     """Return the bytes with which these characters can begin, as a bit set."""
     ranges = sorted(characters.ranges)
     if characters.is_negated:
@@ -122,7 +124,7 @@ def _first_bytes(characters: Characters) -> int:
     bits = 0
     for first, last in ranges:
         if first <= last:
-            bits |= _lead_bytes(first, last)
+            bits |= _compute_lead_bytes(first, last)
     return bits
 
 
@@ -135,7 +137,7 @@ class _Automaton:
     last: frozenset[int]
 
 
-class _Lexemes:
+class _LexemeChooser:
     """Chooses the lexemes of rules: `bodies` are the rules with `Lexeme` in them.
 
     Every comparison is of first bytes of characters, which may find a conflict where there is none, never the other
@@ -143,41 +145,41 @@ class _Lexemes:
     """
 
     def __init__(self, rules: Rules) -> None:
-        self.rules, self.regular = rules, _regular_rules(rules)
-        self.split: set[Expression] = set()
+        self.rules, self.regular = rules, _find_regular_rules(rules)
+        self.split_expressions: set[Expression] = set()
         self.edges: dict[Expression, tuple[int, int, bool, bool]] = {}
         while True:
-            self.bodies = self.rules_with_lexemes()
-            conflicts = self.conflicts()
+            self.bodies = self.mark_rules()
+            conflicts = self.find_conflicts()
             if not conflicts:
                 break
-            self.split |= conflicts
+            self.split_expressions |= conflicts
 
     # ---- cutting rules into lexemes
 
-    def rules_with_lexemes(self) -> dict[str, Expression]:
+    def mark_rules(self) -> dict[str, Expression]:
         bodies: dict[str, Expression] = {}
-        left = [ROOT]
+        left = [ROOT_RULE]
         while left:
             name = left.pop()
             if name not in bodies:
-                bodies[name] = self.with_lexemes(self.rules[name])
-                left += self.rule_references(bodies[name])
+                bodies[name] = self.mark_lexemes(self.rules[name])
+                left += self.find_rule_references(bodies[name])
         return bodies
 
-    def rule_references(self, expression: Expression) -> Iterator[str]:
+    def find_rule_references(self, expression: Expression) -> Iterator[str]:
         """The rules that an expression needs outside its lexemes."""
         if isinstance(expression, Reference):
             yield expression.name
         elif not isinstance(expression, Lexeme):
-            for item in _inner(expression):
-                yield from self.rule_references(item)
+            for item in _list_children(expression):
+                yield from self.find_rule_references(item)
 
     def is_regular(self, expression: Expression) -> bool:
-        return not _has_tokens(expression) and all(name in self.regular for name in _references(expression))
+        return not _has_tokens(expression) and all(name in self.regular for name in _find_references(expression))
 
-    def with_lexemes(self, expression: Expression) -> Expression:
-        if self.is_regular(expression) and expression not in self.split and expression != EMPTY_SEQUENCE:
+    def mark_lexemes(self, expression: Expression) -> Expression:
+        if self.is_regular(expression) and expression not in self.split_expressions and expression != EMPTY_SEQUENCE:
             return Lexeme(expression)
         match expression:
             case Sequence(items):
@@ -188,24 +190,24 @@ class _Lexemes:
                         run.append(item)
                         continue
                     whole = run[0] if len(run) == 1 else Sequence(tuple(run))
-                    if whole in self.split or len(run) == len(items):
-                        parts += map(self.with_lexemes, run)
+                    if whole in self.split_expressions or len(run) == len(items):
+                        parts += map(self.mark_lexemes, run)
                     elif run:
-                        parts.append(self.with_lexemes(whole))
+                        parts.append(self.mark_lexemes(whole))
                     run = []
                     if item is not None:
-                        parts.append(self.with_lexemes(item))
+                        parts.append(self.mark_lexemes(item))
                 return Sequence(tuple(parts))
             case Choice(items):
-                return Choice(tuple(map(self.with_lexemes, items)))
+                return Choice(tuple(map(self.mark_lexemes, items)))
             case Repetition(item, minimum, maximum):
-                return Repetition(self.with_lexemes(item), minimum, maximum)
+                return Repetition(self.mark_lexemes(item), minimum, maximum)
         return expression
 
     # ---- which lexemes the longest match would cut elsewhere
 
-    def conflicts(self) -> set[Expression]:
-        nullable = self.nullable_rules()
+    def find_conflicts(self) -> set[Expression]:
+        nullable = self.find_nullable_rules()
         first: dict[str, frozenset[Expression]] = {name: frozenset() for name in self.bodies}
         after: dict[str, frozenset[Expression]] = {name: frozenset() for name in self.bodies}
         following: dict[Expression, frozenset[Expression]] = {}
@@ -215,7 +217,7 @@ class _Lexemes:
             match expression:
                 case Lexeme(body):
                     following[body] = following.get(body, frozenset()) | then
-                    return frozenset((body,)) | (then if self.edges_of(body)[2] else frozenset())
+                    return frozenset((body,)) | (then if self.compute_edges(body)[2] else frozenset())
                 case Reference(name):
                     after[name] |= then
                     return first[name] | (then if name in nullable else frozenset())
@@ -237,17 +239,17 @@ class _Lexemes:
             for name, body in self.bodies.items():
                 walk(body, after[name])
                 first[name] = walk(body, frozenset())
-        groups = self.join_followers(following, first[ROOT])
+        groups = self.join_followers(following, first[ROOT_RULE])
         found: set[Expression] = set()
         for group in groups:
             for a, b in combinations(group, 2):
-                if self.edges_of(a)[0] & self.edges_of(b)[0]:
-                    found.update(each for each in (a, b) if not self.edges_of(each)[3])
+                if self.compute_edges(a)[0] & self.compute_edges(b)[0]:
+                    found.update(each for each in (a, b) if not self.compute_edges(each)[3])
         for lexeme, next_ones in following.items():
             begun = 0
             for each in next_ones:
-                begun |= self.edges_of(each)[0]
-            if self.edges_of(lexeme)[1] & begun:
+                begun |= self.compute_edges(each)[0]
+            if self.compute_edges(lexeme)[1] & begun:
                 found.add(lexeme)
         return found
 
@@ -260,21 +262,21 @@ class _Lexemes:
             groups = {start, *following.values()}
             is_stable = True
             for group in groups:
-                singles = [each for each in group if self.edges_of(each)[3]]
+                singles = [each for each in group if self.compute_edges(each)[3]]
                 for a, b in combinations(singles, 2):
-                    if following[a] != following[b] and self.edges_of(a)[0] & self.edges_of(b)[0]:
+                    if following[a] != following[b] and self.compute_edges(a)[0] & self.compute_edges(b)[0]:
                         following[a] = following[b] = following[a] | following[b]
                         is_stable = False
             if is_stable:
                 return groups
 
-    def nullable_rules(self) -> set[str]:
+    def find_nullable_rules(self) -> set[str]:
         nullable: set[str] = set()
 
         def is_nullable(expression: Expression) -> bool:
             match expression:
                 case Lexeme(body):
-                    return self.edges_of(body)[2]
+                    return self.compute_edges(body)[2]
                 case Reference(name):
                     return name in nullable
                 case Sequence(items):
@@ -289,35 +291,35 @@ class _Lexemes:
             nullable |= new
         return nullable
 
-    def edges_of(self, lexeme: Expression) -> tuple[int, int, bool, bool]:
+    def compute_edges(self, lexeme: Expression) -> tuple[int, int, bool, bool]:
         """Return the bytes that begin a lexeme, the bytes that make one longer that could end, whether it may be empty,
         and whether it is one character."""
         if lexeme not in self.edges:
             sets: list[int] = []
             follow: list[set[int]] = []
-            whole = self.positions(lexeme, sets, follow)
+            whole = self.build_automaton(lexeme, sets, follow)
             begun = 0
             for p in whole.first:
                 begun |= sets[p]
             is_single = isinstance(lexeme, Characters)
-            self.edges[lexeme] = begun, _extension(whole, sets, follow), whole.is_nullable, is_single
+            self.edges[lexeme] = begun, _compute_extension_bytes(whole, sets, follow), whole.is_nullable, is_single
         return self.edges[lexeme]
 
-    def positions(self, expression: Expression, sets: list[int], follow: list[set[int]]) -> _Automaton:
-        if len(sets) > MAX_STATES:
+    def build_automaton(self, expression: Expression, sets: list[int], follow: list[set[int]]) -> _Automaton:
+        if len(sets) > MAX_LEXEME_STATES:
             return _Automaton(True, frozenset(), frozenset())
         match expression:
             case Characters():
-                sets.append(_first_bytes(expression))
+                sets.append(_compute_first_bytes(expression))
                 follow.append(set())
                 here = frozenset((len(sets) - 1,))
                 return _Automaton(False, here, here)
             case Reference(name):
-                return self.positions(self.rules[name], sets, follow)
+                return self.build_automaton(self.rules[name], sets, follow)
             case Sequence(items):
                 is_nullable, first, last = True, frozenset[int](), frozenset[int]()
                 for item in items:
-                    part = self.positions(item, sets, follow)
+                    part = self.build_automaton(item, sets, follow)
                     for p in last:
                         follow[p] |= part.first
                     first |= part.first if is_nullable else frozenset()
@@ -325,14 +327,14 @@ class _Lexemes:
                     is_nullable &= part.is_nullable
                 return _Automaton(is_nullable, first, last)
             case Choice(items):
-                parts = [self.positions(item, sets, follow) for item in items]
+                parts = [self.build_automaton(item, sets, follow) for item in items]
                 return _Automaton(
                     any(part.is_nullable for part in parts),
                     frozenset[int]().union(*(part.first for part in parts)),
                     frozenset[int]().union(*(part.last for part in parts)),
                 )
             case Repetition(item, minimum, maximum):
-                part = self.positions(item, sets, follow)
+                part = self.build_automaton(item, sets, follow)
                 if maximum != 1:
                     for p in part.last:
                         follow[p] |= part.first
@@ -340,10 +342,10 @@ class _Lexemes:
         raise AssertionError(expression)  # lexemes have no tokens, and are not nested
 
 
-def _extension(whole: _Automaton, sets: list[int], follow: list[set[int]]) -> int:
+def _compute_extension_bytes(whole: _Automaton, sets: list[int], follow: list[set[int]]) -> int:
     """Return the bytes with which a text of an automaton goes on that could end, or all bytes if it is too large."""
     everything = (1 << 256) - 1
-    if len(sets) > MAX_STATES:
+    if len(sets) > MAX_LEXEME_STATES:
         return everything
     longer = 0
     states, left = {whole.first}, [whole.first]  # the positions that may come next
@@ -362,7 +364,7 @@ def _extension(whole: _Automaton, sets: list[int], follow: list[set[int]]) -> in
             if then not in states:
                 states.add(then)
                 left.append(then)
-                if len(states) > MAX_STATES:
+                if len(states) > MAX_LEXEME_STATES:
                     return everything
     return longer
 
@@ -370,9 +372,9 @@ def _extension(whole: _Automaton, sets: list[int], follow: list[set[int]]) -> in
 # --------------------------------------------------------------------------------------------------------- writing
 
 
-def _write(rules: Rules) -> str:
+def _format_lark(rules: Rules) -> str:
     """Return rules as Lark."""
-    bodies = _Lexemes(rules).bodies
+    bodies = _LexemeChooser(rules).bodies
     numbers = {name: i for i, name in enumerate(rules)}
     terminals: dict[Expression, str] = {}
     inside: dict[str, str] = {}
@@ -402,4 +404,4 @@ def _write(rules: Rules) -> str:
 
     lines = [f"rule{numbers[name]}: {format_body(body, False)}" for name, body in bodies.items()]
     lines += [f"{name}: {format_body(body, True)}" for body, name in [*terminals.items()]]
-    return "\n".join([f"start: rule{numbers[ROOT]}", *lines, *inside.values()]) + "\n"
+    return "\n".join([f"start: rule{numbers[ROOT_RULE]}", *lines, *inside.values()]) + "\n"

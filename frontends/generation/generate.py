@@ -19,7 +19,7 @@ from ..gguf.tokenizer import Tokenizer, Utf8Stream
 from ..microbatches import Microbatches, decoding
 from ..parts import F32
 from ..session import Session
-from .drafting import Ahead
+from .drafting import SpeculativeDecoder
 from .grammar import Grammar
 from .sampling import Sampling
 
@@ -60,7 +60,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledToken:
     """A token drawn for a sequence, and the logits f32[vocabulary] that it was drawn from."""
 
     sequence: int
@@ -84,7 +84,7 @@ class Drawn:
     stop=instance_of(frozenset, set),
     timing=instance_of(Timing) | NONE,
 )
-def generate(
+def generate_tokens(
     session: Session,
     prompt: Sequence[int],
     *,
@@ -94,7 +94,7 @@ def generate(
     stop: frozenset[int] = frozenset(),
     timing: Timing | None = None,
     before: Sequence[int] = (),
-    ahead: Ahead | None = None,
+    ahead: SpeculativeDecoder | None = None,
 ) -> Iterator[int]:
     """Tokens that continue `prompt` in sequence 0, at most `limit` (or until the context is full, if negative).
 
@@ -106,14 +106,14 @@ def generate(
     Raises `ModelError` if the prompt is empty or longer than the context, or if the context fills up before `limit`.
     """
     idle: list[list[int]] = [[] for _ in range(session.sequences - 1)]
-    settings = Drawing(limit, sampling, seed, stop)
+    settings = GenerationParams(limit, sampling, seed, stop)
     known: list[list[int]] = [list(before), *idle]
-    for drawn in draw(session, [prompt, *idle], settings, known=known, timing=timing, ahead=ahead):
+    for drawn in sample_tokens(session, [prompt, *idle], settings, known=known, timing=timing, ahead=ahead):
         yield drawn.token
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class GenerationParams:
     """What a generation draws: at most `limit` tokens (negative: until the context is full), until one of `stop`, along
     a `grammar`.  Where the context is full and `kept` is given, it goes on with the first `kept` tokens and as many of
     the last as fill half of the context, which are read anew. A prompt that is longer than the context begins so.
@@ -124,31 +124,31 @@ class Drawing:
     limit: int
     sampling: Sampling
     seed: int = 0
-    stop: frozenset[int] = frozenset()
+    end_tokens: frozenset[int] = frozenset()
     grammar: Grammar | None = None
-    kept: int | None = None
+    pinned_tokens: int | None = None
     token_count: int | None = None
 
-    def shifted(self, tokens: Sequence[int], context: int) -> list[int]:
+    def shift_context(self, tokens: Sequence[int], context: int) -> list[int]:
         """What a full context goes on with."""
-        assert self.kept is not None
-        kept = min(self.kept, context // 4)
+        assert self.pinned_tokens is not None
+        kept = min(self.pinned_tokens, context // 4)
         return [*tokens[:kept], *tokens[len(tokens) - (context // 2 - kept) :]]
 
 
-EMPTY = "the prompt is empty and the model adds no BOS token; give some text to continue"
+EMPTY_PROMPT_ERROR = "the prompt is empty and the model adds no BOS token; give some text to continue"
 
 
-def draw(
+def sample_tokens(
     session: Session | Microbatches,
     prompts: Sequence[Sequence[int]],
-    drawing: Drawing,
+    drawing: GenerationParams,
     *,
     known: list[list[int]],
     timing: Timing | None = None,
     active: set[int] | None = None,
-    ahead: Ahead | None = None,
-) -> Generator[Drawn, None, None]:
+    ahead: SpeculativeDecoder | None = None,
+) -> Generator[SampledToken, None, None]:
     """What continues the prompts of a session's sequences, which run together; those with an empty one idle.
 
     Each gets the tokens that it would get alone.  `known` are the tokens of each sequence so far; prompts and what is
@@ -156,25 +156,25 @@ def draw(
     """
     timing, active = Timing() if timing is None else timing, set[int]() if active is None else active
     try:
-        yield from _drawn(session, prompts, drawing, known, timing, active, ahead)
+        yield from _sample_sequences(session, prompts, drawing, known, timing, active, ahead)
     finally:
         if ahead is not None:
-            ahead.settle()
+            ahead.discard_rejected()
 
 
-def _drawn(
+def _sample_sequences(
     session: Session | Microbatches,
     prompts: Sequence[Sequence[int]],
-    drawing: Drawing,
+    drawing: GenerationParams,
     known: list[list[int]],
     timing: Timing,
     active: set[int],
-    ahead: Ahead | None,
-) -> Iterator[Drawn]:
-    if drawing.kept is not None:
-        prompts = [_made_room(session, i, p, drawing, known) for i, p in enumerate(prompts)]
+    ahead: SpeculativeDecoder | None,
+) -> Iterator[SampledToken]:
+    if drawing.pinned_tokens is not None:
+        prompts = [_fit_prompt(session, i, p, drawing, known) for i, p in enumerate(prompts)]
     if not any(map(len, prompts)):
-        raise ModelError(EMPTY)
+        raise ModelError(EMPTY_PROMPT_ERROR)
     limit, sampling = drawing.limit, drawing.sampling
     active |= {i for i, prompt in enumerate(prompts) if len(prompt)}
     same = np.random.default_rng(0)
@@ -196,32 +196,32 @@ def _drawn(
     start = clock()
     room = [session.context - length for length in session.lengths]
     counts = [0] * len(prompts)
-    followers = {i: drawing.grammar.begin() for i in active} if drawing.grammar else {}
+    followers = {i: drawing.grammar.make_state() for i in active} if drawing.grammar else {}
 
-    def chosen(i: int, logits: F32) -> Generator[Drawn, None, list[int]]:
+    def chosen(i: int, logits: F32) -> Generator[SampledToken, None, list[int]]:
         """What sequence `i` is to read next: nothing if it has ended."""
         counts[i] += 1
         logits = logits[: drawing.token_count]
         rng = np.random.default_rng([drawing.seed, len(known[i])]) if sampling.temperature else same  # 20 us
-        seen = followers[i].allowed(logits) if followers else logits
-        token = agreed(session, sampling.choose(seen, rng, known[i]))
-        if token in drawing.stop:
+        seen = followers[i].mask_logits(logits) if followers else logits
+        token = broadcast_token(session, sampling.choose(seen, rng, known[i]))
+        if token in drawing.end_tokens:
             active.discard(i)
             return []
         known[i].append(token)
-        yield Drawn(i, token, logits)
+        yield SampledToken(i, token, logits)
         is_full = counts[i] > room[i]
         if (
             counts[i] == limit
-            or (followers and not followers[i].take(token))
-            or (is_full and limit < 0 and drawing.kept is None)
+            or (followers and not followers[i].accept(token))
+            or (is_full and limit < 0 and drawing.pinned_tokens is None)
         ):
             active.discard(i)
         if i not in active:
             return []
-        if is_full and drawing.kept is not None:
+        if is_full and drawing.pinned_tokens is not None:
             session.reset(i)
-            known[i][:] = drawing.shifted(known[i], session.context)
+            known[i][:] = drawing.shift_context(known[i], session.context)
             room[i] = counts[i] + session.context - len(known[i])
             return list(known[i])
         if is_full:
@@ -231,10 +231,10 @@ def _drawn(
             )
         return [token]
 
-    with decoding(session, alone=drawing.kept is not None) as steps:
+    with decoding(session, alone=drawing.pinned_tokens is not None) as steps:
         begun: deque[int] = deque()
 
-        def go_on(group: int, answers: Sequence[F32]) -> Iterator[Drawn]:
+        def go_on(group: int, answers: Sequence[F32]) -> Iterator[SampledToken]:
             """Let a group begin its next step, unless all of its sequences have ended."""
             new: list[list[int]] = []
             for i, logits in zip(steps.places[group], answers, strict=True):
@@ -247,27 +247,27 @@ def _drawn(
             yield from go_on(group, rows[place.start : place.stop])
         while begun:
             read = sum(i in active for i in steps.places[begun[0]])
-            answers = steps.ended() if ahead is None else [ahead.rows(known[0])]
+            answers = steps.ended() if ahead is None else [ahead.next_logits(known[0])]
             # The first new tokens came from the prefill's logits; what is timed here are the runs after it.
             timing.new_tokens += read
             timing.decode, timing.planning = clock() - start, session.planning - planned
             yield from go_on(begun.popleft(), answers)
 
 
-def agreed(session: Session | Microbatches, token: int) -> int:
+def broadcast_token(session: Session | Microbatches, token: int) -> int:
     """The token of rank 0: machines that are not alike may round differently, and draw another one."""
     if session.world.size == 1:
         return token
     return int.from_bytes(session.world.broadcast_from_first(lambda: token.to_bytes(8, "little")), "little")
 
 
-def _made_room(
-    session: Session | Microbatches, i: int, prompt: Sequence[int], drawing: Drawing, known: list[list[int]]
+def _fit_prompt(
+    session: Session | Microbatches, i: int, prompt: Sequence[int], drawing: GenerationParams, known: list[list[int]]
 ) -> list[int]:
     """The prompt of a sequence; where it no longer fits behind what is there, all anew from a part of that."""
     if session.lengths[i] + len(prompt) <= session.context:
         return list(prompt)
-    whole = drawing.shifted([*known[i], *prompt], session.context)
+    whole = drawing.shift_context([*known[i], *prompt], session.context)
     if len(whole) < len(prompt) <= session.context:
         whole = list(prompt)
     session.reset(i)
@@ -275,7 +275,9 @@ def _made_room(
     return whole
 
 
-def prepare(session: Session, prompt: Sequence[int], drawing: Drawing, ahead: Ahead | None = None) -> Timing:
+def compile_ahead(
+    session: Session, prompt: Sequence[int], drawing: GenerationParams, ahead: SpeculativeDecoder | None = None
+) -> Timing:
     """Make the plans and kernels of a generation before it begins, so that nothing holds up its text; how long that
     took.  Raises `ModelError` if its tokens could not be chosen."""
     start, vocabulary = time.perf_counter(), session.model.vocabulary_size
@@ -293,23 +295,27 @@ def prepare(session: Session, prompt: Sequence[int], drawing: Drawing, ahead: Ah
     return Timing(planning=time.perf_counter() - start)
 
 
-class Stops:
+class StopStringFilter:
     """Text piece by piece until a stop string, which is not given out; what may begin one is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.stops, self.held, self.met = tuple(filter(None, stops)), "", False
+        self.stop_strings, self.pending_text, self.has_matched = tuple(filter(None, stops)), "", False
 
     def feed(self, piece: str) -> str:
         """What is sure to stand before any stop string."""
-        text = self.held + piece
-        ends = [at for stop in self.stops if (at := text.find(stop)) >= 0]
-        self.met = bool(ends)
-        sure = min(ends) if ends else len(text) - max((_begun(text, stop) for stop in self.stops), default=0)
-        self.held = "" if ends else text[sure:]
+        text = self.pending_text + piece
+        ends = [at for stop in self.stop_strings if (at := text.find(stop)) >= 0]
+        self.has_matched = bool(ends)
+        sure = (
+            min(ends)
+            if ends
+            else len(text) - max((_partial_match_length(text, stop) for stop in self.stop_strings), default=0)
+        )
+        self.pending_text = "" if ends else text[sure:]
         return text[:sure]
 
 
-def _begun(text: str, stop: str) -> int:
+def _partial_match_length(text: str, stop: str) -> int:
     """How many characters at the end of a text begin a stop string."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
@@ -317,11 +323,11 @@ def _begun(text: str, stop: str) -> int:
 def stream_text(tokens: Iterator[int], tokenizer: Tokenizer, stops: Sequence[str] = ()) -> Iterator[str]:
     """The text of tokens piece by piece, never cut inside a character, until a stop string; what stays broken at the
     end becomes U+FFFD."""
-    decoder, until = Utf8Stream(tokenizer), Stops(stops)
+    decoder, until = Utf8Stream(tokenizer), StopStringFilter(stops)
     for token in tokens:
         if piece := until.feed(decoder.feed(token)):
             yield piece
-        if until.met:
+        if until.has_matched:
             return
-    if rest := until.feed(decoder.finish()) + until.held:
+    if rest := until.feed(decoder.finish()) + until.pending_text:
         yield rest

@@ -22,7 +22,7 @@ from ...graph.validation import (
 )
 from ..errors import ModelError
 from ..gguf.tokenizer import Tokenizer
-from .generate import Drawing
+from .generate import GenerationParams
 from .grammar import Grammar
 from .sampling import Sampling
 
@@ -66,7 +66,7 @@ class Options(TypedDict, total=False):
     """Where the context is full, forget its older half and go on (False)."""
 
 
-OPTIONS: Mapping[str, ArgumentKind] = MappingProxyType(
+OPTION_KINDS: Mapping[str, ArgumentKind] = MappingProxyType(
     {
         "max_tokens": integer_between(-1),
         "seed": integer_between(0) | NONE,
@@ -78,20 +78,22 @@ OPTIONS: Mapping[str, ArgumentKind] = MappingProxyType(
         "context_shift": BOOL,
     }
 )
-SAMPLED = tuple(f.name for f in fields(Sampling))
+SAMPLING_OPTIONS = tuple(f.name for f in fields(Sampling))
 
 
-def settled(options: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[Drawing, tuple[str, ...]]:
+def resolve_options(
+    options: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> tuple[GenerationParams, tuple[str, ...]]:
     """What to draw, and what strings end the text; a model without a vocabulary has no tokenizer, and takes no option
     about text.  Raises `ModelError`."""
-    known = (*OPTIONS, *SAMPLED)
+    known = (*OPTION_KINDS, *SAMPLING_OPTIONS)
     for name, value in options.items():
         if name not in known:
             hint = did_you_mean(name, known) or f"; options: {', '.join(known)}"
             raise ModelError(f"generate: there is no option {name!r:.60}{hint}")
-        if name in OPTIONS:
-            require(ModelError, "generate", name, value, OPTIONS[name])
-    given = {"temperature": 0.8, **{name: options[name] for name in SAMPLED if name in options}}
+        if name in OPTION_KINDS:
+            require(ModelError, "generate", name, value, OPTION_KINDS[name])
+    given = {"temperature": 0.8, **{name: options[name] for name in SAMPLING_OPTIONS if name in options}}
     seed, stop = options.get("seed"), options.get("stop", ())
     rules = {name: options[name] for name in ("grammar", "json_schema") if options.get(name, "") != ""}
     if len(rules) > 1:
@@ -100,9 +102,9 @@ def settled(options: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[Dr
         raise ModelError(f"generate: the model has no vocabulary, so {texts[0]} has no meaning; leave it out")
     lenient = options.get("schema_lenient", True)
     grammar = Grammar(tokenizer, **rules, schema_lenient=lenient) if tokenizer is not None and rules else None
-    if grammar is not None and grammar.left_out:
-        warnings.warn(grammar.left_out, stacklevel=4)
-    drawing = Drawing(
+    if grammar is not None and grammar.warning:
+        warnings.warn(grammar.warning, stacklevel=4)
+    drawing = GenerationParams(
         options.get("max_tokens", 128),
         Sampling(**given),
         secrets.randbits(31) if seed is None else seed,

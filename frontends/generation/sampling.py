@@ -22,25 +22,25 @@ from ...graph.validation import (
 )
 from ..errors import ModelError
 
-FEW = 256
+MAX_PARTIAL_SORT = 256
 """More candidates than that are sorted with all others instead of picked out."""
 
 
-LARGEST = 1e30
+MAX_LOGIT_CHANGE = 1e30
 """The largest bias and penalty: sums of them stay float32."""
 F32_MAX = np.finfo(np.float32).max
-BIAS = ArgumentKind(
+BIAS_KIND = ArgumentKind(
     "pairs of a token and a number of at most 1e30 either way, or -inf to ban the token",
     list_of(
         pair_of(
             integer_between(0, 2**31),
-            number_between(-LARGEST, LARGEST) | ArgumentKind("-inf", lambda v: v == -math.inf),
+            number_between(-MAX_LOGIT_CHANGE, MAX_LOGIT_CHANGE) | ArgumentKind("-inf", lambda v: v == -math.inf),
         ),
         "",
     ).accepts,
 )
-AT_LEAST_0 = ArgumentKind("a number of at least 0", number_between(0, LARGEST).accepts)
-SAMPLING: Mapping[str, ArgumentKind] = MappingProxyType(
+AT_LEAST_0 = ArgumentKind("a number of at least 0", number_between(0, MAX_LOGIT_CHANGE).accepts)
+SAMPLING_FIELD_KINDS: Mapping[str, ArgumentKind] = MappingProxyType(
     {
         "temperature": AT_LEAST_0,
         "top_k": integer_between(0, 2**31),
@@ -50,9 +50,9 @@ SAMPLING: Mapping[str, ArgumentKind] = MappingProxyType(
         ),
         "repeat_penalty": ArgumentKind("a number above 0", lambda v: AT_LEAST_0.accepts(v) and v > 0),
         "repeat_last_n": integer_between(-1, 2**31),
-        "presence_penalty": number_between(-LARGEST, LARGEST),
-        "frequency_penalty": number_between(-LARGEST, LARGEST),
-        "bias": BIAS,
+        "presence_penalty": number_between(-MAX_LOGIT_CHANGE, MAX_LOGIT_CHANGE),
+        "frequency_penalty": number_between(-MAX_LOGIT_CHANGE, MAX_LOGIT_CHANGE),
+        "bias": BIAS_KIND,
     }
 )
 
@@ -81,7 +81,7 @@ class Sampling:
     bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, kind in SAMPLING.items():
+        for name, kind in SAMPLING_FIELD_KINDS.items():
             require(ModelError, "sampling", name.replace("_", "-"), getattr(self, name), kind)
 
     def check(self, vocabulary: int) -> None:
@@ -100,14 +100,14 @@ class Sampling:
             raise ModelError(
                 f"the model gives token {best} the logit {logits[best]}; its file is damaged, fetch it again"
             )
-        changed = self._changed(logits, before)
+        changed = self._apply_penalties(logits, before)
         if self.temperature == 0:
             return best if changed is logits else int(np.argmax(changed))
         ids, kept = self.candidates(changed)
         with np.errstate(over="ignore"):  # a very low temperature leaves only the first
             return int(rng.choice(ids, p=softmax((kept - kept[0]) / self.temperature)))
 
-    def _changed(self, logits: npt.NDArray[np.float32], before: Sequence[int]) -> npt.NDArray[np.float32]:
+    def _apply_penalties(self, logits: npt.NDArray[np.float32], before: Sequence[int]) -> npt.NDArray[np.float32]:
         """The logits with biases and penalties; the very array where there are none."""
         penalises = self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         recent = before[max(0, len(before) - self.repeat_last_n) :] if self.repeat_last_n >= 0 else before
@@ -130,7 +130,7 @@ class Sampling:
 
     def candidates(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Ids that survive the filters, most likely first, with their logits; at least one always does."""
-        few = 0 < self.top_k <= FEW and self.top_k < len(logits)
+        few = 0 < self.top_k <= MAX_PARTIAL_SORT and self.top_k < len(logits)
         ids = largest(logits, self.top_k) if few else descending(logits)[: self.top_k or None]
         kept = logits[ids].astype(np.float64)
         p = softmax(kept)

@@ -12,13 +12,13 @@ from types import MappingProxyType
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 
-KEY = "tokenizer.chat_template"
-MAX_TEMPLATE = 1 << 20
+CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
+MAX_TEMPLATE_CHARACTERS = 1 << 20
 """Characters of the largest template; the longest in use has about 30,000."""
-TAKEN = ("template", "messages", "bos", "eos", "bos_token", "eos_token")
+RESERVED_VARIABLES = ("template", "messages", "bos", "eos", "bos_token", "eos_token")
 """Names that no further variable can have."""
 
-NAMED: Mapping[str, str] = {
+NAMED_TEMPLATES: Mapping[str, str] = {
     "rwkv-world": "{% for message in messages %}"
     "{{ {'system': 'System', 'user': 'User'}.get(message['role'], 'Assistant') }}: {{ message['content'] | trim }}\n\n"
     "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}",
@@ -26,18 +26,18 @@ NAMED: Mapping[str, str] = {
 """Templates that files only name, since llama.cpp knows them."""
 
 
-def chat_template(metadata: Mapping[str, object], name: str | None = None) -> str:
+def select_chat_template(metadata: Mapping[str, object], name: str | None = None) -> str:
     """The chat template of a GGUF file: the default one, or the one called ``name`` (such as ``tool_use``).
 
     ModelError if the file has none, not that one, or one that is not text.
     """
-    key = KEY if name is None else f"{KEY}.{name}"
+    key = CHAT_TEMPLATE_KEY if name is None else f"{CHAT_TEMPLATE_KEY}.{name}"
     template = metadata.get(key)
     if isinstance(template, str) and template:
-        return NAMED.get(template, template)
+        return NAMED_TEMPLATES.get(template, template)
     if template:
         raise ModelError(f"{key} is a {type(template).__name__}; need a string")
-    others = sorted(k.removeprefix(f"{KEY}.") for k in metadata if k.startswith(f"{KEY}."))
+    others = sorted(k.removeprefix(f"{CHAT_TEMPLATE_KEY}.") for k in metadata if k.startswith(f"{CHAT_TEMPLATE_KEY}."))
     remedy = (
         f"this model has those named {', '.join(others)}"
         if others
@@ -57,7 +57,7 @@ class ChatFormat:
         return render_chat(self.template, messages, bos=bos, eos=eos, **self.variables)  # type: ignore[arg-type]
 
 
-def chat_format(
+def choose_chat_format(
     metadata: Mapping[str, object],
     *,
     template: str | None = None,
@@ -78,12 +78,12 @@ def chat_format(
         ModelError: There is no template, or a variable has a name that is taken.
     """
     further = dict(variables or {})
-    if taken := [name for name in further if name in TAKEN]:
+    if taken := [name for name in further if name in RESERVED_VARIABLES]:
         raise ModelError(f"chat template variable {taken[0]!r} is set by hocket; leave it out")
     standard = {"tools": tools, "documents": documents}
     further = {name: value for name, value in standard.items() if value is not None} | further
-    name = "tool_use" if further.get("tools") is not None and f"{KEY}.tool_use" in metadata else None
-    return ChatFormat(chat_template(metadata, name) if template is None else template, MappingProxyType(further))
+    name = "tool_use" if further.get("tools") is not None and f"{CHAT_TEMPLATE_KEY}.tool_use" in metadata else None
+    return ChatFormat(select_chat_template(metadata, name) if template is None else template, MappingProxyType(further))
 
 
 def render_chat(
@@ -103,8 +103,8 @@ def render_chat(
 
     Source: ``apply_chat_template`` of HF ``transformers``.
     """
-    if not template or len(template) > MAX_TEMPLATE:
-        raise ModelError(f"the chat template has {len(template)} characters; need 1 to {MAX_TEMPLATE}")
+    if not template or len(template) > MAX_TEMPLATE_CHARACTERS:
+        raise ModelError(f"the chat template has {len(template)} characters; need 1 to {MAX_TEMPLATE_CHARACTERS}")
     variables = {
         "tools": None,
         "documents": None,

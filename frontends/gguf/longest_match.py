@@ -12,50 +12,52 @@ from typing import NamedTuple
 
 from ..errors import ModelError
 
-SPELLED: Mapping[bytes, bytes] = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
-ESCAPE = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([^x]))", re.DOTALL)
-START = 2
+ESCAPED_BYTES: Mapping[bytes, bytes] = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
+ESCAPE_PATTERN = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([^x]))", re.DOTALL)
+PREFIX_LENGTH = 2
 """Bytes by which the lengths of tokens are listed: few tokens share two."""
 
 
-def spelled_bytes(text: str) -> bytes:
+def unescape_token(text: str) -> bytes:
     """The bytes of a token, written as files write them."""
-    return ESCAPE.sub(lambda m: bytes.fromhex(m[1].decode()) if m[1] else SPELLED.get(m[2], m[2]), text.encode())
+    return ESCAPE_PATTERN.sub(
+        lambda m: bytes.fromhex(m[1].decode()) if m[1] else ESCAPED_BYTES.get(m[2], m[2]), text.encode()
+    )
 
 
-class Ids(NamedTuple):
+class Encoding(NamedTuple):
     """What HF ``tokenizers`` gives."""
 
     ids: list[int]
 
 
-class LongestMatch:
+class LongestMatchTokenizer:
     """Cuts texts into the longest of ``tokens``; ``unknown`` stands for bytes that begin none."""
 
     def __init__(self, tokens: Sequence[str], unknown: int | None) -> None:
-        self._ids = {spelled_bytes(text): i for i, text in enumerate(tokens)}
-        self._ids.pop(b"", None)
+        self._token_ids = {unescape_token(text): i for i, text in enumerate(tokens)}
+        self._token_ids.pop(b"", None)
         lengths: dict[bytes, set[int]] = {}
-        for token in self._ids:
-            lengths.setdefault(token[:START], set()).add(len(token))
-        self._lengths = {start: sorted(each, reverse=True) for start, each in lengths.items()}
-        self._unknown = unknown
+        for token in self._token_ids:
+            lengths.setdefault(token[:PREFIX_LENGTH], set()).add(len(token))
+        self._lengths_by_prefix = {start: sorted(each, reverse=True) for start, each in lengths.items()}
+        self._unknown_id = unknown
 
-    def encode(self, text: str, add_special_tokens: bool = False) -> Ids:
+    def encode(self, text: str, add_special_tokens: bool = False) -> Encoding:
         """The ids of a text.  ModelError for a byte that begins no token where none stands for that."""
         data, at, ids = text.encode(), 0, list[int]()
         while at < len(data):
-            token, size = self._longest(data, at)
+            token, size = self._match_longest(data, at)
             ids.append(token)
             at += size
-        return Ids(ids)
+        return Encoding(ids)
 
-    def _longest(self, data: bytes, at: int) -> tuple[int, int]:
-        for start in (data[at : at + START], data[at : at + 1]):
-            for size in self._lengths.get(start, ()):
-                token = self._ids.get(data[at : at + size])
+    def _match_longest(self, data: bytes, at: int) -> tuple[int, int]:
+        for start in (data[at : at + PREFIX_LENGTH], data[at : at + 1]):
+            for size in self._lengths_by_prefix.get(start, ()):
+                token = self._token_ids.get(data[at : at + size])
                 if token is not None:
                     return token, size
-        if self._unknown is None:
+        if self._unknown_id is None:
             raise ModelError(f"the vocabulary has no token for the byte 0x{data[at]:02x}; use a whole vocabulary")
-        return self._unknown, 1
+        return self._unknown_id, 1

@@ -15,16 +15,16 @@ import numpy.typing as npt
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 
-LENGTH = struct.Struct("<Q")
-COUNT = struct.Struct("<I")
-LONG = 1 << 12
-LONGEST = 1 << 26
+LENGTH_FIELD = struct.Struct("<Q")
+COUNT_FIELD = struct.Struct("<I")
+DIRECT_READ_BYTES = 1 << 12
+MAX_STRING_BYTES = 1 << 26
 """Bytes of one string.  Python may need four times as many for it, which a large file must not turn against us."""
-BLOCK = 1 << 18
+SCAN_BLOCK_BYTES = 1 << 18
 """Bytes looked through at once."""
-MANY = 1 << 13
+STRINGS_PER_READ = 1 << 13
 """Strings read at once: arrays for those of a vocabulary would take several times their bytes."""
-AGAIN = "download or convert the file again"
+DOWNLOAD_AGAIN_HINT = "download or convert the file again"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +34,7 @@ class MappedFile:
     path: Path
     data: mmap.mmap
     size: int
-    changed: int
+    modified_ns: int
     """When, in nanoseconds."""
     inode: str = ""
     """The file system and the number of the file in it; empty if unknown."""
@@ -45,12 +45,12 @@ class MappedFile:
             start = start // mmap.PAGESIZE * mmap.PAGESIZE
             self.data.madvise(mmap.MADV_DONTNEED, start, end - start)
 
-    def error(self, problem: str, remedy: str = AGAIN) -> ModelError:
+    def error(self, problem: str, remedy: str = DOWNLOAD_AGAIN_HINT) -> ModelError:
         """A one-line error about this file."""
-        return ModelError(f"{shown(str(self.path))}: {problem}; {remedy}")
+        return ModelError(f"{format_name(str(self.path))}: {problem}; {remedy}")
 
 
-def shown(name: str, limit: int = 120) -> str:
+def format_name(name: str, limit: int = 120) -> str:
     """A name for a one-line message: control characters escaped, and the middle of a long one left out."""
     if len(name) > limit:
         name = f"{name[: limit // 2]}…{name[-limit // 2 :]}"
@@ -59,20 +59,20 @@ def shown(name: str, limit: int = 120) -> str:
 
 def map_file(path: Path) -> MappedFile:
     """Map a regular file; ModelError for everything else, before anything could block or be allocated."""
-    name = shown(str(path))
+    name = format_name(str(path))
     try:
         mode = os.stat(path)
         if not stat.S_ISREG(mode.st_mode):
             what = "a directory" if stat.S_ISDIR(mode.st_mode) else "no regular file"
             raise ModelError(f"{name}: is {what}; give the path of a .gguf file")
         if mode.st_size == 0:
-            raise ModelError(f"{name}: is empty; {AGAIN}")
+            raise ModelError(f"{name}: is empty; {DOWNLOAD_AGAIN_HINT}")
         with open(path, "rb") as file:
             data, state = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), os.fstat(file.fileno())
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelError(
-            f"{name}: cannot be opened ({shown(reason)}); give the path of a readable .gguf file"
+            f"{name}: cannot be opened ({format_name(reason)}); give the path of a readable .gguf file"
         ) from error
     return MappedFile(path, data, len(data), state.st_mtime_ns, f"{state.st_dev}:{state.st_ino}")
 
@@ -87,49 +87,53 @@ class Cursor:
 
     def __init__(self, file: MappedFile, at: int = 0, where: str = "header") -> None:
         self.file = file
-        self.at = at
-        self.where = where
+        self.position = at
+        self.section = where
 
-    def error(self, problem: str, remedy: str = AGAIN) -> ModelError:
-        return self.file.error(f"{self.where} {problem}", remedy)
+    def error(self, problem: str, remedy: str = DOWNLOAD_AGAIN_HINT) -> ModelError:
+        return self.file.error(f"{self.section} {problem}", remedy)
 
-    def step(self, size: int) -> int:
+    def skip(self, size: int) -> int:
         """Pass ``size`` bytes and return where they start."""
-        start = self.at
+        start = self.position
         if size > self.file.size - start:
             raise self.error(f"needs {size} bytes at byte {start}, but the file ends at byte {self.file.size}")
-        self.at = start + size
+        self.position = start + size
         return start
 
-    def u32(self) -> int:
-        return int(COUNT.unpack_from(self.file.data, self.step(4))[0])
+    def read_u32(self) -> int:
+        return int(COUNT_FIELD.unpack_from(self.file.data, self.skip(4))[0])
 
-    def u64(self) -> int:
-        return int(LENGTH.unpack_from(self.file.data, self.step(8))[0])
+    def read_u64(self) -> int:
+        return int(LENGTH_FIELD.unpack_from(self.file.data, self.skip(8))[0])
 
-    def string(self) -> str:
+    def read_string(self) -> str:
         """A string: u64 length, then that many bytes, which ought to be UTF-8.
 
         Bytes that are not become U+FFFD: they exist only in damaged files, and a lone surrogate in their place would
         crash whoever next encodes the string, far away from the file that caused it.  A long string that is not
         UTF-8 is no text at all, most likely a damaged length that reaches into the weights, and an error.
         """
-        size = self.u64()
-        start = self.step(size)
-        if size > LONG:
-            return self._long_string(start, size)
+        size = self.read_u64()
+        start = self.skip(size)
+        if size > DIRECT_READ_BYTES:
+            return self._read_long_string(start, size)
         return str(self.file.data[start : start + size], "utf-8", "replace")
 
-    def strings(self, count: int) -> list[str]:
+    def read_strings(self, count: int) -> list[str]:
         """The next strings, as `string` gives them one by one: a vocabulary has so many that the call is what costs."""
-        return [text for first in range(0, count, MANY) for text in self._strings(min(MANY, count - first))]
+        return [
+            text
+            for first in range(0, count, STRINGS_PER_READ)
+            for text in self._read_short_strings(min(STRINGS_PER_READ, count - first))
+        ]
 
-    def _strings(self, count: int) -> list[str]:
-        at, lengths = self.at, self._lengths(count)
+    def _read_short_strings(self, count: int) -> list[str]:
+        at, lengths = self.position, self._find_lengths(count)
         if lengths is None:
-            return [self.string() for _ in range(count)]
-        self.at += 8 * count + int(lengths.sum())
-        bytes_ = np.frombuffer(self.file.data, np.uint8, self.at - at, at)
+            return [self.read_string() for _ in range(count)]
+        self.position += 8 * count + int(lengths.sum())
+        bytes_ = np.frombuffer(self.file.data, np.uint8, self.position - at, at)
         starts = np.cumsum(lengths + 8) - lengths - 8
         keep = np.ones(len(bytes_), bool)
         for i in range(7):  # of each length one byte is left, a zero, which ends the string before
@@ -140,64 +144,64 @@ class Cursor:
         except UnicodeDecodeError:
             texts = []
         if len(texts) != count:  # damaged text, or strings that hold zeros
-            self.at = at
-            return [self.string() for _ in range(count)]
+            self.position = at
+            return [self.read_string() for _ in range(count)]
         return texts
 
-    def _long_string(self, start: int, size: int) -> str:
-        if size > LONGEST:
-            raise self.error(f"has a string of {size} bytes; at most {LONGEST} are accepted")
+    def _read_long_string(self, start: int, size: int) -> str:
+        if size > MAX_STRING_BYTES:
+            raise self.error(f"has a string of {size} bytes; at most {MAX_STRING_BYTES} are accepted")
         # Checked piece by piece first: a failed decoding of the whole would hold it twice.
         check = getincrementaldecoder("utf-8")().decode
         end = start + size
         try:
-            for at in range(start, end, LONG):
-                check(self.file.data[at : min(at + LONG, end)], at + LONG >= end)
+            for at in range(start, end, DIRECT_READ_BYTES):
+                check(self.file.data[at : min(at + DIRECT_READ_BYTES, end)], at + DIRECT_READ_BYTES >= end)
         except UnicodeDecodeError as error:
             raise self.error(f"has a string of {size} bytes that is not UTF-8 ({error.reason})") from None
         return str(memoryview(self.file.data)[start:end], "utf-8")
 
-    def name(self) -> str:
+    def read_name(self) -> str:
         """The name of a metadata pair or a tensor: UTF-8, 1 to 65,535 bytes, as the specification limits keys."""
-        size = self.u64()
+        size = self.read_u64()
         if not 1 <= size <= 0xFFFF:
             raise self.error(f"has a name of {size} bytes; need 1 to 65,535")
-        start = self.step(size)
-        if size > LONG:
-            return self._long_string(start, size)
+        start = self.skip(size)
+        if size > DIRECT_READ_BYTES:
+            return self._read_long_string(start, size)
         try:
             return str(self.file.data[start : start + size], "utf-8")
         except UnicodeDecodeError as error:
             raise self.error(f"has a name that is not UTF-8 ({error.reason})") from None
 
-    def pass_strings(self, count: int) -> None:
+    def skip_strings(self, count: int) -> None:
         """Pass ``count`` strings.  Each length is inline, so finding them is what opening a large vocabulary costs."""
-        lengths = self._lengths(count)
+        lengths = self._find_lengths(count)
         if lengths is not None:
-            self.at += 8 * count + int(lengths.sum())
+            self.position += 8 * count + int(lengths.sum())
             return
-        data, at, last = self.file.data, self.at, self.file.size - LENGTH.size
-        length = LENGTH.unpack_from
+        data, at, last = self.file.data, self.position, self.file.size - LENGTH_FIELD.size
+        length = LENGTH_FIELD.unpack_from
         for i in range(count):
             if at > last:
                 raise self.error(f"ends inside string {i} of {count}, past the end of the file at {self.file.size}")
             at += 8 + length(data, at)[0]
         if at > self.file.size:
             raise self.error(f"has a last string that ends at byte {at}, but the file ends at byte {self.file.size}")
-        self.at = at
+        self.position = at
 
-    def _lengths(self, count: int) -> npt.NDArray[np.int64] | None:
+    def _find_lengths(self, count: int) -> npt.NDArray[np.int64] | None:
         """The lengths in bytes of the next strings [count], found all at once; None where some are empty or longer than
         255, or the file is damaged.
 
         Such a length is a byte and seven zeros.  Where those stand is a guess, and proof that each string ends where
         the next begins.
         """
-        at, left, lengths = self.at, count, [np.zeros(0, np.int64)]
+        at, left, lengths = self.position, count, [np.zeros(0, np.int64)]
         while left:
             if at >= self.file.size:
                 return None
-            part = np.frombuffer(self.file.data, np.uint8, min(BLOCK, self.file.size - at), at)
+            part = np.frombuffer(self.file.data, np.uint8, min(SCAN_BLOCK_BYTES, self.file.size - at), at)
             zeros = np.flatnonzero(part == 0)
             starts = zeros[:-6][zeros[6:] - zeros[:-6] == 6][:left] - 1
             if not len(starts) or starts[0] != 0:

@@ -26,11 +26,11 @@ class PreTokenizer:
     """Whether BOS is added even if the file says otherwise."""
     has_bos: bool = True
     """Whether a file without a BOS id still has one, by default."""
-    letters: bool = True
+    uses_byte_letters: bool = True
     """Tokens write bytes as the letters of GPT-2's table; otherwise they are text."""
-    marks_spaces: bool = False
+    uses_space_marks: bool = False
     """Tokens write a space as ``▁``."""
-    line_start: str = ""
+    line_prefix: str = ""
     """Put before each line that does not begin with it."""
 
 
@@ -39,12 +39,12 @@ _SPACES = r"\s+(?!\S)|\s+"
 _GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
 
 
-def _llama3_like(digits: str, contraction: str = _CASELESS + "|") -> str:
+def _build_llama3_pattern(digits: str, contraction: str = _CASELESS + "|") -> str:
     words = r"[^\r\n\p{L}\p{N}]?\p{L}+"
     return rf"{contraction}{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
 
 
-def _cased(contraction: str, digits: str, tail: str = r"[\r\n/]*", but: str = "") -> str:
+def _build_case_pattern(contraction: str, digits: str, tail: str = r"[\r\n/]*", but: str = "") -> str:
     """Words that end where lower case turns upper, so camelCase is cut; ``but`` takes characters out of the letters."""
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
@@ -53,14 +53,14 @@ def _cased(contraction: str, digits: str, tail: str = r"[\r\n/]*", but: str = ""
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{tail}|\s*[\r\n]+|{_SPACES}"
 
 
-_LLAMA3 = _llama3_like(r"\p{N}{1,3}")
-_QWEN2 = _llama3_like(r"\p{N}")
+_LLAMA3 = _build_llama3_pattern(r"\p{N}{1,3}")
+_QWEN2 = _build_llama3_pattern(r"\p{N}")
 _QWEN35 = (
     rf"{_CASELESS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
 )
-_GPT4O = _cased(f"{_CASELESS}?", r"\p{N}{1,3}")
-_KIMI_K2 = r"[\p{Han}]+|" + _cased(f"{_CASELESS}?", r"\p{N}{1,3}", tail=r"[\r\n]*", but=r"&&[^\p{Han}]")
+_GPT4O = _build_case_pattern(f"{_CASELESS}?", r"\p{N}{1,3}")
+_KIMI_K2 = r"[\p{Han}]+|" + _build_case_pattern(f"{_CASELESS}?", r"\p{N}{1,3}", tail=r"[\r\n]*", but=r"&&[^\p{Han}]")
 _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
@@ -112,7 +112,7 @@ _CHAMELEON = (
     r"[\p{P}!-/:-@\[-`{-~]",
 )
 _LINES = r"[^\n]+|\n+"
-GEMMA4 = PreTokenizer((_LINES,), forces_bos=True, letters=False, marks_spaces=True)
+GEMMA4 = PreTokenizer((_LINES,), forces_bos=True, uses_byte_letters=False, uses_space_marks=True)
 """The only pre-tokenizer of ``tokenizer.ggml.model = gemma4``; ``pre`` is ignored."""
 
 _RULES: tuple[tuple[str, PreTokenizer], ...] = (
@@ -125,17 +125,17 @@ _RULES: tuple[tuple[str, PreTokenizer], ...] = (
     ("chatglm-bpe", PreTokenizer((_LLAMA3,), has_bos=False)),
     ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", PreTokenizer((_QWEN2,))),
     ("qwen35", PreTokenizer((_QWEN35,))),
-    ("ufakzeka", PreTokenizer((_llama3_like(r"\p{N}", contraction=""),))),
+    ("ufakzeka", PreTokenizer((_build_llama3_pattern(r"\p{N}", contraction=""),))),
     ("laguna", PreTokenizer((r"[^\n]+|[\n]+", _QWEN2))),
-    ("minicpm5", PreTokenizer((r"\p{N}{1,3}", _llama3_like(r"\p{N}+")), ignore_merges=True)),
+    ("minicpm5", PreTokenizer((r"\p{N}{1,3}", _build_llama3_pattern(r"\p{N}+")), ignore_merges=True)),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer((_GPT4O,))),
     ("granite-embed-multi-97m", PreTokenizer((_GPT4O,), ignore_merges=True)),
     ("tiny_aya cohere2moe", PreTokenizer((*_TINY_AYA_DIGITS, _GPT4O))),
-    ("youtu", PreTokenizer((_YOUTU, _cased(f"{_CASELESS}?", r"\p{N}")), ignore_merges=True)),
+    ("youtu", PreTokenizer((_YOUTU, _build_case_pattern(f"{_CASELESS}?", r"\p{N}")), ignore_merges=True)),
     ("jais-2", PreTokenizer((_JAIS2,))),
     ("exaone-moe", PreTokenizer((_EXAONE_MOE,))),
     ("spark2_5", PreTokenizer((r"\p{N}{1,3}", _CJK, _SPARK, r"\p{N}"))),
-    ("tekken", PreTokenizer((_cased("", r"\p{N}"),), ignore_merges=True, add_bos=True)),
+    ("tekken", PreTokenizer((_build_case_pattern("", r"\p{N}"),), ignore_merges=True, add_bos=True)),
     ("kimi-k2", PreTokenizer((_KIMI_K2,))),
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", PreTokenizer((r"\p{N}{1,3}", _CJK, _DEEPSEEK3))),
     (
@@ -171,23 +171,23 @@ _RULES: tuple[tuple[str, PreTokenizer], ...] = (
     ("poro-chat bloom gpt3-finnish", PreTokenizer((_BLOOM,))),
     ("viking", PreTokenizer((_BLOOM, r"\p{N}"))),
     ("gemma4 granite-embed-multi-311m", GEMMA4),
-    ("sarvam-moe", PreTokenizer((_LINES,), letters=False, marks_spaces=True)),
-    ("mmbert", PreTokenizer((r"▁[^▁\n]*|\n+",), letters=False, marks_spaces=True, line_start="▁")),
-    ("whitespace", PreTokenizer((r"\S+",), letters=False)),
+    ("sarvam-moe", PreTokenizer((_LINES,), uses_byte_letters=False, uses_space_marks=True)),
+    ("mmbert", PreTokenizer((r"▁[^▁\n]*|\n+",), uses_byte_letters=False, uses_space_marks=True, line_prefix="▁")),
+    ("whitespace", PreTokenizer((r"\S+",), uses_byte_letters=False)),
 )
 
 
-def _named() -> Iterator[tuple[str, PreTokenizer]]:
+def _list_rules() -> Iterator[tuple[str, PreTokenizer]]:
     for names, rule in _RULES:
         for name in names.split():
             yield name, rule
 
 
-PRE_TOKENIZERS = dict(_named())
+PRE_TOKENIZERS = dict(_list_rules())
 """Every known value of ``tokenizer.ggml.pre``."""
 
 
-def pre_tokenizer(name: str) -> PreTokenizer:
+def select_pre_tokenizer(name: str) -> PreTokenizer:
     """The rule called ``name``; ModelError naming it if unknown, since a guess would give wrong ids in silence."""
     if name not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))

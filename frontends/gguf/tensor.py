@@ -16,12 +16,12 @@ from ...graph.dtypes import DTYPE_BY_GGML_NUMBER, DType
 from ...graph.lazy_dataclass import dataclass
 from ...ops.quantisation import dequantise
 from ...scheduler.running.packed import Origin
-from .mapped import Cursor, MappedFile, shown
+from .mapped import Cursor, MappedFile, format_name
 
 MAX_AXES = 4
 MAX_TENSORS = 1 << 16
 """More tensors than any model has; bounds what Python objects cost against the few bytes of a hostile entry."""
-MAX_BYTES = 1 << 56
+MAX_TENSOR_BYTES = 1 << 56
 """Bound for one tensor where only the header is there to check it against, so that NumPy can still count it."""
 
 
@@ -49,7 +49,7 @@ class Tensor:
     @property
     def origin(self) -> Origin:
         """What the stored elements are, without a look at them."""
-        return Origin(str(self.file.path.resolve()), f"{self.file.size} bytes of {self.file.changed}", self.offset)
+        return Origin(str(self.file.path.resolve()), f"{self.file.size} bytes of {self.file.modified_ns}", self.offset)
 
     @property
     def raw(self) -> np.ndarray:
@@ -58,7 +58,7 @@ class Tensor:
         """
         if self.offset + self.nbytes > self.file.size:
             raise self.file.error(
-                f"tensor {shown(self.name)} needs bytes {self.offset} to {self.offset + self.nbytes}, but the file "
+                f"tensor {format_name(self.name)} needs bytes {self.offset} to {self.offset + self.nbytes}, but the file "
                 f"ends at byte {self.file.size}; it holds only a header",
                 "open a complete model",
             )
@@ -81,7 +81,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor as the header describes it; ``offset`` counts from the start of the data, not yet known."""
 
     name: str
@@ -90,28 +90,28 @@ class Entry:
     offset: int
 
 
-def read_entries(cursor: Cursor, count: int) -> list[Entry]:
+def read_entries(cursor: Cursor, count: int) -> list[TensorEntry]:
     """The next ``count`` tensor descriptions of a header, in the order of the file."""
     if count > MAX_TENSORS:
         raise cursor.error(f"announces {count} tensors; at most {MAX_TENSORS} are accepted")
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for i in range(count):
-        cursor.where = f"tensor {i + 1} of {count}"
-        name = cursor.name()
-        cursor.where = f"tensor {shown(name)}"
+        cursor.section = f"tensor {i + 1} of {count}"
+        name = cursor.read_name()
+        cursor.section = f"tensor {format_name(name)}"
         if name in entries:
             raise cursor.error("appears twice")
-        entries[name] = Entry(name, _read_shape(cursor), _read_dtype(cursor), cursor.u64())
+        entries[name] = TensorEntry(name, _read_shape(cursor), _read_dtype(cursor), cursor.read_u64())
     return list(entries.values())
 
 
-def place(entries: list[Entry], cursor: Cursor, alignment: int, header_only: bool) -> dict[str, Tensor]:
+def resolve_entries(entries: list[TensorEntry], cursor: Cursor, alignment: int, header_only: bool) -> dict[str, Tensor]:
     """The tensors of one file, whose header ends at the cursor: blocks, alignment, overlap and end of file checked."""
-    start = -(-cursor.at // alignment) * alignment
+    start = -(-cursor.position // alignment) * alignment
     tensors = {e.name: Tensor(e.name, e.shape, e.dtype, cursor.file, start + e.offset) for e in entries}
-    end = MAX_BYTES if header_only else cursor.file.size
+    end = MAX_TENSOR_BYTES if header_only else cursor.file.size
     for entry, tensor in zip(entries, tensors.values(), strict=True):
-        cursor.where = f"tensor {shown(tensor.name)}"
+        cursor.section = f"tensor {format_name(tensor.name)}"
         if tensor.shape[-1] % tensor.dtype.block:
             raise cursor.error(
                 f"has rows of {tensor.shape[-1]} elements, but {tensor.dtype} needs a multiple of {tensor.dtype.block}"
@@ -125,23 +125,23 @@ def place(entries: list[Entry], cursor: Cursor, alignment: int, header_only: boo
             )
     for one, two in pairwise(sorted(tensors.values(), key=lambda t: t.offset)):
         if one.offset + one.nbytes > two.offset:
-            cursor.where = f"tensor {shown(two.name)}"
-            raise cursor.error(f"overlaps tensor {shown(one.name)} at byte {two.offset}")
+            cursor.section = f"tensor {format_name(two.name)}"
+            raise cursor.error(f"overlaps tensor {format_name(one.name)} at byte {two.offset}")
     return tensors
 
 
 def _read_shape(cursor: Cursor) -> tuple[int, ...]:
-    axes = cursor.u32()
+    axes = cursor.read_u32()
     if axes > MAX_AXES:
         raise cursor.error(f"has {axes} axes; need {MAX_AXES} or fewer")
-    shape = tuple(cursor.u64() for _ in range(axes))[::-1] or (1,)  # ggml reads no axes as one element
+    shape = tuple(cursor.read_u64() for _ in range(axes))[::-1] or (1,)  # ggml reads no axes as one element
     if 0 in shape:
         raise cursor.error(f"has shape {list(shape)}; every axis needs at least one element")
     return shape
 
 
 def _read_dtype(cursor: Cursor) -> DType:
-    number = cursor.u32()
+    number = cursor.read_u32()
     if number not in DTYPE_BY_GGML_NUMBER:
         raise cursor.error(
             f"has the unknown ggml type {number}; known are {', '.join(map(str, DTYPE_BY_GGML_NUMBER))}",

@@ -19,15 +19,15 @@ from typing import TypeVar
 from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import BOOL, TEXT, format_value, instance_of, integer_between, validate_arguments
 from ..errors import ModelError
-from .kmers import MARK
-from .longest_match import spelled_bytes
-from .merging import SPACE, TOKENIZER_MODELS, Merger
+from .kmers import KMER_SUFFIX
+from .longest_match import unescape_token
+from .merging import SPACE_MARK, TOKENIZER_MODELS, TokenizerModelCache
 from .pretokenizers import PreTokenizer
-from .special_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, USER, special_tokens, stripping
+from .special_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, USER, classify_special_tokens, find_space_stripping_tokens
 from .vocabulary import (
     PRE_KINDS,
-    byte_of,
-    check_unicode,
+    parse_byte_token,
+    require_unicode,
     read_id,
     read_numbers,
     read_rule,
@@ -36,13 +36,13 @@ from .vocabulary import (
 )
 
 Result = TypeVar("Result")
-ID = integer_between(0)
-MAX_RUN = 1 << 21
+TOKEN_ID = integer_between(0)
+MAX_RUN_CHARACTERS = 1 << 21
 """Characters of the longest run without, or of nothing but, white space: the regex engine gives up at five times it."""
-BLANK = " \t\n\v\f\r"
+WHITE_SPACE = " \t\n\v\f\r"
 """White space that tokens of `Tokenizer.strip_after` swallow."""
-_RUNS = re.compile(r"\s+|\S+")
-NO_VOCABULARY = ("test", "none", "no_vocab")
+_RUN_PATTERN = re.compile(r"\s+|\S+")
+EMPTY_VOCABULARY_KINDS = ("test", "none", "no_vocab")
 DEFAULT_IDS: Mapping[str, tuple[int | None, int | None, int | None]] = {
     **dict.fromkeys(PRE_KINDS, (11, 11, None)),
     "llama": (1, 2, 0),
@@ -54,9 +54,11 @@ DEFAULT_IDS: Mapping[str, tuple[int | None, int | None, int | None]] = {
 }
 """BOS, EOS and unknown id of each kind where the file names none."""
 _ID_NAMES = ("bos", "eos", "eot", "eom", "unknown", "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
-_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_SHIFTED = [byte for byte in range(256) if byte not in _PRINTED]
-BYTES = {chr(b): bytes([b]) for b in _PRINTED} | {chr(256 + i): bytes([b]) for i, b in enumerate(_SHIFTED)}
+_PRINTABLE_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_SHIFTED_BYTES = [byte for byte in range(256) if byte not in _PRINTABLE_BYTES]
+BYTE_OF_CHARACTER = {chr(b): bytes([b]) for b in _PRINTABLE_BYTES} | {
+    chr(256 + i): bytes([b]) for i, b in enumerate(_SHIFTED_BYTES)
+}
 """The letter by which byte-level vocabularies write each byte (GPT-2's table)."""
 
 
@@ -80,8 +82,8 @@ class Tokenizer:
     strip_after: frozenset[int]
     """Special tokens that swallow the white space after them (phi-3)."""
     _rule: PreTokenizer
-    _merger: Merger
-    _specials: dict[bool, tuple[int, ...]] = field(default_factory=dict)
+    _model_cache: TokenizerModelCache
+    _special_tokens: dict[bool, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def n_tokens(self) -> int:
@@ -106,9 +108,9 @@ class Tokenizer:
         that token; otherwise it is plain text, and only user-defined tokens are found.  ModelError if the text is
         not valid Unicode or the vocabulary is broken.
         """
-        check_unicode("the text", text)
-        if self._rule.letters and len(text) > MAX_RUN:
-            _check_runs(text)
+        require_unicode("the text", text)
+        if self._rule.uses_byte_letters and len(text) > MAX_RUN_CHARACTERS:
+            _require_short_runs(text)
         ids = list(self._encode_pieces(text, parse_special))
         bos = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
         eos = [self.eos_id] if add_special and self.add_eos and self.eos_id is not None else []
@@ -131,16 +133,16 @@ class Tokenizer:
 
         ModelError as `encode`.
         """
-        check_unicode("the text", text)
+        require_unicode("the text", text)
         return list(self._encode_pieces(text, False, begins=False))
 
-    @validate_arguments(ModelError, rendered=TEXT, last=ID)
+    @validate_arguments(ModelError, rendered=TEXT, last=TOKEN_ID)
     def encode_further(self, rendered: str, last: int) -> list[int]:
         """The token ids of a part of a rendered chat that follows token `last`; ModelError as `encode`."""
-        check_unicode("the text", rendered)
+        require_unicode("the text", rendered)
         is_special = self.types[last] in (CONTROL, UNKNOWN, USER)
         if last in self.strip_after:
-            rendered = rendered.lstrip(BLANK)
+            rendered = rendered.lstrip(WHITE_SPACE)
         return list(self._encode_pieces(rendered, True, begins=is_special))
 
     @validate_arguments(ModelError, ids=instance_of(Sequence, Iterator, description="a sequence of ids"), special=BOOL)
@@ -160,41 +162,41 @@ class Tokenizer:
 
         ModelError if the vocabulary has no such token.
         """
-        if not ID.accepts(token) or token >= self.n_tokens:
+        if not TOKEN_ID.accepts(token) or token >= self.n_tokens:
             raise ModelError(f"token {format_value(token)} is not in the vocabulary; need 0 to {self.n_tokens - 1}")
         text, type_ = self.tokens[token], self.types[token]
         if type_ in (CONTROL, UNKNOWN, USER):
             return text.encode() if special or type_ == USER else b""
         if type_ == BYTE:
-            return byte_of(token, text)
+            return parse_byte_token(token, text)
         if type_ != NORMAL:
             return b""
         if self.kind == "rwkv":
-            return spelled_bytes(text)
-        if self._rule.letters:
-            letters = text.removesuffix(MARK) if self.kind == "hybriddna" else text
-            return b"".join(BYTES.get(char) or char.encode() for char in letters)
-        return (text.replace(SPACE, " ") if self._rule.marks_spaces else text).encode()
+            return unescape_token(text)
+        if self._rule.uses_byte_letters:
+            letters = text.removesuffix(KMER_SUFFIX) if self.kind == "hybriddna" else text
+            return b"".join(BYTE_OF_CHARACTER.get(char) or char.encode() for char in letters)
+        return (text.replace(SPACE_MARK, " ") if self._rule.uses_space_marks else text).encode()
 
     def _encode_pieces(self, text: str, parse_special: bool, *, begins: bool = True) -> Iterator[int]:
         """The ids of a text; `begins` is false if it continues one, so that no space is put before it."""
-        for piece in self._split(text, parse_special):
+        for piece in self._split_at_special_tokens(text, parse_special):
             if isinstance(piece, int):
                 yield piece
             else:
                 prefixed = self.kind == "llama" and self.add_space_prefix and begins
-                yield from self._merge(" " + piece if prefixed else piece, begins)
+                yield from self._encode_plain(" " + piece if prefixed else piece, begins)
             begins = isinstance(piece, int)
 
-    def _split(self, text: str, parse_special: bool) -> list[str | int]:
+    def _split_at_special_tokens(self, text: str, parse_special: bool) -> list[str | int]:
         """Cut out special tokens, the longest first wherever it is (not the leftmost first), as llama.cpp does."""
         pieces: list[str | int] = [text] if text else []
-        for token in self._searched(parse_special):
+        for token in self._list_special_tokens(parse_special):
             if self.tokens[token] in text:
-                pieces = [part for piece in pieces for part in self._cut(piece, token)]
+                pieces = [part for piece in pieces for part in self._split_at_token(piece, token)]
         return pieces
 
-    def _cut(self, piece: str | int, token: int) -> Iterator[str | int]:
+    def _split_at_token(self, piece: str | int, token: int) -> Iterator[str | int]:
         if isinstance(piece, int):
             yield piece
             return
@@ -204,28 +206,28 @@ class Tokenizer:
         for part in rest:
             yield token
             if token in self.strip_after:
-                part = part.lstrip(BLANK)
+                part = part.lstrip(WHITE_SPACE)
             if part:
                 yield part
 
-    def _searched(self, parse_special: bool) -> tuple[int, ...]:
+    def _list_special_tokens(self, parse_special: bool) -> tuple[int, ...]:
         """The special tokens to look for in a text, longest first."""
-        if parse_special not in self._specials:
+        if parse_special not in self._special_tokens:
             types = (CONTROL, UNKNOWN, USER) if parse_special else (USER,)
             special = [i for i, type_ in enumerate(self.types) if type_ in types]
             special.sort(key=lambda i: -len(self.tokens[i].encode()))
-            self._specials[parse_special] = tuple(special)
-        return self._specials[parse_special]
+            self._special_tokens[parse_special] = tuple(special)
+        return self._special_tokens[parse_special]
 
-    def _merge(self, text: str, begins: bool) -> Sequence[int]:
-        text = self._merger.prepare_text(text, begins)
-        model = _guarded("the vocabulary cannot be used", partial(self._merger.model_for, text, begins))
+    def _encode_plain(self, text: str, begins: bool) -> Sequence[int]:
+        text = self._model_cache.prepare_text(text, begins)
+        model = _call_tokenizers("the vocabulary cannot be used", partial(self._model_cache.choose_model, text, begins))
 
         def ids() -> list[int]:
             behind = len(self.tokens)  # the id of `NOTHING`
             return [i for i in model.encode(text, add_special_tokens=False).ids if i < behind]
 
-        return _guarded(f"a text of {len(text)} characters cannot be tokenized", ids)
+        return _call_tokenizers(f"a text of {len(text)} characters cannot be tokenized", ids)
 
     def __repr__(self) -> str:
         return f"<Tokenizer {self.kind}, {self.n_tokens} tokens>"
@@ -259,12 +261,12 @@ def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
     ModelError, one line, if the file has no vocabulary, an unknown kind or pre-tokenizer, or values that do not fit
     together.  Merges are checked when the first text is encoded.
     """
-    kind = _kind(metadata)
+    kind = _read_kind(metadata)
     tokens, where = read_tokens(metadata)
     types = read_numbers(metadata, "token_type", len(tokens)) or (NORMAL,) * len(tokens)
     rule = read_rule(metadata, kind)
-    ids = _special_ids(metadata, kind, len(tokens), rule.has_bos)
-    final_types, eos_ids = special_tokens(where, tokens, [*map(int, types)], ids)
+    ids = _read_special_ids(metadata, kind, len(tokens), rule.has_bos)
+    final_types, eos_ids = classify_special_tokens(where, tokens, [*map(int, types)], ids)
     adds = {"bos": read_scalar(metadata, "add_bos_token", bool, rule.add_bos) or rule.forces_bos}
     adds["eos"] = read_scalar(metadata, "add_eos_token", bool, kind == "t5") or kind == "bert"
     for name, asked in adds.items():
@@ -272,7 +274,7 @@ def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
             raise ModelError(f"tokenizer.ggml.{name}_token_id is missing, but {name.upper()} is to be added; set it")
     for i, type_ in enumerate(final_types if BYTE in final_types else ()):
         if type_ == BYTE:
-            byte_of(i, tokens[i])
+            parse_byte_token(i, tokens[i])
     name_ = metadata.get("general.name")
     return Tokenizer(
         kind,
@@ -284,13 +286,13 @@ def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
         add_bos=adds["bos"],
         add_eos=adds["eos"],
         add_space_prefix=kind in ("llama", "bert", "t5") and read_scalar(metadata, "add_space_prefix", bool, True),
-        strip_after=stripping(name_ if isinstance(name_, str) else "", tokens, final_types),
+        strip_after=find_space_stripping_tokens(name_ if isinstance(name_, str) else "", tokens, final_types),
         _rule=rule,
-        _merger=Merger(metadata, kind, tokens, where, rule, ids["unknown"]),
+        _model_cache=TokenizerModelCache(metadata, kind, tokens, where, rule, ids["unknown"]),
     )
 
 
-def _special_ids(metadata: Mapping[str, object], kind: str, n_tokens: int, has_bos: bool) -> dict[str, int | None]:
+def _read_special_ids(metadata: Mapping[str, object], kind: str, n_tokens: int, has_bos: bool) -> dict[str, int | None]:
     ids = {name: read_id(metadata, f"{name}_token_id", n_tokens) for name in _ID_NAMES}
     if kind == "bert":  # the tokens before and behind a text
         cls, sep = (read_id(metadata, f"{name}_token_id", n_tokens) for name in ("cls", "seperator"))
@@ -304,12 +306,12 @@ def _special_ids(metadata: Mapping[str, object], kind: str, n_tokens: int, has_b
 
 def has_vocabulary(metadata: Mapping[str, object]) -> bool:
     """Whether a GGUF file describes a tokenizer; without one a model reads and gives token ids only."""
-    return read_scalar(metadata, "model", str, "none") not in NO_VOCABULARY
+    return read_scalar(metadata, "model", str, "none") not in EMPTY_VOCABULARY_KINDS
 
 
-def _kind(metadata: Mapping[str, object]) -> str:
+def _read_kind(metadata: Mapping[str, object]) -> str:
     kind = read_scalar(metadata, "model", str, "none")
-    if kind in NO_VOCABULARY:
+    if kind in EMPTY_VOCABULARY_KINDS:
         raise ModelError(
             f"the model has no vocabulary (tokenizer.ggml.model is {kind!r}); "
             "give token ids, as hocket logits --tokens does"
@@ -321,15 +323,15 @@ def _kind(metadata: Mapping[str, object]) -> str:
     return kind
 
 
-def _check_runs(text: str) -> None:
-    for run in _RUNS.finditer(text):
-        if run.end() - run.start() > MAX_RUN:
+def _require_short_runs(text: str) -> None:
+    for run in _RUN_PATTERN.finditer(text):
+        if run.end() - run.start() > MAX_RUN_CHARACTERS:
             raise ModelError(
-                f"the text has {run.end() - run.start()} characters in one word or one gap; at most {MAX_RUN} can be"
+                f"the text has {run.end() - run.start()} characters in one word or one gap; at most {MAX_RUN_CHARACTERS} can be"
             )
 
 
-def _guarded(what: str, run: Callable[[], Result]) -> Result:
+def _call_tokenizers(what: str, run: Callable[[], Result]) -> Result:
     """The one boundary to HF ``tokenizers``, whose Rust side raises plain Exception, or a panic that is not one."""
     try:
         return run()

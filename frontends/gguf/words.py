@@ -11,27 +11,31 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from ..errors import ModelError
-from .longest_match import Ids
+from .longest_match import Encoding
 from .special_tokens import BYTE, NORMAL, UNUSED, USER
-from .vocabulary import PREFIX, read_bytes, read_numbers, read_scalar, read_scores
+from .vocabulary import KEY_PREFIX, read_bytes, read_numbers, read_scalar, read_scores
 
 if TYPE_CHECKING:
     import tokenizers
 
-BRACKETED = re.compile(r"\[.*\]", re.DOTALL)
+BRACKETED_TOKEN = re.compile(r"\[.*\]", re.DOTALL)
 """Tokens of WordPiece that are no part of words, such as ``[CLS]``."""
-FOUND = (NORMAL, USER, UNUSED)
+MATCHABLE_TYPES = (NORMAL, USER, UNUSED)
 """Types of tokens that unigrams are."""
 
 
-def wordpiece(metadata: Mapping[str, object], where: Mapping[str, int], unk: int | None) -> tokenizers.Tokenizer:
+def build_wordpiece_model(
+    metadata: Mapping[str, object], where: Mapping[str, int], unk: int | None
+) -> tokenizers.Tokenizer:
     """Of each word the longest token that begins it, and so on.  Files mark tokens that begin a word with ``▁``, models
     those that do not with ``##``.  Words are in lower case and without accents unless the file says otherwise."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
     if unk is None:
-        raise ModelError(f"{PREFIX}unknown_token_id is missing; a vocabulary of kind 'bert' needs one")
-    spelled = [text if BRACKETED.fullmatch(text) else text[1:] if text[0] == "▁" else "##" + text for text in where]
+        raise ModelError(f"{KEY_PREFIX}unknown_token_id is missing; a vocabulary of kind 'bert' needs one")
+    spelled = [
+        text if BRACKETED_TOKEN.fullmatch(text) else text[1:] if text[0] == "▁" else "##" + text for text in where
+    ]
     built = Tokenizer(models.WordPiece({text: i for i, text in enumerate(spelled)}, unk_token=spelled[unk]))
     lower = read_scalar(metadata, "normalizer.lowercase", bool, True)
     plain = read_scalar(metadata, "normalizer.strip_accents", bool, lower)
@@ -40,9 +44,9 @@ def wordpiece(metadata: Mapping[str, object], where: Mapping[str, int], unk: int
     return built
 
 
-def unigrams(
+def build_unigram_model(
     metadata: Mapping[str, object], where: Mapping[str, int], unk: int | None, *, begins: bool = True
-) -> tokenizers.Tokenizer | UnigramsOrBytes:
+) -> tokenizers.Tokenizer | UnigramByteFallback:
     """The tokens whose scores have the greatest sum, of text that a map of characters, stored with them, has
     normalised. Texts that do not begin, but continue one, keep the white space before them and get none.
 
@@ -52,15 +56,15 @@ def unigrams(
 
     scores = read_scores(metadata, where, "t5")
     types = read_numbers(metadata, "token_type", len(where)) or (NORMAL,) * len(where)
-    least = min((score for score, type_ in zip(scores, types, strict=True) if type_ in FOUND), default=0.0)
+    least = min((score for score, type_ in zip(scores, types, strict=True) if type_ in MATCHABLE_TYPES), default=0.0)
     # Other tokens are never found in a text.
     pieces = [
-        (text, score) if type_ in FOUND else (f"\0\0{i}", least)
+        (text, score) if type_ in MATCHABLE_TYPES else (f"\0\0{i}", least)
         for i, (text, score, type_) in enumerate(zip(where, scores, types, strict=True))
     ]
     built = Tokenizer(models.Unigram(pieces, unk_id=unk, byte_fallback=False))
     steps: list[normalizers.Normalizer] = []
-    if metadata.get(PREFIX + "precompiled_charsmap") is not None:
+    if metadata.get(KEY_PREFIX + "precompiled_charsmap") is not None:
         steps.append(normalizers.Precompiled(read_bytes(metadata, "precompiled_charsmap")))
     if read_scalar(metadata, "remove_extra_whitespaces", bool, False):
         steps += [normalizers.Strip(left=begins), normalizers.Replace(Regex(" {2,}"), " ")]
@@ -69,25 +73,27 @@ def unigrams(
     built.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     bytes_ = [where.get(f"<0x{byte:02X}>", -1) for byte in range(256)]
     has_bytes = unk is not None and all(i >= 0 and types[i] == BYTE for i in bytes_)
-    return UnigramsOrBytes(built, unk, bytes_) if has_bytes and unk is not None else built
+    return UnigramByteFallback(built, unk, bytes_) if has_bytes and unk is not None else built
 
 
-class UnigramsOrBytes:
+class UnigramByteFallback:
     """Unigrams with a token for each byte, `bytes_`, where a text has only the token `unk`.
 
     HF ``tokenizers`` has this too, but then finds the names of these tokens in texts, as SentencePiece does not.
     """
 
     def __init__(self, built: tokenizers.Tokenizer, unk: int, bytes_: Sequence[int]) -> None:
-        self._built, self._unk, self._bytes = built, unk, bytes_
+        self._tokenizer, self._unknown_id, self._byte_ids = built, unk, bytes_
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> Ids:
-        ids = self._built.encode(text, add_special_tokens=add_special_tokens).ids
-        if self._unk in ids:
-            tokens = self._built.model.tokenize(self._built.normalizer.normalize_str(text))
-            spelled = [self._bytes_of(token.value) if token.id == self._unk else (token.id,) for token in tokens]
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> Encoding:
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if self._unknown_id in ids:
+            tokens = self._tokenizer.model.tokenize(self._tokenizer.normalizer.normalize_str(text))
+            spelled = [
+                self._encode_bytes(token.value) if token.id == self._unknown_id else (token.id,) for token in tokens
+            ]
             ids = list(chain.from_iterable(spelled))
-        return Ids(ids)
+        return Encoding(ids)
 
-    def _bytes_of(self, text: str) -> list[int]:
-        return [self._bytes[byte] for byte in text.encode()]
+    def _encode_bytes(self, text: str) -> list[int]:
+        return [self._byte_ids[byte] for byte in text.encode()]

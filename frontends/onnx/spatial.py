@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import ModelError
 from ..tensors import arithmetic as arith
 from ..tensors import reducing, sliding
-from ..tensors.tensor import Tensor, literal
+from ..tensors.tensor import Tensor, constant_tensor
 from .calls import known, numbers
 
 Ends = list[tuple[int, int]]
@@ -82,7 +82,7 @@ def power_pool(x: Tensor, *, p: int = 2, kernel_shape: Sequence[int], **more: An
     """The root of the sum of powers in each window."""
     powers = arith.power(arith.absolute(x), p)
     means = average_pool(powers, kernel_shape=kernel_shape, count_include_pad=1, **more)
-    sums = arith.scaled(means, math.prod(kernel_shape))
+    sums = arith.scale_and_shift(means, math.prod(kernel_shape))
     return sums if p == 1 else arith.power(sums, 1 / p)
 
 
@@ -172,10 +172,10 @@ def resize(
         points = _points(n, out, scale, coordinate_transformation_mode)
         wide = max(1.0, 1 / scale) if antialias else 1.0
         matrix = _weights(points, n, mode, nearest_mode, cubic_coeff_a, bool(exclude_outside), wide)
-        x = sliding.mapped(arith.real(x), axis, matrix)
+        x = sliding.resample_axis(arith.as_float(x), axis, matrix)
     return x
 
 
 def upsample(x: Tensor, factors: Any = None, *, scales: Any = None, mode: str = "nearest") -> Tensor:
-    given = factors if factors is not None else literal(np.asarray(scales, np.float32))
+    given = factors if factors is not None else constant_tensor(np.asarray(scales, np.float32))
     return resize(x, None, given, mode=mode, coordinate_transformation_mode="asymmetric", nearest_mode="floor")

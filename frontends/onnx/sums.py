@@ -13,7 +13,7 @@ from ...graph import DType
 from ..errors import ModelError
 from ..tensors import arithmetic as arith
 from ..tensors import indexing, products, reducing, shapes
-from ..tensors.tensor import Tensor, literal
+from ..tensors.tensor import Tensor, constant_tensor
 from .calls import Numbers, Row, flatten, number, numbers
 
 
@@ -37,13 +37,15 @@ def _mean(x: Tensor, over: list[int], keep: bool) -> Tensor:
     return reducing.mean(x, over, keep)
 
 
-sum_ = reduced(lambda x, over, keep: reducing.total(x, over, keep))
+sum_ = reduced(lambda x, over, keep: reducing.sum_over(x, over, keep))
 mean_of = reduced(_mean)
-square_sum = reduced(lambda x, over, keep: reducing.total(arith.mul(x, x), over, keep))
-size_sum = reduced(lambda x, over, keep: reducing.total(arith.absolute(x), over, keep))
-root_sum = reduced(lambda x, over, keep: arith.unary(ops.sqrt, arith.real(reducing.total(arith.mul(x, x), over, keep))))
-log_sum = reduced(lambda x, over, keep: arith.unary(ops.log, arith.real(reducing.total(x, over, keep))))
-log_sum_exp = reduced(lambda x, over, keep: reducing.log_sum_exp(arith.real(x), over, keep))
+square_sum = reduced(lambda x, over, keep: reducing.sum_over(arith.mul(x, x), over, keep))
+size_sum = reduced(lambda x, over, keep: reducing.sum_over(arith.absolute(x), over, keep))
+root_sum = reduced(
+    lambda x, over, keep: arith.unary(ops.sqrt, arith.as_float(reducing.sum_over(arith.mul(x, x), over, keep)))
+)
+log_sum = reduced(lambda x, over, keep: arith.unary(ops.log, arith.as_float(reducing.sum_over(x, over, keep))))
+log_sum_exp = reduced(lambda x, over, keep: reducing.log_sum_exp(arith.as_float(x), over, keep))
 
 
 def extreme(kind: str) -> Row:
@@ -63,10 +65,10 @@ def running(kind: str) -> Row:
     def row(x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
         at = x.axis(int(number(axis, 0)))
         x = shapes.flip(x, [at]) if reverse else x
-        out = reducing.running(kind, x, at)
+        out = reducing.accumulate(kind, x, at)
         if exclusive:
             front = [(1, 0) if a == at else (0, 0) for a in range(x.rank)]
-            out = shapes.pad(shapes.cut(out, at, 0, x.shape[at] - 1), front, 0 if kind == "sum" else 1)
+            out = shapes.pad(shapes.slice_range(out, at, 0, x.shape[at] - 1), front, 0 if kind == "sum" else 1)
         return shapes.flip(out, [at]) if reverse else out
 
     return row
@@ -78,13 +80,13 @@ def top_k(x: Tensor, count: Any = None, *, k: Any = None, axis: int = -1, larges
         raise ModelError(f"the {n} first of {x.shape[x.axis(axis)]} entries")
     if x.dtype in (DType.I32, DType.I64):
         raise ModelError(f"an order of {x.dtype} numbers; hocket orders what a float32 holds")
-    ids = shapes.cut(reducing.order(x, axis, bool(largest)), axis, 0, n)
+    ids = shapes.slice_range(reducing.argsort(x, axis, bool(largest)), axis, 0, n)
     return indexing.gather(x, axis, ids), ids
 
 
 def hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
     at = x.axis(axis)
-    places = literal(np.arange(x.shape[at]).reshape(-1, *(1,) * (x.rank - 1 - at)))
+    places = constant_tensor(np.arange(x.shape[at]).reshape(-1, *(1,) * (x.rank - 1 - at)))
     return arith.compare("eq", reducing.argmax(x, at, True), places)
 
 
@@ -94,7 +96,7 @@ def flattened(row: Row) -> Row:
 
 
 def lp_norm(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
-    size = reducing.norm_of(x, p, axis, True)
+    size = reducing.vector_norm(x, p, axis, True)
     return arith.where(arith.compare("eq", size, 0.0), 0.0, arith.div(x, size))
 
 
@@ -106,8 +108,8 @@ def gemm(
     transB: int = 0,
 ) -> Tensor:  # fmt: skip
     out = products.matmul(shapes.transpose(a, 0, 1) if transA else a, shapes.transpose(b, 0, 1) if transB else b)
-    out = arith.scaled(out, alpha)
-    return out if c is None else arith.add(out, arith.scaled(arith.real(c), beta))
+    out = arith.scale_and_shift(out, alpha)
+    return out if c is None else arith.add(out, arith.scale_and_shift(arith.as_float(c), beta))
 
 
 def einsum(*xs: Tensor, equation: str) -> Tensor:
@@ -139,7 +141,7 @@ def einsum(*xs: Tensor, equation: str) -> Tensor:
         whole = here if whole is None else arith.mul(whole, here)
     assert whole is not None
     summed = list(range(len(wanted), len(every)))
-    return reducing.total(whole, summed) if summed else whole
+    return reducing.sum_over(whole, summed) if summed else whole
 
 
 def _traced(x: Tensor, name: str) -> tuple[Tensor, str]:
@@ -148,7 +150,7 @@ def _traced(x: Tensor, name: str) -> tuple[Tensor, str]:
         while name.count(c) > 1:
             i = name.index(c)
             j = name.index(c, i + 1)
-            ends = shapes.moved(shapes.moved(x, i, -1), j - 1, -1)
+            ends = shapes.move_axis(shapes.move_axis(x, i, -1), j - 1, -1)
             n = ends.shape[-1]
             flat = shapes.reshape(ends, (*ends.shape[:-2], n * n))
             x, name = shapes.take(flat, -1, np.arange(n) * (n + 1)), name.replace(c, "") + c
@@ -163,7 +165,7 @@ def _one_product(parts: Sequence[tuple[Tensor, str]], wanted: str, sizes: dict[s
     inner = [c for c in both if c not in wanted]
     mine, other = ([c for c in name if c not in both and c in wanted] for name in (first, second))
     lone = [[i for i, c in enumerate(name) if c not in both and c not in wanted] for name in (first, second)]
-    a, b = (reducing.total(x, over) if over else x for x, over in zip((a, b), lone, strict=True))
+    a, b = (reducing.sum_over(x, over) if over else x for x, over in zip((a, b), lone, strict=True))
     first, second = ("".join(c for c in n if c in both or c in wanted) for n in (first, second))
 
     def laid(x: Tensor, name: str, groups: Sequence[Sequence[str]]) -> Tensor:
@@ -205,5 +207,5 @@ def local_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75,
     i = np.arange(c)
     near = (i[None] >= i[:, None] - (size - 1) // 2) & (i[None] <= i[:, None] + size // 2)
     rows = shapes.reshape(x, (x.shape[0], c, -1))
-    sums = shapes.reshape(products.matmul(literal(near.astype(np.float32)), arith.mul(rows, rows)), x.shape)
-    return arith.div(x, arith.power(arith.scaled(sums, alpha / size, bias), beta))
+    sums = shapes.reshape(products.matmul(constant_tensor(near.astype(np.float32)), arith.mul(rows, rows)), x.shape)
+    return arith.div(x, arith.power(arith.scale_and_shift(sums, alpha / size, bias), beta))

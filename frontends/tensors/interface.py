@@ -9,10 +9,10 @@ from types import MappingProxyType
 from ...graph import DType
 from ..errors import ModelError
 
-LARGEST_CONSTANT = 1 << 12
+MAX_CONSTANT_BYTES = 1 << 12
 """Larger constants, in bytes, are loaded as weights instead of standing in the graph."""
 
-TYPES: Mapping[str, tuple[DType, bool]] = MappingProxyType(
+DTYPES_BY_NAME: Mapping[str, tuple[DType, bool]] = MappingProxyType(
     {
         "float32": (DType.F32, False),
         "float16": (DType.F16, False),
@@ -27,29 +27,29 @@ TYPES: Mapping[str, tuple[DType, bool]] = MappingProxyType(
 """Types by NumPy's and PyTorch's names: the type of a value, and whether they are truth values."""
 
 
-def type_of(name: str, where: object) -> tuple[DType, bool]:
+def find_dtype(name: str, where: object) -> tuple[DType, bool]:
     """The row of `TYPES`.  Raises `ModelError` for a type that hocket has not, which names the value `where` has it."""
-    if name not in TYPES:
-        raise ModelError(f"%{where} is of {name}; hocket has {', '.join(TYPES)}")
-    return TYPES[name]
+    if name not in DTYPES_BY_NAME:
+        raise ModelError(f"%{where} is of {name}; hocket has {', '.join(DTYPES_BY_NAME)}")
+    return DTYPES_BY_NAME[name]
 
 
 @dataclass(frozen=True, slots=True)
-class Argument:
+class ProgramArgument:
     """One argument of a program, in the order of its flattened call: an input by `name`, or what was fixed when it was
     exported."""
 
     name: str
-    fixed: object = None
+    constant_value: object = None
     shape: tuple[int, ...] = ()
     dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ProgramResult:
     """One result: an output by `name`, or what does not depend on arguments."""
 
     name: str
-    fixed: object = None
+    constant_value: object = None
     shape: tuple[int, ...] = ()
     dtype: str = ""

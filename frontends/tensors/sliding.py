@@ -12,13 +12,13 @@ from ..errors import ModelError
 from .arithmetic import add, div
 from .products import per_channel
 from .reducing import argmax
-from .shapes import cut, expand, flip, moved, pad, permute, reshape
-from .tensor import Tensor, cast, literal, tensor
+from .shapes import slice_range, expand, flip, move_axis, pad, permute, reshape
+from .tensor import Tensor, cast, constant_tensor, as_tensor
 
 Sizes = Sequence[int]
 
 
-def _windows(
+def _extract_windows(
     x: Tensor, size: Sizes, stride: Sizes, dilation: Sizes, pads: Sequence[tuple[int, int]], value: float = 0.0
 ) -> tuple[Tensor, tuple[int, ...]]:
     """Windows of `x` as [images, windows, channels, entries], and how many there are along each axis."""
@@ -35,7 +35,7 @@ def _windows(
         right=tuple(b for _, b in pads),
         value=value,
     )
-    return tensor(out, None, x.truth), counts
+    return as_tensor(out, None, x.is_bool), counts
 
 
 def convolution(
@@ -55,12 +55,12 @@ def convolution(
     o, share, *size = weight.shape
     if share * groups != c or o % groups:
         raise ModelError(f"a convolution of {c} channels by {groups} groups with weights of {list(weight.shape)}")
-    parts, counts = _windows(x, size, stride, dilation, pads)
+    parts, counts = _extract_windows(x, size, stride, dilation, pads)
     windows, taps = prod(counts), prod(size)
     shared = reshape(weight, (1, groups, o // groups, share * taps))
     runs = permute(reshape(parts, (n, windows, groups, share * taps)), (0, 2, 1, 3))
     each = expand(shared, (n, *shared.shape[1:]))
-    image = reshape(tensor(ops.mul_mat(runs.value, each.value)), (n, o, *counts))  # windows are the rows of a weight
+    image = reshape(as_tensor(ops.mul_mat(runs.value, each.value)), (n, o, *counts))  # windows are the rows of a weight
     return image if bias is None else add(image, per_channel(bias, image.rank))
 
 
@@ -84,7 +84,7 @@ def transposed_convolution(
             at, count = 2 + i, x.shape[2 + i]
             before, after = x.shape[:at], x.shape[at + 1 :]
             spread = pad(reshape(x, (prod(before), count, 1, prod(after))), [(0, 0), (0, 0), (0, s - 1), (0, 0)])
-            x = cut(reshape(spread, (*before, count * s, *after)), at, 0, (count - 1) * s + 1)
+            x = slice_range(reshape(spread, (*before, count * s, *after)), at, 0, (count - 1) * s + 1)
     turned = flip(weight, range(2, weight.rank))
     runs = reshape(turned, (groups, c // groups, share * prod(size)))
     runs = reshape(runs, (groups, c // groups, share, prod(size)))
@@ -98,7 +98,9 @@ def transposed_convolution(
     return convolution(whole, swapped, bias, ones, [(max(0, a), max(0, b)) for a, b in around], dilation, groups)
 
 
-def _ends(x: Tensor, size: Sizes, stride: Sizes, pads: Sequence[tuple[int, int]], dilation: Sizes) -> list[int]:
+def _compute_ceil_padding(
+    x: Tensor, size: Sizes, stride: Sizes, pads: Sequence[tuple[int, int]], dilation: Sizes
+) -> list[int]:
     """How much longer each axis must be for a last window that is not full, and that begins within the axis."""
     longer = []
     for n, k, s, (a, b), d in zip(x.shape[2:], size, stride, pads, dilation, strict=True):
@@ -110,7 +112,7 @@ def _ends(x: Tensor, size: Sizes, stride: Sizes, pads: Sequence[tuple[int, int]]
     return longer
 
 
-def _pooled(x: Tensor, pool: Callable[[Tensor], Tensor], rank: int) -> Tensor:
+def _apply_pooling(x: Tensor, pool: Callable[[Tensor], Tensor], rank: int) -> Tensor:
     """A pooling of images, or of one image without the axis of images."""
     if x.rank == rank + 1:
         out = pool(reshape(x, (1, *x.shape)))
@@ -130,15 +132,15 @@ def max_pool(
     """The largest entry of each window; with `places` where it is in the window."""
 
     def pool(x: Tensor) -> Tensor:
-        longer = _ends(x, size, stride, pads, dilation) if ceil_mode else [0] * len(size)
+        longer = _compute_ceil_padding(x, size, stride, pads, dilation) if ceil_mode else [0] * len(size)
         around = [(a, b + e) for (a, b), e in zip(pads, longer, strict=True)]
         lowest = -(2.0 ** (8 * x.dtype.storage.itemsize - 1)) if x.is_integer else -np.inf
-        parts, counts = _windows(x, size, stride, dilation, around, lowest)
+        parts, counts = _extract_windows(x, size, stride, dilation, around, lowest)
         rows = permute(parts, (0, 2, 1, 3))
-        best = argmax(rows, -1) if places else tensor(ops.reduce(rows.value, kind="max"))
+        best = argmax(rows, -1) if places else as_tensor(ops.reduce(rows.value, kind="max"))
         return reshape(best, (*x.shape[:2], *counts))
 
-    return _pooled(x, pool, len(size))
+    return _apply_pooling(x, pool, len(size))
 
 
 def average_pool(
@@ -155,10 +157,10 @@ def average_pool(
     steps = tuple(dilation) or (1,) * len(size)
 
     def pool(x: Tensor) -> Tensor:
-        longer = _ends(x, size, stride, pads, steps) if ceil_mode else [0] * len(size)
+        longer = _compute_ceil_padding(x, size, stride, pads, steps) if ceil_mode else [0] * len(size)
         around = [(a, b + e) for (a, b), e in zip(pads, longer, strict=True)]
-        parts, counts = _windows(x, size, stride, steps, around)
-        sums = tensor(ops.sum_rows(permute(parts, (0, 2, 1, 3)).value))
+        parts, counts = _extract_windows(x, size, stride, steps, around)
+        sums = as_tensor(ops.sum_rows(permute(parts, (0, 2, 1, 3)).value))
         out = reshape(sums, (*x.shape[:2], *counts))
         if divisor:
             return div(out, float(divisor))
@@ -169,20 +171,20 @@ def average_pool(
         views = np.lib.stride_tricks.sliding_window_view(counted, spans)
         picks = (*(slice(None, None, s) for s in stride), *(slice(None, None, d) for d in steps))
         number = views[picks].sum(axis=tuple(range(len(size), 2 * len(size))))
-        return div(out, literal(np.maximum(number, 1).astype(np.float32)))
+        return div(out, constant_tensor(np.maximum(number, 1).astype(np.float32)))
 
-    return _pooled(x, pool, len(size))
+    return _apply_pooling(x, pool, len(size))
 
 
 # -------------------------------------------------------------------------------------------------- interpolation
 
 
-def mapped(x: Tensor, axis: int, matrix: np.ndarray) -> Tensor:
+def resample_axis(x: Tensor, axis: int, matrix: np.ndarray) -> Tensor:
     """Each entry of an axis as a weighted sum of the old ones; a row of weights for each."""
-    last = moved(x, axis, -1)
+    last = move_axis(x, axis, -1)
     rows = reshape(last, (prod(last.shape[:-1]), last.shape[-1]))
-    out = tensor(ops.mul_mat(literal(np.asarray(matrix, np.float32)).value, rows.value))
-    return moved(reshape(out, (*last.shape[:-1], matrix.shape[0])), -1, axis)
+    out = as_tensor(ops.mul_mat(constant_tensor(np.asarray(matrix, np.float32)).value, rows.value))
+    return move_axis(reshape(out, (*last.shape[:-1], matrix.shape[0])), -1, axis)
 
 
 def adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
@@ -193,11 +195,11 @@ def adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
         for i in range(out):
             start, stop = i * n // out, -(-(i + 1) * n // out)
             matrix[i, start:stop] = 1 / (stop - start)
-        x = mapped(x, axis, matrix)
+        x = resample_axis(x, axis, matrix)
     return x
 
 
-def _cubic(t: np.ndarray, a: float = -0.75) -> list[np.ndarray]:
+def _compute_cubic_weights(t: np.ndarray, a: float = -0.75) -> list[np.ndarray]:
     """The weights of four neighbours around a point `t` behind the second (Keys, 1981)."""
 
     def near(u: np.ndarray) -> np.ndarray:
@@ -209,7 +211,9 @@ def _cubic(t: np.ndarray, a: float = -0.75) -> list[np.ndarray]:
     return [far(t + 1), near(t), near(1 - t), far(2 - t)]
 
 
-def weights_between(n: int, out: int, mode: str, align_corners: bool = False, scale: float | None = None) -> np.ndarray:
+def resampling_matrix(
+    n: int, out: int, mode: str, align_corners: bool = False, scale: float | None = None
+) -> np.ndarray:
     """The matrix [out, n] by which `out` entries come from `n`: nearest, nearest-exact, linear or cubic."""
     step = (
         (n - 1) / (out - 1)
@@ -229,7 +233,11 @@ def weights_between(n: int, out: int, mode: str, align_corners: bool = False, sc
         at = np.maximum(at, 0)
     first = np.floor(at).astype(int)
     rest = at - first
-    taps = [(0, 1 - rest), (1, rest)] if mode == "linear" else list(zip((-1, 0, 1, 2), _cubic(rest), strict=True))
+    taps = (
+        [(0, 1 - rest), (1, rest)]
+        if mode == "linear"
+        else list(zip((-1, 0, 1, 2), _compute_cubic_weights(rest), strict=True))
+    )
     for offset, weight in taps:
         np.add.at(matrix, (np.arange(out), np.clip(first + offset, 0, n - 1)), weight)
     return matrix
@@ -249,5 +257,5 @@ def interpolate(
         scale = scales[i] if scales else None
         out = sizes[i] if sizes is not None else floor(n * float(scale or 1))
         if out != n or scale not in (None, 1.0):
-            x = mapped(cast(x, x.dtype), axis, weights_between(n, out, mode, align_corners, scale))
+            x = resample_axis(cast(x, x.dtype), axis, resampling_matrix(n, out, mode, align_corners, scale))
     return x

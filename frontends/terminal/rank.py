@@ -16,9 +16,9 @@ from ...distributed.launcher import LaunchInfo, notify_supervisor, run_under_sup
 from ...distributed.mpi_link import MpiLink
 from ...distributed.world import SILENCE_TIMEOUT_SECONDS
 from ...graph.errors import HocketError
-from .arguments import one_line
+from .arguments import as_one_line
 
-DO = "install the same on all machines"
+SAME_INSTALLATION_HINT = "install the same on all machines"
 
 
 def run_rank(
@@ -33,10 +33,10 @@ def run_rank(
     try:
         link = MpiLink()
     except HocketError as why:
-        sys.exit(f"hocket: rank {launch.rank}: {one_line(str(why))}")
+        sys.exit(f"hocket: rank {launch.rank}: {as_one_line(str(why))}")
     notify_supervisor(pipe)
     world = World(link, ends_process=True)
-    signal.signal(signal.SIGTERM, lambda number, frame: _terminated(world, number, frame))
+    signal.signal(signal.SIGTERM, lambda number, frame: _on_terminate(world, number, frame))
     if world.rank:
         sys.stdin, sys.stdout, sys.stderr = open(os.devnull), open(os.devnull, "w"), open(os.devnull, "w")  # noqa: SIM115
     try:
@@ -45,8 +45,8 @@ def run_rank(
                 f"{launch.launcher} started {launch.size} processes, but MPI sees {world.size}; "
                 "use the mpiexec of the MPI that mpi4py was built for, or srun --mpi=pmi2"
             )
-        world.require_agreement("version of hocket", version, DO)
-        world.require_agreement("version of NumPy", np.__version__, DO)
+        world.require_agreement("version of hocket", version, SAME_INSTALLATION_HINT)
+        world.require_agreement("version of NumPy", np.__version__, SAME_INSTALLATION_HINT)
         code = run(world)
         world.leave()
     except SystemExit as end:  # of wrong usage, which is said
@@ -60,13 +60,13 @@ def run_rank(
     except (HocketError, OSError, MemoryError) as why:
         if debug:
             sys.excepthook(type(why), why, why.__traceback__)
-        world.end(2, "" if world.failure else one_line(said(why)))
+        world.end(2, "" if world.failure else as_one_line(said(why)))
     except BaseException as why:
         sys.__excepthook__(type(why), why, why.__traceback__)
-        world.end(1, one_line(f"{type(why).__name__}: {why}"))
+        world.end(1, as_one_line(f"{type(why).__name__}: {why}"))
     notify_supervisor(pipe)
     return code
 
 
-def _terminated(world: World, number: int, frame: FrameType | None) -> NoReturn:
+def _on_terminate(world: World, number: int, frame: FrameType | None) -> NoReturn:
     world.end(128 + number, "it was told to end (SIGTERM)")

@@ -12,47 +12,47 @@ from ...backends.cache import cache_folder
 from ..errors import ModelError
 from ..generation.conversation import Conversation
 from .arguments import as_flags
-from .output import log, write
+from .output import write_log_line, write_data
 
-AGAIN = "(Ctrl-C again or /exit ends the talk)"
-Command = Callable[[Conversation, str], bool]
+EXIT_HINT = "(Ctrl-C again or /exit ends the talk)"
+ChatCommand = Callable[[Conversation, str], bool]
 """What a command does with its argument; whether the talk goes on."""
 
 
-def talk(conversation: Conversation) -> None:
+def run_chat_loop(conversation: Conversation) -> None:
     """Answer what is typed until /exit, the end of input, or Ctrl-C twice in a row.
 
     Ctrl-C during an answer ends the answer, and is the first of the two; what was said of it stays a part of the talk.
     """
-    ask = _editor() if sys.stdin is not None and sys.stdin.isatty() else input
+    ask = _make_reader() if sys.stdin is not None and sys.stdin.isatty() else input
     interrupted = False
     while True:
         try:
             said = ask("> ").strip()
         except EOFError:
-            write("\n")
+            write_data("\n")
             return
         except KeyboardInterrupt:
             if interrupted:
-                write("\n")
+                write_data("\n")
                 return
             interrupted = True
-            log(f"\n{AGAIN}")
+            write_log_line(f"\n{EXIT_HINT}")
             continue
         interrupted = False
         name, _, argument = said.partition(" ")
-        if name in COMMANDS or (name.startswith("/") and "\n" not in said):
-            if name not in COMMANDS:
-                log(f"there is no command {name}; /help lists them")
-            elif not COMMANDS[name](conversation, argument.strip()):
+        if name in CHAT_COMMANDS or (name.startswith("/") and "\n" not in said):
+            if name not in CHAT_COMMANDS:
+                write_log_line(f"there is no command {name}; /help lists them")
+            elif not CHAT_COMMANDS[name](conversation, argument.strip()):
                 return
         elif said:
-            interrupted = _answer(conversation, said)
+            interrupted = _write_reply(conversation, said)
             if interrupted:
-                log(AGAIN)
+                write_log_line(EXIT_HINT)
 
 
-def _editor() -> Callable[[str], str]:
+def _make_reader() -> Callable[[str], str]:
     """Return a function that reads one message, with editing and with the messages of earlier talks.
 
     Pasted lines are one message. Alt+Enter begins a new line.
@@ -72,105 +72,107 @@ def _editor() -> Callable[[str], str]:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file.open("ab").close()
         history = FileHistory(file)
-    log("(/help lists commands; Alt+Enter begins a new line)")
+    write_log_line("(/help lists commands; Alt+Enter begins a new line)")
     session: PromptSession[str] = PromptSession(history=history, key_bindings=keys)
     return session.prompt
 
 
-def _answer(conversation: Conversation, said: str) -> bool:
+def _write_reply(conversation: Conversation, said: str) -> bool:
     """Write the answer; whether Ctrl-C ended it."""
     interrupted = False
     try:
-        for piece in conversation.answer(said):
-            write(piece)
+        for piece in conversation.reply(said):
+            write_data(piece)
     except KeyboardInterrupt:
         interrupted = True
     except ModelError as error:
-        log(f"{as_flags(str(error))}; /reset forgets what was said, /shift its older half only, from now on")
+        write_log_line(f"{as_flags(str(error))}; /reset forgets what was said, /shift its older half only, from now on")
         return False
-    write("\n")
+    write_data("\n")
     session = conversation.session
-    if session.lengths[0] >= session.context and conversation.drawing.kept is None:
-        log(
+    if session.lengths[0] >= session.context and conversation.params.pinned_tokens is None:
+        write_log_line(
             f"(the context of {session.context} tokens is full, so the answer ends here; /reset forgets what was said, "
             "/shift its older half only, from now on)"
         )
     return interrupted
 
 
-def _help(conversation: Conversation, argument: str) -> bool:
+def _show_help(conversation: Conversation, argument: str) -> bool:
     """this list"""
-    write("".join(f"{name:9} {command.__doc__}\n" for name, command in COMMANDS.items()))
-    write("Alt+Enter begins a new line; pasted lines are one message\n")
+    write_data("".join(f"{name:9} {command.__doc__}\n" for name, command in CHAT_COMMANDS.items()))
+    write_data("Alt+Enter begins a new line; pasted lines are one message\n")
     return True
 
 
-def _reset(conversation: Conversation, argument: str) -> bool:
+def _reset_conversation(conversation: Conversation, argument: str) -> bool:
     """forget what was said"""
     conversation.restart()
     return True
 
 
-def _system(conversation: Conversation, argument: str) -> bool:
+def _set_system_prompt(conversation: Conversation, argument: str) -> bool:
     """TEXT: begin anew with this system prompt, or with none"""
     conversation.system = argument or None
     conversation.restart()
     return True
 
 
-def _save(conversation: Conversation, argument: str) -> bool:
+def _save_conversation(conversation: Conversation, argument: str) -> bool:
     """FILE: keep the talk, to go on later on any devices"""
-    return _with_file("/save", argument, conversation, conversation.save, "are kept")
+    return _transfer_conversation("/save", argument, conversation, conversation.save, "are kept")
 
 
-def _load(conversation: Conversation, argument: str) -> bool:
+def _load_conversation(conversation: Conversation, argument: str) -> bool:
     """FILE: go on with a talk that was kept"""
-    return _with_file("/load", argument, conversation, conversation.load, "were said")
+    return _transfer_conversation("/load", argument, conversation, conversation.load, "were said")
 
 
-def _with_file(command: str, path: str, conversation: Conversation, act: Callable[[str], None], messages: str) -> bool:
+def _transfer_conversation(
+    command: str, path: str, conversation: Conversation, act: Callable[[str], None], messages: str
+) -> bool:
     """Save or load a talk and say what became of its messages; a talk goes on whatever is wrong with a file."""
     if not path:
-        log(f"{command}: there is no name of a file; give one")
+        write_log_line(f"{command}: there is no name of a file; give one")
         return True
     try:
         act(path)
-        log(f"{path}: {len(conversation.messages)} messages {messages}")
+        write_log_line(f"{path}: {len(conversation.messages)} messages {messages}")
     except OSError as why:
-        log(f"{path}: {why.strerror or why}")
+        write_log_line(f"{path}: {why.strerror or why}")
     except ModelError as why:
-        log(as_flags(str(why)))
+        write_log_line(as_flags(str(why)))
     return True
 
 
-def _shift(conversation: Conversation, argument: str) -> bool:
+def _shift_context(conversation: Conversation, argument: str) -> bool:
     """forget the older half of the context whenever it is full, as --context-shift does"""
     kept = int(conversation.tokenizer.add_bos)
-    conversation.drawing = replace(conversation.drawing, kept=kept)
+    conversation.params = replace(conversation.params, pinned_tokens=kept)
     return True
 
 
-def _stats(conversation: Conversation, argument: str) -> bool:
+def _show_stats(conversation: Conversation, argument: str) -> bool:
     """tokens and rates so far"""
     session = conversation.session
-    write(f"{conversation.timing}; {session.lengths[0]} of {session.context} tokens of context in use\n")
+    write_data(f"{conversation.timing}; {session.lengths[0]} of {session.context} tokens of context in use\n")
     return True
 
 
-def _exit(conversation: Conversation, argument: str) -> bool:
+def _end_chat(conversation: Conversation, argument: str) -> bool:
     """end the talk"""
     return False
 
 
-COMMANDS: Mapping[str, Command] = MappingProxyType(
+CHAT_COMMANDS: Mapping[str, ChatCommand] = MappingProxyType(
     {
-        "/help": _help,
-        "/reset": _reset,
-        "/system": _system,
-        "/save": _save,
-        "/load": _load,
-        "/shift": _shift,
-        "/stats": _stats,
-        "/exit": _exit,
+        "/help": _show_help,
+        "/reset": _reset_conversation,
+        "/system": _set_system_prompt,
+        "/save": _save_conversation,
+        "/load": _load_conversation,
+        "/shift": _shift_context,
+        "/stats": _show_stats,
+        "/exit": _end_chat,
     }
 )

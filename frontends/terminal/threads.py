@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import ModelError
 
-SETTERS = (
+THREAD_SETTERS = (
     "scipy_openblas_set_num_threads64_",
     "scipy_openblas_set_num_threads",
     "openblas_set_num_threads64_",
@@ -17,7 +17,7 @@ SETTERS = (
 )
 
 
-def set_threads(count: int) -> None:
+def set_blas_threads(count: int) -> None:
     """Bound the threads of the BLAS that NumPy is linked with; it may be in use already.
 
     Environment variables would do it only before NumPy is imported.  Raises `ModelError` if this BLAS has no such
@@ -25,7 +25,7 @@ def set_threads(count: int) -> None:
     """
     # A symbol is searched in the library named and in all it is linked with, hence in the BLAS.
     library = ctypes.CDLL(np._core._multiarray_umath.__file__)  # type: ignore[attr-defined]  # private, and without stubs
-    for name in SETTERS:
+    for name in THREAD_SETTERS:
         if hasattr(library, name):
             getattr(library, name)(ctypes.c_int(count))
             return

@@ -76,14 +76,14 @@ def be_patient(fault: str) -> None:
 def main(fault: str, words: list[str]) -> int:
     be_patient(fault)
     if fault in AT_A_TOKEN and MINE:
-        plain, numbers = generate.agreed, count()
+        plain, numbers = generate.broadcast_token, count()
 
         def agreed(session, token):
             if next(numbers) == MOMENT:
                 AT_A_TOKEN[fault]()
             return plain(session, token)
 
-        generate.agreed = agreed
+        generate.broadcast_token = agreed
     if fault == "another hocket" and MINE:
         cli.__version__ = hocket.__version__ + ".1"
     if fault == "another numpy" and MINE:

@@ -108,7 +108,7 @@ def test_what_does_not_fit_with_the_host_either_is_said_of_the_devices():
 
 
 def test_a_simulated_host_takes_what_does_not_fit_at_its_own_speed():
-    from hocket.frontends.commands.plan import plan_group
+    from hocket.frontends.commands.plan import plan_and_session_plan
 
     graph = Graph(
         {
