@@ -17,9 +17,9 @@ from . import __version__
 from .distributed import SINGLE_PROCESS, World
 from .distributed.launcher import detect_launch
 from .frontends.commands import COMMAND_HELP
-from .frontends.terminal.arguments import CommandParser, as_flags, describe_os_error, as_one_line
-from .frontends.terminal.output import write_log_line, write_data
-from .frontends.terminal.rank import run_rank
+from .frontends.terminal.arguments import CommandParser, as_flags, as_one_line, describe_os_error
+from .frontends.terminal.output import write_data, write_log_line
+from .frontends.terminal.rank_command import run_rank
 from .graph.errors import HocketError
 from .graph.validation import did_you_mean
 

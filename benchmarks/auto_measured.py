@@ -15,7 +15,7 @@ from statistics import median
 
 from results_file import circumstances, one_line, save, table
 
-from hocket.frontends.commands.batched import time_batch
+from hocket.frontends.commands.bench_batched import time_batch
 from hocket.frontends.microbatches import dealt
 from hocket.frontends.open import open_model, open_session
 from hocket.frontends.session import Group, Session

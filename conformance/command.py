@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from ..backends import find
-from ..frontends.terminal.arguments import CommandParser, parse_natural, describe_os_error, parse_positive
+from ..frontends.terminal.arguments import CommandParser, describe_os_error, parse_natural, parse_positive
 from ..graph.errors import BackendError, HocketError
 from ..graph.files import check_writable, write_text
 from ..ops import REGISTRY

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from .gguf.mapped import MappedFile
+from .gguf.mapped_file import MappedFile
 from .models import Model
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")

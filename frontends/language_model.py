@@ -18,17 +18,17 @@ from ..graph.validation import ANY, BOOL, NONE, TEXT, instance_of, integer_betwe
 from ..scheduler import Plan, nbytes_text
 from .adapters import ScaledFile
 from .errors import ModelError
-from .generation.drafting import (
-    DEFAULT_DRAFT_TOKENS,
-    SpeculativeDecoder,
-    ModelDrafter,
-    MtpDrafter,
-    require_same_vocabulary,
-)
 from .generation.generate import GenerationParams, SampledToken, StopStringFilter, sample_tokens
 from .generation.options import Options, resolve_options
+from .generation.speculative import (
+    DEFAULT_DRAFT_TOKENS,
+    ModelDrafter,
+    MtpDrafter,
+    SpeculativeDecoder,
+    require_same_vocabulary,
+)
 from .gguf.chat import choose_chat_format
-from .gguf.tokenizer import Tokenizer, Utf8Stream, has_vocabulary, tokenizer_from_metadata
+from .gguf.tokenization.tokenizer import Tokenizer, Utf8Stream, has_vocabulary, tokenizer_from_metadata
 from .held import Held
 from .microbatches import dealt
 from .open import open_adapted, open_model, open_session

@@ -27,23 +27,23 @@ from ..open import open_session
 from ..session import DEFAULT_BATCH, Group, Session
 from ..terminal.arguments import parse_naturals, parse_positive, parse_positives
 from ..terminal.bench_rows import ROW_FORMATS, format_rows
+from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_data
-from ..terminal.progress import show_compile_progress
-from .batched import BATCHED_TABLE, BatchedBenchmark
-from .flags import (
+from .bench_batched import BATCHED_TABLE, BatchedBenchmark
+from .shared_flags import (
     add_adapter_flags,
     add_batch_flag,
     add_cache_flags,
-    cache_dtypes,
     add_group_flags,
-    device_group_from_flags,
-    mark_multi_rank,
     add_model_flags,
-    load_model_from_flags,
     add_packed_flag,
     add_trace_flag,
-    trace_to_file,
     add_transfer_dtype_flag,
+    cache_dtypes,
+    device_group_from_flags,
+    load_model_from_flags,
+    mark_multi_rank,
+    trace_to_file,
 )
 
 

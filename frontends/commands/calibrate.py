@@ -9,7 +9,7 @@ from ...scheduler.machines.speeds import Speeds
 from ...scheduler.probing.calibrating import PROBED_DTYPES, QUICK_DTYPES, QUICK_ROUNDS, ROUNDS, speeds_of
 from ..devices import Group, found
 from ..errors import ModelError
-from ..terminal.output import write_log_line, write_data
+from ..terminal.output import write_data, write_log_line
 
 CALIBRATED_GROUPS = (("cpu:0",), ("cpu:0", "cpu:1"))
 """Devices that are measured together: they share the processors and the memory."""

@@ -2,7 +2,7 @@
 
 from ...conformance.command import add_arguments as flags
 from ...conformance.command import run as check
-from ..terminal.progress import show_compile_progress
+from ..terminal.compile_progress import show_compile_progress
 
 run = show_compile_progress()(check)
 

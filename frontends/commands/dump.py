@@ -13,7 +13,7 @@ from ..devices import Group
 from ..graph_file import read_graph
 from ..terminal.arguments import parse_natural
 from ..terminal.output import write_data
-from .flags import add_batch_flag, add_cache_flags, add_context_flag, add_model_flags
+from .shared_flags import add_batch_flag, add_cache_flags, add_context_flag, add_model_flags
 
 DUMP_FORMATS = {"text": dump, "json": to_json, "dot": to_dot}
 

@@ -13,10 +13,10 @@ from ..errors import ModelError
 from ..language_model import Model
 from ..session import DEFAULT_BATCH
 from ..terminal.arguments import parse_natural, parse_positive
+from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_data
-from ..terminal.progress import show_compile_progress
 from ..text_limits import check_texts
-from .flags import add_batch_flag, add_group_flags, add_model_flags
+from .shared_flags import add_batch_flag, add_group_flags, add_model_flags
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:

@@ -13,18 +13,18 @@ import numpy as np
 
 from ...graph.files import replacing
 from ..errors import ModelError
-from ..gguf.tokenizer import tokenizer_from_metadata
+from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..models import Model
 from ..open import context_for
 from ..session import F32, Session
 from ..terminal.arguments import parse_token_ids
-from ..terminal.progress import show_compile_progress
-from .flags import (
+from ..terminal.compile_progress import show_compile_progress
+from .shared_flags import (
     add_model_flags,
-    load_model_from_flags,
     add_session_flags,
-    open_session_from_flags,
     broadcast_text,
+    load_model_from_flags,
+    open_session_from_flags,
     trace_to_file,
 )
 

@@ -13,18 +13,18 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from ..errors import ModelError
-from ..gguf.tokenizer import tokenizer_from_metadata
+from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..open import context_for, read_text
 from ..session import F32, Session
 from ..terminal.arguments import PositionalAlias
+from ..terminal.compile_progress import show_compile_progress
 from ..terminal.output import write_data
-from ..terminal.progress import show_compile_progress
-from .flags import (
+from .shared_flags import (
     add_model_flags,
-    load_model_from_flags,
     add_session_flags,
-    open_session_from_flags,
     broadcast_text,
+    load_model_from_flags,
+    open_session_from_flags,
     trace_to_file,
 )
 

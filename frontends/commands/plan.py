@@ -40,15 +40,15 @@ from ..open import context_for, open_model
 from ..parts import told
 from ..session import DEFAULT_BATCH, Group
 from ..terminal.arguments import as_flags, parse_positive
-from ..terminal.output import write_log_line, write_data
-from .flags import (
+from ..terminal.output import write_data, write_log_line
+from .shared_flags import (
     add_batch_flag,
     add_cache_flags,
-    cache_dtypes,
     add_context_flag,
     add_group_flags,
-    device_group_from_flags,
     add_model_flags,
+    cache_dtypes,
+    device_group_from_flags,
 )
 
 

@@ -15,25 +15,25 @@ from ...graph.files import check_writable
 from ...scheduler import nbytes_text
 from ..errors import ModelError
 from ..generation.conversation import Conversation
-from ..generation.drafting import (
-    DEFAULT_DRAFT_TOKENS,
-    SpeculativeDecoder,
-    ModelDrafter,
-    MtpDrafter,
-    require_same_vocabulary,
-)
 from ..generation.generate import (
     EMPTY_PROMPT_ERROR,
     GenerationParams,
     Timing,
-    sample_tokens,
     compile_ahead,
+    sample_tokens,
     stream_text,
 )
 from ..generation.grammar import Grammar
 from ..generation.sampling import Sampling
+from ..generation.speculative import (
+    DEFAULT_DRAFT_TOKENS,
+    ModelDrafter,
+    MtpDrafter,
+    SpeculativeDecoder,
+    require_same_vocabulary,
+)
 from ..gguf.chat import ChatFormat, choose_chat_format
-from ..gguf.tokenizer import Tokenizer, tokenizer_from_metadata
+from ..gguf.tokenization.tokenizer import Tokenizer, tokenizer_from_metadata
 from ..models import Model
 from ..open import context_for, open_model, read_text
 from ..saved_state import load_state, save_state
@@ -41,19 +41,19 @@ from ..session import Session
 from ..terminal.arguments import (
     parse_json_object,
     parse_logit_bias,
-    parse_number,
     parse_natural_or_minus_one,
+    parse_number,
     parse_positive,
 )
-from ..terminal.output import write_log_line, write_data
-from ..terminal.progress import show_compile_progress
-from ..terminal.talk import run_chat_loop
-from .flags import (
+from ..terminal.chat_loop import run_chat_loop
+from ..terminal.compile_progress import show_compile_progress
+from ..terminal.output import write_data, write_log_line
+from .shared_flags import (
     add_model_flags,
-    load_model_from_flags,
     add_session_flags,
-    open_session_from_flags,
     broadcast_text,
+    load_model_from_flags,
+    open_session_from_flags,
     trace_to_file,
 )
 

@@ -6,9 +6,9 @@ import argparse
 import json
 
 from ..gguf import open_gguf
-from ..gguf.tokenizer import tokenizer_from_metadata
+from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..terminal.output import write_data
-from .flags import add_model_flags
+from .shared_flags import add_model_flags
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:

@@ -10,16 +10,16 @@ from ...view import Page, view_graph, view_plan
 from ..errors import ModelError
 from ..session import DEFAULT_BATCH
 from ..terminal.output import write_log_line
-from .flags import (
+from .plan import plan_and_session_plan, read_plan, read_step_graph, session_workload
+from .shared_flags import (
     add_batch_flag,
     add_cache_flags,
-    cache_dtypes,
     add_context_flag,
     add_group_flags,
-    device_group_from_flags,
     add_model_flags,
+    cache_dtypes,
+    device_group_from_flags,
 )
-from .plan import plan_and_session_plan, read_plan, read_step_graph, session_workload
 
 PLAN_MARKER_BYTES = 200
 """Bytes of a file within which a plan in JSON says that it is one."""

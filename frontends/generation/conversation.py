@@ -7,11 +7,11 @@ from pathlib import Path
 
 from ..errors import ModelError
 from ..gguf.chat import ChatFormat, choose_chat_format
-from ..gguf.tokenizer import Tokenizer
+from ..gguf.tokenization.tokenizer import Tokenizer
 from ..saved_state import load_state, save_state, saved_talk
 from ..session import Session
-from .drafting import SpeculativeDecoder
 from .generate import GenerationParams, Timing, sample_tokens, stream_text
+from .speculative import SpeculativeDecoder
 
 
 class Conversation:

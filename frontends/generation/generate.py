@@ -15,13 +15,13 @@ import numpy.typing as npt
 from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import ANY, NONE, instance_of, integer_between, list_of, validate_arguments
 from ..errors import ModelError
-from ..gguf.tokenizer import Tokenizer, Utf8Stream
+from ..gguf.tokenization.tokenizer import Tokenizer, Utf8Stream
 from ..microbatches import Microbatches, decoding
 from ..parts import F32
 from ..session import Session
-from .drafting import SpeculativeDecoder
 from .grammar import Grammar
 from .sampling import Sampling
+from .speculative import SpeculativeDecoder
 
 
 @dataclass(slots=True)

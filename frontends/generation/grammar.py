@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ModelError
-from ..gguf.special_tokens import CONTROL, UNKNOWN
-from ..gguf.tokenizer import Tokenizer
+from ..gguf.tokenization.special_tokens import CONTROL, UNKNOWN
+from ..gguf.tokenization.tokenizer import Tokenizer
 from .gbnf import convert_to_lark
 
 COMPACT_JSON = {"whitespace_flexible": False, "lenient": True}

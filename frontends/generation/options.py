@@ -21,7 +21,7 @@ from ...graph.validation import (
     require,
 )
 from ..errors import ModelError
-from ..gguf.tokenizer import Tokenizer
+from ..gguf.tokenization.tokenizer import Tokenizer
 from .generate import GenerationParams
 from .grammar import Grammar
 from .sampling import Sampling

@@ -14,7 +14,7 @@ from typing import TypeAlias, Union, overload
 import numpy as np
 
 from ...graph.lazy_dataclass import dataclass
-from .mapped import Cursor, MappedFile, format_name
+from .mapped_file import Cursor, MappedFile, format_name
 
 MAX_DEPTH = 4
 """Arrays of arrays are legal, but no model needs them deeper; a file must not choose our recursion depth."""

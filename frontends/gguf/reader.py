@@ -21,9 +21,9 @@ import numpy as np
 from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import did_you_mean
 from ..errors import ModelError
-from .mapped import Cursor, MappedFile, map_file, format_name
-from .metadata import MetadataArray, MetadataValue, MetadataType, read_metadata
-from .tensor import Tensor, resolve_entries, read_entries
+from .mapped_file import Cursor, MappedFile, format_name, map_file
+from .metadata import MetadataArray, MetadataType, MetadataValue, read_metadata
+from .tensor import Tensor, read_entries, resolve_entries
 
 MAGIC = b"GGUF"
 LFS_PREFIX = b"version https://git-lfs"

@@ -16,7 +16,7 @@ from ...graph.dtypes import DTYPE_BY_GGML_NUMBER, DType
 from ...graph.lazy_dataclass import dataclass
 from ...ops.quantisation import dequantise
 from ...scheduler.running.packed import Origin
-from .mapped import Cursor, MappedFile, format_name
+from .mapped_file import Cursor, MappedFile, format_name
 
 MAX_AXES = 4
 MAX_TENSORS = 1 << 16

@@ -18,7 +18,7 @@ from ...graph.lazy_dataclass import dataclass
 from ..adapters import NO_ADAPTERS, Adapters
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor
-from ..gguf.keys import ArchitectureKeys
+from ..gguf.hyperparameter_keys import ArchitectureKeys
 from ..step import Batch as Batch
 from ..step import Step as Step
 from ..step import step_inputs as step_inputs

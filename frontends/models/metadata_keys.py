@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ...graph.lazy_dataclass import dataclass
-from ..gguf.keys import ArchitectureKeys
+from ..gguf.hyperparameter_keys import ArchitectureKeys
 from ..gguf.metadata import MetadataArray
 
 READ, IGNORED, DEFAULT_ONLY = "read", "ignored", "default only"

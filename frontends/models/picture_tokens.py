@@ -7,7 +7,7 @@ from functools import partial, reduce
 
 from ... import ops
 from ...graph import Value
-from ..gguf.keys import ArchitectureKeys
+from ..gguf.hyperparameter_keys import ArchitectureKeys
 
 PICTURE, PICTURES = "IMGIMG", (4, 8196)
 """How names of tokens of pictures begin in Chameleon's vocabulary, and their range."""

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from ..errors import ModelError
-from ..gguf.keys import ArchitectureKeys
+from ..gguf.hyperparameter_keys import ArchitectureKeys
 from .family import Family, Windows
 from .frame import Sight, Warmth
 from .hyper import Hyper, Layer, Mixer, StreamTraits

@@ -12,7 +12,7 @@ from ...graph import Value, weight
 from ...graph.dtypes import FLOAT_DTYPES
 from ..errors import ModelError
 from ..gguf import Gguf
-from ..gguf.keys import CONVERT_REMEDY
+from ..gguf.hyperparameter_keys import CONVERT_REMEDY
 
 BLOCK = re.compile(r"blk\.(\d+)\.")
 NEVER_READ = ("*.input_scale", "cls.*", "rope_freqs.weight", "rope_factors_*.weight")

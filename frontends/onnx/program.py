@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ...graph import Graph
 from ..errors import ModelError
-from ..tensors.interface import ProgramArgument, ProgramResult
+from ..tensors.call_signature import ProgramArgument, ProgramResult
 from ..tensors.tensor import stored_shape
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import numpy as np
 from ... import ops
 from ...graph import DType, Value
 from .shapes import expand
-from .tensor import Number, Operand, Tensor, cast, number_as_tensor, constant_tensor, promote_dtypes, as_tensor
+from .tensor import Number, Operand, Tensor, as_tensor, cast, constant_tensor, number_as_tensor, promote_dtypes
 
 BinaryOp = Callable[[Value, Value], Value]
 

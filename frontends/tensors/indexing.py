@@ -11,8 +11,8 @@ from ... import ops
 from ...graph import DType
 from ..errors import ModelError
 from .arithmetic import add, compare, mul, where
-from .shapes import slice_range, expand, move_axis, permute, reshape, select_rows, take
-from .tensor import Operand, Tensor, cast, number_as_tensor, constant_tensor, as_tensor
+from .shapes import expand, move_axis, permute, reshape, select_rows, slice_range, take
+from .tensor import Operand, Tensor, as_tensor, cast, constant_tensor, number_as_tensor
 
 
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:

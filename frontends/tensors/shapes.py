@@ -15,13 +15,13 @@ from ..errors import ModelError
 from .tensor import (
     Operand,
     Tensor,
+    as_tensor,
     cast,
-    stored_shape,
-    number_as_tensor,
     constant_tensor,
+    number_as_tensor,
     promote_dtypes,
     reshape_value,
-    as_tensor,
+    stored_shape,
 )
 
 

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from ...graph import DType, Graph, GraphError, Value, input, state, weight
 from ...graph.validation import validate_arguments
 from ..errors import ModelError
-from ..tensors.interface import MAX_CONSTANT_BYTES, ProgramArgument, ProgramResult, find_dtype
-from ..tensors.tensor import Tensor, cast, stored_shape, constant_tensor, merge_equal_nodes
+from ..tensors.call_signature import MAX_CONSTANT_BYTES, ProgramArgument, ProgramResult, find_dtype
+from ..tensors.tensor import Tensor, cast, constant_tensor, merge_equal_nodes, stored_shape
 from .arrays import array_of
 from .program import Program
 from .table import CAST_FIRST, ROWS

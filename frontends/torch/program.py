@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ...graph import Graph
 from ..errors import ModelError
-from ..tensors.interface import ProgramArgument, ProgramResult
+from ..tensors.call_signature import ProgramArgument, ProgramResult
 from .arrays import array_of, tensor_of
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from hocket.backends.cpu.kernels.crew import ASLEEP
 from hocket.backends.cpu.kernels.products import products
 from hocket.backends.cpu.kernels.products.formats import FORMATS
 from hocket.backends.cpu.simd import tiles
-from hocket.frontends.terminal.progress import show_compile_progress
+from hocket.frontends.terminal.compile_progress import show_compile_progress
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 from hocket.ops.quantisation import dequantise

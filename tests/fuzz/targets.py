@@ -21,9 +21,9 @@ from hocket import ops
 from hocket.backends.base import find
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import MetadataArray, open_gguf
-from hocket.frontends.gguf.chat import select_chat_template, render_chat
+from hocket.frontends.gguf.chat import render_chat, select_chat_template
 from hocket.frontends.gguf.reader import Gguf
-from hocket.frontends.gguf.tokenizer import tokenizer_from_metadata
+from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.models import Step, load_model
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state

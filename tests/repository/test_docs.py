@@ -18,7 +18,7 @@ from hocket.backends.cpu import binding
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.table import merged
 from hocket.frontends import models
-from hocket.frontends.commands.flags import EXACT_HELP
+from hocket.frontends.commands.shared_flags import EXACT_HELP
 from hocket.frontends.models.family import Family
 from hocket.frontends.session import Group, Session
 from hocket.ops.page import build_page

@@ -15,7 +15,7 @@ from hocket import ops, scheduler
 from hocket.backends import base
 from hocket.frontends.generation.generate import generate_tokens
 from hocket.frontends.generation.sampling import Sampling
-from hocket.frontends.gguf.tokenizer import Tokenizer, tokenizer_from_metadata
+from hocket.frontends.gguf.tokenization.tokenizer import Tokenizer, tokenizer_from_metadata
 from hocket.frontends.models import Model, Step
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state

@@ -9,7 +9,7 @@ from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
 from ...errors import ModelError
-from ...gguf.keys import CONVERT_REMEDY
+from ...gguf.hyperparameter_keys import CONVERT_REMEDY
 from ..family import Family
 from ..frame import CACHED, Frame, Sight, Warmth
 from ..weights import Weights

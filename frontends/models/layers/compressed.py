@@ -16,7 +16,7 @@ import numpy.typing as npt
 from .... import ops
 from ....graph import DType, Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.keys import ArchitectureKeys
+from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ...step import Batch, Step
 from ..frame import CACHED, Frame, Sight
 from ..weights import Weights

@@ -9,7 +9,7 @@ from __future__ import annotations
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.keys import ArchitectureKeys
+from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ..family import Family
 from ..frame import RECURRENT, Frame
 from ..weights import Weights

@@ -10,7 +10,7 @@ import math
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.keys import ArchitectureKeys
+from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ..family import Family
 from ..frame import CACHED, Frame, Sight, Warmth
 from ..weights import Weights

@@ -11,7 +11,7 @@ from functools import partial
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.keys import ArchitectureKeys
+from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ..family import Family
 from ..frame import Frame
 from ..weights import Weights

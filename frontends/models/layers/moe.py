@@ -11,7 +11,7 @@ from dataclasses import field, replace
 from .... import ops
 from ....graph import DType, Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.keys import ArchitectureKeys
+from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ..family import Family
 from ..weights import Weights
 from .blocks import Norm, Unit, feed_forward, linear, product

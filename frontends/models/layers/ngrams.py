@@ -15,7 +15,7 @@ from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
 from ...errors import ModelError
-from ...gguf.keys import MAX_I32, ArchitectureKeys
+from ...gguf.hyperparameter_keys import MAX_I32, ArchitectureKeys
 from ...step import Batch, Step
 from ..frame import Frame
 from ..weights import Weights

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.keys import ArchitectureKeys
+from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ..frame import Frame
 from ..weights import Weights
 

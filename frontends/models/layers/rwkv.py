@@ -14,7 +14,7 @@ from typing import Self
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.keys import ArchitectureKeys
+from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ..decoder import Decoder
 from ..family import Family
 from ..frame import RECURRENT, Frame

@@ -10,7 +10,7 @@ import pytest
 from hocket.cli import build_parser, main
 from hocket.frontends.commands import COMMAND_HELP
 from hocket.frontends.gguf import open_gguf
-from hocket.frontends.terminal.llama_cpp import FLAGS, COMMAND_OF_PROGRAM, find_program_remedy
+from hocket.frontends.terminal.llama_cpp import COMMAND_OF_PROGRAM, FLAGS, find_program_remedy
 
 from ...given.models.goldens import TINY, path_of
 

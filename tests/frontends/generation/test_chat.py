@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hocket.frontends.errors import ModelError
-from hocket.frontends.gguf.chat import choose_chat_format, select_chat_template, render_chat
+from hocket.frontends.gguf.chat import choose_chat_format, render_chat, select_chat_template
 from hocket.frontends.gguf.reader import open_gguf
-from hocket.frontends.gguf.tokenizer import tokenizer_from_metadata
+from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 
 MESSAGES = [{"role": "user", "content": "Hi <b>&</b> 'you'"}]
 CHATML = (

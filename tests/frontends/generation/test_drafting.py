@@ -8,9 +8,9 @@ import pytest
 
 from hocket.cli import main
 from hocket.frontends.errors import ModelError
-from hocket.frontends.generation.drafting import SpeculativeDecoder, ModelDrafter
 from hocket.frontends.generation.generate import generate_tokens
 from hocket.frontends.generation.sampling import Sampling
+from hocket.frontends.generation.speculative import ModelDrafter, SpeculativeDecoder
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 

@@ -9,7 +9,7 @@ import pytest
 
 import hocket
 from hocket.cli import main
-from hocket.frontends.generation.grammar import GrammarState, Grammar
+from hocket.frontends.generation.grammar import Grammar, GrammarState
 
 from ...given.models.spelled import ASCII, BYTES, NORMAL, SENTENCEPIECE, UNKNOWN, write_llama
 

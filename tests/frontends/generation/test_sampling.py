@@ -19,14 +19,14 @@ from hocket.frontends.generation.conversation import Conversation
 from hocket.frontends.generation.generate import (
     GenerationParams,
     Timing,
-    sample_tokens,
-    generate_tokens,
     compile_ahead,
+    generate_tokens,
+    sample_tokens,
     stream_text,
 )
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.gguf.chat import CHAT_TEMPLATE_KEY
-from hocket.frontends.gguf.tokenizer import Tokenizer, tokenizer_from_metadata
+from hocket.frontends.gguf.tokenization.tokenizer import Tokenizer, tokenizer_from_metadata
 from hocket.frontends.models import Model, load_model
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import save_state

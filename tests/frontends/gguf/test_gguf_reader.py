@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from hocket.frontends.errors import ModelError
-from hocket.frontends.gguf import MetadataArray, Gguf, open_gguf
+from hocket.frontends.gguf import Gguf, MetadataArray, open_gguf
 from hocket.graph.dtypes import DType
 
 from ...given.calls import calls_of

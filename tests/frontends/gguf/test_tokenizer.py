@@ -16,9 +16,9 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
 from hocket.frontends.errors import ModelError
-from hocket.frontends.gguf.pretokenizers import PRE_TOKENIZERS
 from hocket.frontends.gguf.reader import open_gguf
-from hocket.frontends.gguf.tokenizer import (
+from hocket.frontends.gguf.tokenization.pretokenizers import PRE_TOKENIZERS
+from hocket.frontends.gguf.tokenization.tokenizer import (
     BYTE_OF_CHARACTER,
     MAX_RUN_CHARACTERS,
     Tokenizer,
@@ -141,7 +141,7 @@ def test_kept_merges_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ids = tokenizer_from_metadata(TINY).encode(text)
     (file,) = (tmp_path / "merges").iterdir()
     whole = file.read_bytes()
-    monkeypatch.setattr("hocket.frontends.gguf.merging.stored_merges", lambda *_: 1 / 0)
+    monkeypatch.setattr("hocket.frontends.gguf.tokenization.tokenizer_models.stored_merges", lambda *_: 1 / 0)
     assert tokenizer_from_metadata(TINY).encode(text) == ids
     monkeypatch.undo()
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))

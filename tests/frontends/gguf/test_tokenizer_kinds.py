@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hocket.frontends.gguf.tokenizer import BYTE_OF_CHARACTER, Tokenizer, tokenizer_from_metadata
+from hocket.frontends.gguf.tokenization.tokenizer import BYTE_OF_CHARACTER, Tokenizer, tokenizer_from_metadata
 
 from ...given.calls import calls_of
 

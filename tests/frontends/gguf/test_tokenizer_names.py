@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import PreTokenizer, Sequence, Split
 
-from hocket.frontends.gguf.pretokenizers import PRE_TOKENIZERS
-from hocket.frontends.gguf.tokenizer import BYTE_OF_CHARACTER, Tokenizer, tokenizer_from_metadata
+from hocket.frontends.gguf.tokenization.pretokenizers import PRE_TOKENIZERS
+from hocket.frontends.gguf.tokenization.tokenizer import BYTE_OF_CHARACTER, Tokenizer, tokenizer_from_metadata
 
 NORMAL, USER, BYTE = 1, 4, 6
 LLAMA_CPP = """

@@ -12,9 +12,9 @@ import hocket
 from hocket import ops
 from hocket.cli import main
 from hocket.frontends.errors import ModelError
-from hocket.frontends.generation.drafting import SpeculativeDecoder, MtpDrafter
 from hocket.frontends.generation.generate import generate_tokens
 from hocket.frontends.generation.sampling import Sampling
+from hocket.frontends.generation.speculative import MtpDrafter, SpeculativeDecoder
 from hocket.frontends.models import DECODERS, Batch, Frame, Model, Step, load_model
 from hocket.frontends.models.decoder import Decoder
 from hocket.frontends.open import open_model

@@ -14,7 +14,7 @@ from gguf import GGUFWriter
 from hocket import ops
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import open_gguf
-from hocket.frontends.gguf.keys import ArchitectureKeys
+from hocket.frontends.gguf.hyperparameter_keys import ArchitectureKeys
 from hocket.frontends.models import ARCHITECTURES, Batch, Model, Step, Weights, load_model
 from hocket.frontends.models.picture_tokens import find_picture_tokens
 from hocket.frontends.models.reading import read_hyper

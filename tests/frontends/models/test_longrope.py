@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hocket.frontends.errors import ModelError
-from hocket.frontends.gguf.keys import ArchitectureKeys
+from hocket.frontends.gguf.hyperparameter_keys import ArchitectureKeys
 from hocket.frontends.models import ARCHITECTURES, Model, Step
 from hocket.frontends.models.layers.rope import Rope
 from hocket.frontends.open import open_model

@@ -15,7 +15,7 @@ from gguf.constants import Keys as PackageKeys
 
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import Gguf, open_gguf
-from hocket.frontends.gguf.keys import ArchitectureKeys
+from hocket.frontends.gguf.hyperparameter_keys import ArchitectureKeys
 from hocket.frontends.gguf.metadata import MetadataArray
 from hocket.frontends.models import ARCHITECTURES, load_model
 from hocket.frontends.models.layers.rwkv import Rwkv7

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from hocket.frontends.errors import ModelError
-from hocket.frontends.gguf.chat import select_chat_template, render_chat
-from hocket.frontends.gguf.longest_match import LongestMatchTokenizer
-from hocket.frontends.gguf.tokenizer import tokenizer_from_metadata
+from hocket.frontends.gguf.chat import render_chat, select_chat_template
+from hocket.frontends.gguf.tokenization.rwkv_tokenizer import LongestMatchTokenizer
+from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.models import Batch, Step
 from hocket.frontends.open import open_model
 from hocket.frontends.rewinding import take_back

@@ -17,7 +17,7 @@ from hocket.frontends.commands.perplexity import compute_nll
 from hocket.frontends.generation.conversation import Conversation
 from hocket.frontends.generation.generate import GenerationParams, generate_tokens
 from hocket.frontends.generation.sampling import Sampling
-from hocket.frontends.gguf.tokenizer import tokenizer_from_metadata
+from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 

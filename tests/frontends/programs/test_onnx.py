@@ -273,7 +273,7 @@ def in_our_types(case):
     """Whether all inputs and outputs are tensors of static shapes in types that hocket has."""
     from onnx import helper
 
-    from hocket.frontends.tensors.interface import DTYPES_BY_NAME
+    from hocket.frontends.tensors.call_signature import DTYPES_BY_NAME
 
     for info in (*case.model.graph.input, *case.model.graph.output):
         kind = info.type.tensor_type

@@ -7,10 +7,10 @@ from math import isinf, prod
 
 from ... import ops
 from ...graph import DType, Value
-from .arithmetic import add, compare, div, is_infinite, logical_not, negative, as_float, sub, as_bool, unary, where
+from .arithmetic import add, as_bool, as_float, compare, div, is_infinite, logical_not, negative, sub, unary, where
 from .arithmetic import power as raise_to
 from .shapes import move_axis, permute, reshape
-from .tensor import Tensor, cast, as_tensor
+from .tensor import Tensor, as_tensor, cast
 
 
 def _list_axes(x: Tensor, axes: int | Sequence[int] | None) -> list[int]:

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ...backends.cache import cache_folder, keep, recalled
-from .kmers import CLOSE_TAG, OPEN_TAG, UNKNOWN_KMER, DnaTokenizer
-from .longest_match import LongestMatchTokenizer
-from .metadata import MetadataArray
-from .min_cost import MinCostTokenizer, build_min_cost_tokenizer
+from ....backends.cache import cache_folder, keep, recalled
+from ..metadata import MetadataArray
+from .dna_tokenizer import CLOSE_TAG, OPEN_TAG, UNKNOWN_KMER, DnaTokenizer
+from .plamo2_tokenizer import MinCostTokenizer, build_min_cost_tokenizer
 from .pretokenizers import PreTokenizer
-from .score_merging import ScoreMerger
-from .vocabulary import KEY_PREFIX, derive_merges, read_scalar, read_scores, read_merges
-from .words import UnigramByteFallback, build_unigram_model, build_wordpiece_model
+from .rwkv_tokenizer import LongestMatchTokenizer
+from .sentencepiece_bpe import ScoreMerger
+from .vocabulary import KEY_PREFIX, derive_merges, read_merges, read_scalar, read_scores
+from .wordpiece_unigram import UnigramByteFallback, build_unigram_model, build_wordpiece_model
 
 if TYPE_CHECKING:
     import tokenizers

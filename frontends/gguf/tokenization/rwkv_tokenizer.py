@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..errors import ModelError
+from ...errors import ModelError
 
 ESCAPED_BYTES: Mapping[bytes, bytes] = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
 ESCAPE_PATTERN = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([^x]))", re.DOTALL)

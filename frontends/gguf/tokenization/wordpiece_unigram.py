@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ..errors import ModelError
-from .longest_match import Encoding
+from ...errors import ModelError
+from .rwkv_tokenizer import Encoding
 from .special_tokens import BYTE, NORMAL, UNUSED, USER
 from .vocabulary import KEY_PREFIX, read_bytes, read_numbers, read_scalar, read_scores
 

@@ -16,23 +16,23 @@ from dataclasses import field
 from functools import partial
 from typing import TypeVar
 
-from ...graph.lazy_dataclass import dataclass
-from ...graph.validation import BOOL, TEXT, format_value, instance_of, integer_between, validate_arguments
-from ..errors import ModelError
-from .kmers import KMER_SUFFIX
-from .longest_match import unescape_token
-from .merging import SPACE_MARK, TOKENIZER_MODELS, TokenizerModelCache
+from ....graph.lazy_dataclass import dataclass
+from ....graph.validation import BOOL, TEXT, format_value, instance_of, integer_between, validate_arguments
+from ...errors import ModelError
+from .dna_tokenizer import KMER_SUFFIX
 from .pretokenizers import PreTokenizer
+from .rwkv_tokenizer import unescape_token
 from .special_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, USER, classify_special_tokens, find_space_stripping_tokens
+from .tokenizer_models import SPACE_MARK, TOKENIZER_MODELS, TokenizerModelCache
 from .vocabulary import (
     PRE_KINDS,
     parse_byte_token,
-    require_unicode,
     read_id,
     read_numbers,
     read_rule,
     read_scalar,
     read_tokens,
+    require_unicode,
 )
 
 Result = TypeVar("Result")

@@ -12,7 +12,7 @@ from ...backends.cache import cache_folder
 from ..errors import ModelError
 from ..generation.conversation import Conversation
 from .arguments import as_flags
-from .output import write_log_line, write_data
+from .output import write_data, write_log_line
 
 EXIT_HINT = "(Ctrl-C again or /exit ends the talk)"
 ChatCommand = Callable[[Conversation, str], bool]

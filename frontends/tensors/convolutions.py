@@ -10,10 +10,10 @@ import numpy as np
 from ... import ops
 from ..errors import ModelError
 from .arithmetic import add, div
-from .products import per_channel
-from .reducing import argmax
-from .shapes import slice_range, expand, flip, move_axis, pad, permute, reshape
-from .tensor import Tensor, cast, constant_tensor, as_tensor
+from .matmul import per_channel
+from .reductions import argmax
+from .shapes import expand, flip, move_axis, pad, permute, reshape, slice_range
+from .tensor import Tensor, as_tensor, cast, constant_tensor
 
 Sizes = Sequence[int]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...graph.lazy_dataclass import dataclass
-from ..errors import ModelError
+from ....graph.lazy_dataclass import dataclass
+from ...errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)

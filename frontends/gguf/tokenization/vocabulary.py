@@ -13,8 +13,8 @@ from typing import TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ModelError
-from .mapped import STRINGS_PER_READ
+from ...errors import ModelError
+from ..mapped_file import STRINGS_PER_READ
 from .pretokenizers import GEMMA4, PreTokenizer, select_pre_tokenizer
 
 KEY_PREFIX = "tokenizer.ggml."

@@ -11,10 +11,10 @@ import numpy as np
 from ... import ops
 from ...graph import Value
 from ..errors import ModelError
-from .arithmetic import add, compare, maximum, mul, as_float, rsqrt, scale_and_shift, sub, unary, where
-from .reducing import extreme, sum_over
+from .arithmetic import add, as_float, compare, maximum, mul, rsqrt, scale_and_shift, sub, unary, where
+from .reductions import extreme, sum_over
 from .shapes import expand, move_axis, permute_value, reshape, squeeze, transpose, unsqueeze
-from .tensor import Tensor, constant_tensor, reshape_value, as_tensor
+from .tensor import Tensor, as_tensor, constant_tensor, reshape_value
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 
-from .longest_match import Encoding
+from .rwkv_tokenizer import Encoding
 
 
 class ScoreMerger:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from .longest_match import Encoding
+from .rwkv_tokenizer import Encoding
 
 OPEN_TAG, CLOSE_TAG, UNKNOWN_KMER = "<dna>", "</dna>", "<oov>"
 KMER_SUFFIX = "\ue000"

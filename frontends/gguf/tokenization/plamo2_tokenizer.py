@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .longest_match import PREFIX_LENGTH, Encoding
+from .rwkv_tokenizer import PREFIX_LENGTH, Encoding
 from .special_tokens import BYTE, UNUSED
 from .vocabulary import read_numbers, read_scores
 

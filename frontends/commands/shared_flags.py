@@ -25,8 +25,8 @@ from ..terminal.arguments import (
     parse_scaled_file,
     parse_shares,
 )
+from ..terminal.blas_threads import set_blas_threads
 from ..terminal.output import write_log_line
-from ..terminal.threads import set_blas_threads
 from ..watch import Watch
 
 DEVICES_HELP = (
