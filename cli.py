@@ -75,7 +75,7 @@ def _run(words: Sequence[str], world: World = SINGLE_PROCESS) -> int:
     if asked is not None and asked not in COMMAND_HELP:
         from .frontends.terminal.llama_cpp import find_program_remedy  # a table that only mistakes pay for
 
-        other = find_command(asked)
+        other = find_program_remedy(asked)
         hint = f"; {other}" if other else did_you_mean(asked, COMMAND_HELP) or f"; commands: {', '.join(COMMAND_HELP)}"
         parser.error(f"there is no command {asked!r:.80}{hint}")
     args, left = parser.parse_known_args(words)
@@ -104,7 +104,7 @@ def build_parser(words: Sequence[str]) -> CommandParser:
         sub = commands.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
         if name == asked:
             command = import_module(f".frontends.commands.{name}", __package__)
-            command.flags(sub)
+            command.add_flags(sub)
             sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
             sub.set_defaults(run=command.run, parser=sub, in_ranks=sub.get_default("in_ranks") or False)
     return parser

@@ -23,7 +23,7 @@ def commands() -> Iterator[str]:
     from hocket.cli import build_parser
     from hocket.frontends.commands import COMMAND_HELP
 
-    for name, purpose in COMMANDS.items():
+    for name, purpose in COMMAND_HELP.items():
         parser = build_parser([name])
         (subparsers,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
         yield f"\n## hocket {name}\n\n{purpose}\n"

@@ -101,13 +101,13 @@ class FuelInstrumenter(NodeTransformer):
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802  (the visitor's naming)
         self.generic_visit(node)
-        return _build_call("counted", [node], node.lineno) if isinstance(node.arg, nodes.Slice) else node
+        return _build_call("charge_length", [node], node.lineno) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802  (the visitor's naming)
         self.generic_visit(node)
-        node.expr = _build_call("paid", [node.expr], node.lineno)
+        node.expr = _build_call("charge_value", [node.expr], node.lineno)
         for operand in node.ops:
-            operand.expr = _build_call("paid", [operand.expr], node.lineno)
+            operand.expr = _build_call("charge_value", [operand.expr], node.lineno)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802  (the visitor's naming)
@@ -116,11 +116,11 @@ class FuelInstrumenter(NodeTransformer):
 
     def _charge(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
-        return _build_call("paid", [node], node.lineno)
+        return _build_call("charge_value", [node], node.lineno)
 
     def _instrument(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_build_call("burn", [], node.lineno), lineno=node.lineno))
+        node.body.insert(0, nodes.ExprStmt(_build_call("consume_fuel", [], node.lineno), lineno=node.lineno))
         return node
 
 

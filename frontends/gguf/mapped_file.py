@@ -83,7 +83,7 @@ class Cursor:
     ``where`` names the part being read; it goes into errors.
     """
 
-    __slots__ = ("at", "file", "where")
+    __slots__ = ("file", "position", "section")
 
     def __init__(self, file: MappedFile, at: int = 0, where: str = "header") -> None:
         self.file = file

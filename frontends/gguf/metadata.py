@@ -52,7 +52,7 @@ class MetadataType(Enum):
 
 TYPES_BY_NUMBER = {kind.number: kind for kind in MetadataType}
 
-MetadataValue: TypeAlias = Union[int, float, bool, str, "Array"]
+MetadataValue: TypeAlias = Union[int, float, bool, str, "MetadataArray"]
 """What one element of an array, or one metadata value, decodes to."""
 
 

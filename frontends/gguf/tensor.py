@@ -58,8 +58,8 @@ class Tensor:
         """
         if self.offset + self.nbytes > self.file.size:
             raise self.file.error(
-                f"tensor {format_name(self.name)} needs bytes {self.offset} to {self.offset + self.nbytes}, but the file "
-                f"ends at byte {self.file.size}; it holds only a header",
+                f"tensor {format_name(self.name)} needs bytes {self.offset} to {self.offset + self.nbytes}, but the "
+                f"file ends at byte {self.file.size}; it holds only a header",
                 "open a complete model",
             )
         last = self.row_bytes if self.dtype.is_quantised else self.shape[-1]

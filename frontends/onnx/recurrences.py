@@ -12,7 +12,7 @@ import numpy as np
 from ... import ops
 from ..errors import ModelError
 from ..tensors import arithmetic as arith
-from ..tensors import products, shapes
+from ..tensors import matmul, shapes
 from ..tensors.tensor import Tensor, constant_tensor
 from .calls import Row, known
 
@@ -51,7 +51,7 @@ class Cell:
             x if x is None else shapes.slice_range(x, 0, first * size, last * size) for x in (self.weight, self.bias)
         )
         assert weight is not None
-        return products.linear(h, weight, bias)
+        return matmul.linear(h, weight, bias)
 
     def from_peephole(self, x: Tensor, number: int, c: Tensor) -> Tensor:
         """`x` plus what the gate of that number sees of a cell."""
@@ -137,7 +137,7 @@ def recurrence(step: Step, names: Sequence[str], settings: Sequence[str] = ()) -
             own = chosen[way * len(names) : (way + 1) * len(names)]
             flags = {name: int(said.get(name, 0)) for name in settings}
             cell = Cell(_at(before, way), of_h, None if peepholes is None else _at(peepholes, way), own, flags)
-            gates = shapes.unbind(products.linear(x, _at(weight, way), of_x), 0)
+            gates = shapes.unbind(matmul.linear(x, _at(weight, way), of_x), 0)
             zeros = constant_tensor(np.zeros((batch, size), np.float32))
             states = [zeros if first is None else _at(first, way) for first in firsts]
             steps = list(_walked(step, cell, gates[::-1] if is_backward else gates, states))

@@ -13,7 +13,7 @@ import numpy as np
 from ... import ops
 from ..errors import ModelError
 from ..tensors import arithmetic as arith
-from ..tensors import indexing, products, reducing, shapes
+from ..tensors import indexing, matmul, reductions, shapes
 from ..tensors.tensor import Operand, Tensor, cast, constant_tensor
 
 Row: TypeAlias = Callable[..., Any]
@@ -174,11 +174,11 @@ def slice_scatter(
 
 
 def sum_(x: Tensor, axes: Any = None, keepdim: bool = False) -> Tensor:
-    return reducing.sum_over(x, axes, keepdim)
+    return reductions.sum_over(x, axes, keepdim)
 
 
 def mean(x: Tensor, axes: Any = None, keepdim: bool = False) -> Tensor:
-    return reducing.mean(x, axes, keepdim)
+    return reductions.mean(x, axes, keepdim)
 
 
 def spread_and_mean(
@@ -193,7 +193,7 @@ def spread_and_mean(
     if isinstance(axes, bool):
         axes, unbiased = None, axes
     by = float(unbiased) if correction is None else correction
-    return reducing.variance(x, axes, by, keepdim), reducing.mean(x, axes, keepdim)
+    return reductions.variance(x, axes, by, keepdim), reductions.mean(x, axes, keepdim)
 
 
 def spread(x: Tensor, *args: Any, **more: Any) -> Tensor:
@@ -210,20 +210,20 @@ def extreme(kind: str) -> Row:
 
     def row(x: Tensor, other: Tensor | int | None = None, keepdim: bool = False) -> Any:
         if other is None:
-            return reducing.extreme(kind, x)
+            return reductions.extreme(kind, x)
         if isinstance(other, Tensor):
             return pair(x, other)
-        return reducing.extreme_with_index(kind, x, other, keepdim)
+        return reductions.extreme_with_index(kind, x, other, keepdim)
 
     return row
 
 
 def each_extreme(kind: str) -> Row:
-    return lambda x, axes=None, keepdim=False: reducing.extreme(kind, x, axes, keepdim)
+    return lambda x, axes=None, keepdim=False: reductions.extreme(kind, x, axes, keepdim)
 
 
 def running(kind: str) -> Row:
-    return lambda x, axis: reducing.accumulate(kind, x, axis)
+    return lambda x, axis: reductions.accumulate(kind, x, axis)
 
 
 @with_axes
@@ -233,7 +233,7 @@ def sort(x: Tensor, *args: Any, dim: int = -1, descending: bool = False, stable:
         args = args[1:]
     axis = args[0] if args else dim
     down = args[1] if len(args) > 1 else descending
-    ids = reducing.argsort(x, axis, down)
+    ids = reductions.argsort(x, axis, down)
     return indexing.gather(x, axis, ids), ids
 
 
@@ -243,19 +243,19 @@ def argsort(x: Tensor, *args: Any, **more: Any) -> Tensor:
 
 @with_axes
 def top_k(x: Tensor, k: int, axis: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    ids = shapes.slice_range(reducing.argsort(x, axis, largest), axis, 0, k)
+    ids = shapes.slice_range(reductions.argsort(x, axis, largest), axis, 0, k)
     return indexing.gather(x, axis, ids), ids
 
 
 def norm(x: Tensor, power: float | None = 2, axes: Any = None, keepdim: bool = False) -> Tensor:
-    return reducing.vector_norm(x, 2 if power is None else power, axes, keepdim)
+    return reductions.vector_norm(x, 2 if power is None else power, axes, keepdim)
 
 
 # ---------------------------------------------------------------------------------------------------------- products
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
-    return products.addmm(bias, a, b, beta=beta, alpha=alpha)
+    return matmul.addmm(bias, a, b, beta=beta, alpha=alpha)
 
 
 def attention(
@@ -270,7 +270,7 @@ def attention(
 ) -> Tensor:
     if dropout_p:
         raise ModelError("attention drops entries by chance, as in training; export the model after model.eval()")
-    return products.attention(q, k, v, attn_mask, causal=is_causal, scale=scale)
+    return matmul.attention(q, k, v, attn_mask, causal=is_causal, scale=scale)
 
 
 def attention_with_sums(
@@ -286,43 +286,43 @@ def attention_with_sums(
 
 
 def softmax(x: Tensor, axis: int, *_: object) -> Tensor:
-    return products.softmax(x, axis)
+    return matmul.softmax(x, axis)
 
 
 def masked_softmax(x: Tensor, axis: int, *_: object) -> Tensor:
-    return products.masked_softmax(x, axis)
+    return matmul.masked_softmax(x, axis)
 
 
 def log_softmax(x: Tensor, axis: int, *_: object) -> Tensor:
-    return products.log_softmax(x, axis)
+    return matmul.log_softmax(x, axis)
 
 
 def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: object
 ) -> Any:
-    return products.layer_norm(x, len(shape), weight, bias, eps)
+    return matmul.layer_norm(x, len(shape), weight, bias, eps)
 
 
 def native_layer_norm(x: Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
-    return products.layer_norm(x, len(shape), weight, bias, eps), None, None
+    return matmul.layer_norm(x, len(shape), weight, bias, eps), None, None
 
 
 def rms_norm(x: Tensor, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Tensor:
-    return products.rms_norm(x, len(shape), weight, float(np.finfo(np.float32).eps) if eps is None else eps)
+    return matmul.rms_norm(x, len(shape), weight, float(np.finfo(np.float32).eps) if eps is None else eps)
 
 
 def group_norm(x: Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: object) -> Tensor:
-    return products.group_norm(x, groups, weight, bias, eps)
+    return matmul.group_norm(x, groups, weight, bias, eps)
 
 
 def native_group_norm(x: Tensor, weight: Any, bias: Any, n: int, c: int, rest: int, groups: int, eps: float) -> Any:
-    return products.group_norm(x, groups, weight, bias, eps), None, None
+    return matmul.group_norm(x, groups, weight, bias, eps), None, None
 
 
 def native_batch_norm(
     x: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor, momentum: float, eps: float
 ) -> Any:
-    return products.batch_norm(x, weight, bias, mean, variance, eps), None, None
+    return matmul.batch_norm(x, weight, bias, mean, variance, eps), None, None
 
 
 def batch_norm(
@@ -330,7 +330,7 @@ def batch_norm(
 ) -> Tensor:
     if training or mean is None:
         raise ModelError("batch norm over the batch itself, as in training; export the model after model.eval()")
-    return products.batch_norm(x, weight, bias, mean, variance, eps)
+    return matmul.batch_norm(x, weight, bias, mean, variance, eps)
 
 
 # ----------------------------------------------------------------------------------------------------------- indices

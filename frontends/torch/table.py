@@ -16,7 +16,7 @@ import numpy as np
 
 from ... import ops
 from ..tensors import arithmetic as arith
-from ..tensors import indexing, products, reducing, shapes
+from ..tensors import indexing, matmul, reductions, shapes
 from . import calls, spatial
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
@@ -139,25 +139,25 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
         "amax": calls.each_extreme("max"),
         "amin": calls.each_extreme("min"),
         "prod": calls.each_extreme("prod"),
-        "any": reducing.any_of,
-        "all": reducing.all_of,
-        "argmax": reducing.argmax,
-        "argmin": reducing.argmin,
+        "any": reductions.any_of,
+        "all": reductions.all_of,
+        "argmax": reductions.argmax,
+        "argmin": reductions.argmin,
         "cumsum": calls.running("sum"),
         "cumprod": calls.running("prod"),
         "sort": calls.sort,
         "argsort": calls.argsort,
         "topk": calls.top_k,
-        "logsumexp": reducing.log_sum_exp,
+        "logsumexp": reductions.log_sum_exp,
         "linalg_vector_norm": calls.norm,
         "norm": calls.norm,
         # products
-        "mm": products.matmul,
-        "bmm": products.matmul,
-        "mv": products.matmul,
-        "dot": products.matmul,
-        "matmul": products.matmul,
-        "linear": products.linear,
+        "mm": matmul.matmul,
+        "bmm": matmul.matmul,
+        "mv": matmul.matmul,
+        "dot": matmul.matmul,
+        "matmul": matmul.matmul,
+        "linear": matmul.linear,
         "addmm": calls.addmm,
         "baddbmm": calls.addmm,
         "scaled_dot_product_attention": calls.attention,

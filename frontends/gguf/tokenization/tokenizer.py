@@ -327,7 +327,8 @@ def _require_short_runs(text: str) -> None:
     for run in _RUN_PATTERN.finditer(text):
         if run.end() - run.start() > MAX_RUN_CHARACTERS:
             raise ModelError(
-                f"the text has {run.end() - run.start()} characters in one word or one gap; at most {MAX_RUN_CHARACTERS} can be"
+                f"the text has {run.end() - run.start()} characters in one word or one gap; "
+                f"at most {MAX_RUN_CHARACTERS} can be"
             )
 
 

@@ -27,7 +27,9 @@ from .wordpiece_unigram import UnigramByteFallback, build_unigram_model, build_w
 if TYPE_CHECKING:
     import tokenizers
 
-TokenizerModel: TypeAlias = "tokenizers.Tokenizer | ScoreMerger | UnigramsOrBytes | LongestMatch | MinCost | Kmers"
+TokenizerModel: TypeAlias = (
+    "tokenizers.Tokenizer | ScoreMerger | UnigramByteFallback | LongestMatchTokenizer | MinCostTokenizer | DnaTokenizer"
+)
 SPACE_MARK = "▁"
 SPACE_MARKING_KINDS = ("bert", "t5")
 """The models of these kinds mark spaces by themselves."""

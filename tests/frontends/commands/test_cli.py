@@ -21,7 +21,7 @@ from hocket.frontends.commands.perplexity import compute_nll
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import ARCHITECTURES, load_model
 from hocket.frontends.open import open_model
-from hocket.frontends.terminal import threads
+from hocket.frontends.terminal import blas_threads
 from hocket.graph.errors import BackendError
 
 from ...given.commands import Capture, hocket_process, main_ids
@@ -315,7 +315,7 @@ def test_devices_lists_every_backend_and_why_one_is_missing(capsys: Capture, mon
 
 
 def test_measuring_gives_plausible_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("ROWS", 256), ("SIZE", 128), ("REPEATS", 2)):
+    for name, value in (("MATRIX_ROWS", 256), ("SQUARE_SIZE", 128), ("MEASURED_RUNS", 2)):
         monkeypatch.setattr(devices, name, value)
     measured = devices.measure_host_speed()
     assert 1e7 < measured.bandwidth < 1e14
@@ -379,7 +379,7 @@ def test_a_closed_output_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: Ca
 
 
 def test_threads_are_set_where_the_blas_can(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    monkeypatch.setattr(threads, "THREAD_SETTERS", ("no_such_function",))
+    monkeypatch.setattr(blas_threads, "THREAD_SETTERS", ("no_such_function",))
     assert main(["run", "--temp", "0", "-n", "1", "-t", "1"]) == 2
     assert "BLAS of this NumPy" in capsys.readouterr().err
 

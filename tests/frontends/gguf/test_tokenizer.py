@@ -141,7 +141,7 @@ def test_kept_merges_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ids = tokenizer_from_metadata(TINY).encode(text)
     (file,) = (tmp_path / "merges").iterdir()
     whole = file.read_bytes()
-    monkeypatch.setattr("hocket.frontends.gguf.tokenization.tokenizer_models.stored_merges", lambda *_: 1 / 0)
+    monkeypatch.setattr("hocket.frontends.gguf.tokenization.tokenizer_models.read_merges", lambda *_: 1 / 0)
     assert tokenizer_from_metadata(TINY).encode(text) == ids
     monkeypatch.undo()
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))

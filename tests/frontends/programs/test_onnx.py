@@ -279,7 +279,7 @@ def in_our_types(case):
         kind = info.type.tensor_type
         if not info.type.HasField("tensor_type") or not all(d.HasField("dim_value") for d in kind.shape.dim):
             return False
-        if np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type)).name not in TYPES:
+        if np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type)).name not in DTYPES_BY_NAME:
             return False
     return True
 
