@@ -1,4 +1,4 @@
-"""One file mapped into memory, and a cursor that reads its header without ever passing the end of the file."""
+"""A file mapped into memory, and a cursor that reads its header and never passes the end of the file."""
 
 from __future__ import annotations
 
@@ -19,68 +19,75 @@ LENGTH_FIELD = struct.Struct("<Q")
 COUNT_FIELD = struct.Struct("<I")
 DIRECT_READ_BYTES = 1 << 12
 MAX_STRING_BYTES = 1 << 26
-"""Bytes of one string.  Python may need four times as many for it, which a large file must not turn against us."""
+"""Bytes of the longest accepted string; Python may need four times as many for it."""
 SCAN_BLOCK_BYTES = 1 << 18
-"""Bytes looked through at once."""
+"""Bytes that `Cursor` scans at a time for the lengths of strings."""
 STRINGS_PER_READ = 1 << 13
-"""Strings read at once: arrays for those of a vocabulary would take several times their bytes."""
+"""Strings that are read at a time; arrays for a whole vocabulary would need several times its bytes."""
 DOWNLOAD_AGAIN_HINT = "download or convert the file again"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MappedFile:
-    """A regular file, read-only in memory.  The mapping lives as long as any array that shows a part of it."""
+    """A regular file, mapped read-only. The mapping lives as long as any array over its bytes."""
 
     path: Path
     data: mmap.mmap
     size: int
     modified_ns: int
-    """When, in nanoseconds."""
+    """Time of the last modification, in nanoseconds."""
     inode: str = ""
-    """The file system and the number of the file in it; empty if unknown."""
+    """Device and inode number of the file; empty if unknown."""
 
     def release(self, start: int, end: int) -> None:
-        """Let the system take back the memory of bytes that were read; whoever reads them again gets them again."""
+        """Release the memory of the bytes `start` to `end`; a later read loads them from the file again."""
         if hasattr(mmap, "MADV_DONTNEED"):
             start = start // mmap.PAGESIZE * mmap.PAGESIZE
             self.data.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def error(self, problem: str, remedy: str = DOWNLOAD_AGAIN_HINT) -> ModelError:
-        """A one-line error about this file."""
+        """Return a one-line error about this file."""
         return ModelError(f"{format_name(str(self.path))}: {problem}; {remedy}")
 
 
 def format_name(name: str, limit: int = 120) -> str:
-    """A name for a one-line message: control characters escaped, and the middle of a long one left out."""
+    """Return a name for a one-line message, with escaped control characters and at most `limit` characters.
+
+    The middle of a longer name becomes an ellipsis.
+    """
     if len(name) > limit:
         name = f"{name[: limit // 2]}…{name[-limit // 2 :]}"
     return name if name.isprintable() else repr(name)
 
 
 def map_file(path: Path) -> MappedFile:
-    """Map a regular file; ModelError for everything else, before anything could block or be allocated."""
+    """Map a regular file.
+
+    Raises:
+        ModelError: The path is no regular file, is empty or cannot be opened. Pipes are refused before a read blocks.
+    """
     name = format_name(str(path))
     try:
-        mode = os.stat(path)
-        if not stat.S_ISREG(mode.st_mode):
-            what = "a directory" if stat.S_ISDIR(mode.st_mode) else "no regular file"
-            raise ModelError(f"{name}: is {what}; give the path of a .gguf file")
-        if mode.st_size == 0:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
+            raise ModelError(f"{name}: is {kind}; give the path of a .gguf file")
+        if status.st_size == 0:
             raise ModelError(f"{name}: is empty; {DOWNLOAD_AGAIN_HINT}")
         with open(path, "rb") as file:
-            data, state = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), os.fstat(file.fileno())
+            data, file_status = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), os.fstat(file.fileno())
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ModelError(
             f"{name}: cannot be opened ({format_name(reason)}); give the path of a readable .gguf file"
         ) from error
-    return MappedFile(path, data, len(data), state.st_mtime_ns, f"{state.st_dev}:{state.st_ino}")
+    return MappedFile(path, data, len(data), file_status.st_mtime_ns, f"{file_status.st_dev}:{file_status.st_ino}")
 
 
 class Cursor:
     """Reads forward through the header of one file.
 
-    ``where`` names the part being read; it goes into errors.
+    Every read raises `ModelError` if the file ends first. `section` names the current part of the file in errors.
     """
 
     __slots__ = ("file", "position", "section")
@@ -94,7 +101,7 @@ class Cursor:
         return self.file.error(f"{self.section} {problem}", remedy)
 
     def skip(self, size: int) -> int:
-        """Pass ``size`` bytes and return where they start."""
+        """Skip `size` bytes and return their start, in bytes from the start of the file."""
         start = self.position
         if size > self.file.size - start:
             raise self.error(f"needs {size} bytes at byte {start}, but the file ends at byte {self.file.size}")
@@ -108,11 +115,11 @@ class Cursor:
         return int(LENGTH_FIELD.unpack_from(self.file.data, self.skip(8))[0])
 
     def read_string(self) -> str:
-        """A string: u64 length, then that many bytes, which ought to be UTF-8.
+        """Read a string: its length as u64, then its bytes in UTF-8.
 
-        Bytes that are not become U+FFFD: they exist only in damaged files, and a lone surrogate in their place would
-        crash whoever next encodes the string, far away from the file that caused it.  A long string that is not
-        UTF-8 is no text at all, most likely a damaged length that reaches into the weights, and an error.
+        Invalid bytes become U+FFFD. They occur in damaged files only, and a lone surrogate would fail in a later
+        encoding, far from the file. A long string that is not UTF-8 is an error: most likely a damaged length that
+        reaches into the weights.
         """
         size = self.read_u64()
         start = self.skip(size)
@@ -121,7 +128,7 @@ class Cursor:
         return str(self.file.data[start : start + size], "utf-8", "replace")
 
     def read_strings(self, count: int) -> list[str]:
-        """The next strings, as `string` gives them one by one: a vocabulary has so many that the call is what costs."""
+        """Read `count` strings, with the results of `read_string` but without one call per string."""
         return [
             text
             for first in range(0, count, STRINGS_PER_READ)
@@ -136,14 +143,14 @@ class Cursor:
         bytes_ = np.frombuffer(self.file.data, np.uint8, self.position - at, at)
         starts = np.cumsum(lengths + 8) - lengths - 8
         keep = np.ones(len(bytes_), bool)
-        for i in range(7):  # of each length one byte is left, a zero, which ends the string before
+        for i in range(7):  # one zero byte of each length stays, as the separator before its string
             keep[starts + i] = False
         joined = bytes_[keep]
         try:
             texts = str(joined.data, "utf-8").split("\0")[1:]
         except UnicodeDecodeError:
             texts = []
-        if len(texts) != count:  # damaged text, or strings that hold zeros
+        if len(texts) != count:  # damaged text, or strings that contain zeros
             self.position = at
             return [self.read_string() for _ in range(count)]
         return texts
@@ -151,7 +158,7 @@ class Cursor:
     def _read_long_string(self, start: int, size: int) -> str:
         if size > MAX_STRING_BYTES:
             raise self.error(f"has a string of {size} bytes; at most {MAX_STRING_BYTES} are accepted")
-        # Checked piece by piece first: a failed decoding of the whole would hold it twice.
+        # The check is incremental: a failed decoding of the whole string would need its memory twice.
         check = getincrementaldecoder("utf-8")().decode
         end = start + size
         try:
@@ -162,7 +169,7 @@ class Cursor:
         return str(memoryview(self.file.data)[start:end], "utf-8")
 
     def read_name(self) -> str:
-        """The name of a metadata pair or a tensor: UTF-8, 1 to 65,535 bytes, as the specification limits keys."""
+        """Read the name of a metadata pair or a tensor: UTF-8, 1 to 65,535 bytes (the limit of the specification)."""
         size = self.read_u64()
         if not 1 <= size <= 0xFFFF:
             raise self.error(f"has a name of {size} bytes; need 1 to 65,535")
@@ -175,7 +182,7 @@ class Cursor:
             raise self.error(f"has a name that is not UTF-8 ({error.reason})") from None
 
     def skip_strings(self, count: int) -> None:
-        """Pass ``count`` strings.  Each length is inline, so finding them is what opening a large vocabulary costs."""
+        """Skip `count` strings. Their lengths stand between them, so the search for lengths dominates the time."""
         lengths = self._find_lengths(count)
         if lengths is not None:
             self.position += 8 * count + int(lengths.sum())
@@ -191,11 +198,14 @@ class Cursor:
         self.position = at
 
     def _find_lengths(self, count: int) -> npt.NDArray[np.int64] | None:
-        """The lengths in bytes of the next strings [count], found all at once; None where some are empty or longer than
-        255, or the file is damaged.
+        """Return the lengths in bytes of the next strings, int64[count], by a vectorised search.
 
-        Such a length is a byte and seven zeros.  Where those stand is a guess, and proof that each string ends where
-        the next begins.
+        A length below 256 is one byte and seven zero bytes. Each run of seven zeros is a candidate. The candidates are
+        right if each string ends at the start of the next one. Example: ``03 00 00 00 00 00 00 00 61 62 63`` is the
+        string ``abc``.
+
+        Returns:
+            The lengths, or None if a string is empty or longer than 255 bytes, or if the file is damaged.
         """
         at, left, lengths = self.position, count, [np.zeros(0, np.int64)]
         while left:

@@ -1,4 +1,4 @@
-"""The key-value pairs of a GGUF header: scalars as Python values, arrays decoded only when used.
+"""The key-value pairs of a GGUF header: scalars as Python values, arrays decoded on first use.
 
 Source: the GGUF specification (``docs/gguf.md`` of ggml).
 """
@@ -17,13 +17,13 @@ from ...graph.lazy_dataclass import dataclass
 from .mapped_file import Cursor, MappedFile, format_name
 
 MAX_DEPTH = 4
-"""Arrays of arrays are legal, but no model needs them deeper; a file must not choose our recursion depth."""
+"""Largest nesting of arrays; the format permits any depth, and this bounds the recursion for hostile files."""
 MAX_PAIRS = 1 << 16
-"""More pairs than any model has; bounds what Python objects cost against the few bytes of a hostile pair."""
+"""Largest number of pairs, above the need of any model; this bounds the Python objects of a hostile file."""
 
 
 class MetadataType(Enum):
-    """The type of a metadata value: its number in the file and the code of numbers in ``struct`` and NumPy."""
+    """The type of a metadata value: its number in the file, and the format of numbers for ``struct`` and NumPy."""
 
     UINT8 = (0, "<B")
     INT8 = (1, "<b")
@@ -44,7 +44,7 @@ class MetadataType(Enum):
         self.scalar_format = struct.Struct(code) if code else None
         self.storage_dtype = np.dtype(code) if code else None
         self.min_bytes = self.scalar_format.size if self.scalar_format else least
-        """The fewest bytes one element takes: of a string its length, of an array its type and count."""
+        """Bytes of the smallest element: the length field of a string, the type and the count of an array."""
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -53,14 +53,14 @@ class MetadataType(Enum):
 TYPES_BY_NUMBER = {kind.number: kind for kind in MetadataType}
 
 MetadataValue: TypeAlias = Union[int, float, bool, str, "MetadataArray"]
-"""What one element of an array, or one metadata value, decodes to."""
+"""The decoded form of one metadata value or one array element."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class MetadataArray(Sequence[MetadataValue]):
-    """A metadata array of ``length`` elements of ``kind``, left in the file until used.
+    """A metadata array of `length` elements of `item_type`, decoded on first use.
 
-    ``numpy()`` shows numbers without copying; other elements are decoded once, all on first use.
+    `numpy` returns numbers without a copy. Other elements are decoded once, all of them on the first access.
     """
 
     item_type: MetadataType
@@ -71,30 +71,38 @@ class MetadataArray(Sequence[MetadataValue]):
     _decoded_items: list[tuple[MetadataValue, ...]] = field(default_factory=list)
 
     def numpy(self) -> np.ndarray:
-        """The numbers [length], read-only and perhaps unaligned; bool arrays are a copy.  ModelError if not numeric."""
+        """Return the numbers [length] as a read-only, possibly unaligned view; booleans as a copy.
+
+        Raises:
+            ModelError: The elements are not numbers.
+        """
         if self.item_type.storage_dtype is None:
             raise self._file.error(f"a metadata array holds {self.item_type}s where numbers are needed")
         if self.item_type is MetadataType.BOOL:
-            # Any byte but 0 counts as true, as in ggml; NumPy would misread one that is neither 0 nor 1.
+            # Every non-zero byte counts as true, as in ggml; a NumPy bool must be 0 or 1.
             flags: np.ndarray = np.frombuffer(self._file.data, np.uint8, self.length, self._start) != 0
             return flags
         return np.frombuffer(self._file.data, self.item_type.storage_dtype, self.length, self._start)
 
     def strings(self) -> tuple[str, ...]:
-        """The strings, decoded as ``Cursor.string`` does.  ModelError if the elements are something else."""
+        """Return the strings, decoded by `Cursor.read_strings`.
+
+        Raises:
+            ModelError: The elements are not strings.
+        """
         if self.item_type is not MetadataType.STRING:
             raise self._file.error(f"a metadata array holds {self.item_type}s where strings are needed")
         return self._decode_all()  # type: ignore[return-value]  # numeric by the check above
 
     def compute_digest(self) -> bytes:
-        """The SHA-256 of the elements as they lie in the file."""
+        """Return the SHA-256 digest of the bytes of the elements in the file."""
         from hashlib import sha256  # loads OpenSSL
 
         with memoryview(self._file.data) as data:
             return sha256(data[self._start : self._end]).digest()
 
     def _decode_all(self) -> tuple[MetadataValue, ...]:
-        if self.item_type.storage_dtype is not None:  # not kept: the file has them in fewer bytes
+        if self.item_type.storage_dtype is not None:  # not cached: numbers need fewer bytes in the file
             return tuple(self.numpy().tolist())
         if not self._decoded_items:
             self._decoded_items.append(tuple(self._decode_items()))
@@ -127,7 +135,7 @@ class MetadataArray(Sequence[MetadataValue]):
 
 
 def read_metadata(cursor: Cursor, count: int) -> dict[str, MetadataValue]:
-    """The next ``count`` pairs of a header, in the order of the file."""
+    """Read the next `count` pairs of a header, in the order of the file."""
     if count > MAX_PAIRS:
         raise cursor.error(f"announces {count} metadata pairs; at most {MAX_PAIRS} are accepted")
     pairs: dict[str, MetadataValue] = {}
@@ -142,7 +150,7 @@ def read_metadata(cursor: Cursor, count: int) -> dict[str, MetadataValue]:
 
 
 def read_array(cursor: Cursor, depth: int = 1) -> MetadataArray:
-    """The array at the cursor, checked to lie inside the file but not decoded."""
+    """Read the array at the cursor without decoding it, after a check that the file contains it completely."""
     kind = _read_type(cursor)
     count = cursor.read_u64()
     start = cursor.position

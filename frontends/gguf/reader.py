@@ -1,8 +1,8 @@
-"""Opening GGUF models: header, metadata and tensors of one file or of all parts of a split one.
+"""Opens GGUF models: header, metadata and tensors of one file, or of all files of a split model.
 
-Input is hostile: every count, length and offset is checked against the size of the file before anything is read or
-allocated, so a damaged file costs one ModelError.  The format is the one of ``docs/gguf.md`` in ggml, versions 2
-and 3; tensor shapes are in NumPy order (see ``tensor``).
+Files may be damaged or hostile. Every count, length and offset is compared with the size of the file before a read or
+an allocation, and a violation raises `ModelError`. The format is ``docs/gguf.md`` of ggml, versions 2 and 3. Tensor
+shapes are in NumPy order (see `tensor`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .tensor import Tensor, read_entries, resolve_entries
 
 MAGIC = b"GGUF"
 LFS_PREFIX = b"version https://git-lfs"
-"""How the file begins that a clone without git-lfs has in place of a large one."""
+"""First bytes of a git-lfs pointer, which replaces a large file in a clone without git-lfs."""
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 SPLIT_FILE_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
@@ -38,9 +38,9 @@ Scalar = TypeVar("Scalar", int, float, bool, str)
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Gguf:
-    """An open model: metadata of the first part, tensors of all parts.
+    """An open model: the metadata of its first file, and the tensors of all its files.
 
-    ``metadata`` holds int, float, bool, str and ``Array``; ``tensors`` keeps the order of the file.
+    `metadata` has values of int, float, bool, str and `MetadataArray`. `tensors` has the order of the files.
     """
 
     path: Path
@@ -54,38 +54,49 @@ class Gguf:
     @overload
     def get(self, key: str, kind: type[Value], default: Value) -> Value: ...
     def get(self, key: str, kind: type[Value], default: Value | None = None) -> Value | None:
-        """The value of ``key`` as ``kind`` (int, float, bool, str or Array), or ``default`` if the key is missing.
+        """Return the value of `key`, or `default` if the key is missing.
 
-        An integer also serves as a float.  ModelError if the value is of another kind.
+        Args:
+            key: Name of the metadata pair.
+            kind: Required type: int, float, bool, str or `MetadataArray`. An integer is also accepted as a float.
+            default: Result for a missing key.
+
+        Raises:
+            ModelError: The value has another type.
         """
         value = self.metadata.get(key)
         return default if value is None else self._convert(key, value, kind)
 
     def require(self, key: str, kind: type[Value]) -> Value:
-        """The value of ``key`` as ``kind``; ModelError if it is missing or of another kind."""
+        """Return the value of `key`; raise `ModelError` if it is missing or not of type `kind`."""
         value = self.get(key, kind)
         if value is None:
             raise self._make_error(f"metadata {format_name(key)} is missing; need {_describe_type(kind)}")
         return value
 
     def strings(self, key: str) -> tuple[str, ...]:
-        """The strings of a required array; ModelError if it is missing or holds something else."""
+        """Return the strings of a required array; raise `ModelError` if it is missing or has other elements."""
         array = self.require(key, MetadataArray)
         if array.item_type is not MetadataType.STRING:
             raise self._make_error(f"metadata {format_name(key)} is {array!r}; need an array of strings")
         return array.strings()
 
     def numbers(self, key: str) -> np.ndarray:
-        """The numbers [n] of a required array, a read-only view; ModelError if it is missing or not numeric."""
+        """Return the numbers [n] of a required array as a read-only view.
+
+        Raises:
+            ModelError: The array is missing or not numeric.
+        """
         array = self.require(key, MetadataArray)
         if array.item_type.storage_dtype is None:
             raise self._make_error(f"metadata {format_name(key)} is {array!r}; need an array of numbers")
         return array.numpy()
 
     def per_layer(self, key: str, kind: type[Scalar], layers: int, default: Scalar | None = None) -> tuple[Scalar, ...]:
-        """One value a layer, from a scalar that holds for all or an array that may be longer than ``layers``.
+        """Return one value per layer, from a scalar for all layers or from an array of at least `layers` values.
 
-        ModelError if the key is missing and there is no default, if values are of another kind, or too few.
+        Raises:
+            ModelError: The key is missing without a default, or the values have another type or are too few.
         """
         value: MetadataValue | None = self.metadata.get(key, default)
         if value is None:
@@ -101,7 +112,7 @@ class Gguf:
         return tuple(self._convert(key, item, kind) for item in value[:layers])
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor of that name; ModelError with the nearest name if there is none."""
+        """Return the tensor `name`; raise `ModelError` with the nearest name if there is none."""
         stored = self.tensors.get(name)
         if stored is None:
             hint = did_you_mean(name, self.tensors)
@@ -109,7 +120,10 @@ class Gguf:
         return stored
 
     def sub_model(self, prefix: str) -> Gguf:
-        """The tensors of one stack of several, with the names that they have in models of one, and the embedding."""
+        """Return a model with the tensors under `prefix` only, plus the token embedding.
+
+        The tensors get the names of a model with one stack of layers.
+        """
         tensors = {
             name.removeprefix(prefix).replace(".attn_o.", ".attn_output."): tensor
             for name, tensor in self.tensors.items()
@@ -137,31 +151,36 @@ class Gguf:
 
 
 def open_gguf(path: str | os.PathLike[str], *, header_only: bool = False) -> Gguf:
-    """Open a GGUF model; any part of a split model opens all of them.
+    """Open a GGUF model; any file of a split model opens all its files.
 
-    With ``header_only`` the tensors may lie past the end of the file, as in a file cut after its header: everything
-    but the data can be used.  Raises ModelError, one line, for anything that is not a sound model.
+    Args:
+        path: Path of the model file.
+        header_only: Whether tensors may extend past the end of the file, as in a file cut after its header. Then
+            everything except the data of the tensors is available.
+
+    Raises:
+        ModelError: The file is missing, damaged or no GGUF model.
     """
-    given = _open_split_file(Path(path), header_only)
-    count = given.read_split_number("count", 1)
+    part_file = _open_split_file(Path(path), header_only)
+    count = part_file.read_split_number("count", 1)
     if count == 1:
-        return Gguf(given.path, given.version, given.metadata, given.tensors, (given.path,))
-    match = SPLIT_FILE_NAME.fullmatch(given.path.name)
+        return Gguf(part_file.path, part_file.version, part_file.metadata, part_file.tensors, (part_file.path,))
+    match = SPLIT_FILE_NAME.fullmatch(part_file.path.name)
     if not match or int(match["count"]) != count or not 0 < int(match["no"]) <= count:
-        raise given.file.error(
+        raise part_file.file.error(
             f"is part of a model in {count} files, but its name does not say which",
             f"name the parts NAME-00001-of-{count:05d}.gguf and so on",
         )
     parts = []
-    for no in range(1, count + 1):
-        sibling = given.path.with_name(f"{match['stem']}-{no:05d}-of-{count:05d}.gguf")
-        parts.append(given if no == int(match["no"]) else _open_sibling(sibling, given, header_only))
+    for number in range(1, count + 1):
+        sibling = part_file.path.with_name(f"{match['stem']}-{number:05d}-of-{count:05d}.gguf")
+        parts.append(part_file if number == int(match["no"]) else _open_sibling(sibling, part_file, header_only))
     return _join_split_files(parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SplitFile:
-    """What the header of one file says; a model may lie in several."""
+    """The header of one file of a model."""
 
     file: MappedFile
     version: int
@@ -173,11 +192,11 @@ class _SplitFile:
         return self.file.path
 
     def read_split_number(self, name: str, default: int | None = None) -> int:
-        """The integer ``split.<name>``, which says how this file belongs to others."""
+        """Return the integer ``split.<name>``, which describes the position of this file in a split model."""
         value = self.metadata.get(f"split.{name}", default)
         if type(value) is not int or value < 0:
             raise self.file.error(f"metadata split.{name} is {reprlib.repr(value)}; need a count")
-        # gguf-split writes 0 where nothing was split
+        # gguf-split writes the count 0 for an undivided model
         return max(value, 1) if name == "count" else value
 
 
@@ -203,7 +222,7 @@ def _read_version(cursor: Cursor) -> int:
         raise cursor.file.error(f"is no GGUF file: starts with {start!r}, need {MAGIC!r}", "convert the model to GGUF")
     cursor.skip(len(MAGIC))
     version = cursor.read_u32()
-    if version and version & 0xFFFF == 0:  # a small number, written with its high byte first
+    if version and version & 0xFFFF == 0:  # a small number in big-endian order
         raise cursor.file.error(
             "is big-endian; only little-endian files can be read", "convert the model on this machine"
         )
@@ -212,23 +231,23 @@ def _read_version(cursor: Cursor) -> int:
     return version
 
 
-def _open_sibling(path: Path, given: _SplitFile, header_only: bool) -> _SplitFile:
+def _open_sibling(path: Path, part_file: _SplitFile, header_only: bool) -> _SplitFile:
     if not path.exists():
-        raise given.file.error(
+        raise part_file.file.error(
             f"part {format_name(path.name)} of this model is missing", "put all parts into one folder"
         )
     return _open_split_file(path, header_only)
 
 
 def _join_split_files(parts: list[_SplitFile]) -> Gguf:
-    """One model of all parts in order, checked to belong together."""
+    """Return the model of all its files in order, after a check that the files belong together."""
     first = parts[0]
     tensors: dict[str, Tensor] = {}
-    for no, part in enumerate(parts):
-        said = part.read_split_number("no"), part.read_split_number("count", 1)
-        if said != (no, len(parts)):
+    for number, part in enumerate(parts):
+        stored = part.read_split_number("no"), part.read_split_number("count", 1)
+        if stored != (number, len(parts)):
             raise part.file.error(
-                f"says it is part {said[0] + 1} of {said[1]}, but its name says {no + 1} of {len(parts)}",
+                f"says it is part {stored[0] + 1} of {stored[1]}, but its name says {number + 1} of {len(parts)}",
                 "restore the names the parts were written with",
             )
         for name, tensor in part.tensors.items():

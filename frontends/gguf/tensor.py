@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file: descriptions checked against the file, bytes left in it.
+"""The tensors of a GGUF file: checked descriptions, with the bytes left in the file.
 
-Shapes are in NumPy order, outermost axis first: the reverse of the ``ne`` in the file.  A matrix that multiplies
-rows of E values into rows of F values has shape [F, E], and its last axis is the one that is cut into blocks.
+Shapes are in NumPy order, outermost axis first: the reverse of ``ne`` in the file. A matrix that multiplies rows of E
+values into rows of F values has shape [F, E]. Quantisation blocks are along its last axis.
 """
 
 from __future__ import annotations
@@ -20,41 +20,45 @@ from .mapped_file import Cursor, MappedFile, format_name
 
 MAX_AXES = 4
 MAX_TENSORS = 1 << 16
-"""More tensors than any model has; bounds what Python objects cost against the few bytes of a hostile entry."""
+"""Largest number of tensors, above the need of any model; this bounds the Python objects of a hostile file."""
 MAX_TENSOR_BYTES = 1 << 56
-"""Bound for one tensor where only the header is there to check it against, so that NumPy can still count it."""
+"""Largest bytes of a tensor if only the header is present; NumPy can still count them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Tensor:
-    """One tensor of a file: shape in NumPy order, type, and where its bytes lie."""
+    """One tensor of a file: its shape in NumPy order, its dtype, and the position of its bytes."""
 
     name: str
     shape: tuple[int, ...]
     dtype: DType
     file: MappedFile
     offset: int
-    """Bytes from the start of the file."""
+    """First byte, counted from the start of the file."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes along the last axis."""
+        """Bytes of one row along the last axis."""
         return self.shape[-1] // self.dtype.block * self.dtype.block_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file, without the padding that follows."""
+        """Bytes in the file, without the padding after the tensor."""
         return prod(self.shape[:-1]) * self.row_bytes
 
     @property
     def origin(self) -> Origin:
-        """What the stored elements are, without a look at them."""
+        """The identity of the stored elements: file, file size, modification time and offset."""
         return Origin(str(self.file.path.resolve()), f"{self.file.size} bytes of {self.file.modified_ns}", self.offset)
 
     @property
     def raw(self) -> np.ndarray:
-        """The stored elements, a read-only view into the file: ``dtype.storage`` [*shape], or uint8 [..., row bytes]
-        for types in blocks.  ModelError if the file was opened for its header only and ends before the data.
+        """The stored elements as a read-only view into the file.
+
+        The view is ``dtype.storage`` [*shape], or uint8 [..., row bytes] for block types.
+
+        Raises:
+            ModelError: The file was opened for its header only and ends before the data.
         """
         if self.offset + self.nbytes > self.file.size:
             raise self.file.error(
@@ -66,13 +70,14 @@ class Tensor:
         return np.ndarray((*self.shape[:-1], last), self.dtype.storage, self.file.data, self.offset)
 
     def release(self) -> None:
-        """Let the system take back the memory of the bytes that were read; whoever reads them again gets them again."""
+        """Release the memory of the bytes of this tensor; a later read loads them from the file again."""
         self.file.release(self.offset, self.offset + self.nbytes)
 
     def dequantise(self) -> npt.NDArray[np.float32]:
-        """The values, float32 [*shape]: read-only straight from the file for F32, a fresh array otherwise.
+        """Return the values as float32 [*shape]: a read-only view for F32, a new array otherwise.
 
-        ModelError for types without a dequantiser, or without data (see ``raw``).
+        Raises:
+            ModelError: The dtype has no dequantiser, or the file has no data (see `raw`).
         """
         return dequantise(self.raw, self.dtype)
 
@@ -82,7 +87,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor as the header describes it; ``offset`` counts from the start of the data, not yet known."""
+    """A tensor description of the header; `offset` counts from the start of the tensor data."""
 
     name: str
     shape: tuple[int, ...]
@@ -91,7 +96,7 @@ class TensorEntry:
 
 
 def read_entries(cursor: Cursor, count: int) -> list[TensorEntry]:
-    """The next ``count`` tensor descriptions of a header, in the order of the file."""
+    """Read the next `count` tensor descriptions of a header, in the order of the file."""
     if count > MAX_TENSORS:
         raise cursor.error(f"announces {count} tensors; at most {MAX_TENSORS} are accepted")
     entries: dict[str, TensorEntry] = {}
@@ -106,7 +111,11 @@ def read_entries(cursor: Cursor, count: int) -> list[TensorEntry]:
 
 
 def resolve_entries(entries: list[TensorEntry], cursor: Cursor, alignment: int, header_only: bool) -> dict[str, Tensor]:
-    """The tensors of one file, whose header ends at the cursor: blocks, alignment, overlap and end of file checked."""
+    """Return the tensors of one file by name; the header ends at the cursor.
+
+    Raises:
+        ModelError: A tensor has incomplete blocks, is not aligned, overlaps another one or passes the end of the file.
+    """
     start = -(-cursor.position // alignment) * alignment
     tensors = {e.name: Tensor(e.name, e.shape, e.dtype, cursor.file, start + e.offset) for e in entries}
     end = MAX_TENSOR_BYTES if header_only else cursor.file.size
@@ -123,10 +132,10 @@ def resolve_entries(entries: list[TensorEntry], cursor: Cursor, alignment: int, 
                 f"({tensor.dtype}{list(tensor.shape)}) needs {tensor.nbytes} bytes at byte {tensor.offset}, but the "
                 f"file ends at byte {cursor.file.size}"
             )
-    for one, two in pairwise(sorted(tensors.values(), key=lambda t: t.offset)):
-        if one.offset + one.nbytes > two.offset:
-            cursor.section = f"tensor {format_name(two.name)}"
-            raise cursor.error(f"overlaps tensor {format_name(one.name)} at byte {two.offset}")
+    for first, second in pairwise(sorted(tensors.values(), key=lambda t: t.offset)):
+        if first.offset + first.nbytes > second.offset:
+            cursor.section = f"tensor {format_name(second.name)}"
+            raise cursor.error(f"overlaps tensor {format_name(first.name)} at byte {second.offset}")
     return tensors
 
 

@@ -1,7 +1,8 @@
-"""HybridDNA vocabularies: inside ``<dna>`` and ``</dna>`` each six bases are a token; other text is byte-level BPE.
+"""The tokenizer of HybridDNA: between ``<dna>`` and ``</dna>`` six bases are one token; other text is byte-level BPE.
 
-A file writes U+E000 behind those tokens, as a token of the text may read the same.  A remainder is filled up with A.
-A character that is no base makes its six ``<oov>``.
+In the file U+E000 follows the text of a six-base token, because a text token may have the same letters. The last group
+is padded with A. A group with a character that is no base becomes ``<oov>``. Example: ``<dna>ACGTACGT</dna>`` becomes
+the tokens ``<dna>``, ``ACGTAC``, ``GTAAAA`` and ``</dna>``.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ TO_UPPER_CASE = bytes.maketrans(bytes(range(ord("a"), ord("z") + 1)), bytes(rang
 
 
 class DnaTokenizer:
-    """Encodes sequences of bases by itself, other text by ``merge``."""
+    """Encodes sequences of bases by table look-up, and other text by the function `merge`."""
 
-    def __init__(self, where: Mapping[str, int], merge: Callable[[str], Iterable[int]]) -> None:
-        self._token_ids, self._encode_text = where, merge
+    def __init__(self, token_ids: Mapping[str, int], encode_text: Callable[[str], Iterable[int]]) -> None:
+        self._token_ids, self._encode_text = token_ids, encode_text
 
     def encode(self, text: str, add_special_tokens: bool = False) -> Encoding:
-        """The ids of a text; a sequence that is not closed reaches to its end."""
+        """Return the token ids of a text; an unclosed sequence extends to the end of the text."""
         return Encoding([*self._encode_sections(text)])
 
     def _encode_sections(self, text: str) -> Iterator[int]:
@@ -40,6 +41,6 @@ class DnaTokenizer:
             text = rest
 
     def _encode_bases(self, bases: bytes) -> Iterator[int]:
-        for at in range(0, len(bases), KMER_LENGTH):
-            kmer = bases[at : at + KMER_LENGTH].ljust(KMER_LENGTH, b"A")
+        for start in range(0, len(bases), KMER_LENGTH):
+            kmer = bases[start : start + KMER_LENGTH].ljust(KMER_LENGTH, b"A")
             yield self._token_ids.get(kmer.decode("utf-8", "replace") + KMER_SUFFIX, self._token_ids[UNKNOWN_KMER])

@@ -1,8 +1,10 @@
-"""PLaMo 2's vocabularies: of all ways to write a text in tokens, the one with the highest sum of scores.
+"""The tokenizer of PLaMo 2: the token sequence of a text with the highest sum of scores, by dynamic programming.
 
-From the end of the text backwards, each place keeps the lowest cost of the rest (the algorithm of the tokenizer that
-Preferred Networks publishes with the models).  Of two ways with one sum the one with the longer first token counts.
-A character may also be spelled in bytes, at `SPELLED`.
+Costs are negative scores. From the end of the text backwards, each position stores the lowest cost of the text after
+it, and the length of the first token. On equal costs the longer token wins. A character may become its bytes, at
+`BYTE_FALLBACK_COST`. The algorithm is from the tokenizer that Preferred Networks publishes with the models.
+
+Example: the costs are 3 for ``a``, 4 for ``b`` and 5 for ``ab``. The text ``ab`` becomes one token, as 5 is below 7.
 """
 
 from __future__ import annotations
@@ -16,52 +18,58 @@ from .special_tokens import BYTE, UNUSED
 from .vocabulary import read_numbers, read_scores
 
 STEPS_PER_SCORE = 10_000
-"""Scores are integers, in steps of 1 / SCORE_STEPS."""
+"""Integer costs per unit of score; scores are rounded to multiples of the reciprocal."""
 BYTE_FALLBACK_COST = 1000 * STEPS_PER_SCORE
-"""The cost of a character that no token writes."""
+"""Cost of a character that becomes its bytes."""
 UNUSABLE_COST = 2000 * STEPS_PER_SCORE
-"""A token with this cost is in no text."""
+"""Cost from which on a token is never used."""
 
 
 class MinCostTokenizer:
-    """Cuts texts into tokens with the lowest sum of `costs`.  ``bytes_`` has the token of each byte, or -1.
+    """Splits texts into tokens with the lowest sum of costs.
 
-    ``unknown`` stands for a character that has neither a token nor all of its bytes.
+    Args:
+        where: Token ids by text.
+        costs: Costs of the usable tokens by text.
+        bytes_: Token id of each byte [256]; -1 for a byte without a token.
+        unknown: Token id of a character that has no token and lacks the token of a byte.
     """
 
-    def __init__(self, where: Mapping[str, int], costs: Mapping[str, int], bytes_: Sequence[int], unknown: int) -> None:
-        self._token_ids, self._costs, self._byte_ids, self._unknown_id = where, costs, bytes_, unknown
+    def __init__(
+        self, token_ids: Mapping[str, int], costs: Mapping[str, int], byte_ids: Sequence[int], unknown: int
+    ) -> None:
+        self._token_ids, self._costs, self._byte_ids, self._unknown_id = token_ids, costs, byte_ids, unknown
         lengths: dict[str, set[int]] = {}
         for text in costs:
             lengths.setdefault(text[:PREFIX_LENGTH], set()).add(len(text))
-        for start, each in lengths.items():
+        for start, sizes in lengths.items():
             if start[0] in costs:
-                each.add(1)
+                sizes.add(1)
         self._lengths_by_prefix: dict[str, Sequence[int]] = {
-            s: sorted(each, reverse=True) for s, each in lengths.items()
+            s: sorted(sizes, reverse=True) for s, sizes in lengths.items()
         }
 
     def encode(self, text: str, add_special_tokens: bool = False) -> Encoding:
-        """The ids of a text."""
+        """Return the token ids of a text."""
         end = len(text)
         totals, sizes = [0] * (end + 1), [0] * end
-        for at in range(end - 1, -1, -1):
-            best, size = totals[at + 1] + BYTE_FALLBACK_COST, 0
-            for length in self._lengths_by_prefix.get(text[at : at + PREFIX_LENGTH]) or self._lengths_by_prefix.get(
-                text[at], ()
-            ):
-                cost = self._costs.get(text[at : at + length]) if at + length <= end else None
+        for position in range(end - 1, -1, -1):
+            best, size = totals[position + 1] + BYTE_FALLBACK_COST, 0
+            for length in self._lengths_by_prefix.get(
+                text[position : position + PREFIX_LENGTH]
+            ) or self._lengths_by_prefix.get(text[position], ()):
+                cost = self._costs.get(text[position : position + length]) if position + length <= end else None
                 if cost is None:
                     continue
-                cost += totals[at + length]
+                cost += totals[position + length]
                 if cost < best or (cost == best and not size):
                     best, size = cost, length
-            totals[at], sizes[at] = best, size
-        ids, at = list[int](), 0
-        while at < end:
-            size = sizes[at]
-            ids += [self._token_ids[text[at : at + size]]] if size else self._encode_bytes(text[at])
-            at += size or 1
+            totals[position], sizes[position] = best, size
+        ids, position = list[int](), 0
+        while position < end:
+            size = sizes[position]
+            ids += [self._token_ids[text[position : position + size]]] if size else self._encode_bytes(text[position])
+            position += size or 1
         return Encoding(ids)
 
     def _encode_bytes(self, char: str) -> list[int]:
@@ -70,15 +78,15 @@ class MinCostTokenizer:
 
 
 def build_min_cost_tokenizer(
-    metadata: Mapping[str, object], where: Mapping[str, int], unknown: int
+    metadata: Mapping[str, object], token_ids: Mapping[str, int], unknown: int
 ) -> MinCostTokenizer:
-    """The tokenizer of a file.  Rows that only fill the vocabulary up to its size in the model are no tokens."""
-    scores = np.clip(np.array(read_scores(metadata, where, "plamo2")) * STEPS_PER_SCORE, -UNUSABLE_COST, 2.0**31)
+    """Build the tokenizer of a file; padding rows of the vocabulary are no tokens."""
+    scores = np.clip(np.array(read_scores(metadata, token_ids, "plamo2")) * STEPS_PER_SCORE, -UNUSABLE_COST, 2.0**31)
     costs = -(np.sign(scores) * np.floor(np.abs(scores) + 0.5)).astype(np.int64)
-    types = read_numbers(metadata, "token_type", len(where)) or (1,) * len(where)
+    types = read_numbers(metadata, "token_type", len(token_ids)) or (1,) * len(token_ids)
     usable = {
         text: cost
-        for text, cost, type_ in zip(where, costs.tolist(), types, strict=True)
+        for text, cost, type_ in zip(token_ids, costs.tolist(), types, strict=True)
         if type_ not in (BYTE, UNUSED) and cost < UNUSABLE_COST
     }
-    return MinCostTokenizer(where, usable, [where.get(f"<0x{byte:02X}>", -1) for byte in range(256)], unknown)
+    return MinCostTokenizer(token_ids, usable, [token_ids.get(f"<0x{byte:02X}>", -1) for byte in range(256)], unknown)

@@ -1,8 +1,8 @@
-"""How text is cut into words before BPE merges run inside each word, by the name a GGUF file gives.
+"""Rules that split text into words before BPE, by the value of ``tokenizer.ggml.pre``; BPE merges inside a word only.
 
-A name is a value of ``tokenizer.ggml.pre``.  The regexes come from the ``tokenizer.json`` of each model, written for
-the Oniguruma engine of HF ``tokenizers``.  The regex of a name, its BOS token and its spelling of tokens follow
-llama.cpp's ``llama-vocab.cpp`` (b11434).
+The regular expressions come from the ``tokenizer.json`` of each model and use the syntax of the Oniguruma engine of HF
+``tokenizers``. The names, the defaults for BOS and the spelling of tokens follow ``llama-vocab.cpp`` of llama.cpp
+(b11434).
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from ...errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """Regexes applied one after the other; each cuts out its matches and leaves the text between them as pieces."""
+    """Regular expressions that split a text one after the other; matches and the text between them become pieces."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
-    """A piece that is a token as a whole stays whole, even if no merges lead to it."""
+    """Whether a piece that equals a token becomes that token, even if no merges produce it."""
     add_bos: bool = False
-    """Whether BOS is added when the file does not say."""
+    """Whether BOS is added by default."""
     forces_bos: bool = False
-    """Whether BOS is added even if the file says otherwise."""
+    """Whether BOS is added even against the file."""
     has_bos: bool = True
-    """Whether a file without a BOS id still has one, by default."""
+    """Whether a file without a BOS id has the default BOS id of its kind."""
     uses_byte_letters: bool = True
-    """Tokens write bytes as the letters of GPT-2's table; otherwise they are text."""
+    """Whether tokens spell bytes by the letters of the GPT-2 table; otherwise tokens are plain text."""
     uses_space_marks: bool = False
-    """Tokens write a space as ``▁``."""
+    """Whether tokens spell a space as ``▁``."""
     line_prefix: str = ""
-    """Put before each line that does not begin with it."""
+    """Text that is prepended to each line that does not begin with it."""
 
 
 _CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -45,7 +45,14 @@ def _build_llama3_pattern(digits: str, contraction: str = _CASELESS + "|") -> st
 
 
 def _build_case_pattern(contraction: str, digits: str, tail: str = r"[\r\n/]*", but: str = "") -> str:
-    """Words that end where lower case turns upper, so camelCase is cut; ``but`` takes characters out of the letters."""
+    """Return a pattern that splits camelCase words before upper-case letters.
+
+    Args:
+        contraction: Pattern of a suffix such as ``'s``.
+        digits: Pattern of numbers.
+        tail: Pattern after punctuation.
+        but: Intersection that excludes characters from the letters.
+    """
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
     lead = r"[^\r\n\p{L}\p{N}]?"
@@ -91,18 +98,19 @@ _CASED_LETTERS = (
     "ᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻"
     "𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
-"""The letters of ``deepseek-llm``: letters with case in Unicode 12."""
+"""Character class of ``deepseek-llm``: the letters with case in Unicode 12."""
 _AFMOE_DIGITS = r"(?<!\p{N})\p{N}{1,2}(?=(?:\p{N}{3})*+(?!\p{N}))|\p{N}{3}"
-"""Groups of three from the right: a run of digits begins with the remainder."""
+"""Groups of three digits from the right; the first group has the remainder."""
 _AFMOE_CJK = (
     "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
     "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
 )
 _SUPERBPE_DIGITS = (r"\p{N}+", r"(?:(?<!\d)|(?<=\A\d|\A\d\d|\D\d|\D\d\d))(?=(?:\d{3})++(?!\d))", r"\d{3}(?=\d)")
-"""Cuts where the published ``\\p{N}+`` and ``(?=(\\d{3})+(?!\\d))`` do, in proportion to the text: where the groups of
-three of a run of digits begin, then between them."""
+"""Equivalent to the published ``\\p{N}+`` and ``(?=(\\d{3})+(?!\\d))``, but in linear time.
+
+The first pattern after ``\\p{N}+`` matches the start of the groups of three, the next one the gaps between them."""
 _TINY_AYA_DIGITS = (r"(?<!\d)\d++\b", r"\A(?:\d{1,2}(?=(?:\d{3})*+\z)|\d{3}(?=\d*+\z))|(?!\A)\G\d{3}")
-"""Cuts where the published ``\\d{1,3}(?=(?:\\d{3})*\\b)`` does, in proportion to the text: first whole numbers."""
+"""Equivalent to the published ``\\d{1,3}(?=(?:\\d{3})*\\b)``, but in linear time: whole numbers come first."""
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _CHAMELEON = (
     "<sentinel:[0-9]+>",
@@ -113,7 +121,7 @@ _CHAMELEON = (
 )
 _LINES = r"[^\n]+|\n+"
 GEMMA4 = PreTokenizer((_LINES,), forces_bos=True, uses_byte_letters=False, uses_space_marks=True)
-"""The only pre-tokenizer of ``tokenizer.ggml.model = gemma4``; ``pre`` is ignored."""
+"""The rule for ``tokenizer.ggml.model = gemma4``, which ignores ``tokenizer.ggml.pre``."""
 
 _RULES: tuple[tuple[str, PreTokenizer], ...] = (
     (
@@ -188,7 +196,11 @@ PRE_TOKENIZERS = dict(_list_rules())
 
 
 def select_pre_tokenizer(name: str) -> PreTokenizer:
-    """The rule called ``name``; ModelError naming it if unknown, since a guess would give wrong ids in silence."""
+    """Return the rule `name`.
+
+    Raises:
+        ModelError: The name is unknown; a default rule could give wrong token ids.
+    """
     if name not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise ModelError(f"tokenizer.ggml.pre: unknown pre-tokenizer {name[:80]!r}; known are {known}")

@@ -1,7 +1,7 @@
-"""Which tokens are special, and which end a generation: by id, by type, and by text where files say neither.
+"""Finds the special tokens of a vocabulary and the tokens that end a generation: by id, by type and by text.
 
-The texts are those llama.cpp's ``llama-vocab.cpp`` knows.  Files often name one end token and use another, so the
-set of ends is wider than ``eos_token_id``; and converters sometimes leave a control token marked as normal text.
+The texts come from ``llama-vocab.cpp`` of llama.cpp. Files often name one end token and use another, so there are more
+end tokens than ``eos_token_id``. Some converters mark a control token as normal text, which is corrected here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ END_TOKEN_TEXTS = (
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~[", "<｜end▁of▁sentence｜>",
 )
 # fmt: on
-"""Tokens that end a generation wherever they are in the vocabulary."""
+"""Texts of tokens that end a generation in every vocabulary."""
 
 FILL_IN_TOKEN_TEXTS: Mapping[str, tuple[str, ...]] = {
     "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "<|code_prefix|>"),
@@ -28,56 +28,60 @@ FILL_IN_TOKEN_TEXTS: Mapping[str, tuple[str, ...]] = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-"""Tokens of fill-in-the-middle prompts; of these the last three also end a generation."""
+"""Texts of the tokens of fill-in-the-middle prompts; the tokens of the last three rows also end a generation."""
 _END_TOKEN_NAMES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 HARMONY_TOKEN_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
-"""Control tokens of gpt-oss that are part of the text one reads."""
+"""Texts of control tokens of gpt-oss that appear in the generated text."""
 
 _TOOL_CALL_ENDS = tuple({other, call} for other in ("<|return|>", "<|flush|>") for call in ("<|call|>", "<|calls|>"))
 FALSE_END_TEXTS: tuple[tuple[str, tuple[set[str], ...], int], ...] = (
     ("<|end|>", _TOOL_CALL_ENDS, USER),
     ("</s>", ({"<|tool_response>"},), NORMAL),
 )
-"""A text that looks like an end but is not beside any of these sets of ends, and what type it has then.
+"""Rows (text, sets of end texts, type): a text that is no end token if one of the sets is among the end tokens.
 
-In gpt-oss and solar-open ``<|end|>`` ends one message of several; in gemma4 ``</s>`` is plain text.
+The token then has the given type. In gpt-oss and solar-open ``<|end|>`` ends one message of several. In gemma4
+``</s>`` is plain text.
 """
 
 
 def classify_special_tokens(
-    where: Mapping[str, int], tokens: Sequence[str], types: Sequence[int], ids: Mapping[str, int | None]
+    token_ids: Mapping[str, int], tokens: Sequence[str], types: Sequence[int], ids: Mapping[str, int | None]
 ) -> tuple[tuple[int, ...], frozenset[int]]:
-    """The corrected type of each token, and the ids that end a generation.
+    """Return the corrected type of each token, and the ids of the tokens that end a generation.
 
-    ``where`` gives the id of each text; ``ids`` holds the ids the file names (eos, eot, eom, fim_pad, fim_rep,
-    fim_sep), None where it names none.
+    Args:
+        where: Token ids by text.
+        tokens: Token texts by id.
+        types: Token types of the file by id.
+        ids: Ids that the file names for eos, eot, eom and the ``fim_`` tokens; None for an absent one.
     """
-    final = list(types)
+    corrected_types = list(types)
     ends = {ids[name] for name in _END_TOKEN_NAMES if ids.get(name) is not None}
     for name, texts in FILL_IN_TOKEN_TEXTS.items():
-        numbers = [where[text] for text in texts if text in where and ids.get(name) is None]
-        for i in numbers:
-            final[i] = CONTROL
+        found_ids = [token_ids[text] for text in texts if text in token_ids and ids.get(name) is None]
+        for i in found_ids:
+            corrected_types[i] = CONTROL
         if name in _END_TOKEN_NAMES:
-            ends.update(numbers)
+            ends.update(found_ids)
     for text in END_TOKEN_TEXTS:
-        if text in where:
-            final[where[text]] = CONTROL
-            ends.add(where[text])
+        if text in token_ids:
+            corrected_types[token_ids[text]] = CONTROL
+            ends.add(token_ids[text])
     for text in HARMONY_TOKEN_TEXTS:
-        if text in where:
-            final[where[text]] = USER
-    for text, beside, type_ in FALSE_END_TEXTS:
+        if text in token_ids:
+            corrected_types[token_ids[text]] = USER
+    for text, exceptions, type_ in FALSE_END_TEXTS:
         present = {tokens[i] for i in ends if i is not None}
-        if text in present and any(others <= present for others in beside):
-            final[where[text]] = type_
-            ends.discard(where[text])
-    return tuple(final), frozenset(i for i in ends if i is not None)
+        if text in present and any(others <= present for others in exceptions):
+            corrected_types[token_ids[text]] = type_
+            ends.discard(token_ids[text])
+    return tuple(corrected_types), frozenset(i for i in ends if i is not None)
 
 
 def find_space_stripping_tokens(model_name: str, tokens: Sequence[str], types: Sequence[int]) -> frozenset[int]:
-    """The special tokens that swallow the white space after them: those of phi-3, known only by the model's name."""
+    """Return the special tokens that remove white space after them: only phi-3 has some, known by the model name."""
     if not any(name in model_name.lower() for name in ("phi-3", "phi3")):
         return frozenset()
     keep = ("<unk>", "<s>", "<|endoftext|>")

@@ -1,10 +1,13 @@
 """Text to token ids and back, from the metadata of a GGUF file alone.
 
-Kinds of vocabulary (``tokenizer.ggml.model``): BPE, mostly byte-level (``gpt2``); the same with sequences of bases
-(``hybriddna``) or without white space (``whitespace``); SentencePiece BPE (``llama``).  Further ones: BPE on raw text
-(``gemma4``), the longest match (``rwkv``), the lowest cost (``plamo2``), WordPiece (``bert``) and unigrams (``t5``).
-`merging` has the models of all.  Everything around them (special tokens in text, BOS and EOS, defaults of missing keys)
-follows llama.cpp's ``llama-vocab.cpp``.
+Kinds of vocabulary, by ``tokenizer.ggml.model``:
+
+- ``gpt2``: BPE, mostly byte-level; ``hybriddna``: with DNA sequences; ``whitespace``: without white space
+- ``llama``: SentencePiece BPE; ``gemma4``: BPE on raw text
+- ``rwkv``: longest match; ``plamo2``: lowest cost; ``bert``: WordPiece; ``t5``: unigrams
+
+`tokenizer_models` has the model of each kind. Special tokens in text, BOS, EOS and the defaults of missing keys follow
+``llama-vocab.cpp`` of llama.cpp.
 """
 
 from __future__ import annotations
@@ -38,9 +41,9 @@ from .vocabulary import (
 Result = TypeVar("Result")
 TOKEN_ID = integer_between(0)
 MAX_RUN_CHARACTERS = 1 << 21
-"""Characters of the longest run without, or of nothing but, white space: the regex engine gives up at five times it."""
+"""Characters of the longest word or the longest run of white space; the regex engine fails at five times as many."""
 WHITE_SPACE = " \t\n\v\f\r"
-"""White space that tokens of `Tokenizer.strip_after` swallow."""
+"""White space that is removed after the tokens of `Tokenizer.strip_after`."""
 _RUN_PATTERN = re.compile(r"\s+|\S+")
 EMPTY_VOCABULARY_KINDS = ("test", "none", "no_vocab")
 DEFAULT_IDS: Mapping[str, tuple[int | None, int | None, int | None]] = {
@@ -52,21 +55,21 @@ DEFAULT_IDS: Mapping[str, tuple[int | None, int | None, int | None]] = {
     "bert": (101, 102, 100),
     "t5": (None, 1, 2),
 }
-"""BOS, EOS and unknown id of each kind where the file names none."""
+"""Default ids of BOS, EOS and the unknown token for each kind."""
 _ID_NAMES = ("bos", "eos", "eot", "eom", "unknown", "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
 _PRINTABLE_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _SHIFTED_BYTES = [byte for byte in range(256) if byte not in _PRINTABLE_BYTES]
 BYTE_OF_CHARACTER = {chr(b): bytes([b]) for b in _PRINTABLE_BYTES} | {
     chr(256 + i): bytes([b]) for i, b in enumerate(_SHIFTED_BYTES)
 }
-"""The letter by which byte-level vocabularies write each byte (GPT-2's table)."""
+"""The byte of each letter in byte-level vocabularies (the table of GPT-2)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Tokenizer:
-    """A vocabulary and its rules; make one with ``tokenizer_from_metadata``.
+    """A vocabulary and its rules; `tokenizer_from_metadata` builds one.
 
-    The first ``encode`` of a long text may take seconds, as merges are built only then; ``decode`` needs none.
+    The first `encode` of a long text builds the model and may take seconds. `decode` needs no model.
     """
 
     kind: str
@@ -75,38 +78,42 @@ class Tokenizer:
     bos_id: int | None
     eos_id: int | None
     eos_ids: frozenset[int]
-    """Every token that ends a generation: EOS, end of turn, end of message, and those known by their text."""
+    """All tokens that end a generation: EOS, end of turn, end of message, and tokens known by their text."""
     add_bos: bool
     add_eos: bool
     add_space_prefix: bool
     strip_after: frozenset[int]
-    """Special tokens that swallow the white space after them (phi-3)."""
+    """Special tokens that remove the white space after them (phi-3)."""
     _rule: PreTokenizer
     _model_cache: TokenizerModelCache
     _special_tokens: dict[bool, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def n_tokens(self) -> int:
-        """The size of the vocabulary; a model's output may be wider, its surplus rows mean nothing."""
+        """The number of tokens; the logits of a model may have more rows, which are padding."""
         return len(self.tokens)
 
     @property
     def bos_text(self) -> str:
-        """The text of BOS as chat templates expect it; empty if there is none."""
+        """The text of BOS for chat templates; empty without BOS."""
         return "" if self.bos_id is None else self.tokens[self.bos_id]
 
     @property
     def eos_text(self) -> str:
-        """The text of EOS as chat templates expect it; empty if there is none."""
+        """The text of EOS for chat templates; empty without EOS."""
         return "" if self.eos_id is None else self.tokens[self.eos_id]
 
     @validate_arguments(ModelError, text=TEXT, add_special=BOOL, parse_special=BOOL)
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """The token ids of ``text``; the two flags are those of ``llama_tokenize``.
+        """Return the token ids of a text; both flags are as in ``llama_tokenize``.
 
-        ``add_special`` adds BOS and EOS as the model asks.  ``parse_special`` reads the text of a control token as
-        that token; otherwise it is plain text, and only user-defined tokens are found.  ModelError if the text is
-        not valid Unicode or the vocabulary is broken.
+        Args:
+            text: The text; it must be valid Unicode.
+            add_special: Whether to add BOS and EOS if the model uses them.
+            parse_special: Whether the text of a control token becomes that token. User-defined tokens always do.
+
+        Raises:
+            ModelError: The text is not valid Unicode, or the vocabulary is broken.
         """
         require_unicode("the text", text)
         if self._rule.uses_byte_letters and len(text) > MAX_RUN_CHARACTERS:
@@ -118,9 +125,12 @@ class Tokenizer:
 
     @validate_arguments(ModelError, rendered=TEXT)
     def encode_chat(self, rendered: str) -> list[int]:
-        """The token ids of a rendered chat: special tokens parsed, and BOS added only if the template did not.
+        """Return the token ids of a rendered chat, with special tokens parsed.
 
-        No EOS is added, as the answer is still to come.  ModelError as ``encode``.
+        BOS is added unless the template has written it. EOS is not added, because the answer follows.
+
+        Raises:
+            ModelError: As for `encode`.
         """
         ids = self.encode(rendered, add_special=False, parse_special=True)
         if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
@@ -129,16 +139,21 @@ class Tokenizer:
 
     @validate_arguments(ModelError, text=TEXT)
     def encode_inside(self, text: str) -> list[int]:
-        """The token ids of a text that continues another one: no space before it, no special tokens.
+        """Return the token ids of a text that continues another one: no space before it, no special tokens.
 
-        ModelError as `encode`.
+        Raises:
+            ModelError: As for `encode`.
         """
         require_unicode("the text", text)
         return list(self._encode_pieces(text, False, begins=False))
 
     @validate_arguments(ModelError, rendered=TEXT, last=TOKEN_ID)
     def encode_further(self, rendered: str, last: int) -> list[int]:
-        """The token ids of a part of a rendered chat that follows token `last`; ModelError as `encode`."""
+        """Return the token ids of a part of a rendered chat that follows the token `last`.
+
+        Raises:
+            ModelError: As for `encode`.
+        """
         require_unicode("the text", rendered)
         is_special = self.types[last] in (CONTROL, UNKNOWN, USER)
         if last in self.strip_after:
@@ -147,10 +162,16 @@ class Tokenizer:
 
     @validate_arguments(ModelError, ids=instance_of(Sequence, Iterator, description="a sequence of ids"), special=BOOL)
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """The text of ``ids``, from the start of a text; bytes that are not UTF-8 become U+FFFD.
+        """Return the text of token ids that begin a text; bytes that are not UTF-8 become U+FFFD.
 
-        Control tokens are left out unless ``special``.  The one space that ``encode`` puts first is taken off; other
-        spaces stay as they are (llama.cpp drops some before punctuation).  ModelError for an id out of range.
+        The first space is removed if `encode` adds one. Other spaces stay (llama.cpp drops some before punctuation).
+
+        Args:
+            ids: The token ids.
+            special: Whether to include the text of control tokens.
+
+        Raises:
+            ModelError: An id is not in the vocabulary.
         """
         data = b"".join(self.token_bytes(i, special=special) for i in ids)
         if self.add_space_prefix and data.startswith(b" "):
@@ -158,9 +179,12 @@ class Tokenizer:
         return data.decode("utf-8", "replace")
 
     def token_bytes(self, token: int, *, special: bool = True) -> bytes:
-        """The bytes of one token, perhaps part of a character; of a control token its text, or nothing.
+        """Return the bytes of one token, possibly an incomplete character.
 
-        ModelError if the vocabulary has no such token.
+        A control token has the bytes of its text if `special` is true, and none otherwise.
+
+        Raises:
+            ModelError: The vocabulary has no such token.
         """
         if not TOKEN_ID.accepts(token) or token >= self.n_tokens:
             raise ModelError(f"token {format_value(token)} is not in the vocabulary; need 0 to {self.n_tokens - 1}")
@@ -179,7 +203,7 @@ class Tokenizer:
         return (text.replace(SPACE_MARK, " ") if self._rule.uses_space_marks else text).encode()
 
     def _encode_pieces(self, text: str, parse_special: bool, *, begins: bool = True) -> Iterator[int]:
-        """The ids of a text; `begins` is false if it continues one, so that no space is put before it."""
+        """Yield the token ids of a text; no space is added before it if `begins` is false."""
         for piece in self._split_at_special_tokens(text, parse_special):
             if isinstance(piece, int):
                 yield piece
@@ -189,7 +213,7 @@ class Tokenizer:
             begins = isinstance(piece, int)
 
     def _split_at_special_tokens(self, text: str, parse_special: bool) -> list[str | int]:
-        """Cut out special tokens, the longest first wherever it is (not the leftmost first), as llama.cpp does."""
+        """Split a text at special tokens, the longest token first (not the leftmost one), as llama.cpp does."""
         pieces: list[str | int] = [text] if text else []
         for token in self._list_special_tokens(parse_special):
             if self.tokens[token] in text:
@@ -211,7 +235,7 @@ class Tokenizer:
                 yield part
 
     def _list_special_tokens(self, parse_special: bool) -> tuple[int, ...]:
-        """The special tokens to look for in a text, longest first."""
+        """Return the special tokens to search for in a text, the longest first."""
         if parse_special not in self._special_tokens:
             types = (CONTROL, UNKNOWN, USER) if parse_special else (USER,)
             special = [i for i, type_ in enumerate(self.types) if type_ in types]
@@ -224,8 +248,8 @@ class Tokenizer:
         model = _call_tokenizers("the vocabulary cannot be used", partial(self._model_cache.choose_model, text, begins))
 
         def ids() -> list[int]:
-            behind = len(self.tokens)  # the id of `NOTHING`
-            return [i for i in model.encode(text, add_special_tokens=False).ids if i < behind]
+            no_token_id = len(self.tokens)  # the id of `NO_TOKEN`
+            return [i for i in model.encode(text, add_special_tokens=False).ids if i < no_token_id]
 
         return _call_tokenizers(f"a text of {len(text)} characters cannot be tokenized", ids)
 
@@ -234,9 +258,9 @@ class Tokenizer:
 
 
 class Utf8Stream:
-    """Token ids in, text out, never part of a character: what printing a text while it is generated needs.
+    """Incremental decoder: token ids in, complete characters out, to print a text during its generation.
 
-    Control tokens give no text unless ``special``.
+    Control tokens have no text unless `special` is true.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
@@ -245,32 +269,38 @@ class Utf8Stream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        """The characters that are complete with this token, often none.  ModelError for an id out of range."""
+        """Return the characters that this token completes, often none.
+
+        Raises:
+            ModelError: The id is not in the vocabulary.
+        """
         return self._decoder.decode(self._tokenizer.token_bytes(token, special=self._special))
 
     def finish(self) -> str:
-        """What is left, with U+FFFD for an incomplete character; the stream may be used again."""
+        """Return the remaining text, with U+FFFD for an incomplete character, and reset the stream."""
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return rest
 
 
 def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
-    """The tokenizer a GGUF file describes in its ``tokenizer.ggml.*`` keys.
+    """Build the tokenizer that the ``tokenizer.ggml.*`` keys of a GGUF file describe.
 
-    ModelError, one line, if the file has no vocabulary, an unknown kind or pre-tokenizer, or values that do not fit
-    together.  Merges are checked when the first text is encoded.
+    The merges are checked when the first text is encoded.
+
+    Raises:
+        ModelError: The file has no vocabulary, an unknown kind or pre-tokenizer, or inconsistent values.
     """
     kind = _read_kind(metadata)
-    tokens, where = read_tokens(metadata)
+    tokens, token_ids = read_tokens(metadata)
     types = read_numbers(metadata, "token_type", len(tokens)) or (NORMAL,) * len(tokens)
     rule = read_rule(metadata, kind)
     ids = _read_special_ids(metadata, kind, len(tokens), rule.has_bos)
-    final_types, eos_ids = classify_special_tokens(where, tokens, [*map(int, types)], ids)
+    final_types, eos_ids = classify_special_tokens(token_ids, tokens, [*map(int, types)], ids)
     adds = {"bos": read_scalar(metadata, "add_bos_token", bool, rule.add_bos) or rule.forces_bos}
     adds["eos"] = read_scalar(metadata, "add_eos_token", bool, kind == "t5") or kind == "bert"
-    for name, asked in adds.items():
-        if asked and ids[name] is None:
+    for name, is_added in adds.items():
+        if is_added and ids[name] is None:
             raise ModelError(f"tokenizer.ggml.{name}_token_id is missing, but {name.upper()} is to be added; set it")
     for i, type_ in enumerate(final_types if BYTE in final_types else ()):
         if type_ == BYTE:
@@ -288,13 +318,13 @@ def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
         add_space_prefix=kind in ("llama", "bert", "t5") and read_scalar(metadata, "add_space_prefix", bool, True),
         strip_after=find_space_stripping_tokens(name_ if isinstance(name_, str) else "", tokens, final_types),
         _rule=rule,
-        _model_cache=TokenizerModelCache(metadata, kind, tokens, where, rule, ids["unknown"]),
+        _model_cache=TokenizerModelCache(metadata, kind, tokens, token_ids, rule, ids["unknown"]),
     )
 
 
 def _read_special_ids(metadata: Mapping[str, object], kind: str, n_tokens: int, has_bos: bool) -> dict[str, int | None]:
     ids = {name: read_id(metadata, f"{name}_token_id", n_tokens) for name in _ID_NAMES}
-    if kind == "bert":  # the tokens before and behind a text
+    if kind == "bert":  # the tokens before and after a text
         cls, sep = (read_id(metadata, f"{name}_token_id", n_tokens) for name in ("cls", "seperator"))
         ids |= {"bos": cls if ids["bos"] is None else ids["bos"], "eos": ids["eos"] if sep is None else sep}
     bos, eos, unknown = DEFAULT_IDS[kind]
@@ -305,7 +335,7 @@ def _read_special_ids(metadata: Mapping[str, object], kind: str, n_tokens: int, 
 
 
 def has_vocabulary(metadata: Mapping[str, object]) -> bool:
-    """Whether a GGUF file describes a tokenizer; without one a model reads and gives token ids only."""
+    """Whether a GGUF file describes a tokenizer; a model without one works on token ids only."""
     return read_scalar(metadata, "model", str, "none") not in EMPTY_VOCABULARY_KINDS
 
 
@@ -333,7 +363,10 @@ def _require_short_runs(text: str) -> None:
 
 
 def _call_tokenizers(what: str, run: Callable[[], Result]) -> Result:
-    """The one boundary to HF ``tokenizers``, whose Rust side raises plain Exception, or a panic that is not one."""
+    """Call HF ``tokenizers`` and turn its errors into `ModelError`.
+
+    Its Rust code raises plain `Exception`, or a panic that derives from `BaseException`.
+    """
     try:
         return run()
     except (ModelError, KeyboardInterrupt, SystemExit):

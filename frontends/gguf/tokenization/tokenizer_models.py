@@ -1,7 +1,8 @@
-"""Models that turn text into tokens: HF ``tokenizers``, given what of a vocabulary a text can use, or `LongestMatch`.
+"""Models that turn text into token ids, built from the part of a vocabulary that a text can use.
 
-To build the model of a whole vocabulary takes a tenth of a second or more, which a short prompt need not wait for:
-a token that is no part of a text is never merged to, so a model without it gives the same ids.
+The model of a whole vocabulary takes a tenth of a second or more to build. For a short text a smaller model has equal
+results: BPE never merges to a token that is no substring of the text. Example: for the text ``hat`` the model needs
+only the tokens among ``h``, ``a``, ``t``, ``ha``, ``at`` and ``hat``.
 """
 
 from __future__ import annotations
@@ -32,39 +33,50 @@ TokenizerModel: TypeAlias = (
 )
 SPACE_MARK = "▁"
 SPACE_MARKING_KINDS = ("bert", "t5")
-"""The models of these kinds mark spaces by themselves."""
+"""Kinds with models that replace spaces by `SPACE_MARK` themselves."""
 MAX_PARTIAL_LOOKUPS = 20_000
-"""After so many parts of texts have been looked up, the whole vocabulary is worth its time."""
+"""Substrings that are looked up before the model of the whole vocabulary is built instead."""
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
-"""What raw text falls back to where it has no token."""
+"""Texts of the tokens that replace the bytes of a character without a token."""
 BPE_KINDS = ("gpt2", "llama", "gemma4", "hybriddna", "whitespace")
-"""BPE as ``tokenizer.ggml.pre`` says, SentencePiece, BPE on raw text, BPE with `Kmers`, and BPE without white space."""
+"""Kinds that merge: BPE by ``tokenizer.ggml.pre``, SentencePiece, BPE on raw text, BPE with DNA, BPE by white space."""
 TOKENIZER_MODELS = (*BPE_KINDS, "rwkv", "bert", "t5", "plamo2")
-"""Every ``tokenizer.ggml.model``: the kinds that merge, the longest token each time, WordPiece, unigrams and the lowest
-cost."""
+"""All values of ``tokenizer.ggml.model``: BPE, then longest match, WordPiece, unigrams and lowest cost."""
 NO_TOKEN = "\0\0nothing"
-"""Stands, behind the last token, for characters that have no token at all, so that nothing is merged across them."""
+"""Text of an additional last token for characters without any token, so that no merge crosses them."""
 
 
 class TokenizerModelCache:
-    """The merges of one vocabulary.  ``where`` gives the ids of ``tokens`` by their text, in order."""
+    """The tokenizer models of one vocabulary.
+
+    Args:
+        metadata: The keys of the model file.
+        kind: Value of ``tokenizer.ggml.model``.
+        tokens: Token texts by id.
+        where: Token ids by text, in the order of the ids.
+        rule: The rule that splits text into words.
+        unk: Id of the unknown token, or None.
+    """
 
     def __init__(
         self,
         metadata: Mapping[str, object],
         kind: str,
         tokens: tuple[str, ...],
-        where: Mapping[str, int],
+        token_ids: Mapping[str, int],
         rule: PreTokenizer,
-        unk: int | None,
+        unknown_id: int | None,
     ) -> None:
-        self._metadata, self._kind, self._tokens, self._token_ids, self._rule = metadata, kind, tokens, where, rule
-        self._unknown_id, self._unknown_text = unk, NO_TOKEN if unk is None else self._tokens[unk]
-        self._has_dna_tags = kind == "hybriddna" and {OPEN_TAG, CLOSE_TAG, UNKNOWN_KMER} <= where.keys()
+        self._metadata, self._kind, self._tokens, self._token_ids, self._rule = metadata, kind, tokens, token_ids, rule
+        self._unknown_id, self._unknown_text = unknown_id, NO_TOKEN if unknown_id is None else self._tokens[unknown_id]
+        self._has_dna_tags = kind == "hybriddna" and {OPEN_TAG, CLOSE_TAG, UNKNOWN_KMER} <= token_ids.keys()
         self._lookup_count = 0
 
     def prepare_text(self, text: str, begins: bool = True) -> str:
-        """A text as the tokens spell it; `begins` is false inside another text."""
+        """Return a text in the spelling of the tokens: lower case, space marks and line prefixes.
+
+        `begins` is false for the continuation of another text.
+        """
         if self._uses_lower_case:
             text = "".join(char.lower() for char in text)
         if self._rule.uses_space_marks and self._kind not in SPACE_MARKING_KINDS:
@@ -78,7 +90,7 @@ class TokenizerModelCache:
         return text
 
     def choose_model(self, text: str, begins: bool = True) -> TokenizerModel:
-        """A model that gives a prepared text the ids that the whole vocabulary does."""
+        """Return a model with the results of the whole vocabulary for this prepared text."""
         if self._kind == "t5" and not begins:
             return self._continuation_model
         if self._has_dna_tags and OPEN_TAG in text:
@@ -86,12 +98,12 @@ class TokenizerModelCache:
                 self._token_ids, lambda part: self.choose_model(part).encode(part, add_special_tokens=False).ids
             )
         if self._kind in BPE_KINDS and len(text) <= MAX_PARTIAL_LOOKUPS and self._lookup_count <= MAX_PARTIAL_LOOKUPS:
-            parts = self._list_substrings(text)
-            self._lookup_count += len(parts)
+            substrings = self._list_substrings(text)
+            self._lookup_count += len(substrings)
             if self._lookup_count <= MAX_PARTIAL_LOOKUPS:
                 always = () if self._rule.uses_byte_letters else (*BYTE_TOKENS, self._unknown_text)
                 return self._build_model(
-                    {part: self._token_ids[part] for part in (*parts, *always) if part in self._token_ids}
+                    {part: self._token_ids[part] for part in (*substrings, *always) if part in self._token_ids}
                 )
         return self._full_model
 
@@ -104,36 +116,36 @@ class TokenizerModelCache:
         if self._kind == "plamo2":
             return build_min_cost_tokenizer(
                 self._metadata, self._token_ids, self._unknown_id or 0
-            )  # files without one have 0
+            )  # the default unknown id is 0
         return (build_wordpiece_model if self._kind == "bert" else build_unigram_model)(
             self._metadata, self._token_ids, self._unknown_id
         )
 
     @cached_property
     def _continuation_model(self) -> tokenizers.Tokenizer | UnigramByteFallback:
-        """The unigrams without a space before the text."""
+        """The unigram model for continuations, without a space before the text."""
         return build_unigram_model(self._metadata, self._token_ids, self._unknown_id, begins=False)
 
     def _list_substrings(self, text: str) -> set[str]:
-        """All that stands in one of the pieces into which a text is cut, until it is too much."""
+        """Return the substrings of all words of a text; stop when there are more than `MAX_PARTIAL_LOOKUPS`."""
         pieces = (
             [text]
             if self._pre_tokenizer is None
             else [piece for piece, _ in self._pre_tokenizer.pre_tokenize_str(text)]
         )
-        parts: set[str] = set()
+        substrings: set[str] = set()
         for piece in dict.fromkeys(pieces):
             for start in range(len(piece)):
-                parts.update(
+                substrings.update(
                     piece[start:end] for end in range(start + 1, min(len(piece), start + self._max_token_length) + 1)
                 )
-                if len(parts) > MAX_PARTIAL_LOOKUPS:
-                    return parts
-        return parts
+                if len(substrings) > MAX_PARTIAL_LOOKUPS:
+                    return substrings
+        return substrings
 
     @cached_property
     def _uses_lower_case(self) -> bool:
-        """Whether a text becomes lower case; ``whitespace`` as a name, unlike as a kind, leaves it as it is."""
+        """Whether texts become lower case: the default of the kind ``whitespace``, unless the rule has that name."""
         named = self._metadata.get(KEY_PREFIX + "pre") == "whitespace"
         return self._kind == "whitespace" and read_scalar(self._metadata, "normalizer.lowercase", bool, not named)
 
@@ -143,7 +155,7 @@ class TokenizerModelCache:
 
     @cached_property
     def _pre_tokenizer(self) -> tokenizers.pre_tokenizers.PreTokenizer | None:
-        """What cuts a text into pieces, inside which is merged; None if all of it is one."""
+        """The pre-tokenizer that splits a text into words; None if the whole text is one word."""
         from tokenizers import Regex, pre_tokenizers
 
         steps: list[pre_tokenizers.PreTokenizer] = [
@@ -160,26 +172,26 @@ class TokenizerModelCache:
 
         merges, vocab = self._select_merges(vocabulary), dict(vocabulary)
         if self._kind == "llama":
-            wholes = {left + right for left, right in merges}
-            if len({self._scores[self._token_ids[whole]] for whole in wholes}) < len(wholes):
+            results = {left + right for left, right in merges}
+            if len({self._scores[self._token_ids[result]] for result in results}) < len(results):
                 return ScoreMerger(self._token_ids, self._scores, self._unknown_id)
         if self._rule.uses_byte_letters:
             model = models.BPE(vocab, merges, ignore_merges=self._rule.ignore_merges)
         else:
             vocab.setdefault(self._unknown_text, len(self._tokens))
             model = models.BPE(vocab, merges, unk_token=self._unknown_text, fuse_unk=True, byte_fallback=True)
-        built = Tokenizer(model)
+        tokenizer = Tokenizer(model)
         if self._pre_tokenizer is not None:
-            built.pre_tokenizer = self._pre_tokenizer
-        return built
+            tokenizer.pre_tokenizer = self._pre_tokenizer
+        return tokenizer
 
     def _select_merges(self, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-        """The merges that make one of these tokens, the first first."""
+        """Return the merges (left, right) with a result in `vocabulary`, in order of priority."""
         if self._kind == "llama":
             return derive_merges(vocabulary, self._scores)
-        wanted = np.zeros(len(self._tokens), bool)
-        wanted[[*vocabulary.values()]] = True
-        left, right, _ = self._cached_merges[wanted[self._cached_merges[:, 2]]].T.tolist()
+        is_result = np.zeros(len(self._tokens), bool)
+        is_result[[*vocabulary.values()]] = True
+        left, right, _ = self._cached_merges[is_result[self._cached_merges[:, 2]]].T.tolist()
         return [(self._tokens[a], self._tokens[b]) for a, b in zip(left, right, strict=True)]
 
     @cached_property
@@ -188,7 +200,7 @@ class TokenizerModelCache:
 
     @cached_property
     def _cached_merges(self) -> npt.NDArray[np.int32]:
-        """What `stored_merges` gives, kept on disk once it has checked them."""
+        """The checked merges int32[merges, 3] of `read_merges`, cached on disk."""
         file = self._find_cache_file()
         if file is not None and (data := recalled(file)) is not None:
             return np.frombuffer(data, np.int32).reshape(-1, 3)
@@ -198,7 +210,10 @@ class TokenizerModelCache:
         return merges
 
     def _find_cache_file(self) -> Path | None:
-        """Where the merges of a file are kept: named by the bytes there, and by the code that reads them."""
+        """Return the cache file of the merges, or None if the file has no arrays of tokens and merges.
+
+        Its name is a digest of both arrays and of the source code of `read_merges`.
+        """
         from hashlib import sha256  # loads OpenSSL
 
         digest = sha256((Path(__file__).parent / "vocabulary.py").read_bytes())

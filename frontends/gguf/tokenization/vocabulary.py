@@ -1,6 +1,6 @@
-"""Reading ``tokenizer.ggml.*``: every value checked before HF ``tokenizers`` sees it.
+"""Reads the ``tokenizer.ggml.*`` keys and checks every value before HF ``tokenizers`` gets it.
 
-The metadata may come from a damaged or hostile file; whatever is wrong with it is one ModelError.
+The metadata may come from a damaged or hostile file. Every fault raises `ModelError`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .pretokenizers import GEMMA4, PreTokenizer, select_pre_tokenizer
 
 KEY_PREFIX = "tokenizer.ggml."
 MAX_TOKEN_CHARACTERS = 1024
-"""Characters of the longest token whose merges are derived: cutting one at every place costs its length squared."""
+"""Characters of the longest token with derived merges; the splits of a token take time quadratic in its length."""
 _ABSENT_IDS = (-1, 0xFFFFFFFF)
-"""How some converters write that there is no such token."""
+"""Values by which some converters mark an absent token."""
 _BYTE_TOKEN_PATTERN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 Scalar = TypeVar("Scalar", str, bool)
 
 
 def read_scalar(metadata: Mapping[str, object], name: str, kind: type[Scalar], default: Scalar) -> Scalar:
-    """The value of one key, or ``default`` if it is missing; ModelError if it is of another type."""
+    """Return the value of one key, or `default` if it is missing; raise `ModelError` for another type."""
     value = metadata.get(KEY_PREFIX + name)
     if value is None:
         return default
@@ -38,7 +38,11 @@ def read_scalar(metadata: Mapping[str, object], name: str, kind: type[Scalar], d
 
 
 def read_id(metadata: Mapping[str, object], name: str, n_tokens: int) -> int | None:
-    """The token id under one key, None if it is missing or says "none"; ModelError if no such token exists."""
+    """Return the token id of one key, or None if it is missing or marked as absent.
+
+    Raises:
+        ModelError: The vocabulary has no such token.
+    """
     value = metadata.get(KEY_PREFIX + name)
     if value is None or (type(value) is int and value in _ABSENT_IDS):
         return None
@@ -48,41 +52,48 @@ def read_id(metadata: Mapping[str, object], name: str, n_tokens: int) -> int | N
 
 
 def read_tokens(metadata: Mapping[str, object]) -> tuple[tuple[str, ...], dict[str, int]]:
-    """The tokens, and the id of each by its text, in order; ModelError if there are none, if two are equal, or if one
-    is not Unicode text."""
+    """Return the token texts by id, and the token ids by text.
+
+    Raises:
+        ModelError: There are no tokens, two are equal, or one is not valid Unicode.
+    """
     strings = _read_strings(metadata, "tokens")
     if not strings:
         raise ModelError(f"{KEY_PREFIX}tokens is empty; need a vocabulary")
     tokens = tuple(text or f"[EMPTY_{i}]" for i, text in enumerate(strings)) if "" in strings else strings
-    where = dict(zip(tokens, range(len(tokens)), strict=True))
-    if len(where) < len(tokens):
+    token_ids = dict(zip(tokens, range(len(tokens)), strict=True))
+    if len(token_ids) < len(tokens):
         first: dict[str, int] = {}
         for i, text in enumerate(tokens):
             if first.setdefault(text, i) != i:
                 raise ModelError(
                     f"{KEY_PREFIX}tokens: {first[text]} and {i} are both {text[:40]!a}; need each text once"
                 )
-    return tokens, where
+    return tokens, token_ids
 
 
 def read_numbers(metadata: Mapping[str, object], name: str, length: int) -> tuple[float, ...] | None:
-    """The numbers of an array beside the tokens, None if it is missing; ModelError if it has another length."""
+    """Return the numbers of an array with one number per token, or None if it is missing.
+
+    Raises:
+        ModelError: The array has another length than `length`, or elements that are not finite numbers.
+    """
     if metadata.get(KEY_PREFIX + name) is None:
         return None
-    values = cast("tuple[float, ...]", _read_array(metadata, name))  # what is no number is refused below
+    values = cast("tuple[float, ...]", _read_array(metadata, name))  # other elements are refused below
     if len(values) != length:
         raise ModelError(f"{KEY_PREFIX}{name} has {len(values)} values, {KEY_PREFIX}tokens {length}; need as many")
-    kinds = {*map(type, values)}  # vocabularies are long: types are looked at in C, and values only where need be
-    odd = [v for v in values if type(v) not in (int, float)] if kinds - {int, float} else []
-    if not odd and float in kinds:
-        odd = [v for v in values if not math.isfinite(v)]
-    if odd:
-        raise ModelError(f"{KEY_PREFIX}{name} holds {str(odd[0])[:40]}; need finite numbers")
+    kinds = {*map(type, values)}  # fast for long vocabularies: the loop over types runs in C
+    wrong = [v for v in values if type(v) not in (int, float)] if kinds - {int, float} else []
+    if not wrong and float in kinds:
+        wrong = [v for v in values if not math.isfinite(v)]
+    if wrong:
+        raise ModelError(f"{KEY_PREFIX}{name} holds {str(wrong[0])[:40]}; need finite numbers")
     return values
 
 
 def read_rule(metadata: Mapping[str, object], kind: str) -> PreTokenizer:
-    """How text is cut before merging; only kinds of `PRE_KINDS` look at ``tokenizer.ggml.pre``."""
+    """Return the rule that splits text before merging; only `PRE_KINDS` depend on ``tokenizer.ggml.pre``."""
     if kind in PRE_KINDS:
         return select_pre_tokenizer(read_scalar(metadata, "pre", str, "default") or "default")
     return {
@@ -95,19 +106,19 @@ def read_rule(metadata: Mapping[str, object], kind: str) -> PreTokenizer:
 
 
 PRE_KINDS = ("gpt2", "hybriddna", "whitespace")
-"""Files of these kinds name their pre-tokenizer."""
+"""Kinds with a pre-tokenizer named in the file."""
 NO_SPLIT_RULE = PreTokenizer((), uses_byte_letters=False)
-"""Nothing is cut before."""
+"""The text is not split."""
 SENTENCEPIECE_RULE = PreTokenizer((), add_bos=True, uses_byte_letters=False, uses_space_marks=True)
-"""SentencePiece merges over the whole text."""
+"""SentencePiece merges in the whole text."""
 UNIGRAM_RULE = PreTokenizer((), has_bos=False, uses_byte_letters=False, uses_space_marks=True)
-"""The same for unigrams."""
+"""Unigrams are searched in the whole text."""
 WORDPIECE_RULE = PreTokenizer((), forces_bos=True, uses_byte_letters=False, uses_space_marks=True)
-"""WordPiece cuts words by itself."""
+"""The WordPiece model splits words itself."""
 
 
 def parse_byte_token(token: int, text: str) -> bytes:
-    """The byte that a token of type byte stands for; ModelError if it is not written like ``<0x41>``."""
+    """Return the byte of a token of type byte; raise `ModelError` unless its text has the form ``<0x41>``."""
     match = _BYTE_TOKEN_PATTERN.fullmatch(text)
     if match is None:
         raise ModelError(f"{KEY_PREFIX}tokens: {token} is of type byte but reads {text[:40]!a}; need <0x00> to <0xFF>")
@@ -115,49 +126,58 @@ def parse_byte_token(token: int, text: str) -> bytes:
 
 
 def require_unicode(who: str, text: str) -> None:
-    """ModelError unless ``text`` can be written as UTF-8: HF panics on a lone surrogate."""
+    """Raise `ModelError` unless `text` can be encoded as UTF-8; HF ``tokenizers`` panics on a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ModelError(f"{who} is not valid Unicode at character {error.start}; need UTF-8 text") from None
 
 
-def read_merges(metadata: Mapping[str, object], where: Mapping[str, int]) -> npt.NDArray[np.int32]:
-    """The merges that a file lists, the first first [merges, 3]: ids of the left part, the right part and the whole.
-    ModelError for one that is not two tokens that together are a third."""
+def read_merges(metadata: Mapping[str, object], token_ids: Mapping[str, int]) -> npt.NDArray[np.int32]:
+    """Return the merges of a file in order of priority, int32[merges, 3]: ids of left part, right part and result.
+
+    Raises:
+        ModelError: A merge is not a pair of tokens with a third token as their concatenation.
+    """
     merges = _read_strings(metadata, "merges")
-    # The first part may itself start with a space, so that one does not separate.
-    pairs = [(merge[:cut], merge[cut + 1 :]) for merge in merges for cut in (merge.find(" ", 1),)]
-    ids = [(where.get(left, -1), where.get(right, -1), where.get(left + right, -1)) for left, right in pairs]
-    if not all(" " in merge[1:] for merge in merges) or any(-1 in three for three in ids):
+    # The left part may start with a space, so the separator is the first space after it.
+    pairs = [(merge[:gap], merge[gap + 1 :]) for merge in merges for gap in (merge.find(" ", 1),)]
+    ids = [
+        (token_ids.get(left, -1), token_ids.get(right, -1), token_ids.get(left + right, -1)) for left, right in pairs
+    ]
+    if not all(" " in merge[1:] for merge in merges) or any(-1 in merge_ids for merge_ids in ids):
         i = next(i for i, merge in enumerate(merges) if -1 in ids[i] or " " not in merge[1:])
         raise ModelError(f"{KEY_PREFIX}merges: {i}, {merges[i][:40]!a}, is not two tokens that together are a third")
     return np.array([*dict.fromkeys(ids)], np.int32).reshape(-1, 3)
 
 
 def derive_merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, the highest score first: SentencePiece stores no merges."""
+    """Return all pairs of tokens that form a token, the highest score first; SentencePiece stores no merges."""
     merges = []
-    # On equal scores the longer left part first: merging goes from left to right.
+    # For one result the longer left part comes first: merging goes from left to right.
     for text, _ in sorted(vocabulary.items(), key=lambda token: (-scores[token[1]], token[1])):
-        cuts = range(len(text) - 1, 0, -1)
-        merges += [(text[:cut], text[cut:]) for cut in cuts if text[:cut] in vocabulary and text[cut:] in vocabulary]
+        lengths = range(len(text) - 1, 0, -1)
+        merges += [
+            (text[:length], text[length:])
+            for length in lengths
+            if text[:length] in vocabulary and text[length:] in vocabulary
+        ]
     return merges
 
 
-def read_scores(metadata: Mapping[str, object], where: Mapping[str, int], kind: str = "llama") -> tuple[float, ...]:
-    """A score for each token; ModelError where they are missing, or a token is too long for `derived_merges`."""
-    scores = read_numbers(metadata, "scores", len(where))
+def read_scores(metadata: Mapping[str, object], token_ids: Mapping[str, int], kind: str = "llama") -> tuple[float, ...]:
+    """Return one score per token; raise `ModelError` if they are missing or a token is too long for `derive_merges`."""
+    scores = read_numbers(metadata, "scores", len(token_ids))
     if scores is None:
         raise ModelError(f"{KEY_PREFIX}scores is missing; a vocabulary of kind {kind!r} needs one score a token")
-    if (longest := max(map(len, where))) > MAX_TOKEN_CHARACTERS:
+    if (longest := max(map(len, token_ids))) > MAX_TOKEN_CHARACTERS:
         raise ModelError(f"{KEY_PREFIX}tokens holds one of {longest} characters; at most {MAX_TOKEN_CHARACTERS} can be")
     return scores
 
 
 def read_bytes(metadata: Mapping[str, object], name: str) -> bytes:
-    """Bytes from an array of integers, signed or not; ModelError for another one."""
-    values = cast("tuple[int, ...]", _read_array(metadata, name))  # what is no byte is refused below
+    """Return the bytes of an array of signed or unsigned 8-bit integers; raise `ModelError` for other elements."""
+    values = cast("tuple[int, ...]", _read_array(metadata, name))  # other elements are refused below
     if not all(type(value) is int and -128 <= value < 256 for value in values):
         raise ModelError(f"{KEY_PREFIX}{name} holds something else than bytes; need an array of them")
     return bytes(value & 255 for value in values)
@@ -180,4 +200,4 @@ def _read_array(metadata: Mapping[str, object], name: str) -> tuple[object, ...]
         raise ModelError(f"{KEY_PREFIX}{name} is missing; need an array")
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         raise ModelError(f"{KEY_PREFIX}{name} is a {type(values).__name__}; need an array")
-    return tuple(values[:])  # one slice: a lazy array decodes all at once
+    return tuple(values[:])  # a slice, since a lazy array then decodes all elements at once

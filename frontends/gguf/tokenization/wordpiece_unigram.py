@@ -1,6 +1,6 @@
-"""Vocabularies without merges: WordPiece (``bert``) and unigrams (``t5``), as models of HF ``tokenizers``.
+"""Vocabularies without merges as models of HF ``tokenizers``: WordPiece (``bert``) and unigrams (``t5``).
 
-Wu et al., Google's neural machine translation system, 2016; Kudo, Subword regularization, 2018.
+Sources: Wu et al., Google's neural machine translation system, 2016; Kudo, Subword regularization, 2018.
 """
 
 from __future__ import annotations
@@ -19,50 +19,64 @@ if TYPE_CHECKING:
     import tokenizers
 
 BRACKETED_TOKEN = re.compile(r"\[.*\]", re.DOTALL)
-"""Tokens of WordPiece that are no part of words, such as ``[CLS]``."""
+"""Pattern of the WordPiece tokens outside words, such as ``[CLS]``."""
 MATCHABLE_TYPES = (NORMAL, USER, UNUSED)
-"""Types of tokens that unigrams are."""
+"""Token types that the unigram model may match in a text."""
 
 
 def build_wordpiece_model(
-    metadata: Mapping[str, object], where: Mapping[str, int], unk: int | None
+    metadata: Mapping[str, object], token_ids: Mapping[str, int], unknown_id: int | None
 ) -> tokenizers.Tokenizer:
-    """Of each word the longest token that begins it, and so on.  Files mark tokens that begin a word with ``▁``, models
-    those that do not with ``##``.  Words are in lower case and without accents unless the file says otherwise."""
+    """Build a WordPiece model: a word becomes the longest token at its start, then the longest token of the rest.
+
+    Files mark tokens at the start of a word with ``▁``; the model marks the other tokens with ``##``. By default words
+    are in lower case and without accents.
+
+    Raises:
+        ModelError: The unknown token is missing.
+    """
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-    if unk is None:
+    if unknown_id is None:
         raise ModelError(f"{KEY_PREFIX}unknown_token_id is missing; a vocabulary of kind 'bert' needs one")
-    spelled = [
-        text if BRACKETED_TOKEN.fullmatch(text) else text[1:] if text[0] == "▁" else "##" + text for text in where
+    texts = [
+        text if BRACKETED_TOKEN.fullmatch(text) else text[1:] if text[0] == "▁" else "##" + text for text in token_ids
     ]
-    built = Tokenizer(models.WordPiece({text: i for i, text in enumerate(spelled)}, unk_token=spelled[unk]))
+    tokenizer = Tokenizer(models.WordPiece({text: i for i, text in enumerate(texts)}, unk_token=texts[unknown_id]))
     lower = read_scalar(metadata, "normalizer.lowercase", bool, True)
-    plain = read_scalar(metadata, "normalizer.strip_accents", bool, lower)
-    built.normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=plain)
-    built.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    return built
+    strips_accents = read_scalar(metadata, "normalizer.strip_accents", bool, lower)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower, strip_accents=strips_accents)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
 
 
 def build_unigram_model(
-    metadata: Mapping[str, object], where: Mapping[str, int], unk: int | None, *, begins: bool = True
+    metadata: Mapping[str, object], token_ids: Mapping[str, int], unknown_id: int | None, *, begins: bool = True
 ) -> tokenizers.Tokenizer | UnigramByteFallback:
-    """The tokens whose scores have the greatest sum, of text that a map of characters, stored with them, has
-    normalised. Texts that do not begin, but continue one, keep the white space before them and get none.
+    """Build a unigram model, which finds the tokens with the greatest sum of scores.
 
-    A character without a token becomes the tokens of its bytes, if the vocabulary has all 256.
+    The character map of the file normalises the text first. A character without a token becomes the tokens of its
+    bytes, if the vocabulary has all 256.
+
+    Args:
+        metadata: The keys of the model file.
+        where: Token ids by text.
+        unk: Id of the unknown token, or None.
+        begins: False for texts that continue another one: their leading white space stays, and none is added.
     """
     from tokenizers import Regex, Tokenizer, models, normalizers
 
-    scores = read_scores(metadata, where, "t5")
-    types = read_numbers(metadata, "token_type", len(where)) or (NORMAL,) * len(where)
-    least = min((score for score, type_ in zip(scores, types, strict=True) if type_ in MATCHABLE_TYPES), default=0.0)
-    # Other tokens are never found in a text.
+    scores = read_scores(metadata, token_ids, "t5")
+    types = read_numbers(metadata, "token_type", len(token_ids)) or (NORMAL,) * len(token_ids)
+    min_score = min(
+        (score for score, type_ in zip(scores, types, strict=True) if type_ in MATCHABLE_TYPES), default=0.0
+    )
+    # Tokens of other types get a text that does not occur.
     pieces = [
-        (text, score) if type_ in MATCHABLE_TYPES else (f"\0\0{i}", least)
-        for i, (text, score, type_) in enumerate(zip(where, scores, types, strict=True))
+        (text, score) if type_ in MATCHABLE_TYPES else (f"\0\0{i}", min_score)
+        for i, (text, score, type_) in enumerate(zip(token_ids, scores, types, strict=True))
     ]
-    built = Tokenizer(models.Unigram(pieces, unk_id=unk, byte_fallback=False))
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=unknown_id, byte_fallback=False))
     steps: list[normalizers.Normalizer] = []
     if metadata.get(KEY_PREFIX + "precompiled_charsmap") is not None:
         steps.append(normalizers.Precompiled(read_bytes(metadata, "precompiled_charsmap")))
@@ -70,29 +84,34 @@ def build_unigram_model(
         steps += [normalizers.Strip(left=begins), normalizers.Replace(Regex(" {2,}"), " ")]
     if begins and read_scalar(metadata, "add_space_prefix", bool, True):
         steps.append(normalizers.Prepend("▁"))
-    built.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    bytes_ = [where.get(f"<0x{byte:02X}>", -1) for byte in range(256)]
-    has_bytes = unk is not None and all(i >= 0 and types[i] == BYTE for i in bytes_)
-    return UnigramByteFallback(built, unk, bytes_) if has_bytes and unk is not None else built
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    byte_ids = [token_ids.get(f"<0x{byte:02X}>", -1) for byte in range(256)]
+    has_bytes = unknown_id is not None and all(i >= 0 and types[i] == BYTE for i in byte_ids)
+    return UnigramByteFallback(tokenizer, unknown_id, byte_ids) if has_bytes and unknown_id is not None else tokenizer
 
 
 class UnigramByteFallback:
-    """Unigrams with a token for each byte, `bytes_`, where a text has only the token `unk`.
+    """A unigram model in which the bytes of an unknown character become tokens.
 
-    HF ``tokenizers`` has this too, but then finds the names of these tokens in texts, as SentencePiece does not.
+    The byte fallback of HF ``tokenizers`` would also match the texts of the byte tokens, unlike SentencePiece.
+
+    Args:
+        built: The unigram model without byte fallback.
+        unk: Id of the unknown token, which is replaced.
+        bytes_: Token id of each byte [256].
     """
 
-    def __init__(self, built: tokenizers.Tokenizer, unk: int, bytes_: Sequence[int]) -> None:
-        self._tokenizer, self._unknown_id, self._byte_ids = built, unk, bytes_
+    def __init__(self, tokenizer: tokenizers.Tokenizer, unknown_id: int, byte_ids: Sequence[int]) -> None:
+        self._tokenizer, self._unknown_id, self._byte_ids = tokenizer, unknown_id, byte_ids
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> Encoding:
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         if self._unknown_id in ids:
             tokens = self._tokenizer.model.tokenize(self._tokenizer.normalizer.normalize_str(text))
-            spelled = [
+            id_lists = [
                 self._encode_bytes(token.value) if token.id == self._unknown_id else (token.id,) for token in tokens
             ]
-            ids = list(chain.from_iterable(spelled))
+            ids = list(chain.from_iterable(id_lists))
         return Encoding(ids)
 
     def _encode_bytes(self, text: str) -> list[int]:
