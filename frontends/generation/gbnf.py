@@ -1,12 +1,15 @@
-"""GBNF, the grammar format of llama.cpp, parsed and written as a Lark grammar for llguidance.
+"""Converts GBNF, the grammar format of llama.cpp, to a Lark grammar for llguidance.
 
-GBNF has no lexer: a grammar describes characters. llguidance has one: it cuts the text into lexemes, the longest first.
-`lark_of` keeps the meaning in three steps:
+GBNF has no lexer: a grammar describes characters. llguidance has one: it splits the text into lexemes, the longest
+match first. `convert_to_lark` keeps the meaning in three steps:
 
-1. Every largest part of a rule without recursion is one lexeme, since masks of long lexemes are fast.
-2. A lexeme that the longest match may cut elsewhere than the grammar is split into its parts, until none is left.
-   `_Lexemes` finds them. A lexeme of one character is never wrong.
+1. Every largest part of a rule without recursion becomes one lexeme, since masks of long lexemes are fast.
+2. If the longest match of a lexeme can differ from the grammar, the lexeme is split into its parts. `_LexemeChooser`
+   repeats this until there is no such lexeme. A lexeme of one character is always right.
 3. Each lexeme and each rule becomes a rule of Lark.
+
+Example: in ``root ::= [a-z]* "end"`` the longest match of ``[a-z]*`` would include ``end``. So the lexemes are single
+characters.
 """
 
 from __future__ import annotations
@@ -37,13 +40,13 @@ from .gbnf_parser import (
 GBNF_PATTERN = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
 LARK_PATTERN = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
 MAX_LEXEME_STATES = 5000
-"""States of a lexeme that `_extension` looks at; a lexeme with more is split."""
+"""Largest number of automaton states of a lexeme; a lexeme with more states is split."""
 
 
 def convert_to_lark(
     grammar: str, token_id: Callable[[str], int | None], token_count: int, end_ids: frozenset[int]
 ) -> str:
-    """Return a grammar as Lark; one that is Lark already stays as it is.
+    """Return a grammar as Lark; a Lark grammar is returned unchanged.
 
     Args:
         grammar: GBNF, or Lark.
@@ -52,7 +55,7 @@ def convert_to_lark(
         end_ids: Tokens that end a text; ``!<[5]>`` does not match them.
 
     Raises:
-        ModelError: The grammar is neither.
+        ModelError: The grammar is neither valid GBNF nor Lark.
     """
     if not GBNF_PATTERN.search(grammar) and LARK_PATTERN.search(grammar):
         return grammar
@@ -105,7 +108,7 @@ def _compute_lead_bytes(first: int, last: int) -> int:
     for low, high in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST_CHARACTER)):
         a, b = max(first, low), min(last, high)
         if a <= b:
-            # Surrogates have no UTF-8, but the byte that they would begin with.
+            # Surrogates have no UTF-8 form; `surrogatepass` gives their lead byte.
             ends = [chr(c).encode("utf-8", "surrogatepass")[0] for c in (a, b)]
             bits |= (1 << (ends[1] + 1)) - (1 << ends[0])
     return bits
@@ -130,7 +133,7 @@ def _compute_first_bytes(characters: Characters) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Automaton:
-    """The positions of an expression without recursion (Glushkov, 1961)."""
+    """The positions of an expression without recursion: possible first and last ones (Glushkov, 1961)."""
 
     is_nullable: bool
     first: frozenset[int]
@@ -138,10 +141,10 @@ class _Automaton:
 
 
 class _LexemeChooser:
-    """Chooses the lexemes of rules: `bodies` are the rules with `Lexeme` in them.
+    """Chooses the lexemes of rules; `bodies` has the bodies of the rules with `Lexeme` marks.
 
-    Every comparison is of first bytes of characters, which may find a conflict where there is none, never the other
-    way round. Bounded repetitions count as unbounded ones, likewise.
+    Comparisons use first bytes of characters, and bounded repetitions count as unbounded ones. Both may report a
+    conflict that does not exist, but they never miss one.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -155,7 +158,7 @@ class _LexemeChooser:
                 break
             self.split_expressions |= conflicts
 
-    # ---- cutting rules into lexemes
+    # ---- splitting rules into lexemes
 
     def mark_rules(self) -> dict[str, Expression]:
         bodies: dict[str, Expression] = {}
@@ -168,7 +171,7 @@ class _LexemeChooser:
         return bodies
 
     def find_rule_references(self, expression: Expression) -> Iterator[str]:
-        """The rules that an expression needs outside its lexemes."""
+        """Yield the names of the rules that an expression references outside its lexemes."""
         if isinstance(expression, Reference):
             yield expression.name
         elif not isinstance(expression, Lexeme):
@@ -204,7 +207,7 @@ class _LexemeChooser:
                 return Repetition(self.mark_lexemes(item), minimum, maximum)
         return expression
 
-    # ---- which lexemes the longest match would cut elsewhere
+    # ---- lexemes with a longest match that differs from the grammar
 
     def find_conflicts(self) -> set[Expression]:
         nullable = self.find_nullable_rules()
@@ -213,7 +216,7 @@ class _LexemeChooser:
         following: dict[Expression, frozenset[Expression]] = {}
 
         def walk(expression: Expression, then: frozenset[Expression]) -> frozenset[Expression]:
-            """Note the followers of each lexeme; return the first lexemes of an expression that `then` may follow."""
+            """Record the followers of each lexeme; return the first lexemes of an expression that precedes `then`."""
             match expression:
                 case Lexeme(body):
                     following[body] = following.get(body, frozenset()) | then
@@ -228,10 +231,10 @@ class _LexemeChooser:
                 case Choice(items):
                     return frozenset[Expression]().union(*(walk(item, then) for item in items))
                 case Repetition(item, minimum, maximum):
-                    begun = walk(item, then)
+                    leading = walk(item, then)
                     if maximum != 1:
-                        begun |= walk(item, then | begun)
-                    return begun | (then if not minimum else frozenset())
+                        leading |= walk(item, then | leading)
+                    return leading | (then if not minimum else frozenset())
             return frozenset()  # a token
 
         size = -1
@@ -246,18 +249,20 @@ class _LexemeChooser:
                 if self.compute_edges(a)[0] & self.compute_edges(b)[0]:
                     found.update(each for each in (a, b) if not self.compute_edges(each)[3])
         for lexeme, next_ones in following.items():
-            begun = 0
+            leading = 0
             for each in next_ones:
-                begun |= self.compute_edges(each)[0]
-            if self.compute_edges(lexeme)[1] & begun:
+                leading |= self.compute_edges(each)[0]
+            if self.compute_edges(lexeme)[1] & leading:
                 found.add(lexeme)
         return found
 
     def join_followers(
         self, following: dict[Expression, frozenset[Expression]], start: frozenset[Expression]
     ) -> set[frozenset[Expression]]:
-        """Return the sets of lexemes that may come together. Two of one character that have a byte in common may have
-        been read both: then both have the same followers from here on."""
+        """Return the sets of lexemes that are candidates at one position.
+
+        Two one-character lexemes with a common byte may match together. Their followers are then merged.
+        """
         while True:
             groups = {start, *following.values()}
             is_stable = True
@@ -292,17 +297,26 @@ class _LexemeChooser:
         return nullable
 
     def compute_edges(self, lexeme: Expression) -> tuple[int, int, bool, bool]:
-        """Return the bytes that begin a lexeme, the bytes that make one longer that could end, whether it may be empty,
-        and whether it is one character."""
+        """Return four facts about a lexeme.
+
+        Returns:
+            The set of its first bytes, the set of bytes that extend a complete match, whether it may be empty, and
+            whether it is one character. Sets of bytes are bit masks.
+        """
         if lexeme not in self.edges:
             sets: list[int] = []
             follow: list[set[int]] = []
             whole = self.build_automaton(lexeme, sets, follow)
-            begun = 0
+            first_bytes = 0
             for p in whole.first:
-                begun |= sets[p]
+                first_bytes |= sets[p]
             is_single = isinstance(lexeme, Characters)
-            self.edges[lexeme] = begun, _compute_extension_bytes(whole, sets, follow), whole.is_nullable, is_single
+            self.edges[lexeme] = (
+                first_bytes,
+                _compute_extension_bytes(whole, sets, follow),
+                whole.is_nullable,
+                is_single,
+            )
         return self.edges[lexeme]
 
     def build_automaton(self, expression: Expression, sets: list[int], follow: list[set[int]]) -> _Automaton:
@@ -343,12 +357,12 @@ class _LexemeChooser:
 
 
 def _compute_extension_bytes(whole: _Automaton, sets: list[int], follow: list[set[int]]) -> int:
-    """Return the bytes with which a text of an automaton goes on that could end, or all bytes if it is too large."""
+    """Return the bytes that extend a complete match of an automaton, as a bit set; all bytes if it is too large."""
     everything = (1 << 256) - 1
     if len(sets) > MAX_LEXEME_STATES:
         return everything
     longer = 0
-    states, left = {whole.first}, [whole.first]  # the positions that may come next
+    states, left = {whole.first}, [whole.first]  # sets of positions that may match next
     while left:
         at: dict[int, set[int]] = {}
         for p in left.pop():

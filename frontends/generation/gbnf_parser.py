@@ -1,4 +1,4 @@
-"""GBNF, the grammar format of llama.cpp, as text to rules: expressions of characters, tokens and other rules."""
+"""Parses GBNF, the grammar format of llama.cpp: text to rules of characters, tokens and other rules."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ BLANKS_PATTERN = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 LINES_PATTERN = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 COUNTS_PATTERN = re.compile(r"\{\s*(\d{1,9})\s*(?:(,)\s*(\d{1,9})?\s*)?\}")
 CODE_DIGITS: Mapping[str, int] = {"x": 2, "u": 4, "U": 8}
-"""Hexadecimal digits behind each escape."""
+"""Hexadecimal digits after each escape letter."""
 ESCAPED_CHARACTERS: Mapping[str, str] = {"t": "\t", "r": "\r", "n": "\n", **{c: c for c in '\\"[]'}}
 TOKEN_PATTERN = re.compile(r"(!?)<(?:\[(\d{1,9})\]>|([^<>\s]*>))")
 LAST_CHARACTER = 0x10FFFF
 MAX_NESTING = 50
-"""Nested brackets and repetitions of a rule."""
+"""Largest nesting of groups and repetitions in a rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Characters:
-    """One character of these ranges (first, last), or of none of them."""
+    """One character inside the code point ranges (first, last), or outside all of them if negated."""
 
     ranges: tuple[tuple[int, int], ...]
     is_negated: bool = False
@@ -38,7 +38,7 @@ class Characters:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One token of these ranges of ids."""
+    """One token with its id in one of the ranges (first, last)."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -71,7 +71,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Lexeme:
-    """An expression without recursion that is lexed as one."""
+    """An expression without recursion that is one lexeme."""
 
     body: Expression
 
@@ -82,7 +82,14 @@ EMPTY_SEQUENCE = Sequence(())
 
 
 class GbnfParser:
-    """GBNF as text to rules."""
+    """A recursive-descent parser of GBNF.
+
+    Args:
+        text: The grammar.
+        token_id: Returns the id of the token with this text, or None.
+        token_count: Tokens of the vocabulary.
+        end_ids: Tokens that end a text; negated token references exclude them.
+    """
 
     def __init__(
         self, text: str, token_id: Callable[[str], int | None], token_count: int, end_ids: frozenset[int]
@@ -207,7 +214,7 @@ class GbnfParser:
         return Characters(tuple(ranges), is_negated)
 
     def parse_character(self, end: str) -> int:
-        """The code point of the next character, which may be an escape."""
+        """Parse one character, which may be an escape, and return its code point; `end` describes the closing text."""
         start, char = self.position, self.next_character
         if not char:
             self.fail(end)

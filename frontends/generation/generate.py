@@ -1,4 +1,4 @@
-"""The generation loop: prompt in, tokens out, text as soon as its characters are complete."""
+"""The generation loop: prompts in, sampled tokens out, and text as soon as its characters are complete."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ from .speculative import SpeculativeDecoder
 
 @dataclass(slots=True)
 class Timing:
-    """How long the parts of a generation took, in seconds; filled while it runs.  What each size of a step needs once,
-    plans and kernels, is a part of its own; that time is added to what `planning` holds before.  `load` is the time in
-    which weights were read and packed."""
+    """Token counts and seconds of a generation, updated during the run.
+
+    `prefill` and `decode` exclude the time for plans and kernels, which is added to `planning`. `load` is the time for
+    reading and packing weights.
+    """
 
     prompt_tokens: int = 0
     prefill: float = 0.0
@@ -61,7 +63,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token drawn for a sequence, and the logits f32[vocabulary] that it was drawn from."""
+    """A sampled token of a sequence, with its logits f32[vocabulary]."""
 
     sequence: int
     token: int
@@ -69,7 +71,7 @@ class SampledToken:
 
     @property
     def logprob(self) -> float:
-        """The natural logarithm of the probability that the model gives the token, before any sampling option."""
+        """The natural logarithm of the probability of the token in the model, before sampling options."""
         most = float(self.logits.max())
         return float(self.logits[self.token]) - most - math.log(float(np.exp(self.logits - most).sum()))
 
@@ -96,14 +98,25 @@ def generate_tokens(
     before: Sequence[int] = (),
     ahead: SpeculativeDecoder | None = None,
 ) -> Iterator[int]:
-    """Tokens that continue `prompt` in sequence 0, at most `limit` (or until the context is full, if negative).
+    """Yield the tokens that continue `prompt` in sequence 0.
 
-    `before` are the tokens that the sequence has already: penalties count them.  What is drawn depends on the seed and
-    on the position alone, so a text that is continued later goes on as it would have.  The last token given out is not
-    evaluated; with `limit` 0 that is the last of the prompt.  Ends before a token of `stop`, which is not given out.
-    In several processes all take the token that rank 0 draws.  A draft may look `ahead`, which changes no token.
+    The random numbers depend on the seed and the position alone, so a text that is continued later is the same text.
+    The last token is not evaluated; with `limit` 0 this is the last token of the prompt. With several processes all of
+    them use the token of rank 0.
 
-    Raises `ModelError` if the prompt is empty or longer than the context, or if the context fills up before `limit`.
+    Args:
+        session: The session that evaluates the tokens.
+        prompt: Tokens of the prompt.
+        limit: Largest number of new tokens; a negative limit means until the context is full.
+        sampling: The choice of tokens from logits.
+        seed: Seed of the random numbers.
+        stop: End tokens; the text ends before them.
+        timing: Receives the token counts and seconds.
+        before: Tokens that the sequence has already; penalties count them.
+        ahead: Speculative decoding, which changes no token.
+
+    Raises:
+        ModelError: The prompt is empty or longer than the context, or the context is full before `limit`.
     """
     idle: list[list[int]] = [[] for _ in range(session.sequences - 1)]
     settings = GenerationParams(limit, sampling, seed, stop)
@@ -114,11 +127,15 @@ def generate_tokens(
 
 @dataclass(frozen=True, slots=True)
 class GenerationParams:
-    """What a generation draws: at most `limit` tokens (negative: until the context is full), until one of `stop`, along
-    a `grammar`.  Where the context is full and `kept` is given, it goes on with the first `kept` tokens and as many of
-    the last as fill half of the context, which are read anew. A prompt that is longer than the context begins so.
+    """The parameters of a generation.
 
-    `token_count` is the size of the vocabulary: a model may have more output rows, which are padding, never drawn.
+    - `limit`: largest number of new tokens; a negative limit means until the context is full.
+    - `sampling`, `seed`: the choice of tokens from logits.
+    - `end_tokens`: tokens that end the text.
+    - `grammar`: the grammar of the text, or None.
+    - `pinned_tokens`: enables the context shift. A full context is replaced by its first `pinned_tokens` tokens and by
+      its last tokens, half of the context in total. A prompt that is too long is cut in the same way.
+    - `token_count`: size of the vocabulary. Further rows of the logits are padding and are never sampled.
     """
 
     limit: int
@@ -130,10 +147,10 @@ class GenerationParams:
     token_count: int | None = None
 
     def shift_context(self, tokens: Sequence[int], context: int) -> list[int]:
-        """What a full context goes on with."""
+        """Return the tokens that replace a full context: half of `context` at most."""
         assert self.pinned_tokens is not None
-        kept = min(self.pinned_tokens, context // 4)
-        return [*tokens[:kept], *tokens[len(tokens) - (context // 2 - kept) :]]
+        pinned = min(self.pinned_tokens, context // 4)
+        return [*tokens[:pinned], *tokens[len(tokens) - (context // 2 - pinned) :]]
 
 
 EMPTY_PROMPT_ERROR = "the prompt is empty and the model adds no BOS token; give some text to continue"
@@ -149,10 +166,21 @@ def sample_tokens(
     active: set[int] | None = None,
     ahead: SpeculativeDecoder | None = None,
 ) -> Generator[SampledToken, None, None]:
-    """What continues the prompts of a session's sequences, which run together; those with an empty one idle.
+    """Yield the tokens that continue the prompts of all sequences of a session; the sequences run together.
 
-    Each gets the tokens that it would get alone.  `known` are the tokens of each sequence so far; prompts and what is
-    drawn are appended.  A sequence whose number a caller takes out of `active` ends.  Otherwise as `generate`.
+    Every sequence gets the same tokens as alone. Otherwise this works as `generate_tokens`.
+
+    Args:
+        session: The session, or the session of several micro-batches.
+        prompts: Tokens of the prompt of each sequence; a sequence with an empty prompt is idle.
+        drawing: The parameters of the generation.
+        known: Tokens of each sequence so far; prompts and sampled tokens are appended.
+        timing: Receives the token counts and seconds.
+        active: Receives the indices of the running sequences; the caller may remove an index to end its sequence.
+        ahead: Speculative decoding, for sessions of one sequence.
+
+    Raises:
+        ModelError: All prompts are empty, a prompt is too long, or a context is full before the limit.
     """
     timing, active = Timing() if timing is None else timing, set[int]() if active is None else active
     try:
@@ -177,10 +205,10 @@ def _sample_sequences(
         raise ModelError(EMPTY_PROMPT_ERROR)
     limit, sampling = drawing.limit, drawing.sampling
     active |= {i for i, prompt in enumerate(prompts) if len(prompt)}
-    same = np.random.default_rng(0)
+    unused_rng = np.random.default_rng(0)
 
     def clock() -> float:
-        """Stands still while plans are made."""
+        """Return seconds of a clock that stops while plans are made."""
         return time.perf_counter() - session.planning
 
     if limit == 0:
@@ -194,26 +222,26 @@ def _sample_sequences(
     timing.prompt_tokens, timing.prefill = sum(map(len, prompts)), clock() - start
     timing.planning = session.planning - planned
     start = clock()
-    room = [session.context - length for length in session.lengths]
+    free_tokens = [session.context - length for length in session.lengths]
     counts = [0] * len(prompts)
-    followers = {i: drawing.grammar.make_state() for i in active} if drawing.grammar else {}
+    grammar_states = {i: drawing.grammar.make_state() for i in active} if drawing.grammar else {}
 
-    def chosen(i: int, logits: F32) -> Generator[SampledToken, None, list[int]]:
-        """What sequence `i` is to read next: nothing if it has ended."""
+    def sample_next(i: int, logits: F32) -> Generator[SampledToken, None, list[int]]:
+        """Sample a token of sequence `i`; return the tokens that it evaluates next, none if it has ended."""
         counts[i] += 1
         logits = logits[: drawing.token_count]
-        rng = np.random.default_rng([drawing.seed, len(known[i])]) if sampling.temperature else same  # 20 us
-        seen = followers[i].mask_logits(logits) if followers else logits
-        token = broadcast_token(session, sampling.choose(seen, rng, known[i]))
+        rng = np.random.default_rng([drawing.seed, len(known[i])]) if sampling.temperature else unused_rng  # 20 us
+        masked_logits = grammar_states[i].mask_logits(logits) if grammar_states else logits
+        token = broadcast_token(session, sampling.choose(masked_logits, rng, known[i]))
         if token in drawing.end_tokens:
             active.discard(i)
             return []
         known[i].append(token)
         yield SampledToken(i, token, logits)
-        is_full = counts[i] > room[i]
+        is_full = counts[i] > free_tokens[i]
         if (
             counts[i] == limit
-            or (followers and not followers[i].accept(token))
+            or (grammar_states and not grammar_states[i].accept(token))
             or (is_full and limit < 0 and drawing.pinned_tokens is None)
         ):
             active.discard(i)
@@ -222,7 +250,7 @@ def _sample_sequences(
         if is_full and drawing.pinned_tokens is not None:
             session.reset(i)
             known[i][:] = drawing.shift_context(known[i], session.context)
-            room[i] = counts[i] + session.context - len(known[i])
+            free_tokens[i] = counts[i] + session.context - len(known[i])
             return list(known[i])
         if is_full:
             raise ModelError(
@@ -232,30 +260,30 @@ def _sample_sequences(
         return [token]
 
     with decoding(session, alone=drawing.pinned_tokens is not None) as steps:
-        begun: deque[int] = deque()
+        running_groups: deque[int] = deque()
 
-        def go_on(group: int, answers: Sequence[F32]) -> Iterator[SampledToken]:
-            """Let a group begin its next step, unless all of its sequences have ended."""
+        def start_next_step(group: int, answers: Sequence[F32]) -> Iterator[SampledToken]:
+            """Start the next step of a micro-batch, unless all its sequences have ended."""
             new: list[list[int]] = []
             for i, logits in zip(steps.places[group], answers, strict=True):
-                new.append((yield from chosen(i, logits[-1])) if i in active else [])
+                new.append((yield from sample_next(i, logits[-1])) if i in active else [])
             if any(new):
                 steps.begin(group, new)
-                begun.append(group)
+                running_groups.append(group)
 
         for group, place in enumerate(steps.places):
-            yield from go_on(group, rows[place.start : place.stop])
-        while begun:
-            read = sum(i in active for i in steps.places[begun[0]])
+            yield from start_next_step(group, rows[place.start : place.stop])
+        while running_groups:
+            read = sum(i in active for i in steps.places[running_groups[0]])
             answers = steps.ended() if ahead is None else [ahead.next_logits(known[0])]
-            # The first new tokens came from the prefill's logits; what is timed here are the runs after it.
+            # The first new tokens come from the logits of the prefill; the time of decode starts after it.
             timing.new_tokens += read
             timing.decode, timing.planning = clock() - start, session.planning - planned
-            yield from go_on(begun.popleft(), answers)
+            yield from start_next_step(running_groups.popleft(), answers)
 
 
 def broadcast_token(session: Session | Microbatches, token: int) -> int:
-    """The token of rank 0: machines that are not alike may round differently, and draw another one."""
+    """Return the token of rank 0; machines of different types may round differently and sample another token."""
     if session.world.size == 1:
         return token
     return int.from_bytes(session.world.broadcast_from_first(lambda: token.to_bytes(8, "little")), "little")
@@ -264,28 +292,31 @@ def broadcast_token(session: Session | Microbatches, token: int) -> int:
 def _fit_prompt(
     session: Session | Microbatches, i: int, prompt: Sequence[int], drawing: GenerationParams, known: list[list[int]]
 ) -> list[int]:
-    """The prompt of a sequence; where it no longer fits behind what is there, all anew from a part of that."""
+    """Return the prompt of a sequence if it fits into the context; else reset the sequence and shorten its text."""
     if session.lengths[i] + len(prompt) <= session.context:
         return list(prompt)
-    whole = drawing.shift_context([*known[i], *prompt], session.context)
-    if len(whole) < len(prompt) <= session.context:
-        whole = list(prompt)
+    shortened = drawing.shift_context([*known[i], *prompt], session.context)
+    if len(shortened) < len(prompt) <= session.context:
+        shortened = list(prompt)
     session.reset(i)
     known[i].clear()
-    return whole
+    return shortened
 
 
 def compile_ahead(
     session: Session, prompt: Sequence[int], drawing: GenerationParams, ahead: SpeculativeDecoder | None = None
 ) -> Timing:
-    """Make the plans and kernels of a generation before it begins, so that nothing holds up its text; how long that
-    took.  Raises `ModelError` if its tokens could not be chosen."""
+    """Build the plans and kernels of a generation before its start; return the seconds as a `Timing`.
+
+    Raises:
+        ModelError: The sampling options do not fit the vocabulary.
+    """
     start, vocabulary = time.perf_counter(), session.model.vocabulary_size
     drawing.sampling.check(vocabulary)
-    prompt = prompt[: session.context]  # a longer one is cut if the context shifts, else refused
+    prompt = prompt[: session.context]  # a longer prompt is cut by the context shift, or refused
     replace(drawing.sampling, bias=()).choose(
         np.zeros(vocabulary, np.float32), np.random.default_rng(0)
-    )  # that has a kernel, too
+    )  # compiles the kernel of the sampling
     session.prepare(len(prompt))
     if drawing.limit not in (0, 1):
         length = session.lengths[0] + len(prompt) + 1
@@ -296,38 +327,43 @@ def compile_ahead(
 
 
 class StopStringFilter:
-    """Text piece by piece until a stop string, which is not given out; what may begin one is held back."""
+    """Passes text through until a stop string; text that may begin a stop string is delayed.
+
+    Example: with the stop string ``END`` the pieces ``the E`` and ``ND`` become ``the`` and a space, then nothing.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stop_strings, self.pending_text, self.has_matched = tuple(filter(None, stops)), "", False
 
     def feed(self, piece: str) -> str:
-        """What is sure to stand before any stop string."""
+        """Return the text that certainly precedes every stop string."""
         text = self.pending_text + piece
         ends = [at for stop in self.stop_strings if (at := text.find(stop)) >= 0]
         self.has_matched = bool(ends)
-        sure = (
+        safe_length = (
             min(ends)
             if ends
             else len(text) - max((_partial_match_length(text, stop) for stop in self.stop_strings), default=0)
         )
-        self.pending_text = "" if ends else text[sure:]
-        return text[:sure]
+        self.pending_text = "" if ends else text[safe_length:]
+        return text[:safe_length]
 
 
 def _partial_match_length(text: str, stop: str) -> int:
-    """How many characters at the end of a text begin a stop string."""
+    """Return how many characters at the end of `text` are the beginning of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def stream_text(tokens: Iterator[int], tokenizer: Tokenizer, stops: Sequence[str] = ()) -> Iterator[str]:
-    """The text of tokens piece by piece, never cut inside a character, until a stop string; what stays broken at the
-    end becomes U+FFFD."""
-    decoder, until = Utf8Stream(tokenizer), StopStringFilter(stops)
+    """Yield the text of tokens in pieces of whole characters, until a stop string.
+
+    An incomplete character at the end becomes U+FFFD.
+    """
+    decoder, stop_filter = Utf8Stream(tokenizer), StopStringFilter(stops)
     for token in tokens:
-        if piece := until.feed(decoder.feed(token)):
+        if piece := stop_filter.feed(decoder.feed(token)):
             yield piece
-        if until.has_matched:
+        if stop_filter.has_matched:
             return
-    if rest := until.feed(decoder.finish()) + until.pending_text:
+    if rest := stop_filter.feed(decoder.finish()) + stop_filter.pending_text:
         yield rest

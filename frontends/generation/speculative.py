@@ -1,8 +1,11 @@
-"""Speculative decoding: a small model, or a block of the model itself, guesses the next tokens, and the model reads
-them all in one run.
+"""Speculative decoding: a drafter proposes the next tokens, and the model evaluates all of them in one run.
 
-Each token is drawn from the logits that the large model has for it, and a guess only saves the run that would have
-computed them; so the text is the one that is written without guesses.  Leviathan et al., 2023.
+The drafter is a small model, or an MTP block of the model itself. Every token is sampled from the logits of the large
+model, so the text is the same as without a drafter. An accepted draft token saves one run. Source: Leviathan et al.,
+2023.
+
+Example: the drafter proposes ``b c d`` after ``a``. One run gives the logits after ``a``, ``b``, ``c`` and ``d``. If
+the samples are ``b`` and ``x``, then ``b`` is accepted, and ``c`` and ``d`` are dropped from the KV cache.
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ from ..rewinding import back, mark, take_back
 from ..session import Session
 
 DEFAULT_DRAFT_TOKENS = 4
-"""Tokens that a draft guesses each time, unless somebody says otherwise."""
+"""Default number of draft tokens per run."""
 
 
 @dataclass(slots=True)
 class AcceptanceCounts:
-    """How often guesses were right: runs of the large model, tokens guessed, and those of them that were drawn."""
+    """Counts of speculative decoding: runs of the large model, draft tokens, and accepted draft tokens."""
 
     run_count: int = 0
     drafted_tokens: int = 0
@@ -38,18 +41,19 @@ class AcceptanceCounts:
 
 
 class Drafter(Protocol):
-    """What guesses the next tokens of a text with a session of its own, or of the model for which it guesses."""
+    """Proposes the next tokens of a text, with a session of a draft model or of the model itself."""
 
     session: Session
 
-    def draft_tokens(self, known: Sequence[int], count: int) -> list[int]: ...
+    def draft_tokens(self, known: Sequence[int], count: int) -> list[int]:
+        """Return up to `count` tokens that are likely to follow the tokens `known`."""
 
     def prepare(self, prompt: int, count: int) -> None:
-        """Make the plans and kernels of so many guesses behind a prompt of so many tokens."""
+        """Build the plans and kernels for `count` draft tokens after a prompt of `prompt` tokens."""
 
 
 class ModelDrafter:
-    """Guesses what follows a text: the likeliest tokens of a session of its own, of one sequence."""
+    """Proposes the most probable tokens of a draft model, in a session of one sequence."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -57,7 +61,7 @@ class ModelDrafter:
         self._checkpoint = mark(session)
 
     def draft_tokens(self, known: Sequence[int], count: int) -> list[int]:
-        """So many tokens behind those that are `known`, none if the context is too short for them."""
+        """Return `count` tokens after the tokens `known`; none if the context is too short for them."""
         session = self.session
         if count < 1 or len(known) + count > session.context:
             return []
@@ -79,21 +83,23 @@ class ModelDrafter:
 
 
 class MtpDrafter:
-    """Guesses by the blocks of a model itself that predict further tokens (MTP), in turn; `session` is of one sequence
-    and of a model made with `Model.guessing`."""
+    """Proposes tokens by the multi-token prediction (MTP) blocks of the model itself, in turn.
+
+    `session` has one sequence and a model from `Model.guessing`.
+    """
 
     def __init__(self, session: Session) -> None:
         self.session = session
 
     def draft_tokens(self, known: Sequence[int], count: int) -> list[int]:
-        """So many tokens behind those that are `known`, of which the session has read all but the last."""
+        """Return `count` tokens after the tokens `known`; the session has read all of these except the last one."""
         session, token, tokens = self.session, known[-1], list[int]()
         seen, at = session.seen[0][-1:], session.lengths[0]
         with session.store.turn:
             while len(tokens) < count:
                 step = session.step(1, at + 1, 1, "guess", self.block_for_draft(len(tokens)))
-                given = session.executor(step).run(session.model.inputs(step, Batch([[token]], [at], seen=seen)))
-                token, seen, at = int(given["logits"].argmax()), given["hidden"], at + 1
+                outputs = session.executor(step).run(session.model.inputs(step, Batch([[token]], [at], seen=seen)))
+                token, seen, at = int(outputs["logits"].argmax()), outputs["hidden"], at + 1
                 tokens.append(token)
         return tokens
 
@@ -103,14 +109,20 @@ class MtpDrafter:
                 self.session.executor(self.session.step(1, self.session.lengths[0] + length, 1, "guess", turn))
 
     def block_for_draft(self, guess: int) -> int:
-        """Which block makes a guess: each makes one, and the last one all others."""
+        """Return the index of the block for draft token `guess`; the last block predicts all later tokens."""
         return min(guess, self.session.model.guessers - 1)
 
 
 class SpeculativeDecoder:
-    """A session of one sequence that reads up to `most` guesses of a draft with each token that is drawn.
+    """A session of one sequence that evaluates draft tokens together with each sampled token.
 
-    Raises `ModelError` unless both models have the same tokens.
+    Args:
+        session: The session of the large model.
+        draft: The drafter.
+        most: Largest number of draft tokens per run.
+
+    Raises:
+        ModelError: The models have different vocabularies.
     """
 
     def __init__(self, session: Session, draft: Drafter, most: int) -> None:
@@ -118,13 +130,13 @@ class SpeculativeDecoder:
         self.counts = AcceptanceCounts()
         require_same_vocabulary(session.model, draft.session.model)
         self._evaluated_tokens: list[int] = []
-        """The last token drawn before the guesses, and the guesses."""
+        """The tokens of the last run: one sampled token, then the draft tokens."""
         self._accepted_count = 0
-        """How many of these have been drawn."""
+        """Tokens of the last run that have been sampled."""
         self._logits: npt.NDArray[np.float32] = np.zeros((0, session.model.vocabulary_size), np.float32)
 
     def next_logits(self, known: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Logits f32[1, vocabulary] behind the tokens that are `known`, the last of which was drawn just now."""
+        """Return the logits f32[1, vocabulary] after the tokens `known`; the last of them is newly sampled."""
         if (
             self._accepted_count < len(self._evaluated_tokens)
             and self._evaluated_tokens[self._accepted_count] == known[-1]
@@ -134,34 +146,36 @@ class SpeculativeDecoder:
             return self._logits[self._accepted_count - 1 : self._accepted_count]
         self.discard_rejected()
         room = self.session.context - self.session.lengths[0] - 1
-        guesses = self.drafter.draft_tokens(known, min(self.max_draft_tokens, room))
-        self._evaluated_tokens, self._accepted_count = [known[-1], *guesses], 1
+        draft_tokens = self.drafter.draft_tokens(known, min(self.max_draft_tokens, room))
+        self._evaluated_tokens, self._accepted_count = [known[-1], *draft_tokens], 1
         self._logits = self.session.evaluate([self._evaluated_tokens], every_position=True, reversible=True)[0]
         self.counts.run_count += 1
-        self.counts.drafted_tokens += len(guesses)
+        self.counts.drafted_tokens += len(draft_tokens)
         return self._logits[:1]
 
     def discard_rejected(self) -> None:
-        """Take back the guesses that were not drawn, as if the session had not read them."""
+        """Remove the rejected draft tokens from the session."""
         if self._accepted_count < len(self._evaluated_tokens):
             take_back(self.session, self._accepted_count)
         self._evaluated_tokens, self._accepted_count = [], 0
 
     def prepare(self, prompt: int) -> None:
-        """Make the plans and kernels that runs with guesses need behind a prompt of so many tokens."""
+        """Build the plans and kernels of runs with draft tokens after a prompt of `prompt` tokens."""
         self.drafter.prepare(prompt, self.max_draft_tokens)
         for count in range(1, self.max_draft_tokens + 2):
             self.session.prepare(count, behind=prompt, every_position=True, reversible=True)
 
 
 def require_same_vocabulary(model: Model, draft: Model) -> None:
-    """Raises `ModelError` unless a draft model has the tokens of the model for which it guesses."""
+    """Raise `ModelError` unless a draft model has the same vocabulary as the model."""
     if draft is model:
         return
     sizes = model.vocabulary_size, draft.vocabulary_size
-    lists = [m.gguf.metadata.get("tokenizer.ggml.tokens") for m in (model, draft)]
-    words, others = (list(tokens) if isinstance(tokens, MetadataArray) else [] for tokens in lists)
-    if sizes[0] != sizes[1] or words != others:
+    token_arrays = [m.gguf.metadata.get("tokenizer.ggml.tokens") for m in (model, draft)]
+    tokens_of_model, tokens_of_draft = (
+        list(array) if isinstance(array, MetadataArray) else [] for array in token_arrays
+    )
+    if sizes[0] != sizes[1] or tokens_of_model != tokens_of_draft:
         raise ModelError(
             f"{draft.gguf.path}: its {sizes[1]} tokens are not the {sizes[0]} tokens of {model.gguf.path}; "
             "a draft model needs the same vocabulary"
