@@ -1,4 +1,4 @@
-"""``hocket bench``: how fast prompts and new tokens at a depth run, as ``llama-bench`` counts them; where time goes."""
+"""``hocket bench``: tokens per second of prompts and new tokens, as in ``llama-bench``, and time by kernel."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_batched(args: argparse.Namespace, model: Model, groups: Sequence[Group]) -> int:
-    """Measure several sequences at once."""
+    """Measure several sequences at a time and print the rows."""
     if args.profile or args.trace or any(args.depths):
         raise ModelError("got -np with --profile, --trace or -d, which are of one sequence; leave out one of the two")
     work = BatchedBenchmark(model, args.prompts, args.new, args.parallel, args.repetitions, args.batch, args.world)
@@ -102,7 +102,7 @@ def run_batched(args: argparse.Namespace, model: Model, groups: Sequence[Group])
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkTest:
-    """`tokens` at once (a prompt) or one by one, after `depth` others that are not timed."""
+    """A test: `tokens` in one prompt (``pp``) or one by one (``tg``), after `depth` tokens that are not timed."""
 
     kind: str
     tokens: int
@@ -115,11 +115,11 @@ class BenchmarkTest:
 
 PROMPT_KIND, NEW_KIND = "pp", "tg"
 MIN_READ_BYTES, MAX_READ_BYTES = 128 << 20, 512 << 20
-"""Bytes that are read to measure the bandwidth of memory: twice the last cache within these limits."""
+"""Limits in bytes of the array for the memory bandwidth; its size is twice the last-level cache."""
 
 
 def list_tests(prompts: Sequence[int], new: Sequence[int], depths: Sequence[int]) -> list[BenchmarkTest]:
-    """Every prompt and every number of new tokens at every depth; 0 leaves one out."""
+    """Return a test for each prompt length and each count of new tokens at each depth; 0 is skipped."""
     chosen = [
         BenchmarkTest(kind, n, d)
         for d in depths
@@ -134,7 +134,7 @@ def list_tests(prompts: Sequence[int], new: Sequence[int], depths: Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkRequest:
-    """What to measure: tests of a model, each so many times, with at most `batch` tokens a run, traced to a file."""
+    """A benchmark: tests of a model with `repeats` timed runs each, and at most `batch` tokens per run."""
 
     model: Model
     tests: Sequence[BenchmarkTest]
@@ -144,14 +144,18 @@ class BenchmarkRequest:
     world: World = SINGLE_PROCESS
 
     def open_session(self, on: Group) -> Session:
-        """With the context that the longest test needs.  Raises `ModelError` if the model has not got it."""
+        """Open a session with the context of the longest test.
+
+        Raises:
+            ModelError: The context of the model is shorter.
+        """
         context = max(t.depth + t.tokens for t in self.tests)
         self.model.check_context(context)
         return open_session(self.model, on=on, context=context, batch=self.batch, world=self.world)
 
 
 def benchmark_rows(work: BenchmarkRequest, groups: Sequence[Group]) -> Iterator[dict[str, object]]:
-    """One row for each test on each group of devices."""
+    """Yield one row for each test on each device group."""
     about = describe_model(work.model)
     for on in groups:
         session = work.open_session(on)
@@ -168,7 +172,7 @@ def benchmark_rows(work: BenchmarkRequest, groups: Sequence[Group]) -> Iterator[
 
 
 def list_profiles(work: BenchmarkRequest, groups: Sequence[Group]) -> Iterator[str]:
-    """For each test on each group what every device spends its time on."""
+    """Yield the lines of the kernel times of every device, for each test on each device group."""
     for on in groups:
         session = work.open_session(on)
         for test in work.tests:
@@ -178,18 +182,18 @@ def list_profiles(work: BenchmarkRequest, groups: Sequence[Group]) -> Iterator[s
 
 
 def device_names(session: Session) -> str:
-    """The devices of a session, as `--devices` has them."""
+    """Return the devices of a session in the form of `--devices`."""
     return ",".join(str(device) for _, device in session.group)
 
 
 def thread_count(session: Session) -> int:
-    """Threads of each device."""
+    """Return the threads of each device."""
     backend, _ = session.group[0]
     return backend.threads if isinstance(backend, Threaded) else 1
 
 
 def make_memory_reader(session: Session) -> Reading | None:
-    """What all threads of all devices read together from memory; None unless all are ``cpu``."""
+    """Return a bandwidth measurement with the threads of all devices; None unless all devices are ``cpu``."""
     if not all(isinstance(backend, CpuBackend) for backend, _ in session.group):
         return None
     return Reading(
@@ -198,14 +202,14 @@ def make_memory_reader(session: Session) -> Reading | None:
 
 
 def prefill_depth(session: Session, test: BenchmarkTest, tokens: Sequence[int]) -> None:
-    """Forget what a session has read, and read the tokens before those that a test times."""
+    """Reset a session and evaluate the `depth` tokens that a test does not time."""
     session.reset(0)
     if test.depth:
         session.evaluate([list(tokens[: test.depth])])
 
 
 def time_test(session: Session, test: BenchmarkTest, tokens: Sequence[int]) -> float:
-    """Run a test once on a session of one sequence."""
+    """Run a test once on a session of one sequence and return its seconds."""
     prefill_depth(session, test, tokens)
     timed = list(tokens[test.depth : test.depth + test.tokens])
     parts = [timed] if test.kind == PROMPT_KIND else [[token] for token in timed]
@@ -216,15 +220,18 @@ def time_test(session: Session, test: BenchmarkTest, tokens: Sequence[int]) -> f
 
 
 def make_random_tokens(session: Session, seed: int = 0) -> list[int]:
-    """As many tokens as the context holds."""
+    """Return random tokens that fill the context."""
     return [int(t) for t in np.random.default_rng(seed).integers(0, session.model.vocabulary_size, session.context)]
 
 
 def collect_samples(
     session: Session, test: BenchmarkTest, repeats: int, reading: Reading | None
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each run, after one to warm up that builds the plans; and bytes a second read before each, in turn,
-    since a machine that others use does not stay the same for long."""
+    """Return the seconds of each run, and the memory bandwidth in bytes per second before each run.
+
+    The first run builds the plans and does not count. Both measurements alternate, since the load of a shared machine
+    changes.
+    """
     tokens, times, read = make_random_tokens(session), [], []
     time_test(session, test, tokens)
     for _ in range(repeats):
@@ -235,16 +242,18 @@ def collect_samples(
 
 
 def count_weight_bytes(model: Model, backend: Backend | None = None) -> int:
-    """Bytes of weights that one token reads: whole matrices, of tables and experts the chosen rows.
+    """Return the bytes of weights that one token reads: whole matrices, and the used part of tables and experts.
 
-    They are counted in the types in which `backend` stores them, or without one in the types of the file.
+    Args:
+        model: The model.
+        backend: Backend with the dtypes of the stored weights; None uses the dtypes of the file.
     """
     graph = model.graph(Step(1, 1, 256, 256, 1))
     return sum(_count_node_bytes(node, backend) for node in graph.nodes)
 
 
 def _count_node_bytes(node: Node, backend: Backend | None) -> int:
-    """Views pass a weight on and read nothing."""
+    """Return the bytes of weights that a node reads; a view reads none."""
     weights = [v.spec for v in node.inputs if v.node.op == "weight"]
     if not weights:
         return 0
@@ -254,7 +263,7 @@ def _count_node_bytes(node: Node, backend: Backend | None) -> int:
 
 
 def describe_model(model: Model) -> dict[str, object]:
-    """A model by llama-bench's names; the type is its architecture and the type of most of its bytes."""
+    """Return the columns of llama-bench about a model; its type is the architecture and the dtype of most bytes."""
     tensors, stored = model.gguf.tensors.values(), Counter[str]()
     for t in tensors:
         stored[t.dtype.text] += t.nbytes
@@ -270,10 +279,16 @@ def describe_model(model: Model) -> dict[str, object]:
 def result_row(
     test: BenchmarkTest, times: Sequence[float], *, nbytes: int, bandwidth: float | None
 ) -> dict[str, object]:
-    """What one test says by llama-bench's names: nanoseconds, and rates in tokens a second.
+    """Return the columns of llama-bench for one test: nanoseconds, and rates in tokens per second.
 
-    What llama-bench has not: the median of the rates; of new tokens the bytes of weights read in a second, and their
-    share of the `bandwidth` of reading and nothing else.
+    Additional columns are the median rate and, for new tokens, the weight bytes per second and their share of
+    `bandwidth`.
+
+    Args:
+        test: The test.
+        times: Seconds of each run.
+        nbytes: Bytes of weights that one token reads.
+        bandwidth: Measured memory bandwidth in bytes per second, or None.
     """
     nanoseconds, rates = [round(s * 1e9) for s in times], [test.tokens / s for s in times]
     read = median(rates) * nbytes if test.kind == NEW_KIND else None
@@ -297,7 +312,7 @@ def result_row(
 
 
 def compute_deviation(samples: Sequence[float]) -> float:
-    """The standard deviation of the samples, 0 of a single one."""
+    """Return the standard deviation of the samples, 0 for a single sample."""
     return stdev(samples) if len(samples) > 1 else 0.0
 
 
@@ -306,7 +321,7 @@ def compute_deviation(samples: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class KernelShare:
-    """What one kind of step took in a run of a device: how often it ran, and its seconds in all."""
+    """The number of calls of one kernel in a run of a device, and their total seconds."""
 
     kernel: str
     count: int
@@ -317,9 +332,9 @@ OUTSIDE_KERNELS = "outside kernels"
 
 
 def profile_test(session: Session, test: BenchmarkTest, repeats: int) -> list[list[KernelShare]]:
-    """For each device where the median run of a test's step spends its time, the longest first.
+    """Return the kernel times of each device in the median run of a step, the longest first.
 
-    The step is the whole prompt, or one token.  What is outside kernels is the rest of that run.
+    The step is the whole prompt, or one token. The last entry is the time outside kernels.
     """
     tokens = make_random_tokens(session)
     many = test.tokens if test.kind == PROMPT_KIND else 1
@@ -347,7 +362,7 @@ def _sum_kernel_shares(steps: Iterable[Timed], wall: float) -> list[KernelShare]
 
 
 def format_profile(shares: Sequence[KernelShare]) -> Iterator[str]:
-    """A table of what takes how long."""
+    """Yield table lines: microseconds, percentage, calls and name of each kernel."""
     whole = sum(s.seconds for s in shares)
     for s in shares:
         yield f"{s.seconds * 1e6:10.1f} µs  {s.seconds / whole:6.1%}  {s.count:5} ×  {s.kernel}"

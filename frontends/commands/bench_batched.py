@@ -1,5 +1,7 @@
-"""Several sequences at once, which ``hocket bench -np`` measures as ``llama-batched-bench`` does: their prompts, then
-steps in which each gets a token."""
+"""``hocket bench -np``: several sequences at a time, as in ``llama-batched-bench``.
+
+The sequences read their prompts together. Then each step gives a token to each of them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ BATCHED_COLUMNS = ("pp", "tg", "pl", "n_kv", "t_pp", "speed_pp", "t_tg", "speed_
 
 
 def _format_cells(row: Row) -> list[object]:
-    """Seconds and rates with three and two digits behind the point, as llama-batched-bench has them."""
+    """Return the Markdown cells: seconds with three decimals and rates with two, as in llama-batched-bench."""
     numbers = [(name, row[name]) for name in BATCHED_COLUMNS]
     digits = {name: 2 if name.startswith("speed") else 3 for name in BATCHED_COLUMNS}
     return [f"{number:.{digits[name]}f}" if isinstance(number, float) else number for name, number in numbers]
@@ -35,8 +37,10 @@ BATCHED_TABLE = Table("llama_batched_bench", BATCHED_HEAD, _format_cells)
 
 @dataclass(frozen=True, slots=True)
 class BatchedBenchmark:
-    """What to measure: for every number of sequences each prompt, and then so many new tokens, with at most `batch`
-    tokens of all sequences in a run; the median of so many repeats."""
+    """A benchmark of each prompt length and each count of new tokens, for each number of sequences.
+
+    A run has at most `batch` tokens of all sequences. The result is the median of `repeats` runs.
+    """
 
     model: Model
     prompt_lengths: Sequence[int]
@@ -47,9 +51,13 @@ class BatchedBenchmark:
     world: World
 
     def measure_rows(self, on: Group) -> Iterator[dict[str, object]]:
-        """A row for each prompt, number of new tokens and number of sequences, by the names of llama-batched-bench.
+        """Yield a row for each prompt length, count of new tokens and number of sequences.
 
-        Repeats go through the numbers of sequences in turn, since a machine that others use does not stay the same.
+        The columns have the names of llama-batched-bench. Repeats alternate between the numbers of sequences, since the
+        load of a shared machine changes.
+
+        Raises:
+            ModelError: There is nothing to measure, or a number of sequences is 0.
         """
         if not any(self.prompt_lengths) and not any(self.new_counts):
             raise ModelError("there is nothing to measure; ask for a prompt with -p or for new tokens with -n")
@@ -58,15 +66,18 @@ class BatchedBenchmark:
         sessions = self.open_sessions(on)
         for prompt, new in product(self.prompt_lengths, self.new_counts):
             times: Mapping[int, list[tuple[float, float]]] = {count: [] for count in sessions}
-            for _ in range(1 + self.repeats):  # the first makes plans
+            for _ in range(1 + self.repeats):  # the first one builds plans
                 for count, session in sessions.items():
                     times[count].append(time_batch(session, prompt, new))
             for count in self.sequence_counts:
                 yield batched_row(prompt, new, count, *sorted(times[count][1:], key=sum)[self.repeats // 2])
 
     def open_sessions(self, on: Group) -> dict[int, Session | Microbatches]:
-        """A session for each number of sequences; all read the same weights.  Raises `ModelError` if the model has not
-        got the context."""
+        """Return a session for each number of sequences; all share the weights.
+
+        Raises:
+            ModelError: The context of the model is too short.
+        """
         context = max(self.prompt_lengths) + max(self.new_counts)
         self.model.check_context(context)
         most = max(self.sequence_counts)
@@ -83,12 +94,12 @@ class BatchedBenchmark:
         return each
 
     def _tokens_per_sequence(self, sequences: int) -> int:
-        """Tokens of each sequence in a run."""
+        """Return the tokens of each sequence in a run."""
         return max(1, self.batch // sequences)
 
 
 def time_batch(session: Session | Microbatches, prompt: int, new: int) -> tuple[float, float]:
-    """What the prompts of all sequences take, and so many steps after them, each of which waits for the one before."""
+    """Return the seconds of the prompts of all sequences, and of `new` dependent steps after them."""
     count = session.sequences
     for sequence in range(count):
         session.reset(sequence)
@@ -108,7 +119,7 @@ def time_batch(session: Session | Microbatches, prompt: int, new: int) -> tuple[
 
 
 def batched_row(prompt: int, new: int, count: int, prompt_seconds: float, new_seconds: float) -> dict[str, object]:
-    """One measurement: tokens, and tokens a second of all sequences together."""
+    """Return the row of one measurement: token counts, seconds, and tokens per second of all sequences together."""
     total = prompt_seconds + new_seconds
     return {
         **{"pp": prompt, "tg": new, "pl": count, "n_kv": count * (prompt + new)},

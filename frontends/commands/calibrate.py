@@ -1,4 +1,4 @@
-"""``hocket calibrate``: measure what plans are judged by, and keep it for later plans on this machine."""
+"""``hocket calibrate``: measures the speeds of the cost model and stores them for later plans on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import ModelError
 from ..terminal.output import write_data, write_log_line
 
 CALIBRATED_GROUPS = (("cpu:0",), ("cpu:0", "cpu:1"))
-"""Devices that are measured together: they share the processors and the memory."""
+"""Device groups that are measured; the devices of a group share processors and memory."""
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
@@ -39,7 +39,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def format_speeds(name: str, speeds: Speeds, devices: int) -> list[str]:
-    """What was measured, in words."""
+    """Return the lines about measured speeds.
+
+    Args:
+        name: Name of the device group.
+        speeds: The measured speeds.
+        devices: Number of devices of the group.
+    """
     link = f"; a meeting {speeds.link_latency * 1e6:.1f} us, messages {speeds.link_bandwidth / 1e9:.1f} GB/s"
     rows = [
         f"{name}: a launch {speeds.launch * 1e6:.2f} us{link if devices > 1 else ''}",
@@ -47,8 +53,8 @@ def format_speeds(name: str, speeds: Speeds, devices: int) -> list[str]:
         f"states {speeds.state_bandwidth / 1e9:.1f} GB/s, values between ops {speeds.value_bandwidth / 1e9:.1f} GB/s",
     ]
     if speeds.held:
-        held = [f"{share:.0%} of {float(size) / 1e6:.0f} MB" for size, share in speeds.held.items()]
-        rows.append(f"  of weights that each token reads caches hold {', '.join(held)}")
+        cached_parts = [f"{share:.0%} of {float(size) / 1e6:.0f} MB" for size, share in speeds.held.items()]
+        rows.append(f"  of weights that each token reads caches hold {', '.join(cached_parts)}")
     if devices > 1:
         rows.append(
             f"  while the others wait one computes {speeds.alone_flops:.2f} times as fast, "

@@ -1,4 +1,4 @@
-"""``hocket check``: the conformance kit, which has its own flags."""
+"""``hocket check``: the conformance kit, with its own flags."""
 
 from ...conformance.command import add_arguments as add_flags
 from ...conformance.command import run as check

@@ -1,4 +1,4 @@
-"""``hocket devices``: the devices of this machine, and what their memory and arithmetic deliver."""
+"""``hocket devices``: the devices of this machine, with their memory bandwidth and arithmetic speed on request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...scheduler import nbytes_text
 from ..terminal.output import write_data
 
 MATRIX_ROWS, MATRIX_COLUMNS = 16384, 4096
-"""A float32 matrix of 256 MiB, larger than any cache."""
+"""Shape of a float32 matrix of 256 MiB, larger than any cache."""
 SQUARE_SIZE = 2048
 MEASURED_RUNS = 5
 
@@ -47,14 +47,14 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FoundDevice:
-    """A device, or why a kind of device has none."""
+    """A device, or the reason why a backend has no devices."""
 
     kind: str
     device: Device | None = None
     problem: str = ""
     is_host: bool = False
     transport: str = ""
-    """How it meets all others of its kind, where there are several ways and several devices."""
+    """Transport of its collectives, for a backend with several transports and several devices."""
 
     @property
     def name(self) -> str:
@@ -73,14 +73,14 @@ class FoundDevice:
 
 @dataclass(frozen=True, slots=True)
 class HostSpeed:
-    """Bytes read from memory in a second, and float32 operations in a second."""
+    """Memory bandwidth in bytes per second, and float32 operations per second."""
 
     bandwidth: float
     flops: float
 
 
 def find_devices() -> Iterator[FoundDevice]:
-    """Every device of every registered backend; a backend that does not load says why."""
+    """Yield every device of every registered backend; a backend that cannot be loaded gives its error."""
     for kind in sorted(registered()):
         try:
             backend = load(kind)
@@ -93,8 +93,11 @@ def find_devices() -> Iterator[FoundDevice]:
 
 
 def measure_host_speed() -> HostSpeed:
-    """What NumPy gets out of this machine, best of five: a matrix times a vector for the bandwidth, as in decoding,
-    and a product of square matrices for the arithmetic."""
+    """Measure this machine with NumPy, best of five runs.
+
+    A matrix-vector product gives the bandwidth, as in decoding. A product of square matrices gives the arithmetic
+    speed.
+    """
     matrix, vector = np.ones((MATRIX_ROWS, MATRIX_COLUMNS), np.float32), np.ones(MATRIX_COLUMNS, np.float32)
     out = np.empty(MATRIX_ROWS, np.float32)
     bandwidth = matrix.nbytes / _measure_fastest(lambda: np.dot(matrix, vector, out=out))
@@ -104,7 +107,7 @@ def measure_host_speed() -> HostSpeed:
 
 
 def _measure_fastest(run: Callable[[], object]) -> float:
-    """Seconds of the fastest of some runs after one to warm up."""
+    """Return the seconds of the fastest run, after a warm-up run."""
     run()
     seconds = []
     for _ in range(MEASURED_RUNS):

@@ -1,4 +1,4 @@
-"""``hocket dump``: a graph as text, or one layer cut out of it to look at it alone."""
+"""``hocket dump``: a graph, or one layer of it, as text, JSON or DOT."""
 
 from __future__ import annotations
 
@@ -37,28 +37,38 @@ def run(args: argparse.Namespace) -> int:
 
 
 def extract_layer(graph: Graph, layer: int) -> Graph:
-    """The nodes of one layer as a graph of its own: what other nodes give becomes an input, what they take an output.
+    """Return the nodes of one layer as a graph.
 
-    Layers are found by structure, so names tell nothing.  Raises `GraphError` for one that is not there.
+    Values from other nodes become inputs, and values that other nodes read become outputs. Layers are found by their
+    structure, not by names.
+
+    Raises:
+        GraphError: The graph has no such layer.
     """
     every = find_layer_nodes(graph)
     if layer >= len(every):
         have = f"those there are: 0 to {len(every) - 1}" if every else "this graph has none"
         raise GraphError(f"no node belongs to layer {layer}; {have}")
-    mine, called = every[layer], assign_names(graph)
+    layer_nodes, names = every[layer], assign_names(graph)
 
     def label(value: Value) -> str:
-        return called[value.node] + (f".{value.index}" if len(value.node.specs) > 1 else "")
+        return names[value.node] + (f".{value.index}" if len(value.node.specs) > 1 else "")
 
-    became: dict[Value, Value] = {}
-    for node in mine:
+    replacements: dict[Value, Value] = {}
+    for node in layer_nodes:
         for source in node.inputs:
-            if source not in became:  # the sources of this layer come first
-                became[source] = source if source.node.is_leaf else input(label(source), source.shape, source.dtype)
-        new = node.with_src(tuple(None if s is None else became[s] for s in node.src))
-        became.update(zip(node.results, new.results, strict=True))
-    users, own = graph.users(), set(mine)
-    inside = {value for node in mine for value in node.results}
-    wanted = [v for v in inside if v in graph.outputs.values() or not own.issuperset(users[v])]
-    updates = {became[old]: became[new] for old, new in graph.updates.items() if new in inside and old in became}
-    return Graph({label(v): became[v] for v in sorted(wanted, key=label)}, updates)
+            if source not in replacements:  # operands of this layer precede their users
+                replacements[source] = (
+                    source if source.node.is_leaf else input(label(source), source.shape, source.dtype)
+                )
+        new = node.with_src(tuple(None if s is None else replacements[s] for s in node.src))
+        replacements.update(zip(node.results, new.results, strict=True))
+    users, layer_set = graph.users(), set(layer_nodes)
+    inside = {value for node in layer_nodes for value in node.results}
+    outputs = [v for v in inside if v in graph.outputs.values() or not layer_set.issuperset(users[v])]
+    updates = {
+        replacements[old]: replacements[new]
+        for old, new in graph.updates.items()
+        if new in inside and old in replacements
+    }
+    return Graph({label(v): replacements[v] for v in sorted(outputs, key=label)}, updates)

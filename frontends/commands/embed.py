@@ -1,4 +1,4 @@
-"""``hocket embed``: vectors of texts, by encoders or language models."""
+"""``hocket embed``: embedding vectors of texts, by encoders or language models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hocket logits``: the logits of every position, evaluated as a batch or step by step, written as they come."""
+"""``hocket logits``: the logits of every position, evaluated in batches or token by token, as a ``.npy`` file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .shared_flags import (
 )
 
 HEADER_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-"""Readers of ``.npy`` headers by version.  `numpy.load` would also unzip and map, each with errors of its own."""
+"""Readers of ``.npy`` headers by version. `numpy.load` also reads archives, with other errors."""
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def require_tokens(tokens: Sequence[int], model: Model) -> None:
-    """Raises `ModelError` if there are none or one is outside the vocabulary, which it names."""
+    """Raise `ModelError` if there are no tokens, or if a token is outside the vocabulary."""
     if not tokens:
         raise ModelError("there are no tokens; give at least one")
     for i, token in enumerate(tokens):
@@ -72,14 +72,18 @@ def require_tokens(tokens: Sequence[int], model: Model) -> None:
 
 
 def read_tokens(path: str) -> list[int]:
-    """Token ids from a ``.npy`` file.  Raises `ModelError` unless it holds integers in one dimension."""
+    """Return the token ids in a ``.npy`` file.
+
+    Raises:
+        ModelError: The file is no ``.npy`` file with integers in one dimension.
+    """
     if not Path(path).is_file():
         raise ModelError(f"{path}: is no file; give a .npy file of token ids")
     with open(path, "rb") as file:
         try:
             with warnings.catch_warnings(action="ignore"):
                 shape, _, dtype = HEADER_READERS[np.lib.format.read_magic(file)](file)
-        except Exception as error:  # the header is Python source, so there is no end of ways in which it can be wrong
+        except Exception as error:  # the header is Python source and may raise any exception
             name = type(error).__name__
             raise ModelError(f"{path}: cannot be read as .npy ({name}); save token ids with numpy.save") from None
         if len(shape) != 1 or dtype.kind not in "iu":
@@ -91,9 +95,9 @@ def read_tokens(path: str) -> list[int]:
 
 
 def compute_logits(session: Session, tokens: Sequence[int], *, step: bool = False) -> Iterator[F32]:
-    """Blocks of rows ``[n, vocabulary]``, together one row a token.
+    """Yield blocks of logits f32[n, vocabulary], in total one row per token.
 
-    All tokens in batches, or with ``step`` the first half so and then token by token, as generation runs.
+    Tokens are evaluated in batches. With `step` the second half is evaluated token by token, as in generation.
     """
     cut = len(tokens) // 2 if step else len(tokens)
     for start in range(0, cut, session.batch):
@@ -103,7 +107,7 @@ def compute_logits(session: Session, tokens: Sequence[int], *, step: bool = Fals
 
 
 def write_rows(path: str, blocks: Iterable[F32], shape: tuple[int, int]) -> None:
-    """Write blocks of rows as one ``.npy`` file of float32 ``shape``, whole or not at all."""
+    """Write blocks of rows as one float32 ``.npy`` file of the given shape; on a failure no file is written."""
     with replacing(path) as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
         for block in blocks:

@@ -1,4 +1,4 @@
-"""``hocket ops``: which op runs on which backend."""
+"""``hocket ops``: the ops that each backend supports, by dtype."""
 
 from __future__ import annotations
 

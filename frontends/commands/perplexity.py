@@ -1,4 +1,4 @@
-"""``hocket perplexity``, as ``llama-perplexity`` measures it: chunks of the context, the second half of each scored."""
+"""``hocket perplexity``, as in ``llama-perplexity``: chunks of the context length, with the second half scored."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .shared_flags import (
 )
 
 DEFAULT_CONTEXT_TOKENS = 512
-"""Tokens of context unless asked otherwise."""
+"""Default tokens of context."""
 F64 = npt.NDArray[np.float64]
 ROWS_PER_WIDENING = 64
-"""Rows of logits that are widened to float64 at a time."""
+"""Rows of logits that are converted to float64 at a time."""
 MIN_CHUNK_TOKENS = 3
-"""Tokens of the smallest chunk of which one can be scored."""
+"""Tokens of the smallest chunk with a scored token."""
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
     session = open_session_from_flags(args, model, context)
     bos = tokenizer.bos_id if tokenizer.add_bos else None
     chunks = score_chunks(session, tokens, bos=bos)
-    shown = tqdm(chunks, total=total, desc="perplexity", unit="chunk", leave=False, disable=None)
+    progress = tqdm(chunks, total=total, desc="perplexity", unit="chunk", leave=False, disable=None)
     with trace_to_file(session, args.trace):
-        score = PerplexityScore.from_chunks(list(shown))
+        score = PerplexityScore.from_chunks(list(progress))
     row: dict[str, float] = {
         "chunks": score.chunk_count,
         "context": context,
@@ -84,7 +84,7 @@ class PerplexityScore:
 
     @classmethod
     def from_chunks(cls, chunks: Sequence[F64]) -> PerplexityScore:
-        """The score of chunks given as NLL for each scored token."""
+        """Return the score of chunks, each an array of the NLL of its scored tokens."""
         nll = np.concatenate(chunks)
         error = nll.std(ddof=1) / math.sqrt(len(nll)) if len(nll) > 1 else math.nan
         return cls(len(chunks), len(nll), float(nll.mean()), float(error))
@@ -96,9 +96,10 @@ class PerplexityScore:
 
 
 def count_chunks(tokens: int, context: int) -> int:
-    """Chunks of ``context`` tokens in a text; what does not fill one is dropped.
+    """Return the number of complete chunks of `context` tokens in a text; the rest is dropped.
 
-    Raises `ModelError` if there is none, or none could be scored.
+    Raises:
+        ModelError: There is no complete chunk, or a chunk is too short for a scored token.
     """
     if context < MIN_CHUNK_TOKENS:
         raise ModelError(f"context size is {context}; a chunk needs at least {MIN_CHUNK_TOKENS} tokens to score one")
@@ -108,9 +109,10 @@ def count_chunks(tokens: int, context: int) -> int:
 
 
 def score_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) -> Iterator[F64]:
-    """For each chunk the NLL of its tokens from ``context / 2 + 1`` on, each given all before it in the chunk.
+    """Yield for each chunk the NLL of its tokens from ``context / 2 + 1`` on, float64[tokens].
 
-    ``bos`` takes the place of the first token of every chunk, for models that begin every text with it.
+    Each token is predicted from all tokens before it in the chunk. `bos` replaces the first token of every chunk, for
+    models that begin every text with BOS.
     """
     size, first = session.context, session.context // 2
     for start in range(0, count_chunks(len(tokens), size) * size, size):
@@ -124,7 +126,7 @@ def score_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) ->
 
 
 def compute_nll(logits: F32, targets: Sequence[int]) -> F64:
-    """For each row of logits the NLL of its target, in float64."""
+    """Return the NLL of the target of each row of logits, float64[rows]."""
     losses = np.empty(len(targets))
     for start in range(0, len(targets), ROWS_PER_WIDENING):
         x = logits[start : start + ROWS_PER_WIDENING].astype(np.float64)

@@ -1,4 +1,4 @@
-"""``hocket run``: a text and what follows it, or a talk."""
+"""``hocket run``: generated text after a prompt, or a chat."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ from .shared_flags import (
 )
 
 DEFAULT_PROMPT = "It is a truth universally acknowledged, that"
-"""What the embedded model continues if nobody says otherwise."""
+"""Default prompt of the embedded model."""
 DEFAULT_NEW_TOKENS = 128
 FLAGS_WITHOUT_COMPARE = ("chat", "trace", "watch", "save_state", "load_state", "predict")
-"""Flags that say nothing of a comparison."""
+"""Flags that `--compare` excludes."""
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
@@ -72,8 +72,8 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
     new = "new tokens, -1: until the context is full (128; --chat: -1)"
     sub.add_argument("-n", "--predict", "--n-predict", type=parse_natural_or_minus_one, metavar="N", help=new)
     add_sampling_flags(sub)
-    said = "use the chat template; on a terminal /help lists commands"
-    sub.add_argument("--chat", "-cnv", "--conversation", action="store_true", help=said)
+    help_text = "use the chat template; on a terminal /help lists commands"
+    sub.add_argument("--chat", "-cnv", "--conversation", action="store_true", help=help_text)
     sub.add_argument("-sys", "--system-prompt", dest="system", metavar="TEXT", help="system prompt")
     add_chat_flags(sub)
     sub.add_argument("--save-state", metavar="FILE", help="keep the session's state, to go on later")
@@ -104,7 +104,7 @@ def add_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def add_chat_flags(sub: argparse.ArgumentParser) -> None:
-    """How messages become a prompt."""
+    """Add the flags of the chat template."""
     names = ("--chat-template", "--chat-template-file")
     sub.add_argument(*names, dest="template", metavar="FILE", help="chat template (jinja2) in place of the model's")
     further = "further variables of the chat template, as '{\"enable_thinking\": false}'"
@@ -113,7 +113,7 @@ def add_chat_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def add_ending_flags(sub: argparse.ArgumentParser) -> None:
-    """What a text may be, and where it ends."""
+    """Add the flags of grammars and of the end of a text."""
     sub.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
     sub.add_argument(
         *("-r", "--reverse-prompt"),
@@ -133,7 +133,7 @@ def add_ending_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_flags(sub: argparse.ArgumentParser) -> None:
-    """How tokens are chosen; the defaults are llama.cpp's."""
+    """Add the sampling flags, with the defaults of llama.cpp."""
     add = sub.add_argument
     add(
         "--temp",
@@ -247,21 +247,21 @@ def grammar_from_flags(args: argparse.Namespace, tokenizer: Tokenizer) -> Gramma
 
 
 def run_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawing: GenerationParams) -> int:
-    """Print a text and what follows it."""
+    """Print a prompt and its continuation; return the exit code."""
     text = broadcast_text(
         args, lambda: read_prompt(args, "" if args.load_state else DEFAULT_PROMPT if args.model is None else None)
     )
     tokens = tokenizer.encode(text, add_special=args.load_state is None, parse_special=True)
-    fewest = len(tokens) if drawing.pinned_tokens is None else 0  # else a longer text is cut
+    min_tokens = len(tokens) if drawing.pinned_tokens is None else 0  # a context shift cuts a longer text
     with show_compile_progress():
         started = time.perf_counter()
-        session = open_session_from_flags(args, model, context_for(model, fewest, args.context))
+        session = open_session_from_flags(args, model, context_for(model, min_tokens, args.context))
         load = time.perf_counter() - started
         before = load_state(session, args.load_state)[0] if args.load_state else []
-        new = before[session.lengths[0] :] + tokens  # the last token that was shown has not been read yet
+        new = before[session.lengths[0] :] + tokens  # the last shown token has not been evaluated yet
         if not new:
-            ended = f"{args.load_state}: its text has come to an end; give more of it with -p"
-            raise ModelError(ended if before else EMPTY_PROMPT_ERROR)
+            message = f"{args.load_state}: its text has come to an end; give more of it with -p"
+            raise ModelError(message if before else EMPTY_PROMPT_ERROR)
         ahead = drafter_from_flags(args, session)
         timing = compile_ahead(session, new, drawing, ahead) + Timing(load=load)
     known = [before[: session.lengths[0]]]
@@ -281,28 +281,33 @@ def run_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenizer,
 
 
 def run_comparison(args: argparse.Namespace, model: Model, tokenizer: Tokenizer) -> int:
-    """Print the first value of the prompt that differs, with the graph around it; of its last token by itself, which
-    other kernels run.  1 if there is one."""
+    """Print the first value of a prompt that differs on another device, with the graph around it.
+
+    The last token is a step of its own, because other kernels compute it.
+
+    Returns:
+        The exit code: 1 if a value differs, else 0.
+    """
     if clash := [f"--{name.replace('_', '-')}" for name in FLAGS_WITHOUT_COMPARE if getattr(args, name)]:
         raise ModelError(f"--compare writes no text, so {clash[0]} has no meaning beside it; leave out one of the two")
     if args.world.size > 1:
         raise ModelError("--compare is for one process; start it without mpiexec")
-    find(args.compare)  # whether it exists should be known before weights are loaded
+    find(args.compare)  # an unknown device is refused before the weights are loaded
     tokens = tokenizer.encode(read_prompt(args, DEFAULT_PROMPT if args.model is None else None), parse_special=True)
     with show_compile_progress():
         session = open_session_from_flags(
             args, model, context_for(model, len(tokens), args.context or max(len(tokens), 1))
         )
         for part in filter(None, (tokens[:-1], tokens[-1:])):
-            said, is_wrong = compare_step(session, part, args.compare)
-            write_data(f"{len(part)} token{'s' * (len(part) > 1)}: {said}\n")
+            message, is_wrong = compare_step(session, part, args.compare)
+            write_data(f"{len(part)} token{'s' * (len(part) > 1)}: {message}\n")
             if is_wrong:
                 return 1
     return 0
 
 
 def compare_step(session: Session, tokens: Sequence[int], device: str) -> tuple[str, bool]:
-    """What a comparison of one step finds, and whether a value is wrong."""
+    """Compare one step with another device; return a message and whether a value is wrong."""
     count, nearest = 0, None
     for found in session.judge(tokens, device):
         if found.is_wrong:
@@ -313,8 +318,8 @@ def compare_step(session: Session, tokens: Sequence[int], device: str) -> tuple[
 
 
 def run_chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawing: GenerationParams) -> int:
-    """Answer one message, or on a terminal one after the other."""
-    format = chat_format_from_flags(args, model)  # a wrong one should be refused before the weights are loaded
+    """Answer one message, or several messages on a terminal; return the exit code."""
+    format = chat_format_from_flags(args, model)  # a wrong template is refused before the weights are loaded
     asked = args.prompt is None and args.file is None
     interactive = asked and broadcast_text(args, lambda: "yes" if is_stdin_terminal() else "") == "yes"
     if interactive and args.world.size > 1:
@@ -328,8 +333,8 @@ def run_chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawi
         load = time.perf_counter() - started
         ahead = drafter_from_flags(args, session)
         timing = compile_ahead(session, [], drawing, ahead) + Timing(load=load)
-    said = {"stops": args.stops, "system": args.system, "format": format}
-    conversation = Conversation(session, tokenizer, drawing, decoder=ahead, **said)
+    options = {"stops": args.stops, "system": args.system, "format": format}
+    conversation = Conversation(session, tokenizer, drawing, decoder=ahead, **options)
     conversation.timing = timing
     if args.load_state:
         conversation.load(args.load_state)
@@ -349,7 +354,11 @@ def run_chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawi
 
 
 def chat_format_from_flags(args: argparse.Namespace, model: Model) -> ChatFormat:
-    """The chat template and its variables, as `chat_flags` name them."""
+    """Return the chat template and its variables from the flags.
+
+    Raises:
+        ModelError: A file is missing or damaged, or the template is wrong.
+    """
     template = broadcast_text(args, lambda: read_text(args.template)) if args.template else None
     tools = None
     if args.tools:
@@ -363,7 +372,7 @@ def chat_format_from_flags(args: argparse.Namespace, model: Model) -> ChatFormat
 
 
 def drafter_from_flags(args: argparse.Namespace, session: Session) -> SpeculativeDecoder | None:
-    """What guesses: the draft model of -md, on the devices of the model for which it does, or a block of that."""
+    """Return speculative decoding with the model of -md on the same devices, or with MTP blocks; None without."""
     if session.model.guessers:
         return SpeculativeDecoder(session, MtpDrafter(session), args.draft_max)
     if args.draft is None:
@@ -385,7 +394,11 @@ def format_acceptance(ahead: SpeculativeDecoder | None) -> str:
 
 
 def read_prompt(args: argparse.Namespace, default: str | None) -> str:
-    """The text of -p or -f, else what is piped in, else the default.  Raises `ModelError` if there is none."""
+    """Return the text of -p or -f, or else the piped text, or else the default.
+
+    Raises:
+        ModelError: There is no text.
+    """
     if args.prompt is not None:
         return str(args.prompt)
     if args.file is not None:
@@ -398,30 +411,30 @@ def read_prompt(args: argparse.Namespace, default: str | None) -> str:
 
 
 def has_piped_text() -> bool:
-    """Whether text waits in stdin; a pipe into which nobody has written yet is not waited for."""
+    """Whether stdin has text now; an empty pipe is not waited for."""
     try:
         return not is_stdin_terminal() and bool(select.select([sys.stdin], [], [], 0)[0])
-    except (OSError, ValueError):  # stdin is closed, or no file of the system's
+    except (OSError, ValueError):  # stdin is closed, or has no file descriptor
         return False
 
 
 def is_stdin_terminal() -> bool:
-    """Whether stdin is a person (or closed, so that nobody can say anything)."""
+    """Whether stdin is a terminal, or closed."""
     return sys.stdin is None or sys.stdin.isatty()
 
 
 def format_seed(args: argparse.Namespace) -> str:
-    """How to get this text again."""
+    """Return the flag that repeats this text, empty at temperature 0."""
     return f"; --seed {args.seed}" if args.temp else ""
 
 
 def format_memory(session: Session) -> str:
-    """Bytes in use on each device; in several processes also what each has read of the model."""
+    """Return the bytes in use on each device; with several processes also the bytes of weights that each has read."""
     store, world = session.store, session.world
-    own = [session.group[number][1] for number in store.between.local_devices]
+    local_devices = [session.group[number][1] for number in store.between.local_devices]
     parts = []
-    for device, held in zip(own, store.nbytes(), strict=True):
-        parts.append(f"{device}: " + ", ".join(f"{kind} {nbytes_text(n)}" for kind, n in held.items()))
+    for device, used_bytes in zip(local_devices, store.nbytes(), strict=True):
+        parts.append(f"{device}: " + ", ".join(f"{kind} {nbytes_text(n)}" for kind, n in used_bytes.items()))
     if world.size > 1:
         parts.append(f"{world.name(world.rank)} read {nbytes_text(store.nread)} of weights")
     return "; ".join(text.decode() for text in world.all_gather_bytes("; ".join(parts).encode()))

@@ -1,4 +1,4 @@
-"""The flags that several commands have in common, and the devices and sessions that they describe."""
+"""Flags that several commands share, and the devices, models and sessions that they describe."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ EXACT_HELP = (
 def add_model_flags(
     sub: argparse.ArgumentParser, help: str = "GGUF file", metavar: str = "MODEL", **options: Any
 ) -> None:
-    """The model as first argument, or behind ``-m`` as llama.cpp has it."""
+    """Add the model as first argument, or after ``-m`` as in llama.cpp."""
     sub.add_argument("model", metavar=metavar, help=help, **options)
     sub.add_argument("-m", "--model", action=PositionalAlias, dest="model", metavar=metavar, help=f"as {metavar}")
 
 
 def add_session_flags(sub: argparse.ArgumentParser) -> None:
-    """What every command that runs a model takes."""
+    """Add the flags of all commands that run a model."""
     add_group_flags(sub, sub)
     add_adapter_flags(sub)
     sub.add_argument("--exact", action="store_true", help=EXACT_HELP)
@@ -76,7 +76,7 @@ def add_session_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def add_adapter_flags(sub: argparse.ArgumentParser) -> None:
-    """What changes a model without changing its file."""
+    """Add the flags of LoRA adapters and control vectors."""
     add = partial(sub.add_argument, type=parse_scaled_file, action="append", default=[], metavar="FILE[:SCALE]")
     add("--lora", help="apply a LoRA adapter; may be repeated")
     add("--control-vector", help="add a control vector; may be repeated")
@@ -90,7 +90,7 @@ def add_adapter_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def load_model_from_flags(args: argparse.Namespace) -> Model:
-    """The model of a command with what `adapter_flags` say."""
+    """Return the model of a command, with its adapters."""
     span = args.control_vector_layer_range
     return open_adapted(
         args.model,
@@ -101,13 +101,17 @@ def load_model_from_flags(args: argparse.Namespace) -> Model:
 
 
 def mark_multi_rank(sub: argparse.ArgumentParser) -> None:
-    """A command that several processes run together; of others rank 0 runs them alone."""
+    """Mark a command that all ranks run together; rank 0 alone runs the other commands."""
     sub.set_defaults(in_ranks=True)
 
 
 def add_group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContainer) -> None:
-    """The devices, named in `where`, which may be a group of flags of `sub` that exclude each other, and how they
-    share."""
+    """Add the flags of the devices and of the split.
+
+    Args:
+        sub: Parser of the command.
+        where: Receives `--devices`; it may be a mutually exclusive group of `sub`.
+    """
     where.add_argument("--devices", type=parse_devices, default=("cpu:0",), metavar="LIST", help=DEVICES_HELP)
     sub.add_argument(
         *("-sm", "--split-mode"),
@@ -137,7 +141,7 @@ def add_transfer_dtype_flag(sub: argparse.ArgumentParser) -> None:
 
 
 def add_cache_flags(sub: argparse.ArgumentParser) -> None:
-    """What is kept of each token for attention."""
+    """Add the flags of the dtypes of the KV cache."""
     for short, name, what in (("-ctk", "--cache-type-k", "keys"), ("-ctv", "--cache-type-v", "values")):
         sub.add_argument(short, name, choices=(*CACHES,), help=f"type of cached {what} (f16; with --exact f32)")
 
@@ -151,7 +155,7 @@ def add_packed_flag(sub: argparse.ArgumentParser) -> None:
 
 
 def cache_dtypes(args: argparse.Namespace) -> dict[str, str | None]:
-    """The fields of `Group` that `cache_flags` say."""
+    """Return the fields of the device group that the flags of the KV cache give."""
     return {"cache_type_k": args.cache_type_k, "cache_type_v": args.cache_type_v}
 
 
@@ -166,10 +170,12 @@ def add_trace_flag(sub: argparse._ActionsContainer) -> None:
 
 @contextmanager
 def trace_to_file(session: Session, path: str | None) -> Iterator[None]:
-    """In this context runs of a session are traced, if a file is named, which is written in the end, also of a failure.
+    """Trace the runs of a session in this context and write the trace at the end, also after a failure.
 
-    Of several processes rank 0 writes one, of what its own devices did.  Raises `OSError`, at the beginning if the file
-    cannot be written.
+    Without a path nothing is traced. With several processes rank 0 writes the trace of its own devices.
+
+    Raises:
+        OSError: The file cannot be written; this is checked at the beginning.
     """
     if path is None or session.world.rank:
         yield
@@ -198,22 +204,28 @@ def add_batch_flag(sub: argparse.ArgumentParser, default: int, meaning: str) -> 
 
 
 def device_group_from_flags(args: argparse.Namespace, **others: Any) -> Group:
-    """The devices of `group_flags` and how they share; `others` are fields of `Group` for which a command has flags."""
-    given, named = len(args.tensor_split), len(args.devices)
-    if 0 < given < named and args.world.size == 1 and not getattr(args, "simulate", None):
-        raise ModelError(f"--tensor-split has {given} shares for {named} devices; give each one, which may be 0")
+    """Return the device group that the flags describe; `others` are further fields of it.
+
+    Raises:
+        ModelError: `--tensor-split` has fewer shares than devices.
+    """
+    share_count, device_count = len(args.tensor_split), len(args.devices)
+    if 0 < share_count < device_count and args.world.size == 1 and not getattr(args, "simulate", None):
+        raise ModelError(
+            f"--tensor-split has {share_count} shares for {device_count} devices; give each one, which may be 0"
+        )
     return Group(args.devices, args.split_mode, args.tensor_split, tuple(args.place), **others)
 
 
 def value_watch_from_flags(args: argparse.Namespace) -> Watch | None:
-    """What is watched, and printed."""
+    """Return the value watch of `--watch`, which prints statistics to stderr, or None."""
     return None if args.watch is None else Watch(args.watch, lambda seen: write_log_line("\n".join(seen.lines())))
 
 
 def open_session_from_flags(args: argparse.Namespace, model: Model, context: int, *, watched: bool = True) -> Session:
-    """A session as `session_flags` describe it; one that is not `watched` shows nothing of what it computes."""
+    """Open a session as the flags describe it; without `watched` the flag `--watch` is ignored."""
     if args.cache_dir:
-        os.environ["HOCKET_CACHE_DIR"] = args.cache_dir  # read where the first kernel is compiled
+        os.environ["HOCKET_CACHE_DIR"] = args.cache_dir  # read at the compilation of the first kernel
     if args.threads:
         set_blas_threads(args.threads)
     computed = {"exact": args.exact, "fast": args.fast, "wire": args.wire, **cache_dtypes(args)}
@@ -224,6 +236,6 @@ def open_session_from_flags(args: argparse.Namespace, model: Model, context: int
 
 
 def broadcast_text(args: argparse.Namespace, read: Callable[[], str]) -> str:
-    """A text that rank 0 reads, for all ranks."""
-    keep = "surrogatepass"  # what is no UTF-8 is refused where it is read, with a word about it
+    """Return the text that `read` gives on rank 0, on all ranks."""
+    keep = "surrogatepass"  # `read` refuses text that is not UTF-8 with its own message
     return str(args.world.broadcast_from_first(lambda: read().encode(errors=keep)).decode(errors=keep))

@@ -1,4 +1,4 @@
-"""``hocket tokenize``: the ids of a text."""
+"""``hocket tokenize``: the token ids of a text."""
 
 from __future__ import annotations
 

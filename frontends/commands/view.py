@@ -1,4 +1,4 @@
-"""``hocket view``: a model's step, a graph or a plan in a file as one page, for a browser."""
+"""``hocket view``: the step of a model, a graph or a plan as one page for a browser."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .shared_flags import (
 )
 
 PLAN_MARKER_BYTES = 200
-"""Bytes of a file within which a plan in JSON says that it is one."""
+"""Bytes at the start of a JSON file that are searched for the marker of plans."""
 
 
 def add_flags(sub: argparse.ArgumentParser) -> None:
@@ -50,30 +50,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def build_page(args: argparse.Namespace, title: str) -> Page:
-    """The page of the graph alone, or of the plan in the file, or of one made for the devices.
+    """Build the page of a graph, of the plan in a file, or of a new plan for the devices.
 
-    Raises `ModelError`, `GraphError`, `PlanError` or `BackendError`.
+    Raises:
+        ModelError, GraphError, PlanError, BackendError: The file or the combination of flags is wrong.
     """
     if args.diff is not None and not is_plan(args.diff):
         raise ModelError(f"{args.diff}: is no plan in JSON; write one with `hocket plan -o`")
     if args.graph and args.trace:
         raise ModelError("a graph alone has no steps that took time; leave out --graph or --trace")
     before = None if args.diff is None else read_plan(args.diff)
-    shown = partial(view_plan, before=before, trace=args.trace, title=title)
+    make_page = partial(view_plan, before=before, trace=args.trace, title=title)
     if is_plan(args.model):
         plan = read_plan(args.model)
-        return view_graph(plan.graph, title=title) if args.graph else shown(plan)
+        return view_graph(plan.graph, title=title) if args.graph else make_page(plan)
     tokens = 1 if args.phase == "decode" else args.batch
     on = device_group_from_flags(args, **cache_dtypes(args))
     graph, context = read_step_graph(args.model, context=args.context, tokens=tokens, caches=on.caches)
     if args.graph:
         return view_graph(graph, title=title)
     known = None if context is None else min(tokens, context)
-    return shown(plan_and_session_plan(graph, on, args.simulate, session_workload(args, on, context))[1], tokens=known)
+    return make_page(
+        plan_and_session_plan(graph, on, args.simulate, session_workload(args, on, context))[1], tokens=known
+    )
 
 
 def is_plan(path: str) -> bool:
-    """Whether a file says in its first bytes that it is a plan."""
+    """Whether the first bytes of a file have the marker of plans in JSON."""
     with open(path, "rb") as file:
         start = file.read(PLAN_MARKER_BYTES)
     return start.lstrip().startswith(b"{") and b'"hocket-plan-' in start
