@@ -1,6 +1,6 @@
-"""What changes a model without changing its file: LoRA adapters, and control vectors.
+"""Adapters, which change a model without changing its file: LoRA adapters and control vectors.
 
-Both are nodes of the graph that read tensors of other files, so the planner deals them out like all others.
+Both become graph nodes that read tensors of other files, so the planner shards them like all other nodes.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .lora import LoraChange, apply_changes, read_lora
 FILE_KIND = instance_of(str, Path)
 FILES_KIND = list_of(FILE_KIND | pair_of(FILE_KIND, FINITE), "a sequence of files, or of pairs of a file and its scale")
 ScaledFile = str | Path | tuple[str | Path, float]
-"""A file, which counts once, or a file and how often it counts."""
+"""A file with scale 1, or a file and its scale."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapters:
-    """The LoRA adapters and control vectors of a model: changes of matrices, and directions behind blocks."""
+    """The adapters of one model: LoRA changes of matrices, and control directions after blocks."""
 
     changes: tuple[LoraChange, ...] = ()
     directions: tuple[ControlDirection, ...] = ()
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """What the leaves hold that graphs have because of the adapters, by the names of the leaves."""
+        """The tensors of the adapter leaves in graphs, by leaf name."""
         factors = {
             leaf.node.name: tensor for c in self.changes for leaf, tensor in zip(c.leaves, c.tensors, strict=True)
         }
@@ -39,16 +39,19 @@ class Adapters:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """By how much each tensor counts, which tells models apart that have the same tensors."""
+        """The scale of each change and direction, to distinguish models with equal tensors."""
         return (*(c.factor for c in self.changes), *(d.scale for d in self.directions))
 
     def apply_to_graph(self, graph: Graph) -> Graph:
-        """The graph of a step, in which products with changed matrices are changed.  Raises `ModelError` as
-        `lora.changed` does."""
+        """Return the graph of a step with the LoRA changes added.
+
+        Raises:
+            ModelError: As for `lora.apply_changes`.
+        """
         return apply_changes(graph, self.changes)
 
     def add_directions(self, block: int, x: Value) -> Value:
-        """The residual f32[..., width] behind a block, with the directions that belong there added to it."""
+        """Return the residual f32[..., width] after a block, plus the control directions of the block."""
         for direction in self.directions:
             x = direction(x) if direction.block == block else x
         return x
@@ -72,10 +75,18 @@ def read_adapters(
     control_vectors: Iterable[ScaledFile] = (),
     control_layers: tuple[int, int] | None = None,
 ) -> Adapters:
-    """The adapters in these files, for the model in ``base``, whose residual has ``width`` entries and so many blocks.
+    """Read the adapters of a model.
 
-    ``control_layers`` are the first and the last block behind which directions are added, all if there are none.
-    Raises `ModelError` for a file that is no adapter, or none for this model.
+    Args:
+        base: The model file.
+        width: Entries of the residual.
+        blocks: Number of blocks of the model.
+        lora: LoRA files, each with an optional scale.
+        control_vectors: Control vector files, each with an optional scale.
+        control_layers: First and last block with control directions; None selects all blocks except block 0.
+
+    Raises:
+        ModelError: A file is no adapter for this model, or the range of blocks is wrong.
     """
     vectors = [with_scale(one) for one in control_vectors]
     first, last = control_layers or (1, blocks - 1)

@@ -1,6 +1,7 @@
-"""LoRA: a matrix changed by the product of two narrow ones, which is never written.  Hu et al., 2021.
+"""LoRA: a matrix plus the product of two narrow matrices, which is never computed itself. Source: Hu et al., 2021.
 
-Files and their scales are those of llama.cpp (``convert_lora_to_gguf.py``, ``llama-adapter.cpp``).
+Files and scales follow llama.cpp (``convert_lora_to_gguf.py``, ``llama-adapter.cpp``). Example: instead of
+``(W + s * up @ down) @ x`` the graph computes ``W @ x + up @ (s * (down @ x))``.
 """
 
 from __future__ import annotations
@@ -20,17 +21,16 @@ from ..gguf import Gguf, Tensor, open_gguf
 
 LORA_REMEDY = "use an adapter that convert_lora_to_gguf.py made for this model"
 TOKEN_TABLE = "token_embd.weight"
-"""Of tables of this name files have the first factor, a row for each token, as ``lora_a``, and the other transposed."""
+"""Suffix of embedding tables; for these ``lora_a`` has one row per token, and ``lora_b`` is transposed."""
 EXPECTED_METADATA = (("general.type", "adapter"), ("adapter.type", "lora"))
 ALORA_KEY = "adapter.alora.invocation_tokens"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraChange:
-    """What is added to a matrix W[..., m, k]: ``factor * up @ down``, with ``up`` [..., m, r], ``down`` [..., r, k].
+    """A change of a matrix W[..., m, k]: plus ``factor * up @ down``, with up[..., m, r] and down[..., r, k].
 
-    ``leaves`` are the factors as the file at ``path`` has them: down and up, or, of tables of embeddings, up and down
-    transposed.
+    `leaves` are the factors in the form of the file: down and up, or, for an embedding table, up and transposed down.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class LoraChange:
 
     @property
     def down_transposed(self) -> Value:
-        """``down`` transposed."""
+        """The transpose of `down`, [..., k, r]."""
         return self.leaves[1] if self.is_table else self.oriented_factor(self.leaves[0])
 
     def oriented_factor(self, factor: Value) -> Value:
@@ -65,18 +65,18 @@ class LoraChange:
         return ops.transpose(factor)
 
     def matrix_product(self, node: Node) -> Value:
-        """What is added to a product with the matrix."""
+        """Return the summand for the result of a `mul_mat` node with the matrix."""
         short = ops.mul_mat(self.down, node.inputs[1])
         return ops.mul_mat(self.up, ops.scale(short, scale=self.factor))
 
     def expert_product(self, node: Node) -> Value:
-        """What is added to products with matrices of chosen experts."""
+        """Return the summand for the result of a `mul_mat_id` node with the expert matrices."""
         _, x, ids = node.inputs
         short = ops.mul_mat_id(self.down, x, ids)
         return ops.mul_mat_id(self.up, ops.scale(short, scale=self.factor), ids)
 
     def table_rows(self, node: Node) -> Value:
-        """What is added to rows of the matrix."""
+        """Return the summand for the result of a `get_rows` node with the table."""
         short = ops.get_rows(self.up, node.inputs[1])
         return ops.mul_mat(self.down_transposed, ops.scale(short, scale=self.factor))
 
@@ -87,27 +87,28 @@ class LoraChange:
 OP_CHANGES = MappingProxyType(
     {"mul_mat": LoraChange.matrix_product, "mul_mat_id": LoraChange.expert_product, "get_rows": LoraChange.table_rows}
 )
-"""The ops that may read a changed matrix as their first operand, and what is then added to their result."""
+"""The ops that may read a changed matrix as their first operand, with the method that builds the summand."""
 
 
 def apply_changes(graph: Graph, changes: Iterable[LoraChange]) -> Graph:
-    """The graph with every product of a changed matrix followed by what its changes add.
+    """Return a graph in which the changes are added to every result that depends on a changed matrix.
 
-    Raises `ModelError` for a matrix that is read otherwise, or that a graph with logits does not read at all.
+    Raises:
+        ModelError: Another op reads a changed matrix, or a graph with logits does not read it.
     """
-    of: dict[str, list[LoraChange]] = {}
+    changes_by_matrix: dict[str, list[LoraChange]] = {}
     for change in changes:
-        of.setdefault(change.matrix, []).append(change)
-    if not of:
+        changes_by_matrix.setdefault(change.matrix, []).append(change)
+    if not changes_by_matrix:
         return graph
-    _require_changeable(graph, of)
+    _require_changeable(graph, changes_by_matrix)
 
     def rule(node: Node) -> Value | None:
-        mine = of.get(_weight_name(node), ())
-        if node.op not in OP_CHANGES or not mine:
+        own_changes = changes_by_matrix.get(_weight_name(node), ())
+        if node.op not in OP_CHANGES or not own_changes:
             return None
         (y,) = node.results
-        for change in mine:
+        for change in own_changes:
             y = ops.add(y, OP_CHANGES[node.op](change, node), name=node.name and f"{node.name}.adapted")
         return y
 
@@ -115,14 +116,14 @@ def apply_changes(graph: Graph, changes: Iterable[LoraChange]) -> Graph:
 
 
 def _weight_name(node: Node) -> str:
-    """The weight that a node reads as its first operand, if it does."""
+    """Return the name of the weight that is the first operand of a node, or an empty text."""
     first = node.src[0] if node.src else None
     return first.node.name if first is not None and first.node.op == "weight" else ""
 
 
-def _require_changeable(graph: Graph, of: Mapping[str, Sequence[LoraChange]]) -> None:
+def _require_changeable(graph: Graph, changes_by_matrix: Mapping[str, Sequence[LoraChange]]) -> None:
     read = {w.node.name for w in graph.weights}
-    for name, (change, *_) in of.items():
+    for name, (change, *_) in changes_by_matrix.items():
         if name not in read and "logits" in graph.outputs:
             raise change.error(f"the model has {name}, but does not read it")
         if (scale := f"{name.removesuffix('.weight')}.scale") in read:
@@ -130,14 +131,23 @@ def _require_changeable(graph: Graph, of: Mapping[str, Sequence[LoraChange]]) ->
     for node in graph.nodes:
         for place, source in enumerate(node.src):
             name = source.node.name if source is not None and source.node.op == "weight" else ""
-            if name in of and (node.op not in OP_CHANGES or place):
-                raise of[name][0].error(f"the model reads {name} in {node.op}, where hocket cannot change it")
+            if name in changes_by_matrix and (node.op not in OP_CHANGES or place):
+                raise changes_by_matrix[name][0].error(
+                    f"the model reads {name} in {node.op}, where hocket cannot change it"
+                )
 
 
 def read_lora(base: Gguf, number: int, path: Path, scale: float) -> Iterator[LoraChange]:
-    """The changes in a file, which counts ``scale`` times; ``number`` tells its leaves from those of other files.
+    """Yield the changes of a LoRA file.
 
-    Raises `ModelError` for a file that is no adapter, or for another model than ``base``.
+    Args:
+        base: The model file.
+        number: Index of the LoRA file, which makes leaf names unique.
+        path: The LoRA file.
+        scale: Factor of the changes.
+
+    Raises:
+        ModelError: The file is no LoRA adapter, or it belongs to another model.
     """
     gguf = open_gguf(path)
 

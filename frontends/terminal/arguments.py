@@ -1,4 +1,4 @@
-"""How the arguments of commands are read, and what is said of wrong ones: one line."""
+"""Parsing of command-line arguments, with one-line messages for wrong ones."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ OS_ERROR_REMEDIES: Mapping[int | None, str] = MappingProxyType(
 
 
 def as_one_line(text: str) -> str:
-    """A message as one line that no terminal takes for commands, whatever names it quotes."""
+    """Return a message as one line, with control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def describe_os_error(error: OSError) -> str:
-    """What the system says of a file, and what to do."""
-    said = error.strerror or str(error)
-    return f"{error.filename}: {said}{OS_ERROR_REMEDIES.get(error.errno, '')}" if error.filename else said
+    """Return the message of the system about a file, with a remedy."""
+    message = error.strerror or str(error)
+    return f"{error.filename}: {message}{OS_ERROR_REMEDIES.get(error.errno, '')}" if error.filename else message
 
 
 FLAGS_BY_ARGUMENT: Mapping[str, str] = MappingProxyType(
@@ -50,13 +50,15 @@ FLAGS_BY_ARGUMENT: Mapping[str, str] = MappingProxyType(
         "draft_max": "--draft-max",
     }
 )
-"""The flag for each argument of `hocket.Model` and its methods that messages name as ``argument=value``."""
+"""The flag for each argument of `hocket.Model` and its methods that messages write as ``argument=value``."""
 _ARGUMENT_PATTERN = re.compile(rf"\b({'|'.join(FLAGS_BY_ARGUMENT)})=(?:(True)\b|'([^']*)'|(\w+))")
 
 
 def as_flags(message: str) -> str:
-    """A message of the library with flags of the command line in place of arguments: ``context=64`` is ``--ctx-size
-    64``."""
+    """Return a message of the library with command-line flags instead of Python arguments.
+
+    Example: ``context=64`` becomes ``--ctx-size 64``.
+    """
 
     def as_flag(match: re.Match[str]) -> str:
         name, is_switch, quoted, plain = match.groups()
@@ -70,16 +72,18 @@ class PositionalAlias(argparse._StoreAction):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Wrong usage costs one line, as every other error; values are never glued to flags of one letter."""
+    """An argument parser with one-line errors; a value is never joined to a one-letter flag."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(words if self._subparsers else self._as_positional(words), namespace)
 
     def _as_positional(self, words: Sequence[str]) -> list[str]:
-        """The words, in which values of `StandsFor` flags are in the places of positional arguments: the value of the
-        first place before all others, the rest behind them.  Flags of llama.cpp that hocket has not are refused
-        here, before their values are taken for something else."""
+        """Return the words with the values of `PositionalAlias` flags moved to the positions of their arguments.
+
+        The value of the first positional argument comes first, other values come last. Flags of llama.cpp that hocket
+        lacks are refused here, before their values are read as other arguments.
+        """
         first, *_ = [action.dest for action in self._get_positional_actions()] or [""]
         before, rest, behind = list[str](), list[str](), list[str]()
         stream = iter(words)
@@ -104,11 +108,11 @@ class CommandParser(argparse.ArgumentParser):
         return [*before, *rest, *behind]
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """No part of a word is a flag: ``-ngl`` is not ``-n gl``."""
+        """Return no matches for beginnings of a word: ``-ngl`` is not ``-n gl``."""
         return []
 
     def _refuse_llama_cpp_flag(self, flag: str) -> None:
-        from .llama_cpp import find_flag  # a table that only mistakes pay for
+        from .llama_cpp import find_flag  # a table that is needed after mistakes only
 
         if found := find_flag(flag, self.prog.split()[-1]):
             self.error(f"{flag} is a flag of llama.cpp; {found.remedy}")
@@ -119,11 +123,11 @@ class CommandParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
-            said = f"got {str(value)[:80]!r}; need one of {', '.join(known)}{did_you_mean(value, known)}"
-            raise argparse.ArgumentError(action, said)
+            message = f"got {str(value)[:80]!r}; need one of {', '.join(known)}{did_you_mean(value, known)}"
+            raise argparse.ArgumentError(action, message)
 
     def refuse_words(self, words: Sequence[str]) -> NoReturn:
-        """Say of words that are left over which flag was meant."""
+        """Exit with a message about unknown words that suggests a flag."""
         word = next((w for w in words if w.startswith("-")), words[0])
         flag = word.partition("=")[0]
         is_flag = flag.startswith("-")
@@ -151,19 +155,19 @@ def parse_placement(text: str) -> tuple[str, str]:
 
 
 def parse_scaled_file(text: str) -> tuple[str, float]:
-    """A file and how often it counts, once where that is not said."""
+    """Parse ``FILE`` or ``FILE:SCALE``; the default scale is 1."""
     path, _, scale = text.rpartition(":")
     try:
         factor = float(scale)
     except ValueError:
-        path, factor = text, 1.0  # a colon of the name itself
+        path, factor = text, 1.0  # a colon of the file name
     if not path or not math.isfinite(factor):
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a file and perhaps a number, as tone.gguf:0.5")
     return path, factor
 
 
 def parse_logit_bias(text: str) -> tuple[int, float]:
-    """``15043=-2.5``, or as llama.cpp has it, ``15043-2.5``."""
+    """Parse ``15043=-2.5``, or ``15043-2.5`` of llama.cpp, as a token id and a number."""
     parts = re.fullmatch(r"(\d{1,10})(?:=|(?=[+-]))(\S+)", text)
     try:
         if parts is None:

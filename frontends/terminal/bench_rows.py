@@ -1,4 +1,4 @@
-"""Rows of a benchmark as Markdown, JSON, CSV or SQL, by the names that scripts for llama-bench read."""
+"""Benchmark rows as Markdown, JSON, CSV or SQL, with the column names of llama-bench."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Row = Mapping[str, object]
-"""What is known of one test on so many threads.  All rows have the same names."""
+"""The results of one test by column name. All rows have the same columns."""
 TABLE_HEAD = ("model", "devices", "threads", "test", "tok/s", "median", "GB/s", "of bandwidth")
 TEXT_COLUMNS = ("model", "devices", "test")
-"""Columns that are no numbers."""
+"""Columns with text, which Markdown aligns to the left."""
 SQL_TYPES: Mapping[type, str] = {bool: "INTEGER", int: "INTEGER", str: "TEXT"}
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of one kind: the name by which SQL knows them, and the columns for people."""
+    """One kind of rows: the name of the SQL table, the Markdown head and the Markdown cells of a row."""
 
     name: str
     head: Sequence[str]
@@ -34,11 +34,11 @@ def _format_cells(row: Row) -> list[object]:
 
 
 BENCH_TABLE = Table("llama_bench", TABLE_HEAD, _format_cells)
-"""The table that llama.cpp's scripts ask for."""
+"""The table of llama-bench, which scripts of llama.cpp read."""
 
 
 def format_rows(rows: Iterable[Row], form: str, table: Table = BENCH_TABLE) -> Iterator[str]:
-    """The lines of one of `FORMS`, as the rows come; JSON is one list at the end."""
+    """Yield the lines of a format of `ROW_FORMATS` for each row; JSON is one list at the end."""
     return ROW_FORMATS[form](rows, table)
 
 
@@ -77,7 +77,7 @@ def _format_literal(value: object) -> str:
 
 
 def _without_samples(row: Row) -> dict[str, object]:
-    """What fits a column: all but the single samples."""
+    """Return the scalar columns of a row, without the lists of samples."""
     return {name: value for name, value in row.items() if not isinstance(value, list)}
 
 

@@ -1,4 +1,4 @@
-"""How many threads NumPy's matrix products may use."""
+"""The thread limit of the BLAS library of NumPy."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ THREAD_SETTERS = (
 
 
 def set_blas_threads(count: int) -> None:
-    """Bound the threads of the BLAS that NumPy is linked with; it may be in use already.
+    """Limit the threads of the BLAS library of NumPy, at any time.
 
-    Environment variables would do it only before NumPy is imported.  Raises `ModelError` if this BLAS has no such
-    setting (Accelerate has none).
+    Environment variables work only before the import of NumPy.
+
+    Raises:
+        ModelError: The BLAS library has no thread limit, as Accelerate.
     """
-    # A symbol is searched in the library named and in all it is linked with, hence in the BLAS.
+    # The symbol search includes the linked libraries, and so the BLAS library.
     library = ctypes.CDLL(np._core._multiarray_umath.__file__)  # type: ignore[attr-defined]  # private, and without stubs
     for name in THREAD_SETTERS:
         if hasattr(library, name):

@@ -1,4 +1,4 @@
-"""A talk on a terminal: messages in, answers out, and a few commands that begin with a slash."""
+"""An interactive chat on a terminal: messages, answers, and commands that begin with a slash."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .output import write_data, write_log_line
 
 EXIT_HINT = "(Ctrl-C again or /exit ends the talk)"
 ChatCommand = Callable[[Conversation, str], bool]
-"""What a command does with its argument; whether the talk goes on."""
+"""A chat command: gets the conversation and an argument, returns whether the chat continues."""
 
 
 def run_chat_loop(conversation: Conversation) -> None:
-    """Answer what is typed until /exit, the end of input, or Ctrl-C twice in a row.
+    """Answer typed messages until /exit, the end of input, or Ctrl-C twice in a row.
 
-    Ctrl-C during an answer ends the answer, and is the first of the two; what was said of it stays a part of the talk.
+    Ctrl-C during an answer ends the answer and counts as the first one. The written part stays in the conversation.
     """
     ask = _make_reader() if sys.stdin is not None and sys.stdin.isatty() else input
     interrupted = False
     while True:
         try:
-            said = ask("> ").strip()
+            text = ask("> ").strip()
         except EOFError:
             write_data("\n")
             return
@@ -40,24 +40,24 @@ def run_chat_loop(conversation: Conversation) -> None:
             write_log_line(f"\n{EXIT_HINT}")
             continue
         interrupted = False
-        name, _, argument = said.partition(" ")
-        if name in CHAT_COMMANDS or (name.startswith("/") and "\n" not in said):
+        name, _, argument = text.partition(" ")
+        if name in CHAT_COMMANDS or (name.startswith("/") and "\n" not in text):
             if name not in CHAT_COMMANDS:
                 write_log_line(f"there is no command {name}; /help lists them")
             elif not CHAT_COMMANDS[name](conversation, argument.strip()):
                 return
-        elif said:
-            interrupted = _write_reply(conversation, said)
+        elif text:
+            interrupted = _write_reply(conversation, text)
             if interrupted:
                 write_log_line(EXIT_HINT)
 
 
 def _make_reader() -> Callable[[str], str]:
-    """Return a function that reads one message, with editing and with the messages of earlier talks.
+    """Return a function that reads one message, with line editing and the messages of earlier chats.
 
     Pasted lines are one message. Alt+Enter begins a new line.
     """
-    from prompt_toolkit import PromptSession  # 0.1 s that only a talk on a terminal needs
+    from prompt_toolkit import PromptSession  # takes 0.1 s to import
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
@@ -68,7 +68,7 @@ def _make_reader() -> Callable[[str], str]:
         event.current_buffer.insert_text("\n")
 
     history: History = InMemoryHistory()
-    with suppress(OSError):  # a folder that cannot be written remembers nothing
+    with suppress(OSError):  # without a writable folder there is no history
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file.open("ab").close()
         history = FileHistory(file)
@@ -77,11 +77,11 @@ def _make_reader() -> Callable[[str], str]:
     return session.prompt
 
 
-def _write_reply(conversation: Conversation, said: str) -> bool:
-    """Write the answer; whether Ctrl-C ended it."""
+def _write_reply(conversation: Conversation, text: str) -> bool:
+    """Write the answer and return whether Ctrl-C ended it."""
     interrupted = False
     try:
-        for piece in conversation.reply(said):
+        for piece in conversation.reply(text):
             write_data(piece)
     except KeyboardInterrupt:
         interrupted = True
@@ -129,14 +129,14 @@ def _load_conversation(conversation: Conversation, argument: str) -> bool:
 
 
 def _transfer_conversation(
-    command: str, path: str, conversation: Conversation, act: Callable[[str], None], messages: str
+    command: str, path: str, conversation: Conversation, transfer: Callable[[str], None], messages: str
 ) -> bool:
-    """Save or load a talk and say what became of its messages; a talk goes on whatever is wrong with a file."""
+    """Save or load a conversation and report the number of messages; return true, also after an error."""
     if not path:
         write_log_line(f"{command}: there is no name of a file; give one")
         return True
     try:
-        act(path)
+        transfer(path)
         write_log_line(f"{path}: {len(conversation.messages)} messages {messages}")
     except OSError as why:
         write_log_line(f"{path}: {why.strerror or why}")
@@ -147,8 +147,8 @@ def _transfer_conversation(
 
 def _shift_context(conversation: Conversation, argument: str) -> bool:
     """forget the older half of the context whenever it is full, as --context-shift does"""
-    kept = int(conversation.tokenizer.add_bos)
-    conversation.params = replace(conversation.params, pinned_tokens=kept)
+    pinned_tokens = int(conversation.tokenizer.add_bos)
+    conversation.params = replace(conversation.params, pinned_tokens=pinned_tokens)
     return True
 
 

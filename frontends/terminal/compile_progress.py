@@ -1,4 +1,4 @@
-"""What a user sees while kernels are compiled, which takes seconds the first time a machine runs a model."""
+"""The progress line during kernel compilation, which takes seconds at the first run of a model on a machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINE_WIDTH = 78
 
 
 class CompileProgressHandler(logging.Handler):
-    """One line on a terminal that names the kernel at work and counts them; it is gone when none is.  Warnings stay."""
+    """Shows the current kernel and the counts on one terminal line and clears it afterwards. Warnings stay visible."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class CompileProgressHandler(logging.Handler):
 
 @contextmanager
 def show_compile_progress(stream: TextIO | None = None) -> Iterator[None]:
-    """Show it meanwhile on stderr, if that is a terminal."""
+    """Show the progress line in this context on `stream`, by default stderr, if it is a terminal."""
     stream = stream or sys.stderr
     if stream is None or not stream.isatty():
         yield

@@ -1,6 +1,6 @@
 """The flags and programs of llama.cpp, with their counterparts in hocket.
 
-Wrong command lines are answered from these tables, and ``docs/write_from_llama_cpp.py`` writes a page of them.  The
+Messages about wrong command lines use these tables, and ``docs/write_from_llama_cpp.py`` writes a page of them. The
 tables have the flags of llama-cli, llama-completion, llama-bench and llama-perplexity of November 2026.
 """
 
@@ -26,7 +26,7 @@ class Flag:
 
 
 def _parse_flags(programs: str, table: str) -> Iterator[Flag]:
-    """A flag for each line ``name name: remedy`` of a table; a line without a colon names accepted flags."""
+    """Yield a flag for each line ``name name: remedy`` of a table; a line without a colon names accepted flags."""
     for line in table.strip().splitlines():
         names, _, remedy = line.partition(": ")
         yield Flag(tuple(names.split()), programs, remedy)
@@ -339,11 +339,11 @@ PROGRAM_SYNONYMS = {
     "generate": "llama-completion",
     "convert": "convert_hf_to_gguf",
 }
-"""Words for commands that other programs have."""
+"""Command names of other programs, with the program of llama.cpp."""
 
 
 def find_flag(name: str, command: str) -> Flag | None:
-    """The option of this name that hocket has not, first of all of the program that `command` is like."""
+    """Return the option of this name that hocket lacks, preferably of the counterpart of `command`, or None."""
     found = [flag for flag in FLAGS if flag.remedy and name in flag.names]
     letter = next((letter for letter, like in COMMAND_OF_PROGRAM.items() if like == command), "")
     return next((flag for flag in found if letter in flag.programs), None) or next(iter(found), None)

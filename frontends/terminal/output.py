@@ -1,4 +1,4 @@
-"""Where commands write: data go to stdout, everything else to stderr."""
+"""Output of commands: data to stdout, messages to stderr."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 
 
 def write_data(text: str) -> None:
-    """Data, which a reader has at once; nowhere if whoever started us has closed stdout."""
+    """Write data to stdout and flush it; do nothing if stdout is closed."""
     if sys.stdout is not None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
 
 def write_log_line(text: str) -> None:
-    """A line on stderr."""
+    """Write one line to stderr."""
     print(text, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A command in one of several processes: it begins, goes on and ends together with the others."""
+"""Runs a command in one of several processes, which start and end together."""
 
 from __future__ import annotations
 
@@ -22,18 +22,29 @@ SAME_INSTALLATION_HINT = "install the same on all machines"
 
 
 def run_rank(
-    launch: LaunchInfo, run: Callable[[World], int], said: Callable[[Exception], str], *, version: str, debug: bool
+    launch: LaunchInfo,
+    run: Callable[[World], int],
+    format_error: Callable[[Exception], str],
+    *,
+    version: str,
+    debug: bool,
 ) -> int:
-    """Run a command as the rank that `launch` says, and return its exit code once all ranks have ended well; `said`
-    makes a line of an error.  Where one fails, all processes end here.
+    """Run a command as one rank and return its exit code after all ranks have ended.
 
-    Rank 0 alone reads and writes the terminal; of the others one line comes where something fails.
+    If a rank fails, all processes end. Only rank 0 reads and writes the terminal; others write one line on an error.
+
+    Args:
+        launch: The rank and the number of processes from the environment.
+        run: The command.
+        said: Formats an exception as a message.
+        version: Version of hocket, which all ranks must share.
+        debug: Whether to show the traceback of an error.
     """
     pipe = run_under_supervisor(launch)
     try:
         link = MpiLink()
-    except HocketError as why:
-        sys.exit(f"hocket: rank {launch.rank}: {as_one_line(str(why))}")
+    except HocketError as error:
+        sys.exit(f"hocket: rank {launch.rank}: {as_one_line(str(error))}")
     notify_supervisor(pipe)
     world = World(link, ends_process=True)
     signal.signal(signal.SIGTERM, lambda number, frame: _on_terminate(world, number, frame))
@@ -49,7 +60,7 @@ def run_rank(
         world.require_agreement("version of NumPy", np.__version__, SAME_INSTALLATION_HINT)
         code = run(world)
         world.leave()
-    except SystemExit as end:  # of wrong usage, which is said
+    except SystemExit as end:  # wrong usage, already reported
         code = end.code if isinstance(end.code, int) else 1
         try:
             world.leave(SILENCE_TIMEOUT_SECONDS if code else None)
@@ -57,13 +68,13 @@ def run_rank(
             world.end(code or 2)
     except KeyboardInterrupt:
         world.end(130, "it was interrupted (Ctrl-C)")
-    except (HocketError, OSError, MemoryError) as why:
+    except (HocketError, OSError, MemoryError) as error:
         if debug:
-            sys.excepthook(type(why), why, why.__traceback__)
-        world.end(2, "" if world.failure else as_one_line(said(why)))
-    except BaseException as why:
-        sys.__excepthook__(type(why), why, why.__traceback__)
-        world.end(1, as_one_line(f"{type(why).__name__}: {why}"))
+            sys.excepthook(type(error), error, error.__traceback__)
+        world.end(2, "" if world.failure else as_one_line(format_error(error)))
+    except BaseException as error:
+        sys.__excepthook__(type(error), error, error.__traceback__)
+        world.end(1, as_one_line(f"{type(error).__name__}: {error}"))
     notify_supervisor(pipe)
     return code
 
