@@ -1,4 +1,4 @@
-"""Arithmetic entry by entry: broadcasting both ways, numbers among the operands, integers and truth values."""
+"""Element-wise arithmetic with mutual broadcasting, for floats, integers, booleans and Python numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BinaryOp = Callable[[Value, Value], Value]
 
 
 def _apply_binary(op: BinaryOp, a: Tensor, b: Tensor, *, either: bool = False, truth: bool = False) -> Tensor:
-    """An op of which the second operand tiles into the first; operands of `either` order may change places."""
+    """Apply an op that broadcasts its second operand to the first; with `either` the operands may be swapped."""
     shape = np.broadcast_shapes(a.shape, b.shape)
     if either and a.shape != shape and b.shape == shape:
         a, b = b, a
@@ -29,7 +29,7 @@ def _apply_binary(op: BinaryOp, a: Tensor, b: Tensor, *, either: bool = False, t
 
 
 def _promote_pair(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
-    """Two operands, of which one at least is a tensor, in one type."""
+    """Convert two operands, at least one of them a tensor, to tensors of one dtype."""
     like = a if isinstance(a, Tensor) else b
     assert isinstance(like, Tensor)
     first, second = promote_dtypes(number_as_tensor(a, like), number_as_tensor(b, like))
@@ -37,24 +37,24 @@ def _promote_pair(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
 
 
 def _is_plain_number(x: Operand) -> TypeGuard[float]:
-    """Whether a number can be an attribute."""
+    """Whether an operand is a finite number, which can be an op attribute."""
     return not isinstance(x, Tensor) and math.isfinite(x)
 
 
 def is_real(x: Operand) -> TypeGuard[Tensor]:
-    """Whether it is, or takes part as, a tensor of floats."""
+    """Whether an operand is a tensor of floats."""
     return isinstance(x, Tensor) and not x.is_integer and not x.is_bool
 
 
 def scale_and_shift(x: Tensor, scale: float, bias: float = 0.0) -> Tensor:
-    """``x * scale + bias`` for floats."""
+    """Return ``x * scale + bias`` for floats."""
     if (scale, bias) == (1.0, 0.0):
         return x
     return Tensor(ops.scale(x.value, scale=float(scale), bias=float(bias)), x.shape)
 
 
 def as_float(x: Tensor) -> Tensor:
-    """As floats."""
+    """Convert integers and booleans to f32; floats keep their dtype."""
     return x if is_real(x) else cast(x, DType.F32)
 
 
@@ -69,12 +69,12 @@ _COMMUTATIVE_KINDS = frozenset(("add", "mul", "max", "min", "and", "or", "xor"))
 
 
 def _are_integers(a: Operand, b: Operand) -> bool:
-    """Whether neither operand is of floats."""
+    """Whether neither operand is a float."""
     return not any(is_real(x) or isinstance(x, float) for x in (a, b))
 
 
 def add(a: Operand, b: Operand, *, alpha: Number = 1) -> Tensor:
-    """``a + alpha b``."""
+    """Return ``a + alpha * b``."""
     if alpha != 1:
         b = mul(b, alpha) if isinstance(b, Tensor) else b * alpha
     if _are_integers(a, b):
@@ -87,7 +87,7 @@ def add(a: Operand, b: Operand, *, alpha: Number = 1) -> Tensor:
 
 
 def sub(a: Operand, b: Operand, *, alpha: Number = 1) -> Tensor:
-    """``a - alpha b``."""
+    """Return ``a - alpha * b``."""
     if alpha != 1:
         b = mul(b, alpha) if isinstance(b, Tensor) else b * alpha
     if _are_integers(a, b):
@@ -100,7 +100,7 @@ def sub(a: Operand, b: Operand, *, alpha: Number = 1) -> Tensor:
 
 
 def mul(a: Operand, b: Operand) -> Tensor:
-    """``a * b``."""
+    """Return ``a * b``."""
     if _are_integers(a, b):
         first, second = _promote_pair(a, b)
         return logical_and(first, second) if first.is_bool else _apply_integer_op("mul", first, second)
@@ -112,7 +112,7 @@ def mul(a: Operand, b: Operand) -> Tensor:
 
 
 def div(a: Operand, b: Operand, *, rounding_mode: str | None = None) -> Tensor:
-    """``a / b``; `rounding_mode` ``floor`` or ``trunc`` gives whole numbers."""
+    """Return ``a / b``, rounded to an integer if `rounding_mode` is ``floor`` or ``trunc``."""
     if rounding_mode and _are_integers(a, b):
         return _apply_integer_op(f"{rounding_mode}_div", a, b)
     if isinstance(a, Tensor):
@@ -130,7 +130,7 @@ def div(a: Operand, b: Operand, *, rounding_mode: str | None = None) -> Tensor:
 
 
 def remainder(a: Operand, b: Operand, *, rounding_mode: str = "floor") -> Tensor:
-    """What division leaves: with the sign of `b` for ``floor``, of `a` for ``trunc``."""
+    """Return the remainder of a division, with the sign of `b` for ``floor`` and of `a` for ``trunc``."""
     if _are_integers(a, b):
         return _apply_integer_op(f"{rounding_mode}_mod", a, b)
     rest = sub(a, mul(div(a, b, rounding_mode=rounding_mode), b))
@@ -138,13 +138,13 @@ def remainder(a: Operand, b: Operand, *, rounding_mode: str = "floor") -> Tensor
     if b.constant is not None and np.isfinite(b.constant).all():
         return rest
     within = logical_and(is_infinite(b), logical_not(is_infinite(a)))
-    if rounding_mode == "floor":  # of another sign the divisor itself is left
+    if rounding_mode == "floor":  # for opposite signs the remainder is the divisor
         a = where(compare("lt", mul(sign(a), sign(b)), 0.0), b, a)
     return where(within, a, rest)
 
 
 def power(a: Operand, b: Operand) -> Tensor:
-    """``a ** b``; of integers by a whole exponent an integer."""
+    """Return ``a ** b``; an integer base with a small positive integer exponent stays an integer."""
     if isinstance(a, Tensor) and isinstance(b, int) and 0 < b <= 4 and not a.is_bool:
         square = mul(a, a) if a.is_integer else unary(ops.sqr, a)
         return {1: a, 2: square, 3: mul(square, a), 4: mul(square, square)}[b] if b != 1 else a
@@ -161,35 +161,35 @@ def power(a: Operand, b: Operand) -> Tensor:
 
 
 def rsqrt(x: Tensor) -> Tensor:
-    """``1 / sqrt(x)``."""
+    """Return ``1 / sqrt(x)``."""
     return div(1.0, unary(ops.sqrt, x))
 
 
 def unary(op: Callable[..., Value], x: Tensor, **attrs: float) -> Tensor:
-    """An op of floats entry by entry."""
+    """Apply a unary op of floats to each element."""
     x = as_float(x)
     return Tensor(op(x.value, **attrs), x.shape)
 
 
 def absolute(x: Tensor) -> Tensor:
-    """``|x|``."""
+    """Return ``|x|``."""
     return maximum(x, negative(x)) if x.is_integer else unary(ops.abs_, x)
 
 
 def negative(x: Tensor) -> Tensor:
-    """``-x``."""
+    """Return ``-x``."""
     return sub(0, x) if x.is_integer else unary(ops.neg, x)
 
 
 def sign(x: Tensor) -> Tensor:
-    """-1, 0 or 1."""
+    """Return the sign of each element: -1, 0 or 1."""
     if not x.is_integer:
         return unary(ops.sgn, x)
     return minimum(maximum(x, -1), 1)
 
 
 def round_even(x: Tensor) -> Tensor:
-    """The nearest integer, halves to even, as PyTorch and ONNX round."""
+    """Round to the nearest integer, halves to even, as PyTorch and ONNX do."""
     if x.is_integer:
         return x
     below = unary(ops.floor, x)
@@ -200,7 +200,7 @@ def round_even(x: Tensor) -> Tensor:
 
 
 def maximum(a: Operand, b: Operand) -> Tensor:
-    """The larger of two numbers."""
+    """Return the element-wise maximum."""
     first, second = _promote_pair(a, b)
     if first.is_bool:
         return logical_or(first, second)
@@ -210,7 +210,7 @@ def maximum(a: Operand, b: Operand) -> Tensor:
 
 
 def minimum(a: Operand, b: Operand) -> Tensor:
-    """The smaller of two numbers."""
+    """Return the element-wise minimum."""
     first, second = _promote_pair(a, b)
     if first.is_bool:
         return logical_and(first, second)
@@ -220,7 +220,7 @@ def minimum(a: Operand, b: Operand) -> Tensor:
 
 
 def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> Tensor:
-    """`x` kept within bounds, of which one may be missing."""
+    """Clamp `x` to a range; each bound is optional."""
     if (
         is_real(x)
         and min is not None
@@ -235,21 +235,21 @@ def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> 
     return x if max is None else minimum(x, max)
 
 
-# --------------------------------------------------------------------------------------------------- truth values
+# ------------------------------------------------------------------------------------------------------- booleans
 
 
 def compare(kind: str, a: Operand, b: Operand) -> Tensor:
-    """Where a comparison holds; `kind` as `ops.compare` has it."""
+    """Compare element-wise; `kind` is a kind of `ops.compare`, and the result is boolean."""
     first, second = _promote_pair(a, b)
-    turned = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}.get(kind, kind)
+    swapped_kind = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}.get(kind, kind)
     shape = np.broadcast_shapes(first.shape, second.shape)
     if first.shape != shape and second.shape == shape:
-        first, second, kind = second, first, turned
+        first, second, kind = second, first, swapped_kind
     return _apply_binary(lambda x, y: ops.compare(x, y, kind=kind), first, second, truth=True)
 
 
 def as_bool(x: Operand) -> Tensor:
-    """Whether entries are not 0."""
+    """Convert an operand to booleans: true for non-zero elements."""
     return cast(x, DType.F32, truth=True) if isinstance(x, Tensor) else constant_tensor(np.asarray(bool(x)))
 
 
@@ -274,18 +274,18 @@ _LOGICAL_OPS = {"and": logical_and, "or": logical_or, "xor": logical_xor}
 
 
 def bitwise(kind: str, a: Operand, b: Operand) -> Tensor:
-    """Bits of integers, or truth values, by ``and``, ``or`` or ``xor``."""
+    """Apply ``and``, ``or`` or ``xor`` to the bits of integers, or to booleans."""
     first, second = _promote_pair(a, b)
     return _LOGICAL_OPS[kind](first, second) if first.is_bool else _apply_integer_op(kind, first, second)
 
 
 def bitwise_not(x: Tensor) -> Tensor:
-    """All bits of integers turned, or truth values."""
+    """Invert the bits of integers, or booleans."""
     return sub(-1, x) if x.is_integer else logical_not(x)
 
 
 def where(condition: Tensor, a: Operand, b: Operand) -> Tensor:
-    """`a` where `condition` holds, else `b`."""
+    """Return the elements of `a` where `condition` is true, else of `b`."""
     like = a if isinstance(a, Tensor) else b if isinstance(b, Tensor) else None
     if like is None:
         like = constant_tensor(np.asarray(0.0 if isinstance(a, float) or isinstance(b, float) else 0))
@@ -298,7 +298,7 @@ def where(condition: Tensor, a: Operand, b: Operand) -> Tensor:
 
 
 def masked_fill(x: Tensor, condition: Tensor, value: Operand) -> Tensor:
-    """`value` where `condition` holds, else `x`, in the type of `x`."""
+    """Return `x` with `value` where `condition` is true, in the dtype of `x`."""
     new = value if isinstance(value, Tensor) else number_as_tensor(value, x)
     if not (new.is_bool and x.is_bool):
         new = cast(new, x.dtype)

@@ -1,4 +1,4 @@
-"""What programs of other frameworks are called with and return: arguments and results by name, and their types."""
+"""Arguments and results of imported programs: names, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...graph import DType
 from ..errors import ModelError
 
 MAX_CONSTANT_BYTES = 1 << 12
-"""Larger constants, in bytes, are loaded as weights instead of standing in the graph."""
+"""Bytes of the largest constant in a graph; a larger one becomes a weight."""
 
 DTYPES_BY_NAME: Mapping[str, tuple[DType, bool]] = MappingProxyType(
     {
@@ -24,11 +24,11 @@ DTYPES_BY_NAME: Mapping[str, tuple[DType, bool]] = MappingProxyType(
         "bool": (DType.F32, True),
     }
 )
-"""Types by NumPy's and PyTorch's names: the type of a value, and whether they are truth values."""
+"""The dtype of a value and whether it is boolean, by the dtype names of NumPy and PyTorch."""
 
 
 def find_dtype(name: str, where: object) -> tuple[DType, bool]:
-    """The row of `TYPES`.  Raises `ModelError` for a type that hocket has not, which names the value `where` has it."""
+    """Return the entry of `DTYPES_BY_NAME` for the value `where`; raise `ModelError` for an unsupported dtype."""
     if name not in DTYPES_BY_NAME:
         raise ModelError(f"%{where} is of {name}; hocket has {', '.join(DTYPES_BY_NAME)}")
     return DTYPES_BY_NAME[name]
@@ -36,8 +36,7 @@ def find_dtype(name: str, where: object) -> tuple[DType, bool]:
 
 @dataclass(frozen=True, slots=True)
 class ProgramArgument:
-    """One argument of a program, in the order of its flattened call: an input by `name`, or what was fixed when it was
-    exported."""
+    """One argument of a flattened call: the graph input `name`, or a value that was fixed at export."""
 
     name: str
     constant_value: object = None
@@ -47,7 +46,7 @@ class ProgramArgument:
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """One result: an output by `name`, or what does not depend on arguments."""
+    """One result of a flattened call: the graph output `name`, or a value that does not depend on arguments."""
 
     name: str
     constant_value: object = None

@@ -1,4 +1,4 @@
-"""Convolutions, poolings and interpolation of [images, channels, axes ...]."""
+"""Convolution, pooling and interpolation of tensors [images, channels, axes ...]."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Sizes = Sequence[int]
 def _extract_windows(
     x: Tensor, size: Sizes, stride: Sizes, dilation: Sizes, pads: Sequence[tuple[int, int]], value: float = 0.0
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Windows of `x` as [images, windows, channels, entries], and how many there are along each axis."""
+    """Return the windows of `x` as [images, windows, channels, entries], and the window count of each axis."""
     counts = tuple(
         (n + a + b - d * (k - 1) - 1) // s + 1
         for n, (a, b), k, s, d in zip(x.shape[2:], pads, size, stride, dilation, strict=True)
@@ -47,7 +47,13 @@ def convolution(
     dilation: Sizes,
     groups: int = 1,
 ) -> Tensor:
-    """The convolution of x [n, c, ...] with weight [o, c / groups, ...]: a product with each window."""
+    """Return the convolution of x [n, c, ...] with weight [o, c / groups, ...], [n, o, ...].
+
+    It is a matrix product of the weight and the windows. `pads` has the zeros before and after each axis.
+
+    Raises:
+        ModelError: The channels of `x`, the weight and the groups do not agree.
+    """
     if x.rank == weight.rank - 1:
         one = convolution(reshape(x, (1, *x.shape)), weight, bias, stride, pads, dilation, groups)
         return reshape(one, one.shape[1:])
@@ -60,7 +66,9 @@ def convolution(
     shared = reshape(weight, (1, groups, o // groups, share * taps))
     runs = permute(reshape(parts, (n, windows, groups, share * taps)), (0, 2, 1, 3))
     each = expand(shared, (n, *shared.shape[1:]))
-    image = reshape(as_tensor(ops.mul_mat(runs.value, each.value)), (n, o, *counts))  # windows are the rows of a weight
+    image = reshape(
+        as_tensor(ops.mul_mat(runs.value, each.value)), (n, o, *counts)
+    )  # the windows are the weight matrix of the product
     return image if bias is None else add(image, per_channel(bias, image.rank))
 
 
@@ -72,24 +80,26 @@ def transposed_convolution(
     pads: Sequence[tuple[int, int]],
     dilation: Sizes,
     groups: int = 1,
-    more: Sizes = (),
+    end_padding: Sizes = (),
 ) -> Tensor:
-    """The transpose of a convolution with weight [c, o / groups, ...]; `more` entries are added at the ends."""
+    """Return the transposed convolution of x [n, c, ...] with weight [c, o / groups, ...]; `more` pads the ends."""
     if x.rank == weight.rank - 1:
-        one = transposed_convolution(reshape(x, (1, *x.shape)), weight, bias, stride, pads, dilation, groups, more)
+        one = transposed_convolution(
+            reshape(x, (1, *x.shape)), weight, bias, stride, pads, dilation, groups, end_padding
+        )
         return reshape(one, one.shape[1:])
     c, share, *size = weight.shape
     for i, s in enumerate(stride):
-        if s > 1:  # zeros between entries
+        if s > 1:  # insert zeros between entries
             at, count = 2 + i, x.shape[2 + i]
             before, after = x.shape[:at], x.shape[at + 1 :]
             spread = pad(reshape(x, (prod(before), count, 1, prod(after))), [(0, 0), (0, 0), (0, s - 1), (0, 0)])
             x = slice_range(reshape(spread, (*before, count * s, *after)), at, 0, (count - 1) * s + 1)
-    turned = flip(weight, range(2, weight.rank))
-    runs = reshape(turned, (groups, c // groups, share * prod(size)))
+    flipped = flip(weight, range(2, weight.rank))
+    runs = reshape(flipped, (groups, c // groups, share * prod(size)))
     runs = reshape(runs, (groups, c // groups, share, prod(size)))
     swapped = reshape(permute(runs, (0, 2, 1, 3)), (groups * share, c // groups, *size))
-    extra = tuple(more) or (0,) * len(size)
+    extra = tuple(end_padding) or (0,) * len(size)
     around = [
         (d * (k - 1) - a, d * (k - 1) - b + e) for d, k, (a, b), e in zip(dilation, size, pads, extra, strict=True)
     ]
@@ -101,7 +111,7 @@ def transposed_convolution(
 def _compute_ceil_padding(
     x: Tensor, size: Sizes, stride: Sizes, pads: Sequence[tuple[int, int]], dilation: Sizes
 ) -> list[int]:
-    """How much longer each axis must be for a last window that is not full, and that begins within the axis."""
+    """Return the padding of each axis for a last, incomplete window that begins within the axis (ceil mode)."""
     longer = []
     for n, k, s, (a, b), d in zip(x.shape[2:], size, stride, pads, dilation, strict=True):
         span = n + a + b - d * (k - 1) - 1
@@ -113,7 +123,7 @@ def _compute_ceil_padding(
 
 
 def _apply_pooling(x: Tensor, pool: Callable[[Tensor], Tensor], rank: int) -> Tensor:
-    """A pooling of images, or of one image without the axis of images."""
+    """Apply a pooling to images, or to one image without an image axis."""
     if x.rank == rank + 1:
         out = pool(reshape(x, (1, *x.shape)))
         return reshape(out, out.shape[1:])
@@ -129,7 +139,7 @@ def max_pool(
     ceil_mode: bool = False,
     places: bool = False,
 ) -> Tensor:
-    """The largest entry of each window; with `places` where it is in the window."""
+    """Return the largest entry of each window, or with `places` its index in the window."""
 
     def pool(x: Tensor) -> Tensor:
         longer = _compute_ceil_padding(x, size, stride, pads, dilation) if ceil_mode else [0] * len(size)
@@ -153,7 +163,11 @@ def average_pool(
     divisor: int | None = None,
     dilation: Sizes = (),
 ) -> Tensor:
-    """The mean of each window; what pads it counts unless `count_padding` is false, what `ceil_mode` adds never."""
+    """Return the mean of each window.
+
+    Padding counts as entries if `count_padding` is true. Padding of `ceil_mode` never counts. `divisor` replaces the
+    number of entries.
+    """
     steps = tuple(dilation) or (1,) * len(size)
 
     def pool(x: Tensor) -> Tensor:
@@ -180,7 +194,7 @@ def average_pool(
 
 
 def resample_axis(x: Tensor, axis: int, matrix: np.ndarray) -> Tensor:
-    """Each entry of an axis as a weighted sum of the old ones; a row of weights for each."""
+    """Return an axis of weighted sums: ``matrix`` [new entries, old entries] times the axis."""
     last = move_axis(x, axis, -1)
     rows = reshape(last, (prod(last.shape[:-1]), last.shape[-1]))
     out = as_tensor(ops.mul_mat(constant_tensor(np.asarray(matrix, np.float32)).value, rows.value))
@@ -188,7 +202,7 @@ def resample_axis(x: Tensor, axis: int, matrix: np.ndarray) -> Tensor:
 
 
 def adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
-    """The mean of each of `sizes` pieces of the last axes, as even as they can be."""
+    """Return the means of the last axes over `sizes` windows of nearly equal length."""
     for axis, out in zip(range(x.rank - len(sizes), x.rank), sizes, strict=True):
         n = x.shape[axis]
         matrix = np.zeros((out, n))
@@ -200,7 +214,7 @@ def adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
 
 
 def _compute_cubic_weights(t: np.ndarray, a: float = -0.75) -> list[np.ndarray]:
-    """The weights of four neighbours around a point `t` behind the second (Keys, 1981)."""
+    """Return the cubic weights of four neighbours of a point at distance `t` after the second one (Keys, 1981)."""
 
     def near(u: np.ndarray) -> np.ndarray:
         return ((a + 2) * u - (a + 3)) * u * u + 1
@@ -214,7 +228,15 @@ def _compute_cubic_weights(t: np.ndarray, a: float = -0.75) -> list[np.ndarray]:
 def resampling_matrix(
     n: int, out: int, mode: str, align_corners: bool = False, scale: float | None = None
 ) -> np.ndarray:
-    """The matrix [out, n] by which `out` entries come from `n`: nearest, nearest-exact, linear or cubic."""
+    """Return the matrix [out, n] that interpolates `out` entries from `n`.
+
+    Args:
+        n: Number of old entries.
+        out: Number of new entries.
+        mode: ``nearest``, ``nearest-exact``, ``linear`` or ``cubic``.
+        align_corners: Whether the first and last entries stay in place.
+        scale: Ratio of new to old entries, if it differs from ``out / n``.
+    """
     step = (
         (n - 1) / (out - 1)
         if align_corners and out > 1
@@ -250,7 +272,7 @@ def interpolate(
     mode: str,
     align_corners: bool = False,
 ) -> Tensor:
-    """The last axes of `x` as `sizes` entries each, or as many as `scales` give, by weights between neighbours."""
+    """Resize the last axes of `x` to `sizes` entries, or by the factors `scales`, by interpolation."""
     count = len(sizes if sizes is not None else scales or ())
     for i, axis in enumerate(range(x.rank - count, x.rank)):
         n = x.shape[axis]

@@ -1,4 +1,4 @@
-"""Entries by number: rows, gathered and scattered entries, indexing by several lists at once."""
+"""Indexing: rows, gather, scatter, and indexing by several index tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .tensor import Operand, Tensor, as_tensor, cast, constant_tensor, number_as
 
 
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:
-    """Rows of `weight` by numbers of any shape."""
+    """Return rows of `weight` [rows, width] by indices of any shape: [*ids.shape, width]."""
     rows = select_rows(weight, reshape(ids, (prod(ids.shape),)))
     return reshape(rows, (*ids.shape, weight.shape[1]))
 
 
 def normalise_negative(ids: Tensor, n: int) -> Tensor:
-    """Numbers of `n` entries, negative ones counted from the end."""
+    """Return indices of an axis of `n` entries, with negative indices converted to non-negative ones."""
     if ids.constant is not None:
         known = np.asarray(ids.constant, np.int64)
         return constant_tensor(np.where(known < 0, known + n, known))
@@ -30,7 +30,7 @@ def normalise_negative(ids: Tensor, n: int) -> Tensor:
 
 
 def index_select(x: Tensor, axis: int, ids: Tensor) -> Tensor:
-    """Entries of an axis by a list of numbers."""
+    """Return the entries of an axis at a list of indices."""
     at, n = x.axis(axis), x.shape[x.axis(axis)]
     if ids.constant is not None:
         return take(x, at, np.asarray(ids.constant).reshape(-1))
@@ -40,7 +40,7 @@ def index_select(x: Tensor, axis: int, ids: Tensor) -> Tensor:
 
 
 def gather(x: Tensor, axis: int, ids: Tensor) -> Tensor:
-    """Entry ``ids[..., i, ...]`` of an axis, at the same place along the others."""
+    """Return the entries ``ids[..., i, ...]`` of an axis, at equal indices of the other axes."""
     at = x.axis(axis)
     if not x.rank:
         return reshape(x, ids.shape)
@@ -56,7 +56,10 @@ def gather(x: Tensor, axis: int, ids: Tensor) -> Tensor:
 
 
 def scatter(x: Tensor, axis: int, ids: Tensor, src: Operand, reduce: str = "set") -> Tensor:
-    """`x` with entries of an axis, at the same place along the others, replaced or combined by `reduce`."""
+    """Return `x` with entries of an axis replaced by `src`, or combined with it by `reduce`.
+
+    An entry of `src` has the index ``ids[..., i, ...]`` on the axis, and its own indices on the other axes.
+    """
     at = x.axis(axis)
     entries = expand(number_as_tensor(src, x), ids.shape) if not isinstance(src, Tensor) else src
     for other in range(x.rank):
@@ -73,7 +76,7 @@ def scatter(x: Tensor, axis: int, ids: Tensor, src: Operand, reduce: str = "set"
 
 
 def _scatter_flat(x: Tensor, at: int, ids: Tensor, entries: Tensor, reduce: str) -> Tensor:
-    """Where only some places along the other axes are written: by the numbers of entries in memory."""
+    """Scatter into a part of the other axes, by flat indices."""
     steps = [prod(x.shape[a + 1 :]) for a in range(x.rank)]
     place = mul(normalise_negative(ids, x.shape[at]), steps[at])
     for axis, step in enumerate(steps):
@@ -85,7 +88,11 @@ def _scatter_flat(x: Tensor, at: int, ids: Tensor, entries: Tensor, reduce: str)
 
 
 def _flatten_indices(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[list[int], Tensor, bool]:
-    """Which axes lists of numbers index, where in them taken as one, and whether they are neighbours."""
+    """Convert index tensors to flat indices.
+
+    Returns:
+        The indexed axes, the flat indices into these axes, and whether the axes are consecutive.
+    """
     axes = [a for a, ids in enumerate(indices) if ids is not None]
     lists = [ids for ids in indices if ids is not None]
     if any(ids.is_bool for ids in lists):
@@ -94,7 +101,7 @@ def _flatten_indices(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[list[
     place: Tensor | None = None
     for axis, ids in zip(axes, lists, strict=True):
         own = normalise_negative(ids, x.shape[axis])
-        if own.constant is not None:  # the numbers of entries are known too
+        if own.constant is not None:  # keeps the indices constant
             own = constant_tensor(np.broadcast_to(np.asarray(own.constant, np.int64), shape))
         own = cast(own, DType.I64)
         if place is None:
@@ -110,7 +117,7 @@ def _flatten_indices(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[list[
 
 
 def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
-    """``x[indices]`` as NumPy has it: lists of numbers for some axes, None for those that are taken whole."""
+    """Return ``x[indices]`` as in NumPy; None selects a whole axis."""
     if len([i for i in indices if i is not None]) == 1:
         ((axis, ids),) = [(a, i) for a, i in enumerate(indices) if i is not None]
         if not ids.is_bool:
@@ -130,7 +137,7 @@ def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
 
 
 def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
-    """`x` with ``x[indices]`` replaced by `values`, or with these added."""
+    """Return `x` with ``x[indices]`` replaced by `values`, or increased by `values` if `accumulate` is true."""
     if indices[0] is not None and indices[0].is_bool and len(indices) == 1:
         mask = reshape(indices[0], indices[0].shape + (1,) * (x.rank - indices[0].rank))
         if prod(values.shape) != 1 and values.rank > x.rank - indices[0].rank:
@@ -153,15 +160,15 @@ def index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accum
     if accumulate or x.is_integer:
         lists = expand(reshape(ids, (1, ids.shape[0])), (width, ids.shape[0]))
         put = scatter(permute(rows, (1, 0)), 1, lists, permute(new, (1, 0)), "add" if accumulate else "set")
-        changed = permute(put, (1, 0))
+        updated = permute(put, (1, 0))
     else:
-        changed = as_tensor(ops.set_rows(rows.value, new.value, ids.value), None, x.is_bool)
+        updated = as_tensor(ops.set_rows(rows.value, new.value, ids.value), None, x.is_bool)
     back = [order.index(a) for a in range(x.rank)]
-    return permute(reshape(changed, front.shape), back)
+    return permute(reshape(updated, front.shape), back)
 
 
 def set_slice(x: Tensor, src: Tensor, axis: int, start: int | None, stop: int | None, step: int = 1) -> Tensor:
-    """`x` with every `step`-th entry of an axis replaced by those of `src`."""
+    """Return `x` with a slice of an axis replaced by `src`."""
     at = x.axis(axis)
     ids = np.arange(x.shape[at])[slice(start, stop, step)]
     if len(ids) == 0:

@@ -1,4 +1,4 @@
-"""Products of matrices, attention, softmax, and norms with weights."""
+"""Matrix products, attention, softmax, and norms with weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from .tensor import Tensor, as_tensor, constant_tensor, reshape_value
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` with leading axes broadcast; vectors as NumPy has them."""
+    """Return ``a @ b`` with broadcast leading axes; vectors are treated as in NumPy.
+
+    Raises:
+        ModelError: The inner dimensions differ.
+    """
     if a.rank == 1 and b.rank == 1:
         return reshape(matmul(unsqueeze(a, 0), unsqueeze(b, 1)), ())
     if a.rank == 1:
@@ -40,7 +44,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``."""
+    """Return ``x @ weight.T + bias``."""
     rows = x if 2 <= x.rank <= 5 else reshape(x, (prod(x.shape[:-1]), x.shape[-1]))
     out = reshape(
         as_tensor(ops.mul_mat(as_float(weight).value, as_float(rows).value)), (*x.shape[:-1], weight.shape[0])
@@ -49,20 +53,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """``beta bias + alpha a @ b``."""
+    """Return ``beta * bias + alpha * (a @ b)``."""
     product = scale_and_shift(matmul(a, b), float(alpha))
     return product if beta == 0 else add(product, scale_and_shift(as_float(bias), float(beta)))
 
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
-    """``exp(x) / sum(exp(x))`` along an axis; a row of -inf alone gives NaN."""
+    """Return ``exp(x) / sum(exp(x))`` along an axis; a row of only -inf gives NaN."""
     if not prod(x.shape):
         return as_float(x)
     return add(masked_softmax(x, axis), scale_and_shift(extreme("max", x, axis, keepdim=True), 0.0))
 
 
 def masked_softmax(x: Tensor, axis: int = -1) -> Tensor:
-    """`softmax` where a row of -inf alone, which is masked completely, gives zeros."""
+    """Return `softmax`, but with zeros for a completely masked row, which has only -inf."""
     if not x.rank:
         return reshape(masked_softmax(reshape(x, (1,)), 0), ())
     last = move_axis(as_float(x), axis, -1)
@@ -71,7 +75,7 @@ def masked_softmax(x: Tensor, axis: int = -1) -> Tensor:
 
 
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
-    """The logarithm of `softmax`."""
+    """Return the logarithm of `softmax`."""
     below = sub(x, extreme("max", x, axis, keepdim=True))
     return sub(below, unary(ops.log, sum_over(unary(ops.exp, below), axis, keepdim=True)))
 
@@ -85,9 +89,15 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of q [..., heads, t, d] over k, v [..., heads, s, d], which may have fewer heads.
+    """Return attention, [..., heads, t, v_d].
 
-    The mask is what is added to the scores, or whether a token sees another.
+    Args:
+        q: Queries [..., heads, t, d].
+        k: Keys [..., kv_heads, s, d]; `kv_heads` may be smaller than `heads`.
+        v: Values [..., kv_heads, s, v_d].
+        mask: Numbers that are added to the scores, or booleans that permit scores; broadcast to [..., heads, t, s].
+        causal: Whether query i attends to keys 0 to i only.
+        scale: Factor of the scores; by default ``1 / sqrt(d)``.
     """
     if q.rank == 2:
         return squeeze(
@@ -111,17 +121,17 @@ def attention(
 
 
 def combine_masks(mask: Tensor, seen: np.ndarray) -> Tensor:
-    """A mask in which, besides, a token sees only what `seen` says."""
+    """Return a mask that also forbids the scores where `seen` is false."""
     return where(constant_tensor(seen), mask, False if mask.is_bool else -math.inf)
 
 
 def _clamp_mask(mask: Tensor) -> Tensor:
-    """A mask whose finite entries stay finite when a kernel scales them."""
+    """Return an additive mask with finite entries of at least -1e30, which stay finite in kernels that scale them."""
     return where(compare("eq", mask, -math.inf), -math.inf, maximum(mask, constant_tensor(np.float32(-1e30))))
 
 
 def _prepare_mask(mask: Tensor, batch: Sequence[int], heads: int, t: int, s: int) -> tuple[Value, bool]:
-    """A mask as the op reads it, and whether each head has its own."""
+    """Return a mask in the form of `ops.attention`, and whether each head has its own mask."""
     added = where(mask, 0.0, -math.inf) if mask.is_bool else _clamp_mask(as_float(mask))
     whole = reshape(added, (1,) * (2 - added.rank) + added.shape) if added.rank < 2 else added
     own = whole.shape[-3] if whole.rank > 2 else 1
@@ -150,14 +160,14 @@ def _apply_weight_and_bias(x: Tensor, weight: Tensor | None, bias: Tensor | None
 def layer_norm(
     x: Tensor, axes: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """Less the mean, over the deviation of the last so many axes; times a weight, plus a bias."""
+    """Normalise the last `axes` axes to mean 0 and variance 1, then multiply by a weight and add a bias."""
     last = prod(x.shape[x.rank - axes :])
     rows = reshape(x, (*x.shape[: x.rank - axes], last) if x.rank - axes < 5 else (-1, last))
     return _apply_weight_and_bias(reshape(as_tensor(ops.norm(rows.value, eps=float(eps))), x.shape), weight, bias)
 
 
 def rms_norm(x: Tensor, axes: int, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """Over the root of the mean square of the last so many axes; times a weight."""
+    """Divide the last `axes` axes by their root mean square, then multiply by a weight."""
     last = prod(x.shape[x.rank - axes :])
     rows = reshape(x, (*x.shape[: x.rank - axes], last) if x.rank - axes < 5 else (-1, last))
     return _apply_weight_and_bias(reshape(as_tensor(ops.rms_norm(rows.value, eps=float(eps))), x.shape), weight, None)
@@ -166,7 +176,7 @@ def rms_norm(x: Tensor, axes: int, weight: Tensor | None = None, eps: float = 1e
 def group_norm(
     x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """`layer_norm` over each of `groups` runs of channels of x [images, channels, ...]."""
+    """Normalise each of `groups` groups of consecutive channels of x [images, channels, ...]."""
     n = x.shape[0]
     runs = reshape(x, (n, groups, prod(x.shape[1:]) // groups))
     out = reshape(as_tensor(ops.norm(runs.value, eps=float(eps))), x.shape)
@@ -176,7 +186,7 @@ def group_norm(
 def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float = 1e-5
 ) -> Tensor:
-    """Each channel of x [images, channels, ...] less a mean that is given, over a deviation that is given."""
+    """Normalise each channel of x [images, channels, ...] by a given mean and variance."""
     factor = rsqrt(add(variance, float(eps)))
     factor = factor if weight is None else mul(factor, weight)
     less = mul(mean, factor)
@@ -185,5 +195,5 @@ def batch_norm(
 
 
 def per_channel(p: Tensor, rank: int) -> Tensor:
-    """A number a channel, to be broadcast over the axes behind channels."""
+    """Reshape one number per channel so that it broadcasts over the axes after the channels."""
     return reshape(p, p.shape + (1,) * (rank - 2))

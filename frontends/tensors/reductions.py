@@ -1,4 +1,4 @@
-"""Reductions over any axes, running sums, orders."""
+"""Reductions over any axes, cumulative sums and sorting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _list_axes(x: Tensor, axes: int | Sequence[int] | None) -> list[int]:
 
 
 def merge_axes_last(x: Tensor, axes: Sequence[int]) -> Value:
-    """`x` with those axes as one, the last: [kept axes ..., entries]."""
+    """Return `x` with the given axes merged into the last one: [kept axes ..., entries]."""
     kept = [a for a in range(x.rank) if a not in axes]
     ordered = permute(x, [*kept, *axes])
     ahead = [x.shape[a] for a in kept]
@@ -29,13 +29,13 @@ def merge_axes_last(x: Tensor, axes: Sequence[int]) -> Value:
 
 
 def _restore_shape(value: Value, x: Tensor, axes: Sequence[int], keepdim: bool, truth_value: bool = False) -> Tensor:
-    """The reduced rows under the shape that a reduction of `x` has."""
+    """Return reduced rows in the result shape of a reduction of `x` over `axes`."""
     shape = [1 if a in axes else n for a, n in enumerate(x.shape) if keepdim or a not in axes]
     return reshape(as_tensor(value, None, truth_value), shape)
 
 
 def sum_over(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """Sums; of integers and truth values in i64."""
+    """Return sums over axes; integers and booleans are summed in i64."""
     over = _list_axes(x, axes)
     if x.is_integer or x.is_bool:
         x = cast(x, DType.I64)
@@ -44,7 +44,7 @@ def sum_over(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool =
 
 
 def mean(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """Means, in f32; the mean of no entries is NaN."""
+    """Return means over axes in floats; the mean of no entries is NaN."""
     over = _list_axes(x, axes)
     rows = merge_axes_last(as_float(x), over)
     means = _restore_shape(ops.mean(rows), x, over, keepdim)
@@ -54,9 +54,9 @@ def mean(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = Fal
 def variance(
     x: Tensor, axes: int | Sequence[int] | None = None, correction: float = 1, keepdim: bool = False
 ) -> Tensor:
-    """The sum of squared differences from the mean, over the degrees of freedom: their number less `correction`.
+    """Return variances: the sum of squared differences from the mean, divided by ``count - correction``.
 
-    Without degrees of freedom it is inf, or NaN if all entries are equal; the variance of no entries is NaN.
+    If the divisor is not positive, the result is inf, or NaN for equal entries. The variance of no entries is NaN.
     """
     over = _list_axes(x, axes)
     count = prod(x.shape[a] for a in over)
@@ -65,7 +65,7 @@ def variance(
 
 
 def extreme(kind: str, x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """The ``max``, ``min`` or ``prod`` of entries."""
+    """Return the ``max``, ``min`` or ``prod`` over axes."""
     over = _list_axes(x, axes)
     if kind == "prod" and x.is_bool:
         x = cast(x, DType.I64)
@@ -73,36 +73,36 @@ def extreme(kind: str, x: Tensor, axes: int | Sequence[int] | None = None, keepd
 
 
 def any_of(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """Whether some entry is not 0."""
+    """Return whether an entry is non-zero, over axes."""
     return extreme("max", as_bool(x), axes, keepdim)
 
 
 def all_of(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """Whether no entry is 0."""
+    """Return whether all entries are non-zero, over axes."""
     return logical_not(any_of(logical_not(x), axes, keepdim))
 
 
 def argmax(x: Tensor, axis: int | None = None, keepdim: bool = False) -> Tensor:
-    """Where the largest entry is, the first of equal ones, in i64."""
+    """Return the index of the first largest entry, in i64."""
     over = _list_axes(x, axis)
-    if x.is_integer:  # exact, where floats would not be
+    if x.is_integer:  # exact for large integers, unlike f32
         x = compare("eq", x, extreme("max", x, over, keepdim=True))
     value = ops.argmax(merge_axes_last(x, over))
     return cast(_restore_shape(value, x, over, keepdim), DType.I64)
 
 
 def argmin(x: Tensor, axis: int | None = None, keepdim: bool = False) -> Tensor:
-    """Where the smallest entry is, the first of equal ones, in i64."""
+    """Return the index of the first smallest entry, in i64."""
     return argmax(logical_not(x) if x.is_bool else negative(x), axis, keepdim)
 
 
 def extreme_with_index(kind: str, x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """The ``max`` or ``min`` along an axis, and where it is."""
+    """Return the ``max`` or ``min`` along an axis, and its index in i64."""
     return extreme(kind, x, axis, keepdim), (argmax if kind == "max" else argmin)(x, axis, keepdim)
 
 
 def accumulate(kind: str, x: Tensor, axis: int) -> Tensor:
-    """The ``sum``, ``prod``, ``max`` or ``min`` up to each entry of an axis."""
+    """Return the cumulative ``sum``, ``prod``, ``max`` or ``min`` along an axis."""
     if x.is_bool:
         x = cast(x, DType.I64)
     if not x.rank:
@@ -114,7 +114,7 @@ def accumulate(kind: str, x: Tensor, axis: int) -> Tensor:
 
 
 def argsort(x: Tensor, axis: int = -1, descending: bool = False) -> Tensor:
-    """Numbers of the entries of an axis as they are sorted, in i64; equal entries keep their order."""
+    """Return the indices that sort an axis, in i64; equal entries keep their order."""
     last = move_axis(as_float(x), axis, -1)
     rows = last if not last.exceeds_max_rank else reshape(last, (-1, last.shape[-1]))
     ids = as_tensor(ops.argsort(rows.value, descending=bool(descending)))
@@ -122,7 +122,7 @@ def argsort(x: Tensor, axis: int = -1, descending: bool = False) -> Tensor:
 
 
 def log_sum_exp(x: Tensor, axes: int | Sequence[int], keepdim: bool = False) -> Tensor:
-    """``log(sum(exp(x)))`` without overflow; of entries that are all -inf it is -inf."""
+    """Return ``log(sum(exp(x)))`` over axes without overflow; -inf if all entries are -inf."""
     over = _list_axes(x, axes)
     top = extreme("max", x, over, keepdim=True)
     top = where(is_infinite(top), 0.0, top)
@@ -131,7 +131,7 @@ def log_sum_exp(x: Tensor, axes: int | Sequence[int], keepdim: bool = False) -> 
 
 
 def vector_norm(x: Tensor, power: float = 2, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """The vector norm of entries: ``sum(|x| ** power) ** (1 / power)``, or its limit for 0, inf and -inf."""
+    """Return the vector norm ``sum(|x| ** power) ** (1 / power)``, or its limit for 0, inf and -inf."""
     if power == 2:
         return unary(ops.sqrt, sum_over(unary(ops.sqr, x), axes, keepdim))
     if power == 0:

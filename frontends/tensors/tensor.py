@@ -1,4 +1,4 @@
-"""A value of the graph as a tensor: its shape whatever the rank, and what its numbers are."""
+"""A graph value as a tensor of any rank, with booleans and known constants."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ Array: TypeAlias = npt.NDArray[np.generic]
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """`value` under `shape`; where the shape has more axes than a value may have, the value has one.
+    """A graph value with the shape of a framework tensor.
 
-    Truth values are 0 and 1 in f32 and marked as `truth`.  `known` is the array of a constant.
+    If the shape has more axes than a value may have, the value is flat. Booleans are 0 and 1 in f32, with `is_bool`
+    set.
+    `constant` is the array of a constant, else None.
     """
 
     value: Value
@@ -45,11 +47,11 @@ class Tensor:
 
     @property
     def exceeds_max_rank(self) -> bool:
-        """Whether it has more axes than a value may have, so that its value is flat."""
+        """Whether the shape has more axes than a value may have, so that the value is flat."""
         return len(self.shape) > MAX_RANK
 
     def axis(self, axis: int) -> int:
-        """An axis counted from either end, from the front."""
+        """Return a possibly negative axis as a non-negative one; raise `ModelError` if there is no such axis."""
         rank = max(1, self.rank)
         if not -rank <= axis < rank:
             raise ModelError(f"axis {axis} of a tensor of rank {self.rank}: there is no such axis")
@@ -61,19 +63,19 @@ Operand: TypeAlias = "Tensor | int | float | bool"
 
 
 def stored_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the value of a tensor of `shape`."""
+    """Return the shape of the graph value of a tensor of `shape`."""
     return tuple(shape) if len(shape) <= MAX_RANK else (prod(shape),)
 
 
 def as_tensor(value: Value, shape: Sequence[int] | None = None, truth: bool = False) -> Tensor:
-    """`value` as a tensor of `shape`, or of its own."""
-    whole = value.shape if shape is None else tuple(shape)
-    wanted = stored_shape(whole)
-    return Tensor(value if value.shape == wanted else reshape_value(value, wanted), whole, truth)
+    """Return a graph value as a tensor of `shape`, by default of its own shape; `truth` marks booleans."""
+    full_shape = value.shape if shape is None else tuple(shape)
+    value_shape = stored_shape(full_shape)
+    return Tensor(value if value.shape == value_shape else reshape_value(value, value_shape), full_shape, truth)
 
 
 def reshape_value(value: Value, shape: tuple[int, ...]) -> Value:
-    """`value` under another shape; of reshapes in a row the last remains."""
+    """Return a value with another shape; of consecutive reshapes only the last one remains."""
     while value.node.op == "reshape":
         (source,) = value.node.inputs
         value = source
@@ -81,7 +83,11 @@ def reshape_value(value: Value, shape: tuple[int, ...]) -> Value:
 
 
 def constant_tensor(array: npt.ArrayLike) -> Tensor:
-    """A constant; float64 becomes f32, truth values are 0 and 1.  Raises `GraphError` for a type that no value has."""
+    """Return an array as a constant; float64 becomes f32, booleans become 0 and 1.
+
+    Raises:
+        GraphError: No value has the dtype of the array.
+    """
     known = np.asarray(array)
     data = known.astype(np.float32) if known.dtype == bool or known.dtype == np.float64 else known
     data = np.ascontiguousarray(data).reshape(stored_shape(known.shape))
@@ -90,7 +96,7 @@ def constant_tensor(array: npt.ArrayLike) -> Tensor:
 
 
 def merge_equal_nodes(graph: Graph) -> Graph:
-    """`graph` with what is computed twice computed once; constants that hold the same have the same name."""
+    """Return a graph in which equal nodes are merged (common subexpression elimination)."""
     first: dict[object, tuple[Value, ...]] = {}
 
     def rule(node: Node) -> Sequence[Value]:
@@ -102,7 +108,7 @@ def merge_equal_nodes(graph: Graph) -> Graph:
 
 
 def number_as_tensor(x: Operand, like: Tensor) -> Tensor:
-    """A number as a constant of the type that it takes beside `like`."""
+    """Return a number as a constant with the dtype that it has in an operation with `like`."""
     if isinstance(x, Tensor):
         return x
     if isinstance(x, bool):
@@ -115,7 +121,7 @@ def number_as_tensor(x: Operand, like: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, dtype: DType, truth: bool = False) -> Tensor:
-    """The same numbers in another type; as truth values whether they are not 0."""
+    """Convert a tensor to another dtype; with `truth` to booleans, which are true for non-zero entries."""
     if truth:
         if x.is_bool:
             return x
@@ -137,7 +143,7 @@ _DTYPES_BY_WIDTH = (DType.I8, DType.I16, DType.I32, DType.I64, DType.F16, DType.
 
 
 def promote_dtypes(*xs: Tensor) -> list[Tensor]:
-    """Tensors in the one type that holds them all: truth values, then integers, then floats; of each the widest."""
+    """Convert tensors to their common dtype: floats before integers before booleans, then the widest one."""
     if all(x.is_bool for x in xs):
         return list(xs)
     kinds = [x.dtype for x in xs if not x.is_bool]
