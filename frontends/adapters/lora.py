@@ -166,7 +166,7 @@ def read_lora(base: Gguf, number: int, path: Path, scale: float) -> Iterator[Lor
     if not names:
         raise error("has no tensors")
     for name in names:
-        pair = [gguf.tensors.get(f"{name}.lora_{letter}") for letter in "ab"]
+        pair = [gguf.tensors.get(f"{name}.lora_{suffix}") for suffix in "ab"]
         if name not in base.tensors:
             raise error(f"tensor {name!r:.80} changes nothing in {base.path}")
         first, second = pair

@@ -80,9 +80,14 @@ class BatchedBenchmark:
         """
         context = max(self.prompt_lengths) + max(self.new_counts)
         self.model.check_context(context)
-        most = max(self.sequence_counts)
+        max_sequences = max(self.sequence_counts)
         one = open_session(
-            self.model, on=on, sequences=most, context=context, batch=self._tokens_per_sequence(most), world=self.world
+            self.model,
+            on=on,
+            sequences=max_sequences,
+            context=context,
+            batch=self._tokens_per_sequence(max_sequences),
+            world=self.world,
         )
         each = {
             n: dealt(one, n, context=context, batch=self._tokens_per_sequence(n))

@@ -99,10 +99,10 @@ def compute_logits(session: Session, tokens: Sequence[int], *, step: bool = Fals
 
     Tokens are evaluated in batches. With `step` the second half is evaluated token by token, as in generation.
     """
-    cut = len(tokens) // 2 if step else len(tokens)
-    for start in range(0, cut, session.batch):
-        yield session.evaluate([tokens[start : min(start + session.batch, cut)]], every_position=True)[0]
-    for token in tokens[cut:]:
+    batched_count = len(tokens) // 2 if step else len(tokens)
+    for start in range(0, batched_count, session.batch):
+        yield session.evaluate([tokens[start : min(start + session.batch, batched_count)]], every_position=True)[0]
+    for token in tokens[batched_count:]:
         yield session.evaluate([[token]], every_position=True)[0]
 
 

@@ -151,8 +151,8 @@ def describe_fit(
     """Return a line about the memory fit, and for a model the speed of new tokens and the time to the first token.
 
     Args:
-        asked: The plan for the devices that were named.
-        made: The plan that runs, in which the host may hold the rest.
+        requested: The plan for the devices that were named.
+        plan: The plan that runs, in which the host may hold the rest.
         context: Tokens of context of a model; None for a graph.
         sequences: Sequences that get a token each in a step.
         prompt: Tokens of the prompt.
@@ -194,7 +194,7 @@ def describe_pipelining(plan: Plan, plan_of: Callable[..., Plan], sequences: int
     The line is empty if there is one sequence and no prompt, or one device.
 
     Args:
-        made: The plan.
+        plan: The plan.
         plan_of: Returns the plan of a step with given `sequences` or `tokens`.
         sequences: Sequences that get a token each in a step.
         prompt: Tokens of the prompt.
@@ -266,7 +266,7 @@ def plan_and_session_plan(
 
 
 def plan_with_layout_of(plan: Plan, graph: Graph) -> Plan:
-    """Return the plan of another step with the weight layout of the plan `made`."""
+    """Return the plan of another step with the weight layout of `plan`."""
     return plan_for(graph, plan.group, hardware=plan.hardware, like=plan)
 
 

@@ -222,7 +222,7 @@ def run(args: argparse.Namespace) -> int:
     if args.draft_max and not args.draft:
         model = model.guessing()
     default = -1 if args.chat else DEFAULT_NEW_TOKENS
-    drawing = GenerationParams(
+    params = GenerationParams(
         default if args.predict is None else args.predict,
         sampling,
         args.seed,
@@ -231,7 +231,7 @@ def run(args: argparse.Namespace) -> int:
         int(tokenizer.add_bos) if args.context_shift else None,
         tokenizer.n_tokens,
     )
-    return (run_chat if args.chat else run_completion)(args, model, tokenizer, drawing)
+    return (run_chat if args.chat else run_completion)(args, model, tokenizer, params)
 
 
 def grammar_from_flags(args: argparse.Namespace, tokenizer: Tokenizer) -> Grammar | None:
@@ -246,13 +246,13 @@ def grammar_from_flags(args: argparse.Namespace, tokenizer: Tokenizer) -> Gramma
     return grammar
 
 
-def run_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawing: GenerationParams) -> int:
+def run_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, params: GenerationParams) -> int:
     """Print a prompt and its continuation; return the exit code."""
     text = broadcast_text(
         args, lambda: read_prompt(args, "" if args.load_state else DEFAULT_PROMPT if args.model is None else None)
     )
     tokens = tokenizer.encode(text, add_special=args.load_state is None, parse_special=True)
-    min_tokens = len(tokens) if drawing.pinned_tokens is None else 0  # a context shift cuts a longer text
+    min_tokens = len(tokens) if params.pinned_tokens is None else 0  # a context shift cuts a longer text
     with show_compile_progress():
         started = time.perf_counter()
         session = open_session_from_flags(args, model, context_for(model, min_tokens, args.context))
@@ -263,18 +263,18 @@ def run_completion(args: argparse.Namespace, model: Model, tokenizer: Tokenizer,
             message = f"{args.load_state}: its text has come to an end; give more of it with -p"
             raise ModelError(message if before else EMPTY_PROMPT_ERROR)
         ahead = drafter_from_flags(args, session)
-        timing = compile_ahead(session, new, drawing, ahead) + Timing(load=load)
+        timing = compile_ahead(session, new, params, ahead) + Timing(load=load)
     known = [before[: session.lengths[0]]]
-    drawn = sample_tokens(session, [new], drawing, known=known, timing=timing, ahead=ahead)
+    samples = sample_tokens(session, [new], params, known=known, timing=timing, ahead=ahead)
     write_data(text)
     with trace_to_file(session, args.trace):
         try:
-            for piece in stream_text((one.token for one in drawn), tokenizer, args.stops):
+            for piece in stream_text((one.token for one in samples), tokenizer, args.stops):
                 write_data(piece)
         finally:
             write_data("\n")
     if args.save_state:
-        drawn.close()
+        samples.close()
         save_state(session, known, args.save_state)
     write_log_line(f"{timing}; {format_acceptance(ahead)}{format_memory(session)}{format_seed(args)}")
     return 0
@@ -317,7 +317,7 @@ def compare_step(session: Session, tokens: Sequence[int], device: str) -> tuple[
     return f"{count} values are as on {device}" + (f"; nearest to its limit is {nearest}" if nearest else ""), False
 
 
-def run_chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawing: GenerationParams) -> int:
+def run_chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, params: GenerationParams) -> int:
     """Answer one message, or several messages on a terminal; return the exit code."""
     format = chat_format_from_flags(args, model)  # a wrong template is refused before the weights are loaded
     asked = args.prompt is None and args.file is None
@@ -332,9 +332,9 @@ def run_chat(args: argparse.Namespace, model: Model, tokenizer: Tokenizer, drawi
         session = open_session_from_flags(args, model, context_for(model, 0, args.context))
         load = time.perf_counter() - started
         ahead = drafter_from_flags(args, session)
-        timing = compile_ahead(session, [], drawing, ahead) + Timing(load=load)
+        timing = compile_ahead(session, [], params, ahead) + Timing(load=load)
     options = {"stops": args.stops, "system": args.system, "format": format}
-    conversation = Conversation(session, tokenizer, drawing, decoder=ahead, **options)
+    conversation = Conversation(session, tokenizer, params, decoder=ahead, **options)
     conversation.timing = timing
     if args.load_state:
         conversation.load(args.load_state)

@@ -20,7 +20,7 @@ class Conversation:
     Args:
         session: The session that generates the answers.
         tokenizer: The tokenizer of the model.
-        drawing: Limits and sampling of an answer.
+        params: Limits and sampling of an answer.
         stops: Strings that end an answer.
         system: The system prompt, or None.
         ahead: Speculative decoding, or None.
@@ -34,7 +34,7 @@ class Conversation:
         self,
         session: Session,
         tokenizer: Tokenizer,
-        drawing: GenerationParams,
+        params: GenerationParams,
         *,
         stops: Sequence[str] = (),
         system: str | None = None,
@@ -42,7 +42,7 @@ class Conversation:
         format: ChatFormat | None = None,
     ) -> None:
         self.session, self.tokenizer = session, tokenizer
-        self.params, self.stop_strings = drawing, stops
+        self.params, self.stop_strings = params, stops
         self.format = format or choose_chat_format(session.model.gguf.metadata)
         self.system, self.decoder = system, ahead
         self.timing = Timing()

@@ -72,8 +72,8 @@ class SampledToken:
     @property
     def logprob(self) -> float:
         """The natural logarithm of the probability of the token in the model, before sampling options."""
-        most = float(self.logits.max())
-        return float(self.logits[self.token]) - most - math.log(float(np.exp(self.logits - most).sum()))
+        max_logit = float(self.logits.max())
+        return float(self.logits[self.token]) - max_logit - math.log(float(np.exp(self.logits - max_logit).sum()))
 
 
 @validate_arguments(
@@ -121,8 +121,8 @@ def generate_tokens(
     idle: list[list[int]] = [[] for _ in range(session.sequences - 1)]
     settings = GenerationParams(limit, sampling, seed, stop)
     known: list[list[int]] = [list(before), *idle]
-    for drawn in sample_tokens(session, [prompt, *idle], settings, known=known, timing=timing, ahead=ahead):
-        yield drawn.token
+    for sample in sample_tokens(session, [prompt, *idle], settings, known=known, timing=timing, ahead=ahead):
+        yield sample.token
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ EMPTY_PROMPT_ERROR = "the prompt is empty and the model adds no BOS token; give 
 def sample_tokens(
     session: Session | Microbatches,
     prompts: Sequence[Sequence[int]],
-    drawing: GenerationParams,
+    params: GenerationParams,
     *,
     known: list[list[int]],
     timing: Timing | None = None,
@@ -173,7 +173,7 @@ def sample_tokens(
     Args:
         session: The session, or the session of several micro-batches.
         prompts: Tokens of the prompt of each sequence; a sequence with an empty prompt is idle.
-        drawing: The parameters of the generation.
+        params: The parameters of the generation.
         known: Tokens of each sequence so far; prompts and sampled tokens are appended.
         timing: Receives the token counts and seconds.
         active: Receives the indices of the running sequences; the caller may remove an index to end its sequence.
@@ -184,7 +184,7 @@ def sample_tokens(
     """
     timing, active = Timing() if timing is None else timing, set[int]() if active is None else active
     try:
-        yield from _sample_sequences(session, prompts, drawing, known, timing, active, ahead)
+        yield from _sample_sequences(session, prompts, params, known, timing, active, ahead)
     finally:
         if ahead is not None:
             ahead.discard_rejected()
@@ -193,17 +193,17 @@ def sample_tokens(
 def _sample_sequences(
     session: Session | Microbatches,
     prompts: Sequence[Sequence[int]],
-    drawing: GenerationParams,
+    params: GenerationParams,
     known: list[list[int]],
     timing: Timing,
     active: set[int],
     ahead: SpeculativeDecoder | None,
 ) -> Iterator[SampledToken]:
-    if drawing.pinned_tokens is not None:
-        prompts = [_fit_prompt(session, i, p, drawing, known) for i, p in enumerate(prompts)]
+    if params.pinned_tokens is not None:
+        prompts = [_fit_prompt(session, i, p, params, known) for i, p in enumerate(prompts)]
     if not any(map(len, prompts)):
         raise ModelError(EMPTY_PROMPT_ERROR)
-    limit, sampling = drawing.limit, drawing.sampling
+    limit, sampling = params.limit, params.sampling
     active |= {i for i, prompt in enumerate(prompts) if len(prompt)}
     unused_rng = np.random.default_rng(0)
 
@@ -224,16 +224,16 @@ def _sample_sequences(
     start = clock()
     free_tokens = [session.context - length for length in session.lengths]
     counts = [0] * len(prompts)
-    grammar_states = {i: drawing.grammar.make_state() for i in active} if drawing.grammar else {}
+    grammar_states = {i: params.grammar.make_state() for i in active} if params.grammar else {}
 
     def sample_next(i: int, logits: F32) -> Generator[SampledToken, None, list[int]]:
         """Sample a token of sequence `i`; return the tokens that it evaluates next, none if it has ended."""
         counts[i] += 1
-        logits = logits[: drawing.token_count]
-        rng = np.random.default_rng([drawing.seed, len(known[i])]) if sampling.temperature else unused_rng  # 20 us
+        logits = logits[: params.token_count]
+        rng = np.random.default_rng([params.seed, len(known[i])]) if sampling.temperature else unused_rng  # 20 us
         masked_logits = grammar_states[i].mask_logits(logits) if grammar_states else logits
         token = broadcast_token(session, sampling.choose(masked_logits, rng, known[i]))
-        if token in drawing.end_tokens:
+        if token in params.end_tokens:
             active.discard(i)
             return []
         known[i].append(token)
@@ -242,14 +242,14 @@ def _sample_sequences(
         if (
             counts[i] == limit
             or (grammar_states and not grammar_states[i].accept(token))
-            or (is_full and limit < 0 and drawing.pinned_tokens is None)
+            or (is_full and limit < 0 and params.pinned_tokens is None)
         ):
             active.discard(i)
         if i not in active:
             return []
-        if is_full and drawing.pinned_tokens is not None:
+        if is_full and params.pinned_tokens is not None:
             session.reset(i)
-            known[i][:] = drawing.shift_context(known[i], session.context)
+            known[i][:] = params.shift_context(known[i], session.context)
             free_tokens[i] = counts[i] + session.context - len(known[i])
             return list(known[i])
         if is_full:
@@ -259,7 +259,7 @@ def _sample_sequences(
             )
         return [token]
 
-    with decoding(session, alone=drawing.pinned_tokens is not None) as steps:
+    with decoding(session, alone=params.pinned_tokens is not None) as steps:
         running_groups: deque[int] = deque()
 
         def start_next_step(group: int, answers: Sequence[F32]) -> Iterator[SampledToken]:
@@ -290,12 +290,12 @@ def broadcast_token(session: Session | Microbatches, token: int) -> int:
 
 
 def _fit_prompt(
-    session: Session | Microbatches, i: int, prompt: Sequence[int], drawing: GenerationParams, known: list[list[int]]
+    session: Session | Microbatches, i: int, prompt: Sequence[int], params: GenerationParams, known: list[list[int]]
 ) -> list[int]:
     """Return the prompt of a sequence if it fits into the context; else reset the sequence and shorten its text."""
     if session.lengths[i] + len(prompt) <= session.context:
         return list(prompt)
-    shortened = drawing.shift_context([*known[i], *prompt], session.context)
+    shortened = params.shift_context([*known[i], *prompt], session.context)
     if len(shortened) < len(prompt) <= session.context:
         shortened = list(prompt)
     session.reset(i)
@@ -304,7 +304,7 @@ def _fit_prompt(
 
 
 def compile_ahead(
-    session: Session, prompt: Sequence[int], drawing: GenerationParams, ahead: SpeculativeDecoder | None = None
+    session: Session, prompt: Sequence[int], params: GenerationParams, ahead: SpeculativeDecoder | None = None
 ) -> Timing:
     """Build the plans and kernels of a generation before its start; return the seconds as a `Timing`.
 
@@ -312,13 +312,13 @@ def compile_ahead(
         ModelError: The sampling options do not fit the vocabulary.
     """
     start, vocabulary = time.perf_counter(), session.model.vocabulary_size
-    drawing.sampling.check(vocabulary)
+    params.sampling.check(vocabulary)
     prompt = prompt[: session.context]  # a longer prompt is cut by the context shift, or refused
-    replace(drawing.sampling, bias=()).choose(
+    replace(params.sampling, bias=()).choose(
         np.zeros(vocabulary, np.float32), np.random.default_rng(0)
     )  # compiles the kernel of the sampling
     session.prepare(len(prompt))
-    if drawing.limit not in (0, 1):
+    if params.limit not in (0, 1):
         length = session.lengths[0] + len(prompt) + 1
         session.executor(session.step(1, length, session.sequences))
         if ahead is not None:

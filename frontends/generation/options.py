@@ -111,7 +111,7 @@ def resolve_options(
     grammar = Grammar(tokenizer, **rules, schema_lenient=lenient) if tokenizer is not None and rules else None
     if grammar is not None and grammar.warning:
         warnings.warn(grammar.warning, stacklevel=4)
-    drawing = GenerationParams(
+    params = GenerationParams(
         options.get("max_tokens", 128),
         Sampling(**sampling_options),
         secrets.randbits(31) if seed is None else seed,
@@ -120,4 +120,4 @@ def resolve_options(
         int(tokenizer is not None and tokenizer.add_bos) if options.get("context_shift") else None,
         None if tokenizer is None else tokenizer.n_tokens,
     )
-    return drawing, (stop,) if isinstance(stop, str) else tuple(stop)
+    return params, (stop,) if isinstance(stop, str) else tuple(stop)

@@ -119,9 +119,9 @@ class Sampling:
         adjusted = self._apply_penalties(logits, before)
         if self.temperature == 0:
             return best if adjusted is logits else int(np.argmax(adjusted))
-        ids, kept_logits = self.candidates(adjusted)
+        ids, filtered_logits = self.candidates(adjusted)
         with np.errstate(over="ignore"):  # a very low temperature keeps only the first token
-            return int(rng.choice(ids, p=softmax((kept_logits - kept_logits[0]) / self.temperature)))
+            return int(rng.choice(ids, p=softmax((filtered_logits - filtered_logits[0]) / self.temperature)))
 
     def _apply_penalties(self, logits: npt.NDArray[np.float32], before: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return the logits after bias and penalties; the same array if there are none."""
@@ -148,11 +148,11 @@ class Sampling:
         """Return the ids and the logits of the tokens that pass the filters, most probable first; at least one."""
         is_partial = 0 < self.top_k <= MAX_PARTIAL_SORT and self.top_k < len(logits)
         ids = largest(logits, self.top_k) if is_partial else descending(logits)[: self.top_k or None]
-        kept_logits = logits[ids].astype(np.float64)
-        p = softmax(kept_logits)
+        filtered_logits = logits[ids].astype(np.float64)
+        p = softmax(filtered_logits)
         count = int(np.searchsorted(np.cumsum(p), self.top_p)) + 1 if self.top_p < 1 else len(p)
         count = min(count, int(np.count_nonzero(p >= self.min_p * p[0])))
-        return ids[:count], kept_logits[:count]
+        return ids[:count], filtered_logits[:count]
 
 
 def softmax(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -105,12 +105,12 @@ class MtpDrafter:
 
     def prepare(self, prompt: int, count: int) -> None:
         for length in (1, prompt + count):
-            for turn in {self.block_for_draft(guess) for guess in range(count)}:
+            for turn in {self.block_for_draft(draft_index) for draft_index in range(count)}:
                 self.session.executor(self.session.step(1, self.session.lengths[0] + length, 1, "guess", turn))
 
-    def block_for_draft(self, guess: int) -> int:
+    def block_for_draft(self, draft_index: int) -> int:
         """Return the index of the block for draft token `guess`; the last block predicts all later tokens."""
-        return min(guess, self.session.model.guessers - 1)
+        return min(draft_index, self.session.model.guessers - 1)
 
 
 class SpeculativeDecoder:

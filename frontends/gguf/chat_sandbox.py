@@ -294,7 +294,7 @@ def to_json(
 
 
 def raise_exception(message: object) -> None:
-    """Raise the `ModelError` by which a template refuses its messages."""
+    """Raise the `ModelError` with which a template refuses its messages."""
     text = " ".join(str(message).split())[:200]
     raise ModelError(f"the chat template refuses these messages: {text}")
 

@@ -39,11 +39,11 @@ class MetadataType(Enum):
     INT64 = (11, "<q")
     FLOAT64 = (12, "<d")
 
-    def __init__(self, number: int, code: str | None, least: int = 0) -> None:
+    def __init__(self, number: int, code: str | None, min_bytes: int = 0) -> None:
         self.number = number
         self.scalar_format = struct.Struct(code) if code else None
         self.storage_dtype = np.dtype(code) if code else None
-        self.min_bytes = self.scalar_format.size if self.scalar_format else least
+        self.min_bytes = self.scalar_format.size if self.scalar_format else min_bytes
         """Bytes of the smallest element: the length field of a string, the type and the count of an array."""
 
     def __str__(self) -> str:

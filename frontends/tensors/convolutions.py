@@ -216,13 +216,13 @@ def adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
 def _compute_cubic_weights(t: np.ndarray, a: float = -0.75) -> list[np.ndarray]:
     """Return the cubic weights of four neighbours of a point at distance `t` after the second one (Keys, 1981)."""
 
-    def near(u: np.ndarray) -> np.ndarray:
+    def inner_weight(u: np.ndarray) -> np.ndarray:
         return ((a + 2) * u - (a + 3)) * u * u + 1
 
-    def far(u: np.ndarray) -> np.ndarray:
+    def outer_weight(u: np.ndarray) -> np.ndarray:
         return ((a * u - 5 * a) * u + 8 * a) * u - 4 * a
 
-    return [far(t + 1), near(t), near(1 - t), far(2 - t)]
+    return [outer_weight(t + 1), inner_weight(t), inner_weight(1 - t), outer_weight(2 - t)]
 
 
 def resampling_matrix(

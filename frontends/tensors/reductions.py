@@ -21,9 +21,9 @@ def _list_axes(x: Tensor, axes: int | Sequence[int] | None) -> list[int]:
 
 def merge_axes_last(x: Tensor, axes: Sequence[int]) -> Value:
     """Return `x` with the given axes merged into the last one: [kept axes ..., entries]."""
-    kept = [a for a in range(x.rank) if a not in axes]
-    ordered = permute(x, [*kept, *axes])
-    ahead = [x.shape[a] for a in kept]
+    other_axes = [a for a in range(x.rank) if a not in axes]
+    ordered = permute(x, [*other_axes, *axes])
+    ahead = [x.shape[a] for a in other_axes]
     last = prod(x.shape[a] for a in axes)
     return reshape(ordered, (*ahead, last) if len(ahead) < 5 else (prod(ahead), last)).value
 

@@ -79,8 +79,8 @@ def permute_value(value: Value, order: Sequence[int]) -> Value:
     while value.node.op in ("permute", "transpose"):
         (source,) = value.node.inputs
         rank = len(source.shape)
-        given = value.node.attrs.get("axes")
-        inner = given if isinstance(given, tuple) else (*range(rank - 2), rank - 1, rank - 2)
+        inner_axes = value.node.attrs.get("axes")
+        inner = inner_axes if isinstance(inner_axes, tuple) else (*range(rank - 2), rank - 1, rank - 2)
         axes, value = [int(np.asarray(inner[a])) for a in axes], source
     return value if axes == list(range(len(axes))) else ops.permute(value, axes=tuple(axes))
 

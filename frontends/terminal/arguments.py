@@ -221,11 +221,11 @@ def parse_natural_or_minus_one(text: str) -> int:
     return _parse_integer(text, -1)
 
 
-def _parse_integer(text: str, least: int) -> int:
+def _parse_integer(text: str, minimum: int) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = least - 1
-    if value < least:
-        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need an integer of at least {least}")
+        value = minimum - 1
+    if value < minimum:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need an integer of at least {minimum}")
     return value

@@ -345,8 +345,8 @@ PROGRAM_SYNONYMS = {
 def find_flag(name: str, command: str) -> Flag | None:
     """Return the option of this name that hocket lacks, preferably of the counterpart of `command`, or None."""
     found = [flag for flag in FLAGS if flag.remedy and name in flag.names]
-    letter = next((letter for letter, like in COMMAND_OF_PROGRAM.items() if like == command), "")
-    return next((flag for flag in found if letter in flag.programs), None) or next(iter(found), None)
+    program = next((program for program, like in COMMAND_OF_PROGRAM.items() if like == command), "")
+    return next((flag for flag in found if program in flag.programs), None) or next(iter(found), None)
 
 
 def find_program_remedy(word: str) -> str | None:

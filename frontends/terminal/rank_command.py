@@ -36,7 +36,7 @@ def run_rank(
     Args:
         launch: The rank and the number of processes from the environment.
         run: The command.
-        said: Formats an exception as a message.
+        format_error: Formats an exception as a message.
         version: Version of hocket, which all ranks must share.
         debug: Whether to show the traceback of an error.
     """

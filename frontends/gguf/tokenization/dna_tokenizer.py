@@ -18,7 +18,7 @@ TO_UPPER_CASE = bytes.maketrans(bytes(range(ord("a"), ord("z") + 1)), bytes(rang
 
 
 class DnaTokenizer:
-    """Encodes sequences of bases by table look-up, and other text by the function `merge`."""
+    """Encodes sequences of bases by table look-up, and other text by the function `encode_text`."""
 
     def __init__(self, token_ids: Mapping[str, int], encode_text: Callable[[str], Iterable[int]]) -> None:
         self._token_ids, self._encode_text = token_ids, encode_text

@@ -29,9 +29,9 @@ class MinCostTokenizer:
     """Splits texts into tokens with the lowest sum of costs.
 
     Args:
-        where: Token ids by text.
+        token_ids: Token ids by text.
         costs: Costs of the usable tokens by text.
-        bytes_: Token id of each byte [256]; -1 for a byte without a token.
+        byte_ids: Token id of each byte [256]; -1 for a byte without a token.
         unknown: Token id of a character that has no token and lacks the token of a byte.
     """
 

@@ -15,7 +15,7 @@ from ...errors import ModelError
 ESCAPED_BYTES: Mapping[bytes, bytes] = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
 ESCAPE_PATTERN = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([^x]))", re.DOTALL)
 PREFIX_LENGTH = 2
-"""Bytes (here) or characters (`plamo2_tokenizer`) of the prefix by which token lengths are grouped."""
+"""Bytes (here) or characters (`plamo2_tokenizer`) of the prefix that groups token lengths."""
 
 
 def unescape_token(text: str) -> bytes:

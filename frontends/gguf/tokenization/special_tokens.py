@@ -52,7 +52,7 @@ def classify_special_tokens(
     """Return the corrected type of each token, and the ids of the tokens that end a generation.
 
     Args:
-        where: Token ids by text.
+        token_ids: Token ids by text.
         tokens: Token texts by id.
         types: Token types of the file by id.
         ids: Ids that the file names for eos, eot, eom and the ``fim_`` tokens; None for an absent one.

@@ -53,9 +53,9 @@ class TokenizerModelCache:
         metadata: The keys of the model file.
         kind: Value of ``tokenizer.ggml.model``.
         tokens: Token texts by id.
-        where: Token ids by text, in the order of the ids.
+        token_ids: Token ids by text, in the order of the ids.
         rule: The rule that splits text into words.
-        unk: Id of the unknown token, or None.
+        unknown_id: Id of the unknown token, or None.
     """
 
     def __init__(

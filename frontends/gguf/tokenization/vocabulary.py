@@ -21,7 +21,7 @@ KEY_PREFIX = "tokenizer.ggml."
 MAX_TOKEN_CHARACTERS = 1024
 """Characters of the longest token with derived merges; the splits of a token take time quadratic in its length."""
 _ABSENT_IDS = (-1, 0xFFFFFFFF)
-"""Values by which some converters mark an absent token."""
+"""Values of some converters for an absent token."""
 _BYTE_TOKEN_PATTERN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 Scalar = TypeVar("Scalar", str, bool)

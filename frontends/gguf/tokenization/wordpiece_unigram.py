@@ -60,8 +60,8 @@ def build_unigram_model(
 
     Args:
         metadata: The keys of the model file.
-        where: Token ids by text.
-        unk: Id of the unknown token, or None.
+        token_ids: Token ids by text.
+        unknown_id: Id of the unknown token, or None.
         begins: False for texts that continue another one: their leading white space stays, and none is added.
     """
     from tokenizers import Regex, Tokenizer, models, normalizers
@@ -96,9 +96,9 @@ class UnigramByteFallback:
     The byte fallback of HF ``tokenizers`` would also match the texts of the byte tokens, unlike SentencePiece.
 
     Args:
-        built: The unigram model without byte fallback.
-        unk: Id of the unknown token, which is replaced.
-        bytes_: Token id of each byte [256].
+        tokenizer: The unigram model without byte fallback.
+        unknown_id: Id of the unknown token, which is replaced.
+        byte_ids: Token id of each byte [256].
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, unknown_id: int, byte_ids: Sequence[int]) -> None:

@@ -306,7 +306,7 @@ def test_a_talk_that_was_saved_goes_on_as_if_it_had_not_ended(
     with pytest.raises(ModelError, match="holds no talk"):
         second.load(tmp_path / "state")
     save_state(first.session, [first.tokens], tmp_path / "state", talk={"messages": [{"role": 3}], "seen": ""})
-    with pytest.raises(ModelError, match="its talk is damaged"):
+    with pytest.raises(ModelError, match="its conversation is damaged"):
         second.load(tmp_path / "state")
     assert second.messages == whole.messages
 
