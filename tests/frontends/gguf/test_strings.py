@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import mapped_file
-from hocket.frontends.gguf.mapped_file_file import Cursor, map_file
+from hocket.frontends.gguf.mapped_file import Cursor, map_file
 
 
 @given(
