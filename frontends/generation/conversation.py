@@ -23,7 +23,7 @@ class Conversation:
         params: Limits and sampling of an answer.
         stops: Strings that end an answer.
         system: The system prompt, or None.
-        ahead: Speculative decoding, or None.
+        decoder: Speculative decoding, or None.
         format: The chat template; the template of the model by default.
 
     Raises:
@@ -38,13 +38,13 @@ class Conversation:
         *,
         stops: Sequence[str] = (),
         system: str | None = None,
-        ahead: SpeculativeDecoder | None = None,
+        decoder: SpeculativeDecoder | None = None,
         format: ChatFormat | None = None,
     ) -> None:
         self.session, self.tokenizer = session, tokenizer
         self.params, self.stop_strings = params, stops
         self.format = format or choose_chat_format(session.model.gguf.metadata)
-        self.system, self.decoder = system, ahead
+        self.system, self.decoder = system, decoder
         self.timing = Timing()
         self.restart()
 

@@ -312,7 +312,7 @@ def test_a_talk_that_was_saved_goes_on_as_if_it_had_not_ended(
 
 
 def test_a_talk_goes_on_in_a_context_that_shifts(talk: Callable[..., Conversation]) -> None:
-    conversation = talk(limit=24, context=64, kept=0)
+    conversation = talk(limit=24, context=64, pinned_tokens=0)
     for said in ("Is she happy?", "And he?", "Why?", "When?"):
         answer = "".join(conversation.reply(said))
         assert answer

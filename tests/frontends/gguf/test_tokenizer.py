@@ -131,7 +131,7 @@ def test_many_short_texts_are_worth_the_whole_vocabulary() -> None:
     tokenizer = tokenizer_from_metadata(TINY)
     words = [f"word {i}" for i in range(2000)]
     first = [tokenizer.encode(word) for word in words]
-    assert "_whole" in vars(tokenizer._model_cache)
+    assert "_full_model" in vars(tokenizer._model_cache)
     assert [tokenizer.encode(word) for word in words] == first
 
 
