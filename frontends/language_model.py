@@ -18,15 +18,9 @@ from ..graph.validation import ANY, BOOL, NONE, TEXT, instance_of, integer_betwe
 from ..scheduler import Plan, nbytes_text
 from .adapters import ScaledFile
 from .errors import ModelError
+from .generation import speculative
 from .generation.generate import GenerationParams, SampledToken, StopStringFilter, sample_tokens
 from .generation.options import Options, resolve_options
-from .generation.speculative import (
-    DEFAULT_DRAFT_TOKENS,
-    ModelDrafter,
-    MtpDrafter,
-    SpeculativeDecoder,
-    require_same_vocabulary,
-)
 from .gguf.chat import choose_chat_format
 from .gguf.tokenization.tokenizer import Tokenizer, Utf8Stream, has_vocabulary, tokenizer_from_metadata
 from .held import Held
@@ -116,7 +110,7 @@ class Model:
         self._model = model.guessing() if draft is None and draft_max else model
         self._group, self._lock = group, threading.Lock()
         self._first: Session | None = open_session(self._model, on=group, context=context, batch=batch)
-        self._idle, self._draft_max = [Held(self._first)], draft_max or DEFAULT_DRAFT_TOKENS
+        self._idle, self._draft_max = [Held(self._first)], draft_max or speculative.DEFAULT_DRAFT_TOKENS
         self._drafting = None if draft is None else self._draft_session(draft)
         self._tokenizer: Tokenizer | None = None
 
@@ -187,10 +181,8 @@ class Model:
             documents=documents,
             variables=chat_template_kwargs,
         )
-        rendered = format.render(said, bos=bos, eos=eos)
-        return self._text(
-            self.tokenizer.encode_chat(rendered), resolve_options({"max_tokens": -1, **options}, self.tokenizer)
-        )
+        ids = self.tokenizer.encode_chat(format.render(said, bos=bos, eos=eos))
+        return self._text(ids, resolve_options({"max_tokens": -1, **options}, self.tokenizer))
 
     @validate_arguments(ModelError, prompts=list_of(PROMPT, "a sequence of prompts"))
     def generate_batch(self, prompts: Sequence[str | Sequence[int]], **options: Unpack[Options]) -> list[str]:
@@ -255,24 +247,24 @@ class Model:
     def _draft_session(self, path: str | Path) -> Session:
         """The session that loads the weights of a draft model."""
         model = open_model(path)
-        require_same_vocabulary(self._model, model)
+        speculative.require_same_vocabulary(self._model, model)
         if not (self._model.is_causal and model.is_causal):
             raise ModelError("a model that sees all tokens at once (diffusion) has no steps; leave out draft")
         context = min(self._root.context, model.context_length)
         return open_session(model, on=self._group, context=context, batch=self._root.batch)
 
-    def _ahead(self, held: Held, drawing: GenerationParams) -> SpeculativeDecoder | None:
+    def _ahead(self, held: Held, drawing: GenerationParams) -> speculative.SpeculativeDecoder | None:
         """What guesses ahead of a session: a block of its model, or a draft model in a session of its own."""
         if (root := self._drafting) is None and not self._model.guessers:
             return None
         if drawing.pinned_tokens is not None:
             raise ModelError("a context that shifts has no guesses; leave out draft and draft_max, or context_shift")
         if root is None:
-            return SpeculativeDecoder(held.alone, MtpDrafter(held.alone), self._draft_max)
+            return speculative.SpeculativeDecoder(held.alone, speculative.MtpDrafter(held.alone), self._draft_max)
         if held.guessing is None:
             held.guessing = Session(root.model, on=self._group, like=root, context=root.context, batch=root.batch)
         held.guessing.reset(0)
-        return SpeculativeDecoder(held.alone, ModelDrafter(held.guessing), self._draft_max)
+        return speculative.SpeculativeDecoder(held.alone, speculative.ModelDrafter(held.guessing), self._draft_max)
 
     # ------------------------------------------------------------------------------------------------- evaluation
 

@@ -159,11 +159,8 @@ class Reader:
         self.keys, self.family, self.count, self.width = keys, family, count, width
         self.own = layers_run(keys)
         self.heads = keys.per_block_counts("attention.head_count", count, None if family.attends else 0)
-        self.kv_heads = (
-            keys.per_block_counts("attention.head_count_kv", count)
-            if keys.has("attention.head_count_kv")
-            else self.heads
-        )
+        kv_key = "attention.head_count_kv"
+        self.kv_heads = keys.per_block_counts(kv_key, count) if keys.has(kv_key) else self.heads
         centred = family.norm == "layer" or (
             family.norm == "either" and not keys.positive_or_none("attention.layer_norm_rms_epsilon")
         )
@@ -217,10 +214,8 @@ class Reader:
     def logits(self) -> float:
         if not self.family.logits:
             return 1.0
-        default = self.family.logit_default
-        scale = self.keys.positive_or_none("logit_scale") or (
-            256.0 / self.width if default == "width" else default or 1.0
-        )
+        default = 256.0 / self.width if self.family.logit_default == "width" else self.family.logit_default or 1.0
+        scale = self.keys.positive_or_none("logit_scale") or default
         assert isinstance(scale, float)
         return scale if self.family.logits == "times" else 1.0 / scale
 
@@ -332,7 +327,7 @@ class Reader:
         key_size, value_size = self.head_sizes(i)
         if heads % self.kv_heads[i]:
             raise keys.error("attention.head_count_kv", f"is {self.kv_heads[i]}; need a divisor of head_count {heads}")
-        rope = self.rope(i, key_size)
+        rope, cap = self.rope(i, key_size), family.score_cap
         chunked = bool(window) and family.windows is not None and family.windows.chunked
         return Attention(
             family=family,
@@ -348,9 +343,7 @@ class Reader:
             original_context=original_context(keys),
             head_norm=self.norm if family.head_norm_eps is None else Norm(family.head_norm_eps, centred=True),
             qk_norm="maybe" if self.is_maverick else family.qk_norm,
-            cap=0.0
-            if family.score_cap is None
-            else keys.positive_or_none("attn_logit_softcapping") or family.score_cap,
+            cap=0.0 if cap is None else keys.positive_or_none("attn_logit_softcapping") or cap,
             clamp=keys.positive_or_none("attention.clamp_kqv") or 0.0,
             alibi=self.alibi,
             value_scale=keys.positive_or_none("attention.value_scale") or 1.0,
