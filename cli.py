@@ -16,10 +16,10 @@ from importlib import import_module
 from . import __version__
 from .distributed import SINGLE_PROCESS, World
 from .distributed.launcher import detect_launch
-from .frontends.commands import COMMANDS
-from .frontends.terminal.arguments import Parser, as_flags, of_file, one_line
-from .frontends.terminal.output import log, write
-from .frontends.terminal.rank import run_rank
+from .frontends.commands import COMMAND_HELP
+from .frontends.terminal.arguments import CommandParser, as_flags, as_one_line, describe_os_error
+from .frontends.terminal.output import write_data, write_log_line
+from .frontends.terminal.rank_command import run_rank
 from .graph.errors import HocketError
 from .graph.validation import did_you_mean
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        log("")
+        write_log_line("")
         return 130
 
 
@@ -61,7 +61,7 @@ def _guarded(words: Sequence[str]) -> int:
     except (HocketError, OSError, MemoryError) as error:
         if debug:
             raise
-        log(f"hocket: {one_line(_said(error))}")
+        write_log_line(f"hocket: {as_one_line(_said(error))}")
         return 2
 
 
@@ -72,17 +72,17 @@ def _run(words: Sequence[str], world: World = SINGLE_PROCESS) -> int:
         parser.error(
             f"got {words[0]!r:.80} before a command; need the command first, as in: hocket run {words[0]!s:.80}"
         )
-    if asked is not None and asked not in COMMANDS:
-        from .frontends.terminal.llama_cpp import find_command  # a table that only mistakes pay for
+    if asked is not None and asked not in COMMAND_HELP:
+        from .frontends.terminal.llama_cpp import find_program_remedy  # a table that only mistakes pay for
 
-        other = find_command(asked)
-        hint = f"; {other}" if other else did_you_mean(asked, COMMANDS) or f"; commands: {', '.join(COMMANDS)}"
+        other = find_program_remedy(asked)
+        hint = f"; {other}" if other else did_you_mean(asked, COMMAND_HELP) or f"; commands: {', '.join(COMMAND_HELP)}"
         parser.error(f"there is no command {asked!r:.80}{hint}")
     args, left = parser.parse_known_args(words)
     if left:
-        getattr(args, "parser", parser).refuse(left)
+        getattr(args, "parser", parser).refuse_words(left)
     if args.version:
-        write(f"hocket {__version__}\n")
+        write_data(f"hocket {__version__}\n")
         return 0
     if "run" not in args:
         parser.error("no command given")
@@ -92,19 +92,19 @@ def _run(words: Sequence[str], world: World = SINGLE_PROCESS) -> int:
     return int(args.run(args))
 
 
-def build_parser(words: Sequence[str]) -> Parser:
+def build_parser(words: Sequence[str]) -> CommandParser:
     """All subcommands; only the one that the words name has its flags, and only its module is imported."""
-    parser = Parser(
+    parser = CommandParser(
         "hocket", description="Run GGUF language models as compiled graphs.", epilog=SHARING, allow_abbrev=False
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser, prog=parser.prog)
+    commands = parser.add_subparsers(metavar="COMMAND", parser_class=CommandParser, prog=parser.prog)
     asked = _asked(words)
-    for name, purpose in COMMANDS.items():
+    for name, purpose in COMMAND_HELP.items():
         sub = commands.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
         if name == asked:
             command = import_module(f".frontends.commands.{name}", __package__)
-            command.flags(sub)
+            command.add_flags(sub)
             sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
             sub.set_defaults(run=command.run, parser=sub, in_ranks=sub.get_default("in_ranks") or False)
     return parser
@@ -118,4 +118,4 @@ def _asked(words: Sequence[str]) -> str | None:
 def _said(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return "memory is out; use a smaller context, batch or model"
-    return of_file(error) if isinstance(error, OSError) else as_flags(str(error))
+    return describe_os_error(error) if isinstance(error, OSError) else as_flags(str(error))

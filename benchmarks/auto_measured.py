@@ -15,7 +15,7 @@ from statistics import median
 
 from results_file import circumstances, one_line, save, table
 
-from hocket.frontends.commands.batched import seconds
+from hocket.frontends.commands.bench_batched import time_batch
 from hocket.frontends.microbatches import dealt
 from hocket.frontends.open import open_model, open_session
 from hocket.frontends.session import Group, Session
@@ -61,7 +61,8 @@ def measured(path: Path, prompt: int, new: int, sequences: int, rounds: int) -> 
     first = {choice: open_session(model, on=on, sequences=sequences, **room) for choice, on in CHOICES.items()}
     sessions = {choice: dealt(session, sequences, **room) for choice, session in first.items()}
     times = [
-        {choice: sum(seconds(session, prompt, new)) for choice, session in sessions.items()} for _ in range(1 + rounds)
+        {choice: sum(time_batch(session, prompt, new)) for choice, session in sessions.items()}
+        for _ in range(1 + rounds)
     ]
     return taken(first["auto"], sequences), times[1:]
 

@@ -15,7 +15,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from time import process_time
 
-from hocket.frontends.commands.plan import step_graph
+from hocket.frontends.commands.plan import read_step_graph
 from hocket.scheduler import plan_for, simulate
 
 ROUNDS, LIMIT, TOKENS = 3, 5.0, (1, 2048)
@@ -24,7 +24,7 @@ ROUNDS, LIMIT, TOKENS = 3, 5.0, (1, 2048)
 
 def seconds(path: str, tokens: int) -> float:
     start = process_time()
-    graph, _ = step_graph(path, context=4096, tokens=tokens)
+    graph, _ = read_step_graph(path, context=4096, tokens=tokens)
     simulation = simulate("h200:8,nvlink")
     plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph)).explain()
     return process_time() - start
@@ -32,7 +32,7 @@ def seconds(path: str, tokens: int) -> float:
 
 def uneven_seconds(path: str, devices: int) -> tuple[float, int]:
     """What the plan alone takes if device d has 1 + d / 100 shares, and the steps of all devices."""
-    graph, _ = step_graph(path, context=4096, tokens=1)
+    graph, _ = read_step_graph(path, context=4096, tokens=1)
     simulation = simulate(f"h200:{devices},nvlink")
     hardware, shares = simulation.hardware_for(graph), [1 + d / 100 for d in range(devices)]
     start = process_time()

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
-from hocket.frontends.commands.plan import step_graph
+from hocket.frontends.commands.plan import read_step_graph
 from hocket.graph import Graph
 from hocket.scheduler import Plan, plan_for, simulate
 from hocket.scheduler.machines.simulated import SimulatedGpu
@@ -43,7 +43,7 @@ def planned(graph: Graph, machine: str, *, beside: bool) -> Plan:
 def rows(path: str) -> Iterator[tuple[str, ...]]:
     for machine in MACHINES:
         for name, tokens in STEPS.items():
-            graph, _ = step_graph(path, context=CONTEXT, tokens=tokens)
+            graph, _ = read_step_graph(path, context=CONTEXT, tokens=tokens)
             one_by_one, beside = (planned(graph, machine, beside=does) for does in (False, True))
             before, after = one_by_one.cost, beside.cost
             chunks = [word for why in beside.reasons if "chunks" in why for word in why.split() if word.isdecimal()]

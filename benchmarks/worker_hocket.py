@@ -9,7 +9,7 @@ import json
 import sys
 
 import hocket
-from hocket.frontends.commands.bench import Test, random_tokens, seconds
+from hocket.frontends.commands.bench import BenchmarkTest, make_random_tokens, time_test
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 
@@ -17,10 +17,10 @@ from hocket.frontends.session import Group, Session
 def main() -> None:
     path, threads, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     session = Session(open_model(path), on=Group(threads=threads), context=size)
-    tokens = random_tokens(session)
+    tokens = make_random_tokens(session)
     print(json.dumps({"version": hocket.__version__}), flush=True)
     for line in sys.stdin:
-        print(json.dumps(seconds(session, Test(**json.loads(line)), tokens)), flush=True)
+        print(json.dumps(time_test(session, BenchmarkTest(**json.loads(line)), tokens)), flush=True)
 
 
 if __name__ == "__main__":

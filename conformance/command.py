@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from ..backends import find
-from ..frontends.terminal.arguments import Parser, natural, of_file, positive
+from ..frontends.terminal.arguments import CommandParser, describe_os_error, parse_natural, parse_positive
 from ..graph.errors import BackendError, HocketError
 from ..graph.files import check_writable, write_text
 from ..ops import REGISTRY
@@ -30,7 +30,7 @@ from .suite import Suite, run_suite
 
 def parser(prog: str = "hocket check") -> argparse.ArgumentParser:
     """The options; `fill` adds them to a parser of another command."""
-    options = Parser(prog, description="Check that a backend computes what the ops mean.")
+    options = CommandParser(prog, description="Check that a backend computes what the ops mean.")
     add_arguments(options)
     return options
 
@@ -50,11 +50,11 @@ def add_arguments(made: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="the exact cases of a GGUF model's graphs, or of a .pt2 or .onnx program",
     )
-    what.add_argument("--seed", type=natural, default=0, metavar="N", help="move all random numbers (default: 0)")
+    what.add_argument("--seed", type=parse_natural, default=0, metavar="N", help="move all random numbers (default: 0)")
     what.add_argument(
         "-j",
         "--jobs",
-        type=positive,
+        type=parse_positive,
         default=os.cpu_count() or 1,
         metavar="N",
         help="processes (default: one a processor)",
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"hocket check: {why}", file=sys.stderr)
         return 2
     except OSError as why:
-        print(f"hocket check: {of_file(why)}", file=sys.stderr)
+        print(f"hocket check: {describe_os_error(why)}", file=sys.stderr)
         return 2
 
 

@@ -21,9 +21,9 @@ error.
 def commands() -> Iterator[str]:
     """A section for each command."""
     from hocket.cli import build_parser
-    from hocket.frontends.commands import COMMANDS
+    from hocket.frontends.commands import COMMAND_HELP
 
-    for name, purpose in COMMANDS.items():
+    for name, purpose in COMMAND_HELP.items():
         parser = build_parser([name])
         (subparsers,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
         yield f"\n## hocket {name}\n\n{purpose}\n"

@@ -90,9 +90,9 @@ def counted() -> dict[str, str]:
 
 def tokenizers() -> Iterator[str]:
     """A row for each kind of tokenizer."""
-    from hocket.frontends.gguf.merging import TOKENIZER_MODELS
-    from hocket.frontends.gguf.pretokenizers import PRE_TOKENIZERS
-    from hocket.frontends.gguf.vocabulary import PRE_KINDS
+    from hocket.frontends.gguf.tokenization.pretokenizers import PRE_TOKENIZERS
+    from hocket.frontends.gguf.tokenization.tokenizer_models import TOKENIZER_MODELS
+    from hocket.frontends.gguf.tokenization.vocabulary import PRE_KINDS
 
     for kind in sorted(TOKENIZER_MODELS):
         names = ", ".join(f"`{name}`" for name in sorted(PRE_TOKENIZERS)) if kind == "gpt2" else "as of `gpt2`"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from .gguf.mapped import MappedFile
+from .gguf.mapped_file import MappedFile
 from .models import Model
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -32,7 +32,7 @@ def files_identity(files: Iterable[MappedFile]) -> str:
 
     It is empty where the machine or an inode is unknown.
     """
-    known = {file.inode and f"{file.inode} {file.size} {file.changed}" for file in files}
+    known = {file.inode and f"{file.inode} {file.size} {file.modified_ns}" for file in files}
     with suppress(OSError):
         return f"{BOOT.read_text().strip()} {sorted(known)}" if all(known) else ""
     return ""

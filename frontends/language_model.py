@@ -16,13 +16,13 @@ import numpy.typing as npt
 from ..graph import validate_arguments, validate_constructor
 from ..graph.validation import ANY, BOOL, NONE, TEXT, instance_of, integer_between, list_of
 from ..scheduler import Plan, nbytes_text
-from .adapters import Scaled
+from .adapters import ScaledFile
 from .errors import ModelError
-from .generation.drafting import GUESSES, Ahead, Draft, OwnDraft, check_tokens
-from .generation.generate import Drawing, Drawn, Stops, draw
-from .generation.options import Options, settled
-from .gguf.chat import chat_format
-from .gguf.tokenizer import Tokenizer, Utf8Stream, has_vocabulary, tokenizer_from_metadata
+from .generation import speculative
+from .generation.generate import GenerationParams, SampledToken, StopStringFilter, sample_tokens
+from .generation.options import Options, resolve_options
+from .gguf.chat import choose_chat_format
+from .gguf.tokenization.tokenizer import Tokenizer, Utf8Stream, has_vocabulary, tokenizer_from_metadata
 from .held import Held
 from .microbatches import dealt
 from .open import open_adapted, open_model, open_session
@@ -98,8 +98,8 @@ class Model:
         keep_packed: bool = False,
         draft: str | Path | None = None,
         draft_max: int | None = None,
-        lora: Sequence[Scaled] = (),
-        control_vectors: Sequence[Scaled] = (),
+        lora: Sequence[ScaledFile] = (),
+        control_vectors: Sequence[ScaledFile] = (),
         control_layers: tuple[int, int] | None = None,
     ) -> None:
         names, shares = tuple(devices.split(",") if isinstance(devices, str) else devices), tuple(tensor_split)
@@ -110,7 +110,7 @@ class Model:
         self._model = model.guessing() if draft is None and draft_max else model
         self._group, self._lock = group, threading.Lock()
         self._first: Session | None = open_session(self._model, on=group, context=context, batch=batch)
-        self._idle, self._draft_max = [Held(self._first)], draft_max or GUESSES
+        self._idle, self._draft_max = [Held(self._first)], draft_max or speculative.DEFAULT_DRAFT_TOKENS
         self._drafting = None if draft is None else self._draft_session(draft)
         self._tokenizer: Tokenizer | None = None
 
@@ -122,7 +122,7 @@ class Model:
         >>> "".join(model.generate("It is a truth", max_tokens=3, temperature=0))
         ' which I am'
         """
-        return self._text(self._ids(prompt), settled(options, self.tokenizer))
+        return self._text(self._ids(prompt), resolve_options(options, self.tokenizer))
 
     @validate_arguments(ModelError, prompt=PROMPT)
     def tokens(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Token]:
@@ -133,7 +133,7 @@ class Model:
         >>> first.text, round(first.logprob, 1)
         (' which', -1.7)
         """
-        drawing, stops = settled(options, self._tokenizer_or_none)
+        drawing, stops = resolve_options(options, self._tokenizer_or_none)
         return self._tokens(self._ids(prompt), drawing, stops)
 
     @validate_arguments(
@@ -174,15 +174,15 @@ class Model:
         """
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         bos, eos = self.tokenizer.bos_text, self.tokenizer.eos_text
-        format = chat_format(
+        format = choose_chat_format(
             self._model.gguf.metadata,
             template=chat_template,
             tools=tools,
             documents=documents,
             variables=chat_template_kwargs,
         )
-        rendered = format.render(said, bos=bos, eos=eos)
-        return self._text(self.tokenizer.encode_chat(rendered), settled({"max_tokens": -1, **options}, self.tokenizer))
+        ids = self.tokenizer.encode_chat(format.render(said, bos=bos, eos=eos))
+        return self._text(ids, resolve_options({"max_tokens": -1, **options}, self.tokenizer))
 
     @validate_arguments(ModelError, prompts=list_of(PROMPT, "a sequence of prompts"))
     def generate_batch(self, prompts: Sequence[str | Sequence[int]], **options: Unpack[Options]) -> list[str]:
@@ -191,47 +191,47 @@ class Model:
         >>> model.generate_batch(["It is", "She was"], max_tokens=2, temperature=0)
         [' to be', ' not so']
         """
-        drawing, stops = settled(options, self.tokenizer)
+        drawing, stops = resolve_options(options, self.tokenizer)
         ids = [self._ids(prompt) for prompt in prompts]
         if not ids:
             return []
         if empty := [i for i, new in enumerate(ids) if not new]:
             raise ModelError(f"prompt {empty[0]} is empty and the model adds no BOS token; give some text to continue")
         texts = [""] * len(ids)
-        decoders, until = [Utf8Stream(self.tokenizer) for _ in ids], [Stops(stops) for _ in ids]
+        decoders, until = [Utf8Stream(self.tokenizer) for _ in ids], [StopStringFilter(stops) for _ in ids]
         with self._leased(len(ids)) as held:
             held.anew()
             active: set[int] = set()
-            with closing(draw(held.session, ids, drawing, known=held.tokens, active=active)) as drawn:
+            with closing(sample_tokens(held.session, ids, drawing, known=held.tokens, active=active)) as drawn:
                 for one in drawn:
                     i = one.sequence
                     texts[i] += until[i].feed(decoders[i].feed(one.token))
-                    if until[i].met:
+                    if until[i].has_matched:
                         active.discard(i)
         return [
-            text if stop.met else text + stop.feed(decoder.finish()) + stop.held
+            text if stop.has_matched else text + stop.feed(decoder.finish()) + stop.pending_text
             for text, stop, decoder in zip(texts, until, decoders, strict=True)
         ]
 
-    def _text(self, ids: list[int], settled: tuple[Drawing, tuple[str, ...]]) -> Iterator[str]:
+    def _text(self, ids: list[int], settled: tuple[GenerationParams, tuple[str, ...]]) -> Iterator[str]:
         drawing, stops = settled
-        decoder, until = Utf8Stream(self.tokenizer), Stops(stops)
+        decoder, until = Utf8Stream(self.tokenizer), StopStringFilter(stops)
         for one in self._drawn(ids, drawing):
             if piece := until.feed(decoder.feed(one.token)):
                 yield piece
-            if until.met:
+            if until.has_matched:
                 return
-        if rest := until.feed(decoder.finish()) + until.held:
+        if rest := until.feed(decoder.finish()) + until.pending_text:
             yield rest
 
-    def _tokens(self, ids: list[int], drawing: Drawing, stops: tuple[str, ...]) -> Iterator[Token]:
+    def _tokens(self, ids: list[int], drawing: GenerationParams, stops: tuple[str, ...]) -> Iterator[Token]:
         tokenizer = self._tokenizer_or_none
-        decoder, until = tokenizer and Utf8Stream(tokenizer), Stops(stops)
+        decoder, until = tokenizer and Utf8Stream(tokenizer), StopStringFilter(stops)
         for one in self._drawn(ids, drawing):
             text = decoder.feed(one.token) if decoder else ""
             until.feed(text)
             yield Token(one.token, text, one.logprob)
-            if until.met:
+            if until.has_matched:
                 return
 
     @property
@@ -239,32 +239,32 @@ class Model:
         """The tokenizer, or None where the file has no vocabulary."""
         return self.tokenizer if has_vocabulary(self._model.gguf.metadata) else None
 
-    def _drawn(self, ids: list[int], drawing: Drawing) -> Iterator[Drawn]:
+    def _drawn(self, ids: list[int], drawing: GenerationParams) -> Iterator[SampledToken]:
         with self._leased() as held:
             ahead = self._ahead(held, drawing)
-            yield from draw(held.session, [held.given(ids)], drawing, known=held.tokens, ahead=ahead)
+            yield from sample_tokens(held.session, [held.given(ids)], drawing, known=held.tokens, ahead=ahead)
 
     def _draft_session(self, path: str | Path) -> Session:
         """The session that loads the weights of a draft model."""
         model = open_model(path)
-        check_tokens(self._model, model)
+        speculative.require_same_vocabulary(self._model, model)
         if not (self._model.is_causal and model.is_causal):
             raise ModelError("a model that sees all tokens at once (diffusion) has no steps; leave out draft")
         context = min(self._root.context, model.context_length)
         return open_session(model, on=self._group, context=context, batch=self._root.batch)
 
-    def _ahead(self, held: Held, drawing: Drawing) -> Ahead | None:
+    def _ahead(self, held: Held, drawing: GenerationParams) -> speculative.SpeculativeDecoder | None:
         """What guesses ahead of a session: a block of its model, or a draft model in a session of its own."""
         if (root := self._drafting) is None and not self._model.guessers:
             return None
-        if drawing.kept is not None:
+        if drawing.pinned_tokens is not None:
             raise ModelError("a context that shifts has no guesses; leave out draft and draft_max, or context_shift")
         if root is None:
-            return Ahead(held.alone, OwnDraft(held.alone), self._draft_max)
+            return speculative.SpeculativeDecoder(held.alone, speculative.MtpDrafter(held.alone), self._draft_max)
         if held.guessing is None:
             held.guessing = Session(root.model, on=self._group, like=root, context=root.context, batch=root.batch)
         held.guessing.reset(0)
-        return Ahead(held.alone, Draft(held.guessing), self._draft_max)
+        return speculative.SpeculativeDecoder(held.alone, speculative.ModelDrafter(held.guessing), self._draft_max)
 
     # ------------------------------------------------------------------------------------------------- evaluation
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..distributed import SINGLE_PROCESS, World
 from ..graph.validation import BOOL, NONE, instance_of, validate_arguments
-from .adapters import Scaled, read_adapters
+from .adapters import ScaledFile, read_adapters
 from .errors import ModelError
 from .gguf import open_gguf
 from .models import Model, load_model
@@ -37,8 +37,8 @@ def open_model(path: str | Path | None, *, header_only: bool = False) -> Model:
 def open_adapted(
     path: str | Path | None,
     *,
-    lora: Sequence[Scaled] = (),
-    control_vectors: Sequence[Scaled] = (),
+    lora: Sequence[ScaledFile] = (),
+    control_vectors: Sequence[ScaledFile] = (),
     control_layers: tuple[int, int] | None = None,
 ) -> Model:
     """The model in a GGUF file, or the one that comes with hocket, with LoRA adapters and control vectors.

@@ -27,7 +27,7 @@ from .identity import model_digest
 from .microbatches import Microbatches
 from .parts import token_ids
 from .session import Session
-from .terminal.arguments import of_file
+from .terminal.arguments import describe_os_error
 
 FORMAT = "hocket-state-2"
 ARRAY = re.compile(
@@ -239,4 +239,4 @@ def file_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ModelError(of_file(error)) from error
+        raise ModelError(describe_os_error(error)) from error

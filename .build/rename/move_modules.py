@@ -66,7 +66,8 @@ def rewrite_imports(path: Path, text: str, moves: dict[str, str]) -> str:
             else:
                 package, name = moves.get(source, source), alias.name
             by_source.setdefault(package, []).append(name if name == bound else f"{name} as {bound}")
-        if own == module and list(by_source) == [source]:
+        is_moved = any(f"{source}.{alias.name}" in moves for alias in node.names)
+        if own == module and list(by_source) == [source] and not is_moved:
             continue
         indent = " " * node.col_offset
         end = node.end_lineno or node.lineno

@@ -53,18 +53,18 @@ def _model(bench: Bench, find: Callable[[], Path | None], sizes: tuple[Any, ...]
     context = min(model.context_length, max(*prompts, new + deep) + 8)
     on = Group((str(bench.on),))
     session = Session(model, on=on, context=context, batch=max(prompts))
-    nbytes = counting.weight_bytes(model)
+    nbytes = counting.count_weight_bytes(model)
     yield {"what": "loaded", "s": time.perf_counter() - start, "GB of weights a token": nbytes / 1e9}
-    tokens = counting.random_tokens(session)
+    tokens = counting.make_random_tokens(session)
     for depth in (0, deep) if deep else (0,):
-        yield from _measured(bench, session, counting.Test("tg", new, depth), tokens, nbytes)
+        yield from _measured(bench, session, counting.BenchmarkTest("tg", new, depth), tokens, nbytes)
     for count in prompts:
-        yield from _measured(bench, session, counting.Test("pp", min(count, context), 0), tokens, 0)
+        yield from _measured(bench, session, counting.BenchmarkTest("pp", min(count, context), 0), tokens, 0)
     if any(node.attrs.get("exact") for node in model.graph(session.step(1, 1)).nodes):
         del session  # its weights go before those of the next one come
         session = Session(model, on=replace(on, fast=True), context=context, batch=max(prompts))
         for count in prompts:
-            for row in _measured(bench, session, counting.Test("pp", min(count, context), 0), tokens, 0):
+            for row in _measured(bench, session, counting.BenchmarkTest("pp", min(count, context), 0), tokens, 0):
                 yield {**row, "mode": "fast"}
     if path is not None and "random" in path.name:
         path.unlink()
@@ -73,7 +73,7 @@ def _model(bench: Bench, find: Callable[[], Path | None], sizes: tuple[Any, ...]
 def _measured(bench: Bench, session: Session, test: counting.Test, tokens: list[int], nbytes: int) -> Iterator[Row]:
     """As a user has it, then one step again and again without the host; `nbytes` are those a token has to read."""
     ((backend, _),) = session.group
-    many, copy = (1 if test.kind == counting.NEW else test.tokens), bench.copy_bandwidth if nbytes else 0.0
+    many, copy = (1 if test.kind == counting.NEW_KIND else test.tokens), bench.copy_bandwidth if nbytes else 0.0
     new = tokens[test.depth : test.depth + many]
     step = session.step(1 << (many - 1).bit_length(), test.depth + many)
     plain, watched = backend.driver, Watched(backend.driver)
@@ -82,8 +82,8 @@ def _measured(bench: Bench, session: Session, test: counting.Test, tokens: list[
         executor = session.executor(step)
         launches = [launch for group, _ in recorded for launch in group]
     backend.driver = plain
-    counting.seconds(session, test, tokens)
-    taken = median(counting.seconds(session, test, tokens) for _ in range(bench.choose(3, 1)))
+    counting.time_test(session, test, tokens)
+    taken = median(counting.time_test(session, test, tokens) for _ in range(bench.choose(3, 1)))
     yield {
         "what": test.name,
         "tok/s": test.tokens / taken,
@@ -91,7 +91,7 @@ def _measured(bench: Bench, session: Session, test: counting.Test, tokens: list[
     }
     seconds = {}
     for how, driver in _ways(plain).items():
-        counting.begin(session, test, tokens)  # each way goes on from the same states
+        counting.prefill_depth(session, test, tokens)  # each way goes on from the same states
         executor.bind(session.model.inputs(step, Batch([new], [test.depth], None)))
         plain.synchronise(bench.on)  # the streams of others do not wait for its own
         own = bench.over(driver)

@@ -1,6 +1,6 @@
-"""What changes a model without changing its file: LoRA adapters, and control vectors.
+"""Adapters, which change a model without changing its file: LoRA adapters and control vectors.
 
-Both are nodes of the graph that read tensors of other files, so the planner deals them out like all others.
+Both become graph nodes that read tensors of other files, so the planner shards them like all other nodes.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import FINITE, NONE, instance_of, integer_between, list_of, pair_of, validate_arguments
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor
-from .control import Direction, read_directions
-from .lora import Change, changed, read_changes
+from .control import ControlDirection, read_directions
+from .lora import LoraChange, apply_changes, read_lora
 
-FILE = instance_of(str, Path)
-FILES = list_of(FILE | pair_of(FILE, FINITE), "a sequence of files, or of pairs of a file and its scale")
-Scaled = str | Path | tuple[str | Path, float]
-"""A file, which counts once, or a file and how often it counts."""
+FILE_KIND = instance_of(str, Path)
+FILES_KIND = list_of(FILE_KIND | pair_of(FILE_KIND, FINITE), "a sequence of files, or of pairs of a file and its scale")
+ScaledFile = str | Path | tuple[str | Path, float]
+"""A file with scale 1, or a file and its scale."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapters:
-    """The LoRA adapters and control vectors of a model: changes of matrices, and directions behind blocks."""
+    """The adapters of one model: LoRA changes of matrices, and control directions after blocks."""
 
-    changes: tuple[Change, ...] = ()
-    directions: tuple[Direction, ...] = ()
+    changes: tuple[LoraChange, ...] = ()
+    directions: tuple[ControlDirection, ...] = ()
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """What the leaves hold that graphs have because of the adapters, by the names of the leaves."""
+        """The tensors of the adapter leaves in graphs, by leaf name."""
         factors = {
             leaf.node.name: tensor for c in self.changes for leaf, tensor in zip(c.leaves, c.tensors, strict=True)
         }
@@ -39,16 +39,19 @@ class Adapters:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """By how much each tensor counts, which tells models apart that have the same tensors."""
+        """The scale of each change and direction, to distinguish models with equal tensors."""
         return (*(c.factor for c in self.changes), *(d.scale for d in self.directions))
 
-    def adapted(self, graph: Graph) -> Graph:
-        """The graph of a step, in which products with changed matrices are changed.  Raises `ModelError` as
-        `lora.changed` does."""
-        return changed(graph, self.changes)
+    def apply_to_graph(self, graph: Graph) -> Graph:
+        """Return the graph of a step with the LoRA changes added.
 
-    def steered(self, block: int, x: Value) -> Value:
-        """The residual f32[..., width] behind a block, with the directions that belong there added to it."""
+        Raises:
+            ModelError: As for `lora.apply_changes`.
+        """
+        return apply_changes(graph, self.changes)
+
+    def add_directions(self, block: int, x: Value) -> Value:
+        """Return the residual f32[..., width] after a block, plus the control directions of the block."""
         for direction in self.directions:
             x = direction(x) if direction.block == block else x
         return x
@@ -58,34 +61,45 @@ NO_ADAPTERS = Adapters()
 
 
 @validate_arguments(
-    ModelError, lora=FILES, control_vectors=FILES, control_layers=NONE | pair_of(integer_between(0), integer_between(0))
+    ModelError,
+    lora=FILES_KIND,
+    control_vectors=FILES_KIND,
+    control_layers=NONE | pair_of(integer_between(0), integer_between(0)),
 )
 def read_adapters(
     base: Gguf,
     width: int,
     blocks: int,
     *,
-    lora: Iterable[Scaled] = (),
-    control_vectors: Iterable[Scaled] = (),
+    lora: Iterable[ScaledFile] = (),
+    control_vectors: Iterable[ScaledFile] = (),
     control_layers: tuple[int, int] | None = None,
 ) -> Adapters:
-    """The adapters in these files, for the model in ``base``, whose residual has ``width`` entries and so many blocks.
+    """Read the adapters of a model.
 
-    ``control_layers`` are the first and the last block behind which directions are added, all if there are none.
-    Raises `ModelError` for a file that is no adapter, or none for this model.
+    Args:
+        base: The model file.
+        width: Entries of the residual.
+        blocks: Number of blocks of the model.
+        lora: LoRA files, each with an optional scale.
+        control_vectors: Control vector files, each with an optional scale.
+        control_layers: First and last block with control directions; None selects all blocks except block 0.
+
+    Raises:
+        ModelError: A file is no adapter for this model, or the range of blocks is wrong.
     """
-    vectors = [scaled(one) for one in control_vectors]
+    vectors = [with_scale(one) for one in control_vectors]
     first, last = control_layers or (1, blocks - 1)
     if control_layers and not vectors:
         raise ModelError(f"layers {first} to {last} are for a control vector; name one with --control-vector")
     if not 1 <= first <= last < blocks and vectors:
         raise ModelError(f"layers of control vectors are {first} to {last}; need two of 1 to {blocks - 1} in order")
     return Adapters(
-        tuple(c for no, one in enumerate(lora) for c in read_changes(base, no, *scaled(one))),
+        tuple(c for no, one in enumerate(lora) for c in read_lora(base, no, *with_scale(one))),
         tuple(d for no, one in enumerate(vectors) for d in read_directions(no, *one, width, blocks, (first, last))),
     )
 
 
-def scaled(one: Scaled) -> tuple[Path, float]:
+def with_scale(one: ScaledFile) -> tuple[Path, float]:
     path, scale = (one, 1.0) if isinstance(one, str | Path) else one
     return Path(path), float(scale)

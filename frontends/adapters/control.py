@@ -1,6 +1,6 @@
-"""Control vectors: directions that are added to the residual behind blocks.
+"""Control vectors: directions that are added to the residual after blocks.
 
-Zou et al., Representation engineering, 2023; files are those of llama.cpp's ``cvector-generator``.
+Source: Zou et al., Representation engineering, 2023. The files come from ``cvector-generator`` of llama.cpp.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 from ..gguf import Tensor, open_gguf
 
-NAME = re.compile(r"direction\.([1-9]\d{0,5})")
-REMEDY = "use a control vector that was made for this model"
+DIRECTION_NAME = re.compile(r"direction\.([1-9]\d{0,5})")
+CONTROL_REMEDY = "use a control vector that was made for this model"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Direction:
-    """What is added behind a block: a vector f32[width], so many times."""
+class ControlDirection:
+    """A vector f32[width] that is added after a block, multiplied by `scale`."""
 
     block: int
     scale: float
@@ -36,23 +36,34 @@ class Direction:
 
 def read_directions(
     number: int, path: Path, scale: float, width: int, blocks: int, layers: tuple[int, int]
-) -> Iterator[Direction]:
-    """The directions in a file for blocks from the first to the last of ``layers``; the first block has number 0, and
-    no direction.
+) -> Iterator[ControlDirection]:
+    """Yield the directions of a file for the selected blocks. Block 0 has no direction.
 
-    ``number`` tells leaves from those of other files.  Raises `ModelError` for a file that is no control vector, or
-    none for a model of this ``width`` and so many ``blocks``, and where no direction is left.
+    Args:
+        number: Index of the file, which makes leaf names unique.
+        path: The control vector file.
+        scale: Factor of the directions.
+        width: Entries of the residual.
+        blocks: Number of blocks of the model.
+        layers: First and last selected block.
+
+    Raises:
+        ModelError: The file is no control vector for such a model, or no direction is selected.
     """
-    gguf, left = open_gguf(path), 0
+    gguf, count = open_gguf(path), 0
     for name, tensor in gguf.tensors.items():
-        named = NAME.fullmatch(name)
-        if not named or int(named[1]) >= blocks:
-            raise ModelError(f"{path}: tensor {name!r:.80}; need direction.1 to direction.{blocks - 1}; {REMEDY}")
+        matched = DIRECTION_NAME.fullmatch(name)
+        if not matched or int(matched[1]) >= blocks:
+            raise ModelError(
+                f"{path}: tensor {name!r:.80}; need direction.1 to direction.{blocks - 1}; {CONTROL_REMEDY}"
+            )
         if tensor.shape != (width,) or tensor.dtype not in FLOAT_DTYPES:
             got = f"{tensor.dtype}{list(tensor.shape)}"
-            raise ModelError(f"{path}: tensor {name} is {got}; need f32[{width}]; {REMEDY}")
-        if layers[0] <= int(named[1]) <= layers[1]:
-            left += 1
-            yield Direction(int(named[1]), scale, weight(f"{name}.{number}", tensor.shape, tensor.dtype), tensor)
-    if not left:
+            raise ModelError(f"{path}: tensor {name} is {got}; need f32[{width}]; {CONTROL_REMEDY}")
+        if layers[0] <= int(matched[1]) <= layers[1]:
+            count += 1
+            yield ControlDirection(
+                int(matched[1]), scale, weight(f"{name}.{number}", tensor.shape, tensor.dtype), tensor
+            )
+    if not count:
         raise ModelError(f"{path}: has no direction for layers {layers[0]} to {layers[1]}; choose others")

@@ -1,6 +1,7 @@
-"""LoRA: a matrix changed by the product of two narrow ones, which is never written.  Hu et al., 2021.
+"""LoRA: a matrix plus the product of two narrow matrices, which is never computed itself. Source: Hu et al., 2021.
 
-Files and their scales are those of llama.cpp (``convert_lora_to_gguf.py``, ``llama-adapter.cpp``).
+Files and scales follow llama.cpp (``convert_lora_to_gguf.py``, ``llama-adapter.cpp``). Example: instead of
+``(W + s * up @ down) @ x`` the graph computes ``W @ x + up @ (s * (down @ x))``.
 """
 
 from __future__ import annotations
@@ -18,19 +19,18 @@ from ...graph.rewrite import rewrite_graph
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor, open_gguf
 
-REMEDY = "use an adapter that convert_lora_to_gguf.py made for this model"
-TABLE = "token_embd.weight"
-"""Of tables of this name files have the first factor, a row for each token, as ``lora_a``, and the other transposed."""
-SAID = (("general.type", "adapter"), ("adapter.type", "lora"))
-INVOKED = "adapter.alora.invocation_tokens"
+LORA_REMEDY = "use an adapter that convert_lora_to_gguf.py made for this model"
+TOKEN_TABLE = "token_embd.weight"
+"""Suffix of embedding tables; for these ``lora_a`` has one row per token, and ``lora_b`` is transposed."""
+EXPECTED_METADATA = (("general.type", "adapter"), ("adapter.type", "lora"))
+ALORA_KEY = "adapter.alora.invocation_tokens"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Change:
-    """What is added to a matrix W[..., m, k]: ``factor * up @ down``, with ``up`` [..., m, r], ``down`` [..., r, k].
+class LoraChange:
+    """A change of a matrix W[..., m, k]: plus ``factor * up @ down``, with up[..., m, r] and down[..., r, k].
 
-    ``leaves`` are the factors as the file at ``path`` has them: down and up, or, of tables of embeddings, up and down
-    transposed.
+    `leaves` are the factors in the form of the file: down and up, or, for an embedding table, up and transposed down.
     """
 
     path: Path
@@ -41,7 +41,7 @@ class Change:
 
     @property
     def is_table(self) -> bool:
-        return self.matrix.endswith(TABLE)
+        return self.matrix.endswith(TOKEN_TABLE)
 
     @property
     def up(self) -> Value:
@@ -49,14 +49,14 @@ class Change:
 
     @property
     def down(self) -> Value:
-        return self.turned(self.leaves[1]) if self.is_table else self.leaves[0]
+        return self.oriented_factor(self.leaves[1]) if self.is_table else self.leaves[0]
 
     @property
-    def across(self) -> Value:
-        """``down`` transposed."""
-        return self.leaves[1] if self.is_table else self.turned(self.leaves[0])
+    def down_transposed(self) -> Value:
+        """The transpose of `down`, [..., k, r]."""
+        return self.leaves[1] if self.is_table else self.oriented_factor(self.leaves[0])
 
-    def turned(self, factor: Value) -> Value:
+    def oriented_factor(self, factor: Value) -> Value:
         if factor.dtype.is_quantised:
             need = ", ".join(map(str, FLOAT_DTYPES))
             raise self.error(
@@ -64,63 +64,66 @@ class Change:
             )
         return ops.transpose(factor)
 
-    def product(self, node: Node) -> Value:
-        """What is added to a product with the matrix."""
+    def matrix_product(self, node: Node) -> Value:
+        """Return the summand for the result of a `mul_mat` node with the matrix."""
         short = ops.mul_mat(self.down, node.inputs[1])
         return ops.mul_mat(self.up, ops.scale(short, scale=self.factor))
 
-    def chosen(self, node: Node) -> Value:
-        """What is added to products with matrices of chosen experts."""
+    def expert_product(self, node: Node) -> Value:
+        """Return the summand for the result of a `mul_mat_id` node with the expert matrices."""
         _, x, ids = node.inputs
         short = ops.mul_mat_id(self.down, x, ids)
         return ops.mul_mat_id(self.up, ops.scale(short, scale=self.factor), ids)
 
-    def rows(self, node: Node) -> Value:
-        """What is added to rows of the matrix."""
+    def table_rows(self, node: Node) -> Value:
+        """Return the summand for the result of a `get_rows` node with the table."""
         short = ops.get_rows(self.up, node.inputs[1])
-        return ops.mul_mat(self.across, ops.scale(short, scale=self.factor))
+        return ops.mul_mat(self.down_transposed, ops.scale(short, scale=self.factor))
 
     def error(self, problem: str) -> ModelError:
-        return ModelError(f"{self.path}: {problem}; {REMEDY}")
+        return ModelError(f"{self.path}: {problem}; {LORA_REMEDY}")
 
 
-READERS = MappingProxyType({"mul_mat": Change.product, "mul_mat_id": Change.chosen, "get_rows": Change.rows})
-"""The ops that may read a changed matrix as their first operand, and what is then added to their result."""
+OP_CHANGES = MappingProxyType(
+    {"mul_mat": LoraChange.matrix_product, "mul_mat_id": LoraChange.expert_product, "get_rows": LoraChange.table_rows}
+)
+"""The ops that may read a changed matrix as their first operand, with the method that builds the summand."""
 
 
-def changed(graph: Graph, changes: Iterable[Change]) -> Graph:
-    """The graph with every product of a changed matrix followed by what its changes add.
+def apply_changes(graph: Graph, changes: Iterable[LoraChange]) -> Graph:
+    """Return a graph in which the changes are added to every result that depends on a changed matrix.
 
-    Raises `ModelError` for a matrix that is read otherwise, or that a graph with logits does not read at all.
+    Raises:
+        ModelError: Another op reads a changed matrix, or a graph with logits does not read it.
     """
-    of: dict[str, list[Change]] = {}
+    changes_by_matrix: dict[str, list[LoraChange]] = {}
     for change in changes:
-        of.setdefault(change.matrix, []).append(change)
-    if not of:
+        changes_by_matrix.setdefault(change.matrix, []).append(change)
+    if not changes_by_matrix:
         return graph
-    _check(graph, of)
+    _require_changeable(graph, changes_by_matrix)
 
     def rule(node: Node) -> Value | None:
-        mine = of.get(_matrix(node), ())
-        if node.op not in READERS or not mine:
+        own_changes = changes_by_matrix.get(_weight_name(node), ())
+        if node.op not in OP_CHANGES or not own_changes:
             return None
         (y,) = node.results
-        for change in mine:
-            y = ops.add(y, READERS[node.op](change, node), name=node.name and f"{node.name}.adapted")
+        for change in own_changes:
+            y = ops.add(y, OP_CHANGES[node.op](change, node), name=node.name and f"{node.name}.adapted")
         return y
 
     return rewrite_graph(graph, rule)
 
 
-def _matrix(node: Node) -> str:
-    """The weight that a node reads as its first operand, if it does."""
+def _weight_name(node: Node) -> str:
+    """Return the name of the weight that is the first operand of a node, or an empty text."""
     first = node.src[0] if node.src else None
     return first.node.name if first is not None and first.node.op == "weight" else ""
 
 
-def _check(graph: Graph, of: Mapping[str, Sequence[Change]]) -> None:
+def _require_changeable(graph: Graph, changes_by_matrix: Mapping[str, Sequence[LoraChange]]) -> None:
     read = {w.node.name for w in graph.weights}
-    for name, (change, *_) in of.items():
+    for name, (change, *_) in changes_by_matrix.items():
         if name not in read and "logits" in graph.outputs:
             raise change.error(f"the model has {name}, but does not read it")
         if (scale := f"{name.removesuffix('.weight')}.scale") in read:
@@ -128,24 +131,33 @@ def _check(graph: Graph, of: Mapping[str, Sequence[Change]]) -> None:
     for node in graph.nodes:
         for place, source in enumerate(node.src):
             name = source.node.name if source is not None and source.node.op == "weight" else ""
-            if name in of and (node.op not in READERS or place):
-                raise of[name][0].error(f"the model reads {name} in {node.op}, where hocket cannot change it")
+            if name in changes_by_matrix and (node.op not in OP_CHANGES or place):
+                raise changes_by_matrix[name][0].error(
+                    f"the model reads {name} in {node.op}, where hocket cannot change it"
+                )
 
 
-def read_changes(base: Gguf, number: int, path: Path, scale: float) -> Iterator[Change]:
-    """The changes in a file, which counts ``scale`` times; ``number`` tells its leaves from those of other files.
+def read_lora(base: Gguf, number: int, path: Path, scale: float) -> Iterator[LoraChange]:
+    """Yield the changes of a LoRA file.
 
-    Raises `ModelError` for a file that is no adapter, or for another model than ``base``.
+    Args:
+        base: The model file.
+        number: Index of the LoRA file, which makes leaf names unique.
+        path: The LoRA file.
+        scale: Factor of the changes.
+
+    Raises:
+        ModelError: The file is no LoRA adapter, or it belongs to another model.
     """
     gguf = open_gguf(path)
 
     def error(problem: str) -> ModelError:
-        return ModelError(f"{path}: {problem}; {REMEDY}")
+        return ModelError(f"{path}: {problem}; {LORA_REMEDY}")
 
-    for key, need in (*SAID, ("general.architecture", base.require("general.architecture", str))):
+    for key, need in (*EXPECTED_METADATA, ("general.architecture", base.require("general.architecture", str))):
         if (got := gguf.get(key, str, "")) != need:
             raise error(f"{key} is {got!r:.60}; need {need!r}")
-    if INVOKED in gguf.metadata:
+    if ALORA_KEY in gguf.metadata:
         raise error("the adapter begins to count where certain tokens are read (aLoRA), which hocket cannot do")
     alpha = gguf.get("adapter.lora.alpha", float, 0.0)
     if not math.isfinite(alpha):
@@ -154,7 +166,7 @@ def read_changes(base: Gguf, number: int, path: Path, scale: float) -> Iterator[
     if not names:
         raise error("has no tensors")
     for name in names:
-        pair = [gguf.tensors.get(f"{name}.lora_{letter}") for letter in "ab"]
+        pair = [gguf.tensors.get(f"{name}.lora_{suffix}") for suffix in "ab"]
         if name not in base.tensors:
             raise error(f"tensor {name!r:.80} changes nothing in {base.path}")
         first, second = pair
@@ -162,8 +174,8 @@ def read_changes(base: Gguf, number: int, path: Path, scale: float) -> Iterator[
             raise error(f"of the change of {name} there is {[t.name for t in pair if t]}; need .lora_a and .lora_b")
         shape = base.tensors[name].shape
         *lead, m, k = shape if len(shape) > 1 else (0, 0)
-        rank = first.shape[-1 if name.endswith(TABLE) else -2] if len(first.shape) > 1 else 0
-        factors = ((m, rank), (k, rank)) if name.endswith(TABLE) else ((*lead, rank, k), (*lead, m, rank))
+        rank = first.shape[-1 if name.endswith(TOKEN_TABLE) else -2] if len(first.shape) > 1 else 0
+        factors = ((m, rank), (k, rank)) if name.endswith(TOKEN_TABLE) else ((*lead, rank, k), (*lead, m, rank))
         if not rank or (first.shape, second.shape) != factors:
             raise error(
                 f"{name} has shape {list(shape)}, its .lora_a {list(first.shape)} and .lora_b {list(second.shape)}, "
@@ -178,4 +190,4 @@ def read_changes(base: Gguf, number: int, path: Path, scale: float) -> Iterator[
             weight(f"{first.name}.{number}", first.shape, first.dtype),
             weight(f"{second.name}.{number}", second.shape, second.dtype),
         )
-        yield Change(path, name, scale * alpha / rank if alpha else scale, leaves, (first, second))
+        yield LoraChange(path, name, scale * alpha / rank if alpha else scale, leaves, (first, second))

@@ -1,9 +1,9 @@
-"""The subcommands of ``hocket``, a module each: `flags` adds what it takes to a parser, `run` does it.
+"""The subcommands of ``hocket``, one module each: `add_flags` adds the arguments to a parser, `run` executes it.
 
-A module and all that it imports is loaded when its command is given; `hocket --help` needs this table alone.
+A module is imported when its command is given. `hocket --help` needs only this table.
 """
 
-COMMANDS = {
+COMMAND_HELP = {
     "run": "Generate text and stream it.",
     "logits": "Write the logits of every position.",
     "tokenize": "Print the token ids of a text.",
@@ -18,4 +18,4 @@ COMMANDS = {
     "ops": "Print which op runs on which backend in which dtypes.",
     "check": "Check that a backend computes what the ops mean.",
 }
-"""Every subcommand, and what it is for."""
+"""The help line of each subcommand."""

@@ -1,4 +1,4 @@
-"""``hocket bench``: how fast prompts and new tokens at a depth run, as ``llama-bench`` counts them; where time goes."""
+"""``hocket bench``: tokens per second of prompts and new tokens, as in ``llama-bench``, and time by kernel."""
 
 from __future__ import annotations
 
@@ -25,82 +25,84 @@ from ..errors import ModelError
 from ..models import Model, Step
 from ..open import open_session
 from ..session import DEFAULT_BATCH, Group, Session
-from ..terminal.arguments import number_list, positive, positive_list
-from ..terminal.bench_rows import FORMS, written
-from ..terminal.output import write
-from ..terminal.progress import compiling_shown
-from .batched import BATCHED, Batched
-from .flags import (
-    adapter_flags,
-    batch_flag,
-    cache_flags,
-    caches_of,
-    group_flags,
-    group_of,
-    in_ranks,
-    model_flags,
-    model_of,
-    packed_flag,
-    trace_flag,
-    traced,
-    wire_flag,
+from ..terminal.arguments import parse_naturals, parse_positive, parse_positives
+from ..terminal.bench_rows import ROW_FORMATS, format_rows
+from ..terminal.compile_progress import show_compile_progress
+from ..terminal.output import write_data
+from .bench_batched import BATCHED_TABLE, BatchedBenchmark
+from .shared_flags import (
+    add_adapter_flags,
+    add_batch_flag,
+    add_cache_flags,
+    add_group_flags,
+    add_model_flags,
+    add_packed_flag,
+    add_trace_flag,
+    add_transfer_dtype_flag,
+    cache_dtypes,
+    device_group_from_flags,
+    load_model_from_flags,
+    mark_multi_rank,
+    trace_to_file,
 )
 
 
-def flags(sub: argparse.ArgumentParser) -> None:
-    model_flags(sub)
-    in_ranks(sub)
-    add = partial(sub.add_argument, type=number_list, metavar="LIST")
+def add_flags(sub: argparse.ArgumentParser) -> None:
+    add_model_flags(sub)
+    mark_multi_rank(sub)
+    add = partial(sub.add_argument, type=parse_naturals, metavar="LIST")
     add("-p", "--n-prompt", dest="prompts", default=[512], help="tokens of prompts (512)")
     add("-n", "--n-gen", dest="new", default=[128], help="new tokens (128)")
     add("-d", "--n-depth", dest="depths", default=[0], help="tokens in the context before the timed ones (0)")
     add("-np", "--parallel", help="sequences at once, in turn: measure as llama-batched-bench does")
     threads = "threads of each device, in turn (its share of the processors)"
-    add("-t", "--threads", dest="counts", type=positive_list, help=threads)
-    sub.add_argument("-r", "--repetitions", type=positive, default=5, metavar="N", help="timed runs of each test (5)")
-    batch_flag(sub, DEFAULT_BATCH, "tokens a run")
-    group_flags(sub, sub)
-    adapter_flags(sub)
-    wire_flag(sub)
-    cache_flags(sub)
-    packed_flag(sub)
-    sub.add_argument("-o", "--output", choices=tuple(FORMS), default="md", help="how to print (md)")
+    add("-t", "--threads", dest="counts", type=parse_positives, help=threads)
+    sub.add_argument(
+        "-r", "--repetitions", type=parse_positive, default=5, metavar="N", help="timed runs of each test (5)"
+    )
+    add_batch_flag(sub, DEFAULT_BATCH, "tokens a run")
+    add_group_flags(sub, sub)
+    add_adapter_flags(sub)
+    add_transfer_dtype_flag(sub)
+    add_cache_flags(sub)
+    add_packed_flag(sub)
+    sub.add_argument("-o", "--output", choices=tuple(ROW_FORMATS), default="md", help="how to print (md)")
     timed = sub.add_mutually_exclusive_group()
     timed.add_argument("--profile", action="store_true", help="print how long each kernel takes in a run instead")
-    trace_flag(timed)
+    add_trace_flag(timed)
 
 
-@compiling_shown()
+@show_compile_progress()
 def run(args: argparse.Namespace) -> int:
-    model, todo = model_of(args), tests(args.prompts, args.new, args.depths)
-    work = Work(model, todo, args.repetitions, args.batch, args.trace, args.world)
+    model, todo = load_model_from_flags(args), list_tests(args.prompts, args.new, args.depths)
+    work = BenchmarkRequest(model, todo, args.repetitions, args.batch, args.trace, args.world)
     if args.trace and args.counts and len(args.counts) > 1:
         raise ModelError(f"got {len(args.counts)} numbers of threads; a trace is of one, as in -t {args.counts[0]}")
-    computed = {"wire": args.wire, "keep_packed": args.keep_packed, **caches_of(args)}
-    groups = [group_of(args, threads=threads, **computed) for threads in args.counts or [None]]
+    computed = {"wire": args.wire, "keep_packed": args.keep_packed, **cache_dtypes(args)}
+    groups = [device_group_from_flags(args, threads=threads, **computed) for threads in args.counts or [None]]
     if args.parallel:
-        return together(args, model, groups)
-    for line in profiles(work, groups) if args.profile else written(rows(work, groups), args.output):
-        write(line + "\n")
+        return run_batched(args, model, groups)
+    for line in list_profiles(work, groups) if args.profile else format_rows(benchmark_rows(work, groups), args.output):
+        write_data(line + "\n")
     return 0
 
 
-def together(args: argparse.Namespace, model: Model, groups: Sequence[Group]) -> int:
-    """Measure several sequences at once."""
+def run_batched(args: argparse.Namespace, model: Model, groups: Sequence[Group]) -> int:
+    """Measure several sequences at a time and print the rows."""
     if args.profile or args.trace or any(args.depths):
         raise ModelError("got -np with --profile, --trace or -d, which are of one sequence; leave out one of the two")
-    work = Batched(model, args.prompts, args.new, args.parallel, args.repetitions, args.batch, args.world)
+    work = BatchedBenchmark(model, args.prompts, args.new, args.parallel, args.repetitions, args.batch, args.world)
     about = {"model_filename": str(model.gguf.path), "n_batch": args.batch}
     known = ({**about, "n_threads": on.threads, "devices": ",".join(on.devices)} for on in groups)
-    rows = ({**of, **row} for of, on in zip(known, groups, strict=True) for row in work.rows(on))
-    for line in written(rows, args.output, BATCHED):
-        write(line + "\n")
+    rows = ({**of, **row} for of, on in zip(known, groups, strict=True) for row in work.measure_rows(on))
+    for line in format_rows(rows, args.output, BATCHED_TABLE):
+        write_data(line + "\n")
     return 0
 
 
 @dataclass(frozen=True, slots=True)
-class Test:
-    """`tokens` at once (a prompt) or one by one, after `depth` others that are not timed."""
+class BenchmarkTest:
+    """A test: `tokens` in one prompt (``pp``) or one by one (``tg``), after `depth` tokens that are not timed."""
 
     kind: str
     tokens: int
@@ -111,130 +113,147 @@ class Test:
         return f"{self.kind}{self.tokens}" + (f" @ d{self.depth}" if self.depth else "")
 
 
-PROMPT, NEW = "pp", "tg"
+PROMPT_KIND, NEW_KIND = "pp", "tg"
 MIN_READ_BYTES, MAX_READ_BYTES = 128 << 20, 512 << 20
-"""Bytes that are read to measure the bandwidth of memory: twice the last cache within these limits."""
+"""Limits in bytes of the array for the memory bandwidth; its size is twice the last-level cache."""
 
 
-def tests(prompts: Sequence[int], new: Sequence[int], depths: Sequence[int]) -> list[Test]:
-    """Every prompt and every number of new tokens at every depth; 0 leaves one out."""
-    chosen = [Test(kind, n, d) for d in depths for kind, counts in ((PROMPT, prompts), (NEW, new)) for n in counts if n]
+def list_tests(prompts: Sequence[int], new: Sequence[int], depths: Sequence[int]) -> list[BenchmarkTest]:
+    """Return a test for each prompt length and each count of new tokens at each depth; 0 is skipped."""
+    chosen = [
+        BenchmarkTest(kind, n, d)
+        for d in depths
+        for kind, counts in ((PROMPT_KIND, prompts), (NEW_KIND, new))
+        for n in counts
+        if n
+    ]
     if not chosen:
         raise ModelError("there is nothing to measure; ask for a prompt with -p or for new tokens with -n")
     return chosen
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What to measure: tests of a model, each so many times, with at most `batch` tokens a run, traced to a file."""
+class BenchmarkRequest:
+    """A benchmark: tests of a model with `repeats` timed runs each, and at most `batch` tokens per run."""
 
     model: Model
-    tests: Sequence[Test]
+    tests: Sequence[BenchmarkTest]
     repeats: int
     batch: int = DEFAULT_BATCH
     trace: str | None = None
     world: World = SINGLE_PROCESS
 
-    def session(self, on: Group) -> Session:
-        """With the context that the longest test needs.  Raises `ModelError` if the model has not got it."""
+    def open_session(self, on: Group) -> Session:
+        """Open a session with the context of the longest test.
+
+        Raises:
+            ModelError: The context of the model is shorter.
+        """
         context = max(t.depth + t.tokens for t in self.tests)
         self.model.check_context(context)
         return open_session(self.model, on=on, context=context, batch=self.batch, world=self.world)
 
 
-def rows(work: Work, groups: Sequence[Group]) -> Iterator[dict[str, object]]:
-    """One row for each test on each group of devices."""
-    about = of_model(work.model)
+def benchmark_rows(work: BenchmarkRequest, groups: Sequence[Group]) -> Iterator[dict[str, object]]:
+    """Yield one row for each test on each device group."""
+    about = describe_model(work.model)
     for on in groups:
-        session = work.session(on)
-        nbytes = weight_bytes(work.model, session.group[0][0])
-        reading = reading_of(session) if any(test.kind == NEW for test in work.tests) else None
-        known = {**about, "n_batch": work.batch, "n_ubatch": work.batch, "n_threads": threads_of(session)}
-        known |= {"split_mode": on.split_mode, "devices": names_of(session)}
+        session = work.open_session(on)
+        nbytes = count_weight_bytes(work.model, session.group[0][0])
+        reading = make_memory_reader(session) if any(test.kind == NEW_KIND for test in work.tests) else None
+        known = {**about, "n_batch": work.batch, "n_ubatch": work.batch, "n_threads": thread_count(session)}
+        known |= {"split_mode": on.split_mode, "devices": device_names(session)}
         known |= {"type_k": str(on.caches[0]), "type_v": str(on.caches[1])}
         known |= {"tensor_split": "/".join(map(str, on.tensor_split)), "weight_bytes": nbytes}
-        with traced(session, work.trace):
+        with trace_to_file(session, work.trace):
             for test in work.tests:
-                times, read = samples(session, test, work.repeats, reading if test.kind == NEW else None)
-                yield {**known, **row(test, times, nbytes=nbytes, bandwidth=median(read) if read else None)}
+                times, read = collect_samples(session, test, work.repeats, reading if test.kind == NEW_KIND else None)
+                yield {**known, **result_row(test, times, nbytes=nbytes, bandwidth=median(read) if read else None)}
 
 
-def profiles(work: Work, groups: Sequence[Group]) -> Iterator[str]:
-    """For each test on each group what every device spends its time on."""
+def list_profiles(work: BenchmarkRequest, groups: Sequence[Group]) -> Iterator[str]:
+    """Yield the lines of the kernel times of every device, for each test on each device group."""
     for on in groups:
-        session = work.session(on)
+        session = work.open_session(on)
         for test in work.tests:
-            for (_, device), shares in zip(session.group, profile(session, test, work.repeats), strict=True):
-                yield f"{test.name}, {threads_of(session)} threads, {device}"
-                yield from profile_lines(shares)
+            for (_, device), shares in zip(session.group, profile_test(session, test, work.repeats), strict=True):
+                yield f"{test.name}, {thread_count(session)} threads, {device}"
+                yield from format_profile(shares)
 
 
-def names_of(session: Session) -> str:
-    """The devices of a session, as `--devices` has them."""
+def device_names(session: Session) -> str:
+    """Return the devices of a session in the form of `--devices`."""
     return ",".join(str(device) for _, device in session.group)
 
 
-def threads_of(session: Session) -> int:
-    """Threads of each device."""
+def thread_count(session: Session) -> int:
+    """Return the threads of each device."""
     backend, _ = session.group[0]
     return backend.threads if isinstance(backend, Threaded) else 1
 
 
-def reading_of(session: Session) -> Reading | None:
-    """What all threads of all devices read together from memory; None unless all are ``cpu``."""
+def make_memory_reader(session: Session) -> Reading | None:
+    """Return a bandwidth measurement with the threads of all devices; None unless all devices are ``cpu``."""
     if not all(isinstance(backend, CpuBackend) for backend, _ in session.group):
         return None
     return Reading(
-        threads_of(session) * len(session.group), min(MAX_READ_BYTES, max(MIN_READ_BYTES, 2 * last_cache_bytes()))
+        thread_count(session) * len(session.group), min(MAX_READ_BYTES, max(MIN_READ_BYTES, 2 * last_cache_bytes()))
     )
 
 
-def begin(session: Session, test: Test, tokens: Sequence[int]) -> None:
-    """Forget what a session has read, and read the tokens before those that a test times."""
+def prefill_depth(session: Session, test: BenchmarkTest, tokens: Sequence[int]) -> None:
+    """Reset a session and evaluate the `depth` tokens that a test does not time."""
     session.reset(0)
     if test.depth:
         session.evaluate([list(tokens[: test.depth])])
 
 
-def seconds(session: Session, test: Test, tokens: Sequence[int]) -> float:
-    """Run a test once on a session of one sequence."""
-    begin(session, test, tokens)
+def time_test(session: Session, test: BenchmarkTest, tokens: Sequence[int]) -> float:
+    """Run a test once on a session of one sequence and return its seconds."""
+    prefill_depth(session, test, tokens)
     timed = list(tokens[test.depth : test.depth + test.tokens])
-    parts = [timed] if test.kind == PROMPT else [[token] for token in timed]
+    parts = [timed] if test.kind == PROMPT_KIND else [[token] for token in timed]
     start = time.perf_counter()
     for part in parts:
         session.evaluate([part])
     return time.perf_counter() - start
 
 
-def random_tokens(session: Session, seed: int = 0) -> list[int]:
-    """As many tokens as the context holds."""
+def make_random_tokens(session: Session, seed: int = 0) -> list[int]:
+    """Return random tokens that fill the context."""
     return [int(t) for t in np.random.default_rng(seed).integers(0, session.model.vocabulary_size, session.context)]
 
 
-def samples(session: Session, test: Test, repeats: int, reading: Reading | None) -> tuple[list[float], list[float]]:
-    """Seconds of each run, after one to warm up that builds the plans; and bytes a second read before each, in turn,
-    since a machine that others use does not stay the same for long."""
-    tokens, times, read = random_tokens(session), [], []
-    seconds(session, test, tokens)
+def collect_samples(
+    session: Session, test: BenchmarkTest, repeats: int, reading: Reading | None
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of each run, and the memory bandwidth in bytes per second before each run.
+
+    The first run builds the plans and does not count. Both measurements alternate, since the load of a shared machine
+    changes.
+    """
+    tokens, times, read = make_random_tokens(session), [], []
+    time_test(session, test, tokens)
     for _ in range(repeats):
         if reading:
             read.append(reading.rate())
-        times.append(seconds(session, test, tokens))
+        times.append(time_test(session, test, tokens))
     return times, read
 
 
-def weight_bytes(model: Model, backend: Backend | None = None) -> int:
-    """Bytes of weights that one token reads: whole matrices, of tables and experts the chosen rows.
+def count_weight_bytes(model: Model, backend: Backend | None = None) -> int:
+    """Return the bytes of weights that one token reads: whole matrices, and the used part of tables and experts.
 
-    They are counted in the types in which `backend` stores them, or without one in the types of the file.
+    Args:
+        model: The model.
+        backend: Backend with the dtypes of the stored weights; None uses the dtypes of the file.
     """
     graph = model.graph(Step(1, 1, 256, 256, 1))
-    return sum(_weight_bytes(node, backend) for node in graph.nodes)
+    return sum(_count_node_bytes(node, backend) for node in graph.nodes)
 
 
-def _weight_bytes(node: Node, backend: Backend | None) -> int:
-    """Views pass a weight on and read nothing."""
+def _count_node_bytes(node: Node, backend: Backend | None) -> int:
+    """Return the bytes of weights that a node reads; a view reads none."""
     weights = [v.spec for v in node.inputs if v.node.op == "weight"]
     if not weights:
         return 0
@@ -243,8 +262,8 @@ def _weight_bytes(node: Node, backend: Backend | None) -> int:
     return round(share * sum(spec.nbytes for spec in stored))
 
 
-def of_model(model: Model) -> dict[str, object]:
-    """A model by llama-bench's names; the type is its architecture and the type of most of its bytes."""
+def describe_model(model: Model) -> dict[str, object]:
+    """Return the columns of llama-bench about a model; its type is the architecture and the dtype of most bytes."""
     tensors, stored = model.gguf.tensors.values(), Counter[str]()
     for t in tensors:
         stored[t.dtype.text] += t.nbytes
@@ -257,23 +276,31 @@ def of_model(model: Model) -> dict[str, object]:
     }
 
 
-def row(test: Test, times: Sequence[float], *, nbytes: int, bandwidth: float | None) -> dict[str, object]:
-    """What one test says by llama-bench's names: nanoseconds, and rates in tokens a second.
+def result_row(
+    test: BenchmarkTest, times: Sequence[float], *, nbytes: int, bandwidth: float | None
+) -> dict[str, object]:
+    """Return the columns of llama-bench for one test: nanoseconds, and rates in tokens per second.
 
-    What llama-bench has not: the median of the rates; of new tokens the bytes of weights read in a second, and their
-    share of the `bandwidth` of reading and nothing else.
+    Additional columns are the median rate and, for new tokens, the weight bytes per second and their share of
+    `bandwidth`.
+
+    Args:
+        test: The test.
+        times: Seconds of each run.
+        nbytes: Bytes of weights that one token reads.
+        bandwidth: Measured memory bandwidth in bytes per second, or None.
     """
     nanoseconds, rates = [round(s * 1e9) for s in times], [test.tokens / s for s in times]
-    read = median(rates) * nbytes if test.kind == NEW else None
+    read = median(rates) * nbytes if test.kind == NEW_KIND else None
     return {
-        "n_prompt": test.tokens * (test.kind == PROMPT),
-        "n_gen": test.tokens * (test.kind == NEW),
+        "n_prompt": test.tokens * (test.kind == PROMPT_KIND),
+        "n_gen": test.tokens * (test.kind == NEW_KIND),
         "n_depth": test.depth,
         "test_time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "avg_ns": round(mean(nanoseconds)),
-        "stddev_ns": round(spread(nanoseconds)),
+        "stddev_ns": round(compute_deviation(nanoseconds)),
         "avg_ts": mean(rates),
-        "stddev_ts": spread(rates),
+        "stddev_ts": compute_deviation(rates),
         "samples_ns": nanoseconds,
         "samples_ts": rates,
         "test": test.name,
@@ -284,8 +311,8 @@ def row(test: Test, times: Sequence[float], *, nbytes: int, bandwidth: float | N
     }
 
 
-def spread(samples: Sequence[float]) -> float:
-    """The standard deviation of the samples, 0 of a single one."""
+def compute_deviation(samples: Sequence[float]) -> float:
+    """Return the standard deviation of the samples, 0 for a single sample."""
     return stdev(samples) if len(samples) > 1 else 0.0
 
 
@@ -293,25 +320,25 @@ def spread(samples: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What one kind of step took in a run of a device: how often it ran, and its seconds in all."""
+class KernelShare:
+    """The number of calls of one kernel in a run of a device, and their total seconds."""
 
     kernel: str
     count: int
     seconds: float
 
 
-OUTSIDE = "outside kernels"
+OUTSIDE_KERNELS = "outside kernels"
 
 
-def profile(session: Session, test: Test, repeats: int) -> list[list[Share]]:
-    """For each device where the median run of a test's step spends its time, the longest first.
+def profile_test(session: Session, test: BenchmarkTest, repeats: int) -> list[list[KernelShare]]:
+    """Return the kernel times of each device in the median run of a step, the longest first.
 
-    The step is the whole prompt, or one token.  What is outside kernels is the rest of that run.
+    The step is the whole prompt, or one token. The last entry is the time outside kernels.
     """
-    tokens = random_tokens(session)
-    many = test.tokens if test.kind == PROMPT else 1
-    begin(session, test, tokens)
+    tokens = make_random_tokens(session)
+    many = test.tokens if test.kind == PROMPT_KIND else 1
+    prefill_depth(session, test, tokens)
     new = tokens[test.depth : test.depth + min(many, session.batch)]
     session.evaluate([new])
     runs = []
@@ -322,20 +349,20 @@ def profile(session: Session, test: Test, repeats: int) -> list[list[Share]]:
             session.evaluate([new])
             runs.append((time.perf_counter() - start, trace.runs[-1]))
     wall, run = sorted(runs[1:], key=lambda run: run[0])[repeats // 2]
-    return [_shares(steps, wall) for steps in run.steps]
+    return [_sum_kernel_shares(steps, wall) for steps in run.steps]
 
 
-def _shares(steps: Iterable[Timed], wall: float) -> list[Share]:
+def _sum_kernel_shares(steps: Iterable[Timed], wall: float) -> list[KernelShare]:
     times: dict[str, list[float]] = {}
     for step in steps:
         times.setdefault(step.kernel, []).append(step.seconds)
     inside = sum(map(sum, times.values()))
-    shares = [Share(kernel, len(t), sum(t)) for kernel, t in times.items()]
-    return [*sorted(shares, key=lambda s: -s.seconds), Share(OUTSIDE, 1, wall - inside)]
+    shares = [KernelShare(kernel, len(t), sum(t)) for kernel, t in times.items()]
+    return [*sorted(shares, key=lambda s: -s.seconds), KernelShare(OUTSIDE_KERNELS, 1, wall - inside)]
 
 
-def profile_lines(shares: Sequence[Share]) -> Iterator[str]:
-    """A table of what takes how long."""
+def format_profile(shares: Sequence[KernelShare]) -> Iterator[str]:
+    """Yield table lines: microseconds, percentage, calls and name of each kernel."""
     whole = sum(s.seconds for s in shares)
     for s in shares:
         yield f"{s.seconds * 1e6:10.1f} µs  {s.seconds / whole:6.1%}  {s.count:5} ×  {s.kernel}"

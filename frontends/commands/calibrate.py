@@ -1,4 +1,4 @@
-"""``hocket calibrate``: measure what plans are judged by, and keep it for later plans on this machine."""
+"""``hocket calibrate``: measures the speeds of the cost model and stores them for later plans on this machine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ...scheduler.machines.speeds import Speeds
 from ...scheduler.probing.calibrating import PROBED_DTYPES, QUICK_DTYPES, QUICK_ROUNDS, ROUNDS, speeds_of
 from ..devices import Group, found
 from ..errors import ModelError
-from ..terminal.output import log, write
+from ..terminal.output import write_data, write_log_line
 
-GROUPS = (("cpu:0",), ("cpu:0", "cpu:1"))
-"""Devices that are measured together: they share the processors and the memory."""
+CALIBRATED_GROUPS = (("cpu:0",), ("cpu:0", "cpu:1"))
+"""Device groups that are measured; the devices of a group share processors and memory."""
 
 
-def flags(sub: argparse.ArgumentParser) -> None:
+def add_flags(sub: argparse.ArgumentParser) -> None:
     kinds = ", ".join(map(str, QUICK_DTYPES))
     sub.add_argument(
         "--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds in place of {ROUNDS}, weights of {kinds} only"
@@ -25,21 +25,27 @@ def flags(sub: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     kinds, rounds, note = (QUICK_DTYPES, QUICK_ROUNDS, "quick") if args.quick else (PROBED_DTYPES, ROUNDS, "")
     known: dict[str, Speeds] = {}
-    for devices in GROUPS:
+    for devices in CALIBRATED_GROUPS:
         group = found(Group(devices=devices))
         speeds = known[group_name(group)] = speeds_of(group, kinds=kinds, rounds=1 + rounds)
-        write("\n".join(lines(group_name(group), speeds, len(group))) + "\n")
+        write_data("\n".join(format_speeds(group_name(group), speeds, len(group))) + "\n")
     file = keep_speeds(known, note)
     if read_speeds(file) != known:
         raise ModelError(
             f"{file} cannot be written, so no plan uses these speeds; name another folder in HOCKET_CACHE_DIR"
         )
-    log(f"kept in {file}; plans on such devices use it from now on")
+    write_log_line(f"kept in {file}; plans on such devices use it from now on")
     return 0
 
 
-def lines(name: str, speeds: Speeds, devices: int) -> list[str]:
-    """What was measured, in words."""
+def format_speeds(name: str, speeds: Speeds, devices: int) -> list[str]:
+    """Return the lines about measured speeds.
+
+    Args:
+        name: Name of the device group.
+        speeds: The measured speeds.
+        devices: Number of devices of the group.
+    """
     link = f"; a meeting {speeds.link_latency * 1e6:.1f} us, messages {speeds.link_bandwidth / 1e9:.1f} GB/s"
     rows = [
         f"{name}: a launch {speeds.launch * 1e6:.2f} us{link if devices > 1 else ''}",
@@ -47,8 +53,8 @@ def lines(name: str, speeds: Speeds, devices: int) -> list[str]:
         f"states {speeds.state_bandwidth / 1e9:.1f} GB/s, values between ops {speeds.value_bandwidth / 1e9:.1f} GB/s",
     ]
     if speeds.held:
-        held = [f"{share:.0%} of {float(size) / 1e6:.0f} MB" for size, share in speeds.held.items()]
-        rows.append(f"  of weights that each token reads caches hold {', '.join(held)}")
+        cached_parts = [f"{share:.0%} of {float(size) / 1e6:.0f} MB" for size, share in speeds.held.items()]
+        rows.append(f"  of weights that each token reads caches hold {', '.join(cached_parts)}")
     if devices > 1:
         rows.append(
             f"  while the others wait one computes {speeds.alone_flops:.2f} times as fast, "

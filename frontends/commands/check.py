@@ -1,9 +1,9 @@
-"""``hocket check``: the conformance kit, which has its own flags."""
+"""``hocket check``: the conformance kit, with its own flags."""
 
-from ...conformance.command import add_arguments as flags
+from ...conformance.command import add_arguments as add_flags
 from ...conformance.command import run as check
-from ..terminal.progress import compiling_shown
+from ..terminal.compile_progress import show_compile_progress
 
-run = compiling_shown()(check)
+run = show_compile_progress()(check)
 
-__all__ = ["flags", "run"]
+__all__ = ["add_flags", "run"]

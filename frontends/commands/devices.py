@@ -1,4 +1,4 @@
-"""``hocket devices``: the devices of this machine, and what their memory and arithmetic deliver."""
+"""``hocket devices``: the devices of this machine, with their memory bandwidth and arithmetic speed on request."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ...backends.base import Device, load
 from ...backends.host import HostBackend
 from ...graph import BackendError
 from ...scheduler import nbytes_text
-from ..terminal.output import write
+from ..terminal.output import write_data
 
-ROWS, COLUMNS = 16384, 4096
-"""A float32 matrix of 256 MiB, larger than any cache."""
-SIZE = 2048
-REPEATS = 5
+MATRIX_ROWS, MATRIX_COLUMNS = 16384, 4096
+"""Shape of a float32 matrix of 256 MiB, larger than any cache."""
+SQUARE_SIZE = 2048
+MEASURED_RUNS = 5
 
 
-def flags(sub: argparse.ArgumentParser) -> None:
+def add_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--measure", action="store_true", help="measure memory bandwidth and float32 arithmetic")
     sub.add_argument("--json", action="store_true", help="print a list of objects")
 
 
 def run(args: argparse.Namespace) -> int:
-    measured = measure_host() if args.measure else None
+    measured = measure_host_speed() if args.measure else None
     rows: list[dict[str, object]] = []
     lines: list[str] = []
     for found in find_devices():
@@ -41,20 +41,20 @@ def run(args: argparse.Namespace) -> int:
             line += f"; NumPy reads {measured.bandwidth / 1e9:.1f} GB/s, {measured.flops / 1e9:.1f} GFLOP/s in f32"
         rows.append(row)
         lines.append(line)
-    write((json.dumps(rows) if args.json else "\n".join(lines)) + "\n")
+    write_data((json.dumps(rows) if args.json else "\n".join(lines)) + "\n")
     return 0
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A device, or why a kind of device has none."""
+class FoundDevice:
+    """A device, or the reason why a backend has no devices."""
 
     kind: str
     device: Device | None = None
-    why: str = ""
+    problem: str = ""
     is_host: bool = False
-    meeting: str = ""
-    """How it meets all others of its kind, where there are several ways and several devices."""
+    transport: str = ""
+    """Transport of its collectives, for a backend with several transports and several devices."""
 
     @property
     def name(self) -> str:
@@ -67,47 +67,50 @@ class Found:
     @property
     def description(self) -> str:
         if self.device is None:
-            return self.why
-        return self.device.description + (f"; meets others {self.meeting}" if self.meeting else "")
+            return self.problem
+        return self.device.description + (f"; meets others {self.transport}" if self.transport else "")
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Bytes read from memory in a second, and float32 operations in a second."""
+class HostSpeed:
+    """Memory bandwidth in bytes per second, and float32 operations per second."""
 
     bandwidth: float
     flops: float
 
 
-def find_devices() -> Iterator[Found]:
-    """Every device of every registered backend; a backend that does not load says why."""
+def find_devices() -> Iterator[FoundDevice]:
+    """Yield every device of every registered backend; a backend that cannot be loaded gives its error."""
     for kind in sorted(registered()):
         try:
             backend = load(kind)
             devices = backend.devices()
             how = backend.meeting(devices) if isinstance(backend, Meets) and len(devices) > 1 else ""
             for device in devices:
-                yield Found(kind, device, is_host=isinstance(backend, HostBackend), meeting=how)
+                yield FoundDevice(kind, device, is_host=isinstance(backend, HostBackend), transport=how)
         except BackendError as why:
-            yield Found(kind, why=str(why))
+            yield FoundDevice(kind, problem=str(why))
 
 
-def measure_host() -> Measured:
-    """What NumPy gets out of this machine, best of five: a matrix times a vector for the bandwidth, as in decoding,
-    and a product of square matrices for the arithmetic."""
-    matrix, vector = np.ones((ROWS, COLUMNS), np.float32), np.ones(COLUMNS, np.float32)
-    out = np.empty(ROWS, np.float32)
-    bandwidth = matrix.nbytes / _fastest(lambda: np.dot(matrix, vector, out=out))
-    square = np.ones((SIZE, SIZE), np.float32)
+def measure_host_speed() -> HostSpeed:
+    """Measure this machine with NumPy, best of five runs.
+
+    A matrix-vector product gives the bandwidth, as in decoding. A product of square matrices gives the arithmetic
+    speed.
+    """
+    matrix, vector = np.ones((MATRIX_ROWS, MATRIX_COLUMNS), np.float32), np.ones(MATRIX_COLUMNS, np.float32)
+    out = np.empty(MATRIX_ROWS, np.float32)
+    bandwidth = matrix.nbytes / _measure_fastest(lambda: np.dot(matrix, vector, out=out))
+    square = np.ones((SQUARE_SIZE, SQUARE_SIZE), np.float32)
     result = np.empty_like(square)
-    return Measured(bandwidth, 2 * SIZE**3 / _fastest(lambda: np.dot(square, square, out=result)))
+    return HostSpeed(bandwidth, 2 * SQUARE_SIZE**3 / _measure_fastest(lambda: np.dot(square, square, out=result)))
 
 
-def _fastest(run: Callable[[], object]) -> float:
-    """Seconds of the fastest of some runs after one to warm up."""
+def _measure_fastest(run: Callable[[], object]) -> float:
+    """Return the seconds of the fastest run, after a warm-up run."""
     run()
     seconds = []
-    for _ in range(REPEATS):
+    for _ in range(MEASURED_RUNS):
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)

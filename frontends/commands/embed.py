@@ -1,4 +1,4 @@
-"""``hocket embed``: vectors of texts, by encoders or language models."""
+"""``hocket embed``: embedding vectors of texts, by encoders or language models."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ import numpy as np
 from ..errors import ModelError
 from ..language_model import Model
 from ..session import DEFAULT_BATCH
-from ..terminal.arguments import natural, positive
-from ..terminal.output import write
-from ..terminal.progress import compiling_shown
+from ..terminal.arguments import parse_natural, parse_positive
+from ..terminal.compile_progress import show_compile_progress
+from ..terminal.output import write_data
 from ..text_limits import check_texts
-from .flags import batch_flag, group_flags, model_flags
+from .shared_flags import add_batch_flag, add_group_flags, add_model_flags
 
 
-def flags(sub: argparse.ArgumentParser) -> None:
-    model_flags(sub)
+def add_flags(sub: argparse.ArgumentParser) -> None:
+    add_model_flags(sub)
     sub.add_argument(
         "-p", "--prompt", action="append", default=[], metavar="TEXT", help="a text; repeatable (the lines of stdin)"
     )
-    sub.add_argument("-c", "--ctx-size", type=natural, metavar="N", help="tokens of the longest text (the model's)")
-    sub.add_argument("-t", "--threads", type=positive, metavar="N", help="threads of each device")
-    batch_flag(sub, DEFAULT_BATCH, "tokens a run")
+    sub.add_argument(
+        "-c", "--ctx-size", type=parse_natural, metavar="N", help="tokens of the longest text (the model's)"
+    )
+    sub.add_argument("-t", "--threads", type=parse_positive, metavar="N", help="threads of each device")
+    add_batch_flag(sub, DEFAULT_BATCH, "tokens a run")
     sub.add_argument("--no-normalise", action="store_true", help="leave vectors as long as they are")
     sub.add_argument(
         "-o",
@@ -35,12 +37,12 @@ def flags(sub: argparse.ArgumentParser) -> None:
         default="jsonl",
         help="a list for each text, or [texts, width] (jsonl)",
     )
-    group_flags(sub, sub)
+    add_group_flags(sub, sub)
 
 
-@compiling_shown()
+@show_compile_progress()
 def run(args: argparse.Namespace) -> int:
-    texts = args.prompt or _stdin_lines()
+    texts = args.prompt or _read_stdin_lines()
     if not texts:
         raise ModelError("got no text; give some with -p, or a line each on stdin")
     where = {"devices": args.devices, "split_mode": args.split_mode, "tensor_split": args.tensor_split}
@@ -60,10 +62,10 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.buffer.write(array.getvalue())
     else:
         for vector in vectors:
-            write(json.dumps([float(f"{x:.7g}") for x in vector]) + "\n")
+            write_data(json.dumps([float(f"{x:.7g}") for x in vector]) + "\n")
     return 0
 
 
-def _stdin_lines() -> list[str]:
+def _read_stdin_lines() -> list[str]:
     text = sys.stdin.read().removeprefix("\ufeff").replace("\r\n", "\n").removesuffix("\n")
     return text.split("\n") if text else []

@@ -1,4 +1,4 @@
-"""``hocket logits``: the logits of every position, evaluated as a batch or step by step, written as they come."""
+"""``hocket logits``: the logits of every position, evaluated in batches or token by token, as a ``.npy`` file."""
 
 from __future__ import annotations
 
@@ -13,48 +13,55 @@ import numpy as np
 
 from ...graph.files import replacing
 from ..errors import ModelError
-from ..gguf.tokenizer import tokenizer_from_metadata
+from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..models import Model
 from ..open import context_for
 from ..session import F32, Session
-from ..terminal.arguments import token_list
-from ..terminal.progress import compiling_shown
-from .flags import model_flags, model_of, session_flags, session_of, text_of, traced
+from ..terminal.arguments import parse_token_ids
+from ..terminal.compile_progress import show_compile_progress
+from .shared_flags import (
+    add_model_flags,
+    add_session_flags,
+    broadcast_text,
+    load_model_from_flags,
+    open_session_from_flags,
+    trace_to_file,
+)
 
-HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-"""Readers of ``.npy`` headers by version.  `numpy.load` would also unzip and map, each with errors of its own."""
+HEADER_READERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+"""Readers of ``.npy`` headers by version. `numpy.load` also reads archives, with other errors."""
 
 
-def flags(sub: argparse.ArgumentParser) -> None:
-    model_flags(sub)
+def add_flags(sub: argparse.ArgumentParser) -> None:
+    add_model_flags(sub)
     text = sub.add_mutually_exclusive_group(required=True)
-    text.add_argument("--tokens", type=token_list, metavar="IDS", help="token ids, as 1,2,3")
+    text.add_argument("--tokens", type=parse_token_ids, metavar="IDS", help="token ids, as 1,2,3")
     text.add_argument("--tokens-file", metavar="FILE", help=".npy file of token ids")
     text.add_argument("-p", "--prompt", metavar="TEXT", help="text to tokenize")
     sub.add_argument("--out", required=True, metavar="FILE", help=".npy file to write: float32 [tokens, vocabulary]")
     sub.add_argument("--step", action="store_true", help="half of the tokens at once, the rest one by one")
-    session_flags(sub)
+    add_session_flags(sub)
 
 
-@compiling_shown()
+@show_compile_progress()
 def run(args: argparse.Namespace) -> int:
-    model = model_of(args)
+    model = load_model_from_flags(args)
     if args.prompt is not None:
         tokens = tokenizer_from_metadata(model.gguf.metadata).encode(args.prompt, parse_special=True)
     elif args.tokens is not None:
         tokens = args.tokens
     else:
-        tokens = json.loads(text_of(args, lambda: json.dumps(read_tokens(args.tokens_file))))
-    check_tokens(tokens, model)
-    session = session_of(args, model, context_for(model, len(tokens), args.context, default=len(tokens)))
-    blocks = every_logits(session, tokens, step=args.step)
-    with traced(session, args.trace):
+        tokens = json.loads(broadcast_text(args, lambda: json.dumps(read_tokens(args.tokens_file))))
+    require_tokens(tokens, model)
+    session = open_session_from_flags(args, model, context_for(model, len(tokens), args.context, default=len(tokens)))
+    blocks = compute_logits(session, tokens, step=args.step)
+    with trace_to_file(session, args.trace):
         write_rows(os.devnull if args.world.rank else args.out, blocks, (len(tokens), model.vocabulary_size))
     return 0
 
 
-def check_tokens(tokens: Sequence[int], model: Model) -> None:
-    """Raises `ModelError` if there are none or one is outside the vocabulary, which it names."""
+def require_tokens(tokens: Sequence[int], model: Model) -> None:
+    """Raise `ModelError` if there are no tokens, or if a token is outside the vocabulary."""
     if not tokens:
         raise ModelError("there are no tokens; give at least one")
     for i, token in enumerate(tokens):
@@ -65,14 +72,18 @@ def check_tokens(tokens: Sequence[int], model: Model) -> None:
 
 
 def read_tokens(path: str) -> list[int]:
-    """Token ids from a ``.npy`` file.  Raises `ModelError` unless it holds integers in one dimension."""
+    """Return the token ids in a ``.npy`` file.
+
+    Raises:
+        ModelError: The file is no ``.npy`` file with integers in one dimension.
+    """
     if not Path(path).is_file():
         raise ModelError(f"{path}: is no file; give a .npy file of token ids")
     with open(path, "rb") as file:
         try:
             with warnings.catch_warnings(action="ignore"):
-                shape, _, dtype = HEADERS[np.lib.format.read_magic(file)](file)
-        except Exception as error:  # the header is Python source, so there is no end of ways in which it can be wrong
+                shape, _, dtype = HEADER_READERS[np.lib.format.read_magic(file)](file)
+        except Exception as error:  # the header is Python source and may raise any exception
             name = type(error).__name__
             raise ModelError(f"{path}: cannot be read as .npy ({name}); save token ids with numpy.save") from None
         if len(shape) != 1 or dtype.kind not in "iu":
@@ -83,20 +94,20 @@ def read_tokens(path: str) -> list[int]:
         return [int(token) for token in np.frombuffer(file.read(need), dtype)]
 
 
-def every_logits(session: Session, tokens: Sequence[int], *, step: bool = False) -> Iterator[F32]:
-    """Blocks of rows ``[n, vocabulary]``, together one row a token.
+def compute_logits(session: Session, tokens: Sequence[int], *, step: bool = False) -> Iterator[F32]:
+    """Yield blocks of logits f32[n, vocabulary], in total one row per token.
 
-    All tokens in batches, or with ``step`` the first half so and then token by token, as generation runs.
+    Tokens are evaluated in batches. With `step` the second half is evaluated token by token, as in generation.
     """
-    cut = len(tokens) // 2 if step else len(tokens)
-    for start in range(0, cut, session.batch):
-        yield session.evaluate([tokens[start : min(start + session.batch, cut)]], every_position=True)[0]
-    for token in tokens[cut:]:
+    batched_count = len(tokens) // 2 if step else len(tokens)
+    for start in range(0, batched_count, session.batch):
+        yield session.evaluate([tokens[start : min(start + session.batch, batched_count)]], every_position=True)[0]
+    for token in tokens[batched_count:]:
         yield session.evaluate([[token]], every_position=True)[0]
 
 
 def write_rows(path: str, blocks: Iterable[F32], shape: tuple[int, int]) -> None:
-    """Write blocks of rows as one ``.npy`` file of float32 ``shape``, whole or not at all."""
+    """Write blocks of rows as one float32 ``.npy`` file of the given shape; on a failure no file is written."""
     with replacing(path) as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
         for block in blocks:

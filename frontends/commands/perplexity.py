@@ -1,4 +1,4 @@
-"""``hocket perplexity``, as ``llama-perplexity`` measures it: chunks of the context, the second half of each scored."""
+"""``hocket perplexity``, as in ``llama-perplexity``: chunks of the context length, with the second half scored."""
 
 from __future__ import annotations
 
@@ -13,66 +13,78 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from ..errors import ModelError
-from ..gguf.tokenizer import tokenizer_from_metadata
+from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
 from ..open import context_for, read_text
 from ..session import F32, Session
-from ..terminal.arguments import StandsFor
-from ..terminal.output import write
-from ..terminal.progress import compiling_shown
-from .flags import model_flags, model_of, session_flags, session_of, text_of, traced
+from ..terminal.arguments import PositionalAlias
+from ..terminal.compile_progress import show_compile_progress
+from ..terminal.output import write_data
+from .shared_flags import (
+    add_model_flags,
+    add_session_flags,
+    broadcast_text,
+    load_model_from_flags,
+    open_session_from_flags,
+    trace_to_file,
+)
 
-CHUNK = 512
-"""Tokens of context unless asked otherwise."""
+DEFAULT_CONTEXT_TOKENS = 512
+"""Default tokens of context."""
 F64 = npt.NDArray[np.float64]
-ROWS = 64
-"""Rows of logits that are widened to float64 at a time."""
-LEAST = 3
-"""Tokens of the smallest chunk of which one can be scored."""
+ROWS_PER_WIDENING = 64
+"""Rows of logits that are converted to float64 at a time."""
+MIN_CHUNK_TOKENS = 3
+"""Tokens of the smallest chunk with a scored token."""
 
 
-def flags(sub: argparse.ArgumentParser) -> None:
-    model_flags(sub)
+def add_flags(sub: argparse.ArgumentParser) -> None:
+    add_model_flags(sub)
     sub.add_argument("file", metavar="FILE", help="text in UTF-8, - for stdin")
-    sub.add_argument("-f", "--file", action=StandsFor, dest="file", metavar="FILE", help="as FILE")
+    sub.add_argument("-f", "--file", action=PositionalAlias, dest="file", metavar="FILE", help="as FILE")
     sub.add_argument("--json", action="store_true", help="print one JSON object")
-    session_flags(sub)
+    add_session_flags(sub)
 
 
-@compiling_shown()
+@show_compile_progress()
 def run(args: argparse.Namespace) -> int:
-    model = model_of(args)
+    model = load_model_from_flags(args)
     tokenizer = tokenizer_from_metadata(model.gguf.metadata)
-    tokens = tokenizer.encode(text_of(args, lambda: read_text(args.file)))
-    context = context_for(model, 0, args.context, default=CHUNK)
+    tokens = tokenizer.encode(broadcast_text(args, lambda: read_text(args.file)))
+    context = context_for(model, 0, args.context, default=DEFAULT_CONTEXT_TOKENS)
     total = count_chunks(len(tokens), context)
-    session = session_of(args, model, context)
+    session = open_session_from_flags(args, model, context)
     bos = tokenizer.bos_id if tokenizer.add_bos else None
     chunks = score_chunks(session, tokens, bos=bos)
-    shown = tqdm(chunks, total=total, desc="perplexity", unit="chunk", leave=False, disable=None)
-    with traced(session, args.trace):
-        score = Score.of(list(shown))
-    row: dict[str, float] = {"chunks": score.chunks, "context": context, "tokens": len(tokens), "scored": score.scored}
+    progress = tqdm(chunks, total=total, desc="perplexity", unit="chunk", leave=False, disable=None)
+    with trace_to_file(session, args.trace):
+        score = PerplexityScore.from_chunks(list(progress))
+    row: dict[str, float] = {
+        "chunks": score.chunk_count,
+        "context": context,
+        "tokens": len(tokens),
+        "scored": score.scored_tokens,
+    }
     row |= {"nll": score.nll, "nll_error": score.nll_error, "perplexity": score.perplexity}
     if args.json:
-        write(json.dumps({k: v if abs(v) < float("inf") else None for k, v in row.items()}) + "\n")
+        write_data(json.dumps({k: v if abs(v) < float("inf") else None for k, v in row.items()}) + "\n")
     else:
-        write(f"{score.chunks} chunks of {context} tokens, {score.scored} tokens scored\n")
-        write(f"mean NLL {score.nll:.4f} ± {score.nll_error:.4f}, perplexity {score.perplexity:.4f}\n")
+        write_data(f"{score.chunk_count} chunks of {context} tokens, {score.scored_tokens} tokens scored\n")
+        write_data(f"mean NLL {score.nll:.4f} ± {score.nll_error:.4f}, perplexity {score.perplexity:.4f}\n")
     return 0
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class PerplexityScore:
     """Mean negative log likelihood of the scored tokens, and the standard error of that mean."""
 
-    chunks: int
-    scored: int
+    chunk_count: int
+    scored_tokens: int
     nll: float
     nll_error: float
 
     @classmethod
-    def of(cls, chunks: Sequence[F64]) -> Score:
-        """The score of chunks given as NLL for each scored token."""
+    def from_chunks(cls, chunks: Sequence[F64]) -> PerplexityScore:
+        """Return the score of chunks, each an array of the NLL of its scored tokens."""
         nll = np.concatenate(chunks)
         error = nll.std(ddof=1) / math.sqrt(len(nll)) if len(nll) > 1 else math.nan
         return cls(len(chunks), len(nll), float(nll.mean()), float(error))
@@ -84,21 +96,23 @@ class Score:
 
 
 def count_chunks(tokens: int, context: int) -> int:
-    """Chunks of ``context`` tokens in a text; what does not fill one is dropped.
+    """Return the number of complete chunks of `context` tokens in a text; the rest is dropped.
 
-    Raises `ModelError` if there is none, or none could be scored.
+    Raises:
+        ModelError: There is no complete chunk, or a chunk is too short for a scored token.
     """
-    if context < LEAST:
-        raise ModelError(f"context size is {context}; a chunk needs at least {LEAST} tokens to score one")
+    if context < MIN_CHUNK_TOKENS:
+        raise ModelError(f"context size is {context}; a chunk needs at least {MIN_CHUNK_TOKENS} tokens to score one")
     if tokens < context:
         raise ModelError(f"the text has {tokens} tokens; one chunk needs {context}; give more text or a smaller -c")
     return tokens // context
 
 
 def score_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) -> Iterator[F64]:
-    """For each chunk the NLL of its tokens from ``context / 2 + 1`` on, each given all before it in the chunk.
+    """Yield for each chunk the NLL of its tokens from ``context / 2 + 1`` on, float64[tokens].
 
-    ``bos`` takes the place of the first token of every chunk, for models that begin every text with it.
+    Each token is predicted from all tokens before it in the chunk. `bos` replaces the first token of every chunk, for
+    models that begin every text with BOS.
     """
     size, first = session.context, session.context // 2
     for start in range(0, count_chunks(len(tokens), size) * size, size):
@@ -108,15 +122,15 @@ def score_chunks(session: Session, tokens: Sequence[int], *, bos: int | None) ->
         session.reset(0)
         session.evaluate([chunk[:first]])
         logits = session.evaluate([chunk[first:-1]], every_position=True)[0]
-        yield negative_log_likelihood(logits, chunk[first + 1 :])
+        yield compute_nll(logits, chunk[first + 1 :])
 
 
-def negative_log_likelihood(logits: F32, targets: Sequence[int]) -> F64:
-    """For each row of logits the NLL of its target, in float64."""
+def compute_nll(logits: F32, targets: Sequence[int]) -> F64:
+    """Return the NLL of the target of each row of logits, float64[rows]."""
     losses = np.empty(len(targets))
-    for start in range(0, len(targets), ROWS):
-        x = logits[start : start + ROWS].astype(np.float64)
+    for start in range(0, len(targets), ROWS_PER_WIDENING):
+        x = logits[start : start + ROWS_PER_WIDENING].astype(np.float64)
         x -= x.max(-1, keepdims=True)
-        chosen = x[np.arange(len(x)), targets[start : start + ROWS]]
-        losses[start : start + ROWS] = np.log(np.exp(x).sum(-1)) - chosen
+        chosen = x[np.arange(len(x)), targets[start : start + ROWS_PER_WIDENING]]
+        losses[start : start + ROWS_PER_WIDENING] = np.log(np.exp(x).sum(-1)) - chosen
     return losses

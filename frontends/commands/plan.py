@@ -1,4 +1,4 @@
-"""``hocket plan``: how the graph of one step of a model, or one in a file, would be dealt; no weight is loaded."""
+"""``hocket plan``: the plan for one step of a model, or for a graph in a file; no weights are loaded."""
 
 from __future__ import annotations
 
@@ -39,26 +39,41 @@ from ..models import Step
 from ..open import context_for, open_model
 from ..parts import told
 from ..session import DEFAULT_BATCH, Group
-from ..terminal.arguments import as_flags, positive
-from ..terminal.output import log, write
-from .flags import batch_flag, cache_flags, caches_of, context_flag, group_flags, group_of, model_flags
+from ..terminal.arguments import as_flags, parse_positive
+from ..terminal.output import write_data, write_log_line
+from .shared_flags import (
+    add_batch_flag,
+    add_cache_flags,
+    add_context_flag,
+    add_group_flags,
+    add_model_flags,
+    cache_dtypes,
+    device_group_from_flags,
+)
 
 
-def flags(sub: argparse.ArgumentParser) -> None:
-    model_flags(sub, "GGUF file (only its header is read), a dumped graph, or a .pt2 or .onnx program", "MODEL|GRAPH")
+def add_flags(sub: argparse.ArgumentParser) -> None:
+    add_model_flags(
+        sub, "GGUF file (only its header is read), a dumped graph, or a .pt2 or .onnx program", "MODEL|GRAPH"
+    )
     where = sub.add_mutually_exclusive_group()
-    group_flags(sub, where)
+    add_group_flags(sub, where)
     where.add_argument(
         "--simulate",
         metavar="SPEC",
         help="devices that are not there, as h200:8,nvlink or 'h200:8,nvlink x 4,ib400', or a file .toml",
     )
-    context_flag(sub)
-    batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
-    cache_flags(sub)
+    add_context_flag(sub)
+    add_batch_flag(sub, DEFAULT_BATCH, "tokens of a prefill (512)")
+    add_cache_flags(sub)
     sub.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="one token, or a batch (decode)")
     sub.add_argument(
-        "-np", "--parallel", type=positive, default=1, metavar="N", help="sequences that get a token each in a step (1)"
+        "-np",
+        "--parallel",
+        type=parse_positive,
+        default=1,
+        metavar="N",
+        help="sequences that get a token each in a step (1)",
     )
     sub.add_argument("--steps", action="store_true", help="list every instruction of every device too")
     sub.add_argument("--show", choices=PASSES, help="print the result of one pass instead of the explanation")
@@ -75,51 +90,57 @@ def run(args: argparse.Namespace) -> int:
         raise ModelError("--measure runs the plan and prints times; leave out --simulate, --show, --json and --diff")
     other = None if args.diff is None else read_plan(args.diff)
     tokens = 1 if args.phase == "decode" else args.batch
-    on = group_of(args, **caches_of(args))
+    on = device_group_from_flags(args, **cache_dtypes(args))
     if args.parallel > 1 and args.phase == "prefill":
         raise ModelError("got -np with --phase prefill; sequences get a token each while they decode")
-    graph_of = partial(step_graph, args.model, context=args.context, tokens=tokens, caches=on.caches)
+    graph_of = partial(read_step_graph, args.model, context=args.context, tokens=tokens, caches=on.caches)
     graph, context = graph_of(sequences=args.parallel)
-    use = used(args, on, context, args.parallel)
-    asked, made = plan_group(graph, on, args.simulate, use)
-    text = plan_to_json(made) + "\n" if args.json or args.out else ""
+    use = session_workload(args, on, context, args.parallel)
+    requested, plan = plan_and_session_plan(graph, on, args.simulate, use)
+    text = plan_to_json(plan) + "\n" if args.json or args.out else ""
     if args.out:
         write_text(args.out, text)
     if other is not None:
-        changes = difference(other, made)
-        shown = json.dumps(changes) if args.json else "\n".join(changes or ("the plans do the same",))
-        write(shown + "\n")
+        changes = difference(other, plan)
+        output = json.dumps(changes) if args.json else "\n".join(changes or ("the plans do the same",))
+        write_data(output + "\n")
     elif args.show:
-        write(PASSES[args.show](made).rstrip("\n") + "\n")
+        write_data(PASSES[args.show](plan).rstrip("\n") + "\n")
     elif args.measure:
         if context is None:
             raise ModelError(f"{args.model}: --measure needs a model with weights; got a graph")
         from ..measuring import measured_lines
 
         lines = measured_lines(open_model(args.model), on, tokens, args.context)
-        write("\n".join([f"speeds: {told_speeds(made.hardware)}", *lines]) + "\n")
+        write_data("\n".join([f"speeds: {told_speeds(plan.hardware)}", *lines]) + "\n")
     else:
         if not args.json:
             prompt, is_decode = min(args.batch, context or 0), args.phase == "decode"
-            write(answer(asked, made, context, args.parallel, prompt, graph_of, is_decode=is_decode) + "\n\n")
-        write(text if args.json else made.explain(steps=args.steps) + "\n")
+            write_data(
+                describe_fit(requested, plan, context, args.parallel, prompt, graph_of, is_decode=is_decode) + "\n\n"
+            )
+        write_data(text if args.json else plan.explain(steps=args.steps) + "\n")
         if context is not None and not args.json:
             sequences, prompt = args.parallel, 0 if args.phase == "decode" else min(args.batch, context)
-            write(following(made, lambda **step: likened(made, graph_of(**step)[0]), sequences, prompt))
+            write_data(
+                describe_pipelining(
+                    plan, lambda **step: plan_with_layout_of(plan, graph_of(**step)[0]), sequences, prompt
+                )
+            )
         if args.simulate and not args.json:
-            write("\n".join(simulate(args.simulate).told_speeds(graph)) + "\n")
+            write_data("\n".join(simulate(args.simulate).told_speeds(graph)) + "\n")
         elif not args.json:
-            write(f"speeds: {told_speeds(made.hardware)}\n")
-    if problem := memory_problem(asked, context=context):
-        rest = "" if memory_problem(made) else f"; in this plan the rest is on {made.lanes[-1].device}"
-        log(f"hocket: does not fit: {as_flags(problem)}{rest}")
+            write_data(f"speeds: {told_speeds(plan.hardware)}\n")
+    if problem := memory_problem(requested, context=context):
+        rest = "" if memory_problem(plan) else f"; in this plan the rest is on {plan.lanes[-1].device}"
+        write_log_line(f"hocket: does not fit: {as_flags(problem)}{rest}")
         return 1
     return 0
 
 
-def answer(
-    asked: Plan,
-    made: Plan,
+def describe_fit(
+    requested: Plan,
+    plan: Plan,
     context: int | None,
     sequences: int,
     prompt: int,
@@ -127,11 +148,11 @@ def answer(
     *,
     is_decode: bool,
 ) -> str:
-    """Whether a plan fits, and for a model the speed of new tokens and the time to the first token of a prompt.
+    """Return a line about the memory fit, and for a model the speed of new tokens and the time to the first token.
 
     Args:
-        asked: The plan for the devices that were named.
-        made: The plan that runs, in which the host may hold the rest.
+        requested: The plan for the devices that were named.
+        plan: The plan that runs, in which the host may hold the rest.
         context: Tokens of context of a model; None for a graph.
         sequences: Sequences that get a token each in a step.
         prompt: Tokens of the prompt.
@@ -142,42 +163,50 @@ def answer(
     def filling(device_plan: Lane) -> float:
         return sum(device_plan.memory().values()) / (device_plan.device.memory or math.inf)
 
-    fullest = max(made.lanes, key=filling)
+    fullest = max(plan.lanes, key=filling)
     needed, memory = nbytes_text(sum(fullest.memory().values())), fullest.device.memory
     room = f"{needed} of {nbytes_text(memory)} on {fullest.device}" if memory else f"{needed} on {fullest.device}"
-    if memory_problem(made):
+    if memory_problem(plan):
         fits = "does not fit"
     else:
-        fits = f"{'fits with the help of the host' if memory_problem(asked) else 'fits'}: {room}"
+        fits = f"{'fits with the help of the host' if memory_problem(requested) else 'fits'}: {room}"
     if context is None:
-        return f"{fits}; a run takes {time_text(made.cost.total)}"
-    decode = made if is_decode else likened(made, graph_of(sequences=sequences, tokens=1)[0])
-    prefill = likened(made, graph_of(sequences=1, tokens=prompt)[0]) if is_decode else made
+        return f"{fits}; a run takes {time_text(plan.cost.total)}"
+    decode = plan if is_decode else plan_with_layout_of(plan, graph_of(sequences=sequences, tokens=1)[0])
+    prefill = plan_with_layout_of(plan, graph_of(sequences=1, tokens=prompt)[0]) if is_decode else plan
     rate = sequences / decode.cost.total
     speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
     first = time_text(prefill.cost.total)
     return f"{fits}; {speed} tokens a second; first token of a prompt of {prompt} after {first}"
 
 
-def used(args: argparse.Namespace, on: Group, context: int | None, sequences: int = 1) -> Use | None:
-    """What a session would lay the model out for; None for a graph."""
+def session_workload(args: argparse.Namespace, on: Group, context: int | None, sequences: int = 1) -> Use | None:
+    """Return the workload that a session of a model assumes, or None for a graph."""
     if context is None:
         return None
-    graph_of = partial(step_graph, args.model, context=context, caches=on.caches)
+    graph_of = partial(read_step_graph, args.model, context=context, caches=on.caches)
     return use_of(lambda count, tokens: graph_of(sequences=count, tokens=tokens)[0], sequences, context)
 
 
-def following(made: Plan, plan_of: Callable[..., Plan], sequences: int, prompt: int) -> str:
-    """What runs that follow each other through devices gain: several sequences in micro-batches, or so many tokens of a
-    prompt in parts."""
+def describe_pipelining(plan: Plan, plan_of: Callable[..., Plan], sequences: int, prompt: int) -> str:
+    """Return a line about the gain of pipelined runs: micro-batches of several sequences, or chunks of a prompt.
+
+    The line is empty if there is one sequence and no prompt, or one device.
+
+    Args:
+        plan: The plan.
+        plan_of: Returns the plan of a step with given `sequences` or `tokens`.
+        sequences: Sequences that get a token each in a step.
+        prompt: Tokens of the prompt.
+    """
     if sequences > 1:
         return f"sequences: {dealing(sequences, lambda n: plan_of(sequences=n))}\n"
-    if prompt and len(made.lanes) > 1:
-        return f"prompt: {told(prompt, made, lambda n: plan_of(tokens=n))}\n"
+    if prompt and len(plan.lanes) > 1:
+        return f"prompt: {told(prompt, plan, lambda n: plan_of(tokens=n))}\n"
     return ""
 
 
-def step_graph(
+def read_step_graph(
     path: str,
     *,
     context: int | None,
@@ -185,11 +214,21 @@ def step_graph(
     caches: tuple[DType, DType] = ONE_DEVICE.caches,
     sequences: int = 1,
 ) -> tuple[Graph, int | None]:
-    """The graph in a file, and its context if it is of a model: then with all of it in use, keys and values kept as
-    `caches` says, and a row of logits for each sequence.
+    """Return the graph of a file, and for a model file its context in tokens.
 
-    That is the largest graph that a session of this context runs with so many tokens, so what fits fits.  Raises
-    `ModelError` or `GraphError`.
+    For a model the context is full, and each sequence has a row of logits. No graph of a session with this
+    context and `tokens` tokens is larger, so the memory fit holds for the session.
+
+    Args:
+        path: A model file or a graph file.
+        context: Tokens of context; None selects the default of the model.
+        tokens: Tokens of the step.
+        caches: Dtypes of cached keys and values.
+        sequences: Number of sequences.
+
+    Raises:
+        ModelError: The file is no model, or the context is too long.
+        GraphError: The file is no graph.
     """
     with open(path, "rb") as file:
         is_model = file.read(len(MAGIC)) == MAGIC
@@ -201,9 +240,19 @@ def step_graph(
     return model.graph(step), context
 
 
-def plan_group(graph: Graph, on: Group, simulated: str | None = None, use: Use | None = None) -> tuple[Plan, Plan]:
-    """The plan of `graph` for devices, or for simulated ones, and what a session would do: the same if that fits (or
-    nothing does), else one in which the host takes the rest."""
+def plan_and_session_plan(
+    graph: Graph, on: Group, simulated: str | None = None, use: Use | None = None
+) -> tuple[Plan, Plan]:
+    """Return the plan of `graph` for real or simulated devices, and the plan of a session.
+
+    The session plan is the same plan if it fits into memory. Otherwise it has host offload.
+
+    Args:
+        graph: The graph of a step.
+        on: The device group.
+        simulated: Specification of simulated devices, or None.
+        use: The workload of the layout, or None.
+    """
     if simulated is None:
         group, host = found(on), Host(*find(HOST))
         hardware = hardware_of(graph, group)
@@ -212,17 +261,17 @@ def plan_group(graph: Graph, on: Group, simulated: str | None = None, use: Use |
         group, hardware = list(simulation.group), simulation.hardware_for(graph)
         host = Host(*simulation.host, simulation.host_hardware)
     options = partial(plan_for, split_mode=on.split_mode, tensor_split=on.tensor_split, place=on.place, use=use)
-    made = options(graph, group, hardware=hardware)
-    return made, options(graph, group, hardware=hardware, host=host) if shortage(made) else made
+    plan = options(graph, group, hardware=hardware)
+    return plan, options(graph, group, hardware=hardware, host=host) if shortage(plan) else plan
 
 
-def likened(made: Plan, graph: Graph) -> Plan:
-    """The plan of another step, whose weights lie as in `made`."""
-    return plan_for(graph, made.group, hardware=made.hardware, like=made)
+def plan_with_layout_of(plan: Plan, graph: Graph) -> Plan:
+    """Return the plan of another step with the weight layout of `plan`."""
+    return plan_for(graph, plan.group, hardware=plan.hardware, like=plan)
 
 
 def read_plan(path: str) -> Plan:
-    """A plan that was written as JSON.  Raises `ModelError` if it is none."""
+    """Read a plan from a JSON file; raise `ModelError` if it has none."""
     try:
         with Path(path).open("rb") as file:
             data = file.read(LARGEST + 1)

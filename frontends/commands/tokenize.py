@@ -1,4 +1,4 @@
-"""``hocket tokenize``: the ids of a text."""
+"""``hocket tokenize``: the token ids of a text."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import argparse
 import json
 
 from ..gguf import open_gguf
-from ..gguf.tokenizer import tokenizer_from_metadata
-from ..terminal.output import write
-from .flags import model_flags
+from ..gguf.tokenization.tokenizer import tokenizer_from_metadata
+from ..terminal.output import write_data
+from .shared_flags import add_model_flags
 
 
-def flags(sub: argparse.ArgumentParser) -> None:
-    model_flags(sub, "GGUF file, of which only the header is read")
+def add_flags(sub: argparse.ArgumentParser) -> None:
+    add_model_flags(sub, "GGUF file, of which only the header is read")
     sub.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="text to tokenize")
     sub.add_argument("--add-special", action="store_true", help="add BOS and EOS as the model asks")
     sub.add_argument("--parse-special", action="store_true", help="read the text of a special token as that token")
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = tokenizer_from_metadata(open_gguf(args.model, header_only=True).metadata)
     ids = tokenizer.encode(args.prompt, add_special=args.add_special, parse_special=args.parse_special)
     if args.json:
-        write(json.dumps(ids) + "\n")
+        write_data(json.dumps(ids) + "\n")
     else:
-        write("".join(f"{i:6}  {tokenizer.token_bytes(i).decode('utf-8', 'replace')!r}\n" for i in ids))
+        write_data("".join(f"{i:6}  {tokenizer.token_bytes(i).decode('utf-8', 'replace')!r}\n" for i in ids))
     return 0

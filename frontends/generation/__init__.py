@@ -1,1 +1,1 @@
-"""From logits to text: tokens chosen, by a grammar or with a draft ahead, and conversations of them."""
+"""From logits to text: sampling, grammars, speculative decoding and conversations."""

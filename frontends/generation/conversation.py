@@ -1,4 +1,4 @@
-"""A conversation: messages through the model's chat template, evaluated only where they are new."""
+"""A conversation: messages in the chat template of the model; only new tokens are evaluated."""
 
 from __future__ import annotations
 
@@ -6,101 +6,116 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..errors import ModelError
-from ..gguf.chat import ChatFormat, chat_format
-from ..gguf.tokenizer import Tokenizer
+from ..gguf.chat import ChatFormat, choose_chat_format
+from ..gguf.tokenization.tokenizer import Tokenizer
 from ..saved_state import load_state, save_state, saved_talk
 from ..session import Session
-from .drafting import Ahead
-from .generate import Drawing, Timing, draw, stream_text
+from .generate import GenerationParams, Timing, sample_tokens, stream_text
+from .speculative import SpeculativeDecoder
 
 
 class Conversation:
-    """Answers messages in sequence 0 of a session, which remembers what was said.
+    """Answers messages in sequence 0 of a session; the KV cache has the earlier messages.
 
-    Messages become a prompt by `format`, the model's chat template unless given. Raises `ModelError` if it has none.
+    Args:
+        session: The session that generates the answers.
+        tokenizer: The tokenizer of the model.
+        params: Limits and sampling of an answer.
+        stops: Strings that end an answer.
+        system: The system prompt, or None.
+        decoder: Speculative decoding, or None.
+        format: The chat template; the template of the model by default.
+
+    Raises:
+        ModelError: There is no chat template.
     """
 
     def __init__(
         self,
         session: Session,
         tokenizer: Tokenizer,
-        drawing: Drawing,
+        params: GenerationParams,
         *,
         stops: Sequence[str] = (),
         system: str | None = None,
-        ahead: Ahead | None = None,
+        decoder: SpeculativeDecoder | None = None,
         format: ChatFormat | None = None,
     ) -> None:
         self.session, self.tokenizer = session, tokenizer
-        self.drawing, self.stops = drawing, stops
-        self.format = format or chat_format(session.model.gguf.metadata)
-        self.system, self.ahead = system, ahead
+        self.params, self.stop_strings = params, stops
+        self.format = format or choose_chat_format(session.model.gguf.metadata)
+        self.system, self.decoder = system, decoder
         self.timing = Timing()
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was said; the system prompt stays."""
+        """Remove all messages except the system prompt."""
         self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        self.seen = ""
-        """The text of the conversation so far: as the template wrote it, and the answers as they were given."""
-        self.known: list[int] = []
-        """Its tokens: those that the session has read, and perhaps the last of an answer cut short."""
+        self.rendered_text = ""
+        """The text of the conversation so far: the output of the template, and the answers as generated."""
+        self.tokens: list[int] = []
+        """The tokens of the conversation: all that the session has read, and possibly one more of a stopped answer."""
 
-    def answer(self, said: str) -> Iterator[str]:
-        """The answer to a message of the user, piece by piece; an answer that is cut short counts as far as it went.
+    def reply(self, text: str) -> Iterator[str]:
+        """Yield the answer to a user message in pieces; of an interrupted answer the written part counts.
 
-        Raises `ModelError` when the context cannot hold the message; the talk is then as if it had not been said.
+        Raises:
+            ModelError: The message does not fit into the context. The conversation is then unchanged.
         """
-        message = {"role": "user", "content": said}
+        message = {"role": "user", "content": text}
         eos, bos = self.tokenizer.eos_text, self.tokenizer.bos_text
         prompt = self.format.render([*self.messages, message], bos=bos, eos=eos)
-        new = self._new_tokens(prompt)
+        new_tokens = self._encode_new_text(prompt)
         length, timing = self.session.lengths[0], Timing()
-        known = [self.known[:length]]
-        turn = draw(
+        tokens = [self.tokens[:length]]
+        samples = sample_tokens(
             self.session,
-            [self.known[length:] + new],
-            self.drawing,
-            known=known,
+            [self.tokens[length:] + new_tokens],
+            self.params,
+            known=tokens,
             timing=timing,
-            ahead=self.ahead,
+            ahead=self.decoder,
         )
         pieces: list[str] = []
         try:
-            for piece in stream_text((one.token for one in turn), self.tokenizer, self.stops):
+            for piece in stream_text((one.token for one in samples), self.tokenizer, self.stop_strings):
                 pieces.append(piece)
                 yield piece
         finally:
-            turn.close()
-            if known[0] != self.known[:length]:  # else the message was too long, and nothing has changed
-                self.known, self.seen = known[0], prompt + "".join(pieces)
+            samples.close()
+            if tokens[0] != self.tokens[:length]:  # false if the message was too long
+                self.tokens, self.rendered_text = tokens[0], prompt + "".join(pieces)
                 self.messages += [message, {"role": "assistant", "content": "".join(pieces)}]
                 self.timing = self.timing + timing
 
-    def _new_tokens(self, prompt: str) -> list[int]:
-        """The tokens of ``prompt`` that nobody has seen; all of them if the template rewrote the past."""
-        if self.seen and self.known and prompt.startswith(self.seen):
-            return self.tokenizer.encode_further(prompt[len(self.seen) :], self.known[-1])
+    def _encode_new_text(self, prompt: str) -> list[int]:
+        """Return the tokens of `prompt` after the rendered text; all tokens if the template changed earlier text."""
+        if self.rendered_text and self.tokens and prompt.startswith(self.rendered_text):
+            return self.tokenizer.encode_further(prompt[len(self.rendered_text) :], self.tokens[-1])
         self.session.reset(0)
-        self.known = []
+        self.tokens = []
         return self.tokenizer.encode_chat(prompt)
 
     def save(self, path: str | Path) -> None:
-        """Keep the talk: the session's state, and what was said.  Raises `OSError`."""
-        save_state(self.session, [self.known], path, talk={"messages": self.messages, "seen": self.seen})
+        """Save the state of the session and the messages to a file; raise `OSError` if it cannot be written."""
+        save_state(self.session, [self.tokens], path, talk={"messages": self.messages, "seen": self.rendered_text})
 
     def load(self, path: str | Path) -> None:
-        """Go on with a talk that was kept.  Raises `ModelError` for any other file; the talk is then as before."""
-        talk = saved_talk(self.session, path)
-        messages, seen = talk.get("messages"), talk.get("seen")
+        """Load a saved conversation.
+
+        Raises:
+            ModelError: The file is no saved conversation. This conversation is then unchanged.
+        """
+        saved = saved_talk(self.session, path)
+        messages, seen = saved.get("messages"), saved.get("seen")
         if not isinstance(seen, str) or not isinstance(messages, list) or not all(map(_is_message, messages)):
-            raise ModelError(f"{path}: its talk is damaged; save it anew")
-        (self.known,) = load_state(self.session, path)
-        self.messages, self.seen = messages, seen
+            raise ModelError(f"{path}: its conversation is damaged; save it again")
+        (self.tokens,) = load_state(self.session, path)
+        self.messages, self.rendered_text = messages, seen
 
 
 def _is_message(entry: object) -> bool:
-    """Whether it is what a template takes: a role and what it said."""
+    """Whether an entry is a message for a template: texts under ``role`` and ``content`` only."""
     if not isinstance(entry, dict) or entry.keys() != {"role", "content"}:
         return False
     return all(isinstance(text, str) for text in entry.values())

@@ -1,12 +1,15 @@
-"""GBNF, the grammar format of llama.cpp, parsed and written as a Lark grammar for llguidance.
+"""Converts GBNF, the grammar format of llama.cpp, to a Lark grammar for llguidance.
 
-GBNF has no lexer: a grammar describes characters. llguidance has one: it cuts the text into lexemes, the longest first.
-`lark_of` keeps the meaning in three steps:
+GBNF has no lexer: a grammar describes characters. llguidance has one: it splits the text into lexemes, the longest
+match first. `convert_to_lark` keeps the meaning in three steps:
 
-1. Every largest part of a rule without recursion is one lexeme, since masks of long lexemes are fast.
-2. A lexeme that the longest match may cut elsewhere than the grammar is split into its parts, until none is left.
-   `_Lexemes` finds them. A lexeme of one character is never wrong.
+1. Every largest part of a rule without recursion becomes one lexeme, since masks of long lexemes are fast.
+2. If the longest match of a lexeme can differ from the grammar, the lexeme is split into its parts. `_LexemeChooser`
+   repeats this until there is no such lexeme. A lexeme of one character is always right.
 3. Each lexeme and each rule becomes a rule of Lark.
+
+Example: in ``root ::= [a-z]* "end"`` the longest match of ``[a-z]*`` would include ``end``. So the lexemes are single
+characters.
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ from ..errors import ModelError
 from .gbnf_parser import (
     EMPTY_SEQUENCE,
     LAST_CHARACTER,
-    ROOT,
+    ROOT_RULE,
     Characters,
     Choice,
     Expression,
+    GbnfParser,
     Lexeme,
-    Parser,
     Reference,
     Repetition,
     Rules,
@@ -34,14 +37,16 @@ from .gbnf_parser import (
     Tokens,
 )
 
-IS_GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
-IS_LARK = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
-MAX_STATES = 5000
-"""States of a lexeme that `_extension` looks at; a lexeme with more is split."""
+GBNF_PATTERN = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
+LARK_PATTERN = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
+MAX_LEXEME_STATES = 5000
+"""Largest number of automaton states of a lexeme; a lexeme with more states is split."""
 
 
-def lark_of(grammar: str, token_id: Callable[[str], int | None], token_count: int, end_ids: frozenset[int]) -> str:
-    """Return a grammar as Lark; one that is Lark already stays as it is.
+def convert_to_lark(
+    grammar: str, token_id: Callable[[str], int | None], token_count: int, end_ids: frozenset[int]
+) -> str:
+    """Return a grammar as Lark; a Lark grammar is returned unchanged.
 
     Args:
         grammar: GBNF, or Lark.
@@ -50,12 +55,12 @@ def lark_of(grammar: str, token_id: Callable[[str], int | None], token_count: in
         end_ids: Tokens that end a text; ``!<[5]>`` does not match them.
 
     Raises:
-        ModelError: The grammar is neither.
+        ModelError: The grammar is neither valid GBNF nor Lark.
     """
-    if not IS_GBNF.search(grammar) and IS_LARK.search(grammar):
+    if not GBNF_PATTERN.search(grammar) and LARK_PATTERN.search(grammar):
         return grammar
     try:
-        return _write(Parser(grammar, token_id, token_count, end_ids).parse())
+        return _format_lark(GbnfParser(grammar, token_id, token_count, end_ids).parse())
     except RecursionError:
         raise ModelError("its rules refer to each other over too many steps; write them with fewer") from None
 
@@ -63,7 +68,7 @@ def lark_of(grammar: str, token_id: Callable[[str], int | None], token_count: in
 # --------------------------------------------------------------------------------------------------------- lexemes
 
 
-def _inner(expression: Expression) -> tuple[Expression, ...]:
+def _list_children(expression: Expression) -> tuple[Expression, ...]:
     match expression:
         case Sequence(items) | Choice(items):
             return items
@@ -74,21 +79,21 @@ def _inner(expression: Expression) -> tuple[Expression, ...]:
     return ()
 
 
-def _references(expression: Expression) -> Iterator[str]:
+def _find_references(expression: Expression) -> Iterator[str]:
     if isinstance(expression, Reference):
         yield expression.name
-    for item in _inner(expression):
-        yield from _references(item)
+    for item in _list_children(expression):
+        yield from _find_references(item)
 
 
 def _has_tokens(expression: Expression) -> bool:
-    return isinstance(expression, Tokens) or any(map(_has_tokens, _inner(expression)))
+    return isinstance(expression, Tokens) or any(map(_has_tokens, _list_children(expression)))
 
 
-def _regular_rules(rules: Rules) -> frozenset[str]:
+def _find_regular_rules(rules: Rules) -> frozenset[str]:
     """Return the rules without recursion and without tokens."""
     regular: set[str] = set()
-    left = {name: set(_references(body)) for name, body in rules.items() if not _has_tokens(body)}
+    left = {name: set(_find_references(body)) for name, body in rules.items() if not _has_tokens(body)}
     while ready := [name for name, needed in left.items() if needed <= regular]:
         regular.update(ready)
         for name in ready:
@@ -97,20 +102,20 @@ def _regular_rules(rules: Rules) -> frozenset[str]:
 
 
 @cache
-def _lead_bytes(first: int, last: int) -> int:
+def _compute_lead_bytes(first: int, last: int) -> int:
     """Return the first bytes of the UTF-8 text of these characters, as a bit set."""
     bits = 0
     for low, high in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST_CHARACTER)):
         a, b = max(first, low), min(last, high)
         if a <= b:
-            # Surrogates have no UTF-8, but the byte that they would begin with.
+            # Surrogates have no UTF-8 form; `surrogatepass` gives their lead byte.
             ends = [chr(c).encode("utf-8", "surrogatepass")[0] for c in (a, b)]
             bits |= (1 << (ends[1] + 1)) - (1 << ends[0])
     return bits
 
 
 @cache
-def _first_bytes(characters: Characters) -> int:
+def _compute_first_bytes(characters: Characters) -> int:
     """Return the bytes with which these characters can begin, as a bit set."""
     ranges = sorted(characters.ranges)
     if characters.is_negated:
@@ -122,62 +127,62 @@ def _first_bytes(characters: Characters) -> int:
     bits = 0
     for first, last in ranges:
         if first <= last:
-            bits |= _lead_bytes(first, last)
+            bits |= _compute_lead_bytes(first, last)
     return bits
 
 
 @dataclass(frozen=True, slots=True)
 class _Automaton:
-    """The positions of an expression without recursion (Glushkov, 1961)."""
+    """The positions of an expression without recursion: possible first and last ones (Glushkov, 1961)."""
 
     is_nullable: bool
     first: frozenset[int]
     last: frozenset[int]
 
 
-class _Lexemes:
-    """Chooses the lexemes of rules: `bodies` are the rules with `Lexeme` in them.
+class _LexemeChooser:
+    """Chooses the lexemes of rules; `bodies` has the bodies of the rules with `Lexeme` marks.
 
-    Every comparison is of first bytes of characters, which may find a conflict where there is none, never the other
-    way round. Bounded repetitions count as unbounded ones, likewise.
+    Comparisons use first bytes of characters, and bounded repetitions count as unbounded ones. Both may report a
+    conflict that does not exist, but they never miss one.
     """
 
     def __init__(self, rules: Rules) -> None:
-        self.rules, self.regular = rules, _regular_rules(rules)
-        self.split: set[Expression] = set()
+        self.rules, self.regular = rules, _find_regular_rules(rules)
+        self.split_expressions: set[Expression] = set()
         self.edges: dict[Expression, tuple[int, int, bool, bool]] = {}
         while True:
-            self.bodies = self.rules_with_lexemes()
-            conflicts = self.conflicts()
+            self.bodies = self.mark_rules()
+            conflicts = self.find_conflicts()
             if not conflicts:
                 break
-            self.split |= conflicts
+            self.split_expressions |= conflicts
 
-    # ---- cutting rules into lexemes
+    # ---- splitting rules into lexemes
 
-    def rules_with_lexemes(self) -> dict[str, Expression]:
+    def mark_rules(self) -> dict[str, Expression]:
         bodies: dict[str, Expression] = {}
-        left = [ROOT]
+        left = [ROOT_RULE]
         while left:
             name = left.pop()
             if name not in bodies:
-                bodies[name] = self.with_lexemes(self.rules[name])
-                left += self.rule_references(bodies[name])
+                bodies[name] = self.mark_lexemes(self.rules[name])
+                left += self.find_rule_references(bodies[name])
         return bodies
 
-    def rule_references(self, expression: Expression) -> Iterator[str]:
-        """The rules that an expression needs outside its lexemes."""
+    def find_rule_references(self, expression: Expression) -> Iterator[str]:
+        """Yield the names of the rules that an expression references outside its lexemes."""
         if isinstance(expression, Reference):
             yield expression.name
         elif not isinstance(expression, Lexeme):
-            for item in _inner(expression):
-                yield from self.rule_references(item)
+            for item in _list_children(expression):
+                yield from self.find_rule_references(item)
 
     def is_regular(self, expression: Expression) -> bool:
-        return not _has_tokens(expression) and all(name in self.regular for name in _references(expression))
+        return not _has_tokens(expression) and all(name in self.regular for name in _find_references(expression))
 
-    def with_lexemes(self, expression: Expression) -> Expression:
-        if self.is_regular(expression) and expression not in self.split and expression != EMPTY_SEQUENCE:
+    def mark_lexemes(self, expression: Expression) -> Expression:
+        if self.is_regular(expression) and expression not in self.split_expressions and expression != EMPTY_SEQUENCE:
             return Lexeme(expression)
         match expression:
             case Sequence(items):
@@ -188,34 +193,34 @@ class _Lexemes:
                         run.append(item)
                         continue
                     whole = run[0] if len(run) == 1 else Sequence(tuple(run))
-                    if whole in self.split or len(run) == len(items):
-                        parts += map(self.with_lexemes, run)
+                    if whole in self.split_expressions or len(run) == len(items):
+                        parts += map(self.mark_lexemes, run)
                     elif run:
-                        parts.append(self.with_lexemes(whole))
+                        parts.append(self.mark_lexemes(whole))
                     run = []
                     if item is not None:
-                        parts.append(self.with_lexemes(item))
+                        parts.append(self.mark_lexemes(item))
                 return Sequence(tuple(parts))
             case Choice(items):
-                return Choice(tuple(map(self.with_lexemes, items)))
+                return Choice(tuple(map(self.mark_lexemes, items)))
             case Repetition(item, minimum, maximum):
-                return Repetition(self.with_lexemes(item), minimum, maximum)
+                return Repetition(self.mark_lexemes(item), minimum, maximum)
         return expression
 
-    # ---- which lexemes the longest match would cut elsewhere
+    # ---- lexemes with a longest match that differs from the grammar
 
-    def conflicts(self) -> set[Expression]:
-        nullable = self.nullable_rules()
+    def find_conflicts(self) -> set[Expression]:
+        nullable = self.find_nullable_rules()
         first: dict[str, frozenset[Expression]] = {name: frozenset() for name in self.bodies}
         after: dict[str, frozenset[Expression]] = {name: frozenset() for name in self.bodies}
         following: dict[Expression, frozenset[Expression]] = {}
 
         def walk(expression: Expression, then: frozenset[Expression]) -> frozenset[Expression]:
-            """Note the followers of each lexeme; return the first lexemes of an expression that `then` may follow."""
+            """Record the followers of each lexeme; return the first lexemes of an expression that precedes `then`."""
             match expression:
                 case Lexeme(body):
                     following[body] = following.get(body, frozenset()) | then
-                    return frozenset((body,)) | (then if self.edges_of(body)[2] else frozenset())
+                    return frozenset((body,)) | (then if self.compute_edges(body)[2] else frozenset())
                 case Reference(name):
                     after[name] |= then
                     return first[name] | (then if name in nullable else frozenset())
@@ -226,10 +231,10 @@ class _Lexemes:
                 case Choice(items):
                     return frozenset[Expression]().union(*(walk(item, then) for item in items))
                 case Repetition(item, minimum, maximum):
-                    begun = walk(item, then)
+                    leading = walk(item, then)
                     if maximum != 1:
-                        begun |= walk(item, then | begun)
-                    return begun | (then if not minimum else frozenset())
+                        leading |= walk(item, then | leading)
+                    return leading | (then if not minimum else frozenset())
             return frozenset()  # a token
 
         size = -1
@@ -237,44 +242,46 @@ class _Lexemes:
             for name, body in self.bodies.items():
                 walk(body, after[name])
                 first[name] = walk(body, frozenset())
-        groups = self.join_followers(following, first[ROOT])
+        groups = self.join_followers(following, first[ROOT_RULE])
         found: set[Expression] = set()
         for group in groups:
             for a, b in combinations(group, 2):
-                if self.edges_of(a)[0] & self.edges_of(b)[0]:
-                    found.update(each for each in (a, b) if not self.edges_of(each)[3])
+                if self.compute_edges(a)[0] & self.compute_edges(b)[0]:
+                    found.update(each for each in (a, b) if not self.compute_edges(each)[3])
         for lexeme, next_ones in following.items():
-            begun = 0
+            leading = 0
             for each in next_ones:
-                begun |= self.edges_of(each)[0]
-            if self.edges_of(lexeme)[1] & begun:
+                leading |= self.compute_edges(each)[0]
+            if self.compute_edges(lexeme)[1] & leading:
                 found.add(lexeme)
         return found
 
     def join_followers(
         self, following: dict[Expression, frozenset[Expression]], start: frozenset[Expression]
     ) -> set[frozenset[Expression]]:
-        """Return the sets of lexemes that may come together. Two of one character that have a byte in common may have
-        been read both: then both have the same followers from here on."""
+        """Return the sets of lexemes that are candidates at one position.
+
+        Two one-character lexemes with a common byte may match together. Their followers are then merged.
+        """
         while True:
             groups = {start, *following.values()}
             is_stable = True
             for group in groups:
-                singles = [each for each in group if self.edges_of(each)[3]]
+                singles = [each for each in group if self.compute_edges(each)[3]]
                 for a, b in combinations(singles, 2):
-                    if following[a] != following[b] and self.edges_of(a)[0] & self.edges_of(b)[0]:
+                    if following[a] != following[b] and self.compute_edges(a)[0] & self.compute_edges(b)[0]:
                         following[a] = following[b] = following[a] | following[b]
                         is_stable = False
             if is_stable:
                 return groups
 
-    def nullable_rules(self) -> set[str]:
+    def find_nullable_rules(self) -> set[str]:
         nullable: set[str] = set()
 
         def is_nullable(expression: Expression) -> bool:
             match expression:
                 case Lexeme(body):
-                    return self.edges_of(body)[2]
+                    return self.compute_edges(body)[2]
                 case Reference(name):
                     return name in nullable
                 case Sequence(items):
@@ -289,35 +296,44 @@ class _Lexemes:
             nullable |= new
         return nullable
 
-    def edges_of(self, lexeme: Expression) -> tuple[int, int, bool, bool]:
-        """Return the bytes that begin a lexeme, the bytes that make one longer that could end, whether it may be empty,
-        and whether it is one character."""
+    def compute_edges(self, lexeme: Expression) -> tuple[int, int, bool, bool]:
+        """Return four facts about a lexeme.
+
+        Returns:
+            The set of its first bytes, the set of bytes that extend a complete match, whether it may be empty, and
+            whether it is one character. Sets of bytes are bit masks.
+        """
         if lexeme not in self.edges:
             sets: list[int] = []
             follow: list[set[int]] = []
-            whole = self.positions(lexeme, sets, follow)
-            begun = 0
+            whole = self.build_automaton(lexeme, sets, follow)
+            first_bytes = 0
             for p in whole.first:
-                begun |= sets[p]
+                first_bytes |= sets[p]
             is_single = isinstance(lexeme, Characters)
-            self.edges[lexeme] = begun, _extension(whole, sets, follow), whole.is_nullable, is_single
+            self.edges[lexeme] = (
+                first_bytes,
+                _compute_extension_bytes(whole, sets, follow),
+                whole.is_nullable,
+                is_single,
+            )
         return self.edges[lexeme]
 
-    def positions(self, expression: Expression, sets: list[int], follow: list[set[int]]) -> _Automaton:
-        if len(sets) > MAX_STATES:
+    def build_automaton(self, expression: Expression, sets: list[int], follow: list[set[int]]) -> _Automaton:
+        if len(sets) > MAX_LEXEME_STATES:
             return _Automaton(True, frozenset(), frozenset())
         match expression:
             case Characters():
-                sets.append(_first_bytes(expression))
+                sets.append(_compute_first_bytes(expression))
                 follow.append(set())
                 here = frozenset((len(sets) - 1,))
                 return _Automaton(False, here, here)
             case Reference(name):
-                return self.positions(self.rules[name], sets, follow)
+                return self.build_automaton(self.rules[name], sets, follow)
             case Sequence(items):
                 is_nullable, first, last = True, frozenset[int](), frozenset[int]()
                 for item in items:
-                    part = self.positions(item, sets, follow)
+                    part = self.build_automaton(item, sets, follow)
                     for p in last:
                         follow[p] |= part.first
                     first |= part.first if is_nullable else frozenset()
@@ -325,14 +341,14 @@ class _Lexemes:
                     is_nullable &= part.is_nullable
                 return _Automaton(is_nullable, first, last)
             case Choice(items):
-                parts = [self.positions(item, sets, follow) for item in items]
+                parts = [self.build_automaton(item, sets, follow) for item in items]
                 return _Automaton(
                     any(part.is_nullable for part in parts),
                     frozenset[int]().union(*(part.first for part in parts)),
                     frozenset[int]().union(*(part.last for part in parts)),
                 )
             case Repetition(item, minimum, maximum):
-                part = self.positions(item, sets, follow)
+                part = self.build_automaton(item, sets, follow)
                 if maximum != 1:
                     for p in part.last:
                         follow[p] |= part.first
@@ -340,13 +356,13 @@ class _Lexemes:
         raise AssertionError(expression)  # lexemes have no tokens, and are not nested
 
 
-def _extension(whole: _Automaton, sets: list[int], follow: list[set[int]]) -> int:
-    """Return the bytes with which a text of an automaton goes on that could end, or all bytes if it is too large."""
+def _compute_extension_bytes(whole: _Automaton, sets: list[int], follow: list[set[int]]) -> int:
+    """Return the bytes that extend a complete match of an automaton, as a bit set; all bytes if it is too large."""
     everything = (1 << 256) - 1
-    if len(sets) > MAX_STATES:
+    if len(sets) > MAX_LEXEME_STATES:
         return everything
     longer = 0
-    states, left = {whole.first}, [whole.first]  # the positions that may come next
+    states, left = {whole.first}, [whole.first]  # sets of positions that may match next
     while left:
         at: dict[int, set[int]] = {}
         for p in left.pop():
@@ -362,7 +378,7 @@ def _extension(whole: _Automaton, sets: list[int], follow: list[set[int]]) -> in
             if then not in states:
                 states.add(then)
                 left.append(then)
-                if len(states) > MAX_STATES:
+                if len(states) > MAX_LEXEME_STATES:
                     return everything
     return longer
 
@@ -370,9 +386,9 @@ def _extension(whole: _Automaton, sets: list[int], follow: list[set[int]]) -> in
 # --------------------------------------------------------------------------------------------------------- writing
 
 
-def _write(rules: Rules) -> str:
+def _format_lark(rules: Rules) -> str:
     """Return rules as Lark."""
-    bodies = _Lexemes(rules).bodies
+    bodies = _LexemeChooser(rules).bodies
     numbers = {name: i for i, name in enumerate(rules)}
     terminals: dict[Expression, str] = {}
     inside: dict[str, str] = {}
@@ -402,4 +418,4 @@ def _write(rules: Rules) -> str:
 
     lines = [f"rule{numbers[name]}: {format_body(body, False)}" for name, body in bodies.items()]
     lines += [f"{name}: {format_body(body, True)}" for body, name in [*terminals.items()]]
-    return "\n".join([f"start: rule{numbers[ROOT]}", *lines, *inside.values()]) + "\n"
+    return "\n".join([f"start: rule{numbers[ROOT_RULE]}", *lines, *inside.values()]) + "\n"

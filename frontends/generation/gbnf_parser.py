@@ -1,4 +1,4 @@
-"""GBNF, the grammar format of llama.cpp, as text to rules: expressions of characters, tokens and other rules."""
+"""Parses GBNF, the grammar format of llama.cpp: text to rules of characters, tokens and other rules."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import NoReturn
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 
-ROOT = "root"
-NAME = re.compile(r"[A-Za-z0-9_-]+")
-BLANKS = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
-LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
-COUNTS = re.compile(r"\{\s*(\d{1,9})\s*(?:(,)\s*(\d{1,9})?\s*)?\}")
-CODES: Mapping[str, int] = {"x": 2, "u": 4, "U": 8}
-"""Hexadecimal digits behind each escape."""
-ESCAPES: Mapping[str, str] = {"t": "\t", "r": "\r", "n": "\n", **{c: c for c in '\\"[]'}}
-TOKEN = re.compile(r"(!?)<(?:\[(\d{1,9})\]>|([^<>\s]*>))")
+ROOT_RULE = "root"
+NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]+")
+BLANKS_PATTERN = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
+LINES_PATTERN = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
+COUNTS_PATTERN = re.compile(r"\{\s*(\d{1,9})\s*(?:(,)\s*(\d{1,9})?\s*)?\}")
+CODE_DIGITS: Mapping[str, int] = {"x": 2, "u": 4, "U": 8}
+"""Hexadecimal digits after each escape letter."""
+ESCAPED_CHARACTERS: Mapping[str, str] = {"t": "\t", "r": "\r", "n": "\n", **{c: c for c in '\\"[]'}}
+TOKEN_PATTERN = re.compile(r"(!?)<(?:\[(\d{1,9})\]>|([^<>\s]*>))")
 LAST_CHARACTER = 0x10FFFF
-MAX_DEPTH = 50
-"""Nested brackets and repetitions of a rule."""
+MAX_NESTING = 50
+"""Largest nesting of groups and repetitions in a rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Characters:
-    """One character of these ranges (first, last), or of none of them."""
+    """One character inside the code point ranges (first, last), or outside all of them if negated."""
 
     ranges: tuple[tuple[int, int], ...]
     is_negated: bool = False
@@ -38,7 +38,7 @@ class Characters:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One token of these ranges of ids."""
+    """One token with its id in one of the ranges (first, last)."""
 
     ranges: tuple[tuple[int, int], ...]
 
@@ -71,7 +71,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Lexeme:
-    """An expression without recursion that is lexed as one."""
+    """An expression without recursion that is one lexeme."""
 
     body: Expression
 
@@ -81,8 +81,15 @@ Rules = Mapping[str, Expression]
 EMPTY_SEQUENCE = Sequence(())
 
 
-class Parser:
-    """GBNF as text to rules."""
+class GbnfParser:
+    """A recursive-descent parser of GBNF.
+
+    Args:
+        text: The grammar.
+        token_id: Returns the id of the token with this text, or None.
+        token_count: Tokens of the vocabulary.
+        end_ids: Tokens that end a text; negated token references exclude them.
+    """
 
     def __init__(
         self, text: str, token_id: Callable[[str], int | None], token_count: int, end_ids: frozenset[int]
@@ -93,24 +100,24 @@ class Parser:
 
     def parse(self) -> Rules:
         rules: dict[str, Expression] = {}
-        self.skip(LINES)
+        self.skip_blanks(LINES_PATTERN)
         while self.position < len(self.text):
-            name = self.match(NAME, "a rule name")[0]
-            self.skip(BLANKS)
-            self.take("::=")
-            self.skip(LINES)
-            rules[name] = self.choice()
-            if self.next not in ("", "\r", "\n"):
+            name = self.match_pattern(NAME_PATTERN, "a rule name")[0]
+            self.skip_blanks(BLANKS_PATTERN)
+            self.require_text("::=")
+            self.skip_blanks(LINES_PATTERN)
+            rules[name] = self.parse_choice()
+            if self.next_character not in ("", "\r", "\n"):
                 self.fail("the end of the rule")
-            self.skip(LINES)
-        for name, position in {ROOT: 0, **self.first_use}.items():
+            self.skip_blanks(LINES_PATTERN)
+        for name, position in {ROOT_RULE: 0, **self.first_use}.items():
             if name not in rules:
                 self.position = position
                 self.fail(f"a rule named {name!r:.40}")
         return rules
 
     @property
-    def next(self) -> str:
+    def next_character(self) -> str:
         return self.text[self.position : self.position + 1]
 
     def fail(self, need: str) -> NoReturn:
@@ -120,81 +127,83 @@ class Parser:
         got = f"got {found!r}" if found else "got the end"
         raise ModelError(f"Expected {need} at line {line}, column {column}, {got}")
 
-    def skip(self, blanks: re.Pattern[str]) -> None:
+    def skip_blanks(self, blanks: re.Pattern[str]) -> None:
         matched = blanks.match(self.text, self.position)
         self.position = matched.end() if matched else self.position
 
-    def match(self, pattern: re.Pattern[str], need: str) -> re.Match[str]:
+    def match_pattern(self, pattern: re.Pattern[str], need: str) -> re.Match[str]:
         matched = pattern.match(self.text, self.position)
         if matched is None:
             self.fail(need)
         self.position = matched.end()
         return matched
 
-    def take(self, text: str) -> None:
+    def require_text(self, text: str) -> None:
         if not self.text.startswith(text, self.position):
             self.fail(f"{text!r}")
         self.position += len(text)
 
-    def choice(self) -> Expression:
-        items = [self.sequence()]
-        while self.next == "|":
+    def parse_choice(self) -> Expression:
+        items = [self.parse_sequence()]
+        while self.next_character == "|":
             self.position += 1
-            self.skip(LINES)
-            items.append(self.sequence())
+            self.skip_blanks(LINES_PATTERN)
+            items.append(self.parse_sequence())
         return items[0] if len(items) == 1 else Choice(tuple(items))
 
-    def sequence(self) -> Expression:
-        blanks, items = LINES if self.depth else BLANKS, list[Expression]()
-        while self.next and self.next not in "|)\r\n":
-            item, depth = self.element(), self.depth
-            self.skip(blanks)
-            while self.next and self.next in "*+?{":
-                self.deeper()
-                item = self.repetition(item)
-                self.skip(blanks)
+    def parse_sequence(self) -> Expression:
+        blanks, items = LINES_PATTERN if self.depth else BLANKS_PATTERN, list[Expression]()
+        while self.next_character and self.next_character not in "|)\r\n":
+            item, depth = self.parse_element(), self.depth
+            self.skip_blanks(blanks)
+            while self.next_character and self.next_character in "*+?{":
+                self.enter_level()
+                item = self.parse_repetition(item)
+                self.skip_blanks(blanks)
             self.depth = depth
             items.append(item)
         return items[0] if len(items) == 1 else Sequence(tuple(items))
 
-    def element(self) -> Expression:
-        match self.next:
+    def parse_element(self) -> Expression:
+        match self.next_character:
             case '"':
-                return self.literal()
+                return self.parse_literal()
             case "[":
-                return self.characters()
+                return self.parse_characters()
             case "(":
-                return self.group()
+                return self.parse_group()
             case ".":
                 self.position += 1
                 return Characters(((0, LAST_CHARACTER),))
             case "<" | "!":
-                return self.tokens()
+                return self.parse_tokens()
             case _:
                 start = self.position
-                name = self.match(NAME, "a text in quotes, a class in brackets, a group, a token, or a rule name")[0]
+                name = self.match_pattern(
+                    NAME_PATTERN, "a text in quotes, a class in brackets, a group, a token, or a rule name"
+                )[0]
                 self.first_use.setdefault(name, start)
                 return Reference(name)
 
-    def literal(self) -> Expression:
+    def parse_literal(self) -> Expression:
         self.position += 1
         items = []
-        while self.next != '"':
-            code = self.character("a closing quote")
+        while self.next_character != '"':
+            code = self.parse_character("a closing quote")
             items.append(Characters(((code, code),)))
         self.position += 1
         return items[0] if len(items) == 1 else Sequence(tuple(items))
 
-    def characters(self) -> Characters:
+    def parse_characters(self) -> Characters:
         self.position += 1
-        ranges, is_negated = [], self.next == "^"
+        ranges, is_negated = [], self.next_character == "^"
         self.position += is_negated
-        while self.next != "]":
+        while self.next_character != "]":
             start = self.position
-            first = last = self.character("a closing bracket")
-            if self.next == "-" and self.text[self.position + 1 : self.position + 2] not in ("]", ""):
+            first = last = self.parse_character("a closing bracket")
+            if self.next_character == "-" and self.text[self.position + 1 : self.position + 2] not in ("]", ""):
                 self.position += 1
-                last = self.character("a closing bracket")
+                last = self.parse_character("a closing bracket")
             if last < first:
                 self.position = start
                 self.fail("a range from a lower to a higher character")
@@ -204,49 +213,49 @@ class Parser:
         self.position += 1
         return Characters(tuple(ranges), is_negated)
 
-    def character(self, end: str) -> int:
-        """The code point of the next character, which may be an escape."""
-        start, char = self.position, self.next
+    def parse_character(self, end: str) -> int:
+        """Parse one character, which may be an escape, and return its code point; `end` describes the closing text."""
+        start, char = self.position, self.next_character
         if not char:
             self.fail(end)
         self.position += 1
         if char != "\\":
             return ord(char)
-        char = self.next
+        char = self.next_character
         self.position += 1
-        if char in CODES:
-            digits = self.text[self.position : self.position + CODES[char]]
+        if char in CODE_DIGITS:
+            digits = self.text[self.position : self.position + CODE_DIGITS[char]]
             self.position += len(digits)
-            is_code = len(digits) == CODES[char] and all(c in "0123456789abcdefABCDEF" for c in digits)
+            is_code = len(digits) == CODE_DIGITS[char] and all(c in "0123456789abcdefABCDEF" for c in digits)
             code = int(digits, 16) if is_code else -1
             if not 0 <= code <= LAST_CHARACTER or 0xD800 <= code < 0xE000:
                 self.position = start
                 self.fail("an escape of a Unicode character, as \\x41, \\u0041 or \\U0001F600")
             return code
-        if char not in ESCAPES:
+        if char not in ESCAPED_CHARACTERS:
             self.position = start
             self.fail('an escape of t, r, n, \\, ", [, ], x, u or U')
-        return ord(ESCAPES[char])
+        return ord(ESCAPED_CHARACTERS[char])
 
-    def deeper(self) -> None:
+    def enter_level(self) -> None:
         self.depth += 1
-        if self.depth > MAX_DEPTH:
-            self.fail(f"at most {MAX_DEPTH} nested brackets and repetitions")
+        if self.depth > MAX_NESTING:
+            self.fail(f"at most {MAX_NESTING} nested brackets and repetitions")
 
-    def group(self) -> Expression:
-        self.deeper()
+    def parse_group(self) -> Expression:
+        self.enter_level()
         self.position += 1
-        self.skip(LINES)
-        inside = self.choice()
-        if self.next != ")":
+        self.skip_blanks(LINES_PATTERN)
+        inside = self.parse_choice()
+        if self.next_character != ")":
             self.fail("')'")
         self.position += 1
         self.depth -= 1
         return inside
 
-    def tokens(self) -> Tokens:
+    def parse_tokens(self) -> Tokens:
         start = self.position
-        is_negated, number, name = self.match(TOKEN, "a token, as <[5]> or <|im_start|>").groups()
+        is_negated, number, name = self.match_pattern(TOKEN_PATTERN, "a token, as <[5]> or <|im_start|>").groups()
         token = int(number) if number else self.token_id(f"<{name}")
         if token is None or token >= self.token_count:
             self.position = start
@@ -257,13 +266,13 @@ class Parser:
         edges = zip([-1, *left_out], [*left_out, self.token_count], strict=True)
         return Tokens(tuple((low + 1, high - 1) for low, high in edges if high - low > 1))
 
-    def repetition(self, item: Expression) -> Expression:
-        if self.next == "{":
-            minimum, comma, maximum = self.match(COUNTS, "a count, as {2}, {2,} or {2,4}").groups()
+    def parse_repetition(self, item: Expression) -> Expression:
+        if self.next_character == "{":
+            minimum, comma, maximum = self.match_pattern(COUNTS_PATTERN, "a count, as {2}, {2,} or {2,4}").groups()
             low, high = int(minimum), int(maximum or minimum) if maximum or not comma else None
             if high is not None and high < low:
                 self.fail("a largest count of at minimum the smallest one")
             return EMPTY_SEQUENCE if high == 0 else Repetition(item, low, high)
-        sign = self.next
+        sign = self.next_character
         self.position += 1
         return Repetition(item, int(sign == "+"), 1 if sign == "?" else None)

@@ -1,4 +1,4 @@
-"""The generation loop: prompt in, tokens out, text as soon as its characters are complete."""
+"""The generation loop: prompts in, sampled tokens out, and text as soon as its characters are complete."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ import numpy.typing as npt
 from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import ANY, NONE, instance_of, integer_between, list_of, validate_arguments
 from ..errors import ModelError
-from ..gguf.tokenizer import Tokenizer, Utf8Stream
+from ..gguf.tokenization.tokenizer import Tokenizer, Utf8Stream
 from ..microbatches import Microbatches, decoding
 from ..parts import F32
 from ..session import Session
-from .drafting import Ahead
 from .grammar import Grammar
 from .sampling import Sampling
+from .speculative import SpeculativeDecoder
 
 
 @dataclass(slots=True)
 class Timing:
-    """How long the parts of a generation took, in seconds; filled while it runs.  What each size of a step needs once,
-    plans and kernels, is a part of its own; that time is added to what `planning` holds before.  `load` is the time in
-    which weights were read and packed."""
+    """Token counts and seconds of a generation, updated during the run.
+
+    `prefill` and `decode` exclude the time for plans and kernels, which is added to `planning`. `load` is the time for
+    reading and packing weights.
+    """
 
     prompt_tokens: int = 0
     prefill: float = 0.0
@@ -60,8 +62,8 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """A token drawn for a sequence, and the logits f32[vocabulary] that it was drawn from."""
+class SampledToken:
+    """A sampled token of a sequence, with its logits f32[vocabulary]."""
 
     sequence: int
     token: int
@@ -69,9 +71,9 @@ class Drawn:
 
     @property
     def logprob(self) -> float:
-        """The natural logarithm of the probability that the model gives the token, before any sampling option."""
-        most = float(self.logits.max())
-        return float(self.logits[self.token]) - most - math.log(float(np.exp(self.logits - most).sum()))
+        """The natural logarithm of the probability of the token in the model, before sampling options."""
+        max_logit = float(self.logits.max())
+        return float(self.logits[self.token]) - max_logit - math.log(float(np.exp(self.logits - max_logit).sum()))
 
 
 @validate_arguments(
@@ -84,7 +86,7 @@ class Drawn:
     stop=instance_of(frozenset, set),
     timing=instance_of(Timing) | NONE,
 )
-def generate(
+def generate_tokens(
     session: Session,
     prompt: Sequence[int],
     *,
@@ -94,93 +96,119 @@ def generate(
     stop: frozenset[int] = frozenset(),
     timing: Timing | None = None,
     before: Sequence[int] = (),
-    ahead: Ahead | None = None,
+    ahead: SpeculativeDecoder | None = None,
 ) -> Iterator[int]:
-    """Tokens that continue `prompt` in sequence 0, at most `limit` (or until the context is full, if negative).
+    """Yield the tokens that continue `prompt` in sequence 0.
 
-    `before` are the tokens that the sequence has already: penalties count them.  What is drawn depends on the seed and
-    on the position alone, so a text that is continued later goes on as it would have.  The last token given out is not
-    evaluated; with `limit` 0 that is the last of the prompt.  Ends before a token of `stop`, which is not given out.
-    In several processes all take the token that rank 0 draws.  A draft may look `ahead`, which changes no token.
+    The random numbers depend on the seed and the position alone, so a text that is continued later is the same text.
+    The last token is not evaluated; with `limit` 0 this is the last token of the prompt. With several processes all of
+    them use the token of rank 0.
 
-    Raises `ModelError` if the prompt is empty or longer than the context, or if the context fills up before `limit`.
+    Args:
+        session: The session that evaluates the tokens.
+        prompt: Tokens of the prompt.
+        limit: Largest number of new tokens; a negative limit means until the context is full.
+        sampling: The choice of tokens from logits.
+        seed: Seed of the random numbers.
+        stop: End tokens; the text ends before them.
+        timing: Receives the token counts and seconds.
+        before: Tokens that the sequence has already; penalties count them.
+        ahead: Speculative decoding, which changes no token.
+
+    Raises:
+        ModelError: The prompt is empty or longer than the context, or the context is full before `limit`.
     """
     idle: list[list[int]] = [[] for _ in range(session.sequences - 1)]
-    settings = Drawing(limit, sampling, seed, stop)
+    settings = GenerationParams(limit, sampling, seed, stop)
     known: list[list[int]] = [list(before), *idle]
-    for drawn in draw(session, [prompt, *idle], settings, known=known, timing=timing, ahead=ahead):
-        yield drawn.token
+    for sample in sample_tokens(session, [prompt, *idle], settings, known=known, timing=timing, ahead=ahead):
+        yield sample.token
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
-    """What a generation draws: at most `limit` tokens (negative: until the context is full), until one of `stop`, along
-    a `grammar`.  Where the context is full and `kept` is given, it goes on with the first `kept` tokens and as many of
-    the last as fill half of the context, which are read anew. A prompt that is longer than the context begins so.
+class GenerationParams:
+    """The parameters of a generation.
 
-    `token_count` is the size of the vocabulary: a model may have more output rows, which are padding, never drawn.
+    - `limit`: largest number of new tokens; a negative limit means until the context is full.
+    - `sampling`, `seed`: the choice of tokens from logits.
+    - `end_tokens`: tokens that end the text.
+    - `grammar`: the grammar of the text, or None.
+    - `pinned_tokens`: enables the context shift. A full context is replaced by its first `pinned_tokens` tokens and by
+      its last tokens, half of the context in total. A prompt that is too long is cut in the same way.
+    - `token_count`: size of the vocabulary. Further rows of the logits are padding and are never sampled.
     """
 
     limit: int
     sampling: Sampling
     seed: int = 0
-    stop: frozenset[int] = frozenset()
+    end_tokens: frozenset[int] = frozenset()
     grammar: Grammar | None = None
-    kept: int | None = None
+    pinned_tokens: int | None = None
     token_count: int | None = None
 
-    def shifted(self, tokens: Sequence[int], context: int) -> list[int]:
-        """What a full context goes on with."""
-        assert self.kept is not None
-        kept = min(self.kept, context // 4)
-        return [*tokens[:kept], *tokens[len(tokens) - (context // 2 - kept) :]]
+    def shift_context(self, tokens: Sequence[int], context: int) -> list[int]:
+        """Return the tokens that replace a full context: half of `context` at most."""
+        assert self.pinned_tokens is not None
+        pinned = min(self.pinned_tokens, context // 4)
+        return [*tokens[:pinned], *tokens[len(tokens) - (context // 2 - pinned) :]]
 
 
-EMPTY = "the prompt is empty and the model adds no BOS token; give some text to continue"
+EMPTY_PROMPT_ERROR = "the prompt is empty and the model adds no BOS token; give some text to continue"
 
 
-def draw(
+def sample_tokens(
     session: Session | Microbatches,
     prompts: Sequence[Sequence[int]],
-    drawing: Drawing,
+    params: GenerationParams,
     *,
     known: list[list[int]],
     timing: Timing | None = None,
     active: set[int] | None = None,
-    ahead: Ahead | None = None,
-) -> Generator[Drawn, None, None]:
-    """What continues the prompts of a session's sequences, which run together; those with an empty one idle.
+    ahead: SpeculativeDecoder | None = None,
+) -> Generator[SampledToken, None, None]:
+    """Yield the tokens that continue the prompts of all sequences of a session; the sequences run together.
 
-    Each gets the tokens that it would get alone.  `known` are the tokens of each sequence so far; prompts and what is
-    drawn are appended.  A sequence whose number a caller takes out of `active` ends.  Otherwise as `generate`.
+    Every sequence gets the same tokens as alone. Otherwise this works as `generate_tokens`.
+
+    Args:
+        session: The session, or the session of several micro-batches.
+        prompts: Tokens of the prompt of each sequence; a sequence with an empty prompt is idle.
+        params: The parameters of the generation.
+        known: Tokens of each sequence so far; prompts and sampled tokens are appended.
+        timing: Receives the token counts and seconds.
+        active: Receives the indices of the running sequences; the caller may remove an index to end its sequence.
+        ahead: Speculative decoding, for sessions of one sequence.
+
+    Raises:
+        ModelError: All prompts are empty, a prompt is too long, or a context is full before the limit.
     """
     timing, active = Timing() if timing is None else timing, set[int]() if active is None else active
     try:
-        yield from _drawn(session, prompts, drawing, known, timing, active, ahead)
+        yield from _sample_sequences(session, prompts, params, known, timing, active, ahead)
     finally:
         if ahead is not None:
-            ahead.settle()
+            ahead.discard_rejected()
 
 
-def _drawn(
+def _sample_sequences(
     session: Session | Microbatches,
     prompts: Sequence[Sequence[int]],
-    drawing: Drawing,
+    params: GenerationParams,
     known: list[list[int]],
     timing: Timing,
     active: set[int],
-    ahead: Ahead | None,
-) -> Iterator[Drawn]:
-    if drawing.kept is not None:
-        prompts = [_made_room(session, i, p, drawing, known) for i, p in enumerate(prompts)]
+    ahead: SpeculativeDecoder | None,
+) -> Iterator[SampledToken]:
+    if params.pinned_tokens is not None:
+        prompts = [_fit_prompt(session, i, p, params, known) for i, p in enumerate(prompts)]
     if not any(map(len, prompts)):
-        raise ModelError(EMPTY)
-    limit, sampling = drawing.limit, drawing.sampling
+        raise ModelError(EMPTY_PROMPT_ERROR)
+    limit, sampling = params.limit, params.sampling
     active |= {i for i, prompt in enumerate(prompts) if len(prompt)}
-    same = np.random.default_rng(0)
+    unused_rng = np.random.default_rng(0)
 
     def clock() -> float:
-        """Stands still while plans are made."""
+        """Return seconds of a clock that stops while plans are made."""
         return time.perf_counter() - session.planning
 
     if limit == 0:
@@ -194,35 +222,35 @@ def _drawn(
     timing.prompt_tokens, timing.prefill = sum(map(len, prompts)), clock() - start
     timing.planning = session.planning - planned
     start = clock()
-    room = [session.context - length for length in session.lengths]
+    free_tokens = [session.context - length for length in session.lengths]
     counts = [0] * len(prompts)
-    followers = {i: drawing.grammar.begin() for i in active} if drawing.grammar else {}
+    grammar_states = {i: params.grammar.make_state() for i in active} if params.grammar else {}
 
-    def chosen(i: int, logits: F32) -> Generator[Drawn, None, list[int]]:
-        """What sequence `i` is to read next: nothing if it has ended."""
+    def sample_next(i: int, logits: F32) -> Generator[SampledToken, None, list[int]]:
+        """Sample a token of sequence `i`; return the tokens that it evaluates next, none if it has ended."""
         counts[i] += 1
-        logits = logits[: drawing.token_count]
-        rng = np.random.default_rng([drawing.seed, len(known[i])]) if sampling.temperature else same  # 20 us
-        seen = followers[i].allowed(logits) if followers else logits
-        token = agreed(session, sampling.choose(seen, rng, known[i]))
-        if token in drawing.stop:
+        logits = logits[: params.token_count]
+        rng = np.random.default_rng([params.seed, len(known[i])]) if sampling.temperature else unused_rng  # 20 us
+        masked_logits = grammar_states[i].mask_logits(logits) if grammar_states else logits
+        token = broadcast_token(session, sampling.choose(masked_logits, rng, known[i]))
+        if token in params.end_tokens:
             active.discard(i)
             return []
         known[i].append(token)
-        yield Drawn(i, token, logits)
-        is_full = counts[i] > room[i]
+        yield SampledToken(i, token, logits)
+        is_full = counts[i] > free_tokens[i]
         if (
             counts[i] == limit
-            or (followers and not followers[i].take(token))
-            or (is_full and limit < 0 and drawing.kept is None)
+            or (grammar_states and not grammar_states[i].accept(token))
+            or (is_full and limit < 0 and params.pinned_tokens is None)
         ):
             active.discard(i)
         if i not in active:
             return []
-        if is_full and drawing.kept is not None:
+        if is_full and params.pinned_tokens is not None:
             session.reset(i)
-            known[i][:] = drawing.shifted(known[i], session.context)
-            room[i] = counts[i] + session.context - len(known[i])
+            known[i][:] = params.shift_context(known[i], session.context)
+            free_tokens[i] = counts[i] + session.context - len(known[i])
             return list(known[i])
         if is_full:
             raise ModelError(
@@ -231,61 +259,66 @@ def _drawn(
             )
         return [token]
 
-    with decoding(session, alone=drawing.kept is not None) as steps:
-        begun: deque[int] = deque()
+    with decoding(session, alone=params.pinned_tokens is not None) as steps:
+        running_groups: deque[int] = deque()
 
-        def go_on(group: int, answers: Sequence[F32]) -> Iterator[Drawn]:
-            """Let a group begin its next step, unless all of its sequences have ended."""
+        def start_next_step(group: int, answers: Sequence[F32]) -> Iterator[SampledToken]:
+            """Start the next step of a micro-batch, unless all its sequences have ended."""
             new: list[list[int]] = []
             for i, logits in zip(steps.places[group], answers, strict=True):
-                new.append((yield from chosen(i, logits[-1])) if i in active else [])
+                new.append((yield from sample_next(i, logits[-1])) if i in active else [])
             if any(new):
                 steps.begin(group, new)
-                begun.append(group)
+                running_groups.append(group)
 
         for group, place in enumerate(steps.places):
-            yield from go_on(group, rows[place.start : place.stop])
-        while begun:
-            read = sum(i in active for i in steps.places[begun[0]])
-            answers = steps.ended() if ahead is None else [ahead.rows(known[0])]
-            # The first new tokens came from the prefill's logits; what is timed here are the runs after it.
+            yield from start_next_step(group, rows[place.start : place.stop])
+        while running_groups:
+            read = sum(i in active for i in steps.places[running_groups[0]])
+            answers = steps.ended() if ahead is None else [ahead.next_logits(known[0])]
+            # The first new tokens come from the logits of the prefill; the time of decode starts after it.
             timing.new_tokens += read
             timing.decode, timing.planning = clock() - start, session.planning - planned
-            yield from go_on(begun.popleft(), answers)
+            yield from start_next_step(running_groups.popleft(), answers)
 
 
-def agreed(session: Session | Microbatches, token: int) -> int:
-    """The token of rank 0: machines that are not alike may round differently, and draw another one."""
+def broadcast_token(session: Session | Microbatches, token: int) -> int:
+    """Return the token of rank 0; machines of different types may round differently and sample another token."""
     if session.world.size == 1:
         return token
     return int.from_bytes(session.world.broadcast_from_first(lambda: token.to_bytes(8, "little")), "little")
 
 
-def _made_room(
-    session: Session | Microbatches, i: int, prompt: Sequence[int], drawing: Drawing, known: list[list[int]]
+def _fit_prompt(
+    session: Session | Microbatches, i: int, prompt: Sequence[int], params: GenerationParams, known: list[list[int]]
 ) -> list[int]:
-    """The prompt of a sequence; where it no longer fits behind what is there, all anew from a part of that."""
+    """Return the prompt of a sequence if it fits into the context; else reset the sequence and shorten its text."""
     if session.lengths[i] + len(prompt) <= session.context:
         return list(prompt)
-    whole = drawing.shifted([*known[i], *prompt], session.context)
-    if len(whole) < len(prompt) <= session.context:
-        whole = list(prompt)
+    shortened = params.shift_context([*known[i], *prompt], session.context)
+    if len(shortened) < len(prompt) <= session.context:
+        shortened = list(prompt)
     session.reset(i)
     known[i].clear()
-    return whole
+    return shortened
 
 
-def prepare(session: Session, prompt: Sequence[int], drawing: Drawing, ahead: Ahead | None = None) -> Timing:
-    """Make the plans and kernels of a generation before it begins, so that nothing holds up its text; how long that
-    took.  Raises `ModelError` if its tokens could not be chosen."""
+def compile_ahead(
+    session: Session, prompt: Sequence[int], params: GenerationParams, ahead: SpeculativeDecoder | None = None
+) -> Timing:
+    """Build the plans and kernels of a generation before its start; return the seconds as a `Timing`.
+
+    Raises:
+        ModelError: The sampling options do not fit the vocabulary.
+    """
     start, vocabulary = time.perf_counter(), session.model.vocabulary_size
-    drawing.sampling.check(vocabulary)
-    prompt = prompt[: session.context]  # a longer one is cut if the context shifts, else refused
-    replace(drawing.sampling, bias=()).choose(
+    params.sampling.check(vocabulary)
+    prompt = prompt[: session.context]  # a longer prompt is cut by the context shift, or refused
+    replace(params.sampling, bias=()).choose(
         np.zeros(vocabulary, np.float32), np.random.default_rng(0)
-    )  # that has a kernel, too
+    )  # compiles the kernel of the sampling
     session.prepare(len(prompt))
-    if drawing.limit not in (0, 1):
+    if params.limit not in (0, 1):
         length = session.lengths[0] + len(prompt) + 1
         session.executor(session.step(1, length, session.sequences))
         if ahead is not None:
@@ -293,35 +326,44 @@ def prepare(session: Session, prompt: Sequence[int], drawing: Drawing, ahead: Ah
     return Timing(planning=time.perf_counter() - start)
 
 
-class Stops:
-    """Text piece by piece until a stop string, which is not given out; what may begin one is held back."""
+class StopStringFilter:
+    """Passes text through until a stop string; text that may begin a stop string is delayed.
+
+    Example: with the stop string ``END`` the pieces ``the E`` and ``ND`` become ``the`` and a space, then nothing.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.stops, self.held, self.met = tuple(filter(None, stops)), "", False
+        self.stop_strings, self.pending_text, self.has_matched = tuple(filter(None, stops)), "", False
 
     def feed(self, piece: str) -> str:
-        """What is sure to stand before any stop string."""
-        text = self.held + piece
-        ends = [at for stop in self.stops if (at := text.find(stop)) >= 0]
-        self.met = bool(ends)
-        sure = min(ends) if ends else len(text) - max((_begun(text, stop) for stop in self.stops), default=0)
-        self.held = "" if ends else text[sure:]
-        return text[:sure]
+        """Return the text that certainly precedes every stop string."""
+        text = self.pending_text + piece
+        ends = [at for stop in self.stop_strings if (at := text.find(stop)) >= 0]
+        self.has_matched = bool(ends)
+        safe_length = (
+            min(ends)
+            if ends
+            else len(text) - max((_partial_match_length(text, stop) for stop in self.stop_strings), default=0)
+        )
+        self.pending_text = "" if ends else text[safe_length:]
+        return text[:safe_length]
 
 
-def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of a text begin a stop string."""
+def _partial_match_length(text: str, stop: str) -> int:
+    """Return how many characters at the end of `text` are the beginning of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def stream_text(tokens: Iterator[int], tokenizer: Tokenizer, stops: Sequence[str] = ()) -> Iterator[str]:
-    """The text of tokens piece by piece, never cut inside a character, until a stop string; what stays broken at the
-    end becomes U+FFFD."""
-    decoder, until = Utf8Stream(tokenizer), Stops(stops)
+    """Yield the text of tokens in pieces of whole characters, until a stop string.
+
+    An incomplete character at the end becomes U+FFFD.
+    """
+    decoder, stop_filter = Utf8Stream(tokenizer), StopStringFilter(stops)
     for token in tokens:
-        if piece := until.feed(decoder.feed(token)):
+        if piece := stop_filter.feed(decoder.feed(token)):
             yield piece
-        if until.met:
+        if stop_filter.has_matched:
             return
-    if rest := until.feed(decoder.finish()) + until.held:
+    if rest := stop_filter.feed(decoder.finish()) + stop_filter.pending_text:
         yield rest

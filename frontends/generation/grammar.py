@@ -1,4 +1,4 @@
-"""Texts that follow a grammar or a JSON schema: which tokens may come next, told by llguidance (an extra)."""
+"""Constrained generation: the tokens that may come next by a grammar or a JSON schema, from llguidance (an extra)."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ModelError
-from ..gguf.special_tokens import CONTROL, UNKNOWN
-from ..gguf.tokenizer import Tokenizer
-from .gbnf import lark_of
+from ..gguf.tokenization.special_tokens import CONTROL, UNKNOWN
+from ..gguf.tokenization.tokenizer import Tokenizer
+from .gbnf import convert_to_lark
 
-COMPACT = {"whitespace_flexible": False, "lenient": True}
-"""How JSON is laid out: a small model would rather write line breaks for ever than a value. Lenient, so that llguidance
-lists the keywords that it leaves out."""
-UNKNOWN_FORMAT = "Unknown format: "
-"""The warning for a `format` that is no more than an annotation (JSON Schema 2020-12, Validation, 7.2.3)."""
-ENDED = ("NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence")
-"""Reasons of a matcher that is not done, or done."""
-DATA = ("const", "default", "enum", "examples")
-"""Keywords of a JSON schema with data as their values."""
+COMPACT_JSON = {"whitespace_flexible": False, "lenient": True}
+"""Options of llguidance for JSON: no optional white space, and a list of the ignored keywords.
+
+A small model may write line breaks without end instead of a value.
+"""
+UNKNOWN_FORMAT_WARNING = "Unknown format: "
+"""Start of the warning for an unknown `format`, which is an annotation (JSON Schema 2020-12, Validation, 7.2.3)."""
+NORMAL_STOP_REASONS = ("NotStopped", "NoExtension", "NoExtensionBias", "EndOfSentence")
+"""Stop reasons of a matcher without an error."""
+DATA_KEYWORDS = ("const", "default", "enum", "examples")
+"""Keywords of a JSON schema with data as values."""
 SCHEMAS_BY_NAME = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
-"""Keywords with schemas by name as their values."""
-NAMES = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w -]+(?:\|[\w -]+)*)\))\$")
-"""A pattern that lists the names that it matches."""
+"""Keywords of a JSON schema with schemas by name as values."""
+NAME_LIST_PATTERN = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w -]+(?:\|[\w -]+)*)\))\$")
+"""Matches a regular expression that lists complete names, such as ``^(a|b)$``."""
 F32 = npt.NDArray[np.float32]
 
 
-class _Words:
-    """A tokenizer as llguidance wants it: the bytes of every token."""
+class _LlguidanceTokenizer:
+    """A tokenizer in the interface of llguidance: the bytes of every token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -40,22 +42,27 @@ class _Words:
         self.bos_token_id = tokenizer.bos_id
         self.tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.n_tokens)]
         self.special_token_ids = [i for i, kind in enumerate(tokenizer.types) if kind in (CONTROL, UNKNOWN)]
-        self.greedy: Any = None
-        """The longest token each time, for a text that the tokenizer would change."""
+        self.encode_greedily: Any = None
+        """Encodes by the longest match, for a text that the tokenizer would change."""
 
     def __call__(self, text: str) -> list[int]:
         tokens = self._tokenizer.encode_inside(text)
         is_same = b"".join(self.tokens[token] for token in tokens) == text.encode()
-        return tokens if is_same or self.greedy is None else list(self.greedy(text))
+        return tokens if is_same or self.encode_greedily is None else list(self.encode_greedily(text))
 
 
 class Grammar:
-    """A grammar (GBNF as llama.cpp reads it, or Lark) or a JSON schema that texts follow.
+    """A grammar or a JSON schema for generated texts.
 
-    A schema may have keywords that llguidance cannot follow. With `schema_lenient` they are left out.
+    Args:
+        tokenizer: The tokenizer of the model.
+        grammar: GBNF of llama.cpp, or Lark; empty for a JSON schema.
+        json_schema: The JSON schema as text or as a mapping.
+        schema_lenient: Whether to ignore keywords that llguidance does not support.
 
     Raises:
-        ModelError: It is wrong, has such keywords without `schema_lenient`, or llguidance is not installed.
+        ModelError: The grammar or the schema is wrong, or llguidance is not installed. Unsupported keywords raise it
+            too, unless `schema_lenient` is true.
     """
 
     def __init__(
@@ -72,112 +79,116 @@ class Grammar:
             raise ModelError("grammars need llguidance; run pip install hocket[grammar]") from None
         compiler: Any = llguidance.LLMatcher
         ends = sorted(tokenizer.eos_ids) or None
-        words = _Words(tokenizer)
-        self._words = llguidance.LLTokenizer(llguidance.TokenizerWrapper(words), tokenizer.n_tokens, ends)
-        words.greedy = self._words.greedy_tokenize
+        words = _LlguidanceTokenizer(tokenizer)
+        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(words), tokenizer.n_tokens, ends)
+        words.encode_greedily = self._tokenizer.greedy_tokenize
         self._matcher = compiler
         try:
             if grammar:
                 where = {text: i for i, text in enumerate(tokenizer.tokens)}
-                lark = lark_of(grammar, where.get, tokenizer.n_tokens, tokenizer.eos_ids)
+                lark = convert_to_lark(grammar, where.get, tokenizer.n_tokens, tokenizer.eos_ids)
                 self._rules = compiler.grammar_from_lark(lark)
             else:
                 schema = json.loads(json_schema) if isinstance(json_schema, str) else json_schema
                 text = json.dumps(_with_listed_names(schema))
-                self._rules = compiler.grammar_from_json_schema(text, defaults=COMPACT)
-            is_wrong, messages = compiler.validate_grammar_with_warnings(self._rules, self._words)
-        except Exception as why:  # of whatever kind, it is of the grammar's text
+                self._rules = compiler.grammar_from_json_schema(text, defaults=COMPACT_JSON)
+            is_wrong, messages = compiler.validate_grammar_with_warnings(self._rules, self._tokenizer)
+        except Exception as why:  # every exception is caused by the text of the grammar
             is_wrong, messages = True, [str(why)]
         if is_wrong:
-            raise ModelError(f"the {'grammar' if grammar else 'JSON schema'} is wrong: {_line(messages)}; correct it")
-        left_out = [] if grammar else [each for each in messages if not each.startswith(UNKNOWN_FORMAT)]
+            raise ModelError(
+                f"the {'grammar' if grammar else 'JSON schema'} is wrong: {_join_messages(messages)}; correct it"
+            )
+        left_out = [] if grammar else [each for each in messages if not each.startswith(UNKNOWN_FORMAT_WARNING)]
         if left_out and not schema_lenient:
             raise ModelError(
-                f"the JSON schema cannot be followed: {_line(left_out)}; "
+                f"the JSON schema cannot be followed: {_join_messages(left_out)}; "
                 "remove it, or leave it out with schema_lenient=True"
             )
-        self.left_out = f"the JSON schema is followed without a part of it: {_line(left_out)}" if left_out else ""
-        """A line about the keywords that texts need not follow, or nothing."""
+        self.warning = (
+            f"the JSON schema is followed without a part of it: {_join_messages(left_out)}" if left_out else ""
+        )
+        """A message about the ignored keywords, or an empty text."""
 
-    def begin(self) -> Follower:
-        """A text that begins."""
-        return Follower(self._matcher(self._words, self._rules, log_level=0), self._words.vocab_size)
+    def make_state(self) -> GrammarState:
+        """Return the state of a text at its beginning."""
+        return GrammarState(self._matcher(self._tokenizer, self._rules, log_level=0), self._tokenizer.vocab_size)
 
 
-class Follower:
-    """One text as it follows a grammar."""
+class GrammarState:
+    """The state of one text in a grammar."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher = matcher
-        self._bits = np.zeros((vocabulary + 31) // 32, np.uint32)
-        self._vocabulary = vocabulary
+        self._mask_words = np.zeros((vocabulary + 31) // 32, np.uint32)
+        self._token_count = vocabulary
 
-    def allowed(self, logits: F32) -> F32:
-        """Return a copy of logits f32[rows] with -inf for tokens that may not come next.
+    def mask_logits(self, logits: F32) -> F32:
+        """Return a copy of the logits f32[rows] with -inf for tokens that may not come next.
 
-        Rows behind the last token of the vocabulary are -inf. Tokens without a row cannot come.
+        Rows after the last token of the vocabulary become -inf. Tokens without a row are never allowed.
 
         Raises:
-            ModelError: No token may come next, or llguidance has failed.
+            ModelError: No token is allowed, or llguidance has failed.
         """
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        self._check()
-        count = min(self._vocabulary, len(logits))
-        may = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[:count].astype(bool)
-        if not may.any():
+        self._matcher.unsafe_compute_mask_ptr(self._mask_words.ctypes.data, self._mask_words.nbytes)
+        self._require_valid_state()
+        count = min(self._token_count, len(logits))
+        is_allowed = np.unpackbits(self._mask_words.view(np.uint8), bitorder="little")[:count].astype(bool)
+        if not is_allowed.any():
             raise ModelError("the grammar allows no token of this model here; choose another")
-        kept = np.full_like(logits, -np.inf)
-        kept[:count][may] = logits[:count][may]
-        return kept
+        masked = np.full_like(logits, -np.inf)
+        masked[:count][is_allowed] = logits[:count][is_allowed]
+        return masked
 
-    def take(self, token: int) -> bool:
-        """Go on behind `token`; return whether more may come.
+    def accept(self, token: int) -> bool:
+        """Advance the state by `token`; return whether the text may continue.
 
         Raises:
-            ModelError: llguidance cannot go on, which is not the end of the text.
+            ModelError: llguidance has failed.
         """
         self._matcher.consume_token(token)
-        self._check()
+        self._require_valid_state()
         return not self._matcher.is_stopped()
 
-    def _check(self) -> None:
-        if self._matcher.is_error() or self._matcher.stop_reason() not in ENDED:
+    def _require_valid_state(self) -> None:
+        if self._matcher.is_error() or self._matcher.stop_reason() not in NORMAL_STOP_REASONS:
             messages = self._matcher.get_error().partition("\n")[0] or self._matcher.stop_reason()
             raise ModelError(
-                f"the grammar or JSON schema leads to a text that cannot be completed ({_line([messages])}); "
+                f"the grammar or JSON schema leads to a text that cannot be completed ({_join_messages([messages])}); "
                 "simplify it, for example its patternProperties"
             )
 
 
-def _line(messages: list[str]) -> str:
+def _join_messages(messages: list[str]) -> str:
     """Return messages of llguidance as one line."""
     return " ".join("; ".join(messages).split())[:200]
 
 
 def _with_listed_names(schema: object) -> object:
-    """Return a JSON schema where a pattern that lists its names is in `properties`.
+    """Return a JSON schema with patterns of listed names moved from `patternProperties` to `properties`.
 
-    llguidance would offer a further property of the pattern after the last of its names.
+    llguidance would offer one more property of such a pattern after all its names are used.
     """
     if isinstance(schema, list):
         return [_with_listed_names(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    changed = {
+    rewritten = {
         key: value
-        if key in DATA
-        else {name: _with_listed_names(inner) for name, inner in value.items()}
+        if key in DATA_KEYWORDS
+        else {name: _with_listed_names(subschema) for name, subschema in value.items()}
         if key in SCHEMAS_BY_NAME and isinstance(value, Mapping)
         else _with_listed_names(value)
         for key, value in schema.items()
     }
-    patterns, properties = changed.get("patternProperties"), changed.get("properties", {})
+    patterns, properties = rewritten.get("patternProperties"), rewritten.get("properties", {})
     if not isinstance(patterns, dict) or not isinstance(properties, dict):
-        return changed
+        return rewritten
     for pattern in list(patterns):
-        if listed := NAMES.fullmatch(pattern):
-            inner = patterns.pop(pattern)
+        if listed := NAME_LIST_PATTERN.fullmatch(pattern):
+            subschema = patterns.pop(pattern)
             for name in (listed[1] or listed[2]).split("|"):
-                both = {"allOf": [properties[name], inner]} if name in properties else inner
+                both = {"allOf": [properties[name], subschema]} if name in properties else subschema
                 properties = {**properties, name: both}
-    return {**changed, "patternProperties": patterns, "properties": properties}
+    return {**rewritten, "patternProperties": patterns, "properties": properties}

@@ -1,4 +1,4 @@
-"""The options of a generation, as Python programs give them: what each may be, and what it means."""
+"""The generation options of the Python API: their types, checks and meaning."""
 
 from __future__ import annotations
 
@@ -21,52 +21,52 @@ from ...graph.validation import (
     require,
 )
 from ..errors import ModelError
-from ..gguf.tokenizer import Tokenizer
-from .generate import Drawing
+from ..gguf.tokenization.tokenizer import Tokenizer
+from .generate import GenerationParams
 from .grammar import Grammar
 from .sampling import Sampling
 
 
 class Options(TypedDict, total=False):
-    """How a generation goes; the defaults are those of ``hocket run``."""
+    """Options of a generation; the defaults are the defaults of ``hocket run``."""
 
     max_tokens: int
-    """New tokens at most; -1: until the context is full (128)."""
+    """Largest number of new tokens; -1: until the context is full (128)."""
     temperature: float
-    """0 takes the likeliest (0.8)."""
+    """Temperature; 0 takes the most probable token (0.8)."""
     top_k: int
-    """Keep so many of the likeliest, 0: all (40)."""
+    """Number of most probable tokens to keep; 0: all (40)."""
     top_p: float
-    """Keep the likeliest up to this sum of probabilities (0.95)."""
+    """Keep the most probable tokens up to this sum of probabilities (0.95)."""
     min_p: float
-    """Keep those above so much of the best (0.05)."""
+    """Keep tokens with at least this fraction of the largest probability (0.05)."""
     repeat_penalty: float
-    """Divide logits of recent tokens by it (1)."""
+    """Divide the logits of recent tokens by this number (1)."""
     repeat_last_n: int
-    """So many tokens are recent, -1: all (64)."""
+    """Number of recent tokens for the penalties; -1: all (64)."""
     presence_penalty: float
-    """Subtract it from logits of recent tokens (0)."""
+    """Subtract this number from the logits of recent tokens (0)."""
     frequency_penalty: float
-    """And this for each time that they occurred (0)."""
+    """Subtract this number once per occurrence of a recent token (0)."""
     bias: Sequence[tuple[int, float]]
-    """Pairs of a token and what is added to its logit."""
+    """Pairs of a token and the number that is added to its logit."""
     seed: int | None
-    """Equal seeds draw equal texts; None: a random one."""
+    """Seed of the random numbers; equal seeds give equal texts; None: a random seed."""
     stop: str | Sequence[str]
-    """Strings that end the text before them."""
+    """Strings that end the text; the text stops before them."""
     ignore_eos: bool
-    """Go on after an end token."""
+    """Whether to continue after an end token."""
     grammar: str
-    """What the text may be: GBNF as llama.cpp reads it, or Lark; needs ``hocket[grammar]``."""
+    """Grammar of the text: GBNF of llama.cpp, or Lark; needs ``hocket[grammar]``."""
     json_schema: str | Mapping[str, object]
-    """A JSON schema that the text must follow; needs ``hocket[grammar]``."""
+    """JSON schema of the text; needs ``hocket[grammar]``."""
     schema_lenient: bool
-    """Leave out keywords of the schema that cannot be followed, with a warning; False: refuse them (True)."""
+    """Ignore unsupported keywords of the schema with a warning; False: refuse them (True)."""
     context_shift: bool
-    """Where the context is full, forget its older half and go on (False)."""
+    """Whether to drop the older half of a full context and continue (False)."""
 
 
-OPTIONS: Mapping[str, ArgumentKind] = MappingProxyType(
+OPTION_KINDS: Mapping[str, ArgumentKind] = MappingProxyType(
     {
         "max_tokens": integer_between(-1),
         "seed": integer_between(0) | NONE,
@@ -78,20 +78,29 @@ OPTIONS: Mapping[str, ArgumentKind] = MappingProxyType(
         "context_shift": BOOL,
     }
 )
-SAMPLED = tuple(f.name for f in fields(Sampling))
+SAMPLING_OPTIONS = tuple(f.name for f in fields(Sampling))
 
 
-def settled(options: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[Drawing, tuple[str, ...]]:
-    """What to draw, and what strings end the text; a model without a vocabulary has no tokenizer, and takes no option
-    about text.  Raises `ModelError`."""
-    known = (*OPTIONS, *SAMPLED)
+def resolve_options(
+    options: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> tuple[GenerationParams, tuple[str, ...]]:
+    """Return the generation parameters and the stop strings of checked options.
+
+    Args:
+        options: Values by the names of `Options`.
+        tokenizer: The tokenizer, or None for a model without a vocabulary, which accepts no text options.
+
+    Raises:
+        ModelError: An option is unknown, has a wrong value or contradicts another one.
+    """
+    known = (*OPTION_KINDS, *SAMPLING_OPTIONS)
     for name, value in options.items():
         if name not in known:
             hint = did_you_mean(name, known) or f"; options: {', '.join(known)}"
             raise ModelError(f"generate: there is no option {name!r:.60}{hint}")
-        if name in OPTIONS:
-            require(ModelError, "generate", name, value, OPTIONS[name])
-    given = {"temperature": 0.8, **{name: options[name] for name in SAMPLED if name in options}}
+        if name in OPTION_KINDS:
+            require(ModelError, "generate", name, value, OPTION_KINDS[name])
+    sampling_options = {"temperature": 0.8, **{name: options[name] for name in SAMPLING_OPTIONS if name in options}}
     seed, stop = options.get("seed"), options.get("stop", ())
     rules = {name: options[name] for name in ("grammar", "json_schema") if options.get(name, "") != ""}
     if len(rules) > 1:
@@ -100,15 +109,15 @@ def settled(options: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[Dr
         raise ModelError(f"generate: the model has no vocabulary, so {texts[0]} has no meaning; leave it out")
     lenient = options.get("schema_lenient", True)
     grammar = Grammar(tokenizer, **rules, schema_lenient=lenient) if tokenizer is not None and rules else None
-    if grammar is not None and grammar.left_out:
-        warnings.warn(grammar.left_out, stacklevel=4)
-    drawing = Drawing(
+    if grammar is not None and grammar.warning:
+        warnings.warn(grammar.warning, stacklevel=4)
+    params = GenerationParams(
         options.get("max_tokens", 128),
-        Sampling(**given),
+        Sampling(**sampling_options),
         secrets.randbits(31) if seed is None else seed,
         frozenset() if tokenizer is None or options.get("ignore_eos") else tokenizer.eos_ids,
         grammar,
         int(tokenizer is not None and tokenizer.add_bos) if options.get("context_shift") else None,
         None if tokenizer is None else tokenizer.n_tokens,
     )
-    return drawing, (stop,) if isinstance(stop, str) else tuple(stop)
+    return params, (stop,) if isinstance(stop, str) else tuple(stop)

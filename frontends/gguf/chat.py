@@ -1,7 +1,7 @@
-"""Chat templates: messages in, the prompt text the model was trained on out.
+"""Chat templates: messages in, prompt text in the form of the training data out.
 
-A template is a jinja2 program out of the model file, hence hostile: it runs in the sandbox of ``chat_sandbox``, with
-the variables and functions that HF ``transformers`` gives it.
+A template is a jinja2 program from the model file and may be hostile. It runs in the sandbox of `chat_sandbox`, with
+the variables and functions of HF ``transformers``.
 """
 
 from __future__ import annotations
@@ -12,32 +12,37 @@ from types import MappingProxyType
 from ...graph.lazy_dataclass import dataclass
 from ..errors import ModelError
 
-KEY = "tokenizer.chat_template"
-MAX_TEMPLATE = 1 << 20
-"""Characters of the largest template; the longest in use has about 30,000."""
-TAKEN = ("template", "messages", "bos", "eos", "bos_token", "eos_token")
-"""Names that no further variable can have."""
+CHAT_TEMPLATE_KEY = "tokenizer.chat_template"
+MAX_TEMPLATE_CHARACTERS = 1 << 20
+"""Characters of the largest accepted template; the longest template in use has about 30,000."""
+RESERVED_VARIABLES = ("template", "messages", "bos", "eos", "bos_token", "eos_token")
+"""Variable names that hocket sets; callers cannot use them."""
 
-NAMED: Mapping[str, str] = {
+NAMED_TEMPLATES: Mapping[str, str] = {
     "rwkv-world": "{% for message in messages %}"
     "{{ {'system': 'System', 'user': 'User'}.get(message['role'], 'Assistant') }}: {{ message['content'] | trim }}\n\n"
     "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}",
 }
-"""Templates that files only name, since llama.cpp knows them."""
+"""Templates by name, for files that store only the name of a template of llama.cpp."""
 
 
-def chat_template(metadata: Mapping[str, object], name: str | None = None) -> str:
-    """The chat template of a GGUF file: the default one, or the one called ``name`` (such as ``tool_use``).
+def select_chat_template(metadata: Mapping[str, object], name: str | None = None) -> str:
+    """Return the chat template of a GGUF file.
 
-    ModelError if the file has none, not that one, or one that is not text.
+    Args:
+        metadata: The keys of the model file.
+        name: Name of a further template, such as ``tool_use``; None selects the default template.
+
+    Raises:
+        ModelError: The file has no such template, or the template is not text.
     """
-    key = KEY if name is None else f"{KEY}.{name}"
+    key = CHAT_TEMPLATE_KEY if name is None else f"{CHAT_TEMPLATE_KEY}.{name}"
     template = metadata.get(key)
     if isinstance(template, str) and template:
-        return NAMED.get(template, template)
+        return NAMED_TEMPLATES.get(template, template)
     if template:
         raise ModelError(f"{key} is a {type(template).__name__}; need a string")
-    others = sorted(k.removeprefix(f"{KEY}.") for k in metadata if k.startswith(f"{KEY}."))
+    others = sorted(k.removeprefix(f"{CHAT_TEMPLATE_KEY}.") for k in metadata if k.startswith(f"{CHAT_TEMPLATE_KEY}."))
     remedy = (
         f"this model has those named {', '.join(others)}"
         if others
@@ -48,7 +53,7 @@ def chat_template(metadata: Mapping[str, object], name: str | None = None) -> st
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """How messages become a prompt: a template and its further variables, such as `tools`."""
+    """A chat template with its additional variables, such as `tools`."""
 
     template: str
     variables: Mapping[str, object]
@@ -57,7 +62,7 @@ class ChatFormat:
         return render_chat(self.template, messages, bos=bos, eos=eos, **self.variables)  # type: ignore[arg-type]
 
 
-def chat_format(
+def choose_chat_format(
     metadata: Mapping[str, object],
     *,
     template: str | None = None,
@@ -69,21 +74,25 @@ def chat_format(
 
     Args:
         metadata: The keys of the model file.
-        template: A template to use in place of the model's.
-        tools: Descriptions of functions. With them the model's template named ``tool_use`` is taken, if it has one.
+        template: A template that replaces the template of the model.
+        tools: Descriptions of functions. If they are given, a model template named ``tool_use`` has precedence.
         documents: Texts that the answer may cite.
-        variables: Further variables, such as ``enable_thinking``.
+        variables: Additional variables, such as ``enable_thinking``.
 
     Raises:
-        ModelError: There is no template, or a variable has a name that is taken.
+        ModelError: There is no template, or a variable has a reserved name.
     """
-    further = dict(variables or {})
-    if taken := [name for name in further if name in TAKEN]:
-        raise ModelError(f"chat template variable {taken[0]!r} is set by hocket; leave it out")
+    all_variables = dict(variables or {})
+    if reserved := [name for name in all_variables if name in RESERVED_VARIABLES]:
+        raise ModelError(f"chat template variable {reserved[0]!r} is set by hocket; leave it out")
     standard = {"tools": tools, "documents": documents}
-    further = {name: value for name, value in standard.items() if value is not None} | further
-    name = "tool_use" if further.get("tools") is not None and f"{KEY}.tool_use" in metadata else None
-    return ChatFormat(chat_template(metadata, name) if template is None else template, MappingProxyType(further))
+    all_variables = {name: value for name, value in standard.items() if value is not None} | all_variables
+    name = (
+        "tool_use" if all_variables.get("tools") is not None and f"{CHAT_TEMPLATE_KEY}.tool_use" in metadata else None
+    )
+    return ChatFormat(
+        select_chat_template(metadata, name) if template is None else template, MappingProxyType(all_variables)
+    )
 
 
 def render_chat(
@@ -95,16 +104,24 @@ def render_chat(
     add_generation_prompt: bool = True,
     **extra: object,
 ) -> str:
-    """The prompt for ``messages`` (each with ``role`` and ``content``), ready for ``Tokenizer.encode_chat``.
-
-    ``extra`` are further variables some templates know, such as ``enable_thinking``; ``tools`` and ``documents`` are
-    None unless given.  ModelError, one
-    line, if the template is empty, broken, refuses the messages, or needs more time or memory than any sane one does.
+    """Return the prompt for a list of messages, as input for `Tokenizer.encode_chat`.
 
     Source: ``apply_chat_template`` of HF ``transformers``.
+
+    Args:
+        template: The jinja2 text of the template.
+        messages: The messages; each has ``role`` and ``content``.
+        bos: Text of the BOS token.
+        eos: Text of the EOS token.
+        add_generation_prompt: Whether the prompt ends with the beginning of an answer.
+        extra: Additional variables, such as ``enable_thinking``. ``tools`` and ``documents`` are None by default.
+
+    Raises:
+        ModelError: The template is empty, too long or broken, or it refuses the messages. The same error reports a
+            template that exceeds the limits of the sandbox on steps and text.
     """
-    if not template or len(template) > MAX_TEMPLATE:
-        raise ModelError(f"the chat template has {len(template)} characters; need 1 to {MAX_TEMPLATE}")
+    if not template or len(template) > MAX_TEMPLATE_CHARACTERS:
+        raise ModelError(f"the chat template has {len(template)} characters; need 1 to {MAX_TEMPLATE_CHARACTERS}")
     variables = {
         "tools": None,
         "documents": None,
@@ -120,9 +137,8 @@ def render_chat(
         return ChatEnvironment().render_text(template, variables)
     except ModelError:
         raise
-    except Exception as error:  # a template is a program of somebody else
-        # Whatever else the template does wrong surfaces here: it may call, index and add anything it was given.
+    except Exception as error:  # a template is a foreign program and may raise any exception
         line = getattr(error, "lineno", None)
         where = f" at line {line}" if isinstance(line, int) else ""
-        said = " ".join(str(error).split())[:200]
-        raise ModelError(f"the chat template fails{where}: {type(error).__name__}: {said}") from error
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(f"the chat template fails{where}: {type(error).__name__}: {reason}") from error

@@ -1,4 +1,4 @@
-"""The key-value pairs of a GGUF header: scalars as Python values, arrays decoded only when used.
+"""The key-value pairs of a GGUF header: scalars as Python values, arrays decoded on first use.
 
 Source: the GGUF specification (``docs/gguf.md`` of ggml).
 """
@@ -14,16 +14,16 @@ from typing import TypeAlias, Union, overload
 import numpy as np
 
 from ...graph.lazy_dataclass import dataclass
-from .mapped import Cursor, MappedFile, shown
+from .mapped_file import Cursor, MappedFile, format_name
 
 MAX_DEPTH = 4
-"""Arrays of arrays are legal, but no model needs them deeper; a file must not choose our recursion depth."""
+"""Largest nesting of arrays; the format permits any depth, and this bounds the recursion for hostile files."""
 MAX_PAIRS = 1 << 16
-"""More pairs than any model has; bounds what Python objects cost against the few bytes of a hostile pair."""
+"""Largest number of pairs, above the need of any model; this bounds the Python objects of a hostile file."""
 
 
-class Kind(Enum):
-    """The type of a metadata value: its number in the file and the code of numbers in ``struct`` and NumPy."""
+class MetadataType(Enum):
+    """The type of a metadata value: its number in the file, and the format of numbers for ``struct`` and NumPy."""
 
     UINT8 = (0, "<B")
     INT8 = (1, "<b")
@@ -39,140 +39,148 @@ class Kind(Enum):
     INT64 = (11, "<q")
     FLOAT64 = (12, "<d")
 
-    def __init__(self, number: int, code: str | None, least: int = 0) -> None:
+    def __init__(self, number: int, code: str | None, min_bytes: int = 0) -> None:
         self.number = number
-        self.scalar = struct.Struct(code) if code else None
-        self.storage = np.dtype(code) if code else None
-        self.least = self.scalar.size if self.scalar else least
-        """The fewest bytes one element takes: of a string its length, of an array its type and count."""
+        self.scalar_format = struct.Struct(code) if code else None
+        self.storage_dtype = np.dtype(code) if code else None
+        self.min_bytes = self.scalar_format.size if self.scalar_format else min_bytes
+        """Bytes of the smallest element: the length field of a string, the type and the count of an array."""
 
     def __str__(self) -> str:
         return self.name.lower()
 
 
-VALUE_KINDS = {kind.number: kind for kind in Kind}
+TYPES_BY_NUMBER = {kind.number: kind for kind in MetadataType}
 
-Item: TypeAlias = Union[int, float, bool, str, "Array"]
-"""What one element of an array, or one metadata value, decodes to."""
+MetadataValue: TypeAlias = Union[int, float, bool, str, "MetadataArray"]
+"""The decoded form of one metadata value or one array element."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Array(Sequence[Item]):
-    """A metadata array of ``length`` elements of ``kind``, left in the file until used.
+class MetadataArray(Sequence[MetadataValue]):
+    """A metadata array of `length` elements of `item_type`, decoded on first use.
 
-    ``numpy()`` shows numbers without copying; other elements are decoded once, all on first use.
+    `numpy` returns numbers without a copy. Other elements are decoded once, all of them on the first access.
     """
 
-    kind: Kind
+    item_type: MetadataType
     length: int
     _file: MappedFile
     _start: int
     _end: int
-    _decoded: list[tuple[Item, ...]] = field(default_factory=list)
+    _decoded_items: list[tuple[MetadataValue, ...]] = field(default_factory=list)
 
     def numpy(self) -> np.ndarray:
-        """The numbers [length], read-only and perhaps unaligned; bool arrays are a copy.  ModelError if not numeric."""
-        if self.kind.storage is None:
-            raise self._file.error(f"a metadata array holds {self.kind}s where numbers are needed")
-        if self.kind is Kind.BOOL:
-            # Any byte but 0 counts as true, as in ggml; NumPy would misread one that is neither 0 nor 1.
+        """Return the numbers [length] as a read-only, possibly unaligned view; booleans as a copy.
+
+        Raises:
+            ModelError: The elements are not numbers.
+        """
+        if self.item_type.storage_dtype is None:
+            raise self._file.error(f"a metadata array holds {self.item_type}s where numbers are needed")
+        if self.item_type is MetadataType.BOOL:
+            # Every non-zero byte counts as true, as in ggml; a NumPy bool must be 0 or 1.
             flags: np.ndarray = np.frombuffer(self._file.data, np.uint8, self.length, self._start) != 0
             return flags
-        return np.frombuffer(self._file.data, self.kind.storage, self.length, self._start)
+        return np.frombuffer(self._file.data, self.item_type.storage_dtype, self.length, self._start)
 
     def strings(self) -> tuple[str, ...]:
-        """The strings, decoded as ``Cursor.string`` does.  ModelError if the elements are something else."""
-        if self.kind is not Kind.STRING:
-            raise self._file.error(f"a metadata array holds {self.kind}s where strings are needed")
-        return self._all()  # type: ignore[return-value]  # numeric by the check above
+        """Return the strings, decoded by `Cursor.read_strings`.
 
-    def digest(self) -> bytes:
-        """The SHA-256 of the elements as they lie in the file."""
+        Raises:
+            ModelError: The elements are not strings.
+        """
+        if self.item_type is not MetadataType.STRING:
+            raise self._file.error(f"a metadata array holds {self.item_type}s where strings are needed")
+        return self._decode_all()  # type: ignore[return-value]  # numeric by the check above
+
+    def compute_digest(self) -> bytes:
+        """Return the SHA-256 digest of the bytes of the elements in the file."""
         from hashlib import sha256  # loads OpenSSL
 
         with memoryview(self._file.data) as data:
             return sha256(data[self._start : self._end]).digest()
 
-    def _all(self) -> tuple[Item, ...]:
-        if self.kind.storage is not None:  # not kept: the file has them in fewer bytes
+    def _decode_all(self) -> tuple[MetadataValue, ...]:
+        if self.item_type.storage_dtype is not None:  # not cached: numbers need fewer bytes in the file
             return tuple(self.numpy().tolist())
-        if not self._decoded:
-            self._decoded.append(tuple(self._decode()))
-        return self._decoded[0]
+        if not self._decoded_items:
+            self._decoded_items.append(tuple(self._decode_items()))
+        return self._decoded_items[0]
 
-    def _decode(self) -> list[Item]:
+    def _decode_items(self) -> list[MetadataValue]:
         cursor = Cursor(self._file, self._start, "metadata array")
-        if self.kind is Kind.STRING:
-            return [*cursor.strings(self.length)]
+        if self.item_type is MetadataType.STRING:
+            return [*cursor.read_strings(self.length)]
         return [read_array(cursor) for _ in range(self.length)]
 
     def __len__(self) -> int:
         return self.length
 
-    def __iter__(self) -> Iterator[Item]:
-        return iter(self._all())
+    def __iter__(self) -> Iterator[MetadataValue]:
+        return iter(self._decode_all())
 
     @overload
-    def __getitem__(self, index: int) -> Item: ...
+    def __getitem__(self, index: int) -> MetadataValue: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[Item, ...]: ...
-    def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
-        if self.kind.storage is None:
-            return self._all()[index]
+    def __getitem__(self, index: slice) -> tuple[MetadataValue, ...]: ...
+    def __getitem__(self, index: int | slice) -> MetadataValue | tuple[MetadataValue, ...]:
+        if self.item_type.storage_dtype is None:
+            return self._decode_all()[index]
         numbers = self.numpy()[index].tolist()
         return tuple(numbers) if isinstance(index, slice) else numbers
 
     def __repr__(self) -> str:
-        return f"{self.kind}[{self.length}]"
+        return f"{self.item_type}[{self.length}]"
 
 
-def read_metadata(cursor: Cursor, count: int) -> dict[str, Item]:
-    """The next ``count`` pairs of a header, in the order of the file."""
+def read_metadata(cursor: Cursor, count: int) -> dict[str, MetadataValue]:
+    """Read the next `count` pairs of a header, in the order of the file."""
     if count > MAX_PAIRS:
         raise cursor.error(f"announces {count} metadata pairs; at most {MAX_PAIRS} are accepted")
-    pairs: dict[str, Item] = {}
+    pairs: dict[str, MetadataValue] = {}
     for i in range(count):
-        cursor.where = f"metadata pair {i + 1} of {count}"
-        key = cursor.name()
-        cursor.where = f"metadata {shown(key)}"
+        cursor.section = f"metadata pair {i + 1} of {count}"
+        key = cursor.read_name()
+        cursor.section = f"metadata {format_name(key)}"
         if key in pairs:
             raise cursor.error("appears twice")
         pairs[key] = _read_value(cursor)
     return pairs
 
 
-def read_array(cursor: Cursor, depth: int = 1) -> Array:
-    """The array at the cursor, checked to lie inside the file but not decoded."""
-    kind = _read_kind(cursor)
-    count = cursor.u64()
-    start = cursor.at
+def read_array(cursor: Cursor, depth: int = 1) -> MetadataArray:
+    """Read the array at the cursor without decoding it, after a check that the file contains it completely."""
+    kind = _read_type(cursor)
+    count = cursor.read_u64()
+    start = cursor.position
     room = cursor.file.size - start
-    if count * kind.least > room:
-        raise cursor.error(f"announces {count} {kind}s, {count * kind.least} bytes or more, but {room} are left")
-    if kind is Kind.STRING:
-        cursor.pass_strings(count)
-    elif kind is Kind.ARRAY:
+    if count * kind.min_bytes > room:
+        raise cursor.error(f"announces {count} {kind}s, {count * kind.min_bytes} bytes or more, but {room} are left")
+    if kind is MetadataType.STRING:
+        cursor.skip_strings(count)
+    elif kind is MetadataType.ARRAY:
         if depth == MAX_DEPTH:
             raise cursor.error(f"nests arrays more than {MAX_DEPTH} deep")
         for _ in range(count):
             read_array(cursor, depth + 1)
     else:
-        cursor.step(count * kind.least)
-    return Array(kind, count, cursor.file, start, cursor.at)
+        cursor.skip(count * kind.min_bytes)
+    return MetadataArray(kind, count, cursor.file, start, cursor.position)
 
 
-def _read_kind(cursor: Cursor) -> Kind:
-    number = cursor.u32()
-    if number not in VALUE_KINDS:
-        raise cursor.error(f"has the unknown value type {number}; need 0 to {len(VALUE_KINDS) - 1}")
-    return VALUE_KINDS[number]
+def _read_type(cursor: Cursor) -> MetadataType:
+    number = cursor.read_u32()
+    if number not in TYPES_BY_NUMBER:
+        raise cursor.error(f"has the unknown value type {number}; need 0 to {len(TYPES_BY_NUMBER) - 1}")
+    return TYPES_BY_NUMBER[number]
 
 
-def _read_value(cursor: Cursor) -> Item:
-    kind = _read_kind(cursor)
-    if kind is Kind.STRING:
-        return cursor.string()
-    if kind.scalar is None:
+def _read_value(cursor: Cursor) -> MetadataValue:
+    kind = _read_type(cursor)
+    if kind is MetadataType.STRING:
+        return cursor.read_string()
+    if kind.scalar_format is None:
         return read_array(cursor)
-    value: int | float | bool = kind.scalar.unpack_from(cursor.file.data, cursor.step(kind.least))[0]
+    value: int | float | bool = kind.scalar_format.unpack_from(cursor.file.data, cursor.skip(kind.min_bytes))[0]
     return value

@@ -18,7 +18,7 @@ from ...graph.lazy_dataclass import dataclass
 from ..adapters import NO_ADAPTERS, Adapters
 from ..errors import ModelError
 from ..gguf import Gguf, Tensor
-from ..gguf.keys import Keys
+from ..gguf.hyperparameter_keys import ArchitectureKeys
 from ..step import Batch as Batch
 from ..step import Step as Step
 from ..step import step_inputs as step_inputs
@@ -142,7 +142,7 @@ class Model:
     def guessing(self) -> Model:
         """The model together with the blocks that guess further tokens (MTP), as steps that give more than ``logits``
         or ``hidden`` need them.  ModelError if it has no such block, or one that hocket does not run."""
-        return replace(self, hyper=read_ahead(Keys(self.gguf, self.architecture), self.hyper))
+        return replace(self, hyper=read_ahead(ArchitectureKeys(self.gguf, self.architecture), self.hyper))
 
     @property
     def guessers(self) -> int:
@@ -177,12 +177,12 @@ class Model:
                 f"{self.gguf.path}: this model chooses {attended} tokens of a context to attend to, and hocket runs it "
                 f"only where that is all of them; use a context size of at most {attended}"
             )
-        frame = Frame(step, taps=self.hyper.taps, steered=self.adapters.steered)
+        frame = Frame(step, taps=self.hyper.taps, steered=self.adapters.add_directions)
         plain = step.gives in ("logits", "hidden")
         decoder = DECODERS[self.hyper.family.residuals](self.hyper, self.weights, frame)
         graph = decoder.graph() if plain else LookingAhead(decoder).graph()
         self.weights.refuse_leftovers(self.hyper.stored + (self.guessers if step.gives == "all" else 0))
-        return self.adapters.adapted(graph)
+        return self.adapters.apply_to_graph(graph)
 
     def inputs(self, step: Step, batch: Batch) -> dict[str, npt.NDArray[np.generic]]:
         """The arrays for the inputs of ``graph(step)``, by name.  ModelError if the batch does not fit (see
@@ -227,9 +227,9 @@ def load_model(gguf: Gguf) -> Model:
             f"{gguf.path}: architecture {reprlib.repr(architecture)} is unknown; "
             f"need one of the {len(ARCHITECTURES)} in docs/models.md{near and ', such as ' + near}"
         )
-    gguf = gguf.stack(family.stack) if family.stack else gguf
+    gguf = gguf.sub_model(family.stack) if family.stack else gguf
     unread = family.ignores if family.scaled else (*family.ignores, *SCALES)
-    keys = Keys(gguf, architecture)
+    keys = ArchitectureKeys(gguf, architecture)
     check_defaults(keys)
     hyper = read_hyper(keys, family)
     return Model(architecture, gguf, hyper, Weights(gguf, unread, family.spare, hyper.source))

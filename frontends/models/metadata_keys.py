@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ...graph.lazy_dataclass import dataclass
-from ..gguf.keys import Keys
-from ..gguf.metadata import Array
+from ..gguf.hyperparameter_keys import ArchitectureKeys
+from ..gguf.metadata import MetadataArray
 
 READ, IGNORED, DEFAULT_ONLY = "read", "ignored", "default only"
 
@@ -200,10 +200,10 @@ KEYS: Mapping[str, MetadataKey] = MappingProxyType(
 """Every key by name."""
 
 
-def check_defaults(keys: Keys) -> None:
+def check_defaults(keys: ArchitectureKeys) -> None:
     """ModelError if a key asks for something that hocket does not compute."""
     for name, accepted in ACCEPTED.items():
         short = name.removeprefix("{arch}.")
         if keys.has(short) and (value := keys.gguf.metadata[f"{keys.architecture}.{short}"]) not in accepted:
-            value_text = repr(value) if isinstance(value, Array) else reprlib.repr(value)
+            value_text = repr(value) if isinstance(value, MetadataArray) else reprlib.repr(value)
             raise keys.error(short, f"is {value_text}; hocket computes {', '.join(map(repr, accepted))} alone")

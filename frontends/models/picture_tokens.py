@@ -7,7 +7,7 @@ from functools import partial, reduce
 
 from ... import ops
 from ...graph import Value
-from ..gguf.keys import Keys
+from ..gguf.hyperparameter_keys import ArchitectureKeys
 
 PICTURE, PICTURES = "IMGIMG", (4, 8196)
 """How names of tokens of pictures begin in Chameleon's vocabulary, and their range."""
@@ -15,12 +15,12 @@ MIN_LOGIT = -3.4028234663852886e38
 """The logit of a token that no text has: the lowest float32."""
 
 
-def find_picture_tokens(keys: Keys) -> tuple[tuple[int, int], ...]:
+def find_picture_tokens(keys: ArchitectureKeys) -> tuple[tuple[int, int], ...]:
     """Find the ranges of tokens, [start, stop), that stand for parts of pictures.
 
     Their names begin with ``IMGIMG``.  A file without such names has them where llama.cpp looks for them.
     """
-    count, key = keys.vocabulary(), "tokenizer.ggml.tokens"
+    count, key = keys.vocabulary_rows(), "tokenizer.ggml.tokens"
     names = keys.gguf.strings(key)[:count] if key in keys.gguf.metadata else ()
     found = {i for i, name in enumerate(names) if name.startswith(PICTURE)}
     if not found:

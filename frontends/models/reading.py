@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from ..errors import ModelError
-from ..gguf.keys import Keys
+from ..gguf.hyperparameter_keys import ArchitectureKeys
 from .family import Family, Windows
 from .frame import Sight, Warmth
 from .hyper import Hyper, Layer, Mixer, StreamTraits
@@ -32,7 +32,7 @@ class Recurrent(Protocol):
     """A mixer that a family has in some layers, read from metadata."""
 
     @classmethod
-    def from_keys(cls, keys: Keys, family: Family, layer: int) -> Mixer: ...
+    def from_keys(cls, keys: ArchitectureKeys, family: Family, layer: int) -> Mixer: ...
 
 
 RECURRENT: Mapping[str, type[Recurrent]] = MappingProxyType(
@@ -50,7 +50,7 @@ RECURRENT: Mapping[str, type[Recurrent]] = MappingProxyType(
 )
 
 
-def read_hyper(keys: Keys, family: Family) -> Hyper:
+def read_hyper(keys: ArchitectureKeys, family: Family) -> Hyper:
     """The hyperparameters of the model whose metadata are ``keys``; ModelError for a missing or absurd value."""
     if family.causal and family.attends and not keys.flag("attention.causal", True):
         if family.mixer == "compressed":
@@ -59,8 +59,8 @@ def read_hyper(keys: Keys, family: Family) -> Hyper:
     family = family.with_post_norms() if family.swin_norm and keys.flag("swin_norm", False) else family
     count, width = layers_run(keys), keys.count("embedding_length")
     reader = Reader(keys, family, count, width)
-    repeats = keys.given(family.repeats, 1) if family.repeats else 1
-    span, cycles, source = reader.span(), keys.given("hrm.l_cycles", 1), {}
+    repeats = keys.count_or_default(family.repeats, 1) if family.repeats else 1
+    span, cycles, source = reader.span(), keys.count_or_default("hrm.l_cycles", 1), {}
     if repeats > 1:
         source = {i: i % count for i in range(count * repeats)}
     if family.residuals == "cycles":
@@ -72,7 +72,7 @@ def read_hyper(keys: Keys, family: Family) -> Hyper:
     return Hyper(
         family=family,
         context_length=keys.count("context_length"),
-        vocabulary_size=keys.vocabulary(),
+        vocabulary_size=keys.vocabulary_rows(),
         width=width,
         norm=reader.norm,
         blocks=blocks,
@@ -91,7 +91,7 @@ def read_hyper(keys: Keys, family: Family) -> Hyper:
         residual=reader.factor("residual_scale", family.residual),
         logits=reader.logits(),
         hidden_tokens=find_picture_tokens(keys) if family.picture_tokens else (),
-        softcap=0.0 if family.softcap is None else keys.optional("final_logit_softcapping") or family.softcap,
+        softcap=0.0 if family.softcap is None else keys.positive_or_none("final_logit_softcapping") or family.softcap,
     )
 
 
@@ -112,10 +112,10 @@ def can_look_ahead(family: Family) -> bool:
     return family.causal and plain and family.attends
 
 
-def read_ahead(keys: Keys, hyper: Hyper) -> Hyper:
+def read_ahead(keys: ArchitectureKeys, hyper: Hyper) -> Hyper:
     """``hyper`` with the blocks that guess further tokens; ModelError if the file has none that hocket runs."""
     tensors, first = keys.gguf.tensors, hyper.stored
-    numbers = list(takewhile(lambda i: f"blk.{i}.nextn.eh_proj.weight" in tensors, range(first, keys.blocks())))
+    numbers = list(takewhile(lambda i: f"blk.{i}.nextn.eh_proj.weight" in tensors, range(first, keys.block_count())))
     if not numbers:
         raise no_guesses(keys, "has no block that guesses further tokens (MTP)")
     if not can_look_ahead(hyper.family):
@@ -140,13 +140,13 @@ def read_ahead(keys: Keys, hyper: Hyper) -> Hyper:
     return replace(hyper, ahead=ahead)
 
 
-def no_guesses(keys: Keys, why: str) -> ModelError:
+def no_guesses(keys: ArchitectureKeys, why: str) -> ModelError:
     return ModelError(f"{keys.gguf.path}: {why}; name a draft model with draft=FILE, or leave out draft_max=N")
 
 
-def layers_run(keys: Keys) -> int:
+def layers_run(keys: ArchitectureKeys) -> int:
     """Blocks that are run; those at the end that predict further tokens (MTP) are counted, but not run."""
-    blocks, extra = keys.blocks(), keys.count("nextn_predict_layers", 0, least=0)
+    blocks, extra = keys.block_count(), keys.count("nextn_predict_layers", 0, least=0)
     if extra >= blocks:
         raise keys.error("nextn_predict_layers", f"is {extra}; need fewer than block_count {blocks}")
     return blocks - extra
@@ -155,15 +155,14 @@ def layers_run(keys: Keys) -> int:
 class Reader:
     """Reads the layers of one model: the first ``count``."""
 
-    def __init__(self, keys: Keys, family: Family, count: int, width: int) -> None:
+    def __init__(self, keys: ArchitectureKeys, family: Family, count: int, width: int) -> None:
         self.keys, self.family, self.count, self.width = keys, family, count, width
         self.own = layers_run(keys)
-        self.heads = keys.each("attention.head_count", count, None if family.attends else 0)
-        self.kv_heads = (
-            keys.each("attention.head_count_kv", count) if keys.has("attention.head_count_kv") else self.heads
-        )
+        self.heads = keys.per_block_counts("attention.head_count", count, None if family.attends else 0)
+        kv_key = "attention.head_count_kv"
+        self.kv_heads = keys.per_block_counts(kv_key, count) if keys.has(kv_key) else self.heads
         centred = family.norm == "layer" or (
-            family.norm == "either" and not keys.optional("attention.layer_norm_rms_epsilon")
+            family.norm == "either" and not keys.positive_or_none("attention.layer_norm_rms_epsilon")
         )
         # Nemotron-H names the eps of its root mean squares as that of a layer norm.
         is_centred = centred or not keys.has("attention.layer_norm_rms_epsilon")
@@ -177,7 +176,7 @@ class Reader:
 
     @property
     def unit(self) -> Unit:
-        linear = self.keys.optional("activation.situ_linear_beta") or 0.0
+        linear = self.keys.positive_or_none("activation.situ_linear_beta") or 0.0
         beta = self.keys.positive("activation.situ_beta", 1.0) if self.family.unit == "situ" else 1.0
         kind = self.family.unit
         if kind == "gelu erf":
@@ -187,22 +186,22 @@ class Reader:
     def make_unit(self, i: int) -> Unit:
         """The activation of the feed-forward of block i."""
         xielu = self.keys.xielu(self.count)[i] if self.family.unit == "xielu" else ()
-        limit = self.keys.limits("swiglu_clamp_shexp", self.count)[i]
+        limit = self.keys.per_block_limits("swiglu_clamp_shexp", self.count)[i]
         return replace(self.unit, limit=limit, gate_cutoff=GATE_CUTOFF * (i < self.family.sparse_gates), xielu=xielu)
 
     def span(self) -> int:
         if self.family.residuals == "shifting":
-            return self.keys.given("rescale_every_n_layers", self.count + 1)
+            return self.keys.count_or_default("rescale_every_n_layers", self.count + 1)
         keys = {"banked": "attn_res.block_size", "cycles": "hrm.layers_per_stack"}
         return self.keys.count(keys[self.family.residuals]) if self.family.residuals in keys else 1
 
     def streams(self) -> StreamTraits:
         keys = self.keys
         return StreamTraits(
-            keys.given("hyper_connection.count", 1),
-            keys.optional("hyper_connection.epsilon") or 0.0,
-            keys.given("hyper_connection.sinkhorn_iterations", 1),
-            keys.optional("hyper_connection.magnitude") or 1.0,
+            keys.count_or_default("hyper_connection.count", 1),
+            keys.positive_or_none("hyper_connection.epsilon") or 0.0,
+            keys.count_or_default("hyper_connection.sinkhorn_iterations", 1),
+            keys.positive_or_none("hyper_connection.magnitude") or 1.0,
         )
 
     def factor(self, key: str, default: float | str | None) -> float:
@@ -210,13 +209,13 @@ class Reader:
             return 1.0
         if isinstance(default, str):
             default = {"width": math.sqrt(self.width), "layers": 1.4 / math.sqrt(self.count), "key": 1.0}[default]
-        return self.keys.optional(key) or default
+        return self.keys.positive_or_none(key) or default
 
     def logits(self) -> float:
         if not self.family.logits:
             return 1.0
-        default = self.family.logit_default
-        scale = self.keys.optional("logit_scale") or (256.0 / self.width if default == "width" else default or 1.0)
+        default = 256.0 / self.width if self.family.logit_default == "width" else self.family.logit_default or 1.0
+        scale = self.keys.positive_or_none("logit_scale") or default
         assert isinstance(scale, float)
         return scale if self.family.logits == "times" else 1.0 / scale
 
@@ -232,7 +231,7 @@ class Reader:
     def _pattern(self, traits: Windows) -> tuple[bool, ...]:
         name, keys = "attention.sliding_window_pattern", self.keys
         if keys.is_list(name):
-            return keys.flags(name, self.count)
+            return keys.per_block_flags(name, self.count)
         period = keys.count(name, traits.period, least=0 if traits.period == 0 else 1)
         whole = 0 if traits.whole_first else period - 1
         return tuple(i < self.own and (not period or i % period != whole) for i in range(self.count))
@@ -270,7 +269,7 @@ class Reader:
 
     def routes(self, i: int) -> bool:
         """Whether a block that has experts reads them; if not, llama.cpp's graph leaves its activation alone."""
-        step = self.keys.given("interleave_moe_layer_step", 1) if self.family.interleaved else 1
+        step = self.keys.count_or_default("interleave_moe_layer_step", 1) if self.family.interleaved else 1
         return self.family.mixture != "unread" and (i + 1) % step == 0
 
     def mixers(self, i: int) -> tuple[Mixer, ...]:
@@ -298,7 +297,7 @@ class Reader:
         if family.recurrent_where == "kv":
             return tuple(n == 0 for n in self.kv_heads)
         if keys.is_list("attention.recurrent_layers"):
-            return keys.flags("attention.recurrent_layers", self.count)
+            return keys.per_block_flags("attention.recurrent_layers", self.count)
         interval = keys.count("full_attention_interval", family.interval)
         return tuple((i + 1) % interval != 0 for i in range(self.count))
 
@@ -307,7 +306,7 @@ class Reader:
 
     def latent(self, i: int) -> Latent:
         keys, family, window = self.keys, self.family, self.windows[i]
-        rope = self.rope(i, keys.given("rope.dimension_count", 1)) if family.rope != "none" else None
+        rope = self.rope(i, keys.count_or_default("rope.dimension_count", 1)) if family.rope != "none" else None
         options = self.make_attention_window(window), self.temperature(rope)
         return Latent.from_keys(keys, family, self.norm, self.heads[i], rope, *options)
 
@@ -328,7 +327,7 @@ class Reader:
         key_size, value_size = self.head_sizes(i)
         if heads % self.kv_heads[i]:
             raise keys.error("attention.head_count_kv", f"is {self.kv_heads[i]}; need a divisor of head_count {heads}")
-        rope = self.rope(i, key_size)
+        rope, cap = self.rope(i, key_size), family.score_cap
         chunked = bool(window) and family.windows is not None and family.windows.chunked
         return Attention(
             family=family,
@@ -344,10 +343,10 @@ class Reader:
             original_context=original_context(keys),
             head_norm=self.norm if family.head_norm_eps is None else Norm(family.head_norm_eps, centred=True),
             qk_norm="maybe" if self.is_maverick else family.qk_norm,
-            cap=0.0 if family.score_cap is None else keys.optional("attn_logit_softcapping") or family.score_cap,
-            clamp=keys.optional("attention.clamp_kqv") or 0.0,
+            cap=0.0 if cap is None else keys.positive_or_none("attn_logit_softcapping") or cap,
+            clamp=keys.positive_or_none("attention.clamp_kqv") or 0.0,
             alibi=self.alibi,
-            value_scale=keys.optional("attention.value_scale") or 1.0,
+            value_scale=keys.positive_or_none("attention.value_scale") or 1.0,
             source=self.shared(i),
             temperature=self.temperature(rope),
         )
@@ -371,7 +370,7 @@ class Reader:
     def alibi(self) -> float:
         if self.family.rotated == "of 32":
             return self.family.alibi if self.count == 40 else 0.0
-        return self.keys.optional("attention.max_alibi_bias") or self.family.alibi
+        return self.keys.positive_or_none("attention.max_alibi_bias") or self.family.alibi
 
     def head_sizes(self, i: int) -> tuple[int, int]:
         """Sizes of keys and values, ``width / heads`` unless given."""
@@ -379,17 +378,17 @@ class Reader:
         most = max(self.heads)
         sizes = []
         for kind in ("key", "value"):
-            default = keys.given(f"attention.{kind}_length", self.width // most)
-            sizes.append(keys.given(f"attention.{kind}_length{local}", default))
+            default = keys.count_or_default(f"attention.{kind}_length", self.width // most)
+            sizes.append(keys.count_or_default(f"attention.{kind}_length{local}", default))
         if not keys.has("attention.key_length") and self.width % most:
             raise keys.error("attention.head_count", f"is {most}; need a divisor of embedding_length {self.width}")
         return sizes[0], sizes[1]
 
     def scale(self, heads: int, key_size: int, rope: Rope | None) -> float:
-        if given := self.keys.optional("attention.scale"):
+        if given := self.keys.positive_or_none("attention.scale"):
             return given
         if self.family.scale == "output":
-            return self.keys.optional("attention.output_scale") or 0.08838834764831845
+            return self.keys.positive_or_none("attention.output_scale") or 0.08838834764831845
         if self.count == self.family.scale_of:
             key_size = self.width // heads
         rotated = rope.n_dims if rope else key_size
@@ -406,8 +405,8 @@ class Reader:
             return None
         floor, factor, offset = family.temperature
         if floor < 0:
-            floor = keys.given("attention.temperature_length", 0)
-        factor = factor or keys.optional("attention.temperature_scale") or 0.0
+            floor = keys.count_or_default("attention.temperature_length", 0)
+        factor = factor or keys.positive_or_none("attention.temperature_scale") or 0.0
         return (floor or original_context(keys), factor, offset) if factor else None
 
     def rope(self, i: int, key_size: int) -> Rope | None:
@@ -424,7 +423,7 @@ class Reader:
             "rope.dimension_count_swa" if local and keys.has("rope.dimension_count_swa") else "rope.dimension_count"
         )
         rope = Rope.from_keys(keys, style(keys, family.rope), key_size, dimensions, family.log_multiplier)
-        if family.alpha and (alpha := keys.optional("rope.scaling.alpha")):
+        if family.alpha and (alpha := keys.positive_or_none("rope.scaling.alpha")):
             rope = replace(rope, base=rope.base * alpha ** (key_size / (key_size - 2)))
         if not local:
             return rope.with_half_columns(keys) if family.half_rotation else rope
@@ -438,7 +437,7 @@ class Reader:
         lead = keys.count("leading_dense_block_count", 0, least=0)
         given = {"finetuned": "rope.scaling.finetuned", "pattern": "attention.rope_pattern"}.get(self.family.rotated)
         if given:
-            return not keys.has(given) or keys.flags(given, self.count)[i]
+            return not keys.has(given) or keys.per_block_flags(given, self.count)[i]
         return {
             "all": True,
             "of 32": self.count == 32,

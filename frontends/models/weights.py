@@ -12,7 +12,7 @@ from ...graph import Value, weight
 from ...graph.dtypes import FLOAT_DTYPES
 from ..errors import ModelError
 from ..gguf import Gguf
-from ..gguf.keys import REMEDY
+from ..gguf.hyperparameter_keys import CONVERT_REMEDY
 
 BLOCK = re.compile(r"blk\.(\d+)\.")
 NEVER_READ = ("*.input_scale", "cls.*", "rope_freqs.weight", "rope_factors_*.weight")
@@ -99,7 +99,7 @@ class Weights:
             raise self._error(f"tensors {reprlib.repr(left)} are not part of this architecture as hocket knows it")
 
     def _error(self, problem: str) -> ModelError:
-        return ModelError(f"{self.gguf.path}: {problem}; {REMEDY}")
+        return ModelError(f"{self.gguf.path}: {problem}; {CONVERT_REMEDY}")
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

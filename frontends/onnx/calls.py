@@ -14,7 +14,7 @@ from ...graph import DType
 from ..errors import ModelError
 from ..tensors import arithmetic as arith
 from ..tensors import indexing, shapes
-from ..tensors.tensor import Tensor, cast, literal
+from ..tensors.tensor import Tensor, cast, constant_tensor
 
 Row: TypeAlias = Callable[..., Any]
 Numbers: TypeAlias = "Tensor | Sequence[int] | int | None"
@@ -31,9 +31,9 @@ def numbers(x: Numbers) -> list[int] | None:
 
 def known(x: Tensor) -> np.ndarray:
     """The numbers of a constant.  Raises `ModelError` for what depends on the inputs of the model."""
-    if x.known is None:
+    if x.constant is None:
         raise ModelError("a shape or setting depends on an input of the model; fix that input: fixed={name: array}")
-    return np.asarray(x.known)
+    return np.asarray(x.constant)
 
 
 def number(x: Any, default: Any) -> Any:
@@ -64,8 +64,8 @@ def mod(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
 
 
 def power(a: Tensor, b: Tensor) -> Tensor:
-    if b.known is not None and b.known.size == 1 and b.rank <= a.rank:
-        exponent = b.known.reshape(-1)[0].item()
+    if b.constant is not None and b.constant.size == 1 and b.rank <= a.rank:
+        exponent = b.constant.reshape(-1)[0].item()
         return arith.power(a, int(exponent) if float(exponent).is_integer() and abs(exponent) < 5 else float(exponent))
     return arith.power(a, b)
 
@@ -79,8 +79,8 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 
 
 def elu(x: Tensor, *, alpha: float = 1.0, gamma: float = 1.0) -> Tensor:
-    low = arith.scaled(arith.unary(ops.expm1, arith.clamp(x, max=0.0)), alpha * gamma)
-    return arith.where(arith.compare("gt", x, 0.0), arith.scaled(x, gamma), low)
+    low = arith.scale_and_shift(arith.unary(ops.expm1, arith.clamp(x, max=0.0)), alpha * gamma)
+    return arith.where(arith.compare("gt", x, 0.0), arith.scale_and_shift(x, gamma), low)
 
 
 def selu(x: Tensor, *, alpha: float = 1.67326319217681884765625, gamma: float = 1.05070102214813232421875) -> Tensor:
@@ -88,7 +88,7 @@ def selu(x: Tensor, *, alpha: float = 1.67326319217681884765625, gamma: float = 
 
 
 def hard_sigmoid(x: Tensor, *, alpha: float = 0.2, beta: float = 0.5) -> Tensor:
-    return arith.clamp(arith.scaled(arith.real(x), alpha, beta), 0.0, 1.0)
+    return arith.clamp(arith.scale_and_shift(arith.as_float(x), alpha, beta), 0.0, 1.0)
 
 
 def prelu(x: Tensor, slope: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def prelu(x: Tensor, slope: Tensor) -> Tensor:
 def is_infinite(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> Tensor:
     above, below = arith.compare("eq", x, math.inf), arith.compare("eq", x, -math.inf)
     chosen = [side for side, wanted in ((above, detect_positive), (below, detect_negative)) if wanted]
-    return reduce(arith.logical_or, chosen) if chosen else literal(np.zeros(x.shape, bool))
+    return reduce(arith.logical_or, chosen) if chosen else constant_tensor(np.zeros(x.shape, bool))
 
 
 def same(x: Tensor, *_: object, **__: object) -> Tensor:
@@ -109,12 +109,12 @@ def same(x: Tensor, *_: object, **__: object) -> Tensor:
 def dropout(x: Tensor, ratio: Any = None, training: Tensor | None = None, *, seed: int = 0) -> Any:
     if training is not None and number(training, False) and number(ratio, 0.5):
         raise ModelError("dropout by chance, as in training; export the model for inference")
-    return x, literal(np.ones(x.shape, bool))
+    return x, constant_tensor(np.ones(x.shape, bool))
 
 
 def triangle(x: Tensor, k: Tensor | None = None, *, upper: int = 1) -> Tensor:
     keep = (np.triu if upper else np.tril)(np.ones(x.shape[-2:], bool), number(k, 0))
-    return arith.filled(x, literal(~keep), 0)
+    return arith.masked_fill(x, constant_tensor(~keep), 0)
 
 
 # ------------------------------------------------------------------------------------------------------------ shapes
@@ -200,7 +200,7 @@ def pad(
         raise ModelError(f"pads of {flat} make more than {LARGEST} entries")
     if mode == "constant":
         return shapes.pad(x, ends, value if fill is None else shapes.reshape(fill, ()))
-    return shapes.pad_with_own(x, ends, mode)
+    return shapes.pad_by_mode(x, ends, mode)
 
 
 def tile(x: Tensor, counts: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def expand(x: Tensor, shape: Tensor) -> Tensor:
 
 
 def shape_of(x: Tensor, *, start: int = 0, end: int | None = None) -> Tensor:
-    return literal(np.asarray(x.shape[slice(start, end)], np.int64))
+    return constant_tensor(np.asarray(x.shape[slice(start, end)], np.int64))
 
 
 def _sized(shape: Sequence[int]) -> tuple[int, ...]:
@@ -225,13 +225,13 @@ def _sized(shape: Sequence[int]) -> tuple[int, ...]:
 
 def constant_of_shape(shape: Tensor, *, value: Any = None) -> Tensor:
     fill = np.zeros((), np.float32) if value is None else np.asarray(value).reshape(())
-    return literal(np.full(_sized(numbers(shape) or []), fill))
+    return constant_tensor(np.full(_sized(numbers(shape) or []), fill))
 
 
 def constant(**given: Any) -> Tensor:
     ((kind, value),) = given.items()
     whole = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
-    return literal(np.asarray(value, whole.get(kind)))
+    return constant_tensor(np.asarray(value, whole.get(kind)))
 
 
 def range_(start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
@@ -239,19 +239,19 @@ def range_(start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
     if not step or not all(np.isfinite((first, last, step))):
         raise ModelError(f"a range from {first} to {last} by {step}")
     _sized([max(0, math.ceil((last - first) / step))])
-    return literal(np.arange(first, last, step).astype(known(start).dtype))
+    return constant_tensor(np.arange(first, last, step).astype(known(start).dtype))
 
 
 def eye_like(x: Tensor, *, dtype: int = 0, k: int = 0) -> Tensor:
     rows, columns = _sized(x.shape)
-    return literal(np.eye(rows, columns, k=k, dtype=np.float32))
+    return constant_tensor(np.eye(rows, columns, k=k, dtype=np.float32))
 
 
 def one_hot(ids: Tensor, depth: Tensor, values: Tensor, *, axis: int = -1) -> Tensor:
     n = int(number(depth, 0))
     _sized((*ids.shape, n))
     at = axis % (ids.rank + 1)
-    places = literal(np.arange(n).reshape(-1, *(1,) * (ids.rank - at)))
+    places = constant_tensor(np.arange(n).reshape(-1, *(1,) * (ids.rank - at)))
     wanted = shapes.unsqueeze(cast(ids, DType.I64), at)
     own = arith.where(arith.compare("lt", wanted, 0), arith.add(wanted, n), wanted)
     off, on = shapes.split(values, 1, 0)
@@ -291,7 +291,7 @@ def gather_elements(x: Tensor, ids: Tensor, *, axis: int = 0) -> Tensor:
 def _lists(x: Tensor, ids: Tensor, batch: int = 0) -> list[Tensor]:
     """The last axis of `ids` as a list of numbers for each axis of `x` that they index."""
     ahead = [
-        literal(np.arange(n).reshape(-1, *(1,) * (ids.rank - 2 - a))) for a, n in enumerate(x.shape[:batch])
+        constant_tensor(np.arange(n).reshape(-1, *(1,) * (ids.rank - 2 - a))) for a, n in enumerate(x.shape[:batch])
     ]  # the same place in both
     return [*ahead, *shapes.unbind(ids, -1)]
 

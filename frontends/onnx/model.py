@@ -15,8 +15,8 @@ import numpy.typing as npt
 from ...graph import DType, Graph, GraphError, Value, input, weight
 from ...graph.validation import validate_arguments
 from ..errors import ModelError
-from ..tensors.interface import LARGEST_CONSTANT, Argument, Result, type_of
-from ..tensors.tensor import Tensor, cast, held, literal, merged
+from ..tensors.call_signature import MAX_CONSTANT_BYTES, ProgramArgument, ProgramResult, find_dtype
+from ..tensors.tensor import Tensor, cast, constant_tensor, merge_equal_nodes, stored_shape
 from .files import MOST_NODES, array_of, read_model
 from .program import Program, stored
 from .table import FOLDED, OLDER, READ_NOW, ROWS
@@ -158,7 +158,7 @@ class _Importer:
     """What is known already."""
     parameters: set[str] = field(default_factory=set)
     """Constants that are weights, whatever their size."""
-    arguments: list[Argument] = field(default_factory=list)
+    arguments: list[ProgramArgument] = field(default_factory=list)
 
     def program(self) -> Program:
         graph = self.model.graph
@@ -201,10 +201,10 @@ class _Importer:
                 f"%{info.name} has a shape that varies, [{listed}]; say it: shapes={{{info.name!r}: (...)}}"
             )
         name = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type)).name
-        dtype, truth = type_of(name, info.name)
+        dtype, truth = find_dtype(name, info.name)
         shape = tuple(int(n) for n in dims)
-        self.arguments.append(Argument(info.name, None, shape, name))
-        self.values[info.name] = Tensor(input(info.name, held(shape), dtype), shape, truth)
+        self.arguments.append(ProgramArgument(info.name, None, shape, name))
+        self.values[info.name] = Tensor(input(info.name, stored_shape(shape), dtype), shape, truth)
 
     def _refuse_missing(self, graph: GraphProto) -> None:
         """Raise `ModelError` with all ops that have no row."""
@@ -279,9 +279,9 @@ class _Importer:
 
     def _keep(self, name: str, result: Tensor) -> None:
         if name in self.kinds:
-            result = cast(result, *type_of(self.kinds[name], name))
-        if result.known is not None:
-            self.constants[name] = np.asarray(result.known)
+            result = cast(result, *find_dtype(self.kinds[name], name))
+        if result.constant is not None:
+            self.constants[name] = np.asarray(result.constant)
         self.values[name] = result
 
     def _fold(self, node: NodeProto, opset: int, where: str) -> None:
@@ -309,27 +309,29 @@ class _Importer:
         if name not in self.values:
             known = self.constants[name]
             wide = known.dtype == np.float64
-            dtype, truth = (DType.F32, False) if wide else type_of(known.dtype.name, name)
-            if name not in self.parameters and known.nbytes <= LARGEST_CONSTANT and dtype is not DType.BF16:
-                self.values[name] = literal(known)
+            dtype, truth = (DType.F32, False) if wide else find_dtype(known.dtype.name, name)
+            if name not in self.parameters and known.nbytes <= MAX_CONSTANT_BYTES and dtype is not DType.BF16:
+                self.values[name] = constant_tensor(known)
             else:
-                self.weights[name] = stored(known.astype(np.float32) if wide else known).reshape(held(known.shape))
-                self.values[name] = Tensor(weight(name, held(known.shape), dtype), known.shape, truth)
+                self.weights[name] = stored(known.astype(np.float32) if wide else known).reshape(
+                    stored_shape(known.shape)
+                )
+                self.values[name] = Tensor(weight(name, stored_shape(known.shape), dtype), known.shape, truth)
         return self.values[name]
 
     def _finished(self) -> Program:
         outputs: dict[str, Value] = {}
-        results: list[Result] = []
+        results: list[ProgramResult] = []
         for info in self.model.graph.output:
             if info.name not in self.values and info.name not in self.constants:
                 raise ModelError(f"%{info.name} is an output that no node gives")
             out = self._tensor(info.name)
-            kind = self.kinds.get(info.name) or ("bool" if out.truth else out.dtype.storage.name)
+            kind = self.kinds.get(info.name) or ("bool" if out.is_bool else out.dtype.storage.name)
             outputs[info.name] = out.value
-            results.append(Result(info.name, None, out.shape, kind))
+            results.append(ProgramResult(info.name, None, out.shape, kind))
         if not outputs:
             raise ModelError("the model has no outputs")
-        graph = merged(Graph(outputs, {}))
+        graph = merge_equal_nodes(Graph(outputs, {}))
         needed = {value.node.name for value in graph.weights}
         weights = {name: data for name, data in self.weights.items() if name in needed}
         return Program(graph, weights, tuple(self.arguments), tuple(results))

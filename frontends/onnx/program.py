@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from ...graph import Graph
 from ..errors import ModelError
-from ..tensors.interface import Argument, Result
-from ..tensors.tensor import held
+from ..tensors.call_signature import ProgramArgument, ProgramResult
+from ..tensors.tensor import stored_shape
 
 if TYPE_CHECKING:
     from ...scheduler import Plan
@@ -27,8 +27,8 @@ class Program:
 
     graph: Graph
     weights: Mapping[str, npt.NDArray[Any]]
-    arguments: tuple[Argument, ...]
-    results: tuple[Result, ...]
+    arguments: tuple[ProgramArgument, ...]
+    results: tuple[ProgramResult, ...]
 
     def on(self, devices: str | Sequence[str] = "cpu:0", **options: Any) -> Runner:
         """The program planned for devices and loaded; `options` are those of `hocket.plan`."""
@@ -55,7 +55,7 @@ class Program:
                 wanted = f"{argument.dtype}{list(argument.shape)}"
                 raise ModelError(f"%{argument.name} is {array.dtype.name}{list(array.shape)}; the model takes {wanted}")
             if argument.name in read:
-                arrays[argument.name] = stored(array).reshape(held(array.shape))
+                arrays[argument.name] = stored(array).reshape(stored_shape(array.shape))
         return arrays
 
 
@@ -80,7 +80,7 @@ class Runner:
         return [_returned(outputs[result.name], result) for result in self.program.results]
 
 
-def _returned(array: npt.NDArray[Any], result: Result) -> npt.NDArray[Any]:
+def _returned(array: npt.NDArray[Any], result: ProgramResult) -> npt.NDArray[Any]:
     """An output in the type and shape that the model says."""
     if result.dtype == "bfloat16":
         import ml_dtypes

@@ -12,8 +12,8 @@ import numpy as np
 from ... import ops
 from ..errors import ModelError
 from ..tensors import arithmetic as arith
-from ..tensors import products, shapes
-from ..tensors.tensor import Tensor, literal
+from ..tensors import matmul, shapes
+from ..tensors.tensor import Tensor, constant_tensor
 from .calls import Row, known
 
 LONGEST = 1 << 10
@@ -48,17 +48,17 @@ class Cell:
         size = h.shape[-1]
         first, last, _ = gates.indices(self.weight.shape[0] // size)
         weight, bias = (
-            x if x is None else shapes.cut(x, 0, first * size, last * size) for x in (self.weight, self.bias)
+            x if x is None else shapes.slice_range(x, 0, first * size, last * size) for x in (self.weight, self.bias)
         )
         assert weight is not None
-        return products.linear(h, weight, bias)
+        return matmul.linear(h, weight, bias)
 
     def from_peephole(self, x: Tensor, number: int, c: Tensor) -> Tensor:
         """`x` plus what the gate of that number sees of a cell."""
         if self.peepholes is None:
             return x
         size = c.shape[-1]
-        return arith.add(x, arith.mul(c, shapes.cut(self.peepholes, 0, number * size, (number + 1) * size)))
+        return arith.add(x, arith.mul(c, shapes.slice_range(self.peepholes, 0, number * size, (number + 1) * size)))
 
 
 Step: TypeAlias = Callable[[Cell, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
@@ -137,8 +137,8 @@ def recurrence(step: Step, names: Sequence[str], settings: Sequence[str] = ()) -
             own = chosen[way * len(names) : (way + 1) * len(names)]
             flags = {name: int(said.get(name, 0)) for name in settings}
             cell = Cell(_at(before, way), of_h, None if peepholes is None else _at(peepholes, way), own, flags)
-            gates = shapes.unbind(products.linear(x, _at(weight, way), of_x), 0)
-            zeros = literal(np.zeros((batch, size), np.float32))
+            gates = shapes.unbind(matmul.linear(x, _at(weight, way), of_x), 0)
+            zeros = constant_tensor(np.zeros((batch, size), np.float32))
             states = [zeros if first is None else _at(first, way) for first in firsts]
             steps = list(_walked(step, cell, gates[::-1] if is_backward else gates, states))
             rows.append([states[0] for states in (steps[::-1] if is_backward else steps)])

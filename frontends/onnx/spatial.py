@@ -10,8 +10,8 @@ import numpy as np
 
 from ..errors import ModelError
 from ..tensors import arithmetic as arith
-from ..tensors import reducing, sliding
-from ..tensors.tensor import Tensor, literal
+from ..tensors import convolutions, reductions
+from ..tensors.tensor import Tensor, constant_tensor
 from .calls import known, numbers
 
 Ends = list[tuple[int, int]]
@@ -36,7 +36,7 @@ def convolution(
     n = weight.rank - 2
     steps, wide = tuple(strides) or (1,) * n, tuple(dilations) or (1,) * n
     around = _ends(auto_pad, pads, x.shape[2:], weight.shape[2:], steps, wide)
-    return sliding.convolution(x, weight, bias, steps, around, wide, group)
+    return convolutions.convolution(x, weight, bias, steps, around, wide, group)
 
 
 def transposed_convolution(
@@ -55,7 +55,7 @@ def transposed_convolution(
         for m, s, d, k, o, e in zip(x.shape[2:], steps, wide, weight.shape[2:], sizes, more, strict=True):
             cut = s * (m - 1) + e + (k - 1) * d + 1 - o
             around.append((cut - cut // 2, cut // 2) if auto_pad != "SAME_UPPER" else (cut // 2, cut - cut // 2))
-    return sliding.transposed_convolution(x, weight, bias, steps, around, wide, group, more)
+    return convolutions.transposed_convolution(x, weight, bias, steps, around, wide, group, more)
 
 
 def max_pool(
@@ -65,7 +65,7 @@ def max_pool(
     n = len(kernel_shape)
     steps, wide = tuple(strides) or (1,) * n, tuple(dilations) or (1,) * n
     around = _ends(auto_pad, pads, x.shape[2:], kernel_shape, steps, wide)
-    return sliding.max_pool(x, kernel_shape, steps, around, wide, bool(ceil_mode))
+    return convolutions.max_pool(x, kernel_shape, steps, around, wide, bool(ceil_mode))
 
 
 def average_pool(
@@ -75,21 +75,23 @@ def average_pool(
     n = len(kernel_shape)
     steps, wide = tuple(strides) or (1,) * n, tuple(dilations) or (1,) * n
     around = _ends(auto_pad, pads, x.shape[2:], kernel_shape, steps, wide)
-    return sliding.average_pool(x, kernel_shape, steps, around, bool(ceil_mode), bool(count_include_pad), dilation=wide)
+    return convolutions.average_pool(
+        x, kernel_shape, steps, around, bool(ceil_mode), bool(count_include_pad), dilation=wide
+    )
 
 
 def power_pool(x: Tensor, *, p: int = 2, kernel_shape: Sequence[int], **more: Any) -> Tensor:
     """The root of the sum of powers in each window."""
     powers = arith.power(arith.absolute(x), p)
     means = average_pool(powers, kernel_shape=kernel_shape, count_include_pad=1, **more)
-    sums = arith.scaled(means, math.prod(kernel_shape))
+    sums = arith.scale_and_shift(means, math.prod(kernel_shape))
     return sums if p == 1 else arith.power(sums, 1 / p)
 
 
 def everywhere(kind: str) -> Any:
     def row(x: Tensor) -> Tensor:
         over = list(range(2, x.rank))
-        return reducing.mean(x, over, True) if kind == "mean" else reducing.extreme(kind, x, over, True)
+        return reductions.mean(x, over, True) if kind == "mean" else reductions.extreme(kind, x, over, True)
 
     return row
 
@@ -172,10 +174,10 @@ def resize(
         points = _points(n, out, scale, coordinate_transformation_mode)
         wide = max(1.0, 1 / scale) if antialias else 1.0
         matrix = _weights(points, n, mode, nearest_mode, cubic_coeff_a, bool(exclude_outside), wide)
-        x = sliding.mapped(arith.real(x), axis, matrix)
+        x = convolutions.resample_axis(arith.as_float(x), axis, matrix)
     return x
 
 
 def upsample(x: Tensor, factors: Any = None, *, scales: Any = None, mode: str = "nearest") -> Tensor:
-    given = factors if factors is not None else literal(np.asarray(scales, np.float32))
+    given = factors if factors is not None else constant_tensor(np.asarray(scales, np.float32))
     return resize(x, None, given, mode=mode, coordinate_transformation_mode="asymmetric", nearest_mode="floor")

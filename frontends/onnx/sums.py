@@ -12,8 +12,8 @@ from ... import ops
 from ...graph import DType
 from ..errors import ModelError
 from ..tensors import arithmetic as arith
-from ..tensors import indexing, products, reducing, shapes
-from ..tensors.tensor import Tensor, literal
+from ..tensors import indexing, matmul, reductions, shapes
+from ..tensors.tensor import Tensor, constant_tensor
 from .calls import Numbers, Row, flatten, number, numbers
 
 
@@ -34,20 +34,22 @@ def reduced(kind: Callable[[Tensor, list[int], bool], Tensor]) -> Row:
 
 
 def _mean(x: Tensor, over: list[int], keep: bool) -> Tensor:
-    return reducing.mean(x, over, keep)
+    return reductions.mean(x, over, keep)
 
 
-sum_ = reduced(lambda x, over, keep: reducing.total(x, over, keep))
+sum_ = reduced(lambda x, over, keep: reductions.sum_over(x, over, keep))
 mean_of = reduced(_mean)
-square_sum = reduced(lambda x, over, keep: reducing.total(arith.mul(x, x), over, keep))
-size_sum = reduced(lambda x, over, keep: reducing.total(arith.absolute(x), over, keep))
-root_sum = reduced(lambda x, over, keep: arith.unary(ops.sqrt, arith.real(reducing.total(arith.mul(x, x), over, keep))))
-log_sum = reduced(lambda x, over, keep: arith.unary(ops.log, arith.real(reducing.total(x, over, keep))))
-log_sum_exp = reduced(lambda x, over, keep: reducing.log_sum_exp(arith.real(x), over, keep))
+square_sum = reduced(lambda x, over, keep: reductions.sum_over(arith.mul(x, x), over, keep))
+size_sum = reduced(lambda x, over, keep: reductions.sum_over(arith.absolute(x), over, keep))
+root_sum = reduced(
+    lambda x, over, keep: arith.unary(ops.sqrt, arith.as_float(reductions.sum_over(arith.mul(x, x), over, keep)))
+)
+log_sum = reduced(lambda x, over, keep: arith.unary(ops.log, arith.as_float(reductions.sum_over(x, over, keep))))
+log_sum_exp = reduced(lambda x, over, keep: reductions.log_sum_exp(arith.as_float(x), over, keep))
 
 
 def extreme(kind: str) -> Row:
-    return reduced(lambda x, over, keep: reducing.extreme(kind, x, over, keep))
+    return reduced(lambda x, over, keep: reductions.extreme(kind, x, over, keep))
 
 
 def place(kind: Callable[..., Tensor]) -> Row:
@@ -63,10 +65,10 @@ def running(kind: str) -> Row:
     def row(x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
         at = x.axis(int(number(axis, 0)))
         x = shapes.flip(x, [at]) if reverse else x
-        out = reducing.running(kind, x, at)
+        out = reductions.accumulate(kind, x, at)
         if exclusive:
             front = [(1, 0) if a == at else (0, 0) for a in range(x.rank)]
-            out = shapes.pad(shapes.cut(out, at, 0, x.shape[at] - 1), front, 0 if kind == "sum" else 1)
+            out = shapes.pad(shapes.slice_range(out, at, 0, x.shape[at] - 1), front, 0 if kind == "sum" else 1)
         return shapes.flip(out, [at]) if reverse else out
 
     return row
@@ -78,14 +80,14 @@ def top_k(x: Tensor, count: Any = None, *, k: Any = None, axis: int = -1, larges
         raise ModelError(f"the {n} first of {x.shape[x.axis(axis)]} entries")
     if x.dtype in (DType.I32, DType.I64):
         raise ModelError(f"an order of {x.dtype} numbers; hocket orders what a float32 holds")
-    ids = shapes.cut(reducing.order(x, axis, bool(largest)), axis, 0, n)
+    ids = shapes.slice_range(reductions.argsort(x, axis, bool(largest)), axis, 0, n)
     return indexing.gather(x, axis, ids), ids
 
 
 def hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
     at = x.axis(axis)
-    places = literal(np.arange(x.shape[at]).reshape(-1, *(1,) * (x.rank - 1 - at)))
-    return arith.compare("eq", reducing.argmax(x, at, True), places)
+    places = constant_tensor(np.arange(x.shape[at]).reshape(-1, *(1,) * (x.rank - 1 - at)))
+    return arith.compare("eq", reductions.argmax(x, at, True), places)
 
 
 def flattened(row: Row) -> Row:
@@ -94,7 +96,7 @@ def flattened(row: Row) -> Row:
 
 
 def lp_norm(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
-    size = reducing.norm_of(x, p, axis, True)
+    size = reductions.vector_norm(x, p, axis, True)
     return arith.where(arith.compare("eq", size, 0.0), 0.0, arith.div(x, size))
 
 
@@ -105,9 +107,9 @@ def gemm(
     a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0,
     transB: int = 0,
 ) -> Tensor:  # fmt: skip
-    out = products.matmul(shapes.transpose(a, 0, 1) if transA else a, shapes.transpose(b, 0, 1) if transB else b)
-    out = arith.scaled(out, alpha)
-    return out if c is None else arith.add(out, arith.scaled(arith.real(c), beta))
+    out = matmul.matmul(shapes.transpose(a, 0, 1) if transA else a, shapes.transpose(b, 0, 1) if transB else b)
+    out = arith.scale_and_shift(out, alpha)
+    return out if c is None else arith.add(out, arith.scale_and_shift(arith.as_float(c), beta))
 
 
 def einsum(*xs: Tensor, equation: str) -> Tensor:
@@ -139,7 +141,7 @@ def einsum(*xs: Tensor, equation: str) -> Tensor:
         whole = here if whole is None else arith.mul(whole, here)
     assert whole is not None
     summed = list(range(len(wanted), len(every)))
-    return reducing.total(whole, summed) if summed else whole
+    return reductions.sum_over(whole, summed) if summed else whole
 
 
 def _traced(x: Tensor, name: str) -> tuple[Tensor, str]:
@@ -148,7 +150,7 @@ def _traced(x: Tensor, name: str) -> tuple[Tensor, str]:
         while name.count(c) > 1:
             i = name.index(c)
             j = name.index(c, i + 1)
-            ends = shapes.moved(shapes.moved(x, i, -1), j - 1, -1)
+            ends = shapes.move_axis(shapes.move_axis(x, i, -1), j - 1, -1)
             n = ends.shape[-1]
             flat = shapes.reshape(ends, (*ends.shape[:-2], n * n))
             x, name = shapes.take(flat, -1, np.arange(n) * (n + 1)), name.replace(c, "") + c
@@ -163,7 +165,7 @@ def _one_product(parts: Sequence[tuple[Tensor, str]], wanted: str, sizes: dict[s
     inner = [c for c in both if c not in wanted]
     mine, other = ([c for c in name if c not in both and c in wanted] for name in (first, second))
     lone = [[i for i, c in enumerate(name) if c not in both and c not in wanted] for name in (first, second)]
-    a, b = (reducing.total(x, over) if over else x for x, over in zip((a, b), lone, strict=True))
+    a, b = (reductions.sum_over(x, over) if over else x for x, over in zip((a, b), lone, strict=True))
     first, second = ("".join(c for c in n if c in both or c in wanted) for n in (first, second))
 
     def laid(x: Tensor, name: str, groups: Sequence[Sequence[str]]) -> Tensor:
@@ -171,7 +173,7 @@ def _one_product(parts: Sequence[tuple[Tensor, str]], wanted: str, sizes: dict[s
         x = shapes.permute(x, [name.index(c) for g in groups for c in g])
         return shapes.reshape(x, [math.prod(sizes.get(c, 1) for c in g) for g in groups])
 
-    product = products.matmul(laid(a, first, (batch, mine, inner)), laid(b, second, (batch, inner, other)))
+    product = matmul.matmul(laid(a, first, (batch, mine, inner)), laid(b, second, (batch, inner, other)))
     order = [*batch, *mine, *other]
     out = shapes.reshape(product, [sizes.get(c, 1) for c in order])
     return shapes.permute(out, [order.index(c) for c in wanted])
@@ -181,9 +183,9 @@ def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
 ) -> Any:
     over = list(range(x.axis(axis), x.rank))
-    mean_value = reducing.mean(x, over, True)
-    spread = arith.rsqrt(arith.add(reducing.variance(x, over, 0, True), epsilon))
-    return products.layer_norm(x, len(over), weight, bias, epsilon), mean_value, spread
+    mean_value = reductions.mean(x, over, True)
+    spread = arith.rsqrt(arith.add(reductions.variance(x, over, 0, True), epsilon))
+    return matmul.layer_norm(x, len(over), weight, bias, epsilon), mean_value, spread
 
 
 def batch_norm(
@@ -192,11 +194,11 @@ def batch_norm(
 ) -> Tensor:  # fmt: skip
     if training_mode or not spatial:
         raise ModelError("batch norm over the batch itself, as in training; export the model for inference")
-    return products.batch_norm(x, weight, bias, mean, variance, epsilon)
+    return matmul.batch_norm(x, weight, bias, mean, variance, epsilon)
 
 
 def instance_norm(x: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float = 1e-5) -> Tensor:
-    return products.group_norm(x, x.shape[1], weight, bias, epsilon)
+    return matmul.group_norm(x, x.shape[1], weight, bias, epsilon)
 
 
 def local_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:
@@ -205,5 +207,5 @@ def local_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75,
     i = np.arange(c)
     near = (i[None] >= i[:, None] - (size - 1) // 2) & (i[None] <= i[:, None] + size // 2)
     rows = shapes.reshape(x, (x.shape[0], c, -1))
-    sums = shapes.reshape(products.matmul(literal(near.astype(np.float32)), arith.mul(rows, rows)), x.shape)
-    return arith.div(x, arith.power(arith.scaled(sums, alpha / size, bias), beta))
+    sums = shapes.reshape(matmul.matmul(constant_tensor(near.astype(np.float32)), arith.mul(rows, rows)), x.shape)
+    return arith.div(x, arith.power(arith.scale_and_shift(sums, alpha / size, bias), beta))

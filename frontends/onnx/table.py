@@ -14,7 +14,7 @@ from typing import Any
 
 from ... import ops
 from ..tensors import arithmetic as arith
-from ..tensors import products, reducing
+from ..tensors import matmul, reductions
 from . import calls, recurrences, spatial, sums
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
@@ -96,17 +96,17 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
         "ReduceL2": sums.root_sum,
         "ReduceLogSum": sums.log_sum,
         "ReduceLogSumExp": sums.log_sum_exp,
-        "ArgMax": sums.place(reducing.argmax),
-        "ArgMin": sums.place(reducing.argmin),
+        "ArgMax": sums.place(reductions.argmax),
+        "ArgMin": sums.place(reductions.argmin),
         "CumSum": sums.running("sum"),
         "CumProd": sums.running("prod"),
         "TopK": sums.top_k,
-        "Softmax": lambda x, *, axis=-1: products.softmax(x, axis),
-        "LogSoftmax": lambda x, *, axis=-1: products.log_softmax(x, axis),
+        "Softmax": lambda x, *, axis=-1: matmul.softmax(x, axis),
+        "LogSoftmax": lambda x, *, axis=-1: matmul.log_softmax(x, axis),
         "Hardmax": sums.hardmax,
         "LpNormalization": sums.lp_norm,
         # products
-        "MatMul": products.matmul,
+        "MatMul": matmul.matmul,
         "Gemm": sums.gemm,
         "Einsum": sums.einsum,
         "LayerNormalization": sums.layer_norm,

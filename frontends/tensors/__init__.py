@@ -1,5 +1,5 @@
-"""Tensors as PyTorch and ONNX mean them, said with hocket's ops: broadcasting both ways, axes from either end,
-integers and truth values, any rank.
+"""Tensor functions with the semantics of PyTorch and ONNX, built from the ops of hocket.
 
-The tables of `frontends.torch` and `frontends.onnx` are written with these functions.
+They have mutual broadcasting, negative axes, integers, booleans and any rank. The op tables of `frontends.torch` and
+`frontends.onnx` use them.
 """

@@ -1,4 +1,4 @@
-"""Shapes: reshape, permute, expand, cut, join, pad, repeat."""
+"""Shapes: reshape, permute, expand, slice, concatenate, pad, repeat."""
 
 from __future__ import annotations
 
@@ -12,37 +12,47 @@ from ... import ops
 from ...graph import Value
 from ...graph.spec import MAX_RANK
 from ..errors import ModelError
-from .tensor import Operand, Tensor, cast, held, lifted, literal, promoted, reshaped, tensor
+from .tensor import (
+    Operand,
+    Tensor,
+    as_tensor,
+    cast,
+    constant_tensor,
+    number_as_tensor,
+    promote_dtypes,
+    reshape_value,
+    stored_shape,
+)
 
 
-def _under(x: Tensor, shape: Sequence[int]) -> Value:
-    """The value of `x` under a shape of few axes."""
-    return reshaped(x.value, tuple(shape))
+def _reshape_value(x: Tensor, shape: Sequence[int]) -> Value:
+    """Return the graph value of `x` with a shape that a value may have."""
+    return reshape_value(x.value, tuple(shape))
 
 
-def _as(x: Tensor, value: Value, shape: Sequence[int]) -> Tensor:
-    return tensor(value, shape, x.truth)
+def _with_value(x: Tensor, value: Value, shape: Sequence[int]) -> Tensor:
+    return as_tensor(value, shape, x.is_bool)
 
 
 def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """The same elements under `shape`, of which one entry may be -1."""
+    """Return the same elements with another shape; one entry of `shape` may be -1."""
     size, known = prod(x.shape), prod(n for n in shape if n != -1)
     whole = tuple((size // known if known else 0) if n == -1 else n for n in shape)
     if prod(whole) != size:
         raise ModelError(f"shape {list(shape)} does not hold the {size} elements of a tensor of {list(x.shape)}")
-    known_array = None if x.known is None else x.known.reshape(whole)
-    return Tensor(reshaped(x.value, held(whole)), whole, x.truth, known_array)
+    known_array = None if x.constant is None else x.constant.reshape(whole)
+    return Tensor(reshape_value(x.value, stored_shape(whole)), whole, x.is_bool, known_array)
 
 
 def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """Axis i of the result is axis ``axes[i]``; of permutations in a row one remains."""
+    """Permute axes: axis i of the result is axis ``axes[i]``; consecutive permutations become one."""
     order = [x.axis(a) for a in axes]
     shape = tuple(x.shape[a] for a in order)
     if order == list(range(x.rank)):
         return x
-    if not x.is_wide:
-        return Tensor(permuted(x.value, order), shape, x.truth)
-    # Axes that stay neighbours are one; those of one entry are none.
+    if not x.exceeds_max_rank:
+        return Tensor(permute_value(x.value, order), shape, x.is_bool)
+    # Axes that stay consecutive are merged; axes of one entry are dropped.
     real = [a for a in order if x.shape[a] != 1]
     ahead = dict(zip(sorted(real)[1:], sorted(real), strict=False))
     runs: list[list[int]] = []
@@ -51,32 +61,32 @@ def permute(x: Tensor, axes: Sequence[int]) -> Tensor:
             runs[-1].append(a)
         else:
             runs.append([a])
-    if len(runs) > MAX_RANK:  # one axis after the other takes its place
+    if len(runs) > MAX_RANK:  # the axes are moved one after the other
         for place, axis in enumerate(order):
             at = place + [a for a in range(x.rank) if a not in order[:place]].index(axis)
             sizes = [prod(x.shape[i:j]) for i, j in ((0, place), (place, at), (at, at + 1), (at + 1, x.rank))]
-            turned = (*x.shape[:place], x.shape[at], *x.shape[place:at], *x.shape[at + 1 :])
-            x = _as(x, permuted(_under(x, sizes), (0, 2, 1, 3)), turned)
+            new_shape = (*x.shape[:place], x.shape[at], *x.shape[place:at], *x.shape[at + 1 :])
+            x = _with_value(x, permute_value(_reshape_value(x, sizes), (0, 2, 1, 3)), new_shape)
         return x
     source = sorted(runs)
-    value = _under(x, [prod(x.shape[a] for a in run) for run in source])
-    return _as(x, permuted(value, [source.index(run) for run in runs]), shape)
+    value = _reshape_value(x, [prod(x.shape[a] for a in run) for run in source])
+    return _with_value(x, permute_value(value, [source.index(run) for run in runs]), shape)
 
 
-def permuted(value: Value, order: Sequence[int]) -> Value:
-    """`ops.permute`, or nothing where it would move nothing; one of two in a row."""
+def permute_value(value: Value, order: Sequence[int]) -> Value:
+    """Permute the axes of a value; consecutive permutations become one, and an identity disappears."""
     axes = list(order)
     while value.node.op in ("permute", "transpose"):
         (source,) = value.node.inputs
         rank = len(source.shape)
-        given = value.node.attrs.get("axes")
-        inner = given if isinstance(given, tuple) else (*range(rank - 2), rank - 1, rank - 2)
+        inner_axes = value.node.attrs.get("axes")
+        inner = inner_axes if isinstance(inner_axes, tuple) else (*range(rank - 2), rank - 1, rank - 2)
         axes, value = [int(np.asarray(inner[a])) for a in axes], source
     return value if axes == list(range(len(axes))) else ops.permute(value, axes=tuple(axes))
 
 
 def transpose(x: Tensor, first: int, second: int) -> Tensor:
-    """Two axes exchanged."""
+    """Return `x` with two axes exchanged."""
     if x.rank == 0:
         return x
     axes = list(range(x.rank))
@@ -85,15 +95,15 @@ def transpose(x: Tensor, first: int, second: int) -> Tensor:
     return permute(x, axes)
 
 
-def moved(x: Tensor, axis: int, to: int) -> Tensor:
-    """One axis moved to another place."""
+def move_axis(x: Tensor, axis: int, to: int) -> Tensor:
+    """Return `x` with one axis moved to another position."""
     axes = [a for a in range(x.rank) if a != x.axis(axis)]
     axes.insert(x.axis(to), x.axis(axis))
     return permute(x, axes)
 
 
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Axes of one entry repeated up to `shape`, in which -1 leaves an axis as it is."""
+    """Repeat axes of one entry up to `shape`; -1 keeps the size of an axis."""
     extra = len(shape) - x.rank
     whole = tuple(x.shape[i - extra] if n == -1 else n for i, n in enumerate(shape))
     if whole == x.shape:
@@ -102,8 +112,8 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     if extra < 0 or any(n not in (1, m) for n, m in zip(own, whole, strict=True)):
         raise ModelError(f"a tensor of {list(x.shape)} cannot be expanded to {list(shape)}")
     if len(whole) <= MAX_RANK:
-        return Tensor(ops.broadcast(x.value, shape=whole), whole, x.truth)
-    groups: list[tuple[int, int]] = []  # neighbours of one fate as one: entries before, and after
+        return Tensor(ops.broadcast(x.value, shape=whole), whole, x.is_bool)
+    groups: list[tuple[int, int]] = []  # merged consecutive axes: sizes before and after
     for n, m in zip(own, whole, strict=True):
         if (groups and (n == m) == (groups[-1][0] == groups[-1][1])) or m == 1:
             before, after = groups.pop() if groups else (1, 1)
@@ -112,126 +122,126 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
             groups.append((n, m))
     if len(groups) > MAX_RANK:
         raise ModelError(f"expanding {list(x.shape)} to {list(whole)} repeats too many axes apart from each other")
-    narrow = _under(x, [before for before, _ in groups])
-    return _as(x, ops.broadcast(narrow, shape=tuple(after for _, after in groups)), whole)
+    narrow = _reshape_value(x, [before for before, _ in groups])
+    return _with_value(x, ops.broadcast(narrow, shape=tuple(after for _, after in groups)), whole)
 
 
 def squeeze(x: Tensor, axes: Sequence[int] | None = None) -> Tensor:
-    """Without axes of one entry: all, or those of `axes`."""
+    """Remove axes of one entry: all of them, or only `axes`."""
     chosen = range(x.rank) if axes is None else {x.axis(a) for a in axes}
     return reshape(x, [n for i, n in enumerate(x.shape) if n != 1 or i not in chosen])
 
 
 def unsqueeze(x: Tensor, axis: int) -> Tensor:
-    """With a new axis of one entry."""
+    """Insert a new axis of one entry."""
     at = axis % (x.rank + 1)
     return reshape(x, (*x.shape[:at], 1, *x.shape[at:]))
 
 
-def along(x: Tensor, axis: int, change: Callable[[Value, int], Value]) -> Tensor:
-    """What `change` makes of a value and one of its axes; of a wide tensor the axes around it are one each."""
+def apply_along_axis(x: Tensor, axis: int, change: Callable[[Value, int], Value]) -> Tensor:
+    """Apply `change` to a value and one of its axes; for a flat value the other axes are merged around it."""
     at = x.axis(axis)
-    if not x.is_wide:
-        return tensor(change(x.value, at), None, x.truth)
+    if not x.exceeds_max_rank:
+        return as_tensor(change(x.value, at), None, x.is_bool)
     before, after = prod(x.shape[:at]), prod(x.shape[at + 1 :])
-    value = change(_under(x, (before, x.shape[at], after)), 1)
-    return _as(x, value, (*x.shape[:at], value.shape[1], *x.shape[at + 1 :]))
+    value = change(_reshape_value(x, (before, x.shape[at], after)), 1)
+    return _with_value(x, value, (*x.shape[:at], value.shape[1], *x.shape[at + 1 :]))
 
 
-def cut(x: Tensor, axis: int, start: int, stop: int) -> Tensor:
-    """Entries `start` to `stop` of an axis."""
+def slice_range(x: Tensor, axis: int, start: int, stop: int) -> Tensor:
+    """Return the entries `start` to `stop` (exclusive) of an axis."""
     if (start, stop) == (0, x.shape[x.axis(axis)]):
         return x
-    return along(x, axis, lambda value, at: ops.slice_(value, axis=at, start=start, stop=stop))
+    return apply_along_axis(x, axis, lambda value, at: ops.slice_(value, axis=at, start=start, stop=stop))
 
 
 def slice_(x: Tensor, axis: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Tensor:
-    """Every `step`-th entry from `start` to `stop`, counted as Python counts them."""
+    """Return a slice of an axis with the semantics of Python."""
     n = x.shape[x.axis(axis)]
     if step < 0:
         return take(x, axis, np.arange(n)[slice(start, stop, step)])
     first, last, _ = slice(start, stop).indices(n)
     count = max(0, -(-(last - first) // step))
     if step == 1 or count <= 1:
-        return cut(x, axis, first, first + (count if count <= 1 else last - first))
+        return slice_range(x, axis, first, first + (count if count <= 1 else last - first))
     at = x.axis(axis)
     lacking = max(0, first + count * step - n)
     longer = pad(x, [(0, lacking if i == at else 0) for i in range(x.rank)]) if lacking else x
-    run = cut(longer, at, first, first + count * step)
+    run = slice_range(longer, at, first, first + count * step)
     parts = reshape(run, (prod(x.shape[:at]), count, step, prod(x.shape[at + 1 :])))
-    return reshape(cut(parts, 2, 0, 1), (*x.shape[:at], count, *x.shape[at + 1 :]))
+    return reshape(slice_range(parts, 2, 0, 1), (*x.shape[:at], count, *x.shape[at + 1 :]))
 
 
 def take(x: Tensor, axis: int, entries: np.ndarray) -> Tensor:
-    """Entries of an axis by numbers that are known now; runs of them are slices."""
+    """Return the entries of an axis at constant indices; few consecutive runs become slices."""
     at, n = x.axis(axis), x.shape[x.axis(axis)]
     ids = np.asarray(entries, np.int64)
     ids = np.where(ids < 0, ids + n, ids)
     breaks = np.flatnonzero(np.diff(ids) != 1) + 1
     if len(ids) and len(breaks) < 4:
-        return cat([cut(x, at, int(run[0]), int(run[-1]) + 1) for run in np.split(ids, breaks)], at)
-    front = moved(x, at, 0)
+        return cat([slice_range(x, at, int(run[0]), int(run[-1]) + 1) for run in np.split(ids, breaks)], at)
+    front = move_axis(x, at, 0)
     rows = reshape(front, (n, prod(front.shape[1:])))
-    return moved(reshape(rows_of(rows, literal(ids)), (len(ids), *front.shape[1:])), 0, at)
+    return move_axis(reshape(select_rows(rows, constant_tensor(ids)), (len(ids), *front.shape[1:])), 0, at)
 
 
-def rows_of(table: Tensor, ids: Tensor) -> Tensor:
-    """Rows of a matrix by a list of numbers; those of integers keep their type."""
+def select_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """Return rows of a matrix at a list of indices, in the dtype of the matrix."""
     if not table.is_integer:
-        return cast(tensor(ops.get_rows(table.value, ids.value), None, table.truth), table.dtype, table.truth)
-    numbers = ops.broadcast(reshaped(ids.value, (1, *ids.shape)), shape=(table.shape[1], *ids.shape))
-    return tensor(ops.transpose(ops.gather(ops.transpose(table.value), numbers)))
+        return cast(as_tensor(ops.get_rows(table.value, ids.value), None, table.is_bool), table.dtype, table.is_bool)
+    numbers = ops.broadcast(reshape_value(ids.value, (1, *ids.shape)), shape=(table.shape[1], *ids.shape))
+    return as_tensor(ops.transpose(ops.gather(ops.transpose(table.value), numbers)))
 
 
 def cat(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Tensors one after another along an axis."""
-    some = [p for p in parts if p.shape != (0,)] or list(parts[:1])  # PyTorch passes over empty lists
-    first, *others = promoted(*some)
+    """Concatenate tensors along an axis."""
+    some = [p for p in parts if p.shape != (0,)] or list(parts[:1])  # PyTorch skips tensors of shape (0,)
+    first, *others = promote_dtypes(*some)
     at = first.axis(axis)
     for other in others:
-        if not first.is_wide:
-            first = tensor(ops.concat(first.value, other.value, axis=at), None, first.truth)
+        if not first.exceeds_max_rank:
+            first = as_tensor(ops.concat(first.value, other.value, axis=at), None, first.is_bool)
             continue
         before, after = prod(first.shape[:at]), prod(first.shape[at + 1 :])
-        a, b = (_under(p, (before, p.shape[at], after)) for p in (first, other))
+        a, b = (_reshape_value(p, (before, p.shape[at], after)) for p in (first, other))
         whole = (*first.shape[:at], first.shape[at] + other.shape[at], *first.shape[at + 1 :])
-        first = _as(first, ops.concat(a, b, axis=1), whole)
+        first = _with_value(first, ops.concat(a, b, axis=1), whole)
     return first
 
 
 def stack(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Tensors side by side along a new axis."""
+    """Join tensors along a new axis."""
     return cat([unsqueeze(p, axis % (p.rank + 1)) for p in parts], axis % (parts[0].rank + 1))
 
 
 def split(x: Tensor, sizes: int | Sequence[int], axis: int = 0) -> tuple[Tensor, ...]:
-    """Pieces of `sizes` along an axis, or of one size each but the last."""
+    """Split an axis into parts of the given sizes, or of one size, with a smaller last part."""
     n = x.shape[x.axis(axis)]
     ends = np.cumsum([min(sizes, n - i) for i in range(0, n, sizes)] if isinstance(sizes, int) else sizes)
-    return tuple(cut(x, axis, int(a), int(b)) for a, b in zip([0, *ends], ends, strict=False))
+    return tuple(slice_range(x, axis, int(a), int(b)) for a, b in zip([0, *ends], ends, strict=False))
 
 
 def unbind(x: Tensor, axis: int = 0) -> tuple[Tensor, ...]:
-    """The entries of an axis, each without it."""
+    """Return the entries of an axis as separate tensors without the axis."""
     return tuple(squeeze(part, [axis]) for part in split(x, 1, axis))
 
 
 def select(x: Tensor, axis: int, index: int) -> Tensor:
-    """One entry of an axis, without the axis."""
+    """Return one entry of an axis, without the axis."""
     at = x.axis(axis)
     i = index % x.shape[at]
-    return squeeze(cut(x, at, i, i + 1), [at])
+    return squeeze(slice_range(x, at, i, i + 1), [at])
 
 
 def flip(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """Entries of some axes in the opposite order."""
+    """Reverse the entries of axes."""
     for axis in axes:
         x = take(x, axis, np.arange(x.shape[x.axis(axis)])[::-1])
     return x
 
 
 def roll(x: Tensor, shifts: Sequence[int], axes: Sequence[int] = ()) -> Tensor:
-    """Entries moved on along axes, what leaves at one end entering at the other."""
+    """Shift the entries of axes cyclically; without axes the flattened tensor is shifted."""
     if not axes:
         return reshape(roll(reshape(x, [-1]), shifts, [0]), x.shape)
     for shift, axis in zip(shifts, axes, strict=True):
@@ -239,12 +249,12 @@ def roll(x: Tensor, shifts: Sequence[int], axes: Sequence[int] = ()) -> Tensor:
         n = x.shape[at]
         if n and shift % n:
             first = n - shift % n
-            x = cat([cut(x, at, first, n), cut(x, at, 0, first)], at)
+            x = cat([slice_range(x, at, first, n), slice_range(x, at, 0, first)], at)
     return x
 
 
 def repeat(x: Tensor, counts: Sequence[int]) -> Tensor:
-    """`x` laid out as tiles, `counts` along each axis."""
+    """Tile `x`: `counts` repetitions along each axis."""
     own = reshape(x, (1,) * (len(counts) - x.rank) + x.shape)
     for axis, count in enumerate(counts):
         if count != 1:
@@ -255,32 +265,32 @@ def repeat(x: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def pad(x: Tensor, pads: Sequence[tuple[int, int]], value: Operand = 0) -> Tensor:
-    """`x` with entries of `value` before and after each axis; negative numbers cut entries off."""
+    """Pad each axis of `x` with `value` before and after; negative numbers remove entries."""
     for axis, (a, b) in enumerate(pads):
         if a < 0 or b < 0:
-            x = cut(x, axis, max(0, -a), x.shape[axis] - max(0, -b))
+            x = slice_range(x, axis, max(0, -a), x.shape[axis] - max(0, -b))
     grown = [(max(0, a), max(0, b)) for a, b in pads]
     if not any(a or b for a, b in grown):
         return x
     out = x
     for axis, (a, b) in enumerate(grown):
         if a or b:
-            out = along(out, axis, partial(_zeros_around, before=a, after=b))
+            out = apply_along_axis(out, axis, partial(_pad_zeros, before=a, after=b))
     if isinstance(value, Tensor) or value != 0:
         inside = np.pad(np.ones(x.shape, bool), grown)
-        around = cast(lifted(value, x), x.dtype)
-        out = tensor(ops.where(literal(inside).value, out.value, around.value), out.shape, x.truth)
+        around = cast(number_as_tensor(value, x), x.dtype)
+        out = as_tensor(ops.where(constant_tensor(inside).value, out.value, around.value), out.shape, x.is_bool)
     return out
 
 
-def _zeros_around(value: Value, axis: int, before: int, after: int) -> Value:
+def _pad_zeros(value: Value, axis: int, before: int, after: int) -> Value:
     left, right = [0] * len(value.shape), [0] * len(value.shape)
     left[axis], right[axis] = before, after
     return ops.pad(value, left=tuple(left), right=tuple(right))
 
 
-def pad_with_own(x: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
-    """`x` continued by its own entries; `mode` is one of NumPy's: edge, reflect, symmetric, wrap."""
+def pad_by_mode(x: Tensor, pads: Sequence[tuple[int, int]], mode: str) -> Tensor:
+    """Pad `x` with its own entries; `mode` is a mode of `numpy.pad`: edge, reflect, symmetric or wrap."""
     for axis, (a, b) in enumerate(pads):
         if a or b:
             own = np.pad(np.arange(x.shape[axis]), (max(0, a), max(0, b)), mode=mode)  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""A value of the graph as a tensor: its shape whatever the rank, and what its numbers are."""
+"""A graph value as a tensor of any rank, with booleans and known constants."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ Array: TypeAlias = npt.NDArray[np.generic]
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """`value` under `shape`; where the shape has more axes than a value may have, the value has one.
+    """A graph value with the shape of a framework tensor.
 
-    Truth values are 0 and 1 in f32 and marked as `truth`.  `known` is the array of a constant.
+    If the shape has more axes than a value may have, the value is flat. Booleans are 0 and 1 in f32, with `is_bool`
+    set.
+    `constant` is the array of a constant, else None.
     """
 
     value: Value
     shape: tuple[int, ...]
-    truth: bool = False
-    known: Array | None = None
+    is_bool: bool = False
+    constant: Array | None = None
 
     @property
     def rank(self) -> int:
@@ -44,12 +46,12 @@ class Tensor:
         return self.value.dtype.is_integer
 
     @property
-    def is_wide(self) -> bool:
-        """Whether it has more axes than a value may have, so that its value is flat."""
+    def exceeds_max_rank(self) -> bool:
+        """Whether the shape has more axes than a value may have, so that the value is flat."""
         return len(self.shape) > MAX_RANK
 
     def axis(self, axis: int) -> int:
-        """An axis counted from either end, from the front."""
+        """Return a possibly negative axis as a non-negative one; raise `ModelError` if there is no such axis."""
         rank = max(1, self.rank)
         if not -rank <= axis < rank:
             raise ModelError(f"axis {axis} of a tensor of rank {self.rank}: there is no such axis")
@@ -60,37 +62,41 @@ Number: TypeAlias = "int | float | bool"
 Operand: TypeAlias = "Tensor | int | float | bool"
 
 
-def held(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the value of a tensor of `shape`."""
+def stored_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the graph value of a tensor of `shape`."""
     return tuple(shape) if len(shape) <= MAX_RANK else (prod(shape),)
 
 
-def tensor(value: Value, shape: Sequence[int] | None = None, truth: bool = False) -> Tensor:
-    """`value` as a tensor of `shape`, or of its own."""
-    whole = value.shape if shape is None else tuple(shape)
-    wanted = held(whole)
-    return Tensor(value if value.shape == wanted else reshaped(value, wanted), whole, truth)
+def as_tensor(value: Value, shape: Sequence[int] | None = None, truth: bool = False) -> Tensor:
+    """Return a graph value as a tensor of `shape`, by default of its own shape; `truth` marks booleans."""
+    full_shape = value.shape if shape is None else tuple(shape)
+    value_shape = stored_shape(full_shape)
+    return Tensor(value if value.shape == value_shape else reshape_value(value, value_shape), full_shape, truth)
 
 
-def reshaped(value: Value, shape: tuple[int, ...]) -> Value:
-    """`value` under another shape; of reshapes in a row the last remains."""
+def reshape_value(value: Value, shape: tuple[int, ...]) -> Value:
+    """Return a value with another shape; of consecutive reshapes only the last one remains."""
     while value.node.op == "reshape":
         (source,) = value.node.inputs
         value = source
     return value if value.shape == shape else ops.reshape(value, shape=shape)
 
 
-def literal(array: npt.ArrayLike) -> Tensor:
-    """A constant; float64 becomes f32, truth values are 0 and 1.  Raises `GraphError` for a type that no value has."""
+def constant_tensor(array: npt.ArrayLike) -> Tensor:
+    """Return an array as a constant; float64 becomes f32, booleans become 0 and 1.
+
+    Raises:
+        GraphError: No value has the dtype of the array.
+    """
     known = np.asarray(array)
     data = known.astype(np.float32) if known.dtype == bool or known.dtype == np.float64 else known
-    data = np.ascontiguousarray(data).reshape(held(known.shape))
+    data = np.ascontiguousarray(data).reshape(stored_shape(known.shape))
     digest = hashlib.sha256(data.tobytes() + repr((data.dtype.str, data.shape)).encode()).hexdigest()
     return Tensor(constant(f"constant.{digest[:16]}", data), known.shape, known.dtype == bool, known)
 
 
-def merged(graph: Graph) -> Graph:
-    """`graph` with what is computed twice computed once; constants that hold the same have the same name."""
+def merge_equal_nodes(graph: Graph) -> Graph:
+    """Return a graph in which equal nodes are merged (common subexpression elimination)."""
     first: dict[object, tuple[Value, ...]] = {}
 
     def rule(node: Node) -> Sequence[Value]:
@@ -101,42 +107,47 @@ def merged(graph: Graph) -> Graph:
     return rewrite_graph(graph, rule)
 
 
-def lifted(x: Operand, like: Tensor) -> Tensor:
-    """A number as a constant of the type that it takes beside `like`."""
+def number_as_tensor(x: Operand, like: Tensor) -> Tensor:
+    """Return a number as a constant with the dtype that it has in an operation with `like`."""
     if isinstance(x, Tensor):
         return x
     if isinstance(x, bool):
-        return literal(np.asarray(x))
+        return constant_tensor(np.asarray(x))
     if isinstance(x, int):
-        return literal(np.asarray(x, like.dtype.storage if like.is_integer else np.int64 if like.truth else np.float32))
-    return literal(np.asarray(x, np.float32))
+        return constant_tensor(
+            np.asarray(x, like.dtype.storage if like.is_integer else np.int64 if like.is_bool else np.float32)
+        )
+    return constant_tensor(np.asarray(x, np.float32))
 
 
 def cast(x: Tensor, dtype: DType, truth: bool = False) -> Tensor:
-    """The same numbers in another type; as truth values whether they are not 0."""
+    """Convert a tensor to another dtype; with `truth` to booleans, which are true for non-zero entries."""
     if truth:
-        if x.truth:
+        if x.is_bool:
             return x
-        zero = literal(np.zeros((), x.dtype.storage if x.is_integer else np.float32))
+        zero = constant_tensor(np.zeros((), x.dtype.storage if x.is_integer else np.float32))
         return Tensor(ops.compare(x.value, zero.value, kind="ne"), x.shape, True)
     if x.dtype is dtype:
         return Tensor(
-            x.value, x.shape, False, x.known if x.known is None or not x.truth else x.known.astype(np.float32)
+            x.value,
+            x.shape,
+            False,
+            x.constant if x.constant is None or not x.is_bool else x.constant.astype(np.float32),
         )
-    if x.known is not None and dtype is not DType.BF16:
-        return literal(x.known.astype(dtype.storage))
+    if x.constant is not None and dtype is not DType.BF16:
+        return constant_tensor(x.constant.astype(dtype.storage))
     return Tensor(ops.cast(x.value, dtype=dtype), x.shape)
 
 
-_WIDTH = (DType.I8, DType.I16, DType.I32, DType.I64, DType.F16, DType.BF16, DType.F32)
+_DTYPES_BY_WIDTH = (DType.I8, DType.I16, DType.I32, DType.I64, DType.F16, DType.BF16, DType.F32)
 
 
-def promoted(*xs: Tensor) -> list[Tensor]:
-    """Tensors in the one type that holds them all: truth values, then integers, then floats; of each the widest."""
-    if all(x.truth for x in xs):
+def promote_dtypes(*xs: Tensor) -> list[Tensor]:
+    """Convert tensors to their common dtype: floats before integers before booleans, then the widest one."""
+    if all(x.is_bool for x in xs):
         return list(xs)
-    kinds = [x.dtype for x in xs if not x.truth]
-    widest = max(kinds, key=_WIDTH.index)
+    kinds = [x.dtype for x in xs if not x.is_bool]
+    widest = max(kinds, key=_DTYPES_BY_WIDTH.index)
     if {DType.F16, DType.BF16} <= set(kinds):
         widest = DType.F32
     return [cast(x, widest) for x in xs]

@@ -1,1 +1,1 @@
-"""What the commands have in common: how they read arguments, what they print, and how they run in several processes."""
+"""Shared parts of the commands: arguments, output, chat, and runs of several processes."""

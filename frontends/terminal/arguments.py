@@ -1,4 +1,4 @@
-"""How the arguments of commands are read, and what is said of wrong ones: one line."""
+"""Parsing of command-line arguments, with one-line messages for wrong ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from ...graph.validation import did_you_mean
 
-WHAT_TO_DO: Mapping[int | None, str] = MappingProxyType(
+OS_ERROR_REMEDIES: Mapping[int | None, str] = MappingProxyType(
     {
         errno.ENOENT: "; check its name and its folder",
         errno.EISDIR: "; name a file in it",
@@ -25,18 +25,18 @@ WHAT_TO_DO: Mapping[int | None, str] = MappingProxyType(
 )
 
 
-def one_line(text: str) -> str:
-    """A message as one line that no terminal takes for commands, whatever names it quotes."""
+def as_one_line(text: str) -> str:
+    """Return a message as one line, with control characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def of_file(error: OSError) -> str:
-    """What the system says of a file, and what to do."""
-    said = error.strerror or str(error)
-    return f"{error.filename}: {said}{WHAT_TO_DO.get(error.errno, '')}" if error.filename else said
+def describe_os_error(error: OSError) -> str:
+    """Return the message of the system about a file, with a remedy."""
+    message = error.strerror or str(error)
+    return f"{error.filename}: {message}{OS_ERROR_REMEDIES.get(error.errno, '')}" if error.filename else message
 
 
-FLAGS_OF: Mapping[str, str] = MappingProxyType(
+FLAGS_BY_ARGUMENT: Mapping[str, str] = MappingProxyType(
     {
         "context": "--ctx-size",
         "context_shift": "--context-shift",
@@ -50,36 +50,40 @@ FLAGS_OF: Mapping[str, str] = MappingProxyType(
         "draft_max": "--draft-max",
     }
 )
-"""The flag for each argument of `hocket.Model` and its methods that messages name as ``argument=value``."""
-_ARGUMENT = re.compile(rf"\b({'|'.join(FLAGS_OF)})=(?:(True)\b|'([^']*)'|(\w+))")
+"""The flag for each argument of `hocket.Model` and its methods that messages write as ``argument=value``."""
+_ARGUMENT_PATTERN = re.compile(rf"\b({'|'.join(FLAGS_BY_ARGUMENT)})=(?:(True)\b|'([^']*)'|(\w+))")
 
 
 def as_flags(message: str) -> str:
-    """A message of the library with flags of the command line in place of arguments: ``context=64`` is ``--ctx-size
-    64``."""
+    """Return a message of the library with command-line flags instead of Python arguments.
+
+    Example: ``context=64`` becomes ``--ctx-size 64``.
+    """
 
     def as_flag(match: re.Match[str]) -> str:
         name, is_switch, quoted, plain = match.groups()
-        return FLAGS_OF[name] + ("" if is_switch else f" {plain if quoted is None else quoted}")
+        return FLAGS_BY_ARGUMENT[name] + ("" if is_switch else f" {plain if quoted is None else quoted}")
 
-    return _ARGUMENT.sub(as_flag, message)
+    return _ARGUMENT_PATTERN.sub(as_flag, message)
 
 
-class StandsFor(argparse._StoreAction):
+class PositionalAlias(argparse._StoreAction):
     """A flag that sets the positional argument with the same `dest`."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Wrong usage costs one line, as every other error; values are never glued to flags of one letter."""
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser with one-line errors; a value is never joined to a one-letter flag."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(words if self._subparsers else self._as_positional(words), namespace)
 
     def _as_positional(self, words: Sequence[str]) -> list[str]:
-        """The words, in which values of `StandsFor` flags are in the places of positional arguments: the value of the
-        first place before all others, the rest behind them.  Flags of llama.cpp that hocket has not are refused
-        here, before their values are taken for something else."""
+        """Return the words with the values of `PositionalAlias` flags moved to the positions of their arguments.
+
+        The value of the first positional argument comes first, other values come last. Flags of llama.cpp that hocket
+        lacks are refused here, before their values are read as other arguments.
+        """
         first, *_ = [action.dest for action in self._get_positional_actions()] or [""]
         before, rest, behind = list[str](), list[str](), list[str]()
         stream = iter(words)
@@ -89,9 +93,9 @@ class Parser(argparse.ArgumentParser):
             if word == "--":
                 rest += [word, *stream]
             elif action is None and word.startswith("-"):
-                self._refuse_of_llama_cpp(flag)
+                self._refuse_llama_cpp_flag(flag)
                 rest.append(word)
-            elif isinstance(action, StandsFor):
+            elif isinstance(action, PositionalAlias):
                 value = value if is_joined else next(stream, "")
                 if not value or (value.startswith("-") and value != "-"):
                     self.error(f"argument {flag}: expected one argument")
@@ -104,26 +108,26 @@ class Parser(argparse.ArgumentParser):
         return [*before, *rest, *behind]
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """No part of a word is a flag: ``-ngl`` is not ``-n gl``."""
+        """Return no matches for beginnings of a word: ``-ngl`` is not ``-n gl``."""
         return []
 
-    def _refuse_of_llama_cpp(self, flag: str) -> None:
-        from .llama_cpp import find_flag  # a table that only mistakes pay for
+    def _refuse_llama_cpp_flag(self, flag: str) -> None:
+        from .llama_cpp import find_flag  # a table that is needed after mistakes only
 
         if found := find_flag(flag, self.prog.split()[-1]):
             self.error(f"{flag} is a flag of llama.cpp; {found.remedy}")
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {one_line(message)}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: {as_one_line(message)}; see {self.prog} --help\n")
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
-            said = f"got {str(value)[:80]!r}; need one of {', '.join(known)}{did_you_mean(value, known)}"
-            raise argparse.ArgumentError(action, said)
+            message = f"got {str(value)[:80]!r}; need one of {', '.join(known)}{did_you_mean(value, known)}"
+            raise argparse.ArgumentError(action, message)
 
-    def refuse(self, words: Sequence[str]) -> NoReturn:
-        """Say of words that are left over which flag was meant."""
+    def refuse_words(self, words: Sequence[str]) -> NoReturn:
+        """Exit with a message about unknown words that suggests a flag."""
         word = next((w for w in words if w.startswith("-")), words[0])
         flag = word.partition("=")[0]
         is_flag = flag.startswith("-")
@@ -132,38 +136,38 @@ class Parser(argparse.ArgumentParser):
         self.error(f"there is no {kind} {flag!r:.80}{hint}")
 
 
-def device_list(text: str) -> tuple[str, ...]:
+def parse_devices(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def shares(text: str) -> tuple[float, ...]:
+def parse_shares(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need numbers, as 3,1") from None
 
 
-def placement(text: str) -> tuple[str, str]:
+def parse_placement(text: str) -> tuple[str, str]:
     pattern, _, device = text.rpartition("=")
     if not pattern or not device:
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a regular expression and a device, as ffn_up=cpu:1")
     return pattern, device
 
 
-def scaled_file(text: str) -> tuple[str, float]:
-    """A file and how often it counts, once where that is not said."""
+def parse_scaled_file(text: str) -> tuple[str, float]:
+    """Parse ``FILE`` or ``FILE:SCALE``; the default scale is 1."""
     path, _, scale = text.rpartition(":")
     try:
         factor = float(scale)
     except ValueError:
-        path, factor = text, 1.0  # a colon of the name itself
+        path, factor = text, 1.0  # a colon of the file name
     if not path or not math.isfinite(factor):
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a file and perhaps a number, as tone.gguf:0.5")
     return path, factor
 
 
-def logit_bias(text: str) -> tuple[int, float]:
-    """``15043=-2.5``, or as llama.cpp has it, ``15043-2.5``."""
+def parse_logit_bias(text: str) -> tuple[int, float]:
+    """Parse ``15043=-2.5``, or ``15043-2.5`` of llama.cpp, as a token id and a number."""
     parts = re.fullmatch(r"(\d{1,10})(?:=|(?=[+-]))(\S+)", text)
     try:
         if parts is None:
@@ -173,7 +177,7 @@ def logit_bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a token id and a number, as 15043=-2.5") from None
 
 
-def json_object(text: str) -> dict[str, object]:
+def parse_json_object(text: str) -> dict[str, object]:
     try:
         value = json.loads(text)
     except ValueError:
@@ -183,45 +187,45 @@ def json_object(text: str) -> dict[str, object]:
     return value
 
 
-def token_list(text: str) -> list[int]:
+def parse_token_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need token ids, as 1,2,3") from None
 
 
-def number_list(text: str) -> list[int]:
-    return [natural(part) for part in text.split(",")]
+def parse_naturals(text: str) -> list[int]:
+    return [parse_natural(part) for part in text.split(",")]
 
 
-def positive_list(text: str) -> list[int]:
-    return [positive(part) for part in text.split(",")]
+def parse_positives(text: str) -> list[int]:
+    return [parse_positive(part) for part in text.split(",")]
 
 
-def number(text: str) -> float:
+def parse_number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need a number") from None
 
 
-def positive(text: str) -> int:
-    return _integer(text, 1)
+def parse_positive(text: str) -> int:
+    return _parse_integer(text, 1)
 
 
-def natural(text: str) -> int:
-    return _integer(text, 0)
+def parse_natural(text: str) -> int:
+    return _parse_integer(text, 0)
 
 
-def or_minus_one(text: str) -> int:
-    return _integer(text, -1)
+def parse_natural_or_minus_one(text: str) -> int:
+    return _parse_integer(text, -1)
 
 
-def _integer(text: str, least: int) -> int:
+def _parse_integer(text: str, minimum: int) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = least - 1
-    if value < least:
-        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need an integer of at least {least}")
+        value = minimum - 1
+    if value < minimum:
+        raise argparse.ArgumentTypeError(f"got {text[:80]!r}; need an integer of at least {minimum}")
     return value

@@ -1,4 +1,4 @@
-"""Rows of a benchmark as Markdown, JSON, CSV or SQL, by the names that scripts for llama-bench read."""
+"""Benchmark rows as Markdown, JSON, CSV or SQL, with the column names of llama-bench."""
 
 from __future__ import annotations
 
@@ -10,90 +10,90 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Row = Mapping[str, object]
-"""What is known of one test on so many threads.  All rows have the same names."""
-HEAD = ("model", "devices", "threads", "test", "tok/s", "median", "GB/s", "of bandwidth")
-TEXTS = ("model", "devices", "test")
-"""Columns that are no numbers."""
+"""The results of one test by column name. All rows have the same columns."""
+TABLE_HEAD = ("model", "devices", "threads", "test", "tok/s", "median", "GB/s", "of bandwidth")
+TEXT_COLUMNS = ("model", "devices", "test")
+"""Columns with text, which Markdown aligns to the left."""
 SQL_TYPES: Mapping[type, str] = {bool: "INTEGER", int: "INTEGER", str: "TEXT"}
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of one kind: the name by which SQL knows them, and the columns for people."""
+    """One kind of rows: the name of the SQL table, the Markdown head and the Markdown cells of a row."""
 
     name: str
     head: Sequence[str]
     cells: Callable[[Row], Sequence[object]]
 
 
-def _cells(row: Row) -> list[object]:
+def _format_cells(row: Row) -> list[object]:
     read, share = row["weight_bytes_per_second"], row["share_of_bandwidth"]
     cells = [Path(str(row["model_filename"])).name, row["devices"], row["n_threads"], row["test"]]
     cells += [f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}", f"{row['median_ts']:.2f}"]
     return [*cells, f"{read / 1e9:.1f}" if isinstance(read, float) else "", "" if share is None else f"{share:.0%}"]
 
 
-BENCH = Table("llama_bench", HEAD, _cells)
-"""The table that llama.cpp's scripts ask for."""
+BENCH_TABLE = Table("llama_bench", TABLE_HEAD, _format_cells)
+"""The table of llama-bench, which scripts of llama.cpp read."""
 
 
-def written(rows: Iterable[Row], form: str, table: Table = BENCH) -> Iterator[str]:
-    """The lines of one of `FORMS`, as the rows come; JSON is one list at the end."""
-    return FORMS[form](rows, table)
+def format_rows(rows: Iterable[Row], form: str, table: Table = BENCH_TABLE) -> Iterator[str]:
+    """Yield the lines of a format of `ROW_FORMATS` for each row; JSON is one list at the end."""
+    return ROW_FORMATS[form](rows, table)
 
 
-def _json(rows: Iterable[Row], table: Table) -> Iterator[str]:
+def _format_json(rows: Iterable[Row], table: Table) -> Iterator[str]:
     yield json.dumps(list(rows), indent=1)
 
 
-def _csv(rows: Iterable[Row], table: Table) -> Iterator[str]:
+def _format_csv(rows: Iterable[Row], table: Table) -> Iterator[str]:
     for number, row in enumerate(rows):
-        columns = _flat(row)
+        columns = _without_samples(row)
         if not number:
-            yield _quoted(columns)
-        yield _quoted(columns.values())
+            yield _quote_cells(columns)
+        yield _quote_cells(columns.values())
 
 
-def _quoted(cells: Iterable[object]) -> str:
+def _quote_cells(cells: Iterable[object]) -> str:
     line = io.StringIO()
     csv.writer(line, quoting=csv.QUOTE_ALL, lineterminator="").writerow(cells)
     return line.getvalue()
 
 
-def _sql(rows: Iterable[Row], table: Table) -> Iterator[str]:
+def _format_sql(rows: Iterable[Row], table: Table) -> Iterator[str]:
     for number, row in enumerate(rows):
-        columns = _flat(row)
+        columns = _without_samples(row)
         if not number:
             types = ", ".join(f"{name} {SQL_TYPES.get(type(value), 'REAL')}" for name, value in columns.items())
             yield f"CREATE TABLE IF NOT EXISTS {table.name} ({types});"
-        values = ", ".join(map(_literal, columns.values()))
+        values = ", ".join(map(_format_literal, columns.values()))
         yield f"INSERT INTO {table.name} ({', '.join(columns)}) VALUES ({values});"
 
 
-def _literal(value: object) -> str:
+def _format_literal(value: object) -> str:
     if value is None:
         return "NULL"
     return "'" + value.replace("'", "''") + "'" if isinstance(value, str) else repr(value)
 
 
-def _flat(row: Row) -> dict[str, object]:
-    """What fits a column: all but the single samples."""
+def _without_samples(row: Row) -> dict[str, object]:
+    """Return the scalar columns of a row, without the lists of samples."""
     return {name: value for name, value in row.items() if not isinstance(value, list)}
 
 
-def _markdown(rows: Iterable[Row], table: Table) -> Iterator[str]:
+def _format_markdown(rows: Iterable[Row], table: Table) -> Iterator[str]:
     for number, row in enumerate(rows):
         cells = table.cells(row)
         if not number:
             yield f"| {' | '.join(table.head)} |"
-            yield f"|{'|'.join('---' if name in TEXTS else '--:' for name in table.head)}|"
+            yield f"|{'|'.join('---' if name in TEXT_COLUMNS else '--:' for name in table.head)}|"
         yield f"| {' | '.join(map(str, cells))} |"
 
 
-FORMS: Mapping[str, Callable[[Iterable[Row], Table], Iterator[str]]] = {
-    "md": _markdown,
-    "json": _json,
+ROW_FORMATS: Mapping[str, Callable[[Iterable[Row], Table], Iterator[str]]] = {
+    "md": _format_markdown,
+    "json": _format_json,
     "jsonl": lambda rows, table: map(json.dumps, rows),
-    "csv": _csv,
-    "sql": _sql,
+    "csv": _format_csv,
+    "sql": _format_sql,
 }

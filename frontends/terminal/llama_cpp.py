@@ -1,6 +1,6 @@
 """The flags and programs of llama.cpp, with their counterparts in hocket.
 
-Wrong command lines are answered from these tables, and ``docs/write_from_llama_cpp.py`` writes a page of them.  The
+Messages about wrong command lines use these tables, and ``docs/write_from_llama_cpp.py`` writes a page of them. The
 tables have the flags of llama-cli, llama-completion, llama-bench and llama-perplexity of November 2026.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-PROGRAMS = {"c": "run", "b": "bench", "p": "perplexity"}
+COMMAND_OF_PROGRAM = {"c": "run", "b": "bench", "p": "perplexity"}
 """The hocket command for llama-cli and llama-completion (``c``), llama-bench (``b``) and llama-perplexity (``p``)."""
 
 
@@ -25,26 +25,26 @@ class Flag:
     remedy: str = ""
 
 
-def _flags(programs: str, table: str) -> Iterator[Flag]:
-    """A flag for each line ``name name: remedy`` of a table; a line without a colon names accepted flags."""
+def _parse_flags(programs: str, table: str) -> Iterator[Flag]:
+    """Yield a flag for each line ``name name: remedy`` of a table; a line without a colon names accepted flags."""
     for line in table.strip().splitlines():
         names, _, remedy = line.partition(": ")
         yield Flag(tuple(names.split()), programs, remedy)
 
 
-NO_DOWNLOAD = "hocket downloads nothing; give a GGUF file with -m"
-NO_MEDIA = "hocket reads text only; use llama.cpp for images and sound"
-OF_SYSTEM = "hocket leaves that to the system; start it with taskset, numactl or nice"
-FUSED = "attention is always fused; leave it out"
-MAPPED = "weights are always mapped from the file; leave it out"
-QUIET = "data go to stdout and messages to stderr; redirect them in the shell"
-NO_SAMPLER = "there is no such sampler; use --temp, --top-k, --top-p, --min-p and the penalties"
-OF_FILE = "rotary settings come from the file; change them there (gguf-py's gguf-set-metadata)"
-OF_DRAFT = "the draft model runs on the devices and threads of the model; leave it out"
-NO_NGRAM = "only draft models (-md) and MTP blocks guess; --draft-max sets the number of tokens"
-EXPERTS = "place weights by name, as --place 'ffn_.*_exps=cpu:0'"
+NO_DOWNLOAD_REMEDY = "hocket downloads nothing; give a GGUF file with -m"
+TEXT_ONLY_REMEDY = "hocket reads text only; use llama.cpp for images and sound"
+SYSTEM_TOOL_REMEDY = "hocket leaves that to the system; start it with taskset, numactl or nice"
+FUSED_ATTENTION_REMEDY = "attention is always fused; leave it out"
+MAPPED_WEIGHTS_REMEDY = "weights are always mapped from the file; leave it out"
+REDIRECT_REMEDY = "data go to stdout and messages to stderr; redirect them in the shell"
+NO_SAMPLER_REMEDY = "there is no such sampler; use --temp, --top-k, --top-p, --min-p and the penalties"
+FILE_SETTING_REMEDY = "rotary settings come from the file; change them there (gguf-py's gguf-set-metadata)"
+DRAFT_DEVICE_REMEDY = "the draft model runs on the devices and threads of the model; leave it out"
+NO_NGRAM_REMEDY = "only draft models (-md) and MTP blocks guess; --draft-max sets the number of tokens"
+PLACE_EXPERTS_REMEDY = "place weights by name, as --place 'ffn_.*_exps=cpu:0'"
 
-COMMON = f"""
+COMMON_FLAGS = f"""
 -h --help
 -m --model
 -t --threads
@@ -54,30 +54,30 @@ COMMON = f"""
 -sm --split-mode
 -ts --tensor-split
 -ngl --gpu-layers --n-gpu-layers: layers go to GPUs by --devices cuda:0
--fa --flash-attn: {FUSED}
--hf -hfr --hf-repo: {NO_DOWNLOAD}
--hff --hf-file: {NO_DOWNLOAD}
--hft --hf-token: {NO_DOWNLOAD}
+-fa --flash-attn: {FUSED_ATTENTION_REMEDY}
+-hf -hfr --hf-repo: {NO_DOWNLOAD_REMEDY}
+-hff --hf-file: {NO_DOWNLOAD_REMEDY}
+-hft --hf-token: {NO_DOWNLOAD_REMEDY}
 --offline: hocket uses no network; leave it out
 -mg --main-gpu: name the GPU, as --devices cuda:1
 -dev --device: name devices with --devices cuda:0,cuda:1
 -ot --override-tensor: place weights by name, as --place 'ffn_up=cpu:0'
--cmoe --cpu-moe: {EXPERTS}
--ncmoe --n-cpu-moe: {EXPERTS}
+-cmoe --cpu-moe: {PLACE_EXPERTS_REMEDY}
+-ncmoe --n-cpu-moe: {PLACE_EXPERTS_REMEDY}
 -nkvo --no-kv-offload: place caches by name, as --place 'cache_[kv]=cpu:0'
 -ub --ubatch-size: -b is the number of tokens in a run
 -nr --repack --no-repack: weights are packed for the processor when they are loaded; leave it out
 --no-host: leave it out
--lm --load-mode: {MAPPED}
--dio --direct-io -ndio --no-direct-io: {MAPPED}
--mmp --mmap --no-mmap: {MAPPED}
---mlock: {MAPPED}
+-lm --load-mode: {MAPPED_WEIGHTS_REMEDY}
+-dio --direct-io -ndio --no-direct-io: {MAPPED_WEIGHTS_REMEDY}
+-mmp --mmap --no-mmap: {MAPPED_WEIGHTS_REMEDY}
+--mlock: {MAPPED_WEIGHTS_REMEDY}
 -rpc --rpc: several machines work together under mpiexec, as --devices cpu:0@0,cpu:0@1
---numa: {OF_SYSTEM}
---prio: {OF_SYSTEM}
---poll: {OF_SYSTEM}
--C --cpu-mask: {OF_SYSTEM}
---cpu-strict: {OF_SYSTEM}
+--numa: {SYSTEM_TOOL_REMEDY}
+--prio: {SYSTEM_TOOL_REMEDY}
+--poll: {SYSTEM_TOOL_REMEDY}
+-C --cpu-mask: {SYSTEM_TOOL_REMEDY}
+--cpu-strict: {SYSTEM_TOOL_REMEDY}
 --list-devices: the command is hocket devices
 --no-warmup --warmup: leave it out; compiling is not counted as prefill
 -v --verbose --log-verbose: --debug shows the traceback of an error, --watch REGEX the values
@@ -87,7 +87,7 @@ COMMON = f"""
 -nopo --op-offload --no-op-offload: place ops by name, as --place 'ffn_up=cpu:0'
 """
 
-MODEL = f"""
+MODEL_FLAGS = f"""
 -c --ctx-size
 -f --file
 --lora
@@ -96,29 +96,29 @@ MODEL = f"""
 --version: the command is hocket --version
 --usage: the flag is --help
 --license: hocket has the MIT licence; see the file LICENSE
--cl --cache-list: {NO_DOWNLOAD}
+-cl --cache-list: {NO_DOWNLOAD_REMEDY}
 --completion-bash: there is no completion script; hocket COMMAND --help lists the flags
 -tb --threads-batch: -t counts for prompts and for new tokens
--Cr --cpu-range: {OF_SYSTEM}
--Cb --cpu-mask-batch: {OF_SYSTEM}
--Crb --cpu-range-batch: {OF_SYSTEM}
---cpu-strict-batch: {OF_SYSTEM}
---prio-batch: {OF_SYSTEM}
---poll-batch: {OF_SYSTEM}
+-Cr --cpu-range: {SYSTEM_TOOL_REMEDY}
+-Cb --cpu-mask-batch: {SYSTEM_TOOL_REMEDY}
+-Crb --cpu-range-batch: {SYSTEM_TOOL_REMEDY}
+--cpu-strict-batch: {SYSTEM_TOOL_REMEDY}
+--prio-batch: {SYSTEM_TOOL_REMEDY}
+--poll-batch: {SYSTEM_TOOL_REMEDY}
 --keep: --context-shift keeps the BOS token and forgets the older half
 --swa-full: caches of sliding windows are as long as the window; leave it out
 --perf --no-perf: the last line tells the speed; hocket bench --profile shows each kernel
 -bf --binary-file: texts are UTF-8; convert the file, and give it with -f
 -e --escape --no-escape: the shell writes escapes, as -p $'two\\nlines'
---rope-scaling: {OF_FILE}
---rope-scale: {OF_FILE}
---rope-freq-base: {OF_FILE}
---rope-freq-scale: {OF_FILE}
---yarn-orig-ctx: {OF_FILE}
---yarn-ext-factor: {OF_FILE}
---yarn-attn-factor: {OF_FILE}
---yarn-beta-slow: {OF_FILE}
---yarn-beta-fast: {OF_FILE}
+--rope-scaling: {FILE_SETTING_REMEDY}
+--rope-scale: {FILE_SETTING_REMEDY}
+--rope-freq-base: {FILE_SETTING_REMEDY}
+--rope-freq-scale: {FILE_SETTING_REMEDY}
+--yarn-orig-ctx: {FILE_SETTING_REMEDY}
+--yarn-ext-factor: {FILE_SETTING_REMEDY}
+--yarn-attn-factor: {FILE_SETTING_REMEDY}
+--yarn-beta-slow: {FILE_SETTING_REMEDY}
+--yarn-beta-fast: {FILE_SETTING_REMEDY}
 -gan --grp-attn-n: hocket has no self-extend; a context as long as the model's is -c 0
 -gaw --grp-attn-w: hocket has no self-extend; a context as long as the model's is -c 0
 -kvo --kv-offload: caches are on the device of their layer; leave it out
@@ -129,19 +129,19 @@ MODEL = f"""
 --override-kv: metadata come from the file; change them there (gguf-py's gguf-set-metadata)
 --lora-scaled: the flag is --lora FILE:SCALE
 --control-vector-scaled: the flag is --control-vector FILE:SCALE
--mu --model-url: {NO_DOWNLOAD}
--dr --docker-repo: {NO_DOWNLOAD}
---log-disable: {QUIET}
---log-file: {QUIET}
+-mu --model-url: {NO_DOWNLOAD_REMEDY}
+-dr --docker-repo: {NO_DOWNLOAD_REMEDY}
+--log-disable: {REDIRECT_REMEDY}
+--log-file: {REDIRECT_REMEDY}
 --log-colors: nothing is coloured; leave it out
---log-prefix --no-log-prefix: {QUIET}
---log-timestamps --no-log-timestamps: {QUIET}
+--log-prefix --no-log-prefix: {REDIRECT_REMEDY}
+--log-timestamps --no-log-timestamps: {REDIRECT_REMEDY}
 -lv --verbosity --log-verbosity: --debug shows the traceback of an error, --watch REGEX the values
--ctkd --cache-type-k-draft --spec-draft-type-k: {OF_DRAFT}
--ctvd --cache-type-v-draft --spec-draft-type-v: {OF_DRAFT}
+-ctkd --cache-type-k-draft --spec-draft-type-k: {DRAFT_DEVICE_REMEDY}
+-ctvd --cache-type-v-draft --spec-draft-type-v: {DRAFT_DEVICE_REMEDY}
 """
 
-CLI = f"""
+CLI_FLAGS = f"""
 -p --prompt
 -s --seed
 -n --predict --n-predict
@@ -200,80 +200,80 @@ CLI = f"""
 --samplers: the order is fixed: penalties, top-k, top-p, min-p, temperature
 --sampler-seq --sampling-seq: the order is fixed: penalties, top-k, top-p, min-p, temperature
 -bs --backend-sampling: tokens are chosen on the host; leave it out
---top-nsigma --top-n-sigma: {NO_SAMPLER}
---xtc-probability: {NO_SAMPLER}
---xtc-threshold: {NO_SAMPLER}
---typical --typical-p: {NO_SAMPLER}
---dry-multiplier: {NO_SAMPLER}
---dry-base: {NO_SAMPLER}
---dry-allowed-length: {NO_SAMPLER}
---dry-penalty-last-n: {NO_SAMPLER}
---dry-sequence-breaker: {NO_SAMPLER}
---adaptive-target: {NO_SAMPLER}
---adaptive-decay: {NO_SAMPLER}
---dynatemp-range: {NO_SAMPLER}
---dynatemp-exp: {NO_SAMPLER}
---mirostat: {NO_SAMPLER}
---mirostat-lr: {NO_SAMPLER}
---mirostat-ent: {NO_SAMPLER}
+--top-nsigma --top-n-sigma: {NO_SAMPLER_REMEDY}
+--xtc-probability: {NO_SAMPLER_REMEDY}
+--xtc-threshold: {NO_SAMPLER_REMEDY}
+--typical --typical-p: {NO_SAMPLER_REMEDY}
+--dry-multiplier: {NO_SAMPLER_REMEDY}
+--dry-base: {NO_SAMPLER_REMEDY}
+--dry-allowed-length: {NO_SAMPLER_REMEDY}
+--dry-penalty-last-n: {NO_SAMPLER_REMEDY}
+--dry-sequence-breaker: {NO_SAMPLER_REMEDY}
+--adaptive-target: {NO_SAMPLER_REMEDY}
+--adaptive-decay: {NO_SAMPLER_REMEDY}
+--dynatemp-range: {NO_SAMPLER_REMEDY}
+--dynatemp-exp: {NO_SAMPLER_REMEDY}
+--mirostat: {NO_SAMPLER_REMEDY}
+--mirostat-lr: {NO_SAMPLER_REMEDY}
+--mirostat-ent: {NO_SAMPLER_REMEDY}
 --server-base: there is no server; hocket run loads the model itself
 -ctxcp --ctx-checkpoints --swa-checkpoints: --save-state FILE keeps a session
 -cram --cache-ram: --save-state FILE keeps a session
---log-prompts-dir: {QUIET}
--mm --mmproj: {NO_MEDIA}
--mmu --mmproj-url: {NO_MEDIA}
---mmproj-auto --no-mmproj --no-mmproj-auto: {NO_MEDIA}
---mmproj-offload --no-mmproj-offload: {NO_MEDIA}
--mmdev --mmproj-device: {NO_MEDIA}
---image: {NO_MEDIA}
---audio: {NO_MEDIA}
---video: {NO_MEDIA}
---image-min-tokens: {NO_MEDIA}
---image-max-tokens: {NO_MEDIA}
+--log-prompts-dir: {REDIRECT_REMEDY}
+-mm --mmproj: {TEXT_ONLY_REMEDY}
+-mmu --mmproj-url: {TEXT_ONLY_REMEDY}
+--mmproj-auto --no-mmproj --no-mmproj-auto: {TEXT_ONLY_REMEDY}
+--mmproj-offload --no-mmproj-offload: {TEXT_ONLY_REMEDY}
+-mmdev --mmproj-device: {TEXT_ONLY_REMEDY}
+--image: {TEXT_ONLY_REMEDY}
+--audio: {TEXT_ONLY_REMEDY}
+--video: {TEXT_ONLY_REMEDY}
+--image-min-tokens: {TEXT_ONLY_REMEDY}
+--image-max-tokens: {TEXT_ONLY_REMEDY}
 -hfd -hfrd --hf-repo-draft --spec-draft-hf: hocket downloads nothing; give the path of a draft model with -md
--hfv -hfrv --hf-repo-v: {NO_MEDIA}
--hffv --hf-file-v: {NO_MEDIA}
--td --threads-draft --spec-draft-threads: {OF_DRAFT}
--tbd --threads-batch-draft --spec-draft-threads-batch: {OF_DRAFT}
--Cd --cpu-mask-draft --spec-draft-cpu-mask: {OF_SYSTEM}
--Crd --cpu-range-draft --spec-draft-cpu-range: {OF_SYSTEM}
--Cbd --cpu-mask-batch-draft --spec-draft-cpu-mask-batch: {OF_SYSTEM}
---cpu-strict-draft --spec-draft-cpu-strict: {OF_SYSTEM}
---cpu-strict-batch-draft --spec-draft-cpu-strict-batch: {OF_SYSTEM}
---prio-draft --spec-draft-prio: {OF_SYSTEM}
---prio-batch-draft --spec-draft-prio-batch: {OF_SYSTEM}
---poll-draft --spec-draft-poll: {OF_SYSTEM}
---poll-batch-draft --spec-draft-poll-batch: {OF_SYSTEM}
--otd --override-tensor-draft --spec-draft-override-tensor: {OF_DRAFT}
--cmoed --cpu-moe-draft --spec-draft-cpu-moe: {OF_DRAFT}
--ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe: {OF_DRAFT}
--devd --device-draft --spec-draft-device: {OF_DRAFT}
--ngld --gpu-layers-draft --n-gpu-layers-draft --spec-draft-ngl: {OF_DRAFT}
---spec-draft-backend-sampling --no-spec-draft-backend-sampling: {OF_DRAFT}
+-hfv -hfrv --hf-repo-v: {TEXT_ONLY_REMEDY}
+-hffv --hf-file-v: {TEXT_ONLY_REMEDY}
+-td --threads-draft --spec-draft-threads: {DRAFT_DEVICE_REMEDY}
+-tbd --threads-batch-draft --spec-draft-threads-batch: {DRAFT_DEVICE_REMEDY}
+-Cd --cpu-mask-draft --spec-draft-cpu-mask: {SYSTEM_TOOL_REMEDY}
+-Crd --cpu-range-draft --spec-draft-cpu-range: {SYSTEM_TOOL_REMEDY}
+-Cbd --cpu-mask-batch-draft --spec-draft-cpu-mask-batch: {SYSTEM_TOOL_REMEDY}
+--cpu-strict-draft --spec-draft-cpu-strict: {SYSTEM_TOOL_REMEDY}
+--cpu-strict-batch-draft --spec-draft-cpu-strict-batch: {SYSTEM_TOOL_REMEDY}
+--prio-draft --spec-draft-prio: {SYSTEM_TOOL_REMEDY}
+--prio-batch-draft --spec-draft-prio-batch: {SYSTEM_TOOL_REMEDY}
+--poll-draft --spec-draft-poll: {SYSTEM_TOOL_REMEDY}
+--poll-batch-draft --spec-draft-poll-batch: {SYSTEM_TOOL_REMEDY}
+-otd --override-tensor-draft --spec-draft-override-tensor: {DRAFT_DEVICE_REMEDY}
+-cmoed --cpu-moe-draft --spec-draft-cpu-moe: {DRAFT_DEVICE_REMEDY}
+-ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe: {DRAFT_DEVICE_REMEDY}
+-devd --device-draft --spec-draft-device: {DRAFT_DEVICE_REMEDY}
+-ngld --gpu-layers-draft --n-gpu-layers-draft --spec-draft-ngl: {DRAFT_DEVICE_REMEDY}
+--spec-draft-backend-sampling --no-spec-draft-backend-sampling: {DRAFT_DEVICE_REMEDY}
 --draft-min --draft-n-min --spec-draft-n-min: --draft-max sets the number of tokens that are guessed
 --draft-p-min --spec-draft-p-min: --draft-max sets the number of tokens that are guessed
 --draft-p-split --spec-draft-p-split: --draft-max sets the number of tokens that are guessed
 --spec-type: -md names a draft model, --draft-max alone uses the model's own MTP blocks
 --spec-default: -md names a draft model, --draft-max alone uses the model's own MTP blocks
---spec-ngram-mod-n-min: {NO_NGRAM}
---spec-ngram-mod-n-max: {NO_NGRAM}
---spec-ngram-mod-n-match: {NO_NGRAM}
---spec-ngram-simple-size-n: {NO_NGRAM}
---spec-ngram-simple-size-m: {NO_NGRAM}
---spec-ngram-simple-min-hits: {NO_NGRAM}
---spec-ngram-map-k-size-n: {NO_NGRAM}
---spec-ngram-map-k-size-m: {NO_NGRAM}
---spec-ngram-map-k-min-hits: {NO_NGRAM}
---spec-ngram-map-k4v-size-n: {NO_NGRAM}
---spec-ngram-map-k4v-size-m: {NO_NGRAM}
---spec-ngram-map-k4v-min-hits: {NO_NGRAM}
---gpt-oss-20b-default: {NO_DOWNLOAD}
---gpt-oss-120b-default: {NO_DOWNLOAD}
---vision-gemma-4b-default: {NO_DOWNLOAD}
---vision-gemma-12b-default: {NO_DOWNLOAD}
+--spec-ngram-mod-n-min: {NO_NGRAM_REMEDY}
+--spec-ngram-mod-n-max: {NO_NGRAM_REMEDY}
+--spec-ngram-mod-n-match: {NO_NGRAM_REMEDY}
+--spec-ngram-simple-size-n: {NO_NGRAM_REMEDY}
+--spec-ngram-simple-size-m: {NO_NGRAM_REMEDY}
+--spec-ngram-simple-min-hits: {NO_NGRAM_REMEDY}
+--spec-ngram-map-k-size-n: {NO_NGRAM_REMEDY}
+--spec-ngram-map-k-size-m: {NO_NGRAM_REMEDY}
+--spec-ngram-map-k-min-hits: {NO_NGRAM_REMEDY}
+--spec-ngram-map-k4v-size-n: {NO_NGRAM_REMEDY}
+--spec-ngram-map-k4v-size-m: {NO_NGRAM_REMEDY}
+--spec-ngram-map-k4v-min-hits: {NO_NGRAM_REMEDY}
+--gpt-oss-20b-default: {NO_DOWNLOAD_REMEDY}
+--gpt-oss-120b-default: {NO_DOWNLOAD_REMEDY}
+--vision-gemma-4b-default: {NO_DOWNLOAD_REMEDY}
+--vision-gemma-12b-default: {NO_DOWNLOAD_REMEDY}
 """
 
-BENCH = """
+BENCH_FLAGS = """
 -p --n-prompt
 -n --n-gen
 -d --n-depth
@@ -288,7 +288,7 @@ BENCH = """
 -lzm --lazy-mode: weights are always mapped from the file; leave it out
 """
 
-PERPLEXITY = """
+PERPLEXITY_FLAGS = """
 -p --prompt: give the text as a file, - for stdin
 -s --seed: nothing is random; leave it out
 --chunks: cut the text, as head -c 100000 FILE | hocket perplexity MODEL -
@@ -305,11 +305,11 @@ PERPLEXITY = """
 """
 
 FLAGS: tuple[Flag, ...] = (
-    *_flags("cbp", COMMON),
-    *_flags("cp", MODEL),
-    *_flags("c", CLI),
-    *_flags("b", BENCH),
-    *_flags("p", PERPLEXITY),
+    *_parse_flags("cbp", COMMON_FLAGS),
+    *_parse_flags("cp", MODEL_FLAGS),
+    *_parse_flags("c", CLI_FLAGS),
+    *_parse_flags("b", BENCH_FLAGS),
+    *_parse_flags("p", PERPLEXITY_FLAGS),
 )
 
 PROGRAM_REMEDIES = {
@@ -332,24 +332,24 @@ PROGRAM_REMEDIES = {
     "convert_hf_to_gguf": "hocket reads GGUF; convert_hf_to_gguf.py of llama.cpp writes it",
 }
 """The remedy for each program of llama.cpp."""
-OTHER_NAMES = {
+PROGRAM_SYNONYMS = {
     "serve": "llama-server",
     "chat": "llama-cli",
     "main": "llama-cli",
     "generate": "llama-completion",
     "convert": "convert_hf_to_gguf",
 }
-"""Words for commands that other programs have."""
+"""Command names of other programs, with the program of llama.cpp."""
 
 
 def find_flag(name: str, command: str) -> Flag | None:
-    """The option of this name that hocket has not, first of all of the program that `command` is like."""
+    """Return the option of this name that hocket lacks, preferably of the counterpart of `command`, or None."""
     found = [flag for flag in FLAGS if flag.remedy and name in flag.names]
-    letter = next((letter for letter, like in PROGRAMS.items() if like == command), "")
-    return next((flag for flag in found if letter in flag.programs), None) or next(iter(found), None)
+    program = next((program for program, like in COMMAND_OF_PROGRAM.items() if like == command), "")
+    return next((flag for flag in found if program in flag.programs), None) or next(iter(found), None)
 
 
-def find_command(word: str) -> str | None:
+def find_program_remedy(word: str) -> str | None:
     """Return the remedy for a program of llama.cpp; the word may leave out ``llama-`` and ``.py``."""
-    name = OTHER_NAMES.get(word, word).removesuffix(".py")
+    name = PROGRAM_SYNONYMS.get(word, word).removesuffix(".py")
     return PROGRAM_REMEDIES.get(name) or PROGRAM_REMEDIES.get(f"llama-{name}")

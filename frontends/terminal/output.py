@@ -1,17 +1,17 @@
-"""Where commands write: data go to stdout, everything else to stderr."""
+"""Output of commands: data to stdout, messages to stderr."""
 
 from __future__ import annotations
 
 import sys
 
 
-def write(text: str) -> None:
-    """Data, which a reader has at once; nowhere if whoever started us has closed stdout."""
+def write_data(text: str) -> None:
+    """Write data to stdout and flush it; do nothing if stdout is closed."""
     if sys.stdout is not None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
 
-def log(text: str) -> None:
-    """A line on stderr."""
+def write_log_line(text: str) -> None:
+    """Write one line to stderr."""
     print(text, file=sys.stderr)

@@ -13,8 +13,8 @@ import numpy as np
 from ... import ops
 from ..errors import ModelError
 from ..tensors import arithmetic as arith
-from ..tensors import indexing, products, reducing, shapes
-from ..tensors.tensor import Operand, Tensor, cast, literal
+from ..tensors import indexing, matmul, reductions, shapes
+from ..tensors.tensor import Operand, Tensor, cast, constant_tensor
 
 Row: TypeAlias = Callable[..., Any]
 
@@ -55,17 +55,19 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
-    smooth = arith.scaled(arith.unary(ops.softplus, arith.scaled(x, beta)), 1 / beta)
-    return arith.where(arith.compare("gt", arith.scaled(x, beta), float(threshold)), x, smooth)
+    smooth = arith.scale_and_shift(arith.unary(ops.softplus, arith.scale_and_shift(x, beta)), 1 / beta)
+    return arith.where(arith.compare("gt", arith.scale_and_shift(x, beta), float(threshold)), x, smooth)
 
 
 def elu(x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Tensor:
-    low = arith.scaled(arith.unary(ops.expm1, arith.scaled(arith.clamp(x, max=0.0), input_scale)), alpha * scale)
-    return arith.where(arith.compare("gt", x, 0.0), arith.scaled(x, scale), low)
+    low = arith.scale_and_shift(
+        arith.unary(ops.expm1, arith.scale_and_shift(arith.clamp(x, max=0.0), input_scale)), alpha * scale
+    )
+    return arith.where(arith.compare("gt", x, 0.0), arith.scale_and_shift(x, scale), low)
 
 
 def log(base: float) -> Row:
-    return lambda x: arith.scaled(arith.unary(ops.log, x), 1 / math.log(base))
+    return lambda x: arith.scale_and_shift(arith.unary(ops.log, x), 1 / math.log(base))
 
 
 def addcmul(x: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
@@ -77,26 +79,26 @@ def addcdiv(x: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
 
 
 def like(value: float) -> Row:
-    return lambda x, *_: literal(np.full(x.shape, value, np.float32))
+    return lambda x, *_: constant_tensor(np.full(x.shape, value, np.float32))
 
 
 def full_like(x: Tensor, value: Operand) -> Tensor:
     if isinstance(value, Tensor):
-        return shapes.expand(cast(value, x.dtype, x.truth), x.shape)
-    return literal(np.full(x.shape, value, np.int64 if isinstance(value, int) else np.float32))
+        return shapes.expand(cast(value, x.dtype, x.is_bool), x.shape)
+    return constant_tensor(np.full(x.shape, value, np.int64 if isinstance(value, int) else np.float32))
 
 
 def new(value: float) -> Row:
-    return lambda x, size: literal(np.full(size, value, np.float32))
+    return lambda x, size: constant_tensor(np.full(size, value, np.float32))
 
 
 def new_full(x: Tensor, size: Sequence[int], value: float) -> Tensor:
-    return literal(np.full(size, value, np.int64 if isinstance(value, int) else np.float32))
+    return constant_tensor(np.full(size, value, np.int64 if isinstance(value, int) else np.float32))
 
 
 def triangle(keep: Callable[..., np.ndarray]) -> Row:
     def row(x: Tensor, diagonal: int = 0) -> Tensor:
-        return arith.filled(x, literal(~keep(np.ones(x.shape[-2:], bool), diagonal)), 0)
+        return arith.masked_fill(x, constant_tensor(~keep(np.ones(x.shape[-2:], bool), diagonal)), 0)
 
     return row
 
@@ -137,14 +139,14 @@ def constant_pad(x: Tensor, pads: Sequence[int], value: float = 0) -> Tensor:
 
 
 def own_pad(mode: str) -> Row:
-    return lambda x, pads: shapes.pad_with_own(x, padding(x, pads), mode)
+    return lambda x, pads: shapes.pad_by_mode(x, padding(x, pads), mode)
 
 
 def unfold(x: Tensor, axis: int, size: int, step: int) -> Tensor:
     """Windows of one axis, their entries as a last axis."""
     at = x.axis(axis)
     starts = range(0, x.shape[at] - size + 1, step)
-    return shapes.moved(shapes.stack([shapes.cut(x, at, s, s + size) for s in starts], at), at + 1, -1)
+    return shapes.move_axis(shapes.stack([shapes.slice_range(x, at, s, s + size) for s in starts], at), at + 1, -1)
 
 
 def diagonal(x: Tensor, offset: int = 0, first: int = 0, second: int = 1) -> Tensor:
@@ -172,11 +174,11 @@ def slice_scatter(
 
 
 def sum_(x: Tensor, axes: Any = None, keepdim: bool = False) -> Tensor:
-    return reducing.total(x, axes, keepdim)
+    return reductions.sum_over(x, axes, keepdim)
 
 
 def mean(x: Tensor, axes: Any = None, keepdim: bool = False) -> Tensor:
-    return reducing.mean(x, axes, keepdim)
+    return reductions.mean(x, axes, keepdim)
 
 
 def spread_and_mean(
@@ -191,7 +193,7 @@ def spread_and_mean(
     if isinstance(axes, bool):
         axes, unbiased = None, axes
     by = float(unbiased) if correction is None else correction
-    return reducing.variance(x, axes, by, keepdim), reducing.mean(x, axes, keepdim)
+    return reductions.variance(x, axes, by, keepdim), reductions.mean(x, axes, keepdim)
 
 
 def spread(x: Tensor, *args: Any, **more: Any) -> Tensor:
@@ -208,20 +210,20 @@ def extreme(kind: str) -> Row:
 
     def row(x: Tensor, other: Tensor | int | None = None, keepdim: bool = False) -> Any:
         if other is None:
-            return reducing.extreme(kind, x)
+            return reductions.extreme(kind, x)
         if isinstance(other, Tensor):
             return pair(x, other)
-        return reducing.extreme_and_place(kind, x, other, keepdim)
+        return reductions.extreme_with_index(kind, x, other, keepdim)
 
     return row
 
 
 def each_extreme(kind: str) -> Row:
-    return lambda x, axes=None, keepdim=False: reducing.extreme(kind, x, axes, keepdim)
+    return lambda x, axes=None, keepdim=False: reductions.extreme(kind, x, axes, keepdim)
 
 
 def running(kind: str) -> Row:
-    return lambda x, axis: reducing.running(kind, x, axis)
+    return lambda x, axis: reductions.accumulate(kind, x, axis)
 
 
 @with_axes
@@ -231,7 +233,7 @@ def sort(x: Tensor, *args: Any, dim: int = -1, descending: bool = False, stable:
         args = args[1:]
     axis = args[0] if args else dim
     down = args[1] if len(args) > 1 else descending
-    ids = reducing.order(x, axis, down)
+    ids = reductions.argsort(x, axis, down)
     return indexing.gather(x, axis, ids), ids
 
 
@@ -241,19 +243,19 @@ def argsort(x: Tensor, *args: Any, **more: Any) -> Tensor:
 
 @with_axes
 def top_k(x: Tensor, k: int, axis: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    ids = shapes.cut(reducing.order(x, axis, largest), axis, 0, k)
+    ids = shapes.slice_range(reductions.argsort(x, axis, largest), axis, 0, k)
     return indexing.gather(x, axis, ids), ids
 
 
 def norm(x: Tensor, power: float | None = 2, axes: Any = None, keepdim: bool = False) -> Tensor:
-    return reducing.norm_of(x, 2 if power is None else power, axes, keepdim)
+    return reductions.vector_norm(x, 2 if power is None else power, axes, keepdim)
 
 
 # ---------------------------------------------------------------------------------------------------------- products
 
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
-    return products.plus_product(bias, a, b, beta=beta, alpha=alpha)
+    return matmul.addmm(bias, a, b, beta=beta, alpha=alpha)
 
 
 def attention(
@@ -268,7 +270,7 @@ def attention(
 ) -> Tensor:
     if dropout_p:
         raise ModelError("attention drops entries by chance, as in training; export the model after model.eval()")
-    return products.attention(q, k, v, attn_mask, causal=is_causal, scale=scale)
+    return matmul.attention(q, k, v, attn_mask, causal=is_causal, scale=scale)
 
 
 def attention_with_sums(
@@ -284,43 +286,43 @@ def attention_with_sums(
 
 
 def softmax(x: Tensor, axis: int, *_: object) -> Tensor:
-    return products.softmax(x, axis)
+    return matmul.softmax(x, axis)
 
 
 def masked_softmax(x: Tensor, axis: int, *_: object) -> Tensor:
-    return products.masked_softmax(x, axis)
+    return matmul.masked_softmax(x, axis)
 
 
 def log_softmax(x: Tensor, axis: int, *_: object) -> Tensor:
-    return products.log_softmax(x, axis)
+    return matmul.log_softmax(x, axis)
 
 
 def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: object
 ) -> Any:
-    return products.layer_norm(x, len(shape), weight, bias, eps)
+    return matmul.layer_norm(x, len(shape), weight, bias, eps)
 
 
 def native_layer_norm(x: Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
-    return products.layer_norm(x, len(shape), weight, bias, eps), None, None
+    return matmul.layer_norm(x, len(shape), weight, bias, eps), None, None
 
 
 def rms_norm(x: Tensor, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Tensor:
-    return products.rms_norm(x, len(shape), weight, float(np.finfo(np.float32).eps) if eps is None else eps)
+    return matmul.rms_norm(x, len(shape), weight, float(np.finfo(np.float32).eps) if eps is None else eps)
 
 
 def group_norm(x: Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: object) -> Tensor:
-    return products.group_norm(x, groups, weight, bias, eps)
+    return matmul.group_norm(x, groups, weight, bias, eps)
 
 
 def native_group_norm(x: Tensor, weight: Any, bias: Any, n: int, c: int, rest: int, groups: int, eps: float) -> Any:
-    return products.group_norm(x, groups, weight, bias, eps), None, None
+    return matmul.group_norm(x, groups, weight, bias, eps), None, None
 
 
 def native_batch_norm(
     x: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor, momentum: float, eps: float
 ) -> Any:
-    return products.batch_norm(x, weight, bias, mean, variance, eps), None, None
+    return matmul.batch_norm(x, weight, bias, mean, variance, eps), None, None
 
 
 def batch_norm(
@@ -328,7 +330,7 @@ def batch_norm(
 ) -> Tensor:
     if training or mean is None:
         raise ModelError("batch norm over the batch itself, as in training; export the model after model.eval()")
-    return products.batch_norm(x, weight, bias, mean, variance, eps)
+    return matmul.batch_norm(x, weight, bias, mean, variance, eps)
 
 
 # ----------------------------------------------------------------------------------------------------------- indices
@@ -371,15 +373,17 @@ def scatter_reduce(x: Tensor, axis: int, ids: Tensor, src: Tensor, reduce: str, 
 
 @with_axes
 def index_add(x: Tensor, axis: int, ids: Tensor, src: Tensor, alpha: float = 1) -> Tensor:
-    front = shapes.moved(x, axis, 0)
-    put = indexing.index_put(front, [ids], shapes.moved(arith.mul(src, alpha) if alpha != 1 else src, axis, 0), True)
-    return shapes.moved(put, 0, axis)
+    front = shapes.move_axis(x, axis, 0)
+    put = indexing.index_put(
+        front, [ids], shapes.move_axis(arith.mul(src, alpha) if alpha != 1 else src, axis, 0), True
+    )
+    return shapes.move_axis(put, 0, axis)
 
 
 @with_axes
 def index_copy(x: Tensor, axis: int, ids: Tensor, src: Tensor) -> Tensor:
-    front = shapes.moved(x, axis, 0)
-    return shapes.moved(indexing.index_put(front, [ids], shapes.moved(src, axis, 0)), 0, axis)
+    front = shapes.move_axis(x, axis, 0)
+    return shapes.move_axis(indexing.index_put(front, [ids], shapes.move_axis(src, axis, 0)), 0, axis)
 
 
 def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: bool = False, *_: object) -> Tensor:

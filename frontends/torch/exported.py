@@ -13,8 +13,8 @@ import numpy.typing as npt
 from ...graph import DType, Graph, GraphError, Value, input, state, weight
 from ...graph.validation import validate_arguments
 from ..errors import ModelError
-from ..tensors.interface import LARGEST_CONSTANT, Argument, Result, type_of
-from ..tensors.tensor import Tensor, cast, held, literal, merged
+from ..tensors.call_signature import MAX_CONSTANT_BYTES, ProgramArgument, ProgramResult, find_dtype
+from ..tensors.tensor import Tensor, cast, constant_tensor, merge_equal_nodes, stored_shape
 from .arrays import array_of
 from .program import Program
 from .table import CAST_FIRST, ROWS
@@ -133,7 +133,7 @@ class _Importer:
     constants: dict[Node, Any] = field(default_factory=dict)
     """What is known already, as PyTorch computed it."""
     states: dict[str, Value] = field(default_factory=dict)
-    arguments: list[Argument] = field(default_factory=list)
+    arguments: list[ProgramArgument] = field(default_factory=list)
     leaves: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def program(self) -> Program:
@@ -168,7 +168,7 @@ class _Importer:
             data = self.exported.state_dict[spec.target]
             if kind == "BUFFER":
                 dtype, truth = _type_of(data.dtype, node)
-                value = state(spec.target, held(data.shape), dtype)
+                value = state(spec.target, stored_shape(data.shape), dtype)
                 self.states[spec.target], self.weights[spec.target] = value, array_of(data, spec.target)
                 self.values[node] = Tensor(value, tuple(data.shape), truth)
             else:
@@ -182,15 +182,15 @@ class _Importer:
     def _argument(self, node: Node, spec: Any, *, is_weight: bool) -> None:
         value = node.meta.get("val")
         if not _is_tensor(value):
-            self.arguments.append(Argument("", getattr(spec.arg, "value", value)))
+            self.arguments.append(ProgramArgument("", getattr(spec.arg, "value", value)))
             self.constants[node] = value
             return
         assert value is not None
         dtype, truth = _type_of(value.dtype, node)
         shape = _static(node, value)
-        self.arguments.append(Argument(node.name, None, shape, str(value.dtype).removeprefix("torch.")))
+        self.arguments.append(ProgramArgument(node.name, None, shape, str(value.dtype).removeprefix("torch.")))
         leaf = weight if is_weight else input
-        self.values[node] = Tensor(leaf(node.name, held(shape), dtype), shape, truth)
+        self.values[node] = Tensor(leaf(node.name, stored_shape(shape), dtype), shape, truth)
 
     def _weight(self, name: str, data: torch.Tensor) -> Tensor:
         """A tensor that is given once; what shares its memory is one weight."""
@@ -200,8 +200,8 @@ class _Importer:
         dtype, truth = _type_of(data.dtype, name)
         array = array_of(data, name)
         shape = tuple(data.shape)
-        self.weights[name] = array.reshape(held(shape))
-        self.leaves[key] = Tensor(weight(name, held(shape), dtype), shape, truth)
+        self.weights[name] = array.reshape(stored_shape(shape))
+        self.leaves[key] = Tensor(weight(name, stored_shape(shape), dtype), shape, truth)
         return self.leaves[key]
 
     # ------------------------------------------------------------------------------------------------------- nodes
@@ -268,9 +268,9 @@ class _Importer:
         known = self.constants[node]
         if not _is_tensor(known):
             return known
-        if known.numel() * known.element_size() <= LARGEST_CONSTANT and str(known.dtype) != "torch.bfloat16":
+        if known.numel() * known.element_size() <= MAX_CONSTANT_BYTES and str(known.dtype) != "torch.bfloat16":
             _type_of(known.dtype, node, known=True)
-            self.values[node] = literal(known.detach().numpy())
+            self.values[node] = constant_tensor(known.detach().numpy())
         else:
             name = next((s.target for s in self.exported.graph_signature.input_specs if s.arg.name == node.name), None)
             data = known.float() if known.dtype in (_dtype("float64"), _dtype("bool")) else known
@@ -285,7 +285,7 @@ class _Importer:
         (output,) = (n for n in self.exported.graph.nodes if n.op == "output")
         outputs: dict[str, Value] = {}
         updates: dict[Value, Value] = {}
-        results: list[Result] = []
+        results: list[ProgramResult] = []
         written: dict[int, str] = {}
         named = [s.arg.name for s in signature.input_specs if s.kind.name == "USER_INPUT"]
         for spec, node in zip(signature.output_specs, output.args[0], strict=True):
@@ -294,15 +294,15 @@ class _Importer:
                 assert spec.target is not None
                 old = self.states[spec.target]
                 new = self._tensor(node)
-                updates[old] = cast(new, old.dtype).value if not new.truth else new.value
+                updates[old] = cast(new, old.dtype).value if not new.is_bool else new.value
             elif kind in ("USER_OUTPUT", "USER_INPUT_MUTATION"):
                 if not hasattr(node, "op") or (node in self.constants and not _is_tensor(self.constants[node])):
-                    results.append(Result("", self.constants.get(node, node) if hasattr(node, "op") else node))
+                    results.append(ProgramResult("", self.constants.get(node, node) if hasattr(node, "op") else node))
                     continue
                 name = node.name
                 out = self._tensor(node)
                 outputs[name] = out.value
-                result = Result(name, None, out.shape, str(node.meta["val"].dtype).removeprefix("torch."))
+                result = ProgramResult(name, None, out.shape, str(node.meta["val"].dtype).removeprefix("torch."))
                 if kind == "USER_OUTPUT":
                     results.append(result)
                 else:
@@ -312,7 +312,7 @@ class _Importer:
                 raise ModelError(f"the program gives a {kind.lower()}; hocket gives tensors")
         if not outputs and not updates:
             raise ModelError("the program computes nothing that depends on its arguments")
-        graph = merged(Graph(outputs, updates))
+        graph = merge_equal_nodes(Graph(outputs, updates))
         needed = {v.node.name for v in graph.weights} | {v.node.name for v in graph.states}
         count = sum(s.kind.name == "USER_INPUT_MUTATION" for s in signature.output_specs)
         return Program(
@@ -347,7 +347,7 @@ def _type_of(dtype: object, where: object, *, known: bool = False) -> tuple[DTyp
     name = str(dtype).removeprefix("torch.")
     if known and name == "float64":
         return DType.F32, False
-    return type_of(name, where)
+    return find_dtype(name, where)
 
 
 def _static(where: object, value: Any) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
 from ...scheduler import Executor, Plan, Store
 from ...scheduler.running.copies import WeightCopies
-from ..tensors.tensor import held
+from ..tensors.tensor import stored_shape
 from .arrays import array_of
 from .program import Program, Runner
 
@@ -112,5 +112,5 @@ class Bindings:
                 copies = _copies[parameter] = WeightCopies(is_source_lasting=parameter.device.type == "cpu")
             copies.source = parameter.untyped_storage()
             copies.version = (parameter._version, parameter.data_ptr())
-            array = array_of(parameter, name).reshape(held(parameter.shape))
+            array = array_of(parameter, name).reshape(stored_shape(parameter.shape))
             store.bind(name, array, self.specs[name], self.plan.leaves[name], copies=copies)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ...graph import Graph
 from ..errors import ModelError
-from ..tensors.interface import Argument, Result
+from ..tensors.call_signature import ProgramArgument, ProgramResult
 from .arrays import array_of, tensor_of
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ class Program:
 
     graph: Graph
     weights: Mapping[str, npt.NDArray[Any]]
-    arguments: tuple[Argument, ...]
-    results: tuple[Result, ...]
+    arguments: tuple[ProgramArgument, ...]
+    results: tuple[ProgramResult, ...]
     written: tuple[tuple[int, str], ...]
     """Arguments, by number, into which a call writes an output, by name."""
     in_spec: Any
@@ -63,7 +63,7 @@ class Program:
         return flat
 
     @cached_property
-    def _copied_arguments(self) -> list[tuple[int, Argument]]:
+    def _copied_arguments(self) -> list[tuple[int, ProgramArgument]]:
         """The arguments that are not bound, by number."""
         operands = {number for number, _ in self.operands}
         return [(number, argument) for number, argument in enumerate(self.arguments) if number not in operands]
@@ -81,8 +81,10 @@ class Program:
         for number, argument in self._copied_arguments:
             given = flat[number]
             if not argument.name:
-                if given != argument.fixed:
-                    raise ModelError(f"an argument is {given!r}; the program was exported for {argument.fixed!r}")
+                if given != argument.constant_value:
+                    raise ModelError(
+                        f"an argument is {given!r}; the program was exported for {argument.constant_value!r}"
+                    )
                 continue
             dtype = str(getattr(given, "dtype", type(given).__name__)).removeprefix("torch.")
             shape = tuple(getattr(given, "shape", ()))
@@ -122,7 +124,7 @@ class Runner:
         for number, name in program.written:
             with torch.no_grad():
                 given[number].copy_(torch.from_numpy(np.ascontiguousarray(outputs[name])).reshape(given[number].shape))
-        return [tensors[r.name] if r.name else r.fixed for r in program.results]
+        return [tensors[r.name] if r.name else r.constant_value for r in program.results]
 
 
 def _wide(array: npt.NDArray[Any], graph: Graph) -> npt.NDArray[Any]:

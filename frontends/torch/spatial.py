@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..tensors import sliding
+from ..tensors import convolutions
 from ..tensors.tensor import Tensor
 from .calls import Row
 
@@ -35,8 +35,8 @@ def convolution(
     steps, wide, pads = ints(stride, n), ints(dilation, n), both_ends(ints(padding, n))
     if transposed:
         more = ints(output_padding, n)
-        return sliding.transposed_convolution(x, weight, bias, steps, pads, wide, groups, more)
-    return sliding.convolution(x, weight, bias, steps, pads, wide, groups)
+        return convolutions.transposed_convolution(x, weight, bias, steps, pads, wide, groups, more)
+    return convolutions.convolution(x, weight, bias, steps, pads, wide, groups)
 
 
 def max_pool(n: int, places: bool = False) -> Row:
@@ -45,7 +45,7 @@ def max_pool(n: int, places: bool = False) -> Row:
     ) -> Any:
         size = ints(size, n)
         rest = (ints(stride, n) if stride else size, both_ends(ints(padding, n)), ints(dilation, n), ceil_mode)
-        best = sliding.max_pool(x, size, *rest)
+        best = convolutions.max_pool(x, size, *rest)
         return (best, None) if places else best  # the places are for training
 
     return row
@@ -63,7 +63,7 @@ def average_pool(n: int) -> Row:
     ) -> Tensor:
         size = ints(size, n)
         steps, pads = ints(stride, n) if stride else size, both_ends(ints(padding, n))
-        return sliding.average_pool(x, size, steps, pads, ceil_mode, count_include_pad, divisor_override)
+        return convolutions.average_pool(x, size, steps, pads, ceil_mode, count_include_pad, divisor_override)
 
     return row
 
@@ -71,7 +71,7 @@ def average_pool(n: int) -> Row:
 def adaptive_average_pool(n: int) -> Row:
     def row(x: Tensor, sizes: Any) -> Tensor:
         wanted = [w or m for w, m in zip(ints(sizes, n), x.shape[-n:], strict=True)]
-        return sliding.adaptive_average_pool(x, wanted)
+        return convolutions.adaptive_average_pool(x, wanted)
 
     return row
 
@@ -82,7 +82,7 @@ def resized(mode: str) -> Row:
     def row(x: Tensor, size: Any, *scales: Any, **more: Any) -> Tensor:
         factors = scales[0] if len(scales) == 1 and isinstance(scales[0], list | tuple) else scales
         known = None if not factors or None in factors else [float(f) for f in factors]
-        return sliding.interpolate(x, size, known, mode)
+        return convolutions.interpolate(x, size, known, mode)
 
     return row
 
@@ -91,6 +91,6 @@ def resized_smoothly(mode: str) -> Row:
     def row(x: Tensor, size: Any, align_corners: bool, *scales: Any) -> Tensor:
         factors = scales[0] if len(scales) == 1 and isinstance(scales[0], list | tuple) else scales
         known = None if not factors or None in factors else [float(f) for f in factors]
-        return sliding.interpolate(x, size, known, mode, align_corners)
+        return convolutions.interpolate(x, size, known, mode, align_corners)
 
     return row

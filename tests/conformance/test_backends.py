@@ -16,7 +16,7 @@ from hocket.ops import REGISTRY
 @pytest.mark.parametrize("device", ["cpu:0", "reference:0"])
 @pytest.mark.parametrize("name", REGISTRY)
 def test_a_backend_agrees_with_the_reference_on_every_sample(name, device):
-    """In every layout that makes a difference.  No reference: Q8_1 and Q8_K, which nobody dequantises."""
+    """In every layout that makes a difference.  Q8_1 and Q8_K have no reference: no op dequantises them."""
     backend, on = find(device)
     op = REGISTRY[name]
     for text in op.samples:

@@ -211,7 +211,7 @@ def test_the_tolerance_grows_with_the_reduction_and_with_coarser_arithmetic():
 
 
 def test_what_cases_leave_behind_does_not_pile_up(monkeypatch):
-    """A command looks for what only itself holds hardly ever, and emulated devices have a limit of mappings."""
+    """Python rarely collects cycles during a command, and emulated devices have a limit of mappings."""
 
     class Kept:
         pass
@@ -294,8 +294,7 @@ def failures(results):
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", REGISTRY)
 def test_backends_of_ours_pass_the_quick_run(name):
-    """The references as a device take every check but, of what is compared with themselves, a quarter: they run every
-    sample in every layout in test_backends.py."""
+    """The references run a quarter of the comparisons with themselves: test_backends.py compares every sample."""
     assert not failures(run_suite(Suite(backend="cpu", op=name, require="SHOULD")))
     chosen = [c for i, c in enumerate(quick_cases(REGISTRY[name])) if i % 4 == 0 or c.check != "reference"]
     assert not failures(run_case(c, *find("reference:0")) for c in chosen)

@@ -22,7 +22,7 @@ from hocket.backends.cpu.kernels.crew import ASLEEP
 from hocket.backends.cpu.kernels.products import products
 from hocket.backends.cpu.kernels.products.formats import FORMATS
 from hocket.backends.cpu.simd import tiles
-from hocket.frontends.terminal.progress import compiling_shown
+from hocket.frontends.terminal.compile_progress import show_compile_progress
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 from hocket.ops.quantisation import dequantise
@@ -242,7 +242,7 @@ class Terminal(io.StringIO):
 def test_a_terminal_shows_which_kernel_is_compiled_and_nothing_afterwards(tmp_path, monkeypatch):
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
     terminal, other = Terminal(), io.StringIO()
-    with compiling_shown(terminal), compiling_shown(other):
+    with show_compile_progress(terminal), show_compile_progress(other):
         for name in ("test.one", "test.two"):
             assert call(compiler.Kernel(name, lambda a, thread, threads: threads)) == 1
     shown = [part.strip() for part in terminal.getvalue().split("\r")]
@@ -257,7 +257,7 @@ def test_a_folder_that_cannot_be_written_is_said_in_one_line_once(tmp_path, monk
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path / "file"))
     _say_unwritable.cache_clear()
     terminal = Terminal()
-    with compiling_shown(terminal):
+    with show_compile_progress(terminal):
         for name in ("test.three", "test.four"):
             assert call(compiler.Kernel(name, lambda a, thread, threads: threads)) == 1
     said = [line for line in terminal.getvalue().split("\n") if "cannot be kept in" in line]

@@ -11,7 +11,7 @@ import pytest
 
 from hocket.backends.cpu import backend as cpu
 from hocket.backends.cpu.backend import CpuBackend
-from hocket.frontends.gguf.mapped import MappedFile
+from hocket.frontends.gguf.mapped_file import MappedFile
 from hocket.graph.dtypes import DType
 from hocket.graph.spec import Spec
 from hocket.scheduler import Store

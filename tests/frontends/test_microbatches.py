@@ -15,7 +15,7 @@ from hocket.cli import main
 from hocket.frontends import devices as devices_of
 from hocket.frontends import parts
 from hocket.frontends.errors import ModelError
-from hocket.frontends.generation.generate import Drawing, draw
+from hocket.frontends.generation.generate import GenerationParams, sample_tokens
 from hocket.frontends.generation.sampling import Sampling
 from hocket.frontends.microbatches import Microbatches, dealt, decoding
 from hocket.frontends.open import open_model
@@ -230,14 +230,14 @@ def test_a_traced_step_that_fails_is_taken_back_for_all_sequences(monkeypatch):
 
 
 def test_what_is_drawn_is_what_each_sequence_would_draw_alone():
-    root, limits = rooted("llama"), Drawing(9, GREEDY)
+    root, limits = rooted("llama"), GenerationParams(9, GREEDY)
     prompts, _ = texts_of("llama", 5)
     wanted = []
     for prompt in prompts:
         alone = Session(root.model, like=root, context=64)
-        wanted.append([one.token for one in draw(alone, [prompt], limits, known=[[]])])
+        wanted.append([one.token for one in sample_tokens(alone, [prompt], limits, known=[[]])])
     both, known = in_batches(root, 2, 2, 1), [[] for _ in prompts]
-    drawn = list(draw(both, prompts, limits, known=known))
+    drawn = list(sample_tokens(both, prompts, limits, known=known))
     assert [[one.token for one in drawn if one.sequence == i] for i in range(5)] == wanted
     assert known == [[*prompt, *new] for prompt, new in zip(prompts, wanted, strict=True)]
     assert both.lengths == [len(tokens) - 1 for tokens in known]
@@ -246,7 +246,7 @@ def test_what_is_drawn_is_what_each_sequence_would_draw_alone():
 def test_a_reader_who_leaves_leaves_nothing_under_way():
     both, known = in_batches(rooted("llama"), 1, 1), [[], []]
     prompts, _ = texts_of("llama", 2)
-    drawing = draw(both, prompts, Drawing(9, GREEDY), known=known)
+    drawing = sample_tokens(both, prompts, GenerationParams(9, GREEDY), known=known)
     for _ in range(3):
         next(drawing)
     drawing.close()

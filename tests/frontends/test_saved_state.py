@@ -21,7 +21,7 @@ from ..given.models.architectures import written
 from ..given.models.goldens import nmse, path_of
 
 TOKENS = [5, 17, 33, 2, 60, 41, 8, 19, 77, 3]
-GROUPS = {
+DEVICE_GROUPS = {
     "one": Group(exact=True),
     "two": Group(("cpu:0", "cpu:1"), "tensor", exact=True),
     "three": Group(("cpu:0", "cpu:1", "cpu:2"), "tensor", (3, 1, 1), exact=True),
@@ -32,7 +32,7 @@ GROUPS = {
 @pytest.fixture
 def saved(tmp_path):
     """A state after six tokens of the embedded model, and the logits of the four that follow."""
-    session = Session(open_model(None), on=GROUPS["one"])
+    session = Session(open_model(None), on=DEVICE_GROUPS["one"])
     session.evaluate([TOKENS[:6]])
     path = tmp_path / "state.npz"
     save_state(session, [TOKENS[:6]], path)
@@ -40,7 +40,7 @@ def saved(tmp_path):
 
 
 @pytest.mark.long(cases=1)
-@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("group", DEVICE_GROUPS.values(), ids=DEVICE_GROUPS)
 def test_a_session_goes_on_over_any_number_of_devices(saved, group):
     path, wanted = saved
     session = Session(open_model(None), on=group, context=64)
@@ -52,13 +52,13 @@ def test_a_session_goes_on_over_any_number_of_devices(saved, group):
 
 
 @pytest.mark.long(cases=1)
-@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("group", DEVICE_GROUPS.values(), ids=DEVICE_GROUPS)
 def test_what_several_devices_save_one_can_load(saved, group, tmp_path):
     _, wanted = saved
     session = Session(open_model(None), on=group)
     session.evaluate([TOKENS[:6]])
     save_state(session, [TOKENS[:6]], tmp_path / "other.npz")
-    fresh = Session(open_model(None), on=GROUPS["one"])
+    fresh = Session(open_model(None), on=DEVICE_GROUPS["one"])
     load_state(fresh, tmp_path / "other.npz")
     got = fresh.evaluate([TOKENS[6:]], every_position=True)[0]
     assert nmse(got, wanted) < 1e-11
@@ -68,12 +68,12 @@ def test_what_several_devices_save_one_can_load(saved, group, tmp_path):
 @pytest.mark.parametrize("context", [24, 64, 101])
 def test_compressed_caches_go_on_in_a_context_of_another_size(model, context, tmp_path):
     compressed = open_model(written(model, tmp_path))
-    first = Session(compressed, on=GROUPS["one"], context=40, sequences=2)
+    first = Session(compressed, on=DEVICE_GROUPS["one"], context=40, sequences=2)
     tokens = [TOKENS[:3], [*TOKENS, *TOKENS[3:]]]
     first.evaluate(tokens)
     save_state(first, tokens, tmp_path / "state")
     wanted = first.evaluate([TOKENS[:5], TOKENS[:6]], every_position=True)
-    second = Session(compressed, on=GROUPS["two"], context=context, sequences=2)
+    second = Session(compressed, on=DEVICE_GROUPS["two"], context=context, sequences=2)
     second.evaluate([[1, 2], TOKENS])
     assert load_state(second, tmp_path / "state") == tokens
     got = second.evaluate([TOKENS[:5], TOKENS[:6]], every_position=True)

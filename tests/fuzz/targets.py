@@ -20,10 +20,10 @@ import hocket
 from hocket import ops
 from hocket.backends.base import find
 from hocket.frontends.errors import ModelError
-from hocket.frontends.gguf import Array, open_gguf
-from hocket.frontends.gguf.chat import chat_template, render_chat
+from hocket.frontends.gguf import MetadataArray, open_gguf
+from hocket.frontends.gguf.chat import render_chat, select_chat_template
 from hocket.frontends.gguf.reader import Gguf
-from hocket.frontends.gguf.tokenizer import tokenizer_from_metadata
+from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.models import Step, load_model
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
@@ -126,7 +126,7 @@ def _tokenize(model: Gguf) -> None:
     tokenizer = tokenizer_from_metadata(model.metadata)
     ids = tokenizer.encode("the ab 12 é")
     tokenizer.decode(ids)
-    text = render_chat(chat_template(model.metadata), [{"role": "user", "content": "a"}], bos="", eos="")
+    text = render_chat(select_chat_template(model.metadata), [{"role": "user", "content": "a"}], bos="", eos="")
     tokenizer.encode_chat(text)
 
 
@@ -157,8 +157,8 @@ def _compare_value(value: object, kind: int, said: Any) -> None:
     if isinstance(said, bytes):
         said = said.decode("utf-8", "replace")
     elif isinstance(said, tuple):
-        assert isinstance(value, Array)
-        assert (value.kind.number, len(value)) == (said[0], len(said[1]))
+        assert isinstance(value, MetadataArray)
+        assert (value.item_type.number, len(value)) == (said[0], len(said[1]))
         for mine, theirs in zip(value, said[1], strict=True):
             _compare_value(mine, said[0], theirs)
         return

@@ -18,7 +18,7 @@ from hocket.backends.cpu import binding
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.backends.table import merged
 from hocket.frontends import models
-from hocket.frontends.commands.flags import EXACT
+from hocket.frontends.commands.shared_flags import EXACT_HELP
 from hocket.frontends.models.family import Family
 from hocket.frontends.session import Group, Session
 from hocket.ops.page import build_page
@@ -54,7 +54,7 @@ def test_a_page_with_another_text_than_the_stored_fact_is_found():
 
 def test_docstrings_and_help_state_how_equal_devices_are():
     facts = runpy.run_path(str(DOCS / "write_facts.py"))["STORED"]
-    texts = [str(hocket.Model.__doc__), str(Group.__doc__), EXACT]
+    texts = [str(hocket.Model.__doc__), str(Group.__doc__), EXACT_HELP]
     for name in ("equality", "equality-exact"):
         assert all(facts[name]["text"] in " ".join(text.split()) for text in texts), name
 

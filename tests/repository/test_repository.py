@@ -128,8 +128,8 @@ def test_no_code_of_the_package_runs_text_or_unpickles():
 WRITERS = {
     "graph/files.py": {"open", "os.open", "os.replace"},
     "cli.py": {"os.open"},  # /dev/null in place of a closed stdout.
-    "frontends/terminal/rank.py": {"open"},  # /dev/null in place of a terminal.
-    "frontends/terminal/talk.py": {"file.open"},  # Messages are appended by prompt_toolkit.
+    "frontends/terminal/rank_command.py": {"open"},  # /dev/null in place of a terminal.
+    "frontends/terminal/chat_loop.py": {"file.open"},  # Messages are appended by prompt_toolkit.
     "frontends/commands/embed.py": {"np.save"},  # It writes to memory.
     "backends/cupy/device/disassembly.py": {"file.write_bytes"},  # It writes for nvdisasm, in a temporary folder.
     "backends/cupy/emulation/building.py": {"open", "os.replace", ".touch"},  # A lock, and a library by g++.

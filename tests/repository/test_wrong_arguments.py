@@ -13,9 +13,9 @@ import pytest
 import hocket
 from hocket import ops, scheduler
 from hocket.backends import base
-from hocket.frontends.generation.generate import generate
+from hocket.frontends.generation.generate import generate_tokens
 from hocket.frontends.generation.sampling import Sampling
-from hocket.frontends.gguf.tokenizer import Tokenizer, tokenizer_from_metadata
+from hocket.frontends.gguf.tokenization.tokenizer import Tokenizer, tokenizer_from_metadata
 from hocket.frontends.models import Model, Step
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
@@ -152,7 +152,7 @@ def assigned(index: Any, value: Any) -> None:
 
 def generated(**given: Any) -> list[int]:
     session().reset(0)
-    return list(generate(session(), **given))
+    return list(generate_tokens(session(), **given))
 
 
 def continued(**given: Any) -> list[str]:

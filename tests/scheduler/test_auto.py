@@ -11,7 +11,7 @@ from hocket import ops
 from hocket.backends import base
 from hocket.backends.base import find
 from hocket.backends.numpy.backend import NumpyBackend
-from hocket.frontends.commands.plan import step_graph
+from hocket.frontends.commands.plan import read_step_graph
 from hocket.graph import Graph, PlanError, input, state, weight
 from hocket.scheduler import plan_for
 from hocket.scheduler.choosing.auto import Way, best_of
@@ -142,7 +142,7 @@ def test_stages_in_turn_take_no_less_than_one_that_has_all_layers(devices, follo
 
 
 def test_layers_across_halves_of_a_machine_are_considered(tmp_path):
-    graph, _ = step_graph(llama_70b(tmp_path / "model.gguf", layers=4), context=1024, tokens=1)
+    graph, _ = read_step_graph(llama_70b(tmp_path / "model.gguf", layers=4), context=1024, tokens=1)
     simulation = simulate("h200:4,nvlink")
     plan = plan_for(graph, simulation.group, hardware=simulation.hardware)
     assert any("layers across 2 teams, cut within each, on 4 devices" in why for why in plan.reasons)
@@ -164,7 +164,7 @@ def with_hidden(plan, seconds):
 
 
 def test_instructions_of_a_chain_share_its_launch(tmp_path):
-    graph, _ = step_graph(llama_8b(tmp_path / "model.gguf", layers=2), context=64, tokens=1)
+    graph, _ = read_step_graph(llama_8b(tmp_path / "model.gguf", layers=2), context=64, tokens=1)
     simulation = simulate("h200:1")
     plan = plan_for(graph, simulation.group, hardware=simulation.hardware)
     (lane,) = plan.lanes
@@ -177,7 +177,7 @@ def test_instructions_of_a_chain_share_its_launch(tmp_path):
 @pytest.mark.parametrize(("layers", "devices"), [(8, 2), pytest.param(48, 8, marks=pytest.mark.long())])
 def test_devices_that_do_not_help_are_left_free_and_the_first_line_says_so(tmp_path, layers, devices):
     """One token of a mixture of experts waits for launches, which no cut makes fewer."""
-    graph, _ = step_graph(qwen_80b(tmp_path / "model.gguf", layers=layers), context=1024, tokens=1)
+    graph, _ = read_step_graph(qwen_80b(tmp_path / "model.gguf", layers=layers), context=1024, tokens=1)
     simulation = simulate(f"h200:{devices},nvlink")
     plan = plan_for(graph, simulation.group, hardware=simulation.hardware)
     free = [str(device) for _, device in simulation.group[1:]]
@@ -194,7 +194,7 @@ def test_devices_that_do_not_help_are_left_free_and_the_first_line_says_so(tmp_p
 @pytest.mark.parametrize("model", [llama_70b, qwen_80b])
 def test_auto_is_no_slower_than_what_is_chosen_by_hand(tmp_path, model, devices, tokens):
     """But for what copies weights to every device and gains less than a tenth."""
-    graph, _ = step_graph(model(tmp_path / "model.gguf", layers=4), context=1024, tokens=tokens)
+    graph, _ = read_step_graph(model(tmp_path / "model.gguf", layers=4), context=1024, tokens=tokens)
     simulation = simulate(devices)
     auto = plan_for(graph, simulation.group, hardware=simulation.hardware).cost.total
     for count in {1, 2, len(simulation.group)}:

@@ -16,7 +16,7 @@ from hocket.scheduler.telling.as_json import plan_to_json
 
 from ..given.graphs.random_graphs import seeded_graph
 
-GROUPS = {"alone": ["cpu:0"], "three": ["cpu:0", "cpu:1", "numpy:0"], "alike": ["cpu:0", "cpu:1"]}
+PLANNED_GROUPS = {"alone": ["cpu:0"], "three": ["cpu:0", "cpu:1", "numpy:0"], "alike": ["cpu:0", "cpu:1"]}
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ def files(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("mode", ["auto", "tensor", "layer"])
-@pytest.mark.parametrize("devices", GROUPS)
+@pytest.mark.parametrize("devices", PLANNED_GROUPS)
 def test_what_is_read_back_is_what_was_planned(plans, devices, mode):
-    graph, group = seeded_graph(3), group_of(GROUPS[devices])
+    graph, group = seeded_graph(3), group_of(PLANNED_GROUPS[devices])
     first = kept_plan(graph, group, split_mode=mode)
     again = kept_plan(seeded_graph(3), group, split_mode=mode)
     assert len(plans) == 1

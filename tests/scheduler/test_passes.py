@@ -76,7 +76,7 @@ def changes(before: Graph, after: Graph) -> str:
     return "\n".join(["  ..." if line.startswith("@@") else line for line in list(difference)[2:]]) or "nothing changes"
 
 
-def settled(text: str) -> str:
+def round_floats(text: str) -> str:
     """`text` with floats of at most four digits."""
     floats = re.compile(r"(?<![\w.])\d+\.\d{4,}(?:e[+-]?\d+)?")
     return floats.sub(lambda found: f"{float(found[0]):.4g}", text).rstrip("\n") + "\n"
@@ -85,7 +85,7 @@ def settled(text: str) -> str:
 @pytest.mark.parametrize("name", MODELS)
 def test_each_pass_makes_of_a_small_model_what_was_read_by_eye(name: str, update_golden: bool) -> None:
     folder = PASSED / name
-    made = {f"{number}.txt": settled(text) for number, text in passes(MODELS[name]())}
+    made = {f"{number}.txt": round_floats(text) for number, text in passes(MODELS[name]())}
     if update_golden:
         folder.mkdir(parents=True, exist_ok=True)
         for file in set(folder.iterdir()) - {folder / n for n in made}:

@@ -27,7 +27,7 @@ def layout(tmp_path, machine, sequences, mode="auto", devices=None, layers=4):
     return plan_for(graph, simulation.group[:devices], split_mode=mode, hardware=hardware, use=use), use
 
 
-def judged(plan, use):
+def score_plan(plan, use):
     """By plans that are proven."""
     return use.judged(
         cache(lambda *asked: plan_for(use.graph_of(*asked), plan.group, hardware=plan.hardware, like=plan))
@@ -55,7 +55,7 @@ def test_without_a_use_a_layout_is_judged_by_one_run(tmp_path):
 
 def test_what_a_use_is_said_to_take_is_what_proven_plans_take(tmp_path):
     plan, use = layout(tmp_path, "a100:2,ethernet", 16, mode="layer")
-    seconds, how = judged(plan, use)
+    seconds, how = score_plan(plan, use)
     step = plan_for(use.graph_of(8, 1), plan.group, hardware=plan.hardware, like=plan).cost.total
     assert re.fullmatch("in 2 micro-batches, prompts in [5-8] parts", how), how
     assert seconds > 128 * step, "two micro-batches on two devices take as long as one of them by itself, or longer"
@@ -68,11 +68,11 @@ def test_what_a_use_is_said_to_take_is_what_proven_plans_take(tmp_path):
 def test_auto_is_no_slower_for_a_use_than_what_is_chosen_by_hand(tmp_path, machine, sequences):
     """But for what copies weights to every device and gains less than a tenth."""
     auto, use = layout(tmp_path, machine, sequences)
-    own = judged(auto, use)[0]
+    own = score_plan(auto, use)[0]
     for count in {1, 2, len(simulate(machine).group)}:
         for mode in ("none", "layer", "tensor", "layer,tensor")[: 1 + 3 * (count > 2) + 2 * (count == 2)]:
             plan, _ = layout(tmp_path, machine, sequences, mode, count)
             once = sum(v.spec.nbytes for v in (*plan.graph.weights, *plan.graph.states))
             copies = plan.memory()["weight"] + plan.memory()["state"] > 1.1 * once
             dear = 1 / 0.9 if copies else 1.03
-            assert own <= judged(plan, use)[0] * dear, (mode, count)
+            assert own <= score_plan(plan, use)[0] * dear, (mode, count)

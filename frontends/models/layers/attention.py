@@ -9,7 +9,7 @@ from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
 from ...errors import ModelError
-from ...gguf.keys import REMEDY
+from ...gguf.hyperparameter_keys import CONVERT_REMEDY
 from ..family import Family
 from ..frame import CACHED, Frame, Sight, Warmth
 from ..weights import Weights
@@ -158,7 +158,9 @@ class Attention:
             return None
         buckets = weights.shape(name)[0]
         if not 4 <= buckets < 512:
-            raise ModelError(f"{weights.gguf.path}: tensor {name} has {buckets} buckets; need 4 to 511; {REMEDY}")
+            raise ModelError(
+                f"{weights.gguf.path}: tensor {name} has {buckets} buckets; need 4 to 511; {CONVERT_REMEDY}"
+            )
         return weights(name, (buckets, self.heads))
 
     def answered(self, weights: Weights, frame: Frame, block: str, x: Value, y: Value) -> Value:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from .... import ops
 from ....graph import DType, Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.keys import Keys
+from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ...step import Batch, Step
 from ..frame import CACHED, Frame, Sight
 from ..weights import Weights
@@ -89,10 +89,12 @@ class Compressed:
     blocks: Blocks | None = None
 
     @classmethod
-    def from_keys(cls, keys: Keys, norm: Norm, heads: int, rope: Rope, window: int, layer: int) -> Compressed:
+    def from_keys(
+        cls, keys: ArchitectureKeys, norm: Norm, heads: int, rope: Rope, window: int, layer: int
+    ) -> Compressed:
         """ModelError if the metadata make no sense; ``rope`` is that of the metadata, which only layers with blocks
         stretch."""
-        ratio = keys.each("attention.compress_ratios", keys.blocks())[layer]
+        ratio = keys.per_block_counts("attention.compress_ratios", keys.block_count())[layer]
         if ratio not in RATIOS:
             raise keys.error("attention.compress_ratios", f"holds {ratio}; need {', '.join(map(str, RATIOS))}")
         groups, size = keys.count("attention.output_group_count"), keys.count("attention.key_length")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.keys import Keys
+from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ..family import Family
 from ..frame import RECURRENT, Frame
 from ..weights import Weights
@@ -30,7 +30,7 @@ class DeltaNet:
     needs: frozenset[str] = RECURRENT
 
     @classmethod
-    def from_keys(cls, keys: Keys, family: Family, layer: int) -> DeltaNet:
+    def from_keys(cls, keys: ArchitectureKeys, family: Family, layer: int) -> DeltaNet:
         """ModelError if heads do not divide or do not fill the inner size."""
         size, key_heads = keys.count("ssm.state_size"), keys.count("ssm.group_count")
         value_heads, inner = keys.count("ssm.time_step_rank"), keys.count("ssm.inner_size")
@@ -108,8 +108,8 @@ class KimiDelta:
     needs: frozenset[str] = RECURRENT
 
     @classmethod
-    def from_keys(cls, keys: Keys, family: Family, layer: int) -> KimiDelta:
-        heads = max(keys.each("attention.head_count", keys.blocks()))
+    def from_keys(cls, keys: ArchitectureKeys, family: Family, layer: int) -> KimiDelta:
+        heads = max(keys.per_block_counts("attention.head_count", keys.block_count()))
         if family.bounded_decay > 0.0 and not keys.flag("kda.safe_gate", True):
             raise keys.error("kda.safe_gate", "is false; hocket computes bounded gates alone for this architecture")
         floor = keys.number("kda.gate_lower_bound", 0.0) if family.bounded_decay else 0.0

@@ -10,7 +10,7 @@ import math
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.keys import Keys
+from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ..family import Family
 from ..frame import CACHED, Frame, Sight, Warmth
 from ..weights import Weights
@@ -42,16 +42,25 @@ class Latent:
 
     @classmethod
     def from_keys(
-        cls, keys: Keys, family: Family, norm: Norm, heads: int, rope: Rope | None, sight: Sight, warmth: Warmth
+        cls,
+        keys: ArchitectureKeys,
+        family: Family,
+        norm: Norm,
+        heads: int,
+        rope: Rope | None,
+        sight: Sight,
+        warmth: Warmth,
     ) -> Latent:
         """ModelError if the metadata make no sense; layers with a window may have sizes of their own."""
         sizes = [
-            (sight.window and keys.given(f"attention.{kind}_length_mla_swa", 0))
-            or keys.given(f"attention.{kind}_length_mla", 0)
+            (sight.window and keys.count_or_default(f"attention.{kind}_length_mla_swa", 0))
+            or keys.count_or_default(f"attention.{kind}_length_mla", 0)
             or keys.count(f"attention.{kind}_length")
             for kind in ("key", "value")
         ]
-        rank = (sight.window and keys.given("attention.kv_lora_rank_swa", 0)) or keys.count("attention.kv_lora_rank")
+        rank = (sight.window and keys.count_or_default("attention.kv_lora_rank_swa", 0)) or keys.count(
+            "attention.kv_lora_rank"
+        )
         turning = keys.count("rope.dimension_count", 0, least=0)
         if turning > sizes[0]:
             raise keys.error("rope.dimension_count", f"is {turning}; need at most the key length {sizes[0]}")
@@ -153,10 +162,10 @@ class Latent:
         return linear(weights, f"{block}.attn_output", frame.rows(y), x.shape[-1])
 
 
-def _magnified(keys: Keys, family: Family, rope: Rope | None) -> float:
+def _magnified(keys: ArchitectureKeys, family: Family, rope: Rope | None) -> float:
     """What YaRN multiplies scores by: the square of its magnitude."""
     if rope is None or rope.freq_scale == 1.0:
         return 1.0 if rope is None else rope.attn_factor**2
     stretch = math.log(1.0 / rope.freq_scale)
-    multiplier = (keys.optional("rope.scaling.yarn_log_multiplier") or 0.0) * family.log_multiplier
+    multiplier = (keys.positive_or_none("rope.scaling.yarn_log_multiplier") or 0.0) * family.log_multiplier
     return (rope.attn_factor * (1.0 + 0.1 * stretch) * (1.0 + 0.1 * multiplier * stretch)) ** 2

@@ -11,7 +11,7 @@ from functools import partial
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.keys import Keys
+from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ..family import Family
 from ..frame import Frame
 from ..weights import Weights
@@ -33,9 +33,9 @@ class Lightning:
     needs: frozenset[str] = frozenset({"valid"})
 
     @classmethod
-    def from_keys(cls, keys: Keys, family: Family, layer: int) -> Lightning:
-        blocks, heads = keys.blocks(), max(keys.each("attention.head_count", keys.blocks()))
-        size = keys.given("attention.key_length", keys.count("embedding_length") // heads)
+    def from_keys(cls, keys: ArchitectureKeys, family: Family, layer: int) -> Lightning:
+        blocks, heads = keys.block_count(), max(keys.per_block_counts("attention.head_count", keys.block_count()))
+        size = keys.count_or_default("attention.key_length", keys.count("embedding_length") // heads)
         share = 1.0 - layer / max(1, blocks - 1) + 1e-5
         return cls(heads, size, share, Norm(keys.eps("attention.layer_norm_rms_epsilon")))
 
@@ -69,7 +69,7 @@ class ShortConvolution:
     needs: frozenset[str] = frozenset({"conv_rows"})
 
     @classmethod
-    def from_keys(cls, keys: Keys, family: Family, layer: int) -> ShortConvolution:
+    def from_keys(cls, keys: ArchitectureKeys, family: Family, layer: int) -> ShortConvolution:
         return cls(keys.count("shortconv.l_cache", least=2))
 
     def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:

@@ -11,7 +11,7 @@ from typing import Self
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.keys import Keys
+from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ..family import Family
 from ..frame import RECURRENT, Frame
 from ..weights import Weights
@@ -36,7 +36,7 @@ class Mamba:
     needs: frozenset[str] = RECURRENT
 
     @classmethod
-    def from_keys(cls, keys: Keys, family: Family, layer: int) -> Self:
+    def from_keys(cls, keys: ArchitectureKeys, family: Family, layer: int) -> Self:
         """ModelError if heads do not fill the inner size or groups do not divide."""
         inner = keys.count("ssm.inner_size")
         heads = inner if cls is Mamba else keys.count("ssm.time_step_rank")
@@ -45,7 +45,7 @@ class Mamba:
             raise keys.error("ssm.inner_size", f"is {inner}; need a multiple of time_step_rank {heads}")
         if heads % groups or inner % groups:
             raise keys.error("ssm.group_count", f"is {groups}; need a divisor of {heads} heads and {inner} channels")
-        eps = keys.optional("attention.layer_norm_rms_epsilon") or keys.positive("attention.layer_norm_epsilon")
+        eps = keys.positive_or_none("attention.layer_norm_rms_epsilon") or keys.positive("attention.layer_norm_epsilon")
         bare = keys.flag("ssm.dt_b_c_rms", False)
         taps, state = keys.count("ssm.conv_kernel", least=2), keys.count("ssm.state_size")
         return cls(taps, inner, state, heads, groups, Norm(eps), bare)

@@ -11,7 +11,7 @@ from dataclasses import field, replace
 from .... import ops
 from ....graph import DType, Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.keys import Keys
+from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ..family import Family
 from ..weights import Weights
 from .blocks import Norm, Unit, feed_forward, linear, product
@@ -46,13 +46,15 @@ class Experts:
     group_scale: float = 1.0
 
     @classmethod
-    def from_keys(cls, keys: Keys, family: Family, layer: int, blocks: int, unit: Unit, norm: Norm) -> Experts:
+    def from_keys(
+        cls, keys: ArchitectureKeys, family: Family, layer: int, blocks: int, unit: Unit, norm: Norm
+    ) -> Experts:
         """The experts of a block; ModelError if the metadata make no sense."""
-        count, used = keys.count("expert_count"), keys.each("expert_used_count", blocks)[layer]
+        count, used = keys.count("expert_count"), keys.per_block_counts("expert_used_count", blocks)[layer]
         if not 1 <= used <= count:
             raise keys.error("expert_used_count", f"is {used}; need 1 to expert_count {count}")
-        groups = keys.given("expert_group_count", 1)
-        groups_used = keys.given("expert_group_used_count", 1)
+        groups = keys.count_or_default("expert_group_count", 1)
+        groups_used = keys.count_or_default("expert_group_used_count", 1)
         if groups > 1 and (count % groups or groups_used >= groups):
             raise keys.error(
                 "expert_group_count", f"is {groups}; need a divisor of {count} above the {groups_used} used"
@@ -62,19 +64,19 @@ class Experts:
             normalised = keys.flag("expert_weights_norm", False)
         both = keys.has("swiglu_clamp_shexp") or "one limit" not in family.mixture
         limits = "swiglu_clamp_exp", "swiglu_clamp_shexp" if both else "swiglu_clamp_exp"
-        routed, shared = (replace(unit, limit=keys.limits(name, blocks)[layer]) for name in limits)
-        gating, scale = _gating(keys, family), keys.optional("expert_weights_scale") or 1.0
-        size, factor = keys.given("experts_per_group", 1), keys.optional("expert_group_scale") or 1.0
+        routed, shared = (replace(unit, limit=keys.per_block_limits(name, blocks)[layer]) for name in limits)
+        gating, scale = _gating(keys, family), keys.positive_or_none("expert_weights_scale") or 1.0
+        size, factor = keys.count_or_default("experts_per_group", 1), keys.positive_or_none("expert_group_scale") or 1.0
         return cls(
             count, used, gating, normalised, scale, routed, shared, norm, groups, groups_used, family, size, factor
         )
 
 
-def _gating(keys: Keys, family: Family) -> str:
+def _gating(keys: ArchitectureKeys, family: Family) -> str:
     name, _, default = family.gating.partition(" ")
     if name != "key":
         return name
-    number = keys.given("expert_gating_func", 1 + GATINGS.index(default or "softmax"))
+    number = keys.count_or_default("expert_gating_func", 1 + GATINGS.index(default or "softmax"))
     if number > len(GATINGS):
         raise keys.error("expert_gating_func", f"is {number}; need one of 1 to {len(GATINGS)}")
     return GATINGS[number - 1]

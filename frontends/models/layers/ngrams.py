@@ -15,7 +15,7 @@ from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
 from ...errors import ModelError
-from ...gguf.keys import MOST, Keys
+from ...gguf.hyperparameter_keys import MAX_I32, ArchitectureKeys
 from ...step import Batch, Step
 from ..frame import Frame
 from ..weights import Weights
@@ -45,7 +45,7 @@ class Ngrams:
     sizes: tuple[int, ...]
 
     @classmethod
-    def from_keys(cls, keys: Keys, layers: int) -> Ngrams | None:
+    def from_keys(cls, keys: ArchitectureKeys, layers: int) -> Ngrams | None:
         """None for a model without such a layer; ModelError if the metadata make no sense."""
         where = keys.integers("ple.layers")
         if not where:
@@ -61,8 +61,10 @@ class Ngrams:
             "ple.head_vocab_sizes": (longest - 1) * each,
         }
         multipliers, starts, sizes = (keys.integers(name, count) for name, count in lists.items())
-        if min(sizes) < 1 or max(start + size for start, size in zip(starts, sizes, strict=True)) > MOST:
-            raise keys.error("ple.head_vocab_sizes", f"need sizes of at least 1 that end, with offsets, below {MOST}")
+        if min(sizes) < 1 or max(start + size for start, size in zip(starts, sizes, strict=True)) > MAX_I32:
+            raise keys.error(
+                "ple.head_vocab_sizes", f"need sizes of at least 1 that end, with offsets, below {MAX_I32}"
+            )
         taps, width = keys.count("ple.conv_kernel", least=2), keys.count("embedding_length_per_layer_input")
         end = keys.count("ple.eos_token_id", least=0)
         return cls(where[0], longest, each, taps, width, end, multipliers, starts, sizes)

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.keys import Keys
+from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ..frame import Frame
 from ..weights import Weights
 
@@ -32,22 +32,27 @@ class Rope:
 
     @classmethod
     def from_keys(
-        cls, keys: Keys, mode: str, head_size: int, dimensions: str = "rope.dimension_count", multiplier: float = 1.0
+        cls,
+        keys: ArchitectureKeys,
+        mode: str,
+        head_size: int,
+        dimensions: str = "rope.dimension_count",
+        multiplier: float = 1.0,
     ) -> Rope:
         """As ``llama_context`` of llama.cpp settles them; ModelError if the metadata make no sense."""
-        n_dims = keys.given(dimensions, head_size)
+        n_dims = keys.count_or_default(dimensions, head_size)
         if n_dims % 2 or n_dims > head_size:
             raise keys.error(dimensions, f"is {n_dims}; need an even number of at most {head_size}")
         base = cls.base_from(keys, "rope.freq_base")
         scaling = keys.choice("rope.scaling.type", "linear", SCALINGS)
-        factor = keys.optional("rope.scaling.factor") or keys.optional("rope.scale_linear") or 1.0
+        factor = keys.positive_or_none("rope.scaling.factor") or keys.positive_or_none("rope.scale_linear") or 1.0
         factor = 1.0 if scaling == "none" else factor
-        attn_factor = keys.optional("rope.scaling.attn_factor") or 1.0
+        attn_factor = keys.positive_or_none("rope.scaling.attn_factor") or 1.0
         ext_factor = keys.number("rope.scaling.yarn_ext_factor", -1.0)
         if ext_factor < 0.0:  # unset
             ext_factor = 1.0 if scaling == "yarn" else 0.0
         if not ext_factor:
-            attn_factor *= keys.optional("rope.scaling.yarn_attn_factor") or 1.0
+            attn_factor *= keys.positive_or_none("rope.scaling.yarn_attn_factor") or 1.0
             return cls(n_dims, mode, base, 1.0 / factor, attn_factor=attn_factor)
         if factor < 1.0:
             raise keys.error("rope.scaling.factor", f"is {factor}; YaRN needs at least 1")
@@ -63,14 +68,14 @@ class Rope:
             original_context=original_context(keys),
         )
 
-    def with_half_columns(self, keys: Keys) -> Rope:
+    def with_half_columns(self, keys: ArchitectureKeys) -> Rope:
         """Return the rotation of half of the columns; ModelError if their number is odd."""
         if self.n_dims % 4:
             raise keys.error("rope.dimension_count", f"is {self.n_dims}; need a multiple of 4")
         return replace(self, n_dims=self.n_dims // 2)
 
     @staticmethod
-    def base_from(keys: Keys, name: str, default: float = 10000.0) -> float:
+    def base_from(keys: ArchitectureKeys, name: str, default: float = 10000.0) -> float:
         """The base that the key ``name`` gives; ModelError unless it is above 1."""
         base = keys.positive(name, default)
         if base <= 1.0:
@@ -96,9 +101,9 @@ def divisors(weights: Weights, frame: Frame, rope: Rope, original_context: int, 
     return None
 
 
-def _magnitude(keys: Keys, factor: float, unit: float) -> float:
+def _magnitude(keys: ArchitectureKeys, factor: float, unit: float) -> float:
     """By what YaRN's own magnitude 1 + 0.1 ln(factor), which `ops.rope` applies, is off for a model that says so."""
-    multiplier = keys.optional("rope.scaling.yarn_log_multiplier")
+    multiplier = keys.positive_or_none("rope.scaling.yarn_log_multiplier")
     if multiplier is None:
         return 1.0
     multiplier *= unit
@@ -108,12 +113,12 @@ def _magnitude(keys: Keys, factor: float, unit: float) -> float:
     return (1.0 + 0.1 * own * math.log(factor)) / (1.0 + 0.1 * multiplier * math.log(factor)) / usual
 
 
-def original_context(keys: Keys) -> int:
+def original_context(keys: ArchitectureKeys) -> int:
     """Tokens that the model saw before its context was stretched."""
-    return keys.given("rope.scaling.original_context_length", keys.count("context_length"))
+    return keys.count_or_default("rope.scaling.original_context_length", keys.count("context_length"))
 
 
-def style(keys: Keys, rope: str) -> str:
+def style(keys: ArchitectureKeys, rope: str) -> str:
     """The pairs that turn together: ``normal`` or ``neox``.
 
     Of text, the time, height and width of a token are its position, so multi-axis RoPE equals plain ``neox``.  A family

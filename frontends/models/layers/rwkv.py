@@ -14,7 +14,7 @@ from typing import Self
 from .... import ops
 from ....graph import Value
 from ....graph.lazy_dataclass import dataclass
-from ...gguf.keys import Keys
+from ...gguf.hyperparameter_keys import ArchitectureKeys
 from ..decoder import Decoder
 from ..family import Family
 from ..frame import RECURRENT, Frame
@@ -40,7 +40,7 @@ class Rwkv:
     needs: frozenset[str] = RECURRENT
 
     @classmethod
-    def from_keys(cls, keys: Keys, family: Family, layer: int) -> Self:
+    def from_keys(cls, keys: ArchitectureKeys, family: Family, layer: int) -> Self:
         """ModelError if heads do not fill the width."""
         size, width = keys.count("wkv.head_size"), keys.count("embedding_length")
         if width % size:

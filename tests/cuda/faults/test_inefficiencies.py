@@ -18,7 +18,7 @@ from hocket.backends.cupy.resources import measured, recorded
 from hocket.backends.cupy.table import FUSED, SOURCES
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.conformance.reports.emulator_checks import collect_counters
-from hocket.frontends.commands.plan import step_graph
+from hocket.frontends.commands.plan import read_step_graph
 from hocket.scheduler import plan, plan_for, simulate
 
 from ...given.devices.attention import by_warps
@@ -120,7 +120,7 @@ def launches(model):
 
 def test_layers_of_qwen3_next_take_few_launches(tmp_path):
     def of_layers(count):
-        graph, _ = step_graph(qwen_80b(tmp_path / f"{count}.gguf", count), context=4096, tokens=1)
+        graph, _ = read_step_graph(qwen_80b(tmp_path / f"{count}.gguf", count), context=4096, tokens=1)
         simulated = simulate("h200")
         return taken(plan_for(graph, simulated.group[:1], hardware=simulated.hardware_for(graph)))
 

@@ -12,10 +12,10 @@ import pytest
 from hocket.backends.base import find
 from hocket.cli import main
 from hocket.frontends.commands import bench
-from hocket.frontends.commands.batched import BATCHED
+from hocket.frontends.commands.bench_batched import BATCHED_TABLE
 from hocket.frontends.models import Step
 from hocket.frontends.open import open_model
-from hocket.frontends.terminal.bench_rows import written
+from hocket.frontends.terminal.bench_rows import format_rows
 
 from ...given.commands import Capture
 from ...given.models.goldens import TINY
@@ -68,16 +68,16 @@ LLAMA_BENCH = {
 
 def test_every_form_has_the_names_of_llama_bench(capsys: Capture) -> None:
     row = {
-        **bench.of_model(open_model(TINY)),
+        **bench.describe_model(open_model(TINY)),
         **dict.fromkeys(("n_batch", "n_ubatch", "n_threads"), 1),
         **{"split_mode": "auto", "devices": "it's", "tensor_split": ""},
-        **bench.row(bench.Test(bench.NEW, 4, 8), [0.5, 0.25], nbytes=8, bandwidth=None),
+        **bench.result_row(bench.BenchmarkTest(bench.NEW_KIND, 4, 8), [0.5, 0.25], nbytes=8, bandwidth=None),
     }
     assert row.keys() >= LLAMA_BENCH | {"samples_ns", "samples_ts"}
     assert (row["n_prompt"], row["n_gen"], row["n_depth"], row["avg_ns"], row["avg_ts"]) == (0, 4, 8, 375000000, 12)
-    (of_csv,) = csv.DictReader(written([row], "csv"))
+    (of_csv,) = csv.DictReader(format_rows([row], "csv"))
     base = sqlite3.connect(":memory:")
-    base.executescript("".join(written([row], "sql")))
+    base.executescript("".join(format_rows([row], "sql")))
     base.row_factory = sqlite3.Row
     (of_sql,) = base.execute("SELECT * FROM llama_bench")
     assert of_csv.keys() == set(of_sql.keys()) == row.keys() - {"samples_ns", "samples_ts"}
@@ -99,7 +99,7 @@ def test_several_sequences_are_measured_together_by_the_names_of_llama_batched_b
         assert r["speed_pp"] == pytest.approx(4 * r["pl"] / r["t_pp"])
         assert r["speed_tg"] == (pytest.approx(r["tg"] * r["pl"] / r["t_tg"]) if r["tg"] else 0.0)
         assert r["speed"] == pytest.approx(r["n_kv"] / r["t"])
-    head, rule, line = written(rows[:1], "md", BATCHED)
+    head, rule, line = format_rows(rows[:1], "md", BATCHED_TABLE)
     assert head == "| PP | TG | B | N_KV | T_PP s | S_PP t/s | T_TG s | S_TG t/s | T s | S t/s |"
     assert head.count("|") == rule.count("|") == line.count("|")
 
@@ -109,7 +109,7 @@ def test_a_token_reads_the_weights_once_and_one_row_of_the_embedding() -> None:
     model = open_model(TINY)
     whole = sum(t.nbytes for t in model.gguf.tensors.values())
     row = model.gguf.tensors["token_embd.weight"].row_bytes
-    assert whole <= bench.weight_bytes(model) <= whole + 16 * row
+    assert whole <= bench.count_weight_bytes(model) <= whole + 16 * row
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cpu"])
@@ -117,7 +117,7 @@ def test_weights_are_counted_in_the_types_in_which_a_device_reads_them(kind: str
     model, (backend, _) = open_model(TINY), find(f"{kind}:0")
     specs = [v.spec for v in model.graph(Step(1, 1, 256, 256, 1)).weights]
     growth = sum(backend.stored(spec, "weight").nbytes for spec in specs) / sum(spec.nbytes for spec in specs)
-    assert bench.weight_bytes(model, backend) / bench.weight_bytes(model) == pytest.approx(growth, rel=0.01)
+    assert bench.count_weight_bytes(model, backend) / bench.count_weight_bytes(model) == pytest.approx(growth, rel=0.01)
     assert (growth > 3) == (kind == "numpy")
 
 
@@ -126,7 +126,7 @@ def test_a_profile_accounts_for_the_whole_run(capsys: Capture) -> None:
     title, *lines = capsys.readouterr().out.splitlines()
     assert title == "tg2, 2 threads, cpu:0"
     assert any("products.product.q8_0" in line for line in lines)
-    assert lines[-1].endswith(bench.OUTSIDE)
+    assert lines[-1].endswith(bench.OUTSIDE_KERNELS)
     shares = [float(line.split("µs")[1].split("%")[0]) for line in lines]
     assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))
 

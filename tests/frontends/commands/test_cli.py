@@ -16,12 +16,12 @@ import pytest
 
 import hocket
 from hocket.cli import main
-from hocket.frontends.commands import COMMANDS, devices, logits, run
-from hocket.frontends.commands.perplexity import negative_log_likelihood
+from hocket.frontends.commands import COMMAND_HELP, devices, logits, run
+from hocket.frontends.commands.perplexity import compute_nll
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import ARCHITECTURES, load_model
 from hocket.frontends.open import open_model
-from hocket.frontends.terminal import threads
+from hocket.frontends.terminal import blas_threads
 from hocket.graph.errors import BackendError
 
 from ...given.commands import Capture, hocket_process, main_ids
@@ -44,7 +44,7 @@ def test_the_embedded_model_writes_what_llama_cpp_writes(capsys: Capture) -> Non
 def test_run_needs_no_arguments_and_tells_its_speed_in_one_line_on_stderr() -> None:
     done = hocket_process("run", "--temp", "0", "-n", "8")
     assert done.returncode == 0
-    assert done.stdout.decode().startswith(run.OPENING + " she could not be")
+    assert done.stdout.decode().startswith(run.DEFAULT_PROMPT + " she could not be")
     (line,) = done.stderr.decode().splitlines()
     assert re.match(r"load \d+\.\d s, prefill 13 tokens [\d.]+ tok/s, ", line)
     assert "decode 7 tokens" in line
@@ -76,7 +76,7 @@ def test_a_seed_repeats_a_text_and_another_changes_it(capsys: Capture) -> None:
 
 
 def test_the_text_ends_at_an_end_token_unless_told_otherwise(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    end = frozenset({main_ids(capsys, run.OPENING + " she could not be")[-1]})
+    end = frozenset({main_ids(capsys, run.DEFAULT_PROMPT + " she could not be")[-1]})
     build = run.tokenizer_from_metadata
 
     def ending(metadata: dict[str, object]) -> object:
@@ -89,8 +89,8 @@ def test_the_text_ends_at_an_end_token_unless_told_otherwise(capsys: Capture, mo
     ended = capsys.readouterr().out
     main(["run", "--temp", "0", "-n", "8", "--ignore-eos"])
     whole = capsys.readouterr().out
-    assert ended == run.OPENING + " she could not\n"
-    assert whole.startswith(run.OPENING + " she could not be")
+    assert ended == run.DEFAULT_PROMPT + " she could not\n"
+    assert whole.startswith(run.DEFAULT_PROMPT + " she could not be")
 
 
 def test_every_device_writes_the_same(capsys: Capture) -> None:
@@ -116,7 +116,7 @@ def test_chat_answers_one_message_or_many(capsys: Capture, monkeypatch: pytest.M
     one = capsys.readouterr().out
     typed = iter(["How do you do?", "", "And you?", "/exit", "never"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    monkeypatch.setattr(run, "on_terminal", lambda: True)
+    monkeypatch.setattr(run, "is_stdin_terminal", lambda: True)
     assert main(["run", "--temp", "0", "--chat", "-n", "6"]) == 0
     two = capsys.readouterr().out
     assert two.startswith(one)
@@ -229,7 +229,7 @@ def test_perplexity_scores_the_second_half_of_each_chunk(capsys: Capture, tmp_pa
     for start in range(0, len(tokens) - size + 1, size):
         chunk = tokens[start : start + size]
         main(["logits", TINY, "--tokens", ",".join(map(str, chunk)), "--exact", "--out", str(tmp_path / "logits.npy")])
-        nll.append(negative_log_likelihood(np.load(tmp_path / "logits.npy")[7:14], chunk[8:]))
+        nll.append(compute_nll(np.load(tmp_path / "logits.npy")[7:14], chunk[8:]))
     assert main(["perplexity", TINY, str(tmp_path / "text.txt"), "-c", str(size), "--exact"]) == 0
     out = capsys.readouterr().out
     assert f"{len(nll)} chunks of 15 tokens, {7 * len(nll)} tokens scored" in out
@@ -242,7 +242,7 @@ def test_likelihoods_are_those_of_a_softmax_in_float64() -> None:
     targets = rng.integers(0, 40, 150).tolist()
     p = np.exp(x.astype(np.longdouble))
     want = -np.log(p[np.arange(150), targets] / p.sum(-1))
-    np.testing.assert_allclose(negative_log_likelihood(x, targets), want.astype(float), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(compute_nll(x, targets), want.astype(float), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("context", "words"), [("512", "tokens; one chunk needs 512"), ("2", "at least 3")])
@@ -305,7 +305,7 @@ def test_devices_lists_every_backend_and_why_one_is_missing(capsys: Capture, mon
         return load(kind)
 
     monkeypatch.setattr(devices, "load", broken)
-    monkeypatch.setattr(devices, "measure_host", lambda: devices.Measured(2e10, 1e11))
+    monkeypatch.setattr(devices, "measure_host_speed", lambda: devices.HostSpeed(2e10, 1e11))
     assert main(["devices", "--json", "--measure"]) == 0
     rows = {row["device"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["cpu:0"]["read_bytes_per_second"] == 2e10
@@ -315,9 +315,9 @@ def test_devices_lists_every_backend_and_why_one_is_missing(capsys: Capture, mon
 
 
 def test_measuring_gives_plausible_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("ROWS", 256), ("SIZE", 128), ("REPEATS", 2)):
+    for name, value in (("MATRIX_ROWS", 256), ("SQUARE_SIZE", 128), ("MEASURED_RUNS", 2)):
         monkeypatch.setattr(devices, name, value)
-    measured = devices.measure_host()
+    measured = devices.measure_host_speed()
     assert 1e7 < measured.bandwidth < 1e14
     assert 1e7 < measured.flops < 1e15
 
@@ -328,7 +328,7 @@ def test_measuring_gives_plausible_figures(monkeypatch: pytest.MonkeyPatch) -> N
 def test_help_names_every_subcommand_and_loads_none() -> None:
     done = hocket_process("--help")
     assert done.returncode == 0
-    assert set(COMMANDS) <= set(done.stdout.decode().split())
+    assert set(COMMAND_HELP) <= set(done.stdout.decode().split())
     code = (
         "import contextlib, io, sys, hocket.cli\n"
         "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
@@ -339,7 +339,7 @@ def test_help_names_every_subcommand_and_loads_none() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"\n"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", COMMAND_HELP)
 def test_every_subcommand_has_its_help(name: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
@@ -379,7 +379,7 @@ def test_a_closed_output_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: Ca
 
 
 def test_threads_are_set_where_the_blas_can(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    monkeypatch.setattr(threads, "SETTERS", ("no_such_function",))
+    monkeypatch.setattr(blas_threads, "THREAD_SETTERS", ("no_such_function",))
     assert main(["run", "--temp", "0", "-n", "1", "-t", "1"]) == 2
     assert "BLAS of this NumPy" in capsys.readouterr().err
 

@@ -8,9 +8,9 @@ import re
 import pytest
 
 from hocket.cli import build_parser, main
-from hocket.frontends.commands import COMMANDS
+from hocket.frontends.commands import COMMAND_HELP
 from hocket.frontends.gguf import open_gguf
-from hocket.frontends.terminal.llama_cpp import FLAGS, PROGRAMS, find_command
+from hocket.frontends.terminal.llama_cpp import COMMAND_OF_PROGRAM, FLAGS, find_program_remedy
 
 from ...given.models.goldens import TINY, path_of
 
@@ -91,18 +91,18 @@ def test_every_flag_of_llama_cpp_is_accepted_or_answered_with_a_remedy(command, 
 
 
 def test_flags_without_a_remedy_are_those_that_commands_accept():
-    known = {command: options(command) for command in COMMANDS}
+    known = {command: options(command) for command in COMMAND_HELP}
     for flag in FLAGS:
         for letter in flag.programs:
-            accepted = [name in known[PROGRAMS[letter]] for name in flag.names]
+            accepted = [name in known[COMMAND_OF_PROGRAM[letter]] for name in flag.names]
             assert all(accepted) if not flag.remedy else not all(accepted), (flag, letter)
 
 
 def test_remedies_name_flags_and_commands_that_exist():
-    known = {name for command in COMMANDS for name in options(command)} | {"--version"}
+    known = {name for command in COMMAND_HELP for name in options(command)} | {"--version"}
     for flag in FLAGS:
         assert {*re.findall(r"(?<![\w-])--?[a-z][\w-]*", flag.remedy)} <= known | {"-c"}, flag
-        assert {*re.findall(r"\bhocket ([a-z]+)\b", flag.remedy)} <= {*COMMANDS} | ONLY_WORDS, flag
+        assert {*re.findall(r"\bhocket ([a-z]+)\b", flag.remedy)} <= {*COMMAND_HELP} | ONLY_WORDS, flag
 
 
 ONLY_WORDS = {"reads", "downloads", "leaves", "uses", "has", "measures", "quantises"}
@@ -141,7 +141,7 @@ def test_a_value_is_never_glued_to_a_flag(words, capsys):
     ],
 )
 def test_a_program_of_llama_cpp_is_answered_with_the_command(word, answer, capsys):
-    assert answer in find_command(word)
+    assert answer in find_program_remedy(word)
     assert f"there is no command '{word}'; " in (line := refusal(capsys, word))
     assert answer in line
 

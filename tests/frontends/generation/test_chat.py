@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hocket.frontends.errors import ModelError
-from hocket.frontends.gguf.chat import chat_format, chat_template, render_chat
+from hocket.frontends.gguf.chat import choose_chat_format, render_chat, select_chat_template
 from hocket.frontends.gguf.reader import open_gguf
-from hocket.frontends.gguf.tokenizer import tokenizer_from_metadata
+from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 
 MESSAGES = [{"role": "user", "content": "Hi <b>&</b> 'you'"}]
 CHATML = (
@@ -104,7 +104,7 @@ ENDLESS = [
 
 @pytest.mark.parametrize("template", ENDLESS)
 def test_a_template_without_end_is_stopped(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hocket.frontends.gguf.chat_sandbox.FUEL", 1 << 14)
+    monkeypatch.setattr("hocket.frontends.gguf.chat_sandbox.INITIAL_FUEL", 1 << 14)
     with pytest.raises(ModelError, match="does not come to an end"):
         render(template)
 
@@ -153,17 +153,17 @@ def test_a_template_cannot_fill_memory(template: str) -> None:
 
 def test_the_template_is_found_by_name() -> None:
     metadata = {"tokenizer.chat_template": "a", "tokenizer.chat_template.tool_use": "b"}
-    assert chat_template(metadata) == "a"
-    assert chat_template(metadata, "tool_use") == "b"
+    assert select_chat_template(metadata) == "a"
+    assert select_chat_template(metadata, "tool_use") == "b"
     with pytest.raises(ModelError, match=r"no chat template 'rag'; this model has those named tool_use"):
-        chat_template(metadata, "rag")
+        select_chat_template(metadata, "rag")
 
 
 def test_a_model_without_template_says_so() -> None:
     with pytest.raises(ModelError, match="the model has no chat template; give plain text, or --chat-template"):
-        chat_template({})
+        select_chat_template({})
     with pytest.raises(ModelError, match=r"tokenizer\.chat_template is a int; need a string"):
-        chat_template({"tokenizer.chat_template": 3})
+        select_chat_template({"tokenizer.chat_template": 3})
 
 
 def test_smollm2_renders_and_tokenises_its_own_chat() -> None:
@@ -171,7 +171,7 @@ def test_smollm2_renders_and_tokenises_its_own_chat() -> None:
         pytest.skip("HOCKET_SMOLLM2 is not set")
     metadata = open_gguf(Path(os.environ["HOCKET_SMOLLM2"]), header_only=True).metadata
     tokenizer = tokenizer_from_metadata(metadata)
-    text = render_chat(chat_template(metadata), MESSAGES, bos=tokenizer.bos_text, eos=tokenizer.eos_text)
+    text = render_chat(select_chat_template(metadata), MESSAGES, bos=tokenizer.bos_text, eos=tokenizer.eos_text)
     assert text.endswith("<|im_start|>user\nHi <b>&</b> 'you'<|im_end|>\n<|im_start|>assistant\n")
     ids = tokenizer.encode_chat(text)
     assert ids[:3] == [1, 9690, 198]
@@ -195,7 +195,7 @@ def test_tools_choose_the_template_for_them() -> None:
     metadata = {"tokenizer.chat_template": "plain", "tokenizer.chat_template.tool_use": "{{ tools | length }}"}
 
     def render_with(**variables: object) -> str:
-        return chat_format(metadata, **variables).render(MESSAGES, bos="", eos="")  # type: ignore[arg-type]
+        return choose_chat_format(metadata, **variables).render(MESSAGES, bos="", eos="")  # type: ignore[arg-type]
 
     assert render_with() == "plain"
     assert render_with(tools=[{}, {}]) == "2"

@@ -8,9 +8,9 @@ import pytest
 
 from hocket.cli import main
 from hocket.frontends.errors import ModelError
-from hocket.frontends.generation.drafting import Ahead, Draft
-from hocket.frontends.generation.generate import generate
+from hocket.frontends.generation.generate import generate_tokens
 from hocket.frontends.generation.sampling import Sampling
+from hocket.frontends.generation.speculative import ModelDrafter, SpeculativeDecoder
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 
@@ -19,15 +19,15 @@ from ...given.models.goldens import TINY, path_of, tokens_of
 GREEDY, DRAWN = Sampling(temperature=0.0), Sampling(temperature=1.0)
 
 
-class Wrong(Draft):
+class Wrong(ModelDrafter):
     """Guesses of which the first `right` are left as they are, in turn one more; the others are none."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self.right = 0
 
-    def guesses(self, known: Sequence[int], count: int) -> list[int]:
-        tokens = super().guesses(known, count)
+    def draft_tokens(self, known: Sequence[int], count: int) -> list[int]:
+        tokens = super().draft_tokens(known, count)
         self.right = (self.right + 1) % (count + 1)
         vocabulary = self.session.model.vocabulary_size
         return [token if i < self.right else (token + 1) % vocabulary for i, token in enumerate(tokens)]
@@ -48,36 +48,36 @@ def session(name: str, on: Group = EXACT) -> Session:
 def test_a_draft_changes_no_token_and_leaves_nothing_behind(name: str, devices: int, sampling: Sampling) -> None:
     group = Group(tuple(f"cpu:{i}" for i in range(devices)), "tensor" if devices > 1 else "auto", exact=True)
     alone, drafted = session(name, group), session(name, group)
-    ahead = Ahead(drafted, Wrong(session(name)), 3)
+    ahead = SpeculativeDecoder(drafted, Wrong(session(name)), 3)
     prompt, more = tokens_of(name)[:5], tokens_of(name)[5:7]
-    want = list(generate(alone, prompt, limit=12, sampling=sampling, seed=4))
-    assert list(generate(drafted, prompt, limit=12, sampling=sampling, seed=4, ahead=ahead)) == want
+    want = list(generate_tokens(alone, prompt, limit=12, sampling=sampling, seed=4))
+    assert list(generate_tokens(drafted, prompt, limit=12, sampling=sampling, seed=4, ahead=ahead)) == want
     assert drafted.lengths == alone.lengths
-    accepted = ahead.accepted
-    assert 0 < accepted.runs < 11
-    assert 0 < accepted.right < accepted.guessed
+    accepted = ahead.counts
+    assert 0 < accepted.run_count < 11
+    assert 0 < accepted.accepted_tokens < accepted.drafted_tokens
     known, tail = [*prompt, *want[:-1]], [want[-1], *more]
-    want = list(generate(alone, tail, limit=6, sampling=sampling, seed=4, before=known))
-    assert list(generate(drafted, tail, limit=6, sampling=sampling, seed=4, before=known, ahead=ahead)) == want
+    want = list(generate_tokens(alone, tail, limit=6, sampling=sampling, seed=4, before=known))
+    assert list(generate_tokens(drafted, tail, limit=6, sampling=sampling, seed=4, before=known, ahead=ahead)) == want
 
 
 def test_every_guess_of_the_model_itself_is_right() -> None:
-    ahead = Ahead(session("qwen3"), Draft(session("qwen3")), 4)
-    list(generate(ahead.session, tokens_of("qwen3")[:5], limit=11, sampling=GREEDY, ahead=ahead))
-    assert str(ahead.accepted) == "draft: 8 of 8 tokens accepted, 4.00 a step"
+    ahead = SpeculativeDecoder(session("qwen3"), ModelDrafter(session("qwen3")), 4)
+    list(generate_tokens(ahead.session, tokens_of("qwen3")[:5], limit=11, sampling=GREEDY, ahead=ahead))
+    assert str(ahead.counts) == "draft: 8 of 8 tokens accepted, 4.00 a step"
 
 
 def test_guesses_end_with_the_context() -> None:
-    alone, ahead = session("qwen3"), Ahead(session("qwen3"), Draft(session("qwen3")), 4)
+    alone, ahead = session("qwen3"), SpeculativeDecoder(session("qwen3"), ModelDrafter(session("qwen3")), 4)
     prompt = tokens_of("qwen3")[:5] * 11
-    want = list(generate(alone, prompt, limit=-1, sampling=GREEDY))
-    assert list(generate(ahead.session, prompt, limit=-1, sampling=GREEDY, ahead=ahead)) == want
+    want = list(generate_tokens(alone, prompt, limit=-1, sampling=GREEDY))
+    assert list(generate_tokens(ahead.session, prompt, limit=-1, sampling=GREEDY, ahead=ahead)) == want
     assert len(want) == 64 - 55 + 1
 
 
 def test_a_draft_of_other_tokens_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ModelError, match="a draft model needs the same vocabulary"):
-        Ahead(session("qwen3"), Draft(Session(open_model(TINY))), 4)
+        SpeculativeDecoder(session("qwen3"), ModelDrafter(Session(open_model(TINY))), 4)
     assert main(["run", TINY, "-p", "Once", "-md", str(path_of("qwen3"))]) == 2
     assert "a draft model needs the same vocabulary" in capsys.readouterr().err
     assert main(["run", TINY, "-p", "Once", "--draft-max", "3"]) == 2

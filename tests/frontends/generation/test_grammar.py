@@ -9,7 +9,7 @@ import pytest
 
 import hocket
 from hocket.cli import main
-from hocket.frontends.generation.grammar import Follower, Grammar
+from hocket.frontends.generation.grammar import Grammar, GrammarState
 
 from ...given.models.spelled import ASCII, BYTES, NORMAL, SENTENCEPIECE, UNKNOWN, write_llama
 
@@ -148,10 +148,10 @@ def test_a_property_follows_a_pattern_that_lists_it(model, pattern):
 def test_a_text_that_cannot_be_completed_is_no_end(model):
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
     rules = {**schema, "patternProperties": {"^[a]$": {"enum": [1]}}}
-    follower = Grammar(model.tokenizer, json_schema=rules).begin()
-    assert all(map(follower.take, model.tokenizer.encode_inside('{"a":1,')))
+    follower = Grammar(model.tokenizer, json_schema=rules).make_state()
+    assert all(map(follower.accept, model.tokenizer.encode_inside('{"a":1,')))
     with pytest.raises(hocket.ModelError, match="cannot be completed") as error:
-        follower.allowed(np.zeros(2048, np.float32))
+        follower.mask_logits(np.zeros(2048, np.float32))
     assert "\n" not in str(error.value)
 
 
@@ -176,7 +176,7 @@ class Failing:
 
 def test_a_matcher_that_failed_is_not_done():
     with pytest.raises(hocket.ModelError, match=r"cannot be completed \(ParserTooComplex\)"):
-        Follower(Failing(), 8).take(3)
+        GrammarState(Failing(), 8).accept(3)
 
 
 def test_no_token_without_a_row_and_no_row_without_a_token_is_chosen(folder):

@@ -16,10 +16,17 @@ import pytest
 
 from hocket.frontends.errors import ModelError
 from hocket.frontends.generation.conversation import Conversation
-from hocket.frontends.generation.generate import Drawing, Timing, draw, generate, prepare, stream_text
+from hocket.frontends.generation.generate import (
+    GenerationParams,
+    Timing,
+    compile_ahead,
+    generate_tokens,
+    sample_tokens,
+    stream_text,
+)
 from hocket.frontends.generation.sampling import Sampling
-from hocket.frontends.gguf.chat import KEY
-from hocket.frontends.gguf.tokenizer import Tokenizer, tokenizer_from_metadata
+from hocket.frontends.gguf.chat import CHAT_TEMPLATE_KEY
+from hocket.frontends.gguf.tokenization.tokenizer import Tokenizer, tokenizer_from_metadata
 from hocket.frontends.models import Model, load_model
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import save_state
@@ -136,28 +143,30 @@ def session(tiny: tuple[Model, Tokenizer]) -> Session:
 
 def test_one_seed_gives_one_text_and_another_a_different_one(tiny: tuple[Model, Tokenizer]) -> None:
     def text(seed: int) -> list[int]:
-        return list(generate(Session(tiny[0], context=64), [100, 200], limit=20, sampling=Sampling(1.0), seed=seed))
+        return list(
+            generate_tokens(Session(tiny[0], context=64), [100, 200], limit=20, sampling=Sampling(1.0), seed=seed)
+        )
 
     assert text(1) == text(1)
     assert text(1) != text(2)
 
 
 def test_generation_ends_at_the_limit_and_before_a_stop_token(session: Session) -> None:
-    given = list(generate(session, [100, 200], limit=12, sampling=GREEDY))
+    given = list(generate_tokens(session, [100, 200], limit=12, sampling=GREEDY))
     assert len(given) == 12
     session.reset(0)
     stop = given[5]
-    ended = list(generate(session, [100, 200], limit=12, sampling=GREEDY, stop=frozenset({stop})))
+    ended = list(generate_tokens(session, [100, 200], limit=12, sampling=GREEDY, stop=frozenset({stop})))
     assert ended == given[: given.index(stop)]
     session.reset(0)
-    assert list(generate(session, [100, 200], limit=0, sampling=GREEDY)) == []
+    assert list(generate_tokens(session, [100, 200], limit=0, sampling=GREEDY)) == []
 
 
 def test_timing_counts_the_tokens_that_were_run(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
     timing, start, planned = Timing(), next(ticks), session.planning
-    list(generate(session, [100, 200, 300], limit=5, sampling=GREEDY, timing=timing))
+    list(generate_tokens(session, [100, 200, 300], limit=5, sampling=GREEDY, timing=timing))
     spent = next(ticks) - start
     # The fifth new token comes from the logits of the fourth, and is not run itself.
     assert (timing.prompt_tokens, timing.new_tokens) == (3, 4)
@@ -166,7 +175,7 @@ def test_timing_counts_the_tokens_that_were_run(session: Session, monkeypatch: p
     assert timing.prefill + timing.decode + timing.planning <= spent
     again = Timing()
     session.reset(0)
-    list(generate(session, [100, 200, 300], limit=5, sampling=GREEDY, timing=again))
+    list(generate_tokens(session, [100, 200, 300], limit=5, sampling=GREEDY, timing=again))
     assert again.planning == 0  # both sizes of a step have their plans
     assert "tok/s" in str(timing)
     assert (timing + timing).new_tokens == 8
@@ -177,25 +186,28 @@ def test_timing_counts_the_tokens_that_were_run(session: Session, monkeypatch: p
 
 
 def test_what_is_made_before_a_generation_counts_as_plans_and_kernels(session: Session) -> None:
-    timing = prepare(session, [100, 200, 300], Drawing(5, GREEDY))
+    timing = compile_ahead(session, [100, 200, 300], GenerationParams(5, GREEDY))
     made = timing.planning
     assert made >= session.planning > 0
-    assert len(list(draw(session, [[100, 200, 300]], Drawing(5, GREEDY), known=[[]], timing=timing))) == 5
+    assert (
+        len(list(sample_tokens(session, [[100, 200, 300]], GenerationParams(5, GREEDY), known=[[]], timing=timing)))
+        == 5
+    )
     assert timing.planning == pytest.approx(made), "nothing else had to be planned"
 
 
 def test_a_full_context_ends_an_unlimited_text_and_is_an_error_otherwise(session: Session) -> None:
-    assert len(list(generate(session, [100] * 60, limit=-1, sampling=GREEDY))) == 5
+    assert len(list(generate_tokens(session, [100] * 60, limit=-1, sampling=GREEDY))) == 5
     session.reset(0)
-    assert len(list(generate(session, [100] * 60, limit=5, sampling=GREEDY))) == 5
+    assert len(list(generate_tokens(session, [100] * 60, limit=5, sampling=GREEDY))) == 5
     session.reset(0)
     with pytest.raises(ModelError, match="context of 64 tokens is full after 5 new ones"):
-        list(generate(session, [100] * 60, limit=6, sampling=GREEDY))
+        list(generate_tokens(session, [100] * 60, limit=6, sampling=GREEDY))
 
 
 def test_an_empty_prompt_is_an_error(session: Session) -> None:
     with pytest.raises(ModelError, match="prompt is empty"):
-        list(generate(session, [], limit=1, sampling=GREEDY))
+        list(generate_tokens(session, [], limit=1, sampling=GREEDY))
 
 
 def test_text_is_streamed_in_whole_characters(tiny: tuple[Model, Tokenizer]) -> None:
@@ -220,9 +232,11 @@ def talk(tiny: tuple[Model, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> Call
 
     def start(template: str = TEMPLATE, **settings: int) -> Conversation:
         model, tokenizer = tiny
-        gguf = replace(model.gguf, metadata=MappingProxyType({**model.gguf.metadata, KEY: template}))
+        gguf = replace(model.gguf, metadata=MappingProxyType({**model.gguf.metadata, CHAT_TEMPLATE_KEY: template}))
         context = settings.pop("context", None)
-        return Conversation(Session(load_model(gguf), context=context), tokenizer, Drawing(sampling=GREEDY, **settings))
+        return Conversation(
+            Session(load_model(gguf), context=context), tokenizer, GenerationParams(sampling=GREEDY, **settings)
+        )
 
     return start
 
@@ -238,7 +252,7 @@ def heard(conversation: Conversation, said: str, monkeypatch: pytest.MonkeyPatch
 
     with monkeypatch.context() as patch:
         patch.setattr(session, "evaluate", spy)
-        return "".join(conversation.answer(said)), tokens
+        return "".join(conversation.reply(said)), tokens
 
 
 def test_a_conversation_evaluates_only_what_is_new(
@@ -254,7 +268,9 @@ def test_a_conversation_evaluates_only_what_is_new(
     assert two[1 : 1 + len(ids)] == ids
     assert tokenizer.decode([*one, *two][: len(one) + 1]) == f"user:Is she happy?assistant:{first}"
     anew = Session(conversation.session.model)
-    want = "".join(stream_text(generate(anew, [*one, *two[: 1 + len(ids)]], limit=6, sampling=GREEDY), tokenizer))
+    want = "".join(
+        stream_text(generate_tokens(anew, [*one, *two[: 1 + len(ids)]], limit=6, sampling=GREEDY), tokenizer)
+    )
     assert second == want
     assert [m["role"] for m in conversation.messages] == ["user", "assistant", "user", "assistant"]
     assert conversation.timing.prompt_tokens == len(one) - 5 + 1 + len(ids)
@@ -272,7 +288,7 @@ def test_a_template_that_rewrites_the_past_makes_the_session_start_anew(
 
 def test_a_model_without_a_template_cannot_chat(tiny: tuple[Model, Tokenizer]) -> None:
     with pytest.raises(ModelError, match="no chat template"):
-        Conversation(Session(tiny[0]), tiny[1], Drawing(1, GREEDY))
+        Conversation(Session(tiny[0]), tiny[1], GenerationParams(1, GREEDY))
 
 
 def test_a_talk_that_was_saved_goes_on_as_if_it_had_not_ended(
@@ -280,40 +296,43 @@ def test_a_talk_that_was_saved_goes_on_as_if_it_had_not_ended(
 ) -> None:
     whole, first, second = talk(limit=6), talk(limit=6), talk(limit=6)
     said = ["Is she happy?", "And he?", "Why?"]
-    answers = ["".join(whole.answer(text)) for text in said]
-    assert "".join(first.answer(said[0])) == answers[0]
+    answers = ["".join(whole.reply(text)) for text in said]
+    assert "".join(first.reply(said[0])) == answers[0]
     first.save(tmp_path / "talk")
     second.load(tmp_path / "talk")
-    assert ["".join(second.answer(text)) for text in said[1:]] == answers[1:]
+    assert ["".join(second.reply(text)) for text in said[1:]] == answers[1:]
     assert second.messages == whole.messages
-    save_state(first.session, [first.known], tmp_path / "state")
+    save_state(first.session, [first.tokens], tmp_path / "state")
     with pytest.raises(ModelError, match="holds no talk"):
         second.load(tmp_path / "state")
-    save_state(first.session, [first.known], tmp_path / "state", talk={"messages": [{"role": 3}], "seen": ""})
-    with pytest.raises(ModelError, match="its talk is damaged"):
+    save_state(first.session, [first.tokens], tmp_path / "state", talk={"messages": [{"role": 3}], "seen": ""})
+    with pytest.raises(ModelError, match="its conversation is damaged"):
         second.load(tmp_path / "state")
     assert second.messages == whole.messages
 
 
 def test_a_talk_goes_on_in_a_context_that_shifts(talk: Callable[..., Conversation]) -> None:
-    conversation = talk(limit=24, context=64, kept=0)
+    conversation = talk(limit=24, context=64, pinned_tokens=0)
     for said in ("Is she happy?", "And he?", "Why?", "When?"):
-        answer = "".join(conversation.answer(said))
+        answer = "".join(conversation.reply(said))
         assert answer
         assert conversation.session.lengths[0] <= 64
-        assert len(conversation.known) - conversation.session.lengths[0] in (0, 1)
+        assert len(conversation.tokens) - conversation.session.lengths[0] in (0, 1)
 
 
 def test_a_context_that_shifts_goes_on_with_its_first_tokens_and_half_of_the_last(
     tiny: tuple[Model, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, known = Session(tiny[0], context=16), [list[int]()]
-    drawn = [one.token for one in draw(session, [[7, 8, 9]], Drawing(40, GREEDY, kept=2), known=known)]
+    drawn = [
+        one.token
+        for one in sample_tokens(session, [[7, 8, 9]], GenerationParams(40, GREEDY, pinned_tokens=2), known=known)
+    ]
     assert len(drawn) == 40
     anew = Session(tiny[0], context=64)
     tokens = [7, 8, 9, *drawn[:14]]  # the context is full behind 13 of them, and the next one is not read any more
     kept = [*tokens[:2], *tokens[-6:]]
-    assert next(iter(generate(anew, kept, limit=1, sampling=GREEDY))) == drawn[14]
+    assert next(iter(generate_tokens(anew, kept, limit=1, sampling=GREEDY))) == drawn[14]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 1e30])
@@ -365,9 +384,9 @@ def test_the_second_turn_adds_no_space(tmp_path: Path) -> None:
         path = write_llama(tmp_path / f"{kind}.gguf", tokens, types, kind=kind, eos=eos, template=template)
         model = open_model(path)
         tokenizer = tokenizer_from_metadata(model.gguf.metadata)
-        settings = Drawing(3, Sampling(bias=((list(tokens).index("x"), 1e6),)))
+        settings = GenerationParams(3, Sampling(bias=((list(tokens).index("x"), 1e6),)))
         conversation = Conversation(Session(model), tokenizer, settings)
-        answers = ["".join(conversation.answer(said)) for said in ("hi", "yo")]
+        answers = ["".join(conversation.reply(said)) for said in ("hi", "yo")]
         assert answers == ["xxx", "xxx"]
-        read, whole = conversation.known, tokenizer.encode_chat("#u:hi;#a:xxx;#u:yo;#a:")
+        read, whole = conversation.tokens, tokenizer.encode_chat("#u:hi;#a:xxx;#u:yo;#a:")
         assert read[: len(whole)] == whole[: len(read)], kind

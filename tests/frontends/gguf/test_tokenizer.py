@@ -16,9 +16,15 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
 from hocket.frontends.errors import ModelError
-from hocket.frontends.gguf.pretokenizers import PRE_TOKENIZERS
 from hocket.frontends.gguf.reader import open_gguf
-from hocket.frontends.gguf.tokenizer import BYTES, MAX_RUN, Tokenizer, Utf8Stream, tokenizer_from_metadata
+from hocket.frontends.gguf.tokenization.pretokenizers import PRE_TOKENIZERS
+from hocket.frontends.gguf.tokenization.tokenizer import (
+    BYTE_OF_CHARACTER,
+    MAX_RUN_CHARACTERS,
+    Tokenizer,
+    Utf8Stream,
+    tokenizer_from_metadata,
+)
 
 from ...given.calls import calls_of
 from ...given.models.goldens import GOLDENS, ROOT
@@ -40,7 +46,7 @@ TOKENIZER = tokenizer_from_metadata(TINY)
 
 def byte_level(**changes: object) -> dict[str, object]:
     """A byte-level vocabulary: the bytes, a few merges, and special tokens from id 258 on."""
-    tokens = [*BYTES, "he", "ll", "<|x|>", "<|im_end|>", "<u>", "12", "123"]
+    tokens = [*BYTE_OF_CHARACTER, "he", "ll", "<|x|>", "<|im_end|>", "<u>", "12", "123"]
     types = [NORMAL] * 258 + [CONTROL, NORMAL, USER, NORMAL, NORMAL]
     values: dict[str, object] = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": types}
     values |= {"merges": ["h e", "l l", "1 2"], "bos_token_id": 258, "eos_token_id": 258}
@@ -116,8 +122,8 @@ def test_any_text_survives_encoding_and_decoding(text: str) -> None:
 @settings(max_examples=40, deadline=None)
 def test_a_short_text_is_merged_as_with_the_whole_vocabulary(text: str) -> None:
     for tokenizer in (TOKENIZER, *map(tokenizer_from_metadata, (byte_level(), sentence_piece(), gemma4()))):
-        merger = tokenizer._merger
-        ids = [m.encode(text, add_special_tokens=False).ids for m in (merger.model_for(text), merger._whole)]
+        merger = tokenizer._model_cache
+        ids = [m.encode(text, add_special_tokens=False).ids for m in (merger.choose_model(text), merger._full_model)]
         assert ids[0] == ids[1], (tokenizer, text)
 
 
@@ -125,7 +131,7 @@ def test_many_short_texts_are_worth_the_whole_vocabulary() -> None:
     tokenizer = tokenizer_from_metadata(TINY)
     words = [f"word {i}" for i in range(2000)]
     first = [tokenizer.encode(word) for word in words]
-    assert "_whole" in vars(tokenizer._merger)
+    assert "_full_model" in vars(tokenizer._model_cache)
     assert [tokenizer.encode(word) for word in words] == first
 
 
@@ -135,7 +141,7 @@ def test_kept_merges_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ids = tokenizer_from_metadata(TINY).encode(text)
     (file,) = (tmp_path / "merges").iterdir()
     whole = file.read_bytes()
-    monkeypatch.setattr("hocket.frontends.gguf.merging.stored_merges", lambda *_: 1 / 0)
+    monkeypatch.setattr("hocket.frontends.gguf.tokenization.tokenizer_models.read_merges", lambda *_: 1 / 0)
     assert tokenizer_from_metadata(TINY).encode(text) == ids
     monkeypatch.undo()
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
@@ -178,7 +184,9 @@ def test_user_defined_tokens_are_always_found() -> None:
 
 
 def test_the_longest_special_token_is_cut_out_first() -> None:
-    metadata = byte_level(tokens=[*BYTES, "ab", "bcd"], token_type=[NORMAL] * 256 + [CONTROL] * 2, merges=[])
+    metadata = byte_level(
+        tokens=[*BYTE_OF_CHARACTER, "ab", "bcd"], token_type=[NORMAL] * 256 + [CONTROL] * 2, merges=[]
+    )
     metadata |= named(bos_token_id=0xFFFFFFFF, eos_token_id=256)
     assert texts(*(t := tokenizer_from_metadata(metadata), t.encode("abcd", parse_special=True))) == ["a", "bcd"]
 
@@ -194,7 +202,7 @@ def test_end_of_turn_and_message_ids_end_a_generation() -> None:
 
 
 def test_the_end_of_a_message_is_no_end_in_gpt_oss() -> None:
-    tokens = [*BYTES, "<|end|>", "<|return|>", "<|call|>", "<|channel|>"]
+    tokens = [*BYTE_OF_CHARACTER, "<|end|>", "<|return|>", "<|call|>", "<|channel|>"]
     tokenizer = tokenizer_from_metadata(
         byte_level(
             tokens=tokens, token_type=[NORMAL] * 256 + [CONTROL] * 4, merges=[], eos_token_id=257, bos_token_id=0
@@ -275,12 +283,14 @@ def test_gemma4_reads_the_sentence_piece_end_as_plain_text() -> None:
 
 
 def test_padding_rows_of_the_vocabulary_have_no_text() -> None:
-    metadata = byte_level(tokens=[*BYTES, "[PAD1]", ""], token_type=[NORMAL] * 256 + [UNUSED] * 2, merges=[])
+    metadata = byte_level(
+        tokens=[*BYTE_OF_CHARACTER, "[PAD1]", ""], token_type=[NORMAL] * 256 + [UNUSED] * 2, merges=[]
+    )
     tokenizer = tokenizer_from_metadata(metadata | named(bos_token_id=0, eos_token_id=0))
     assert (tokenizer.n_tokens, tokenizer.decode([256, 257, 39])) == (258, "H")
 
 
-@pytest.mark.parametrize("pre", sorted(name for name, rule in PRE_TOKENIZERS.items() if rule.letters))
+@pytest.mark.parametrize("pre", sorted(name for name, rule in PRE_TOKENIZERS.items() if rule.uses_byte_letters))
 def test_every_pre_tokenizer_compiles_and_loses_no_text(pre: str) -> None:
     tokenizer = tokenizer_from_metadata({**TINY, "tokenizer.ggml.pre": pre})
     text = "I'm  HTTPServer2 12345 你好 世界 é नमस्ते <a.b>\r\n\t x \n\n?! 'LL  "
@@ -361,7 +371,7 @@ def test_text_that_is_not_unicode_is_refused() -> None:
 
 def test_a_word_longer_than_the_regex_engine_can_take_is_refused() -> None:
     with pytest.raises(ModelError, match="2097153 characters in one word or one gap"):
-        TOKENIZER.encode("a b" + " " * (MAX_RUN + 1) + "c")
+        TOKENIZER.encode("a b" + " " * (MAX_RUN_CHARACTERS + 1) + "c")
 
 
 @pytest.mark.parametrize("token", [-1, 2048])

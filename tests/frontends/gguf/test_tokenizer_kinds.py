@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hocket.frontends.gguf.tokenizer import BYTES, Tokenizer, tokenizer_from_metadata
+from hocket.frontends.gguf.tokenization.tokenizer import BYTE_OF_CHARACTER, Tokenizer, tokenizer_from_metadata
 
 from ...given.calls import calls_of
 
@@ -96,7 +96,7 @@ def test_a_long_text_takes_plamo2_calls_in_proportion() -> None:
 
 
 DNA = [
-    *BYTES,
+    *BYTE_OF_CHARACTER,
     "CC",
     "<dna>",
     "</dna>",
@@ -127,7 +127,7 @@ def test_bases_without_a_closing_tag_reach_to_the_end() -> None:
 
 
 def test_a_vocabulary_without_tags_is_byte_level() -> None:
-    tokenizer = hybrid(tokens=[*BYTES, "CC"])
+    tokenizer = hybrid(tokens=[*BYTE_OF_CHARACTER, "CC"])
     assert token_texts(tokenizer, "CC<dna>") == ["CC", *"<dna>"]
 
 

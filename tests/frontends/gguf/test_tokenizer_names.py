@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import PreTokenizer, Sequence, Split
 
-from hocket.frontends.gguf.pretokenizers import PRE_TOKENIZERS
-from hocket.frontends.gguf.tokenizer import BYTES, Tokenizer, tokenizer_from_metadata
+from hocket.frontends.gguf.tokenization.pretokenizers import PRE_TOKENIZERS
+from hocket.frontends.gguf.tokenization.tokenizer import BYTE_OF_CHARACTER, Tokenizer, tokenizer_from_metadata
 
 NORMAL, USER, BYTE = 1, 4, 6
 LLAMA_CPP = """
@@ -138,7 +138,7 @@ def test_nothing_is_merged_across_a_character_without_a_token() -> None:
 
 
 def test_chameleon_adds_bos_and_granite_keeps_whole_words() -> None:
-    letters = [*BYTES, "ab", "abc"]
+    letters = [*BYTE_OF_CHARACTER, "ab", "abc"]
     values = {"model": "gpt2", "tokens": letters, "merges": ["a b"], "bos_token_id": 0}
     metadata = {f"tokenizer.ggml.{name}": value for name, value in values.items()}
     for name, want in (

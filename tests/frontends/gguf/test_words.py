@@ -8,7 +8,7 @@ import zlib
 import pytest
 
 from hocket.frontends.errors import ModelError
-from hocket.frontends.gguf.tokenizer import tokenizer_from_metadata
+from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 
 NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4
 WORDS = (

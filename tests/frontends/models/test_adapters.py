@@ -20,7 +20,7 @@ from hocket.frontends.session import Group, Session
 from ...given.models.goldens import TINY, nmse, path_of
 from ...given.models.rewritten import Array, tensors_of, written
 
-GROUPS = [
+DEVICE_GROUPS = [
     ("reference:0", "none"),
     ("reference:0,reference:1", "tensor"),
     ("reference:0,reference:1,reference:2", "tensor"),
@@ -77,8 +77,8 @@ FEW = ("token_embd", "blk.1.attn_q", "blk.1.ffn_up_exps", "blk.1.ffn_down_exps")
 @pytest.mark.parametrize(
     ("name", "groups", "chosen"),
     [
-        ("llama-moe", GROUPS[:1], FEW),
-        *(pytest.param(name, GROUPS, (), marks=pytest.mark.long()) for name in ("llama", "llama-moe", "qwen35")),
+        ("llama-moe", DEVICE_GROUPS[:1], FEW),
+        *(pytest.param(name, DEVICE_GROUPS, (), marks=pytest.mark.long()) for name in ("llama", "llama-moe", "qwen35")),
     ],
 )
 def test_two_adapters_equal_the_merged_model(
@@ -119,7 +119,7 @@ def test_control_vectors_equal_biases_behind_blocks(span: tuple[int, int] | None
         tensors["blk.1.ffn_down.bias"] = one / 2
     expected = logits(written(tmp_path / "biased.gguf", "qwen35", tensors))
     steered = open_adapted(path_of("qwen35"), control_vectors=files, control_layers=span)
-    assert nmse(logits(steered, *GROUPS[0]), expected) < SAME
+    assert nmse(logits(steered, *DEVICE_GROUPS[0]), expected) < SAME
 
 
 @pytest.mark.long

@@ -12,9 +12,9 @@ import hocket
 from hocket import ops
 from hocket.cli import main
 from hocket.frontends.errors import ModelError
-from hocket.frontends.generation.drafting import Ahead, OwnDraft
-from hocket.frontends.generation.generate import generate
+from hocket.frontends.generation.generate import generate_tokens
 from hocket.frontends.generation.sampling import Sampling
+from hocket.frontends.generation.speculative import MtpDrafter, SpeculativeDecoder
 from hocket.frontends.models import DECODERS, Batch, Frame, Model, Step, load_model
 from hocket.frontends.models.decoder import Decoder
 from hocket.frontends.open import open_model
@@ -152,14 +152,14 @@ def test_guesses_of_the_model_change_no_token(name: str, devices: int, blocks: i
     group = Group(tuple(f"cpu:{i}" for i in range(devices)), "tensor" if devices > 1 else "auto", exact=True)
     model = with_blocks_ahead(tmp_path / "ahead.gguf", source_of(name, tmp_path), 30.0, blocks)
     plain, guessing = Session(model, on=group, context=64), Session(model.guessing(), on=group, context=64)
-    ahead = Ahead(guessing, OwnDraft(guessing), 3)
-    want = list(generate(plain, TOKENS, limit=30, sampling=GREEDY))
-    assert list(generate(guessing, TOKENS, limit=30, sampling=GREEDY, ahead=ahead)) == want
+    ahead = SpeculativeDecoder(guessing, MtpDrafter(guessing), 3)
+    want = list(generate_tokens(plain, TOKENS, limit=30, sampling=GREEDY))
+    assert list(generate_tokens(guessing, TOKENS, limit=30, sampling=GREEDY, ahead=ahead)) == want
     assert guessing.lengths == plain.lengths
     for state in plain.states:
         if "cache" not in state:  # whose cells behind the end are not read
             assert nmse(np.ravel(guessing.store.state(state))[None], np.ravel(plain.store.state(state))[None]) <= 1e-11
-    assert 0 < ahead.accepted.right < ahead.accepted.guessed
+    assert 0 < ahead.counts.accepted_tokens < ahead.counts.drafted_tokens
 
 
 @pytest.mark.long

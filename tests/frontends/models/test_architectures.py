@@ -14,7 +14,7 @@ from gguf import GGUFWriter
 from hocket import ops
 from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import open_gguf
-from hocket.frontends.gguf.keys import Keys
+from hocket.frontends.gguf.hyperparameter_keys import ArchitectureKeys
 from hocket.frontends.models import ARCHITECTURES, Batch, Model, Step, Weights, load_model
 from hocket.frontends.models.picture_tokens import find_picture_tokens
 from hocket.frontends.models.reading import read_hyper
@@ -119,7 +119,7 @@ def test_blocks_of_gemma_3n_from_the_20th_on_read_the_caches_of_earlier_blocks(
     tokens, want = golden(name)
     gguf = open_model(written(name, tmp_path)).gguf
     family = replace(ARCHITECTURES["gemma3n"], unit="gelu tanh")
-    hyper = read_hyper(Keys(gguf, "gemma3n"), family)
+    hyper = read_hyper(ArchitectureKeys(gguf, "gemma3n"), family)
     model = Model("gemma3n", gguf, hyper, Weights(gguf, family.ignores, family.spare))
     ends = np.cumsum(lengths)
     parts = [tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)]
@@ -157,7 +157,7 @@ def test_tokens_of_pictures_without_names_are_where_llama_cpp_has_them(
     gguf = open_model(written("chameleon-dense", tmp_path)).gguf
     table = replace(gguf.tensor("token_embd.weight"), shape=(rows, 32))
     gguf = replace(gguf, tensors={**gguf.tensors, "token_embd.weight": table})
-    assert find_picture_tokens(Keys(gguf, "chameleon")) == want
+    assert find_picture_tokens(ArchitectureKeys(gguf, "chameleon")) == want
 
 
 def test_xielu_needs_numbers_for_every_block(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ...given.models.rewritten import Array, Tensors, tensors_of, written
 
 ATTENTION = {"llama": (0, 1), "llama-moe": (0, 1), "qwen3": (0, 1), "qwen3moe": (0, 1), "qwen35": (2,)}
 """The layers of each fixture that have attn_q, attn_k and attn_v."""
-GROUPS = [
+DEVICE_GROUPS = [
     ("reference:0", "none"),
     ("reference:0,reference:1", "tensor"),
     ("reference:0,reference:1,reference:2", "layer"),
@@ -63,7 +63,7 @@ def logits(model: Model, devices: str = "reference:0", mode: str = "none") -> np
 
 
 @pytest.mark.long(cases=1)
-@pytest.mark.parametrize(("devices", "mode"), GROUPS, ids=["one", "tensor", "layer"])
+@pytest.mark.parametrize(("devices", "mode"), DEVICE_GROUPS, ids=["one", "tensor", "layer"])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_q_k_and_v_in_one_tensor_or_in_three_are_the_same_model(
     name: str, devices: str, mode: str, tmp_path: Path
@@ -100,7 +100,7 @@ def test_a_file_with_the_whole_and_a_part_is_refused(tmp_path: Path) -> None:
         written(tmp_path / "model.gguf", "qwen3", both).graph(Step(1, 1, 8, 8, 1))
 
 
-@pytest.mark.parametrize(("devices", "mode"), GROUPS, ids=["one", "tensor", "layer"])
+@pytest.mark.parametrize(("devices", "mode"), DEVICE_GROUPS, ids=["one", "tensor", "layer"])
 def test_an_early_file_of_qwen3_next_is_the_same_model(devices: str, mode: str, tmp_path: Path) -> None:
     tensors = early(early(tensors_of("qwen3next"), 0), 1)
     want = logits(open_model(path_of("qwen3next")))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from hocket.frontends.errors import ModelError
-from hocket.frontends.gguf.chat import chat_template, render_chat
-from hocket.frontends.gguf.longest_match import LongestMatch
-from hocket.frontends.gguf.tokenizer import tokenizer_from_metadata
+from hocket.frontends.gguf.chat import render_chat, select_chat_template
+from hocket.frontends.gguf.tokenization.rwkv_tokenizer import LongestMatchTokenizer
+from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.models import Batch, Step
 from hocket.frontends.open import open_model
 from hocket.frontends.rewinding import take_back
@@ -99,12 +99,12 @@ def test_the_longest_token_comes_first_and_bytes_come_back(tmp_path: Path) -> No
 
 def test_a_template_that_is_only_named_is_known() -> None:
     said = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": " Hi "}]
-    rendered = render_chat(chat_template({"tokenizer.chat_template": "rwkv-world"}), said, bos="", eos="")
+    rendered = render_chat(select_chat_template({"tokenizer.chat_template": "rwkv-world"}), said, bos="", eos="")
     assert rendered == "System: Be kind.\n\nUser: Hi\n\nAssistant:"
 
 
 def test_a_byte_without_a_token_may_have_one_that_stands_for_it() -> None:
-    assert LongestMatch(["a", "aab"], 7).encode("aaab!a").ids == [0, 1, 7, 0]
+    assert LongestMatchTokenizer(["a", "aab"], 7).encode("aaab!a").ids == [0, 1, 7, 0]
 
 
 def test_a_head_size_that_does_not_fill_the_width_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hocket.frontends.commands.perplexity import negative_log_likelihood
+from hocket.frontends.commands.perplexity import compute_nll
 from hocket.frontends.generation.conversation import Conversation
-from hocket.frontends.generation.generate import Drawing, generate
+from hocket.frontends.generation.generate import GenerationParams, generate_tokens
 from hocket.frontends.generation.sampling import Sampling
-from hocket.frontends.gguf.tokenizer import tokenizer_from_metadata
+from hocket.frontends.gguf.tokenization.tokenizer import tokenizer_from_metadata
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 
@@ -54,7 +54,7 @@ def test_the_file_is_the_one_the_goldens_were_made_with() -> None:
 @by_name("nll")
 def test_the_likelihood_of_every_token_equals_that_of_llama_cpp(case: dict[str, Any], session: Session) -> None:
     logits = session.evaluate([case["ids"]], every_position=True)[0]
-    nll = negative_log_likelihood(logits[:-1], case["ids"][1:])
+    nll = compute_nll(logits[:-1], case["ids"][1:])
     assert np.abs(nll - case["nll_exact"]).max() <= 1e-3
     assert abs(nll.mean() - case["mean_nll_exact"]) <= 1e-4
 
@@ -64,7 +64,7 @@ def test_activations_of_8_bits_change_the_perplexity_by_less_than_half_a_per_cen
     for case in GOLDEN["nll"]:
         fast.reset(0)
         logits = fast.evaluate([case["ids"]], every_position=True)[0]
-        ratio.append(np.exp(negative_log_likelihood(logits[:-1], case["ids"][1:]).mean() - case["mean_nll_exact"]))
+        ratio.append(np.exp(compute_nll(logits[:-1], case["ids"][1:]).mean() - case["mean_nll_exact"]))
     assert abs(np.mean(ratio) - 1) <= 0.005
 
 
@@ -72,7 +72,7 @@ def test_activations_of_8_bits_change_the_perplexity_by_less_than_half_a_per_cen
 def test_greedy_text_equals_that_of_llama_cpp_while_its_choice_is_clear(case: dict[str, Any], session: Session) -> None:
     exact = case["exact"]
     clear = next((i for i, gap in enumerate(exact["greedy_margins"]) if gap <= CLOSE), len(exact["greedy_ids"]))
-    got = list(generate(session, case["ids"], limit=clear, sampling=Sampling()))
+    got = list(generate_tokens(session, case["ids"], limit=clear, sampling=Sampling()))
     assert got == exact["greedy_ids"][:clear]
 
 
@@ -91,9 +91,9 @@ def test_the_twenty_likeliest_tokens_equal_those_of_llama_cpp(case: dict[str, An
 
 def test_a_conversation_remembers_what_was_said(session: Session) -> None:
     tokenizer = tokenizer_from_metadata(session.model.gguf.metadata)
-    conversation = Conversation(session, tokenizer, Drawing(24, Sampling(), stop=tokenizer.eos_ids))
-    assert "".join(conversation.answer("What is the capital of France?"))
+    conversation = Conversation(session, tokenizer, GenerationParams(24, Sampling(), end_tokens=tokenizer.eos_ids))
+    assert "".join(conversation.reply("What is the capital of France?"))
     before = session.lengths[0]
-    assert "".join(conversation.answer("And of Italy?"))
+    assert "".join(conversation.reply("And of Italy?"))
     question = tokenizer.encode("<|im_end|>\n<|im_start|>user\nAnd of Italy?<|im_end|>\n<|im_start|>assistant\n")
     assert session.lengths[0] <= before + len(question) + 2 + 24

@@ -273,13 +273,13 @@ def in_our_types(case):
     """Whether all inputs and outputs are tensors of static shapes in types that hocket has."""
     from onnx import helper
 
-    from hocket.frontends.tensors.interface import TYPES
+    from hocket.frontends.tensors.call_signature import DTYPES_BY_NAME
 
     for info in (*case.model.graph.input, *case.model.graph.output):
         kind = info.type.tensor_type
         if not info.type.HasField("tensor_type") or not all(d.HasField("dim_value") for d in kind.shape.dim):
             return False
-        if np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type)).name not in TYPES:
+        if np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type)).name not in DTYPES_BY_NAME:
             return False
     return True
 

@@ -16,7 +16,7 @@ import hocket
 from hocket import cli
 from hocket.distributed import launcher, world
 from hocket.frontends.generation import generate
-from hocket.frontends.terminal import rank
+from hocket.frontends.terminal import rank_command
 from hocket.graph.errors import BackendError
 from hocket.scheduler.running import bound
 
@@ -56,7 +56,7 @@ AT_A_TOKEN = {
 def be_patient(fault: str) -> None:
     """Whoever failed waits until all others have spoken; the patience with rank 1 alone may end, `SOON`."""
     launcher.START_TIMEOUT_SECONDS = launcher.FAILED_RANK_LINGER_SECONDS = world.FAILED_RANK_LINGER_SECONDS = (
-        rank.SILENCE_TIMEOUT_SECONDS
+        rank_command.SILENCE_TIMEOUT_SECONDS
     ) = HOUR
     bound.PATIENCE = SOON if fault in LATE else HOUR
     if fault == "none":  # nothing hangs: the slower rank of a busy machine ends by itself
@@ -76,18 +76,18 @@ def be_patient(fault: str) -> None:
 def main(fault: str, words: list[str]) -> int:
     be_patient(fault)
     if fault in AT_A_TOKEN and MINE:
-        plain, numbers = generate.agreed, count()
+        plain, numbers = generate.broadcast_token, count()
 
         def agreed(session, token):
             if next(numbers) == MOMENT:
                 AT_A_TOKEN[fault]()
             return plain(session, token)
 
-        generate.agreed = agreed
+        generate.broadcast_token = agreed
     if fault == "another hocket" and MINE:
         cli.__version__ = hocket.__version__ + ".1"
     if fault == "another numpy" and MINE:
-        rank.np = type("numpy", (), {"__version__": "1.0"})
+        rank_command.np = type("numpy", (), {"__version__": "1.0"})
     if fault == "late" and MINE:
         time.sleep(3)
     if fault == "elsewhere" and MINE:

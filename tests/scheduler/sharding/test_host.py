@@ -108,7 +108,7 @@ def test_what_does_not_fit_with_the_host_either_is_said_of_the_devices():
 
 
 def test_a_simulated_host_takes_what_does_not_fit_at_its_own_speed():
-    from hocket.frontends.commands.plan import plan_group
+    from hocket.frontends.commands.plan import plan_and_session_plan
 
     graph = Graph(
         {
@@ -118,7 +118,7 @@ def test_a_simulated_host_takes_what_does_not_fit_at_its_own_speed():
             )
         }
     )
-    asked, made = plan_group(graph, Group(split_mode="auto"), "rtx3090:1")
+    asked, made = plan_and_session_plan(graph, Group(split_mode="auto"), "rtx3090:1")
     assert memory_problem(asked)
     assert [str(lane.device) for lane in made.lanes] == ["rtx3090:0", "cpu:0"]
     assert made.host is not None

@@ -1,4 +1,4 @@
-"""How many threads NumPy's matrix products may use."""
+"""The thread limit of the BLAS library of NumPy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import ModelError
 
-SETTERS = (
+THREAD_SETTERS = (
     "scipy_openblas_set_num_threads64_",
     "scipy_openblas_set_num_threads",
     "openblas_set_num_threads64_",
@@ -17,15 +17,17 @@ SETTERS = (
 )
 
 
-def set_threads(count: int) -> None:
-    """Bound the threads of the BLAS that NumPy is linked with; it may be in use already.
+def set_blas_threads(count: int) -> None:
+    """Limit the threads of the BLAS library of NumPy, at any time.
 
-    Environment variables would do it only before NumPy is imported.  Raises `ModelError` if this BLAS has no such
-    setting (Accelerate has none).
+    Environment variables work only before the import of NumPy.
+
+    Raises:
+        ModelError: The BLAS library has no thread limit, as Accelerate.
     """
-    # A symbol is searched in the library named and in all it is linked with, hence in the BLAS.
+    # The symbol search includes the linked libraries, and so the BLAS library.
     library = ctypes.CDLL(np._core._multiarray_umath.__file__)  # type: ignore[attr-defined]  # private, and without stubs
-    for name in SETTERS:
+    for name in THREAD_SETTERS:
         if hasattr(library, name):
             getattr(library, name)(ctypes.c_int(count))
             return

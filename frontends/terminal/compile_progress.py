@@ -1,4 +1,4 @@
-"""What a user sees while kernels are compiled, which takes seconds the first time a machine runs a model."""
+"""The progress line during kernel compilation, which takes seconds at the first run of a model on a machine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TextIO
 
 from ...backends.cache import COMPILING, MISSING
 
-WIDTH = 78
+LINE_WIDTH = 78
 
 
-class CompilingLine(logging.Handler):
-    """One line on a terminal that names the kernel at work and counts them; it is gone when none is.  Warnings stay."""
+class CompileProgressHandler(logging.Handler):
+    """Shows the current kernel and the counts on one terminal line and clears it afterwards. Warnings stay visible."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -23,25 +23,25 @@ class CompilingLine(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         line = ""
         if record.levelno >= logging.WARNING:
-            self.stream.write(f"\r{'':{WIDTH}}\rhocket: {record.getMessage()}\n")
+            self.stream.write(f"\r{'':{LINE_WIDTH}}\rhocket: {record.getMessage()}\n")
         elif record.msg == MISSING:
             self.total = self.count + int(record.args[0])  # type: ignore[index,arg-type]  # a number
         elif record.msg == COMPILING:
             self.count += 1
             count = f"{self.count} of {max(self.count, self.total)}"
-            line = f"compiling kernels: {count}, first run only ({record.getMessage().split()[-1]})"[:WIDTH]
-        self.stream.write(f"\r{line:{WIDTH}}\r{line}")
+            line = f"compiling kernels: {count}, first run only ({record.getMessage().split()[-1]})"[:LINE_WIDTH]
+        self.stream.write(f"\r{line:{LINE_WIDTH}}\r{line}")
         self.stream.flush()
 
 
 @contextmanager
-def compiling_shown(stream: TextIO | None = None) -> Iterator[None]:
-    """Show it meanwhile on stderr, if that is a terminal."""
+def show_compile_progress(stream: TextIO | None = None) -> Iterator[None]:
+    """Show the progress line in this context on `stream`, by default stderr, if it is a terminal."""
     stream = stream or sys.stderr
     if stream is None or not stream.isatty():
         yield
         return
-    logger, handler = logging.getLogger("hocket.kernels"), CompilingLine(stream)
+    logger, handler = logging.getLogger("hocket.kernels"), CompileProgressHandler(stream)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:

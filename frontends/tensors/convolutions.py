@@ -1,4 +1,4 @@
-"""Convolutions, poolings and interpolation of [images, channels, axes ...]."""
+"""Convolution, pooling and interpolation of tensors [images, channels, axes ...]."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 from ... import ops
 from ..errors import ModelError
 from .arithmetic import add, div
-from .products import per_channel
-from .reducing import argmax
-from .shapes import cut, expand, flip, moved, pad, permute, reshape
-from .tensor import Tensor, cast, literal, tensor
+from .matmul import per_channel
+from .reductions import argmax
+from .shapes import expand, flip, move_axis, pad, permute, reshape, slice_range
+from .tensor import Tensor, as_tensor, cast, constant_tensor
 
 Sizes = Sequence[int]
 
 
-def _windows(
+def _extract_windows(
     x: Tensor, size: Sizes, stride: Sizes, dilation: Sizes, pads: Sequence[tuple[int, int]], value: float = 0.0
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Windows of `x` as [images, windows, channels, entries], and how many there are along each axis."""
+    """Return the windows of `x` as [images, windows, channels, entries], and the window count of each axis."""
     counts = tuple(
         (n + a + b - d * (k - 1) - 1) // s + 1
         for n, (a, b), k, s, d in zip(x.shape[2:], pads, size, stride, dilation, strict=True)
@@ -35,7 +35,7 @@ def _windows(
         right=tuple(b for _, b in pads),
         value=value,
     )
-    return tensor(out, None, x.truth), counts
+    return as_tensor(out, None, x.is_bool), counts
 
 
 def convolution(
@@ -47,7 +47,13 @@ def convolution(
     dilation: Sizes,
     groups: int = 1,
 ) -> Tensor:
-    """The convolution of x [n, c, ...] with weight [o, c / groups, ...]: a product with each window."""
+    """Return the convolution of x [n, c, ...] with weight [o, c / groups, ...], [n, o, ...].
+
+    It is a matrix product of the weight and the windows. `pads` has the zeros before and after each axis.
+
+    Raises:
+        ModelError: The channels of `x`, the weight and the groups do not agree.
+    """
     if x.rank == weight.rank - 1:
         one = convolution(reshape(x, (1, *x.shape)), weight, bias, stride, pads, dilation, groups)
         return reshape(one, one.shape[1:])
@@ -55,12 +61,14 @@ def convolution(
     o, share, *size = weight.shape
     if share * groups != c or o % groups:
         raise ModelError(f"a convolution of {c} channels by {groups} groups with weights of {list(weight.shape)}")
-    parts, counts = _windows(x, size, stride, dilation, pads)
+    parts, counts = _extract_windows(x, size, stride, dilation, pads)
     windows, taps = prod(counts), prod(size)
     shared = reshape(weight, (1, groups, o // groups, share * taps))
     runs = permute(reshape(parts, (n, windows, groups, share * taps)), (0, 2, 1, 3))
     each = expand(shared, (n, *shared.shape[1:]))
-    image = reshape(tensor(ops.mul_mat(runs.value, each.value)), (n, o, *counts))  # windows are the rows of a weight
+    image = reshape(
+        as_tensor(ops.mul_mat(runs.value, each.value)), (n, o, *counts)
+    )  # the windows are the weight matrix of the product
     return image if bias is None else add(image, per_channel(bias, image.rank))
 
 
@@ -72,24 +80,26 @@ def transposed_convolution(
     pads: Sequence[tuple[int, int]],
     dilation: Sizes,
     groups: int = 1,
-    more: Sizes = (),
+    end_padding: Sizes = (),
 ) -> Tensor:
-    """The transpose of a convolution with weight [c, o / groups, ...]; `more` entries are added at the ends."""
+    """Return the transposed convolution of x [n, c, ...] with weight [c, o / groups, ...]; `more` pads the ends."""
     if x.rank == weight.rank - 1:
-        one = transposed_convolution(reshape(x, (1, *x.shape)), weight, bias, stride, pads, dilation, groups, more)
+        one = transposed_convolution(
+            reshape(x, (1, *x.shape)), weight, bias, stride, pads, dilation, groups, end_padding
+        )
         return reshape(one, one.shape[1:])
     c, share, *size = weight.shape
     for i, s in enumerate(stride):
-        if s > 1:  # zeros between entries
+        if s > 1:  # insert zeros between entries
             at, count = 2 + i, x.shape[2 + i]
             before, after = x.shape[:at], x.shape[at + 1 :]
             spread = pad(reshape(x, (prod(before), count, 1, prod(after))), [(0, 0), (0, 0), (0, s - 1), (0, 0)])
-            x = cut(reshape(spread, (*before, count * s, *after)), at, 0, (count - 1) * s + 1)
-    turned = flip(weight, range(2, weight.rank))
-    runs = reshape(turned, (groups, c // groups, share * prod(size)))
+            x = slice_range(reshape(spread, (*before, count * s, *after)), at, 0, (count - 1) * s + 1)
+    flipped = flip(weight, range(2, weight.rank))
+    runs = reshape(flipped, (groups, c // groups, share * prod(size)))
     runs = reshape(runs, (groups, c // groups, share, prod(size)))
     swapped = reshape(permute(runs, (0, 2, 1, 3)), (groups * share, c // groups, *size))
-    extra = tuple(more) or (0,) * len(size)
+    extra = tuple(end_padding) or (0,) * len(size)
     around = [
         (d * (k - 1) - a, d * (k - 1) - b + e) for d, k, (a, b), e in zip(dilation, size, pads, extra, strict=True)
     ]
@@ -98,8 +108,10 @@ def transposed_convolution(
     return convolution(whole, swapped, bias, ones, [(max(0, a), max(0, b)) for a, b in around], dilation, groups)
 
 
-def _ends(x: Tensor, size: Sizes, stride: Sizes, pads: Sequence[tuple[int, int]], dilation: Sizes) -> list[int]:
-    """How much longer each axis must be for a last window that is not full, and that begins within the axis."""
+def _compute_ceil_padding(
+    x: Tensor, size: Sizes, stride: Sizes, pads: Sequence[tuple[int, int]], dilation: Sizes
+) -> list[int]:
+    """Return the padding of each axis for a last, incomplete window that begins within the axis (ceil mode)."""
     longer = []
     for n, k, s, (a, b), d in zip(x.shape[2:], size, stride, pads, dilation, strict=True):
         span = n + a + b - d * (k - 1) - 1
@@ -110,8 +122,8 @@ def _ends(x: Tensor, size: Sizes, stride: Sizes, pads: Sequence[tuple[int, int]]
     return longer
 
 
-def _pooled(x: Tensor, pool: Callable[[Tensor], Tensor], rank: int) -> Tensor:
-    """A pooling of images, or of one image without the axis of images."""
+def _apply_pooling(x: Tensor, pool: Callable[[Tensor], Tensor], rank: int) -> Tensor:
+    """Apply a pooling to images, or to one image without an image axis."""
     if x.rank == rank + 1:
         out = pool(reshape(x, (1, *x.shape)))
         return reshape(out, out.shape[1:])
@@ -127,18 +139,18 @@ def max_pool(
     ceil_mode: bool = False,
     places: bool = False,
 ) -> Tensor:
-    """The largest entry of each window; with `places` where it is in the window."""
+    """Return the largest entry of each window, or with `places` its index in the window."""
 
     def pool(x: Tensor) -> Tensor:
-        longer = _ends(x, size, stride, pads, dilation) if ceil_mode else [0] * len(size)
+        longer = _compute_ceil_padding(x, size, stride, pads, dilation) if ceil_mode else [0] * len(size)
         around = [(a, b + e) for (a, b), e in zip(pads, longer, strict=True)]
         lowest = -(2.0 ** (8 * x.dtype.storage.itemsize - 1)) if x.is_integer else -np.inf
-        parts, counts = _windows(x, size, stride, dilation, around, lowest)
+        parts, counts = _extract_windows(x, size, stride, dilation, around, lowest)
         rows = permute(parts, (0, 2, 1, 3))
-        best = argmax(rows, -1) if places else tensor(ops.reduce(rows.value, kind="max"))
+        best = argmax(rows, -1) if places else as_tensor(ops.reduce(rows.value, kind="max"))
         return reshape(best, (*x.shape[:2], *counts))
 
-    return _pooled(x, pool, len(size))
+    return _apply_pooling(x, pool, len(size))
 
 
 def average_pool(
@@ -151,14 +163,18 @@ def average_pool(
     divisor: int | None = None,
     dilation: Sizes = (),
 ) -> Tensor:
-    """The mean of each window; what pads it counts unless `count_padding` is false, what `ceil_mode` adds never."""
+    """Return the mean of each window.
+
+    Padding counts as entries if `count_padding` is true. Padding of `ceil_mode` never counts. `divisor` replaces the
+    number of entries.
+    """
     steps = tuple(dilation) or (1,) * len(size)
 
     def pool(x: Tensor) -> Tensor:
-        longer = _ends(x, size, stride, pads, steps) if ceil_mode else [0] * len(size)
+        longer = _compute_ceil_padding(x, size, stride, pads, steps) if ceil_mode else [0] * len(size)
         around = [(a, b + e) for (a, b), e in zip(pads, longer, strict=True)]
-        parts, counts = _windows(x, size, stride, steps, around)
-        sums = tensor(ops.sum_rows(permute(parts, (0, 2, 1, 3)).value))
+        parts, counts = _extract_windows(x, size, stride, steps, around)
+        sums = as_tensor(ops.sum_rows(permute(parts, (0, 2, 1, 3)).value))
         out = reshape(sums, (*x.shape[:2], *counts))
         if divisor:
             return div(out, float(divisor))
@@ -169,48 +185,58 @@ def average_pool(
         views = np.lib.stride_tricks.sliding_window_view(counted, spans)
         picks = (*(slice(None, None, s) for s in stride), *(slice(None, None, d) for d in steps))
         number = views[picks].sum(axis=tuple(range(len(size), 2 * len(size))))
-        return div(out, literal(np.maximum(number, 1).astype(np.float32)))
+        return div(out, constant_tensor(np.maximum(number, 1).astype(np.float32)))
 
-    return _pooled(x, pool, len(size))
+    return _apply_pooling(x, pool, len(size))
 
 
 # -------------------------------------------------------------------------------------------------- interpolation
 
 
-def mapped(x: Tensor, axis: int, matrix: np.ndarray) -> Tensor:
-    """Each entry of an axis as a weighted sum of the old ones; a row of weights for each."""
-    last = moved(x, axis, -1)
+def resample_axis(x: Tensor, axis: int, matrix: np.ndarray) -> Tensor:
+    """Return an axis of weighted sums: ``matrix`` [new entries, old entries] times the axis."""
+    last = move_axis(x, axis, -1)
     rows = reshape(last, (prod(last.shape[:-1]), last.shape[-1]))
-    out = tensor(ops.mul_mat(literal(np.asarray(matrix, np.float32)).value, rows.value))
-    return moved(reshape(out, (*last.shape[:-1], matrix.shape[0])), -1, axis)
+    out = as_tensor(ops.mul_mat(constant_tensor(np.asarray(matrix, np.float32)).value, rows.value))
+    return move_axis(reshape(out, (*last.shape[:-1], matrix.shape[0])), -1, axis)
 
 
 def adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
-    """The mean of each of `sizes` pieces of the last axes, as even as they can be."""
+    """Return the means of the last axes over `sizes` windows of nearly equal length."""
     for axis, out in zip(range(x.rank - len(sizes), x.rank), sizes, strict=True):
         n = x.shape[axis]
         matrix = np.zeros((out, n))
         for i in range(out):
             start, stop = i * n // out, -(-(i + 1) * n // out)
             matrix[i, start:stop] = 1 / (stop - start)
-        x = mapped(x, axis, matrix)
+        x = resample_axis(x, axis, matrix)
     return x
 
 
-def _cubic(t: np.ndarray, a: float = -0.75) -> list[np.ndarray]:
-    """The weights of four neighbours around a point `t` behind the second (Keys, 1981)."""
+def _compute_cubic_weights(t: np.ndarray, a: float = -0.75) -> list[np.ndarray]:
+    """Return the cubic weights of four neighbours of a point at distance `t` after the second one (Keys, 1981)."""
 
-    def near(u: np.ndarray) -> np.ndarray:
+    def inner_weight(u: np.ndarray) -> np.ndarray:
         return ((a + 2) * u - (a + 3)) * u * u + 1
 
-    def far(u: np.ndarray) -> np.ndarray:
+    def outer_weight(u: np.ndarray) -> np.ndarray:
         return ((a * u - 5 * a) * u + 8 * a) * u - 4 * a
 
-    return [far(t + 1), near(t), near(1 - t), far(2 - t)]
+    return [outer_weight(t + 1), inner_weight(t), inner_weight(1 - t), outer_weight(2 - t)]
 
 
-def weights_between(n: int, out: int, mode: str, align_corners: bool = False, scale: float | None = None) -> np.ndarray:
-    """The matrix [out, n] by which `out` entries come from `n`: nearest, nearest-exact, linear or cubic."""
+def resampling_matrix(
+    n: int, out: int, mode: str, align_corners: bool = False, scale: float | None = None
+) -> np.ndarray:
+    """Return the matrix [out, n] that interpolates `out` entries from `n`.
+
+    Args:
+        n: Number of old entries.
+        out: Number of new entries.
+        mode: ``nearest``, ``nearest-exact``, ``linear`` or ``cubic``.
+        align_corners: Whether the first and last entries stay in place.
+        scale: Ratio of new to old entries, if it differs from ``out / n``.
+    """
     step = (
         (n - 1) / (out - 1)
         if align_corners and out > 1
@@ -229,7 +255,11 @@ def weights_between(n: int, out: int, mode: str, align_corners: bool = False, sc
         at = np.maximum(at, 0)
     first = np.floor(at).astype(int)
     rest = at - first
-    taps = [(0, 1 - rest), (1, rest)] if mode == "linear" else list(zip((-1, 0, 1, 2), _cubic(rest), strict=True))
+    taps = (
+        [(0, 1 - rest), (1, rest)]
+        if mode == "linear"
+        else list(zip((-1, 0, 1, 2), _compute_cubic_weights(rest), strict=True))
+    )
     for offset, weight in taps:
         np.add.at(matrix, (np.arange(out), np.clip(first + offset, 0, n - 1)), weight)
     return matrix
@@ -242,12 +272,12 @@ def interpolate(
     mode: str,
     align_corners: bool = False,
 ) -> Tensor:
-    """The last axes of `x` as `sizes` entries each, or as many as `scales` give, by weights between neighbours."""
+    """Resize the last axes of `x` to `sizes` entries, or by the factors `scales`, by interpolation."""
     count = len(sizes if sizes is not None else scales or ())
     for i, axis in enumerate(range(x.rank - count, x.rank)):
         n = x.shape[axis]
         scale = scales[i] if scales else None
         out = sizes[i] if sizes is not None else floor(n * float(scale or 1))
         if out != n or scale not in (None, 1.0):
-            x = mapped(cast(x, x.dtype), axis, weights_between(n, out, mode, align_corners, scale))
+            x = resample_axis(cast(x, x.dtype), axis, resampling_matrix(n, out, mode, align_corners, scale))
     return x

@@ -1,37 +1,37 @@
-"""How text is cut into words before BPE merges run inside each word, by the name a GGUF file gives.
+"""Rules that split text into words before BPE, by the value of ``tokenizer.ggml.pre``; BPE merges inside a word only.
 
-A name is a value of ``tokenizer.ggml.pre``.  The regexes come from the ``tokenizer.json`` of each model, written for
-the Oniguruma engine of HF ``tokenizers``.  The regex of a name, its BOS token and its spelling of tokens follow
-llama.cpp's ``llama-vocab.cpp`` (b11434).
+The regular expressions come from the ``tokenizer.json`` of each model and use the syntax of the Oniguruma engine of HF
+``tokenizers``. The names, the defaults for BOS and the spelling of tokens follow ``llama-vocab.cpp`` of llama.cpp
+(b11434).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...graph.lazy_dataclass import dataclass
-from ..errors import ModelError
+from ....graph.lazy_dataclass import dataclass
+from ...errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """Regexes applied one after the other; each cuts out its matches and leaves the text between them as pieces."""
+    """Regular expressions that split a text one after the other; matches and the text between them become pieces."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
-    """A piece that is a token as a whole stays whole, even if no merges lead to it."""
+    """Whether a piece that equals a token becomes that token, even if no merges produce it."""
     add_bos: bool = False
-    """Whether BOS is added when the file does not say."""
+    """Whether BOS is added by default."""
     forces_bos: bool = False
-    """Whether BOS is added even if the file says otherwise."""
+    """Whether BOS is added even against the file."""
     has_bos: bool = True
-    """Whether a file without a BOS id still has one, by default."""
-    letters: bool = True
-    """Tokens write bytes as the letters of GPT-2's table; otherwise they are text."""
-    marks_spaces: bool = False
-    """Tokens write a space as ``▁``."""
-    line_start: str = ""
-    """Put before each line that does not begin with it."""
+    """Whether a file without a BOS id has the default BOS id of its kind."""
+    uses_byte_letters: bool = True
+    """Whether tokens spell bytes by the letters of the GPT-2 table; otherwise tokens are plain text."""
+    uses_space_marks: bool = False
+    """Whether tokens spell a space as ``▁``."""
+    line_prefix: str = ""
+    """Text that is prepended to each line that does not begin with it."""
 
 
 _CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -39,13 +39,20 @@ _SPACES = r"\s+(?!\S)|\s+"
 _GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
 
 
-def _llama3_like(digits: str, contraction: str = _CASELESS + "|") -> str:
+def _build_llama3_pattern(digits: str, contraction: str = _CASELESS + "|") -> str:
     words = r"[^\r\n\p{L}\p{N}]?\p{L}+"
     return rf"{contraction}{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
 
 
-def _cased(contraction: str, digits: str, tail: str = r"[\r\n/]*", but: str = "") -> str:
-    """Words that end where lower case turns upper, so camelCase is cut; ``but`` takes characters out of the letters."""
+def _build_case_pattern(contraction: str, digits: str, tail: str = r"[\r\n/]*", but: str = "") -> str:
+    """Return a pattern that splits camelCase words before upper-case letters.
+
+    Args:
+        contraction: Pattern of a suffix such as ``'s``.
+        digits: Pattern of numbers.
+        tail: Pattern after punctuation.
+        but: Intersection that excludes characters from the letters.
+    """
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
     lead = r"[^\r\n\p{L}\p{N}]?"
@@ -53,14 +60,14 @@ def _cased(contraction: str, digits: str, tail: str = r"[\r\n/]*", but: str = ""
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{tail}|\s*[\r\n]+|{_SPACES}"
 
 
-_LLAMA3 = _llama3_like(r"\p{N}{1,3}")
-_QWEN2 = _llama3_like(r"\p{N}")
+_LLAMA3 = _build_llama3_pattern(r"\p{N}{1,3}")
+_QWEN2 = _build_llama3_pattern(r"\p{N}")
 _QWEN35 = (
     rf"{_CASELESS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
 )
-_GPT4O = _cased(f"{_CASELESS}?", r"\p{N}{1,3}")
-_KIMI_K2 = r"[\p{Han}]+|" + _cased(f"{_CASELESS}?", r"\p{N}{1,3}", tail=r"[\r\n]*", but=r"&&[^\p{Han}]")
+_GPT4O = _build_case_pattern(f"{_CASELESS}?", r"\p{N}{1,3}")
+_KIMI_K2 = r"[\p{Han}]+|" + _build_case_pattern(f"{_CASELESS}?", r"\p{N}{1,3}", tail=r"[\r\n]*", but=r"&&[^\p{Han}]")
 _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
@@ -91,18 +98,19 @@ _CASED_LETTERS = (
     "ᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻"
     "𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
-"""The letters of ``deepseek-llm``: letters with case in Unicode 12."""
+"""Character class of ``deepseek-llm``: the letters with case in Unicode 12."""
 _AFMOE_DIGITS = r"(?<!\p{N})\p{N}{1,2}(?=(?:\p{N}{3})*+(?!\p{N}))|\p{N}{3}"
-"""Groups of three from the right: a run of digits begins with the remainder."""
+"""Groups of three digits from the right; the first group has the remainder."""
 _AFMOE_CJK = (
     "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
     "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
 )
 _SUPERBPE_DIGITS = (r"\p{N}+", r"(?:(?<!\d)|(?<=\A\d|\A\d\d|\D\d|\D\d\d))(?=(?:\d{3})++(?!\d))", r"\d{3}(?=\d)")
-"""Cuts where the published ``\\p{N}+`` and ``(?=(\\d{3})+(?!\\d))`` do, in proportion to the text: where the groups of
-three of a run of digits begin, then between them."""
+"""Equivalent to the published ``\\p{N}+`` and ``(?=(\\d{3})+(?!\\d))``, but in linear time.
+
+The first pattern after ``\\p{N}+`` matches the start of the groups of three, the next one the gaps between them."""
 _TINY_AYA_DIGITS = (r"(?<!\d)\d++\b", r"\A(?:\d{1,2}(?=(?:\d{3})*+\z)|\d{3}(?=\d*+\z))|(?!\A)\G\d{3}")
-"""Cuts where the published ``\\d{1,3}(?=(?:\\d{3})*\\b)`` does, in proportion to the text: first whole numbers."""
+"""Equivalent to the published ``\\d{1,3}(?=(?:\\d{3})*\\b)``, but in linear time: whole numbers come first."""
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _CHAMELEON = (
     "<sentinel:[0-9]+>",
@@ -112,8 +120,8 @@ _CHAMELEON = (
     r"[\p{P}!-/:-@\[-`{-~]",
 )
 _LINES = r"[^\n]+|\n+"
-GEMMA4 = PreTokenizer((_LINES,), forces_bos=True, letters=False, marks_spaces=True)
-"""The only pre-tokenizer of ``tokenizer.ggml.model = gemma4``; ``pre`` is ignored."""
+GEMMA4 = PreTokenizer((_LINES,), forces_bos=True, uses_byte_letters=False, uses_space_marks=True)
+"""The rule for ``tokenizer.ggml.model = gemma4``, which ignores ``tokenizer.ggml.pre``."""
 
 _RULES: tuple[tuple[str, PreTokenizer], ...] = (
     (
@@ -125,17 +133,17 @@ _RULES: tuple[tuple[str, PreTokenizer], ...] = (
     ("chatglm-bpe", PreTokenizer((_LLAMA3,), has_bos=False)),
     ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", PreTokenizer((_QWEN2,))),
     ("qwen35", PreTokenizer((_QWEN35,))),
-    ("ufakzeka", PreTokenizer((_llama3_like(r"\p{N}", contraction=""),))),
+    ("ufakzeka", PreTokenizer((_build_llama3_pattern(r"\p{N}", contraction=""),))),
     ("laguna", PreTokenizer((r"[^\n]+|[\n]+", _QWEN2))),
-    ("minicpm5", PreTokenizer((r"\p{N}{1,3}", _llama3_like(r"\p{N}+")), ignore_merges=True)),
+    ("minicpm5", PreTokenizer((r"\p{N}{1,3}", _build_llama3_pattern(r"\p{N}+")), ignore_merges=True)),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer((_GPT4O,))),
     ("granite-embed-multi-97m", PreTokenizer((_GPT4O,), ignore_merges=True)),
     ("tiny_aya cohere2moe", PreTokenizer((*_TINY_AYA_DIGITS, _GPT4O))),
-    ("youtu", PreTokenizer((_YOUTU, _cased(f"{_CASELESS}?", r"\p{N}")), ignore_merges=True)),
+    ("youtu", PreTokenizer((_YOUTU, _build_case_pattern(f"{_CASELESS}?", r"\p{N}")), ignore_merges=True)),
     ("jais-2", PreTokenizer((_JAIS2,))),
     ("exaone-moe", PreTokenizer((_EXAONE_MOE,))),
     ("spark2_5", PreTokenizer((r"\p{N}{1,3}", _CJK, _SPARK, r"\p{N}"))),
-    ("tekken", PreTokenizer((_cased("", r"\p{N}"),), ignore_merges=True, add_bos=True)),
+    ("tekken", PreTokenizer((_build_case_pattern("", r"\p{N}"),), ignore_merges=True, add_bos=True)),
     ("kimi-k2", PreTokenizer((_KIMI_K2,))),
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", PreTokenizer((r"\p{N}{1,3}", _CJK, _DEEPSEEK3))),
     (
@@ -171,24 +179,28 @@ _RULES: tuple[tuple[str, PreTokenizer], ...] = (
     ("poro-chat bloom gpt3-finnish", PreTokenizer((_BLOOM,))),
     ("viking", PreTokenizer((_BLOOM, r"\p{N}"))),
     ("gemma4 granite-embed-multi-311m", GEMMA4),
-    ("sarvam-moe", PreTokenizer((_LINES,), letters=False, marks_spaces=True)),
-    ("mmbert", PreTokenizer((r"▁[^▁\n]*|\n+",), letters=False, marks_spaces=True, line_start="▁")),
-    ("whitespace", PreTokenizer((r"\S+",), letters=False)),
+    ("sarvam-moe", PreTokenizer((_LINES,), uses_byte_letters=False, uses_space_marks=True)),
+    ("mmbert", PreTokenizer((r"▁[^▁\n]*|\n+",), uses_byte_letters=False, uses_space_marks=True, line_prefix="▁")),
+    ("whitespace", PreTokenizer((r"\S+",), uses_byte_letters=False)),
 )
 
 
-def _named() -> Iterator[tuple[str, PreTokenizer]]:
+def _list_rules() -> Iterator[tuple[str, PreTokenizer]]:
     for names, rule in _RULES:
         for name in names.split():
             yield name, rule
 
 
-PRE_TOKENIZERS = dict(_named())
+PRE_TOKENIZERS = dict(_list_rules())
 """Every known value of ``tokenizer.ggml.pre``."""
 
 
-def pre_tokenizer(name: str) -> PreTokenizer:
-    """The rule called ``name``; ModelError naming it if unknown, since a guess would give wrong ids in silence."""
+def select_pre_tokenizer(name: str) -> PreTokenizer:
+    """Return the rule `name`.
+
+    Raises:
+        ModelError: The name is unknown; a default rule could give wrong token ids.
+    """
     if name not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
         raise ModelError(f"tokenizer.ggml.pre: unknown pre-tokenizer {name[:80]!r}; known are {known}")

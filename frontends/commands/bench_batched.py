@@ -1,0 +1,134 @@
+"""``hocket bench -np``: several sequences at a time, as in ``llama-batched-bench``.
+
+The sequences read their prompts together. Then each step gives a token to each of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from ...distributed import World
+from ..errors import ModelError
+from ..microbatches import Microbatches, dealt, decoding
+from ..models import Model
+from ..open import open_session
+from ..session import Group, Session
+from ..terminal.bench_rows import Row, Table
+from ..terminal.output import write_log_line
+
+BATCHED_HEAD = ("PP", "TG", "B", "N_KV", "T_PP s", "S_PP t/s", "T_TG s", "S_TG t/s", "T s", "S t/s")
+BATCHED_COLUMNS = ("pp", "tg", "pl", "n_kv", "t_pp", "speed_pp", "t_tg", "speed_tg", "t", "speed")
+
+
+def _format_cells(row: Row) -> list[object]:
+    """Return the Markdown cells: seconds with three decimals and rates with two, as in llama-batched-bench."""
+    numbers = [(name, row[name]) for name in BATCHED_COLUMNS]
+    digits = {name: 2 if name.startswith("speed") else 3 for name in BATCHED_COLUMNS}
+    return [f"{number:.{digits[name]}f}" if isinstance(number, float) else number for name, number in numbers]
+
+
+BATCHED_TABLE = Table("llama_batched_bench", BATCHED_HEAD, _format_cells)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchedBenchmark:
+    """A benchmark of each prompt length and each count of new tokens, for each number of sequences.
+
+    A run has at most `batch` tokens of all sequences. The result is the median of `repeats` runs.
+    """
+
+    model: Model
+    prompt_lengths: Sequence[int]
+    new_counts: Sequence[int]
+    sequence_counts: Sequence[int]
+    repeats: int
+    batch: int
+    world: World
+
+    def measure_rows(self, on: Group) -> Iterator[dict[str, object]]:
+        """Yield a row for each prompt length, count of new tokens and number of sequences.
+
+        The columns have the names of llama-batched-bench. Repeats alternate between the numbers of sequences, since the
+        load of a shared machine changes.
+
+        Raises:
+            ModelError: There is nothing to measure, or a number of sequences is 0.
+        """
+        if not any(self.prompt_lengths) and not any(self.new_counts):
+            raise ModelError("there is nothing to measure; ask for a prompt with -p or for new tokens with -n")
+        if 0 in self.sequence_counts:
+            raise ModelError("got 0 sequences; -np takes numbers above 0, as 1,4,16")
+        sessions = self.open_sessions(on)
+        for prompt, new in product(self.prompt_lengths, self.new_counts):
+            times: Mapping[int, list[tuple[float, float]]] = {count: [] for count in sessions}
+            for _ in range(1 + self.repeats):  # the first one builds plans
+                for count, session in sessions.items():
+                    times[count].append(time_batch(session, prompt, new))
+            for count in self.sequence_counts:
+                yield batched_row(prompt, new, count, *sorted(times[count][1:], key=sum)[self.repeats // 2])
+
+    def open_sessions(self, on: Group) -> dict[int, Session | Microbatches]:
+        """Return a session for each number of sequences; all share the weights.
+
+        Raises:
+            ModelError: The context of the model is too short.
+        """
+        context = max(self.prompt_lengths) + max(self.new_counts)
+        self.model.check_context(context)
+        max_sequences = max(self.sequence_counts)
+        one = open_session(
+            self.model,
+            on=on,
+            sequences=max_sequences,
+            context=context,
+            batch=self._tokens_per_sequence(max_sequences),
+            world=self.world,
+        )
+        each = {
+            n: dealt(one, n, context=context, batch=self._tokens_per_sequence(n))
+            for n in dict.fromkeys(self.sequence_counts)
+        }
+        for session in each.values():
+            if isinstance(session, Microbatches):
+                write_log_line(f"hocket: {session.dealing}")
+        return each
+
+    def _tokens_per_sequence(self, sequences: int) -> int:
+        """Return the tokens of each sequence in a run."""
+        return max(1, self.batch // sequences)
+
+
+def time_batch(session: Session | Microbatches, prompt: int, new: int) -> tuple[float, float]:
+    """Return the seconds of the prompts of all sequences, and of `new` dependent steps after them."""
+    count = session.sequences
+    for sequence in range(count):
+        session.reset(sequence)
+    tokens = np.random.default_rng(0).integers(0, session.model.vocabulary_size, (count, prompt + new)).tolist()
+    start = time.perf_counter()
+    if prompt:
+        session.evaluate([own[:prompt] for own in tokens])
+    read = time.perf_counter()
+    with decoding(session) as steps:
+        for turn in range(new + 1):
+            for group, place in enumerate(steps.places):
+                if turn:
+                    steps.ended()
+                if turn < new:
+                    steps.begin(group, [[tokens[i][prompt + turn]] for i in place])
+    return read - start, time.perf_counter() - read
+
+
+def batched_row(prompt: int, new: int, count: int, prompt_seconds: float, new_seconds: float) -> dict[str, object]:
+    """Return the row of one measurement: token counts, seconds, and tokens per second of all sequences together."""
+    total = prompt_seconds + new_seconds
+    return {
+        **{"pp": prompt, "tg": new, "pl": count, "n_kv": count * (prompt + new)},
+        **{"t_pp": prompt_seconds, "speed_pp": count * prompt / prompt_seconds if prompt else 0.0},
+        **{"t_tg": new_seconds, "speed_tg": count * new / new_seconds if new else 0.0},
+        **{"t": total, "speed": count * (prompt + new) / total},
+    }

@@ -1,0 +1,241 @@
+"""Flags that several commands share, and the devices, models and sessions that they describe."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from ...graph.files import check_writable
+from ...scheduler import SPLIT_NAMES
+from ..devices import CACHES
+from ..errors import ModelError
+from ..models import Model
+from ..open import open_adapted, open_session
+from ..session import DEFAULT_BATCH, Group, Session
+from ..terminal.arguments import (
+    PositionalAlias,
+    parse_devices,
+    parse_natural,
+    parse_placement,
+    parse_positive,
+    parse_scaled_file,
+    parse_shares,
+)
+from ..terminal.blas_threads import set_blas_threads
+from ..terminal.output import write_log_line
+from ..watch import Watch
+
+DEVICES_HELP = (
+    "where to run, as cpu:0,cpu:1; parts of one device are cuda:0.0,cuda:0.1; under mpiexec cpu:0@1 is one of rank 1, "
+    "and cpu:0 that of every rank (cpu:0)"
+)
+
+
+EXACT_HELP = (
+    "float32 throughout, on CPUs in plain NumPy: slower; SmolLM2 on three devices then differs from one by an NMSE of "
+    "2.5e-13, else by an NMSE of 5e-4"
+)
+
+
+def add_model_flags(
+    sub: argparse.ArgumentParser, help: str = "GGUF file", metavar: str = "MODEL", **options: Any
+) -> None:
+    """Add the model as first argument, or after ``-m`` as in llama.cpp."""
+    sub.add_argument("model", metavar=metavar, help=help, **options)
+    sub.add_argument("-m", "--model", action=PositionalAlias, dest="model", metavar=metavar, help=f"as {metavar}")
+
+
+def add_session_flags(sub: argparse.ArgumentParser) -> None:
+    """Add the flags of all commands that run a model."""
+    add_group_flags(sub, sub)
+    add_adapter_flags(sub)
+    sub.add_argument("--exact", action="store_true", help=EXACT_HELP)
+    add_transfer_dtype_flag(sub)
+    add_cache_flags(sub)
+    add_packed_flag(sub)
+    sub.add_argument(
+        "--fast",
+        action="store_true",
+        help="compute the delta rule, and products with weights of 16 bits, in 16 bits where that is faster",
+    )
+    add_context_flag(sub)
+    add_batch_flag(sub, DEFAULT_BATCH, "tokens a run")
+    mark_multi_rank(sub)
+    sub.add_argument(
+        "-t", "--threads", type=parse_positive, metavar="N", help="threads of each device (its share of the processors)"
+    )
+    sub.add_argument("--cache-dir", metavar="DIR", help="where compiled kernels and plans are kept (~/.cache/hocket)")
+    add_trace_flag(sub)
+    sub.add_argument(
+        "--watch", metavar="REGEX", help="print statistics of values with such names after each step, to stderr"
+    )
+
+
+def add_adapter_flags(sub: argparse.ArgumentParser) -> None:
+    """Add the flags of LoRA adapters and control vectors."""
+    add = partial(sub.add_argument, type=parse_scaled_file, action="append", default=[], metavar="FILE[:SCALE]")
+    add("--lora", help="apply a LoRA adapter; may be repeated")
+    add("--control-vector", help="add a control vector; may be repeated")
+    sub.add_argument(
+        "--control-vector-layer-range",
+        type=parse_natural,
+        nargs=2,
+        metavar=("START", "END"),
+        help="the first and the last layer behind which control vectors are added (all but layer 0)",
+    )
+
+
+def load_model_from_flags(args: argparse.Namespace) -> Model:
+    """Return the model of a command, with its adapters."""
+    span = args.control_vector_layer_range
+    return open_adapted(
+        args.model,
+        lora=args.lora,
+        control_vectors=args.control_vector,
+        control_layers=None if span is None else (span[0], span[1]),
+    )
+
+
+def mark_multi_rank(sub: argparse.ArgumentParser) -> None:
+    """Mark a command that all ranks run together; rank 0 alone runs the other commands."""
+    sub.set_defaults(in_ranks=True)
+
+
+def add_group_flags(sub: argparse.ArgumentParser, where: argparse._ActionsContainer) -> None:
+    """Add the flags of the devices and of the split.
+
+    Args:
+        sub: Parser of the command.
+        where: Receives `--devices`; it may be a mutually exclusive group of `sub`.
+    """
+    where.add_argument("--devices", type=parse_devices, default=("cpu:0",), metavar="LIST", help=DEVICES_HELP)
+    sub.add_argument(
+        *("-sm", "--split-mode"),
+        default="auto",
+        metavar="MODE",
+        help=f"how several devices share: {'; '.join(SPLIT_NAMES)} (auto); with layers on several devices a "
+        "long prompt is pipelined through them",
+    )
+    sub.add_argument(
+        *("-ts", "--tensor-split"), type=parse_shares, default=(), metavar="LIST", help="shares of the devices, as 3,1"
+    )
+    sub.add_argument(
+        "--place",
+        type=parse_placement,
+        action="append",
+        default=[],
+        metavar="REGEX=DEVICE",
+        help="run nodes of this name, and those that read weights or states of this name, on one device, as "
+        "'ffn_up=cpu:1'; may be repeated, the first that matches counts",
+    )
+
+
+def add_transfer_dtype_flag(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--wire", choices=("f32", "bf16"), default="f32", help="type in which large sums are sent between GPUs (f32)"
+    )
+
+
+def add_cache_flags(sub: argparse.ArgumentParser) -> None:
+    """Add the flags of the dtypes of the KV cache."""
+    for short, name, what in (("-ctk", "--cache-type-k", "keys"), ("-ctv", "--cache-type-v", "values")):
+        sub.add_argument(short, name, choices=(*CACHES,), help=f"type of cached {what} (f16; with --exact f32)")
+
+
+def add_packed_flag(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--keep-packed",
+        action="store_true",
+        help="keep the repacked weights in the cache folder, so that later runs start sooner",
+    )
+
+
+def cache_dtypes(args: argparse.Namespace) -> dict[str, str | None]:
+    """Return the fields of the device group that the flags of the KV cache give."""
+    return {"cache_type_k": args.cache_type_k, "cache_type_v": args.cache_type_v}
+
+
+def add_trace_flag(sub: argparse._ActionsContainer) -> None:
+    sub.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write what ran when, for ui.perfetto.dev and hocket view --trace (.gz: packed); parts of a prompt then "
+        "go through the devices one at a time",
+    )
+
+
+@contextmanager
+def trace_to_file(session: Session, path: str | None) -> Iterator[None]:
+    """Trace the runs of a session in this context and write the trace at the end, also after a failure.
+
+    Without a path nothing is traced. With several processes rank 0 writes the trace of its own devices.
+
+    Raises:
+        OSError: The file cannot be written; this is checked at the beginning.
+    """
+    if path is None or session.world.rank:
+        yield
+        return
+    check_writable(path)
+    with session.tracing() as trace:
+        try:
+            yield
+        finally:
+            trace.save(path)
+            left = f" ({trace.left_out} more were not traced)" if trace.left_out else ""
+            write_log_line(
+                f"{path}: {len(trace.runs)} runs{left}; open it in ui.perfetto.dev, or give it to hocket view --trace"
+            )
+
+
+def add_context_flag(sub: argparse.ArgumentParser) -> None:
+    help = "tokens of context, 0: as many as the model allows"
+    sub.add_argument("-c", "--ctx-size", dest="context", type=parse_natural, metavar="N", help=help)
+
+
+def add_batch_flag(sub: argparse.ArgumentParser, default: int, meaning: str) -> None:
+    sub.add_argument(
+        "-b", "--batch-size", dest="batch", type=parse_positive, default=default, metavar="N", help=meaning
+    )
+
+
+def device_group_from_flags(args: argparse.Namespace, **others: Any) -> Group:
+    """Return the device group that the flags describe; `others` are further fields of it.
+
+    Raises:
+        ModelError: `--tensor-split` has fewer shares than devices.
+    """
+    share_count, device_count = len(args.tensor_split), len(args.devices)
+    if 0 < share_count < device_count and args.world.size == 1 and not getattr(args, "simulate", None):
+        raise ModelError(
+            f"--tensor-split has {share_count} shares for {device_count} devices; give each one, which may be 0"
+        )
+    return Group(args.devices, args.split_mode, args.tensor_split, tuple(args.place), **others)
+
+
+def value_watch_from_flags(args: argparse.Namespace) -> Watch | None:
+    """Return the value watch of `--watch`, which prints statistics to stderr, or None."""
+    return None if args.watch is None else Watch(args.watch, lambda seen: write_log_line("\n".join(seen.lines())))
+
+
+def open_session_from_flags(args: argparse.Namespace, model: Model, context: int, *, watched: bool = True) -> Session:
+    """Open a session as the flags describe it; without `watched` the flag `--watch` is ignored."""
+    if args.cache_dir:
+        os.environ["HOCKET_CACHE_DIR"] = args.cache_dir  # read at the compilation of the first kernel
+    if args.threads:
+        set_blas_threads(args.threads)
+    computed = {"exact": args.exact, "fast": args.fast, "wire": args.wire, **cache_dtypes(args)}
+    computed["keep_packed"] = args.keep_packed
+    group = device_group_from_flags(args, threads=args.threads, **computed)
+    watch = value_watch_from_flags(args) if watched else None
+    return open_session(model, on=group, context=context, batch=args.batch, watch=watch, world=args.world)
+
+
+def broadcast_text(args: argparse.Namespace, read: Callable[[], str]) -> str:
+    """Return the text that `read` gives on rank 0, on all ranks."""
+    keep = "surrogatepass"  # `read` refuses text that is not UTF-8 with its own message
+    return str(args.world.broadcast_from_first(lambda: read().encode(errors=keep)).decode(errors=keep))

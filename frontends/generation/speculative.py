@@ -1,0 +1,182 @@
+"""Speculative decoding: a drafter proposes the next tokens, and the model evaluates all of them in one run.
+
+The drafter is a small model, or an MTP block of the model itself. Every token is sampled from the logits of the large
+model, so the text is the same as without a drafter. An accepted draft token saves one run. Source: Leviathan et al.,
+2023.
+
+Example: the drafter proposes ``b c d`` after ``a``. One run gives the logits after ``a``, ``b``, ``c`` and ``d``. If
+the samples are ``b`` and ``x``, then ``b`` is accepted, and ``c`` and ``d`` are dropped from the KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ...graph.lazy_dataclass import dataclass
+from ..errors import ModelError
+from ..gguf import MetadataArray
+from ..models import Batch, Model
+from ..rewinding import back, mark, take_back
+from ..session import Session
+
+DEFAULT_DRAFT_TOKENS = 4
+"""Default number of draft tokens per run."""
+
+
+@dataclass(slots=True)
+class AcceptanceCounts:
+    """Counts of speculative decoding: runs of the large model, draft tokens, and accepted draft tokens."""
+
+    run_count: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def __str__(self) -> str:
+        rate = self.accepted_tokens / self.run_count if self.run_count else 0.0
+        return f"draft: {self.accepted_tokens} of {self.drafted_tokens} tokens accepted, {rate:.2f} a step"
+
+
+class Drafter(Protocol):
+    """Proposes the next tokens of a text, with a session of a draft model or of the model itself."""
+
+    session: Session
+
+    def draft_tokens(self, known: Sequence[int], count: int) -> list[int]:
+        """Return up to `count` tokens that are likely to follow the tokens `known`."""
+
+    def prepare(self, prompt: int, count: int) -> None:
+        """Build the plans and kernels for `count` draft tokens after a prompt of `prompt` tokens."""
+
+
+class ModelDrafter:
+    """Proposes the most probable tokens of a draft model, in a session of one sequence."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._read_tokens: list[int] = []
+        self._checkpoint = mark(session)
+
+    def draft_tokens(self, known: Sequence[int], count: int) -> list[int]:
+        """Return `count` tokens after the tokens `known`; none if the context is too short for them."""
+        session = self.session
+        if count < 1 or len(known) + count > session.context:
+            return []
+        back(session, self._checkpoint)
+        if list(known[: len(self._read_tokens)]) != self._read_tokens:
+            session.reset(0)
+            self._read_tokens = []
+        logits = session.evaluate([list(known[len(self._read_tokens) :])])[0][-1]
+        self._read_tokens, self._checkpoint = list(known), mark(session)
+        tokens = [int(logits.argmax())]
+        while len(tokens) < count:
+            tokens.append(int(session.evaluate([tokens[-1:]])[0][-1].argmax()))
+        return tokens
+
+    def prepare(self, prompt: int, count: int) -> None:
+        self.session.prepare(prompt)
+        for tokens in range(1, count + 2):
+            self.session.prepare(tokens, behind=prompt)
+
+
+class MtpDrafter:
+    """Proposes tokens by the multi-token prediction (MTP) blocks of the model itself, in turn.
+
+    `session` has one sequence and a model from `Model.guessing`.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def draft_tokens(self, known: Sequence[int], count: int) -> list[int]:
+        """Return `count` tokens after the tokens `known`; the session has read all of these except the last one."""
+        session, token, tokens = self.session, known[-1], list[int]()
+        seen, at = session.seen[0][-1:], session.lengths[0]
+        with session.store.turn:
+            while len(tokens) < count:
+                step = session.step(1, at + 1, 1, "guess", self.block_for_draft(len(tokens)))
+                outputs = session.executor(step).run(session.model.inputs(step, Batch([[token]], [at], seen=seen)))
+                token, seen, at = int(outputs["logits"].argmax()), outputs["hidden"], at + 1
+                tokens.append(token)
+        return tokens
+
+    def prepare(self, prompt: int, count: int) -> None:
+        for length in (1, prompt + count):
+            for turn in {self.block_for_draft(draft_index) for draft_index in range(count)}:
+                self.session.executor(self.session.step(1, self.session.lengths[0] + length, 1, "guess", turn))
+
+    def block_for_draft(self, draft_index: int) -> int:
+        """Return the index of the block for draft token `guess`; the last block predicts all later tokens."""
+        return min(draft_index, self.session.model.guessers - 1)
+
+
+class SpeculativeDecoder:
+    """A session of one sequence that evaluates draft tokens together with each sampled token.
+
+    Args:
+        session: The session of the large model.
+        draft: The drafter.
+        most: Largest number of draft tokens per run.
+
+    Raises:
+        ModelError: The models have different vocabularies.
+    """
+
+    def __init__(self, session: Session, draft: Drafter, most: int) -> None:
+        self.session, self.drafter, self.max_draft_tokens = session, draft, min(most, session.batch - 1)
+        self.counts = AcceptanceCounts()
+        require_same_vocabulary(session.model, draft.session.model)
+        self._evaluated_tokens: list[int] = []
+        """The tokens of the last run: one sampled token, then the draft tokens."""
+        self._accepted_count = 0
+        """Tokens of the last run that have been sampled."""
+        self._logits: npt.NDArray[np.float32] = np.zeros((0, session.model.vocabulary_size), np.float32)
+
+    def next_logits(self, known: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Return the logits f32[1, vocabulary] after the tokens `known`; the last of them is newly sampled."""
+        if (
+            self._accepted_count < len(self._evaluated_tokens)
+            and self._evaluated_tokens[self._accepted_count] == known[-1]
+        ):
+            self._accepted_count += 1
+            self.counts.accepted_tokens += 1
+            return self._logits[self._accepted_count - 1 : self._accepted_count]
+        self.discard_rejected()
+        room = self.session.context - self.session.lengths[0] - 1
+        draft_tokens = self.drafter.draft_tokens(known, min(self.max_draft_tokens, room))
+        self._evaluated_tokens, self._accepted_count = [known[-1], *draft_tokens], 1
+        self._logits = self.session.evaluate([self._evaluated_tokens], every_position=True, reversible=True)[0]
+        self.counts.run_count += 1
+        self.counts.drafted_tokens += len(draft_tokens)
+        return self._logits[:1]
+
+    def discard_rejected(self) -> None:
+        """Remove the rejected draft tokens from the session."""
+        if self._accepted_count < len(self._evaluated_tokens):
+            take_back(self.session, self._accepted_count)
+        self._evaluated_tokens, self._accepted_count = [], 0
+
+    def prepare(self, prompt: int) -> None:
+        """Build the plans and kernels of runs with draft tokens after a prompt of `prompt` tokens."""
+        self.drafter.prepare(prompt, self.max_draft_tokens)
+        for count in range(1, self.max_draft_tokens + 2):
+            self.session.prepare(count, behind=prompt, every_position=True, reversible=True)
+
+
+def require_same_vocabulary(model: Model, draft: Model) -> None:
+    """Raise `ModelError` unless a draft model has the same vocabulary as the model."""
+    if draft is model:
+        return
+    sizes = model.vocabulary_size, draft.vocabulary_size
+    token_arrays = [m.gguf.metadata.get("tokenizer.ggml.tokens") for m in (model, draft)]
+    tokens_of_model, tokens_of_draft = (
+        list(array) if isinstance(array, MetadataArray) else [] for array in token_arrays
+    )
+    if sizes[0] != sizes[1] or tokens_of_model != tokens_of_draft:
+        raise ModelError(
+            f"{draft.gguf.path}: its {sizes[1]} tokens are not the {sizes[0]} tokens of {model.gguf.path}; "
+            "a draft model needs the same vocabulary"
+        )

@@ -1,0 +1,145 @@
+"""Hyperparameters of a model file: checked metadata under the prefix of the architecture."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+
+from ...graph.lazy_dataclass import dataclass
+from ..errors import ModelError
+from .metadata import MetadataArray
+from .reader import Gguf
+
+CONVERT_REMEDY = "use a model converted for its architecture"
+MAX_I32 = 2**31 - 1
+"""Largest count; counts become sizes and attributes, and kernels read them as i32."""
+MIN_POSITIVE, MAX_MAGNITUDE = 1e-37, 1e37
+"""Magnitudes of the smallest and the largest number; numbers become float32, and some are inverted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArchitectureKeys:
+    """The metadata ``architecture.*`` of `gguf`.
+
+    Every method that reads a key raises `ModelError` for a missing, mistyped or implausible value.
+    """
+
+    gguf: Gguf
+    architecture: str
+
+    def has(self, name: str) -> bool:
+        return self._full_key(name) in self.gguf.metadata
+
+    def error(self, name: str, problem: str) -> ModelError:
+        """Return a one-line error about the key `name`."""
+        return ModelError(f"{self.gguf.path}: metadata {self._full_key(name)} {problem}; {CONVERT_REMEDY}")
+
+    def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return an integer from `least` to `MAX_I32`, or `default` if the key is missing."""
+        if default is not None and not self.has(name):
+            return default
+        return self._check_count(name, self.gguf.require(self._full_key(name), int), least)
+
+    def count_or_default(self, name: str, default: int) -> int:
+        """Return a count, or `default` if the key is missing or 0; llama.cpp writes 0 for unset."""
+        return self.count(name, 0, least=0) or default
+
+    def per_block_counts(self, name: str, blocks: int, default: int | None = None) -> tuple[int, ...]:
+        """Return one count per block, from a scalar or from an array with one value per block."""
+        return tuple(
+            self._check_count(name, n, 0) for n in self.gguf.per_layer(self._full_key(name), int, blocks, default)
+        )
+
+    def integers(self, name: str, least: int = 0) -> tuple[int, ...]:
+        """Return the non-negative integers of a list, at least `least` of them.
+
+        The result is empty if the key is missing or is not a list.
+        """
+        values = self.gguf.numbers(self._full_key(name)) if self.is_list(name) else ()
+        numbers = tuple(int(value) for value in values)
+        if len(numbers) < least or any(number < 0 for number in numbers):
+            raise self.error(name, f"holds {reprlib.repr(numbers)}; need {least} integers of at least 0")
+        return numbers
+
+    def per_block_limits(self, name: str, blocks: int) -> tuple[float, ...]:
+        """Return one non-negative number per block; 0 if the key is missing."""
+        values = self.gguf.per_layer(self._full_key(name), float, blocks, 0.0)
+        if bad := [v for v in values if not 0.0 <= v <= MAX_MAGNITUDE]:
+            raise self.error(name, f"holds {bad[0]}; need numbers of at least 0 that float32 holds")
+        return values
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        """Return a positive number that fits float32, or `default` if the key is missing."""
+        if default is not None and not self.has(name):
+            return default
+        value = self.gguf.require(self._full_key(name), float)
+        if not MIN_POSITIVE <= value <= MAX_MAGNITUDE:  # false for NaN too
+            raise self.error(name, f"is {value}; need a positive number that float32 holds")
+        return value
+
+    def xielu(self, blocks: int) -> tuple[tuple[float, ...], ...]:
+        """Return ``(alpha_n, alpha_p, beta, eps)`` of `ops.xielu` per block; these keys have no prefix."""
+        columns = []
+        for key in ("xielu.alpha_n", "xielu.alpha_p", "xielu.beta", "xielu.eps"):
+            values = self.gguf.per_layer(key, float, blocks)
+            if bad := [v for v in values if not abs(v) <= MAX_MAGNITUDE]:
+                problem = f"metadata {key} holds {bad[0]}; need numbers that float32 holds"
+                raise ModelError(f"{self.gguf.path}: {problem}; {CONVERT_REMEDY}")
+            columns.append(values)
+        return tuple(zip(*columns, strict=True))
+
+    def number(self, name: str, default: float) -> float:
+        """Return a number that fits float32, or `default` if the key is missing or the number does not fit."""
+        value = self.gguf.get(self._full_key(name), float, default)
+        return value if abs(value) <= MAX_MAGNITUDE else default
+
+    def eps(self, name: str) -> float:
+        """Return the non-negative epsilon of a norm; the key is required."""
+        value = self.gguf.require(self._full_key(name), float)
+        return value if value == 0.0 else self.positive(name)
+
+    def positive_or_none(self, name: str) -> float | None:
+        """Return a positive number, or None if the key is missing or 0; converters write 0 for unset."""
+        return None if not self.gguf.get(self._full_key(name), float, 0.0) else self.positive(name)
+
+    def choice(self, name: str, default: str, known: Sequence[str]) -> str:
+        """Return a text that is one of `known`, or `default` if the key is missing."""
+        word = self.gguf.get(self._full_key(name), str, default)
+        if word not in known:
+            raise self.error(name, f"is {reprlib.repr(word)}; need one of {', '.join(known)}")
+        return word
+
+    def per_block_flags(self, name: str, blocks: int) -> tuple[bool, ...]:
+        """Return one boolean per block; integers count too, because llama.cpp writes integers."""
+        value = self.gguf.metadata.get(self._full_key(name))
+        first = value[0] if isinstance(value, MetadataArray) and len(value) else value
+        kind: type[bool] | type[int] = bool if isinstance(first, bool) else int
+        return tuple(flag != 0 for flag in self.gguf.per_layer(self._full_key(name), kind, blocks))
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a boolean, or `default` if the key is missing; a non-zero integer counts as true."""
+        return self.per_block_flags(name, 1)[0] if self.has(name) else default
+
+    def is_list(self, name: str) -> bool:
+        """Whether the key has a list, as opposed to one value for all blocks."""
+        return isinstance(self.gguf.metadata.get(self._full_key(name)), MetadataArray)
+
+    def block_count(self) -> int:
+        """Return ``block_count``, at most the tensor count of the file; this bounds loops over a damaged count."""
+        blocks = self.count("block_count")
+        if blocks > len(self.gguf.tensors):
+            raise self.error("block_count", f"is {blocks}; the file holds only {len(self.gguf.tensors)} tensors")
+        return blocks
+
+    def vocabulary_rows(self) -> int:
+        """Return the rows of the token embedding, which may exceed the token count of the tokenizer."""
+        return self.gguf.tensor("token_embd.weight").shape[0]
+
+    def _full_key(self, name: str) -> str:
+        return f"{self.architecture}.{name}"
+
+    def _check_count(self, name: str, value: int, least: int) -> int:
+        if not least <= value <= MAX_I32:
+            bound = f"at least {least}" if value < least else f"at most {MAX_I32}"
+            raise self.error(name, f"is {value}; need {bound}")
+        return value

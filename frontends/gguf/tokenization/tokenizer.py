@@ -1,0 +1,375 @@
+"""Text to token ids and back, from the metadata of a GGUF file alone.
+
+Kinds of vocabulary, by ``tokenizer.ggml.model``:
+
+- ``gpt2``: BPE, mostly byte-level; ``hybriddna``: with DNA sequences; ``whitespace``: without white space
+- ``llama``: SentencePiece BPE; ``gemma4``: BPE on raw text
+- ``rwkv``: longest match; ``plamo2``: lowest cost; ``bert``: WordPiece; ``t5``: unigrams
+
+`tokenizer_models` has the model of each kind. Special tokens in text, BOS, EOS and the defaults of missing keys follow
+``llama-vocab.cpp`` of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import field
+from functools import partial
+from typing import TypeVar
+
+from ....graph.lazy_dataclass import dataclass
+from ....graph.validation import BOOL, TEXT, format_value, instance_of, integer_between, validate_arguments
+from ...errors import ModelError
+from .dna_tokenizer import KMER_SUFFIX
+from .pretokenizers import PreTokenizer
+from .rwkv_tokenizer import unescape_token
+from .special_tokens import BYTE, CONTROL, NORMAL, UNKNOWN, USER, classify_special_tokens, find_space_stripping_tokens
+from .tokenizer_models import SPACE_MARK, TOKENIZER_MODELS, TokenizerModelCache
+from .vocabulary import (
+    PRE_KINDS,
+    parse_byte_token,
+    read_id,
+    read_numbers,
+    read_rule,
+    read_scalar,
+    read_tokens,
+    require_unicode,
+)
+
+Result = TypeVar("Result")
+TOKEN_ID = integer_between(0)
+MAX_RUN_CHARACTERS = 1 << 21
+"""Characters of the longest word or the longest run of white space; the regex engine fails at five times as many."""
+WHITE_SPACE = " \t\n\v\f\r"
+"""White space that is removed after the tokens of `Tokenizer.strip_after`."""
+_RUN_PATTERN = re.compile(r"\s+|\S+")
+EMPTY_VOCABULARY_KINDS = ("test", "none", "no_vocab")
+DEFAULT_IDS: Mapping[str, tuple[int | None, int | None, int | None]] = {
+    **dict.fromkeys(PRE_KINDS, (11, 11, None)),
+    "llama": (1, 2, 0),
+    "gemma4": (None, None, None),
+    "rwkv": (None, None, None),
+    "plamo2": (1, 2, 0),
+    "bert": (101, 102, 100),
+    "t5": (None, 1, 2),
+}
+"""Default ids of BOS, EOS and the unknown token for each kind."""
+_ID_NAMES = ("bos", "eos", "eot", "eom", "unknown", "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep")
+_PRINTABLE_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_SHIFTED_BYTES = [byte for byte in range(256) if byte not in _PRINTABLE_BYTES]
+BYTE_OF_CHARACTER = {chr(b): bytes([b]) for b in _PRINTABLE_BYTES} | {
+    chr(256 + i): bytes([b]) for i, b in enumerate(_SHIFTED_BYTES)
+}
+"""The byte of each letter in byte-level vocabularies (the table of GPT-2)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Tokenizer:
+    """A vocabulary and its rules; `tokenizer_from_metadata` builds one.
+
+    The first `encode` of a long text builds the model and may take seconds. `decode` needs no model.
+    """
+
+    kind: str
+    tokens: tuple[str, ...]
+    types: tuple[int, ...]
+    bos_id: int | None
+    eos_id: int | None
+    eos_ids: frozenset[int]
+    """All tokens that end a generation: EOS, end of turn, end of message, and tokens known by their text."""
+    add_bos: bool
+    add_eos: bool
+    add_space_prefix: bool
+    strip_after: frozenset[int]
+    """Special tokens that remove the white space after them (phi-3)."""
+    _rule: PreTokenizer
+    _model_cache: TokenizerModelCache
+    _special_tokens: dict[bool, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def n_tokens(self) -> int:
+        """The number of tokens; the logits of a model may have more rows, which are padding."""
+        return len(self.tokens)
+
+    @property
+    def bos_text(self) -> str:
+        """The text of BOS for chat templates; empty without BOS."""
+        return "" if self.bos_id is None else self.tokens[self.bos_id]
+
+    @property
+    def eos_text(self) -> str:
+        """The text of EOS for chat templates; empty without EOS."""
+        return "" if self.eos_id is None else self.tokens[self.eos_id]
+
+    @validate_arguments(ModelError, text=TEXT, add_special=BOOL, parse_special=BOOL)
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Return the token ids of a text; both flags are as in ``llama_tokenize``.
+
+        Args:
+            text: The text; it must be valid Unicode.
+            add_special: Whether to add BOS and EOS if the model uses them.
+            parse_special: Whether the text of a control token becomes that token. User-defined tokens always do.
+
+        Raises:
+            ModelError: The text is not valid Unicode, or the vocabulary is broken.
+        """
+        require_unicode("the text", text)
+        if self._rule.uses_byte_letters and len(text) > MAX_RUN_CHARACTERS:
+            _require_short_runs(text)
+        ids = list(self._encode_pieces(text, parse_special))
+        bos = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
+        eos = [self.eos_id] if add_special and self.add_eos and self.eos_id is not None else []
+        return bos + ids + eos
+
+    @validate_arguments(ModelError, rendered=TEXT)
+    def encode_chat(self, rendered: str) -> list[int]:
+        """Return the token ids of a rendered chat, with special tokens parsed.
+
+        BOS is added unless the template has written it. EOS is not added, because the answer follows.
+
+        Raises:
+            ModelError: As for `encode`.
+        """
+        ids = self.encode(rendered, add_special=False, parse_special=True)
+        if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
+        return ids
+
+    @validate_arguments(ModelError, text=TEXT)
+    def encode_inside(self, text: str) -> list[int]:
+        """Return the token ids of a text that continues another one: no space before it, no special tokens.
+
+        Raises:
+            ModelError: As for `encode`.
+        """
+        require_unicode("the text", text)
+        return list(self._encode_pieces(text, False, begins=False))
+
+    @validate_arguments(ModelError, rendered=TEXT, last=TOKEN_ID)
+    def encode_further(self, rendered: str, last: int) -> list[int]:
+        """Return the token ids of a part of a rendered chat that follows the token `last`.
+
+        Raises:
+            ModelError: As for `encode`.
+        """
+        require_unicode("the text", rendered)
+        is_special = self.types[last] in (CONTROL, UNKNOWN, USER)
+        if last in self.strip_after:
+            rendered = rendered.lstrip(WHITE_SPACE)
+        return list(self._encode_pieces(rendered, True, begins=is_special))
+
+    @validate_arguments(ModelError, ids=instance_of(Sequence, Iterator, description="a sequence of ids"), special=BOOL)
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Return the text of token ids that begin a text; bytes that are not UTF-8 become U+FFFD.
+
+        The first space is removed if `encode` adds one. Other spaces stay (llama.cpp drops some before punctuation).
+
+        Args:
+            ids: The token ids.
+            special: Whether to include the text of control tokens.
+
+        Raises:
+            ModelError: An id is not in the vocabulary.
+        """
+        data = b"".join(self.token_bytes(i, special=special) for i in ids)
+        if self.add_space_prefix and data.startswith(b" "):
+            data = data[1:]
+        return data.decode("utf-8", "replace")
+
+    def token_bytes(self, token: int, *, special: bool = True) -> bytes:
+        """Return the bytes of one token, possibly an incomplete character.
+
+        A control token has the bytes of its text if `special` is true, and none otherwise.
+
+        Raises:
+            ModelError: The vocabulary has no such token.
+        """
+        if not TOKEN_ID.accepts(token) or token >= self.n_tokens:
+            raise ModelError(f"token {format_value(token)} is not in the vocabulary; need 0 to {self.n_tokens - 1}")
+        text, type_ = self.tokens[token], self.types[token]
+        if type_ in (CONTROL, UNKNOWN, USER):
+            return text.encode() if special or type_ == USER else b""
+        if type_ == BYTE:
+            return parse_byte_token(token, text)
+        if type_ != NORMAL:
+            return b""
+        if self.kind == "rwkv":
+            return unescape_token(text)
+        if self._rule.uses_byte_letters:
+            letters = text.removesuffix(KMER_SUFFIX) if self.kind == "hybriddna" else text
+            return b"".join(BYTE_OF_CHARACTER.get(char) or char.encode() for char in letters)
+        return (text.replace(SPACE_MARK, " ") if self._rule.uses_space_marks else text).encode()
+
+    def _encode_pieces(self, text: str, parse_special: bool, *, begins: bool = True) -> Iterator[int]:
+        """Yield the token ids of a text; no space is added before it if `begins` is false."""
+        for piece in self._split_at_special_tokens(text, parse_special):
+            if isinstance(piece, int):
+                yield piece
+            else:
+                prefixed = self.kind == "llama" and self.add_space_prefix and begins
+                yield from self._encode_plain(" " + piece if prefixed else piece, begins)
+            begins = isinstance(piece, int)
+
+    def _split_at_special_tokens(self, text: str, parse_special: bool) -> list[str | int]:
+        """Split a text at special tokens, the longest token first (not the leftmost one), as llama.cpp does."""
+        pieces: list[str | int] = [text] if text else []
+        for token in self._list_special_tokens(parse_special):
+            if self.tokens[token] in text:
+                pieces = [part for piece in pieces for part in self._split_at_token(piece, token)]
+        return pieces
+
+    def _split_at_token(self, piece: str | int, token: int) -> Iterator[str | int]:
+        if isinstance(piece, int):
+            yield piece
+            return
+        first, *rest = piece.split(self.tokens[token])
+        if first:
+            yield first
+        for part in rest:
+            yield token
+            if token in self.strip_after:
+                part = part.lstrip(WHITE_SPACE)
+            if part:
+                yield part
+
+    def _list_special_tokens(self, parse_special: bool) -> tuple[int, ...]:
+        """Return the special tokens to search for in a text, the longest first."""
+        if parse_special not in self._special_tokens:
+            types = (CONTROL, UNKNOWN, USER) if parse_special else (USER,)
+            special = [i for i, type_ in enumerate(self.types) if type_ in types]
+            special.sort(key=lambda i: -len(self.tokens[i].encode()))
+            self._special_tokens[parse_special] = tuple(special)
+        return self._special_tokens[parse_special]
+
+    def _encode_plain(self, text: str, begins: bool) -> Sequence[int]:
+        text = self._model_cache.prepare_text(text, begins)
+        model = _call_tokenizers("the vocabulary cannot be used", partial(self._model_cache.choose_model, text, begins))
+
+        def ids() -> list[int]:
+            no_token_id = len(self.tokens)  # the id of `NO_TOKEN`
+            return [i for i in model.encode(text, add_special_tokens=False).ids if i < no_token_id]
+
+        return _call_tokenizers(f"a text of {len(text)} characters cannot be tokenized", ids)
+
+    def __repr__(self) -> str:
+        return f"<Tokenizer {self.kind}, {self.n_tokens} tokens>"
+
+
+class Utf8Stream:
+    """Incremental decoder: token ids in, complete characters out, to print a text during its generation.
+
+    Control tokens have no text unless `special` is true.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._special = special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> str:
+        """Return the characters that this token completes, often none.
+
+        Raises:
+            ModelError: The id is not in the vocabulary.
+        """
+        return self._decoder.decode(self._tokenizer.token_bytes(token, special=self._special))
+
+    def finish(self) -> str:
+        """Return the remaining text, with U+FFFD for an incomplete character, and reset the stream."""
+        rest = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return rest
+
+
+def tokenizer_from_metadata(metadata: Mapping[str, object]) -> Tokenizer:
+    """Build the tokenizer that the ``tokenizer.ggml.*`` keys of a GGUF file describe.
+
+    The merges are checked when the first text is encoded.
+
+    Raises:
+        ModelError: The file has no vocabulary, an unknown kind or pre-tokenizer, or inconsistent values.
+    """
+    kind = _read_kind(metadata)
+    tokens, token_ids = read_tokens(metadata)
+    types = read_numbers(metadata, "token_type", len(tokens)) or (NORMAL,) * len(tokens)
+    rule = read_rule(metadata, kind)
+    ids = _read_special_ids(metadata, kind, len(tokens), rule.has_bos)
+    final_types, eos_ids = classify_special_tokens(token_ids, tokens, [*map(int, types)], ids)
+    adds = {"bos": read_scalar(metadata, "add_bos_token", bool, rule.add_bos) or rule.forces_bos}
+    adds["eos"] = read_scalar(metadata, "add_eos_token", bool, kind == "t5") or kind == "bert"
+    for name, is_added in adds.items():
+        if is_added and ids[name] is None:
+            raise ModelError(f"tokenizer.ggml.{name}_token_id is missing, but {name.upper()} is to be added; set it")
+    for i, type_ in enumerate(final_types if BYTE in final_types else ()):
+        if type_ == BYTE:
+            parse_byte_token(i, tokens[i])
+    name_ = metadata.get("general.name")
+    return Tokenizer(
+        kind,
+        tokens,
+        final_types,
+        ids["bos"],
+        ids["eos"],
+        eos_ids,
+        add_bos=adds["bos"],
+        add_eos=adds["eos"],
+        add_space_prefix=kind in ("llama", "bert", "t5") and read_scalar(metadata, "add_space_prefix", bool, True),
+        strip_after=find_space_stripping_tokens(name_ if isinstance(name_, str) else "", tokens, final_types),
+        _rule=rule,
+        _model_cache=TokenizerModelCache(metadata, kind, tokens, token_ids, rule, ids["unknown"]),
+    )
+
+
+def _read_special_ids(metadata: Mapping[str, object], kind: str, n_tokens: int, has_bos: bool) -> dict[str, int | None]:
+    ids = {name: read_id(metadata, f"{name}_token_id", n_tokens) for name in _ID_NAMES}
+    if kind == "bert":  # the tokens before and after a text
+        cls, sep = (read_id(metadata, f"{name}_token_id", n_tokens) for name in ("cls", "seperator"))
+        ids |= {"bos": cls if ids["bos"] is None else ids["bos"], "eos": ids["eos"] if sep is None else sep}
+    bos, eos, unknown = DEFAULT_IDS[kind]
+    for name, default in (("bos", bos if has_bos else None), ("eos", eos), ("unknown", unknown)):
+        if ids[name] is None and default is not None and default < n_tokens:
+            ids[name] = default
+    return ids
+
+
+def has_vocabulary(metadata: Mapping[str, object]) -> bool:
+    """Whether a GGUF file describes a tokenizer; a model without one works on token ids only."""
+    return read_scalar(metadata, "model", str, "none") not in EMPTY_VOCABULARY_KINDS
+
+
+def _read_kind(metadata: Mapping[str, object]) -> str:
+    kind = read_scalar(metadata, "model", str, "none")
+    if kind in EMPTY_VOCABULARY_KINDS:
+        raise ModelError(
+            f"the model has no vocabulary (tokenizer.ggml.model is {kind!r}); "
+            "give token ids, as hocket logits --tokens does"
+        )
+    if kind not in TOKENIZER_MODELS:
+        raise ModelError(
+            f"tokenizer.ggml.model: unknown tokenizer {kind[:80]!a}; known are {', '.join(TOKENIZER_MODELS)}"
+        )
+    return kind
+
+
+def _require_short_runs(text: str) -> None:
+    for run in _RUN_PATTERN.finditer(text):
+        if run.end() - run.start() > MAX_RUN_CHARACTERS:
+            raise ModelError(
+                f"the text has {run.end() - run.start()} characters in one word or one gap; "
+                f"at most {MAX_RUN_CHARACTERS} can be"
+            )
+
+
+def _call_tokenizers(what: str, run: Callable[[], Result]) -> Result:
+    """Call HF ``tokenizers`` and turn its errors into `ModelError`.
+
+    Its Rust code raises plain `Exception`, or a panic that derives from `BaseException`.
+    """
+    try:
+        return run()
+    except (ModelError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ModelError(f"{what}: {' '.join(str(error).split())[:200]}") from error

@@ -1,0 +1,225 @@
+"""Models that turn text into token ids, built from the part of a vocabulary that a text can use.
+
+The model of a whole vocabulary takes a tenth of a second or more to build. For a short text a smaller model has equal
+results: BPE never merges to a token that is no substring of the text. Example: for the text ``hat`` the model needs
+only the tokens among ``h``, ``a``, ``t``, ``ha``, ``at`` and ``hat``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ....backends.cache import cache_folder, keep, recalled
+from ..metadata import MetadataArray
+from .dna_tokenizer import CLOSE_TAG, OPEN_TAG, UNKNOWN_KMER, DnaTokenizer
+from .plamo2_tokenizer import MinCostTokenizer, build_min_cost_tokenizer
+from .pretokenizers import PreTokenizer
+from .rwkv_tokenizer import LongestMatchTokenizer
+from .sentencepiece_bpe import ScoreMerger
+from .vocabulary import KEY_PREFIX, derive_merges, read_merges, read_scalar, read_scores
+from .wordpiece_unigram import UnigramByteFallback, build_unigram_model, build_wordpiece_model
+
+if TYPE_CHECKING:
+    import tokenizers
+
+TokenizerModel: TypeAlias = (
+    "tokenizers.Tokenizer | ScoreMerger | UnigramByteFallback | LongestMatchTokenizer | MinCostTokenizer | DnaTokenizer"
+)
+SPACE_MARK = "▁"
+SPACE_MARKING_KINDS = ("bert", "t5")
+"""Kinds with models that replace spaces by `SPACE_MARK` themselves."""
+MAX_PARTIAL_LOOKUPS = 20_000
+"""Substrings that are looked up before the model of the whole vocabulary is built instead."""
+BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
+"""Texts of the tokens that replace the bytes of a character without a token."""
+BPE_KINDS = ("gpt2", "llama", "gemma4", "hybriddna", "whitespace")
+"""Kinds that merge: BPE by ``tokenizer.ggml.pre``, SentencePiece, BPE on raw text, BPE with DNA, BPE by white space."""
+TOKENIZER_MODELS = (*BPE_KINDS, "rwkv", "bert", "t5", "plamo2")
+"""All values of ``tokenizer.ggml.model``: BPE, then longest match, WordPiece, unigrams and lowest cost."""
+NO_TOKEN = "\0\0nothing"
+"""Text of an additional last token for characters without any token, so that no merge crosses them."""
+
+
+class TokenizerModelCache:
+    """The tokenizer models of one vocabulary.
+
+    Args:
+        metadata: The keys of the model file.
+        kind: Value of ``tokenizer.ggml.model``.
+        tokens: Token texts by id.
+        token_ids: Token ids by text, in the order of the ids.
+        rule: The rule that splits text into words.
+        unknown_id: Id of the unknown token, or None.
+    """
+
+    def __init__(
+        self,
+        metadata: Mapping[str, object],
+        kind: str,
+        tokens: tuple[str, ...],
+        token_ids: Mapping[str, int],
+        rule: PreTokenizer,
+        unknown_id: int | None,
+    ) -> None:
+        self._metadata, self._kind, self._tokens, self._token_ids, self._rule = metadata, kind, tokens, token_ids, rule
+        self._unknown_id, self._unknown_text = unknown_id, NO_TOKEN if unknown_id is None else self._tokens[unknown_id]
+        self._has_dna_tags = kind == "hybriddna" and {OPEN_TAG, CLOSE_TAG, UNKNOWN_KMER} <= token_ids.keys()
+        self._lookup_count = 0
+
+    def prepare_text(self, text: str, begins: bool = True) -> str:
+        """Return a text in the spelling of the tokens: lower case, space marks and line prefixes.
+
+        `begins` is false for the continuation of another text.
+        """
+        if self._uses_lower_case:
+            text = "".join(char.lower() for char in text)
+        if self._rule.uses_space_marks and self._kind not in SPACE_MARKING_KINDS:
+            text = text.replace(" ", SPACE_MARK)
+        if start := self._rule.line_prefix:
+            lines = text.split("\n")
+            for i in range(0 if begins else 1, len(lines)):
+                if lines[i] and not lines[i].startswith(start):
+                    lines[i] = start + lines[i]
+            text = "\n".join(lines)
+        return text
+
+    def choose_model(self, text: str, begins: bool = True) -> TokenizerModel:
+        """Return a model with the results of the whole vocabulary for this prepared text."""
+        if self._kind == "t5" and not begins:
+            return self._continuation_model
+        if self._has_dna_tags and OPEN_TAG in text:
+            return DnaTokenizer(
+                self._token_ids, lambda part: self.choose_model(part).encode(part, add_special_tokens=False).ids
+            )
+        if self._kind in BPE_KINDS and len(text) <= MAX_PARTIAL_LOOKUPS and self._lookup_count <= MAX_PARTIAL_LOOKUPS:
+            substrings = self._list_substrings(text)
+            self._lookup_count += len(substrings)
+            if self._lookup_count <= MAX_PARTIAL_LOOKUPS:
+                always = () if self._rule.uses_byte_letters else (*BYTE_TOKENS, self._unknown_text)
+                return self._build_model(
+                    {part: self._token_ids[part] for part in (*substrings, *always) if part in self._token_ids}
+                )
+        return self._full_model
+
+    @cached_property
+    def _full_model(self) -> TokenizerModel:
+        if self._kind in BPE_KINDS:
+            return self._build_model(self._token_ids)
+        if self._kind == "rwkv":
+            return LongestMatchTokenizer(self._tokens, self._unknown_id)
+        if self._kind == "plamo2":
+            return build_min_cost_tokenizer(
+                self._metadata, self._token_ids, self._unknown_id or 0
+            )  # the default unknown id is 0
+        return (build_wordpiece_model if self._kind == "bert" else build_unigram_model)(
+            self._metadata, self._token_ids, self._unknown_id
+        )
+
+    @cached_property
+    def _continuation_model(self) -> tokenizers.Tokenizer | UnigramByteFallback:
+        """The unigram model for continuations, without a space before the text."""
+        return build_unigram_model(self._metadata, self._token_ids, self._unknown_id, begins=False)
+
+    def _list_substrings(self, text: str) -> set[str]:
+        """Return the substrings of all words of a text; stop when there are more than `MAX_PARTIAL_LOOKUPS`."""
+        pieces = (
+            [text]
+            if self._pre_tokenizer is None
+            else [piece for piece, _ in self._pre_tokenizer.pre_tokenize_str(text)]
+        )
+        substrings: set[str] = set()
+        for piece in dict.fromkeys(pieces):
+            for start in range(len(piece)):
+                substrings.update(
+                    piece[start:end] for end in range(start + 1, min(len(piece), start + self._max_token_length) + 1)
+                )
+                if len(substrings) > MAX_PARTIAL_LOOKUPS:
+                    return substrings
+        return substrings
+
+    @cached_property
+    def _uses_lower_case(self) -> bool:
+        """Whether texts become lower case: the default of the kind ``whitespace``, unless the rule has that name."""
+        named = self._metadata.get(KEY_PREFIX + "pre") == "whitespace"
+        return self._kind == "whitespace" and read_scalar(self._metadata, "normalizer.lowercase", bool, not named)
+
+    @cached_property
+    def _max_token_length(self) -> int:
+        return max(map(len, self._token_ids))
+
+    @cached_property
+    def _pre_tokenizer(self) -> tokenizers.pre_tokenizers.PreTokenizer | None:
+        """The pre-tokenizer that splits a text into words; None if the whole text is one word."""
+        from tokenizers import Regex, pre_tokenizers
+
+        steps: list[pre_tokenizers.PreTokenizer] = [
+            pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self._rule.patterns
+        ]
+        if self._kind == "whitespace":
+            steps.insert(0, pre_tokenizers.WhitespaceSplit())
+        if self._rule.uses_byte_letters:
+            steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        return pre_tokenizers.Sequence(steps) if steps else None
+
+    def _build_model(self, vocabulary: Mapping[str, int]) -> tokenizers.Tokenizer | ScoreMerger:
+        from tokenizers import Tokenizer, models
+
+        merges, vocab = self._select_merges(vocabulary), dict(vocabulary)
+        if self._kind == "llama":
+            results = {left + right for left, right in merges}
+            if len({self._scores[self._token_ids[result]] for result in results}) < len(results):
+                return ScoreMerger(self._token_ids, self._scores, self._unknown_id)
+        if self._rule.uses_byte_letters:
+            model = models.BPE(vocab, merges, ignore_merges=self._rule.ignore_merges)
+        else:
+            vocab.setdefault(self._unknown_text, len(self._tokens))
+            model = models.BPE(vocab, merges, unk_token=self._unknown_text, fuse_unk=True, byte_fallback=True)
+        tokenizer = Tokenizer(model)
+        if self._pre_tokenizer is not None:
+            tokenizer.pre_tokenizer = self._pre_tokenizer
+        return tokenizer
+
+    def _select_merges(self, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+        """Return the merges (left, right) with a result in `vocabulary`, in order of priority."""
+        if self._kind == "llama":
+            return derive_merges(vocabulary, self._scores)
+        is_result = np.zeros(len(self._tokens), bool)
+        is_result[[*vocabulary.values()]] = True
+        left, right, _ = self._cached_merges[is_result[self._cached_merges[:, 2]]].T.tolist()
+        return [(self._tokens[a], self._tokens[b]) for a, b in zip(left, right, strict=True)]
+
+    @cached_property
+    def _scores(self) -> Sequence[float]:
+        return read_scores(self._metadata, self._token_ids)
+
+    @cached_property
+    def _cached_merges(self) -> npt.NDArray[np.int32]:
+        """The checked merges int32[merges, 3] of `read_merges`, cached on disk."""
+        file = self._find_cache_file()
+        if file is not None and (data := recalled(file)) is not None:
+            return np.frombuffer(data, np.int32).reshape(-1, 3)
+        merges = read_merges(self._metadata, self._token_ids)
+        if file is not None:
+            keep(file, merges.tobytes())
+        return merges
+
+    def _find_cache_file(self) -> Path | None:
+        """Return the cache file of the merges, or None if the file has no arrays of tokens and merges.
+
+        Its name is a digest of both arrays and of the source code of `read_merges`.
+        """
+        from hashlib import sha256  # loads OpenSSL
+
+        digest = sha256((Path(__file__).parent / "vocabulary.py").read_bytes())
+        for name in ("tokens", "merges"):
+            array = self._metadata.get(KEY_PREFIX + name)
+            if not isinstance(array, MetadataArray):
+                return None
+            digest.update(array.compute_digest())
+        return cache_folder() / "merges" / f"{digest.hexdigest()[:40]}.i32"

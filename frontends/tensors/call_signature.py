@@ -1,0 +1,54 @@
+"""Arguments and results of imported programs: names, shapes and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ...graph import DType
+from ..errors import ModelError
+
+MAX_CONSTANT_BYTES = 1 << 12
+"""Bytes of the largest constant in a graph; a larger one becomes a weight."""
+
+DTYPES_BY_NAME: Mapping[str, tuple[DType, bool]] = MappingProxyType(
+    {
+        "float32": (DType.F32, False),
+        "float16": (DType.F16, False),
+        "bfloat16": (DType.BF16, False),
+        "int8": (DType.I8, False),
+        "int16": (DType.I16, False),
+        "int32": (DType.I32, False),
+        "int64": (DType.I64, False),
+        "bool": (DType.F32, True),
+    }
+)
+"""The dtype of a value and whether it is boolean, by the dtype names of NumPy and PyTorch."""
+
+
+def find_dtype(name: str, where: object) -> tuple[DType, bool]:
+    """Return the entry of `DTYPES_BY_NAME` for the value `where`; raise `ModelError` for an unsupported dtype."""
+    if name not in DTYPES_BY_NAME:
+        raise ModelError(f"%{where} is of {name}; hocket has {', '.join(DTYPES_BY_NAME)}")
+    return DTYPES_BY_NAME[name]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramArgument:
+    """One argument of a flattened call: the graph input `name`, or a value that was fixed at export."""
+
+    name: str
+    constant_value: object = None
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramResult:
+    """One result of a flattened call: the graph output `name`, or a value that does not depend on arguments."""
+
+    name: str
+    constant_value: object = None
+    shape: tuple[int, ...] = ()
+    dtype: str = ""

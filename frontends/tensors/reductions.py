@@ -1,0 +1,144 @@
+"""Reductions over any axes, cumulative sums and sorting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isinf, prod
+
+from ... import ops
+from ...graph import DType, Value
+from .arithmetic import add, as_bool, as_float, compare, div, is_infinite, logical_not, negative, sub, unary, where
+from .arithmetic import power as raise_to
+from .shapes import move_axis, permute, reshape
+from .tensor import Tensor, as_tensor, cast
+
+
+def _list_axes(x: Tensor, axes: int | Sequence[int] | None) -> list[int]:
+    if axes is None or (not isinstance(axes, int) and not axes):
+        return list(range(x.rank))
+    return sorted({x.axis(a) for a in ([axes] if isinstance(axes, int) else axes)} if x.rank else set())
+
+
+def merge_axes_last(x: Tensor, axes: Sequence[int]) -> Value:
+    """Return `x` with the given axes merged into the last one: [kept axes ..., entries]."""
+    other_axes = [a for a in range(x.rank) if a not in axes]
+    ordered = permute(x, [*other_axes, *axes])
+    ahead = [x.shape[a] for a in other_axes]
+    last = prod(x.shape[a] for a in axes)
+    return reshape(ordered, (*ahead, last) if len(ahead) < 5 else (prod(ahead), last)).value
+
+
+def _restore_shape(value: Value, x: Tensor, axes: Sequence[int], keepdim: bool, truth_value: bool = False) -> Tensor:
+    """Return reduced rows in the result shape of a reduction of `x` over `axes`."""
+    shape = [1 if a in axes else n for a, n in enumerate(x.shape) if keepdim or a not in axes]
+    return reshape(as_tensor(value, None, truth_value), shape)
+
+
+def sum_over(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """Return sums over axes; integers and booleans are summed in i64."""
+    over = _list_axes(x, axes)
+    if x.is_integer or x.is_bool:
+        x = cast(x, DType.I64)
+        return _restore_shape(ops.reduce(merge_axes_last(x, over), kind="sum"), x, over, keepdim)
+    return _restore_shape(ops.sum_rows(merge_axes_last(x, over)), x, over, keepdim)
+
+
+def mean(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """Return means over axes in floats; the mean of no entries is NaN."""
+    over = _list_axes(x, axes)
+    rows = merge_axes_last(as_float(x), over)
+    means = _restore_shape(ops.mean(rows), x, over, keepdim)
+    return means if rows.shape[-1] else div(means, 0.0)
+
+
+def variance(
+    x: Tensor, axes: int | Sequence[int] | None = None, correction: float = 1, keepdim: bool = False
+) -> Tensor:
+    """Return variances: the sum of squared differences from the mean, divided by ``count - correction``.
+
+    If the divisor is not positive, the result is inf, or NaN for equal entries. The variance of no entries is NaN.
+    """
+    over = _list_axes(x, axes)
+    count = prod(x.shape[a] for a in over)
+    squared = unary(ops.sqr, sub(x, mean(x, over, keepdim=True)))
+    return div(sum_over(squared, over, keepdim), max(0.0, count - correction) if count else 0.0)
+
+
+def extreme(kind: str, x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """Return the ``max``, ``min`` or ``prod`` over axes."""
+    over = _list_axes(x, axes)
+    if kind == "prod" and x.is_bool:
+        x = cast(x, DType.I64)
+    return _restore_shape(ops.reduce(merge_axes_last(x, over), kind=kind), x, over, keepdim, x.is_bool)
+
+
+def any_of(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """Return whether an entry is non-zero, over axes."""
+    return extreme("max", as_bool(x), axes, keepdim)
+
+
+def all_of(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """Return whether all entries are non-zero, over axes."""
+    return logical_not(any_of(logical_not(x), axes, keepdim))
+
+
+def argmax(x: Tensor, axis: int | None = None, keepdim: bool = False) -> Tensor:
+    """Return the index of the first largest entry, in i64."""
+    over = _list_axes(x, axis)
+    if x.is_integer:  # exact for large integers, unlike f32
+        x = compare("eq", x, extreme("max", x, over, keepdim=True))
+    value = ops.argmax(merge_axes_last(x, over))
+    return cast(_restore_shape(value, x, over, keepdim), DType.I64)
+
+
+def argmin(x: Tensor, axis: int | None = None, keepdim: bool = False) -> Tensor:
+    """Return the index of the first smallest entry, in i64."""
+    return argmax(logical_not(x) if x.is_bool else negative(x), axis, keepdim)
+
+
+def extreme_with_index(kind: str, x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the ``max`` or ``min`` along an axis, and its index in i64."""
+    return extreme(kind, x, axis, keepdim), (argmax if kind == "max" else argmin)(x, axis, keepdim)
+
+
+def accumulate(kind: str, x: Tensor, axis: int) -> Tensor:
+    """Return the cumulative ``sum``, ``prod``, ``max`` or ``min`` along an axis."""
+    if x.is_bool:
+        x = cast(x, DType.I64)
+    if not x.rank:
+        return x
+    last = move_axis(x, axis, -1)
+    rows = last if not last.exceeds_max_rank else reshape(last, (-1, last.shape[-1]))
+    value = ops.cumsum(rows.value) if kind == "sum" and not x.is_integer else ops.accumulate(rows.value, kind=kind)
+    return move_axis(reshape(as_tensor(value), last.shape), -1, axis)
+
+
+def argsort(x: Tensor, axis: int = -1, descending: bool = False) -> Tensor:
+    """Return the indices that sort an axis, in i64; equal entries keep their order."""
+    last = move_axis(as_float(x), axis, -1)
+    rows = last if not last.exceeds_max_rank else reshape(last, (-1, last.shape[-1]))
+    ids = as_tensor(ops.argsort(rows.value, descending=bool(descending)))
+    return cast(move_axis(reshape(ids, last.shape), -1, axis), DType.I64)
+
+
+def log_sum_exp(x: Tensor, axes: int | Sequence[int], keepdim: bool = False) -> Tensor:
+    """Return ``log(sum(exp(x)))`` over axes without overflow; -inf if all entries are -inf."""
+    over = _list_axes(x, axes)
+    top = extreme("max", x, over, keepdim=True)
+    top = where(is_infinite(top), 0.0, top)
+    whole = add(unary(ops.log, sum_over(unary(ops.exp, sub(x, top)), over, keepdim=True)), top)
+    return whole if keepdim else reshape(whole, [n for a, n in enumerate(x.shape) if a not in over])
+
+
+def vector_norm(x: Tensor, power: float = 2, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """Return the vector norm ``sum(|x| ** power) ** (1 / power)``, or its limit for 0, inf and -inf."""
+    if power == 2:
+        return unary(ops.sqrt, sum_over(unary(ops.sqr, x), axes, keepdim))
+    if power == 0:
+        return sum_over(cast(compare("ne", x, 0.0), DType.F32), axes, keepdim)
+    size = unary(ops.abs_, x)
+    if isinf(power):
+        return extreme("max" if power > 0 else "min", size, axes, keepdim)
+    if power == 1:
+        return sum_over(size, axes, keepdim)
+    return raise_to(sum_over(raise_to(size, power), axes, keepdim), 1 / power)

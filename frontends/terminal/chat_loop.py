@@ -1,0 +1,178 @@
+"""An interactive chat on a terminal: messages, answers, and commands that begin with a slash."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from types import MappingProxyType
+
+from ...backends.cache import cache_folder
+from ..errors import ModelError
+from ..generation.conversation import Conversation
+from .arguments import as_flags
+from .output import write_data, write_log_line
+
+EXIT_HINT = "(Ctrl-C again or /exit ends the talk)"
+ChatCommand = Callable[[Conversation, str], bool]
+"""A chat command: gets the conversation and an argument, returns whether the chat continues."""
+
+
+def run_chat_loop(conversation: Conversation) -> None:
+    """Answer typed messages until /exit, the end of input, or Ctrl-C twice in a row.
+
+    Ctrl-C during an answer ends the answer and counts as the first one. The written part stays in the conversation.
+    """
+    ask = _make_reader() if sys.stdin is not None and sys.stdin.isatty() else input
+    interrupted = False
+    while True:
+        try:
+            text = ask("> ").strip()
+        except EOFError:
+            write_data("\n")
+            return
+        except KeyboardInterrupt:
+            if interrupted:
+                write_data("\n")
+                return
+            interrupted = True
+            write_log_line(f"\n{EXIT_HINT}")
+            continue
+        interrupted = False
+        name, _, argument = text.partition(" ")
+        if name in CHAT_COMMANDS or (name.startswith("/") and "\n" not in text):
+            if name not in CHAT_COMMANDS:
+                write_log_line(f"there is no command {name}; /help lists them")
+            elif not CHAT_COMMANDS[name](conversation, argument.strip()):
+                return
+        elif text:
+            interrupted = _write_reply(conversation, text)
+            if interrupted:
+                write_log_line(EXIT_HINT)
+
+
+def _make_reader() -> Callable[[str], str]:
+    """Return a function that reads one message, with line editing and the messages of earlier chats.
+
+    Pasted lines are one message. Alt+Enter begins a new line.
+    """
+    from prompt_toolkit import PromptSession  # takes 0.1 s to import
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys, file = KeyBindings(), cache_folder() / "messages"
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    history: History = InMemoryHistory()
+    with suppress(OSError):  # without a writable folder there is no history
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file.open("ab").close()
+        history = FileHistory(file)
+    write_log_line("(/help lists commands; Alt+Enter begins a new line)")
+    session: PromptSession[str] = PromptSession(history=history, key_bindings=keys)
+    return session.prompt
+
+
+def _write_reply(conversation: Conversation, text: str) -> bool:
+    """Write the answer and return whether Ctrl-C ended it."""
+    interrupted = False
+    try:
+        for piece in conversation.reply(text):
+            write_data(piece)
+    except KeyboardInterrupt:
+        interrupted = True
+    except ModelError as error:
+        write_log_line(f"{as_flags(str(error))}; /reset forgets what was said, /shift its older half only, from now on")
+        return False
+    write_data("\n")
+    session = conversation.session
+    if session.lengths[0] >= session.context and conversation.params.pinned_tokens is None:
+        write_log_line(
+            f"(the context of {session.context} tokens is full, so the answer ends here; /reset forgets what was said, "
+            "/shift its older half only, from now on)"
+        )
+    return interrupted
+
+
+def _show_help(conversation: Conversation, argument: str) -> bool:
+    """this list"""
+    write_data("".join(f"{name:9} {command.__doc__}\n" for name, command in CHAT_COMMANDS.items()))
+    write_data("Alt+Enter begins a new line; pasted lines are one message\n")
+    return True
+
+
+def _reset_conversation(conversation: Conversation, argument: str) -> bool:
+    """forget what was said"""
+    conversation.restart()
+    return True
+
+
+def _set_system_prompt(conversation: Conversation, argument: str) -> bool:
+    """TEXT: begin anew with this system prompt, or with none"""
+    conversation.system = argument or None
+    conversation.restart()
+    return True
+
+
+def _save_conversation(conversation: Conversation, argument: str) -> bool:
+    """FILE: keep the talk, to go on later on any devices"""
+    return _transfer_conversation("/save", argument, conversation, conversation.save, "are kept")
+
+
+def _load_conversation(conversation: Conversation, argument: str) -> bool:
+    """FILE: go on with a talk that was kept"""
+    return _transfer_conversation("/load", argument, conversation, conversation.load, "were said")
+
+
+def _transfer_conversation(
+    command: str, path: str, conversation: Conversation, transfer: Callable[[str], None], messages: str
+) -> bool:
+    """Save or load a conversation and report the number of messages; return true, also after an error."""
+    if not path:
+        write_log_line(f"{command}: there is no name of a file; give one")
+        return True
+    try:
+        transfer(path)
+        write_log_line(f"{path}: {len(conversation.messages)} messages {messages}")
+    except OSError as why:
+        write_log_line(f"{path}: {why.strerror or why}")
+    except ModelError as why:
+        write_log_line(as_flags(str(why)))
+    return True
+
+
+def _shift_context(conversation: Conversation, argument: str) -> bool:
+    """forget the older half of the context whenever it is full, as --context-shift does"""
+    pinned_tokens = int(conversation.tokenizer.add_bos)
+    conversation.params = replace(conversation.params, pinned_tokens=pinned_tokens)
+    return True
+
+
+def _show_stats(conversation: Conversation, argument: str) -> bool:
+    """tokens and rates so far"""
+    session = conversation.session
+    write_data(f"{conversation.timing}; {session.lengths[0]} of {session.context} tokens of context in use\n")
+    return True
+
+
+def _end_chat(conversation: Conversation, argument: str) -> bool:
+    """end the talk"""
+    return False
+
+
+CHAT_COMMANDS: Mapping[str, ChatCommand] = MappingProxyType(
+    {
+        "/help": _show_help,
+        "/reset": _reset_conversation,
+        "/system": _set_system_prompt,
+        "/save": _save_conversation,
+        "/load": _load_conversation,
+        "/shift": _shift_context,
+        "/stats": _show_stats,
+        "/exit": _end_chat,
+    }
+)
