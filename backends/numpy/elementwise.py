@@ -39,6 +39,19 @@ def binary(ufunc: Callable[..., Any], call: Call) -> Calls:
     return [partial(ufunc, a, b, out=out)]
 
 
+def choose(ufunc: Callable[..., Any], join: Callable[..., Any], call: Call) -> Calls:
+    """`ufunc` of two operands, `join` of the bits of those that are equal: so zeros of both signs give the one that
+    IEEE 754 asks for."""
+    b, a, out, same = tiles(call.operand(1), call.operand(0), call.out, call.take(*call.out.shape))
+    equal = np.empty(out.shape, bool)  # of its tiles
+    return [
+        partial(np.equal, a, b, out=equal),
+        partial(join, a.view(np.int32), b.view(np.int32), out=same.view(np.int32)),
+        partial(ufunc, a, b, out=out),
+        partial(np.copyto, out, same, where=equal),
+    ]
+
+
 def compare(call: Call) -> Calls:
     kind = call.attrs["kind"]
     assert isinstance(kind, str)
@@ -96,7 +109,9 @@ def softplus(call: Call) -> Calls:
 
 
 def relu(call: Call) -> Calls:
-    return [partial(np.maximum, call.operand(0), np.float32(0), out=call.out)]
+    """The sum makes +0 of -0, which `maximum` may give."""
+    zero, out = np.float32(0), call.out
+    return [partial(np.maximum, call.operand(0), zero, out=out), partial(np.add, out, zero, out=out)]
 
 
 def gelu_calls(x: Array, inner: Array, out: Array) -> Calls:
@@ -126,8 +141,10 @@ TAIL = (
 
 
 def gelu_erf_calls(call: Call, out: Array) -> Calls:
-    """``max(x, 0) - |x| erfc(|x| / sqrt(2)) / 2`` into `out`, which is written last; takes three results of scratch."""
+    """``x h`` for x below 0, else ``x (1 - h)``, with ``h = erfc(|x| / sqrt(2)) / 2``, into `out`, which is written
+    last; takes three results of scratch."""
     x = call.operand(0)
+    above = np.empty(x.shape, bool)
     size, t, tail = (call.take(*call.out.shape) for _ in range(3))
     calls: Calls = [
         partial(np.absolute, x, out=size),
@@ -141,13 +158,13 @@ def gelu_erf_calls(call: Call, out: Array) -> Calls:
         calls += [partial(np.add, tail, np.float32(coefficient), out=tail), partial(np.multiply, tail, t, out=tail)]
     return [
         *calls,
-        partial(np.multiply, tail, size, out=tail),
         partial(np.square, size, out=size),
         partial(np.multiply, size, np.float32(-0.5), out=size),
         partial(np.exp, size, out=size),
         partial(np.multiply, tail, size, out=tail),
-        partial(np.maximum, x, np.float32(0), out=size),
-        partial(np.subtract, size, tail, out=out),
+        partial(np.greater_equal, x, np.float32(0), out=above),
+        partial(np.subtract, np.float32(1), tail, out=tail, where=above),
+        partial(np.multiply, x, tail, out=out),
     ]
 
 
@@ -178,14 +195,19 @@ def clamped_swiglu(shift: float, call: Call) -> Calls:
         partial(np.add, share, np.float32(1), out=share),
         partial(np.divide, g, share, out=g),
         partial(np.clip, up, -limit, limit, out=share),
-        partial(np.add, share, np.float32(shift), out=share),
+        *([partial(np.add, share, np.float32(shift), out=share)] if shift else []),
         partial(np.multiply, g, share, out=call.out),
     ]
 
 
 def clamp(call: Call) -> Calls:
     low, high = np.float32(call.number("min")), np.float32(call.number("max"))
-    return [partial(np.clip, call.operand(0), low, high, out=call.out)]
+    calls: Calls = [partial(np.clip, call.operand(0), low, high, out=call.out)]
+    if low == 0 and not np.signbit(low):
+        calls.append(partial(np.absolute, call.out, out=call.out))
+    if high == 0 and np.signbit(high):
+        calls.append(partial(np.copysign, call.out, high, out=call.out))
+    return calls
 
 
 def step(call: Call) -> Calls:
@@ -241,8 +263,8 @@ KERNELS: Mapping[str, Binding] = {
     "sub": plain(partial(binary, np.subtract)),
     "mul": plain(partial(binary, np.multiply)),
     "div": plain(partial(binary, np.divide)),
-    "maximum": plain(partial(binary, np.maximum)),
-    "minimum": plain(partial(binary, np.minimum)),
+    "maximum": with_scratch(partial(choose, np.maximum, np.bitwise_and)),
+    "minimum": with_scratch(partial(choose, np.minimum, np.bitwise_or)),
     "power": plain(partial(binary, np.power)),
     "compare": plain(compare),
     "where": plain(where),

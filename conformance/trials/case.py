@@ -16,7 +16,7 @@ from ...graph.validation import did_you_mean
 from ...ops import REGISTRY, Op
 
 LAYOUTS = ("contiguous", "offset", "sliced", "permuted", "broadcast", "inplace", "twin")
-INPUTS = ("normal", "uniform", "large", "denormal", "ties", "zeros", "constant", "infinities", "nan")
+INPUTS = ("normal", "uniform", "large", "denormal", "ties", "zeros", "constant", "infinities", "nan", "special")
 
 _SETTING = re.compile(r"(?:^|,\s*)(layout|inputs|check|seed)=([\w.:-]+)\s*$")
 _WHOLE = re.compile(r"\s*(\w+)\((.*)\)\s*", re.DOTALL)
@@ -84,6 +84,25 @@ class Case:
     def is_empty(self) -> bool:
         """Whether an operand has no elements."""
         return any(0 in s.shape for _, s in self.operands)
+
+    @property
+    def signed_zeros(self) -> bool:
+        """Whether zeros have a sign and subnormal numbers are kept.  A quantised number is itself a product."""
+        return self.declared.signed_zeros and not self._is_quantised
+
+    @property
+    def any_infinity(self) -> bool:
+        """Whether results of special values that are not finite stand for each other: infinities and NaN.
+
+        Products of quantised weights multiply codes and scales apart, and recurrences may take tokens in chunks, which
+        makes NaN of some infinities and the reverse.
+        """
+        takes_apart = self._is_quantised or bool(self.declared.sequential)
+        return self.inputs == "special" and not self.declared.signed_zeros and takes_apart
+
+    @property
+    def _is_quantised(self) -> bool:
+        return any(s.dtype.is_quantised for _, s in self.operands)
 
     @property
     def column(self) -> str:

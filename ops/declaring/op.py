@@ -52,7 +52,8 @@ class Op(Generic[R]):
     For the conformance kit: `compare` is ``close`` (within rounding), ``exact`` or ``set`` (rows of numbers in any
     order); `infinite` lists operands that may hold infinities, ``"-mask"`` only negative ones; `sequential` is the
     dimension along which the op goes token by token, so that two runs in turn equal one; `must` is whether every
-    backend has to have it.
+    backend has to have it.  `signed_zeros` promises the sign of a zero result, and that subnormal numbers are not
+    flushed to zero, both as IEEE 754 says; False for an op with sums or products of several terms.
 
     `kernels` are those that an op of another package brings with it: by backend where its binding is found.
     """
@@ -84,6 +85,7 @@ class Op(Generic[R]):
     compare: str
     infinite: tuple[str, ...]
     sequential: str
+    signed_zeros: bool
     must: bool
     kernels: Mapping[str, str]
     operand_names: tuple[str, ...] = field(init=False)
@@ -312,6 +314,7 @@ def op(
     compare: str = "close",
     infinite: tuple[str, ...] = (),
     sequential: str = "",
+    signed_zeros: bool = True,
     must: bool = True,
     kernels: Mapping[str, str] = MappingProxyType({}),
 ) -> _Declare:
@@ -353,6 +356,7 @@ def op(
         compare=compare,
         infinite=infinite,
         sequential=sequential,
+        signed_zeros=signed_zeros,
         must=must,
         kernels=MappingProxyType(dict(kernels)),
     )

@@ -22,8 +22,11 @@ from ..simd.vectors import (
     float_to_bits,
     fma,
     halve,
-    larger,
+    ieee_maximum,
+    ieee_minimum,
     mul,
+    negative,
+    or_int,
     power_of_two,
     round_away,
     round_down,
@@ -31,7 +34,6 @@ from ..simd.vectors import (
     round_to_zero,
     round_up,
     shift_right_signed,
-    smaller,
     splat,
     splat_int,
     square_root,
@@ -82,7 +84,7 @@ def silu(x):
 
 @part
 def relu(x):
-    return at_least(x, zeros())
+    return absolute(at_least(x, zeros()))
 
 
 @part
@@ -95,7 +97,7 @@ def expm1(x):
     p = fma(p, x, splat(1.66666671e-1))
     p = fma(p, x, splat(HALF))
     near = fma(p, mul(x, x), x)
-    return where_less(absolute(x), splat(HALF), near, sub(exp(x), splat(ONE)))
+    return with_sign(where_less(absolute(x), splat(HALF), near, sub(exp(x), splat(ONE))), x)
 
 
 @part
@@ -133,7 +135,7 @@ def log1p(x):
     whole = add(splat(ONE), x)
     lost = div(sub(x, sub(whole, splat(ONE))), whole)
     known = add(log(whole), where_less(absolute(lost), splat(INFINITY), lost, zeros()))
-    return where_less(x, splat(INFINITY), known, log(x))
+    return with_sign(where_less(x, splat(INFINITY), known, log(x)), x)
 
 
 @part
@@ -164,7 +166,7 @@ def tanh(x):
     p = fma(p, y, splat(2 / 15))
     p = fma(p, y, splat(-1 / 3))
     small = fma(mul(p, y), x, x)
-    return where_less(absolute(x), splat(0.25), small, large)
+    return with_sign(where_less(absolute(x), splat(0.25), small, large), x)
 
 
 @part
@@ -224,8 +226,8 @@ def hardswish(x):
 
 @part
 def sgn(x):
-    """x itself where it is 0 or NaN."""
-    return where_less(zeros(), x, splat(ONE), where_less(x, zeros(), splat(-ONE), x))
+    """+0 of either zero; x itself where it is NaN."""
+    return where_less(zeros(), x, splat(ONE), where_less(x, zeros(), splat(-ONE), absolute(x)))
 
 
 @part
@@ -245,7 +247,7 @@ def copy(x):
 
 @part
 def neg(x):
-    return sub(zeros(), x)
+    return negative(x)
 
 
 @part
@@ -322,8 +324,8 @@ BINARY: dict[str, Part | Intrinsic] = {
     "sub": sub,
     "mul": mul,
     "div": div,
-    "maximum": larger,
-    "minimum": smaller,
+    "maximum": ieee_maximum,
+    "minimum": ieee_minimum,
     **{kind: comparison(sign) for kind, sign in COMPARISONS.items()},
     **GATED,
 }
@@ -331,12 +333,17 @@ BINARY: dict[str, Part | Intrinsic] = {
 
 @part
 def affine(x, a, b):
+    """``a x + b``; -0 for b adds nothing to a zero of either sign."""
     return fma(x, splat(a), splat(b))
 
 
 @part
 def clamp(x, low, high):
-    return at_most(at_least(x, splat(low)), splat(high))
+    """Where `low` is +0 no result is negative, and where `high` is -0 all are: their sign bits are cleared or set."""
+    held = float_to_bits(at_most(at_least(x, splat(low)), splat(high)))
+    kept = or_int(float_to_bits(where_nonzero(splat(low), splat(-ONE), splat(low))), splat_int(0x7FFFFFFF))
+    given = float_to_bits(where_nonzero(splat(high), zeros(), splat(high)))
+    return bits_to_float(or_int(and_int(held, kept), given))
 
 
 @part

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from types import MappingProxyType
 
 from ....graph.dtypes import DType
+from ....ops.declaring.attributes import number
 from ...base import contiguous_strides
-from ...operands import Bound, Operand
+from ...operands import Bound, Operand, float_bits
 from ..compiler import Kernel, Part, kernel, part
 from ..pieces import pieces_of
 from ..simd.shorts import store_some_bf16, store_some_half
@@ -51,8 +52,8 @@ def row_words(operands: str, more: str = "") -> Words:
     """
     names = operands.split()
     parts = {"columns": columns, "rows": rows}
-    for number, name in enumerate(names):
-        parts |= {name: _row(HEAD + OPERAND * number), f"{name}_step": _element(HEAD + OPERAND * number)}
+    for index, name in enumerate(names):
+        parts |= {name: _row(HEAD + OPERAND * index), f"{name}_step": _element(HEAD + OPERAND * index)}
     return words(f"walk[{HEAD + OPERAND * len(names)}] {more}", parts)
 
 
@@ -391,17 +392,13 @@ def _binary(name: str) -> Binding:
     return lambda steps, call: add_binary(steps, name, call.operand(0), call.operand(1), call.out)
 
 
-def _with_numbers(name: str, first: str, second: str) -> Binding:
+def _with_numbers(name: str, numbers_of: Callable[[Bound], tuple[float, float]]) -> Binding:
     def bind(steps: Steps, call: Bound) -> bool:
-        numbers = {"first": call.float(first), "second": call.float(second)}
-        return add_rows(steps, (with_numbers(name), NUMBERS_WORDS, numbers), [call.operand(0)], call.out)
+        first, second = map(float_bits, numbers_of(call))
+        of: Numbered = (with_numbers(name), NUMBERS_WORDS, {"first": first, "second": second})
+        return add_rows(steps, of, [call.operand(0)], call.out)
 
     return bind
-
-
-def _leaky(steps: Steps, call: Bound) -> bool:
-    numbers = {"first": call.float("negative_slope"), "second": 0}
-    return add_rows(steps, (with_numbers("leaky_relu"), NUMBERS_WORDS, numbers), [call.operand(0)], call.out)
 
 
 def _compare(steps: Steps, call: Bound) -> bool:
@@ -417,10 +414,10 @@ def _fill(steps: Steps, call: Bound) -> bool:
 
 
 BINDINGS = {
-    "scale": _with_numbers("scale", "scale", "bias"),
-    "clamp": _with_numbers("clamp", "min", "max"),
+    "scale": _with_numbers("scale", lambda call: (number(call.attrs, "scale"), number(call.attrs, "bias") or -0.0)),
+    "clamp": _with_numbers("clamp", lambda call: (number(call.attrs, "min"), number(call.attrs, "max"))),
     "fill": _fill,
-    "leaky_relu": _leaky,
+    "leaky_relu": _with_numbers("leaky_relu", lambda call: (number(call.attrs, "negative_slope"), 0.0)),
     "compare": _compare,
     "where": _where,
     **{n: _unary(n) for n in UNARY if n != "copy"},
