@@ -23,6 +23,11 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.~/-]+")
 _WORD = re.compile(r"(?!inf\b|_$)[A-Za-z_][A-Za-z0-9_.]*")
 
 
+def attribute_key(attrs: Attrs) -> tuple[tuple[str, Attr], ...]:
+    """Return a hashable key that is equal for equal attributes only: 0.0 is not -0.0, and NaN is itself."""
+    return tuple([(name, repr(value) if type(value) is float else value) for name, value in attrs.items()])
+
+
 def quote_node_name(name: str) -> str:
     """Return the text of a node name after ``%``, in quotes unless plain. Plain numbers stand for unnamed nodes."""
     return name if _PLAIN_NAME.fullmatch(name) and not name.isdecimal() else json.dumps(name)

@@ -22,7 +22,7 @@ _SETTING = re.compile(r"(?:^|,\s*)(layout|inputs|check|seed)=([\w.:-]+)\s*$")
 _WHOLE = re.compile(r"\s*(\w+)\((.*)\)\s*", re.DOTALL)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """What is run: ``mul_mat(w=q4_K[64,256], x=f32[7,256], layout=permuted, inputs=large)``.
 
@@ -38,6 +38,12 @@ class Case:
     inputs: str = "normal"
     check: str = "reference"
     seed: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Case) and str(self) == str(other)  # 0.0 and -0.0 are two attributes
+
+    def __hash__(self) -> int:
+        return hash(str(self))
 
     @property
     def declared(self) -> Op:
