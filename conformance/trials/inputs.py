@@ -27,8 +27,8 @@ NAN_SHARE = 0.1
 """Share of the elements of kind ``nan`` that are NaN; most results of ops that sum over rows are numbers even so."""
 SUBNORMAL: Mapping[DType, float] = {DType.F16: 6e-8}
 """The step between the subnormal numbers that are drawn; 1e-39 for other dtypes."""
-STEPS = 90
-"""The largest of them in steps."""
+SUBNORMAL_STEPS = (1, 9)
+"""The subnormal numbers of kind ``special`` in steps, of either sign; kind ``denormal`` has numbers up to 90 steps."""
 
 
 class NoReference(Exception):  # noqa: N818  (an outcome, not an error)
@@ -167,19 +167,25 @@ def special_values(dtype: DType) -> Array:
     """Both infinities, both zeros, and subnormal numbers of a float dtype."""
     step = SUBNORMAL.get(dtype, 1e-39)
     held = DType.F32 if dtype is DType.F64 else dtype
-    return rounded(np.array([np.inf, -np.inf, 0.0, -0.0, step, -step, STEPS * step, -STEPS * step]), held)
+    above = np.array([np.inf, 0.0, *(n * step for n in SUBNORMAL_STEPS)])
+    return np.asarray(rounded(np.concatenate([above, -above]), held), np.float64)
 
 
 def _with_special(values: Array, spec: Spec, everywhere: bool, rng: np.random.Generator) -> Array:
     """Special values in half of the entries, or in one entry of each row where several entries meet in a result.
 
-    Ranges do not hold for them: what an op gives for zeros, infinities and subnormal numbers is part of its meaning.
+    Each is there if there are as many entries.  Ranges do not hold for them: what an op gives for zeros, infinities and
+    subnormal numbers is part of its meaning.
     """
-    drawn = rng.choice(special_values(spec.dtype), spec.shape)
+    special = rng.permutation(special_values(spec.dtype))
+    flat = values.reshape(-1).copy()
     if everywhere or not spec.shape:
-        return np.where(rng.random(spec.shape) < 0.5, drawn, values)
-    one = rng.integers(spec.shape[-1], size=(*spec.shape[:-1], 1))
-    return np.where(np.arange(spec.shape[-1]) == one, drawn, values)
+        at = rng.permutation(spec.size)[: max(spec.size // 2, special.size)]
+    else:
+        columns = spec.shape[-1]
+        at = np.arange(0, spec.size, columns) + rng.integers(columns, size=spec.size // columns)
+    flat[at] = np.resize(special, at.size)
+    return flat.reshape(spec.shape)
 
 
 def _floats(spec: Spec, legal: Range | None, kind: str, infinite: tuple[float, ...], rng: np.random.Generator) -> Array:
@@ -193,7 +199,7 @@ def _floats(spec: Spec, legal: Range | None, kind: str, infinite: tuple[float, .
         top = LARGE.get(spec.dtype, 1e4)
         values = rng.choice([low, high], shape) if bounded else rng.standard_normal(shape) * top
     elif kind == "denormal":
-        values = rng.integers(-STEPS, STEPS + 1, shape) * SUBNORMAL.get(spec.dtype, 1e-39)
+        values = rng.integers(-90, 91, shape) * SUBNORMAL.get(spec.dtype, 1e-39)
     elif kind == "special":  # between which infinities stand, and no product of many vanishes
         values = rng.choice([-1.0, 1.0], shape) * 2.0 ** rng.uniform(-1.0, 1.0, shape)
     elif kind == "uniform":
