@@ -28,7 +28,7 @@ erfc = entrywise(math.erfc)
 
 def rectified(x: Array) -> Array:
     """`x` where it is positive or NaN, else +0."""
-    return np.where(x <= 0, 0.0, x)
+    return np.maximum(x, 0.0) + 0.0  # the sum makes +0 of -0
 
 
 def logistic(x: Array) -> Array:
@@ -340,7 +340,7 @@ def leaky_relu(x: Array, *, negative_slope: float) -> Array:
 @op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
 def elu(x: Array) -> Array:
     """`x` where it is positive, ``e ** x - 1`` elsewhere.  ggml: ``UNARY_OP_ELU``; Clevert et al., 2015."""
-    return np.where(x > 0, x, np.expm1(np.where(x > 0, 0.0, x)))
+    return np.where(x > 0, x, np.expm1(np.minimum(x, 1.0)))
 
 
 @op(

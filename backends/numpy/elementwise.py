@@ -39,17 +39,34 @@ def binary(ufunc: Callable[..., Any], call: Call) -> Calls:
     return [partial(ufunc, a, b, out=out)]
 
 
-def choose(ufunc: Callable[..., Any], join: Callable[..., Any], call: Call) -> Calls:
-    """`ufunc` of two operands, `join` of the bits of those that are equal: so zeros of both signs give the one that
-    IEEE 754 asks for."""
-    b, a, out, same = tiles(call.operand(1), call.operand(0), call.out, call.take(*call.out.shape))
-    equal = np.empty(out.shape, bool)  # of its tiles
+SIGN, OTHER_BITS = np.int32(-(2**31)), np.int32(2**31 - 1)
+
+
+def maximum(call: Call) -> Calls:
+    """A maximum has a sign only where both operands have one."""
+    b, a, out, both = (x.view(np.int32) for x in _choice_operands(call))
     return [
-        partial(np.equal, a, b, out=equal),
-        partial(join, a.view(np.int32), b.view(np.int32), out=same.view(np.int32)),
-        partial(ufunc, a, b, out=out),
-        partial(np.copyto, out, same, where=equal),
+        partial(np.bitwise_and, a, b, out=both),
+        partial(np.bitwise_or, both, OTHER_BITS, out=both),
+        partial(np.maximum, a.view(np.float32), b.view(np.float32), out=out.view(np.float32)),
+        partial(np.bitwise_and, out, both, out=out),
     ]
+
+
+def minimum(call: Call) -> Calls:
+    """A minimum has a sign where either operand has one."""
+    b, a, out, either = (x.view(np.int32) for x in _choice_operands(call))
+    return [
+        partial(np.bitwise_or, a, b, out=either),
+        partial(np.bitwise_and, either, SIGN, out=either),
+        partial(np.minimum, a.view(np.float32), b.view(np.float32), out=out.view(np.float32)),
+        partial(np.bitwise_or, out, either, out=out),
+    ]
+
+
+def _choice_operands(call: Call) -> list[Array]:
+    """`b`, `a`, the result and scratch, as `tiles` splits them."""
+    return tiles(call.operand(1), call.operand(0), call.out, call.take(*call.out.shape))
 
 
 def compare(call: Call) -> Calls:
@@ -144,7 +161,6 @@ def gelu_erf_calls(call: Call, out: Array) -> Calls:
     """``x h`` for x below 0, else ``x (1 - h)``, with ``h = erfc(|x| / sqrt(2)) / 2``, into `out`, which is written
     last; takes three results of scratch."""
     x = call.operand(0)
-    above = np.empty(x.shape, bool)
     size, t, tail = (call.take(*call.out.shape) for _ in range(3))
     calls: Calls = [
         partial(np.absolute, x, out=size),
@@ -162,8 +178,9 @@ def gelu_erf_calls(call: Call, out: Array) -> Calls:
         partial(np.multiply, size, np.float32(-0.5), out=size),
         partial(np.exp, size, out=size),
         partial(np.multiply, tail, size, out=tail),
-        partial(np.greater_equal, x, np.float32(0), out=above),
-        partial(np.subtract, np.float32(1), tail, out=tail, where=above),
+        partial(np.greater_equal, x, np.float32(0), out=size),
+        partial(np.subtract, size, tail, out=tail),
+        partial(np.absolute, tail, out=tail),
         partial(np.multiply, x, tail, out=out),
     ]
 
@@ -263,8 +280,8 @@ KERNELS: Mapping[str, Binding] = {
     "sub": plain(partial(binary, np.subtract)),
     "mul": plain(partial(binary, np.multiply)),
     "div": plain(partial(binary, np.divide)),
-    "maximum": with_scratch(partial(choose, np.maximum, np.bitwise_and)),
-    "minimum": with_scratch(partial(choose, np.minimum, np.bitwise_or)),
+    "maximum": with_scratch(maximum),
+    "minimum": with_scratch(minimum),
     "power": plain(partial(binary, np.power)),
     "compare": plain(compare),
     "where": plain(where),

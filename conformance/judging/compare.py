@@ -74,12 +74,14 @@ def compare(
         return Difference(_where("wrong", wrong, got, want)) if wrong.size else Difference()
     if any_infinity:
         got = np.where(np.isfinite(got) | np.isfinite(want), got, want)
-    if why := _special(got, want, spec.dtype) or (_zeros(got, want) if signed_zeros else ""):
+    if why := _special(got, want, spec.dtype):
         return Difference(why)
     judged = np.isfinite(want) & np.isfinite(got)
     error = np.where(judged, np.abs(np.subtract(got, want, where=judged, out=np.zeros(want.shape))), 0.0)
     element, row = (np.where(judged, b, 0.0) for b in (budget.element, budget.row))
-    return _judge(error, np.where(judged, want, 0.0), element, row, got, spec.dtype)
+    difference = _judge(error, np.where(judged, want, 0.0), element, row, got, spec.dtype)
+    why = "" if difference.why or not signed_zeros else _zeros(got, want)
+    return _failed(difference, why) if why else difference
 
 
 def _special(got: Array, want: Array, dtype: DType) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -32,7 +33,7 @@ from ..simd.vectors import (
 )
 from ..steps import Binding, Share, Steps
 from ..words import Words, words
-from .functions import BINARY, COMPARISONS, GATED, UNARY, affine, clamp, leaky
+from .functions import BINARY, COMPARISONS, GATED, UNARY, affine, clamp, clamp_from_0, clamp_to_0, leaky
 from .packing import share
 
 HEAD = 4
@@ -174,7 +175,10 @@ def binary(name: str) -> Kernel:
     return Kernel(f"rows.binary.{name}", body)
 
 
-WITH_NUMBERS = {"scale": affine, "clamp": clamp, "leaky_relu": leaky}
+WITH_NUMBERS = {
+    **{"scale": affine, "leaky_relu": leaky},
+    **{"clamp": clamp, "clamp_from_0": clamp_from_0, "clamp_to_0": clamp_to_0},
+}
 
 
 NUMBERS_WORDS = row_words("x y", "first:f32 second:f32")
@@ -392,13 +396,27 @@ def _binary(name: str) -> Binding:
     return lambda steps, call: add_binary(steps, name, call.operand(0), call.operand(1), call.out)
 
 
-def _with_numbers(name: str, numbers_of: Callable[[Bound], tuple[float, float]]) -> Binding:
-    def bind(steps: Steps, call: Bound) -> bool:
-        first, second = map(float_bits, numbers_of(call))
-        of: Numbered = (with_numbers(name), NUMBERS_WORDS, {"first": first, "second": second})
-        return add_rows(steps, of, [call.operand(0)], call.out)
+def _add_with_numbers(steps: Steps, call: Bound, name: str, first: float, second: float = 0.0) -> bool:
+    of: Numbered = (with_numbers(name), NUMBERS_WORDS, {"first": float_bits(first), "second": float_bits(second)})
+    return add_rows(steps, of, [call.operand(0)], call.out)
 
-    return bind
+
+def _scale(steps: Steps, call: Bound) -> bool:
+    return _add_with_numbers(steps, call, "scale", number(call.attrs, "scale"), number(call.attrs, "bias") or -0.0)
+
+
+def _clamp(steps: Steps, call: Bound) -> bool:
+    low, high = number(call.attrs, "min"), number(call.attrs, "max")
+    name = "clamp_to_0" if _is_zero(high, -1.0) else "clamp_from_0" if _is_zero(low, 1.0) else "clamp"
+    return _add_with_numbers(steps, call, name, low, high)
+
+
+def _is_zero(value: float, sign: float) -> bool:
+    return value == 0 and math.copysign(1.0, value) == sign
+
+
+def _leaky(steps: Steps, call: Bound) -> bool:
+    return _add_with_numbers(steps, call, "leaky_relu", number(call.attrs, "negative_slope"))
 
 
 def _compare(steps: Steps, call: Bound) -> bool:
@@ -414,10 +432,10 @@ def _fill(steps: Steps, call: Bound) -> bool:
 
 
 BINDINGS = {
-    "scale": _with_numbers("scale", lambda call: (number(call.attrs, "scale"), number(call.attrs, "bias") or -0.0)),
-    "clamp": _with_numbers("clamp", lambda call: (number(call.attrs, "min"), number(call.attrs, "max"))),
+    "scale": _scale,
+    "clamp": _clamp,
     "fill": _fill,
-    "leaky_relu": _with_numbers("leaky_relu", lambda call: (number(call.attrs, "negative_slope"), 0.0)),
+    "leaky_relu": _leaky,
     "compare": _compare,
     "where": _where,
     **{n: _unary(n) for n in UNARY if n != "copy"},

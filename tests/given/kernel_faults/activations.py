@@ -62,7 +62,8 @@ def _nearly_zero(site: Site, operand: int):
 def _flushed(site: Site) -> None:
     """As a processor does that flushes subnormal numbers to zero."""
     out = site.dst[0]
-    out[np.abs(out) < np.finfo(np.float32).tiny] *= np.float32(0)
+    if out.dtype.kind == "f":
+        out[np.abs(out) < np.finfo(np.float32).tiny] *= 0
 
 
 def _first_of_equals(site: Site):
