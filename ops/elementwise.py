@@ -114,7 +114,7 @@ def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
 )
 def clamp(x: Array, *, min: float, max: float) -> Array:
     """The minimum of `max` and the maximum of `min` and `x`: -0 is less than +0.  ggml: ``CLAMP``."""
-    return smaller(larger(x, np.float64(min)), np.float64(max))
+    return smaller(larger(x, np.asarray(min)), np.asarray(max))
 
 
 def _cast_spec(specs: Specs, attrs: Attrs) -> Spec:

@@ -26,7 +26,7 @@ error_function = entrywise(math.erf)
 erfc = entrywise(math.erfc)
 
 
-def rectified(x: Array) -> Array:
+def rectify(x: Array) -> Array:
     """`x` where it is positive or NaN, else +0."""
     return np.maximum(x, 0.0) + 0.0  # the sum makes +0 of -0
 
@@ -322,7 +322,7 @@ def tanh(x: Array) -> Array:
 )
 def relu(x: Array) -> Array:
     """``max(x, 0)``, +0 where that is 0.  ggml: ``UNARY_OP_RELU``."""
-    return rectified(x)
+    return rectify(x)
 
 
 @op(

@@ -100,7 +100,7 @@ class Yardstick:
         return budgets
 
     def _floor(self) -> float:
-        """What may be lost where an intermediate number is too small, if others then multiply it: where nothing is
+        """The loss where an intermediate number is too small, if others then multiply it: where nothing is
         flushed, no more than its rounding."""
         lost = self.growth * (F32_SUBNORMAL_STEP if self._is_gradual() else TINY)
         for array in self.operands.values():

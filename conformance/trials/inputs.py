@@ -174,8 +174,7 @@ def special_values(dtype: DType) -> Array:
 def _with_special(values: Array, spec: Spec, everywhere: bool, rng: np.random.Generator) -> Array:
     """Special values in half of the entries, or in one entry of each row where several entries meet in a result.
 
-    Each is there if there are as many entries.  Ranges do not hold for them: what an op gives for zeros, infinities and
-    subnormal numbers is part of its meaning.
+    Each special value is there if there are as many entries.  The ranges of ordinary numbers do not hold for them.
     """
     special = rng.permutation(special_values(spec.dtype))
     flat = values.reshape(-1).copy()

@@ -52,8 +52,10 @@ class Op(Generic[R]):
     For the conformance kit: `compare` is ``close`` (within rounding), ``exact`` or ``set`` (rows of numbers in any
     order); `infinite` lists operands that may hold infinities, ``"-mask"`` only negative ones; `sequential` is the
     dimension along which the op goes token by token, so that two runs in turn equal one; `must` is whether every
-    backend has to have it.  `signed_zeros` promises the sign of a zero result, and that subnormal numbers are not
-    flushed to zero, both as IEEE 754 says; False for an op with sums or products of several terms.
+    backend has to have it.
+
+    `signed_zeros` promises that a zero result has the sign of IEEE 754, and that subnormal numbers are not flushed.
+    It is False for an op with sums or products of several terms.
 
     `kernels` are those that an op of another package brings with it: by backend where its binding is found.
     """
