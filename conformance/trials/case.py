@@ -101,8 +101,8 @@ class Case:
         """Whether results of special values that are not finite stand for each other: infinities and NaN.
 
         Products of quantised weights multiply codes and scales apart, and recurrences may take tokens in chunks, which
-        makes NaN of some infinities and the reverse.  Of three operands two may have a product that is 0 in float32, and
-        NaN times an infinity.
+        makes NaN of some infinities and the reverse.  Of three operands two may have a product that is 0 in float32,
+        which times an infinity is NaN.
         """
         floats = sum(s.dtype.is_float and not s.dtype.is_quantised for _, s in self.operands)
         takes_apart = self._is_quantised or bool(self.declared.sequential) or floats > 2
