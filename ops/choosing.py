@@ -13,7 +13,7 @@ from .declaring.links import Link
 from .declaring.op import Array, Specs, op
 from .declaring.samples import Range, grid
 from .declaring.signature import Mismatch
-from .elementwise import BINARY, BINARY_ERRORS, tiled
+from .elementwise import BINARY, BINARY_ERRORS, larger, smaller, tiled
 from .views import spec_of
 
 COMPARISONS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
@@ -124,14 +124,14 @@ _SAMPLES = (
 
 @op(BINARY, inplace="a", samples=_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"), must=False)
 def maximum(a: Array, b: Array) -> Array:
-    """The larger of two numbers, NaN if one is; `b` tiles into `a`.  IEEE 754, 2019."""
-    return np.maximum(a, tiled(b, a.shape))
+    """The larger of two numbers, NaN if one is, +0 of zeros of both signs; `b` tiles into `a`.  IEEE 754, 2019."""
+    return larger(a, tiled(b, a.shape))
 
 
 @op(BINARY, inplace="a", samples=_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"), must=False)
 def minimum(a: Array, b: Array) -> Array:
-    """The smaller of two numbers, NaN if one is; `b` tiles into `a`.  IEEE 754, 2019."""
-    return np.minimum(a, tiled(b, a.shape))
+    """The smaller of two numbers, NaN if one is, -0 of zeros of both signs; `b` tiles into `a`.  IEEE 754, 2019."""
+    return smaller(a, tiled(b, a.shape))
 
 
 @op(

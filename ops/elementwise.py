@@ -34,6 +34,16 @@ def tiled(b: Array, shape: tuple[int, ...]) -> Array:
     return np.tile(b, [m // n if n else 0 for n, m in zip(b.shape, shape, strict=True)])
 
 
+def larger(a: Array, b: Array) -> Array:
+    """The larger of two numbers, NaN if one is; +0 is larger than -0.  IEEE 754, 2019: ``maximum``."""
+    return np.where((a == b) & (np.signbit(a) != np.signbit(b)), 0.0, np.maximum(a, b))
+
+
+def smaller(a: Array, b: Array) -> Array:
+    """The smaller of two numbers, NaN if one is; -0 is smaller than +0.  IEEE 754, 2019: ``minimum``."""
+    return -larger(-a, -b)
+
+
 @op(BINARY, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"))
 def add(a: Array, b: Array) -> Array:
     """``a + b``; `b` tiles into `a` (index modulo size).  ggml: ``ADD``."""
@@ -74,12 +84,15 @@ UNARY_ERRORS = (("x=i32[3]", "x is i32"), ("x=q8_0[32]", "x is q8_0"))
     UNARY,
     linear=lambda attrs: () if attrs["bias"] else ("x",),
     inplace="x",
-    samples=("x=f32[3,5], scale=2.5", "x=f32[3,5], scale=-0.5, bias=1.0", "x=f16[4], scale=0.125"),
+    samples=(
+        *("x=f32[3,5], scale=2.5", "x=f32[3,5], scale=-0.5, bias=1.0", "x=f16[4], scale=0.125"),
+        *grid("x=f32[3,7], scale={scale}", scale=(1.0, 0.0, -0.0)),
+    ),
     errors=(("x=i32[3], scale=2.0", "x is i32"), ("x=f32[3]", "scale is missing")),
 )
 def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
-    """``x * scale + bias``.  ggml: ``SCALE``."""
-    return x * scale + bias
+    """``x * scale + bias``; nothing is added where `bias` is 0, so that a zero keeps its sign.  ggml: ``SCALE``."""
+    return x * scale + bias if bias else x * scale
 
 
 @op(
@@ -89,6 +102,8 @@ def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
     samples=(
         *grid("x={x}[{shape}], min=-0.5, max=0.25", x=("f32", "f16", "bf16"), shape=("7", "3,0,2", "2,3,4,5")),
         "x=f32[3,1], min=1.0, max=1.0",
+        *grid("x=f32[3,7], min={low}, max={high}", low=(-0.5, -0.0, 0.0), high=(0.0, 0.25)),
+        *grid("x=f32[3,7], min={low}, max=-0.0", low=(-0.5, -0.0)),
     ),
     errors=(
         ("x=f32[3], min=2.0, max=1.0", "min 2.0 exceeds max 1.0"),
@@ -98,8 +113,8 @@ def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
     infinite=("x",),
 )
 def clamp(x: Array, *, min: float, max: float) -> Array:
-    """`x` kept within `min` and `max`.  ggml: ``CLAMP``."""
-    return np.clip(x, min, max)
+    """The minimum of `max` and the maximum of `min` and `x`: -0 is less than +0.  ggml: ``CLAMP``."""
+    return smaller(larger(x, np.asarray(min)), np.asarray(max))
 
 
 def _cast_spec(specs: Specs, attrs: Attrs) -> Spec:

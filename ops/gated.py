@@ -9,7 +9,7 @@ import numpy as np
 
 from .declaring.op import Array, op
 from .declaring.samples import Range, grid
-from .unary import gelu, gelu_erf, gelu_quick, logistic
+from .unary import gelu, gelu_erf, gelu_quick, logistic, rectify
 
 PAIR = "gate[...], up[...] -> [...]"
 PAIR_SAMPLES = (
@@ -36,7 +36,7 @@ PAIR_ERRORS = (
 )
 def reglu(gate: Array, up: Array) -> Array:
     """``relu(gate) * up``.  ggml: ``GLU_OP_REGLU``; Shazeer, GLU variants, 2020."""
-    return np.maximum(gate, 0.0) * up
+    return rectify(gate) * up
 
 
 @op(

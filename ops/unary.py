@@ -26,6 +26,11 @@ error_function = entrywise(math.erf)
 erfc = entrywise(math.erfc)
 
 
+def rectify(x: Array) -> Array:
+    """`x` where it is positive or NaN, else +0."""
+    return np.maximum(x, 0.0) + 0.0  # the sum makes +0 of -0
+
+
 def logistic(x: Array) -> Array:
     """``1 / (1 + exp(-x))`` without overflow."""
     e = np.exp(-np.abs(x))
@@ -49,7 +54,7 @@ def abs_(x: Array) -> Array:
 
 @op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False, compare="exact", infinite=("x",))
 def sgn(x: Array) -> Array:
-    """-1, 0 or 1, by the sign of `x`.  ggml: ``UNARY_OP_SGN``."""
+    """-1, +0 or 1, by the sign of `x`.  ggml: ``UNARY_OP_SGN``."""
     return np.sign(x)
 
 
@@ -254,9 +259,13 @@ def ceil(x: Array) -> Array:
     infinite=("x",),
 )
 def round_(x: Array) -> Array:
-    """The nearest integer, halves away from zero (not to even, as NumPy does).  ggml: ``UNARY_OP_ROUND``."""
-    whole = np.trunc(x)
-    return whole + np.where(np.abs(x - whole) >= 0.5, np.sign(x), 0.0)
+    """The nearest integer, halves away from zero (not to even, as NumPy does), with the sign of `x`.
+
+    ggml: ``UNARY_OP_ROUND``.
+    """
+    size = np.abs(x)
+    whole = np.trunc(size)
+    return np.copysign(whole + (size - whole >= 0.5), x)
 
 
 @op(
@@ -312,8 +321,8 @@ def tanh(x: Array) -> Array:
     infinite=("x",),
 )
 def relu(x: Array) -> Array:
-    """``max(x, 0)``.  ggml: ``UNARY_OP_RELU``."""
-    return np.maximum(x, 0.0)
+    """``max(x, 0)``, +0 where that is 0.  ggml: ``UNARY_OP_RELU``."""
+    return rectify(x)
 
 
 @op(
@@ -331,7 +340,7 @@ def leaky_relu(x: Array, *, negative_slope: float) -> Array:
 @op(UNARY, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, must=False)
 def elu(x: Array) -> Array:
     """`x` where it is positive, ``e ** x - 1`` elsewhere.  ggml: ``UNARY_OP_ELU``; Clevert et al., 2015."""
-    return np.where(x > 0, x, np.expm1(np.minimum(x, 0.0)))
+    return np.where(x > 0, x, np.expm1(np.minimum(x, 1.0)))
 
 
 @op(

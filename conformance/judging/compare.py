@@ -1,4 +1,4 @@
-"""A result against its reference: NaN and infinities by position, then every element and every row by itself."""
+"""A result against its reference: NaN, infinities and signs of zeros by position, then every element and every row."""
 
 from __future__ import annotations
 
@@ -44,8 +44,27 @@ def spacing(values: Array, dtype: DType) -> Array:
     return fine * 65536.0 if dtype is DType.BF16 else fine
 
 
-def compare(got: Array, want: Array, budget: Budget, spec: Spec, op: Op) -> Difference:
-    """One result against its reference."""
+def compare(
+    got: Array,
+    want: Array,
+    budget: Budget,
+    spec: Spec,
+    op: Op,
+    *,
+    signed_zeros: bool = True,
+    any_infinity: bool = False,
+) -> Difference:
+    """Compare one result with its reference.
+
+    Args:
+        got: The result, float64 or integers.
+        want: The reference, in the shape of `got`.
+        budget: The error that each element may have.
+        spec: Shape and dtype of the result.
+        op: The op, which says whether rows are sets.
+        signed_zeros: Zeros need the sign of the reference.
+        any_infinity: Infinities and NaN stand for each other.
+    """
     if got.shape != want.shape:
         return Difference(f"the shape is {list(got.shape)}, not {list(want.shape)}")
     if op.compare == "set":
@@ -53,12 +72,16 @@ def compare(got: Array, want: Array, budget: Budget, spec: Spec, op: Op) -> Diff
     if spec.dtype.is_integer or op.compare == "set":
         wrong = np.flatnonzero(np.asarray(got != want))
         return Difference(_where("wrong", wrong, got, want)) if wrong.size else Difference()
+    if any_infinity:
+        got = np.where(np.isfinite(got) | np.isfinite(want), got, want)
     if why := _special(got, want, spec.dtype):
         return Difference(why)
     judged = np.isfinite(want) & np.isfinite(got)
     error = np.where(judged, np.abs(np.subtract(got, want, where=judged, out=np.zeros(want.shape))), 0.0)
     element, row = (np.where(judged, b, 0.0) for b in (budget.element, budget.row))
-    return _judge(error, np.where(judged, want, 0.0), element, row, got, spec.dtype)
+    difference = _judge(error, np.where(judged, want, 0.0), element, row, got, spec.dtype)
+    why = "" if difference.why or not signed_zeros else _zeros(got, want)
+    return _failed(difference, why) if why else difference
 
 
 def _special(got: Array, want: Array, dtype: DType) -> str:
@@ -71,6 +94,12 @@ def _special(got: Array, want: Array, dtype: DType) -> str:
     same = (got == want) | (np.isfinite(got) & np.isfinite(want)) | (over & (got == np.copysign(np.inf, want)))
     wrong = np.flatnonzero(~(same | np.isnan(want)))
     return _where("infinite where it should not be, or not where it should", wrong, got, want) if wrong.size else ""
+
+
+def _zeros(got: Array, want: Array) -> str:
+    """Whether zeros have the sign of the reference, which may be too small for the dtype."""
+    wrong = np.flatnonzero((got == 0) & ~np.isnan(want) & (np.signbit(got) != np.signbit(want)))
+    return _where("zero with the wrong sign", wrong, got, want) if wrong.size else ""
 
 
 def _judge(error: Array, want: Array, element: Array, row: Array, got: Array, dtype: DType) -> Difference:

@@ -150,7 +150,15 @@ def _compared(case: Case, got: list[Array], yardstick: Yardstick, made: list[Arr
     budgets = yardstick.budgets(specs)
     worst = Difference()
     for i, (g, want, budget, spec, mask) in enumerate(zip(got, yardstick.wanted, budgets, specs, made, strict=True)):
-        difference = compare(np.where(mask, g, want), want, budget, spec, case.declared)
+        difference = compare(
+            np.where(mask, g, want),
+            want,
+            budget,
+            spec,
+            case.declared,
+            signed_zeros=case.signed_zeros,
+            any_infinity=case.any_infinity,
+        )
         if difference.why:
             return replace(difference, why=f"result {i}: {difference.why}" if len(specs) > 1 else difference.why)
         if difference.nmse >= worst.nmse:

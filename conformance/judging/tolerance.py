@@ -30,7 +30,10 @@ ROW = 5.0
 """... and a row, in the root mean square over its elements, by this many times."""
 F32_EPS = float(np.finfo(np.float32).eps)
 TINY = float(np.finfo(np.float32).tiny)
-"""Below it hardware may flush to zero."""
+"""Below it numbers are subnormal, and what is added up may lose them."""
+SUBNORMAL_STEP: Mapping[DType, float] = {DType.F16: 2.0**-24, DType.BF16: 2.0**-133}
+"""The distance between subnormal numbers."""
+F32_SUBNORMAL_STEP = 2.0**-149
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +95,23 @@ class Yardstick:
                 continue
             size = np.where(np.isfinite(want), np.abs(want), 0.0)
             unit = self.arithmetic * self.growth * size + self.growth * self._spread_over_rows(moved[i], i)
-            rounding = 0.51 * eps_of(spec.dtype) * size + (2.0**-24 if spec.dtype is DType.F16 else 0.0)
+            rounding = 0.51 * eps_of(spec.dtype) * size + SUBNORMAL_STEP.get(spec.dtype, F32_SUBNORMAL_STEP)
             budgets.append(Budget(rounding, unit + self._floor()))
         return budgets
 
     def _floor(self) -> float:
-        """What may be lost where an intermediate number is too small and becomes 0, if others then multiply it."""
-        lost = self.growth * TINY
+        """The loss where an intermediate number is too small, if others then multiply it: where nothing is
+        flushed, no more than its rounding."""
+        lost = self.growth * (F32_SUBNORMAL_STEP if self._is_gradual() else TINY)
         for array in self.operands.values():
             if array.dtype.kind == "f" and array.size:
                 size = np.abs(array[np.isfinite(array)])
                 lost *= max(1.0, float(size.max(initial=0.0)))
         return min(lost, 1e-20)
+
+    def _is_gradual(self) -> bool:
+        """Whether subnormal numbers are drawn that the op promises not to flush to zero."""
+        return self.case.signed_zeros and self.case.inputs in ("denormal", "special")
 
     def _moved(self) -> list[Array]:
         """What rounding each operand and all attributes changes, added up over them."""
@@ -118,7 +126,7 @@ class Yardstick:
             # Twice, and of different sizes, so that no row is moved by one common factor, which a norm ignores.
             moved = [{**self.operands, name: array * (1.0 + eps * _shifts(array.shape, rng))} for _ in range(2)]
             self._add_change(total, moved if self.count > 1 else moved[:1], self.attrs)
-        if self.case.inputs == "denormal":
+        if self.case.inputs == "denormal" and not self._is_gradual():
             flushed = {n: np.where(np.abs(a) < TINY, 0.0, a) for n, a in floats.items()}
             self._add_change(total, [{**self.operands, **flushed}], self.attrs)
         nudged = {k: v * (1.0 + eps) if isinstance(v, float) and math.isfinite(v) else v for k, v in self.attrs.items()}

@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import TypeAlias
 from zlib import crc32
 
-from ...graph.attrs import Attr, format_attribute
+from ...graph.attrs import format_attribute
 from ...graph.spec import Spec
 from ...ops import REGISTRY, Op
 from ..judging import zeros
@@ -83,16 +83,17 @@ def _order(case: Case) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=1024)
-def _traits(op: Op, operands: Operands, attrs: tuple[tuple[str, Attr], ...]) -> tuple[tuple[object, ...], ...]:
-    """Dtypes and attributes of a point, and which operands it has."""
+def _traits(op: Op, operands: Operands, attrs: tuple[tuple[str, str], ...]) -> tuple[tuple[object, ...], ...]:
+    """Dtypes and attributes, as text, of a point, and which operands it has."""
     traits: list[tuple[object, ...]] = [("dtype", k, s.dtype) for k, s in operands]
-    traits += [("attr", k, format_attribute(v)) for k, v in attrs]
+    traits += [("attr", *attr) for attr in attrs]
     traits += [("default", k) for k in op.defaults if k not in dict(attrs)]
     return (*traits, ("operands", tuple(k for k, _ in operands)))
 
 
 def _traits_of(case: Case) -> tuple[tuple[object, ...], ...]:
-    return _traits(case.declared, case.operands, case.attrs)
+    attrs = tuple((k, format_attribute(v)) for k, v in case.attrs)
+    return _traits(case.declared, case.operands, attrs)
 
 
 def _alone(case: Case) -> set[object]:

@@ -54,6 +54,9 @@ class Op(Generic[R]):
     dimension along which the op goes token by token, so that two runs in turn equal one; `must` is whether every
     backend has to have it.
 
+    `signed_zeros` promises that a zero result has the sign of IEEE 754, and that subnormal numbers are not flushed.
+    It is False for an op with sums or products of several terms.
+
     `kernels` are those that an op of another package brings with it: by backend where its binding is found.
     """
 
@@ -84,6 +87,7 @@ class Op(Generic[R]):
     compare: str
     infinite: tuple[str, ...]
     sequential: str
+    signed_zeros: bool
     must: bool
     kernels: Mapping[str, str]
     operand_names: tuple[str, ...] = field(init=False)
@@ -312,6 +316,7 @@ def op(
     compare: str = "close",
     infinite: tuple[str, ...] = (),
     sequential: str = "",
+    signed_zeros: bool = True,
     must: bool = True,
     kernels: Mapping[str, str] = MappingProxyType({}),
 ) -> _Declare:
@@ -353,6 +358,7 @@ def op(
         compare=compare,
         infinite=infinite,
         sequential=sequential,
+        signed_zeros=signed_zeros,
         must=must,
         kernels=MappingProxyType(dict(kernels)),
     )
