@@ -135,7 +135,7 @@ class Measures(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a kernel is written: a file of a package and a line, as ``hocket/ops/norms.py:12``; and `text`, which is
+    """Where a kernel is written: a file of a package and a line, as ``hocket/cli.py:12``; and `text`, which is
     empty where it is long."""
 
     place: str

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import islice
 
-from ..ops.collective import COLLECTIVES, LETTERS
+from ..ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 from .base import Instruction, Program, Tensor
 from .liveness import Touched
 from .operands import Operand, Region
@@ -42,7 +42,7 @@ def beside(program: Program, groups: Iterable[Sequence[int]] | None = None) -> M
 
 def can_run_beside(op: str) -> bool:
     """Whether something may run beside that op: a collective in which a whole team meets."""
-    return op in COLLECTIVES and op not in LETTERS
+    return op in COLLECTIVES and op not in POINT_TO_POINT_OPS
 
 
 def disturbs(meeting: Touched, other: Touched) -> bool:

@@ -80,7 +80,7 @@ def through_reference(op: Op[Any]) -> Binding:
 
     def bind(call: Call) -> Calls:
         def run() -> None:
-            for target, result in zip(call.dst, op.run(call.src, call.attrs), strict=True):
+            for target, result in zip(call.dst, op.run_reference(call.src, call.attrs), strict=True):
                 np.copyto(target, result, casting="unsafe")
 
         return [run]

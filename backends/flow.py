@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
 
-from ..ops.collective import COLLECTIVES
+from ..ops.collectives import COLLECTIVES
 from .base import Program, Tensor
 from .liveness import Readers, Touched
 from .operands import Bound, NoKernelError, Operand, Region, need

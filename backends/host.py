@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..graph.errors import BackendError
 from ..graph.node import Node
 from ..graph.spec import Spec
-from ..ops.quants import dequantise, encoded
+from ..ops.quantisation import dequantise, encode_array
 from .base import Array, Device, Tensor, contiguous_strides, host_view
 
 ALIGNMENT = 64
@@ -66,7 +66,7 @@ class HostBackend(ABC):
         stored = self.stored(declared, "weight")
         target = host_view(buffer, Tensor(0, 0, stored.shape, contiguous_strides(stored.shape), stored.dtype))
         plain = data if declared.dtype.is_integer else dequantise(np.atleast_1d(data), declared.dtype)
-        target[...] = encoded(plain.reshape(stored.shape), stored.dtype)
+        target[...] = encode_array(plain.reshape(stored.shape), stored.dtype)
 
     def buffer_over(self, data: Array, declared: Spec) -> npt.NDArray[np.uint8] | None:
         """The bytes of `data`, if they are dense, aligned and of the type and shape that a weight has in memory."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from ..graph.attrs import Attrs
-from ..ops.collective import int_attr, own_runs, runs_of
+from ..ops.collectives import as_index_ranges, as_integer, own_index_ranges
 from .calls import Binding, Call, Calls, copy, one_result, plain
 
 Index = tuple[slice, ...]
@@ -35,28 +35,30 @@ def all_to_all(call: Call) -> Calls:
 
 def gathered(attrs: Attrs) -> list[Pairs]:
     """For each device where its entries go, and where it has them."""
-    axis = int_attr(attrs["axis"])
+    axis = as_integer(attrs["axis"])
     return [
         [(_at({axis: (offset, n)}), _at({axis: (start, n)})) for start, offset, n in _placed(runs)]
-        for runs in runs_of(attrs["runs"])
+        for runs in as_index_ranges(attrs["runs"])
     ]
 
 
 def scattered(attrs: Attrs) -> Pairs:
     """Where the device's own sums go, and where every device has the summands."""
-    axis = int_attr(attrs["axis"])
-    return [(_at({axis: (start, n)}), _at({axis: (offset, n)})) for start, offset, n in _placed(own_runs(attrs))]
+    axis = as_integer(attrs["axis"])
+    return [
+        (_at({axis: (start, n)}), _at({axis: (offset, n)})) for start, offset, n in _placed(own_index_ranges(attrs))
+    ]
 
 
 def exchanged(attrs: Attrs) -> list[Pairs]:
     """For each device where what it has of the own new shard goes, and where it has it."""
-    return [list(_exchange(attrs, theirs)) for theirs in runs_of(attrs["old_runs"])]
+    return [list(_exchange(attrs, theirs)) for theirs in as_index_ranges(attrs["old_runs"])]
 
 
 def _exchange(attrs: Attrs, theirs: tuple[tuple[int, int], ...]) -> Iterator[tuple[Index, Index]]:
     """What a device with the old runs `theirs` has of my new shard: (where in mine, where in theirs)."""
-    old, new = int_attr(attrs["old_axis"]), int_attr(attrs["axis"])
-    for start, offset, n in _placed(own_runs(attrs)):
+    old, new = as_integer(attrs["old_axis"]), as_integer(attrs["axis"])
+    for start, offset, n in _placed(own_index_ranges(attrs)):
         for their_start, their_offset, their_n in _placed(theirs):
             if old != new:
                 yield (
@@ -87,16 +89,16 @@ def _at(ranges: Mapping[int, tuple[int, int]]) -> Index:
 
 
 def send(call: Call) -> Calls:
-    to = int_attr(call.attrs["to"])
+    to = as_integer(call.attrs["to"])
     return [*copy(call), partial(call.comm.send, call.out, to, _sequence(call))]
 
 
 def receive(call: Call) -> Calls:
-    return [partial(call.comm.receive, call.out, int_attr(call.attrs["source"]), _sequence(call))]
+    return [partial(call.comm.receive, call.out, as_integer(call.attrs["source"]), _sequence(call))]
 
 
 def _sequence(call: Call) -> int:
-    return int_attr(call.attrs["sequence"])
+    return as_integer(call.attrs["sequence"])
 
 
 KERNELS: Mapping[str, Binding] = {

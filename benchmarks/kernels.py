@@ -172,7 +172,7 @@ def measured(case: Case, limits: Limits, repeats: int, seed: int = 5) -> Iterato
     for kernel, samples in times.items():
         if kernel.startswith(case.kernels):
             peak = limits.peak(kernel, case.in_bytes)
-            rates = op_of(node).nbytes(node) / median(samples), op_of(node).flops(node) / median(samples)
+            rates = op_of(node).count_bytes(node) / median(samples), op_of(node).count_flops(node) / median(samples)
             share = max(rates[0] / limits.bandwidth, rates[1] / peak)
         elif kernel == "products.round_rows" and case.title.endswith(f"{MANY} tokens"):
             rates = MANY * COLUMNS * 5.5 / median(samples), 0.0

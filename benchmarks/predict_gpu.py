@@ -207,7 +207,9 @@ def rows_of(name: str, case: str, kernel: str, times: int) -> Shape:
     """So many times the rows of a case of an op with one kernel."""
     (node,) = (node for node in build(parse(case)).graph.nodes if not node.is_leaf)
     declared = op_of(node)
-    return Shape(name, case, {kernel: (times, 1.0)}, times * declared.nbytes(node), times * declared.flops(node))
+    return Shape(
+        name, case, {kernel: (times, 1.0)}, times * declared.count_bytes(node), times * declared.count_flops(node)
+    )
 
 
 def shapes(processors: int) -> tuple[Shape, ...]:

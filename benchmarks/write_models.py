@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader, GGUFWriter, dequantize, quantize
 
 from hocket.graph.dtypes import DTYPE_BY_GGML_NUMBER, DType
-from hocket.ops.quants import LAYOUT, f32_to_bf16
+from hocket.ops.quantisation import BLOCK_LAYOUTS, f32_to_bf16
 
 VOCABULARY, GEMMA_VOCABULARY = 49152, 262144
 UNUSED = 5
@@ -46,7 +46,7 @@ def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator)
         plain = rng.standard_normal((rows, columns), np.float32) * np.float32(SPREAD)
         return f32_to_bf16(plain) if dtype is DType.BF16 else plain.astype(dtype.storage)
     raw = rng.integers(0, 256, (rows * columns // dtype.block, dtype.block_bytes), dtype=np.uint8)
-    records = raw.view(LAYOUT[dtype])[:, 0]
+    records = raw.view(BLOCK_LAYOUTS[dtype])[:, 0]
     if dtype is DType.MXFP4:
         records["e"] = rng.integers(118, 122, len(records))
         return raw.reshape(rows, -1)

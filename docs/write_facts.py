@@ -65,7 +65,7 @@ def format_links() -> Iterator[str]:
 def collect_facts() -> Mapping[str, str]:
     """The text of each fact by its name."""
     from hocket.frontends.models import ARCHITECTURES
-    from hocket.ops.declaring.registry import REGISTRY
+    from hocket.ops.registry import REGISTRY
     from hocket.scheduler.machines.simulated import MOST_DEVICES
 
     stored = {name: fact["text"] for name, fact in STORED.items() if "text" in fact}

@@ -163,43 +163,43 @@ class Value:
     __array_ufunc__ = None  # so that ``array + value`` calls `__radd__`, which raises a message
 
     def __add__(self, other: Value | float) -> Value:
-        return _load_operators().combined("+", self, other)
+        return _load_operators().apply_operator("+", self, other)
 
     def __radd__(self, other: float) -> Value:
-        return _load_operators().combined("+", other, self)
+        return _load_operators().apply_operator("+", other, self)
 
     def __sub__(self, other: Value | float) -> Value:
-        return _load_operators().combined("-", self, other)
+        return _load_operators().apply_operator("-", self, other)
 
     def __rsub__(self, other: float) -> Value:
-        return _load_operators().combined("-", other, self)
+        return _load_operators().apply_operator("-", other, self)
 
     def __mul__(self, other: Value | float) -> Value:
-        return _load_operators().combined("*", self, other)
+        return _load_operators().apply_operator("*", self, other)
 
     def __rmul__(self, other: float) -> Value:
-        return _load_operators().combined("*", other, self)
+        return _load_operators().apply_operator("*", other, self)
 
     def __truediv__(self, other: Value | float) -> Value:
-        return _load_operators().combined("/", self, other)
+        return _load_operators().apply_operator("/", self, other)
 
     def __rtruediv__(self, other: float) -> Value:
-        return _load_operators().combined("/", other, self)
+        return _load_operators().apply_operator("/", other, self)
 
     def __pow__(self, exponent: float) -> Value:
-        return _load_operators().power(self, exponent)
+        return _load_operators().build_power(self, exponent)
 
     def __matmul__(self, other: Value) -> Value:
-        return _load_operators().product(self, other)
+        return _load_operators().build_matmul(self, other)
 
     def __rmatmul__(self, other: object) -> Value:
-        return _load_operators().product(other, self)
+        return _load_operators().build_matmul(other, self)
 
     def __neg__(self) -> Value:
-        return _load_operators().combined("*", self, -1.0)
+        return _load_operators().apply_operator("*", self, -1.0)
 
     def __getitem__(self, index: Index) -> Value:
-        return _load_operators().part(self, index)
+        return _load_operators().apply_index(self, index)
 
     @property
     def T(self) -> Value:  # noqa: N802  (NumPy's name)
@@ -208,7 +208,7 @@ class Value:
             raise GraphError(f"{self!r} has rank {len(self.shape)}, not 2; use ops.transpose or ops.permute")
         if self.dtype.is_quantised:
             raise GraphError(f"{self!r}: rows of blocks have no transpose; for x @ w.T write ops.mul_mat(w, x)")
-        return _load_operators().transposed(self)
+        return _load_operators().build_transpose(self)
 
     # Methods that need numbers raise `GraphError`, because a graph has no numbers before it runs.
 
@@ -247,7 +247,7 @@ class Value:
         def __getattr__(self, name: str) -> NoReturn:
             if name.startswith("_"):
                 raise AttributeError(name)
-            raise AttributeError(_load_operators().absent(self, name))
+            raise AttributeError(_load_operators().describe_missing_attribute(self, name))
 
 
 _set_node, _set_index = (vars(Value)[name].__set__ for name in ("node", "index"))

@@ -1,4 +1,4 @@
-"""What Python's operators on values mean: the ops they build, with NumPy's broadcasting and indexing."""
+"""Python operators on values: the ops that they build, with the broadcasting and indexing of NumPy."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 from ..graph.errors import GraphError
 from ..graph.node import Value
 from ..graph.validation import did_you_mean, format_value, number_between
-from .declaring.op import Op
-from .declaring.registry import REGISTRY
-from .elementwise import add, div, mul, scale, sub
-from .generators import fill
-from .moves import get_rows
-from .products import mul_mat
-from .unary import sqr, sqrt
-from .views import broadcast, reshape, slice_, transpose
+from .declaration.op import Op
+from .elementwise.binary import add, div, mul, scale, sub
+from .elementwise.generators import fill
+from .elementwise.unary import sqr, sqrt
+from .matrix.matmul import mul_mat
+from .movement.rows import get_rows
+from .movement.views import broadcast, reshape, slice_, transpose
+from .registry import REGISTRY
 
-NUMBER = number_between(-(2.0**127), 2.0**127)
-WITH_NUMBER: Mapping[str, Callable[[Value, float], Value]] = MappingProxyType(
+NUMBER_CHECK = number_between(-(2.0**127), 2.0**127)
+VALUE_WITH_NUMBER: Mapping[str, Callable[[Value, float], Value]] = MappingProxyType(
     {
         "+": lambda x, n: scale(x, scale=1.0, bias=n),
         "-": lambda x, n: scale(x, scale=1.0, bias=-n),
@@ -30,7 +30,7 @@ WITH_NUMBER: Mapping[str, Callable[[Value, float], Value]] = MappingProxyType(
         "/": lambda x, n: scale(x, scale=1.0 / n),
     }
 )
-NUMBER_WITH: Mapping[str, Callable[[float, Value], Value]] = MappingProxyType(
+NUMBER_WITH_VALUE: Mapping[str, Callable[[float, Value], Value]] = MappingProxyType(
     {
         "+": lambda n, x: scale(x, scale=1.0, bias=n),
         "-": lambda n, x: scale(x, scale=-1.0, bias=n),
@@ -38,86 +38,86 @@ NUMBER_WITH: Mapping[str, Callable[[float, Value], Value]] = MappingProxyType(
         "/": lambda n, x: div(fill(x, value=n), x),
     }
 )
-BETWEEN: Mapping[str, Op[Value]] = MappingProxyType({"+": add, "-": sub, "*": mul, "/": div})
+VALUE_WITH_VALUE: Mapping[str, Op[Value]] = MappingProxyType({"+": add, "-": sub, "*": mul, "/": div})
 POWERS: Mapping[float, Callable[[Value], Value]] = MappingProxyType({2.0: sqr, 0.5: sqrt})
 
 
-def combined(sign: str, left: Any, right: Any) -> Value:
-    """``left sign right`` elementwise; one of them is a value, the other a value or a number."""
+def apply_operator(sign: str, left: Any, right: Any) -> Value:
+    """Build ``left sign right`` elementwise; at least one side is a value, the other a value or a number."""
     for other in (left, right):
-        if not isinstance(other, Value) and not NUMBER.accepts(other):
+        if not isinstance(other, Value) and not NUMBER_CHECK.accepts(other):
             raise GraphError(
                 f"{sign}: {format_value(other)} is no graph value and no number; make a leaf with constant()"
             )
     if sign == "/" and not isinstance(right, Value) and right == 0:
         raise GraphError(f"{left!r} / 0: the number is 0; need another")
     if not isinstance(right, Value):
-        return WITH_NUMBER[sign](left, float(right))
+        return VALUE_WITH_NUMBER[sign](left, float(right))
     if not isinstance(left, Value):
-        return NUMBER_WITH[sign](float(left), right)
-    shape = _together(f"{left!r} {sign} {right!r}", left.shape, right.shape)
+        return NUMBER_WITH_VALUE[sign](float(left), right)
+    shape = _broadcast_shape(f"{left!r} {sign} {right!r}", left.shape, right.shape)
     if left.shape != shape and right.shape == shape and sign in "+*":
         left, right = right, left
-    return BETWEEN[sign](_spread(left, shape), right)
+    return VALUE_WITH_VALUE[sign](_broadcast_to(left, shape), right)
 
 
-def absent(x: Value, name: str) -> str:
-    """What is said of an attribute that values do not have."""
+def describe_missing_attribute(x: Value, name: str) -> str:
+    """Return the message for an attribute that values do not have."""
     hint = f"; write ops.{name}(x, ...)" if name in REGISTRY else did_you_mean(name, (*dir(x), *REGISTRY))
     return f"a Value has no attribute {name!r:.60}{hint}"
 
 
-def power(x: Value, exponent: Any) -> Value:
-    """``x ** exponent``, of which graphs have the square and the root."""
-    if not NUMBER.accepts(exponent) or float(exponent) not in POWERS:
+def build_power(x: Value, exponent: Any) -> Value:
+    """Build ``x ** exponent``; the exponent is 2 or 0.5."""
+    if not NUMBER_CHECK.accepts(exponent) or float(exponent) not in POWERS:
         raise GraphError(f"{x!r} ** {format_value(exponent)}: the exponent must be 2 or 0.5")
     return POWERS[float(exponent)](x)
 
 
-def product(x: Any, w: Any) -> Value:
-    """``x @ w``: rows of `x` by columns of `w`, as NumPy's `matmul`; ``x @ w.T`` is ``mul_mat(w, x)`` itself."""
+def build_matmul(x: Any, w: Any) -> Value:
+    """Build ``x @ w`` as NumPy's `matmul`; for ``x @ w.T`` that is ``mul_mat(w, x)``."""
     for other in (x, w):
         if not isinstance(other, Value) or not other.shape:
             raise GraphError(
                 f"@: {format_value(other)} is no graph value of rank 1 or more; make a leaf with constant()"
             )
     rows = x if len(x.shape) > 1 else reshape(x, shape=(1, *x.shape))
-    columns = transposed(w) if len(w.shape) > 1 else reshape(w, shape=(1, *w.shape))
-    leading = _together(f"{x!r} @ {w!r}", rows.shape[:-2], columns.shape[:-2])
+    columns = build_transpose(w) if len(w.shape) > 1 else reshape(w, shape=(1, *w.shape))
+    leading = _broadcast_shape(f"{x!r} @ {w!r}", rows.shape[:-2], columns.shape[:-2])
     if columns.shape[-1] != rows.shape[-1]:
         raise GraphError(f"{x!r} @ {w!r}: rows hold {rows.shape[-1]} values, columns {columns.shape[-1]}")
-    y = mul_mat(columns, _spread(rows, (*leading, *rows.shape[-2:])))
+    y = mul_mat(columns, _broadcast_to(rows, (*leading, *rows.shape[-2:])))
     shape = (*leading, *x.shape[-2:-1], *(w.shape[-1:] if len(w.shape) > 1 else ()))
     return y if y.shape == shape else reshape(y, shape=shape)
 
 
-def transposed(x: Value) -> Value:
-    """The last two axes exchanged; of a transposed value the value itself."""
+def build_transpose(x: Value) -> Value:
+    """Exchange the last two axes; of a transposed value, return its operand."""
     first = x.node.src[0] if x.node.op == "transpose" else None
     return transpose(x) if first is None else first
 
 
-def part(x: Value, index: Any) -> Value:
-    """``x[index]``: integers, slices of step 1, ``...`` and None as in NumPy, or a value of row numbers."""
+def apply_index(x: Value, index: Any) -> Value:
+    """Build ``x[index]``: integers, slices of step 1, ``...`` and None as in NumPy, or a value with row numbers."""
     if isinstance(index, Value):
         return get_rows(x, index)
-    entries = _whole(x, index if isinstance(index, tuple) else (index,))
+    entries = _complete_index(x, index if isinstance(index, tuple) else (index,))
     shape: list[int] = []
     axis, y = 0, x
     for entry in entries:
         if entry is None:
             shape.append(1)
             continue
-        start, stop, kept = _range(x, axis, entry)
+        start, stop, has_axis = _resolve_axis_entry(x, axis, entry)
         if (start, stop) != (0, x.shape[axis]):
             y = slice_(y, axis=axis, start=start, stop=stop)
-        shape += [stop - start] if kept else []
+        shape += [stop - start] if has_axis else []
         axis += 1
     return y if y.shape == tuple(shape) else reshape(y, shape=tuple(shape))
 
 
-def _whole(x: Value, entries: Sequence[Any]) -> list[Any]:
-    """The entries of an index with a slice for every axis that is not named."""
+def _complete_index(x: Value, entries: Sequence[Any]) -> list[Any]:
+    """Return the entries of an index with a slice for each axis without an entry."""
     named = sum(e is not None and e is not ... for e in entries)
     if named > len(x.shape):
         raise GraphError(f"{x!r}[{format_value(tuple(entries))}]: {named} entries for {len(x.shape)} axes")
@@ -128,8 +128,8 @@ def _whole(x: Value, entries: Sequence[Any]) -> list[Any]:
     return [*entries[:at], *[slice(None)] * (len(x.shape) - named), *entries[at + 1 :]]
 
 
-def _range(x: Value, axis: int, entry: Any) -> tuple[int, int, bool]:
-    """Start and stop of an entry on an axis, and whether the axis stays."""
+def _resolve_axis_entry(x: Value, axis: int, entry: Any) -> tuple[int, int, bool]:
+    """Return start and stop of an entry on an axis, and whether the result has the axis."""
     size = x.shape[axis]
     try:
         if isinstance(entry, slice):
@@ -146,12 +146,12 @@ def _range(x: Value, axis: int, entry: Any) -> tuple[int, int, bool]:
     raise GraphError(f"{x!r}: index {format_value(entry)} of axis {axis}; need {need}")
 
 
-def _together(what: str, one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
+def _broadcast_shape(what: str, one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
     try:
         return tuple(np.broadcast_shapes(one, two))
     except ValueError:
         raise GraphError(f"{what}: shapes {list(one)} and {list(two)} do not broadcast") from None
 
 
-def _spread(x: Value, shape: tuple[int, ...]) -> Value:
+def _broadcast_to(x: Value, shape: tuple[int, ...]) -> Value:
     return x if x.shape == shape else broadcast(x, shape=shape)

@@ -8,59 +8,59 @@ from textwrap import fill
 from typing import Any
 
 from ..graph.attrs import Attrs, format_attribute
-from .declaring.op import Op
-from .declaring.registry import REGISTRY
+from .declaration.op import Op
+from .registry import REGISTRY
 
 HEAD = """# Ops
 
-Every op, written from its declaration by `python -m hocket.ops.page`; a test keeps this page up to date.
+All ops, written from their declarations by `python -m hocket.ops.page`; a test keeps this page up to date.
 
 A signature names the axes of operands and results:
 
 * a plain name is parallel: a shard of it gives a shard of the result;
 * `+k` is contracted: shards give partial sums;
-* `*c` is coupled: each device needs all of it;
-* `e@ids` is looked up by the numbers in `ids`: shards give the entries whose row they have, and zeros;
-* `(h g)` is a product of two axes, outer first;
-* `...` are any leading axes, `+...` leading axes that are summed away;
-* `~...` are leading axes of an operand that tile those of the result: index modulo size;
-* `/...` are leading axes of an operand of which one entry serves several neighbours (grouped queries);
-* `?` marks an operand that may be left out.
+* `*c` is coupled: each device needs the whole axis;
+* `e@ids` is indexed by the numbers in `ids`: a shard gives the entries of its rows, and zeros elsewhere;
+* `(h g)` is a product of two axes, outer factor first;
+* `...` are any leading axes, `+...` leading axes that are summed;
+* `~...` are leading axes of an operand that repeats as tiles: index modulo size;
+* `/...` are leading axes of an operand with entries that serve several neighbours each (grouped queries);
+* `?` marks an optional operand.
 """
 
 
-def page() -> str:
-    """The whole reference as Markdown."""
-    return HEAD + "".join("\n" + "\n".join(entry(op)) + "\n" for _, op in sorted(REGISTRY.items()))
+def build_page() -> str:
+    """Return the op reference as Markdown."""
+    return HEAD + "".join("\n" + "\n".join(format_op(op)) + "\n" for _, op in sorted(REGISTRY.items()))
 
 
-def entry(op: Op[Any]) -> Iterator[str]:
-    """The lines about one op."""
+def format_op(op: Op[Any]) -> Iterator[str]:
+    """Yield the lines about one op."""
     yield f"## {op.name}"
     yield ""
     yield op.documentation.replace("``", "`")
     yield ""
     for form, signature in op.signatures.items():
-        yield item(f"`{signature.text}`" + (f" ({form})" if form else ""))
-    attrs = [f"{name}: {kind}{_default(op.defaults, name)}" for name, kind in op.kinds.items()]
+        yield format_list_item(f"`{signature.text}`" + (f" ({form})" if form else ""))
+    attrs = [f"{name}: {kind}{_format_default(op.defaults, name)}" for name, kind in op.attribute_types.items()]
     if attrs:
-        yield item(f"attributes: `{', '.join(attrs)}`")
-    yield item(", ".join(_properties(op)))
+        yield format_list_item(f"attributes: `{', '.join(attrs)}`")
+    yield format_list_item(", ".join(_format_properties(op)))
 
 
-def item(text: str) -> str:
-    """An entry of a list, wrapped."""
+def format_list_item(text: str) -> str:
+    """Return an item of a list, wrapped at 120 columns."""
     return fill(text, 120, initial_indent="* ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def _default(defaults: Attrs, name: str) -> str:
+def _format_default(defaults: Attrs, name: str) -> str:
     return f" = {format_attribute(defaults[name])}" if name in defaults else ""
 
 
-def _properties(op: Op[Any]) -> Iterator[str]:
-    yield "MUST" if op.must else "SHOULD"
+def _format_properties(op: Op[Any]) -> Iterator[str]:
+    yield "MUST" if op.is_required else "SHOULD"
     if op.is_view:
-        yield "a view: it costs nothing"
+        yield "a view: it moves no element"
     if callable(op.linear):
         yield "linear under some attributes"
     elif op.linear:
@@ -70,8 +70,8 @@ def _properties(op: Op[Any]) -> Iterator[str]:
     if callable(op.inplace):
         yield "in place under some attributes"
     else:
-        yield from (f"result {index} may take the memory of `{name}`" for index, name in op.inplace)
+        yield from (f"result {index} may overwrite `{name}`" for index, name in op.inplace)
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.write(build_page())

@@ -1,4 +1,4 @@
-"""The types of all ops for editors and type checkers: ``python -m hocket.ops.stubs > ops/__init__.pyi``."""
+"""The type stub of all ops, for editors and type checkers: ``python -m hocket.ops.stubs > ops/__init__.pyi``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .declaring.calling import parameters
-from .declaring.op import Op
+from .declaration.call_signature import format_parameters
+from .declaration.op import Op
 
 WIDTH = 120
-HEAD = '''"""Every op with its types and its own words, written from the registry by `python -m hocket.ops.stubs`."""
+HEAD = '''"""All ops with their types and docstrings, written from the registry by `python -m hocket.ops.stubs`."""
 
 from collections.abc import Sequence
 
@@ -24,8 +24,8 @@ from ..graph.node import Value
 '''
 
 
-def page() -> str:
-    """The whole stub of `hocket.ops`: what its ``__init__.py`` exports, each op as a function."""
+def build_stub() -> str:
+    """Return the stub of `hocket.ops`: the exports of its ``__init__.py``, with ops as functions."""
     package = import_module(__package__)
     tree = ast.parse(Path(str(package.__file__)).read_bytes())
     others, ops = [], {}
@@ -36,24 +36,24 @@ def page() -> str:
                 ops[alias.asname or alias.name] = exported
             elif node.level:
                 others.append(f"from .{node.module} import {alias.name} as {alias.asname}\n")
-    entries = "".join(line for name in sorted(ops) for line in entry(name, ops[name]))
+    entries = "".join(line for name in sorted(ops) for line in format_stub(name, ops[name]))
     return HEAD + "".join(others) + "\n" + entries.rstrip("\n") + "\n"
 
 
-def entry(name: str, op: Op[Any]) -> Iterator[str]:
-    """One op as a function with its docstring, on lines that are broken as ruff breaks them."""
+def format_stub(name: str, op: Op[Any]) -> Iterator[str]:
+    """Yield one op as a function with its docstring, formatted as by ruff."""
     signature = inspect.signature(op)
-    listed, end = list(parameters(signature)), f") -> {signature.return_annotation}:"
+    listed, end = list(format_parameters(signature)), f") -> {signature.return_annotation}:"
     joined = ", ".join(listed)
     lines = [f"def {name}({joined}{end}"]
     if len(lines[0]) > WIDTH:
         lines = [f"def {name}(", f"    {joined}", end]
     if len(lines[1:]) and len(lines[1]) > WIDTH:
         lines = [f"def {name}(", *(f"    {p}," for p in listed), end]
-    said = op.documentation
-    docstring = f'"""{said}"""' if "\n" not in said else f'"""{said}\n"""'
+    text = op.documentation
+    docstring = f'"""{text}"""' if "\n" not in text else f'"""{text}\n"""'
     yield "\n".join(lines) + "\n" + textwrap.indent(docstring, "    ") + "\n\n"
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.write(build_stub())

@@ -18,7 +18,7 @@ from ..backends.abilities import Settled
 from ..backends.cache import cache_folder, keep, recalled
 from ..graph.export import from_json, to_json
 from ..graph.graph import Graph
-from ..ops.declaring.registry import OWN
+from ..ops.registry import BUILTIN_OPS
 from .lowering.lane import Devices, Lane, first_alike
 from .machines.calibrated import hardware_of
 from .machines.hardware import Hardware
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .choosing.uses import Use
 
 PACKAGE = Path(__file__).resolve().parent.parent
-MAKERS = ("graph", "ops", "ops/declaring", "backends", "backends/cpu", "backends/numpy", "scheduler", "scheduler/*")
+MAKERS = ("graph", "ops", "ops/*", "backends", "backends/cpu", "backends/numpy", "scheduler", "scheduler/*")
 """Folders of the package whose source decides what a plan is."""
 
 
@@ -100,7 +100,7 @@ def _named(plan: Plan, file: Path) -> Plan:
 def _may_be_kept(graph: Graph, asked: Devices) -> bool:
     """Whether a plan follows from our own source, the devices and the options alone."""
     return all(isinstance(b, Settled) and _is_ours(type(b)) for b, _ in asked) and all(
-        node.is_leaf or node.op in OWN for node in graph.nodes
+        node.is_leaf or node.op in BUILTIN_OPS for node in graph.nodes
     )
 
 

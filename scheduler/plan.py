@@ -26,7 +26,7 @@ from ..graph.validation import (
     validate_constructor,
 )
 from ..ops import REGISTRY
-from ..ops.collective import COLLECTIVES
+from ..ops.collectives import COLLECTIVES
 from .layout import Layout
 from .lowering.lane import Lane as Lane
 from .machines.hardware import CPU, Estimate, Hardware
@@ -144,7 +144,7 @@ class Plan:
 
     def flops(self) -> int:
         """Floating-point operations of one run on one device, however it is cut."""
-        return sum(REGISTRY[n.op].flops(n) for n in self.graph.nodes if not n.is_leaf)
+        return sum(REGISTRY[n.op].count_flops(n) for n in self.graph.nodes if not n.is_leaf)
 
     def collectives(self) -> int:
         """How often the devices meet in one run."""

@@ -25,7 +25,7 @@ from ..graph.validation import (
     validate_arguments,
 )
 from ..ops import verify
-from ..ops.collective import COLLECTIVES
+from ..ops.collectives import COLLECTIVES
 from .choosing.planning import Chooser, Mode, Planning
 from .choosing.uses import Use
 from .choosing.ways import best_way

@@ -15,7 +15,7 @@ from ..backends.abilities import OTHERS, overlaps
 from ..backends.base import Instruction
 from ..graph.lazy_dataclass import dataclass
 from ..graph.node import Node
-from ..ops.collective import LETTERS, int_attr, sequence_of
+from ..ops.collectives import POINT_TO_POINT_OPS, as_integer, find_collective_number
 from .lowering.alike import structure
 from .lowering.lane import Lane, first_alike, teams_of
 from .machines.hardware import Counts, Estimate, Hardware, Work, leaf_of
@@ -86,7 +86,7 @@ class Prices:
         return [self._cost(at, i) for at, i in enumerate(self.program.instructions)]
 
     def _cost(self, at: int, i: Instruction) -> StepCost:
-        if sequence_of(i.op, i.attrs) is not None:
+        if find_collective_number(i.op, i.attrs) is not None:
             met = self.hardware.collective(i.op, met_bytes(i), self._there(i))
             return StepCost(0.0, 0.0, met.moved, met.seconds)
         if i.index < 0:  # a copy of a state: of the new one over the old one, or to undo that
@@ -102,9 +102,9 @@ class Prices:
 
     def _there(self, i: Instruction) -> Sequence[int]:
         """The devices that a meeting joins."""
-        if i.op not in LETTERS:
+        if i.op not in POINT_TO_POINT_OPS:
             return self.team
-        return self.number, int_attr(i.attrs["to" if i.op == "send" else "source"])
+        return self.number, as_integer(i.attrs["to" if i.op == "send" else "source"])
 
     def _missing(self, node: Node) -> tuple[float, float]:
         """How many times as much `node` would do if the weights and states it reads were not cut, and the bytes that
@@ -235,7 +235,7 @@ class _Parts:
         self.beside: dict[int, tuple[str, Stage]] = {}
         start = 0
         for at, i in enumerate(self.program.instructions):
-            if (number := sequence_of(i.op, i.attrs)) is not None:
+            if (number := find_collective_number(i.op, i.attrs)) is not None:
                 self.before[number] = self._work(start, at)
                 cost = prices.of(at)
                 self.meetings[number] = Stage(i.op, (), at, 1, 0.0, cost.moved, cost.seconds)

@@ -102,7 +102,7 @@ class _Drawing:
         if node.is_leaf:
             yield f"{node.specs[0]}, {nbytes_text(node.specs[0].nbytes)}"
         elif declared is not None and not declared.is_view:
-            yield f"{declared.flops(node) / 1e6:.3g} MFLOP, {nbytes_text(declared.nbytes(node))}"
+            yield f"{declared.count_flops(node) / 1e6:.3g} MFLOP, {nbytes_text(declared.count_bytes(node))}"
 
     def _edges(self) -> Iterator[str]:
         """An edge for each operand of what is drawn, and where repetitions follow each other, one for the next."""

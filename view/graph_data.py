@@ -12,7 +12,7 @@ from ..graph.layer_folding import Item, NodeBlock, fold_layers, iterate_blocks
 from ..graph.node import Node, Value
 from ..graph.spec import Spec
 from ..ops import REGISTRY
-from ..ops.text import own_attrs
+from ..ops.text import select_non_default_attributes
 from .interned import Interned
 from .labels import Labels
 
@@ -81,7 +81,7 @@ def attrs_text(node: Node) -> str:
     """Attributes that are not the defaults of the op, as the dump writes them."""
     if node.op == "constant":
         return ""
-    shown = ((k, format_attribute(v)) for k, v in own_attrs(node).items())
+    shown = ((k, format_attribute(v)) for k, v in select_non_default_attributes(node).items())
     return ", ".join(f"{k}={text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + '…'}" for k, text in shown)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..graph.dtypes import DType
 from ..graph.node import Node
 from ..graph.spec import Spec
-from ..ops.collective import sequence_of
+from ..ops.collectives import find_collective_number
 from ..scheduler.lowering.lane import Lane, first_alike
 from ..scheduler.plan import Plan
 from ..scheduler.stages import WORK, Stage, StepCost
@@ -177,7 +177,7 @@ class PlanData:
         meetings: dict[int, dict[int, int]] = defaultdict(dict)
         for d, lane in enumerate(self.plan.lanes):
             for at, i in enumerate(lane.program.instructions):
-                if (number := sequence_of(i.op, i.attrs)) is not None:
+                if (number := find_collective_number(i.op, i.attrs)) is not None:
                     meetings[number][d] = at
 
         def work(until: Mapping[int, int]) -> Iterator[tuple[str, int, dict[int, tuple[int, int]], list[int]]]:

@@ -16,8 +16,8 @@ import numpy as np
 from ...graph.dtypes import STATE_DTYPES, DType
 from ...graph.node import Node
 from ...graph.spec import Spec
-from ...ops.collective import COLLECTIVES
-from ...ops.quants import decoded, dequantise, encoded
+from ...ops.collectives import COLLECTIVES
+from ...ops.quantisation import decode_array, dequantise, encode_array
 from ..abilities import Called
 from ..base import Array, Comm, Device, Instruction, Program, Tensor, contiguous_strides, host_view
 from ..numpy.backend import NumpyBackend
@@ -169,11 +169,11 @@ class CpuBackend(NumpyBackend):
 
 
 def _widen(kept: Array, floats: Array, dtype: DType) -> None:
-    floats[...] = decoded(kept, dtype)
+    floats[...] = decode_array(kept, dtype)
 
 
 def _narrow(floats: Array, kept: Array, dtype: DType) -> None:
-    kept[...] = encoded(floats, dtype)
+    kept[...] = encode_array(floats, dtype)
 
 
 def _dequantised(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ...ops.collective import COLLECTIVES
-from ...ops.declaring.registry import OWN
+from ...ops.collectives import COLLECTIVES
+from ...ops.registry import BUILTIN_OPS
 from ..abilities import Called, Source
 from ..base import Comm, Device, Instruction, Program, Tensor
 from ..flow import Flow
@@ -49,7 +49,7 @@ def bound(
 
 def foreseen(program: Program, threads: int) -> tuple[Relocatable | None, Sequence[Kernel]]:
     """The tables of a program wherever it will lie, and its kernels; None if that has to be known first."""
-    ours = all(i.op in OWN and i.op not in COLLECTIVES for i in program.instructions)
+    ours = all(i.op in BUILTIN_OPS and i.op not in COLLECTIVES for i in program.instructions)
     memory = Nowhere(made_up(len(program.buffers) + 1)[-1])
     parts = [*_parts(_nowhere(program), Steps(threads, owned=memory))] if ours else []
     if len(parts) != 1 or isinstance(parts[0], int):

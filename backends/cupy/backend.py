@@ -18,9 +18,9 @@ from ...graph.errors import StepError
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
 from ...ops import op_of
-from ...ops.collective import COLLECTIVES
-from ...ops.declaring.registry import kind_of
-from ...ops.quants import dequantise, encoded
+from ...ops.collectives import COLLECTIVES
+from ...ops.quantisation import dequantise, encode_array
+from ...ops.registry import find_storage_kind
 from ..abilities import Called, Timed
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, contiguous_strides, run_calls
 from ..beside import beside
@@ -138,7 +138,7 @@ class DriverBackend:
     def _tried(self, node: Node, limits: Limits, strided: int | None = None) -> int:
         """Bind a node to no memory at all; the bytes of scratch that it asks for.  Raises `NoKernelError`."""
         src, attrs = tuple(map(self._operand, node.src)), tuple(node.attrs.items())
-        results = tuple(self.stored(value.spec, kind_of(value)) for value in node.results)
+        results = tuple(self.stored(value.spec, find_storage_kind(value)) for value in node.results)
         return tried(node.op, src, results, attrs, limits, strided)
 
     def _operand(self, value: Value | None) -> Known | None:
@@ -148,7 +148,7 @@ class DriverBackend:
         base = value
         while not base.node.is_leaf and op_of(base.node).is_view:
             base = base.node.inputs[0]
-        return _known(value.shape, base.spec, kind_of(base), value is base, self.is_exact)
+        return _known(value.shape, base.spec, find_storage_kind(base), value is base, self.is_exact)
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
         return _stored(spec, kind, self.is_exact)
@@ -186,7 +186,7 @@ class DriverBackend:
             target[...] = np.atleast_1d(data).view(stored.dtype.storage).reshape(stored.shape)
             return
         plain = data if declared.dtype.is_integer else dequantise(np.atleast_1d(data), declared.dtype)
-        target[...] = encoded(plain.reshape(stored.shape), stored.dtype)
+        target[...] = encode_array(plain.reshape(stored.shape), stored.dtype)
 
     def writer(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
         return self.driver.writer(buffers, tensors)

@@ -19,7 +19,7 @@ import numpy as np
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops import REGISTRY
-from ...ops.collective import COLLECTIVES, int_attr
+from ...ops.collectives import COLLECTIVES, as_integer
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor, run_calls
 from ..beside import beside
 
@@ -162,17 +162,17 @@ class _Clock:
             return
         self.now = start + seconds
         if i.op == "send":  # what is sent is there once it is sent
-            to, number = int_attr(i.attrs["to"]), int_attr(i.attrs["sequence"])
+            to, number = as_integer(i.attrs["to"]), as_integer(i.attrs["sequence"])
             self.comm.send(np.array([self.now]), to, number)
 
     def _meet(self, op: str, attrs: Mapping[str, Any]) -> float:
         """When everybody is there: the clocks of the group are what the devices tell each other."""
-        number = int_attr(attrs["sequence"])
+        number = as_integer(attrs["sequence"])
         if op == "send":
             return self.now
         if op == "receive":
             came = np.zeros(1)
-            self.comm.receive(came, int_attr(attrs["source"]), number)
+            self.comm.receive(came, as_integer(attrs["source"]), number)
             return max(self.now, float(came[0]))
         clocks = np.zeros(self.comm.size)
         places = [[(slice(d, d + 1), slice(0, 1))] for d in range(self.comm.size)]
@@ -190,7 +190,7 @@ def price(i: Instruction, speeds: Speeds, devices: int) -> float:
         return speeds.meeting(nbytes if i.op == "send" else rounds * (devices - 1) / devices * nbytes)
     node = _node(i)
     declared = REGISTRY[i.op]
-    return speeds.compute(float(declared.flops(node)), float(declared.nbytes(node)))
+    return speeds.compute(float(declared.count_flops(node)), float(declared.count_bytes(node)))
 
 
 def _node(i: Instruction) -> Node:

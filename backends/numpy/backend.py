@@ -15,7 +15,7 @@ from ...graph.dtypes import DType
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops import REGISTRY
-from ...ops.collective import COLLECTIVES
+from ...ops.collectives import COLLECTIVES
 from ..abilities import Called
 from ..base import Array, Comm, Device, Instruction, Program, Support, Tensor
 from ..calls import Call, Replay

@@ -11,8 +11,8 @@ import numpy as np
 
 from ...graph.dtypes import DType
 from ...graph.node import Node
-from ...ops.choosing import COMPARISONS
-from ...ops.elementwise import rounded
+from ...ops.elementwise.binary import round_to_dtype
+from ...ops.elementwise.comparisons import COMPARISONS
 from ..base import Array
 from ..calls import Binding, Call, Calls, copy, one_result, plain
 
@@ -246,7 +246,7 @@ def cast(call: Call) -> Calls:
         return [partial(np.copyto, out, source, casting="unsafe")]
 
     def run() -> None:  # rare, so it may allocate: the reference's own rounding
-        out[...] = rounded(source, dtype)
+        out[...] = round_to_dtype(source, dtype)
 
     return [run]
 

@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 
 from ...graph.node import Node
-from ...ops.collective import int_attr
-from ...ops.routing import own_rows
+from ...ops.collectives import as_integer
+from ...ops.movement.sharded_tables import to_local_rows
 from ..base import Array
 from ..calls import Binding, Call, Calls, plain
 
@@ -59,8 +59,8 @@ def mul_mat_id(call: Call) -> Calls:
     # Slot i of a token reads row i mod shared of it.
     entry = np.arange(ids.size)
     source = entry // used * shared + entry % used % shared
-    part = {name: int_attr(call.attrs[name]) for name in ("first", "total")}
-    own = partial(own_rows, ids, count=len(w), what="ids of experts", **part)
+    part = {name: as_integer(call.attrs[name]) for name in ("first", "total")}
+    own = partial(to_local_rows, ids, count=len(w), subject="ids of experts", **part)
     return [
         *first,
         partial(_experts, w, rows, own, out.reshape(-1, w.shape[1], copy=False), source, gathered, products),

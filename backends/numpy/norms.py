@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from ...graph.node import Node
-from ...ops.norms import alibi_slopes
+from ...ops.reduction.norms import alibi_slopes
 from ..base import Array
 from ..calls import Binding, Call, Calls
 from .elementwise import tiles

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from ...graph.node import Node
-from ...ops import Op, exact
-from ...ops.scans import gated_linear_attn, rwkv_wkv6, rwkv_wkv7, ssm_scan
-from ...ops.states import legal_rows
+from ...ops import Op, as_reference_array
+from ...ops.movement.sharded_tables import require_row_numbers
+from ...ops.recurrent.linear_attention import gated_linear_attn, rwkv_wkv6, rwkv_wkv7, ssm_scan
 from ..base import Array
 from ..calls import Binding, Call, Calls, no_scratch, one_result
 
@@ -105,7 +105,7 @@ class _Keep:
         if self.slots_out is not None:
             if not np.shares_memory(self.state, self.new):
                 calls.append(partial(np.copyto, self.new, self.state))
-            calls.append(partial(legal_rows, self.slots_out, len(self.new), "slots_out"))
+            calls.append(partial(require_row_numbers, self.slots_out, len(self.new), "slots_out"))
         elif self.snapshots > max(self.tokens, 1):
             missing = self.new[..., max(self.tokens, 1) :, :, :, :]
             calls.append(partial(np.copyto, missing, np.float32(0)))
@@ -131,7 +131,7 @@ class _Keep:
 
 def _gather(pool: Array, slots: Array, out: Array) -> None:
     """``take`` with mode "clip" writes straight into `out`; with "raise" it would buffer."""
-    np.take(pool, legal_rows(slots, len(pool), "slots_in"), axis=0, out=out, mode="clip")
+    np.take(pool, require_row_numbers(slots, len(pool), "slots_in"), axis=0, out=out, mode="clip")
 
 
 def _grouped(x: Array, key_heads: int, tiled: bool, trailing: int) -> Array:
@@ -152,8 +152,8 @@ def widely(op: Op[Any]) -> Binding:
 
     def bind(call: Call) -> Calls:
         def run() -> None:
-            wide = [None if x is None else exact(x) for x in call.src]
-            for target, result in zip(call.dst, op.run(wide, call.attrs), strict=True):
+            wide = [None if x is None else as_reference_array(x) for x in call.src]
+            for target, result in zip(call.dst, op.run_reference(wide, call.attrs), strict=True):
                 np.copyto(target, result, casting="same_kind")
 
         return [run]

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 
 from ...graph.node import Node
-from ...ops.declaring.attributes import number
-from ...ops.rotary import frequencies, pairs
+from ...ops.declaration.attributes import float_attribute
+from ...ops.matrix.rope import compute_frequencies, pair_slices
 from ..calls import Binding, Call, Calls
 
 
@@ -18,12 +18,12 @@ def rope(call: Call) -> Calls:
     n_dims = int(call.number("n_dims"))
     half = n_dims // 2
     factors = call.optional(2)
-    inverse, magnitude = frequencies(half, call.attrs)
+    inverse, magnitude = compute_frequencies(half, call.attrs)
     angle = call.take(2 * pos.size * half).view(np.float64).reshape(*pos.shape, half)
     cos, sin = call.take(*pos.shape, half), call.take(*pos.shape, half)
     a, b = call.take(*x.shape[:-1], half), call.take(*x.shape[:-1], half)
     offset = int(call.number("offset"))
-    low, high = pairs(n_dims, str(call.attrs["mode"]), offset)
+    low, high = pair_slices(n_dims, str(call.attrs["mode"]), offset)
     cos_of, sin_of = cos[..., None, :], sin[..., None, :]
     divided = inverse if factors is None else call.take(2 * half).view(np.float64)
     calls: Calls = [
@@ -56,7 +56,7 @@ def rope(call: Call) -> Calls:
 
 
 def _scratch(node: Node) -> int:
-    half = int(number(node.attrs, "n_dims")) // 2
+    half = int(float_attribute(node.attrs, "n_dims")) // 2
     x, pos = node.inputs[0].spec, node.inputs[1].spec
     return 4 * pos.size * half + 2 * half + 2 * (x.size // max(1, x.shape[-1])) * half
 

@@ -16,7 +16,7 @@ from hocket.conformance import Outcome, Suite, check
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.ops import REGISTRY
-from hocket.ops.collective import COLLECTIVES
+from hocket.ops.collectives import COLLECTIVES
 
 from .bench import Bench, Case, Row, normalised_error
 

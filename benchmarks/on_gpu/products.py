@@ -15,7 +15,7 @@ from hocket.graph import Graph, constant, input, weight
 from hocket.graph.dtypes import DType
 from hocket.graph.node import Node
 from hocket.ops import op_of
-from hocket.ops.quants import decoded
+from hocket.ops.quantisation import decode_array
 
 from .bench import Bench, Case, Row, normalised_error
 
@@ -69,7 +69,7 @@ def _right(bench: Bench, dtype: DType, shape: tuple[int, int, int], is_exact: bo
     graph = Graph({"y": ops.mul_mat(weight("w", (rows, columns), dtype), input("x", x.shape), exact=is_exact)})
     made, launches = bench.planned(graph, {"w": raw}, {"x": x})
     results = [made.run({"x": x})["y"].copy() for _ in range(bench.choose(50, 2))]
-    wanted = x.astype(np.float64) @ decoded(raw, dtype).astype(np.float64).T
+    wanted = x.astype(np.float64) @ decode_array(raw, dtype).astype(np.float64).T
     error, mode = normalised_error(results[0], wanted), "exact" if is_exact else "fast"
     is_right = error <= (1e-7 if is_exact else 1e-4) and all(np.array_equal(y, results[0]) for y in results)
     yield {"mode": mode, "NMSE": error, "right": is_right, "kernel": launches[-1].kernel.name}
@@ -105,8 +105,8 @@ def _timed(bench: Bench, graph: Graph, weights: dict[str, np.ndarray], inputs: d
 
 
 def _flops(node: Node) -> int:
-    return op_of(node).flops(node)
+    return op_of(node).count_flops(node)
 
 
 def _nbytes(node: Node) -> int:
-    return op_of(node).nbytes(node)
+    return op_of(node).count_bytes(node)

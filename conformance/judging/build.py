@@ -57,7 +57,7 @@ def build(case: Case) -> Built:
     op, attrs = case.declared, case.settled
     operands_of = op.signature_for(attrs).operands
     quantisable = {o.name for o in operands_of if {*o.dtypes} == {*FLOAT_DTYPES, *QUANTISED_DTYPES}}
-    changed = {name for _, name in op.inplace_in(attrs)}
+    changed = {name for _, name in op.inplace_pairs(attrs)}
     cached = {o.name for o in operands_of if {*STATE_DTYPES} == {*o.dtypes} and o.name not in changed}
     layouts: dict[str, Placed] = {}
     leaves: dict[str, Value] = {}
@@ -75,7 +75,7 @@ def build(case: Case) -> Built:
     parts: dict[str, Any] = {**operands, **dict(case.attrs)}
     built = op(**parts)
     results = (built,) if isinstance(built, Value) else built
-    dying = {n for _, n in op.inplace_in(case.settled)} if case.layout in ("inplace", "twin") else set()
+    dying = {n for _, n in op.inplace_pairs(case.settled)} if case.layout in ("inplace", "twin") else set()
     outputs = {f"{RESULT}{i}": v for i, v in enumerate(results)}
     outputs |= {f"{KEPT}{n}": v for n, v in leaves.items() if v.node.op == "input" and n not in dying}
     weights = frozenset(n for n, v in leaves.items() if v.node.op == "weight")

@@ -10,7 +10,7 @@ from ...backends.base import Backend, Device
 from ...graph.graph import Graph
 from ...graph.node import input
 from ...ops import REGISTRY
-from ...ops.compositions import COMPOSITIONS, compositions_of
+from ...ops.decompositions import DECOMPOSITIONS, select_decompositions
 from ...scheduler import load, plan_for
 from ..trials.case import Case
 from ..trials.layouts import Array
@@ -22,13 +22,13 @@ def names_for(case: Case) -> tuple[str, ...]:
     """The checks of this kind that apply to a case: ``composed-unfused`` and so on."""
     if any(0 in spec.shape or spec.dtype.is_quantised for _, spec in case.operands):
         return ()
-    return tuple(f"{CHECK}-{name}" for name in compositions_of(case.op, case.specs, case.settled))
+    return tuple(f"{CHECK}-{name}" for name in select_decompositions(case.op, case.specs, case.settled))
 
 
 def graph_of(case: Case) -> Graph:
     """The composition of a case, its operands as inputs."""
     operands = {name: input(name, spec.shape, spec.dtype) for name, spec in case.operands}
-    compose = COMPOSITIONS[case.op][case.check.removeprefix(f"{CHECK}-")]
+    compose = DECOMPOSITIONS[case.op][case.check.removeprefix(f"{CHECK}-")]
     return Graph({f"result{i}": value for i, value in enumerate(compose(operands, case.settled))})
 
 

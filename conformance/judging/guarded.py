@@ -14,7 +14,7 @@ import numpy as np
 
 from ...backends.base import Backend, BufferSpec, Device, Program, Tensor
 from ...graph.dtypes import DType
-from ...ops.quants import decoded, encoded
+from ...ops.quantisation import decode_array, encode_array
 from ...scheduler import Alone, Lane
 from ..trials.layouts import Array
 
@@ -136,7 +136,7 @@ class Guarded:
         for name, tensor in self.program.inputs.items():
             view = self.backend.view(self.buffers[tensor.buffer], tensor)
             data = inputs[name]
-            view[...] = encoded(data, tensor.dtype)
+            view[...] = encode_array(data, tensor.dtype)
 
     def leaf_bytes(self, raw: Array) -> dict[str, bytes]:
         """What each input leaf holds, of the arena as `arena_bytes` gives it."""
@@ -173,6 +173,6 @@ class Guarded:
         numbers_of = {}
         for name, array in outputs.items():
             dtype = self.program.outputs[name].dtype
-            numbers = decoded(array, dtype)
+            numbers = decode_array(array, dtype)
             numbers_of[name] = numbers if dtype.is_integer else numbers.astype(np.float64)
         return numbers_of

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...graph.spec import Spec, check_spec
 from ...ops import Op
-from ...ops.declaring.signature import Dim, Operand, Role
+from ...ops.declaration.signature import Dimension, DimensionRole, Operand
 from ..trials.case import Case
 from ..trials.layouts import Array
 from .composed import names_for
@@ -40,22 +40,22 @@ class Part:
     nothing: tuple[str, ...] = ()
 
 
-_CHECKS = {Role.PARALLEL: "cut", Role.CONTRACTED: "sum", Role.LOOKED_UP: "deal"}
+_CHECKS = {DimensionRole.PARALLEL: "cut", DimensionRole.CONTRACTED: "sum", DimensionRole.INDEXED: "deal"}
 
 
 def checks_for(case: Case) -> tuple[str, ...]:
     """Names of the checks that apply to a point."""
     op, attrs = case.declared, case.settled
-    if op.infer_shape is not None or op.localise is not None or op.is_view or not case.operands:
+    if op.infer_spec is not None or op.localise is not None or op.is_view or not case.operands:
         return ()
     checks = list(names_for(case))
     signature, sizes = op.signature_for(attrs), case.sizes
-    roles: dict[str, set[Role]] = {}
+    roles: dict[str, set[DimensionRole]] = {}
     for operand in signature.operands:
         for dim in operand.dims if operand.name in case.specs else ():
             for factor in dim.factors:
                 roles.setdefault(factor, set()).add(dim.role)
-    whole = op.whole(attrs) if op.whole else ()
+    whole = op.unsharded_dimensions(attrs) if op.unsharded_dimensions else ()
     for name, kinds in roles.items():
         if name.isdecimal() or sizes.get(name, 0) < 2 or name in whole:
             continue
@@ -122,12 +122,12 @@ def _place(
     first = len(shape) - len(operand.dims)
     for axis, dim in enumerate(operand.dims, first):
         for name, entries in cut.items():
-            if name in dim.factors and not (dim.or_one and shape[axis] == 1 and sizes[name] != 1):
+            if name in dim.factors and not (dim.may_be_one and shape[axis] == 1 and sizes[name] != 1):
                 return axis, _entries(dim, name, entries, sizes)
     return None
 
 
-def _entries(dim: Dim, name: str, entries: Array, sizes: Mapping[str, int]) -> Array:
+def _entries(dim: Dimension, name: str, entries: Array, sizes: Mapping[str, int]) -> Array:
     """Which indices of a product of factors have the factor `name` in `entries`."""
     shape = [int(f) if f.isdecimal() else sizes[f] for f in dim.factors]
     return np.arange(math.prod(shape)).reshape(shape).take(entries, axis=dim.factors.index(name)).reshape(-1)
@@ -137,20 +137,20 @@ def result_specs(case: Case) -> tuple[Spec, ...]:
     """What the op makes of the operands."""
     attrs, specs = case.settled, case.specs
     count = len(case.declared.signature_for(attrs).operands)
-    return case.declared.infer([specs.get(n) for n in case.declared.operand_names[:count]], attrs)
+    return case.declared.infer_results([specs.get(n) for n in case.declared.operand_names[:count]], attrs)
 
 
 def _steps(case: Case, name: str, middle: int) -> tuple[Part, ...]:
     """Two goes along a sequential dimension: by handing on the state, by overlapping windows, or a prefix alone."""
     op, sizes, size = case.declared, case.sizes, case.sizes[name]
     results = result_specs(case)
-    derived = next((d for d in op.where if any(d in dim.factors for dim in _result_dims(op, case))), "")
+    derived = next((d for d in op.derived_sizes if any(d in dim.factors for dim in _result_dims(op, case))), "")
     if derived and derived != name:
         overlap, rows = size - sizes[derived], sizes[derived]
         at = (rows + 1) // 2
         spans = ((0, at), (at, rows)) if 0 < at < rows else ()
         runs = [_part(case, {name: np.arange(a, b + overlap)}, {derived: np.arange(a, b)}) for a, b in spans]
-    elif carried := {n: r for r, n in op.inplace_in(case.settled) if r > 0 and case.specs.get(n) == results[r]}:
+    elif carried := {n: r for r, n in op.inplace_pairs(case.settled) if r > 0 and case.specs.get(n) == results[r]}:
         if any(s.dtype.is_integer for _, s in case.operands):
             return ()
         first, second = ({name: p} for p in (np.arange(middle), np.arange(middle, size)))
@@ -165,12 +165,12 @@ def _steps(case: Case, name: str, middle: int) -> tuple[Part, ...]:
 
 def _dealt(case: Case, name: str, middle: int) -> tuple[Part, ...]:
     """The first rows of a table, then the others; what is added to what is looked up is added once."""
-    lookup, size = case.declared.signature_for(case.settled).lookup, case.sizes[name]
+    lookup, size = case.declared.signature_for(case.settled).indexed_dimension, case.sizes[name]
     assert lookup is not None
     if case.settled["total"]:
         return ()
     table = lookup[0].name
-    joint = next(j.split("+") for j in case.declared.linear_in(case.settled) if table in j.split("+"))
+    joint = next(j.split("+") for j in case.declared.linear_operands(case.settled) if table in j.split("+"))
     runs = []
     for start, stop in ((0, middle), (middle, size)):
         part = _part(case, {name: np.arange(start, stop)}, {})
@@ -182,7 +182,7 @@ def _dealt(case: Case, name: str, middle: int) -> tuple[Part, ...]:
     return tuple(runs)
 
 
-def _result_dims(op: Op, case: Case) -> Sequence[Dim]:
+def _result_dims(op: Op, case: Case) -> Sequence[Dimension]:
     return [d for r in op.signature_for(case.settled).results for d in r.dims]
 
 

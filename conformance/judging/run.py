@@ -253,7 +253,7 @@ def _replay(guarded: Guarded, when: str) -> None:
 def really_aliases(case: Case, backend: Backend, device: Device) -> bool:
     """Whether the planner gave some result of an in-place case the memory of its operand."""
     program = lane_for(build(case).graph, backend, device).program
-    pairs = case.declared.inplace_in(case.settled)
+    pairs = case.declared.inplace_pairs(case.settled)
     places = {f"{RESULT}{r}": n for r, n in pairs if n in program.inputs}
     return any(
         (program.outputs[r].buffer, program.outputs[r].offset) == (program.inputs[n].buffer, program.inputs[n].offset)

@@ -20,7 +20,7 @@ import numpy as np
 from ...graph.attrs import Attr
 from ...graph.dtypes import DType
 from ...graph.spec import Spec
-from ...ops.declaring.signature import Leading, Role
+from ...ops.declaration.signature import DimensionRole, LeadingAxes
 from ..trials.case import Case
 from ..trials.layouts import Array
 
@@ -55,12 +55,12 @@ class Budget:
 def terms(case: Case) -> int:
     """How many numbers may meet in one element of a result."""
     signature = case.declared.signature_for(case.settled)
-    alone = (Role.PARALLEL, Role.LOOKED_UP)
+    alone = (DimensionRole.PARALLEL, DimensionRole.INDEXED)
     meeting = {f for d in signature.dims if d.role not in alone for f in d.factors}
     sizes = case.sizes
     count = math.prod(int(f) if f.isdecimal() else sizes.get(f, 1) for f in meeting)
     for operand in signature.operands:
-        if operand.leading is Leading.CONTRACTED and operand.name in case.specs:
+        if operand.leading is LeadingAxes.CONTRACTED and operand.name in case.specs:
             return max(1, count * case.specs[operand.name].size)
     return max(1, count)
 
@@ -80,7 +80,7 @@ class Yardstick:
     def _run(self, operands: Mapping[str, Array], attrs: Mapping[str, Attr]) -> tuple[Array, ...]:
         count = len(self.op.signature_for(attrs).operands)
         with np.errstate(all="ignore"):
-            return self.op.run([operands.get(n) for n in self.op.operand_names[:count]], attrs)
+            return self.op.run_reference([operands.get(n) for n in self.op.operand_names[:count]], attrs)
 
     def budgets(self, specs: Sequence[Spec]) -> list[Budget]:
         """For each result, 0 where it has to be exact."""
@@ -147,8 +147,8 @@ class Yardstick:
 
     def _contracts(self) -> bool:
         signature = self.op.signature_for(self.attrs)
-        return any(d.role is Role.CONTRACTED for d in signature.dims) or any(
-            o.leading is Leading.CONTRACTED for o in signature.operands
+        return any(d.role is DimensionRole.CONTRACTED for d in signature.dims) or any(
+            o.leading is LeadingAxes.CONTRACTED for o in signature.operands
         )
 
     def _spread_over_rows(self, change: Array, result: int) -> Array:
@@ -157,7 +157,7 @@ class Yardstick:
         if self._contracts() or self.count == 1 or not change.ndim or not change.size:
             return change
         signature = self.op.signature_for(self.attrs)
-        coupled = {f for d in signature.dims if d.role is Role.COUPLED for f in d.factors}
+        coupled = {f for d in signature.dims if d.role is DimensionRole.COUPLED for f in d.factors}
         dims = signature.results[result].dims
         axes = {i - len(dims) for i, d in enumerate(dims) if coupled & set(d.factors)} | {-1}
         return np.maximum(change, np.sqrt(np.mean(change * change, axis=tuple(axes), keepdims=True)))

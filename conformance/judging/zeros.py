@@ -44,4 +44,4 @@ def _shared(case: Case, name: str) -> int:
     op, (result,) = case.declared, result_specs(case)
     specs = [case.specs.get(n) for n in op.operand_names]
     at, rank = op.operand_names.index(name), len(case.specs[name].shape)
-    return max(n for n in range(rank + 1) if op.keeps(specs, result, case.settled, at, n))
+    return max(n for n in range(rank + 1) if op.keeps_leading_axes(specs, result, case.settled, at, n))

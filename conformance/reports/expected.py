@@ -53,7 +53,7 @@ def read_expected(path: Path) -> Expected:
 def required(results: Iterable[Result], tier: str) -> Iterable[Result]:
     """`results`, unsupported cases turned into failures: of ops that must be there, or of all for ``SHOULD``."""
     for result in results:
-        needed = tier == "SHOULD" or (tier == "MUST" and result.case.declared.must)
+        needed = tier == "SHOULD" or (tier == "MUST" and result.case.declared.is_required)
         if result.outcome is Outcome.UNSUPPORTED and needed:
             yield replace(result, outcome=Outcome.FAIL, why=f"unsupported, but {tier} is required: {result.why}")
         else:

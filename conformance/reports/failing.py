@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...graph.attrs import format_attribute
-from ...ops.declaring.signature import Leading
+from ...ops.declaration.signature import LeadingAxes
 from ..judging.run import Outcome, Result
 from ..trials.case import INPUTS, LAYOUTS, Case
 
@@ -22,7 +22,7 @@ half of what the best trait has is asked for, too."""
 MOST_TRAITS = 3
 LIMITS = tuple(2**n for n in range(3, 11))
 """Sizes at which kernels begin to do otherwise: a vector, a tile, a block of threads."""
-USED_AGAIN: Mapping[Leading, str] = {Leading.TILED: "repeated", Leading.GROUPED: "used for several rows"}
+USED_AGAIN: Mapping[LeadingAxes, str] = {LeadingAxes.TILED: "repeated", LeadingAxes.GROUPED: "used for several rows"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def traits(case: Case) -> Iterator[str]:
     """What can be said of a case, each once."""
     op, attrs, specs = case.declared, case.settled, case.specs
     operands = op.signature_for(attrs).operands
-    batch = op.sizes([specs.get(o.name) for o in operands], attrs).leading
+    batch = op.resolve_sizes([specs.get(o.name) for o in operands], attrs).leading
     for operand in operands:
         if (spec := specs.get(operand.name)) is None:
             yield f"`{operand.name}` is left out"

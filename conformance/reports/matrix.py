@@ -54,7 +54,7 @@ def support_matrix(devices: Sequence[str] | None = None) -> list[Row]:
             name: {dtypes: _why_not(case, backend, device) for dtypes, case in by_dtype.items()}
             for name, (backend, device) in loaded.items()
         }
-        rows.append(Row(op.name, op.must, tuple(by_dtype), support))
+        rows.append(Row(op.name, op.is_required, tuple(by_dtype), support))
     return rows
 
 

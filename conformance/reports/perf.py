@@ -18,8 +18,8 @@ from ...backends.base import Backend, Device
 from ...graph.errors import BackendError
 from ...graph.spec import Spec, make_spec
 from ...ops import Op
-from ...ops.elementwise import cont
-from ...ops.products import mul_mat
+from ...ops.elementwise.binary import cont
+from ...ops.matrix.matmul import mul_mat
 from ...scheduler import Lane
 from ..judging.build import build, lane_for
 from ..judging.guarded import Guarded
@@ -123,7 +123,12 @@ def measure(case: Case, backend: Backend, device: Device) -> Speed:
     low, middle, high = np.percentile(seconds, [25, 50, 75])
     op: Op[Any] = case.declared
     return Speed(
-        case, float(middle), float(high - low), op.nbytes(built.node), op.flops(built.node), copies * size > cache
+        case,
+        float(middle),
+        float(high - low),
+        op.count_bytes(built.node),
+        op.count_flops(built.node),
+        copies * size > cache,
     )
 
 
@@ -164,7 +169,7 @@ def _enlarged(op: Op[Any], case: Case) -> Case:
         growing = False
         known = sizes_of(op, parts)
         assert known is not None
-        named, leading = dict(known[1].named), known[1].leading
+        named, leading = dict(known[1].by_name), known[1].leading
         steps = [({**named, n: 2 * size}, leading) for n, size in named.items() if n != op.sequential and size > 1]
         if not steps and leading:
             steps = [(named, (2 * leading[0], *leading[1:]))]
@@ -172,7 +177,7 @@ def _enlarged(op: Op[Any], case: Case) -> Case:
             now = sizes_of(op, parts)
             assert now is not None
             # One dimension after the other, each from what the one before left.
-            merged = {n: max(size, now[1].named[n]) for n, size in changed.items()}
+            merged = {n: max(size, now[1].by_name[n]) for n, size in changed.items()}
             grown = rebuilt(op, parts, merged, ahead)
             if legal(op, grown, LARGEST):
                 parts, growing = grown, True

@@ -77,14 +77,14 @@ class Case:
     @property
     def settled(self) -> Mapping[str, Attr]:
         """Attributes with their defaults."""
-        return self.declared.settle(dict(self.attrs))
+        return self.declared.normalise_attributes(dict(self.attrs))
 
     @property
     def sizes(self) -> Mapping[str, int]:
         """Its dimensions by name, integer attributes and derived ones included."""
         attrs, specs = self.settled, self.specs
         operands = self.declared.signature_for(attrs).operands
-        return self.declared.sizes([specs.get(o.name) for o in operands], attrs).named
+        return self.declared.resolve_sizes([specs.get(o.name) for o in operands], attrs).by_name
 
     @property
     def is_empty(self) -> bool:
@@ -131,7 +131,7 @@ class Case:
 def make_case(op: Op, parts: Mapping[str, Spec | Attr], **settings: object) -> Case:
     """A case of `op` from operand specs and attributes in any order."""
     operands = tuple((k, s) for k in op.operand_names if isinstance(s := parts.get(k), Spec))
-    known = (*op.required, *op.defaults)
+    known = (*op.required_attributes, *op.defaults)
     attrs = [(k, v) for k in known if k in parts and not isinstance(v := parts[k], Spec)]
     stray = parts.keys() - dict(operands).keys() - dict(attrs).keys()
     if stray:

@@ -35,7 +35,7 @@ def layouts_for(case: Case) -> tuple[str, ...]:
         if any(placed(s, layout, distinct_axes(op, attrs, name)) is not None for name, s in case.operands):
             layouts.append(layout)
     specs = case.specs
-    if any(name in specs and specs[name].size for _, name in op.inplace_in(attrs)):
+    if any(name in specs and specs[name].size for _, name in op.inplace_pairs(attrs)):
         layouts.append("inplace")
     if twins(op, specs, attrs) is not None:
         layouts.append("twin")

@@ -20,7 +20,7 @@ from ...graph.errors import GraphError
 from ...graph.parse import parse_case
 from ...graph.spec import Spec, check_spec
 from ...ops import Op
-from ...ops.declaring.signature import Leading, Mismatch, Operand, Role, Sizes
+from ...ops.declaration.signature import DimensionRole, DimensionSizes, LeadingAxes, Operand, SignatureMismatch
 from .case import Case, make_case
 
 Point: TypeAlias = Mapping[str, "Spec | Attr"]
@@ -104,17 +104,17 @@ def legal(op: Op, parts: Point, most: int = MOST_ELEMENTS) -> bool:
     if any(isinstance(s, Spec) and (check_spec(s) or s.size > most) for s in specs):
         return False
     try:
-        attrs = op.settle({k: v for k, v in parts.items() if not isinstance(v, Spec)})
-        results = op.infer(specs, attrs)  # type: ignore[arg-type]  # None stands for an operand left out
+        attrs = op.normalise_attributes({k: v for k, v in parts.items() if not isinstance(v, Spec)})
+        results = op.infer_results(specs, attrs)  # type: ignore[arg-type]  # None stands for an operand left out
         return all(s.size <= most for s in results) and _ranges_hold(op, parts, attrs)
-    except (Mismatch, GraphError, TypeError, ValueError, KeyError, ZeroDivisionError):
+    except (SignatureMismatch, GraphError, TypeError, ValueError, KeyError, ZeroDivisionError):
         return False
 
 
 def _ranges_hold(op: Op, parts: Point, attrs: Mapping[str, Attr]) -> bool:
     """Whether operands that number rows have rows to number, and enough distinct ones."""
     signature = op.signature_for(attrs)
-    sizes = op.sizes([_spec(parts, o.name) for o in signature.operands], attrs).named
+    sizes = op.resolve_sizes([_spec(parts, o.name) for o in signature.operands], attrs).by_name
     for name, legal_values in op.ranges.items():
         spec = _spec(parts, name)
         if isinstance(legal_values.high, str) and spec is not None and spec.size:
@@ -138,12 +138,12 @@ def _spec(parts: Point, name: str) -> Spec | None:
     return part if isinstance(part, Spec) else None
 
 
-def sizes_of(op: Op, parts: Point) -> tuple[Mapping[str, Attr], Sizes, Sequence[Operand]] | None:
+def sizes_of(op: Op, parts: Point) -> tuple[Mapping[str, Attr], DimensionSizes, Sequence[Operand]] | None:
     try:
-        attrs = op.settle({k: v for k, v in parts.items() if not isinstance(v, Spec)})
+        attrs = op.normalise_attributes({k: v for k, v in parts.items() if not isinstance(v, Spec)})
         signature = op.signature_for(attrs)
-        return attrs, signature.bind([_spec(parts, o.name) for o in signature.operands]), signature.operands
-    except Mismatch:
+        return attrs, signature.resolve_sizes([_spec(parts, o.name) for o in signature.operands]), signature.operands
+    except SignatureMismatch:
         return None
 
 
@@ -157,7 +157,7 @@ def rebuilt(op: Op, parts: Point, named: Mapping[str, int], leading: tuple[int, 
         if spec is None:
             continue
         axes = [
-            1 if d.or_one and n == 1 else math.prod(int(f) if f.isdecimal() else named[f] for f in d.factors)
+            1 if d.may_be_one and n == 1 else math.prod(int(f) if f.isdecimal() else named[f] for f in d.factors)
             for d, n in zip(operand.dims, spec.shape[len(spec.shape) - len(operand.dims) :], strict=True)
         ]
         ahead = spec.shape[: len(spec.shape) - len(operand.dims)]
@@ -169,9 +169,9 @@ def rebuilt(op: Op, parts: Point, named: Mapping[str, int], leading: tuple[int, 
 def _leading_for(
     operand: Operand, mine: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...], tiles: str
 ) -> tuple[int, ...]:
-    if operand.leading is Leading.NONE:
+    if operand.leading is LeadingAxes.NONE:
         return ()
-    if operand.leading in (Leading.EQUAL, Leading.CONTRACTED):
+    if operand.leading in (LeadingAxes.EQUAL, LeadingAxes.CONTRACTED):
         return new
     match tiles:
         case "whole":
@@ -193,7 +193,7 @@ def _dims_of(op: Op, parts: Point) -> Iterator[Point]:
     known = sizes_of(op, parts)
     if known is None:
         return
-    named, leading, coupled = dict(known[1].named), known[1].leading, coupled_names(known[2])
+    named, leading, coupled = dict(known[1].by_name), known[1].leading, coupled_names(known[2])
     for name in named:
         for size in (*DIMS, 0):
             if (name == op.sequential and size > LONGEST) or (size == 2 and name in coupled):
@@ -207,7 +207,7 @@ def _dims_of(op: Op, parts: Point) -> Iterator[Point]:
 def coupled_names(operands: Sequence[Operand]) -> set[str]:
     """Dimensions that no sample but the op's own makes 2: two numbers less their mean are -1 and 1 times the same, so
     that a norm of them shows the rounding of the mean, which no change of the operands would explain."""
-    return {f for o in operands for d in o.dims if d.role is Role.COUPLED for f in d.factors}
+    return {f for o in operands for d in o.dims if d.role is DimensionRole.COUPLED for f in d.factors}
 
 
 def _mixed(op: Op, parts: Point) -> Iterator[Point]:
@@ -218,7 +218,7 @@ def _mixed(op: Op, parts: Point) -> Iterator[Point]:
     rng, coupled = np.random.default_rng(crc32(repr(sorted(parts)).encode())), coupled_names(known[2])
     for _ in range(MIXED):
         named = {}
-        for name in known[1].named:
+        for name in known[1].by_name:
             (unit,) = _block_steps(known[2], parts, name)
             size = int(rng.choice((1, 3, 5, 7, 8, 13, 33) if name in coupled else (1, 2, 3, 5, 7, 8, 13, 33)))
             named[name] = -(-size // unit) * unit
@@ -244,13 +244,13 @@ def _elements(parts: Point) -> int:
 
 def _leading_of(op: Op, parts: Point) -> Iterator[Point]:
     known = sizes_of(op, parts)
-    if known is None or all(o.leading is Leading.NONE for o in known[2]):
+    if known is None or all(o.leading is LeadingAxes.NONE for o in known[2]):
         return
     elementwise = not any(o.dims for o in known[2])
-    repeats = any(o.leading in (Leading.TILED, Leading.GROUPED) for o in known[2])
+    repeats = any(o.leading in (LeadingAxes.TILED, LeadingAxes.GROUPED) for o in known[2])
     for leading in ELEMENTWISE if elementwise else LEADING:
         for tiles in ("keep", "whole", "none", "one", "last", "part") if repeats else ("keep",):
-            grown = rebuilt(op, parts, known[1].named, leading, tiles)
+            grown = rebuilt(op, parts, known[1].by_name, leading, tiles)
             if legal(op, grown) and _elements(grown) <= FEW_ELEMENTS * 4:
                 yield grown
 
@@ -284,8 +284,8 @@ def _with_dtype(op: Op, parts: Point, group: Sequence[Operand], dtype: DType) ->
     if known is None or len(last) != 1 or dtype.block == 1:
         return
     named = {
-        **known[1].named,
-        last[0]: max(dtype.block, -(-known[1].named.get(last[0], 1) // dtype.block) * dtype.block),
+        **known[1].by_name,
+        last[0]: max(dtype.block, -(-known[1].by_name.get(last[0], 1) // dtype.block) * dtype.block),
     }
     wide = rebuilt(op, parts, named, known[1].leading)
     wide = {**wide, **{o.name: Spec(wide[o.name].shape, dtype) for o in group}}  # type: ignore[union-attr]  # those of a group are present
@@ -295,7 +295,7 @@ def _with_dtype(op: Op, parts: Point, group: Sequence[Operand], dtype: DType) ->
 
 def _attrs_of(op: Op, parts: Point, bases: Sequence[Point]) -> Iterator[Point]:
     """Each attribute at every value that some sample gives it, and at its default."""
-    for name in (*op.required, *op.defaults):
+    for name in (*op.required_attributes, *op.defaults):
         values = [b[name] for b in bases if name in b]
         values += [op.defaults[name]] if name in op.defaults else []
         if any(isinstance(v, bool) for v in values):
@@ -318,11 +318,11 @@ def _without_optional(op: Op, parts: Point) -> Iterator[Point]:
 def _tall(op: Op, parts: Point) -> Point | None:
     """The sample with very many leading entries, where that stays small enough."""
     known = sizes_of(op, parts)
-    if known is None or 0 in known[1].leading or 0 in known[1].named.values():
+    if known is None or 0 in known[1].leading or 0 in known[1].by_name.values():
         return None
     for leading in ((ROWS, 3), (ROWS,), (*known[1].leading[:-1], ROWS)):
         for tiles in ("whole", "none"):
-            grown = rebuilt(op, parts, known[1].named, leading, tiles)
+            grown = rebuilt(op, parts, known[1].by_name, leading, tiles)
             if legal(op, grown) and _elements(grown) >= ROWS:
                 return grown
     return None

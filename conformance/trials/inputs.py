@@ -12,9 +12,9 @@ from ...graph.dtypes import DType
 from ...graph.errors import GraphError
 from ...graph.spec import Spec
 from ...ops import Op
-from ...ops.declaring.samples import Range
-from ...ops.elementwise import rounded
-from ...ops.quants import dequantise, f32_to_bf16
+from ...ops.declaration.samples import LegalRange
+from ...ops.elementwise.binary import round_to_dtype
+from ...ops.quantisation import dequantise, f32_to_bf16
 from .case import Case
 from .grow import distinct_axes
 from .layouts import Array, place, twins, unit_shape
@@ -143,7 +143,7 @@ def _blocks(spec: Spec, rng: np.random.Generator) -> Array:
 
 
 def _integers(
-    spec: Spec, legal: Range | None, differ: int, sizes: Mapping[str, int], kind: str, rng: np.random.Generator
+    spec: Spec, legal: LegalRange | None, differ: int, sizes: Mapping[str, int], kind: str, rng: np.random.Generator
 ) -> Array:
     dtype = spec.dtype.storage
     if legal is None:
@@ -168,7 +168,7 @@ def special_values(dtype: DType) -> Array:
     step = SUBNORMAL.get(dtype, 1e-39)
     held = DType.F32 if dtype is DType.F64 else dtype
     above = np.array([np.inf, 0.0, *(n * step for n in SUBNORMAL_STEPS)])
-    return np.asarray(rounded(np.concatenate([above, -above]), held), np.float64)
+    return np.asarray(round_to_dtype(np.concatenate([above, -above]), held), np.float64)
 
 
 def _with_special(values: Array, spec: Spec, everywhere: bool, rng: np.random.Generator) -> Array:
@@ -187,7 +187,9 @@ def _with_special(values: Array, spec: Spec, everywhere: bool, rng: np.random.Ge
     return flat.reshape(spec.shape)
 
 
-def _floats(spec: Spec, legal: Range | None, kind: str, infinite: tuple[float, ...], rng: np.random.Generator) -> Array:
+def _floats(
+    spec: Spec, legal: LegalRange | None, kind: str, infinite: tuple[float, ...], rng: np.random.Generator
+) -> Array:
     low, high = (float(legal.low), float(legal.high)) if legal else (-np.inf, np.inf)
     bounded = np.isfinite(low)
     values: Array
@@ -211,7 +213,7 @@ def _floats(spec: Spec, legal: Range | None, kind: str, infinite: tuple[float, .
         values = np.broadcast_to(values[..., :1], shape)
     # A backend may keep f64 in f32, so no more digits than that.
     held = DType.F32 if spec.dtype is DType.F64 else spec.dtype
-    values = np.asarray(rounded(np.clip(values, low, high), held), np.float64)
+    values = np.asarray(round_to_dtype(np.clip(values, low, high), held), np.float64)
     if kind == "infinities" and infinite and spec.size:
         values = np.where(rng.random(shape) < 0.3, rng.choice(infinite, shape), values)
         if shape:

@@ -107,7 +107,7 @@ def twins(op: Op, specs: Mapping[str, Spec], attrs: Attrs) -> tuple[str, str] | 
     """An in-place operand and another that may be the very same value: of an elementwise op, alike in all respects."""
     if any(o.dims for o in op.signature_for(attrs).operands):
         return None
-    for _, one in op.inplace_in(attrs):
+    for _, one in op.inplace_pairs(attrs):
         for other in specs:
             alike = other != one and specs.get(one) == specs[other] and op.ranges.get(one) == op.ranges.get(other)
             if alike and specs[other].size:

@@ -66,7 +66,7 @@ def _drawn(op: Op, bases: Sequence[Point], data: DataObject) -> Case:
     known = sizes_of(op, parts)
     assert known is not None
     coupled = coupled_names(known[2])
-    named = {k: data.draw(size.filter(lambda n: n != 2) if k in coupled else size) for k in known[1].named}
+    named = {k: data.draw(size.filter(lambda n: n != 2) if k in coupled else size) for k in known[1].by_name}
     leading = tuple(data.draw(strategies.lists(strategies.integers(0, 9), max_size=3)))
     grown = rebuilt(op, parts, named, leading, data.draw(strategies.sampled_from(("keep", "whole", "one"))))
     assume(legal(op, grown))

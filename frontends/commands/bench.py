@@ -238,7 +238,7 @@ def _weight_bytes(node: Node, backend: Backend | None) -> int:
     weights = [v.spec for v in node.inputs if v.node.op == "weight"]
     if not weights:
         return 0
-    share = min(1.0, op_of(node).nbytes(node) / sum(spec.nbytes for spec in weights))
+    share = min(1.0, op_of(node).count_bytes(node) / sum(spec.nbytes for spec in weights))
     stored = weights if backend is None else [backend.stored(spec, "weight") for spec in weights]
     return round(share * sum(spec.nbytes for spec in stored))
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ...graph.dtypes import DTYPE_BY_GGML_NUMBER, DType
 from ...graph.lazy_dataclass import dataclass
-from ...ops.quants import dequantise
+from ...ops.quantisation import dequantise
 from ...scheduler.running.packed import Origin
 from .mapped import Cursor, MappedFile, shown
 

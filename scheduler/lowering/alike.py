@@ -15,7 +15,7 @@ from ...graph.attrs import Attrs
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
 from ...graph.repeated_runs import split_numbered_name
-from ...ops.collective import COLLECTIVES, sequence_of
+from ...ops.collectives import COLLECTIVES, find_collective_number
 
 MEETING = frozenset({"sequence", "to", "source", "rank"})
 """Attributes of a collective that say when it comes, and who meets whom: no kernel's place in memory follows from
@@ -30,7 +30,7 @@ def pattern(graph: Graph) -> Hashable:
         return tuple([None if v is None else (place[v.node], v.index) for v in values])
 
     nodes = [(n.op, refs(n.src), _terms(n.op, n.attrs), n.specs) for n in graph.nodes]
-    numbers = [number for n in graph.nodes if (number := sequence_of(n.op, n.attrs)) is not None]
+    numbers = [number for n in graph.nodes if (number := find_collective_number(n.op, n.attrs)) is not None]
     ranks = {number: at for at, number in enumerate(sorted(set(numbers)))}
     ends = len(graph.outputs), refs(graph.roots())
     return tuple(nodes), tuple(ranks[number] for number in numbers), ends

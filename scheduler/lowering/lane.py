@@ -16,7 +16,7 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node
 from ...graph.repeated_runs import DeviceRepetitions, ShortenedGraph, split_numbered_name
 from ...graph.validation import ArgumentKind, instance_of, list_of, pair_of
-from ...ops.collective import COLLECTIVES, LETTERS, sequence_of
+from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS, find_collective_number
 from .alike import identity, named, numbered, pattern
 from .lower import Gathered, lower_with_saves
 from .unfold import called_again, unfolded
@@ -135,8 +135,8 @@ def teams_of(programs: Sequence[Program]) -> tuple[tuple[int, ...], ...]:
     known: dict[int, int | None] = {}
     for program in programs:
         if id(program) not in known:
-            together = (i for i in program.instructions if i.op in COLLECTIVES and i.op not in LETTERS)
-            known[id(program)] = next((sequence_of(i.op, i.attrs) for i in together), None)
+            together = (i for i in program.instructions if i.op in COLLECTIVES and i.op not in POINT_TO_POINT_OPS)
+            known[id(program)] = next((find_collective_number(i.op, i.attrs) for i in together), None)
         numbers.append(known[id(program)])
     if not any(number is not None for number in numbers):
         return (tuple(range(len(numbers))),) * len(numbers)

@@ -20,9 +20,9 @@ from ...graph.node import Node, Value
 from ...graph.repeated_runs import PREAMBLE, DeviceRepetitions
 from ...graph.spec import Spec
 from ...ops import op_of
-from ...ops.collective import COLLECTIVES
-from ...ops.declaring.registry import changed_in_place, kind_of
-from ...ops.elementwise import cont
+from ...ops.collectives import COLLECTIVES
+from ...ops.elementwise.binary import cont
+from ...ops.registry import find_inplace_operand, find_storage_kind
 from .alike import skeleton
 from .arena import Arena, Lifetime, place, place_by_runs
 from .order import Schedule, may_overwrite, schedule, settle
@@ -53,7 +53,9 @@ def lower_with_saves(
     the backend runs at once are kept in `gathered`, by `skeleton`.  An entry there is used if its order is right for
     this graph, too.  Otherwise the backend is asked."""
     graph, views = densify(settle(graph), backend.reads_strided)
-    order = schedule(graph, views, lambda value: backend.stored(value.spec, kind_of(value)), overlaps([(backend, on)]))
+    order = schedule(
+        graph, views, lambda value: backend.stored(value.spec, find_storage_kind(value)), overlaps([(backend, on)])
+    )
     groups: Sequence[Sequence[Node]] = ()
     if isinstance(backend, Gathers):
         known, key = {} if gathered is None else gathered, skeleton(graph)
@@ -215,7 +217,7 @@ class _Lowering:
             for source in (*save.keep.inputs, *save.back.inputs):
                 last_read[self.views[source].base] = end
         for node in self.work:
-            for index, _ in op_of(node).inplace_in(node.attrs):
+            for index, _ in op_of(node).inplace_pairs(node.attrs):
                 result = node.results[index]
                 victim = None if result in slot_of else self._victim(result, slot_of, last_read, step)
                 if victim is not None:
@@ -248,7 +250,7 @@ class _Lowering:
         self, result: Value, slot_of: Mapping[Value, Value], last_read: Mapping[Value, int], step: Mapping[Node, int]
     ) -> Value | None:
         """The memory slot that `result` may take over from its in-place operand, if that dies here."""
-        node, source = result.node, changed_in_place(result)
+        node, source = result.node, find_inplace_operand(result)
         if source is None:
             return None
         base = self.views[source].base
@@ -268,7 +270,7 @@ class _Lowering:
 
     def _stored(self, value: Value) -> Spec:
         if (spec := self.kept.get(value)) is None:
-            spec = self.kept[value] = self.backend.stored(value.spec, kind_of(value))
+            spec = self.kept[value] = self.backend.stored(value.spec, find_storage_kind(value))
         return spec
 
     def _nbytes(self, value: Value) -> int:

@@ -12,8 +12,8 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
 from ...ops import cont, op_of
-from ...ops.collective import COLLECTIVES, sequence_of
-from ...ops.declaring.registry import changed_in_place
+from ...ops.collectives import COLLECTIVES, find_collective_number
+from ...ops.registry import find_inplace_operand
 from .strides import Strided
 
 
@@ -35,7 +35,7 @@ class Schedule:
         have to keep their sequence.
         """
         place = {node: at for at, node in enumerate(nodes)}
-        meetings = [number for node in place if (number := sequence_of(node.op, node.attrs)) is not None]
+        meetings = [number for node in place if (number := find_collective_number(node.op, node.attrs)) is not None]
         if meetings != sorted(meetings):
             return False
         overwritten = {victim: place[result.node] for result, victim in self.over.items()}
@@ -102,7 +102,7 @@ def _lines(
     change it in place, unless they are `lasting`; else the last alone."""
     last = views[new].base
     line = [last]
-    while (into := changed_in_place(line[-1])) is not None and views[into].covers_base:
+    while (into := find_inplace_operand(line[-1])) is not None and views[into].covers_base:
         base = views[into].base
         line.append(base)
         if base == state and len(line) > 2:
@@ -141,7 +141,7 @@ def may_overwrite(result: Value, victim: Value, views: Mapping[Value, Strided]) 
     """Whether the node of `result` may write it over `victim`: it does not read it, or reads it as its in-place
     operand and nowhere else."""
     node, declared = result.node, op_of(result.node)
-    allowed = {name for index, name in declared.inplace_in(node.attrs) if index == result.index}
+    allowed = {name for index, name in declared.inplace_pairs(node.attrs) if index == result.index}
     for name, source in zip(declared.operand_names, node.src, strict=False):
         if source is None or views[source].base != victim:
             continue
@@ -167,7 +167,7 @@ class _Waits:
         self.lowest = len(self.place)
         """Below this place every node waits only for nodes at lower ones."""
         self.later: dict[Node, list[Node]] = defaultdict(list)
-        meetings = [(number, n) for n in graph.nodes if (number := sequence_of(n.op, n.attrs)) is not None]
+        meetings = [(number, n) for n in graph.nodes if (number := find_collective_number(n.op, n.attrs)) is not None]
         for (_, first), (_, second) in pairwise(sorted(meetings, key=lambda m: m[0])):
             self.add(second, [first])
 

@@ -15,7 +15,7 @@ from ...graph.dtypes import STATE_DTYPES, DType
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...ops import broadcast, cont, get_rows, op_of, reshape, set_rows
-from ...ops.declaring.registry import changed_in_place, kind_of
+from ...ops.registry import find_inplace_operand, find_storage_kind
 from .order import Schedule
 from .strides import Strided, through_view, whole
 
@@ -85,9 +85,9 @@ def _of_rows(
 def _rows(new: Value, state: Value, views: Mapping[Value, Strided]) -> tuple[Value, Value] | None:
     """`state` as a table ``[..., rows, width]``, and the numbers of the rows in which `new` differs from it."""
     writer, declared = new.node, op_of(new.node)
-    changed = declared.overwrites_in(writer.attrs)
+    changed = declared.overwritten_entries(writer.attrs)
     operands = dict(zip(declared.operand_names, writer.src, strict=False))
-    into = changed_in_place(new)
+    into = find_inplace_operand(new)
     if changed is None or into is None or views[into].base != state:  # a state that it does not read it writes whole
         return None
     index, axis = operands[changed[0]], changed[1] % len(into.shape)
@@ -103,5 +103,5 @@ def _rows(new: Value, state: Value, views: Mapping[Value, Strided]) -> tuple[Val
 
 def _exact(state: Value, kept: Value, backend: Backend) -> bool:
     """Whether rows of `state` come back with the same bits from where they are kept."""
-    was, now = (backend.stored(value.spec, kind_of(value)).dtype for value in (state, kept))
+    was, now = (backend.stored(value.spec, find_storage_kind(value)).dtype for value in (state, kept))
     return was is now or (now is DType.F32 and was in STATE_DTYPES)

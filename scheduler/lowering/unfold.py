@@ -18,7 +18,7 @@ from ...graph.graph import Graph, assign_names
 from ...graph.lazy_dataclass import dataclass
 from ...graph.node import Node, Value
 from ...graph.repeated_runs import PREAMBLE, ShortenedGraph, split_numbered_name
-from ...ops.collective import sequence_of
+from ...ops.collectives import find_collective_number
 from .arena import aligned
 
 ARENA = 0
@@ -62,7 +62,7 @@ class _Unfolding:
         self.meetings: dict[int, list[int]] = defaultdict(list)
         for node in graph.nodes:
             self.nodes[self.kind[node]].append(node)
-            if (number := sequence_of(node.op, node.attrs)) is not None:
+            if (number := find_collective_number(node.op, node.attrs)) is not None:
                 self.meetings[self.kind[node]].append(number)
         self.made: dict[int, dict[Node, Node]] = {}
 
@@ -76,7 +76,7 @@ class _Unfolding:
             for node in self.nodes[kind]:
                 reads = [None if s is None else (self._read(s, run, kind, carried), s.index) for s in node.src]
                 src, attrs = tuple([None if read is None else read[0].results[read[1]] for read in reads]), node.attrs
-                if (number := sequence_of(node.op, attrs)) is not None:
+                if (number := find_collective_number(node.op, attrs)) is not None:
                     attrs = MappingProxyType({**attrs, "sequence": met + number - min(numbers)})
                 made[node] = Node(node.op, src, attrs, node.specs, self.of.name_in_repetition(node.name, run, kind))
             met += len(numbers)

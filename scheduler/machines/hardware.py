@@ -233,14 +233,14 @@ class Counts:
         homes = tuple(home_of(source).op for source in node.inputs)
         read = tuple(None if s is None else s.spec for s in node.src)
         declared = op_of(node)
-        key = (homes, node.op, read, node.specs, tuple(node.attrs.items()), declared.share(node))
+        key = (homes, node.op, read, node.specs, tuple(node.attrs.items()), declared.active_fraction(node))
         if (work := self._known.get(key)) is None:
-            nbytes = float(declared.nbytes(node))
+            nbytes = float(declared.count_bytes(node))
             kept = sum(s.spec.nbytes for s, home in zip(node.inputs, homes, strict=True) if home in KEPT)
             plain = "weight" not in homes
             weights = sum(s.spec.size for s, home in zip(node.inputs, homes, strict=True) if home == "weight")
             judged_as = (node.op, *[RECURRENT] * (plain and bool(declared.sequential)), *[OTHERS] * plain)
-            flops = float(declared.flops(node))
+            flops = float(declared.count_flops(node))
             rows = flops / 2 / weights if weights else 0.0
             work = self._known[key] = Work(flops, nbytes, min(nbytes, kept), judged_as, rows)
         return work
@@ -271,7 +271,7 @@ def home_of(value: Value) -> Node:
     """The leaf where a value lies: in a cache with new rows that cache, most of which is as it was."""
     while not value.node.is_leaf:
         declared, node = op_of(value.node), value.node
-        places = declared.inplace_in(node.attrs) if declared.overwrites_in(node.attrs) else ()
+        places = declared.inplace_pairs(node.attrs) if declared.overwritten_entries(node.attrs) else ()
         names = [name for at, name in places if at == value.index]
         named = dict(zip(declared.operand_names, node.src, strict=False)) if names else {}
         before = node.src[0] if declared.is_view else next(map(named.get, names), None)

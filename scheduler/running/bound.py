@@ -17,7 +17,7 @@ from ...graph.dtypes import DType
 from ...graph.errors import BackendError, PlanError, StepError
 from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import ANY, TEXT, mapping_of, require
-from ...ops.quants import decoded, encoded
+from ...ops.quantisation import decode_array, encode_array
 from ...ranks.meeting import WideMeeting
 from ...ranks.near import Meeting
 from ..layout import Local, Shard
@@ -106,7 +106,7 @@ class Bound:
     def _lying(self, name: str, array: Array, dtype: DType) -> Array:
         """An input as it lies in memory."""
         ready = array.dtype is dtype.storage and dtype is not DType.BF16
-        return array if ready else encoded(decoded(array, self.specs[name].dtype), dtype)
+        return array if ready else encode_array(decode_array(array, self.specs[name].dtype), dtype)
 
     # ------------------------------------------------------------------------------------------------ outputs
 

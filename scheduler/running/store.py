@@ -20,7 +20,7 @@ from ...graph.lazy_dataclass import dataclass
 from ...graph.node import constant_array
 from ...graph.spec import Spec
 from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, format_value, instance_of, validate_arguments
-from ...ops.quants import decoded, encoded
+from ...ops.quantisation import decode_array, encode_array
 from ...ranks import ALONE, World
 from ...ranks.meeting import Between
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard, local_shape
@@ -190,11 +190,11 @@ class Part:
 
     def numbers(self) -> Array:
         """They themselves, where memory holds them as they are."""
-        return decoded(self.array, self.dtype)
+        return decode_array(self.array, self.dtype)
 
     def copied(self) -> Array:
         """A host array of its own."""
-        return decoded(np.array(self.array), self.dtype)
+        return decode_array(np.array(self.array), self.dtype)
 
 
 class StateView:
@@ -230,16 +230,16 @@ class StateView:
         does not fit there."""
         values = self._fitted(index, value)
         if not self.spec.dtype.is_quantised:  # whose numbers come as such
-            values = decoded(values, self.spec.dtype)
+            values = decode_array(values, self.spec.dtype)
         with self._turn:
             for number, part in self.parts.items():
                 if not isinstance(self.layout, Shard) and not part.dtype.is_quantised:
-                    part.array[index] = encoded(values, part.dtype)
+                    part.array[index] = encode_array(values, part.dtype)
                     continue
                 whole = np.empty(self.shape, values.dtype)  # what other devices have of it is not looked at
                 put(whole, self.layout, number, part.numbers())
                 whole[index] = values
-                part.array[...] = encoded(_share(whole, Spec(self.shape), self.layout, number), part.dtype)
+                part.array[...] = encode_array(_share(whole, Spec(self.shape), self.layout, number), part.dtype)
 
     def _at(self, array: Array, index: Any) -> Any:
         try:
@@ -396,7 +396,7 @@ def _stored(what: str, data: npt.ArrayLike, spec: Spec) -> Array:
     if spec.dtype.is_quantised:
         return as_block_bytes(what, data, spec)
     array = as_array_for_spec(what, data, spec)
-    return array if array.dtype == spec.dtype.storage else encoded(array, spec.dtype)
+    return array if array.dtype == spec.dtype.storage else encode_array(array, spec.dtype)
 
 
 def _share(data: Array, spec: Spec, layout: Layout, device: int) -> Array:

@@ -102,10 +102,10 @@ def operands(node: Node) -> list[tuple[str, Value]]:
 def lookup(node: Node) -> tuple[str, Value, Sequence[str]]:
     """The operand of a node that is looked up, the numbers by which, and what it is linear in together with that."""
     declared = op_of(node)
-    looked_up = declared.signature_for(node.attrs).lookup
+    looked_up = declared.signature_for(node.attrs).indexed_dimension
     assert looked_up is not None
     table, dim = looked_up
-    joint = next(j for j in (k.split("+") for k in declared.linear_in(node.attrs)) if table.name in j)
+    joint = next(j for j in (k.split("+") for k in declared.linear_operands(node.attrs)) if table.name in j)
     return table.name, dict(operands(node))[dim.index], joint
 
 
@@ -302,7 +302,7 @@ class Pass:
         specs = [None if s is None else s.spec for s in node.src]
         places = [i for i, s in enumerate(node.src) if s == source]
         count = len(routed.ids.shape)
-        return all(op_of(node).keeps(specs, node.specs[0], node.attrs, i, count) for i in places)
+        return all(op_of(node).keeps_leading_axes(specs, node.specs[0], node.attrs, i, count) for i in places)
 
     def _wants_whole(self, node: Node) -> tuple[tuple[State, ...], State]:
         """All operands whole; or, where the op is linear and nobody needs the sum yet, partial sums as they are; and
@@ -316,7 +316,7 @@ class Pass:
             return whole, REPLICATE
         if (routed := self._routing(node, partial)) is not None:
             return tuple(routed if s in partial else REPLICATE for _, s in named), routed
-        for joint in op_of(node).linear_in(node.attrs):
+        for joint in op_of(node).linear_operands(node.attrs):
             together = joint.split("+")
             if {n for n, s in named if s in partial} <= set(together):
                 owed = {s: made[s] if made[s].is_owed else PARTIAL for s in node.inputs}
@@ -329,18 +329,22 @@ class Pass:
         if others or not isinstance(routed, Routed) or not all(self._keeps(node, s, routed) for s in partial):
             return None
         names = {n for n, s in operands(node) if s in partial}
-        return routed if any(names >= set(j.split("+")) for j in op_of(node).zeros_in(node.attrs)) else None
+        return (
+            routed
+            if any(names >= set(j.split("+")) for j in op_of(node).zero_preserving_operands(node.attrs))
+            else None
+        )
 
     def _passes(self, user: Node, value: Value) -> bool:
         """Whether `user` could take `value` as a partial sum."""
         if user in self.pins.nodes or value in self.early:
             return False
         declared, made = op_of(user), self.out.made[value]
-        passing = declared.linear_in(user.attrs)
+        passing = declared.linear_operands(user.attrs)
         if isinstance(made, Routed) and self._keeps(user, value, made):
             if made.factor is self.factors.uses(user).looked_up and lookup(user)[1] == made.ids:
                 return value not in self.ends
-            passing = declared.zeros_in(user.attrs)
+            passing = declared.zero_preserving_operands(user.attrs)
         names = {n for joint in passing for n in joint.split("+")}
         places = [n for n, s in operands(user) if s == value]
         others = [s for s in user.inputs if s != value]

@@ -26,7 +26,7 @@ from ...graph.attrs import Attr, Attrs
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import concat, op_of, slice_
-from ...ops.collective import sequence_of
+from ...ops.collectives import find_collective_number
 from .assign import Assignment
 from .axes import Factor
 from .emit import Sharded, shard
@@ -125,7 +125,7 @@ class _Chunks:
         self.shares: set[Value] = set()  # those with the device's tokens alone
         self.alone = {node for node in graph.nodes if self._treats_each_alone(node)}
         self.parted = self._parted()
-        numbers = ((sequence_of(node.op, node.attrs), node) for node in graph.nodes)
+        numbers = ((find_collective_number(node.op, node.attrs), node) for node in graph.nodes)
         self.meetings = {n: self.count if node in self.parted else 1 for n, node in numbers if n is not None}
         self.whole: dict[Value, Value] = {}
         self.chunks: dict[Value, list[Value]] = {}
@@ -218,7 +218,7 @@ class _Chunks:
         """All of a node, or its chunk of that number."""
         src = [None if s is None else self._all_of(s) if number is None else self._chunk(s, number) for s in node.src]
         attrs, name = dict(node.attrs), node.name
-        if (sequence := sequence_of(node.op, node.attrs)) is not None:
+        if (sequence := find_collective_number(node.op, node.attrs)) is not None:
             attrs["sequence"] = self.numbers[sequence] + (number or 0)
         if number is not None:
             attrs |= self._local(node, number)
@@ -226,7 +226,7 @@ class _Chunks:
             name = name and f"{name.removesuffix(kind)}.chunk.{number}{kind}"
         if attrs == node.attrs and src == [*node.src]:
             return node
-        return op_of(node).node(src, attrs, name)
+        return op_of(node).build_node(src, attrs, name)
 
     def _local(self, node: Node, number: int) -> Mapping[str, Attr]:
         """Attributes that say a shape, or which tokens the devices have."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
-from ...ops.routing import busiest
+from ...ops.movement.sharded_tables import estimate_busiest_count
 from ..machines.hardware import KEPT, Counts, Estimate, Hardware, home_of
 from .assign import Assignment, Conversion
 from .early import find_early_sums
@@ -80,7 +80,7 @@ class Costs:
             share = most = own / size if size else 1.0
             if (ids := assignment.dealt.get(node)) is not None and ids.spec.size:
                 entries = ids.spec.size
-                busy = busiest(entries, own, size)
+                busy = estimate_busiest_count(entries, own, size)
                 share, most = busy / entries, min(own, busy) / min(size, entries)
             wants, made = assignment.wants[node], assignment.made
             read = [v for v, w in zip(node.inputs, wants, strict=True) if not isinstance(w, Cut)]

@@ -12,8 +12,8 @@ from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
 from ...graph.spec import Spec
 from ...ops import concat, fill, op_of, slice_
-from ...ops.collective import all_gather, all_reduce, all_to_all, receive, reduce_scatter, send
-from ...ops.declaring.op import Op
+from ...ops.collectives import all_gather, all_reduce, all_to_all, receive, reduce_scatter, send
+from ...ops.declaration.op import Op
 from ..layout import PARTIAL, REPLICATE, Layout, Local, Shard, local_shape
 from .assign import Assignment
 from .axes import Factor
@@ -165,7 +165,7 @@ class _Layouts:
     def _work(self, node: Node) -> _Work:
         declared, wants = op_of(node), iter(self.assignment.wants[node])
         reads = tuple([None if s is None else self.form(s, next(wants)) for s in node.src])
-        return _Work(declared, declared.settle(node.attrs), reads)
+        return _Work(declared, declared.normalise_attributes(node.attrs), reads)
 
     def shape(self, form: _Form, device: int) -> tuple[int, ...]:
         """The shape of what a device has."""
@@ -266,7 +266,7 @@ class _Device:
         if isinstance(by, Cut) and by.factor is layouts.factors.uses(node).looked_up:
             low, _ = layouts.shares.of(by.factor)[self.device]
             attrs = {**attrs, "first": low, "total": by.factor.size}
-        built = work.op.node(src, attrs, layouts.called[node], is_settled=attrs is work.attrs)
+        built = work.op.build_node(src, attrs, layouts.called[node], is_normalised=attrs is work.attrs)
         self.origins[built] = node
         made = built.results
         for value, new in zip(results, made, strict=True):

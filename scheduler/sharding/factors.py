@@ -36,8 +36,8 @@ from typing import Any
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...ops import op_of
-from ...ops.declaring.op import Op
-from ...ops.declaring.signature import Dim, Leading, Operand, Role
+from ...ops.declaration.op import Op
+from ...ops.declaration.signature import Dimension, DimensionRole, LeadingAxes, Operand
 from .axes import (
     Axis,
     Factor,
@@ -70,7 +70,7 @@ class Factors:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._axes: dict[Value, tuple[Axis, ...]] = {}
-        self._roles: dict[Node, list[tuple[Role, Axis]]] = {}
+        self._roles: dict[Node, list[tuple[DimensionRole, Axis]]] = {}
         self._indices: dict[Node, list[Sequence[Axis]]] = {}  # groups of axes in each of which a factor is one index
         self._ranges: dict[tuple[Value, int], tuple[Axis, str]] = {}
         self._called: list[tuple[Axis, str]] = []
@@ -122,12 +122,12 @@ class Factors:
     def _signed(self, node: Node, declared: Op[Any]) -> None:
         """Tie the axes of operands and make those of results, by the names of the signature."""
         specs = [None if s is None else s.spec for s in node.src]
-        sizes = declared.sizes(specs, node.attrs)
+        sizes = declared.resolve_sizes(specs, node.attrs)
         signature = declared.signature_for(node.attrs)
-        whole = declared.whole(node.attrs) if declared.whole else ()
+        whole = declared.unsharded_dimensions(node.attrs) if declared.unsharded_dimensions else ()
         named: dict[str, Axis] = {}
         leading = self._leading(node, signature.operands)
-        roles: list[tuple[Role, Axis]] = []
+        roles: list[tuple[DimensionRole, Axis]] = []
         for operand, source in zip(signature.operands, node.src, strict=False):
             if source is None:
                 continue
@@ -135,11 +135,11 @@ class Factors:
             for dim, axis, size in zip(
                 operand.dims, axes, source.shape[len(source.shape) - len(operand.dims) :], strict=True
             ):
-                if not (dim.or_one and size == 1):
-                    self._equate(dim, axis, named, sizes.named)
-                    role = Role.COUPLED if set(dim.factors) & set(whole) else dim.role
+                if not (dim.may_be_one and size == 1):
+                    self._equate(dim, axis, named, sizes.by_name)
+                    role = DimensionRole.COUPLED if set(dim.factors) & set(whole) else dim.role
                     if dim.index and node.attrs["total"]:
-                        role = Role.COUPLED  # part of a table already
+                        role = DimensionRole.COUPLED  # part of a table already
                     roles.append((role, axis))
                     if dim.index:
                         self._look_up(node, declared, dim, axis, size)
@@ -148,27 +148,27 @@ class Factors:
         self._roles[node] = roles
         self._indices[node] = [[*named.values(), *leading, *(axis for role, axis in summed)]]
         self._called += [(axis, name) for name, axis in named.items() if len(name) > 1]
-        for name, size in sizes.named.items():
+        for name, size in sizes.by_name.items():
             named.setdefault(name, fresh(size, blocked=True))  # no operand has it, so a shard could not know its part
         for result, value in zip(signature.results, node.results, strict=True):
-            own = tuple(self._product(d, named, sizes.named) for d in result.dims)
-            self._axes[value] = (*leading, *own) if result.leading is Leading.EQUAL else own
+            own = tuple(self._product(d, named, sizes.by_name) for d in result.dims)
+            self._axes[value] = (*leading, *own) if result.leading is LeadingAxes.EQUAL else own
             for axis, size in zip(self._axes[value], value.shape, strict=True):
                 assert sum(map(product_size, segments(axis))) == size, f"{node!r}: factors do not fit {value!r}"
 
-    def _look_up(self, node: Node, declared: Op[Any], dim: Dim, axis: Axis, size: int) -> None:
+    def _look_up(self, node: Node, declared: Op[Any], dim: Dimension, axis: Axis, size: int) -> None:
         """What the same numbers look up is one index, and dealt alike."""
         numbers = node.src[declared.operand_names.index(dim.index)]
         assert numbers is not None
         tie(axis, self._ranges.setdefault((numbers, size), (axis, dim.factors[0]))[0])
 
-    def _equate(self, dim: Dim, axis: Axis, named: dict[str, Axis], sizes: Mapping[str, int]) -> None:
+    def _equate(self, dim: Dimension, axis: Axis, named: dict[str, Axis], sizes: Mapping[str, int]) -> None:
         if len(dim.factors) == 1 and dim.factors[0] not in named:
             named[dim.factors[0]] = axis
         else:
             tie(axis, self._product(dim, named, sizes))
 
-    def _product(self, dim: Dim, named: dict[str, Axis], sizes: Mapping[str, int]) -> Axis:
+    def _product(self, dim: Dimension, named: dict[str, Axis], sizes: Mapping[str, int]) -> Axis:
         parts = [
             fresh(int(f), blocked=True) if f.isdecimal() else named.setdefault(f, fresh(sizes[f])) for f in dim.factors
         ]
@@ -184,36 +184,36 @@ class Factors:
         pairs = [(o, s) for o, s in zip(operands, node.src, strict=False) if s is not None]
         for operand, source in pairs:
             mine = self._axes[source][: len(source.shape) - len(operand.dims)]
-            if operand.leading is Leading.EQUAL:
+            if operand.leading is LeadingAxes.EQUAL:
                 for a, b in zip(shared, mine, strict=False):
                     tie(a, b)
                 shared = shared or mine
         for operand, source in pairs:
             mine = self._axes[source][: len(source.shape) - len(operand.dims)]
-            if operand.leading in (Leading.TILED, Leading.GROUPED):
+            if operand.leading in (LeadingAxes.TILED, LeadingAxes.GROUPED):
                 for a, b in zip(reversed(shared), reversed(mine), strict=False):
                     self._repeat(a, b, operand.leading)
         return shared
 
-    def _summed(self, node: Node, operands: Sequence[Operand]) -> list[tuple[Role, Axis]]:
+    def _summed(self, node: Node, operands: Sequence[Operand]) -> list[tuple[DimensionRole, Axis]]:
         """Leading axes that are summed away, tied between the operands that have them."""
         summed: list[Axis] = []
         for operand, source in zip(operands, node.src, strict=False):
-            if source is not None and operand.leading is Leading.CONTRACTED:
+            if source is not None and operand.leading is LeadingAxes.CONTRACTED:
                 mine = self._axes[source][: len(source.shape) - len(operand.dims)]
                 for a, b in zip(summed, mine, strict=False):
                     tie(a, b)
                 summed = summed or list(mine)
-        return [(Role.CONTRACTED, axis) for axis in summed]
+        return [(DimensionRole.CONTRACTED, axis) for axis in summed]
 
     @staticmethod
-    def _repeat(whole: Axis, part: Axis, how: Leading) -> None:
+    def _repeat(whole: Axis, part: Axis, how: LeadingAxes) -> None:
         size, n = bounds(whole)[-1], bounds(part)[-1]
         if n == size:
             tie(whole, part)
         elif n > 1:
             ratio = fresh(size // n)
-            axis = multiply([ratio, part] if how is Leading.TILED else [part, ratio])
+            axis = multiply([ratio, part] if how is LeadingAxes.TILED else [part, ratio])
             if axis is None:
                 block_axis(whole)
                 block_axis(part)
@@ -256,7 +256,7 @@ class Factors:
                 axes.append(fresh(size, blocked=not declared.is_view))
         self._axes[result] = tuple(axes)
         self._roles[node] = [
-            (Role.COUPLED, self._axes[s][a])
+            (DimensionRole.COUPLED, self._axes[s][a])
             for i, s in enumerate(node.src)
             if s is not None
             for a in range(len(s.shape))
@@ -294,18 +294,18 @@ class Factors:
 
 
 def _used(
-    roles: Sequence[tuple[Role, Axis]],
+    roles: Sequence[tuple[DimensionRole, Axis]],
     indices: Sequence[Sequence[Axis]],
     settled: Callable[[Axis], list[list[Factor]]],
 ) -> Uses:
     """How a node uses its factors; `settled` gives the segments of an axis, once they are what they stay."""
-    used: dict[Role, set[Factor]] = {role: set() for role in Role}
+    used: dict[DimensionRole, set[Factor]] = {role: set() for role in DimensionRole}
     for axes in indices:
-        used[Role.COUPLED] |= repeated(map(settled, axes))
+        used[DimensionRole.COUPLED] |= repeated(map(settled, axes))
     for role, axis in roles:
         parts = settled(axis)
-        if role is Role.LOOKED_UP and (len(parts) > 1 or len(parts[0]) > 1):
-            role = Role.COUPLED  # a device has one run of rows
+        if role is DimensionRole.INDEXED and (len(parts) > 1 or len(parts[0]) > 1):
+            role = DimensionRole.COUPLED  # a device has one run of rows
         used[role].update(f for s in parts for f in s)
-    looked_up = next(iter(used[Role.LOOKED_UP] - used[Role.COUPLED]), None)
-    return Uses(frozenset(used[Role.COUPLED]), frozenset(used[Role.CONTRACTED]), looked_up)
+    looked_up = next(iter(used[DimensionRole.INDEXED] - used[DimensionRole.COUPLED]), None)
+    return Uses(frozenset(used[DimensionRole.COUPLED]), frozenset(used[DimensionRole.CONTRACTED]), looked_up)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from ...graph.graph import Graph, assign_names, order_with_state_updates
 from ...graph.node import Node, Value
-from ...ops.collective import receive, send
+from ...ops.collectives import receive, send
 from ..layout import REPLICATE, Layout, Local
 from ..machines.hardware import CPU, Counts, Hardware
 from .emit import Sharded, unused

@@ -15,7 +15,7 @@ from ...graph.errors import PlanError
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value, input
 from ...graph.rewrite import rewrite_graph
-from ...ops.collective import COLLECTIVES, receive, send, sequence_of
+from ...ops.collectives import COLLECTIVES, find_collective_number, receive, send
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard
 from ..lowering.lane import teams_of
 from ..machines.hardware import Hardware
@@ -197,7 +197,7 @@ class _Composition:
             if (count := self.chunks.count) > 1:
                 of, first = of or laying.plain, self.number
                 part = laid_in_chunks(graph, factors, of, shares, tokens, count, first=first, whole=shown) or part
-        met = (sequence_of(node.op, node.attrs) for own in part.graphs for node in own.nodes)
+        met = (find_collective_number(node.op, node.attrs) for own in part.graphs for node in own.nodes)
         self.number = max((number + 1 for number in met if number is not None), default=self.number)
         return part
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from ...graph.errors import PlanError
 from ...graph.validation import instance_of, validate_arguments
-from ...ops.collective import COLLECTIVES
+from ...ops.collectives import COLLECTIVES
 from ..plan import Plan
 from ..units import nbytes_text, time_text
 

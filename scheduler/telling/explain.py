@@ -12,7 +12,7 @@ from ...graph.graph import assign_names
 from ...graph.layer_folding import find_repetitions
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
-from ...ops.collective import sequence_of
+from ...ops.collectives import find_collective_number
 from ..layout import Local, Shard
 from ..lowering.lane import Lane
 from ..machines.hardware import leaf_of
@@ -135,7 +135,7 @@ def beside_lines(plan: Plan) -> list[str]:
         return []
     lanes = {id(lane.program): lane for lane in plan.lanes}.values()
     steps = [lane.program.instructions[at] for lane in lanes for at in lane.meanwhile]
-    met = {sequence_of(i.op, i.attrs) for i in steps}
+    met = {find_collective_number(i.op, i.attrs) for i in steps}
     return [f"devices compute beside {len(met)} of {plan.cost.meetings} collectives, which saves {time_text(hidden)}"]
 
 

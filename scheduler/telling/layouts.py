@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Node
-from ...ops.collective import COLLECTIVES
+from ...ops.collectives import COLLECTIVES
 from ..layout import Layout, Local, Shard
 from ..lowering.lane import first_alike
 from ..plan import Plan

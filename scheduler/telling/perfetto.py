@@ -16,7 +16,7 @@ from typing import Any
 from ...backends.abilities import Timed
 from ...backends.base import Instruction, Program
 from ...graph.files import replacing
-from ...ops.collective import sequence_of
+from ...ops.collectives import find_collective_number
 from ..plan import Plan
 from ..running.trace import Run, Trace
 from .listing import memory_by_step
@@ -157,7 +157,7 @@ def _sequence(program: Program, step: Timed) -> tuple[int, bool] | None:
     """The number of the meeting that a step belongs to, and whether it only gives."""
     for number in step.numbers:
         i = program.instructions[number]
-        if (sequence := sequence_of(i.op, i.attrs)) is not None:
+        if (sequence := find_collective_number(i.op, i.attrs)) is not None:
             return sequence, i.op == "send"
     return None
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ...backends.base import Program
-from ...ops.collective import LETTERS, int_attr
+from ...ops.collectives import POINT_TO_POINT_OPS, as_integer
 from ..acts import Act, Order
 from .meetings import Appointment, appointments
 
@@ -65,20 +65,20 @@ def meets_all(programs: Sequence[Program]) -> Iterator[str]:
 def _met(programs: Sequence[Program]) -> Met:
     lanes = [appointments(device, program) for device, program in enumerate(programs)]
     members: dict[int, dict[int, None]] = {}
-    for a in (a for lane in lanes for a in lane if a.op not in LETTERS):
+    for a in (a for lane in lanes for a in lane if a.op not in POINT_TO_POINT_OPS):
         members.setdefault(a.sequence, {})[a.device] = None
     teams = {sequence: tuple(own) for sequence, own in members.items()}
-    return [[(a, _pair(a) if a.op in LETTERS else teams[a.sequence]) for a in lane] for lane in lanes]
+    return [[(a, _pair(a) if a.op in POINT_TO_POINT_OPS else teams[a.sequence]) for a in lane] for lane in lanes]
 
 
 def _pair(letter: Appointment) -> tuple[int, ...]:
     if letter.op == "send":
-        return letter.device, int_attr(letter.terms["to"])
-    return int_attr(letter.terms["source"]), letter.device
+        return letter.device, as_integer(letter.terms["to"])
+    return as_integer(letter.terms["source"]), letter.device
 
 
 def _meets_all(met: Met) -> Iterator[str]:
-    every = (a for lane in met for a, team in lane if a.op not in LETTERS and len(team) == len(met))
+    every = (a for lane in met for a, team in lane if a.op not in POINT_TO_POINT_OPS and len(team) == len(met))
     if a := next(every, None):
         yield f"{a} joins all devices: runs follow each other only where devices meet by letters, or in teams"
 
@@ -139,4 +139,4 @@ def _meeting_faults(lanes: Sequence[Sequence[Coming]]) -> Iterator[str]:
 
 def _what(coming: Coming) -> tuple[object, int]:
     """What those who come to a meeting say alike."""
-    return coming.said.op in LETTERS or coming.said.op, coming.said.sequence
+    return coming.said.op in POINT_TO_POINT_OPS or coming.said.op, coming.said.sequence

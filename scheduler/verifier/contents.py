@@ -14,7 +14,7 @@ from ...graph.dtypes import DType
 from ...graph.node import Node, Value
 from ...graph.spec import MAX_SIZE
 from ...ops import REGISTRY, op_of
-from ...ops.declaring.registry import kind_of
+from ...ops.registry import find_storage_kind
 
 
 class Memory:
@@ -146,7 +146,7 @@ def _moved(
 
 def kept_dtype(backend: Backend, value: Value) -> DType:
     """The dtype in which a backend keeps a value that is no view."""
-    return backend.stored(value.spec, kind_of(value)).dtype
+    return backend.stored(value.spec, find_storage_kind(value)).dtype
 
 
 def scratch_fault(memory: Memory, scratch: Tensor | None, need: int) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...graph.node import Node
-from ...ops.collective import int_attr
+from ...ops.collectives import as_integer
 from .indices import Index, has_twice, joined, taken
 from .summands import NOTHING, Owed
 
@@ -39,9 +39,9 @@ def converted(node: Node, operands: Sequence[Held | None]) -> list[Held]:
         return [Held(first.number, first.axes, NOTHING)]
     if node.op not in ("slice", "concat"):
         return []
-    axis = int_attr(attrs["axis"]) % len(first.axes)
+    axis = as_integer(attrs["axis"]) % len(first.axes)
     if node.op == "slice":
-        index = taken(first.axes[axis], int_attr(attrs["start"]), int_attr(attrs["stop"]))
+        index = taken(first.axes[axis], as_integer(attrs["start"]), as_integer(attrs["stop"]))
         return [Held(first.number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.owed)]
     second = operands[1]
     assert second is not None

@@ -14,7 +14,7 @@ from ...backends.base import BufferSpec, Instruction, Program
 from ...graph.attrs import Attr, attribute_key
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
-from ...ops.collective import COLLECTIVES
+from ...ops.collectives import COLLECTIVES
 
 OF_MEETINGS = ("sequence", "to", "source", "rank")
 """Attributes of collectives that no kernel on the way to the meeting depends on."""

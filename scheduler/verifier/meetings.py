@@ -14,7 +14,7 @@ from itertools import pairwise
 from ...backends.base import Instruction, Program
 from ...graph.attrs import Attr, quote_node_name
 from ...graph.spec import Spec
-from ...ops.collective import COLLECTIVES, LETTERS
+from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def meeting_faults(programs: Sequence[Program]) -> Iterator[str]:
 
 def _group_faults(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
     groups: dict[int, dict[int, Appointment]] = {}
-    for appointment in (a for lane in lanes for a in lane if a.op not in LETTERS):
+    for appointment in (a for lane in lanes for a in lane if a.op not in POINT_TO_POINT_OPS):
         groups.setdefault(appointment.sequence, {})[appointment.device] = appointment
     teams: dict[int, set[int]] = {}  # all whom a device meets
     for members in groups.values():
@@ -104,12 +104,12 @@ def _pair_faults(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
 def stuck(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
     """Walk all devices through their meetings; what remains waits for each other."""
     at = [0] * len(lanes)
-    sizes = Counter(a.sequence for lane in lanes for a in lane if a.op not in LETTERS)
+    sizes = Counter(a.sequence for lane in lanes for a in lane if a.op not in POINT_TO_POINT_OPS)
     sent: set[tuple[object, ...]] = set()
     while True:
         before = list(at)
         for device, lane in enumerate(lanes):
-            while at[device] < len(lane) and lane[at[device]].op in LETTERS:
+            while at[device] < len(lane) and lane[at[device]].op in POINT_TO_POINT_OPS:
                 a = lane[at[device]]
                 if a.op == "send":
                     sent.add((a.device, a.terms["to"], a.sequence))
@@ -117,9 +117,9 @@ def stuck(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
                     break
                 at[device] += 1
         here = [lane[i] if i < len(lane) else None for lane, i in zip(lanes, at, strict=True)]
-        there = Counter(a.sequence for a in here if a is not None and a.op not in LETTERS)
+        there = Counter(a.sequence for a in here if a is not None and a.op not in POINT_TO_POINT_OPS)
         for device, meeting in enumerate(here):
-            if meeting is not None and meeting.op not in LETTERS:
+            if meeting is not None and meeting.op not in POINT_TO_POINT_OPS:
                 at[device] += there[meeting.sequence] == sizes[meeting.sequence]
         if at == before:
             break

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...ops import REGISTRY
-from ...ops.declaring.op import Op
+from ...ops.declaration.op import Op
 from .restrict import Made, Side
 from .summands import NOTHING, Owed, Summand, linear
 
@@ -29,11 +29,11 @@ def passed(op: str, user: Side, owed: Sequence[Owed], made: Made, values: Names)
         raise ValueError(f"operands {', '.join(sorted(given))} are sums still owed, and it sums over shards besides")
     attrs = user.settled
     empty = {n for n, o in given.items() if o is NOTHING}
-    if any(empty >= set(joint.split("+")) for joint in declared.zeros_in(attrs)):
+    if any(empty >= set(joint.split("+")) for joint in declared.zero_preserving_operands(attrs)):
         return NOTHING
     if (routed := _routed(declared, user, given)) is not None:
         return routed
-    for joint in declared.linear_in(attrs):
+    for joint in declared.linear_operands(attrs):
         if set(given) <= set(joint.split("+")):
             return linear(joint, [given.get(n) for n in _there(declared, user, joint)])
     raise ValueError(f"{op} is not linear in {' and '.join(sorted(given))}, a sum that is still owed")
@@ -54,14 +54,18 @@ def _routed(declared: Op[Any], user: Side, given: Mapping[str, Owed]) -> Summand
         or not all(_keeps(declared, user, n, first) for n in given)
     ):
         return None
-    return first if any(set(given) >= set(j.split("+")) for j in declared.zeros_in(user.settled)) else None
+    return (
+        first if any(set(given) >= set(j.split("+")) for j in declared.zero_preserving_operands(user.settled)) else None
+    )
 
 
 def _keeps(declared: Op[Any], user: Side, operand: str, summand: Summand) -> bool:
     """Whether what lies in the result where `summand` is not zero is made of what lies there in `operand`."""
     if summand.by is None:
         return False
-    return declared.keeps(user.src, user.results[0], user.settled, declared.operand_names.index(operand), summand.by[1])
+    return declared.keeps_leading_axes(
+        user.src, user.results[0], user.settled, declared.operand_names.index(operand), summand.by[1]
+    )
 
 
 def _looked_up(declared: Op[Any], user: Side, given: Mapping[str, Owed], made: Made, values: Names) -> Owed:
@@ -77,9 +81,9 @@ def _looked_up(declared: Op[Any], user: Side, given: Mapping[str, Owed], made: M
     if given.get(rows.table) is not None or given.get(rows.numbers) is not None:
         raise ValueError(f"{rows.table} or {rows.numbers} is a sum still owed, and there are only some rows")
     rank = len(numbers.shape)
-    kept = declared.keeps(user.src, user.results[0], user.settled, at, rank)
+    kept = declared.keeps_leading_axes(user.src, user.results[0], user.settled, at, rank)
     own = Summand("terms", (rows.own,), (rows.size,), by=(number, rank) if kept else None) if rows.own else NOTHING
-    joint = next(j for j in declared.linear_in(user.settled) if rows.table in j.split("+"))
+    joint = next(j for j in declared.linear_operands(user.settled) if rows.table in j.split("+"))
     added = [n for n in _there(declared, user, joint) if n != rows.table]
     for name, owed in given.items():
         if name not in added and own is not NOTHING and not (owed == own and _keeps(declared, user, name, own)):

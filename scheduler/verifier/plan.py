@@ -21,7 +21,7 @@ from ...graph.errors import GraphError, PlanError
 from ...graph.graph import assign_names
 from ...graph.node import Node, Value
 from ...ops import REGISTRY, op_of, verify
-from ...ops.collective import COLLECTIVES
+from ...ops.collectives import COLLECTIVES
 from ..layout import Layout, Local, Partial, Shard
 from ..plan import Lane, Plan
 from .carrying import Carrying

@@ -16,7 +16,7 @@ from ...graph.errors import PlanError
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
 from ...ops import op_of
-from ...ops.elementwise import cont
+from ...ops.elementwise.binary import cont
 from .contents import Memory, Views, extent_of, is_dense, kept_dtype, meet, scratch_fault, show
 from .undo import Journal, Step
 
@@ -234,7 +234,7 @@ def _overlaps(i: Instruction, node: Node, taken: list[tuple[int, int, int]]) -> 
         for name, tensor, read in operands:
             if not meet(extent, read):
                 continue
-            allowed = [n for r, n in declared.inplace_in(node.attrs) if r == result]
+            allowed = [n for r, n in declared.inplace_pairs(node.attrs) if r == result]
             exact = result >= 0 and read == extent and _same_entries(tensor, i.dst[result])
             twin = any(n in allowed and t == tensor for n, t, _ in operands)
             if not exact or not (name in allowed or twin):

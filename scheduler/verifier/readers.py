@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate, islice
 
 from ...ops import REGISTRY
-from ...ops.collective import int_attr
+from ...ops.collectives import as_integer
 from .indices import taken
 from .restrict import Axes, Items, Side, local_attrs
 
@@ -63,8 +63,8 @@ class _Group:
             yield from self.readers
             return
         attrs = mine.settled
-        index, _ = operand[int_attr(attrs["axis"]) % len(operand)]
-        entries = taken(index, int_attr(attrs["start"]), int_attr(attrs["stop"]))
+        index, _ = operand[as_integer(attrs["axis"]) % len(operand)]
+        entries = taken(index, as_integer(attrs["start"]), as_integer(attrs["stop"]))
         if not entries:
             yield from self.readers[:MAX_OTHERS]
             return
@@ -79,6 +79,6 @@ class _Group:
     @cached_property
     def _spans(self) -> tuple[list[int], list[int], list[int]]:
         """The slices by start: their starts, the furthest end of each and all before it, and their places."""
-        spans = [(int_attr(a["start"]), int_attr(a["stop"])) for a in (user.settled for user, _ in self.readers)]
+        spans = [(as_integer(a["start"]), as_integer(a["stop"])) for a in (user.settled for user, _ in self.readers)]
         order = sorted(range(len(spans)), key=spans.__getitem__)
         return [spans[i][0] for i in order], list(accumulate((spans[i][1] for i in order), max)), order

@@ -31,9 +31,9 @@ from ...graph.attrs import Attr, Attrs
 from ...graph.node import Node
 from ...graph.spec import Spec
 from ...ops import REGISTRY
-from ...ops.declaring.links import Link
-from ...ops.declaring.op import Op
-from ...ops.declaring.signature import Dim, Leading, Mismatch, Role, Signature
+from ...ops.declaration.axis_links import AxisLink
+from ...ops.declaration.op import Op
+from ...ops.declaration.signature import Dimension, DimensionRole, LeadingAxes, Signature, SignatureMismatch
 from .indices import (
     Digits,
     Index,
@@ -62,7 +62,7 @@ LOCAL_ATTRS = frozenset({"shape", "start", "stop"})
 """Attributes that say a size, and so differ between a node and its share, where the op declares `localise`."""
 
 PART_ATTRS = frozenset({"first", "total"})
-"""Attributes that say which rows of a table that is looked up are there (`ops.routing`)."""
+"""Attributes that say which rows of a table that is looked up are there (`ops.movement.sharded_tables`)."""
 
 
 class Unfit(Exception):  # noqa: N818  (an internal signal; it becomes the text of a fault)
@@ -114,7 +114,7 @@ def restricted(op: str, user: Side, mine: Side, axes: tuple[Axes | None, ...]) -
     try:
         _same_attrs(declared, user, mine)
         return (_linked if declared.links else _signed)(declared, user, mine, axes)
-    except (Unfit, Mismatch) as why:
+    except (Unfit, SignatureMismatch) as why:
         pairs = list(zip(user.results, mine.results, strict=True))
         if all(m.size == 0 and len(u.shape) == len(m.shape) for u, m in pairs):  # of nothing anything can be said
             return Made(tuple(_nothing(u, m) for u, m in pairs), None)
@@ -142,7 +142,7 @@ def _same_attrs(declared: Op[Any], user: Side, mine: Side) -> None:
 def local_attrs(declared: Op[Any]) -> frozenset[str]:
     """The names of the attributes that may differ between a node and its share."""
     sizes = LOCAL_ATTRS if declared.localise is not None else frozenset[str]()
-    return sizes | PART_ATTRS if any(s.lookup for s in declared.signatures.values()) else sizes
+    return sizes | PART_ATTRS if any(s.indexed_dimension for s in declared.signatures.values()) else sizes
 
 
 # ------------------------------------------------------------------------------------------------------ signatures
@@ -182,38 +182,41 @@ def show(index: Index) -> str:
 
 def _signed(declared: Op[Any], user: Side, mine: Side, axes: tuple[Axes | None, ...]) -> Made:
     attrs = user.settled
-    sizes, local = declared.sizes(user.src, attrs).named, declared.sizes(mine.src, mine.settled).named
+    sizes, local = (
+        declared.resolve_sizes(user.src, attrs).by_name,
+        declared.resolve_sizes(mine.src, mine.settled).by_name,
+    )
     signature = declared.signature_for(attrs)
-    kept_whole = declared.whole(attrs) if declared.whole else ()
-    names, roles = _Names(), dict[str, Role]()
+    kept_whole = declared.unsharded_dimensions(attrs) if declared.unsharded_dimensions else ()
+    names, roles = _Names(), dict[str, DimensionRole]()
     for operand, spec, part in zip(signature.operands, user.src, axes, strict=False):
         if spec is None or part is None:
             continue
         ahead = len(spec.shape) - len(operand.dims)
-        if operand.leading is Leading.EQUAL:
+        if operand.leading is LeadingAxes.EQUAL:
             names.meet_all(names.lead, part[:ahead])
-        elif operand.leading is Leading.CONTRACTED:
+        elif operand.leading is LeadingAxes.CONTRACTED:
             names.meet_all(names.summed, part[:ahead])
         for dim, n, own in zip(operand.dims, spec.shape[ahead:], part[ahead:], strict=True):
-            if not (dim.or_one and n == 1):
+            if not (dim.may_be_one and n == 1):
                 _split(dim, own, sizes, local, names)
-                coupled = dim.role is Role.COUPLED or bool(set(dim.factors) & set(kept_whole))
+                coupled = dim.role is DimensionRole.COUPLED or bool(set(dim.factors) & set(kept_whole))
                 for name in dim.factors:
-                    roles[name] = Role.COUPLED if coupled else roles.get(name, dim.role)
+                    roles[name] = DimensionRole.COUPLED if coupled else roles.get(name, dim.role)
     _check_repeats(user, signature.operands, axes, names.lead)
     for name, role in roles.items():
-        if role is Role.COUPLED and not name.isdecimal():
+        if role is DimensionRole.COUPLED and not name.isdecimal():
             index, digits = names.named[name]
             if not is_whole(index, digits, sizes[name]):
                 raise Unfit(f"{name} must be whole, and only {show(index)} of {sizes[name]} is there")
             names.named[name] = (whole(sizes[name]), ())
     results = tuple(
-        (*(names.lead if r.leading is Leading.EQUAL else ()), *(_product(d, names, sizes, local) for d in r.dims))
+        (*(names.lead if r.leading is LeadingAxes.EQUAL else ()), *(_product(d, names, sizes, local) for d in r.dims))
         for r in signature.results
     )
     _check_shapes(mine, results)
     rows = _rows(signature, user, mine, names)
-    contracted = [(names.named[n][0], sizes[n]) for n, role in roles.items() if role is Role.CONTRACTED]
+    contracted = [(names.named[n][0], sizes[n]) for n, role in roles.items() if role is DimensionRole.CONTRACTED]
     summed = [s.shape for s, o in zip(user.src, signature.operands, strict=False) if s is not None]
     contracted += [(i, n) for (i, _), n in zip(names.summed, summed[0] if summed else (), strict=False)]
     if any(n == 0 for _, n in contracted):
@@ -223,9 +226,9 @@ def _signed(declared: Op[Any], user: Side, mine: Side, axes: tuple[Axes | None, 
 
 def _rows(signature: Signature, user: Side, mine: Side, names: _Names) -> Rows | None:
     """Which rows of a table that is looked up are there; they must be those that the device's attributes say."""
-    if signature.lookup is None:
+    if signature.indexed_dimension is None:
         return None
-    table, dim = signature.lookup
+    table, dim = signature.indexed_dimension
     (name,) = dim.factors
     at = signature.operands.index(table)
     spec = user.src[at]
@@ -246,7 +249,7 @@ def _rows(signature: Signature, user: Side, mine: Side, names: _Names) -> Rows |
     return None if own == whole(size) else Rows(table.name, dim.index, own, size)
 
 
-def _split(dim: Dim, own: Part, sizes: Mapping[str, int], local: Mapping[str, int], names: _Names) -> None:
+def _split(dim: Dimension, own: Part, sizes: Mapping[str, int], local: Mapping[str, int], names: _Names) -> None:
     """Add what an operand holds of the factors of one dimension."""
     index, digits = own
     theirs = tuple(int(f) if f.isdecimal() else sizes[f] for f in dim.factors)
@@ -264,7 +267,7 @@ def _split(dim: Dim, own: Part, sizes: Mapping[str, int], local: Mapping[str, in
             names.meet(name, (part, within(digits, inner, n) if inner else ()))
 
 
-def _product(dim: Dim, names: _Names, sizes: Mapping[str, int], local: Mapping[str, int]) -> Part:
+def _product(dim: Dimension, names: _Names, sizes: Mapping[str, int], local: Mapping[str, int]) -> Part:
     """What a result holds of one dimension; a name that no operand has is whole."""
     indices, digits, theirs = [], list[tuple[int, int]](), []
     for name in dim.factors:
@@ -282,10 +285,10 @@ def _check_repeats(user: Side, operands: Sequence[Any], axes: Sequence[Axes | No
     """Operands that tile, or serve runs of neighbours, meet the entries of the others that they meet in the graph."""
     shape: tuple[int, ...] = ()
     for operand, spec in zip(operands, user.src, strict=False):
-        if spec is not None and operand.leading is Leading.EQUAL:
+        if spec is not None and operand.leading is LeadingAxes.EQUAL:
             shape = spec.shape[: len(spec.shape) - len(operand.dims)]
     for operand, spec, part in zip(operands, user.src, axes, strict=False):
-        if spec is None or part is None or operand.leading not in (Leading.TILED, Leading.GROUPED):
+        if spec is None or part is None or operand.leading not in (LeadingAxes.TILED, LeadingAxes.GROUPED):
             continue
         ahead = len(spec.shape) - len(operand.dims)
         shift = len(shape) - ahead
@@ -293,7 +296,7 @@ def _check_repeats(user: Side, operands: Sequence[Any], axes: Sequence[Axes | No
             n, size = spec.shape[i], shape[shift + i]
             if n == size:
                 lead[shift + i] = _met(lead[shift + i], part[i], f"leading axis {shift + i}")
-            elif not repeats(*part[i], n, lead[shift + i][0], size, operand.leading is Leading.TILED):
+            elif not repeats(*part[i], n, lead[shift + i][0], size, operand.leading is LeadingAxes.TILED):
                 raise Unfit(f"{operand.name} holds {show(part[i][0])} of {n}, to be repeated over others than its own")
             elif n != 1:
                 lead[shift + i] = (lead[shift + i][0], ())
@@ -333,7 +336,7 @@ def _linked(declared: Op[Any], user: Side, mine: Side, axes: tuple[Axes | None, 
     return Made((axes_here,), None)
 
 
-def _moved(link: Link, own: Part, n: int, size: int, start: int, here: int) -> tuple[bool, Part]:
+def _moved(link: AxisLink, own: Part, n: int, size: int, start: int, here: int) -> tuple[bool, Part]:
     """An axis of which the result has a part, or (True) that is a part of the result's."""
     index, digits = own
     if n < size:
@@ -345,7 +348,7 @@ def _moved(link: Link, own: Part, n: int, size: int, start: int, here: int) -> t
 
 
 def _regrouped(
-    link: Link, part: Axes, spec: Spec, user: Side, shape: tuple[int, ...], collected: dict[int, list[Any]]
+    link: AxisLink, part: Axes, spec: Spec, user: Side, shape: tuple[int, ...], collected: dict[int, list[Any]]
 ) -> None:
     """Axes that together are other axes: a reshape."""
     sizes = tuple(spec.shape[a] for a in link.source)
@@ -361,7 +364,7 @@ def _regrouped(
         collected[a] = [(0, False, (parts[i], within(digits, math.prod(after[i + 1 :]), after[i])))]
 
 
-def _check_unlinked(links: Sequence[Link], user: Side, axes: Sequence[Axes | None]) -> None:
+def _check_unlinked(links: Sequence[AxisLink], user: Side, axes: Sequence[Axes | None]) -> None:
     linked = {(m.operand, a) for m in links for a in m.source}
     for operand, (spec, part) in enumerate(zip(user.src, axes, strict=True)):
         for a, n in enumerate(spec.shape if spec is not None else ()):

@@ -16,7 +16,7 @@ from ...graph.attrs import quote_node_name
 from ...graph.graph import Graph
 from ...graph.node import Node, Value
 from ...graph.repeated_runs import PREAMBLE, ShortenedGraph, split_numbered_name
-from ...ops.collective import sequence_of
+from ...ops.collectives import find_collective_number
 from .contents import Views, extent_of, meet
 
 Carried: TypeAlias = tuple[int, str]
@@ -44,7 +44,7 @@ class Runs:
 
     def meetings(self) -> list[tuple[int, int]]:
         """The meetings of the device: in which run, and under which number."""
-        met = ((self.kind[n], sequence_of(n.op, n.attrs)) for n in self.graph.nodes)
+        met = ((self.kind[n], find_collective_number(n.op, n.attrs)) for n in self.graph.nodes)
         return sorted((number, kind) for kind, number in met if number is not None)
 
     def faults(self) -> Iterator[str]:

@@ -18,7 +18,7 @@ from ...graph.attrs import attribute_key
 from ...graph.graph import Graph, topological_order
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
-from ...ops.collective import COLLECTIVES, int_attr, runs_of
+from ...ops.collectives import COLLECTIVES, as_index_ranges, as_integer
 from .held import CONVERSIONS, Held, but, converted
 from .indices import Digits, Index, agreed, entries, index_of, is_whole, joined, length, whole
 from .passing import passed
@@ -353,8 +353,8 @@ class Trace:
         """What the devices may bring together: of each what fits what device 0 brings, or any to say what is wrong."""
         (first,), attrs = choices[0], nodes[0].attrs
         sums = nodes[0].op in ("all_reduce", "reduce_scatter")
-        axis = -1 if sums else int_attr(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
-        runs = () if sums else runs_of(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
+        axis = -1 if sums else as_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
+        runs = () if sums else as_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
         fitting: list[list[Held]] = []
         for device, held in enumerate(choices):
             wanted = list(first.axes)
@@ -378,8 +378,8 @@ class Trace:
                 return why
             whole_axes = first.axes
         else:
-            axis = int_attr(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
-            runs = runs_of(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
+            axis = as_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
+            runs = as_index_ranges(attrs["old_runs" if nodes[0].op == "all_to_all" else "runs"])
             gathered = self._gathered(brought, axis, runs)
             if isinstance(gathered, str):
                 return gathered
@@ -395,7 +395,7 @@ class Trace:
 
     @staticmethod
     def _part(number: int, axes: tuple[Index, ...], device: int, node: Node) -> Held:
-        axis, own = int_attr(node.attrs["axis"]), runs_of(node.attrs["runs"])[device]
+        axis, own = as_integer(node.attrs["axis"]), as_index_ranges(node.attrs["runs"])[device]
         return Held(number, (*axes[:axis], at_positions(axes[axis], joined([own])), *axes[axis + 1 :]))
 
     def _gathered(self, brought: Sequence[Held], axis: int, runs: Sequence[Index]) -> tuple[Index, ...] | str:
@@ -421,7 +421,7 @@ class Trace:
 
 def _meeting(device: int, node: Node) -> object:
     """What those who meet in a node have in common: its number, and of a letter from whom and to whom it goes."""
-    number = int_attr(node.attrs["sequence"])
+    number = as_integer(node.attrs["sequence"])
     if node.op == "send":
         return device, node.attrs["to"], number
     return (node.attrs["source"], device, number) if node.op == "receive" else number
@@ -429,7 +429,7 @@ def _meeting(device: int, node: Node) -> object:
 
 def _in_turn(graph: Graph) -> tuple[Node, ...]:
     """The nodes of a graph, sources first; its meetings come by number, as programs must have them (`meetings`)."""
-    meet = sorted((n for n in graph.nodes if n.op in COLLECTIVES), key=lambda n: int_attr(n.attrs["sequence"]))
+    meet = sorted((n for n in graph.nodes if n.op in COLLECTIVES), key=lambda n: as_integer(n.attrs["sequence"]))
     return topological_order(map(Value, (*meet, *graph.nodes)))
 
 

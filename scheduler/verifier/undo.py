@@ -20,8 +20,8 @@ from ...graph.dtypes import STATE_DTYPES, DType
 from ...graph.graph import Graph
 from ...graph.node import Node, Value, input
 from ...ops import REGISTRY, op_of
-from ...ops.elementwise import cont
-from ...ops.moves import get_rows, set_rows
+from ...ops.elementwise.binary import cont
+from ...ops.movement.rows import get_rows, set_rows
 from .contents import Memory, extent_of, is_dense, kept_dtype, meet, scratch_fault, show
 
 WAYS = {cont.name: cont.name, get_rows.name: set_rows.name}
@@ -238,11 +238,11 @@ def _exact(state: Tensor, kept: Tensor) -> bool:
 def _changes_only(node: Node | None, result: int, i: Instruction, saved: Saved) -> bool:
     """Whether the op of an instruction declares that it changes no other rows of the state than were saved."""
     declared = None if node is None else op_of(node)
-    changed = None if declared is None or node is None else declared.overwrites_in(node.attrs)
+    changed = None if declared is None or node is None else declared.overwritten_entries(node.attrs)
     if declared is None or node is None or changed is None or result >= len(i.dst):
         return False
     operands = dict(zip(declared.operand_names, i.src, strict=False))
-    into = operands.get(dict(declared.inplace_in(node.attrs)).get(result, ""))
+    into = operands.get(dict(declared.inplace_pairs(node.attrs)).get(result, ""))
     index = operands.get(changed[0])
     if into is None or index is None or saved.index is None or extent_of(into) != extent_of(i.dst[result]):
         return False

@@ -9,7 +9,7 @@ import hocket
 from hocket import DType, Graph, input, ops, state
 from hocket.backends.cpu.backend import CpuBackend
 from hocket.ops import REGISTRY
-from hocket.ops.quants import decoded, encoded
+from hocket.ops.quantisation import decode_array, encode_array
 
 from ..given.models.goldens import nmse
 from ..given.state_ways import inputs_of, ways
@@ -49,7 +49,7 @@ def test_rows_are_rounded_to_the_nearest(dtype):
     run = hocket.load(hocket.plan(Graph({"y": new}, {old: new}), "cpu:0"), {})
     with np.errstate(over="ignore"):
         run.run({"rows": rows, "ids": np.arange(8, dtype=np.int32)})
-        wanted = decoded(encoded(rows, kind), kind)
+        wanted = decode_array(encode_array(rows, kind), kind)
     assert np.array_equal(np.array(run.store.state("s"))[:8], wanted, equal_nan=True)
 
 

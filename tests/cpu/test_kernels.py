@@ -25,7 +25,7 @@ from hocket.backends.cpu.simd import tiles
 from hocket.frontends.terminal.progress import compiling_shown
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
-from hocket.ops.quants import dequantise
+from hocket.ops.quantisation import dequantise
 
 from ..given.packed_rows import RECORD, call, packed, rounded, target_of
 from ..given.random_rows import random_rows

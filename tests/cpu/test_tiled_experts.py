@@ -9,7 +9,7 @@ from hocket.backends.cpu.kernels.products.rounding import LINE, TALL, TILED, rou
 from hocket.backends.cpu.kernels.products.tiled_weights import tiled_weight
 from hocket.backends.cpu.kernels.tickets import NBYTES
 from hocket.graph.dtypes import DType
-from hocket.ops.quants import bf16_to_f32, dequantise
+from hocket.ops.quantisation import bf16_to_f32, dequantise
 
 from ..given.packed_rows import call, met_by_tiles, packed, room, round_to_bf16, target_of
 from ..given.random_rows import random_rows

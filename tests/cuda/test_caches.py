@@ -13,7 +13,7 @@ from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Group, Session
 from hocket.graph.errors import StepError
-from hocket.ops.quants import decoded, encoded
+from hocket.ops.quantisation import decode_array, encode_array
 from hocket.scheduler import load, plan_for
 
 from ..given.devices.emulation import WRONG_RESULTS, finding, needs_compiler
@@ -53,7 +53,7 @@ def rounded(dtype: str, backend: DriverBackend) -> bool:
     run = load(plan_for(graph, [(backend, backend.device(0))]), {})
     run.run({"rows": rows, "ids": np.arange(8, dtype=np.int32)})
     with np.errstate(over="ignore"):
-        wanted = decoded(encoded(rows, kind), kind)
+        wanted = decode_array(encode_array(rows, kind), kind)
     return np.array_equal(np.array(run.store.state("s"))[:8], wanted, equal_nan=True)
 
 

@@ -25,7 +25,7 @@ from hocket.graph import Graph, Spec, constant, input, state, weight
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 from hocket.ops import REGISTRY
-from hocket.ops.collective import COLLECTIVES
+from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load, plan, plan_for
 
 from ..given.devices.emulation import needs_compiler

@@ -22,7 +22,7 @@ from hocket.conformance.trials.generate import quick_cases
 from hocket.graph import Graph, input, state, weight
 from hocket.graph.errors import BackendError
 from hocket.ops import REGISTRY
-from hocket.ops.collective import COLLECTIVES
+from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load, plan, plan_for
 from hocket.scheduler.machines.simulated import simulate
 

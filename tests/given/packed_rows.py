@@ -10,7 +10,7 @@ from hocket.backends.cpu.kernels import packing
 from hocket.backends.cpu.kernels.products import rounding
 from hocket.backends.cpu.kernels.products.formats import FORMATS
 from hocket.graph.dtypes import DType
-from hocket.ops.quants import bf16_to_f32, f32_to_bf16
+from hocket.ops.quantisation import bf16_to_f32, f32_to_bf16
 
 
 def call(kernel: compiler.Kernel, *words: object, thread: int = 0, threads: int = 1) -> int:

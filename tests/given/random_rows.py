@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from hocket.graph.dtypes import DType
-from hocket.ops.quants import LAYOUT, encoded
+from hocket.ops.quantisation import BLOCK_LAYOUTS, encode_array
 
 
 def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
     """Random blocks with scales of ordinary size, or numbers: uint8 [rows, row bytes]."""
     if not dtype.is_quantised:
-        return encoded(rng.standard_normal((rows, columns)).astype(np.float32), dtype).view(np.uint8)
+        return encode_array(rng.standard_normal((rows, columns)).astype(np.float32), dtype).view(np.uint8)
     raw = rng.integers(0, 256, (rows * columns // dtype.block, dtype.block_bytes), dtype=np.uint8)
-    records = raw.view(LAYOUT[dtype])[:, 0]
+    records = raw.view(BLOCK_LAYOUTS[dtype])[:, 0]
     for name in {"d", "dmin"} & set(records.dtype.names):
         records[name] = rng.standard_normal(len(records)) * 0.01
     if dtype is DType.MXFP4:

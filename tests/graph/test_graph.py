@@ -309,11 +309,11 @@ def test_a_graph_with_a_cycle_is_refused():
         Graph({"y": changed_into_a_cycle().outputs["y"]})
 
 
-@pytest.mark.parametrize("rule", ops.RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", ops.OP_RULES, ids=lambda rule: rule.__name__)
 def test_breaking_one_rule_gives_its_message(rule):
     assert rule.__doc__
     for graph, message in BROKEN[rule.__name__]:
-        faults = list_problems(graph, ops.RULES)
+        faults = list_problems(graph, ops.OP_RULES)
         assert any(message in why for why in faults), faults
         assert not [why for why in faults if "\n" in why]
         with pytest.raises(GraphError):

@@ -17,7 +17,7 @@ from ..given.arrays import near
 
 def run(op, *arrays, **attrs):
     """The reference, with defaults filled in."""
-    results = op.run(arrays, op.settle(attrs))
+    results = op.run_reference(arrays, op.normalise_attributes(attrs))
     return results[0] if len(results) == 1 else results
 
 
@@ -46,7 +46,7 @@ def test_add_id_by_hand():
     near(got, [[[10.0], [30.0]], [[20.0], [20.0]]])
 
 
-def routed(experts, n, k, tokens, used, device):
+def load_expert_product(experts, n, k, tokens, used, device):
     w, x = input("w", (experts, n, k)), input("x", (tokens, 1, k))
     ids = input("ids", (tokens, used), "i32")
     return load(plan(Graph({"y": ops.mul_mat_id(w, x, ids)}), device), {})
@@ -57,7 +57,7 @@ def test_experts_that_are_not_chosen_are_not_read(device, rng):
     w = rng.normal(size=(4, 3, 8)).astype(np.float32)
     w[2] = np.nan
     x, ids = rng.normal(size=(5, 1, 8)).astype(np.float32), rng.choice([0, 1, 3], (5, 2))
-    got = routed(4, 3, 8, 5, 2, device).run({"w": w, "x": x, "ids": ids})["y"]
+    got = load_expert_product(4, 3, 8, 5, 2, device).run({"w": w, "x": x, "ids": ids})["y"]
     assert np.isfinite(got).all()
 
 
@@ -66,7 +66,7 @@ def test_experts_that_are_not_chosen_are_not_read(device, rng):
 def test_an_expert_that_does_not_exist_is_refused(device, wrong):
     bound = {"w": np.zeros((4, 3, 8)), "x": np.zeros((2, 1, 8)), "ids": np.array([[0, 1], [wrong, 2]])}
     with pytest.raises(BackendError, match=r"ids of experts run from|names no row"):
-        routed(4, 3, 8, 2, 2, device).run(bound)
+        load_expert_product(4, 3, 8, 2, 2, device).run(bound)
     with pytest.raises(BackendError, match="but there are 0 to 3 only"):
         run(ops.add_id, np.zeros((1, 1, 2)), np.zeros((4, 2)), np.array([[wrong]]))
 
@@ -76,15 +76,15 @@ def test_more_rows_than_a_block_of_one_expert(tokens, rng):
     w = rng.normal(size=(2, 3, 8)).astype(np.float32)
     x, ids = rng.normal(size=(tokens, 1, 8)).astype(np.float32), np.zeros((tokens, 1), np.int64)
     ids[-1] = 1
-    got = routed(2, 3, 8, tokens, 1, "cpu:0").run({"w": w, "x": x, "ids": ids})["y"]
+    got = load_expert_product(2, 3, 8, tokens, 1, "cpu:0").run({"w": w, "x": x, "ids": ids})["y"]
     np.testing.assert_allclose(got, run(ops.mul_mat_id, w, x, ids), rtol=1e-4, atol=1e-4)
 
 
 def test_traffic_of_experts_counts_those_that_can_be_used():
     w, x = input("w", (64, 8, 32), "q8_0"), input("x", (2, 1, 32))
     node = ops.mul_mat_id(w, x, input("ids", (2, 3), "i32")).node
-    assert ops.mul_mat_id.nbytes(node) == 6 * 8 * 34 + 2 * 32 * 4 + 6 * 4 + 2 * 3 * 8 * 4
-    assert ops.mul_mat_id.flops(node) == 2 * 6 * 8 * 32
+    assert ops.mul_mat_id.count_bytes(node) == 6 * 8 * 34 + 2 * 32 * 4 + 6 * 4 + 2 * 3 * 8 * 4
+    assert ops.mul_mat_id.count_flops(node) == 2 * 6 * 8 * 32
 
 
 # -------------------------------------------------------------------------------------------------------- rope
@@ -92,7 +92,7 @@ def test_traffic_of_experts_counts_those_that_can_be_used():
 YARN = {"ext_factor": 0.7, "freq_scale": 0.25, "attn_factor": 1.3, "original_context": 64, "base": 1000.0}
 
 
-def turned_by_loops(x, pos, sections, n_dims, mode, offset=0, factors=None, base=10000.0):
+def rotate_by_loops(x, pos, sections, n_dims, mode, offset=0, factors=None, base=10000.0):
     """One pair at a time, as the comments of ggml.h describe it."""
     out, half = x.copy(), n_dims if mode == "vision" else n_dims // 2
     names = [plane for plane, count in enumerate(sections) for _ in range(count)]
@@ -115,14 +115,14 @@ def turned_by_loops(x, pos, sections, n_dims, mode, offset=0, factors=None, base
 def test_rope_multi_pair_by_pair(mode, sections, offset, rng):
     x, pos, factors = rng.normal(size=(5, 2, 70)), rng.integers(0, 50, (4, 5)), rng.uniform(0.5, 2, 32)
     got = run(ops.rope_multi, x, pos, factors, n_dims=64, sections=sections, mode=mode, offset=offset)
-    near(got, turned_by_loops(x, pos, sections, 64, mode, offset, factors))
+    near(got, rotate_by_loops(x, pos, sections, 64, mode, offset, factors))
 
 
 @pytest.mark.parametrize("sections", [(4, 4, 0, 0), (2, 3, 2, 1)])
 def test_vision_rope_pair_by_pair(sections, rng):
     x, pos, factors = rng.normal(size=(5, 2, 16)), rng.integers(0, 50, (4, 5)), rng.uniform(0.5, 2, 8)
     got = run(ops.rope_multi, x, pos, factors, n_dims=8, sections=sections, mode="vision")
-    near(got, turned_by_loops(x, pos, sections, 8, "vision", factors=factors))
+    near(got, rotate_by_loops(x, pos, sections, 8, "vision", factors=factors))
 
 
 @pytest.mark.parametrize("mode", ["mrope", "imrope"])
@@ -205,9 +205,9 @@ def test_a_query_that_sees_nothing_attends_to_nothing(rng):
 
 
 def test_heads_with_slopes_or_tiled_masks_stay_on_one_device():
-    assert ops.attention.whole({"max_bias": 0.0, "mask_heads": "each"}) == ()
-    assert ops.attention.whole({"max_bias": 8.0, "mask_heads": "one"}) == ("kv_heads", "query_heads")
-    assert ops.attention.whole({"max_bias": 0.0, "mask_heads": "tiled"}) == ("kv_heads", "query_heads")
+    assert ops.attention.unsharded_dimensions({"max_bias": 0.0, "mask_heads": "each"}) == ()
+    assert ops.attention.unsharded_dimensions({"max_bias": 8.0, "mask_heads": "one"}) == ("kv_heads", "query_heads")
+    assert ops.attention.unsharded_dimensions({"max_bias": 0.0, "mask_heads": "tiled"}) == ("kv_heads", "query_heads")
 
 
 # ---------------------------------------------------------------------------------------------------- DeepSeek

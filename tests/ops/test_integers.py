@@ -10,7 +10,7 @@ import pytest
 
 from hocket import ops
 from hocket.graph import Graph, input
-from hocket.ops.integers import CALCULATIONS
+from hocket.ops.elementwise.integers import INTEGER_OPERATIONS
 from hocket.scheduler import load, plan
 
 from ..given.devices.emulation import needs_compiler
@@ -48,13 +48,13 @@ RULES = {
     "device", ["reference:0", "numpy:0", "cpu:0", pytest.param("cuda-emulated:0", marks=needs_compiler)]
 )
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-@pytest.mark.parametrize("kind", CALCULATIONS)
+@pytest.mark.parametrize("kind", INTEGER_OPERATIONS)
 def test_results_wrap_and_division_by_zero_gives_zero(kind, device):
     for a, b in itertools.product(ENDS, ENDS):
         graph = Graph({"y": ops.calculate(input("a", (len(ENDS[a]), 1), a), input("b", (1,), b), kind=kind)})
         run = load(plan(graph, device), {}).run
         bits = 8 * np.dtype(a.replace("i", "int")).itemsize
         for right in ENDS[b]:
-            wanted = [RULES[kind](left, right) for left in ENDS[a]]
-            wrapped = [(n + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1) for n in wanted]
+            expected = [RULES[kind](left, right) for left in ENDS[a]]
+            wrapped = [(n + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1) for n in expected]
             assert run({"a": np.array(ENDS[a])[:, None], "b": np.array([right])})["y"][:, 0].tolist() == wrapped

@@ -1,4 +1,4 @@
-"""An op from another package, installed, is planned, cut, verified, checked and dumped like hocket's own."""
+"""An op from another package, package_folder, is planned, cut, verified, checked and dumped like hocket's own."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ graph = hocket.parse(
 )  # nobody has imported the package
 rng = np.random.default_rng(0)
 x, w = rng.normal(size=(2, 768)).astype(np.float32), rng.normal(size=(768, 768)).astype(np.float32)
-wanted = x @ (w - w.mean(-1, keepdims=True)).T
+expected = x @ (w - w.mean(-1, keepdims=True)).T
 for devices in ("cpu:0", "cpu:0,cpu:1,cpu:2", "numpy:0,numpy:1,numpy:2"):
     plan = hocket.plan(graph, devices, split_mode="tensor")
     run = hocket.load(plan, {"w": w})
-    np.testing.assert_allclose(run.run({"x": x})["y"], wanted, atol=1e-3)
+    np.testing.assert_allclose(run.run({"x": x})["y"], expected, atol=1e-3)
     print(sorted(set(run.kernels())), plan.leaves["w"])
 print(hocket.ops.centre)
 """
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """Where the example is installed, from a copy, since building leaves files behind."""
+def package_folder(tmp_path_factory):
+    """Where the example is package_folder, from a copy, since building leaves files behind."""
     source, site = tmp_path_factory.mktemp("source") / "op", tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "examples" / "third_party_op", source, ignore=shutil.ignore_patterns("build", "*.egg-info"))
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
@@ -47,27 +47,27 @@ def run(site, *arguments):
 
 
 @pytest.mark.long
-def test_it_runs_on_one_device_and_cut_over_three_with_its_own_kernels(installed):
-    done = run(installed, "-c", PROGRAM)
+def test_it_runs_on_one_device_and_sharded_over_three_with_its_own_kernels(package_folder):
+    done = run(package_folder, "-c", PROGRAM)
     assert done.returncode == 0, done.stderr
-    one, three, in_numpy, shown = done.stdout.splitlines()
+    one, three, in_numpy, text = done.stdout.splitlines()
     assert "hocket_centre.cpu_kernel.centred" in one
     assert one.endswith(" R")
     assert "hocket_centre.cpu_kernel.centred" in three
     assert three.endswith(" S0(256|256|256)")
     assert "centre" in in_numpy
-    assert shown == "<op centre>"
+    assert text == "<op centre>"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["numpy", "cpu", "cuda-emulated"])
-def test_the_kit_passes_its_kernels_and_finds_a_fault_in_them(installed, backend, tmp_path):
+def test_the_kit_passes_its_kernels_and_finds_a_fault_in_them(package_folder, backend, tmp_path):
     if backend == "cuda-emulated" and not shutil.which("g++"):
         pytest.skip("g++ is not installed")
     kit = ("-m", "hocket.conformance", "--backend", backend, "--op", "centre")
-    passed = run(installed, *kit)
+    passed = run(package_folder, *kit)
     assert passed.returncode == 0, passed.stdout + passed.stderr
-    site = shutil.copytree(installed, tmp_path / "site")
+    site = shutil.copytree(package_folder, tmp_path / "site")
     file, right, wrong = {
         "numpy": ("numpy_kernel.py", "np.subtract, x, means", "np.subtract, means, x"),
         "cpu": ("cpu_kernel.py", "lanes(x, c, n, 4))  # beyond", "lanes(x, 0, n, 4))  # beyond"),

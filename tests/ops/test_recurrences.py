@@ -18,7 +18,7 @@ from ..given.arrays import near
 
 def run(op, *arrays, **attrs):
     """The reference, with defaults filled in."""
-    results = op.run(arrays, op.settle(attrs))
+    results = op.run_reference(arrays, op.normalise_attributes(attrs))
     return results[0] if len(results) == 1 else results
 
 
@@ -61,15 +61,16 @@ CASES = [
 
 
 def part_of(op, operands, start, stop, state):
-    """The operands of some tokens: whatever has the token axis is cut."""
+    """The operands of some tokens: operands with a token axis are sliced."""
     signature = next(iter(op.signatures.values()))
-    cut = {
+    token_axes = {
         o.name: [d.factors for d in o.dims].index(("t",)) - len(o.dims)
         for o in signature.operands
         if ("t",) in [d.factors for d in o.dims]
     }
     results = {
-        n: np.moveaxis(np.moveaxis(x, cut[n], 0)[start:stop], 0, cut[n]) if n in cut else x for n, x in operands.items()
+        n: np.moveaxis(np.moveaxis(x, token_axes[n], 0)[start:stop], 0, token_axes[n]) if n in token_axes else x
+        for n, x in operands.items()
     }
     return [{**results, "state": state}.get(name) for name in op.operand_names]
 
@@ -77,12 +78,12 @@ def part_of(op, operands, start, stop, state):
 @pytest.mark.parametrize(("op", "text"), CASES, ids=lambda x: x.name if isinstance(x, ops.Op) else "")
 def test_token_by_token_equals_all_at_once(op, text, rng):
     operands, attrs = legal_operands(op, text.format(t=7), rng)
-    attrs = op.settle(attrs)
-    whole, final = op.run(part_of(op, operands, 0, 7, operands["state"]), attrs)
+    attrs = op.normalise_attributes(attrs)
+    whole, final = op.run_reference(part_of(op, operands, 0, 7, operands["state"]), attrs)
     for cuts in ((0, 1, 2, 3, 4, 5, 6, 7), (0, 3, 3, 7)):
         s, outs = operands["state"], []
         for start, stop in pairwise(cuts):
-            out, s = op.run(part_of(op, operands, start, stop, s), attrs)
+            out, s = op.run_reference(part_of(op, operands, start, stop, s), attrs)
             outs.append(out)
         near(np.concatenate(outs, axis=-3), whole)
         near(s, final)
@@ -91,11 +92,13 @@ def test_token_by_token_equals_all_at_once(op, text, rng):
 @pytest.mark.parametrize(("op", "text"), CASES, ids=lambda x: x.name if isinstance(x, ops.Op) else "")
 def test_a_recurrence_is_linear_in_its_input_and_state_together(op, text, rng):
     operands, attrs = legal_operands(op, text.format(t=4), rng)
-    (joint,) = op.linear_in(op.settle(attrs))
+    (joint,) = op.linear_operands(op.normalise_attributes(attrs))
     parts = {name: rng.normal(size=operands[name].shape) for name in joint.split("+")}
 
     def at(values):
-        return op.run([{**operands, **values}.get(n) for n in op.operand_names], op.settle(attrs))
+        return op.run_reference(
+            [{**operands, **values}.get(n) for n in op.operand_names], op.normalise_attributes(attrs)
+        )
 
     summed = at({n: operands[n] + 2.0 * x for n, x in parts.items()})
     for got, one, two in zip(summed, at({}), at(parts), strict=True):
@@ -106,11 +109,15 @@ def test_a_recurrence_is_linear_in_its_input_and_state_together(op, text, rng):
 @pytest.mark.parametrize("tokens", [0, 1, 3, 5])
 def test_snapshot_s_is_the_state_after_a_prefix(op, text, tokens, rng):
     operands, attrs = legal_operands(op, text.format(t=tokens), rng)
-    out, snapshots = op.run(part_of(op, operands, 0, tokens, operands["state"]), op.settle({**attrs, "snapshots": 3}))
+    out, snapshots = op.run_reference(
+        part_of(op, operands, 0, tokens, operands["state"]), op.normalise_attributes({**attrs, "snapshots": 3})
+    )
     assert snapshots.shape == (2, 3, *operands["state"].shape[1:])
     for s in range(3):
         prefix = (
-            op.run(part_of(op, operands, 0, tokens - s, operands["state"]), op.settle(attrs)) if s <= tokens else None
+            op.run_reference(part_of(op, operands, 0, tokens - s, operands["state"]), op.normalise_attributes(attrs))
+            if s <= tokens
+            else None
         )
         if s == 0:
             near(out, prefix[0])
@@ -125,13 +132,15 @@ def test_a_pool_is_gather_then_run_then_scatter(op, text, snapshots, tokens, rng
     pool = rng.normal(size=(9, *operands["state"].shape[1:]))
     slots_in, slots_out = np.array([4, 7]), rng.permutation(9)[: 2 * snapshots].reshape(2, snapshots)
     attrs["snapshots"] = snapshots
-    plain = op.run(part_of(op, operands, 0, tokens, pool[slots_in]), op.settle(attrs))
+    plain = op.run_reference(part_of(op, operands, 0, tokens, pool[slots_in]), op.normalise_attributes(attrs))
     operands["slots_in"] = slots_in
-    read = op.run(part_of(op, operands, 0, tokens, pool), op.settle({**attrs, "pool": "read"}))
+    read = op.run_reference(part_of(op, operands, 0, tokens, pool), op.normalise_attributes({**attrs, "pool": "read"}))
     for got, want in zip(read, plain, strict=True):
         near(got, want)
     operands["slots_out"] = slots_out[:, 0] if snapshots == 1 else slots_out
-    out, new = op.run(part_of(op, operands, 0, tokens, pool), op.settle({**attrs, "pool": "update"}))
+    out, new = op.run_reference(
+        part_of(op, operands, 0, tokens, pool), op.normalise_attributes({**attrs, "pool": "update"})
+    )
     want = pool.copy()
     for s in range(snapshots):
         if s < max(tokens, 1):
@@ -164,15 +173,15 @@ def test_a_pool_is_updated_in_place_without_allocating():
     leaves = {n: input(n, s.shape) for n, s in parse_case(case).items()}
     pool, slots = state("pool", (16, 4, 128, 128)), input("slots", (2,), "i32")
     out, new = ops.gated_delta_net(**leaves, state=pool, slots_in=slots, slots_out=slots, pool="update")
-    made = plan(Graph({"o": out}, {pool: new}), "cpu:0")
-    program = load(made, {})
+    built = plan(Graph({"o": out}, {pool: new}), "cpu:0")
+    program = load(built, {})
     bound = {n: np.full(v.shape, 0.1, np.float32) for n, v in leaves.items()} | {"slots": np.array([3, 5])}
     program.run(bound)
     tracemalloc.start()
     program.run(bound)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # NumPy's own buffers take some 64 KiB whatever the size.
+    # The buffers of NumPy have about 64 KiB for any size.
     assert peak < 128 * 1024, f"a state of one sequence is 256 KiB, but a run allocates {peak} bytes"
 
 
@@ -183,9 +192,9 @@ def test_traffic_of_a_pool_is_that_of_its_rows():
         leaves = {n: input(n, s.shape) for n, s in parse_case(small.format(s=f"{slots},")).items()}
         i, o = input("i", (2,), "i32"), input("o", (2,), "i32")
         node = ops.gated_delta_net(**leaves, slots_in=i, slots_out=o, pool="update")[0].node
-        sizes.append(ops.gated_delta_net.nbytes(node))
+        sizes.append(ops.gated_delta_net.count_bytes(node))
     leaves = {n: input(n, s.shape) for n, s in parse_case(small.format(s="2,")).items()}
-    plain = ops.gated_delta_net.nbytes(ops.gated_delta_net(**leaves)[0].node)
+    plain = ops.gated_delta_net.count_bytes(ops.gated_delta_net(**leaves)[0].node)
     assert sizes == [plain + 16, plain + 16]
 
 
@@ -205,7 +214,7 @@ def test_gated_delta_net_by_hand():
     near(new, one(-5.5))
 
 
-def chunked(q, k, v, g, beta, s):
+def compute_in_chunks(q, k, v, g, beta, s):
     """All tokens of one head at once: solve for the deltas, then two products.  S is [value, key], g per token."""
     total = np.cumsum(g)
     decay = np.tril(np.exp(np.minimum(total[:, None] - total, 0.0)))
@@ -224,7 +233,7 @@ def test_the_delta_rule_equals_its_chunked_form(heads, rng):
     out, new = run(ops.gated_delta_net, q, k, v, g, beta, s, heads=heads)
     for j in range(6):
         i = j % 2 if heads == "tiled" else j // 3
-        want, state = chunked(q[:, i], k[:, i], v[:, j], g[:, j, 0], beta[:, j], s[j])
+        want, state = compute_in_chunks(q[:, i], k[:, i], v[:, j], g[:, j, 0], beta[:, j], s[j])
         near(out[:, j], want)
         near(new[j], state)
 

@@ -1,4 +1,4 @@
-"""Every op's own samples: what is declared is inferred, computed and refused as it says."""
+"""Samples and errors of all ops: results are inferred and computed as declared, errors have their message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from hocket import ops
 from hocket.graph import DType, GraphError, Spec, Value, input, parse_case
-from hocket.ops.declaring.signature import Leading, Role
+from hocket.ops.declaration.signature import DimensionRole, LeadingAxes
 
 SAMPLES = [(op, text) for op in ops.REGISTRY.values() for text in op.samples]
 ERRORS = [(op, text, message) for op in ops.REGISTRY.values() for text, message in op.errors]
@@ -48,21 +48,21 @@ def random_array(spec: Spec, legal: ops.Range | None, sizes, rng) -> np.ndarray:
 def test_a_sample_has_the_shape_that_was_inferred(op, text):
     node = build(op, text)
     rng = np.random.default_rng(0)
-    sizes = op.sizes([None if s is None else s.spec for s in node.src], node.attrs).named
+    sizes = op.resolve_sizes([None if s is None else s.spec for s in node.src], node.attrs).by_name
     arrays = [
         None if s is None else random_array(s.spec, op.ranges.get(name), sizes, rng)
         for name, s in zip(op.operand_names, node.src, strict=False)
     ]
     before = [None if a is None else a.copy() for a in arrays]
-    results = op.run(arrays, node.attrs)
+    results = op.run_reference(arrays, node.attrs)
     assert [r.shape for r in results] == [s.shape for s in node.specs]
     for result in results:
         assert not np.isnan(result).any()
     for array, copy in zip(arrays, before, strict=True):
         if array is not None:
             np.testing.assert_array_equal(array, copy, "the reference changed its operand")
-    assert op.flops(node) >= 0
-    assert op.nbytes(node) >= 0
+    assert op.count_flops(node) >= 0
+    assert op.count_bytes(node) >= 0
 
 
 @pytest.mark.parametrize(("op", "text", "message"), ERRORS, ids=lambda x: x.name if isinstance(x, ops.Op) else x)
@@ -82,37 +82,40 @@ def test_an_op_is_declared_completely(op):
     assert op.samples
     assert len(op.errors) >= 2
     operands = set(op.operand_names)
-    assert {name for text in op.linear_in(op.defaults or {"bias": 0}) for name in text.split("+")} <= operands
+    assert {name for text in op.linear_operands(op.defaults or {"bias": 0}) for name in text.split("+")} <= operands
     assert {name for text in op.zeros for name in text.split("+")} <= operands
     for signature in op.signatures.values():
-        if signature.lookup:
-            table, dim = signature.lookup
+        if signature.indexed_dimension:
+            table, dim = signature.indexed_dimension
             assert {"first", "total"} <= set(op.defaults)
             assert dim.index in operands
-            assert any(table.name in text.split("+") for text in op.linear_in(op.defaults))
-    assert {name for _, name in op.inplace_in(op.defaults)} <= operands
+            assert any(table.name in text.split("+") for text in op.linear_operands(op.defaults))
+    assert {name for _, name in op.inplace_pairs(op.defaults)} <= operands
     assert set(op.ranges) <= operands
-    if op.infer_shape is not None and op.name != "cast":
+    if op.infer_spec is not None and op.name != "cast":
         assert op.links is not None, "a shape that names cannot say needs links to say how it shards"
-    costs = [(op.flops(node), op.nbytes(node)) for node in (build(op, text) for text in op.samples)]
+    costs = [(op.count_flops(node), op.count_bytes(node)) for node in (build(op, text) for text in op.samples)]
     assert op.is_view or any(nbytes > 0 for _, nbytes in costs)
 
 
 @pytest.mark.parametrize("op", ops.REGISTRY.values(), ids=lambda op: op.name)
 def test_an_axis_that_ends_in_an_op_is_contracted_or_coupled(op):
-    """What is cut along a parallel axis stays cut in the result, so an axis that the result lacks has another role."""
-    for signature in op.signatures.values() if op.infer_shape is None else ():
-        kept = {factor for result in signature.results for dim in result.dims for factor in dim.factors}
-        ends = [dim for dim in signature.dims if not kept & set(dim.factors) and not dim.factors[0].isdecimal()]
-        declared = {dim.factors for dim in signature.dims if dim.role is not Role.PARALLEL}
+    """A parallel axis is an axis of the result, too; an axis that the result lacks has another role."""
+    for signature in op.signatures.values() if op.infer_spec is None else ():
+        factors = {factor for result in signature.results for dim in result.dims for factor in dim.factors}
+        ends = [dim for dim in signature.dims if not factors & set(dim.factors) and not dim.factors[0].isdecimal()]
+        declared = {dim.factors for dim in signature.dims if dim.role is not DimensionRole.PARALLEL}
         assert {dim.factors for dim in ends} <= declared
-        if any(o.leading is Leading.EQUAL for o in signature.operands):
-            assert all(r.leading is Leading.EQUAL for r in signature.results)
+        if any(o.leading is LeadingAxes.EQUAL for o in signature.operands):
+            assert all(r.leading is LeadingAxes.EQUAL for r in signature.results)
 
 
 def test_roles_are_read_from_the_signature():
     signature = ops.mul_mat.signature_for({})
-    assert {d.factors[0]: d.role for d in signature.operands[0].dims} == {"n": Role.PARALLEL, "k": Role.CONTRACTED}
+    assert {d.factors[0]: d.role for d in signature.operands[0].dims} == {
+        "n": DimensionRole.PARALLEL,
+        "k": DimensionRole.CONTRACTED,
+    }
     assert ops.attention.signature_for({}).operands[0].dims[1].factors == ("kv_heads", "query_heads")
     assert ops.gated_delta_net.signature_for({"heads": "interleaved"}).operands[2].dims[1].factors == (
         "key_heads",

@@ -1,4 +1,4 @@
-"""What editors, `help` and type checkers see of ops is what the registry says."""
+"""Editors, `help` and type checkers see ops as the registry declares them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ..given.models.goldens import ROOT
 
 
 def test_the_stub_is_up_to_date():
-    assert (ROOT / "ops" / "__init__.pyi").read_text("utf-8") == stubs.page(), (
-        "run python -m hocket.ops.stubs, and put what it writes into ops/__init__.pyi"
+    assert (ROOT / "ops" / "__init__.pyi").read_text("utf-8") == stubs.build_stub(), (
+        "run python -m hocket.ops.stubs, and write its output to ops/__init__.pyi"
     )
 
 
 def test_help_says_what_an_op_does_and_how_it_is_called():
-    said = pydoc.render_doc(ops.rope, renderer=pydoc.plaintext)
-    assert 'rope(x, pos, factors=None, *, n_dims, mode="normal"' in said
-    assert ops.rope.documentation.splitlines()[0] in said
-    assert len(said.splitlines()) < 20
+    text = pydoc.render_doc(ops.rope, renderer=pydoc.plaintext)
+    assert 'rope(x, pos, factors=None, *, n_dims, mode="normal"' in text
+    assert ops.rope.documentation.splitlines()[0] in text
+    assert len(text.splitlines()) < 20
     assert (
         str(inspect.signature(ops.clamp)) == "(x: 'Value', *, min: 'float', max: 'float', name: 'str' = '') -> 'Value'"
     )
 
 
 @pytest.mark.parametrize(
-    ("asked", "near"), [("matmul", "mul_mat"), ("rmsnorm", "rms_norm"), ("rope_multy", "rope_multi")]
+    ("asked", "suggestion"), [("matmul", "mul_mat"), ("rmsnorm", "rms_norm"), ("rope_multy", "rope_multi")]
 )
-def test_an_op_that_is_not_there_is_answered_with_the_nearest(asked, near):
-    with pytest.raises(AttributeError, match=f"no op '{asked}'; did you mean {near}"):
+def test_an_op_that_is_not_there_is_answered_with_the_nearest(asked, suggestion):
+    with pytest.raises(AttributeError, match=f"no op '{asked}'; did you mean {suggestion}"):
         getattr(ops, asked)
 
 
@@ -56,3 +56,33 @@ def test_an_op_is_registered_once_and_with_attributes_that_graphs_keep():
     with pytest.raises(GraphError, match="op is <function"):
         hocket.register(twice)
     assert hocket.register(ops.add) is ops.add
+
+
+def test_names_before_0_2_are_aliases():
+    assert ops.Range is ops.LegalRange
+    assert ops.RULES is ops.OP_RULES
+    assert ops.exact is ops.as_reference_array
+
+
+def test_old_keywords_of_a_declaration_mean_the_new_ones():
+    def halves(x, *, count: int, kind: str = "even"):
+        return x
+
+    def check(**_):
+        return "not now"
+
+    old = ops.op(
+        {"even": "x[..., *n] -> [..., m]"},
+        form="kind",
+        needs=check,
+        where={"m": lambda n, **_: n // 2},
+        share=lambda node: 0.25,
+        whole=lambda attrs: ("n",),
+        must=False,
+    )(halves)
+    assert (old.signature_key, old.check, old.is_required) == ("kind", check, False)
+    assert old.derived_sizes["m"](n=6) == 3
+    assert old.active_fraction(None) == 0.25
+    assert old.unsharded_dimensions({}) == ("n",)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wants'"):
+        ops.op("x[...] -> [...]", wants=check)

@@ -35,7 +35,7 @@ def list_files() -> tuple[Path, ...]:
 
 
 def list_sources(folder: str = "") -> list[Path]:
-    """Return the Python files of the package, or of one folder of it, such as `ops.declaring`."""
+    """Return the Python files of the package, or of one folder of it, such as `ops.declaration`."""
     parts = {path: path.relative_to(ROOT).parts for path in list_files() if path.suffix == ".py"}
     inside = tuple(folder.split(".")) if folder else ()
     return [path for path, at in parts.items() if at[0] not in NOT_PACKAGE and at[: len(inside)] == inside]

@@ -21,7 +21,7 @@ from hocket.frontends import models
 from hocket.frontends.commands.flags import EXACT
 from hocket.frontends.models.family import Family
 from hocket.frontends.session import Group, Session
-from hocket.ops.page import page
+from hocket.ops.page import build_page
 from hocket.scheduler import planner
 
 from ..given.models.goldens import ROOT, golden, limit, nmse, opened
@@ -30,7 +30,7 @@ DOCS = ROOT / "docs"
 
 
 def test_the_op_reference_is_up_to_date():
-    assert (DOCS / "ops.md").read_text("utf-8") == page(), "run python -m hocket.ops.page > docs/ops.md"
+    assert (DOCS / "ops.md").read_text("utf-8") == build_page(), "run python -m hocket.ops.page > docs/ops.md"
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("write_*.py")), ids=lambda p: p.stem)
@@ -126,8 +126,8 @@ def test_the_op_of_the_guide_can_be_declared_as_it_is_written():
     space: dict[str, object] = {}
     lines = [line.removeprefix("   ") for line in code.splitlines()]
     head = [
-        "from hocket.ops.declaring.op import Array, op",
-        "from hocket.ops.declaring.samples import grid",
+        "from hocket.ops.declaration.op import Array, op",
+        "from hocket.ops.declaration.samples import expand_template",
         "import numpy as np",
     ]
     exec(compile("\n".join([*head, *lines]), "add-an-op.md", "exec"), space)

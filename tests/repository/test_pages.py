@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hocket.cli import main
-from hocket.ops.declaring.registry import REGISTRY
+from hocket.ops.registry import REGISTRY
 
 from ..given.models.goldens import ROOT
 

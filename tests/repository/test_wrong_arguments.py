@@ -180,7 +180,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "Node", (hocket.Node, {name: getattr(new.node, name) for name in ("op", "src", "attrs", "specs", "name")})
     yield "Plan", (hocket.Plan, {f.name: getattr(plan(), f.name) for f in dataclasses.fields(hocket.Plan)})
     yield "Trace", (hocket.Trace, {"left_out": 0, "noted": []})
-    yield "Range", (ops.Range, {"low": 0.0, "high": "n", "distinct": True})
+    yield "Range", (ops.LegalRange, {"low": 0.0, "high": "n", "distinct": True})
     yield "Graph", (hocket.Graph, {"outputs": {"y": new}, "updates": {s: new}})
     yield "Graph.leaves", (graph.leaves, {"op": "input"})
     yield "Graph.view", (graph.view, {"title": "a graph"})
@@ -233,7 +233,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "evaluate", (ops.evaluate, {"graph": graph, "bindings": leaves})
     for name, value in leaves.items():
         yield f"evaluate {name}", (with_one(partial(ops.evaluate, graph), leaves, name), {"value": value})
-    yield "exact", (ops.exact, {"array": [1.0]})
+    yield "exact", (ops.as_reference_array, {"array": [1.0]})
 
 
 def cases_of_models() -> Iterator[tuple[str, Case]]:

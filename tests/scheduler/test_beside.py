@@ -14,7 +14,7 @@ from hocket.backends.beside import beside
 from hocket.backends.null.backend import NullBackend
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph.errors import StepError
-from hocket.ops.collective import COLLECTIVES, LETTERS
+from hocket.ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 from hocket.scheduler import plan_for
 from hocket.scheduler.lowering.lower import lower
 from hocket.scheduler.running.timeline import timeline
@@ -188,7 +188,7 @@ def test_a_plan_says_what_computing_beside_collectives_saves():
 def test_letters_are_waited_for_at_once():
     backend = Overlapping()
     plan = plan_for(decoder(), [(backend, backend.device(d)) for d in range(2)], split_mode="layer")
-    assert any(i.op in LETTERS for i in plan.lanes[0].program.instructions)
+    assert any(i.op in POINT_TO_POINT_OPS for i in plan.lanes[0].program.instructions)
     assert all(lane.meanwhile == {} for lane in plan.lanes)
 
 

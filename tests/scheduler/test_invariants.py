@@ -15,7 +15,7 @@ from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph import Graph, PlanError, Value
 from hocket.graph.graph import assign_names
 from hocket.ops import op_of
-from hocket.ops.collective import COLLECTIVES
+from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import Executor, Store, load, plan_for
 from hocket.scheduler.verifier.plan import verify_plan
 

@@ -14,7 +14,7 @@ import hocket
 from hocket import ops
 from hocket.backends import find
 from hocket.graph import Graph, PlanError, constant, input, state, weight
-from hocket.ops.collective import COLLECTIVES, all_reduce
+from hocket.ops.collectives import COLLECTIVES, all_reduce
 from hocket.scheduler import Executor, Store, load, plan, plan_for
 from hocket.scheduler.lowering.arena import ALIGNMENT, Lifetime, place, place_by_runs
 from hocket.scheduler.lowering.lower import lower

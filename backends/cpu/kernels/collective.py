@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from ....ops.collective import int_attr, runs_of
+from ....ops.collectives import as_index_ranges, as_integer
 from ...base import Comm
 from ...operands import Bound
 from ..compiler import kernel, part
@@ -216,7 +216,7 @@ def _shares(steps: Steps, call: Bound) -> bool:
     """A reduce-scatter or an all-gather in which each device has one run of the axis at most."""
     comm: Comm | None = steps.comm
     x, y = call.operand(0), call.out
-    axis, runs = int_attr(call.attrs["axis"]), runs_of(call.attrs["runs"])
+    axis, runs = as_integer(call.attrs["axis"]), as_index_ranges(call.attrs["runs"])
     if comm is None or comm.board is None or comm.is_apart or comm.slabs is not None:
         return False
     if not (x.is_float and x.is_dense and y.is_dense) or any(len(own) > 1 for own in runs):
@@ -234,7 +234,7 @@ def _shares(steps: Steps, call: Bound) -> bool:
         own=own * inner,
         whole=whole[axis] * inner,
         first=first * inner,
-        number=int_attr(call.attrs["sequence"]),
+        number=as_integer(call.attrs["sequence"]),
         patience=int(comm.timeout * 1e9),
     )
     steps.add(all_gather if gathers else reduce_scatter, words, reads=[x], writes=[y], nbytes=0, stops=True)

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from ....graph.dtypes import DType
-from ....ops.views import ints_of
+from ....ops.declaration.shape_rules import integers_attribute
 from ...chains import ChangedState, changed_state
 from ...flow import Flow
 from ...operands import Bound, Operand, need
@@ -236,7 +236,7 @@ def _pad(steps: Steps, call: Bound) -> bool:
     if call.attrs["circular"]:
         return False
     inner = out
-    for axis, (n, left) in enumerate(zip(x.shape, ints_of(call.attrs, "left"), strict=True)):
+    for axis, (n, left) in enumerate(zip(x.shape, integers_attribute(call.attrs, "left"), strict=True)):
         inner = inner.part(axis, left, n)
     zeros = {"value": 0}
     if not x.tensor.spec.size:

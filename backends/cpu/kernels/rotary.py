@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....graph.dtypes import DType
-from ....ops.rotary import frequencies, planes
+from ....ops.matrix.rope import compute_frequencies, position_planes
 from ...chains import turned_heads
 from ...flow import Flow, apart
 from ...operands import Bound, Operand, float_bits, need
@@ -234,8 +234,8 @@ def turning_of(steps: Steps, call: Bound) -> Turning:
     key = ("turns", pos.tensor, None if factors is None else factors.tensor, kind)
     turned = steps.known(key)
     if turned is None:
-        plane, index = planes(pairs, _sections(call), mode) if multi else (np.zeros(pairs, np.int64), None)
-        turned = _turns(steps, call, frequencies(half, call.attrs, index), plane)
+        plane, index = position_planes(pairs, _sections(call), mode) if multi else (np.zeros(pairs, np.int64), None)
+        turned = _turns(steps, call, compute_frequencies(half, call.attrs, index), plane)
         steps.remember(key, turned, [pos] if factors is None else [pos, factors])
     return Turning(mode == "normal", pairs, _number(call, "offset"), turned[0], turned[1])
 

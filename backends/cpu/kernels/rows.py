@@ -10,7 +10,7 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from ....graph.dtypes import DType
-from ....ops.declaring.attributes import number
+from ....ops.declaration.attributes import float_attribute
 from ...base import contiguous_strides
 from ...operands import Bound, Operand, float_bits
 from ..compiler import Kernel, Part, kernel, part
@@ -402,11 +402,13 @@ def _add_with_numbers(steps: Steps, call: Bound, name: str, first: float, second
 
 
 def _scale(steps: Steps, call: Bound) -> bool:
-    return _add_with_numbers(steps, call, "scale", number(call.attrs, "scale"), number(call.attrs, "bias") or -0.0)
+    return _add_with_numbers(
+        steps, call, "scale", float_attribute(call.attrs, "scale"), float_attribute(call.attrs, "bias") or -0.0
+    )
 
 
 def _clamp(steps: Steps, call: Bound) -> bool:
-    low, high = number(call.attrs, "min"), number(call.attrs, "max")
+    low, high = float_attribute(call.attrs, "min"), float_attribute(call.attrs, "max")
     name = "clamp_to_0" if _is_zero(high, -1.0) else "clamp_from_0" if _is_zero(low, 1.0) else "clamp"
     return _add_with_numbers(steps, call, name, low, high)
 
@@ -416,7 +418,7 @@ def _is_zero(value: float, sign: float) -> bool:
 
 
 def _leaky(steps: Steps, call: Bound) -> bool:
-    return _add_with_numbers(steps, call, "leaky_relu", number(call.attrs, "negative_slope"))
+    return _add_with_numbers(steps, call, "leaky_relu", float_attribute(call.attrs, "negative_slope"))
 
 
 def _compare(steps: Steps, call: Bound) -> bool:

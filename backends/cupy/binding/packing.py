@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ....graph.dtypes import DType
 from ....graph.spec import Spec
-from ....ops.quants import LAYOUT
+from ....ops.quantisation import BLOCK_LAYOUTS
 
 U8 = npt.NDArray[np.uint8]
 Blocks = npt.NDArray[Any]
@@ -219,7 +219,7 @@ def pack(data: U8, spec: Spec) -> U8:
 def _pack_units(rows: U8, dtype: DType, out: U8) -> None:
     """Rows of a file, the last unit of which may lack some, to units: uint8 [rows, row bytes] to [units, bytes]."""
     count, start = len(rows), 0
-    blocks = np.ascontiguousarray(rows).reshape(-1).view(LAYOUT[dtype])
+    blocks = np.ascontiguousarray(rows).reshape(-1).view(BLOCK_LAYOUTS[dtype])
     for plane in PACKINGS[dtype].planes:
         made = plane(blocks)
         size = made.shape[-1]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from ....ops.collective import COLLECTIVES, int_attr
+from ....ops.collectives import COLLECTIVES, as_integer
 from ...abilities import Called, Source
 from ...base import Instruction, Program, Tensor
 from ...flow import Flow
@@ -31,7 +31,7 @@ class Met:
 
     @property
     def sequence(self) -> int:
-        return int_attr(self.instruction.attrs["sequence"])
+        return as_integer(self.instruction.attrs["sequence"])
 
 
 def bound_parts(flow: Flow, launches: Launches, operand: Callable[[Tensor], Operand]) -> Iterator[Single | Met]:

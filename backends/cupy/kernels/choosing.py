@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ....graph.dtypes import DType
-from ....ops.choosing import COMPARISONS
+from ....ops.elementwise.comparisons import COMPARISONS
 from ...operands import Bound, Operand, need
 from ..binding.axes import axes_of, repeated_heads
 from ..binding.launches import Binding, Launches, Word, blocks

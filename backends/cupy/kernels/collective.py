@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
-from ....ops.collective import int_attr
+from ....ops.collectives import as_integer
 from ...board import EACH, FIRST, RUN
 from ...meeting import Index, Pairs, exchanged, gathered, scattered
 from ...operands import Bound, Operand, need
@@ -144,7 +144,7 @@ def bind(launches: Launches, call: Bound, group: Group) -> None:
 
 
 def _sequence(call: Bound) -> int:
-    return int_attr(call.attrs["sequence"])
+    return as_integer(call.attrs["sequence"])
 
 
 def _group(launches: Launches, sequence: int, group: Group) -> list[Word]:
@@ -287,7 +287,7 @@ def _summed(call: Bound) -> list[tuple[Index, list[tuple[int, Index]]]]:
 
 
 def _send(launches: Launches, call: Bound, group: Group) -> None:
-    to = int_attr(call.attrs["to"])
+    to = as_integer(call.attrs["to"])
     need(_is_movable(call.out), "kernels that copy this type are missing")
     if call.operand(0).address != call.out.address:
         launch_copy(launches, call.operand(0), call.out)
@@ -295,7 +295,7 @@ def _send(launches: Launches, call: Bound, group: Group) -> None:
 
 
 def _receive(launches: Launches, call: Bound, group: Group) -> None:
-    source = int_attr(call.attrs["source"])
+    source = as_integer(call.attrs["source"])
     theirs = group.offer(source, _sequence(call)).source
     need(_is_movable(theirs), "kernels that copy this type are missing")
     launches.add(SOURCE["await_one"], 1, 1, [*_group(launches, _sequence(call), group), source])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from ....graph.dtypes import DType
-from ....ops.declaring.attributes import number
+from ....ops.declaration.attributes import float_attribute
 from ...flow import Flow, apart
 from ...operands import Bound, Operand, need
 from ..binding.axes import axes_of
@@ -26,12 +26,12 @@ Numbers = Callable[[Bound], Sequence[float]]
 
 
 def _attributes(*names: str) -> Numbers:
-    return lambda call: [float(number(call.attrs, n)) for n in names]
+    return lambda call: [float(float_attribute(call.attrs, n)) for n in names]
 
 
 def _scaled(call: Bound) -> Sequence[float]:
     """The factor, and what is added: -0, which changes no zero, where there is no bias."""
-    return number(call.attrs, "scale"), number(call.attrs, "bias") or -0.0
+    return float_attribute(call.attrs, "scale"), float_attribute(call.attrs, "bias") or -0.0
 
 
 def _xielu(call: Bound) -> Sequence[float]:
@@ -43,7 +43,7 @@ def _xielu(call: Bound) -> Sequence[float]:
 
 def _clamped(call: Bound) -> Sequence[float]:
     """alpha and limit, as far as the unit has them."""
-    return [float(number(call.attrs, n)) if n in call.attrs else 1.0 for n in ("alpha", "limit")]
+    return [float(float_attribute(call.attrs, n)) if n in call.attrs else 1.0 for n in ("alpha", "limit")]
 
 
 _NOTHING = _attributes()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ....graph.dtypes import DType
-from ....ops.declaring.attributes import number
+from ....ops.declaration.attributes import float_attribute
 from ...operands import Bound, Operand, need
 from ..binding.axes import MOST, axes_of, row_heads
 from ..binding.launches import Binding, Launches, Word, blocks
@@ -65,7 +65,7 @@ def _indexer(launches: Launches, call: Bound) -> None:
 def _comb(launches: Launches, call: Bound) -> None:
     mixes, scale, base = (as_float(launches, call.operand(i)) for i in range(3))
     axes = axes_of(mixes.shape[:-1], [row_heads(mixes), without(call.out, -1, -2)])
-    turns, eps = int(number(call.attrs, "n_iter")), float(number(call.attrs, "eps"))
+    turns, eps = int(float_attribute(call.attrs, "n_iter")), float(float_attribute(call.attrs, "eps"))
     words: list[Word] = [
         axes.count,
         call.out.shape[-1],
@@ -86,7 +86,7 @@ def _pre(launches: Launches, call: Bound) -> None:
     axes = axes_of(out.shape, [without(x, -2), per_stream, out])
     need(axes.count < MOST_ELEMENTS, f"a result of {axes.count} elements is too large for one launch")
     words: list[Word] = [axes.count, x.shape[-2], gated, x.strides[-2], weights.strides[-2 if gated else -1]]
-    words += [float(number(call.attrs, "scale")), *axes.words]
+    words += [float(float_attribute(call.attrs, "scale")), *axes.words]
     words += [w for i, o in enumerate((x, weights, out)) for w in axes.walk(i, o)]
     launches.add(SOURCE["hyper_pre"], blocks(axes.count, THREADS), THREADS, words)
 
@@ -120,7 +120,7 @@ def _causal_mask(launches: Launches, call: Bound) -> None:
     words: list[Word] = [
         count,
         out.shape[-1],
-        int(number(call.attrs, "window")),
+        int(float_attribute(call.attrs, "window")),
         *axes.words,
         *axes.walk(0, positions),
         out,

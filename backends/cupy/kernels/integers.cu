@@ -4,7 +4,7 @@ __device__ __forceinline__ i64 quotient(i64 a, i64 b) { return b == -1 ? (i64)(0
 __device__ __forceinline__ i64 rest(i64 a, i64 b) { return b == -1 ? 0 : a % b; }
 __device__ __forceinline__ bool crosses(i64 a, i64 b) { return rest(a, b) != 0 && (a < 0) != (b < 0); }
 
-// The order of `CALCULATIONS` in ops/integers.py.
+// The order of `INTEGER_OPERATIONS` in ops/elementwise/integers.py.
 enum Rule : i64 { ADD, SUB, MUL, FLOOR_DIV, TRUNC_DIV, FLOOR_MOD, TRUNC_MOD, MAX, MIN, AND, OR, XOR, LEFT, RIGHT };
 __device__ __forceinline__ i64 calculated(i64 rule, i64 a, i64 b) {
     if (b == 0 && rule >= FLOOR_DIV && rule <= TRUNC_MOD) return 0;

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ....graph.dtypes import DType
-from ....ops.integers import CALCULATIONS
+from ....ops.elementwise.integers import INTEGER_OPERATIONS
 from ...operands import Bound
 from ..binding.launches import Binding, Launches
 from ..device.driver import Source
@@ -23,7 +23,7 @@ def _calculate(launches: Launches, call: Bound) -> None:
     a, b, out = call.operand(0), call.operand(1), call.out
     b = b if b.dtype in IDS else as_type(launches, b, DType.I32)
     kernel = SOURCE[f"calculate<{TYPES[out.dtype]}, {TYPES[b.dtype]}>"]
-    launch_map(launches, kernel, [a, b], out, [], tuple(CALCULATIONS).index(str(call.attrs["kind"])))
+    launch_map(launches, kernel, [a, b], out, [], tuple(INTEGER_OPERATIONS).index(str(call.attrs["kind"])))
 
 
 BINDINGS: Mapping[str, Binding] = MappingProxyType({"calculate": _calculate})

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from ....graph.dtypes import DType
-from ....ops.generators import arange
-from ....ops.views import ints_of
+from ....ops.declaration.shape_rules import integers_attribute
+from ....ops.elementwise.generators import arange
 from ...operands import Bound, Operand, need
 from ..binding.axes import axes_of, expanded, row_heads
 from ..binding.launches import Binding, Launches, Word, blocks
@@ -73,11 +73,11 @@ def _launch_shifted(launches: Launches, x: Operand, out: Operand, shifts: Sequen
 
 def _pad(launches: Launches, call: Bound) -> None:
     how = AROUND if call.attrs["circular"] else ZEROS
-    _launch_shifted(launches, call.operand(0), call.out, ints_of(call.attrs, "left"), how)
+    _launch_shifted(launches, call.operand(0), call.out, integers_attribute(call.attrs, "left"), how)
 
 
 def _roll(launches: Launches, call: Bound) -> None:
-    _launch_shifted(launches, call.operand(0), call.out, ints_of(call.attrs, "shifts"), AROUND)
+    _launch_shifted(launches, call.operand(0), call.out, integers_attribute(call.attrs, "shifts"), AROUND)
 
 
 def _pad_reflect(launches: Launches, call: Bound) -> None:
@@ -92,7 +92,9 @@ def _pad_reflect(launches: Launches, call: Bound) -> None:
 def _region(call: Bound) -> Operand:
     """The part of the result that begins at `offsets` and is as large as the second operand."""
     region = call.out
-    for axis, (start, n) in enumerate(zip(ints_of(call.attrs, "offsets"), call.operand(1).shape, strict=True)):
+    for axis, (start, n) in enumerate(
+        zip(integers_attribute(call.attrs, "offsets"), call.operand(1).shape, strict=True)
+    ):
         region = region.part(axis, start, n)
     return region
 

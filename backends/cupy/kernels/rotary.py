@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ....graph.dtypes import DType
-from ....ops.declaring.attributes import number
-from ....ops.rotary import frequencies, planes
-from ....ops.views import ints_of
+from ....ops.declaration.attributes import float_attribute
+from ....ops.declaration.shape_rules import integers_attribute
+from ....ops.matrix.rope import compute_frequencies, position_planes
 from ...chains import ROPES, changed_state, turned_heads
 from ...flow import Flow, apart, lies_as
 from ...operands import Bound, Operand, need
@@ -46,13 +46,15 @@ class Turned:
 
     @classmethod
     def of(cls, call: Bound) -> Turned:
-        n_dims, positions = int(number(call.attrs, "n_dims")), call.operand(1)
+        n_dims, positions = int(float_attribute(call.attrs, "n_dims")), call.operand(1)
         if call.op == "rope":
-            inverse, magnitude = frequencies(n_dims // 2, call.attrs)
+            inverse, magnitude = compute_frequencies(n_dims // 2, call.attrs)
             return cls(positions, 0, np.zeros(n_dims // 2, np.int32), inverse, magnitude)
         mode = str(call.attrs["mode"])
-        plane, index = planes(n_dims if mode == "vision" else n_dims // 2, ints_of(call.attrs, "sections"), mode)
-        inverse, magnitude = frequencies(n_dims // 2, call.attrs, index)
+        plane, index = position_planes(
+            n_dims if mode == "vision" else n_dims // 2, integers_attribute(call.attrs, "sections"), mode
+        )
+        inverse, magnitude = compute_frequencies(n_dims // 2, call.attrs, index)
         tensor = positions.tensor
         strides = tensor.strides[:-2] + tensor.strides[-1:]
         of_tokens = replace(
@@ -65,7 +67,7 @@ class Turned:
         pairs, neighbours = len(self.inverse), call.attrs["mode"] == "normal"
         words: list[Word] = [
             pairs,
-            int(number(call.attrs, "offset")),
+            int(float_attribute(call.attrs, "offset")),
             2 if neighbours else 1,
             1 if neighbours else pairs,
         ]
@@ -83,7 +85,7 @@ def _rope(launches: Launches, call: Bound) -> None:
     x, out, factors, turned = as_float(launches, call.operand(0)), call.out, call.optional(2), Turned.of(call)
     need(turned.positions.dtype is DType.I32, f"positions of type {turned.positions.dtype} are missing")
     factors = None if factors is None else as_float(launches, factors)
-    pairs, offset = len(turned.inverse), int(number(call.attrs, "offset"))
+    pairs, offset = len(turned.inverse), int(float_attribute(call.attrs, "offset"))
     _copy_others(launches, x, out, offset, 2 * pairs)
     if not pairs:
         return
@@ -106,7 +108,10 @@ def _copy_others(launches: Launches, x: Operand, out: Operand, offset: int, turn
 
 
 def _timesteps(launches: Launches, call: Bound) -> None:
-    x, width, period = as_float(launches, call.operand(0)), *(int(number(call.attrs, n)) for n in ("dim", "max_period"))
+    x, width, period = (
+        as_float(launches, call.operand(0)),
+        *(int(float_attribute(call.attrs, n)) for n in ("dim", "max_period")),
+    )
     half = width // 2
     inverse = np.exp(-math.log(period) * np.arange(max(1, half)) / max(1, half))
     axes = axes_of(x.shape, [x])
@@ -200,7 +205,7 @@ def _placing(launches: Launches, flow: Flow, chain: _Chain) -> _Placing:
         need(out.shape == x.shape, "heads are put elsewhere")
     w, eps = None, 0.0
     if "factor" in calls:
-        w, eps = calls["factor"].operand(1), float(number(calls["norm"].attrs, "eps"))
+        w, eps = calls["factor"].operand(1), float(float_attribute(calls["norm"].attrs, "eps"))
         need(w.is_float and w.tensor.spec.size == columns == w.shape[-1], "a row is not multiplied by a vector")
     positions, turns = None, list[Word](NO_TURNS)
     if "rope" in calls:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from ....graph.dtypes import DType
-from ....ops.declaring.attributes import number as attribute
+from ....ops.declaration.attributes import float_attribute as attribute
 from ...chains import routed
 from ...flow import Flow, apart
 from ...operands import need

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ....ops.declaring.attributes import number
-from ....ops.norms import alibi_slopes
+from ....ops.declaration.attributes import float_attribute
+from ....ops.reduction.norms import alibi_slopes
 from ...chains import scaled_norm
 from ...flow import Flow, apart
 from ...operands import Bound, Operand, need
@@ -49,7 +49,7 @@ def _launch(launches: Launches, kernel: Kernel, x: Operand, out: Operand, value:
 
 
 def _number(call: Bound, name: str) -> float:
-    return float(number(call.attrs, name))
+    return float(float_attribute(call.attrs, name))
 
 
 def _rms_norm(launches: Launches, call: Bound) -> None:

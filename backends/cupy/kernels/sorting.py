@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ....graph.dtypes import DType
-from ....ops.declaring.attributes import number
+from ....ops.declaration.attributes import float_attribute
 from ...operands import Bound, Operand, need
 from ..binding.launches import Binding, Launches, Word, blocks
 from ..device.driver import Source
@@ -83,7 +83,9 @@ def _argsort(launches: Launches, call: Bound) -> None:
 
 
 def _top_k(launches: Launches, call: Bound) -> None:
-    _sort(launches, as_float(launches, call.operand(0)), call.out, int(number(call.attrs, "k")), descending=True)
+    _sort(
+        launches, as_float(launches, call.operand(0)), call.out, int(float_attribute(call.attrs, "k")), descending=True
+    )
 
 
 BINDINGS: Mapping[str, Binding] = MappingProxyType({"argsort": _argsort, "top_k": _top_k})

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ....graph.dtypes import DType
-from ....ops.collective import LETTERS, int_attr
+from ....ops.collectives import POINT_TO_POINT_OPS, as_integer
 from ...base import Array, Comm, Device
 from ...board import runs_of
 from ...operands import Bound, NoKernelError
@@ -57,7 +57,7 @@ class Meetings:
         """Meet all others and hear where their memory is, then record what is launched.  Raises `BackendError`."""
         comm, library = self.comm, self.transport.library
         own = [call for call in calls if not self._leaves(call)]
-        offers = {int_attr(call.attrs["sequence"]): collective.offer_of(call) for call in own}
+        offers = {as_integer(call.attrs["sequence"]): collective.offer_of(call) for call in own}
         me = collective.Peer(self._signals, self._wire(own), self._inbox(own), offers)
         self.driver.synchronise(self.on)  # the signals are zeros from now on, whoever asks
         self._group = introduce(comm, me, self._board, self._narrow_from)
@@ -114,7 +114,7 @@ class Meetings:
 
     def _leaves(self, call: Bound) -> bool:
         """Whether a letter may go to another team or come from one: it takes the way through the host."""
-        return call.op in LETTERS and self.comm.everybody > self.comm.size
+        return call.op in POINT_TO_POINT_OPS and self.comm.everybody > self.comm.size
 
     def _with_staging(self, launches: Launches, bind: Callable[[], None]) -> None:
         """Bind at no address, to see what memory it asks for, then at that memory, which all meetings share: they come
@@ -150,8 +150,8 @@ class Meetings:
 
 def _largest(call: Bound, group: collective.Group) -> int:
     """Bytes of the largest operand that a device has in a collective, which all of them know."""
-    sequence = int_attr(call.attrs["sequence"])
+    sequence = as_integer(call.attrs["sequence"])
     if call.op in ("send", "receive"):
-        sender = group.rank if call.op == "send" else int_attr(call.attrs["source"])
+        sender = group.rank if call.op == "send" else as_integer(call.attrs["source"])
         return group.offer(sender, sequence).source.tensor.spec.nbytes
     return max(x.tensor.spec.nbytes for o in group.offers(sequence) for x in (o.source, o.target))

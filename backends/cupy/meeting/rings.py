@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from ....graph.attrs import Attrs
 from ....graph.dtypes import DType
 from ....graph.errors import BackendError
-from ....ops.collective import int_attr, runs_of
+from ....ops.collectives import as_index_ranges, as_integer
 from ...base import Tensor, contiguous_strides
 from ...meeting import Index, Pairs, exchanged, gathered, scattered
 from ...operands import Bound, Operand, need
@@ -56,7 +56,7 @@ def _bytes(op: str, x: Operand, other: int) -> Transfer:
 
 
 def _all_reduce(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
-    offers = group.offers(int_attr(call.attrs["sequence"]))
+    offers = group.offers(as_integer(call.attrs["sequence"]))
     if len({(o.source.shape, o.source.dtype) for o in offers}) > 1:
         raise BackendError("devices sum values that are not alike: the plans of the devices do not match")
     source, out = call.operand(0), call.out
@@ -82,7 +82,7 @@ def _pieces(needs: Needs, *, is_sum: bool = False) -> Meeting:
     """A collective in which everybody takes pieces out of what the others have, or sums them."""
 
     def bound(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
-        offers = group.offers(int_attr(call.attrs["sequence"]))
+        offers = group.offers(as_integer(call.attrs["sequence"]))
         everything = [x for o in offers for x in (o.source, o.target)]
         need(all(x.dtype is call.out.dtype and x.dtype in TYPES for x in everything), "operands are of several types")
         need(max(math.prod(x.shape) for x in everything) < MOST_ELEMENTS, "operands are too large")
@@ -154,12 +154,12 @@ def _send(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
     if call.operand(0).address != call.out.address:
         launch_copy(launches, call.operand(0), call.out)
     message = _packed(launches, [call.out])
-    _exchange(launches, call, group, ring, [_bytes("send", message, int_attr(call.attrs["to"]))])
+    _exchange(launches, call, group, ring, [_bytes("send", message, as_integer(call.attrs["to"]))])
 
 
 def _receive(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
-    source = int_attr(call.attrs["source"])
-    sent = group.offer(source, int_attr(call.attrs["sequence"])).source
+    source = as_integer(call.attrs["source"])
+    sent = group.offer(source, as_integer(call.attrs["sequence"])).source
     need(_is_movable(sent), "kernels that copy this type are missing")
     if sent.dtype is not call.out.dtype or sent.shape != call.out.shape:
         raise BackendError("a device receives what none sends: the plans of the devices do not match")
@@ -175,7 +175,7 @@ def _is_movable(sent: Operand) -> bool:
 
 
 def _sums(attrs: Attrs, receiver: int, sender: int) -> Pairs:
-    assert sender < len(runs_of(attrs["runs"]))
+    assert sender < len(as_index_ranges(attrs["runs"]))
     return scattered({**attrs, "rank": receiver})
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from hocket.backends.base import Array, Comm, Device, Program, Support, run_calls
 from hocket.backends.host import HostBackend
 from hocket.graph import DType, Node, Spec
-from hocket.ops.quants import bf16_to_f32, f32_to_bf16
+from hocket.ops.quantisation import bf16_to_f32, f32_to_bf16
 
 Kernel = Callable[..., None]
 

@@ -21,7 +21,7 @@ from hocket.cli import main
 from hocket.conformance.reports.emulated import disorders
 from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import BackendError
-from hocket.ops.collective import COLLECTIVES
+from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load, plan_for
 
 from ...given.devices.devices_meet import CASES, Part, Rig, gathered, reduced, summands

@@ -16,7 +16,7 @@ from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
-from hocket.ops.quants import dequantise
+from hocket.ops.quantisation import dequantise
 from hocket.scheduler import load, plan_for
 
 from ...given.devices.emulation import IN_FLIGHT, PAST_END, WRONG_RESULTS, finding, needs_compiler

@@ -14,7 +14,7 @@ from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
-from hocket.ops.quants import encoded
+from hocket.ops.quantisation import encode_array
 from hocket.scheduler import load, plan_for
 
 from ...given.devices.emulation import PAST_END, WRONG_RESULTS, finding, needs_compiler
@@ -30,7 +30,7 @@ def is_right(rows, columns, tokens, matrices=1, dtype=DType.F32, *, turned=False
     x = rng.integers(-3, 4, (matrices, columns, tokens) if turned else (matrices, tokens, columns)).astype(np.float32)
     given = input("x", x.shape)
     node = ops.mul_mat(weight("w", w.shape, dtype), ops.transpose(given) if turned else given)
-    run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {"w": encoded(w, dtype)})
+    run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {"w": encode_array(w, dtype)})
     want = np.einsum("bnk,bmk->bmn", w.astype(np.float64), x.swapaxes(1, 2) if turned else x)
     return all(np.array_equal(run.run({"x": x})["y"], want) for _ in range(4))
 
@@ -67,7 +67,7 @@ def sum_is_right(rows, columns, tokens, dtype=DType.F32, backend=None):
     w = rng.integers(-3, 4, (3, columns, rows)).astype(np.float32)
     x = rng.integers(-3, 4, (3, tokens, columns)).astype(np.float32)
     graph = Graph({"y": ops.mul_mat(ops.transpose(weight("w", w.shape, dtype)), input("x", x.shape))})
-    y = load(plan_for(graph, [(backend, backend.device(0))]), {"w": encoded(w, dtype)}).run({"x": x})["y"]
+    y = load(plan_for(graph, [(backend, backend.device(0))]), {"w": encode_array(w, dtype)}).run({"x": x})["y"]
     return np.array_equal(y, np.einsum("bkn,bmk->bmn", w.astype(np.float64), x))
 
 

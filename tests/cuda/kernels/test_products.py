@@ -11,7 +11,7 @@ from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDri
 from hocket.graph import Graph, Spec, input, weight
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
-from hocket.ops.quants import dequantise
+from hocket.ops.quantisation import dequantise
 from hocket.scheduler import load, plan_for
 
 from ...given.devices.emulation import needs_compiler

@@ -11,7 +11,7 @@ from hocket import ops
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.graph import DType, Graph, input, state, weight
-from hocket.ops.quants import encoded
+from hocket.ops.quantisation import encode_array
 from hocket.scheduler import load, plan_for
 
 from ...given.devices.emulation import needs_compiler
@@ -48,7 +48,9 @@ def test_halves_as_they_lie(dtype, ids):
     written = ops.set_rows(cache, input("new", (3, 9)), at)
     outputs = {name: ops.cast(table, dtype=name) for name in INTEGERS}
     outputs |= {"rows": ops.get_rows(table, at), "cache": ops.cast(written, dtype="f32")}
-    run = load(plan_for(Graph(outputs, {cache: written}), [(backend, backend.device(0))]), {"w": encoded(w, dtype)})
+    run = load(
+        plan_for(Graph(outputs, {cache: written}), [(backend, backend.device(0))]), {"w": encode_array(w, dtype)}
+    )
     got = run.run({"ids": rows, "new": new})
     for name in INTEGERS:
         assert np.array_equal(got[name], w.astype(DType[name.upper()].storage))

@@ -18,7 +18,7 @@ from hocket.backends.cupy.emulation.ordered import SIDE, OrderedBackend, Ordered
 from hocket.backends.cupy.table import SOURCES
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph.errors import BackendError
-from hocket.ops.collective import COLLECTIVES
+from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load
 
 from ...given.devices.emulation import needs_compiler

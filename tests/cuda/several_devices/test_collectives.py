@@ -22,7 +22,7 @@ from hocket.frontends.session import Group, Session
 from hocket.graph import Graph, input, weight
 from hocket.graph.errors import BackendError
 from hocket.ops import op_of
-from hocket.ops.collective import COLLECTIVES
+from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load, plan_for
 
 from ...given.devices.devices_meet import (

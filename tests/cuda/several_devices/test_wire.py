@@ -14,7 +14,7 @@ from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
-from hocket.ops.quants import decoded, encoded
+from hocket.ops.quantisation import decode_array, encode_array
 
 from ...given.devices.devices_meet import Rig, reduced, same, through_the_host
 from ...given.devices.emulation import edited, needs_compiler
@@ -37,7 +37,7 @@ def backend(request, monkeypatch):
 
 
 def rounded(x):
-    return decoded(encoded(x, DType.BF16), DType.BF16).astype(np.float32)
+    return decode_array(encode_array(x, DType.BF16), DType.BF16).astype(np.float32)
 
 
 @pytest.mark.parametrize("shape", [(LEAST,), (7, 143), (129, 257)])

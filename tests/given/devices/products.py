@@ -18,7 +18,7 @@ from hocket.backends.cupy.kernels.products import packed, tiled
 from hocket.backends.operands import Operand
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
-from hocket.ops.quants import dequantise
+from hocket.ops.quantisation import dequantise
 from hocket.scheduler import load, plan_for
 
 from ..random_rows import random_rows

@@ -321,7 +321,7 @@ def _integers(leaf: Value, ranges: Sequence[tuple[object, ops.Range]], rng: np.r
     """Integers below every bound; each row without repetition where a reader asks for that."""
     stop = 100
     for node, legal in ranges:
-        sizes = ops.op_of(node).sizes([None if s is None else s.spec for s in node.src], node.attrs).named
+        sizes = ops.op_of(node).resolve_sizes([None if s is None else s.spec for s in node.src], node.attrs).by_name
         stop = min(stop, sizes[legal.high] if isinstance(legal.high, str) else int(legal.high) + 1)
     if any(legal.distinct for _, legal in ranges):
         rows = [rng.permutation(stop)[: leaf.shape[-1]] for _ in range(math.prod(leaf.shape[:-1]))]

@@ -17,7 +17,7 @@ from hocket.graph import DType, Graph, GraphError, Value, constant, input, state
 from hocket.graph.parse import parse_case
 from hocket.graph.spec import Spec
 from hocket.ops import REGISTRY, Op
-from hocket.ops.collective import COLLECTIVES
+from hocket.ops.collectives import COLLECTIVES
 
 from .random_graphs import STEPS as PLAIN_STEPS
 from .random_graphs import Builder as PlainBuilder

@@ -94,7 +94,7 @@ def _set_swapped(site: Site):
 def _acc_overwrites(site: Site):
     from hocket.ops import REGISTRY
 
-    return REGISTRY["set"].run([site.exact(0), site.exact(1)], dict(site.attrs))
+    return REGISTRY["set"].run_reference([site.exact(0), site.exact(1)], dict(site.attrs))
 
 
 def _first_entries(site: Site, most: int) -> None:

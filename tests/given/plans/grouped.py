@@ -9,7 +9,7 @@ import numpy as np
 from hocket import ops
 from hocket.backends.base import find
 from hocket.graph import DType, Graph, input, state, weight
-from hocket.ops.quants import encoded
+from hocket.ops.quantisation import encode_array
 from hocket.scheduler import Executor, Plan, Store, load, plan_for
 from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.search import classes_of, cut_twice
@@ -24,7 +24,7 @@ def devices(n: int, kind: str = "cpu") -> tuple[str, ...]:
 def raw(array, dtype: DType):
     """Bound as a file holds it; a quantised weight as zero blocks with scales of one or so."""
     if not dtype.is_quantised:
-        return encoded(array, dtype)
+        return encode_array(array, dtype)
     rng = np.random.default_rng(array.size)
     blocks = rng.integers(0, 255, (*array.shape[:-1], array.shape[-1] // dtype.block, dtype.block_bytes))
     blocks = blocks.astype(np.uint8)

@@ -15,7 +15,7 @@ from hocket.backends.numpy.backend import NumpyBackend
 from hocket.graph import Graph, StepError
 from hocket.graph.node import constant_array
 from hocket.ops import REGISTRY
-from hocket.ops.quants import dequantise
+from hocket.ops.quantisation import dequantise
 from hocket.scheduler import Executor, Plan, Store
 
 from ..devices.faulty import FaultyReference, _Faulty
@@ -75,7 +75,9 @@ def _evaluated(graph: Graph, values: Mapping[str, Any], states: Mapping[str, Any
                     )
                 results = [np.asarray(array, None if dtype.is_integer else float)]
             else:
-                results = REGISTRY[node.op].run([None if s is None else computed[s] for s in node.src], node.attrs)
+                results = REGISTRY[node.op].run_reference(
+                    [None if s is None else computed[s] for s in node.src], node.attrs
+                )
             computed.update(zip(node.results, map(np.array, results), strict=True))
     new = {old.node.name: computed[v] for old, v in graph.updates.items()}
     return {name: computed[v] for name, v in graph.outputs.items()}, {**states, **new}

@@ -11,7 +11,7 @@ from hocket.backends.numpy.backend import NumpyBackend
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph import DType, Graph, input, state, weight
 from hocket.ops import REGISTRY
-from hocket.ops.quants import bf16_to_f32, decoded, encoded, f32_to_bf16
+from hocket.ops.quantisation import bf16_to_f32, decode_array, encode_array, f32_to_bf16
 from hocket.scheduler import load, plan_for
 
 from ...given.arrays import close
@@ -25,9 +25,11 @@ class NarrowBackend(ReferenceBackend):
 
     def compile(self, program, buffers, on, comm):
         def run(i):
-            src = [None if t is None else np.array(decoded(self.view(buffers[t.buffer], t), t.dtype)) for t in i.src]
-            for t, result in zip(i.dst, REGISTRY[i.op].run(src, i.attrs), strict=True):
-                self.view(buffers[t.buffer], t)[...] = encoded(np.asarray(result), t.dtype)
+            src = [
+                None if t is None else np.array(decode_array(self.view(buffers[t.buffer], t), t.dtype)) for t in i.src
+            ]
+            for t, result in zip(i.dst, REGISTRY[i.op].run_reference(src, i.attrs), strict=True):
+                self.view(buffers[t.buffer], t)[...] = encode_array(np.asarray(result), t.dtype)
 
         return lambda: run_calls(program, on, [(n, lambda i=i: run(i)) for n, i in enumerate(program.instructions)])
 
@@ -97,6 +99,6 @@ def test_a_state_of_bf16_that_is_cut_is_assigned_and_read_whole(made):
 @pytest.mark.parametrize("shape", [(), (0,), (3, 2)])
 def test_numbers_come_back_from_memory_of_every_dtype(dtype, shape):
     numbers = np.full(shape, 7)
-    held = encoded(numbers, dtype)
+    held = encode_array(numbers, dtype)
     assert (held.dtype, held.shape) == (dtype.storage, shape)
-    np.testing.assert_array_equal(decoded(held, dtype), numbers)
+    np.testing.assert_array_equal(decode_array(held, dtype), numbers)

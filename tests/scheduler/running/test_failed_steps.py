@@ -138,14 +138,14 @@ DECLARING = [op for op in REGISTRY.values() if op.overwrites is not None]
 def test_an_op_changes_no_other_entries_than_it_declares(op):
     tried = 0
     for case in quick_cases(op):
-        changed = op.overwrites_in(case.settled)
+        changed = op.overwritten_entries(case.settled)
         if changed is None:
             continue
         operands = {name: exact(a, case.specs[name]) for name, a in draw(case).items()}
         arrays = [operands.get(name) for name in op.operand_names]
-        ((result, name),) = op.inplace_in(case.settled)
+        ((result, name),) = op.inplace_pairs(case.settled)
         with np.errstate(invalid="ignore"):  # operands may hold NaN
-            old, new = operands[name], op.run(arrays, case.settled)[result]
+            old, new = operands[name], op.run_reference(arrays, case.settled)[result]
         index, axis = operands[changed[0]], changed[1] % old.ndim
         ahead = old.shape[:axis] if index.ndim > 1 and axis else ()
         if index.shape[:-1] != ahead and axis:

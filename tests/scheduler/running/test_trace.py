@@ -13,7 +13,7 @@ import pytest
 
 from hocket.backends.base import find
 from hocket.graph import BackendError, PlanError, StepError
-from hocket.ops.collective import sequence_of
+from hocket.ops.collectives import find_collective_number
 from hocket.scheduler import load, plan_for
 from hocket.scheduler.telling.listing import memory_by_step
 from hocket.scheduler.telling.measured import measured
@@ -84,7 +84,7 @@ def test_meetings_are_arrows_between_devices_and_memory_is_counted(mode, tmp_pat
     run, trace = traced("reference", mode)
     events = saved(trace, tmp_path / "trace.json")["traceEvents"]
     steps = [e for e in events if e["ph"] == "X" and e["cat"] != "run"]
-    meetings = {sequence_of(i.op, i.attrs) for i in run.plan.lanes[0].program.instructions} - {None}
+    meetings = {find_collective_number(i.op, i.attrs) for i in run.plan.lanes[0].program.instructions} - {None}
     starts, ends = ([e for e in events if e["ph"] == kind] for kind in "sf")
     assert len(starts) == len(ends) == len(meetings) * RUNS > 0
     for start, end in zip(starts, ends, strict=True):

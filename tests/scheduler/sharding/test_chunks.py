@@ -10,7 +10,7 @@ import pytest
 from hocket.backends.null.backend import NullBackend
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph.errors import PlanError
-from hocket.ops.collective import COLLECTIVES
+from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import plan_for
 from hocket.scheduler.choosing import repeating
 from hocket.scheduler.machines.hardware import Hardware

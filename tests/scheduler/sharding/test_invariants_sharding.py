@@ -18,7 +18,7 @@ from hocket.graph.errors import GraphError
 from hocket.graph.parse import parse_case
 from hocket.graph.spec import Spec
 from hocket.ops import REGISTRY
-from hocket.ops.collective import COLLECTIVES
+from hocket.ops.collectives import COLLECTIVES
 from hocket.ranks.meeting import Between
 from hocket.ranks.near import Meeting
 from hocket.ranks.world import World

@@ -19,7 +19,7 @@ from hocket.frontends.session import Group, Session
 from hocket.graph import Graph, PlanError, input, state, weight
 from hocket.graph.graph import assign_names
 from hocket.ops import REGISTRY
-from hocket.ops.collective import COLLECTIVES
+from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import Executor, Store, load, plan, plan_for
 from hocket.scheduler.layout import Local, Shard
 from hocket.scheduler.machines.hardware import Hardware

@@ -15,7 +15,7 @@ from hocket.cli import main
 from hocket.frontends.commands.plan import step_graph
 from hocket.frontends.models import Batch, Step, load_model
 from hocket.graph import BackendError, Graph, Value, input, weight
-from hocket.ops.routing import busiest
+from hocket.ops.movement.sharded_tables import estimate_busiest_count
 from hocket.scheduler import Plan, load, plan_for, simulate
 from hocket.scheduler.layout import Shard
 from hocket.scheduler.machines.hardware import Hardware
@@ -287,14 +287,14 @@ def test_a_simulated_plan_says_that_experts_are_dealt(tmp_path, capsys):
 
 
 def test_the_busiest_device_has_more_than_its_share_and_never_more_than_all():
-    assert busiest(10, 64, 64) == 10
-    assert busiest(1, 64, 512) == 1
-    assert busiest(0, 64, 512) == 0
-    assert busiest(10, 0, 512) == 0
+    assert estimate_busiest_count(10, 64, 64) == 10
+    assert estimate_busiest_count(1, 64, 512) == 1
+    assert estimate_busiest_count(0, 64, 512) == 0
+    assert estimate_busiest_count(10, 0, 512) == 0
     rng = np.random.default_rng(0)
     for entries, own, total in ((10, 64, 512), (8, 64, 128), (5120, 64, 512), (64, 2, 8)):
         counts = [np.bincount(rng.integers(0, total // own, entries), minlength=1).max() for _ in range(4000)]
-        assert busiest(entries, own, total) == pytest.approx(np.mean(counts), abs=1.0, rel=0.02)
+        assert estimate_busiest_count(entries, own, total) == pytest.approx(np.mean(counts), abs=1.0, rel=0.02)
 
 
 def test_cost_of_dealt_experts_is_that_of_the_busiest_device():
@@ -304,7 +304,9 @@ def test_cost_of_dealt_experts_is_that_of_the_busiest_device():
     whole, shared = (costs.estimate(assign(graph, factors, c)) for c in (frozenset(), whole_experts(graph, factors)))
     assert 1 / 4 < shared.compute / whole.compute < 1 / 2
     node = next(n for n in dealt(graph, 4).lanes[1].graph.nodes if n.name == "gateed")
-    assert ops.mul_mat_id.flops(node) == pytest.approx(2 * busiest(64, 16, 64) * 128 * 128, rel=0.1)
+    assert ops.mul_mat_id.count_flops(node) == pytest.approx(
+        2 * estimate_busiest_count(64, 16, 64) * 128 * 128, rel=0.1
+    )
 
 
 def test_what_is_routed_stays_so_until_it_is_combined():

@@ -17,7 +17,7 @@ from hocket.frontends.models import Step, load_model
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.graph import BackendError, Graph, PlanError, Value, input, state, weight
-from hocket.ops.collective import COLLECTIVES
+from hocket.ops.collectives import COLLECTIVES
 from hocket.ranks.near import Meeting
 from hocket.scheduler import load, plan, plan_for
 from hocket.scheduler.layout import Shard
@@ -305,7 +305,7 @@ def test_a_wrong_option_is_named(options, message):
 
 
 def test_a_graph_with_a_collective_of_its_own_is_refused():
-    from hocket.ops.collective import all_reduce
+    from hocket.ops.collectives import all_reduce
 
     graph = Graph({"y": all_reduce(input("x", (2,)), sequence=0)})
     with pytest.raises(PlanError, match="collectives are put in by the planner"):

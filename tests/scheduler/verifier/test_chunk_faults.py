@@ -10,7 +10,7 @@ import pytest
 from hocket import ops
 from hocket.backends.base import find
 from hocket.graph import Graph, Value, input, weight
-from hocket.ops.collective import all_reduce
+from hocket.ops.collectives import all_reduce
 from hocket.scheduler import Plan, plan_for
 from hocket.scheduler.verifier.plan import plan_faults
 

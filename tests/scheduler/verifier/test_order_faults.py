@@ -8,7 +8,7 @@ import pytest
 
 from hocket import ops
 from hocket.graph import Graph, PlanError, input, state, weight
-from hocket.ops.collective import COLLECTIVES, LETTERS
+from hocket.ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 from hocket.scheduler import plan
 from hocket.scheduler.acts import Act
 from hocket.scheduler.succession import gain, in_succession
@@ -148,7 +148,7 @@ def test_devices_that_wait_for_each_other_are_found():
 
 def met(program):
     """The collectives of a program."""
-    return [i for i in program.instructions if i.op in COLLECTIVES and i.op not in LETTERS]
+    return [i for i in program.instructions if i.op in COLLECTIVES and i.op not in POINT_TO_POINT_OPS]
 
 
 def test_a_team_whose_members_come_to_meetings_in_another_order_is_found():

@@ -8,7 +8,7 @@ import pytest
 
 from hocket import ops
 from hocket.graph import DType, Graph, constant
-from hocket.ops.collective import all_gather, all_reduce, send
+from hocket.ops.collectives import all_gather, all_reduce, send
 from hocket.scheduler.layout import PARTIAL, REPLICATE, Local, Shard
 from hocket.scheduler.verifier.plan import plan_faults
 

@@ -9,7 +9,7 @@ import pytest
 
 from hocket import ops
 from hocket.graph import DType, Graph, constant
-from hocket.ops.collective import all_reduce, send
+from hocket.ops.collectives import all_reduce, send
 from hocket.scheduler import Plan
 from hocket.scheduler.layout import Local, Shard
 

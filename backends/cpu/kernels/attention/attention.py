@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from .....ops.norms import alibi_slopes
+from .....ops.reduction.norms import alibi_slopes
 from ....base import contiguous_strides
 from ....operands import Bound, Operand, float_bits
 from ... import processor

@@ -18,7 +18,7 @@ import numpy as np
 
 from .....graph.dtypes import DType
 from .....graph.lazy_dataclass import dataclass
-from .....ops.quants import E2M1, NONLINEAR
+from .....ops.quantisation import FP4_VALUES_TIMES_2, IQ4_NL_CODE_BOOK
 from ...compiler import Part, part
 from ...simd.bytes import table_of
 from ...simd.dots import Codes
@@ -214,8 +214,8 @@ def _looked_up(values: np.ndarray) -> tuple[Intrinsic, int, int]:
     return codes_of((4,), table=table_of([int(v) + zero for v in values])), zero, int(values.max()) + zero
 
 
-nonlinear_codes, NONLINEAR_ZERO, NONLINEAR_LARGEST = _looked_up(NONLINEAR)
-mxfp4_codes, MXFP4_ZERO, MXFP4_LARGEST = _looked_up(E2M1)
+nonlinear_codes, NONLINEAR_ZERO, NONLINEAR_LARGEST = _looked_up(IQ4_NL_CODE_BOOK)
+mxfp4_codes, MXFP4_ZERO, MXFP4_LARGEST = _looked_up(FP4_VALUES_TIMES_2)
 
 
 # ------------------------------------------------------------------------------------------------ types of 256 columns

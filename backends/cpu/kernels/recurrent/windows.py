@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from .....graph.attrs import Attrs
 from .....graph.dtypes import DType
-from .....ops.views import ints_of
+from .....ops.declaration.shape_rules import integers_attribute
 from ....base import contiguous_strides
 from ....flow import Flow
 from ....operands import Bound, Operand, float_bits, need
@@ -61,8 +61,10 @@ class Windows:
     def of(cls, attrs: Attrs) -> Windows:
         value = attrs["value"]
         assert isinstance(value, int | float)
-        size, stride, dilation = (ints_of(attrs, name) for name in ("size", "stride", "dilation"))
-        return cls(size, stride, dilation, ints_of(attrs, "left"), ints_of(attrs, "right"), float(value))
+        size, stride, dilation = (integers_attribute(attrs, name) for name in ("size", "stride", "dilation"))
+        return cls(
+            size, stride, dilation, integers_attribute(attrs, "left"), integers_attribute(attrs, "right"), float(value)
+        )
 
     def image(self, steps: Steps, x: Operand, y: Operand) -> Operand:
         """`x` with what pads it, which windows are read from while `y` is written: a copy where that needs one."""

@@ -10,8 +10,8 @@ import numpy as np
 
 from .....graph.dtypes import DType
 from .....graph.spec import Spec
-from .....ops.declaring.attributes import number
-from .....ops.norms import alibi_slopes
+from .....ops.declaration.attributes import float_attribute
+from .....ops.reduction.norms import alibi_slopes
 from ....operands import Bound, Operand, need
 from ...binding.axes import axes_of
 from ...binding.launches import Binding, Launches, Word, blocks
@@ -194,8 +194,8 @@ class _Attention:
 
     def __init__(self, launches: Launches, call: Bound, shape: Shape, sinks: Operand | None) -> None:
         self.launches, self.shape = launches, shape
-        scale, cap = (float(number(call.attrs, n)) for n in ("scale", "softcap"))
-        bias = float(number(call.attrs, "max_bias"))
+        scale, cap = (float(float_attribute(call.attrs, n)) for n in ("scale", "softcap"))
+        bias = float(float_attribute(call.attrs, "max_bias"))
         slopes = launches.constant(alibi_slopes(shape.heads, bias).astype(np.float32)) if bias > 0 else 0
         self._ahead: list[Word] = [0, 0] if sinks is None else [sinks, *_steps(sinks)]
         self._ahead += [slopes, shape.tokens, shape.shared, shape.groups, shape.keys, shape.size, shape.width]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 from types import MappingProxyType
 
-from .....ops.declaring.attributes import number
+from .....ops.declaration.attributes import float_attribute
 from ....operands import Bound, Operand, need
 from ...binding.launches import Binding, Launches, Word, blocks
 from ...device.driver import Source
@@ -73,7 +73,7 @@ def _rwkv_wkv6(launches: Launches, call: Bound) -> None:
 
 def _gated_linear_attn(launches: Launches, call: Bound) -> None:
     k, v, q, g, state = _floats(launches, call, 5)
-    _by_key(launches, call, [k, v, q, g], state, None, float(number(call.attrs, "scale")))
+    _by_key(launches, call, [k, v, q, g], state, None, float(float_attribute(call.attrs, "scale")))
 
 
 def _by_key(

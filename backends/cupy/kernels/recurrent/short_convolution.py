@@ -9,7 +9,7 @@ from math import prod
 from types import MappingProxyType
 
 from .....graph.dtypes import DType
-from .....ops.declaring.attributes import number as attribute
+from .....ops.declaration.attributes import float_attribute as attribute
 from ....base import contiguous_strides
 from ....chains import short_convolution
 from ....flow import Flow, apart, lies_as

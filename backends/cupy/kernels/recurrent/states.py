@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .....graph.dtypes import DType
-from .....ops.declaring.attributes import number
+from .....ops.declaration.attributes import float_attribute
 from ....base import contiguous_strides
 from ....operands import Bound, Operand, need
 from ...binding.launches import Launches, Word
@@ -89,7 +89,7 @@ def carry(launches: Launches, call: Bound, sequences: int, tokens: int, operand:
     """
     state, new = call.operand(operand), call.dst[1]
     slots_in, slots_out = call.optional(operand + 1), call.optional(operand + 2)
-    snapshots = int(number(call.attrs, "snapshots")) if "snapshots" in call.attrs else 1
+    snapshots = int(float_attribute(call.attrs, "snapshots")) if "snapshots" in call.attrs else 1
     need(state.is_float and is_dense(state) and is_dense(new), "states have to be dense and in float32")
     for slots in (slots_in, slots_out):
         need(slots is None or (is_dense(slots) and slots.dtype is DType.I32), "slots have to be dense")

@@ -1,0 +1,1 @@
+"""The declaration of an op: its record, signature, attributes, axis links and sample cases."""

@@ -1,0 +1,47 @@
+"""Links from axes of operands to axes of results: the sharding declaration of ops that move axes."""
+
+from __future__ import annotations
+
+from ...graph.lazy_dataclass import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AxisLink:
+    """Axes of operand `operand` and axes of the result that have the same index.
+
+    Several axes on one side are a product, outer axis first. `start` is the first index of the shorter side within the
+    longer side: within the operand for a slice, within the result for a concatenation.
+
+    A result axis without a link may be sharded freely if the op is a view; otherwise each device computes all of it.
+    An operand axis without a link must be complete on every device.
+    """
+
+    operand: int
+    source: tuple[int, ...]
+    result: tuple[int, ...]
+    start: int = 0
+
+
+def link_axes(axes: dict[int, int] | range) -> tuple[AxisLink, ...]:
+    """Return links of operand 0, given as result axis by operand axis, or as axes that keep their number."""
+    pairs = axes.items() if isinstance(axes, dict) else ((i, i) for i in axes)
+    return tuple(AxisLink(0, (source,), (result,)) for source, result in pairs)
+
+
+def link_reshaped_axes(source: tuple[int, ...], result: tuple[int, ...]) -> tuple[AxisLink, ...]:
+    """Return the links of a reshape: the shortest groups of axes of both shapes with equal element counts."""
+    links: list[AxisLink] = []
+    i = j = 0
+    while i < len(source) and j < len(result):
+        first_i, first_j = i, j
+        left, right = source[i], result[j]
+        i, j = i + 1, j + 1
+        while left != right:
+            if left < right and i < len(source):
+                left, i = left * source[i], i + 1
+            elif right < left and j < len(result):
+                right, j = right * result[j], j + 1
+            else:
+                return ()  # only with zero sizes, where no shard has elements
+        links.append(AxisLink(0, tuple(range(first_i, i)), tuple(range(first_j, j))))
+    return tuple(links)

@@ -1,0 +1,30 @@
+"""How references repeat an operand to the shape of another one: as tiles, or each entry for its neighbours."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .op import Array
+
+
+def tile_to_shape(b: Array, shape: tuple[int, ...]) -> Array:
+    """Return `b` repeated as tiles to `shape`: entry i of an axis is ``b[i % size]``."""
+    if b.shape == shape:
+        return b
+    b = b.reshape((1,) * (len(shape) - b.ndim) + b.shape)
+    if all(n in (1, m) for n, m in zip(b.shape, shape, strict=True)):
+        return np.broadcast_to(b, shape)
+    return np.tile(b, [m // n if n else 0 for n, m in zip(b.shape, shape, strict=True)])
+
+
+def repeat_leading_axes(w: Array, leading: tuple[int, ...], trailing: int) -> Array:
+    """Return `w` with its leading axes repeated to `leading`: entry i of an axis is ``w[i // ratio]``.
+
+    The last `trailing` axes of `w` stay.
+    """
+    axes = (1,) * (len(leading) - (w.ndim - trailing)) + w.shape[: w.ndim - trailing]
+    w = w.reshape(axes + w.shape[w.ndim - trailing :])
+    for axis, (n, m) in enumerate(zip(axes, leading, strict=True)):
+        if n != m:
+            w = np.repeat(w, m // n if n else 0, axis=axis)
+    return w

@@ -1,0 +1,68 @@
+"""The Python signature of an op, for `help`, editors and type checkers."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+
+from ...graph.attrs import Attrs
+from .signature import Signature
+
+EMPTY = inspect.Parameter.empty
+
+
+def build_call_signature(
+    longest: Signature, min_operand_count: int, attribute_types: Mapping[str, str], defaults: Attrs
+) -> inspect.Signature:
+    """Return the Python signature of an op.
+
+    Operands come by position or by name; attributes and the name of the node come by name.
+
+    Args:
+        longest: the signature of the op with the most operands.
+        min_operand_count: number of first operands that all signatures of the op have.
+        attribute_types: annotations of the attributes by name.
+        defaults: attributes with a default.
+    """
+    operands, may_end = [], False
+    for i, operand in enumerate(longest.operands):
+        lacking = operand.optional or i >= min_operand_count
+        may_end |= lacking
+        kind, default = "Value | None" if lacking else "Value", None if may_end else EMPTY
+        operands.append(
+            inspect.Parameter(operand.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=kind)
+        )
+    named = {
+        **{name: (widen_annotation(kind), defaults.get(name, EMPTY)) for name, kind in attribute_types.items()},
+        "name": ("str", ""),
+    }
+    attributes = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, (kind, default) in named.items()
+    ]
+    count = len(longest.results)
+    returns = "Value" if count == 1 else f"tuple[{', '.join(['Value'] * count)}]"
+    return inspect.Signature([*operands, *attributes], return_annotation=returns)
+
+
+def widen_annotation(annotation: str) -> str:
+    """Return the annotation for callers: sequences in place of tuples, names of dtypes in place of dtypes."""
+    return re.sub(r"tuple\[(\w+), \.\.\.\]", r"Sequence[\1]", re.sub(r"\bDType\b", "DTypeLike", annotation))
+
+
+def format_call(signature: inspect.Signature) -> str:
+    """Return ``(parameters) -> result`` without types, on one line."""
+    return f"({', '.join(format_parameters(signature, types=False))}) -> {signature.return_annotation}"
+
+
+def format_parameters(signature: inspect.Signature, *, types: bool = True) -> Iterator[str]:
+    """Yield each parameter as text, with or without its type."""
+    by_name = False
+    for p in signature.parameters.values():
+        if p.kind is p.KEYWORD_ONLY and not by_name:
+            by_name = True
+            yield "*"
+        equals, kind = (" = ", f": {p.annotation}") if types else ("=", "")
+        default = f'"{p.default}"' if isinstance(p.default, str) else repr(p.default)
+        yield f"{p.name}{kind}" + ("" if p.default is EMPTY else f"{equals}{default}")

@@ -1,0 +1,110 @@
+"""Fused ops in terms of simpler ones, for rewrites and for the conformance kit.
+
+A decomposition builds, on the operands of an op, a graph of other ops with the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ..graph.attrs import Attrs
+from ..graph.node import Value, constant
+from .chunked_delta_rule import build_chunked_delta_rule
+from .declaration.op import Op
+from .elementwise.binary import mul, scale
+from .elementwise.gated_units import geglu, geglu_erf, geglu_quick, reglu, swiglu, swiglu_clamp, swiglu_oai
+from .elementwise.unary import gelu, gelu_erf, gelu_quick, relu, silu, tanh
+from .matrix.attention import attention
+from .matrix.matmul import mul_mat
+from .movement.rows import concat, set_rows
+from .movement.views import permute, reshape, slice_, transpose
+from .reduction.norms import softmax
+
+Operands = Mapping[str, Value]
+Decomposition = Callable[[Operands, Attrs], tuple[Value, ...]]
+"""A function of operands by name and attributes that returns the results of the op."""
+
+_PAIRS: Mapping[str, Op[Value]] = {
+    op.name: op for op in (reglu, geglu, geglu_erf, geglu_quick, swiglu, swiglu_oai, swiglu_clamp)
+}
+
+
+def _decompose_gated_unit(activation: Op[Value]) -> Decomposition:
+    return lambda operands, attrs: (mul(activation(operands["gate"]), operands["up"]),)
+
+
+def _decompose_fused_glu(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
+    """Decompose a gated unit on one operand: the op with two operands, on its halves."""
+    x, pair = operands["x"], _PAIRS[str(attrs["kind"])]
+    n = x.shape[-1] // 2
+    first, second = (slice_(x, axis=-1, start=i * n, stop=(i + 1) * n) for i in range(2))
+    gate, up = (second, first) if attrs["swapped"] else (first, second)
+    settings: dict[str, Any] = {name: attrs[name] for name in pair.attribute_types}
+    return (pair(gate, up, **settings),)
+
+
+def _decompose_attention(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
+    """Decompose attention into two matrix products and a softmax; in all of them, key heads serve neighbours."""
+    q, k, v = operands["q"], operands["k"], operands["v"]
+    rank = len(q.shape)
+    heads_first = (*range(rank - 3), rank - 2, rank - 3, rank - 1)
+    scores = mul_mat(permute(k, axes=heads_first), permute(q, axes=heads_first))
+    factor, cap = attrs["scale"], attrs["softcap"]
+    assert isinstance(factor, float)
+    assert isinstance(cap, float)
+    if cap:
+        scores, factor = scale(tanh(scale(scores, scale=factor / cap)), scale=cap), 1.0
+    p = softmax(scores, operands.get("mask"), operands.get("sinks"), scale=factor, max_bias=attrs["max_bias"])
+    return (permute(mul_mat(transpose(permute(v, axes=heads_first)), p), axes=heads_first),)
+
+
+def _decompose_cached_attention(operands: Operands, attrs: Attrs) -> tuple[Value, ...]:
+    """Compute attention token by token over a cache that is written in two steps."""
+    q, k, v, mask = operands["q"], operands["k"], operands["v"], operands.get("mask")
+    keys, values = _write_cache_in_two_steps(k, "k"), _write_cache_in_two_steps(v, "v")
+    settings: dict[str, Any] = dict(attrs)
+    rows = []
+    for t in range(q.shape[-3]):
+        one = slice_(q, axis=-3, start=t, stop=t + 1)
+        seen = None if mask is None else slice_(mask, axis=-2, start=t, stop=t + 1)
+        rows.append(attention(one, keys, values, seen, operands.get("sinks"), **settings))
+    out = rows[0]
+    for row in rows[1:]:
+        out = concat(out, row, axis=-3)
+    return (out,)
+
+
+def _write_cache_in_two_steps(x: Value, name: str) -> Value:
+    """Return `x` [..., s, h, d] as a cache of zeros with its rows set, the later half first."""
+    flat = reshape(x, shape=(*x.shape[:-2], x.shape[-2] * x.shape[-1]))
+    cache, cells = scale(flat, scale=0.0), x.shape[-3]
+    for half, start, stop in (("late", cells // 2, cells), ("early", 0, cells // 2)):
+        ids = constant(f"{name}.{half}", np.arange(start, stop, dtype=np.int32))
+        cache = set_rows(cache, slice_(flat, axis=-2, start=start, stop=stop), ids)
+    return reshape(cache, shape=x.shape)
+
+
+DECOMPOSITIONS: Mapping[str, Mapping[str, Decomposition]] = MappingProxyType(
+    {
+        "reglu": {"unfused": _decompose_gated_unit(relu)},
+        "geglu": {"unfused": _decompose_gated_unit(gelu)},
+        "geglu_erf": {"unfused": _decompose_gated_unit(gelu_erf)},
+        "geglu_quick": {"unfused": _decompose_gated_unit(gelu_quick)},
+        "swiglu": {"unfused": _decompose_gated_unit(silu)},
+        "glu": {"unfused": _decompose_fused_glu},
+        "attention": {"unfused": _decompose_attention, "cached": _decompose_cached_attention},
+        "gated_delta_net": {"unfused": build_chunked_delta_rule},
+    }
+)
+"""Decompositions by op. ``unfused`` uses simpler ops; the others rearrange calls of the same op."""
+
+
+def select_decompositions(op: str, operands: Mapping[str, object], attrs: Attrs) -> tuple[str, ...]:
+    """Return the names of applicable decompositions; masks per head and state pools have none."""
+    if attrs.get("mask_heads", "one") != "one" or attrs.get("pool", "none") != "none":
+        return ()
+    return tuple(DECOMPOSITIONS.get(op, {}))

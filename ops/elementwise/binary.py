@@ -1,0 +1,156 @@
+"""Elementwise arithmetic with ggml's tiling broadcast, scaling, clamping, casts and copies."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...graph.attrs import Attrs
+from ...graph.dtypes import DType
+from ...graph.spec import Spec
+from ..declaration.broadcasting import tile_to_shape
+from ..declaration.op import Array, OperandSpecs, op
+from ..declaration.samples import LegalRange, expand_template
+from ..declaration.signature import SignatureMismatch
+
+BINARY_SIGNATURE = "a[...], b[~...] -> [...]"
+BINARY_SAMPLES = (
+    *expand_template("a={a}[2,3,8], b={b}[2,3,8]", a=("f32", "f16", "bf16"), b=("f32",)),
+    *expand_template("a=f32[4,6,8], b=f32[{b}]", b=("8", "6,8", "4,6,8", "1,6,8", "4,1,8", "4,6,1", "2,3,4", "1", "")),
+    "a=f32[0,5], b=f32[5]",
+)
+BINARY_ERRORS = (
+    ("a=f32[2,3], b=f32[2,4]", "do not divide"),
+    ("a=f32[3], b=f32[2,3]", "more leading axes"),
+    ("a=i32[3], b=f32[3]", "a is i32"),
+)
+
+
+def take_larger(a: Array, b: Array) -> Array:
+    """Return the larger of two numbers, or NaN if one is NaN; +0 is larger than -0. IEEE 754, 2019: ``maximum``."""
+    return np.where((a == b) & (np.signbit(a) != np.signbit(b)), 0.0, np.maximum(a, b))
+
+
+def take_smaller(a: Array, b: Array) -> Array:
+    """Return the smaller of two numbers, or NaN if one is NaN; -0 is smaller than +0. IEEE 754, 2019: ``minimum``."""
+    return -take_larger(-a, -b)
+
+
+@op(BINARY_SIGNATURE, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"))
+def add(a: Array, b: Array) -> Array:
+    """``a + b``; `b` tiles into `a` (index modulo size). ggml: ``ADD``."""
+    return a + tile_to_shape(b, a.shape)
+
+
+@op(BINARY_SIGNATURE, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"))
+def sub(a: Array, b: Array) -> Array:
+    """``a - b``; `b` tiles into `a`. ggml: ``SUB``."""
+    return a - tile_to_shape(b, a.shape)
+
+
+@op(BINARY_SIGNATURE, linear=("a", "b"), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS)
+def mul(a: Array, b: Array) -> Array:
+    """``a * b`` elementwise; `b` tiles into `a`. ggml: ``MUL``."""
+    return a * tile_to_shape(b, a.shape)
+
+
+@op(
+    BINARY_SIGNATURE,
+    linear=("a",),
+    inplace="a",
+    samples=BINARY_SAMPLES,
+    errors=BINARY_ERRORS,
+    ranges={"b": LegalRange(0.5, 2.0)},
+)
+def div(a: Array, b: Array) -> Array:
+    """``a / b`` elementwise; `b` tiles into `a`. ggml: ``DIV``."""
+    return a / tile_to_shape(b, a.shape)
+
+
+UNARY_SIGNATURE = "x[...] -> [...]"
+UNARY_SAMPLES = expand_template("x={x}[{shape}]", x=("f32", "f16", "bf16"), shape=("7", "3,64", "2,0,4", "2,3,4,5"))
+UNARY_ERRORS = (("x=i32[3]", "x is i32"), ("x=q8_0[32]", "x is q8_0"))
+
+
+@op(
+    UNARY_SIGNATURE,
+    linear=lambda attrs: () if attrs["bias"] else ("x",),
+    inplace="x",
+    samples=(
+        *("x=f32[3,5], scale=2.5", "x=f32[3,5], scale=-0.5, bias=1.0", "x=f16[4], scale=0.125"),
+        *expand_template("x=f32[3,7], scale={scale}", scale=(1.0, 0.0, -0.0)),
+    ),
+    errors=(("x=i32[3], scale=2.0", "x is i32"), ("x=f32[3]", "scale is missing")),
+)
+def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
+    """``x * scale + bias``. ggml: ``SCALE``. A `bias` of 0 is not added, so that a zero keeps its sign."""
+    return x * scale + bias if bias else x * scale
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    check=lambda **attrs: "min {min} exceeds max {max}".format(**attrs) if attrs["min"] > attrs["max"] else None,
+    samples=(
+        *expand_template(
+            "x={x}[{shape}], min=-0.5, max=0.25", x=("f32", "f16", "bf16"), shape=("7", "3,0,2", "2,3,4,5")
+        ),
+        "x=f32[3,1], min=1.0, max=1.0",
+        *expand_template("x=f32[3,7], min={low}, max={high}", low=(-0.5, -0.0, 0.0), high=(0.0, 0.25)),
+        *expand_template("x=f32[3,7], min={low}, max=-0.0", low=(-0.5, -0.0)),
+    ),
+    errors=(
+        ("x=f32[3], min=2.0, max=1.0", "min 2.0 exceeds max 1.0"),
+        ("x=f32[3], min=2.0", "max is missing"),
+        ("x=i32[3], min=0.0, max=1.0", "x is i32"),
+    ),
+    infinite=("x",),
+)
+def clamp(x: Array, *, min: float, max: float) -> Array:
+    """`x` clamped to `min` and `max`; -0 is less than +0. ggml: ``CLAMP``."""
+    return take_smaller(take_larger(x, np.asarray(min)), np.asarray(max))
+
+
+def _infer_cast(specs: OperandSpecs, attrs: Attrs) -> Spec:
+    assert specs[0] is not None
+    dtype = attrs["dtype"]
+    if not isinstance(dtype, DType):
+        raise SignatureMismatch(f"dtype is {dtype!r}; it must be a DType")
+    if dtype.is_quantised:
+        raise SignatureMismatch(f"cannot cast to {dtype}: quantising is done when a file is written, not in a graph")
+    return Spec(specs[0].shape, dtype)
+
+
+def round_to_dtype(x: Array, dtype: DType) -> Array:
+    """Return `x` in float64, rounded to a value of `dtype`; for an integer dtype, truncated to that dtype."""
+    if dtype is DType.BF16:
+        bits = np.asarray(x, np.float32, order="C").view(np.uint32)  # ascontiguousarray would make rank 0 rank 1
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+        return nearest.view(np.float32).astype(np.float64)
+    return x.astype(dtype.storage).astype(np.float64 if dtype.is_float else dtype.storage)
+
+
+@op(
+    "x[...]: any -> [...]",
+    infer=_infer_cast,
+    samples=expand_template(
+        "x={x}[3,32], dtype={to}", x=("f32", "f16", "bf16", "q8_0", "i32"), to=("f32", "f16", "bf16", "i32")
+    ),
+    errors=(("x=f32[32], dtype=q8_0", "cannot cast to q8_0"), ("x=f32[32], dtype=3", "dtype is 3")),
+    compare="exact",
+)
+def cast(x: Array, *, dtype: DType) -> Array:
+    """The same numbers in another dtype, rounded to nearest even. ggml: ``CPY`` to a tensor of that type."""
+    return round_to_dtype(x, dtype)
+
+
+@op(
+    "x[...]: any -> [...]",
+    linear=("x",),
+    samples=("x=f32[3,4]", "x=f16[2,3,4]", "x=i32[5]", "x=f32[0,3]"),
+    errors=(("", "operand x is missing"), ("x=f32[2], eps=1.0", "no operand or attribute eps")),
+    compare="exact",
+    infinite=("x",),
+)
+def cont(x: Array) -> Array:
+    """A contiguous copy; the planner inserts it where a kernel cannot read a view. ggml: ``CONT``."""
+    return np.array(x)

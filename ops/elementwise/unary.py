@@ -1,0 +1,510 @@
+"""Elementwise ops of one operand: roots, rounding, trigonometry, activation functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from ..declaration.op import Array, op
+from ..declaration.samples import LegalRange, expand_template
+from .binary import UNARY_ERRORS, UNARY_SAMPLES, UNARY_SIGNATURE
+
+
+def vectorise_scalar(function: Callable[[float], float]) -> Callable[[Array], Array]:
+    """Return a function of arrays from `function` of floats, for functions that NumPy lacks; as exact as libm."""
+    apply = np.frompyfunc(function, 1, 1)
+
+    def apply_to_array(x: Array) -> Array:
+        return np.asarray(apply(x), np.float64)
+
+    return apply_to_array
+
+
+error_function = vectorise_scalar(math.erf)
+erfc = vectorise_scalar(math.erfc)
+
+
+def rectify(x: Array) -> Array:
+    """Return `x` where it is positive or NaN, else +0."""
+    return np.maximum(x, 0.0) + 0.0  # the sum makes +0 of -0
+
+
+def logistic(x: Array) -> Array:
+    """``1 / (1 + exp(-x))`` without overflow."""
+    e = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1.0, e) / (1.0 + e)
+
+
+# ----------------------------------------------------------------------------------------------------- arithmetic
+
+
+@op(
+    UNARY_SIGNATURE,
+    linear=("x",),
+    inplace="x",
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    compare="exact",
+    infinite=("x",),
+)
+def neg(x: Array) -> Array:
+    """``-x``. ggml: ``UNARY_OP_NEG``."""
+    return -x
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+    compare="exact",
+    infinite=("x",),
+)
+def abs_(x: Array) -> Array:
+    """``|x|``. ggml: ``UNARY_OP_ABS``."""
+    return np.abs(x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+    compare="exact",
+    infinite=("x",),
+)
+def sgn(x: Array) -> Array:
+    """-1, +0 or 1, by the sign of `x`. ggml: ``UNARY_OP_SGN``."""
+    return np.sign(x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+    compare="exact",
+    infinite=("x",),
+)
+def step(x: Array) -> Array:
+    """1 where ``x > 0``, else 0. ggml: ``UNARY_OP_STEP``."""
+    return np.where(x > 0, 1.0, 0.0)
+
+
+@op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
+def sqr(x: Array) -> Array:
+    """``x * x``. ggml: ``SQR``."""
+    return x * x
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    ranges={"x": LegalRange(0.0, 4.0)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+)
+def sqrt(x: Array) -> Array:
+    """Square root. ggml: ``SQRT``."""
+    return np.sqrt(x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    ranges={"x": LegalRange(0.01, 10.0)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+)
+def log(x: Array) -> Array:
+    """Natural logarithm. ggml: ``LOG``."""
+    return np.log(x)
+
+
+@op(UNARY_SIGNATURE, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, infinite=("x",))
+def exp(x: Array) -> Array:
+    """``e ** x``. ggml: ``UNARY_OP_EXP``."""
+    return np.exp(x)
+
+
+@op(UNARY_SIGNATURE, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
+def expm1(x: Array) -> Array:
+    """``e ** x - 1``, exact near 0, too; ggml subtracts. ggml: ``UNARY_OP_EXPM1``."""
+    return np.expm1(x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    ranges={"x": LegalRange(-10.0, 10.0)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+)
+def sin(x: Array) -> Array:
+    """Sine of `x` in radians. ggml: ``SIN``."""
+    return np.sin(x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    ranges={"x": LegalRange(-10.0, 10.0)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+)
+def cos(x: Array) -> Array:
+    """Cosine of `x` in radians. ggml: ``COS``."""
+    return np.cos(x)
+
+
+@op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
+def erf(x: Array) -> Array:
+    """The error function, ``2 / sqrt(pi)`` times the integral of ``exp(-t^2)`` from 0 to `x`. ISO C, 1999."""
+    return error_function(x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    zeros=("x",),
+    ranges={"x": LegalRange(-0.5, 10.0)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+)
+def log1p(x: Array) -> Array:
+    """Natural logarithm of ``1 + x``, exact near 0. ISO C, 1999."""
+    return np.log1p(x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    zeros=("x",),
+    ranges={"x": LegalRange(-1.0, 1.0)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+)
+def tan(x: Array) -> Array:
+    """Tangent of `x` in radians. ISO C, 1999."""
+    return np.tan(x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    zeros=("x",),
+    ranges={"x": LegalRange(-0.9, 0.9)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+)
+def arcsin(x: Array) -> Array:
+    """Inverse sine in radians. ISO C, 1999."""
+    return np.arcsin(x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    ranges={"x": LegalRange(-0.9, 0.9)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+)
+def arccos(x: Array) -> Array:
+    """Inverse cosine in radians. ISO C, 1999."""
+    return np.arccos(x)
+
+
+@op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
+def arctan(x: Array) -> Array:
+    """Inverse tangent in radians. ISO C, 1999."""
+    return np.arctan(x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    zeros=("x",),
+    ranges={"x": LegalRange(-4.0, 4.0)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+)
+def sinh(x: Array) -> Array:
+    """Hyperbolic sine. ISO C, 1999."""
+    return np.sinh(x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    ranges={"x": LegalRange(-4.0, 4.0)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+)
+def cosh(x: Array) -> Array:
+    """Hyperbolic cosine. ISO C, 1999."""
+    return np.cosh(x)
+
+
+@op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
+def arcsinh(x: Array) -> Array:
+    """Inverse hyperbolic sine. ISO C, 1999."""
+    return np.arcsinh(x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    ranges={"x": LegalRange(1.125, 10.0)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+)
+def arccosh(x: Array) -> Array:
+    """Inverse hyperbolic cosine. ISO C, 1999."""
+    return np.arccosh(x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    zeros=("x",),
+    ranges={"x": LegalRange(-0.875, 0.875)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+)
+def arctanh(x: Array) -> Array:
+    """Inverse hyperbolic tangent. ISO C, 1999."""
+    return np.arctanh(x)
+
+
+# ------------------------------------------------------------------------------------------------------- rounding
+
+# Entries of any sign, some of them halves: f16 and bf16 have few digits in this range.
+_WIDE = {"x": LegalRange(-500.0, 500.0)}
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    ranges=_WIDE,
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+    compare="exact",
+    infinite=("x",),
+)
+def floor(x: Array) -> Array:
+    """The next integer below. ggml: ``UNARY_OP_FLOOR``."""
+    return np.floor(x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    ranges=_WIDE,
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+    compare="exact",
+    infinite=("x",),
+)
+def ceil(x: Array) -> Array:
+    """The next integer above. ggml: ``UNARY_OP_CEIL``."""
+    return np.ceil(x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    ranges=_WIDE,
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+    compare="exact",
+    infinite=("x",),
+)
+def round_(x: Array) -> Array:
+    """The nearest integer, halves away from zero (not to even, as NumPy does), with the sign of `x`.
+
+    ggml: ``UNARY_OP_ROUND``.
+    """
+    size = np.abs(x)
+    whole = np.trunc(size)
+    return np.copysign(whole + (size - whole >= 0.5), x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    ranges=_WIDE,
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+    compare="exact",
+    infinite=("x",),
+)
+def trunc(x: Array) -> Array:
+    """The next integer towards zero. ggml: ``UNARY_OP_TRUNC``."""
+    return np.trunc(x)
+
+
+# ---------------------------------------------------------------------------------------------------- activations
+
+
+@op(UNARY_SIGNATURE, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, infinite=("x",))
+def sigmoid(x: Array) -> Array:
+    """``1 / (1 + exp(-x))``. ggml: ``UNARY_OP_SIGMOID``."""
+    return logistic(x)
+
+
+@op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
+def silu(x: Array) -> Array:
+    """``x * sigmoid(x)``. ggml: ``UNARY_OP_SILU``."""
+    return x * logistic(x)
+
+
+@op(UNARY_SIGNATURE, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, infinite=("x",))
+def softplus(x: Array) -> Array:
+    """``log(1 + exp(x))``, which is `x` itself for large `x`. ggml: ``UNARY_OP_SOFTPLUS``."""
+    return np.logaddexp(0.0, x)
+
+
+@op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, infinite=("x",))
+def tanh(x: Array) -> Array:
+    """Hyperbolic tangent. ggml: ``UNARY_OP_TANH``."""
+    return np.tanh(x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    zeros=("x",),
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+    compare="exact",
+    infinite=("x",),
+)
+def relu(x: Array) -> Array:
+    """``max(x, 0)``, or +0 where that is zero. ggml: ``UNARY_OP_RELU``."""
+    return rectify(x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    samples=expand_template(
+        "x={x}[{shape}], negative_slope={slope}", x=("f32", "f16"), shape=("7", "2,0,4"), slope=(0.01, 1.5)
+    ),
+    errors=(("x=i32[3], negative_slope=0.1", "x is i32"), ("x=f32[3]", "negative_slope is missing")),
+    is_required=False,
+)
+def leaky_relu(x: Array, *, negative_slope: float) -> Array:
+    """`x` where it is positive, ``negative_slope * x`` elsewhere. ggml: ``LEAKY_RELU``."""
+    return np.where(x > 0, x, negative_slope * x)
+
+
+@op(UNARY_SIGNATURE, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
+def elu(x: Array) -> Array:
+    """`x` where it is positive, ``e ** x - 1`` elsewhere. ggml: ``UNARY_OP_ELU``; Clevert et al., 2015."""
+    return np.where(x > 0, x, np.expm1(np.minimum(x, 1.0)))
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    flops=lambda **_: 8,
+    samples=(
+        *expand_template(
+            "x={x}[{shape}], alpha_n=4.0, alpha_p=20.0, beta=0.5, eps=1e-07", x=("f32", "f16"), shape=("10", "5,1,3")
+        ),
+        "x=f32[2,0], alpha_n=0.8, alpha_p=0.8, beta=0.5, eps=-1e-06",
+    ),
+    errors=(
+        ("x=f32[3]", "alpha_n is missing"),
+        ("x=i32[3], alpha_n=0.8, alpha_p=0.8, beta=0.5, eps=-1e-06", "x is i32"),
+    ),
+    is_required=False,
+)
+def xielu(x: Array, *, alpha_n: float, alpha_p: float, beta: float, eps: float) -> Array:
+    """``p x^2 + beta x`` where x > 0, else ``n (expm1(min(x, eps)) - x) + beta x``. ggml: ``UNARY_OP_XIELU``.
+
+    ``p = softplus(alpha_p)`` and ``n = beta + softplus(alpha_n)``. ``ggml_xielu`` has the same parameters and stores
+    p and n in the node. Huang and Schlag, 2024.
+    """
+    n, p = beta + float(np.logaddexp(0.0, alpha_n)), float(np.logaddexp(0.0, alpha_p))
+    return np.where(x > 0, p * x * x, n * (np.expm1(np.minimum(x, eps)) - x)) + beta * x
+
+
+@op(UNARY_SIGNATURE, inplace="x", zeros=("x",), flops=lambda **_: 8, samples=UNARY_SAMPLES, errors=UNARY_ERRORS)
+def gelu(x: Array) -> Array:
+    """Gaussian error linear unit, tanh approximation. ggml: ``UNARY_OP_GELU``; Hendrycks and Gimpel, 2016.
+
+    ``0.5 x (1 + tanh(u))`` is written as ``x sigmoid(2 u)``, which stays exact where tanh(u) is near -1.
+    """
+    return x * logistic(2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    zeros=("x",),
+    flops=lambda **_: 8,
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+)
+def gelu_erf(x: Array) -> Array:
+    """Gaussian error linear unit, ``0.5 x (1 + erf(x / sqrt(2)))``. ggml: ``UNARY_OP_GELU_ERF``.
+
+    Hendrycks and Gimpel, 2016. Written with erfc, which stays exact for negative `x`.
+    """
+    return 0.5 * x * erfc(x * -math.sqrt(0.5))
+
+
+@op(UNARY_SIGNATURE, inplace="x", zeros=("x",), samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
+def gelu_quick(x: Array) -> Array:
+    """``x * sigmoid(1.702 x)``. ggml: ``UNARY_OP_GELU_QUICK``; Hendrycks and Gimpel, 2016."""
+    return x * logistic(1.702 * x)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    ranges={"x": LegalRange(-5.0, 5.0)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+)
+def hardsigmoid(x: Array) -> Array:
+    """``(x + 3) / 6``, clamped to 0 and 1. ggml: ``UNARY_OP_HARDSIGMOID``."""
+    return np.clip((x + 3.0) / 6.0, 0.0, 1.0)
+
+
+@op(
+    UNARY_SIGNATURE,
+    inplace="x",
+    ranges={"x": LegalRange(-5.0, 5.0)},
+    samples=UNARY_SAMPLES,
+    errors=UNARY_ERRORS,
+    is_required=False,
+)
+def hardswish(x: Array) -> Array:
+    """``x * hardsigmoid(x)``. ggml: ``UNARY_OP_HARDSWISH``; Howard et al., 2019."""
+    return x * np.clip((x + 3.0) / 6.0, 0.0, 1.0)

@@ -1,0 +1,1 @@
+"""Matrix products, attention, and ops of their models."""

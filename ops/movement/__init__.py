@@ -1,0 +1,1 @@
+"""Ops that move, select or reshape entries."""

@@ -1,0 +1,1 @@
+"""Ops that reduce, normalise or sort along an axis."""

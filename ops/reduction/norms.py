@@ -1,0 +1,168 @@
+"""Normalisations over the last axis, and softmax."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..declaration.broadcasting import tile_to_shape
+from ..declaration.op import Array, op
+from ..declaration.samples import expand_template
+
+_ROWS = expand_template("x={x}[{shape}], eps={eps}", x=("f32",), shape=("7", "3,64", "2,3,33"), eps=(1e-06, 0.1))
+_ERRORS = (("x=i32[4]", "x is i32"), ("x=f32[]", "at least 1"), ("x=f32[4], eps=-1.0", "eps is -1.0"))
+
+
+def _check_eps(eps: float, **_: object) -> str | None:
+    return None if 0 <= eps < math.inf else f"eps is {eps}; it must be a finite number of at least 0"
+
+
+@op(
+    "x[..., *c] -> [..., c]",
+    inplace="x",
+    flops=lambda c, **_: 4 * c,
+    check=_check_eps,
+    samples=_ROWS,
+    errors=_ERRORS,
+    signed_zeros=False,
+)
+def rms_norm(x: Array, *, eps: float = 1e-6) -> Array:
+    """``x / sqrt(mean(x^2) + eps)`` over the last axis. ggml: ``RMS_NORM``; Zhang and Sennrich, 2019."""
+    return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) / max(1, x.shape[-1]) + eps)
+
+
+@op(
+    "x[..., *c] -> [..., c]",
+    inplace="x",
+    flops=lambda c, **_: 4 * c,
+    check=_check_eps,
+    samples=_ROWS,
+    errors=_ERRORS,
+    signed_zeros=False,
+)
+def l2_norm(x: Array, *, eps: float = 1e-6, clamp: bool = False) -> Array:
+    """``x / sqrt(sum(x^2) + eps)`` over the last axis; with `clamp` ``x / max(sqrt(sum(x^2)), eps)``.
+
+    ggml's ``L2_NORM`` is the clamped form; delta nets use the other one (llama.cpp: rms_norm, then scale).
+    """
+    square = np.sum(x * x, axis=-1, keepdims=True)
+    return x / (np.maximum(np.sqrt(square), eps) if clamp else np.sqrt(square + eps))
+
+
+@op(
+    "x[..., *c] -> [..., c]",
+    inplace="x",
+    flops=lambda c, **_: 6 * c,
+    check=_check_eps,
+    samples=_ROWS,
+    errors=_ERRORS,
+    is_required=False,
+    signed_zeros=False,
+)
+def norm(x: Array, *, eps: float = 1e-5) -> Array:
+    """``(x - mean) / sqrt(variance + eps)`` over the last axis. ggml: ``NORM``; Ba et al., 2016, without weights."""
+    n = max(1, x.shape[-1])
+    centred = x - np.sum(x, axis=-1, keepdims=True) / n
+    return centred / np.sqrt(np.sum(centred * centred, axis=-1, keepdims=True) / n + eps)
+
+
+@op(
+    "x[..., *c, *h, *w] -> [..., c, h, w]",
+    inplace="x",
+    flops=lambda c, h, w, **_: 6 * c * h * w,
+    check=lambda groups, eps, **_: f"groups is {groups}; it must be at least 1" if groups < 1 else _check_eps(eps),
+    samples=(
+        *expand_template("x=f32[{shape}], groups={groups}", shape=("8,3,5", "2,7,1,4"), groups=(1, 2, 4, 7)),
+        "x=f32[6,2,3], groups=3, eps=0.1",
+        "x=f32[2,4,0,3], groups=2",
+        "x=f32[3,1,1], groups=5",
+    ),
+    errors=(
+        ("x=f32[4,3], groups=2", "needs at least 3"),
+        ("x=f32[4,3,3], groups=0", "groups is 0"),
+        ("x=f32[4,3,3], groups=2, eps=-0.5", "eps is -0.5"),
+        ("x=f32[4,3,3]", "groups is missing"),
+    ),
+    is_required=False,
+    signed_zeros=False,
+)
+def group_norm(x: Array, *, groups: int, eps: float = 1e-6) -> Array:
+    """`norm` over groups of neighbouring channels and the last two axes; channels are the axis before these.
+
+    ggml: ``GROUP_NORM``. If `groups` does not divide the channels, the last groups are smaller or empty, as in ggml.
+    Wu and He, 2018.
+    """
+    channels = x.shape[-3]
+    run = -(-channels // groups)
+    out = np.empty_like(x)
+    for start in range(0, channels, max(1, run)):
+        part = x[..., start : start + run, :, :]
+        flat = part.reshape(*x.shape[:-3], part.shape[-3] * part.shape[-2] * part.shape[-1])
+        out[..., start : start + run, :, :] = np.asarray(norm.reference(flat, eps=eps)).reshape(part.shape)
+    return out
+
+
+def softmax_rows(scores: Array, sinks: Array | None) -> Array:
+    """Return the softmax over the last axis. A sink adds to the denominator only; a row of -inf gives zeros."""
+    top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
+    if sinks is not None:
+        top = np.maximum(top, sinks)
+    top = np.where(top == -np.inf, 0.0, top)
+    e = np.exp(scores - top)
+    total = e.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks - top)
+    return e / np.where(total == 0.0, 1.0, total)
+
+
+@op(
+    "x[..., h, t, *s], mask[~..., t, s]?: float, sinks[h]? -> [..., h, t, s]",
+    inplace="x",
+    unsharded_dimensions=lambda attrs: ("h",) if attrs["max_bias"] else (),
+    flops=lambda h, t, s, **_: 5 * h * t * s,
+    samples=(
+        "x=f32[2,3,5]",
+        "x=f32[4,2,3,17], scale=0.25",
+        "x=f32[2,3,5], mask=f32[3,5]",
+        "x=f32[4,2,3,5], mask=f16[2,3,5], scale=0.5",
+        "x=f32[2,3,5], mask=f32[3,5], sinks=f32[2]",
+        "x=f32[2,3,5], mask=f32[3,5], sinks=f32[2], max_bias=8.0",
+    ),
+    errors=(
+        ("x=f32[2,3,5], mask=f32[3,4]", "s is 5"),
+        ("x=f32[2,3,5], sinks=f32[3]", "h is 2"),
+        ("x=f32[5]", "rank 1"),
+    ),
+    infinite=("-x", "-mask"),
+    signed_zeros=False,
+)
+def softmax(
+    x: Array, mask: Array | None = None, sinks: Array | None = None, *, scale: float = 1.0, max_bias: float = 0.0
+) -> Array:
+    """``softmax(x * scale + slope * mask)`` over the last axis. ggml: ``SOFT_MAX_EXT``.
+
+    x: scores [..., heads, tokens, keys], at least three axes. `slope` is one factor for each head: 1, or the
+    slope of ALiBi if `max_bias` > 0 (Press et al., 2022). A row that is masked completely gives zeros.
+    """
+    scores = x * scale
+    if mask is not None:
+        scores = (
+            scores
+            + alibi_slopes(x.shape[-3], max_bias)[:, None, None]
+            * tile_to_shape(mask, (*x.shape[:-3], *mask.shape[-2:]))[..., None, :, :]
+        )
+    return softmax_rows(scores, None if sinks is None else sinks[:, None, None])
+
+
+def alibi_slopes(heads: int, max_bias: float) -> Array:
+    """Return the slope of each head, float64 [heads]; ones without bias.
+
+    Slope i is ``2^(-max_bias (i + 1) / n)`` for n the largest power of two up to `heads`; heads from n on have the
+    slopes between.
+    """
+    if max_bias <= 0.0 or not heads:
+        return np.ones(heads)
+    n = 1 << (heads.bit_length() - 1)
+    i = np.arange(heads, dtype=np.float64)
+    return np.where(i < n, 2.0 ** (-max_bias * (i + 1) / n), 2.0 ** (-max_bias / 2 * (2 * (i - n) + 1) / n))

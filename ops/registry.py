@@ -1,0 +1,182 @@
+"""The registry of all ops, and the graph rules that need it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from ..graph.errors import GraphError
+from ..graph.graph import Graph
+from ..graph.graph_rules import GRAPH_RULES as GRAPH_RULES
+from ..graph.graph_rules import GraphRule
+from ..graph.graph_rules import verify as verify_rules
+from ..graph.node import LEAF_OPS, Node, Value
+from ..graph.validation import did_you_mean, instance_of, validate_arguments
+from . import collectives
+from .declaration.attributes import ATTRIBUTE_TYPES, is_attribute_type
+from .declaration.op import Op
+from .declaration.signature import SignatureMismatch
+from .elementwise import binary, comparisons, gated_units, generators, integers, unary
+from .matrix import attention, experts, matmul, rope, sparse_indexer
+from .movement import arrange, gather_scatter, rows, sliding_windows, triangular, views
+from .recurrent import gated_delta_net, linear_attention
+from .reduction import norms, reductions, sorting
+
+R = TypeVar("R", Value, tuple[Value, Value])
+_MODULES = (
+    *(views, binary, unary, gated_units, norms, reductions, sorting, matmul, rows, arrange, triangular, generators),
+    *(comparisons, integers, gather_scatter, sliding_windows),
+    *(attention, rope, gated_delta_net, linear_attention, experts, sparse_indexer, collectives),
+)
+
+BUILTIN_OPS = {op.name: op for module in _MODULES for op in vars(module).values() if isinstance(op, Op)}
+ENTRY_POINT_GROUP = "hocket.ops"
+"""The entry-point group of ops of other packages; the name of an entry is the name of its op."""
+
+
+class Registry(Mapping[str, Op[Any]]):
+    """All ops by name: ops of hocket, ops from `register`, and ops of installed packages.
+
+    Installed packages are searched at the first lookup of an unknown name, and before an iteration.
+    """
+
+    def __init__(self, own: Mapping[str, Op[Any]]) -> None:
+        self._ops = dict(own)
+        self._has_imported = False
+
+    def __getitem__(self, name: str) -> Op[Any]:
+        if (known := self._ops.get(name)) is not None:
+            return known
+        if name not in LEAF_OPS:
+            self._import_installed_ops()
+        return self._ops[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self._import_installed_ops()
+        return iter(tuple(self._ops))
+
+    def __len__(self) -> int:
+        self._import_installed_ops()
+        return len(self._ops)
+
+    def add(self, op: Op[Any]) -> None:
+        """Add an op of another package.
+
+        Raises:
+            GraphError: another op has its name.
+        """
+        if op.name in LEAF_OPS or self._ops.setdefault(op.name, op) is not op:
+            raise GraphError(f"register: there is an op {op.name!r} already; give this one another name")
+
+    def _import_installed_ops(self) -> None:
+        """Import the ops of installed packages, once."""
+        if self._has_imported:
+            return
+        self._has_imported = True
+        from importlib.metadata import entry_points  # 15 ms, which graphs of built-in ops do not need
+
+        for entry in entry_points(group=ENTRY_POINT_GROUP):
+            try:
+                register(entry.load())
+            except (ImportError, AttributeError) as why:
+                raise GraphError(f"op {entry.name!r} of {entry.value} does not load: {why}") from None
+
+
+REGISTRY = Registry(BUILTIN_OPS)
+
+
+@validate_arguments(GraphError, op=instance_of(Op))
+def register(op: Op[R]) -> Op[R]:
+    """Add an op of another package to the registry, and return the op.
+
+    All parts of hocket then treat the op as a built-in one. A package that names the op in the entry-point group
+    ``hocket.ops`` need not call this function.
+
+    Raises:
+        GraphError: the name is taken, or an attribute has an annotation that graphs do not store.
+
+    >>> @hocket.register
+    ... @hocket.ops.op("x[..., *c] -> [..., c]", samples=("x=f32[3,4]",))
+    ... def centre(x):
+    ...     return x - x.mean(-1, keepdims=True)
+    >>> y = centre(hocket.input("x", (2, 8)))
+    """
+    if not op.name.isidentifier():
+        raise GraphError(f"register: the op's name is {op.name!r:.60}; it must be a plain word, so declare it with def")
+    for name, annotation in op.attribute_types.items():
+        if not is_attribute_type(annotation):
+            types = ", ".join(ATTRIBUTE_TYPES)
+            raise GraphError(f"{op.name}: attribute {name} is annotated {annotation!r}; need {types} or tuples of one")
+    REGISTRY.add(op)
+    return op
+
+
+def op_of(node: Node) -> Op[Any]:
+    """Return the op of a node of a verified graph."""
+    return REGISTRY[node.op]
+
+
+def find_inplace_operand(result: Value) -> Value | None:
+    """Return the operand that a result may overwrite; None if the op declares none or the operand is absent."""
+    node, declared = result.node, op_of(result.node)
+    name = dict(declared.inplace_pairs(node.attrs)).get(result.index)
+    return None if name is None else dict(zip(declared.operand_names, node.src, strict=False)).get(name)
+
+
+def find_storage_kind(value: Value) -> str:
+    """Return the kind of a value, from which a backend derives its storage dtype.
+
+    Returns:
+        The op of a leaf: ``input``, ``weight``, ``state`` or ``constant``. ``state`` also for a state with entries that
+        an op replaced, because the op may do so in place. ``value`` for all other values.
+    """
+    node = value.node
+    if node.is_leaf:
+        return node.op
+    while not node.is_leaf:
+        declared = op_of(node)
+        if declared.is_view:
+            value = node.inputs[0]
+            node = value.node
+            continue
+        if declared.overwritten_entries(node.attrs) is None:
+            return "value"
+        if (before := find_inplace_operand(value)) is None:
+            return "value"
+        value, node = before, before.node
+    return "state" if node.op == "state" else "value"
+
+
+def ops_are_declared(graph: Graph) -> Iterator[str]:
+    """Yield a problem for each node with an unknown op; leaves are exempt."""
+    unknown = {op for op in {n.op for n in graph.nodes} if op not in REGISTRY and op not in LEAF_OPS}
+    for node in graph.nodes if unknown else ():
+        if node.op in unknown:
+            hint = did_you_mean(node.op, REGISTRY) or "; `hocket ops` lists them"
+            yield f"%{node.label}: there is no op {node.op!r}{hint}"
+
+
+def specs_follow_from_operands(graph: Graph) -> Iterator[str]:
+    """Yield a problem for each node that lacks attributes of its op or has other specs than the op infers."""
+    for node in graph.nodes:
+        declared = REGISTRY.get(node.op)
+        if declared is None:
+            continue
+        try:
+            if missing := declared.normalise_attributes(node.attrs).keys() - node.attrs.keys():
+                raise SignatureMismatch(f"attribute {min(missing)} is missing")
+            inferred = declared.infer_results([None if s is None else s.spec for s in node.src], node.attrs)
+        except (SignatureMismatch, TypeError, KeyError, ValueError) as why:
+            yield f"{node!r}: {why}"
+        else:
+            if inferred != node.specs:
+                yield f"{node!r}: operands give {', '.join(map(str, inferred))}"
+
+
+OP_RULES: tuple[GraphRule, ...] = (*GRAPH_RULES, ops_are_declared, specs_follow_from_operands)
+
+
+@validate_arguments(GraphError, graph=instance_of(Graph))
+def verify(graph: Graph) -> None:
+    """Raise `GraphError` unless `graph` obeys all rules of graphs and of its ops."""
+    verify_rules(graph, OP_RULES)
