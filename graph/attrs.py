@@ -22,7 +22,7 @@ MAX_DEPTH = 8
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.~/-]+")
 _WORD = re.compile(r"(?!inf\b|_$)[A-Za-z_][A-Za-z0-9_.]*")
 _WITH_FLOATS = frozenset({float, tuple})
-"""Types of attributes of which equal values may differ, as 0.0 and -0.0 do."""
+"""Types of attributes with equal values that differ, such as 0.0 and -0.0."""
 
 
 def attribute_key(attrs: Attrs) -> tuple[tuple[str, Attr], ...]:

@@ -42,7 +42,7 @@ def binary(ufunc: Callable[..., Any], call: Call) -> Calls:
 SIGN, OTHER_BITS = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 
-def maximum(call: Call) -> Calls:
+def bind_maximum(call: Call) -> Calls:
     """A maximum has a sign only where both operands have one."""
     b, a, out, both = (x.view(np.int32) for x in _choice_operands(call))
     return [
@@ -53,7 +53,7 @@ def maximum(call: Call) -> Calls:
     ]
 
 
-def minimum(call: Call) -> Calls:
+def bind_minimum(call: Call) -> Calls:
     """A minimum has a sign where either operand has one."""
     b, a, out, either = (x.view(np.int32) for x in _choice_operands(call))
     return [
@@ -126,7 +126,7 @@ def softplus(call: Call) -> Calls:
 
 
 def relu(call: Call) -> Calls:
-    """The sum makes +0 of -0, which `maximum` may give."""
+    """The sum makes +0 of -0, which `np.maximum` may give."""
     zero, out = np.float32(0), call.out
     return [partial(np.maximum, call.operand(0), zero, out=out), partial(np.add, out, zero, out=out)]
 
@@ -280,8 +280,8 @@ KERNELS: Mapping[str, Binding] = {
     "sub": plain(partial(binary, np.subtract)),
     "mul": plain(partial(binary, np.multiply)),
     "div": plain(partial(binary, np.divide)),
-    "maximum": with_scratch(maximum),
-    "minimum": with_scratch(minimum),
+    "maximum": with_scratch(bind_maximum),
+    "minimum": with_scratch(bind_minimum),
     "power": plain(partial(binary, np.power)),
     "compare": plain(compare),
     "where": plain(where),

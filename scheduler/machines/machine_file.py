@@ -40,7 +40,7 @@ class Key(NamedTuple):
     factor: float | None = None
 
 
-def _text(description: str, pattern: str) -> ArgumentKind:
+def _match_text(description: str, pattern: str) -> ArgumentKind:
     return ArgumentKind(description, lambda v: isinstance(v, str) and bool(re.fullmatch(pattern, v, re.ASCII)))
 
 
@@ -72,8 +72,8 @@ KIND_KEYS: Mapping[str, Key] = MappingProxyType(
         **FIGURES,
         "launch_us": Key("launch", number_between(1e-3, 1e6), 1e-6),
         "link": Key("link", TEXT),
-        "capability": Key("capability", _text("text such as '90' or 'gfx942'", r"\d{2,3}|gfx[0-9a-f]{3,4}")),
-        "backend": Key("backend", _text("'cuda' or 'hip'", "cuda|hip")),
+        "capability": Key("capability", _match_text("text such as '90' or 'gfx942'", r"\d{2,3}|gfx[0-9a-f]{3,4}")),
+        "backend": Key("backend", _match_text("'cuda' or 'hip'", "cuda|hip")),
     }
 )
 BASE = Machine(flops=100e9, bandwidth=20e9, memory=64 * GIB, link="memory")

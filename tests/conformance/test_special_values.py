@@ -66,9 +66,9 @@ def test_every_operand_of_floats_has_cases_with_each_special_value(name: str) ->
         for key in _floats(case):
             missing.discard((key, case.inputs))
         if case.inputs == "special" and any(map(values.get, dict(_floats(case)))):
-            drawn = draw(case)
+            operands = draw(case)
             for operand, _ in _floats(case):
-                values[operand] -= {kind for kind in values[operand] if CLASSES[kind](drawn[operand]).any()}
+                values[operand] -= {kind for kind in values[operand] if CLASSES[kind](operands[operand]).any()}
     assert not missing
     assert not any(values.values()), values
 
@@ -94,7 +94,7 @@ def test_special_values_are_where_they_belong(text: str, device: str) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "why"), [(0.0, "zero with the wrong sign"), (-1e-39, ""), (-0.0, "")])
-def test_a_zero_needs_the_sign_of_the_reference_where_that_is_promised(wrong: float, why: str) -> None:
+def test_a_zero_needs_the_sign_of_the_reference_if_signed_zeros_is_set(wrong: float, why: str) -> None:
     want, got = np.array([1.0, -1e-60]), np.array([1.0, wrong])
     budget = Budget(np.full(2, 1e-30), np.full(2, 1e-30))
     found = compare(got, want, budget, Spec((2,)), REGISTRY["add"])
@@ -103,12 +103,12 @@ def test_a_zero_needs_the_sign_of_the_reference_where_that_is_promised(wrong: fl
 
 
 @pytest.mark.parametrize("text", ["neg(x=f32[7], inputs=denormal)", "cast(x=f32[7], dtype=f16, inputs=special)"])
-def test_ops_of_single_elements_promise_signs_and_subnormal_numbers(text: str) -> None:
+def test_elementwise_ops_keep_signs_and_subnormal_numbers(text: str) -> None:
     assert parse_case(text).signed_zeros
 
 
 @pytest.mark.parametrize("text", ["sum_rows(x=f32[2,7])", "mul_mat(w=f32[2,7], x=f32[3,7])", "cont(x=q8_0[32])"])
-def test_sums_and_quantised_numbers_promise_neither(text: str) -> None:
+def test_sums_and_quantised_numbers_keep_neither(text: str) -> None:
     assert not parse_case(text).signed_zeros
 
 

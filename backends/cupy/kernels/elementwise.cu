@@ -12,8 +12,8 @@ __device__ __forceinline__ float gelu_quick(float x) { return x * logistic(1.702
 __device__ __forceinline__ float clipped(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
 // As IEEE 754 orders zeros: from a bound of +0 on no result has a sign, and up to -0 all have one.
 __device__ __forceinline__ float clamped(float x, float low, float high) {
-    const float held = clipped(x, low, high);
-    return __float_as_uint(low) == 0 ? fabsf(held) : __float_as_uint(high) == 1u << 31 ? -fabsf(held) : held;
+    const float y = clipped(x, low, high);
+    return __float_as_uint(low) == 0 ? fabsf(y) : __float_as_uint(high) == 1u << 31 ? -fabsf(y) : y;
 }
 // Of two that are equal the bits decide, which differ for zeros only; NaN if one is.
 __device__ __forceinline__ float larger(float x, float y) {

@@ -29,8 +29,8 @@ def _attributes(*names: str) -> Numbers:
     return lambda call: [float(float_attribute(call.attrs, n)) for n in names]
 
 
-def _scaled(call: Bound) -> Sequence[float]:
-    """The factor, and what is added: -0, which changes no zero, where there is no bias."""
+def _scale_constants(call: Bound) -> Sequence[float]:
+    """The factor and the bias; no bias is -0, which changes the sign of no zero."""
     return float_attribute(call.attrs, "scale"), float_attribute(call.attrs, "bias") or -0.0
 
 
@@ -57,7 +57,7 @@ UNARY: Mapping[str, Numbers] = {
     **dict.fromkeys(_PLAIN, _NOTHING),
     "leaky_relu": _attributes("negative_slope"),
     "xielu": _xielu,
-    "scale": _scaled,
+    "scale": _scale_constants,
     "clamp": _attributes("min", "max"),
     "fill": _attributes("value"),
 }

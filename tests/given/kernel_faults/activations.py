@@ -59,8 +59,8 @@ def _nearly_zero(site: Site, operand: int):
     return np.where(site.exact(operand) == 0, 1e-30, site.right()[0])
 
 
-def _flushed(site: Site) -> None:
-    """As a processor does that flushes subnormal numbers to zero."""
+def _flush_subnormals(site: Site) -> None:
+    """Flush subnormal results to zero, as some processors do."""
     out = site.dst[0]
     if out.dtype.kind == "f":
         out[np.abs(out) < np.finfo(np.float32).tiny] *= 0
@@ -72,10 +72,10 @@ def _first_of_equals(site: Site):
 
 
 FAULTS = (
-    after("mul", "subnormal results flushed", _flushed),
-    after("silu", "subnormal results flushed", _flushed),
-    after("cont", "subnormal numbers flushed", _flushed),
-    after("where", "subnormal numbers flushed", _flushed),
+    after("mul", "subnormal results flushed", _flush_subnormals),
+    after("silu", "subnormal results flushed", _flush_subnormals),
+    after("cont", "subnormal numbers flushed", _flush_subnormals),
+    after("where", "subnormal numbers flushed", _flush_subnormals),
     wrong("neg", "subtracts from zero", lambda s: 0.0 - s.exact(0), symptom=WRONG_SIGN),
     wrong("scale", "adds a bias of zero", lambda s: s.exact(0) * s.attrs["scale"] + 0.0, symptom=WRONG_SIGN),
     wrong("relu", "lets -0 through", lambda s: np.where(s.exact(0) < 0, 0.0, s.exact(0)), symptom=WRONG_SIGN),
