@@ -53,9 +53,16 @@ def plus_product(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: 
 
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
-    """``exp(x) / sum(exp(x))`` along an axis."""
+    """``exp(x) / sum(exp(x))`` along an axis; a row of -inf alone gives NaN."""
+    if not prod(x.shape):
+        return real(x)
+    return add(masked_softmax(x, axis), scaled(extreme("max", x, axis, keepdim=True), 0.0))
+
+
+def masked_softmax(x: Tensor, axis: int = -1) -> Tensor:
+    """`softmax` where a row of -inf alone, which is masked completely, gives zeros."""
     if not x.rank:
-        return literal(np.float32(1))
+        return reshape(masked_softmax(reshape(x, (1,)), 0), ())
     last = moved(real(x), axis, -1)
     rows = reshape(last, (1, prod(last.shape[:-1]), last.shape[-1])) if not 3 <= last.rank <= 5 else last
     return moved(reshape(tensor(ops.softmax(rows.value)), last.shape), -1, axis)

@@ -7,7 +7,7 @@ from math import isinf, prod
 
 from ... import ops
 from ...graph import DType, Value
-from .arithmetic import add, compare, is_infinite, logical_not, negative, real, scaled, sub, truth, unary, where
+from .arithmetic import add, compare, div, is_infinite, logical_not, negative, real, sub, truth, unary, where
 from .arithmetic import power as raise_to
 from .shapes import moved, permute, reshape
 from .tensor import Tensor, cast, tensor
@@ -44,21 +44,24 @@ def total(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = Fa
 
 
 def mean(x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
-    """Means, in f32."""
+    """Means, in f32; the mean of no entries is NaN."""
     over = _axes(x, axes)
-    return _restored(ops.mean(rows_over(real(x), over)), x, over, keepdim)
+    rows = rows_over(real(x), over)
+    means = _restored(ops.mean(rows), x, over, keepdim)
+    return means if rows.shape[-1] else div(means, 0.0)
 
 
 def variance(
     x: Tensor, axes: int | Sequence[int] | None = None, correction: float = 1, keepdim: bool = False
 ) -> Tensor:
-    """The mean square of what entries differ from their mean by; `correction` is taken from their number."""
+    """The sum of squared differences from the mean, over the degrees of freedom: their number less `correction`.
+
+    Without degrees of freedom it is inf, or NaN if all entries are equal; the variance of no entries is NaN.
+    """
     over = _axes(x, axes)
     count = prod(x.shape[a] for a in over)
-    square = unary(ops.sqr, sub(x, mean(x, over, keepdim=True)))
-    return scaled(
-        mean(square, over, keepdim), count / max(0.0, count - correction) if count > correction else float("nan")
-    )
+    squared = unary(ops.sqr, sub(x, mean(x, over, keepdim=True)))
+    return div(total(squared, over, keepdim), max(0.0, count - correction) if count else 0.0)
 
 
 def extreme(kind: str, x: Tensor, axes: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:

@@ -179,27 +179,27 @@ def mean(x: Tensor, axes: Any = None, keepdim: bool = False) -> Tensor:
     return reducing.mean(x, axes, keepdim)
 
 
-def spread(x: Tensor, *args: Any, correction: float | None = None, keepdim: bool = False, unbiased: bool = True) -> Any:
-    """The overloads of var: (unbiased) or (axes, unbiased, keepdim), or (axes) and keywords."""
-    axes: Any = None
-    if len(args) == 1 and isinstance(args[0], bool):
-        unbiased = args[0]
-    elif args:
-        axes = args[0]
-        unbiased = args[1] if len(args) > 1 else unbiased
-        keepdim = args[2] if len(args) > 2 else keepdim
-    return reducing.variance(x, axes, float(unbiased) if correction is None else correction, keepdim)
+def spread_and_mean(
+    x: Tensor,
+    axes: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The overloads of var_mean: (unbiased) or (axes, unbiased, keepdim), or (axes) and keywords."""
+    if isinstance(axes, bool):
+        axes, unbiased = None, axes
+    by = float(unbiased) if correction is None else correction
+    return reducing.variance(x, axes, by, keepdim), reducing.mean(x, axes, keepdim)
+
+
+def spread(x: Tensor, *args: Any, **more: Any) -> Tensor:
+    return spread_and_mean(x, *args, **more)[0]
 
 
 def deviation(x: Tensor, *args: Any, **more: Any) -> Tensor:
     return arith.unary(ops.sqrt, spread(x, *args, **more))
-
-
-def spread_and_mean(x: Tensor, axes: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-    return (
-        reducing.variance(x, axes, 1 if correction is None else correction, keepdim),
-        reducing.mean(x, axes, keepdim),
-    )
 
 
 def extreme(kind: str) -> Row:
@@ -285,6 +285,10 @@ def attention_with_sums(
 
 def softmax(x: Tensor, axis: int, *_: object) -> Tensor:
     return products.softmax(x, axis)
+
+
+def masked_softmax(x: Tensor, axis: int, *_: object) -> Tensor:
+    return products.masked_softmax(x, axis)
 
 
 def log_softmax(x: Tensor, axis: int, *_: object) -> Tensor:

@@ -17,7 +17,7 @@ from ..tensors.interface import LARGEST_CONSTANT, Argument, Result, type_of
 from ..tensors.tensor import Tensor, cast, held, literal, merged
 from .arrays import array_of
 from .program import Program
-from .table import ROWS
+from .table import CAST_FIRST, ROWS
 
 if TYPE_CHECKING:
     import torch
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from torch.fx import Node
 
 DROPPED = ("layout", "device", "pin_memory", "memory_format", "dtype", "non_blocking", "requires_grad", "generator")
-"""Keywords of calls that say nothing about numbers, or what the result's type says already."""
+"""Keywords of calls that do not change numbers, or that the result's type states already."""
 CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 """Calls that compute nothing."""
-
+READS_MEMORY = ("as_strided", "as_strided_copy", "as_strided_scatter")
+"""Calls whose result depends on the strides and the storage of an operand, which a result of hocket does not keep."""
 
 LONGEST_INSERTION_SORT = 16
 """Entries that PyTorch's sort of a processor keeps in their order if they are equal (`std::sort` of libstdc++)."""
@@ -206,7 +207,10 @@ class _Importer:
     # ------------------------------------------------------------------------------------------------------- nodes
 
     def _refuse_missing(self) -> None:
-        """Raise `ModelError` with all ops that have no row, unless what they compute is known now."""
+        """Raise `ModelError` with all ops that have no row, unless their result is known now.
+
+        Such an op is run by PyTorch on results of hocket, which an op that reads their memory would take wrongly.
+        """
         known, missing = set(self.constants), Counter[str]()
         for node in self.exported.graph.nodes:
             if _is_tensor(node.meta.get("val")):
@@ -217,6 +221,11 @@ class _Importer:
                 if _folds(node) and all(n in known for n in node.all_input_nodes):
                     known.add(node)
                 elif not self.has_row(node):
+                    if _name_of(node.target) in READS_MEMORY and node.all_input_nodes[0].op == "call_function":
+                        raise ModelError(
+                            f"%{node.name} = {_text_of(node.target)}: it reads the memory of a result, and hocket lays "
+                            "results out in its own way"
+                        )
                     missing[_text_of(node.target)] += 1
         if missing:
             listed = ", ".join(f"{name} ({count})" for name, count in missing.most_common())
@@ -240,6 +249,9 @@ class _Importer:
         kwargs = {k: v for k, v in node.kwargs.items() if k not in DROPPED}
         row: Callable[..., Any] = ROWS[name]
         try:
+            if name in CAST_FIRST:
+                operand = node.all_input_nodes[0]
+                tensors[operand] = cast(tensors[operand], *_type_of(node.meta["val"].dtype, node))
             out = row(*_replaced(node.args, tensors), **_replaced(kwargs, tensors))
             self.values[node] = _fitted(out, node.meta["val"], node)
         except (ModelError, GraphError) as why:

@@ -164,7 +164,7 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
         "_scaled_dot_product_flash_attention_for_cpu": calls.attention_with_sums,
         "_softmax": calls.softmax,
         "softmax": calls.softmax,
-        "_safe_softmax": calls.softmax,
+        "_safe_softmax": calls.masked_softmax,
         "_log_softmax": calls.log_softmax,
         "log_softmax": calls.log_softmax,
         "layer_norm": calls.layer_norm,
@@ -202,3 +202,11 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
     }
 )
 """By the name of the ATen op, whatever its overload."""
+
+CAST_FIRST = frozenset(
+    {
+        *("sum", "mean", "prod", "cumsum", "cumprod", "linalg_vector_norm", "norm"),
+        *("_softmax", "softmax", "_log_softmax", "log_softmax", "_safe_softmax"),
+    }
+)
+"""Ops whose operand PyTorch casts to the type of the result before it computes."""

@@ -343,6 +343,16 @@ def test_depth_of_blocks_is_ordered_as_the_mode_says(mode):
     assert np.array_equal(result, blocks.transpose(order).reshape(2, 12, 2, 2))
 
 
+def test_a_softmax_of_a_row_of_infinities_alone_is_nan():
+    proto = model([node("Softmax", "x", "y")], {"y": [4, 3]}, inputs={"x": [4, 3]})
+    x = np.array([[1, 2, 3], [-np.inf] * 3, [-np.inf, 1, 2], [np.inf, 1, 2]], np.float32)
+    (got,) = hocket.from_onnx(proto.SerializeToString()).on("cpu:0")(x)
+    with np.errstate(invalid="ignore"):
+        (wanted,) = reference(proto, x=x)
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    assert np.isnan(got).all(axis=1).tolist() == [False, True, False, True]
+
+
 @pytest.mark.long
 def test_onnx_own_node_tests():
     from onnx.backend.test.case.node import collect_testcases

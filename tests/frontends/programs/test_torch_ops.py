@@ -42,13 +42,21 @@ def sample_of(op, seed):
     return samples[seed * len(samples) // 5] if samples else None
 
 
+def copy_tensor(x):
+    """Copy a tensor with all of its storage, which ops such as `as_strided` read beyond a view."""
+    import torch
+
+    whole = x.detach().untyped_storage().clone()
+    return torch.empty(0, dtype=x.dtype).set_(whole, x.storage_offset(), x.shape, x.stride())
+
+
 def problem_of(function, sample):
     """Describe the error or the wrong result in one line; None if the result is right."""
     import torch
 
     def copy_operands():
         operands = (sample.input, sample.args, sample.kwargs)
-        return torch.utils._pytree.tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, operands)
+        return torch.utils._pytree.tree_map(lambda t: copy_tensor(t) if isinstance(t, torch.Tensor) else t, operands)
 
     def call(first, args, kwargs):
         return function(first, *args, **kwargs)
@@ -160,3 +168,108 @@ def test_only_an_unstable_sort_with_places_is_left_to_pytorch(recwarn):
         assert not [w for w in recwarn if "PyTorch runs" in str(w.message)]
         with pytest.warns(UserWarning, match=r"has no row for: aten\.argsort\.default \(1\)"):
             compile_for_cpu(lambda x: x.argsort())(x)
+
+
+def assert_hocket_gives_the_results_of_pytorch(function, *args):
+    import torch
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*degrees of freedom")
+        warnings.filterwarnings("error", message="PyTorch runs")
+        ours, theirs = compile_for_cpu(function)(*args), function(*args)
+    torch.testing.assert_close(ours, theirs, equal_nan=True, check_stride=False)
+
+
+def variances(x):
+    """The variance of x [6] or [] by each overload, with degrees of freedom and without."""
+    import torch
+
+    return (
+        [f(x, unbiased) for f in (torch.var, torch.std, torch.var_mean, torch.std_mean) for unbiased in (False, True)],
+        [f(x, dim, False, True) for f in (torch.var, torch.var_mean, torch.std_mean) for dim in (0, [0], [])],
+        [torch.var_mean(x, dim, correction=c) for dim in (None, 0) for c in (None, 0, 0.5, 1, 6, 7, -1)],
+        torch.var_mean(x),
+        torch.std(x, 0, correction=7),
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", [(6,), (0,), ()], ids=str)
+def test_variances_of_all_overloads_and_degrees_of_freedom_are_those_of_pytorch(shape):
+    import torch
+
+    torch.manual_seed(0)
+    assert_hocket_gives_the_results_of_pytorch(variances, torch.randn(shape))
+
+
+@pytest.mark.long
+def test_variances_of_equal_entries_and_along_empty_axes_are_those_of_pytorch():
+    import torch
+
+    def compute(same, empty):
+        return variances(same), [(x.mean(axis), x.var(axis)) for x in (empty, empty.t()) for axis in (0, 1)]
+
+    assert_hocket_gives_the_results_of_pytorch(compute, torch.full((6,), 0.5), torch.zeros(0, 3))
+
+
+@pytest.mark.long
+def test_a_softmax_of_a_row_that_is_masked_completely_is_nan_and_a_safe_softmax_is_zero():
+    import torch
+
+    inf = float("inf")
+    x = torch.tensor([[1, 2, 3], [-inf] * 3, [-inf, 1, 2], [inf, 1, 2], [inf, -inf, 1], [float("nan"), 1, 2]])
+
+    def compute(x, low, empty):
+        return (
+            [f(y, axis) for f in (torch.softmax, torch.log_softmax) for y in (x, -x, x.half()) for axis in (0, 1)],
+            [torch.masked.softmax(x, axis, mask=x > 1) for axis in (0, 1)],
+            [torch.masked.softmin(x, axis, mask=x > 1) for axis in (0, 1)],
+            [torch_op("_safe_softmax")(y, 0) for y in (x, low)],
+            [f(y, 0) for f in (torch.softmax, torch.log_softmax) for y in (low, -low, low.exp())],
+            [empty.softmax(axis) for axis in (0, 1)],
+        )
+
+    assert_hocket_gives_the_results_of_pytorch(compute, x, torch.tensor(-inf), torch.zeros(0, 3))
+
+
+@pytest.mark.long
+def test_reductions_compute_in_the_type_of_their_result():
+    import torch
+
+    def compute(x, i):
+        import torch
+
+        return (
+            [f(1, dtype=torch.int64) for f in (x.sum, x.prod, x.cumsum, x.cumprod)],
+            [i.prod(), i.prod(1), i.cumprod(1), i.cumsum(1), i.sum(1), i.to(torch.int8).cumprod(1)],
+            [f(1, dtype=torch.float32) for f in (i.long().prod, i.long().cumprod, i.mean)],
+            (x - x.flip(1)).sum(1, dtype=torch.bool),
+        )
+
+    x = torch.tensor([[0.5, 0.75, 2.5], [1.5, -2.5, 0.0]])
+    i = torch.tensor([[2**30, 2**30, 2**30], [7, -3, 2]], dtype=torch.int32)
+    assert_hocket_gives_the_results_of_pytorch(compute, x, i)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("op", ["as_strided", "as_strided_copy", "as_strided_scatter"])
+def test_an_op_that_reads_the_memory_of_a_result_is_left_to_pytorch_with_its_graph(op):
+    import torch
+
+    source = [torch.zeros(2, 2)] if op == "as_strided_scatter" else []
+
+    def compute(x):
+        return torch_op(op)((x + 1).t(), *source, (2, 2), (1, 2)) * 2
+
+    x = torch.arange(6.0).reshape(2, 3)
+    with torch.no_grad(), pytest.warns(UserWarning, match=f"this graph itself.*{op}.* reads the memory of a result"):
+        assert torch.equal(compile_for_cpu(compute)(x), compute(x))
+
+
+def test_a_copy_of_an_operand_has_the_storage_beyond_its_view():
+    import torch
+
+    view = torch.arange(8.0).reshape(2, 4)[:, 1:3].t()
+    ours, theirs = (torch.as_strided(x, (2, 3), (4, 1)) for x in (copy_tensor(view), view))
+    assert torch.equal(ours, theirs)
+    assert ours.untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr()
