@@ -73,9 +73,9 @@ before it has said how."""
 
 
 if os.environ.keys() & {"PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}:  # one of several processes, perhaps
-    from .ranks.presence import begin
+    from .distributed.presence import leave_note
 
-    begin()
+    leave_note()
 
 
 def __getattr__(name: str) -> Any:
@@ -91,4 +91,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *LATER} - {"Any", "LATER", "TYPE_CHECKING", "begin", "import_module", "os"})
+    return sorted({*globals(), *LATER} - {"Any", "LATER", "TYPE_CHECKING", "import_module", "leave_note", "os"})

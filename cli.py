@@ -14,14 +14,14 @@ from functools import partial
 from importlib import import_module
 
 from . import __version__
+from .distributed import SINGLE_PROCESS, World
+from .distributed.launcher import detect_launch
 from .frontends.commands import COMMANDS
 from .frontends.terminal.arguments import Parser, as_flags, of_file, one_line
 from .frontends.terminal.output import log, write
 from .frontends.terminal.rank import run_rank
 from .graph.errors import HocketError
 from .graph.validation import did_you_mean
-from .ranks import ALONE, World
-from .ranks.launch import launched
 
 OWN = ("-h", "--help", "--version")
 """Flags that may stand before a command."""
@@ -34,7 +34,7 @@ SHARING = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; usage errors exit."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if launch := launched():
+    if launch := detect_launch():
         return run_rank(launch, partial(_run, words), _said, version=__version__, debug="--debug" in words)
     try:
         return _guarded(words)
@@ -65,7 +65,7 @@ def _guarded(words: Sequence[str]) -> int:
         return 2
 
 
-def _run(words: Sequence[str], world: World = ALONE) -> int:
+def _run(words: Sequence[str], world: World = SINGLE_PROCESS) -> int:
     parser = build_parser(words)
     asked = _asked(words)
     if asked is not None and words[0] != asked and words[0] not in OWN:

@@ -34,9 +34,9 @@ from hocket.backends.cupy.kernels.recurrent import gated_delta_net
 from hocket.backends.cupy.predicted.speeds import FILE
 from hocket.backends.cupy.predicted.times import GPUS, LATENCY, time_of
 from hocket.backends.cupy.predicted.works import work_of
-from hocket.conformance.judging.build import build
-from hocket.conformance.reports.emulated import counters
-from hocket.conformance.trials.case import parse
+from hocket.conformance.cases.case import parse_test_case
+from hocket.conformance.checks.case_graph import build_case_graph
+from hocket.conformance.reports.emulator_checks import collect_counters
 from hocket.graph import DType
 from hocket.ops import op_of
 from hocket.scheduler.machines.catalogue import MACHINES
@@ -110,7 +110,7 @@ class Shape:
             for module, name, value in self.chosen:
                 stack.enter_context(patch.object(module, name, value))
             tried.cache_clear()  # it knows how much scratch was taken where others were chosen
-            return list(zip(*(counters([case], limits) for case in cases), strict=True))
+            return list(zip(*(collect_counters([case], limits) for case in cases), strict=True))
 
     def predicted(self, counted: Sequence[tuple[Counted, ...]], kind: str) -> Launches:
         """How long each of its launches takes."""
@@ -205,7 +205,7 @@ def attention_prompt() -> Shape:
 
 def rows_of(name: str, case: str, kernel: str, times: int) -> Shape:
     """So many times the rows of a case of an op with one kernel."""
-    (node,) = (node for node in build(parse(case)).graph.nodes if not node.is_leaf)
+    (node,) = (node for node in build_case_graph(parse_test_case(case)).graph.nodes if not node.is_leaf)
     declared = op_of(node)
     return Shape(
         name, case, {kernel: (times, 1.0)}, times * declared.count_bytes(node), times * declared.count_flops(node)

@@ -1,22 +1,32 @@
-"""Does a backend compute what hocket's ops mean?  One command tells, for every op, dtype, layout and kind of input.
+"""The conformance kit: does a backend compute each op correctly, for every dtype, layout and kind of input?
 
     hocket check --backend NAME                            python -m hocket.conformance --backend NAME
     pytest --pyargs hocket.conformance --backend NAME      the same cases, one test each
 
-Cases come from the registry of ops alone, and every one is a line of text that reproduces it.  A case runs on guarded
-memory, three times, and is compared row by row with the float64 reference; what must hold between runs (parts make
-the whole, tokens in turn make the batch) is checked without one.
+Cases come from the registry of ops alone. Each case is a line of text that reproduces it. A case runs three times on
+guarded memory, and its results are compared row by row with the float64 reference. Metamorphic checks need no
+reference: the results of shards make the whole result, and tokens in turn make the batch.
 """
 
-from .judging.run import Outcome as Outcome
-from .judging.run import Result as Result
-from .judging.run import run_case as run_case
-from .reports.matrix import Row as Row
-from .reports.matrix import support_matrix as support_matrix
-from .suite import Suite as Suite
-from .suite import check as check
-from .trials.case import Case as Case
-from .trials.case import parse as parse_case
-from .trials.generate import cases as cases
+from .cases.case import Case
+from .cases.case import parse_test_case as parse_case
+from .checks.run_case import Outcome, Result, run_case
+from .generate_cases import select_cases
+from .reports.support_matrix import SupportRow, support_matrix
+from .suite import Suite, run_suite
 
-__all__ = ["Case", "Outcome", "Result", "Row", "Suite", "cases", "check", "parse_case", "run_case", "support_matrix"]
+Row, cases, check = SupportRow, select_cases, run_suite
+"""Names until 0.3."""
+
+__all__ = [
+    "Case",
+    "Outcome",
+    "Result",
+    "Suite",
+    "SupportRow",
+    "parse_case",
+    "run_case",
+    "run_suite",
+    "select_cases",
+    "support_matrix",
+]

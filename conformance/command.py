@@ -19,24 +19,23 @@ from ..frontends.terminal.arguments import Parser, natural, of_file, positive
 from ..graph.errors import BackendError, HocketError
 from ..graph.files import check_writable, write_text
 from ..ops import REGISTRY
-from .judging.run import Outcome, Result
-from .reports import perf
-from .reports.page import html_page
-from .reports.records import compare_records, failures, json_lines, save_failure
-from .reports.report import junit, markdown, summary
-from .suite import Suite, check
-from .trials.harvest import texts_of
-from .trials.inputs import NoReference
+from .cases.inputs import NoReference
+from .cases.model_cases import case_texts
+from .checks.run_case import Outcome, Result
+from .reports.html_page import html_page
+from .reports.json_records import compare_records, failed_results, json_lines, save_failure
+from .reports.text_report import junit, markdown, summary
+from .suite import Suite, run_suite
 
 
 def parser(prog: str = "hocket check") -> argparse.ArgumentParser:
     """The options; `fill` adds them to a parser of another command."""
     options = Parser(prog, description="Check that a backend computes what the ops mean.")
-    fill(options)
+    add_arguments(options)
     return options
 
 
-def fill(made: argparse.ArgumentParser) -> None:
+def add_arguments(made: argparse.ArgumentParser) -> None:
     what = made.add_argument_group("what to run")
     what.add_argument(
         "--backend", default="cpu", metavar="NAME", help="a backend or device: cpu, cuda:1 (default: cpu)"
@@ -117,7 +116,7 @@ def _suite(args: argparse.Namespace) -> Suite:
     return Suite(
         backend=args.backend,
         op=args.op,
-        texts=texts_of(args.case, args.from_graph),
+        texts=case_texts(args.case, args.from_graph),
         full=args.full,
         seed=args.seed,
         require=args.require,
@@ -130,14 +129,14 @@ def _suite(args: argparse.Namespace) -> Suite:
 def _check(suite: Suite, args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    suite.expected()
+    suite.expected_failures()
     for path in (args.junit, args.markdown, args.html, args.json):
         if path not in (None, Path("-")):
             check_writable(path)
     start = time.perf_counter()
-    shown = partial(tqdm, unit="case", leave=False, disable=None)  # on a terminal only
-    wanted = list(shown(suite.cases(), desc="choose cases"))
-    with shown(total=len(wanted), desc="check") as bar:
+    progress = partial(tqdm, unit="case", leave=False, disable=None)  # on a terminal only
+    selected = list(progress(suite.cases(), desc="choose cases"))
+    with progress(total=len(selected), desc="check") as bar:
         failed = 0
 
         def on_result(result: Result) -> None:
@@ -146,16 +145,16 @@ def _check(suite: Suite, args: argparse.Namespace) -> int:
             bar.set_postfix_str(f"{failed} failed, {result.case.op}", refresh=False)
             bar.update()
 
-        results = check(suite, on_result, wanted)
+        results = run_suite(suite, on_result, selected)
     seconds = time.perf_counter() - start
     texts = {args.junit: junit, args.markdown: markdown, args.html: html_page}
     for path, make in texts.items():
         if path is not None:
             write_text(path, make(results, suite.backend))
-    bad = failures(results)
+    bad = failed_results(results)
     if args.save is not None and bad:
         backend, device = find(suite.backend)
-        for result in shown(bad, desc="save"):
+        for result in progress(bad, desc="save"):
             save_failure(result, args.save, backend, device)
         print(f"{len(bad)} failing cases saved in {args.save}", file=sys.stderr)
     if args.json == Path("-"):
@@ -168,15 +167,17 @@ def _check(suite: Suite, args: argparse.Namespace) -> int:
 
 
 def _perf(suite: Suite) -> int:
+    from .reports import op_speed
+
     backend, device = find(suite.backend)
-    limits = perf.Limits(backend, device)
+    limits = op_speed.MeasuredLimits(backend, device)
     print(
         f"{device}: moves {limits.bandwidth / 1e9:.1f} GB/s, multiplies {limits.flops('f32') / 1e9:.1f} GFLOP/s (f32)"
     )
-    wanted = list(suite.cases()) if suite.texts else [c for n in suite.ops() for c in perf.perf_cases(REGISTRY[n])]
+    wanted = list(suite.cases()) if suite.texts else [c for n in suite.ops() for c in op_speed.perf_cases(REGISTRY[n])]
     for case in wanted:
         try:
-            print(perf.measure(case, backend, device).line(limits), flush=True)
+            print(op_speed.measure(case, backend, device).line(limits), flush=True)
         except (BackendError, NoReference) as why:
             print(f"hocket check: {case} is left out: {why}", file=sys.stderr)
     return 0
@@ -185,28 +186,28 @@ def _perf(suite: Suite) -> int:
 def _counters(suite: Suite) -> int:
     """1 if a kernel costs more than it may."""
     from ..backends.cupy.emulation.main_path import faults, table
-    from .reports.emulated import counters
+    from .reports.emulator_checks import collect_counters
 
-    counts = counters(_emulated(suite, "counters are"))
+    counts = collect_counters(_emulated_cases(suite, "counters are"))
     if not counts:
         raise BackendError("these cases launch no kernel, so there is nothing to count")
     print(table(counts))
-    return _said([why for counted in counts for why in faults(counted)])
+    return _print_faults([why for counted in counts for why in faults(counted)])
 
 
 def _order(suite: Suite) -> int:
     """1 if two threads touch the same bytes in no order."""
-    from .reports.emulated import disorders
+    from .reports.emulator_checks import find_races
 
-    texts = _emulated(suite, "the order of accesses is")
-    lines = disorders(texts)
+    texts = _emulated_cases(suite, "the order of accesses is")
+    lines = find_races(texts)
     if not lines:
         print(f"all accesses of {len(texts)} cases are in order")
-    return _said(lines)
+    return _print_faults(lines)
 
 
-def _emulated(suite: Suite, what: str) -> Sequence[str]:
-    """The cases of the main path, or those that are given."""
+def _emulated_cases(suite: Suite, what: str) -> Sequence[str]:
+    """Return the texts of the given cases, or of the cases of the main path."""
     from ..backends.cupy.emulation.main_path import CASES
 
     if suite.backend.partition(":")[0] != "cuda-emulated":
@@ -214,7 +215,7 @@ def _emulated(suite: Suite, what: str) -> Sequence[str]:
     return [str(case) for case in suite.cases()] if suite.texts or suite.op else CASES
 
 
-def _said(faults: Sequence[str]) -> int:
+def _print_faults(faults: Sequence[str]) -> int:
     for why in faults:
         print(f"hocket check: {why}", file=sys.stderr)
     return 1 if faults else 0

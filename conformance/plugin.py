@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from .cases.case import Case
     from .suite import Suite
-    from .trials.case import Case
 
 FIXTURE = "conformance_case"
 
@@ -36,14 +36,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def suite_of(config: pytest.Config) -> Suite:
-    """What the options of a pytest run ask for."""
+    """Return the suite of the options of a pytest run."""
+    from .cases.model_cases import case_texts
     from .suite import Suite
-    from .trials.harvest import texts_of
 
     return Suite(
         backend=config.getoption("--backend"),
         op=config.getoption("--conformance-op"),
-        texts=texts_of(config.getoption("--conformance-case"), config.getoption("--conformance-from-graph")),
+        texts=case_texts(config.getoption("--conformance-case"), config.getoption("--conformance-from-graph")),
         full=config.getoption("--conformance-full"),
         seed=config.getoption("--conformance-seed"),
         require=config.getoption("--require"),
@@ -55,11 +55,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if FIXTURE in metafunc.fixturenames:
         from ..backends import find
         from ..graph.errors import HocketError
-        from .reports.expected import read_expected
+        from .reports.expected_failures import read_expected
 
         try:
             suite = suite_of(metafunc.config)
-            find(suite.backend)  # what is asked for should be there before the first case runs
+            find(suite.backend)  # raise before the first case runs
             if suite.xfail:
                 read_expected(suite.xfail)
             cases = list(suite.cases())
@@ -71,19 +71,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def judge(request: pytest.FixtureRequest) -> Callable[[Case], None]:
-    """A function that runs one case and ends the test as its outcome says."""
+def case_runner(request: pytest.FixtureRequest) -> Callable[[Case], None]:
+    """Return a function that runs one case and passes, fails or skips the test."""
     from ..backends import find
-    from .judging.run import Outcome, run_case
-    from .reports.expected import Expected, read_expected, required
-    from .reports.report import reproduce
+    from .checks.run_case import Outcome, run_case
+    from .reports.expected_failures import ExpectedFailures, apply_requirement, read_expected
+    from .reports.text_report import reproduce
 
     suite = suite_of(request.config)
-    expected = read_expected(suite.xfail) if suite.xfail else Expected()
+    expected = read_expected(suite.xfail) if suite.xfail else ExpectedFailures()
     backend, device = find(suite.backend)
 
     def run(case: Case) -> None:
-        (result,) = required([expected.judged(run_case(case, backend, device))], suite.require)
+        (result,) = apply_requirement([expected.apply_expectation(run_case(case, backend, device))], suite.require)
         if result.outcome is Outcome.FAIL:
             pytest.fail(f"{result.why}\n{reproduce(result, suite.backend)}", pytrace=False)
         if result.outcome is Outcome.XFAIL:

@@ -11,18 +11,18 @@ from pathlib import Path
 from ..backends import find
 from ..graph.errors import BackendError
 from ..ops import REGISTRY
-from .judging.run import Result, run_case
-from .reports.expected import Expected, read_expected, required
-from .trials.case import Case, parse
-from .trials.generate import cases
+from .cases.case import Case, parse_test_case
+from .checks.run_case import Result, run_case
+from .generate_cases import select_cases
+from .reports.expected_failures import ExpectedFailures, apply_requirement, read_expected
 
-CHUNK = 64
+CASES_PER_TASK = 64
 """Cases handed to a process at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """What is asked for: a backend (``cpu`` or ``cpu:1``), ops by regular expression or cases by text, how many."""
+    """The settings of a run: a backend (``cpu`` or ``cpu:1``), and ops by regular expression or cases by text."""
 
     backend: str = "cpu"
     op: str = ""
@@ -35,20 +35,25 @@ class Suite:
     jobs: int = 1
 
     def cases(self) -> Iterator[Case]:
-        """The cases asked for.  Raises `GraphError` for a text that is none, `BackendError` for a bad pattern."""
+        """Yield the cases of the suite.
+
+        Raises:
+            GraphError: a text describes no case.
+            BackendError: the pattern is wrong, or matches no op.
+        """
         if self.texts:
             for text in self.texts:
-                case = parse(text)
-                yield case.but(seed=self.seed) if self.seed else case
+                case = parse_test_case(text)
+                yield case.with_settings(seed=self.seed) if self.seed else case
             return
         self.ops()
-        yield from cases(self.op, full=self.full or self.thorough, seed=self.seed)
+        yield from select_cases(self.op, full=self.full or self.thorough, seed=self.seed)
 
-    def expected(self) -> Expected:
+    def expected_failures(self) -> ExpectedFailures:
         """The failures that are expected of the backend.  Raises `BackendError` for their file and for the backend:
         both are asked before any case is chosen, which takes seconds."""
         find(self.backend)
-        return read_expected(self.xfail) if self.xfail else Expected()
+        return read_expected(self.xfail) if self.xfail else ExpectedFailures()
 
     def ops(self) -> list[str]:
         """Names of the ops that `op` matches."""
@@ -61,19 +66,20 @@ class Suite:
         return matching
 
 
-def check(
-    suite: Suite, on_result: Callable[[Result], None] = lambda result: None, wanted: Sequence[Case] | None = None
+def run_suite(
+    suite: Suite, on_result: Callable[[Result], None] = lambda result: None, selected: Sequence[Case] | None = None
 ) -> list[Result]:
-    """Run `suite`, or of its cases those that are `wanted`; `on_result` is told each result as it comes.
+    """Run the cases of `suite`, or only `selected` ones; call `on_result` with each result.
 
-    Raises `BackendError` for an unknown backend.
+    Raises:
+        BackendError: the backend is unknown.
     """
-    expected = suite.expected()
-    chosen = list(suite.cases()) if wanted is None else wanted
-    jobs = min(suite.jobs, -(-len(chosen) // CHUNK))
+    expected = suite.expected_failures()
+    chosen = list(suite.cases()) if selected is None else selected
+    jobs = min(suite.jobs, -(-len(chosen) // CASES_PER_TASK))
     raw = _parallel(suite, chosen, jobs) if jobs > 1 else _serial(suite, chosen)
     results = []
-    for result in required(map(expected.judged, raw), suite.require):
+    for result in apply_requirement(map(expected.apply_expectation, raw), suite.require):
         on_result(result)
         results.append(result)
     return results
@@ -83,18 +89,18 @@ def _serial(suite: Suite, wanted: Sequence[Case]) -> Iterator[Result]:
     backend, device = find(suite.backend)
     for number, case in enumerate(wanted, 1):
         yield run_case(case, backend, device)
-        if number % CHUNK == 0:
+        if number % CASES_PER_TASK == 0:
             gc.collect()  # programs and their memory hold each other, and Python hardly looks for such in a command
     if suite.thorough and not suite.texts:
         for name in suite.ops():
-            yield from _explored(name, suite)
+            yield from _explore_op(name, suite)
 
 
-def _explored(name: str, suite: Suite) -> list[Result]:
-    from .trials.thorough import explore  # hypothesis is wanted here only
+def _explore_op(name: str, suite: Suite) -> list[Result]:
+    from .hypothesis_search import explore_op  # imports hypothesis
 
     backend, device = find(suite.backend)
-    return list(explore(REGISTRY[name], backend, device, suite.seed))
+    return list(explore_op(REGISTRY[name], backend, device, suite.seed))
 
 
 def _parallel(suite: Suite, wanted: Sequence[Case], jobs: int) -> Iterator[Result]:
@@ -102,12 +108,12 @@ def _parallel(suite: Suite, wanted: Sequence[Case], jobs: int) -> Iterator[Resul
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
-    chunks = [(suite.backend, wanted[i : i + CHUNK]) for i in range(0, len(wanted), CHUNK)]
+    chunks = [(suite.backend, wanted[i : i + CASES_PER_TASK]) for i in range(0, len(wanted), CASES_PER_TASK)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for results in pool.map(_run_chunk, chunks):
             yield from results
         if suite.thorough and not suite.texts:
-            for results in pool.map(_explored, suite.ops(), [suite] * len(suite.ops())):
+            for results in pool.map(_explore_op, suite.ops(), [suite] * len(suite.ops())):
                 yield from results
 
 

@@ -1,8 +1,10 @@
-"""One test for each case.  It imports nothing: run from a checkout, pytest gives this file another package's name, so
-that everything comes from the plugin, which was imported as what it is."""
+"""One test for each case. The fixtures come from the plugin.
+
+The file imports nothing of hocket, because pytest gives it another package name in a checkout.
+"""
 
 from __future__ import annotations
 
 
-def test_a_backend_computes_what_the_op_means(conformance_case, judge):
-    judge(conformance_case)
+def test_a_backend_computes_what_the_op_means(conformance_case, case_runner):
+    case_runner(conformance_case)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "modules.md"
-FOLDERS = ("graph", "ops", "backends", "scheduler", "ranks", "view", "frontends", "conformance")
+FOLDERS = ("graph", "ops", "backends", "scheduler", "distributed", "view", "frontends", "conformance")
 HEAD = """# Every module
 
 Written by `python docs/write_map.py` from the first sentence of each; [architecture.md](architecture.md) says how they

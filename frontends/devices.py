@@ -10,10 +10,10 @@ from types import MappingProxyType
 from ..backends.abilities import Rounds
 from ..backends.base import THREADS, Backend, Device, DeviceName, find, threads_for
 from ..backends.cache import cache_folder
+from ..distributed import SINGLE_PROCESS, World
 from ..graph.dtypes import STATE_DTYPES, DType
 from ..graph.lazy_dataclass import dataclass
 from ..graph.validation import BOOL, NONE, TEXT, ArgumentKind, list_of, number_between, pair_of, require
-from ..ranks import ALONE, World
 from ..scheduler.running.packed import PackedWeights
 from .errors import ModelError
 
@@ -90,7 +90,7 @@ class Group:
 ONE_DEVICE = Group()
 
 
-def found(on: Group, world: World = ALONE) -> list[tuple[Backend, Device]]:
+def found(on: Group, world: World = SINGLE_PROCESS) -> list[tuple[Backend, Device]]:
     """The devices of a group; each has its share of the processors as threads, unless a number is given.
 
     In several processes a name without a rank, as ``cpu:0``, is that device of each of them, and every device is as the
@@ -122,7 +122,7 @@ def _described(group: Sequence[tuple[Backend, Device]], world: World) -> list[tu
     if world.size == 1:
         return list(group)
     own = {i: asdict(device) for i, (_, device) in enumerate(group) if device.rank == world.rank}
-    told = [json.loads(text) for text in world.everyones(json.dumps(own).encode())]
+    told = [json.loads(text) for text in world.all_gather_bytes(json.dumps(own).encode())]
     devices = [Device(**told[device.rank or 0][str(i)]) for i, (_, device) in enumerate(group)]
     joined = [replace(d, memory_of=d.memory_of and f"{d.memory_of} of {world.hosts[d.rank or 0]}") for d in devices]
     return [(backend, device) for (backend, _), device in zip(group, joined, strict=True)]

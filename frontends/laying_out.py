@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from ..distributed import World
 from ..graph.graph import Graph
 from ..graph.lazy_dataclass import dataclass
 from ..graph.spec import Spec
-from ..ranks import World
 from ..scheduler import Host, Plan, Store, kept_plan
 from ..scheduler.shared_speeds import shared_speeds
 from .devices import Group, found

@@ -13,8 +13,8 @@ from dataclasses import replace
 from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Protocol
 
+from ..distributed import World
 from ..graph.validation import ANY, BOOL, integer_between, list_of, require, validate_arguments
-from ..ranks import World
 from ..scheduler import InterruptsKept, Plan
 from .errors import ModelError
 from .models import Model

@@ -9,8 +9,8 @@ from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
 
+from ..distributed import SINGLE_PROCESS, World
 from ..graph.validation import BOOL, NONE, instance_of, validate_arguments
-from ..ranks import ALONE, World
 from .adapters import Scaled, read_adapters
 from .errors import ModelError
 from .gguf import open_gguf
@@ -66,7 +66,7 @@ def open_session(
     context: int | None = None,
     batch: int = DEFAULT_BATCH,
     watch: Watch | None = None,
-    world: World = ALONE,
+    world: World = SINGLE_PROCESS,
     sequences: int = 1,
 ) -> Session:
     """A session; a bar on stderr shows the bytes loaded, if that is a terminal."""

@@ -86,7 +86,7 @@ def load_state(session: Session | Microbatches, path: str | Path) -> list[list[i
     of another model or other sequences, or one that does not fit the context; the session is then as before.
     """
     try:
-        header, arrays = _read(session.world.from_first(Path(path).read_bytes))
+        header, arrays = _read(session.world.broadcast_from_first(Path(path).read_bytes))
         lengths, tokens = _checked(session, header)
         recent = _recent(session, header, lengths)
         wanted = {name: _expected(session, name, lengths) for name in session.sessions[0].states}
@@ -112,7 +112,7 @@ def load_state(session: Session | Microbatches, path: str | Path) -> list[list[i
 def saved_talk(session: Session | Microbatches, path: str | Path) -> Mapping[str, object]:
     """What a saved state says of the talk it is of.  Raises `ModelError` if it is of none."""
     try:
-        talk = _read(session.world.from_first(Path(path).read_bytes))[0]["talk"]
+        talk = _read(session.world.broadcast_from_first(Path(path).read_bytes))[0]["talk"]
     except (ValueError, KeyError):
         talk = None
     if not isinstance(talk, dict):

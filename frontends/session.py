@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..backends.base import Backend, Device, find
+from ..distributed import SINGLE_PROCESS, World
 from ..graph import require, validate_arguments
 from ..graph.validation import ANY, BOOL, CALLABLE, NONE, TEXT, ArgumentKind, instance_of, integer_between, list_of
-from ..ranks import ALONE, World
 from ..scheduler import Executor, InterruptsKept, Plan, Store, kept_plan
 from ..scheduler.shared_speeds import shared_speeds
 from .devices import ONE_DEVICE, WIRES, Group, spelled
@@ -94,7 +94,7 @@ class Session:
         batch: int = DEFAULT_BATCH,
         watch: Watch | None = None,
         on_progress: Callable[[Progress], None] | None = None,
-        world: World = ALONE,
+        world: World = SINGLE_PROCESS,
     ) -> None:
         self.model, self.sequences, self.watch = model, sequences, watch
         self.world: World = world if like is None else like.world
@@ -108,7 +108,9 @@ class Session:
         self._graph = graphs_of(model, self.on)
         self._wire, self._caches = WIRES[self.on.wire], self.on.caches
         if self.world.size > 1:
-            self.world.agree("model", f"one with the digest {model_digest(model)[:16]}", "give all ranks the same file")
+            self.world.require_agreement(
+                "model", f"one with the digest {model_digest(model)[:16]}", "give all ranks the same file"
+            )
         self._place = tuple((pattern, spelled(device, self.on)) for pattern, device in self.on.place)
         self._gives = "both" if model.guessers else "logits"
         self._one = self.step(1, 1, sequences)

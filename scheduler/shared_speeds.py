@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from ..distributed import World
 from ..graph import Graph
 from ..graph.lazy_dataclass import dataclass
-from ..ranks import World
 from .lowering.lane import Devices
 from .machines.calibrated import built_in, calibrated_source, speeds_data, speeds_here
 from .machines.hardware import CPU, Hardware
@@ -44,7 +44,7 @@ def shared_speeds(group: Devices, world: World) -> SharedSpeeds:
     hosts = [world.hosts[device.rank or 0] for _, device in group]
     own = [one for one, host in zip(group, hosts, strict=True) if host == world.hosts[world.rank]]
     kept = speeds_here(own)
-    said = world.everyones(json.dumps(None if kept is None else speeds_data(kept)).encode())
+    said = world.all_gather_bytes(json.dumps(None if kept is None else speeds_data(kept)).encode())
     known = [Speeds(**data) for data in map(json.loads, said) if data is not None]
     slowest = min(known, key=lambda speeds: min(speeds.flops.values()), default=None)
     default = built_in(group) if world.size == 1 else CPU  # threads of other ranks are not known

@@ -16,10 +16,10 @@ from ..graph.validation import BOOL, instance_of, validate_arguments
 from ..ops import REGISTRY
 from ..scheduler import nbytes_text
 from .graph_data import attrs_text
-from .labels import Labels
+from .labels import BlockLabels
 
-SHAPES = {"input": "cds", "weight": "box3d", "state": "cylinder", "constant": "note"}
-LONGEST = 60
+NODE_SHAPES = {"input": "cds", "weight": "box3d", "state": "cylinder", "constant": "note"}
+MAX_ATTRIBUTE_CHARACTERS = 60
 """Characters of attributes in one box."""
 
 
@@ -30,32 +30,34 @@ def to_dot(graph: Graph, *, folded: bool = True) -> str:
     `folded` draws of layers that repeat the first alone, in a cluster; an edge to the next repetition is dotted.
     Otherwise every node is drawn.  Raises `GraphError` for anything but a graph.
     """
-    return "\n".join(["digraph hocket {", *_Drawing(graph, folded).lines(), "}", ""])
+    return "\n".join(["digraph hocket {", *_DotWriter(graph, folded).lines(), "}", ""])
 
 
-class _Drawing:
+class _DotWriter:
     """`drawn` is for each node the one that stands for it."""
 
     def __init__(self, graph: Graph, folded: bool) -> None:
         self.graph, self.called = graph, assign_names(graph)
         self.number = {node: i for i, node in enumerate(graph.nodes)}
         self.items = fold_layers(graph) if folded else ()
-        self.labels = Labels(self.items)
+        self.labels = BlockLabels(self.items)
         self.drawn: dict[Node, Node] = {}
-        self._unite(self.items)
+        self._map_to_first_repetition(self.items)
         self.clusters = 0
 
-    def _unite(self, items: Sequence[Item]) -> None:
-        """Nodes and own leaves of later repetitions are drawn as those of the first; inner groups come first."""
+    def _map_to_first_repetition(self, items: Sequence[Item]) -> None:
+        """Map the nodes and leaves of later repetitions to the first repetition; inner groups come first."""
         for item in items:
             if isinstance(item, RepeatedGroup):
                 for one in item.repetitions:
-                    self._unite(one)
+                    self._map_to_first_repetition(one)
                 first = [n for b in iterate_blocks(item.repetitions[0]) for n in b.nodes]
                 for later in item.repetitions[1:]:
-                    for twin, node in zip(first, (n for b in iterate_blocks(later) for n in b.nodes), strict=True):
-                        self.drawn[node] = self._of(twin)
-                        for mine, other in zip(twin.inputs, node.inputs, strict=True):
+                    for first_node, node in zip(
+                        first, (n for b in iterate_blocks(later) for n in b.nodes), strict=True
+                    ):
+                        self.drawn[node] = self._of(first_node)
+                        for mine, other in zip(first_node.inputs, node.inputs, strict=True):
                             if other.node.is_leaf and other.node is not mine.node:
                                 self.drawn[other.node] = self._of(mine.node)
 
@@ -85,19 +87,20 @@ class _Drawing:
                 continue
             self.clusters += 1
             yield f"{indent}subgraph cluster_{self.clusters} {{"
-            yield f"{indent}  label={_text(f'{self.labels.of([item])}  × {len(item.repetitions)}')};"
+            yield f"{indent}  label={_text(f'{self.labels.label_of([item])}  × {len(item.repetitions)}')};"
             yield f'{indent}  fontname="Helvetica";'
             yield from self._cluster(item.repetitions[0], indent + "  ")
             yield f"{indent}}}"
 
     def _node(self, node: Node, indent: str) -> str:
         about = [node.op, self.called[node], *self._about(node)]
-        return f"{indent}n{self.number[node]} [label={_text(chr(10).join(about))}, shape={SHAPES.get(node.op, 'box')}];"
+        shape = NODE_SHAPES.get(node.op, "box")
+        return f"{indent}n{self.number[node]} [label={_text(chr(10).join(about))}, shape={shape}];"
 
     def _about(self, node: Node) -> Iterator[str]:
-        """Attributes and cost."""
+        """Yield the text of the attributes and of the cost."""
         if attrs := attrs_text(node):
-            yield attrs if len(attrs) <= LONGEST else f"{attrs[: LONGEST - 1]}…"
+            yield attrs if len(attrs) <= MAX_ATTRIBUTE_CHARACTERS else f"{attrs[: MAX_ATTRIBUTE_CHARACTERS - 1]}…"
         declared = REGISTRY.get(node.op)
         if node.is_leaf:
             yield f"{node.specs[0]}, {nbytes_text(node.specs[0].nbytes)}"
@@ -105,7 +108,7 @@ class _Drawing:
             yield f"{declared.count_flops(node) / 1e6:.3g} MFLOP, {nbytes_text(declared.count_bytes(node))}"
 
     def _edges(self) -> Iterator[str]:
-        """An edge for each operand of what is drawn, and where repetitions follow each other, one for the next."""
+        """Yield an edge for each operand of a drawn node, and a dotted edge between successive repetitions."""
         done: set[tuple[Node, Node]] = set()
         for node in self.graph.nodes:
             if self._of(node) is node:

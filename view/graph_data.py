@@ -1,4 +1,4 @@
-"""A graph as the data of a page: columns with an entry for each node, and tables in which equal things stand once."""
+"""A graph as the data of a page: columns with an entry for each node, and intern tables."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from ..graph.node import Node, Value
 from ..graph.spec import Spec
 from ..ops import REGISTRY
 from ..ops.text import select_non_default_attributes
-from .interned import Interned
-from .labels import Labels
+from .intern_table import InternTable
+from .labels import BlockLabels
 
-RESULTS = 8
-"""A value is written as this times the number of its node, and which result it is."""
-LONGEST_TEXT = 400
-"""Characters of attributes that a page shows: those of a constant or of ranges may be millions."""
+RESULT_FACTOR = 8
+"""The number of a value is this factor times the number of its node, plus the index of the result."""
+MAX_TEXT_CHARACTERS = 400
+"""Maximum characters of an attribute on a page; a constant or a list of ranges may have millions."""
 
 
 class GraphData:
-    """Numbers of nodes, and what a page says of the graph."""
+    """The numbers of nodes and values, and the graph as data."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.names = assign_names(graph)
         self.number: Mapping[Node, int] = {node: i for i, node in enumerate(graph.nodes)}
         self.items = fold_layers(graph)
-        self.labels = Labels(self.items)
+        self.labels = BlockLabels(self.items)
         self.block = {node: at for at, b in enumerate(iterate_blocks(self.items)) for node in b.nodes}
 
     def value(self, value: Value | None) -> int:
-        return -1 if value is None else RESULTS * self.number[value.node] + value.index
+        return -1 if value is None else RESULT_FACTOR * self.number[value.node] + value.index
 
     def document(self) -> dict[str, Any]:
-        """The graph as plain data."""
-        ops, specs, attrs = Interned[str](), Interned[Spec](), Interned[str]("")
+        """Return the graph as plain data."""
+        ops, specs, attrs = InternTable[str](), InternTable[Spec](), InternTable[str]("")
         nodes = self.graph.nodes
         columns = {
             "op": [ops(n.op) for n in nodes],
@@ -60,33 +60,35 @@ class GraphData:
         }
 
     def _tree(self, items: Sequence[Item]) -> list[Any]:
-        """Blocks by number; groups with their label and the items of each repetition."""
+        """Return blocks by number, and groups with their label and the items of each repetition."""
         return [
             self.labels.number[id(item)]
             if isinstance(item, NodeBlock)
             else {
-                "label": self.labels.of([item]),
-                "each": [{"label": self.labels.of(one), "items": self._tree(one)} for one in item.repetitions],
+                "label": self.labels.label_of([item]),
+                "each": [{"label": self.labels.label_of(one), "items": self._tree(one)} for one in item.repetitions],
             }
             for item in items
         ]
 
 
 def spec_data(spec: Spec) -> tuple[str, int]:
-    """A spec as the page has it: its text, and its bytes."""
+    """Return the text and the bytes of a spec."""
     return str(spec), spec.nbytes
 
 
 def attrs_text(node: Node) -> str:
-    """Attributes that are not the defaults of the op, as the dump writes them."""
+    """Return the text of the attributes that differ from the defaults of the op."""
     if node.op == "constant":
         return ""
     shown = ((k, format_attribute(v)) for k, v in select_non_default_attributes(node).items())
-    return ", ".join(f"{k}={text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + '…'}" for k, text in shown)
+    return ", ".join(
+        f"{k}={text if len(text) <= MAX_TEXT_CHARACTERS else text[:MAX_TEXT_CHARACTERS] + '…'}" for k, text in shown
+    )
 
 
 def op_text(name: str) -> dict[str, Any]:
-    """What a page says of an op: its documentation, operands, and the function that is its meaning."""
+    """Return the documentation, the operands and the source of the reference function of an op."""
     if name not in REGISTRY:
         return {"name": name, "leaf": True}
     declared = REGISTRY[name]

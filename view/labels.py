@@ -1,6 +1,6 @@
-"""What blocks of a graph are called: by the names of the weights that they read, where these tell them apart.
+"""Labels of the blocks of a graph, from the names of the weights that they read.
 
-Names only label what was found by structure; without telling names blocks are ``part 3``.
+The structure of the graph defines the blocks; names only label them. Without useful names a block is ``part 3``.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from collections.abc import Sequence
 from ..graph.layer_folding import Item, NodeBlock, iterate_blocks
 
 _NUMBERED = re.compile(r"(.*?)(\d+)(?![A-Za-z0-9])")
-SHOWN = 2
-"""How many names a label joins."""
+MAX_LABEL_NAMES = 2
+"""Maximum names in a label."""
 
 
-def head(name: str) -> str:
-    """The start of a name up to its first number, ``blk.0`` of ``blk.0.attn_q.weight``; else up to its last dot."""
+def name_prefix(name: str) -> str:
+    """Return a name up to its first number, ``blk.0`` of ``blk.0.attn_q.weight``, or up to its last dot."""
     match = _NUMBERED.match(name)
     return match[0] if match else name.rpartition(".")[0] or name
 
 
 def block_label(block: NodeBlock, number: int) -> str:
-    """The label of a block from most of the weights and states it reads, else from all, else from its named nodes."""
+    """Return the label of a block from the weights and states that it reads, or from its named nodes."""
     leaves = {s.node.name: None for n in block.nodes for s in n.inputs if s.node.op in ("weight", "state")}
-    heads = Counter(map(head, leaves))
+    heads = Counter(map(name_prefix, leaves))
     if heads:
-        most, count = heads.most_common(1)[0]
-        return most if 2 * count >= len(leaves) else span(list(heads))
+        prefix, count = heads.most_common(1)[0]
+        return prefix if 2 * count >= len(leaves) else join_labels(list(heads))
     named = [n.name for n in block.nodes if n.name]
-    return span([named[0], named[-1]]) if named else f"part {number + 1}"
+    return join_labels([named[0], named[-1]]) if named else f"part {number + 1}"
 
 
-def span(labels: Sequence[str]) -> str:
-    """Labels as one: ``blk.0 … 3`` where they differ in a number, else the first and the last."""
+def join_labels(labels: Sequence[str]) -> str:
+    """Join labels: ``blk.0 … 3`` if they differ in a number only, else the first and the last."""
     labels = list(dict.fromkeys(labels))
     matches = [_NUMBERED.match(label) for label in labels]
     stems = {m[1] for m in matches if m}
@@ -44,13 +44,13 @@ def span(labels: Sequence[str]) -> str:
     return labels[0] if len(labels) == 1 else f"{labels[0]} … {labels[-1]}"
 
 
-class Labels:
-    """The labels of all blocks of a graph, and what a sequence of items is called."""
+class BlockLabels:
+    """The labels of all blocks of a graph, and of sequences of blocks."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         all_blocks = list(iterate_blocks(items))
         self.number = {id(block): number for number, block in enumerate(all_blocks)}
         self.blocks = [block_label(block, number) for number, block in enumerate(all_blocks)]
 
-    def of(self, items: Sequence[Item]) -> str:
-        return span([self.blocks[self.number[id(block)]] for block in iterate_blocks(items)])
+    def label_of(self, items: Sequence[Item]) -> str:
+        return join_labels([self.blocks[self.number[id(block)]] for block in iterate_blocks(items)])

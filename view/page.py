@@ -1,4 +1,4 @@
-"""The page itself: one HTML file with style, code, layout library and data in it."""
+"""The page: one HTML file with its style, scripts, layout library and data."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ..scheduler.sharding.factors import Factors
 from ..scheduler.telling.diff import difference
 from ..scheduler.telling.measured import Measured, measured
 from .graph_data import GraphData
-from .passes_data import decisions, passes
+from .passes_data import pass_columns, search_decisions
 from .plan_data import PlanData
 
-CODE = (
+SCRIPT_FILES = (
     "data",
     "text",
     "elements",
@@ -37,30 +37,34 @@ CODE = (
     "search",
     "main",
 )
-"""The page's own files of code, in the order in which they use each other."""
+"""The scripts of the page; each uses only earlier ones."""
 _UNSAFE = re.compile("[<\u2028\u2029\ud800-\udfff]")
 NOTEBOOK_HEIGHT = 640
-"""Pixels of a page within a notebook."""
+"""Height in pixels of a page in a notebook."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A finished page: `html` is the whole file."""
+    """A page; `html` is the text of the file."""
 
     html: str
 
     def save(self, path: str | Path) -> None:
-        """Write the file.  Raises `OSError`."""
+        """Write the file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         write_text(path, self.html)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the page in a frame of its own."""
+        """Return the page in a frame, for a notebook."""
         style = f"width:100%;height:{NOTEBOOK_HEIGHT}px;border:0"
         return f'<iframe srcdoc="{html.escape(self.html)}" style="{style}"></iframe>'
 
 
 def view_graph(graph: Graph, *, title: str = "graph") -> Page:
-    """The page of a graph alone; it need not have been verified."""
+    """Build the page of a graph, which need not be verified."""
     return _page(title, [{"graph": GraphData(graph).document()}])
 
 
@@ -72,21 +76,28 @@ def view_plan(
     tokens: int | None = None,
     title: str = "plan",
 ) -> Page:
-    """The page of a plan; with `before` the two side by side, and what moved; with `trace` what its steps took.
+    """Build the page of a plan.
 
-    `tokens` says how many tokens a run computes, so that what crosses is told for each of them: no graph tells that of
-    itself.  Raises `PlanError` for a trace of other plans.
+    Args:
+        plan: The plan.
+        before: Another plan of the same graph; the page compares both.
+        trace: A trace of runs of `plan`, or its file; the page shows the measured time of each instruction.
+        tokens: The token count of a run; the page shows transferred bytes per token.
+        title: The title of the page.
+
+    Raises:
+        PlanError: the trace belongs to another plan.
     """
-    planned = _planned(plan, None if trace is None else measured(plan, trace))
-    shown = [planned] if before is None else [_planned(before), planned]
-    return _page(title, shown, () if before is None else difference(before, plan), tokens)
+    planned = _plan_page_data(plan, None if trace is None else measured(plan, trace))
+    documents = [planned] if before is None else [_plan_page_data(before), planned]
+    return _page(title, documents, () if before is None else difference(before, plan), tokens)
 
 
-def _planned(plan: Plan, times: Measured | None = None) -> dict[str, Any]:
+def _plan_page_data(plan: Plan, times: Measured | None = None) -> dict[str, Any]:
     graph, factors = GraphData(plan.graph), Factors(plan.graph)
     drawn = PlanData(plan, graph, times).document()
-    drawn["decided"] = decisions(plan, graph, factors)
-    return {"graph": graph.document(), "plan": drawn, "passes": passes(plan, graph, factors)}
+    drawn["decided"] = search_decisions(plan, graph, factors)
+    return {"graph": graph.document(), "plan": drawn, "passes": pass_columns(plan, graph, factors)}
 
 
 def _page(title: str, shown: list[dict[str, Any]], moved: Sequence[str] = (), tokens: int | None = None) -> Page:
@@ -101,13 +112,13 @@ def _page(title: str, shown: list[dict[str, Any]], moved: Sequence[str] = (), to
         "style": read("style.css"),
         "dagre": read("dagre/dagre.min.js").replace("//# sourceMappingURL=dagre.min.js.map", ""),
         "licence": html.escape(read("dagre/LICENSE")),
-        "code": "\n".join(read(f"{name}.js") for name in CODE),
-        "data": in_script(json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False)),
+        "code": "\n".join(read(f"{name}.js") for name in SCRIPT_FILES),
+        "data": escape_for_script(json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False)),
     }
     pieces = read("page.html").split("<!--:")
     return Page(pieces[0] + "".join(parts[p[: p.index("-->")]] + p[p.index("-->") + 3 :] for p in pieces[1:]))
 
 
-def in_script(text: str) -> str:
-    """JSON as it may stand in a script element: no ``</script>`` or comment can begin in it, no surrogate is left."""
+def escape_for_script(text: str) -> str:
+    """Escape JSON for a script element: the result has no ``</script>``, comment or surrogate."""
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

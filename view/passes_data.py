@@ -1,7 +1,6 @@
-"""What each pass of planning makes of one repetition of every block: the columns of the page's table of passes; and
-which decision of the search is about which leaf.
+"""The columns of the page's table of passes, for one repetition of each block, and the decisions of the search.
 
-Layers that repeat are told once, so that the page of a model with a hundred layers is not a hundred times as long.
+Repeated layers have one entry, so that the size of a page does not grow with the number of layers.
 """
 
 from __future__ import annotations
@@ -16,16 +15,19 @@ from ..scheduler.sharding.axes import Factor
 from ..scheduler.sharding.factors import Factors
 from ..scheduler.sharding.search import classes_of, factors_at
 from .graph_data import GraphData
-from .interned import Interned
+from .intern_table import InternTable
 
 
-def passes(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, Any]:
-    """For the nodes of each different block, and the leaves they read, the factors of every axis: ``a b`` is a product
-    of two, ``a | b`` stands for segments.  And of each factor its size, whether it is cut, and whether it may be."""
+def pass_columns(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, Any]:
+    """Return the factors of each axis of the nodes of each distinct block and of the leaves that they read.
+
+    ``a b`` is a product of two factors, ``a | b`` means segments. Each factor has its size, whether it is sharded, and
+    whether it must not be.
+    """
     cut = factors_at(plan.graph, factors, plan.cuts)
-    number: Interned[Factor] = Interned()
+    number: InternTable[Factor] = InternTable()
     axes: dict[int, list[str]] = {}
-    for block in _different(graph.items):
+    for block in _distinct_blocks(graph.items):
         for node in block.nodes:
             for value in (*node.inputs, Value(node)):
                 at = graph.number[value.node]
@@ -35,8 +37,8 @@ def passes(plan: Plan, graph: GraphData, factors: Factors) -> dict[str, Any]:
     return {"axes": axes, "factors": known}
 
 
-def decisions(plan: Plan, graph: GraphData, factors: Factors) -> dict[int, list[int]]:
-    """Of the nodes whose values the search cut: which of the plan's reasons say so, and what else was nearest."""
+def search_decisions(plan: Plan, graph: GraphData, factors: Factors) -> dict[int, list[int]]:
+    """Return, for each node with a sharded value, the numbers of the plan's reasons for it."""
     cut = factors_at(plan.graph, factors, plan.cuts)
     classes = classes_of(plan.graph, factors) if cut else {}
     said: dict[Factor, int] = {}
@@ -49,15 +51,15 @@ def decisions(plan: Plan, graph: GraphData, factors: Factors) -> dict[int, list[
     return {number: reasons for number, reasons in decided.items() if reasons}
 
 
-def _axis(segments: Sequence[Sequence[Factor]], number: Interned[Factor]) -> str:
-    """One axis: numbers of factors, those of a segment with blanks between them."""
+def _axis(segments: Sequence[Sequence[Factor]], number: InternTable[Factor]) -> str:
+    """Return an axis as text: factor numbers, with blanks within a segment and bars between segments."""
     return "|".join(" ".join(str(number(f)) for f in segment if f.size != 1) for segment in segments)
 
 
-def _different(items: Sequence[Item]) -> Iterator[NodeBlock]:
-    """Blocks, of groups those of the first repetition."""
+def _distinct_blocks(items: Sequence[Item]) -> Iterator[NodeBlock]:
+    """Yield the blocks; of a repeated group, the blocks of its first repetition."""
     for item in items:
         if isinstance(item, NodeBlock):
             yield item
         else:
-            yield from _different(item.repetitions[0])
+            yield from _distinct_blocks(item.repetitions[0])

@@ -1,4 +1,4 @@
-"""A plan as the data of a page: rows of work and meetings, every instruction with its cost, memory over steps."""
+"""A plan as the data of a page: rows of work and collectives, the cost of each instruction, memory over steps."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ..scheduler.telling.layouts import layouts_of
 from ..scheduler.telling.listing import memory_by_step
 from ..scheduler.telling.measured import Measured
 from .graph_data import GraphData, spec_data
-from .interned import Interned
+from .intern_table import InternTable
 
 
 class PlanData:
-    """What a page says of a plan besides its graph."""
+    """A plan as data, without its graph."""
 
     def __init__(self, plan: Plan, graph: GraphData, times: Measured | None = None) -> None:
         self.plan, self.graph, self.times = plan, graph, times
@@ -34,20 +34,20 @@ class PlanData:
         self.program = [numbers.setdefault(first, len(numbers)) for first in first_alike(plan.lanes)]
         self.first = [self.program.index(p) for p in range(len(numbers))]
         self.reasons = Reasons(plan)
-        self.texts = Interned[str]("")
-        self.costs = Interned[StepCost]()
-        self.specs = Interned[tuple[tuple[int, ...], DType]]()
-        self.kernels = Interned[tuple[str, str, str]]()
-        self.calls = Interned[tuple[tuple[int, ...], int]](((), 0))
+        self.texts = InternTable[str]("")
+        self.costs = InternTable[StepCost]()
+        self.specs = InternTable[tuple[tuple[int, ...], DType]]()
+        self.kernels = InternTable[tuple[str, str, str]]()
+        self.calls = InternTable[tuple[tuple[int, ...], int]](((), 0))
 
     def document(self) -> dict[str, Any]:
-        """The plan as plain data."""
+        """Return the plan as plain data."""
         plan = self.plan
         programs = [self._program(p) for p in range(len(self.first))]
         rows = [self._row(*row) for row in self._rows([p["block"] for p in programs])]
         layouts = layouts_of(plan)
         advice = hints(plan, layouts)
-        measured = None if self.times is None else self._measured(self.times)
+        measured = None if self.times is None else self._measured_data(self.times)
         return {
             "summary": summary(plan),
             "cost": {"total": plan.cost.total, "collectives": plan.cost.collectives, "meetings": plan.cost.meetings},
@@ -62,7 +62,10 @@ class PlanData:
             "specs": [spec_data(Spec(*parts)) for parts in self.specs.items],
             "kernels": self.kernels.items,
             "calls": self.calls.items,
-            "costs": [[c.flops, c.nbytes, c.moved, _short(c.seconds), _short(c.uncut)] for c in self.costs.items],
+            "costs": [
+                [c.flops, c.nbytes, c.moved, _round_seconds(c.seconds), _round_seconds(c.uncut)]
+                for c in self.costs.items
+            ],
         }
 
     def _device(self, d: int) -> dict[str, Any]:
@@ -77,12 +80,12 @@ class PlanData:
             "speeds": asdict(self.plan.speeds[d]),
         }
 
-    def _measured(self, times: Measured) -> dict[str, Any]:
-        """What a trace says: for each device and instruction its kernel, seconds, and how many ran together."""
+    def _measured_data(self, times: Measured) -> dict[str, Any]:
+        """Return the kernel, the seconds and the number of fused instructions, by device and instruction of a trace."""
         columns = [
             {
                 "kernel": [-1 if s is None else self.texts(s.kernel) for s in steps],
-                "seconds": [None if s is None else _short(s.seconds) for s in steps],
+                "seconds": [None if s is None else _round_seconds(s.seconds) for s in steps],
                 "together": [0 if s is None else s.together for s in steps],
             }
             for steps in times.devices
@@ -90,7 +93,7 @@ class PlanData:
         return {
             "label": times.label,
             "runs": times.runs,
-            "seconds": _short(times.seconds),
+            "seconds": _round_seconds(times.seconds),
             "exact": times.exact,
             "devices": columns,
         }
@@ -98,11 +101,11 @@ class PlanData:
     # ------------------------------------------------------------------------------------------------ instructions
 
     def _program(self, number: int) -> dict[str, Any]:
-        """Columns with an entry for each instruction; `own` labels those that are no node of the user's graph."""
+        """Return columns with an entry for each instruction; `own` labels instructions that the planner added."""
         lane, device = self.plan.lanes[self.first[number]], self.first[number]
         program = lane.program
         prices = self.plan.prices[device]
-        ops, own, origin = Interned[str](), {}, []
+        ops, own, origin = InternTable[str](), {}, []
         for at, i in enumerate(program.instructions):
             node, is_own = self._origin(number, at)
             origin.append(-1 if node is None else self.graph.number[node])
@@ -124,8 +127,10 @@ class PlanData:
         }
 
     def _calls(self, lane: Lane) -> list[int]:
-        """For each instruction the kernels that compute it and how many instructions they do together, as the number of
-        such a pair; the first pair where its backend cannot say."""
+        """Return, for each instruction, the number of a pair: its kernels, and how many instructions they compute.
+
+        The first pair means that the backend does not tell.
+        """
         kernels: list[list[int]] = [[] for _ in lane.program.instructions]
         together = [0] * len(kernels)
         for called in lane.calls or ():
@@ -136,7 +141,7 @@ class PlanData:
         return [self.calls((tuple(own), count)) for own, count in zip(kernels, together, strict=True)]
 
     def _origin(self, number: int, at: int) -> tuple[Node | None, bool]:
-        """The node of the user's graph that an instruction computes; if it is none, that whose value it converts."""
+        """Return the user's node that an instruction computes or converts, and whether it only converts."""
         lane = self.plan.lanes[self.first[number]]
         i = lane.program.instructions[at]
         user = self.node.get(i.node)
@@ -155,8 +160,11 @@ class PlanData:
         return None, True
 
     def _blocks(self, origin: Sequence[int]) -> list[int]:
-        """The block of each instruction.  Blocks follow each other, so what strays belongs where it runs, unless all of
-        a block is in what strays: a device may do all of an encoder in the midst of a decoder."""
+        """Return the block of each instruction.
+
+        Blocks follow each other. A run of instructions of an earlier block therefore counts to the block around it,
+        unless the run contains a whole block: a device may compute an encoder between two blocks of a decoder.
+        """
         nodes, own = self.graph.graph.nodes, list[int]()
         for node in origin:
             own.append(self.graph.block.get(nodes[node], own[-1] if own else 0) if node >= 0 else own[-1] if own else 0)
@@ -172,7 +180,7 @@ class PlanData:
     # -------------------------------------------------------------------------------------------------------- rows
 
     def _rows(self, block: Sequence[Sequence[int]]) -> Iterator[tuple[str, int, dict[int, tuple[int, int]], list[int]]]:
-        """Op, block, (first, count) by program, and devices: work side by side between meetings, and the meetings."""
+        """Yield op, block, (first, count) by program, and devices of each row: parallel work, and collectives."""
         done = [0] * len(self.plan.lanes)
         meetings: dict[int, dict[int, int]] = defaultdict(dict)
         for d, lane in enumerate(self.plan.lanes):
@@ -220,5 +228,5 @@ class PlanData:
         return [op, block, [[p, *cell] for p, cell in cells.items()], devices, list(dict.fromkeys(reversed(because)))]
 
 
-def _short(seconds: float | None) -> float | None:
+def _round_seconds(seconds: float | None) -> float | None:
     return None if seconds is None else float(f"{seconds:.4g}")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hocket.conformance import Outcome, Suite, check
+from hocket.conformance import Outcome, Suite, run_suite
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.ops import REGISTRY
@@ -46,7 +46,7 @@ def _conformance(bench: Bench, name: str) -> Iterator[Row]:
     suite, start = Suite(str(bench.on), re.escape(name)), time.perf_counter()
     if bench.tiny:
         suite = Suite(str(bench.on), texts=tuple(case.text for case in suite.cases())[::60])
-    results = check(suite)
+    results = run_suite(suite)
     outcomes = Counter(result.outcome for result in results)
     row: Row = {str(outcome): outcomes[outcome] for outcome in (Outcome.PASS, Outcome.FAIL, Outcome.UNSUPPORTED)}
     row |= {"no reference": outcomes[Outcome.NO_REFERENCE], "s": time.perf_counter() - start}

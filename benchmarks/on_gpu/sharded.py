@@ -19,12 +19,12 @@ from hocket.backends.beside import beside
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.device.driver import Driver, Library, Step, one_by_one
 from hocket.backends.cupy.meeting.transport import transport_of
+from hocket.distributed.thread_group import ThreadGroup
 from hocket.frontends import models
 from hocket.frontends.models import Batch, Model
 from hocket.frontends.open import open_model
 from hocket.graph.dtypes import DType
 from hocket.graph.spec import Spec
-from hocket.ranks.near import Meeting
 from hocket.scheduler import Executor, Store, plan_for
 
 from . import random_models
@@ -109,7 +109,7 @@ def _sums(bench: Bench, devices: Sequence[Device], nbytes: int) -> Iterator[Row]
     steps = [Instruction("all_reduce", (x,), (out,), {"sequence": n}, None, f"sum.{n}") for n in range(SUMS)]
     program = Program((BufferSpec("arena", "arena", 2 * nbytes),), tuple(steps), {}, {})
     for driver in drivers(bench, devices):
-        backend, meeting = DriverBackend(driver), Meeting(len(devices), devices=devices)
+        backend, meeting = DriverBackend(driver), ThreadGroup(len(devices), devices=devices)
         buffers = [backend.alloc(2 * nbytes, on) for on in devices]
         members = map(meeting.member, range(len(devices)))
         own = zip(buffers, devices, members, strict=True)
@@ -125,7 +125,7 @@ def _sums(bench: Bench, devices: Sequence[Device], nbytes: int) -> Iterator[Row]
         yield {"by": driver.way, **figures, "right": same}
 
 
-def _all_run(pool: Threads, runs: Sequence[Callable[[], object]], meeting: Meeting) -> float:
+def _all_run(pool: Threads, runs: Sequence[Callable[[], object]], meeting: ThreadGroup) -> float:
     """The seconds until all devices have run their program."""
 
     def one(run: Callable[[], object]) -> None:

@@ -1,1 +1,1 @@
-"""What a run of the kit says: summaries, matrices, records, speeds, and failures that are known."""
+"""Reports of a run of the kit: summaries, matrices, records, speeds, and expected failures."""

@@ -10,7 +10,7 @@ from itertools import product
 
 import numpy as np
 
-from ...ranks import World
+from ...distributed import World
 from ..errors import ModelError
 from ..microbatches import Microbatches, dealt, decoding
 from ..models import Model

@@ -18,9 +18,9 @@ from ...backends.abilities import Threaded, Timed
 from ...backends.base import Backend
 from ...backends.cpu.backend import CpuBackend
 from ...backends.cpu.limits import Reading, last_cache_bytes
+from ...distributed import SINGLE_PROCESS, World
 from ...graph.node import Node
 from ...ops import op_of
-from ...ranks import ALONE, World
 from ..errors import ModelError
 from ..models import Model, Step
 from ..open import open_session
@@ -133,7 +133,7 @@ class Work:
     repeats: int
     batch: int = DEFAULT_BATCH
     trace: str | None = None
-    world: World = ALONE
+    world: World = SINGLE_PROCESS
 
     def session(self, on: Group) -> Session:
         """With the context that the longest test needs.  Raises `ModelError` if the model has not got it."""

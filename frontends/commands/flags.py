@@ -212,4 +212,4 @@ def session_of(args: argparse.Namespace, model: Model, context: int, *, watched:
 def text_of(args: argparse.Namespace, read: Callable[[], str]) -> str:
     """A text that rank 0 reads, for all ranks."""
     keep = "surrogatepass"  # what is no UTF-8 is refused where it is read, with a word about it
-    return str(args.world.from_first(lambda: read().encode(errors=keep)).decode(errors=keep))
+    return str(args.world.broadcast_from_first(lambda: read().encode(errors=keep)).decode(errors=keep))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ...conformance.reports.matrix import matrix_text, support_matrix
+from ...conformance.reports.support_matrix import matrix_text, support_matrix
 from ..terminal.output import write
 
 

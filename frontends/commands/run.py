@@ -359,10 +359,10 @@ def seed_text(args: argparse.Namespace) -> str:
 def memory_text(session: Session) -> str:
     """Bytes in use on each device; in several processes also what each has read of the model."""
     store, world = session.store, session.world
-    own = [session.group[number][1] for number in store.between.own]
+    own = [session.group[number][1] for number in store.between.local_devices]
     parts = []
     for device, held in zip(own, store.nbytes(), strict=True):
         parts.append(f"{device}: " + ", ".join(f"{kind} {nbytes_text(n)}" for kind, n in held.items()))
     if world.size > 1:
         parts.append(f"{world.name(world.rank)} read {nbytes_text(store.nread)} of weights")
-    return "; ".join(text.decode() for text in world.everyones("; ".join(parts).encode()))
+    return "; ".join(text.decode() for text in world.all_gather_bytes("; ".join(parts).encode()))

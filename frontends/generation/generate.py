@@ -258,7 +258,7 @@ def agreed(session: Session | Microbatches, token: int) -> int:
     """The token of rank 0: machines that are not alike may round differently, and draw another one."""
     if session.world.size == 1:
         return token
-    return int.from_bytes(session.world.from_first(lambda: token.to_bytes(8, "little")), "little")
+    return int.from_bytes(session.world.broadcast_from_first(lambda: token.to_bytes(8, "little")), "little")
 
 
 def _made_room(

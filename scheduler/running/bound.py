@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from ...backends.abilities import Carries, Gives
 from ...backends.base import Array, Comm, Program
+from ...distributed.rank_group import RankGroup
+from ...distributed.thread_group import ThreadGroup
 from ...graph.array_checks import as_array_for_spec
 from ...graph.attrs import quote_node_name
 from ...graph.dtypes import DType
@@ -18,8 +20,6 @@ from ...graph.errors import BackendError, PlanError, StepError
 from ...graph.lazy_dataclass import dataclass
 from ...graph.validation import ANY, TEXT, mapping_of, require
 from ...ops.quantisation import decode_array, encode_array
-from ...ranks.meeting import WideMeeting
-from ...ranks.near import Meeting
 from ..layout import Local, Shard
 from ..lowering.lane import teams_of
 from ..plan import Plan
@@ -92,11 +92,13 @@ class Bound:
 
     def agree(self, given: Iterable[Mapping[str, Array]]) -> None:
         """Raises `RanksError` unless all processes are given the same inputs."""
-        if self.between.is_wide:
+        if self.between.spans_ranks:
             check = 0
             for array in (array for arrays in given for array in arrays.values()):
                 check = crc32(np.ascontiguousarray(array).data, check)
-            self.between.world.agree("run", f"inputs {check:08x}", "run the same inputs on all ranks", PATIENCE)
+            self.between.world.require_agreement(
+                "run", f"inputs {check:08x}", "run the same inputs on all ranks", PATIENCE
+            )
 
     def put(self, arrays: Mapping[str, Array], inlets: Iterable[Inlet]) -> None:
         """Copy the inputs to where programs read them."""
@@ -113,7 +115,7 @@ class Bound:
     def holder(self, name: str) -> int | None:
         """The device that gives an output by itself; None where it is put together."""
         layout = self.plan.outputs[name]
-        if self.between.is_wide or isinstance(layout, Shard):
+        if self.between.spans_ranks or isinstance(layout, Shard):
             return None
         return layout.devices[0] if isinstance(layout, Local) else 0
 
@@ -141,7 +143,7 @@ class Bound:
 
     # ----------------------------------------------------------------------------------------------- programs
 
-    def meeting(self, timeout: float, wire: DType, *, follow: bool = False) -> Meeting | Teams | WideMeeting:
+    def meeting(self, timeout: float, wire: DType, *, follow: bool = False) -> ThreadGroup | Teams | RankGroup:
         """Where the devices meet: in this process, or between several, none of which is waited for much longer than the
         whole run should take.  Where runs `follow` each other only teams share a board: letters, which a device sends
         before its last ones are taken, go through memory of the host."""
@@ -152,22 +154,22 @@ class Bound:
         if world.size == 1:
             return meeting_of(teams, timeout, devices=alike, wire=wire)
         patience = min(timeout, PATIENCE + SLOWER * self.plan.cost.total)
-        world.agree("plan", self.plan.digest(), "give all ranks the same model and flags")
+        world.require_agreement("plan", self.plan.digest(), "give all ranks the same model and flags")
         self._loaded_bytes.agree()
-        wide = WideMeeting(self.between, devices, patience, wire, teams, shares=shares)
+        wide = RankGroup(self.between, devices, patience, wire, teams, shares=shares)
         if wide.is_apart:
             return wide
         near = Teams(teams, patience, devices=alike, wire=wire, letters=wide)
-        world.wakes(near.abort)
+        world.register_wake(near.abort)
         return near
 
-    def compiled_all(self, meeting: Meeting | Teams | WideMeeting) -> dict[int, Callable[[], Any]]:
+    def compiled_all(self, meeting: ThreadGroup | Teams | RankGroup) -> dict[int, Callable[[], Any]]:
         """What runs the program of each device of this process, which meets the others there."""
         lanes = self.plan.lanes
         replays = {
             n: self.compiled(n, lanes[n].program, meeting.member(n) if len(lanes) > 1 else Alone()) for n in self.own
         }
-        self.between.world.everyones(b"")  # what others compile meanwhile takes longer than a run is waited for
+        self.between.world.all_gather_bytes(b"")  # what others compile meanwhile takes longer than a run is waited for
         return replays
 
     def compiled(self, number: int, program: Program, comm: Comm) -> Callable[[], None]:

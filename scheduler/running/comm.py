@@ -1,5 +1,5 @@
 """Communicators of one process: in teams, with letters between all; of one device (the protocol is `Comm` in
-``backends.base``).  How devices of one team meet is in `ranks.near`."""
+``backends.base``).  How devices of one team meet is in `distributed.thread_group`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ...backends.base import Array, Comm, Device, Slabs
+from ...distributed.thread_group import ThreadGroup, ThreadGroupMember
 from ...graph.dtypes import DType
-from ...ranks.near import Meeting, Member
 
 
 class Letters(Protocol):
@@ -37,9 +37,9 @@ class Teams:
         """`teams` says for each device of which it is; `devices` as for `Meeting`; `letters` go within the process
         unless given."""
         self.teams = [tuple(team) for team in teams]
-        self.letters = letters or Meeting(len(teams), timeout, wire=wire)
+        self.letters = letters or ThreadGroup(len(teams), timeout, wire=wire)
         self.meetings = {
-            team: Meeting(len(team), timeout, devices=[devices[d] for d in team] if devices else (), wire=wire)
+            team: ThreadGroup(len(team), timeout, devices=[devices[d] for d in team] if devices else (), wire=wire)
             for team in self.teams
         }
 
@@ -59,10 +59,10 @@ class Teams:
             meeting.clear()
 
 
-class TeamMember(Member):
+class TeamMember(ThreadGroupMember):
     """`Comm` of one thread of a team; its letters go by the numbers of all devices."""
 
-    def __init__(self, meeting: Meeting, rank: int, letters: Comm) -> None:
+    def __init__(self, meeting: ThreadGroup, rank: int, letters: Comm) -> None:
         super().__init__(meeting, rank)
         self.everybody, self._letters = letters.everybody, letters
 
@@ -75,10 +75,10 @@ class TeamMember(Member):
 
 def meeting_of(
     teams: Sequence[Sequence[int]], timeout: float = 60.0, *, devices: Sequence[Device] = (), wire: DType = DType.F32
-) -> Meeting | Teams:
+) -> ThreadGroup | Teams:
     """Where the devices of one process meet: all of them, or in teams."""
     if len(set(map(tuple, teams))) == 1:
-        return Meeting(len(teams), timeout, devices=devices, wire=wire)
+        return ThreadGroup(len(teams), timeout, devices=devices, wire=wire)
     return Teams(teams, timeout, devices=devices, wire=wire)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ...backends.base import Array
-from ...ranks import RanksError, World
+from ...distributed import RanksError, World
 from ..layout import Layout, Local, Shard
 
 LEAF_BYTES = 1 << 21
@@ -59,7 +59,7 @@ class LoadedBytes:
         `identity` says which files these are, on which running machine; it is empty if that is unknown.
         """
         if self._world.size > 1:
-            first, *others = self._world.everyones(identity.encode())
+            first, *others = self._world.all_gather_bytes(identity.encode())
             self._checked = frozenset(rank for rank, other in enumerate(others, 1) if not first or other != first)
 
     @property
@@ -84,7 +84,9 @@ class LoadedBytes:
         """Raises `RanksError`, on every rank, if one has loaded other bytes than rank 0 has there."""
         if not self._checked or self._world.size == 1:
             return
-        digests_of_rank = [json.loads(text) for text in self._world.everyones(json.dumps(self._digests).encode())]
+        digests_of_rank = [
+            json.loads(text) for text in self._world.all_gather_bytes(json.dumps(self._digests).encode())
+        ]
         self._digests = {}
         for rank in sorted(self._checked):
             for name, parts in digests_of_rank[rank].items():

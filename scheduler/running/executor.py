@@ -12,6 +12,9 @@ import numpy.typing as npt
 
 from ...backends.abilities import Measures, Timed
 from ...backends.base import Array
+from ...distributed import SINGLE_PROCESS, RanksError, World
+from ...distributed.mpi_link import MpiLink
+from ...distributed.presence import format_reason
 from ...graph.attrs import quote_node_name
 from ...graph.dtypes import DType
 from ...graph.errors import BackendError, PlanError
@@ -25,9 +28,6 @@ from ...graph.validation import (
     require,
     validate_arguments,
 )
-from ...ranks import ALONE, RanksError, World
-from ...ranks.mpi import MpiLink
-from ...ranks.presence import reason_of
 from ..layout import Replicate
 from ..plan import Plan
 from .bound import Bound, finished_by
@@ -72,7 +72,7 @@ class Executor:
         self.plan, self.store, self.label = plan, store, label
         self.trace: Trace | None = None
         store.require_devices(plan)
-        self._turn = Turn((*store.backends, *(plan.lanes[number].backend for number in store.between.own)))
+        self._turn = Turn((*store.backends, *(plan.lanes[number].backend for number in store.between.local_devices)))
         with self._turn:
             self._bound = Bound(plan, store)
             self._inlets = [*map(self._bound.inlet, self._bound.own)]
@@ -212,11 +212,11 @@ def load(plan: Plan, weights: Mapping[str, npt.ArrayLike], *, comm: Any = None) 
     plan, weights and inputs, and gets the same outputs.  Raises `PlanError`, and `BackendError`, which it also is where
     the plans differ, or once another process has failed.
     """
-    world = ALONE if comm is None else World(MpiLink(comm))
+    world = SINGLE_PROCESS if comm is None else World(MpiLink(comm))
     try:
         return _bind_and_compile(plan, weights, world)
     except BaseException as why:
-        world.fail(reason_of(why))
+        world.fail(format_reason(why))
         raise
 
 

@@ -53,7 +53,7 @@ class Pipeline:
         self.proven: set[tuple[Pipeline, ...]] = set()
         """Runs, each of one of these plans, that may follow each other through its devices."""
         store.require_devices(plan)
-        self._turn = Turn((*store.backends, *(plan.lanes[number].backend for number in store.between.own)))
+        self._turn = Turn((*store.backends, *(plan.lanes[number].backend for number in store.between.local_devices)))
         with self._turn:
             self._bound = bound = Bound(plan, store)
             self._meeting = bound.meeting(timeout, wire, follow=True)

@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from ...backends.abilities import Divides, Packs, Shares
 from ...backends.base import Array, Backend, BufferSpec, Device, Tensor, contiguous_strides
+from ...distributed import SINGLE_PROCESS, World
+from ...distributed.rank_group import DevicePlacement
 from ...graph.array_checks import as_array_for_spec, as_block_bytes, as_number_array
 from ...graph.attrs import quote_node_name
 from ...graph.dtypes import DType
@@ -21,8 +23,6 @@ from ...graph.node import constant_array
 from ...graph.spec import Spec
 from ...graph.validation import MAX_MESSAGE_CHARACTERS, TEXT, format_value, instance_of, validate_arguments
 from ...ops.quantisation import decode_array, encode_array
-from ...ranks import ALONE, World
-from ...ranks.meeting import Between
 from ..layout import REPLICATE, Layout, Local, Replicate, Shard, local_shape
 from ..lowering.lane import DEVICES, Lane
 from ..plan import Plan
@@ -44,16 +44,19 @@ class Store:
 
     @validate_arguments(PlanError, group=DEVICES)
     def __init__(
-        self, group: Sequence[tuple[Backend, Device]], world: World = ALONE, packed: PackedWeights | None = None
+        self,
+        group: Sequence[tuple[Backend, Device]],
+        world: World = SINGLE_PROCESS,
+        packed: PackedWeights | None = None,
     ) -> None:
         self.group: tuple[tuple[Backend, Device], ...] = tuple(group)
         self.backends: tuple[Backend, ...] = tuple(backend for backend, _ in self.group)
         self.turn: Turn = Turn(self.backends)
-        self.between: Between = Between(world, [_rank(device, world) for _, device in group])
+        self.between: DevicePlacement = DevicePlacement(world, [_rank(device, world) for _, device in group])
         self.nread: int = 0
         self.loaded_bytes: LoadedBytes = LoadedBytes(world, self.between.ranks)
         self._packed = packed
-        self._devices = {number: _DeviceStore(*self.group[number]) for number in self.between.own}
+        self._devices = {number: _DeviceStore(*self.group[number]) for number in self.between.local_devices}
         self._layouts: dict[str, tuple[Spec, Layout]] = {}
         self._states: dict[str, None] = {}
 
@@ -210,7 +213,7 @@ class StateView:
     parts: Mapping[int, Part]
 
     def __init__(
-        self, name: str, spec: Spec, layout: Layout, parts: Mapping[int, Part], turn: Turn, between: Between
+        self, name: str, spec: Spec, layout: Layout, parts: Mapping[int, Part], turn: Turn, between: DevicePlacement
     ) -> None:
         self.name, self.spec, self.layout, self.parts, self._turn = name, spec, layout, parts, turn
         self.shape, self._between = spec.shape, between
@@ -414,13 +417,15 @@ def _share(data: Array, spec: Spec, layout: Layout, device: int) -> Array:
     return np.concatenate([empty, *pieces], axis=axis)
 
 
-def assembled(shape: tuple[int, ...], layout: Layout, parts: Mapping[int, Any], between: Between) -> Array:
+def assembled(shape: tuple[int, ...], layout: Layout, parts: Mapping[int, Any], between: DevicePlacement) -> Array:
     """The whole value, as a host array of its own, from what the devices of this process have, by their numbers, and
     from what the others send."""
     if not isinstance(layout, Shard):
-        return np.array(between.one(parts, layout.devices if isinstance(layout, Local) else range(len(between.ranks))))
+        return np.array(
+            between.broadcast_one(parts, layout.devices if isinstance(layout, Local) else range(len(between.ranks)))
+        )
     holders = [number for number, runs in enumerate(layout.runs) if runs] or range(len(layout.runs))
-    everywhere = between.everywhere(parts, holders)
+    everywhere = between.exchange(parts, holders)
     whole = np.empty(shape, np.asarray(everywhere[holders[0]]).dtype)
     for number, part in everywhere.items():
         put(whole, layout, number, part)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hocket.backends import find
-from hocket.conformance.judging.run import Outcome, run_case
-from hocket.conformance.trials.case import make_case
-from hocket.conformance.trials.generate import layouts_for
+from hocket.conformance.cases.case import make_case
+from hocket.conformance.checks.run_case import Outcome, run_case
+from hocket.conformance.generate_cases import layouts_for
 from hocket.graph import parse_case
 from hocket.ops import REGISTRY
 
@@ -22,6 +22,6 @@ def test_a_backend_agrees_with_the_reference_on_every_sample(name, device):
     for text in op.samples:
         case = make_case(op, parse_case(text))
         for layout in layouts_for(case):
-            result = run_case(case.but(layout=layout), backend, on)
+            result = run_case(case.with_settings(layout=layout), backend, on)
             unknown = result.outcome is Outcome.NO_REFERENCE and {"q8_1", "q8_K"} & set(case.dtypes.split("/"))
             assert result.outcome is Outcome.PASS or unknown, f"{result.case}: {result.outcome}: {result.why}"

@@ -16,24 +16,24 @@ import pytest
 from hocket.backends import find
 from hocket.backends.base import Support
 from hocket.backends.numpy.backend import NumpyBackend
-from hocket.conformance import Outcome, Suite, cases, check, parse_case, run_case, suite, support_matrix
+from hocket.conformance import Outcome, Suite, parse_case, run_case, run_suite, select_cases, suite, support_matrix
+from hocket.conformance.cases.case import INPUTS, LAYOUTS, make_case
+from hocket.conformance.cases.grow_shapes import grow_points
+from hocket.conformance.cases.inputs import as_reference_array, generate_operands
+from hocket.conformance.cases.model_cases import cases_of_model
+from hocket.conformance.checks import zero_propagation
+from hocket.conformance.checks.case_graph import build_case_graph, device_plan_for
+from hocket.conformance.checks.compare_arrays import compare
+from hocket.conformance.checks.guarded_memory import GuardedProgram, add_guard_zones, byte_extent
+from hocket.conformance.checks.metamorphic import check_names
+from hocket.conformance.checks.run_case import Result, is_aliased, unsupported_reason
+from hocket.conformance.checks.tolerance import ErrorBudget, ExpectedResult
 from hocket.conformance.command import main
-from hocket.conformance.judging import zeros
-from hocket.conformance.judging.build import build, lane_for
-from hocket.conformance.judging.compare import compare
-from hocket.conformance.judging.guarded import Guarded, extent, spread
-from hocket.conformance.judging.metamorphic import checks_for
-from hocket.conformance.judging.run import Result, really_aliases, supported
-from hocket.conformance.judging.tolerance import Budget, Yardstick
-from hocket.conformance.reports.expected import Expected
-from hocket.conformance.reports.failing import failing
-from hocket.conformance.reports.page import html_page
-from hocket.conformance.reports.report import MEANING, junit, markdown, total
-from hocket.conformance.trials.case import INPUTS, LAYOUTS, make_case
-from hocket.conformance.trials.generate import full_cases, quick_cases
-from hocket.conformance.trials.grow import points
-from hocket.conformance.trials.harvest import from_model
-from hocket.conformance.trials.inputs import draw, exact
+from hocket.conformance.generate_cases import full_cases, quick_cases
+from hocket.conformance.reports.expected_failures_failures import ExpectedFailures
+from hocket.conformance.reports.failure_traits import group_failures
+from hocket.conformance.reports.html_page import html_page
+from hocket.conformance.reports.text_report import OUTCOME_MEANINGS, format_total, junit, markdown
 from hocket.graph import GraphError, Spec
 from hocket.graph.parse import parse_case as parse_point
 from hocket.ops import REGISTRY
@@ -52,9 +52,11 @@ SMALL = ("add", "mul_mat", "rms_norm", "set_rows", "softmax", "cumsum", "gated_d
 @pytest.mark.parametrize("op", REGISTRY.values(), ids=lambda op: op.name)
 def test_a_case_reads_back_from_its_text(op):
     for number, sample in enumerate(make_case(op, parse_point(text)) for text in op.samples):
-        case = sample.but(layout=LAYOUTS[number % len(LAYOUTS)], inputs=INPUTS[number % len(INPUTS)], check="cut-m")
+        case = sample.with_settings(
+            layout=LAYOUTS[number % len(LAYOUTS)], inputs=INPUTS[number % len(INPUTS)], check="cut-m"
+        )
         assert parse_case(str(case)) == case
-        assert parse_case(str(case.but(seed=7))).seed == 7
+        assert parse_case(str(case.with_settings(seed=7))).seed == 7
 
 
 def test_a_case_says_what_is_wrong_with_its_text():
@@ -71,7 +73,11 @@ def test_a_case_says_what_is_wrong_with_its_text():
 
 def test_the_same_text_draws_the_same_numbers_and_another_seed_others():
     case = parse_case("mul_mat(w=q4_K[5,256], x=f32[7,256], layout=permuted, inputs=large)")
-    one, two, moved = draw(case), draw(parse_case(str(case))), draw(case.but(seed=1))
+    one, two, moved = (
+        generate_operands(case),
+        generate_operands(parse_case(str(case))),
+        generate_operands(case.with_settings(seed=1)),
+    )
     assert one["x"].tobytes() == two["x"].tobytes() != moved["x"].tobytes()
     assert one["w"].tobytes() == two["w"].tobytes() != moved["w"].tobytes()
 
@@ -107,17 +113,17 @@ def test_every_dtype_is_tried_on_operands_that_have_elements(name):
 @pytest.mark.long
 def test_samples_of_an_op_are_among_its_points_and_points_are_legal():
     for op in REGISTRY.values():
-        cases_of_points = points(op)
+        cases_of_points = grow_points(op)
         assert {make_case(op, parse_point(t)) for t in op.samples} <= set(cases_of_points)
         assert len(cases_of_points) == len(set(cases_of_points))
         for case in cases_of_points:
-            build(case)  # raises where the op refuses it
+            build_case_graph(case)  # raises where the op refuses it
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_operand_lies_as_its_layout_says(layout):
     case = parse_case(f"add(a=f32[3,4,5], b=f32[3,4,5], layout={layout})")
-    program = lane_for(build(case).graph, *CPU).program
+    program = device_plan_for(build_case_graph(case).graph, *CPU).program
     (a, b), out = program.instructions[-1].src, program.instructions[-1].dst[0]
     assert a.shape == (3, 4, 5)
     dense = (20, 5, 1)
@@ -126,33 +132,33 @@ def test_an_operand_lies_as_its_layout_says(layout):
     assert (a.offset % 64 != 0) == (layout in ("offset", "sliced"))
     assert (out.offset == a.offset) == (layout in ("inplace", "twin"))
     assert (a == b) == (layout == "twin")
-    assert really_aliases(case, *CPU) == (layout in ("inplace", "twin"))
+    assert is_aliased(case, *CPU) == (layout in ("inplace", "twin"))
 
 
 # ------------------------------------------------------------------------------------------------------- judging
 
 
 def test_values_are_pulled_apart_with_guards_between_them():
-    program = lane_for(build(parse_case("softmax(x=f32[2,3,5], mask=f32[3,5])")).graph, *CPU).program
-    moved, regions = spread(program)
+    program = device_plan_for(build_case_graph(parse_case("softmax(x=f32[2,3,5], mask=f32[3,5])")).graph, *CPU).program
+    moved, regions = add_guard_zones(program)
     assert all(b[0] - a[1] >= 1024 for a, b in pairwise(regions))
     for one, two in zip(program.instructions, moved.instructions, strict=True):
         assert [t.strides for t in one.dst] == [t.strides for t in two.dst]
-        assert all(any(a <= extent(t)[0] and extent(t)[1] <= b for a, b in regions) for t in two.dst)
+        assert all(any(a <= byte_extent(t)[0] and byte_extent(t)[1] <= b for a, b in regions) for t in two.dst)
 
 
 def test_a_stray_byte_is_named_with_its_distance():
     case = parse_case("neg(x=f32[5])")
-    guarded = Guarded(lane_for(build(case).graph, *CPU), {})
+    guarded = GuardedProgram(device_plan_for(build_case_graph(case).graph, *CPU), {})
     guarded.poison(0xFF)
-    assert guarded.strays(guarded.arena_bytes()) is None
-    end = extent(guarded.program.outputs["result.0"])[1]
+    assert guarded.find_stray_write(guarded.arena_bytes()) is None
+    end = byte_extent(guarded.program.outputs["result.0"])[1]
     guarded.buffers[guarded.arena][end + 3] = 0
-    assert "3 bytes past the end" in (guarded.strays(guarded.arena_bytes()) or "")
+    assert "3 bytes past the end" in (guarded.find_stray_write(guarded.arena_bytes()) or "")
 
 
 def judged(got, want, dtype="f32"):
-    budget = Budget(np.full(want.shape, 1e-6), np.full(want.shape, 1e-7))
+    budget = ErrorBudget(np.full(want.shape, 1e-6), np.full(want.shape, 1e-7))
     return compare(got, want, budget, make_spec(want.shape, dtype), REGISTRY["add"])
 
 
@@ -194,8 +200,8 @@ def test_a_number_too_large_for_its_dtype_may_be_infinite():
 def test_the_tolerance_grows_with_the_reduction_and_with_coarser_arithmetic():
     def limit(text, arithmetic=None):
         case = parse_case(text)
-        operands = {n: exact(a, case.specs[n]) for n, a in draw(case).items()}
-        made = Yardstick(case, operands, *([arithmetic] if arithmetic else []))
+        operands = {n: as_reference_array(a, case.specs[n]) for n, a in generate_operands(case).items()}
+        made = ExpectedResult(case, operands, *([arithmetic] if arithmetic else []))
         scale = np.abs(operands["x"]) @ np.abs(operands["w"]).T
         return float(np.median(made.budgets([Spec((7, 5))])[0].element / scale))
 
@@ -223,34 +229,34 @@ def test_what_cases_leave_behind_does_not_pile_up(monkeypatch):
     monkeypatch.setattr(suite, "run_case", leaving)
     gc.disable()
     try:
-        found = check(Suite(op="add", jobs=1))
+        found = run_suite(Suite(op="add", jobs=1))
     finally:
         gc.enable()
-    assert len(found) > 2 * suite.CHUNK >= 2 * most
+    assert len(found) > 2 * suite.CASES_PER_TASK >= 2 * most
 
 
 def test_metamorphic_checks_follow_from_the_signature():
-    assert checks_for(parse_case("mul_mat(w=f32[6,64], x=f32[7,64])")) == ("cut-n", "sum-k", "cut-m")
+    assert check_names(parse_case("mul_mat(w=f32[6,64], x=f32[7,64])")) == ("cut-n", "sum-k", "cut-m")
     delta = "gated_delta_net(q=f32[5,2,8], k=f32[5,2,8], v=f32[5,4,8], g=f32[5,4,1], beta=f32[5,4], state=f32[4,8,8])"
-    assert set(checks_for(parse_case(delta))) == {
+    assert set(check_names(parse_case(delta))) == {
         "steps-t",
         "cut-key_heads",
         "cut-e",
         "cut-value_heads",
         "composed-unfused",
     }
-    assert "steps-s" in checks_for(parse_case("ssm_conv(x=f32[7,12], w=f32[12,4])"))
-    assert checks_for(parse_case("rms_norm(x=f32[3,64])")) == ()
+    assert "steps-s" in check_names(parse_case("ssm_conv(x=f32[7,12], w=f32[12,4])"))
+    assert check_names(parse_case("rms_norm(x=f32[3,64])")) == ()
     experts = "mul_mat_id(w=f32[5,6,8], x=f32[7,2,8], ids=i32[7,4])"
-    assert set(checks_for(parse_case(experts))) == {"deal-experts", "cut-n", "cut-v", "cut-r", "sum-k"}
-    assert "deal-experts" in checks_for(parse_case("add_id(a=f32[7,2,6], b=f32[5,6], ids=i32[7,2])"))
+    assert set(check_names(parse_case(experts))) == {"deal-experts", "cut-n", "cut-v", "cut-r", "sum-k"}
+    assert "deal-experts" in check_names(parse_case("add_id(a=f32[7,2,6], b=f32[5,6], ids=i32[7,2])"))
     part = parse_case("mul_mat_id(w=f32[5,6,8], x=f32[7,2,8], ids=i32[7,4], first=1, total=7)")
-    assert "deal-experts" not in checks_for(part)
+    assert "deal-experts" not in check_names(part)
 
 
 def test_zeros_are_asked_for_where_the_op_declares_them():
-    assert zeros.names_for(parse_case("swiglu(gate=f32[3,5], up=f32[3,5])")) == ("zeros-gate",)
-    assert zeros.names_for(parse_case("sigmoid(x=f32[3,5])")) == ()
+    assert zero_propagation.check_names(parse_case("swiglu(gate=f32[3,5], up=f32[3,5])")) == ("zeros-gate",)
+    assert zero_propagation.check_names(parse_case("sigmoid(x=f32[3,5])")) == ()
 
 
 # ------------------------------------------------------------------------------------------------------ outcomes
@@ -272,13 +278,13 @@ def test_a_case_passes_fails_is_unsupported_or_has_no_reference():
 
 def test_an_expected_failure_that_passes_is_a_failure():
     case = parse_case("add(a=f32[3], b=f32[3])")
-    expected = Expected(("# a comment", "add(a=f32[3]*  # known"))
-    assert expected.judged(Result(case, Outcome.FAIL, "x")).outcome is Outcome.XFAIL
-    passed = expected.judged(Result(case, Outcome.PASS))
+    expected = ExpectedFailures(("# a comment", "add(a=f32[3]*  # known"))
+    assert expected.apply_expectation(Result(case, Outcome.FAIL, "x")).outcome is Outcome.XFAIL
+    passed = expected.apply_expectation(Result(case, Outcome.PASS))
     assert passed.outcome is Outcome.FAIL
     assert "take its line out" in passed.why
     other = Result(parse_case("add(a=f32[4], b=f32[4])"), Outcome.FAIL, "x")
-    assert expected.judged(other) is other
+    assert expected.apply_expectation(other) is other
 
 
 def failures(results):
@@ -290,14 +296,14 @@ def failures(results):
 def test_backends_of_ours_pass_the_quick_run(name):
     """The references as a device take every check but, of what is compared with themselves, a quarter: they run every
     sample in every layout in test_backends.py."""
-    assert not failures(check(Suite(backend="cpu", op=name, require="SHOULD")))
+    assert not failures(run_suite(Suite(backend="cpu", op=name, require="SHOULD")))
     chosen = [c for i, c in enumerate(quick_cases(REGISTRY[name])) if i % 4 == 0 or c.check != "reference"]
     assert not failures(run_case(c, *find("reference:0")) for c in chosen)
 
 
 def test_several_processes_have_the_results_of_one():
     suite = Suite(op="add|neg")
-    one, two = ([(str(r.case), r.outcome) for r in check(replace(suite, jobs=jobs))] for jobs in (1, 2))
+    one, two = ([(str(r.case), r.outcome) for r in run_suite(replace(suite, jobs=jobs))] for jobs in (1, 2))
     assert one == two
 
 
@@ -323,7 +329,7 @@ RUNS = next(f for f in FAULTS if str(f) == "mul: broadcast by runs instead of mo
 def test_failures_come_by_op_smallest_first_with_what_they_share():
     """A fault that is planted where `b` has several entries to repeat: the kit's words must say just that."""
     results = [run_case(c, FaultyBackend(RUNS), CPU[1]) for c in quick_cases(REGISTRY["mul"])[::3]]
-    (group,) = failing(results)
+    (group,) = group_failures(results)
     best = group.traits[0]
     assert best.text == "`b` is repeated along an axis where it has several entries"
     assert best.failing == len(group.results) > 5 * best.passing
@@ -331,7 +337,10 @@ def test_failures_come_by_op_smallest_first_with_what_they_share():
     assert sizes == sorted(sizes)
     page, text = html_page(results, "cpu"), markdown(results, "cpu")
     for report in (page, text):
-        where = [report.index(words) for words in (total(results, "cpu"), MEANING[Outcome.FAIL], best.text, "Every op")]
+        where = [
+            report.index(words)
+            for words in (format_total(results, "cpu"), OUTCOME_MEANINGS[Outcome.FAIL], best.text, "Every op")
+        ]
         assert where == sorted(where)
     targets = re.findall(r'href="#([^"]+)"', page)
     assert targets
@@ -339,15 +348,15 @@ def test_failures_come_by_op_smallest_first_with_what_they_share():
 
 
 def test_nothing_is_said_of_what_failures_share_where_nothing_passes():
-    (group,) = failing(results_of(Outcome.FAIL, Outcome.FAIL, Outcome.UNSUPPORTED))
+    (group,) = group_failures(results_of(Outcome.FAIL, Outcome.FAIL, Outcome.UNSUPPORTED))
     assert (group.traits, list(group.sentences())) == ((), ["2 of 2 cases that ran fail"])
 
 
 def test_no_backend_is_asked_to_run_a_view():
     suite = Suite(backend="cuda-emulated", op="permute", require="MUST")
-    results = check(suite, wanted=list(suite.cases())[:10])
+    results = run_suite(suite, selected=list(suite.cases())[:10])
     assert {r.outcome for r in results} <= {Outcome.PASS, Outcome.NO_REFERENCE}
-    assert supported(build(results[0].case), *find("cuda-emulated")) == ""
+    assert unsupported_reason(build_case_graph(results[0].case), *find("cuda-emulated")) == ""
 
 
 def test_the_command_writes_reports_that_compare(tmp_path, capsys):
@@ -393,7 +402,7 @@ def test_inputs_of_a_failure_are_saved_with_a_line_that_repeats_it(tmp_path, cap
     (saved,) = (tmp_path / "saved").glob("neg-*.npz")
     with np.load(saved) as held:
         assert str(held["case"]) == case
-        np.testing.assert_array_equal(held["operand_x"], draw(parse_case(case))["x"].astype(np.float32))
+        np.testing.assert_array_equal(held["operand_x"], generate_operands(parse_case(case))["x"].astype(np.float32))
         np.testing.assert_array_equal(held["expected_0"], -held["operand_x"])
         np.testing.assert_array_equal(held["got_0"], held["expected_0"])
         assert "take its line out" in str(held["why"])
@@ -401,15 +410,15 @@ def test_inputs_of_a_failure_are_saved_with_a_line_that_repeats_it(tmp_path, cap
 
 @pytest.mark.long
 def test_thorough_adds_shapes_of_hypothesis():
-    results = check(Suite(op="neg", thorough=True))
-    quick = {c.text for c in cases("neg", full=True)}
+    results = run_suite(Suite(op="neg", thorough=True))
+    quick = {c.text for c in select_cases("neg", full=True)}
     assert [r for r in results if r.case.text not in quick]
     assert not [r for r in results if r.outcome is Outcome.FAIL]
 
 
 @pytest.mark.long
 def test_the_cases_of_a_model_are_harvested():
-    harvested = from_model(ROOT / "data" / "hocket-tiny-q8_0.gguf", tokens=(1,), cells=32)
+    harvested = cases_of_model(ROOT / "data" / "hocket-tiny-q8_0.gguf", tokens=(1,), cells=32)
     assert {"mul_mat", "rms_norm", "attention"} <= {c.op for c in harvested}
     assert all(parse_case(str(c)) == c for c in harvested)
     assert all(run_case(c, *CPU).outcome is Outcome.PASS for c in harvested)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from hocket.conformance import plugin
-from hocket.conformance.trials.generate import quick_cases
+from hocket.conformance.generate_cases import quick_cases
 from hocket.ops import REGISTRY
 
 from ..given.models.goldens import ROOT

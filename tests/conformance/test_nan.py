@@ -9,8 +9,8 @@ import hocket
 from hocket import ops
 from hocket.backends import find
 from hocket.conformance import Outcome, parse_case, run_case
-from hocket.conformance.trials.generate import quick_cases
-from hocket.conformance.trials.inputs import holds_floats
+from hocket.conformance.cases.inputs import holds_floats
+from hocket.conformance.generate_cases import quick_cases
 from hocket.ops import REGISTRY
 
 DROPPED = (

@@ -5,7 +5,7 @@ import pytest
 from hocket.backends import find
 from hocket.conformance import parse_case
 from hocket.conformance.command import main
-from hocket.conformance.reports import perf
+from hocket.conformance.reports import op_speed
 
 
 @pytest.mark.long
@@ -22,11 +22,11 @@ def test_the_limit_of_a_product_is_that_of_its_weights_type(monkeypatch):
 
     def measured(case, backend, device):
         dtype = case.operands[0][1].dtype.text
-        return perf.Speed(case, 1.0, 0.0, nbytes=10, flops=flops[dtype] if case.op == "mul_mat" else 0, cold=True)
+        return op_speed.OpSpeed(case, 1.0, 0.0, nbytes=10, flops=flops[dtype] if case.op == "mul_mat" else 0, cold=True)
 
-    monkeypatch.setattr(perf, "measure", measured)
-    limits = perf.Limits(*find("cpu"))
+    monkeypatch.setattr(op_speed, "measure", measured)
+    limits = op_speed.MeasuredLimits(*find("cpu"))
     packed = parse_case("mul_mat(w=q4_0[64,256], x=f32[16,256])")
     plain = parse_case("scale(x=f32[64,256], scale=2.0)")
     assert (limits.bandwidth, limits.flops_for(packed), limits.flops_for(plain)) == (10, 800, 100)
-    assert perf.Speed(packed, 1.0, 0.0, nbytes=1, flops=400, cold=True).share(limits) == 0.5
+    assert op_speed.OpSpeed(packed, 1.0, 0.0, nbytes=1, flops=400, cold=True).share(limits) == 0.5

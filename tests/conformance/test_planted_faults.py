@@ -8,7 +8,7 @@ import pytest
 
 from hocket.backends.base import Device
 from hocket.conformance import Outcome, run_case
-from hocket.conformance.trials.generate import quick_cases
+from hocket.conformance.generate_cases import quick_cases
 from hocket.ops import REGISTRY
 
 from ..given.kernel_faults import FAULTS

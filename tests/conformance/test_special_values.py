@@ -10,11 +10,11 @@ from hocket import ops
 from hocket.backends import find
 from hocket.backends.cupy.device import hiprtc, nvrtc
 from hocket.conformance import Outcome, parse_case, run_case
-from hocket.conformance.judging.compare import compare
-from hocket.conformance.judging.tolerance import Budget
-from hocket.conformance.trials.case import Case
-from hocket.conformance.trials.generate import full_cases, quick_cases
-from hocket.conformance.trials.inputs import draw, holds_floats
+from hocket.conformance.cases.case import Case
+from hocket.conformance.cases.inputs import generate_operands, holds_floats
+from hocket.conformance.checks.compare_arrays import compare
+from hocket.conformance.checks.tolerance import ErrorBudget
+from hocket.conformance.generate_cases import full_cases, quick_cases
 from hocket.frontends.tensors.tensor import merged
 from hocket.graph.dtypes import DType
 from hocket.graph.spec import Spec
@@ -66,7 +66,7 @@ def test_every_operand_of_floats_has_cases_with_each_special_value(name: str) ->
         for key in _floats(case):
             missing.discard((key, case.inputs))
         if case.inputs == "special" and any(map(values.get, dict(_floats(case)))):
-            operands = draw(case)
+            operands = generate_operands(case)
             for operand, _ in _floats(case):
                 values[operand] -= {kind for kind in values[operand] if CLASSES[kind](operands[operand]).any()}
     assert not missing
@@ -96,7 +96,7 @@ def test_special_values_are_where_they_belong(text: str, device: str) -> None:
 @pytest.mark.parametrize(("wrong", "why"), [(0.0, "zero with the wrong sign"), (-1e-39, ""), (-0.0, "")])
 def test_a_zero_needs_the_sign_of_the_reference_if_signed_zeros_is_set(wrong: float, why: str) -> None:
     want, got = np.array([1.0, -1e-60]), np.array([1.0, wrong])
-    budget = Budget(np.full(2, 1e-30), np.full(2, 1e-30))
+    budget = ErrorBudget(np.full(2, 1e-30), np.full(2, 1e-30))
     found = compare(got, want, budget, Spec((2,)), REGISTRY["add"])
     assert why in found.why if why else not found.why
     assert not compare(got, want, budget, Spec((2,)), REGISTRY["add"], signed_zeros=False).why

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hocket import ops
+from hocket.distributed.thread_group import ThreadGroupMember
 from hocket.graph import Graph, input, weight
-from hocket.ranks.near import Member
 from hocket.scheduler import load, plan_for
 from hocket.scheduler.machines.hardware import Hardware
 
@@ -23,7 +23,7 @@ def _compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a collective left compiled code")
 
     for name in ("all_reduce", "all_gather", "reduce_scatter"):
-        monkeypatch.setattr(Member, name, refused)
+        monkeypatch.setattr(ThreadGroupMember, name, refused)
 
 
 def compare(graph: Graph, shares: tuple[float, ...], met: list[str], **given: object) -> None:

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from hocket.conformance.trials.case import Case
-from hocket.conformance.trials.generate import quick_cases
+from hocket.conformance.cases.case import Case
+from hocket.conformance.generate_cases import quick_cases
 from hocket.ops import REGISTRY
 
 from ..given import on_arm

@@ -16,8 +16,8 @@ from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.backends.cupy.table import BINDINGS, FAMILIES, SOURCES
 from hocket.cli import main
 from hocket.conformance import Outcome, parse_case, run_case
-from hocket.conformance.judging.build import build, lane_for
-from hocket.conformance.trials.generate import quick_cases
+from hocket.conformance.checks.case_graph import build_case_graph, device_plan_for
+from hocket.conformance.generate_cases import quick_cases
 from hocket.frontends.errors import ModelError
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
@@ -76,7 +76,7 @@ def test_operands_are_read_as_they_lie(layout):
     """The planner puts in no copy."""
     backend = EmulatedBackend()
     case = parse_case(f"rms_norm(x=f32[3,4,5], layout={layout})")
-    program = lane_for(build(case).graph, backend, backend.device(0)).program
+    program = device_plan_for(build_case_graph(case).graph, backend, backend.device(0)).program
     assert [i.op for i in program.instructions] == ["rms_norm"]
 
 

@@ -15,8 +15,8 @@ from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.device.limits import EVERYWHERE, OF_HIP, Limits, limits_of
 from hocket.backends.cupy.resources import ARCHITECTURES, Row, recorded
 from hocket.backends.cupy.table import BINDINGS, SOURCES
-from hocket.conformance.judging.build import build, lane_for
-from hocket.conformance.trials.generate import quick_cases
+from hocket.conformance.checks.case_graph import build_case_graph, device_plan_for
+from hocket.conformance.generate_cases import quick_cases
 from hocket.frontends.models import Step
 from hocket.frontends.open import open_model
 from hocket.graph import DType, Graph
@@ -79,7 +79,7 @@ class Fitting:
             (on,) = backend.devices()
             if not all(backend.supports(node, on).ok for node in graph.nodes if node.op in BINDINGS):
                 continue
-            program = lane_for(graph, backend, on).program
+            program = device_plan_for(graph, backend, on).program
             for kind in (kind for kind in KINDS.values() if kind.limits == limits):
                 for step in unplaced(program, limits, kind.processors)[1]:
                     assert isinstance(step, Launch)
@@ -94,7 +94,7 @@ class Fitting:
 def test_launches_of_the_kit_fit_every_kind_of_device(name):
     fitting = Fitting()
     for case in quick_cases(REGISTRY[name]):
-        fitting.add(case, build(case).graph)
+        fitting.add(case, build_case_graph(case).graph)
     assert fitting.launches
     assert sorted(fitting.found) == []
 

@@ -18,7 +18,7 @@ from hocket.backends.cupy.meeting.transport import transport_of
 from hocket.backends.cupy.table import BINDINGS, SOURCES
 from hocket.cli import main
 from hocket.conformance import Outcome, run_case
-from hocket.conformance.trials.generate import quick_cases
+from hocket.conformance.generate_cases import quick_cases
 from hocket.graph import Graph, input, state, weight
 from hocket.graph.errors import BackendError
 from hocket.ops import REGISTRY

@@ -20,7 +20,7 @@ from hocket.backends.cupy.predicted.speeds import predicted
 from hocket.backends.cupy.predicted.times import GPUS, Work, time_of
 from hocket.backends.cupy.predicted.works import work_of
 from hocket.backends.operands import Operand
-from hocket.conformance.reports.emulated import counters
+from hocket.conformance.reports.emulator_checks import collect_counters
 from hocket.graph import DType, Graph, input, weight
 from hocket.ops import REGISTRY, mul_mat
 from hocket.scheduler import plan_for, plan_from_json, plan_to_json
@@ -136,7 +136,7 @@ def test_loads_that_need_one_another_wait_for_one_another(arch):
     ("mul_mat(w=bf16[64,64], x=f32[64,64])", {"halves": 2 * 64 * 64 * 64 / (16 * 8 * 16)}),
 ], ids=["packed", "dense"])  # fmt: skip
 def test_products_of_tensor_cores_are_those_of_the_arithmetic(case, products, arch):
-    works = [work_of(launch, arch) for launch in counters([case])]
+    works = [work_of(launch, arch) for launch in collect_counters([case])]
     assert {name: sum(getattr(work, name) for work in works) for name in products} == pytest.approx(products, rel=0.15)
 
 
@@ -144,7 +144,7 @@ def test_products_of_tensor_cores_are_those_of_the_arithmetic(case, products, ar
 @pytest.mark.usefixtures("_tools")
 def test_products_of_warpgroups_are_those_of_the_arithmetic(monkeypatch):
     monkeypatch.setattr(tiled, "FULL", 1)
-    works = [work_of(launch, "sm_90a") for launch in counters(["mul_mat(w=bf16[256,128], x=f32[128,128])"])]
+    works = [work_of(launch, "sm_90a") for launch in collect_counters(["mul_mat(w=bf16[256,128], x=f32[128,128])"])]
     assert sum(work.grouped for work in works) == pytest.approx(2 * 256 * 128 * 128 / (16 * 8 * 16), rel=0.15)
 
 
@@ -153,7 +153,7 @@ def test_products_of_warpgroups_are_those_of_the_arithmetic(monkeypatch):
 def test_products_of_warpgroups_with_rows_in_registers_are_those_of_the_arithmetic():
     """And loops run as often as their products read: no more than was counted."""
     cases = (f"attention(q=f32[128,1,128], k=f16[{keys},1,128], v=f16[{keys},1,128], scale=0.1)" for keys in (256, 512))
-    short, long = (work_of(counters([case])[0], "sm_90a").grouped for case in cases)
+    short, long = (work_of(collect_counters([case])[0], "sm_90a").grouped for case in cases)
     assert long - short == pytest.approx(2 * 128 * 256 * 128 / (16 * 8 * 16), rel=0.02)
 
 

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from hocket.ranks.presence import STOPPED_SECONDS
-from hocket.ranks.world import GRACE, LINGER, SILENCE
+from hocket.distributed.presence import STOPPED_SECONDS
+from hocket.distributed.world import FAILED_RANK_LINGER_SECONDS, SHUTDOWN_GRACE_SECONDS, SILENCE_TIMEOUT_SECONDS
 from hocket.scheduler.running.bound import PATIENCE
 
 from ..given.models.goldens import TINY
@@ -57,7 +57,10 @@ def test_a_rank_that_comes_late_is_waited_for():
 
 
 def test_a_failure_is_known_to_all_within_ten_seconds():
-    assert max(SILENCE, STOPPED_SECONDS, PATIENCE) + GRACE + LINGER < 10
+    assert (
+        max(SILENCE_TIMEOUT_SECONDS, STOPPED_SECONDS, PATIENCE) + SHUTDOWN_GRACE_SECONDS + FAILED_RANK_LINGER_SECONDS
+        < 10
+    )
 
 
 def went_wrong(fault, ranks, *more):

@@ -11,12 +11,12 @@ import pytest
 
 import hocket
 from hocket import ops
+from hocket.distributed import RanksError
 from hocket.frontends import devices
 from hocket.frontends.devices import Group
 from hocket.frontends.identity import files_identity
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Session
-from hocket.ranks import RanksError
 from hocket.scheduler.running.digests import COLUMNS, LEAF_BYTES, digest_of
 
 from ..given.models.goldens import TINY

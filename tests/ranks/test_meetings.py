@@ -11,11 +11,11 @@ import pytest
 
 from hocket.backends.cupy import cuda
 from hocket.backends.cupy.emulation.emulated import EmulatedBackend
+from hocket.distributed import RanksError
+from hocket.distributed.array_packets import PACKET_HEADER, pack_array, unpack_array
+from hocket.distributed.thread_group import ThreadGroup
+from hocket.distributed.world import DATA
 from hocket.graph.errors import BackendError
-from hocket.ranks import RanksError
-from hocket.ranks.arrays import HEAD, packed, unpacked
-from hocket.ranks.near import Meeting
-from hocket.ranks.world import DATA
 from hocket.scheduler.running.comm import Teams
 
 from ..given.devices.emulation import needs_compiler
@@ -44,7 +44,7 @@ def run_on(members, case):
 
 @cases()
 def test_devices_of_one_process_meet(case):
-    meeting = Meeting(3, HOUR)
+    meeting = ThreadGroup(3, HOUR)
     run_on([meeting.member(rank) for rank in range(3)], case)
 
 
@@ -102,14 +102,14 @@ def test_no_byte_goes_to_another_rank_twice(op, times, monkeypatch):
     """Of a value that both devices of a rank have a summand of, the sum goes to the other rank, in two pieces; of what
     each of them has alone, both parts."""
     count, sent = 1 << 12, {}
-    post = ThreadLink.post
+    post = ThreadLink.send
 
     def noted(link, to, channel, packet):
         if channel >= DATA:
             sent.setdefault((link.rank, to), []).append(len(packet))
         post(link, to, channel, packet)
 
-    monkeypatch.setattr(ThreadLink, "post", noted)
+    monkeypatch.setattr(ThreadLink, "send", noted)
 
     def run(world):
         place = meetings.meeting(world, (2, 2))
@@ -125,19 +125,19 @@ def test_no_byte_goes_to_another_rank_twice(op, times, monkeypatch):
                 member.all_gather(source, into, parts, 0)
 
         with ThreadPoolExecutor(2) as threads:
-            for one in [threads.submit(meet, place.member(number)) for number in place.between.own]:
+            for one in [threads.submit(meet, place.member(number)) for number in place.between.local_devices]:
                 one.result()
 
     in_threads(2, run)
     assert sent.keys() == {(0, 1), (1, 0)}
     assert {len(packets) for packets in sent.values()} == {2}
-    assert {sum(packets) - 2 * (HEAD.size + 8) for packets in sent.values()} == {4 * count * times}
+    assert {sum(packets) - 2 * (PACKET_HEADER.size + 8) for packets in sent.values()} == {4 * count * times}
 
 
 def test_ranks_that_do_not_agree_are_named_on_all_of_them():
     def run(world):
         with pytest.raises(RanksError, match="rank 1 on machine1 has another plan: b1, rank 0 on machine0 has b0; do"):
-            world.agree("plan", f"b{min(world.rank, 1)}", "do")
+            world.require_agreement("plan", f"b{min(world.rank, 1)}", "do")
 
     in_threads(3, run, hosts=3)
 
@@ -151,7 +151,7 @@ def test_whoever_waits_hears_that_another_rank_failed():
         if world.rank == 1:
             world.fail("the disk is full")
         with pytest.raises(BackendError, match="rank 1 on machine1: the disk is full"):
-            world.from_first(lambda: world.everyones(b""))
+            world.broadcast_from_first(lambda: world.all_gather_bytes(b""))
         raise ArithmeticError("ended")
 
     with pytest.raises(ArithmeticError):
@@ -159,9 +159,9 @@ def test_whoever_waits_hears_that_another_rank_failed():
 
 
 def test_a_packet_of_another_meeting_or_another_size_is_refused():
-    packet = packed(np.ones((2, 3), np.float32), 4)
-    assert np.array_equal(unpacked(packet, "rank 1", 4), np.ones((2, 3)))
-    with pytest.raises(RanksError, match="rank 1 is at meeting 4, and is expected at 5"):
-        unpacked(packet, "rank 1", 5)
+    packet = pack_array(np.ones((2, 3), np.float32), 4)
+    assert np.array_equal(unpack_array(packet, "rank 1", 4), np.ones((2, 3)))
+    with pytest.raises(RanksError, match="rank 1 is at collective 4, and is expected at 5"):
+        unpack_array(packet, "rank 1", 5)
     with pytest.raises(RanksError, match="rank 1 sent 56 bytes"):
-        unpacked(packet[:-8], "rank 1", 4)
+        unpack_array(packet[:-8], "rank 1", 4)

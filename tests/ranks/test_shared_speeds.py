@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from hocket.backends.base import find
+from hocket.distributed import SINGLE_PROCESS
 from hocket.frontends.devices import Group
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Session
 from hocket.graph import DType
-from hocket.ranks import ALONE
 from hocket.scheduler import CPU
 from hocket.scheduler.machines import calibrated
 from hocket.scheduler.machines.calibrated import built_in, calibrated_source, group_name, hardware_of, keep_speeds
@@ -118,8 +118,8 @@ def test_other_devices_than_were_measured_are_estimated(ranks_with):
 def test_without_ranks_they_are_those_that_are_kept_here(monkeypatch, tmp_path):
     monkeypatch.setattr(calibrated, "speeds_file", lambda: tmp_path / "speeds")
     group = [find("numpy:0"), find("numpy:1")]
-    assert shared_speeds(group, ALONE).hardware(GRAPH) == built_in(group)
+    assert shared_speeds(group, SINGLE_PROCESS).hardware(GRAPH) == built_in(group)
     keep_speeds({group_name(group): QUICK})
     calibrated_here = calibrated_hardware(QUICK, source=calibrated_source())
-    assert shared_speeds(group, ALONE).hardware(GRAPH) == hardware_of(GRAPH, group) == calibrated_here
+    assert shared_speeds(group, SINGLE_PROCESS).hardware(GRAPH) == hardware_of(GRAPH, group) == calibrated_here
     assert hardware_of(GRAPH, pair()) == CPU, "ranks that do not talk plan the same"

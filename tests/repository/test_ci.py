@@ -1,4 +1,4 @@
-"""The Python parts of `.ci/run`: optional parts that are missing, and skips over their budget."""
+"""The Python parts of `.ci/run`: missing optional parts, skips over their budget, and crashed workers."""
 
 from __future__ import annotations
 
@@ -138,3 +138,40 @@ def test_hosted_ci_runs_the_same_command_on_the_oldest_and_a_new_python():
     assert "fetch-depth: 0" in workflow
     limit = int(re.search(r"timeout-minutes: (\d+)", workflow)[1])
     assert limit * 60 >= 5400, "see run_tests of .ci/run"
+
+
+@pytest.fixture(scope="module")
+def crashed():
+    return runpy.run_path(str(CI / "crashed.py"))
+
+
+CRASHED = """Fatal Python error: Aborted
+  File "nvrtc.py", line 3
+FAILED tests/a.py::test_b[few<Q4_K, 1>] - worker 'gw0' crashed while running 'tests/a.py::test_b[few<Q4_K, 1>]'
+1 failed, 3 passed in 2.00s
+"""
+
+
+@pytest.mark.parametrize(("passes", "status"), [(True, 0), (False, 1)])
+def test_the_test_of_a_crashed_worker_runs_again_alone(crashed, passes, status, tmp_path: Path, capsys):
+    log, run_tests = tmp_path / "pytest.log", []
+    log.write_text(CRASHED, encoding="utf-8")
+
+    def run(test: str) -> bool:
+        run_tests.append(test)
+        return passes
+
+    assert crashed["main"]([str(log)], run) == status
+    assert run_tests == ["tests/a.py::test_b[few<Q4_K, 1>]"]
+    assert "Fatal Python error: Aborted\n  File" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("log", ["FAILED tests/a.py::test_c - assert 1 == 2\n" + CRASHED, "3 passed in 2.00s\n", ""])
+def test_no_test_runs_again_beside_another_failure(crashed, log, tmp_path: Path):
+    file = tmp_path / "pytest.log"
+    file.write_text(log, encoding="utf-8")
+    assert crashed["main"]([str(file)], pytest.fail) == 1
+
+
+def test_a_test_that_aborts_alone_does_not_pass(crashed):
+    assert not crashed["run_alone"]("no_such_file.py::test_x")

@@ -155,7 +155,7 @@ def test_the_cpu_kernel_of_the_guide_works_as_it_is_written(threads, monkeypatch
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_files_that_a_page_names_exist(path):
-    folders = "backends|benchmarks|conformance|examples|frontends|graph|kernels|ops|ranks|scheduler|tests|view"
+    folders = "backends|benchmarks|conformance|examples|frontends|graph|kernels|ops|distributed|scheduler|tests|view"
     named = re.findall(rf"(?<=`)(?:{folders})/[\w./-]+(?=`)", path.read_text("utf-8"))
     missing = [name for name in named if not (ROOT / name).exists() and not (ROOT / f"{name}.py").exists()]
     assert not [name for name in missing if "NAME" not in name]

@@ -24,7 +24,7 @@ def test_the_package_imports_what_is_used_alone():
 def test_one_of_several_processes_imports_no_more():
     code = (
         "import os; os.environ.update(PMI_RANK='1', PMI_SIZE='2')\n"
-        "import hocket, sys; print('numpy' in sys.modules, 'hocket.ranks.presence' in sys.modules)"
+        "import hocket, sys; print('numpy' in sys.modules, 'hocket.distributed.presence' in sys.modules)"
     )
     assert said_by(code) == ["False", "True"]
 

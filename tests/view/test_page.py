@@ -12,8 +12,8 @@ from hocket import ops
 from hocket.graph import Graph, input, weight
 from hocket.scheduler import plan_for, simulate
 from hocket.view import view_graph, view_plan
-from hocket.view.graph_data import RESULTS
-from hocket.view.page import in_script
+from hocket.view.graph_data import RESULT_FACTOR
+from hocket.view.page import escape_for_script
 
 from ..given.graphs.pictured import PICTURED, vision_transformer
 from ..given.graphs.random_graphs import HOSTILE_NAMES
@@ -53,7 +53,7 @@ def test_a_page_has_every_node_with_what_it_reads(plan, shown):
     nodes, ops_ = shown["graph"]["nodes"], shown["graph"]["ops"]
     assert [ops_[i]["name"] for i in nodes["op"]] == [n.op for n in plan.graph.nodes]
     number = {n: i for i, n in enumerate(plan.graph.nodes)}
-    assert nodes["src"] == [[RESULTS * number[s.node] + s.index for s in n.inputs] for n in plan.graph.nodes]
+    assert nodes["src"] == [[RESULT_FACTOR * number[s.node] + s.index for s in n.inputs] for n in plan.graph.nodes]
 
 
 def test_every_instruction_stands_in_one_row(plan, shown):
@@ -171,8 +171,8 @@ def test_a_hostile_name_is_data_and_nothing_else(name):
 
 def test_what_ends_a_script_or_a_line_of_one_is_escaped():
     text = json.dumps("</script>\u2028\u2029<!--\ud800", ensure_ascii=False)
-    assert in_script(text) == '"\\u003c/script>\\u2028\\u2029\\u003c!--\\ud800"'
-    assert json.loads(in_script(text)) == "</script>\u2028\u2029<!--\ud800"
+    assert escape_for_script(text) == '"\\u003c/script>\\u2028\\u2029\\u003c!--\\ud800"'
+    assert json.loads(escape_for_script(text)) == "</script>\u2028\u2029<!--\ud800"
 
 
 def test_a_page_asks_no_network_for_anything(plan):

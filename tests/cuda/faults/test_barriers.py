@@ -13,7 +13,7 @@ from hocket.backends.cupy.kernels import sorting
 from hocket.backends.cupy.kernels.products import matmul, tiled
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net
 from hocket.conformance import Outcome, run_case
-from hocket.conformance.trials.case import parse
+from hocket.conformance.cases.case import parse_test_case
 
 from ...given.devices.attention import by_warps
 from ...given.devices.emulation import barriers, needs_compiler
@@ -109,7 +109,7 @@ def judged(file, case, dropped=("", 0)):
     driver = OrderedDriver(dropped)
     backend = OrderedBackend(driver)
     with by_warps() if file == "attention_short.cu" else nullcontext():
-        result = run_case(parse(case), backend, backend.device(0))
+        result = run_case(parse_test_case(case), backend, backend.device(0))
     return result, disorder(driver.taken(), driver.memory)
 
 

@@ -14,7 +14,7 @@ from hocket.backends.cupy.emulation.order import disorder
 from hocket.backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 from hocket.conformance import Outcome, run_case
-from hocket.conformance.trials.case import parse
+from hocket.conformance.cases.case import parse_test_case
 
 from ...given.devices.delta_launches import ORDERS, Problem, bind, problem, reference, run, with_slots, worst
 from ...given.devices.disordered import Disordered
@@ -310,7 +310,7 @@ def test_what_blocks_of_a_cluster_share_is_in_order(name: str | None, monkeypatc
     monkeypatch.setattr(binding, "BLOCKS", 2)
     driver = Disordered(CLUSTERS, *HIDDEN[name]) if name else OrderedDriver()
     backend = OrderedBackend(driver)
-    assert run_case(parse(PROMPT), backend, backend.device(0)).outcome is Outcome.PASS
+    assert run_case(parse_test_case(PROMPT), backend, backend.device(0)).outcome is Outcome.PASS
     pairs = disorder(driver.taken(), driver.memory)
     assert bool(pairs) == bool(name)
     assert all("cluster.cuh:" in pair or "clusters.cu:" in pair for pair in pairs)

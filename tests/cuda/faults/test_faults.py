@@ -15,7 +15,7 @@ from hocket.backends.cupy.device.driver import LaunchError, text_of
 from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.backends.operands import NoKernelError, Operand
 from hocket.conformance import Outcome, run_case
-from hocket.conformance.trials.generate import quick_cases
+from hocket.conformance.generate_cases import quick_cases
 from hocket.graph import DType
 from hocket.ops import REGISTRY
 

@@ -17,7 +17,7 @@ from hocket.backends.cupy.kernels import elementwise
 from hocket.backends.cupy.resources import measured, recorded
 from hocket.backends.cupy.table import FUSED, SOURCES
 from hocket.conformance import Outcome, parse_case, run_case
-from hocket.conformance.reports.emulated import counters
+from hocket.conformance.reports.emulator_checks import collect_counters
 from hocket.frontends.commands.plan import step_graph
 from hocket.scheduler import plan, plan_for, simulate
 
@@ -86,7 +86,7 @@ def test_tiles_of_keys_that_come_one_at_a_time_are_counted():
 @pytest.mark.parametrize("threads", [32, 512])
 def test_blocks_of_other_sizes_are_counted(threads, monkeypatch):
     monkeypatch.setattr(elementwise, "THREADS", threads)
-    (launch,) = counters([ADD])
+    (launch,) = collect_counters([ADD])
     assert [*unlike_page(launch)] == [f"{launch.kernel}: blocks of {threads} threads in place of 256"]
 
 

@@ -18,7 +18,7 @@ from hocket.backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
 from hocket.backends.cupy.kernels.collective import MOST_DEVICES, PUSHED
 from hocket.backends.cupy.meeting import meetings
 from hocket.cli import main
-from hocket.conformance.reports.emulated import disorders
+from hocket.conformance.reports.emulator_checks import find_races
 from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import BackendError
 from hocket.ops.collectives import COLLECTIVES
@@ -109,7 +109,7 @@ def test_a_graph_on_two_devices_is_in_order():
 
 @pytest.mark.parametrize("case", main_path.CASES)
 def test_threads_of_kernels_of_the_main_path_are_in_order(case):
-    assert disorders([case]) == []
+    assert find_races([case]) == []
 
 
 def test_the_command_says_so(capsys):

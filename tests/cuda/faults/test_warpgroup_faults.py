@@ -15,7 +15,7 @@ from hocket.backends.cupy.emulation.order import disorder
 from hocket.backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.conformance import Outcome, run_case
-from hocket.conformance.trials.case import parse
+from hocket.conformance.cases.case import parse_test_case
 from hocket.graph.dtypes import DType
 
 from ...given.devices.disordered import Disordered
@@ -165,7 +165,7 @@ def disorders(case: str, *edit: str) -> list[str]:
     driver = Disordered(*edit) if edit else OrderedDriver()
     backend = OrderedBackend(driver)
     with by_warpgroups(shares=2):
-        result = run_case(parse(case), backend, backend.device(0))
+        result = run_case(parse_test_case(case), backend, backend.device(0))
     assert result.outcome is Outcome.PASS
     return disorder(driver.taken(), driver.memory)
 

@@ -12,7 +12,7 @@ from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.backends.cupy.kernels import elementwise
 from hocket.backends.cupy.kernels.elementwise import ELEMENTS, LARGE, THREADS, spread
 from hocket.conformance import Outcome, parse_case, run_case
-from hocket.conformance.trials.generate import quick_cases
+from hocket.conformance.generate_cases import quick_cases
 from hocket.ops import REGISTRY
 
 from ...given.devices.emulation import FaultyDriver, needs_compiler

@@ -15,7 +15,7 @@ from hocket.backends.cupy.emulation.emulated import EmulatedDriver
 from hocket.backends.cupy.kernels.products import matmul, tiled
 from hocket.backends.operands import Operand
 from hocket.conformance import Outcome, run_case
-from hocket.conformance.trials.generate import quick_cases
+from hocket.conformance.generate_cases import quick_cases
 from hocket.graph.dtypes import DType
 from hocket.ops import REGISTRY
 

@@ -15,8 +15,8 @@ from hocket.backends.cupy.emulation.emulated import EmulatedBackend
 from hocket.backends.cupy.kernels.collective import SIGNAL_WORDS, mark_of
 from hocket.backends.cupy.meeting import meetings
 from hocket.backends.cupy.meeting.transport import THROUGH_HOST
+from hocket.distributed.thread_group import ThreadGroup
 from hocket.graph.dtypes import DType
-from hocket.ranks.near import Meeting
 
 from ..waits import HOUR, until
 
@@ -56,7 +56,7 @@ class Rig:
     def __init__(self, backend, parts, limit=HOUR, *, wire=DType.F32, devices=None, everybody=0):
         self.backend, self.parts, self.limit = backend, parts, limit
         devices = devices or [backend.device(rank) for rank in range(len(parts))]
-        self.meeting = Meeting(len(parts), limit, devices=devices, wire=wire)
+        self.meeting = ThreadGroup(len(parts), limit, devices=devices, wire=wire)
         self.buffers, self.replays, self.tensors = [], [], []
         for rank, own in enumerate(parts):
             program, tensors = _program(own)

@@ -14,10 +14,10 @@ from itertools import count
 
 import hocket
 from hocket import cli
+from hocket.distributed import launcher, world
 from hocket.frontends.generation import generate
 from hocket.frontends.terminal import rank
 from hocket.graph.errors import BackendError
-from hocket.ranks import launch, world
 from hocket.scheduler.running import bound
 
 MINE = os.environ.get("PMI_RANK") == "1"
@@ -55,18 +55,20 @@ AT_A_TOKEN = {
 
 def be_patient(fault: str) -> None:
     """Whoever failed waits until all others have spoken; the patience with rank 1 alone may end, `SOON`."""
-    launch.START = launch.LINGER = world.LINGER = rank.SILENCE = HOUR
+    launcher.START_TIMEOUT_SECONDS = launcher.FAILED_RANK_LINGER_SECONDS = world.FAILED_RANK_LINGER_SECONDS = (
+        rank.SILENCE_TIMEOUT_SECONDS
+    ) = HOUR
     bound.PATIENCE = SOON if fault in LATE else HOUR
-    listen, take = world.World._listen, world.World.take
+    listen, take = world.World._read_heartbeat, world.World.receive_packet
 
     def heard(self, rank, now):
-        world.SILENCE = SOON if rank == 1 and fault in GONE else HOUR
+        world.SILENCE_TIMEOUT_SECONDS = SOON if rank == 1 and fault in GONE else HOUR
         listen(self, rank, now)
 
     def taken(self, source, channel, timeout=None):
         return take(self, source, channel, timeout if source == 1 and fault in LATE else timeout and HOUR)
 
-    world.World._listen, world.World.take = heard, taken
+    world.World._read_heartbeat, world.World.receive_packet = heard, taken
 
 
 def main(fault: str, words: list[str]) -> int:

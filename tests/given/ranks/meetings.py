@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from hocket.backends.base import Device
+from hocket.distributed.rank_group import DevicePlacement, RankGroup
 from hocket.graph.dtypes import DType
-from hocket.ranks.meeting import Between, WideMeeting
 
 HOUR = 3600.0
 
@@ -120,33 +120,33 @@ def meeting(world, each=(1, 1, 1, 1)):
     """Where so many devices of each rank meet."""
     ranks = [rank for rank in range(world.size) for _ in range(each[rank])]
     devices = [Device("numpy", i, rank=rank) for i, rank in enumerate(ranks)]
-    return WideMeeting(Between(world, ranks), devices, HOUR, DType.F32)
+    return RankGroup(DevicePlacement(world, ranks), devices, HOUR, DType.F32)
 
 
 def run_cases(world, each=(1, 1, 1, 1)):
     """All cases on all devices of this rank, a thread each."""
     for case in CASES:
         place = meeting(world, each)
-        members = [place.member(number) for number in place.between.own]
+        members = [place.member(number) for number in place.between.local_devices]
         with ThreadPoolExecutor(len(members)) as threads:
             for one in [threads.submit(case, member) for member in members]:
                 one.result()
 
 
 def main():
-    from hocket.ranks import World
-    from hocket.ranks import world as module
-    from hocket.ranks.mpi import MpiLink
+    from hocket.distributed import World
+    from hocket.distributed import world as module
+    from hocket.distributed.mpi_link import MpiLink
 
-    module.SILENCE = HOUR
+    module.SILENCE_TIMEOUT_SECONDS = HOUR
     world = World(MpiLink())
     run_cases(world, list(map(int, sys.argv[2:])) or [1] * world.size)
-    words = world.everyones(f"rank {world.rank}".encode())
+    words = world.all_gather_bytes(f"rank {world.rank}".encode())
     assert words == [f"rank {rank}".encode() for rank in range(world.size)]
-    assert world.from_first(lambda: b"first") == b"first"
-    memory = world.shared(8)
+    assert world.broadcast_from_first(lambda: b"first") == b"first"
+    memory = world.shared_words(8)
     memory[world.rank] = world.rank + 1
-    world.everyones(b"")
+    world.all_gather_bytes(b"")
     assert memory[: world.size].tolist() == [*range(1, world.size + 1)]
     world.leave()
     if world.rank == 0:

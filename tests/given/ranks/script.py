@@ -33,13 +33,13 @@ FAULTS = {
 
 def be_patient(moment: str, fault: str) -> None:
     """Patience may end with rank 1 alone, `SOON`, where that is how its fault shows."""
-    from hocket.ranks import presence, world
+    from hocket.distributed import presence, world
     from hocket.scheduler.running import bound
 
-    listen, take, why = world.World._listen, world.World.take, presence.Absent._why
+    listen, take, why = world.World._read_heartbeat, world.World.receive_packet, presence.AbsentRanks._find_reason
 
     def listen_patiently(self, rank, now):
-        world.SILENCE = SOON if rank == 1 and fault == "stopped" else HOUR
+        world.SILENCE_TIMEOUT_SECONDS = SOON if rank == 1 and fault == "stopped" else HOUR
         listen(self, rank, now)
 
     def take_patiently(self, source, channel, timeout=None):
@@ -49,7 +49,11 @@ def be_patient(moment: str, fault: str) -> None:
         presence.IMPORT_SECONDS = SOON if rank == 1 and moment == "before the import" else HOUR
         return why(self, rank, pid, now)
 
-    world.World._listen, world.World.take, presence.Absent._why = listen_patiently, take_patiently, why_absent
+    world.World._read_heartbeat, world.World.receive_packet, presence.AbsentRanks._find_reason = (
+        listen_patiently,
+        take_patiently,
+        why_absent,
+    )
     bound.PATIENCE = HOUR
 
 

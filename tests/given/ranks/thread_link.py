@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from hocket.ranks import World
-from hocket.ranks import world as ranks_world
+from hocket.distributed import World
+from hocket.distributed import world as ranks_world
 from hocket.scheduler.running import bound
 
 from ..waits import HOUR
@@ -23,17 +23,17 @@ class ThreadLink:
         self.rank, self.size, self.host = rank, size, f"machine{rank % hosts}"
         self._mail, self._memory = mail, memory
 
-    def post(self, to, channel, packet):
+    def send(self, to, channel, packet):
         self._mail[self.rank, to, channel].append(packet.copy())
 
     def is_sent(self, posted):
         return True
 
-    def poll(self, source, channel):
+    def try_receive(self, source, channel):
         waiting = self._mail[source, self.rank, channel]
         return waiting.popleft() if waiting else None
 
-    def shared(self, words):
+    def shared_words(self, words):
         with self._memory["lock"]:
             return self._memory.setdefault(words, np.zeros(words, np.int64))
 
@@ -56,6 +56,6 @@ def in_threads(size, run, *, hosts=1):
             raise
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as threads:
-        patch.setattr(ranks_world, "SILENCE", HOUR)
+        patch.setattr(ranks_world, "SILENCE_TIMEOUT_SECONDS", HOUR)
         patch.setattr(bound, "PATIENCE", HOUR)
         return [one.result() for one in [threads.submit(one, rank) for rank in range(size)]]

@@ -13,8 +13,8 @@ import pytest
 from hocket import ops
 from hocket.backends.base import find
 from hocket.backends.numpy.backend import NumpyBackend
-from hocket.conformance.trials.generate import quick_cases
-from hocket.conformance.trials.inputs import draw, exact
+from hocket.conformance.cases.inputs import as_reference_array, generate_operands
+from hocket.conformance.generate_cases import quick_cases
 from hocket.frontends import devices as devices_of
 from hocket.frontends import session as sessions
 from hocket.frontends.gguf import open_gguf
@@ -138,14 +138,14 @@ DECLARING = [op for op in REGISTRY.values() if op.overwrites is not None]
 def test_an_op_changes_no_other_entries_than_it_declares(op):
     tried = 0
     for case in quick_cases(op):
-        changed = op.overwritten_entries(case.settled)
+        changed = op.overwritten_entries(case.attributes_with_defaults)
         if changed is None:
             continue
-        operands = {name: exact(a, case.specs[name]) for name, a in draw(case).items()}
+        operands = {name: as_reference_array(a, case.specs[name]) for name, a in generate_operands(case).items()}
         arrays = [operands.get(name) for name in op.operand_names]
-        ((result, name),) = op.inplace_pairs(case.settled)
+        ((result, name),) = op.inplace_pairs(case.attributes_with_defaults)
         with np.errstate(invalid="ignore"):  # operands may hold NaN
-            old, new = operands[name], op.run_reference(arrays, case.settled)[result]
+            old, new = operands[name], op.run_reference(arrays, case.attributes_with_defaults)[result]
         index, axis = operands[changed[0]], changed[1] % old.ndim
         ahead = old.shape[:axis] if index.ndim > 1 and axis else ()
         if index.shape[:-1] != ahead and axis:

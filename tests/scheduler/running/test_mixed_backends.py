@@ -11,11 +11,11 @@ from hocket import ops
 from hocket.backends.base import Device, find
 from hocket.backends.null.backend import NullBackend
 from hocket.backends.reference.backend import ReferenceBackend
+from hocket.distributed.thread_group import ThreadGroup
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import load_model
 from hocket.frontends.session import Group, Session
 from hocket.graph import DType, Graph, Spec, input, weight
-from hocket.ranks.near import Meeting
 from hocket.scheduler import load, plan, plan_for
 
 from ...given.graphs.random_graphs import seeded_graph
@@ -111,7 +111,7 @@ def test_backends_that_keep_other_dtypes_agree_in_every_collective():
     rng, dtypes = np.random.default_rng(0), (np.float32, np.float64, np.float32)
     sources = [rng.standard_normal((4, 6)).astype(d) for d in dtypes]
     want = (sources[0] + sources[1].astype(np.float32)) + sources[2]
-    meeting = Meeting(3, HOUR)
+    meeting = ThreadGroup(3, HOUR)
 
     def reduce(rank):
         into = np.empty((4, 6), dtypes[rank])

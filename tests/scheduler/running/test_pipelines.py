@@ -12,9 +12,9 @@ import pytest
 from hocket import ops
 from hocket.backends.base import find
 from hocket.backends.null.backend import NullBackend
+from hocket.distributed import thread_group
+from hocket.distributed.thread_group import MAX_PENDING_MESSAGES, ThreadGroup
 from hocket.graph import BackendError, Graph, PlanError, StepError, input, state, weight
-from hocket.ranks import near
-from hocket.ranks.near import DEPTH, Meeting
 from hocket.scheduler import Executor, Pipeline, Store, even_shares, in_turn, plan_for
 from hocket.scheduler.machines.hardware import Hardware
 
@@ -56,12 +56,12 @@ def test_runs_of_several_plans_follow_each_other_over_the_same_states(team):
 
 
 @TEAMS
-@pytest.mark.parametrize("depth", [1, 2, DEPTH])
+@pytest.mark.parametrize("depth", [1, 2, MAX_PENDING_MESSAGES])
 @pytest.mark.parametrize("slow", range(3))
 def test_however_slow_a_device_is_runs_do_not_mix(slow, depth, team, monkeypatch):
     """One device, or the last of a team, begins its second run when all others have gone as far as they get without
     it: of its team, into that run."""
-    monkeypatch.setattr(near, "DEPTH", depth)
+    monkeypatch.setattr(thread_group, "MAX_PENDING_MESSAGES", depth)
     made, _ = chain(3, team=team)
     executor = Executor(made, stored(made), timeout=HOUR)
     wanted = [executor.run(feed) for feed in feeds()]
@@ -234,47 +234,47 @@ def test_a_failure_before_the_first_run_changes_nothing():
 
 
 def test_a_letter_holds_what_was_there_when_it_was_sent_and_none_overtakes():
-    meeting, value = Meeting(2, HOUR), np.zeros(2, np.float32)
+    meeting, value = ThreadGroup(2, HOUR), np.zeros(2, np.float32)
     sender, receiver = meeting.member(0), meeting.member(1)
-    for number in range(DEPTH):
+    for number in range(MAX_PENDING_MESSAGES):
         value[:] = number
         sender.send(value, 1, 7)
     value[:] = -1
     into = np.empty(2, np.float32)
-    for number in range(DEPTH):
+    for number in range(MAX_PENDING_MESSAGES):
         receiver.receive(into, 0, 7)
         assert into.tolist() == [number, number]
 
 
 def test_who_sends_waits_while_the_other_has_too_many_letters():
-    meeting, value = Meeting(2, HOUR), np.zeros(2, np.float32)
+    meeting, value = ThreadGroup(2, HOUR), np.zeros(2, np.float32)
     sent = []
 
     def send() -> None:
-        for number in range(DEPTH + 1):
+        for number in range(MAX_PENDING_MESSAGES + 1):
             meeting.member(0).send(value, 1, number)
             sent.append(number)
 
     with ThreadPoolExecutor(1) as threads:
         done = threads.submit(send)
-        until(lambda: len(sent) == DEPTH)
+        until(lambda: len(sent) == MAX_PENDING_MESSAGES)
         meeting.member(1).receive(np.empty(2, np.float32), 0, 0)
         done.result()
-    assert sent == [*range(DEPTH + 1)]
+    assert sent == [*range(MAX_PENDING_MESSAGES + 1)]
 
 
 def test_a_letter_that_nobody_takes_or_sends_is_an_error_and_not_a_hang():
-    meeting, value = Meeting(2, timeout=0.05), np.zeros(2, np.float32)
+    meeting, value = ThreadGroup(2, timeout=0.05), np.zeros(2, np.float32)
     with pytest.raises(BackendError, match=r"copy 3 to device 0 of 2: device 1 sent nothing within 0\.05 s"):
         meeting.member(0).receive(value, 1, 3)
-    for _ in range(DEPTH):
+    for _ in range(MAX_PENDING_MESSAGES):
         meeting.member(0).send(value, 1, 5)
     with pytest.raises(BackendError, match=r"copy 5 from device 0 of 2: device 1 took none within 0\.05 s"):
         meeting.member(0).send(value, 1, 5)
 
 
 def test_a_letter_in_the_place_of_another_is_refused():
-    meeting, value = Meeting(2, HOUR), np.zeros(2, np.float32)
+    meeting, value = ThreadGroup(2, HOUR), np.zeros(2, np.float32)
     meeting.member(0).send(value, 1, 4)
     with pytest.raises(BackendError, match="copy 5 to device 1 of 2: device 0 sent copy 4; the plans of the devices"):
         meeting.member(1).receive(value, 0, 5)

@@ -12,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hocket import ops
+from hocket.distributed.rank_group import DevicePlacement
+from hocket.distributed.thread_group import ThreadGroup
+from hocket.distributed.world import World
 from hocket.graph import Graph, Value, input, state, weight
 from hocket.graph.dtypes import DTYPE_BY_NAME
 from hocket.graph.errors import GraphError
@@ -19,9 +22,6 @@ from hocket.graph.parse import parse_case
 from hocket.graph.spec import Spec
 from hocket.ops import REGISTRY
 from hocket.ops.collectives import COLLECTIVES
-from hocket.ranks.meeting import Between
-from hocket.ranks.near import Meeting
-from hocket.ranks.world import World
 from hocket.scheduler import Executor, Store, load, plan_for
 from hocket.scheduler.layout import Replicate, Shard
 from hocket.scheduler.running.store import _share, assembled
@@ -63,7 +63,7 @@ def test_what_is_scattered_is_gathered_again(given_shards, dtype):
     spec = Spec(shape, DTYPE_BY_NAME[dtype])
     data = np.arange(spec.size).reshape(shape).astype(DTYPE_BY_NAME[dtype].storage)
     parts = {d: _share(data, spec, layout, d) for d in range(len(layout.runs))}
-    np.testing.assert_array_equal(assembled(shape, layout, parts, Between(World(None), [0] * len(parts))), data)
+    np.testing.assert_array_equal(assembled(shape, layout, parts, DevicePlacement(World(None), [0] * len(parts))), data)
     assert sum(p.size for p in parts.values()) == data.size
 
 
@@ -217,7 +217,7 @@ def test_a_reduction_is_the_sum_and_gives_every_rank_the_same_bits(n, dtype):
     sources = [rng.standard_normal((5, 7)).astype(dtype) for _ in range(n)]
     into = [np.empty((5, 7), dtype) for _ in range(n)]
     halves = [np.empty((2, 7), dtype) for _ in range(n)]
-    meeting = Meeting(n, 5.0)
+    meeting = ThreadGroup(n, 5.0)
 
     def member(rank: int) -> None:
         comm = meeting.member(rank)

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from hocket import ops
 from hocket.backends.base import find
+from hocket.distributed.thread_group import ThreadGroup
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import Step, load_model
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.graph import BackendError, Graph, PlanError, Value, input, state, weight
 from hocket.ops.collectives import COLLECTIVES
-from hocket.ranks.near import Meeting
 from hocket.scheduler import load, plan, plan_for
 from hocket.scheduler.layout import Shard
 from hocket.scheduler.machines.hardware import Hardware
@@ -221,7 +221,7 @@ def meet(attrs: list[dict], op: str, sources: list[np.ndarray], shapes: list[tup
     from hocket.backends.calls import Call
     from hocket.backends.numpy.table import kernel
 
-    meeting = Meeting(len(sources), HOUR)
+    meeting = ThreadGroup(len(sources), HOUR)
     outs = [np.full(shape, np.nan) for shape in shapes]
 
     def run(rank: int) -> None:
@@ -282,7 +282,7 @@ def test_a_device_that_fails_stops_the_others_and_is_named():
 
 
 def test_a_member_that_does_not_come_is_an_error_and_not_a_hang():
-    meeting = Meeting(2, timeout=0.05)
+    meeting = ThreadGroup(2, timeout=0.05)
     x = np.ones(3, np.float32)
     with pytest.raises(BackendError, match=r"collective 7 on device 0 of 2: device 1 did not arrive within 0\.05 s"):
         meeting.member(0).all_reduce(x, x, x.copy(), 7)

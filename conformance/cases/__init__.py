@@ -1,0 +1,1 @@
+"""Conformance cases: an op on operands with given shapes, layouts and values."""

@@ -1,0 +1,168 @@
+"""A case: one op on operands with given shapes, layouts and values, and its text, which reproduces it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from zlib import crc32
+
+from ...graph.attrs import Attr, format_attribute
+from ...graph.errors import GraphError
+from ...graph.parse import parse_case
+from ...graph.spec import Spec
+from ...graph.validation import did_you_mean
+from ...ops import REGISTRY, Op
+
+LAYOUTS = ("contiguous", "offset", "sliced", "permuted", "broadcast", "inplace", "twin")
+INPUTS = ("normal", "uniform", "large", "denormal", "ties", "zeros", "constant", "infinities", "nan", "special")
+
+_SETTING = re.compile(r"(?:^|,\s*)(layout|inputs|check|seed)=([\w.:-]+)\s*$")
+_WHOLE = re.compile(r"\s*(\w+)\((.*)\)\s*", re.DOTALL)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A run of one op: ``mul_mat(w=q4_K[64,256], x=f32[7,256], layout=permuted, inputs=large)``.
+
+    `operands` and `attrs` are in declared order, without attributes that equal their default. `check` names the
+    comparison: ``reference``, or a metamorphic check such as ``cut-m``.  `seed` moves all random numbers; they derive
+    from the text without it.
+    """
+
+    op: str
+    operands: tuple[tuple[str, Spec], ...]
+    attrs: tuple[tuple[str, Attr], ...] = ()
+    layout: str = "contiguous"
+    inputs: str = "normal"
+    check: str = "reference"
+    seed: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Case) and str(self) == str(other)  # 0.0 and -0.0 are two attributes
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    @property
+    def op_declaration(self) -> Op:
+        return REGISTRY[self.op]
+
+    @cached_property
+    def point(self) -> str:
+        """The text of operands and attributes, in the form of an op's samples."""
+        parts = [f"{k}={s}" for k, s in self.operands] + [f"{k}={format_attribute(v)}" for k, v in self.attrs]
+        return ", ".join(parts)
+
+    @cached_property
+    def text(self) -> str:
+        """The case without its seed."""
+        settings = [f"layout={self.layout}", f"inputs={self.inputs}"]
+        settings += [] if self.check == "reference" else [f"check={self.check}"]
+        return f"{self.op}({', '.join([self.point] * bool(self.point) + settings)})"
+
+    def __str__(self) -> str:
+        return self.text if not self.seed else f"{self.text[:-1]}, seed={self.seed})"
+
+    @cached_property
+    def random_seed(self) -> tuple[int, int]:
+        """The seed of the generator of this case's numbers."""
+        return crc32(self.text.encode()), self.seed
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        return dict(self.operands)
+
+    @property
+    def attributes_with_defaults(self) -> Mapping[str, Attr]:
+        """Attributes with their defaults."""
+        return self.op_declaration.normalise_attributes(dict(self.attrs))
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The sizes of the dimensions by name, with integer attributes and derived sizes."""
+        attrs, specs = self.attributes_with_defaults, self.specs
+        operands = self.op_declaration.signature_for(attrs).operands
+        return self.op_declaration.resolve_sizes([specs.get(o.name) for o in operands], attrs).by_name
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether an operand has no elements."""
+        return any(0 in s.shape for _, s in self.operands)
+
+    @property
+    def signed_zeros(self) -> bool:
+        """Whether zeros have a sign and subnormal numbers are kept.  A quantised number is itself a product."""
+        return self.op_declaration.signed_zeros and not self._is_quantised
+
+    @property
+    def any_infinity(self) -> bool:
+        """Whether a result may be NaN or infinite in place of another value that is not finite.
+
+        Products of quantised weights multiply codes and scales separately, and recurrences may process tokens in
+        chunks. Both turn some infinities into NaN and the reverse. The product of two of three operands may be 0 in
+        float32, and 0 times an infinity is NaN.
+        """
+        floats = sum(s.dtype.is_float and not s.dtype.is_quantised for _, s in self.operands)
+        takes_apart = self._is_quantised or bool(self.op_declaration.sequential) or floats > 2
+        return self.inputs == "special" and not self.op_declaration.signed_zeros and takes_apart
+
+    @property
+    def _is_quantised(self) -> bool:
+        return any(s.dtype.is_quantised for _, s in self.operands)
+
+    @property
+    def column(self) -> str:
+        """The layout under which reports count the case; a case without elements has none."""
+        return "zero-size" if self.is_empty else self.layout
+
+    @property
+    def dtypes(self) -> str:
+        """The distinct dtypes of the operands: ``q4_K/f32``; index dtypes only if there are no others."""
+        dtypes = dict.fromkeys(s.dtype.text for _, s in self.operands if not s.dtype.is_integer)
+        return "/".join(dtypes or dict.fromkeys(s.dtype.text for _, s in self.operands)) or "-"
+
+    def with_settings(self, **changes: object) -> Case:
+        """Return the case with other settings."""
+        return replace(self, **changes)  # type: ignore[arg-type]  # fields by name
+
+
+def make_case(op: Op, parts: Mapping[str, Spec | Attr], **settings: object) -> Case:
+    """Return a case of `op` from operand specs and attributes in any order."""
+    operands = tuple((k, s) for k in op.operand_names if isinstance(s := parts.get(k), Spec))
+    known = (*op.required_attributes, *op.defaults)
+    attrs = [(k, v) for k in known if k in parts and not isinstance(v := parts[k], Spec)]
+    stray = parts.keys() - dict(operands).keys() - dict(attrs).keys()
+    if stray:
+        raise GraphError(f"{op.name} has no operand or attribute {', '.join(sorted(stray))}")
+    kept = tuple((k, v) for k, v in attrs if k not in op.defaults or op.defaults[k] != v)
+    return Case(op.name, operands, kept, **settings)  # type: ignore[arg-type]  # fields by name
+
+
+def parse_test_case(text: str) -> Case:
+    """Return the case with this text; missing settings have their defaults.
+
+    Raises:
+        GraphError: the text describes no case.
+    """
+    whole = _WHOLE.fullmatch(text)
+    if whole is None:
+        raise GraphError(f"cannot read the case {text!r}; it looks like add(a=f32[2,3], b=f32[3], layout=permuted)")
+    name, rest = whole[1], whole[2]
+    if name not in REGISTRY:
+        raise GraphError(
+            f"case {text!r}: there is no op {name!r}{did_you_mean(name, REGISTRY) or '; `hocket ops` lists them'}"
+        )
+    settings: dict[str, object] = {}
+    while setting := _SETTING.search(rest):
+        settings[setting[1]] = int(setting[2]) if setting[1] == "seed" else setting[2]
+        rest = rest[: setting.start()]
+    for key, known in (("layout", LAYOUTS), ("inputs", INPUTS)):
+        if settings.get(key, known[0]) not in known:
+            raise GraphError(f"case {text!r}: {key} is {settings[key]!r}; one of {', '.join(known)}")
+    try:
+        specs = parse_case(rest)
+    except GraphError as why:
+        raise GraphError(f"case {text!r}: {why}") from None
+    return make_case(REGISTRY[name], specs, **settings)

@@ -1,0 +1,337 @@
+"""Points of an op, which are operand specs and attributes, derived from the samples of the op.
+
+A sample is legal. Each change of one property (a dimension, the leading axes, a dtype, an attribute, an optional
+operand) gives another point if the op accepts it. The algorithm knows no op by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
+from zlib import crc32
+
+import numpy as np
+
+from ...graph.attrs import Attr
+from ...graph.dtypes import DType
+from ...graph.errors import GraphError
+from ...graph.parse import parse_case
+from ...graph.spec import Spec, check_spec
+from ...ops import Op
+from ...ops.declaration.signature import DimensionRole, DimensionSizes, LeadingAxes, Operand, SignatureMismatch
+from .case import Case, make_case
+
+Point: TypeAlias = Mapping[str, "Spec | Attr"]
+
+DIMENSION_SIZES = (1, 2, 3, 5, 8, 17, 31, 64, 67, 130, 256, 513, 1031, 4099)
+"""Sizes of a named dimension: one, primes, powers of two and their neighbours."""
+LEADING_AXES: tuple[tuple[int, ...], ...] = ((), (1,), (3,), (4,), (2, 3), (1, 7), (6, 1), (2, 1, 3))
+ELEMENTWISE: tuple[tuple[int, ...], ...] = (
+    *((), (1,), (2,), (7,), (31,), (64,), (129,), (1031,), (5, 1), (1, 130), (17, 67), (257, 33), (4, 256)),
+    *((2, 3, 5), (1, 1, 7), (3, 1, 64), (2, 3, 4, 5), (1, 5, 1, 9), (2, 3, 2, 3, 4), (4, 6, 8)),
+)
+ROWS = 4099
+"""A prime row count above every tile and thread block, so that a fault may touch one row only."""
+MAX_ELEMENTS = 1 << 18
+FEW_ELEMENTS = 1 << 13
+MAX_TOKENS = 600
+"""Maximum tokens, since a recurrence processes them one by one."""
+MAX_POINTS = 160
+MIXED_POINTS = 6
+MAX_BASE_SAMPLES = 12
+"""Samples from which others are grown."""
+
+
+def grow_points(op: Op) -> tuple[Case, ...]:
+    """Return the samples of `op`, then at most `MAX_POINTS` other points, without duplicates."""
+    bases = [parse_case(text) for text in op.samples]
+    samples = dict.fromkeys(make_case(op, parts) for parts in bases)
+    grown: dict[Case, None] = {}
+    for parts in _spread_out(bases, MAX_BASE_SAMPLES):
+        grown.update((make_case(op, p), None) for p in _grow_sample(op, parts, bases))
+    first = next((parts for parts in bases if not make_case(op, parts).is_empty), bases[0]) if bases else {}
+    for step in list(_leading_of(op, first)):
+        grown.update((make_case(op, p), None) for p in _dtypes_of(op, step))
+    tall = next((make_case(op, p) for p in map(partial(_add_many_rows, op), bases) if p is not None), None)
+    chosen = {**samples, **({} if tall is None else {tall: None})}
+    for case in _order_by_novelty([c for c in grown if c not in chosen]):
+        if len(chosen) >= len(samples) + MAX_POINTS:
+            break
+        chosen[case] = None
+    return tuple(chosen)
+
+
+def _spread_out(items: Sequence[Point], limit: int) -> Sequence[Point]:
+    """Return at most `limit` of the items, evenly spaced."""
+    step = max(1.0, len(items) / limit)
+    return [items[int(i * step)] for i in range(min(len(items), limit))]
+
+
+def _order_by_novelty(cases: Sequence[Case]) -> Iterator[Case]:
+    """Return all cases: first each case with a new dtype, attribute or size, then the rest in a shuffled order.
+
+    Empty cases come last, because they hardly test a dtype.
+    """
+    shuffled = sorted(cases, key=lambda c: (c.is_empty, crc32(c.text.encode())))
+    seen: set[object] = set()
+    later = []
+    for case in shuffled:
+        traits: set[object] = {(k, s.dtype) for k, s in case.operands} | {(k, repr(v)) for k, v in case.attrs}
+        traits |= {(k, axis - len(s.shape), n) for k, s in case.operands for axis, n in enumerate(s.shape)}
+        traits |= {(k, len(s.shape)) for k, s in case.operands} | {tuple(k for k, _ in case.operands)}
+        if traits <= seen:
+            later.append(case)
+        else:
+            seen |= traits
+            yield case
+    yield from later
+
+
+def _grow_sample(op: Op, parts: Point, bases: Sequence[Point]) -> Iterator[Point]:
+    yield from _dims_of(op, parts)
+    yield from _change_all_dimensions(op, parts)
+    yield from _leading_of(op, parts)
+    yield from _dtypes_of(op, parts)
+    yield from _attrs_of(op, parts, bases)
+    yield from _without_optional(op, parts)
+
+
+def is_legal(op: Op, parts: Point, max_elements: int = MAX_ELEMENTS) -> bool:
+    """Return whether the op accepts these operands and attributes, and none has more than `max_elements` elements."""
+    specs = [parts.get(name) for name in op.operand_names]
+    while specs and specs[-1] is None:
+        specs.pop()
+    if any(isinstance(s, Spec) and (check_spec(s) or s.size > max_elements) for s in specs):
+        return False
+    try:
+        attrs = op.normalise_attributes({k: v for k, v in parts.items() if not isinstance(v, Spec)})
+        results = op.infer_results(specs, attrs)  # type: ignore[arg-type]  # None stands for an operand left out
+        return all(s.size <= max_elements for s in results) and _ranges_hold(op, parts, attrs)
+    except (SignatureMismatch, GraphError, TypeError, ValueError, KeyError, ZeroDivisionError):
+        return False
+
+
+def _ranges_hold(op: Op, parts: Point, attrs: Mapping[str, Attr]) -> bool:
+    """Return whether operands with row numbers have rows to number, and enough distinct ones."""
+    signature = op.signature_for(attrs)
+    sizes = op.resolve_sizes([_spec(parts, o.name) for o in signature.operands], attrs).by_name
+    for name, legal_values in op.ranges.items():
+        spec = _spec(parts, name)
+        if isinstance(legal_values.high, str) and spec is not None and spec.size:
+            rows = sizes.get(legal_values.high, 0)
+            axes = distinct_axes(op, attrs, name)
+            if rows < math.prod(spec.shape[len(spec.shape) - axes :]):
+                return False
+    return True
+
+
+def distinct_axes(op: Op, attrs: Mapping[str, Attr], name: str) -> int:
+    """Return the number of last axes of an operand within which its row numbers must differ.
+
+    These are its named axes; each index of a leading axis has rows of its own.
+    """
+    if name not in op.ranges or not op.ranges[name].distinct:
+        return 0
+    return next(len(o.dims) for o in op.signature_for(attrs).operands if o.name == name)
+
+
+def _spec(parts: Point, name: str) -> Spec | None:
+    part = parts.get(name)
+    return part if isinstance(part, Spec) else None
+
+
+def sizes_of(op: Op, parts: Point) -> tuple[Mapping[str, Attr], DimensionSizes, Sequence[Operand]] | None:
+    try:
+        attrs = op.normalise_attributes({k: v for k, v in parts.items() if not isinstance(v, Spec)})
+        signature = op.signature_for(attrs)
+        return attrs, signature.resolve_sizes([_spec(parts, o.name) for o in signature.operands]), signature.operands
+    except SignatureMismatch:
+        return None
+
+
+def rebuild_point(
+    op: Op, parts: Point, named: Mapping[str, int], leading: tuple[int, ...], tiles: str = "keep"
+) -> Point:
+    """Return `parts` with other dimensions; operands keep the broadcast of their leading axes, or have `tiles`."""
+    known = sizes_of(op, parts)
+    assert known is not None
+    changed: dict[str, Spec | Attr] = dict(parts)
+    for operand in known[2]:
+        spec = _spec(parts, operand.name)
+        if spec is None:
+            continue
+        axes = [
+            1 if d.may_be_one and n == 1 else math.prod(int(f) if f.isdecimal() else named[f] for f in d.factors)
+            for d, n in zip(operand.dims, spec.shape[len(spec.shape) - len(operand.dims) :], strict=True)
+        ]
+        ahead = spec.shape[: len(spec.shape) - len(operand.dims)]
+        shape = (*_leading_for(operand, ahead, known[1].leading, leading, tiles), *axes)
+        changed[operand.name] = Spec(shape, spec.dtype)
+    return changed
+
+
+def _leading_for(
+    operand: Operand, mine: tuple[int, ...], old: tuple[int, ...], new: tuple[int, ...], tiles: str
+) -> tuple[int, ...]:
+    if operand.leading is LeadingAxes.NONE:
+        return ()
+    if operand.leading in (LeadingAxes.EQUAL, LeadingAxes.CONTRACTED):
+        return new
+    match tiles:
+        case "whole":
+            return new
+        case "none":
+            return ()
+        case "one":
+            return (1,) * len(new)
+        case "last":
+            return new[-1:]
+        case "part":  # a divisor, so that index modulo size differs from both size 1 and the whole
+            return tuple(next((n // f for f in (2, 3, 5) if n % f == 0 and n > f), n) for n in new)
+    if old == new:
+        return mine
+    return mine if all(n % m == 0 for n, m in zip(new[::-1], mine[::-1], strict=False) if m) else ()
+
+
+def _dims_of(op: Op, parts: Point) -> Iterator[Point]:
+    known = sizes_of(op, parts)
+    if known is None:
+        return
+    named, leading, coupled = dict(known[1].by_name), known[1].leading, coupled_names(known[2])
+    for name in named:
+        for size in (*DIMENSION_SIZES, 0):
+            if (name == op.sequential and size > MAX_TOKENS) or (size == 2 and name in coupled):
+                continue
+            for unit in _block_steps(known[2], parts, name):
+                grown = rebuild_point(op, parts, {**named, name: -(-size // unit) * unit}, leading)
+                if is_legal(op, grown) and _elements(grown) <= FEW_ELEMENTS * 4:
+                    yield grown
+
+
+def coupled_names(operands: Sequence[Operand]) -> set[str]:
+    """Return dimensions that must not become 2, unless a sample has that size.
+
+    Two numbers minus their mean are equal except for the sign. A norm of them then shows the rounding of the mean,
+    which no perturbation of the operands explains.
+    """
+    return {f for o in operands for d in o.dims if d.role is DimensionRole.COUPLED for f in d.factors}
+
+
+def _change_all_dimensions(op: Op, parts: Point) -> Iterator[Point]:
+    """Yield points in which all dimensions and the leading axes change at once."""
+    known = sizes_of(op, parts)
+    if known is None:
+        return
+    rng, coupled = np.random.default_rng(crc32(repr(sorted(parts)).encode())), coupled_names(known[2])
+    for _ in range(MIXED_POINTS):
+        named = {}
+        for name in known[1].by_name:
+            (unit,) = _block_steps(known[2], parts, name)
+            size = int(rng.choice((1, 3, 5, 7, 8, 13, 33) if name in coupled else (1, 2, 3, 5, 7, 8, 13, 33)))
+            named[name] = -(-size // unit) * unit
+        leading = LEADING_AXES[rng.integers(len(LEADING_AXES))]
+        grown = rebuild_point(op, parts, named, leading)
+        if is_legal(op, grown) and _elements(grown) <= FEW_ELEMENTS * 4:
+            yield grown
+
+
+def _block_steps(operands: Sequence[Operand], parts: Point, name: str) -> tuple[int, ...]:
+    """Return the unit of a dimension: the block size if an operand is quantised along it."""
+    unit = 1
+    for operand in operands:
+        spec = _spec(parts, operand.name)
+        if spec is not None and operand.dims and operand.dims[-1].factors == (name,):
+            unit = math.lcm(unit, spec.dtype.block)
+    return (unit,)
+
+
+def _elements(parts: Point) -> int:
+    return max((s.size for s in parts.values() if isinstance(s, Spec)), default=0)
+
+
+def _leading_of(op: Op, parts: Point) -> Iterator[Point]:
+    known = sizes_of(op, parts)
+    if known is None or all(o.leading is LeadingAxes.NONE for o in known[2]):
+        return
+    elementwise = not any(o.dims for o in known[2])
+    repeats = any(o.leading in (LeadingAxes.TILED, LeadingAxes.GROUPED) for o in known[2])
+    for leading in ELEMENTWISE if elementwise else LEADING_AXES:
+        for tiles in ("keep", "whole", "none", "one", "last", "part") if repeats else ("keep",):
+            grown = rebuild_point(op, parts, known[1].by_name, leading, tiles)
+            if is_legal(op, grown) and _elements(grown) <= FEW_ELEMENTS * 4:
+                yield grown
+
+
+def _dtypes_of(op: Op, parts: Point) -> Iterator[Point]:
+    """Yield points with one operand in another dtype, or all operands of one dtype in another."""
+    known = sizes_of(op, parts)
+    if known is None:
+        return
+    present = [o for o in known[2] if _spec(parts, o.name) is not None]
+    for operand in present:
+        for dtype in operand.dtypes:
+            yield from _with_dtype(op, parts, [operand], dtype)
+    for dtype in dict.fromkeys(d for o in present for d in o.dtypes):
+        group = [o for o in present if dtype in o.dtypes]
+        if len(group) > 1:
+            yield from _with_dtype(op, parts, group, dtype)
+
+
+def _with_dtype(op: Op, parts: Point, group: Sequence[Operand], dtype: DType) -> Iterator[Point]:
+    changed: dict[str, Spec | Attr] = dict(parts)
+    for operand in group:
+        spec = _spec(parts, operand.name)
+        assert spec is not None
+        changed[operand.name] = Spec(spec.shape, dtype)
+    if is_legal(op, changed):
+        yield changed
+        return
+    known = sizes_of(op, parts)
+    last = group[0].dims[-1].factors if group[0].dims else ()
+    if known is None or len(last) != 1 or dtype.block == 1:
+        return
+    named = {
+        **known[1].by_name,
+        last[0]: max(dtype.block, -(-known[1].by_name.get(last[0], 1) // dtype.block) * dtype.block),
+    }
+    wide = rebuild_point(op, parts, named, known[1].leading)
+    wide = {**wide, **{o.name: Spec(wide[o.name].shape, dtype) for o in group}}  # type: ignore[union-attr]  # those of a group are present
+    if is_legal(op, wide):
+        yield wide
+
+
+def _attrs_of(op: Op, parts: Point, bases: Sequence[Point]) -> Iterator[Point]:
+    """Yield points with each attribute at every value of the samples and at its default."""
+    for name in (*op.required_attributes, *op.defaults):
+        values = [b[name] for b in bases if name in b]
+        values += [op.defaults[name]] if name in op.defaults else []
+        if any(isinstance(v, bool) for v in values):
+            values += [True, False]
+        for value in dict.fromkeys(values):
+            changed = {**parts, name: value}
+            if is_legal(op, changed):
+                yield changed
+
+
+def _without_optional(op: Op, parts: Point) -> Iterator[Point]:
+    known = sizes_of(op, parts)
+    for operand in known[2] if known else ():
+        if operand.optional and operand.name in parts:
+            changed = {k: v for k, v in parts.items() if k != operand.name}
+            if is_legal(op, changed):
+                yield changed
+
+
+def _add_many_rows(op: Op, parts: Point) -> Point | None:
+    """Return the sample with many leading entries, or None if it would be too large."""
+    known = sizes_of(op, parts)
+    if known is None or 0 in known[1].leading or 0 in known[1].by_name.values():
+        return None
+    for leading in ((ROWS, 3), (ROWS,), (*known[1].leading[:-1], ROWS)):
+        for tiles in ("whole", "none"):
+            grown = rebuild_point(op, parts, known[1].by_name, leading, tiles)
+            if is_legal(op, grown) and _elements(grown) >= ROWS:
+                return grown
+    return None

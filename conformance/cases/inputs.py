@@ -1,0 +1,221 @@
+"""The values of operands: one generator for each input kind, within the legal values of the op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+
+import numpy as np
+
+from ...graph.dtypes import DType
+from ...graph.errors import GraphError
+from ...graph.spec import Spec
+from ...ops import Op
+from ...ops.declaration.samples import LegalRange
+from ...ops.elementwise.binary import round_to_dtype
+from ...ops.quantisation import dequantise, f32_to_bf16
+from .case import Case
+from .grow_shapes import distinct_axes
+from .operand_layouts import Array, aliasable_operands, layout_or_contiguous, unit_shape
+
+LARGE_MAGNITUDES: Mapping[DType, float] = {DType.F16: 2e3}
+"""Largest magnitude of kind ``large``; 1e4 for other dtypes: squares and sums of them are still finite."""
+
+
+NAN_SHARE = 0.1
+"""Share of the elements of kind ``nan`` that are NaN; most results of ops that sum over rows are numbers even so."""
+SUBNORMAL: Mapping[DType, float] = {DType.F16: 6e-8}
+"""The step between the subnormal numbers that are drawn; 1e-39 for other dtypes."""
+SUBNORMAL_STEPS = (1, 9)
+"""The subnormal numbers of kind ``special`` in steps, of either sign; kind ``denormal`` has numbers up to 90 steps."""
+
+
+class NoReference(Exception):  # noqa: N818  (an outcome, not an error)
+    """The kit has no float64 reference for this case."""
+
+
+def infinite_operands(op: Op) -> dict[str, tuple[float, ...]]:
+    """Return the operands that may have infinities, and the infinities of each."""
+    return {name.lstrip("-"): (-np.inf,) if name.startswith("-") else (np.inf, -np.inf) for name in op.infinite}
+
+
+def holds_floats(spec: Spec) -> bool:
+    """Return whether an operand has entries that may be NaN, infinite, subnormal or a zero of either sign."""
+    return not spec.dtype.is_integer and not spec.dtype.is_quantised and spec.size > 0
+
+
+def kinds_for(case: Case) -> tuple[str, ...]:
+    """Return the input kinds that change the operands of `case`."""
+    specs = case.specs
+    if not any(s.size for s in specs.values()):
+        return ("normal",)
+    kinds = ["normal"]
+    if any(s.size > 1 and not s.dtype.is_quantised for s in specs.values()):
+        kinds += ["ties", "constant"]
+    if any(not s.dtype.is_integer and not s.dtype.is_quantised for s in specs.values()):
+        kinds += ["uniform", "large", "denormal", "zeros"]
+    if any(name in specs for name in infinite_operands(case.op_declaration)):
+        kinds.append("infinities")
+    if any(map(holds_floats, specs.values())):
+        kinds += ["nan", "special"]
+    return tuple(kinds)
+
+
+def generate_operands(case: Case) -> dict[str, Array]:
+    """Return operands by name, one entry per unit: float64 values of the dtype, integers, or blocks of bytes."""
+    rng = np.random.default_rng(case.random_seed)
+    op, specs = case.op_declaration, case.specs
+    sizes, attrs = case.sizes, case.attributes_with_defaults
+    operands = {}
+    for name, spec in specs.items():
+        legal, differ = op.ranges.get(name), distinct_axes(op, attrs, name)
+        if spec.dtype.is_quantised:
+            array = _blocks(spec, rng)
+        elif spec.dtype.is_integer:
+            array = _integers(spec, legal, differ, sizes, case.inputs, rng)
+        else:
+            array = _floats(spec, legal, case.inputs, infinite_operands(op).get(name, ()), rng)
+            if case.inputs == "nan" and holds_floats(spec):
+                array = np.where(rng.random(spec.shape) < NAN_SHARE, np.nan, array)
+            if case.inputs == "special" and holds_floats(spec):
+                array = _with_special(array, spec, op.signed_zeros, rng)
+        tied = layout_or_contiguous(spec, case.layout, differ).broadcast_axis
+        if tied is not None:
+            array = np.repeat(np.take(array, [0], axis=tied), array.shape[tied], axis=tied)
+        operands[name] = array
+    if case.layout == "twin":
+        one, other = aliasable_operands(op, specs, case.attributes_with_defaults) or ("", "")
+        operands[other] = operands[one]
+    return operands
+
+
+def as_reference_array(units: Array, spec: Spec) -> Array:
+    """Return the operands of the reference: float64 or integers; quantised blocks are dequantised."""
+    if not spec.dtype.is_quantised:
+        return units
+    return dequantise(as_bytes(units, spec), spec.dtype).astype(np.float64)
+
+
+def as_bytes(units: Array, spec: Spec) -> Array:
+    """Return blocks in the format of a file: uint8 ``[..., row bytes]``."""
+    width = spec.shape[-1] // spec.dtype.block * spec.dtype.block_bytes
+    return np.ascontiguousarray(units).view(np.uint8).reshape(*spec.shape[:-1], width)
+
+
+def as_stored(units: Array, spec: Spec) -> Array:
+    """Return `units` in the storage of a weight: the dtype's own (bits for bf16), or bytes of blocks."""
+    if spec.dtype.is_quantised:
+        return as_bytes(units, spec)
+    if spec.dtype is DType.BF16:
+        return f32_to_bf16(units.astype(np.float32))
+    return units.astype(spec.dtype.storage)
+
+
+@cache
+def can_dequantise(dtype: DType) -> bool:
+    """Return whether the kit can dequantise blocks of this type."""
+    try:
+        dequantise(np.zeros((1, dtype.block_bytes), np.uint8), dtype)
+    except GraphError:
+        return False
+    return True
+
+
+def _blocks(spec: Spec, rng: np.random.Generator) -> Array:
+    """Return random blocks of moderate numbers; a block with a scale that is inf, NaN or huge is replaced."""
+    dtype = spec.dtype
+    if not can_dequantise(dtype):
+        raise NoReference(f"there is no dequantiser for {dtype}")
+    shape = unit_shape(spec)
+    raw = rng.integers(0, 256, (int(np.prod(shape)), dtype.block_bytes), np.uint8)
+    for attempt in range(40):
+        values = dequantise(raw, dtype)
+        wild = ~(np.abs(values) < 8.0).all(-1)
+        if not wild.any():
+            break
+        # Small bytes give small exponents, wherever the type keeps its scale; zeros are the last resort.
+        high = 256 if attempt < 30 else 64 if attempt < 38 else 1
+        raw[wild] = rng.integers(0, high, (int(wild.sum()), dtype.block_bytes), np.uint8)
+    else:
+        raw[~(np.abs(dequantise(raw, dtype)) < 8.0).all(-1)] = 0
+    return np.ascontiguousarray(raw).view(np.dtype((np.void, dtype.block_bytes))).reshape(shape)
+
+
+def _integers(
+    spec: Spec, legal: LegalRange | None, differ: int, sizes: Mapping[str, int], kind: str, rng: np.random.Generator
+) -> Array:
+    dtype = spec.dtype.storage
+    if legal is None:
+        most = {"large": np.iinfo(dtype).max, "constant": 3, "ties": 3}.get(kind, min(100, np.iinfo(dtype).max))
+        drawn = rng.integers(-most, most, spec.shape, np.int64, endpoint=True)
+        return (np.full(spec.shape, 7) if kind == "constant" else drawn).astype(dtype)
+    low = int(legal.low)
+    high = int(legal.high) + 1 if not isinstance(legal.high, str) else sizes[legal.high]
+    if differ:
+        run = math.prod(spec.shape[len(spec.shape) - differ :])
+        runs = [low + rng.permutation(high - low)[:run] for _ in range(spec.size // max(1, run))]
+        return np.array(runs, np.int64).reshape(spec.shape).astype(dtype)
+    if kind == "constant" and high > low:
+        return np.full(spec.shape, high - 1, dtype)
+    if kind == "ties":
+        high = min(high, low + 2)
+    return rng.integers(low, max(high, low + 1), spec.shape).astype(dtype)
+
+
+def special_values(dtype: DType) -> Array:
+    """Return both infinities, both zeros, and subnormal numbers of a float dtype."""
+    step = SUBNORMAL.get(dtype, 1e-39)
+    rounded_dtype = DType.F32 if dtype is DType.F64 else dtype
+    above = np.array([np.inf, 0.0, *(n * step for n in SUBNORMAL_STEPS)])
+    return np.asarray(round_to_dtype(np.concatenate([above, -above]), rounded_dtype), np.float64)
+
+
+def _with_special(values: Array, spec: Spec, everywhere: bool, rng: np.random.Generator) -> Array:
+    """Return `values` with special values in half of the entries, or in one entry of each row if not `everywhere`.
+
+    Every special value occurs if there are enough entries. Legal ranges do not apply to special values.
+    """
+    special = rng.permutation(special_values(spec.dtype))
+    flat = values.reshape(-1).copy()
+    if everywhere or not spec.shape:
+        at = rng.permutation(spec.size)[: max(spec.size // 2, special.size)]
+    else:
+        columns = spec.shape[-1]
+        at = np.arange(0, spec.size, columns) + rng.integers(columns, size=spec.size // columns)
+    flat[at] = np.resize(special, at.size)
+    return flat.reshape(spec.shape)
+
+
+def _floats(
+    spec: Spec, legal: LegalRange | None, kind: str, infinite: tuple[float, ...], rng: np.random.Generator
+) -> Array:
+    low, high = (float(legal.low), float(legal.high)) if legal else (-np.inf, np.inf)
+    bounded = np.isfinite(low)
+    values: Array
+    shape = spec.shape
+    if kind == "ties":
+        values = rng.integers(-5, 6, shape) / 2.0
+    elif kind == "large":
+        top = LARGE_MAGNITUDES.get(spec.dtype, 1e4)
+        values = rng.choice([low, high], shape) if bounded else rng.standard_normal(shape) * top
+    elif kind == "denormal":
+        values = rng.integers(-90, 91, shape) * SUBNORMAL.get(spec.dtype, 1e-39)
+    elif kind == "special":  # between which infinities stand, and no product of many vanishes
+        values = rng.choice([-1.0, 1.0], shape) * 2.0 ** rng.uniform(-1.0, 1.0, shape)
+    elif kind == "uniform":
+        values = rng.uniform(low, high, shape) if bounded else rng.uniform(-1.0, 1.0, shape)
+    else:
+        values = rng.uniform(low, high, shape) if bounded else rng.standard_normal(shape)
+    if kind == "zeros":
+        values = np.where(rng.random(shape) < 0.5, np.where(rng.random(shape) < 0.5, 0.0, -0.0), values)
+    if kind == "constant" and shape and spec.size:
+        values = np.broadcast_to(values[..., :1], shape)
+    # A backend may keep f64 in f32, so no more digits than that.
+    held = DType.F32 if spec.dtype is DType.F64 else spec.dtype
+    values = np.asarray(round_to_dtype(np.clip(values, low, high), held), np.float64)
+    if kind == "infinities" and infinite and spec.size:
+        values = np.where(rng.random(shape) < 0.3, rng.choice(infinite, shape), values)
+        if shape:
+            values.reshape(-1, shape[-1])[0] = infinite[-1]  # a row of nothing else
+    return values

@@ -1,0 +1,53 @@
+"""The exact cases of a model: every distinct op, shape and attribute of its prefill and decode graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ...graph.graph import Graph
+from ...ops import REGISTRY
+from .case import Case, make_case
+
+
+def cases_of_graph(graph: Graph, most_elements: int = 1 << 24) -> list[Case]:
+    """Return the distinct cases of `graph`, without views and without operands of more elements."""
+    cases: dict[Case, None] = {}
+    for node in graph.nodes:
+        if node.is_leaf or REGISTRY[node.op].is_view:
+            continue
+        op = REGISTRY[node.op]
+        named = zip(op.operand_names, node.src, strict=False)
+        parts = {**{n: v.spec for n, v in named if v is not None}, **node.attrs}
+        if max((s.spec.size for s in node.inputs), default=0) <= most_elements:
+            cases[make_case(op, parts)] = None
+    return list(cases)
+
+
+def cases_of_model(path: Path, tokens: Iterable[int] = (1, 32), cells: int = 256) -> list[Case]:
+    """Return the cases of a GGUF model for some token counts, or of an exported PyTorch program. Weights are not read.
+
+    Raises:
+        ModelError: the file is neither.
+    """
+    from ...frontends.gguf import open_gguf  # the only use of frontends here, and only when asked for
+    from ...frontends.graph_file import PROGRAM, read_graph
+    from ...frontends.models import load_model
+    from ...frontends.step import Step
+
+    with open(path, "rb") as file:
+        is_program = file.read(len(PROGRAM)) == PROGRAM or str(path).lower().endswith(".onnx")
+    if is_program:
+        return cases_of_graph(read_graph(str(path)))
+    model = load_model(open_gguf(path, header_only=True))
+    context = min(cells, model.context_length)
+    cases: dict[Case, None] = {}
+    for count in tokens:
+        step = Step(sequences=1, tokens=min(count, context), cells=context, context=context, outputs=1)
+        cases.update(dict.fromkeys(cases_of_graph(model.graph(step))))
+    return list(cases)
+
+
+def case_texts(cases: Iterable[str], path: Path | None) -> tuple[str, ...]:
+    """Return the texts of the given cases and of the cases of a model file."""
+    return (*cases, *([] if path is None else [case.text for case in cases_of_model(path)]))

@@ -1,0 +1,133 @@
+"""Layouts: an operand as a view of a larger leaf. View ops build it, so that planner and kernel see real strides.
+
+Arrays have one entry per *unit*: an element, or a whole block of a quantised type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ... import ops
+from ...graph.attrs import Attrs
+from ...graph.node import Value
+from ...graph.spec import Spec
+from ...ops import Op
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class OperandLayout:
+    """The layout of an operand in its leaf: the leaf's spec, the view as graph nodes, the view as an array.
+
+    All entries of the operand along `broadcast_axis` share memory.
+    """
+
+    leaf: Spec
+    view: Callable[[Value], Value]
+    region: Callable[[Array], Array]
+    broadcast_axis: int | None = None
+
+
+def _contiguous_layout(spec: Spec) -> OperandLayout:
+    return OperandLayout(spec, lambda leaf: leaf, lambda units: units)
+
+
+def _offset_layout(spec: Spec) -> OperandLayout:
+    """Contiguous, with an offset of one unit: the address is aligned to one element only."""
+    block = spec.dtype.block
+    leaf = Spec((spec.size + 2 * block,), spec.dtype)
+
+    def view(value: Value) -> Value:
+        return ops.reshape(ops.slice_(value, axis=0, start=block, stop=block + spec.size), shape=spec.shape)
+
+    return OperandLayout(leaf, view, lambda units: units[1:-1].reshape(unit_shape(spec), copy=False))
+
+
+def _gapped_layout(spec: Spec) -> OperandLayout | None:
+    """With a gap before the first row and after each row."""
+    if not spec.shape:
+        return None
+    block, size = spec.dtype.block, spec.shape[-1]
+    leaf = Spec((*spec.shape[:-1], size + 3 * block), spec.dtype)
+    units = size // block
+
+    def view(value: Value) -> Value:
+        return ops.slice_(value, axis=-1, start=2 * block, stop=2 * block + size)
+
+    return OperandLayout(leaf, view, lambda array: array[..., 2 : 2 + units])
+
+
+def _permuted_layout(spec: Spec) -> OperandLayout | None:
+    """Axes in reverse order in memory, except for a last axis of blocks."""
+    rank = len(spec.shape)
+    kept = 1 if spec.dtype.is_quantised else 0
+    axes = (*reversed(range(rank - kept)), *range(rank - kept, rank))
+    if sum(spec.shape[a] > 1 for a in range(rank - kept)) < 2:
+        return None
+    leaf = Spec(tuple(spec.shape[a] for a in axes), spec.dtype)
+    return OperandLayout(leaf, lambda value: ops.permute(value, axes=axes), lambda units: np.transpose(units, axes))
+
+
+def _broadcast_layout(spec: Spec, distinct: int) -> OperandLayout | None:
+    """Stride 0 along the first axis longer than 1, except for an axis of blocks or of `distinct` numbers."""
+    usable = len(spec.shape) - max(distinct, spec.dtype.is_quantised)
+    axis = next((a for a in range(usable) if spec.shape[a] > 1), None)
+    if axis is None:
+        return None
+    leaf = Spec((*spec.shape[:axis], 1, *spec.shape[axis + 1 :]), spec.dtype)
+    return OperandLayout(leaf, lambda value: ops.broadcast(value, shape=spec.shape), lambda units: units, axis)
+
+
+def find_layout(spec: Spec, layout: str, distinct: int = 0) -> OperandLayout | None:
+    """Return the operand with this layout; None if the layout is impossible.
+
+    The entries within the last `distinct` axes must differ.
+    """
+    if layout in ("contiguous", "inplace", "twin"):
+        return _contiguous_layout(spec)
+    if 0 in spec.shape and layout == "broadcast":
+        return None
+    if layout == "broadcast":
+        return _broadcast_layout(spec, distinct)
+    return {"offset": _offset_layout, "sliced": _gapped_layout, "permuted": _permuted_layout}[layout](spec)
+
+
+def layout_or_contiguous(spec: Spec, layout: str, distinct: int = 0) -> OperandLayout:
+    """`placed`, contiguous where the operand has no such layout."""
+    return find_layout(spec, layout, distinct) or _contiguous_layout(spec)
+
+
+def aliasable_operands(op: Op, specs: Mapping[str, Spec], attrs: Attrs) -> tuple[str, str] | None:
+    """An in-place operand and another that may be the very same value: of an elementwise op, alike in all respects."""
+    if any(o.dims for o in op.signature_for(attrs).operands):
+        return None
+    for _, one in op.inplace_pairs(attrs):
+        for other in specs:
+            alike = other != one and specs.get(one) == specs[other] and op.ranges.get(one) == op.ranges.get(other)
+            if alike and specs[other].size:
+                return one, other
+    return None
+
+
+def unit_shape(spec: Spec) -> tuple[int, ...]:
+    """The shape of an array with one entry per unit."""
+    if not spec.dtype.is_quantised:
+        return spec.shape
+    return (*spec.shape[:-1], spec.shape[-1] // spec.dtype.block)
+
+
+def fill_leaf(units: Array, placed: OperandLayout, filler: Array) -> Array:
+    """The leaf's array: `units` where the operand lies, `filler` (one unit) everywhere else."""
+    leaf = np.empty(unit_shape(placed.leaf), units.dtype)
+    leaf[...] = filler
+    if placed.broadcast_axis is not None:
+        return np.take(units, [0], axis=placed.broadcast_axis) if math.prod(units.shape) else leaf
+    placed.region(leaf)[...] = units
+    return leaf

@@ -1,0 +1,92 @@
+"""The graph of a case: leaves, the views that lay them out, one node, and outputs that keep operands alive or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ... import graph as g
+from ...backends.base import Backend, Device
+from ...graph.dtypes import FLOAT_DTYPES, QUANTISED_DTYPES, STATE_DTYPES, DType
+from ...graph.graph import Graph
+from ...graph.node import Node, Value
+from ...ops import verify
+from ...scheduler import Lane, check, lower
+from ..cases.case import Case
+from ..cases.grow_shapes import distinct_axes
+from ..cases.inputs import as_stored
+from ..cases.operand_layouts import Array, OperandLayout, aliasable_operands, fill_leaf, layout_or_contiguous
+
+LIVE_LEAF_PREFIX = "kept."
+"""Outputs of this prefix are leaves: so they live to the end and no result may take their memory."""
+RESULT_PREFIX = "result."
+
+
+@dataclass(frozen=True, slots=True)
+class CaseGraph:
+    """A case as a graph; `operand_layouts` has the layout of each operand in its leaf."""
+
+    case: Case
+    graph: Graph
+    node: Node
+    operand_layouts: Mapping[str, OperandLayout]
+    weights: frozenset[str]
+
+    def leaves(self, operands: Mapping[str, Array], filler: float) -> dict[str, Array]:
+        """Return the array of each leaf; `filler` stands outside of operands."""
+        arrays = {}
+        for name, placed in self.operand_layouts.items():
+            units = operands[name]
+            padding = np.zeros((), units.dtype) if units.dtype.kind == "V" else np.asarray(filler)
+            if units.dtype.kind in "iu":
+                padding = np.asarray(-1)
+            arrays[name] = fill_leaf(units, placed, padding)
+        return arrays
+
+    def stored_weights(self, leaves: Mapping[str, Array]) -> dict[str, Array]:
+        """The leaves that are weights, as a backend loads them."""
+        return {n: as_stored(a, self.operand_layouts[n].leaf) for n, a in leaves.items() if n in self.weights}
+
+
+def build_case_graph(case: Case) -> CaseGraph:
+    """The graph of `case`.  Operands that may be quantised are weights where they are contiguous (or blocks), and
+    cached keys and values where they have 16 bits, which backends then keep as they are."""
+    op, attrs = case.op_declaration, case.attributes_with_defaults
+    operands_of = op.signature_for(attrs).operands
+    quantisable = {o.name for o in operands_of if {*o.dtypes} == {*FLOAT_DTYPES, *QUANTISED_DTYPES}}
+    changed = {name for _, name in op.inplace_pairs(attrs)}
+    cached = {o.name for o in operands_of if {*STATE_DTYPES} == {*o.dtypes} and o.name not in changed}
+    layouts: dict[str, OperandLayout] = {}
+    leaves: dict[str, Value] = {}
+    operands: dict[str, Value] = {}
+    for name, spec in case.operands:
+        how = layout_or_contiguous(spec, case.layout, distinct_axes(op, attrs, name))
+        is_weight = spec.dtype.is_quantised or (name in quantisable and case.layout == "contiguous")
+        is_weight |= name in cached and spec.dtype in (DType.F16, DType.BF16)
+        leaf = (g.weight if is_weight else g.input)(name, how.leaf.shape, how.leaf.dtype)
+        layouts[name], leaves[name], operands[name] = how, leaf, how.view(leaf)
+    if case.layout == "twin" and (pair := aliasable_operands(op, case.specs, attrs)) is not None:
+        one, other = pair
+        operands[other] = leaves[one]
+        del layouts[other], leaves[other]
+    parts: dict[str, Any] = {**operands, **dict(case.attrs)}
+    built = op(**parts)
+    results = (built,) if isinstance(built, Value) else built
+    dying = (
+        {n for _, n in op.inplace_pairs(case.attributes_with_defaults)} if case.layout in ("inplace", "twin") else set()
+    )
+    outputs = {f"{RESULT_PREFIX}{i}": v for i, v in enumerate(results)}
+    outputs |= {f"{LIVE_LEAF_PREFIX}{n}": v for n, v in leaves.items() if v.node.op == "input" and n not in dying}
+    weights = frozenset(n for n, v in leaves.items() if v.node.op == "weight")
+    return CaseGraph(case, Graph(outputs), results[0].node, layouts, weights)
+
+
+def device_plan_for(graph: Graph, backend: Backend, device: Device) -> Lane:
+    """The checked program of a graph on one device, without the search over several."""
+    verify(graph)
+    lowered, program = lower(graph, backend, device)
+    check(lowered, program, backend)
+    return Lane(device, backend, lowered, program)

@@ -1,0 +1,141 @@
+"""A result against its reference: NaN, infinities and signs of zeros by position, then every element and every row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...graph.dtypes import DType
+from ...graph.spec import Spec
+from ...ops import Op
+from ..cases.operand_layouts import Array
+from .tolerance import MIN_NORMAL, ErrorBudget, eps_of
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayDifference:
+    """The comparison of one case: `why` is empty if it passed; the worst row's NMSE and the worst element in units of
+    the last place, each with its limit."""
+
+    why: str = ""
+    nmse: float = 0.0
+    nmse_limit: float = 0.0
+    ulp: float = 0.0
+    ulp_limit: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"worst row NMSE {self.nmse:.2g} (limit {self.nmse_limit:.2g}), "
+            f"worst element {self.ulp:.3g} ulp (limit {self.ulp_limit:.3g})"
+        )
+
+
+def _largest_finite(dtype: DType) -> float:
+    return 65504.0 if dtype is DType.F16 else float(np.finfo(np.float32).max)
+
+
+def spacing(values: Array, dtype: DType) -> Array:
+    """One unit in the last place of each value."""
+    with np.errstate(all="ignore"):
+        if dtype is DType.F16:
+            return np.spacing(np.minimum(np.abs(values), 6e4).astype(np.float16)).astype(np.float64)
+        fine = np.spacing(np.minimum(np.abs(values), 3e38).astype(np.float32)).astype(np.float64)
+    return fine * 65536.0 if dtype is DType.BF16 else fine
+
+
+def compare(
+    got: Array,
+    want: Array,
+    budget: ErrorBudget,
+    spec: Spec,
+    op: Op,
+    *,
+    signed_zeros: bool = True,
+    any_infinity: bool = False,
+) -> ArrayDifference:
+    """Compare one result with its reference.
+
+    Args:
+        got: The result, float64 or integers.
+        want: The reference, in the shape of `got`.
+        budget: The error that each element may have.
+        spec: Shape and dtype of the result.
+        op: The op, which says whether rows are sets.
+        signed_zeros: Zeros need the sign of the reference.
+        any_infinity: Infinities and NaN stand for each other.
+    """
+    if got.shape != want.shape:
+        return ArrayDifference(f"the shape is {list(got.shape)}, not {list(want.shape)}")
+    if op.compare == "set":
+        got, want = np.sort(got, axis=-1), np.sort(want, axis=-1)
+    if spec.dtype.is_integer or op.compare == "set":
+        wrong = np.flatnonzero(np.asarray(got != want))
+        return ArrayDifference(_where("wrong", wrong, got, want)) if wrong.size else ArrayDifference()
+    if any_infinity:
+        got = np.where(np.isfinite(got) | np.isfinite(want), got, want)
+    if why := _compare_nonfinite(got, want, spec.dtype):
+        return ArrayDifference(why)
+    judged = np.isfinite(want) & np.isfinite(got)
+    error = np.where(judged, np.abs(np.subtract(got, want, where=judged, out=np.zeros(want.shape))), 0.0)
+    element, row = (np.where(judged, b, 0.0) for b in (budget.element, budget.row))
+    difference = _compare_errors(error, np.where(judged, want, 0.0), element, row, got, spec.dtype)
+    why = "" if difference.why or not signed_zeros else _zeros(got, want)
+    return _with_failure(difference, why) if why else difference
+
+
+def _compare_nonfinite(got: Array, want: Array, dtype: DType) -> str:
+    """Whether NaN and infinities are where they belong.  A number too large for the dtype may be infinite."""
+    for name, test in (("NaN", np.isnan), ("no NaN", lambda x: ~np.isnan(x))):
+        wrong = np.flatnonzero(test(got) & ~test(want))
+        if wrong.size:
+            return _where(name, wrong, got, want)
+    over = np.abs(want) >= _largest_finite(dtype) * (1.0 - eps_of(dtype))
+    same = (got == want) | (np.isfinite(got) & np.isfinite(want)) | (over & (got == np.copysign(np.inf, want)))
+    wrong = np.flatnonzero(~(same | np.isnan(want)))
+    return _where("infinite where it should not be, or not where it should", wrong, got, want) if wrong.size else ""
+
+
+def _zeros(got: Array, want: Array) -> str:
+    """Return a problem with the sign of zeros; the reference value may be too small for the dtype."""
+    wrong = np.flatnonzero((got == 0) & ~np.isnan(want) & (np.signbit(got) != np.signbit(want)))
+    return _where("zero with the wrong sign", wrong, got, want) if wrong.size else ""
+
+
+def _compare_errors(error: Array, want: Array, element: Array, row: Array, got: Array, dtype: DType) -> ArrayDifference:
+    """Compare errors with the budget of each element, and their mean with the budget of each row."""
+    if not error.size:
+        return ArrayDifference()
+    rows = (-1, error.shape[-1]) if error.ndim else (1, 1)
+    e, w, most, mean = (x.reshape(rows) for x in (error, want, np.maximum(element, 1e-60), np.maximum(row, 1e-60)))
+    scale = np.maximum(np.abs(w), mean).max(-1, keepdims=True, initial=MIN_NORMAL)  # squares must not overflow
+    norm = np.maximum(((w / scale) ** 2).sum(-1), 1e-60)
+    row_error, row_limit = ((e / scale) ** 2).sum(-1) / norm, ((mean / scale) ** 2).sum(-1) / norm
+    ulps = spacing(w, dtype)
+    excess = int(np.argmax(e / most))
+    worst_row = int(np.argmax(row_error / np.maximum(row_limit, 1e-200)))
+    difference = ArrayDifference(
+        "",
+        float(row_error[worst_row]),
+        float(row_limit[worst_row]),
+        float((e / ulps).reshape(-1)[excess]),
+        float((most / ulps).reshape(-1)[excess]),
+    )
+    wrong = np.flatnonzero(e > most)
+    if wrong.size:
+        return _with_failure(difference, _where("too far off", wrong, got, want, first=excess))
+    if row_error[worst_row] > row_limit[worst_row]:
+        return _with_failure(difference, f"row {worst_row} of {len(e)} is too far off as a whole")
+    return difference
+
+
+def _with_failure(found: ArrayDifference, why: str) -> ArrayDifference:
+    return ArrayDifference(f"{why}; {found}", found.nmse, found.nmse_limit, found.ulp, found.ulp_limit)
+
+
+def _where(what: str, wrong: Array, got: Array, want: Array, first: int | None = None) -> str:
+    at = int(wrong[0]) if first is None else first
+    index = [int(i) for i in np.unravel_index(at, want.shape)] if want.ndim else []
+    g, w = got.reshape(-1)[at], want.reshape(-1)[at]
+    shown = f"{g:.9g}, expected {w:.9g}" if got.dtype.kind == "f" else f"{g}, expected {w}"
+    return f"{wrong.size} of {want.size} elements {what}, as at {index}: got {shown}"

@@ -1,0 +1,52 @@
+"""Fused = unfused: the graph that a composition makes of a case, on the same backend with the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ...backends.base import Backend, Device
+from ...graph.graph import Graph
+from ...graph.node import input
+from ...ops import REGISTRY
+from ...ops.decompositions import DECOMPOSITIONS, select_decompositions
+from ...scheduler import load, plan_for
+from ..cases.case import Case
+from ..cases.operand_layouts import Array
+
+CHECK_NAME = "composed"
+
+
+def check_names(case: Case) -> tuple[str, ...]:
+    """The checks of this kind that apply to a case: ``composed-unfused`` and so on."""
+    if any(0 in spec.shape or spec.dtype.is_quantised for _, spec in case.operands):
+        return ()
+    return tuple(
+        f"{CHECK_NAME}-{name}" for name in select_decompositions(case.op, case.specs, case.attributes_with_defaults)
+    )
+
+
+def decomposed_graph(case: Case) -> Graph:
+    """The composition of a case, its operands as inputs."""
+    operands = {name: input(name, spec.shape, spec.dtype) for name, spec in case.operands}
+    compose = DECOMPOSITIONS[case.op][case.check.removeprefix(f"{CHECK_NAME}-")]
+    return Graph({f"result{i}": value for i, value in enumerate(compose(operands, case.attributes_with_defaults))})
+
+
+def unsupported_reason(case: Case, backend: Backend, device: Device) -> str:
+    """Why the backend cannot run the composition; empty if it can."""
+    for node in decomposed_graph(case).nodes:
+        if not node.is_leaf and not REGISTRY[node.op].is_view:
+            support = backend.supports(node, device)
+            if not support.ok:
+                return support.why or f"{node.op} is not supported"
+    return ""
+
+
+def run_decomposed(case: Case, operands: Mapping[str, Array], backend: Backend, device: Device) -> list[Array]:
+    """The results of the composition."""
+    executor = load(plan_for(decomposed_graph(case), [(backend, device)], split_mode="none"), {})
+    with np.errstate(all="ignore"):
+        results = executor.run(dict(operands))
+        return [results[f"result{i}"].astype(np.float64) for i in range(len(results))]

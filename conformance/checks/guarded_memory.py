@@ -1,0 +1,180 @@
+"""A program on guarded memory: guard zones surround each value, and unwritten memory holds poison.
+
+The backend is unchanged: it compiles and runs the same instructions, at other offsets of a larger arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ...backends.base import Backend, BufferSpec, Device, Program, Tensor
+from ...graph.dtypes import DType
+from ...ops.quantisation import decode_array, encode_array
+from ...scheduler import Alone, Lane
+from ..cases.operand_layouts import Array
+
+ALIGNMENT = 64
+GUARD_BYTES = 1024
+"""Bytes on either side of every value in the arena, and after every weight and state."""
+NAN = 0xFF
+"""A byte that makes NaN in every float type and -1 in every integer type."""
+WILD_BYTE = 0x5A
+"""A byte that makes 1.5e16 in float32 and 203 in float16; a sum that starts from it is wrong."""
+
+
+def byte_extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of `tensor` and the end of its last one."""
+    if 0 in tensor.shape:
+        return tensor.offset, tensor.offset
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
+    return tensor.offset, tensor.offset + (last // tensor.dtype.block + 1) * tensor.dtype.block_bytes
+
+
+def _all_tensors(program: Program) -> Iterator[Tensor]:
+    yield from program.inputs.values()
+    yield from program.outputs.values()
+    for i in program.instructions:
+        yield from (t for t in (*i.src, *i.dst, i.scratch) if t is not None)
+
+
+def add_guard_zones(program: Program) -> tuple[Program, list[tuple[int, int]]]:
+    """Return `program` with gaps between the values of its arena, and the byte ranges of the values.
+
+    Values that share bytes stay together. All other bytes are guards.
+    """
+    (arena,) = (n for n, b in enumerate(program.buffers) if b.kind == "arena")
+    extents = sorted(byte_extent(t) for t in _all_tensors(program) if t.buffer == arena)
+    merged: list[list[int]] = []
+    for start, end in extents:
+        if merged and (start < merged[-1][1] or merged[-1][0] == start):
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    moved, regions, top = [], [], GUARD_BYTES
+    for start, end in merged:
+        shift = top + start % ALIGNMENT - start
+        moved.append((start, shift))
+        regions.append((start + shift, end + shift))
+        top = -(-(end + shift + GUARD_BYTES) // ALIGNMENT) * ALIGNMENT
+
+    def move(tensor: Tensor | None) -> Any:
+        if tensor is None or tensor.buffer != arena:
+            return tensor
+        shift = next(s for start, s in reversed(moved) if start <= tensor.offset)
+        return replace(tensor, offset=tensor.offset + shift)
+
+    instructions = tuple(
+        replace(i, src=tuple(map(move, i.src)), dst=tuple(map(move, i.dst)), scratch=move(i.scratch))
+        for i in program.instructions
+    )
+    buffers = list(program.buffers)
+    buffers[arena] = BufferSpec("arena", "", top)
+    inputs, outputs = ({k: move(t) for k, t in m.items()} for m in (program.inputs, program.outputs))
+    moved_program = Program(tuple(buffers), instructions, MappingProxyType(inputs), MappingProxyType(outputs))
+    return moved_program, regions
+
+
+def to_host(array: Any) -> Array:
+    """Return a copy of a view of the backend in host memory."""
+    return np.array(array.get() if hasattr(array, "get") else array, order="C")
+
+
+class GuardedProgram:
+    """The program of one device, bound to guarded buffers."""
+
+    def __init__(self, lane: Lane, weights: Mapping[str, Array]) -> None:
+        self.backend: Backend = lane.backend
+        self.device: Device = lane.device
+        self.program, self.regions = add_guard_zones(lane.program)
+        self.arena = next(n for n, b in enumerate(self.program.buffers) if b.kind == "arena")
+        self.buffers = [self._make_buffer(b, weights) for b in self.program.buffers]
+        self._bytes = [self._raw(n) for n in range(len(self.buffers))]
+        self._free = np.ones(self.program.buffers[self.arena].nbytes, bool)
+        for start, end in self.regions:
+            self._free[start:end] = False
+        self._kept = {n: to_host(raw) for n, raw in enumerate(self._bytes) if n != self.arena}
+        self.replay = self.backend.compile(self.program, self.buffers, self.device, Alone())
+
+    def _make_buffer(self, spec: BufferSpec, weights: Mapping[str, Array]) -> Any:
+        if spec.kind == "arena":
+            return self.backend.alloc(spec.nbytes, self.device)
+        buffer = self.backend.alloc(spec.nbytes + GUARD_BYTES, self.device)
+        if spec.kind == "weight":
+            assert spec.declared is not None
+            self.backend.load(weights[spec.name], spec.declared, buffer)
+        return buffer
+
+    def _raw(self, number: int) -> Any:
+        """Return a buffer as bytes, with its guard zones."""
+        spec = self.program.buffers[number]
+        nbytes = spec.nbytes + (0 if spec.kind == "arena" else GUARD_BYTES)
+        return self.backend.view(self.buffers[number], Tensor(number, 0, (nbytes,), (1,), DType.I8))
+
+    # ------------------------------------------------------------------------------------------------- one run
+
+    def poison(self, byte: int) -> None:
+        """Fill the arena and its guard zones."""
+        self._bytes[self.arena][...] = np.frombuffer(bytes([byte]), np.int8)[0]
+        self._byte = byte
+
+    def poison_results(self, byte: int) -> None:
+        """Fill the results of all instructions, and keep data that a kernel saves for its next run."""
+        pattern = np.frombuffer(bytes([byte]), np.int8)[0]
+        for instruction in self.program.instructions:
+            for tensor in instruction.dst:
+                start, end = byte_extent(tensor)
+                if tensor.buffer == self.arena:
+                    self._bytes[self.arena][start:end] = pattern
+
+    def bind(self, inputs: Mapping[str, Array]) -> None:
+        """Write the leaves: float64 values of the declared dtype, or integers."""
+        for name, tensor in self.program.inputs.items():
+            view = self.backend.view(self.buffers[tensor.buffer], tensor)
+            data = inputs[name]
+            view[...] = encode_array(data, tensor.dtype)
+
+    def leaf_bytes(self, raw: Array) -> dict[str, bytes]:
+        """Return the bytes of each input leaf in the arena `raw`."""
+        leaves = {}
+        for name, tensor in self.program.inputs.items():
+            start, end = byte_extent(tensor)
+            leaves[name] = raw[start:end].tobytes()
+        return leaves
+
+    def arena_bytes(self) -> Array:
+        return to_host(self._bytes[self.arena])
+
+    def find_stray_write(self, raw: Array) -> str | None:
+        """Return a description of a write outside of all values, or None."""
+        wrong = np.flatnonzero((raw.view(np.uint8) != self._byte) & self._free)
+        if wrong.size:
+            at = int(wrong[0])
+            past = min((at - end for _, end in self.regions if end <= at), default=None)
+            before = min((start - at for start, _ in self.regions if start > at), default=None)
+            where = (
+                f"{past} bytes past the end" if past is not None and past < GUARD_BYTES else f"{before} bytes before"
+            )
+            return f"{wrong.size} bytes were written outside of all values, the first {where} of one"
+        for number, before_bytes in self._kept.items():
+            if not np.array_equal(to_host(self._bytes[number]), before_bytes):
+                spec = self.program.buffers[number]
+                return f"{spec.kind} %{spec.name} or the {GUARD_BYTES} bytes after it were written"
+        return None
+
+    def outputs(self) -> dict[str, Array]:
+        """Return copies of the outputs in host memory, in the dtypes of the device."""
+        return {name: to_host(self.backend.view(self.buffers[t.buffer], t)) for name, t in self.program.outputs.items()}
+
+    def decode_outputs(self, outputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Return outputs as float64 or integers."""
+        numbers_of = {}
+        for name, array in outputs.items():
+            dtype = self.program.outputs[name].dtype
+            numbers = decode_array(array, dtype)
+            numbers_of[name] = numbers if dtype.is_integer else numbers.astype(np.float64)
+        return numbers_of

@@ -1,0 +1,222 @@
+"""Metamorphic checks, which hold for all numbers: shards make the whole result, tokens one by one make the batch.
+
+The signature of an op implies them:
+
+* ``cut``: a parallel dimension is split, and the results are joined.
+* ``sum``: a contracted dimension is split, and the results are added.
+* ``deal``: the rows of a lookup table are split, and the results are added.
+* Along the `sequential` dimension the op runs twice, and the second run gets the state of the first.
+
+Every case also checks that a replay equals the first run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...graph.spec import Spec, check_spec
+from ...ops import Op
+from ...ops.declaration.signature import Dimension, DimensionRole, Operand
+from ..cases.case import Case
+from ..cases.operand_layouts import Array
+from . import decomposed
+
+AxisEntries = tuple[int, Array]
+"""An axis, and indices along it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartialCase:
+    """One of several smaller runs: its case, the entries of each operand that it reads, the entries that it writes.
+
+    A result without entries is equal in all parts, or the result of the last part. `carried_results` maps an operand
+    to the result of the part before it; `zeroed_operands` are zero.
+    """
+
+    case: Case
+    reads: Mapping[str, AxisEntries]
+    writes: tuple[AxisEntries | None, ...]
+    carried_results: Mapping[str, int]
+    zeroed_operands: tuple[str, ...] = ()
+
+
+_CHECKS = {DimensionRole.PARALLEL: "cut", DimensionRole.CONTRACTED: "sum", DimensionRole.INDEXED: "deal"}
+
+
+def check_names(case: Case) -> tuple[str, ...]:
+    """Return the names of the checks that apply to a point."""
+    op, attrs = case.op_declaration, case.attributes_with_defaults
+    if op.infer_spec is not None or op.localise is not None or op.is_view or not case.operands:
+        return ()
+    checks = list(decomposed.check_names(case))
+    signature, sizes = op.signature_for(attrs), case.sizes
+    roles: dict[str, set[DimensionRole]] = {}
+    for operand in signature.operands:
+        for dim in operand.dims if operand.name in case.specs else ():
+            for factor in dim.factors:
+                roles.setdefault(factor, set()).add(dim.role)
+    whole = op.unsharded_dimensions(attrs) if op.unsharded_dimensions else ()
+    for name, kinds in roles.items():
+        if name.isdecimal() or sizes.get(name, 0) < 2 or name in whole:
+            continue
+        check = _CHECKS.get(next(iter(kinds))) if len(kinds) == 1 else None
+        check = "steps" if name == op.sequential else check
+        if check and partial_cases(case.with_settings(check=f"{check}-{name}")):
+            checks.append(f"{check}-{name}")
+    return tuple(checks)
+
+
+def partial_cases(case: Case) -> tuple[PartialCase, ...]:
+    """Return the runs that together make `case`; empty if it cannot be split."""
+    check, _, name = case.check.partition("-")
+    size = case.sizes[name]
+    blocks = [s.dtype.block for n, s in case.operands if _ends_in(case, n, name)]
+    unit = math.lcm(1, *blocks)
+    middle = (size // unit + 1) // 2 * unit
+    if not 0 < middle < size:
+        return ()
+    if check == "steps":
+        return _steps(case, name, middle)
+    if check == "deal":
+        return _split_table(case, name, middle)
+    signature = case.op_declaration.signature_for(case.attributes_with_defaults)
+    if check == "cut" and not any(name in d.factors for r in signature.results for d in r.dims):
+        return ()
+    pieces = (np.arange(middle), np.arange(middle, size))
+    runs = tuple(_part(case, {name: p}, {name: p}) for p in pieces)
+    return runs if all(p is not None for p in runs) else ()  # type: ignore[return-value]  # mypy does not see through all()
+
+
+def _ends_in(case: Case, operand: str, name: str) -> bool:
+    declared = next(
+        o for o in case.op_declaration.signature_for(case.attributes_with_defaults).operands if o.name == operand
+    )
+    return bool(declared.dims) and name in declared.dims[-1].factors
+
+
+def _part(
+    case: Case, reads: Mapping[str, Array], writes: Mapping[str, Array], carried: Mapping[str, int] | None = None
+) -> PartialCase | None:
+    """Return the run over some entries of dimensions; None if the op refuses it."""
+    op, sizes = case.op_declaration, case.sizes
+    signature = op.signature_for(case.attributes_with_defaults)
+    operands, places = [], {}
+    for name, spec in case.operands:
+        declared = next(o for o in signature.operands if o.name == name)
+        place = _place(declared, spec.shape, reads, sizes)
+        if place is not None:
+            axis, entries = place
+            spec = Spec((*spec.shape[:axis], len(entries), *spec.shape[axis + 1 :]), spec.dtype)
+            places[name] = place
+        operands.append((name, spec))
+    smaller = case.with_settings(operands=tuple(operands), check="reference")
+    if any(check_spec(s) for _, s in operands):
+        return None
+    shapes = [s.shape for s in result_specs(case)]
+    filled = tuple(_place(r, shape, writes, sizes) for r, shape in zip(signature.results, shapes, strict=True))
+    return PartialCase(smaller, places, filled, carried or {})
+
+
+def _place(
+    operand: Operand, shape: tuple[int, ...], cut: Mapping[str, Array], sizes: Mapping[str, int]
+) -> AxisEntries | None:
+    """Return the axis of `operand` with a split dimension (or factor), and the indices of one part."""
+    first = len(shape) - len(operand.dims)
+    for axis, dim in enumerate(operand.dims, first):
+        for name, entries in cut.items():
+            if name in dim.factors and not (dim.may_be_one and shape[axis] == 1 and sizes[name] != 1):
+                return axis, _entries(dim, name, entries, sizes)
+    return None
+
+
+def _entries(dim: Dimension, name: str, entries: Array, sizes: Mapping[str, int]) -> Array:
+    """Return the indices of a product of factors with factor `name` in `entries`."""
+    shape = [int(f) if f.isdecimal() else sizes[f] for f in dim.factors]
+    return np.arange(math.prod(shape)).reshape(shape).take(entries, axis=dim.factors.index(name)).reshape(-1)
+
+
+def result_specs(case: Case) -> tuple[Spec, ...]:
+    """Return the specs of the results of a case."""
+    attrs, specs = case.attributes_with_defaults, case.specs
+    count = len(case.op_declaration.signature_for(attrs).operands)
+    return case.op_declaration.infer_results([specs.get(n) for n in case.op_declaration.operand_names[:count]], attrs)
+
+
+def _steps(case: Case, name: str, middle: int) -> tuple[PartialCase, ...]:
+    """Return two runs along a sequential dimension: with the state, with overlapping windows, or a prefix alone."""
+    op, sizes, size = case.op_declaration, case.sizes, case.sizes[name]
+    results = result_specs(case)
+    derived = next((d for d in op.derived_sizes if any(d in dim.factors for dim in _result_dims(op, case))), "")
+    if derived and derived != name:
+        overlap, rows = size - sizes[derived], sizes[derived]
+        at = (rows + 1) // 2
+        spans = ((0, at), (at, rows)) if 0 < at < rows else ()
+        runs = [_part(case, {name: np.arange(a, b + overlap)}, {derived: np.arange(a, b)}) for a, b in spans]
+    elif carried := {
+        n: r for r, n in op.inplace_pairs(case.attributes_with_defaults) if r > 0 and case.specs.get(n) == results[r]
+    }:
+        if any(s.dtype.is_integer for _, s in case.operands):
+            return ()
+        first, second = ({name: p} for p in (np.arange(middle), np.arange(middle, size)))
+        runs = [_part(case, first, first), _part(case, second, second, carried)]
+    elif len(results) == 1:
+        prefix = {name: np.arange(middle)}
+        runs = [_part(case, prefix, prefix)]
+    else:
+        return ()
+    return tuple(r for r in runs if r is not None) if None not in runs else ()
+
+
+def _split_table(case: Case, name: str, middle: int) -> tuple[PartialCase, ...]:
+    """Return a run over the first rows of a table, and one over the others; an added operand is added once."""
+    lookup, size = case.op_declaration.signature_for(case.attributes_with_defaults).indexed_dimension, case.sizes[name]
+    assert lookup is not None
+    if case.attributes_with_defaults["total"]:
+        return ()
+    table = lookup[0].name
+    joint = next(
+        j.split("+")
+        for j in case.op_declaration.linear_operands(case.attributes_with_defaults)
+        if table in j.split("+")
+    )
+    runs = []
+    for start, stop in ((0, middle), (middle, size)):
+        part = _part(case, {name: np.arange(start, stop)}, {})
+        if part is None:
+            return ()
+        attrs = (*case.attrs, *((k, v) for k, v in (("first", start), ("total", size)) if v))
+        nothing = tuple(n for n in joint if n != table and start)
+        runs.append(replace(part, case=part.case.with_settings(attrs=attrs), zeroed_operands=nothing))
+    return tuple(runs)
+
+
+def _result_dims(op: Op, case: Case) -> Sequence[Dimension]:
+    return [d for r in op.signature_for(case.attributes_with_defaults).results for d in r.dims]
+
+
+def join_results(
+    case: Case, parts: Sequence[PartialCase], outputs: Sequence[Sequence[Array]]
+) -> list[tuple[Array, Array]]:
+    """Return, for each result, the array that the parts make, and a mask of its written entries."""
+    pairs = []
+    for i, spec in enumerate(result_specs(case)):
+        whole = np.zeros(spec.shape, outputs[0][i].dtype)
+        filled = np.zeros(spec.shape, bool)
+        for part, results in zip(parts, outputs, strict=True):
+            place = part.writes[i]
+            if case.check.startswith(("sum", "deal")):
+                whole += results[i]
+                filled[...] = True
+            elif place is None:
+                whole[...] = results[i]
+                filled[...] = True
+            else:
+                at = (slice(None),) * place[0] + (place[1],)
+                whole[at] = results[i]
+                filled[at] = True
+        pairs.append((whole, filled))
+    return pairs

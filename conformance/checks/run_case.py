@@ -1,0 +1,274 @@
+"""Runs one case on one device. The outcome is pass, fail, unsupported, or no reference."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+
+from ...backends.abilities import Tolerant
+from ...backends.base import Backend, Device
+from ...graph.errors import GraphError, PlanError
+from ...graph.spec import Spec
+from ...ops import REGISTRY
+from ..cases.case import Case
+from ..cases.inputs import NoReference, as_reference_array, generate_operands
+from ..cases.operand_layouts import Array
+from . import decomposed, zero_propagation
+from .case_graph import LIVE_LEAF_PREFIX, RESULT_PREFIX, CaseGraph, build_case_graph, device_plan_for
+from .compare_arrays import ArrayDifference, compare
+from .guarded_memory import NAN, WILD_BYTE, GuardedProgram
+from .metamorphic import AxisEntries, join_results, partial_cases, result_specs
+from .tolerance import F32_EPS, ExpectedResult
+
+_NO_DIFFERENCE = ArrayDifference()
+
+
+class Outcome(StrEnum):
+    PASS = "pass"
+    FAIL = "fail"
+    UNSUPPORTED = "unsupported"
+    NO_REFERENCE = "no reference"
+    XFAIL = "xfail"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The outcome of a case; `why` is empty if it passed."""
+
+    case: Case
+    outcome: Outcome
+    why: str = ""
+    difference: ArrayDifference = _NO_DIFFERENCE
+    seconds: float = 0.0
+
+
+class _Unsupported(Exception):  # noqa: N818  (an outcome, not an error)
+    pass
+
+
+class _Wrong(Exception):  # noqa: N818  (an outcome, not an error)
+    """The backend gave a wrong result or a wrong write; the message describes it."""
+
+
+def run_case(case: Case, backend: Backend, device: Device) -> Result:
+    """Run `case` on `device`; an exception of the backend is a failure of the case, not of the run."""
+    start = time.perf_counter()
+    difference = ArrayDifference()
+    try:
+        difference = _run_check(case, backend, device)
+        outcome, why = (Outcome.FAIL, difference.why) if difference.why else (Outcome.PASS, "")
+    except _Unsupported as reason:
+        outcome, why = Outcome.UNSUPPORTED, str(reason)
+    except (NoReference, NotImplementedError) as reason:
+        outcome, why = Outcome.NO_REFERENCE, str(reason) or "the reference is not implemented"
+    except _Wrong as reason:
+        outcome, why = Outcome.FAIL, str(reason)
+    except GraphError:
+        raise  # the case itself is illegal
+    except Exception as reason:  # a kernel under test may raise anything
+        outcome, why = Outcome.FAIL, f"{type(reason).__name__}: {reason}"
+    return Result(case, outcome, why, difference, time.perf_counter() - start)
+
+
+CHECK_TOLERANCE_FACTORS: Mapping[str, float] = {
+    "reference": 1.0,
+    zero_propagation.CHECK_NAME: 1.0,
+    decomposed.CHECK_NAME: 4.0,
+}
+"""Factors of the error budget, by the start of the name of a check; 2 for checks that compute parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnableCase:
+    """A case with its operands, as units and as numbers."""
+
+    case: Case
+    units: Mapping[str, Array]
+    operands: Mapping[str, Array]
+
+    def expected_result(self, backend: Backend) -> ExpectedResult:
+        """Return the expected results, with the error budget for this backend."""
+        slack = next((s for check, s in CHECK_TOLERANCE_FACTORS.items() if self.case.check.startswith(check)), 2.0)
+        return ExpectedResult(self.case, self.operands, slack * _arithmetic(build_case_graph(self.case), backend))
+
+    def results(self, backend: Backend, device: Device) -> tuple[list[Array], list[Array]]:
+        """Return the results of the device, and a mask of the written elements of each."""
+        case = self.case
+        if case.check.startswith(decomposed.CHECK_NAME):
+            if why := decomposed.unsupported_reason(case, backend, device):
+                raise _Unsupported(why)
+            results = decomposed.run_decomposed(case, self.operands, backend, device)
+        elif case.check == "reference" or case.check.startswith(zero_propagation.CHECK_NAME):
+            results = run_three_times(case, self.units, backend, device)
+        else:
+            pieces = _run_in_shards(case, self.units, backend, device)
+            return [w for w, _ in pieces], [m for _, m in pieces]
+        return results, [np.ones(r.shape, bool) for r in results]
+
+
+def prepare_case(case: Case) -> RunnableCase:
+    """Return a case with its operands.
+
+    Raises:
+        NoReference: the kit has no reference for the case.
+    """
+    units = generate_operands(case)
+    if case.check.startswith(zero_propagation.CHECK_NAME):
+        units, _ = zero_propagation.zero_operands(case, units)
+    return RunnableCase(case, units, {n: as_reference_array(a, case.specs[n]) for n, a in units.items()})
+
+
+def _run_in_shards(
+    case: Case, units: Mapping[str, Array], backend: Backend, device: Device
+) -> list[tuple[Array, Array]]:
+    """Return the joined results of the parts of a case."""
+    parts = partial_cases(case)
+    if not parts:
+        raise GraphError(f"{case} cannot be cut so")
+    outputs: list[list[Array]] = []
+    for part in parts:
+        mine = {n: _read(a, part.reads[n], case.specs[n]) if n in part.reads else a for n, a in units.items()}
+        mine |= {n: outputs[-1][r] for n, r in part.carried_results.items()}
+        mine |= {n: np.zeros_like(mine[n]) for n in part.zeroed_operands}
+        outputs.append(run_three_times(part.case, mine, backend, device))
+    return join_results(case, parts, outputs)
+
+
+def _run_check(case: Case, backend: Backend, device: Device) -> ArrayDifference:
+    trial = prepare_case(case)
+    got, made = trial.results(backend, device)
+    if (
+        case.check.startswith(zero_propagation.CHECK_NAME)
+        and (got[0][zero_propagation.zero_operands(case, trial.units)[1]] != 0).any()
+    ):
+        raise _Wrong(f"zeros in {case.check.removeprefix(f'{zero_propagation.CHECK_NAME}-')} give no zeros")
+    return _compare_results(case, got, trial.expected_result(backend), made)
+
+
+def _read(units: Array, place: AxisEntries, spec: Spec) -> Array:
+    """Return some entries of an axis of an operand; along an axis of blocks, whole blocks."""
+    axis, entries = place
+    block = spec.dtype.block if axis == len(spec.shape) - 1 else 1
+    return np.take(units, entries[::block] // block, axis=axis)
+
+
+def _compare_results(case: Case, got: list[Array], yardstick: ExpectedResult, made: list[Array]) -> ArrayDifference:
+    """Return the largest difference of all results, over the elements in `made`."""
+    specs = result_specs(case)
+    budgets = yardstick.budgets(specs)
+    worst = ArrayDifference()
+    for i, (g, want, budget, spec, mask) in enumerate(zip(got, yardstick.wanted, budgets, specs, made, strict=True)):
+        difference = compare(
+            np.where(mask, g, want),
+            want,
+            budget,
+            spec,
+            case.op_declaration,
+            signed_zeros=case.signed_zeros,
+            any_infinity=case.any_infinity,
+        )
+        if difference.why:
+            return replace(difference, why=f"result {i}: {difference.why}" if len(specs) > 1 else difference.why)
+        if difference.nmse >= worst.nmse:
+            worst = difference
+    return worst
+
+
+def _arithmetic(built: CaseGraph, backend: Backend) -> float:
+    """Return the relative error of one operation: the float32 rounding, or a larger error that the backend declares."""
+    coarse = backend.tolerance(built.node) if isinstance(backend, Tolerant) else None
+    return max(F32_EPS, coarse or 0.0)
+
+
+def unsupported_reason(built: CaseGraph, backend: Backend, device: Device) -> str:
+    """Return the reason why the backend cannot run the node of a case; empty if it can.
+
+    No backend runs a view: the planner turns it into strides.
+    """
+    if built.case.op_declaration.is_view:
+        return ""
+    support = backend.supports(built.node, device)
+    return "" if support.ok else support.why or "no reason given"
+
+
+def run_three_times(case: Case, units: Mapping[str, Array], backend: Backend, device: Device) -> list[Array]:
+    """Return the results of the second of three runs of `case` on a device, as float64 or integers.
+
+    The first run has other inputs and leaves its scratch memory. The third run starts with other garbage and must give
+    the same bits. A write outside of the results raises.
+    """
+    built = build_case_graph(case)
+    if why := unsupported_reason(built, backend, device):
+        raise _Unsupported(why)
+    try:
+        lane = device_plan_for(built.graph, backend, device)
+    except PlanError as reason:
+        raise _Wrong(f"PlanError: {reason}") from None
+    for node in lane.graph.nodes:  # copies that the planner put in for layouts the kernel cannot read
+        if not node.is_leaf and not REGISTRY[node.op].is_view and not backend.supports(node, device).ok:
+            raise _Unsupported(f"its layout needs {node!r}, which is not supported")
+    leaves = built.leaves(units, np.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        guarded = GuardedProgram(lane, built.stored_weights(leaves))
+        inputs = {n: a for n, a in leaves.items() if n not in built.weights}
+        decoys = built.leaves({n: _reverse_operands(a) if n in inputs else a for n, a in units.items()}, np.nan)
+        return _three_runs(case, built, guarded, inputs, decoys)
+
+
+def _reverse_operands(units: Array) -> Array:
+    """Return the same numbers in reverse order, which are legal and different."""
+    return np.ascontiguousarray(units.reshape(-1)[::-1]).reshape(units.shape)
+
+
+def _three_runs(
+    case: Case, built: CaseGraph, guarded: GuardedProgram, inputs: Mapping[str, Array], decoys: Mapping[str, Array]
+) -> list[Array]:
+    guarded.poison(NAN)
+    guarded.bind(decoys)
+    _replay(guarded, "the first run")
+    guarded.poison_results(NAN)
+    guarded.bind(inputs)
+    _require_untouched(built, guarded, "the run")
+    first = guarded.outputs()
+    guarded.poison(WILD_BYTE)
+    guarded.bind(inputs)
+    _require_untouched(built, guarded, "the replay")
+    again = guarded.outputs()
+    names = [n for n in first if n.startswith(RESULT_PREFIX)]
+    if any(first[n].tobytes() != again[n].tobytes() for n in names):
+        raise _Wrong("the replay of the same inputs over other leftovers gives other bits")
+    numbers = guarded.decode_outputs({n: first[n] for n in names})
+    return [numbers[n] for n in names]
+
+
+def _require_untouched(built: CaseGraph, guarded: GuardedProgram, when: str) -> None:
+    """Replay the program, and check that guard zones and operands are unchanged."""
+    before = guarded.leaf_bytes(guarded.arena_bytes())
+    _replay(guarded, when)
+    after = guarded.leaf_bytes(guarded.arena_bytes())
+    for name, old_bytes in before.items():
+        if f"{LIVE_LEAF_PREFIX}{name}" in guarded.program.outputs and after[name] != old_bytes:
+            raise _Wrong(f"{when} changed its operand {name}")
+
+
+def _replay(guarded: GuardedProgram, when: str) -> None:
+    guarded.replay()
+    if stray := guarded.find_stray_write(guarded.arena_bytes()):
+        raise _Wrong(f"in {when}, {stray}")
+
+
+def is_aliased(case: Case, backend: Backend, device: Device) -> bool:
+    """Return whether the planner gave a result of an in-place case the memory of its operand."""
+    program = device_plan_for(build_case_graph(case).graph, backend, device).program
+    pairs = case.op_declaration.inplace_pairs(case.attributes_with_defaults)
+    places = {f"{RESULT_PREFIX}{r}": n for r, n in pairs if n in program.inputs}
+    return any(
+        (program.outputs[r].buffer, program.outputs[r].offset) == (program.inputs[n].buffer, program.inputs[n].offset)
+        for r, n in places.items()
+    )

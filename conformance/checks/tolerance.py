@@ -1,0 +1,182 @@
+"""Error budgets, derived from the signature of an op and not listed by op.
+
+The expected error of one element of a result has three parts:
+
+* One rounding of the result to its dtype.
+* The rounding of the arithmetic. It grows with the number of terms of one element, which the contracted and coupled
+  dimensions of the signature give. For sums, its unit is the sum of the magnitudes of the terms.
+* The effect of rounded operands and attributes. The reference runs again with each of them perturbed by one rounding,
+  so that an ill-conditioned point, such as a large exponent, has a large budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...graph.attrs import Attr
+from ...graph.dtypes import DType
+from ...graph.spec import Spec
+from ...ops.declaration.signature import DimensionRole, LeadingAxes
+from ..cases.case import Case
+from ..cases.operand_layouts import Array
+
+ELEMENT_FACTOR = 8.0
+"""The error of an element may be this factor times the expected error of the arithmetic."""
+ROW_FACTOR = 5.0
+"""The root mean square error of a row may be this factor times the expected one."""
+F32_EPS = float(np.finfo(np.float32).eps)
+MIN_NORMAL = float(np.finfo(np.float32).tiny)
+"""Smaller numbers are subnormal, and a sum may lose them."""
+SUBNORMAL_STEP: Mapping[DType, float] = {DType.F16: 2.0**-24, DType.BF16: 2.0**-133}
+"""The distance between subnormal numbers."""
+F32_SUBNORMAL_STEP = 2.0**-149
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBudget:
+    """The error budget of each element: one rounding of the result, and the expected error of the arithmetic."""
+
+    rounding: Array
+    arithmetic: Array
+
+    @property
+    def element(self) -> Array:
+        return self.rounding + ELEMENT_FACTOR * self.arithmetic
+
+    @property
+    def row(self) -> Array:
+        return self.rounding + ROW_FACTOR * self.arithmetic
+
+
+def term_count(case: Case) -> int:
+    """Return the number of terms of one element of a result."""
+    signature = case.op_declaration.signature_for(case.attributes_with_defaults)
+    alone = (DimensionRole.PARALLEL, DimensionRole.INDEXED)
+    summed = {f for d in signature.dims if d.role not in alone for f in d.factors}
+    sizes = case.sizes
+    count = math.prod(int(f) if f.isdecimal() else sizes.get(f, 1) for f in summed)
+    for operand in signature.operands:
+        if operand.leading is LeadingAxes.CONTRACTED and operand.name in case.specs:
+            return max(1, count * case.specs[operand.name].size)
+    return max(1, count)
+
+
+class ExpectedResult:
+    """The expected results of one case, and the expected error of each element."""
+
+    def __init__(self, case: Case, operands: Mapping[str, Array], arithmetic: float = F32_EPS) -> None:
+        self.case, self.op, self.attrs, self.operands = (
+            case,
+            case.op_declaration,
+            case.attributes_with_defaults,
+            operands,
+        )
+        self.arithmetic = arithmetic
+        self.count = term_count(case)
+        # Equal addends are rounded the same way each time, so that their errors add up instead of averaging out.
+        equal = case.inputs == "constant" or case.layout == "broadcast"
+        self.growth = 1.0 + (self.count / 16.0 if equal else math.sqrt(self.count) / 8.0)
+        self.wanted = self._run(operands, self.attrs)
+
+    def _run(self, operands: Mapping[str, Array], attrs: Mapping[str, Attr]) -> tuple[Array, ...]:
+        count = len(self.op.signature_for(attrs).operands)
+        with np.errstate(all="ignore"):
+            return self.op.run_reference([operands.get(n) for n in self.op.operand_names[:count]], attrs)
+
+    def budgets(self, specs: Sequence[Spec]) -> list[ErrorBudget]:
+        """Return the error budget of each result; 0 if the result has to be exact."""
+        nothing = [ErrorBudget(np.zeros(w.shape), np.zeros(w.shape)) for w in self.wanted]
+        if self.op.compare != "close" or all(s.dtype.is_integer for s in specs):
+            return nothing
+        moved = self._perturbation_errors()
+        budgets = []
+        for i, (want, spec) in enumerate(zip(self.wanted, specs, strict=True)):
+            if spec.dtype.is_integer:
+                budgets.append(nothing[i])
+                continue
+            size = np.where(np.isfinite(want), np.abs(want), 0.0)
+            unit = self.arithmetic * self.growth * size + self.growth * self._spread_over_rows(moved[i], i)
+            rounding = 0.51 * eps_of(spec.dtype) * size + SUBNORMAL_STEP.get(spec.dtype, F32_SUBNORMAL_STEP)
+            budgets.append(ErrorBudget(rounding, unit + self._floor()))
+        return budgets
+
+    def _floor(self) -> float:
+        """Return the error from an intermediate number that underflows and is then multiplied.
+
+        If subnormal numbers are kept, it is the rounding of a subnormal number.
+        """
+        lost = self.growth * (F32_SUBNORMAL_STEP if self._is_gradual() else MIN_NORMAL)
+        for array in self.operands.values():
+            if array.dtype.kind == "f" and array.size:
+                size = np.abs(array[np.isfinite(array)])
+                lost *= max(1.0, float(size.max(initial=0.0)))
+        return min(lost, 1e-20)
+
+    def _is_gradual(self) -> bool:
+        """Return whether operands have subnormal numbers that the op must not flush to zero."""
+        return self.case.signed_zeros and self.case.inputs in ("denormal", "special")
+
+    def _perturbation_errors(self) -> list[Array]:
+        """Return the sum of the changes of the results from the rounding of each operand and of the attributes."""
+        total = [np.zeros(w.shape) for w in self.wanted]
+        rng = np.random.default_rng(0)
+        eps = self.arithmetic
+        floats = {n: a for n, a in self.operands.items() if a.dtype.kind == "f"}
+        if self._contracts():
+            magnitudes = self._run({n: np.abs(a) if n in floats else a for n, a in self.operands.items()}, self.attrs)
+            return [eps * np.abs(np.nan_to_num(m)) for m in magnitudes]
+        for name, array in floats.items():
+            # Twice, and of different sizes, so that no row is moved by one common factor, which a norm ignores.
+            moved = [{**self.operands, name: array * (1.0 + eps * _shifts(array.shape, rng))} for _ in range(2)]
+            self._add_change(total, moved if self.count > 1 else moved[:1], self.attrs)
+        if self.case.inputs == "denormal" and not self._is_gradual():
+            flushed = {n: np.where(np.abs(a) < MIN_NORMAL, 0.0, a) for n, a in floats.items()}
+            self._add_change(total, [{**self.operands, **flushed}], self.attrs)
+        nudged = {k: v * (1.0 + eps) if isinstance(v, float) and math.isfinite(v) else v for k, v in self.attrs.items()}
+        if nudged != dict(self.attrs):
+            self._add_change(total, [self.operands], nudged)
+        return total
+
+    def _add_change(self, total: list[Array], moved: Sequence[Mapping[str, Array]], attrs: Mapping[str, Attr]) -> None:
+        """Add to `total` the largest change from one of the perturbed operands."""
+        changes = [np.zeros(w.shape) for w in self.wanted]
+        for operands in moved:
+            for i, (new, old) in enumerate(zip(self._run(operands, attrs), self.wanted, strict=True)):
+                with np.errstate(all="ignore"):
+                    change = np.abs(new.astype(np.float64) - old) if new.shape == old.shape else changes[i]
+                changes[i] = np.maximum(changes[i], np.where(np.isfinite(change), change, 0.0))
+        for mine, change in zip(total, changes, strict=True):
+            mine += change
+
+    def _contracts(self) -> bool:
+        signature = self.op.signature_for(self.attrs)
+        return any(d.role is DimensionRole.CONTRACTED for d in signature.dims) or any(
+            o.leading is LeadingAxes.CONTRACTED for o in signature.operands
+        )
+
+    def _spread_over_rows(self, change: Array, result: int) -> Array:
+        """Return changes of at least their mean over the axes within which elements depend on each other.
+
+        These are the last axis and the coupled axes of the signature.
+        """
+        if self._contracts() or self.count == 1 or not change.ndim or not change.size:
+            return change
+        signature = self.op.signature_for(self.attrs)
+        coupled = {f for d in signature.dims if d.role is DimensionRole.COUPLED for f in d.factors}
+        dims = signature.results[result].dims
+        axes = {i - len(dims) for i, d in enumerate(dims) if coupled & set(d.factors)} | {-1}
+        return np.maximum(change, np.sqrt(np.mean(change * change, axis=tuple(axes), keepdims=True)))
+
+
+def _shifts(shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """Return random perturbations of about one rounding, up or down."""
+    return rng.choice(np.array([-1.0, 1.0]), shape) * rng.uniform(0.5, 1.5, shape)
+
+
+def eps_of(dtype: DType) -> float:
+    """Return the distance from 1 to the next number of a float dtype."""
+    return {DType.F16: 2.0**-10, DType.BF16: 2.0**-7}.get(dtype, F32_EPS)

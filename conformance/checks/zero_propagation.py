@@ -1,0 +1,49 @@
+"""Checks that zeros give exact zeros, as an op declares in `zeros`, for random indices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ..cases.case import Case
+from ..cases.operand_layouts import Array
+from .metamorphic import result_specs
+
+CHECK_NAME = "zeros"
+
+
+def check_names(case: Case) -> tuple[str, ...]:
+    """Return the names of the checks that apply to a case, such as ``zeros-gate``."""
+    specs = case.specs
+    if case.layout == "twin" or any(s.dtype.is_quantised for s in specs.values()):
+        return ()
+    joints = [j for j in case.op_declaration.zeros if all(n in specs and specs[n].size for n in j.split("+"))]
+    return tuple(f"{CHECK_NAME}-{joint}" for joint in joints)
+
+
+def zero_operands(case: Case, units: Mapping[str, Array]) -> tuple[dict[str, Array], Array]:
+    """Return the operands of a case, and a mask of the entries of the result that must be zero.
+
+    The operands of the check are zero at some indices of the axes that they share with the result.
+    """
+    names = case.check.removeprefix(f"{CHECK_NAME}-").split("+")
+    (result,) = result_specs(case)
+    count = min(_shared_leading_axes(case, name) for name in names)
+    mask = np.random.default_rng(case.random_seed).random(result.shape[:count]) < 0.5
+    operands = dict(units)
+    for name in names:
+        operands[name] = np.where(_over(mask, operands[name].ndim), np.zeros((), operands[name].dtype), operands[name])
+    return operands, np.broadcast_to(_over(mask, len(result.shape)), result.shape)
+
+
+def _over(mask: Array, rank: int) -> Array:
+    return mask.reshape(mask.shape + (1,) * (rank - mask.ndim))
+
+
+def _shared_leading_axes(case: Case, name: str) -> int:
+    """Return the number of first axes that an operand shares with the result."""
+    op, (result,) = case.op_declaration, result_specs(case)
+    specs = [case.specs.get(n) for n in op.operand_names]
+    at, rank = op.operand_names.index(name), len(case.specs[name].shape)
+    return max(n for n in range(rank + 1) if op.keeps_leading_axes(specs, result, case.attributes_with_defaults, at, n))

@@ -1,0 +1,157 @@
+"""The cases of an op: its points under every layout and every kind of input; in full, or as a covering choice."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import combinations
+from typing import TypeAlias
+from zlib import crc32
+
+from ..graph.attrs import format_attribute
+from ..graph.spec import Spec
+from ..ops import REGISTRY, Op
+from .cases.case import Case
+from .cases.grow_shapes import FEW_ELEMENTS, distinct_axes, grow_points
+from .cases.inputs import kinds_for
+from .cases.operand_layouts import aliasable_operands, find_layout
+from .checks import zero_propagation
+from .checks.metamorphic import check_names
+
+Operands: TypeAlias = tuple[tuple[str, Spec], ...]
+PAIRS_OF_LAYOUT = 12
+"""Points, at most, at which every layout meets every kind of input."""
+QUICK_ELEMENTS = 1 << 15
+MAX_QUICK_CASES = 400
+"""Cases of one op in the quick run."""
+
+
+def layouts_for(case: Case) -> tuple[str, ...]:
+    """The layouts that make a difference to `case`."""
+    op, attrs, layouts = case.op_declaration, case.attributes_with_defaults, ["contiguous"]
+    for layout in ("offset", "sliced", "permuted", "broadcast"):
+        if any(find_layout(s, layout, distinct_axes(op, attrs, name)) is not None for name, s in case.operands):
+            layouts.append(layout)
+    specs = case.specs
+    if any(name in specs and specs[name].size for _, name in op.inplace_pairs(attrs)):
+        layouts.append("inplace")
+    if aliasable_operands(op, specs, attrs) is not None:
+        layouts.append("twin")
+    return tuple(layouts)
+
+
+@lru_cache(maxsize=256)
+def full_cases(op: Op) -> tuple[Case, ...]:
+    """All cases of one op, each once, in a fixed order."""
+    cases: dict[Case, None] = {}
+    crossed = 0
+    for point in grow_points(op):
+        layouts, kinds = layouts_for(point), kinds_for(point)
+        small = max((s.size for _, s in point.operands), default=0) <= FEW_ELEMENTS
+        both = small and crossed < PAIRS_OF_LAYOUT
+        crossed += both
+        for layout in layouts:
+            for inputs in kinds:
+                if both or layout == "contiguous" or inputs == "normal":
+                    cases[point.with_settings(layout=layout, inputs=inputs)] = None
+        if small:
+            cases.update(
+                (point.with_settings(check=check), None)
+                for check in (*check_names(point), *zero_propagation.check_names(point))
+            )
+    return tuple(cases)
+
+
+@lru_cache(maxsize=256)
+def quick_cases(op: Op) -> tuple[Case, ...]:
+    """Select cases of the full run with every dtype, layout, input kind, attribute value and metamorphic check.
+
+    Nearly every pair of these that occurs in the full run also occurs in the selection.
+    """
+    seen: set[object] = set()
+    chosen: dict[Case, None] = {}
+    ordered = sorted(full_cases(op), key=_order)
+    for features in (_single_traits, _by_layout, _trait_pairs):
+        for case in ordered:
+            if case not in chosen and (new := features(case)) - seen and len(chosen) < MAX_QUICK_CASES:
+                seen |= new | _single_traits(case) | _by_layout(case) | _trait_pairs(case)
+                chosen[case] = None
+    return tuple(chosen)
+
+
+def _order(case: Case) -> tuple[int, int, int]:
+    """Return a sort key: small cases first, then cases with all operands, then a fixed shuffled order."""
+    size = sum(s.size for _, s in case.operands)
+    return (size > QUICK_ELEMENTS) + 2 * (size <= 4 or case.is_empty), -len(case.operands), crc32(case.text.encode())
+
+
+@lru_cache(maxsize=1024)
+def _traits(op: Op, operands: Operands, attrs: tuple[tuple[str, str], ...]) -> tuple[tuple[object, ...], ...]:
+    """Return the dtypes, the attributes as text, and the operand names of a point."""
+    traits: list[tuple[object, ...]] = [("dtype", k, s.dtype) for k, s in operands]
+    traits += [("attr", *attr) for attr in attrs]
+    traits += [("default", k) for k in op.defaults if k not in dict(attrs)]
+    return (*traits, ("operands", tuple(k for k, _ in operands)))
+
+
+def _traits_of(case: Case) -> tuple[tuple[object, ...], ...]:
+    attrs = tuple((k, format_attribute(v)) for k, v in case.attrs)
+    return _traits(case.op_declaration, case.operands, attrs)
+
+
+def _single_traits(case: Case) -> set[object]:
+    """Return the single traits of a case; for a metamorphic check only its name."""
+    if case.check != "reference":
+        return {("check", case.check)}
+    return {*_traits_of(case), *_shapes(case.operands), (case.layout, case.inputs)}
+
+
+def _by_layout(case: Case) -> set[object]:
+    """Return the cells of the support matrix: layout, operand and dtype."""
+    if case.check != "reference":
+        return set()
+    return {(case.layout, ("dtype", k, s.dtype)) for k, s in case.operands}
+
+
+def _trait_pairs(case: Case) -> set[object]:
+    """Return the pairs of traits of a case."""
+    traits = _traits_of(case)
+    attrs = [t for t in traits if t[0] in ("attr", "default")]
+    if case.check != "reference":
+        return {(case.check, t) for t in attrs}
+    shapes = [s for s in _shapes(case.operands) if s[0] in ("rank", "meet")]
+    pairs: set[object] = {(setting, t) for setting in (case.layout, case.inputs) for t in traits}
+    return pairs | {(case.layout, s) for s in shapes} | set(combinations(attrs, 2))
+
+
+@lru_cache(maxsize=1024)
+def _shapes(operands: Operands) -> tuple[tuple[object, ...], ...]:
+    """Traits of the shapes: their ranks, axes of size 0 and 1, odd sizes, many rows; how operands compare."""
+    traits: list[tuple[object, ...]] = []
+    for name, spec in operands:
+        shape = spec.shape
+        last = shape[-1] if shape else -1
+        traits.append(("rank", name, len(shape)))
+        traits.append(("last", name, "0" if not last else "1" if last == 1 else last % 2, last > 64))
+        traits.append(("tall", name, math.prod(shape[:-1]) > 4096, last > 1024, last > 4096))
+        traits.append(("size", name, spec.size.bit_length() // 4, 1 in shape, 0 in shape))
+    for (one, a), (two, b) in combinations(operands, 2):
+        meet = tuple(
+            "=" if n == m else "1" if 1 in (n, m) else "<" if n < m else ">"
+            for n, m in zip(a.shape[::-1], b.shape[::-1], strict=False)
+        )
+        traits.append(("meet", one, two, meet))
+    return tuple(traits)
+
+
+def select_cases(
+    pattern: str = "", *, full: bool = False, seed: int = 0, only: Sequence[str] | None = None
+) -> Iterator[Case]:
+    """Yield the cases of all ops with a name that `pattern` matches completely, or of the ops in `only`."""
+    for name, op in REGISTRY.items():
+        wanted = name in only if only is not None else not pattern or re.fullmatch(pattern, name)
+        if wanted:
+            for case in full_cases(op) if full else quick_cases(op):
+                yield case.with_settings(seed=seed) if seed else case

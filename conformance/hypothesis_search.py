@@ -1,0 +1,79 @@
+"""Random shapes: hypothesis chooses them, and shrinks a failing one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ..backends.base import Backend, Device
+from ..graph.parse import parse_case
+from ..ops import Op
+from .cases.case import INPUTS, LAYOUTS, Case, make_case
+from .cases.grow_shapes import Point, coupled_names, is_legal, rebuild_point, sizes_of
+from .cases.inputs import kinds_for
+from .checks.run_case import Outcome, Result, run_case
+from .generate_cases import layouts_for
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import DataObject
+
+DEFAULT_EXAMPLES = 50
+
+
+def explore_op(
+    op: Op, backend: Backend, device: Device, seed: int, examples: int = DEFAULT_EXAMPLES
+) -> Iterator[Result]:
+    """Results of up to `examples` legal cases of random shapes; if one fails, the last is a smallest that does."""
+    from hypothesis import HealthCheck, Phase, given, settings, strategies
+    from hypothesis import seed as seeded
+
+    bases = [parse_case(text) for text in op.samples if sizes_of(op, parse_case(text)) is not None]
+    if not bases:
+        return
+    results: dict[Case, Result] = {}
+    failed: list[Case] = []
+
+    @seeded(seed)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategies.data())
+    def search(data: strategies.DataObject) -> None:
+        case = _draw_case(op, bases, data)
+        if case not in results:
+            results[case] = run_case(case, backend, device)
+        if results[case].outcome is Outcome.FAIL:
+            failed.append(case)  # hypothesis ends by running the smallest once more
+            raise AssertionError(results[case].why)
+
+    with suppress(AssertionError):
+        search()
+    yield from (r for r in results.values() if r.outcome is not Outcome.FAIL)
+    if failed:
+        yield results[failed[-1]]
+
+
+def _draw_case(op: Op, bases: Sequence[Point], data: DataObject) -> Case:
+    """A sample in other dimensions, layout and input kind."""
+    from hypothesis import assume, strategies
+
+    size = strategies.integers(0, 40) | strategies.sampled_from((63, 65, 127, 129, 255, 257))
+    parts = data.draw(strategies.sampled_from(bases))
+    known = sizes_of(op, parts)
+    assert known is not None
+    coupled = coupled_names(known[2])
+    named = {k: data.draw(size.filter(lambda n: n != 2) if k in coupled else size) for k in known[1].by_name}
+    leading = tuple(data.draw(strategies.lists(strategies.integers(0, 9), max_size=3)))
+    grown = rebuild_point(op, parts, named, leading, data.draw(strategies.sampled_from(("keep", "whole", "one"))))
+    assume(is_legal(op, grown))
+    case = make_case(op, grown)
+    return case.with_settings(
+        layout=data.draw(strategies.sampled_from([x for x in LAYOUTS if x in layouts_for(case)])),
+        inputs=data.draw(strategies.sampled_from([x for x in INPUTS if x in kinds_for(case)])),
+    )

@@ -1,0 +1,46 @@
+"""Counters and race checks of the CUDA launches of cases in the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...backends.cupy.backend import DriverBackend
+from ...backends.cupy.device.limits import MOST, Limits
+from ...backends.cupy.emulation.counted import Counted, CountingDriver
+from ...backends.cupy.emulation.order import disorder
+from ...backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
+from ...graph.errors import BackendError
+from ..cases.case import parse_test_case
+from ..checks.run_case import Outcome, run_case
+
+
+def collect_counters(texts: Iterable[str], limits: Limits = MOST) -> list[Counted]:
+    """Return the counters of each kernel of some cases, on a device with these limits.
+
+    Raises:
+        BackendError: a result is wrong.
+    """
+    driver = CountingDriver(limits, only=1)  # of three runs of a case, the second is compared
+    for text in texts:
+        _run(text, DriverBackend(driver))
+    return list(driver.found.values())
+
+
+def find_races(texts: Iterable[str]) -> list[str]:
+    """Return a line for each pair of unordered accesses of some cases.
+
+    Raises:
+        BackendError: a result is wrong.
+    """
+    lines = []
+    for text in texts:
+        driver = OrderedDriver()
+        _run(text, OrderedBackend(driver))
+        lines += [f"{text}: {pair}" for pair in disorder(driver.taken(), driver.memory)]
+    return lines
+
+
+def _run(text: str, backend: DriverBackend) -> None:
+    result = run_case(parse_test_case(text), backend, backend.device(0))
+    if result.outcome not in (Outcome.PASS, Outcome.NO_REFERENCE):
+        raise BackendError(f"{text}: {result.outcome}: {result.why}")

@@ -1,0 +1,140 @@
+"""Failures by op, the smallest case first, with the traits that distinguish failing from passing cases.
+
+A trait is a short sentence about the operands, dimensions, attributes or settings of a case. A useful trait is frequent
+among failing cases and rare among passing ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...graph.attrs import format_attribute
+from ...ops.declaration.signature import LeadingAxes
+from ..cases.case import INPUTS, LAYOUTS, Case
+from ..checks.run_case import Outcome, Result
+
+MIN_TRAIT_CONTRAST = 0.25
+"""The minimum contrast of a reported trait: its fraction of failing cases minus its fraction of passing cases.
+
+A reported trait also has at least half of the largest contrast.
+"""
+MAX_TRAITS = 3
+SIZE_THRESHOLDS = tuple(2**n for n in range(3, 11))
+"""Sizes at which kernels change: a vector, a tile, a thread block."""
+BROADCAST_TRAITS: Mapping[LeadingAxes, str] = {
+    LeadingAxes.TILED: "repeated",
+    LeadingAxes.GROUPED: "used for several rows",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FailureTrait:
+    """A trait of `failing` failing cases and `passing` passing cases of an op."""
+
+    text: str
+    failing: int
+    passing: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpFailures:
+    """The failures of one op, smallest first, its passed case count, and its distinguishing traits."""
+
+    op: str
+    results: tuple[Result, ...]
+    passed_count: int
+    traits: tuple[FailureTrait, ...]
+
+    def sentences(self) -> Iterator[str]:
+        """Yield the number of failures, then their traits."""
+        count = len(self.results)
+        yield f"{count} of {count + self.passed_count} cases that ran fail"
+        for trait in self.traits:
+            failing, passing = f"{trait.failing} of {count}", f"{trait.passing} of {self.passed_count}"
+            yield f"{failing} that fail and {passing} that pass: {trait.text}"
+
+
+def group_failures(results: Iterable[Result]) -> list[OpFailures]:
+    """Return the failures of each op, in the order of the results."""
+    by_op: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        by_op[result.case.op].append(result)
+    groups = []
+    for op, of_op in by_op.items():
+        bad = sorted((r for r in of_op if r.outcome is Outcome.FAIL), key=lambda r: simplicity(r.case))
+        good = [r.case for r in of_op if r.outcome is Outcome.PASS]
+        if bad:
+            groups.append(
+                OpFailures(op, tuple(bad), len(good), tuple(distinguishing_traits([r.case for r in bad], good)))
+            )
+    return groups
+
+
+def simplicity(case: Case) -> tuple[int, ...]:
+    """Return a sort key: fewest elements first, then the simplest check, layout and inputs."""
+    plain = (case.check != "reference", LAYOUTS.index(case.layout), INPUTS.index(case.inputs))
+    return (sum(s.size for _, s in case.operands), *plain, len(case.point))
+
+
+def distinguishing_traits(bad: Sequence[Case], good: Sequence[Case]) -> list[FailureTrait]:
+    """Return the traits with the largest contrast between `bad` and `good` cases, largest first.
+
+    Of several traits of the same cases, one is returned. Without passing cases the result is empty.
+    """
+    if not good:
+        return []
+    having: dict[str, list[int]] = defaultdict(list)
+    for number, case in enumerate(bad):
+        for text in traits(case):
+            having[text].append(number)
+    passing = Counter(text for case in good for text in traits(case))
+    contrast = {text: len(numbers) / len(bad) - passing[text] / len(good) for text, numbers in having.items()}
+    chosen: dict[tuple[int, ...], FailureTrait] = {}
+    threshold = max(MIN_TRAIT_CONTRAST, max(contrast.values()) / 2)
+    for text in sorted(contrast, key=lambda text: -contrast[text]):
+        if contrast[text] >= threshold:
+            chosen.setdefault(tuple(having[text]), FailureTrait(text, len(having[text]), passing[text]))
+    return list(chosen.values())[:MAX_TRAITS]
+
+
+def traits(case: Case) -> Iterator[str]:
+    """Yield the traits of a case."""
+    op, attrs, specs = case.op_declaration, case.attributes_with_defaults, case.specs
+    operands = op.signature_for(attrs).operands
+    batch = op.resolve_sizes([specs.get(o.name) for o in operands], attrs).leading
+    for operand in operands:
+        if (spec := specs.get(operand.name)) is None:
+            yield f"`{operand.name}` is left out"
+            continue
+        leading = spec.shape[: len(spec.shape) - len(operand.dims)]
+        if operand.leading in BROADCAST_TRAITS and math.prod(leading) < math.prod(batch):
+            broadcast = BROADCAST_TRAITS[operand.leading]
+            yield f"`{operand.name}` is {broadcast}"
+            aligned = zip(reversed(leading), reversed(batch), strict=False)
+            if any(1 < own < whole for own, whole in aligned):
+                yield f"`{operand.name}` is {broadcast} along an axis where it has several entries"
+        if operand.optional:
+            yield f"`{operand.name}` is given"
+        yield f"`{operand.name}` is {spec.dtype.text}"
+        yield f"`{operand.name}` has {len(spec.shape)} axes"
+        if not spec.size:
+            yield f"`{operand.name}` has no elements"
+    yield from (f"{name} is {format_attribute(value)}" for name, value in attrs.items())
+    for name, size in case.sizes.items():
+        if name not in attrs:
+            yield from (f"dimension {name} {words}" for words in _size_traits(size))
+    yield f"layout is {case.layout}"
+    yield f"inputs are {case.inputs}"
+    yield f"check is {case.check}"
+
+
+def _size_traits(size: int) -> Iterator[str]:
+    yield "is 1" if size == 1 else "is not 1"
+    if size % 8:
+        yield "is no multiple of 8"
+    for least in SIZE_THRESHOLDS:
+        if size > least:
+            yield f"exceeds {least}"

@@ -1,0 +1,95 @@
+"""A run as a self-contained HTML page: total, legend, failures by op, and a matrix with links to the cases."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from ..checks.run_case import Outcome, Result
+from .failure_traits import OpFailures, group_failures
+from .text_report import (
+    CELLS,
+    COLUMNS,
+    OUTCOME_MEANINGS,
+    SIGNS,
+    cell_text,
+    format_total,
+    ranked_rows,
+    reproduce,
+    unsupported_lines,
+    worst_outcome,
+)
+
+STYLE = (
+    "body{font:14px system-ui;margin:2em}table{border-collapse:collapse}td,th{border:1px solid #8884;padding:2px 8px}"
+    "thead th{position:sticky;top:0;background:Canvas}.pass{background:#3a35}.fail{background:#d33a}"
+    ".xfail{background:#da35}.unsupported,.no{background:#8883}:root{color-scheme:light dark}td a{color:inherit}"
+    "code{white-space:pre-wrap}dd{margin:0 0 .7em 2em}dt:target{outline:2px solid #d33a}summary{cursor:pointer}"
+)
+MAX_OPEN_CASES = 10
+"""Cases of an op that are seen at once; the rest unfolds, since hundreds would hide the next op."""
+
+
+def html_page(results: Sequence[Result], backend: str) -> str:
+    """The page of a run."""
+    title, groups = f"hocket conformance: {html.escape(backend)}", group_failures(results)
+    parts = [
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>",
+        f"<h1>{title}</h1><p>{html.escape(format_total(results, backend))}.</p>",
+        f"<h2>Legend</h2><table>{''.join(_legend())}</table><p>{html.escape(CELLS)}</p>",
+        *(f"<p>{html.escape(line)}</p>" for line in unsupported_lines(results)),
+        f"<h2>Failures</h2>{'' if groups else '<p>None.</p>'}",
+        *chain.from_iterable(_failures(group, backend) for group in groups),
+        f"<h2>Every op</h2><table>{''.join(_matrix(results))}</table></html>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _legend() -> Iterator[str]:
+    for outcome, sign in SIGNS.items():
+        meaning = html.escape(OUTCOME_MEANINGS[outcome])
+        yield f"<tr><td class={_class(outcome)}>{sign}</td><td>{outcome}</td><td>{meaning}</td></tr>"
+
+
+def _failures(group: OpFailures, backend: str) -> Iterator[str]:
+    """The section of an op; the first case of every cell of the matrix can be led to."""
+    yield f'<h3 id="{group.op}">{group.op}</h3><ul>'
+    yield from (f"<li>{html.escape(sentence)}</li>" for sentence in group.sentences())
+    yield "</ul>"
+    items, led = [], set()
+    for result in group.results:
+        place = _place(group.op, result.case.dtypes, result.case.column)
+        mark = "" if place in led else f' id="{html.escape(place)}"'
+        led.add(place)
+        line = html.escape(reproduce(result, backend))
+        items.append(f"<dt{mark}><code>{line}</code></dt><dd>{html.escape(result.why)}</dd>")
+    yield f"<dl>{''.join(items[:MAX_OPEN_CASES])}</dl>"
+    if rest := items[MAX_OPEN_CASES:]:
+        yield f"<details><summary>{len(rest)} more</summary><dl>{''.join(rest)}</dl></details>"
+
+
+def _matrix(results: Sequence[Result]) -> Iterator[str]:
+    yield f"<thead><tr>{''.join(f'<th>{c}</th>' for c in ('op', 'dtype', *COLUMNS))}</tr></thead>"
+    for (op, dtype), row in ranked_rows(results):
+        cells = "".join(_cell(row.get(c), _place(op, dtype, c)) for c in COLUMNS)
+        yield f"<tr><td>{html.escape(op)}</td><td>{html.escape(dtype)}</td>{cells}</tr>"
+
+
+def _cell(cell: Counter[Outcome] | None, place: str) -> str:
+    if not cell:
+        return "<td></td>"
+    worst, text = worst_outcome(cell), html.escape(cell_text(cell))
+    if worst is Outcome.FAIL:
+        text = f'<a href="#{html.escape(place)}">{text}</a>'
+    return f"<td class={_class(worst)}>{text}</td>"
+
+
+def _class(outcome: Outcome) -> str:
+    return outcome.value.split()[0]
+
+
+def _place(op: str, dtypes: str, column: str) -> str:
+    """The name of a cell of the matrix within the page."""
+    return f"{op}-{dtypes}-{column}".replace("/", "-")

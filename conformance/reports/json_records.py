@@ -1,0 +1,115 @@
+"""Results as JSON lines, two such files compared, and the numbers of a failure as a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+
+from ...backends.base import Backend, Device
+from ...graph.errors import BackendError
+from ...graph.files import replacing
+from ..cases.inputs import NoReference, as_stored
+from ..checks.run_case import Outcome, Result, prepare_case
+
+
+def result_record(result: Result, backend: str) -> dict[str, object]:
+    """One result as plain data."""
+    difference = result.difference
+    return {
+        "case": str(result.case),
+        "op": result.case.op,
+        "dtypes": result.case.dtypes,
+        "layout": result.case.column,
+        "inputs": result.case.inputs,
+        "check": result.case.check,
+        "backend": backend,
+        "outcome": result.outcome.value,
+        "why": result.why,
+        "nmse": difference.nmse,
+        "nmse_limit": difference.nmse_limit,
+        "ulp": difference.ulp,
+        "ulp_limit": difference.ulp_limit,
+        "seconds": round(result.seconds, 6),
+    }
+
+
+def json_lines(results: Iterable[Result], backend: str) -> str:
+    return "".join(json.dumps(result_record(r, backend), ensure_ascii=False) + "\n" for r in results)
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeChange:
+    """A case with different outcomes, or errors that differ by more than a factor, in two reports."""
+
+    case: str
+    before: str
+    after: str
+
+
+def read_records(path: Path) -> dict[str, dict[str, object]]:
+    """Return the records of a report by case.
+
+    Raises:
+        BackendError: the file is no report.
+    """
+    try:
+        rows = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+        return {row["case"]: row for row in rows}
+    except OSError as why:
+        raise BackendError(f"cannot read the report {path}: {why.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise BackendError(f"{path} is no report; make one with --json {path}") from None
+
+
+def compare_records(one: Path, two: Path, factor: float = 4.0) -> list[OutcomeChange]:
+    """Return the changes between two reports: outcomes, new and missing cases, larger and smaller errors."""
+    before, after = read_records(one), read_records(two)
+    changes = []
+    for case in dict.fromkeys((*before, *after)):
+        a, b = before.get(case), after.get(case)
+        if a is None or b is None or a["outcome"] != b["outcome"]:
+            changes.append(OutcomeChange(case, _outcome(a), _outcome(b)))
+            continue
+        old, new = float(str(a["ulp"])), float(str(b["ulp"]))
+        if max(old, new) > 1.0 and max(old, new) > factor * min(old, new):
+            changes.append(OutcomeChange(case, f"{old:.3g} ulp", f"{new:.3g} ulp"))
+    return changes
+
+
+def _outcome(row: dict[str, object] | None) -> str:
+    return "absent" if row is None else str(row["outcome"])
+
+
+def save_failure(result: Result, folder: Path, backend: Backend, device: Device) -> Path:
+    """Write the arrays of a failure to ``<op>-<number>.npz``, and return its path.
+
+    The file has these entries, if they are available:
+
+    * ``case`` and ``why``: text.
+    * ``operand_<name>``: in the storage of a weight.
+    * ``expected_<n>``: the results of the reference, float64 or integers.
+    * ``got_<n>``: the results of another run on the device.
+    """
+    case = result.case
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{case.op}-{crc32(str(case).encode()):08x}.npz"
+    arrays = {"case": np.array(str(case)), "why": np.array(result.why)}
+    with suppress(NoReference, NotImplementedError):
+        trial = prepare_case(case)
+        arrays |= {f"operand_{n}": as_stored(a, case.specs[n]) for n, a in trial.units.items()}
+        arrays |= {f"expected_{n}": np.asarray(w) for n, w in enumerate(trial.expected_result(backend).wanted)}
+        with suppress(Exception):  # a kernel under test may raise anything, and the failure is recorded already
+            arrays |= {f"got_{n}": g for n, g in enumerate(trial.results(backend, device)[0])}
+    with replacing(path) as file:
+        np.savez(file, allow_pickle=False, **arrays)
+    return path
+
+
+def failed_results(results: Sequence[Result]) -> list[Result]:
+    return [r for r in results if r.outcome is Outcome.FAIL]

@@ -1,0 +1,186 @@
+"""The speed of an op with cold buffers, and its ratio to the limit of the machine.
+
+A case is planned once and bound to several copies of its memory, which together exceed the last-level cache and run in
+turn. The limits are measured in the same run, on the same device, through the same backend.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...backends.base import Backend, Device
+from ...graph.errors import BackendError
+from ...graph.spec import Spec, make_spec
+from ...ops import Op
+from ...ops.elementwise.binary import cont
+from ...ops.matrix.matmul import mul_mat
+from ...scheduler import Lane
+from ..cases.case import Case, make_case
+from ..cases.grow_shapes import Point, grow_points, is_legal, rebuild_point, sizes_of
+from ..cases.inputs import generate_operands
+from ..checks.case_graph import build_case_graph, device_plan_for
+from ..checks.guarded_memory import GuardedProgram
+
+MAX_COPY_BYTES = 1 << 30
+"""Maximum bytes of all copies; a large cache may then hold a part of them."""
+MAX_COPIES = 64
+MAX_ELEMENTS = 1 << 21
+"""Maximum elements of an operand."""
+TARGET_SECONDS = 0.2
+MIN_RUNS, MAX_RUNS = 5, 2000
+
+
+PRODUCTS = ("mul_mat", "mul_mat_id")
+"""Ops that compute in the type of their weight: with 8-bit integers if the weight is packed."""
+
+
+class MeasuredLimits:
+    """The measured limits of a device.
+
+    * Bytes per second: of a copy, or of a product with one row.
+    * Operations per second: of a large product, with weights of the type of a case.
+    """
+
+    def __init__(self, backend: Backend, device: Device) -> None:
+        self._measure = lambda case: measure(case, backend, device)
+        copy = make_case(cont, {"x": Spec((1 << 24,))})
+        read = make_case(mul_mat, {"w": Spec((4096, 4096)), "x": Spec((1, 4096))})
+        self.bandwidth = max(self._measure(case).bandwidth for case in (copy, read))
+        self._flops: dict[str, float] = {}
+
+    def flops(self, dtype: str) -> float:
+        """Return operations per second of a large product with weights of this type, measured on the first call."""
+        if dtype not in self._flops:
+            w, x = make_spec((1024, 1024), dtype), Spec((1024, 1024))
+            self._flops[dtype] = self._measure(make_case(mul_mat, {"w": w, "x": x})).throughput
+        return self._flops[dtype]
+
+    def flops_for(self, case: Case) -> float:
+        """Operations a second that the arithmetic of a case could reach."""
+        return self.flops(case.operands[0][1].dtype.text if case.op in PRODUCTS else "f32")
+
+
+@dataclass(frozen=True, slots=True)
+class OpSpeed:
+    """Seconds of one run: median and interquartile range; `cold` is whether the copies exceed the cache."""
+
+    case: Case
+    median: float
+    spread: float
+    nbytes: int
+    flops: int
+    cold: bool
+
+    @property
+    def bandwidth(self) -> float:
+        return self.nbytes / self.median
+
+    @property
+    def throughput(self) -> float:
+        return self.flops / self.median
+
+    def share(self, limits: MeasuredLimits) -> float:
+        """Of the time the device would need at its measured limit for bytes or operations, whichever takes longer."""
+        return max(self.bandwidth / limits.bandwidth, self.throughput / limits.flops_for(self.case))
+
+    def line(self, limits: MeasuredLimits) -> str:
+        return (
+            f"{self.median * 1e6:10.1f} us ±{self.spread * 1e6:8.1f}  {self.bandwidth / 1e9:8.2f} GB/s  "
+            f"{self.throughput / 1e9:9.2f} GFLOP/s  {self.share(limits):5.0%}  {'cold' if self.cold else 'warm'}  "
+            f"{self.case}"
+        )
+
+
+def last_level_cache() -> int:
+    """Bytes of the largest cache of this machine, where the system says; else 32 MiB."""
+    sizes = [32 << 20]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text("ascii").strip()
+        unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
+        digits = text.rstrip("KMG")
+        sizes.append(int(digits) * unit if digits.isdecimal() else 0)
+    return max(sizes)
+
+
+def measure(case: Case, backend: Backend, device: Device) -> OpSpeed:
+    """Time `case`.  Raises `BackendError` where the device does not support it."""
+    support = backend.supports(build_case_graph(case).node, device)
+    if not support.ok:
+        raise BackendError(f"{case} cannot run on {device}: {support.why}")
+    built = build_case_graph(case)
+    lane = device_plan_for(built.graph, backend, device)
+    size = max(1, sum(lane.memory().values()))
+    cache = last_level_cache()
+    copies = max(1, min(MAX_COPIES, MAX_COPY_BYTES // size, -(-2 * cache // size)))
+    units = generate_operands(case)
+    leaves = built.leaves(units, 0.0)
+    runs = [_bind_case(lane, built.stored_weights(leaves), leaves) for _ in range(copies)]
+    seconds = _times(runs)
+    low, middle, high = np.percentile(seconds, [25, 50, 75])
+    op: Op[Any] = case.op_declaration
+    return OpSpeed(
+        case,
+        float(middle),
+        float(high - low),
+        op.count_bytes(built.node),
+        op.count_flops(built.node),
+        copies * size > cache,
+    )
+
+
+def _bind_case(lane: Lane, weights: dict[str, Any], leaves: dict[str, Any]) -> Callable[[], None]:
+    guarded = GuardedProgram(lane, weights)
+    guarded.poison(0)
+    guarded.bind({n: leaves[n] for n in guarded.program.inputs})
+    return lambda: guarded.replay()  # the closure keeps the memory alive
+
+
+def _times(runs: Sequence[Callable[[], None]]) -> list[float]:
+    """Return the seconds of single runs, over the copies in turn."""
+    for run in runs[:2]:
+        run()
+    times: list[float] = []
+    end = time.perf_counter() + TARGET_SECONDS
+    while len(times) < MIN_RUNS or (time.perf_counter() < end and len(times) < MAX_RUNS):
+        run = runs[len(times) % len(runs)]
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def perf_cases(op: Op[Any]) -> list[Case]:
+    """Return one case for each combination of dtypes: a sample, with dimensions doubled in turn up to the limit."""
+    samples: dict[str, Case] = {}
+    for case in grow_points(op):
+        if case.dtypes not in samples and all(s.size > 1 for _, s in case.operands):
+            samples[case.dtypes] = case
+    return [_enlarge_case(op, case) for case in samples.values()]
+
+
+def _enlarge_case(op: Op[Any], case: Case) -> Case:
+    parts: Point = {**case.specs, **dict(case.attrs)}
+    growing = True
+    while growing:
+        growing = False
+        known = sizes_of(op, parts)
+        assert known is not None
+        named, leading = dict(known[1].by_name), known[1].leading
+        steps = [({**named, n: 2 * size}, leading) for n, size in named.items() if n != op.sequential and size > 1]
+        if not steps and leading:
+            steps = [(named, (2 * leading[0], *leading[1:]))]
+        for changed, ahead in steps:
+            now = sizes_of(op, parts)
+            assert now is not None
+            # One dimension after the other; each step starts from the result of the step before.
+            merged = {n: max(size, now[1].by_name[n]) for n, size in changed.items()}
+            grown = rebuild_point(op, parts, merged, ahead)
+            if is_legal(op, grown, MAX_ELEMENTS):
+                parts, growing = grown, True
+    return make_case(op, parts)

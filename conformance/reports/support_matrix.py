@@ -1,0 +1,87 @@
+"""Which op every backend says it supports, by dtype: the answer comes from the registry and the backends alone."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...backends import find, registered
+from ...backends.base import Backend, Device
+from ...graph.errors import HocketError
+from ...ops import REGISTRY
+from ..cases.case import Case
+from ..cases.grow_shapes import grow_points
+from ..checks.case_graph import build_case_graph
+from ..checks.run_case import unsupported_reason
+
+
+@dataclass(frozen=True, slots=True)
+class SupportRow:
+    """One op: its tier, the dtypes of its samples, and for each backend the dtypes it supports or why none.
+
+    `support` maps a device to {dtypes: reason why not}, an empty reason meaning that it can.
+    """
+
+    op: str
+    must: bool
+    dtypes: tuple[str, ...]
+    support: Mapping[str, Mapping[str, str]]
+
+    def cell(self, device: str) -> str:
+        """``all``, ``none``, or the dtypes that work."""
+        reasons = self.support.get(device, {})
+        good = [d for d in self.dtypes if not reasons.get(d, "unknown")]
+        return "all" if len(good) == len(self.dtypes) else ", ".join(good) or "none"
+
+
+def support_matrix(devices: Sequence[str] | None = None) -> list[SupportRow]:
+    """Rows for all ops on `devices`, or on the first device of every backend that loads here."""
+    loaded: dict[str, tuple[Backend, Device]] = {}
+    for name in devices if devices is not None else registered():
+        try:
+            loaded[name] = find(name)
+        except HocketError:
+            if devices is not None:
+                raise
+    rows = []
+    for op in REGISTRY.values():
+        by_dtype: dict[str, Case] = {}
+        for case in grow_points(op):
+            by_dtype.setdefault(case.dtypes, case)
+        support = {
+            name: {dtypes: _unsupported_reason(case, backend, device) for dtypes, case in by_dtype.items()}
+            for name, (backend, device) in loaded.items()
+        }
+        rows.append(SupportRow(op.name, op.is_required, tuple(by_dtype), support))
+    return rows
+
+
+def _unsupported_reason(case: Case, backend: Backend, device: Device) -> str:
+    return unsupported_reason(build_case_graph(case), backend, device)
+
+
+def matrix_text(rows: Sequence[SupportRow], form: str) -> str:
+    """The matrix as ``md``, ``json`` or ``html``."""
+    devices = list(rows[0].support) if rows else []
+    if form == "json":
+        entries = [
+            {"op": r.op, "tier": _tier(r), "dtypes": list(r.dtypes), "support": {d: r.cell(d) for d in devices}}
+            for r in rows
+        ]
+        return json.dumps(entries, indent=1) + "\n"
+    head = ["op", "tier", "meaning", *devices]
+    body = [[r.op, _tier(r), REGISTRY[r.op].documentation.splitlines()[0], *map(r.cell, devices)] for r in rows]
+    if form == "md":
+        lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in body)]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    table = "".join(
+        f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in line)}</tr>\n"
+        for tag, line in [("th", head), *(("td", line) for line in body)]
+    )
+    return f"<!doctype html><meta charset=utf-8><title>hocket ops</title><table>\n{table}</table>\n"
+
+
+def _tier(row: SupportRow) -> str:
+    return "MUST" if row.must else "SHOULD"

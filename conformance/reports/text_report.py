@@ -1,0 +1,152 @@
+"""Reports of a run as text, Markdown and JUnit XML; failures come first."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from textwrap import wrap
+from xml.etree import ElementTree
+
+from ..cases.case import LAYOUTS
+from ..checks.run_case import Outcome, Result
+from .failure_traits import group_failures
+
+COLUMNS = (*LAYOUTS, "zero-size")
+SIGNS: Mapping[Outcome, str] = {
+    Outcome.FAIL: "FAIL",
+    Outcome.XFAIL: "xfail",
+    Outcome.UNSUPPORTED: "—",
+    Outcome.NO_REFERENCE: "?",
+    Outcome.PASS: "ok",
+}
+"""Worst first: a cell shows the worst of its cases."""
+OUTCOME_MEANINGS: Mapping[Outcome, str] = {
+    Outcome.FAIL: "the backend gives something else than the op means",
+    Outcome.XFAIL: "it fails, and a line of the --xfail file says so",
+    Outcome.UNSUPPORTED: "the backend says that it has no kernel for this",
+    Outcome.NO_REFERENCE: "the kit does not know what the result must be",
+    Outcome.PASS: "right in every case",
+}
+CELLS = "A cell shows the worst outcome of its cases; 3/7 means that 3 of 7 cases have it, a lone number that all have."
+
+Cells = dict[tuple[str, str], dict[str, Counter[Outcome]]]
+
+
+def counts(results: Iterable[Result]) -> Counter[Outcome]:
+    return Counter(r.outcome for r in results)
+
+
+def reproduce(result: Result, backend: str) -> str:
+    """The one line that runs a case again."""
+    return f"hocket check --backend {backend} --case '{result.case}'"
+
+
+def format_total(results: Sequence[Result], backend: str, seconds: float | None = None) -> str:
+    """A run in one line."""
+    outcomes = ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts(results).items()))
+    ops = len({r.case.op for r in results})
+    took = "" if seconds is None else f" in {seconds:.1f} s"
+    return f"{backend}: {len(results)} cases of {ops} ops{took}: {outcomes or 'none'}"
+
+
+def unsupported_lines(results: Iterable[Result]) -> Iterator[str]:
+    """The ops that a backend leaves out: in whole by name, in part with how many cases."""
+    by_op: dict[str, Counter[Outcome]] = defaultdict(Counter)
+    for result in results:
+        by_op[result.case.op][result.outcome] += 1
+    left_out = {op: c for op, c in by_op.items() if c[Outcome.UNSUPPORTED]}
+    whole = [op for op, c in left_out.items() if c[Outcome.UNSUPPORTED] == c.total()]
+    partly = [f"{op} ({c[Outcome.UNSUPPORTED]} of {c.total()} cases)" for op, c in left_out.items() if op not in whole]
+    if whole:
+        yield f"unsupported: {', '.join(whole)}"
+    if partly:
+        yield f"unsupported in part: {', '.join(partly)}"
+
+
+def summary(results: Sequence[Result], backend: str, seconds: float, max_failures: int = 3) -> str:
+    """Return the text report: the traits and smallest failures of each op, unsupported ops, and the total."""
+    lines: list[str] = []
+    for group in group_failures(results):
+        first, *others = group.sentences()
+        lines += [f"FAIL {group.op}: {first}", *(f"     {sentence}" for sentence in others)]
+        for result in group.results[:max_failures]:
+            lines += [f"  {result.why}", f"  {reproduce(result, backend)}"]
+        if len(group.results) > max_failures:
+            lines.append(
+                f"  and {len(group.results) - max_failures} more; --json, --markdown or --html lists all of them"
+            )
+    for line in unsupported_lines(results):
+        lines += wrap(line, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    whys = Counter(r.why for r in results if r.outcome is Outcome.UNSUPPORTED)
+    lines += [f"  {n} cases: {why}" for why, n in whys.most_common(5)]
+    return "\n".join([*lines, format_total(results, backend, seconds)])
+
+
+def outcome_matrix(results: Iterable[Result]) -> Cells:
+    """Outcomes by (op, dtypes) and layout."""
+    cells: Cells = defaultdict(lambda: defaultdict(Counter))
+    for result in results:
+        cells[result.case.op, result.case.dtypes][result.case.column][result.outcome] += 1
+    return cells
+
+
+def ranked_rows(results: Iterable[Result]) -> list[tuple[tuple[str, str], dict[str, Counter[Outcome]]]]:
+    """Return the rows of the matrix, worst outcomes first, then in the order of the registry."""
+    worst = list(SIGNS)
+    return sorted(
+        outcome_matrix(results).items(), key=lambda row: min(worst.index(o) for c in row[1].values() for o in c)
+    )
+
+
+def cell_text(cell: Counter[Outcome] | None) -> str:
+    """Return the worst outcome of a cell, with its count and the number of cases."""
+    if not cell:
+        return ""
+    worst, count = worst_outcome(cell), cell.total()
+    return f"{SIGNS[worst]} {count}" if cell[worst] == count else f"{SIGNS[worst]} {cell[worst]}/{count}"
+
+
+def worst_outcome(cell: Counter[Outcome]) -> Outcome:
+    return next(o for o in SIGNS if cell[o])
+
+
+def markdown(results: Sequence[Result], backend: str) -> str:
+    """Return the Markdown report: total, legend, failures of each op with their traits, and the matrix."""
+    lines = [f"# Conformance of {backend}", "", f"{format_total(results, backend)}.", ""]
+    lines += ["| sign | outcome | meaning |", "|---|---|---|"]
+    lines += [f"| {sign} | {outcome} | {OUTCOME_MEANINGS[outcome]} |" for outcome, sign in SIGNS.items()]
+    lines += ["", CELLS, "", *unsupported_lines(results), ""]
+    for group in group_failures(results):
+        lines += [f"## {group.op}", "", *(f"- {sentence}" for sentence in group.sentences()), "", "```"]
+        for result in group.results:
+            lines += [f"# {result.why}", reproduce(result, backend)]
+        lines += ["```", ""]
+    lines += ["## Every op", "", f"| op | dtype | {' | '.join(COLUMNS)} |", "|" + "---|" * (2 + len(COLUMNS))]
+    failed = {group.op for group in group_failures(results)}
+    for (op, dtype), row in ranked_rows(results):
+        name = f"[{op}](#{op})" if op in failed else op
+        lines.append(f"| {name} | {dtype} | {' | '.join(cell_text(row.get(c)) for c in COLUMNS)} |")
+    return "\n".join(lines) + "\n"
+
+
+def junit(results: Sequence[Result], backend: str) -> str:
+    """JUnit XML, as CI systems read it."""
+    outcomes = counts(results)
+    skipped = (Outcome.UNSUPPORTED, Outcome.NO_REFERENCE, Outcome.XFAIL)
+    suite = ElementTree.Element(
+        "testsuite",
+        name=f"hocket.conformance.{backend}",
+        tests=str(len(results)),
+        failures=str(outcomes[Outcome.FAIL]),
+        skipped=str(sum(outcomes[o] for o in skipped)),
+        time=f"{sum(r.seconds for r in results):.3f}",
+    )
+    for result in results:
+        case = ElementTree.SubElement(
+            suite, "testcase", classname=result.case.op, name=str(result.case), time=f"{result.seconds:.4f}"
+        )
+        if result.outcome is Outcome.FAIL:
+            ElementTree.SubElement(case, "failure", message=result.why).text = reproduce(result, backend)
+        elif result.outcome in skipped:
+            ElementTree.SubElement(case, "skipped", message=f"{result.outcome}: {result.why}")
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"

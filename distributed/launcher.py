@@ -1,0 +1,80 @@
+"""How this process was started: alone, or as a rank by mpiexec or srun; and the supervisor of a rank.
+
+A launcher ends all ranks as soon as one of them ends, before a rank can print the reason. A rank therefore runs in a
+child of the launched process. The launched process is its supervisor and stays until the other ranks have printed
+their reasons.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import select
+import signal
+import sys
+import time
+from typing import NoReturn
+
+from ..graph.lazy_dataclass import dataclass
+from .presence import detect_rank
+from .world import FAILED_RANK_LINGER_SECONDS, SHUTDOWN_GRACE_SECONDS, SILENCE_TIMEOUT_SECONDS
+
+START_TIMEOUT_SECONDS = 60.0
+"""Maximum seconds for the start of all ranks."""
+DIES_WITH_PARENT = 1
+"""``PR_SET_PDEATHSIG`` of Linux."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchInfo:
+    """Rank `rank` of `size` processes that `launcher` started."""
+
+    launcher: str
+    rank: int
+    size: int
+
+
+def detect_launch() -> LaunchInfo | None:
+    """Return the launcher, rank and size of this process; None for a single process."""
+    found = detect_rank()
+    return LaunchInfo(*found) if found else None
+
+
+def run_under_supervisor(launch: LaunchInfo) -> int:
+    """Fork, and supervise the child; return in the child the file descriptor for `notify_supervisor`."""
+    reading, writing = os.pipe()
+    parent, child = os.getpid(), os.fork()
+    if child:
+        os.close(writing)
+        _supervise(child, reading, launch)
+    os.close(reading)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(2)
+    return writing
+
+
+def notify_supervisor(pipe: int) -> None:
+    """Tell the supervisor on the first call that all ranks have started, on the second that all have ended."""
+    os.write(pipe, b"1")
+
+
+def _supervise(child: int, reading: int, launch: LaunchInfo) -> NoReturn:
+    """Wait for `child` and end with its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal and mpiexec send it to both
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda n, _: os.kill(child, n))
+    came = select.select([reading], [], [], START_TIMEOUT_SECONDS)[0]  # also readable after the end of the child
+    if not came:
+        why = f"only some of {launch.size} ranks have started within {START_TIMEOUT_SECONDS:.0f} s"
+        os.write(2, f"hocket: rank {launch.rank} on {platform.node()}: {why}\n".encode())
+        os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0 or (code == 0 and len(os.read(reading, 2)) < 2):
+        # The child ended without a notice. The other ranks find out and print it before the launcher ends them.
+        time.sleep(SILENCE_TIMEOUT_SECONDS + SHUTDOWN_GRACE_SECONDS + FAILED_RANK_LINGER_SECONDS)
+        code = 128 - code
+    os._exit(code)

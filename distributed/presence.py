@@ -1,0 +1,186 @@
+"""The ranks of one machine before they communicate over MPI: each rank leaves a note that the others can read.
+
+A note is a file in memory, open from ``import hocket`` to the end of the process, which Linux shows in ``/proc``. The
+note is empty while the process runs; at the end it holds the reason. No file stays behind.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+from weakref import ref
+
+PROC = Path("/proc")
+NOTE = "hocket-rank"
+POLL_SECONDS = 0.25
+"""Seconds between two polls of the processes of the other ranks."""
+STOPPED_SECONDS = 4.0
+"""Seconds after which a rank that is stopped counts as failed."""
+IMPORT_SECONDS = 60.0
+"""Maximum seconds until a rank of this machine has imported hocket, even on a busy machine."""
+ENDED = "its program ended before that of the others"
+
+MAX_REASON = 300
+"""Characters of a reason."""
+
+
+class Partner(Protocol):
+    """One end of a group of processes that a script has not closed."""
+
+    def tell_end(self, why: str) -> None:
+        """Tell the others that this process ends, and why."""
+
+    def await_ends(self) -> None:
+        """Wait until all other ranks have sent the same, or one has failed."""
+
+
+LAUNCHERS = (
+    ("mpiexec", "PMI_RANK", "PMI_SIZE"),
+    ("mpiexec", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+"""Launchers, and their variables with the rank of a process and the number of ranks."""
+
+
+def detect_rank() -> tuple[str, int, int] | None:
+    """Return the launcher, the rank and the number of ranks, or None for a single process."""
+    for by, rank, size in LAUNCHERS:
+        numbers = os.environ.get(rank, ""), os.environ.get(size, "")
+        if all(n.isdecimal() for n in numbers) and int(numbers[1]) > 1:
+            return by, int(numbers[0]), int(numbers[1])
+    return None
+
+
+_notes: list[int] = []
+_partners: list[ref[Partner]] = []
+_losses: list[str] = []
+
+
+def leave_note() -> None:
+    """Leave the note of this process if it is one of several, where the system has such files."""
+    if detect_rank() and not _notes and hasattr(os, "memfd_create"):
+        _notes.append(os.memfd_create(NOTE))
+        atexit.register(_end_rank, os.getpid())
+
+
+def register_partner(partner: Partner) -> None:
+    """Call `tell_end` and `await_ends` of `partner` at the end of this process, if `partner` is alive then."""
+    _partners.append(ref(partner))
+
+
+def format_reason(error: BaseException) -> str:
+    """Return one line for an error; the line of another rank's failure is passed on as it is."""
+    text = str(error) if type(error).__name__ == "RanksError" else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:MAX_REASON]
+
+
+def record_loss(why: str) -> None:
+    """Record that a rank has failed: MPI would wait for it for ever, so this process ends without MPI."""
+    _losses.append(why)
+
+
+def _end_rank(pid: int) -> None:
+    if os.getpid() != pid:  # a child that was forked
+        return
+    error = getattr(sys, "last_value", None)
+    why = ENDED if error is None else format_reason(error)
+    os.write(_notes[0], why.encode(errors="replace"))
+    partners = [partner for known in _partners if (partner := known()) is not None]
+    for partner in partners:
+        partner.tell_end(why)
+    for partner in partners:
+        partner.await_ends()
+    if _losses:
+        if error is None:
+            os.write(2, f"hocket: {_losses[0]}\n".encode())
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process of this machine is stopped; False if the system does not tell."""
+    return _read_process_state(pid)[:1] in ("T", "t")
+
+
+def continue_supervisor() -> None:
+    """Continue the parent of this process if it is stopped: the parent has to end with this process."""
+    if is_stopped(os.getppid()):
+        os.kill(os.getppid(), signal.SIGCONT)
+
+
+def _read_process_state(pid: int) -> str:
+    """Return the state and the parent of a process, as in ``/proc/PID/stat``; empty without such a process."""
+    with suppress(OSError):
+        return (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(") ")[2]
+    return ""
+
+
+def _find_sibling_ranks() -> Iterator[tuple[int, int]]:
+    """Yield the rank and the process id of each rank that the launcher has started on this machine."""
+    parent = str(os.getppid())
+    for entry in PROC.glob("[0-9]*"):
+        pid = int(entry.name)
+        if _read_process_state(pid).split(" ", 2)[1:2] == [parent] and pid != os.getpid():
+            with suppress(OSError, ValueError):
+                words = (entry / "environ").read_bytes().split(b"\0")
+                variables = dict(word.decode(errors="replace").partition("=")[::2] for word in words)
+                rank = next((variables[name] for _, name, _ in LAUNCHERS if name in variables), None)
+                if rank is not None:
+                    yield int(rank), pid
+
+
+def _read_note(pid: int) -> str | None:
+    """Return the note of a process, or None."""
+    with suppress(OSError):
+        for link in (PROC / str(pid) / "fd").iterdir():
+            with suppress(OSError):
+                if os.readlink(link).startswith(f"/memfd:{NOTE}"):
+                    return link.read_text(errors="replace")
+    return None
+
+
+class AbsentRanks:
+    """Finds ranks of this machine that will not come while this rank waits for them."""
+
+    def __init__(self, ranks: Collection[int]) -> None:
+        """`ranks`: numbers in ``MPI.COMM_WORLD``."""
+        self._ranks, self._start = ranks, time.monotonic()
+        self._last_poll = self._start
+        self._processes: dict[int, int] = {}
+        self._stopped: dict[int, float] = {}
+
+    def find(self) -> tuple[int, str] | None:
+        """Return a rank that will not come, and the reason, or None."""
+        now = time.monotonic()
+        if now - self._last_poll < POLL_SECONDS:
+            return None
+        self._last_poll = now
+        self._processes.update((rank, pid) for rank, pid in _find_sibling_ranks() if rank in self._ranks)
+        for rank, pid in self._processes.items():
+            if why := self._find_reason(rank, pid, now):
+                return rank, why
+        return None
+
+    def _find_reason(self, rank: int, pid: int, now: float) -> str:
+        if _read_process_state(pid)[:1] in ("", "Z", "X"):
+            record_loss("it was killed")
+            return "its process is gone: it was killed, or ended without a word"
+        if is_stopped(pid):
+            if now - self._stopped.setdefault(rank, now) <= STOPPED_SECONDS:
+                return ""
+            record_loss("it was stopped")
+            return "it was stopped (SIGSTOP)"
+        self._stopped.pop(rank, None)
+        note = _read_note(pid)
+        if note is None and now - self._start > IMPORT_SECONDS:
+            return f"it has not imported hocket for {IMPORT_SECONDS:.0f} s: it ended, or imports hocket late"
+        return note or ""

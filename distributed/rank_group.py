@@ -1,0 +1,284 @@
+"""Communicators of devices that belong to several ranks.
+
+Devices of one rank exchange data through its memory. A sum over ranks has three steps:
+
+1. A reduce-scatter within each rank: each device has the sum of one piece.
+2. A sum of each piece over the ranks: the devices of a rank send at the same time.
+3. An all-gather of the pieces within each rank.
+
+No byte is sent to another rank twice. If all ranks are on one machine, compiled code sums through shared memory
+(`Slabs`) and needs no packets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..backends.base import Array, Device, Slabs
+from ..backends.board import BOARD_FAILED, end_runs, new_board
+from ..graph.dtypes import DType
+from .array_packets import pack_array, unpack_array
+from .thread_group import ThreadGroup
+from .world import DATA, World
+
+MIN_DISTRIBUTED_SUM = 16 * 1024
+"""Minimum elements of a sum that the ranks compute in parts; each rank computes all of a smaller sum."""
+SHARED_SUM_ELEMENTS = 64 * 1024
+"""Float32 elements of each device in one step of a sum through shared memory."""
+
+
+class DevicePlacement:
+    """The rank of each device; `local_devices` are the devices of this rank."""
+
+    world: World
+    ranks: tuple[int, ...]
+    local_devices: tuple[int, ...]
+
+    def __init__(self, world: World, ranks: Sequence[int]) -> None:
+        self.world, self.ranks = world, tuple(ranks)
+        self.local_devices = tuple(d for d, rank in enumerate(ranks) if rank == world.rank)
+        self._slabs: Slabs | None = None
+
+    @property
+    def spans_ranks(self) -> bool:
+        return self.world.size > 1
+
+    def exchange(self, parts: Mapping[int, Any], needed: Sequence[int]) -> dict[int, Any]:
+        """Return the part of each `needed` device, on all ranks; all ranks call it.
+
+        Args:
+            parts: The parts of the devices of this rank.
+            needed: The devices.
+        """
+        own = {device: parts[device] for device in needed if device in self.local_devices}
+        posted = [p for device, part in own.items() for p in self._send(part, device, range(self.world.size))]
+        all_parts = {d: own[d] if d in own else self._receive(d) for d in needed}
+        self.world.wait_until_sent(posted)
+        return all_parts
+
+    def broadcast_one(self, parts: Mapping[int, Any], holders: Sequence[int]) -> Any:
+        """Return the part that all `holders` have.
+
+        A rank without a holder receives the part from the rank of the first holder.
+        """
+        if not self.spans_ranks:  # the path of every token on one machine
+            return parts[holders[0]]
+        first, lacking = holders[0], set(range(self.world.size)) - {self.ranks[d] for d in holders}
+        posted = self._send(parts[first], first, sorted(lacking)) if first in self.local_devices else []
+        here = next((parts[d] for d in holders if d in self.local_devices), None)
+        part = self._receive(first) if here is None else here
+        self.world.wait_until_sent(posted)
+        return part
+
+    def _send(self, part: Any, device: int, to: Sequence[int]) -> list[object]:
+        others = [rank for rank in to if rank != self.world.rank]
+        packet = pack_array(np.asarray(part), device) if others else None
+        return [self.world.send_packet(rank, self._channel(device), packet) for rank in others if packet is not None]
+
+    def _receive(self, device: int) -> Array:
+        rank = self.ranks[device]
+        packet = self.world.receive_packet(rank, self._channel(device))
+        assert packet is not None  # there is no timeout
+        return unpack_array(packet, self.world.name(rank), device)
+
+    def shared_buffers(self) -> Slabs | None:
+        """Return shared memory for sums by compiled code of several processes; None on several machines.
+
+        All ranks call it.
+        """
+        if self._slabs is None:
+            head, devices = 16 + 8 * len(self.ranks), len(self.ranks)
+            words = self.world.shared_words(head + devices * SHARED_SUM_ELEMENTS)
+            if words is None:
+                return None
+            self._slabs = Slabs(words[:head], words[head:].view(np.float32).reshape(2, devices, SHARED_SUM_ELEMENTS))
+            self.world.register_wake(self._wake)
+        return self._slabs
+
+    def _wake(self, why: str) -> None:
+        assert self._slabs is not None
+        self._slabs.board[BOARD_FAILED] = 1
+
+    def _channel(self, device: int) -> int:
+        """Return the channel on which the rank of a device sends to all ranks."""
+        return DATA + len(self.ranks) ** 2 + device
+
+    def channel(self, source: int, to: int) -> int:
+        """Return the channel on which a device sends to another."""
+        return DATA + source * len(self.ranks) + to
+
+
+class RankGroup:
+    """A communicator of devices of several ranks; `member(number)` is the end of a device of this rank."""
+
+    def __init__(
+        self,
+        between: DevicePlacement,
+        devices: Sequence[Device],
+        timeout: float,
+        wire: DType,
+        teams: Sequence[Sequence[int]] = (),
+        *,
+        shares: bool = True,
+    ) -> None:
+        """Create the group; `is_apart` tells whether a team has devices of several ranks.
+
+        Args:
+            between: The rank of each device.
+            devices: All devices.
+            timeout: Maximum seconds of a wait.
+            wire: The dtype of a transfer.
+            teams: For each device the devices of its collectives, itself included; all devices by default.
+            shares: Devices may share a progress board; without it, they exchange data through host memory.
+        """
+        self.between, self.devices, self.timeout, self.wire = between, devices, timeout, wire
+        all_devices = tuple(range(len(devices)))
+        self.teams = [tuple(team) for team in teams] or [all_devices] * len(devices)
+        is_one = all(team == all_devices for team in self.teams)
+        self.slabs = between.shared_buffers() if is_one and len({d.kind for d in devices}) == 1 else None
+        apart = {team for team in self.teams if len({between.ranks[d] for d in team}) > 1}
+        self.is_apart = bool(apart)
+        own = {team: [d for d in team if d in between.local_devices] for team in self.teams}
+        self.thread_groups = {team: ThreadGroup(len(mine), timeout) for team, mine in own.items() if mine}
+        self.signal_boards = {
+            team: new_board(len(team)) for team in apart if shares and len({devices[d].kind for d in team}) == 1
+        }
+        between.world.register_wake(self._wake)
+
+    def member(self, number: int) -> RankGroupMember:
+        return RankGroupMember(self, number)
+
+    def abort(self, why: str) -> None:
+        """End all ranks, because a device of this rank failed."""
+        self.between.world.fail(why)
+
+    def _wake(self, why: str) -> None:
+        for board in self.signal_boards.values():
+            board[BOARD_FAILED] = 1
+        for group in self.thread_groups.values():
+            group.abort(why)
+
+    def clear(self) -> None:
+        """Forget all of a run except its number and the failure of a rank, which may come while the run ends."""
+        for board in self.signal_boards.values():
+            end_runs(board)
+        for group in self.thread_groups.values():
+            group.clear()
+        self.between.world.wake_again()
+
+
+class RankGroupMember:
+    """The `Comm` of device `number`, which the thread of the device calls; `rank` is its index in its team."""
+
+    is_apart: bool = True
+
+    def __init__(self, group: RankGroup, number: int) -> None:
+        self.group, self.number, self.team = group, number, group.teams[number]
+        self.rank, self.size, self.everybody = self.team.index(number), len(self.team), len(group.devices)
+        self.timeout, self.wire, self.slabs = group.timeout, group.wire, group.slabs
+        self.board: npt.NDArray[np.int64] | None = group.signal_boards.get(self.team)
+        self.devices: Sequence[Device] = [group.devices[d] for d in self.team]
+        self._between, self._world = group.between, group.between.world
+        by_rank: dict[int, list[int]] = {}
+        for device in self.team:
+            by_rank.setdefault(self._between.ranks[device], []).append(device)
+        self._mates = by_rank[self._world.rank]
+        self._place = self._mates.index(number)
+        self._thread_member = group.thread_groups[self.team].member(self._place)
+        self._groups = list(by_rank.values())
+        self._slice_count = min(map(len, self._groups))
+
+    def _send(self, array: Array, to: int, sequence: int) -> object:
+        channel = self._between.channel(self.number, to)
+        return self._world.send_packet(self._between.ranks[to], channel, pack_array(array, sequence))
+
+    def _receive(self, source: int, sequence: int) -> Array:
+        rank = self._between.ranks[source]
+        packet = self._world.receive_packet(rank, self._between.channel(source, self.number), self.timeout)
+        if packet is None:
+            raise self._world.timeout_error(rank, self.timeout)
+        return unpack_array(packet, self._world.name(rank), sequence)
+
+    def _exchange(self, peers: Sequence[int], own: Callable[[int], Array], sequence: int) -> list[Array]:
+        """Return the array that each of `peers`, this device included, has for this device.
+
+        ``own(i)`` is the array of this device for ``peers[i]``.
+        """
+        others = [(place, d) for place, d in enumerate(peers) if d != self.number]
+        posted = [self._send(own(place), to, sequence) for place, to in others]
+        arrays = [own(p) if d == self.number else self._receive(d, sequence) for p, d in enumerate(peers)]
+        self._world.wait_until_sent(posted, self.timeout)
+        return arrays
+
+    def _sum_over_ranks(self, part: Array, sequence: int) -> Array:
+        """Return the sum of a slice over the devices with this index in their ranks."""
+        peers = [mates[self._place] for mates in self._groups]
+        if len(part) < MIN_DISTRIBUTED_SUM or len(peers) < 3:
+            return _sum_arrays(self._exchange(peers, lambda to: part, sequence))
+        blocks = _even_slices(len(part), len(peers))
+        mine = _sum_arrays(self._exchange(peers, lambda to: part[blocks[to]], sequence))
+        return np.concatenate(self._exchange(peers, lambda to: mine, sequence))
+
+    def _sum_over_group(self, source: Array, sequence: int) -> Array:
+        """Return the sum over the team, in the order of devices within a rank, then in rank order."""
+        flat, total = np.ascontiguousarray(source).reshape(-1), np.empty(source.size, source.dtype)
+        slices = [*_even_slices(flat.size, self._slice_count), *[slice(0, 0)] * (len(self._mates) - self._slice_count)]
+        mine = slices[self._place]
+        whole = slice(0, mine.stop - mine.start)
+        partial_sum = np.empty(whole.stop, source.dtype)
+        self._thread_member.reduce_scatter(flat, partial_sum, [(whole, mine)], sequence)
+        if self._place < self._slice_count:
+            partial_sum = self._sum_over_ranks(partial_sum, sequence)
+        self._thread_member.all_gather(
+            partial_sum, total, [[(at, slice(0, at.stop - at.start))] for at in slices], sequence
+        )
+        return total.reshape(source.shape)
+
+    def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
+        np.copyto(into, self._sum_over_group(source, sequence))
+
+    def reduce_scatter(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
+        total = self._sum_over_group(source, sequence)
+        for target, origin in parts:
+            np.copyto(into[target], total[origin])
+
+    def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
+        """Send `source` to one device of each other rank; that device shares it within its rank."""
+        others = [mates for mates in self._groups if mates is not self._mates]
+        posted = [self._send(source, mates[self._place % len(mates)], sequence) for mates in others]
+        own = len(self._mates)
+        received = {d: self._receive(d, sequence) for mates in others for d in mates[self._place :: own]}
+        self._world.wait_until_sent(posted, self.timeout)
+        known: dict[int, Array] = {}
+        for theirs in self._thread_member.exchange_values({self.number: source, **received}, sequence):
+            known |= theirs
+        for device, pairs in zip(self.team, parts, strict=True):
+            for target, origin in pairs:
+                np.copyto(into[target], known[device][origin])
+        self._thread_member.group.wait(self._place, sequence)  # no device overwrites a source that another still reads
+
+    def send(self, source: Array, to: int, sequence: int) -> None:
+        self._world.wait_until_sent([self._send(source, to, sequence)], self.timeout)
+
+    def receive(self, into: Array, source: int, sequence: int) -> None:
+        np.copyto(into, self._receive(source, sequence))
+
+
+def _even_slices(size: int, count: int) -> list[slice]:
+    """Split ``range(size)`` into `count` slices of nearly equal sizes."""
+    bounds = [size * part // count for part in range(count + 1)]
+    return [slice(*ends) for ends in pairwise(bounds)]
+
+
+def _sum_arrays(arrays: Sequence[Array]) -> Array:
+    """Return the sum in order and in the narrowest dtype of the arrays, so that it is equal on all ranks."""
+    wire = min((a.dtype for a in arrays), key=lambda d: (d.itemsize, d.str))
+    total = arrays[0].astype(wire)
+    for other in arrays[1:]:
+        np.add(total, other.astype(wire, copy=False), out=total)
+    return total

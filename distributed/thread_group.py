@@ -1,0 +1,182 @@
+"""Communicators of devices of one process, which share its memory. They implement `Comm` of ``backends.base``."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..backends.base import Array, Device, Slabs
+from ..backends.board import BOARD_FAILED, end_runs, new_board
+from ..graph.dtypes import DType
+from ..graph.errors import BackendError
+
+MAX_PENDING_MESSAGES = 8
+"""Maximum messages from one device to another that are not received yet: messages of two or three runs.
+
+Pipeline stages differ in time. With two messages, fewer than one run has, each stage waited for the slowest one.
+"""
+
+
+class ThreadGroup:
+    """A communicator of the threads of a group; `member(rank)` is one end.
+
+    Sums are computed in rank order and in the narrowest dtype of the operands, so all devices get the same numbers.
+
+    Args:
+        size: Number of threads.
+        timeout: Maximum seconds of a wait.
+        devices: The devices, if all belong to one backend; else empty.
+        wire: The dtype of a transfer.
+    """
+
+    def __init__(
+        self, size: int, timeout: float = 60.0, *, devices: Sequence[Device] = (), wire: DType = DType.F32
+    ) -> None:
+        self.size, self.timeout, self.wire = size, timeout, wire
+        self.devices: Sequence[Device] = tuple(devices)
+        self.board = new_board(size) if devices else None
+        self.barrier = threading.Barrier(size)
+        self.messages: defaultdict[tuple[int, int], deque[tuple[int, Array]]] = defaultdict(deque)
+        self.post = threading.Condition()
+        self.posted: list[tuple[int, Any] | None] = [None] * size
+        self.failure = ""
+
+    def member(self, rank: int) -> ThreadGroupMember:
+        return ThreadGroupMember(self, rank)
+
+    def abort(self, why: str) -> None:
+        """Wake all waiting threads, because a member failed."""
+        self.failure = self.failure or why
+        if self.board is not None:
+            self.board[BOARD_FAILED] = 1
+        self.barrier.abort()
+        with self.post:
+            self.post.notify_all()
+
+    def clear(self) -> None:
+        """Forget messages and failures after a run, when no thread waits."""
+        self.messages.clear()
+        self.posted[:] = [None] * self.size
+        if self.failure or self.barrier.broken:
+            self.failure = ""
+            self.barrier.reset()
+        if self.board is not None:
+            end_runs(self.board)
+
+    def wait_for_message(self, holds: Callable[[], object], what: str, why: str) -> None:
+        """Wait on the condition `post` until `holds` returns true.
+
+        Raises:
+            BackendError: `holds` stays false for `timeout` seconds; the message has `what` waits and `why`.
+        """
+        came = self.post.wait_for(lambda: holds() or bool(self.failure), self.timeout)
+        if not came or not holds():
+            raise BackendError(f"{what}: {self.failure or f'{why} within {self.timeout:g} s'}")
+
+    def wait(self, rank: int, sequence: int) -> None:
+        try:
+            self.barrier.wait(self.timeout)
+        except threading.BrokenBarrierError:
+            why = self.failure or f"{self._describe_missing(sequence)} did not arrive within {self.timeout:g} s"
+            raise BackendError(f"collective {sequence} on device {rank} of {self.size}: {why}") from None
+
+    def _describe_missing(self, sequence: int) -> str:
+        late = [str(d) for d, posted in enumerate(self.posted) if posted is None or posted[0] != sequence]
+        return f"device {', '.join(late)}" if late else "a device"
+
+
+class ThreadGroupMember:
+    """The `Comm` of one thread."""
+
+    is_apart: bool = False
+
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self.group, self.rank, self.size = group, rank, group.size
+        self.everybody = group.size
+        self.timeout, self.board, self.devices = group.timeout, group.board, group.devices
+        self.slabs: Slabs | None = None
+        self.wire = group.wire
+
+    def exchange_values(self, own: Any, sequence: int) -> list[Any]:
+        """Return the values of all members in rank order; call `wait` before a value changes."""
+        self.group.posted[self.rank] = (sequence, own)
+        self.group.wait(self.rank, sequence)
+        values = []
+        for rank, posted in enumerate(self.group.posted):
+            assert posted is not None
+            if posted[0] != sequence:
+                raise BackendError(
+                    f"device {rank} is at collective {posted[0]}, device {self.rank} at {sequence}: "
+                    "the plans of the devices do not match"
+                )
+            values.append(posted[1])
+        return values
+
+    def _exchange(self, source: Array, sequence: int) -> list[Array]:
+        """Return the sources of all members in the transfer dtype."""
+        return _in_narrowest_dtype(self.exchange_values(source, sequence))
+
+    def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
+        first, *others = self._exchange(source, sequence)
+        total = _accumulator_like(scratch, first)
+        np.copyto(total, first)
+        for other in others:
+            np.add(total, other, out=total)
+        self.group.wait(self.rank, sequence)  # no device overwrites a source that another still reads
+        np.copyto(into, total)
+
+    def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
+        arrays = self._exchange(source, sequence)
+        for array, pairs in zip(arrays, parts, strict=True):
+            for target, origin in pairs:
+                np.copyto(into[target], array[origin])
+        self.group.wait(self.rank, sequence)
+
+    def reduce_scatter(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
+        first, *others = self._exchange(source, sequence)
+        total = _accumulator_like(into, first)
+        for target, origin in parts:
+            np.copyto(total[target], first[origin])
+            for other in others:
+                np.add(total[target], other[origin], out=total[target])
+        if total is not into:
+            np.copyto(into, total)
+        self.group.wait(self.rank, sequence)
+
+    def send(self, source: Array, to: int, sequence: int) -> None:
+        group, message = self.group, source.copy()
+        with group.post:
+            box = group.messages[self.rank, to]
+            what = f"copy {sequence} from device {self.rank} of {self.size}"
+            group.wait_for_message(lambda: len(box) < MAX_PENDING_MESSAGES, what, f"device {to} took none")
+            box.append((sequence, message))
+            group.post.notify_all()
+
+    def receive(self, into: Array, source: int, sequence: int) -> None:
+        group, what = self.group, f"copy {sequence} to device {self.rank} of {self.size}"
+        with group.post:
+            box = group.messages[source, self.rank]
+            group.wait_for_message(lambda: box, what, f"device {source} sent nothing")
+            number, message = box.popleft()
+            group.post.notify_all()
+        if number != sequence:
+            raise BackendError(f"{what}: device {source} sent copy {number}; the plans of the devices do not match")
+        np.copyto(into, message)
+
+
+def _in_narrowest_dtype(arrays: list[Array]) -> list[Array]:
+    """Return the arrays in the narrowest of their dtypes, so that all devices compute the same numbers."""
+    dtypes = {a.dtype for a in arrays}
+    if len(dtypes) == 1:
+        return arrays
+    wire = min(dtypes, key=lambda d: (d.itemsize, d.str))
+    return [a.astype(wire) for a in arrays]
+
+
+def _accumulator_like(own: Array, wire: Array) -> Array:
+    """Return `own` as the accumulator, or an array of its shape in the dtype of `wire` if that differs."""
+    return own if own.dtype == wire.dtype else np.empty(own.shape, wire.dtype)

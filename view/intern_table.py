@@ -1,0 +1,22 @@
+"""Tables that hold equal items once, which keeps the data of a page small."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class InternTable(Generic[T]):
+    """Assigns consecutive numbers to distinct items. A call returns the number of an item."""
+
+    def __init__(self, *first: T) -> None:
+        self._numbers: dict[T, int] = {item: number for number, item in enumerate(first)}
+
+    def __call__(self, item: T) -> int:
+        return self._numbers.setdefault(item, len(self._numbers))
+
+    @property
+    def items(self) -> list[T]:
+        """All items, in the order of their numbers."""
+        return list(self._numbers)
