@@ -163,7 +163,15 @@ def _compare_results(case: Case, got: list[Array], yardstick: ExpectedResult, ma
     budgets = yardstick.budgets(specs)
     worst = ArrayDifference()
     for i, (g, want, budget, spec, mask) in enumerate(zip(got, yardstick.wanted, budgets, specs, made, strict=True)):
-        difference = compare(np.where(mask, g, want), want, budget, spec, case.op_declaration)
+        difference = compare(
+            np.where(mask, g, want),
+            want,
+            budget,
+            spec,
+            case.op_declaration,
+            signed_zeros=case.signed_zeros,
+            any_infinity=case.any_infinity,
+        )
         if difference.why:
             return replace(difference, why=f"result {i}: {difference.why}" if len(specs) > 1 else difference.why)
         if difference.nmse >= worst.nmse:

@@ -62,6 +62,8 @@ class Op(Generic[R]):
     * `compare`: ``close`` (within rounding), ``exact``, or ``set`` (rows of numbers in any order).
     * `infinite`: operands that may have infinities; ``"-mask"`` means negative ones only.
     * `sequential`: the dimension along which the op processes tokens in order; two runs in turn equal one run.
+    * `signed_zeros`: whether a zero result has the sign of IEEE 754 and no subnormal number is flushed to zero. False
+      for an op with sums or products of several terms.
     * `is_required`: whether each backend must support the op.
 
     `kernels` has the bindings that an op of another package brings, by backend.
@@ -94,6 +96,7 @@ class Op(Generic[R]):
     compare: str
     infinite: tuple[str, ...]
     sequential: str
+    signed_zeros: bool
     is_required: bool
     kernels: Mapping[str, str]
     operand_names: tuple[str, ...] = field(init=False)
@@ -370,6 +373,7 @@ def op(
     compare: str = "close",
     infinite: tuple[str, ...] = (),
     sequential: str = "",
+    signed_zeros: bool = True,
     is_required: bool = True,
     kernels: Mapping[str, str] = MappingProxyType({}),
 ) -> _OpDecorator:
@@ -423,6 +427,7 @@ def op(
         compare=compare,
         infinite=infinite,
         sequential=sequential,
+        signed_zeros=signed_zeros,
         is_required=is_required,
         kernels=MappingProxyType(dict(kernels)),
     )
