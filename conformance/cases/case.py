@@ -9,6 +9,7 @@ from functools import cached_property
 from zlib import crc32
 
 from ...graph.attrs import Attr, format_attribute
+from ...graph.dtypes import DType
 from ...graph.errors import GraphError
 from ...graph.parse import parse_case
 from ...graph.spec import Spec
@@ -100,13 +101,25 @@ class Case:
     def any_infinity(self) -> bool:
         """Whether a result may be NaN or infinite in place of another value that is not finite.
 
-        Products of quantised weights multiply codes and scales separately, and recurrences may process tokens in
-        chunks. Both turn some infinities into NaN and the reverse. The product of two of three operands may be 0 in
-        float32, and 0 times an infinity is NaN.
+        Products of quantised weights multiply codes and scales separately. Recurrences of several factors may process
+        tokens in chunks, with other products. Both turn some infinities into NaN and the reverse.
         """
-        floats = sum(s.dtype.is_float and not s.dtype.is_quantised for _, s in self.operands)
-        takes_apart = self._is_quantised or bool(self.op_declaration.sequential) or floats > 2
-        return self.inputs == "special" and not self.op_declaration.signed_zeros and takes_apart
+        is_chunked = bool(self.op_declaration.sequential) and self._has_three_floats
+        return self.inputs == "special" and not self.op_declaration.signed_zeros and (self._is_quantised or is_chunked)
+
+    @property
+    def nan_for_infinity(self) -> tuple[str, ...]:
+        """Operands whose infinities may act as NaN, of those that the op declares.
+
+        The factors of a product of two float32 operands are multiplied as they are.
+        """
+        declared = self.op_declaration.nan_for_infinity if self.inputs == "special" else ()
+        specs = self.specs
+        return tuple(n for n in declared if n in specs and (self._has_three_floats or specs[n].dtype is not DType.F32))
+
+    @property
+    def _has_three_floats(self) -> bool:
+        return sum(s.dtype.is_float and not s.dtype.is_quantised for _, s in self.operands) > 2
 
     @property
     def _is_quantised(self) -> bool:

@@ -34,6 +34,8 @@ MIN_NORMAL = float(np.finfo(np.float32).tiny)
 SUBNORMAL_STEP: Mapping[DType, float] = {DType.F16: 2.0**-24, DType.BF16: 2.0**-133}
 """The distance between subnormal numbers."""
 F32_SUBNORMAL_STEP = 2.0**-149
+SIGN_TRIALS = 16
+"""Trials with rounded operands before an infinity is known to have one sign; each finds half of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,24 @@ class ExpectedResult:
             rounding = 0.51 * eps_of(spec.dtype) * size + SUBNORMAL_STEP.get(spec.dtype, F32_SUBNORMAL_STEP)
             budgets.append(ErrorBudget(rounding, unit + self._floor()))
         return budgets
+
+    def find_nan_from_infinities(self, result: int) -> Array:
+        """Return which elements may be NaN because an infinity of an operand may act as NaN."""
+        names = self.case.nan_for_infinity
+        damaged = {n: np.where(np.isinf(a), np.nan, a) if n in names else a for n, a in self.operands.items()}
+        return np.asarray(np.isnan(self._run(damaged, self.attrs)[result]))
+
+    def find_infinities_of_either_sign(self, result: int) -> Array:
+        """Return the infinities whose sign changes with the rounding of an operand, as for the sine of 1e39."""
+        rng, want = np.random.default_rng(0), self.wanted[result]
+        found = np.zeros(want.shape, bool)
+        for _ in range(SIGN_TRIALS):
+            moved = {
+                n: a * (1.0 + self.arithmetic * _shifts(a.shape, rng)) if a.dtype.kind == "f" else a
+                for n, a in self.operands.items()
+            }
+            found |= np.isinf(want) & (self._run(moved, self.attrs)[result] == -want)
+        return found
 
     def _floor(self) -> float:
         """Return the error from an intermediate number that underflows and is then multiplied.

@@ -64,6 +64,8 @@ class Op(Generic[R]):
     * `sequential`: the dimension along which the op processes tokens in order; two runs in turn equal one run.
     * `signed_zeros`: whether a zero result has the sign of IEEE 754 and no subnormal number is flushed to zero. False
       for an op with sums or products of several terms.
+    * `nan_for_infinity`: operands whose infinities may act as NaN. Their products may have 0 as a factor, because a
+      backend writes the other factor as a sum of 16-bit terms, or because float32 rounds it to 0.
     * `is_required`: whether each backend must support the op.
 
     `kernels` has the bindings that an op of another package brings, by backend.
@@ -97,6 +99,7 @@ class Op(Generic[R]):
     infinite: tuple[str, ...]
     sequential: str
     signed_zeros: bool
+    nan_for_infinity: tuple[str, ...]
     is_required: bool
     kernels: Mapping[str, str]
     operand_names: tuple[str, ...] = field(init=False)
@@ -374,6 +377,7 @@ def op(
     infinite: tuple[str, ...] = (),
     sequential: str = "",
     signed_zeros: bool = True,
+    nan_for_infinity: tuple[str, ...] = (),
     is_required: bool = True,
     kernels: Mapping[str, str] = MappingProxyType({}),
 ) -> _OpDecorator:
@@ -428,6 +432,7 @@ def op(
         infinite=infinite,
         sequential=sequential,
         signed_zeros=signed_zeros,
+        nan_for_infinity=nan_for_infinity,
         is_required=is_required,
         kernels=MappingProxyType(dict(kernels)),
     )

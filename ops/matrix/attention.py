@@ -110,6 +110,7 @@ def _visible_fraction(node: Node) -> float:
         ('q=f32[3,4,8], k=f32[7,2,8], v=f32[7,2,8], mask_heads="all", scale=1.0', "one of one, each, tiled"),
     ),
     signed_zeros=False,
+    nan_for_infinity=("k", "v"),
 )
 def attention(
     q: Array,

@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from hocket.ops import REGISTRY
+from hocket.ops.declaration.broadcasting import tile_to_shape
 
 from .site import INFINITE, NAN, NO_ZEROS, WRONG_SIGN, Site, after, half, wrong
 
@@ -67,8 +68,9 @@ def _flush_subnormals(site: Site) -> None:
 
 
 def _first_of_equals(site: Site):
-    a, b = site.exact(0), REGISTRY["add"].run([np.zeros_like(site.exact(0)), site.exact(1)], {})[0]
-    return np.where(a >= b, a, np.where(np.isnan(a), a, b))
+    a = site.exact(0)
+    b = tile_to_shape(site.exact(1), a.shape)
+    return np.where((a >= b) | np.isnan(a), a, b)
 
 
 FAULTS = (
