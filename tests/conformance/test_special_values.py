@@ -13,7 +13,7 @@ from hocket.conformance import Outcome, parse_case, run_case
 from hocket.conformance.cases.case import Case
 from hocket.conformance.cases.inputs import generate_operands, holds_floats
 from hocket.conformance.checks.compare_arrays import compare
-from hocket.conformance.checks.tolerance import ErrorBudget
+from hocket.conformance.checks.tolerance import ErrorBudget, ExpectedResult
 from hocket.conformance.generate_cases import full_cases, quick_cases
 from hocket.frontends.tensors.tensor import merged
 from hocket.graph.dtypes import DType
@@ -110,6 +110,49 @@ def test_elementwise_ops_keep_signs_and_subnormal_numbers(text: str) -> None:
 @pytest.mark.parametrize("text", ["sum_rows(x=f32[2,7])", "mul_mat(w=f32[2,7], x=f32[3,7])", "cont(x=q8_0[32])"])
 def test_sums_and_quantised_numbers_keep_neither(text: str) -> None:
     assert not parse_case(text).signed_zeros
+
+
+@pytest.mark.parametrize(
+    ("text", "operands"),
+    [
+        ("mul_mat(w=f16[2,7], x=f32[3,7], inputs=special)", ("w",)),
+        ("mul_mat(w=bf16[2,7], x=f32[3,7], inputs=normal)", ()),
+        ("mul_mat(w=f32[2,7], x=f32[3,7], inputs=special)", ()),
+        ("attention(q=f32[1,4,16], k=f32[9,4,16], v=f32[9,4,16], scale=0.25, inputs=special)", ("k", "v")),
+        ("softmax(x=f32[2,3,5], mask=f32[3,5], sinks=f32[2], inputs=special)", ()),
+    ],
+)
+def test_infinities_act_as_nan_in_the_operands_of_products_only(text: str, operands: tuple[str, ...]) -> None:
+    assert parse_case(text).nan_for_infinity == operands
+    assert not parse_case(text).any_infinity
+
+
+@pytest.mark.parametrize(
+    ("text", "is_any"),
+    [
+        ("mul_mat(w=q8_0[2,32], x=f32[3,32], inputs=special)", True),
+        ("mul_mat(w=q8_0[2,32], x=f32[3,32], inputs=large)", False),
+        ("gated_linear_attn(k=f32[5,2,8], v=f32[5,2,8], q=f32[5,2,8], g=f32[5,2,8], state=f32[2,8,8], scale=0.5,"
+         " inputs=special)", True),
+        ("cumsum(x=f32[3,7], inputs=special)", False),
+    ],
+)  # fmt: skip
+def test_any_infinity_will_do_in_quantised_products_and_recurrences_only(text: str, is_any: bool) -> None:
+    assert parse_case(text).any_infinity is is_any
+
+
+def test_only_elements_that_an_infinite_weight_reaches_may_be_nan() -> None:
+    operands = {"w": np.array([[np.inf, 1.0], [1.0, 2.0]]), "x": np.array([[1.0, 2.0], [np.inf, 1.0]])}
+    expected = ExpectedResult(parse_case("mul_mat(w=f16[2,2], x=f32[2,2], inputs=special)"), operands)
+    assert expected.find_nan_from_infinities(0).tolist() == [[True, False], [True, False]]
+
+
+def test_an_infinity_has_either_sign_where_rounding_decides() -> None:
+    text = "rope(x=f32[1,1,2], pos=i32[1], factors=f32[1], n_dims=2, inputs=special)"
+    for factor, is_undecided in ((1e-39, True), (1.0, False)):
+        operands = {"x": np.array([[[np.inf, 1.0]]]), "pos": np.array([7]), "factors": np.array([factor])}
+        found = ExpectedResult(parse_case(text), operands).find_infinities_of_either_sign(0)
+        assert found.any() == is_undecided
 
 
 @pytest.mark.parametrize("device", ["numpy:0", "cpu:0"])
