@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import TypeAlias
 from zlib import crc32
 
-from ..graph.attrs import Attr, format_attribute
+from ..graph.attrs import format_attribute
 from ..graph.spec import Spec
 from ..ops import REGISTRY, Op
 from .cases.case import Case
@@ -88,16 +88,17 @@ def _order(case: Case) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=1024)
-def _traits(op: Op, operands: Operands, attrs: tuple[tuple[str, Attr], ...]) -> tuple[tuple[object, ...], ...]:
+def _traits(op: Op, operands: Operands, attrs: tuple[tuple[str, str], ...]) -> tuple[tuple[object, ...], ...]:
     """Return the dtypes, the attributes as text, and the operand names of a point."""
     traits: list[tuple[object, ...]] = [("dtype", k, s.dtype) for k, s in operands]
-    traits += [("attr", k, format_attribute(v)) for k, v in attrs]
+    traits += [("attr", *attr) for attr in attrs]
     traits += [("default", k) for k in op.defaults if k not in dict(attrs)]
     return (*traits, ("operands", tuple(k for k, _ in operands)))
 
 
 def _traits_of(case: Case) -> tuple[tuple[object, ...], ...]:
-    return _traits(case.op_declaration, case.operands, case.attrs)
+    attrs = tuple((k, format_attribute(v)) for k, v in case.attrs)
+    return _traits(case.op_declaration, case.operands, attrs)
 
 
 def _single_traits(case: Case) -> set[object]:

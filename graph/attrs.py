@@ -21,6 +21,13 @@ MAX_DEPTH = 8
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.~/-]+")
 _WORD = re.compile(r"(?!inf\b|_$)[A-Za-z_][A-Za-z0-9_.]*")
+_WITH_FLOATS = frozenset({float, tuple})
+"""Types of attributes with equal values that differ, such as 0.0 and -0.0."""
+
+
+def attribute_key(attrs: Attrs) -> tuple[tuple[str, Attr], ...]:
+    """Return a hashable key that is equal for equal attributes only: 0.0 is not -0.0, and NaN is itself."""
+    return tuple([(name, repr(value) if type(value) in _WITH_FLOATS else value) for name, value in attrs.items()])
 
 
 def quote_node_name(name: str) -> str:

@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
+from .attrs import attribute_key
 from .graph import Graph, topological_order
 from .node import Node, Value
 
@@ -254,7 +255,7 @@ class _StructuralKeys:
             return value if node.is_leaf or value in self.long_lived else ("before", value.spec)
 
         return tuple(
-            (n.op, tuple(map(ref, n.src)), tuple(n.attrs.items()), n.specs, tuple(map(self.outputs.get, n.results)))
+            (n.op, tuple(map(ref, n.src)), attribute_key(n.attrs), n.specs, tuple(map(self.outputs.get, n.results)))
             for n in nodes
         )
 

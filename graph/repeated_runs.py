@@ -19,6 +19,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from .attrs import attribute_key
 from .graph import Graph, assign_names, order_with_state_updates
 from .lazy_dataclass import dataclass
 from .node import Node
@@ -73,7 +74,7 @@ def find_repeated_runs(graph: Graph) -> RepeatedRuns | None:
     """Return the repetitions with the most nodes, or None if a graph has fewer than three of them."""
     kinds: dict[object, int] = {}
     nodes = order_with_state_updates(graph)
-    keys = [kinds.setdefault((n.op, tuple(n.attrs.items()), n.specs), len(kinds)) for n in nodes]
+    keys = [kinds.setdefault((n.op, attribute_key(n.attrs), n.specs), len(kinds)) for n in nodes]
     length, first, last = _find_longest_match(np.array(keys))
     if not length:
         return None

@@ -118,7 +118,7 @@ def ceil(x: Value, *, name: str = "") -> Value:
     """The next integer above. ggml: ``UNARY_OP_CEIL``."""
 
 def clamp(x: Value, *, min: float, max: float, name: str = "") -> Value:
-    """`x` clamped to `min` and `max`. ggml: ``CLAMP``."""
+    """`x` clamped to `min` and `max`; -0 is less than +0. ggml: ``CLAMP``."""
 
 def compare(a: Value, b: Value, *, kind: str, name: str = "") -> Value:
     """1 where a comparison is true, else 0: `kind` is eq, ne, lt, le, gt or ge; `b` tiles into `a`.
@@ -311,13 +311,19 @@ def log1p(x: Value, *, name: str = "") -> Value:
     """Natural logarithm of ``1 + x``, exact near 0. ISO C, 1999."""
 
 def maximum(a: Value, b: Value, *, name: str = "") -> Value:
-    """The larger of two numbers, or NaN if one of them is NaN; `b` tiles into `a`. IEEE 754, 2019."""
+    """The larger of two numbers, or NaN if one of them is NaN; +0 is larger than -0. `b` tiles into `a`.
+
+    IEEE 754, 2019.
+    """
 
 def mean(x: Value, *, name: str = "") -> Value:
     """The mean of each row, as an axis of size 1; the mean of an empty row is 0. ggml: ``MEAN``."""
 
 def minimum(a: Value, b: Value, *, name: str = "") -> Value:
-    """The smaller of two numbers, or NaN if one of them is NaN; `b` tiles into `a`. IEEE 754, 2019."""
+    """The smaller of two numbers, or NaN if one of them is NaN; -0 is smaller than +0. `b` tiles into `a`.
+
+    IEEE 754, 2019.
+    """
 
 def mul(a: Value, b: Value, *, name: str = "") -> Value:
     """``a * b`` elementwise; `b` tiles into `a`. ggml: ``MUL``."""
@@ -371,7 +377,7 @@ def reglu(gate: Value, up: Value, *, name: str = "") -> Value:
     """``relu(gate) * up``. ggml: ``GLU_OP_REGLU``; Shazeer, GLU variants, 2020."""
 
 def relu(x: Value, *, name: str = "") -> Value:
-    """``max(x, 0)``. ggml: ``UNARY_OP_RELU``."""
+    """``max(x, 0)``, or +0 where that is zero. ggml: ``UNARY_OP_RELU``."""
 
 def repeat(x: Value, *, shape: Sequence[int], name: str = "") -> Value:
     """`x` repeated as tiles to `shape`: entry i of an axis is ``x[i % size]``. ggml: ``REPEAT``."""
@@ -440,7 +446,10 @@ def rope_multi(
     """
 
 def round_(x: Value, *, name: str = "") -> Value:
-    """The nearest integer, halves away from zero (not to even, as NumPy does). ggml: ``UNARY_OP_ROUND``."""
+    """The nearest integer, halves away from zero (not to even, as NumPy does), with the sign of `x`.
+
+    ggml: ``UNARY_OP_ROUND``.
+    """
 
 def rwkv_wkv6(
     k: Value, v: Value, r: Value, bonus: Value, decay: Value, state: Value, *, name: str = ""
@@ -461,7 +470,7 @@ def rwkv_wkv7(
     """
 
 def scale(x: Value, *, scale: float, bias: float = 0.0, name: str = "") -> Value:
-    """``x * scale + bias``. ggml: ``SCALE``."""
+    """``x * scale + bias``. ggml: ``SCALE``. A `bias` of 0 is not added, so that a zero keeps its sign."""
 
 def scatter(into: Value, ids: Value, src: Value, *, reduce: str = "set", name: str = "") -> Value:
     """`into` with entry ``ids[..., i]`` of each row replaced by entry i of `src`, or combined with it by `reduce`.
@@ -483,7 +492,7 @@ def set_rows(into: Value, rows: Value, ids: Value, *, name: str = "") -> Value:
     """
 
 def sgn(x: Value, *, name: str = "") -> Value:
-    """-1, 0 or 1, by the sign of `x`. ggml: ``UNARY_OP_SGN``."""
+    """-1, +0 or 1, by the sign of `x`. ggml: ``UNARY_OP_SGN``."""
 
 def sigmoid(x: Value, *, name: str = "") -> Value:
     """``1 / (1 + exp(-x))``. ggml: ``UNARY_OP_SIGMOID``."""

@@ -25,6 +25,7 @@ DeviceIndexRanges = tuple[tuple[tuple[int, int], ...], ...]
     inplace="x",
     samples=("x=f32[3,4], sequence=0", "x=i64[3], sequence=0", "x=f32[0], sequence=1"),
     errors=(("x=q8_0[32], sequence=0", "x is q8_0"), ("x=f32[3]", "sequence is missing")),
+    signed_zeros=False,
 )
 def all_reduce(x: Array, *, sequence: int) -> Array:
     """The sum of `x` over all devices of the group, equal bits on each. MPI (MPI Forum, 1994): ``Allreduce``."""
@@ -100,6 +101,7 @@ def own_index_ranges(attrs: Attrs) -> tuple[tuple[int, int], ...]:
         ("x=f32[3], axis=0, runs=(((0,3),),), rank=1, sequence=0", "rank is 1"),
         ("x=f32[3], axis=0, runs=(((0,3),),), rank=0", "sequence is missing"),
     ),
+    signed_zeros=False,
 )
 def reduce_scatter(
     x: Array, *, axis: int, runs: tuple[tuple[tuple[int, ...], ...], ...], rank: int, sequence: int

@@ -39,6 +39,36 @@ def binary(ufunc: Callable[..., Any], call: Call) -> Calls:
     return [partial(ufunc, a, b, out=out)]
 
 
+SIGN, OTHER_BITS = np.int32(-(2**31)), np.int32(2**31 - 1)
+
+
+def bind_maximum(call: Call) -> Calls:
+    """A maximum has a sign only where both operands have one."""
+    b, a, out, both = (x.view(np.int32) for x in _choice_operands(call))
+    return [
+        partial(np.bitwise_and, a, b, out=both),
+        partial(np.bitwise_or, both, OTHER_BITS, out=both),
+        partial(np.maximum, a.view(np.float32), b.view(np.float32), out=out.view(np.float32)),
+        partial(np.bitwise_and, out, both, out=out),
+    ]
+
+
+def bind_minimum(call: Call) -> Calls:
+    """A minimum has a sign where either operand has one."""
+    b, a, out, either = (x.view(np.int32) for x in _choice_operands(call))
+    return [
+        partial(np.bitwise_or, a, b, out=either),
+        partial(np.bitwise_and, either, SIGN, out=either),
+        partial(np.minimum, a.view(np.float32), b.view(np.float32), out=out.view(np.float32)),
+        partial(np.bitwise_or, out, either, out=out),
+    ]
+
+
+def _choice_operands(call: Call) -> list[Array]:
+    """`b`, `a`, the result and scratch, as `tiles` splits them."""
+    return tiles(call.operand(1), call.operand(0), call.out, call.take(*call.out.shape))
+
+
 def compare(call: Call) -> Calls:
     kind = call.attrs["kind"]
     assert isinstance(kind, str)
@@ -96,7 +126,9 @@ def softplus(call: Call) -> Calls:
 
 
 def relu(call: Call) -> Calls:
-    return [partial(np.maximum, call.operand(0), np.float32(0), out=call.out)]
+    """The sum makes +0 of -0, which `np.maximum` may give."""
+    zero, out = np.float32(0), call.out
+    return [partial(np.maximum, call.operand(0), zero, out=out), partial(np.add, out, zero, out=out)]
 
 
 def gelu_calls(x: Array, inner: Array, out: Array) -> Calls:
@@ -126,7 +158,8 @@ TAIL = (
 
 
 def gelu_erf_calls(call: Call, out: Array) -> Calls:
-    """``max(x, 0) - |x| erfc(|x| / sqrt(2)) / 2`` into `out`, which is written last; takes three results of scratch."""
+    """``x h`` for x below 0, else ``x (1 - h)``, with ``h = erfc(|x| / sqrt(2)) / 2``, into `out`, which is written
+    last; takes three results of scratch."""
     x = call.operand(0)
     size, t, tail = (call.take(*call.out.shape) for _ in range(3))
     calls: Calls = [
@@ -141,13 +174,14 @@ def gelu_erf_calls(call: Call, out: Array) -> Calls:
         calls += [partial(np.add, tail, np.float32(coefficient), out=tail), partial(np.multiply, tail, t, out=tail)]
     return [
         *calls,
-        partial(np.multiply, tail, size, out=tail),
         partial(np.square, size, out=size),
         partial(np.multiply, size, np.float32(-0.5), out=size),
         partial(np.exp, size, out=size),
         partial(np.multiply, tail, size, out=tail),
-        partial(np.maximum, x, np.float32(0), out=size),
-        partial(np.subtract, size, tail, out=out),
+        partial(np.greater_equal, x, np.float32(0), out=size),
+        partial(np.subtract, size, tail, out=tail),
+        partial(np.absolute, tail, out=tail),
+        partial(np.multiply, x, tail, out=out),
     ]
 
 
@@ -178,14 +212,19 @@ def clamped_swiglu(shift: float, call: Call) -> Calls:
         partial(np.add, share, np.float32(1), out=share),
         partial(np.divide, g, share, out=g),
         partial(np.clip, up, -limit, limit, out=share),
-        partial(np.add, share, np.float32(shift), out=share),
+        *([partial(np.add, share, np.float32(shift), out=share)] if shift else []),
         partial(np.multiply, g, share, out=call.out),
     ]
 
 
 def clamp(call: Call) -> Calls:
     low, high = np.float32(call.number("min")), np.float32(call.number("max"))
-    return [partial(np.clip, call.operand(0), low, high, out=call.out)]
+    calls: Calls = [partial(np.clip, call.operand(0), low, high, out=call.out)]
+    if low == 0 and not np.signbit(low):
+        calls.append(partial(np.absolute, call.out, out=call.out))
+    if high == 0 and np.signbit(high):
+        calls.append(partial(np.copysign, call.out, high, out=call.out))
+    return calls
 
 
 def step(call: Call) -> Calls:
@@ -241,8 +280,8 @@ KERNELS: Mapping[str, Binding] = {
     "sub": plain(partial(binary, np.subtract)),
     "mul": plain(partial(binary, np.multiply)),
     "div": plain(partial(binary, np.divide)),
-    "maximum": plain(partial(binary, np.maximum)),
-    "minimum": plain(partial(binary, np.minimum)),
+    "maximum": with_scratch(bind_maximum),
+    "minimum": with_scratch(bind_minimum),
     "power": plain(partial(binary, np.power)),
     "compare": plain(compare),
     "where": plain(where),

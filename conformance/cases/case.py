@@ -9,6 +9,7 @@ from functools import cached_property
 from zlib import crc32
 
 from ...graph.attrs import Attr, format_attribute
+from ...graph.dtypes import DType
 from ...graph.errors import GraphError
 from ...graph.parse import parse_case
 from ...graph.spec import Spec
@@ -16,13 +17,13 @@ from ...graph.validation import did_you_mean
 from ...ops import REGISTRY, Op
 
 LAYOUTS = ("contiguous", "offset", "sliced", "permuted", "broadcast", "inplace", "twin")
-INPUTS = ("normal", "uniform", "large", "denormal", "ties", "zeros", "constant", "infinities", "nan")
+INPUTS = ("normal", "uniform", "large", "denormal", "ties", "zeros", "constant", "infinities", "nan", "special")
 
 _SETTING = re.compile(r"(?:^|,\s*)(layout|inputs|check|seed)=([\w.:-]+)\s*$")
 _WHOLE = re.compile(r"\s*(\w+)\((.*)\)\s*", re.DOTALL)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """A run of one op: ``mul_mat(w=q4_K[64,256], x=f32[7,256], layout=permuted, inputs=large)``.
 
@@ -38,6 +39,12 @@ class Case:
     inputs: str = "normal"
     check: str = "reference"
     seed: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Case) and str(self) == str(other)  # 0.0 and -0.0 are two attributes
+
+    def __hash__(self) -> int:
+        return hash(str(self))
 
     @property
     def op_declaration(self) -> Op:
@@ -84,6 +91,39 @@ class Case:
     def is_empty(self) -> bool:
         """Whether an operand has no elements."""
         return any(0 in s.shape for _, s in self.operands)
+
+    @property
+    def signed_zeros(self) -> bool:
+        """Whether zeros have a sign and subnormal numbers are kept.  A quantised number is itself a product."""
+        return self.op_declaration.signed_zeros and not self._is_quantised
+
+    @property
+    def any_infinity(self) -> bool:
+        """Whether a result may be NaN or infinite in place of another value that is not finite.
+
+        Products of quantised weights multiply codes and scales separately. Recurrences of several factors may process
+        tokens in chunks, with other products. Both turn some infinities into NaN and the reverse.
+        """
+        is_chunked = bool(self.op_declaration.sequential) and self._has_three_floats
+        return self.inputs == "special" and not self.op_declaration.signed_zeros and (self._is_quantised or is_chunked)
+
+    @property
+    def nan_for_infinity(self) -> tuple[str, ...]:
+        """Operands whose infinities may act as NaN, of those that the op declares.
+
+        The factors of a product of two float32 operands are multiplied as they are.
+        """
+        declared = self.op_declaration.nan_for_infinity if self.inputs == "special" else ()
+        specs = self.specs
+        return tuple(n for n in declared if n in specs and (self._has_three_floats or specs[n].dtype is not DType.F32))
+
+    @property
+    def _has_three_floats(self) -> bool:
+        return sum(s.dtype.is_float and not s.dtype.is_quantised for _, s in self.operands) > 2
+
+    @property
+    def _is_quantised(self) -> bool:
+        return any(s.dtype.is_quantised for _, s in self.operands)
 
     @property
     def column(self) -> str:

@@ -25,6 +25,10 @@ LARGE_MAGNITUDES: Mapping[DType, float] = {DType.F16: 2e3}
 
 NAN_SHARE = 0.1
 """Share of the elements of kind ``nan`` that are NaN; most results of ops that sum over rows are numbers even so."""
+SUBNORMAL: Mapping[DType, float] = {DType.F16: 6e-8}
+"""The step between the subnormal numbers that are drawn; 1e-39 for other dtypes."""
+SUBNORMAL_STEPS = (1, 9)
+"""The subnormal numbers of kind ``special`` in steps, of either sign; kind ``denormal`` has numbers up to 90 steps."""
 
 
 class NoReference(Exception):  # noqa: N818  (an outcome, not an error)
@@ -36,8 +40,8 @@ def infinite_operands(op: Op) -> dict[str, tuple[float, ...]]:
     return {name.lstrip("-"): (-np.inf,) if name.startswith("-") else (np.inf, -np.inf) for name in op.infinite}
 
 
-def holds_nan(spec: Spec) -> bool:
-    """Return whether an operand may have NaN entries."""
+def holds_floats(spec: Spec) -> bool:
+    """Return whether an operand has entries that may be NaN, infinite, subnormal or a zero of either sign."""
     return not spec.dtype.is_integer and not spec.dtype.is_quantised and spec.size > 0
 
 
@@ -53,8 +57,8 @@ def kinds_for(case: Case) -> tuple[str, ...]:
         kinds += ["uniform", "large", "denormal", "zeros"]
     if any(name in specs for name in infinite_operands(case.op_declaration)):
         kinds.append("infinities")
-    if any(map(holds_nan, specs.values())):
-        kinds.append("nan")
+    if any(map(holds_floats, specs.values())):
+        kinds += ["nan", "special"]
     return tuple(kinds)
 
 
@@ -72,8 +76,10 @@ def generate_operands(case: Case) -> dict[str, Array]:
             array = _integers(spec, legal, differ, sizes, case.inputs, rng)
         else:
             array = _floats(spec, legal, case.inputs, infinite_operands(op).get(name, ()), rng)
-            if case.inputs == "nan" and holds_nan(spec):
+            if case.inputs == "nan" and holds_floats(spec):
                 array = np.where(rng.random(spec.shape) < NAN_SHARE, np.nan, array)
+            if case.inputs == "special" and holds_floats(spec):
+                array = _with_special(array, spec, op.signed_zeros, rng)
         tied = layout_or_contiguous(spec, case.layout, differ).broadcast_axis
         if tied is not None:
             array = np.repeat(np.take(array, [0], axis=tied), array.shape[tied], axis=tied)
@@ -157,6 +163,30 @@ def _integers(
     return rng.integers(low, max(high, low + 1), spec.shape).astype(dtype)
 
 
+def special_values(dtype: DType) -> Array:
+    """Return both infinities, both zeros, and subnormal numbers of a float dtype."""
+    step = SUBNORMAL.get(dtype, 1e-39)
+    rounded_dtype = DType.F32 if dtype is DType.F64 else dtype
+    above = np.array([np.inf, 0.0, *(n * step for n in SUBNORMAL_STEPS)])
+    return np.asarray(round_to_dtype(np.concatenate([above, -above]), rounded_dtype), np.float64)
+
+
+def _with_special(values: Array, spec: Spec, everywhere: bool, rng: np.random.Generator) -> Array:
+    """Return `values` with special values in half of the entries, or in one entry of each row if not `everywhere`.
+
+    Every special value occurs if there are enough entries. Legal ranges do not apply to special values.
+    """
+    special = rng.permutation(special_values(spec.dtype))
+    flat = values.reshape(-1).copy()
+    if everywhere or not spec.shape:
+        at = rng.permutation(spec.size)[: max(spec.size // 2, special.size)]
+    else:
+        columns = spec.shape[-1]
+        at = np.arange(0, spec.size, columns) + rng.integers(columns, size=spec.size // columns)
+    flat[at] = np.resize(special, at.size)
+    return flat.reshape(spec.shape)
+
+
 def _floats(
     spec: Spec, legal: LegalRange | None, kind: str, infinite: tuple[float, ...], rng: np.random.Generator
 ) -> Array:
@@ -170,8 +200,9 @@ def _floats(
         top = LARGE_MAGNITUDES.get(spec.dtype, 1e4)
         values = rng.choice([low, high], shape) if bounded else rng.standard_normal(shape) * top
     elif kind == "denormal":
-        tiny = 6e-8 if spec.dtype is DType.F16 else 1e-39
-        values = rng.integers(-90, 91, shape) * tiny
+        values = rng.integers(-90, 91, shape) * SUBNORMAL.get(spec.dtype, 1e-39)
+    elif kind == "special":  # between which infinities stand, and no product of many vanishes
+        values = rng.choice([-1.0, 1.0], shape) * 2.0 ** rng.uniform(-1.0, 1.0, shape)
     elif kind == "uniform":
         values = rng.uniform(low, high, shape) if bounded else rng.uniform(-1.0, 1.0, shape)
     else:

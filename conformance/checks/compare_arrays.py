@@ -1,4 +1,4 @@
-"""A result against its reference: NaN and infinities by position, then every element and every row by itself."""
+"""A result against its reference: NaN, infinities and signs of zeros by position, then every element and every row."""
 
 from __future__ import annotations
 
@@ -44,7 +44,16 @@ def spacing(values: Array, dtype: DType) -> Array:
     return fine * 65536.0 if dtype is DType.BF16 else fine
 
 
-def compare(got: Array, want: Array, budget: ErrorBudget, spec: Spec, op: Op) -> ArrayDifference:
+def compare(
+    got: Array,
+    want: Array,
+    budget: ErrorBudget,
+    spec: Spec,
+    op: Op,
+    *,
+    signed_zeros: bool = True,
+    any_infinity: bool = False,
+) -> ArrayDifference:
     """Compare one result with its reference.
 
     Args:
@@ -53,6 +62,8 @@ def compare(got: Array, want: Array, budget: ErrorBudget, spec: Spec, op: Op) ->
         budget: The error that each element may have.
         spec: Shape and dtype of the result.
         op: The op, which says whether rows are sets.
+        signed_zeros: Zeros need the sign of the reference.
+        any_infinity: Infinities and NaN stand for each other.
     """
     if got.shape != want.shape:
         return ArrayDifference(f"the shape is {list(got.shape)}, not {list(want.shape)}")
@@ -61,12 +72,16 @@ def compare(got: Array, want: Array, budget: ErrorBudget, spec: Spec, op: Op) ->
     if spec.dtype.is_integer or op.compare == "set":
         wrong = np.flatnonzero(np.asarray(got != want))
         return ArrayDifference(_where("wrong", wrong, got, want)) if wrong.size else ArrayDifference()
+    if any_infinity:
+        got = np.where(np.isfinite(got) | np.isfinite(want), got, want)
     if why := _compare_nonfinite(got, want, spec.dtype):
         return ArrayDifference(why)
     judged = np.isfinite(want) & np.isfinite(got)
     error = np.where(judged, np.abs(np.subtract(got, want, where=judged, out=np.zeros(want.shape))), 0.0)
     element, row = (np.where(judged, b, 0.0) for b in (budget.element, budget.row))
-    return _compare_errors(error, np.where(judged, want, 0.0), element, row, got, spec.dtype)
+    difference = _compare_errors(error, np.where(judged, want, 0.0), element, row, got, spec.dtype)
+    why = "" if difference.why or not signed_zeros else _zeros(got, want)
+    return _with_failure(difference, why) if why else difference
 
 
 def _compare_nonfinite(got: Array, want: Array, dtype: DType) -> str:
@@ -79,6 +94,12 @@ def _compare_nonfinite(got: Array, want: Array, dtype: DType) -> str:
     same = (got == want) | (np.isfinite(got) & np.isfinite(want)) | (over & (got == np.copysign(np.inf, want)))
     wrong = np.flatnonzero(~(same | np.isnan(want)))
     return _where("infinite where it should not be, or not where it should", wrong, got, want) if wrong.size else ""
+
+
+def _zeros(got: Array, want: Array) -> str:
+    """Return a problem with the sign of zeros; the reference value may be too small for the dtype."""
+    wrong = np.flatnonzero((got == 0) & ~np.isnan(want) & (np.signbit(got) != np.signbit(want)))
+    return _where("zero with the wrong sign", wrong, got, want) if wrong.size else ""
 
 
 def _compare_errors(error: Array, want: Array, element: Array, row: Array, got: Array, dtype: DType) -> ArrayDifference:

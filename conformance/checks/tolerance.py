@@ -30,7 +30,12 @@ ROW_FACTOR = 5.0
 """The root mean square error of a row may be this factor times the expected one."""
 F32_EPS = float(np.finfo(np.float32).eps)
 MIN_NORMAL = float(np.finfo(np.float32).tiny)
-"""Hardware may flush smaller numbers to zero."""
+"""Smaller numbers are subnormal, and a sum may lose them."""
+SUBNORMAL_STEP: Mapping[DType, float] = {DType.F16: 2.0**-24, DType.BF16: 2.0**-133}
+"""The distance between subnormal numbers."""
+F32_SUBNORMAL_STEP = 2.0**-149
+SIGN_TRIALS = 16
+"""Trials with rounded operands before an infinity is known to have one sign; each finds half of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +102,43 @@ class ExpectedResult:
                 continue
             size = np.where(np.isfinite(want), np.abs(want), 0.0)
             unit = self.arithmetic * self.growth * size + self.growth * self._spread_over_rows(moved[i], i)
-            rounding = 0.51 * eps_of(spec.dtype) * size + (2.0**-24 if spec.dtype is DType.F16 else 0.0)
+            rounding = 0.51 * eps_of(spec.dtype) * size + SUBNORMAL_STEP.get(spec.dtype, F32_SUBNORMAL_STEP)
             budgets.append(ErrorBudget(rounding, unit + self._floor()))
         return budgets
 
+    def find_nan_from_infinities(self, result: int) -> Array:
+        """Return which elements may be NaN because an infinity of an operand may act as NaN."""
+        names = self.case.nan_for_infinity
+        damaged = {n: np.where(np.isinf(a), np.nan, a) if n in names else a for n, a in self.operands.items()}
+        return np.asarray(np.isnan(self._run(damaged, self.attrs)[result]))
+
+    def find_infinities_of_either_sign(self, result: int) -> Array:
+        """Return the infinities whose sign changes with the rounding of an operand, as for the sine of 1e39."""
+        rng, want = np.random.default_rng(0), self.wanted[result]
+        found = np.zeros(want.shape, bool)
+        for _ in range(SIGN_TRIALS):
+            moved = {
+                n: a * (1.0 + self.arithmetic * _shifts(a.shape, rng)) if a.dtype.kind == "f" else a
+                for n, a in self.operands.items()
+            }
+            found |= np.isinf(want) & (self._run(moved, self.attrs)[result] == -want)
+        return found
+
     def _floor(self) -> float:
-        """Return the error from an intermediate number that underflows and is then multiplied."""
-        lost = self.growth * MIN_NORMAL
+        """Return the error from an intermediate number that underflows and is then multiplied.
+
+        If subnormal numbers are kept, it is the rounding of a subnormal number.
+        """
+        lost = self.growth * (F32_SUBNORMAL_STEP if self._is_gradual() else MIN_NORMAL)
         for array in self.operands.values():
             if array.dtype.kind == "f" and array.size:
                 size = np.abs(array[np.isfinite(array)])
                 lost *= max(1.0, float(size.max(initial=0.0)))
         return min(lost, 1e-20)
+
+    def _is_gradual(self) -> bool:
+        """Return whether operands have subnormal numbers that the op must not flush to zero."""
+        return self.case.signed_zeros and self.case.inputs in ("denormal", "special")
 
     def _perturbation_errors(self) -> list[Array]:
         """Return the sum of the changes of the results from the rounding of each operand and of the attributes."""
@@ -123,7 +153,7 @@ class ExpectedResult:
             # Twice, and of different sizes, so that no row is moved by one common factor, which a norm ignores.
             moved = [{**self.operands, name: array * (1.0 + eps * _shifts(array.shape, rng))} for _ in range(2)]
             self._add_change(total, moved if self.count > 1 else moved[:1], self.attrs)
-        if self.case.inputs == "denormal":
+        if self.case.inputs == "denormal" and not self._is_gradual():
             flushed = {n: np.where(np.abs(a) < MIN_NORMAL, 0.0, a) for n, a in floats.items()}
             self._add_change(total, [{**self.operands, **flushed}], self.attrs)
         nudged = {k: v * (1.0 + eps) if isinstance(v, float) and math.isfinite(v) else v for k, v in self.attrs.items()}

@@ -62,6 +62,10 @@ class Op(Generic[R]):
     * `compare`: ``close`` (within rounding), ``exact``, or ``set`` (rows of numbers in any order).
     * `infinite`: operands that may have infinities; ``"-mask"`` means negative ones only.
     * `sequential`: the dimension along which the op processes tokens in order; two runs in turn equal one run.
+    * `signed_zeros`: whether a zero result has the sign of IEEE 754 and no subnormal number is flushed to zero. False
+      for an op with sums or products of several terms.
+    * `nan_for_infinity`: operands whose infinities may act as NaN. Their products may have 0 as a factor, because a
+      backend writes the other factor as a sum of 16-bit terms, or because float32 rounds it to 0.
     * `is_required`: whether each backend must support the op.
 
     `kernels` has the bindings that an op of another package brings, by backend.
@@ -94,6 +98,8 @@ class Op(Generic[R]):
     compare: str
     infinite: tuple[str, ...]
     sequential: str
+    signed_zeros: bool
+    nan_for_infinity: tuple[str, ...]
     is_required: bool
     kernels: Mapping[str, str]
     operand_names: tuple[str, ...] = field(init=False)
@@ -370,6 +376,8 @@ def op(
     compare: str = "close",
     infinite: tuple[str, ...] = (),
     sequential: str = "",
+    signed_zeros: bool = True,
+    nan_for_infinity: tuple[str, ...] = (),
     is_required: bool = True,
     kernels: Mapping[str, str] = MappingProxyType({}),
 ) -> _OpDecorator:
@@ -423,6 +431,8 @@ def op(
         compare=compare,
         infinite=infinite,
         sequential=sequential,
+        signed_zeros=signed_zeros,
+        nan_for_infinity=nan_for_infinity,
         is_required=is_required,
         kernels=MappingProxyType(dict(kernels)),
     )

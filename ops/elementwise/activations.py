@@ -12,6 +12,11 @@ from .binary import UNARY_ERRORS, UNARY_SAMPLES, UNARY_SIGNATURE
 from .unary import erfc
 
 
+def rectify(x: Array) -> Array:
+    """Return `x` where it is positive or NaN, else +0."""
+    return np.maximum(x, 0.0) + 0.0  # the sum makes +0 of -0
+
+
 def logistic(x: Array) -> Array:
     """``1 / (1 + exp(-x))`` without overflow."""
     e = np.exp(-np.abs(x))
@@ -53,8 +58,8 @@ def tanh(x: Array) -> Array:
     infinite=("x",),
 )
 def relu(x: Array) -> Array:
-    """``max(x, 0)``. ggml: ``UNARY_OP_RELU``."""
-    return np.maximum(x, 0.0)
+    """``max(x, 0)``, or +0 where that is zero. ggml: ``UNARY_OP_RELU``."""
+    return rectify(x)
 
 
 @op(
@@ -74,7 +79,7 @@ def leaky_relu(x: Array, *, negative_slope: float) -> Array:
 @op(UNARY_SIGNATURE, inplace="x", samples=UNARY_SAMPLES, errors=UNARY_ERRORS, is_required=False)
 def elu(x: Array) -> Array:
     """`x` where it is positive, ``e ** x - 1`` elsewhere. ggml: ``UNARY_OP_ELU``; Clevert et al., 2015."""
-    return np.where(x > 0, x, np.expm1(np.minimum(x, 0.0)))
+    return np.where(x > 0, x, np.expm1(np.minimum(x, 1.0)))
 
 
 @op(

@@ -25,6 +25,16 @@ BINARY_ERRORS = (
 )
 
 
+def take_larger(a: Array, b: Array) -> Array:
+    """Return the larger of two numbers, or NaN if one is NaN; +0 is larger than -0. IEEE 754, 2019: ``maximum``."""
+    return np.where((a == b) & (np.signbit(a) != np.signbit(b)), 0.0, np.maximum(a, b))
+
+
+def take_smaller(a: Array, b: Array) -> Array:
+    """Return the smaller of two numbers, or NaN if one is NaN; -0 is smaller than +0. IEEE 754, 2019: ``minimum``."""
+    return -take_larger(-a, -b)
+
+
 @op(BINARY_SIGNATURE, linear=("a+b",), inplace="a", samples=BINARY_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"))
 def add(a: Array, b: Array) -> Array:
     """``a + b``; `b` tiles into `a` (index modulo size). ggml: ``ADD``."""
@@ -65,12 +75,15 @@ UNARY_ERRORS = (("x=i32[3]", "x is i32"), ("x=q8_0[32]", "x is q8_0"))
     UNARY_SIGNATURE,
     linear=lambda attrs: () if attrs["bias"] else ("x",),
     inplace="x",
-    samples=("x=f32[3,5], scale=2.5", "x=f32[3,5], scale=-0.5, bias=1.0", "x=f16[4], scale=0.125"),
+    samples=(
+        *("x=f32[3,5], scale=2.5", "x=f32[3,5], scale=-0.5, bias=1.0", "x=f16[4], scale=0.125"),
+        *expand_template("x=f32[3,7], scale={scale}", scale=(1.0, 0.0, -0.0)),
+    ),
     errors=(("x=i32[3], scale=2.0", "x is i32"), ("x=f32[3]", "scale is missing")),
 )
 def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
-    """``x * scale + bias``. ggml: ``SCALE``."""
-    return x * scale + bias
+    """``x * scale + bias``. ggml: ``SCALE``. A `bias` of 0 is not added, so that a zero keeps its sign."""
+    return x * scale + bias if bias else x * scale
 
 
 @op(
@@ -82,6 +95,8 @@ def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
             "x={x}[{shape}], min=-0.5, max=0.25", x=("f32", "f16", "bf16"), shape=("7", "3,0,2", "2,3,4,5")
         ),
         "x=f32[3,1], min=1.0, max=1.0",
+        *expand_template("x=f32[3,7], min={low}, max={high}", low=(-0.5, -0.0, 0.0), high=(0.0, 0.25)),
+        *expand_template("x=f32[3,7], min={low}, max=-0.0", low=(-0.5, -0.0)),
     ),
     errors=(
         ("x=f32[3], min=2.0, max=1.0", "min 2.0 exceeds max 1.0"),
@@ -91,8 +106,8 @@ def scale(x: Array, *, scale: float, bias: float = 0.0) -> Array:
     infinite=("x",),
 )
 def clamp(x: Array, *, min: float, max: float) -> Array:
-    """`x` clamped to `min` and `max`. ggml: ``CLAMP``."""
-    return np.clip(x, min, max)
+    """`x` clamped to `min` and `max`; -0 is less than +0. ggml: ``CLAMP``."""
+    return take_smaller(take_larger(x, np.asarray(min)), np.asarray(max))
 
 
 def _infer_cast(specs: OperandSpecs, attrs: Attrs) -> Spec:

@@ -15,7 +15,7 @@ from ..declaration.op import Array, OperandSpecs, op
 from ..declaration.samples import LegalRange, expand_template
 from ..declaration.shape_rules import first_spec
 from ..declaration.signature import SignatureMismatch
-from .binary import BINARY_ERRORS, BINARY_SIGNATURE
+from .binary import BINARY_ERRORS, BINARY_SIGNATURE, take_larger, take_smaller
 
 COMPARISONS: Mapping[str, Callable[[Array, Array], Array]] = MappingProxyType(
     {
@@ -127,14 +127,20 @@ _SAMPLES = (
 
 @op(BINARY_SIGNATURE, inplace="a", samples=_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"), is_required=False)
 def maximum(a: Array, b: Array) -> Array:
-    """The larger of two numbers, or NaN if one of them is NaN; `b` tiles into `a`. IEEE 754, 2019."""
-    return np.maximum(a, tile_to_shape(b, a.shape))
+    """The larger of two numbers, or NaN if one of them is NaN; +0 is larger than -0. `b` tiles into `a`.
+
+    IEEE 754, 2019.
+    """
+    return take_larger(a, tile_to_shape(b, a.shape))
 
 
 @op(BINARY_SIGNATURE, inplace="a", samples=_SAMPLES, errors=BINARY_ERRORS, infinite=("a", "b"), is_required=False)
 def minimum(a: Array, b: Array) -> Array:
-    """The smaller of two numbers, or NaN if one of them is NaN; `b` tiles into `a`. IEEE 754, 2019."""
-    return np.minimum(a, tile_to_shape(b, a.shape))
+    """The smaller of two numbers, or NaN if one of them is NaN; -0 is smaller than +0. `b` tiles into `a`.
+
+    IEEE 754, 2019.
+    """
+    return take_smaller(a, tile_to_shape(b, a.shape))
 
 
 @op(

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..declaration.op import Array, op
 from ..declaration.samples import LegalRange, expand_template
-from .activations import gelu, gelu_erf, gelu_quick, logistic
+from .activations import gelu, gelu_erf, gelu_quick, logistic, rectify
 
 GATED_SIGNATURE = "gate[...], up[...] -> [...]"
 GATED_SAMPLES = (
@@ -36,7 +36,7 @@ GATED_ERRORS = (
 )
 def reglu(gate: Array, up: Array) -> Array:
     """``relu(gate) * up``. ggml: ``GLU_OP_REGLU``; Shazeer, GLU variants, 2020."""
-    return np.maximum(gate, 0.0) * up
+    return rectify(gate) * up
 
 
 @op(

@@ -57,6 +57,7 @@ def arange(*, start: float, stop: float, step: float = 1.0) -> Array:
     samples=(
         *expand_template("x={x}[{shape}], value=2.5", x=("f32", "f16"), shape=("7", "2,0,4", "2,3,4,5")),
         "x=f32[], value=-1.0",
+        "x=f32[3], value=-0.0",
     ),
     errors=(("x=f32[3]", "value is missing"), ("x=i32[3], value=1.0", "x is i32")),
 )

@@ -67,7 +67,7 @@ def abs_(x: Array) -> Array:
     infinite=("x",),
 )
 def sgn(x: Array) -> Array:
-    """-1, 0 or 1, by the sign of `x`. ggml: ``UNARY_OP_SGN``."""
+    """-1, +0 or 1, by the sign of `x`. ggml: ``UNARY_OP_SGN``."""
     return np.sign(x)
 
 
@@ -329,9 +329,13 @@ def ceil(x: Array) -> Array:
     infinite=("x",),
 )
 def round_(x: Array) -> Array:
-    """The nearest integer, halves away from zero (not to even, as NumPy does). ggml: ``UNARY_OP_ROUND``."""
-    whole = np.trunc(x)
-    return whole + np.where(np.abs(x - whole) >= 0.5, np.sign(x), 0.0)
+    """The nearest integer, halves away from zero (not to even, as NumPy does), with the sign of `x`.
+
+    ggml: ``UNARY_OP_ROUND``.
+    """
+    size = np.abs(x)
+    whole = np.trunc(size)
+    return np.copysign(whole + (size - whole >= 0.5), x)
 
 
 @op(

@@ -109,6 +109,8 @@ def _visible_fraction(node: Node) -> float:
         ('q=f32[3,4,8], k=f32[7,2,8], v=f32[7,2,8], mask=f32[2,3,7], mask_heads="each", scale=1.0', "no product"),
         ('q=f32[3,4,8], k=f32[7,2,8], v=f32[7,2,8], mask_heads="all", scale=1.0', "one of one, each, tiled"),
     ),
+    signed_zeros=False,
+    nan_for_infinity=("k", "v"),
 )
 def attention(
     q: Array,

@@ -71,6 +71,8 @@ def _check_expert_range(experts: int, first: int, total: int, **_: object) -> st
         ("w=f32[4,3,8], x=f32[5,1,8], ids=i32[5,2], first=5, total=8", "rows 5 to 9 are no part of 8"),
         ("w=f32[4,3,8], x=f32[5,1,8], ids=i32[5,2], first=1", "rows 1 to 5 are no part of 0"),
     ),
+    signed_zeros=False,
+    nan_for_infinity=("w",),
 )
 def mul_mat_id(w: Array, x: Array, ids: Array, *, first: int = 0, total: int = 0, exact: bool = True) -> Array:
     """Rows of `x` times the transposed weights of chosen experts: ``out[t, i] = w[ids[t, i]] @ x[t, i mod v]``.

@@ -30,6 +30,8 @@ from ..declaration.samples import expand_template
         ("w=f32[16], x=f32[3,16]", "rank 1"),
         ("w=f32[8,16], x=q8_0[3,32]", "x is q8_0"),
     ),
+    signed_zeros=False,
+    nan_for_infinity=("w",),
 )
 def mul_mat(w: Array, x: Array, *, ordered: bool = False, exact: bool = True) -> Array:
     """Rows of `x` times the transposed weight, ``x @ w.T``. ggml: ``MUL_MAT``.

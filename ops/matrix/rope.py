@@ -64,6 +64,7 @@ def _check_rope(
         ("x=f32[5,3,16], pos=i32[5], n_dims=8, offset=3", "must be even"),
         ('x=f32[5,3,16], pos=i32[5], n_dims=16, mode="glm"', "one of normal, neox"),
     ),
+    signed_zeros=False,
 )
 def rope(
     x: Array,
@@ -163,6 +164,7 @@ def _check_multi_rope(
         ('x=f32[5,3,16], pos=i32[4,5], n_dims=16, sections=(3,3,2,0), mode="neox"', "one of mrope, imrope, vision"),
         ('x=f32[5,3,16], pos=i32[4,5], n_dims=16, sections=(8,8,0,0), mode="vision"', "n_dims must be 8"),
     ),
+    signed_zeros=False,
 )
 def rope_multi(
     x: Array,

@@ -34,6 +34,7 @@ from ..declaration.samples import LegalRange, expand_template
         ("q=f32[5,3,16], k=f32[7,16], weights=f32[5,3]", "operand mask is missing"),
         ("q=f32[3,5,3,16], k=f32[3,7,16], weights=f32[3,5,3], mask=f16[2,5,7]", "do not divide"),
     ),
+    signed_zeros=False,
 )
 def lightning_indexer(q: Array, k: Array, weights: Array, mask: Array) -> Array:
     """The score of each key for each query: ``sum_h weights[t, h] relu(q[t, h] . k[s]) + mask[t, s]``.
@@ -75,6 +76,7 @@ def _check_comb(mixes: int, streams: int, parts: int, n_iter: int, **_: object) 
         ("mixes=f32[5,24], scale=f32[3], base=f32[23], n_iter=2", "mixes is 24"),
         ("mixes=f32[5,24], scale=f32[3], base=f32[24], n_iter=0", "at least 1"),
     ),
+    signed_zeros=False,
 )
 def dsv4_hc_comb(mixes: Array, scale: Array, base: Array, *, n_iter: int, eps: float = 1e-6) -> Array:
     """The mixing matrices [..., from, to] of n residual streams, nearly doubly stochastic, from the last n² logits.
@@ -116,6 +118,7 @@ def dsv4_hc_comb(mixes: Array, scale: Array, base: Array, *, n_iter: int, eps: f
         ("x=f32[5,4,8], weights=f32[5,4,8]", "n is 4"),
         ("x=f32[5,4,8], weights=f32[5,4,7], gated=true", "d is 8"),
     ),
+    signed_zeros=False,
 )
 def dsv4_hc_pre(x: Array, weights: Array, *, gated: bool = False, scale: float = 1.0) -> Array:
     """The input of a layer from n residual streams: ``scale sum_h x[h] weights[h]``.
@@ -148,6 +151,7 @@ def dsv4_hc_pre(x: Array, weights: Array, *, gated: bool = False, scale: float =
         ("x=f32[5,8], residual=f32[5,4,8], post=f32[5,4], comb=f32[5,4,3]", "n is 4"),
         ("x=f32[5,8], residual=f32[5,4,9], post=f32[5,4]", "d is 8"),
     ),
+    signed_zeros=False,
 )
 def dsv4_hc_post(x: Array, residual: Array, post: Array, comb: Array | None = None) -> Array:
     """The residual streams after a layer: ``out[to] = x post[to] + sum_from residual[from] comb[from, to]``.

@@ -100,6 +100,7 @@ def diag(x: Array) -> Array:
         ("a=f32[3,3], b=f32[4,2]", "n is 3"),
         ("a=f32[2,3,3], b=f32[3,2]", "leading axes"),
     ),
+    signed_zeros=False,
 )
 def solve_tri(a: Array, b: Array) -> Array:
     """The x of ``a x = b`` for lower triangular `a`; entries above its diagonal are not read. ggml: ``SOLVE_TRI``."""

@@ -32,6 +32,7 @@ from .state_pools import (
     samples=expand_template("x=f32[{x},12], w=f32[12,{k}]", x=("4", "7", "2,9"), k=(1, 4)),
     errors=(("x=f32[3,12], w=f32[12,4]", "3 rows for 4 taps"), ("x=f32[7,12], w=f32[11,4]", "c is 12")),
     sequential="s",
+    signed_zeros=False,
 )
 def ssm_conv(x: Array, w: Array) -> Array:
     """Causal depthwise convolution, ``out[t, c] = sum_j w[c, j] x[t + j, c]``. ggml: ``SSM_CONV``.
@@ -136,6 +137,7 @@ def _check_delta_net(d: int, snapshots: int, saved: int | None = None, **_: obje
             "slots_out has 3 rows",
         ),
     ),
+    signed_zeros=False,
 )
 def gated_delta_net(
     q: Array,

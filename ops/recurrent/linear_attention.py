@@ -58,6 +58,7 @@ _MANY = _SCAN.format(n="2,", t=3, h=4, e=5, a=1, g=2, d=8, s="7,")
         (_ONE + ", snapshots=-1", "at least 1"),
         (_MANY + ', pool="read"', "operand slots_in is missing"),
     ),
+    signed_zeros=False,
 )
 def ssm_scan(
     x: Array,
@@ -124,6 +125,7 @@ _WKV6 = (
         (_WKV6.format(n="", t=3, h=2, d=4, e=5).replace("bonus=f32[2,4", "bonus=f32[2,5"), "d is 4"),
         (_WKV6.format(n="", t=3, h=2, d=4, e=5).replace("state=f32[2,4,5", "state=f32[2,5,4"), "d is 4"),
     ),
+    signed_zeros=False,
 )
 def rwkv_wkv6(k: Array, v: Array, r: Array, bonus: Array, decay: Array, state: Array) -> tuple[Array, Array]:
     """The token mixing of RWKV 6; returns the outputs and the state after the last token.
@@ -164,6 +166,7 @@ _WKV7 = (
         (_WKV7.format(n="", t=3, h=2, d=4, e=5).replace("state=f32[2,5,4", "state=f32[2,4,5"), "e is 5"),
         (_WKV7.format(n="", t=3, h=2, d=4, e=5).replace(" b=f32[3,2", " b=f32[3,1"), "h is 2"),
     ),
+    signed_zeros=False,
 )
 def rwkv_wkv7(r: Array, decay: Array, k: Array, v: Array, a: Array, b: Array, state: Array) -> tuple[Array, Array]:
     """The token mixing of RWKV 7, a generalised delta rule; returns the outputs and the state after the last token.
@@ -207,6 +210,7 @@ _GLA = (
         (_GLA.format(n="", t=3, h=2, d=4, e=5).replace("g=f32[3,2,4", "g=f32[3,2,1"), "d is 4"),
         (_GLA.format(n="", t=3, h=2, d=4, e=5).replace(", scale=0.5", ""), "scale is missing"),
     ),
+    signed_zeros=False,
 )
 def gated_linear_attn(k: Array, v: Array, q: Array, g: Array, state: Array, *, scale: float) -> tuple[Array, Array]:
     """Linear attention with a decay per key channel; returns the outputs and the state after the last token.

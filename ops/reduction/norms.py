@@ -18,13 +18,29 @@ def _check_eps(eps: float, **_: object) -> str | None:
     return None if 0 <= eps < math.inf else f"eps is {eps}; it must be a finite number of at least 0"
 
 
-@op("x[..., *c] -> [..., c]", inplace="x", flops=lambda c, **_: 4 * c, check=_check_eps, samples=_ROWS, errors=_ERRORS)
+@op(
+    "x[..., *c] -> [..., c]",
+    inplace="x",
+    flops=lambda c, **_: 4 * c,
+    check=_check_eps,
+    samples=_ROWS,
+    errors=_ERRORS,
+    signed_zeros=False,
+)
 def rms_norm(x: Array, *, eps: float = 1e-6) -> Array:
     """``x / sqrt(mean(x^2) + eps)`` over the last axis. ggml: ``RMS_NORM``; Zhang and Sennrich, 2019."""
     return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) / max(1, x.shape[-1]) + eps)
 
 
-@op("x[..., *c] -> [..., c]", inplace="x", flops=lambda c, **_: 4 * c, check=_check_eps, samples=_ROWS, errors=_ERRORS)
+@op(
+    "x[..., *c] -> [..., c]",
+    inplace="x",
+    flops=lambda c, **_: 4 * c,
+    check=_check_eps,
+    samples=_ROWS,
+    errors=_ERRORS,
+    signed_zeros=False,
+)
 def l2_norm(x: Array, *, eps: float = 1e-6, clamp: bool = False) -> Array:
     """``x / sqrt(sum(x^2) + eps)`` over the last axis; with `clamp` ``x / max(sqrt(sum(x^2)), eps)``.
 
@@ -42,6 +58,7 @@ def l2_norm(x: Array, *, eps: float = 1e-6, clamp: bool = False) -> Array:
     samples=_ROWS,
     errors=_ERRORS,
     is_required=False,
+    signed_zeros=False,
 )
 def norm(x: Array, *, eps: float = 1e-5) -> Array:
     """``(x - mean) / sqrt(variance + eps)`` over the last axis. ggml: ``NORM``; Ba et al., 2016, without weights."""
@@ -68,6 +85,7 @@ def norm(x: Array, *, eps: float = 1e-5) -> Array:
         ("x=f32[4,3,3]", "groups is missing"),
     ),
     is_required=False,
+    signed_zeros=False,
 )
 def group_norm(x: Array, *, groups: int, eps: float = 1e-6) -> Array:
     """`norm` over groups of neighbouring channels and the last two axes; channels are the axis before these.
@@ -90,7 +108,8 @@ def softmax_rows(scores: Array, sinks: Array | None) -> Array:
     top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
     if sinks is not None:
         top = np.maximum(top, sinks)
-    e = np.exp(scores - np.where(np.isfinite(top), top, 0.0))
+    top = np.where(top == -np.inf, 0.0, top)
+    e = np.exp(scores - top)
     total = e.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total = total + np.exp(sinks - top)
@@ -116,6 +135,7 @@ def softmax_rows(scores: Array, sinks: Array | None) -> Array:
         ("x=f32[5]", "rank 1"),
     ),
     infinite=("-x", "-mask"),
+    signed_zeros=False,
 )
 def softmax(
     x: Array, mask: Array | None = None, sinks: Array | None = None, *, scale: float = 1.0, max_bias: float = 0.0

@@ -14,7 +14,14 @@ _ROWS = expand_template("x={x}[{shape}]", x=("f32", "f16"), shape=("7", "3,64", 
 _ERRORS = (("x=f32[]", "needs at least 1"), ("x=i32[3]", "x is i32"))
 
 
-@op("x[..., +n] -> [..., 1]: f32", linear=("x",), flops=lambda n, **_: n, samples=_ROWS, errors=_ERRORS)
+@op(
+    "x[..., +n] -> [..., 1]: f32",
+    linear=("x",),
+    flops=lambda n, **_: n,
+    samples=_ROWS,
+    errors=_ERRORS,
+    signed_zeros=False,
+)
 def sum_rows(x: Array) -> Array:
     """The sum of each row, as an axis of size 1. ggml: ``SUM_ROWS``."""
     return np.sum(x, axis=-1, keepdims=True)
@@ -28,6 +35,7 @@ def sum_rows(x: Array) -> Array:
     samples=_ROWS,
     errors=_ERRORS,
     is_required=False,
+    signed_zeros=False,
 )
 def mean(x: Array) -> Array:
     """The mean of each row, as an axis of size 1; the mean of an empty row is 0. ggml: ``MEAN``."""
@@ -41,6 +49,7 @@ def mean(x: Array) -> Array:
     samples=("x=f32[7]", "x=f32[3,5,4]", "x=f16[2,3,2,5]", "x=f32[]", "x=f32[3,0]", "x=bf16[1]"),
     errors=(("x=i32[3]", "x is i32"), ("x=f32[3], axis=0", "no operand or attribute axis")),
     is_required=False,
+    signed_zeros=False,
 )
 def sum_(x: Array) -> Array:
     """The sum of all entries, a scalar. ggml: ``SUM``."""
@@ -81,7 +90,15 @@ def count_equal(a: Array, b: Array) -> Array:
     return np.asarray(np.sum(a == b, dtype=np.int64))
 
 
-@op("x[..., *n] -> [..., n]", linear=("x",), inplace="x", samples=_ROWS, errors=_ERRORS, sequential="n")
+@op(
+    "x[..., *n] -> [..., n]",
+    linear=("x",),
+    inplace="x",
+    samples=_ROWS,
+    errors=_ERRORS,
+    sequential="n",
+    signed_zeros=False,
+)
 def cumsum(x: Array) -> Array:
     """Running sums along the last axis: entry i is the sum of entries 0 to i. ggml: ``CUMSUM``."""
     return np.cumsum(x, axis=-1)
@@ -120,6 +137,7 @@ _SMALL = {"x": LegalRange(-2.0, 2.0)}
     errors=_REDUCE_ERRORS,
     ranges=_SMALL,
     is_required=False,
+    signed_zeros=False,
 )
 def reduce(x: Array, *, kind: str) -> Array:
     """The max, min, sum or prod (`kind`) of each row in the dtype of `x`, as an axis of size 1.
@@ -137,6 +155,7 @@ def reduce(x: Array, *, kind: str) -> Array:
     errors=_REDUCE_ERRORS[:2],
     ranges=_SMALL,
     is_required=False,
+    signed_zeros=False,
 )
 def accumulate(x: Array, *, kind: str) -> Array:
     """The running max, min, sum or prod (`kind`) of each row, in the dtype of `x`.

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ...graph.attrs import attribute_key
 from ...graph.graph import Graph, order_with_state_updates
 from ...graph.layer_folding import LONG_LIVED_SHARE, find_live_spans, find_repetitions
 from ...graph.node import Node, Value
@@ -92,7 +93,7 @@ def _structure(graph: Graph, piece: _Piece, lasting: frozenset[Value]) -> object
         return (number[value.node], value.index) if value.node in number else value
 
     lines = [
-        (n.op, tuple(map(ref, n.src)), tuple(n.attrs.items()), n.specs, tuple(outputs.get(v) for v in n.results))
+        (n.op, tuple(map(ref, n.src)), attribute_key(n.attrs), n.specs, tuple(outputs.get(v) for v in n.results))
         for n in piece.nodes
     ]
     made = tuple(v for n in piece.nodes for v in n.results if v in lasting)

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from ...backends.base import BufferSpec, Instruction, Program
-from ...graph.attrs import Attr
+from ...graph.attrs import Attr, attribute_key
 from ...graph.graph import Graph, assign_names
 from ...graph.node import Node, Value
 from ...ops.collectives import COLLECTIVES
@@ -59,7 +59,9 @@ def _same_node(a: Node, b: Node, here: Mapping[Node, int], there: Mapping[Node, 
     """Whether two nodes do the same with the values that stand at the same places."""
     if a.op != b.op or a.specs != b.specs or len(a.src) != len(b.src):
         return False
-    if a.attrs != b.attrs and (a.op not in COLLECTIVES or _terms(a.attrs) != _terms(b.attrs)):
+    if attribute_key(a.attrs) != attribute_key(b.attrs) and (
+        a.op not in COLLECTIVES or _terms(a.attrs) != _terms(b.attrs)
+    ):
         return False
     return _places(a.src, here) == _places(b.src, there)
 

@@ -132,9 +132,10 @@ def _some(n: int, m: int) -> Index:
 def _same_attrs(declared: Op[Any], user: Side, mine: Side) -> None:
     theirs, local = mine.settled, local_attrs(declared)
     for name, value in user.attrs:
-        other = theirs.get(name)
-        if name not in local and other != value and repr(other) != repr(value):  # NaN differs from itself
-            raise Unfit(f"attribute {name} is {other!r} and not {value!r}")
+        if name in local or (found := theirs.get(name)) is value:
+            continue
+        if repr(found) != repr(value):  # NaN is NaN, and 0.0 is not -0.0
+            raise Unfit(f"attribute {name} is {found!r} and not {value!r}")
 
 
 @cache

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from ...graph.attrs import attribute_key
 from ...graph.graph import Graph, topological_order
 from ...graph.node import Node, Value
 from ...ops import REGISTRY
@@ -52,7 +53,7 @@ class Meaning:
         if node.op == "cont":
             return (self.number[node.inputs[0]],)
         sources = tuple(None if s is None else self.number[s] for s in node.src)
-        key = (node.op, tuple(node.attrs.items()), sources, node.specs, node.name if node.is_leaf else "")
+        key = (node.op, attribute_key(node.attrs), sources, node.specs, node.name if node.is_leaf else "")
         if key not in self._known:
             numbers = tuple(range(len(self.values), len(self.values) + len(node.specs)))
             self._known[key] = numbers

@@ -22,8 +22,10 @@ from ..simd.vectors import (
     float_to_bits,
     fma,
     halve,
-    larger,
+    ieee_maximum,
+    ieee_minimum,
     mul,
+    negative,
     power_of_two,
     round_away,
     round_down,
@@ -31,7 +33,6 @@ from ..simd.vectors import (
     round_to_zero,
     round_up,
     shift_right_signed,
-    smaller,
     splat,
     splat_int,
     square_root,
@@ -82,19 +83,19 @@ def silu(x):
 
 @part
 def relu(x):
-    return at_least(x, zeros())
+    return absolute(at_least(x, zeros()))
 
 
 @part
 def expm1(x):
-    """``exp(x) - 1``; near 0 ``x`` and a polynomial times ``x^2``: relative error below 1e-7."""
+    """``exp(x) - 1``; near 0 ``x`` times a polynomial: relative error below 2e-7."""
     p = fma(x, splat(2.48242376e-5), splat(1.99618859e-4))
     p = fma(p, x, splat(1.38891055e-3))
     p = fma(p, x, splat(8.33318298e-3))
     p = fma(p, x, splat(4.16666637e-2))
     p = fma(p, x, splat(1.66666671e-1))
     p = fma(p, x, splat(HALF))
-    near = fma(p, mul(x, x), x)
+    near = mul(x, fma(p, x, splat(ONE)))
     return where_less(absolute(x), splat(HALF), near, sub(exp(x), splat(ONE)))
 
 
@@ -133,7 +134,7 @@ def log1p(x):
     whole = add(splat(ONE), x)
     lost = div(sub(x, sub(whole, splat(ONE))), whole)
     known = add(log(whole), where_less(absolute(lost), splat(INFINITY), lost, zeros()))
-    return where_less(x, splat(INFINITY), known, log(x))
+    return with_sign(where_less(x, splat(INFINITY), known, log(x)), x)
 
 
 @part
@@ -163,7 +164,7 @@ def tanh(x):
     p = fma(y, splat(62 / 2835), splat(-17 / 315))
     p = fma(p, y, splat(2 / 15))
     p = fma(p, y, splat(-1 / 3))
-    small = fma(mul(p, y), x, x)
+    small = mul(x, fma(p, y, splat(ONE)))
     return where_less(absolute(x), splat(0.25), small, large)
 
 
@@ -224,8 +225,8 @@ def hardswish(x):
 
 @part
 def sgn(x):
-    """x itself where it is 0 or NaN."""
-    return where_less(zeros(), x, splat(ONE), where_less(x, zeros(), splat(-ONE), x))
+    """+0 of either zero; x itself where it is NaN."""
+    return where_less(zeros(), x, splat(ONE), where_less(x, zeros(), splat(-ONE), absolute(x)))
 
 
 @part
@@ -245,7 +246,7 @@ def copy(x):
 
 @part
 def neg(x):
-    return sub(zeros(), x)
+    return negative(x)
 
 
 @part
@@ -322,8 +323,8 @@ BINARY: dict[str, Part | Intrinsic] = {
     "sub": sub,
     "mul": mul,
     "div": div,
-    "maximum": larger,
-    "minimum": smaller,
+    "maximum": ieee_maximum,
+    "minimum": ieee_minimum,
     **{kind: comparison(sign) for kind, sign in COMPARISONS.items()},
     **GATED,
 }
@@ -331,12 +332,25 @@ BINARY: dict[str, Part | Intrinsic] = {
 
 @part
 def affine(x, a, b):
+    """``a x + b``; -0 for b adds nothing to a zero of either sign."""
     return fma(x, splat(a), splat(b))
 
 
 @part
 def clamp(x, low, high):
     return at_most(at_least(x, splat(low)), splat(high))
+
+
+@part
+def clamp_from_0(x, low, high):
+    """From +0 on no result has a sign."""
+    return absolute(clamp(x, low, high))
+
+
+@part
+def clamp_to_0(x, low, high):
+    """Up to -0 every result has a sign."""
+    return negative(absolute(clamp(x, low, high)))
 
 
 @part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -9,8 +10,9 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from ....graph.dtypes import DType
+from ....ops.declaration.attributes import float_attribute
 from ...base import contiguous_strides
-from ...operands import Bound, Operand
+from ...operands import Bound, Operand, float_bits
 from ..compiler import Kernel, Part, kernel, part
 from ..pieces import pieces_of
 from ..simd.shorts import store_some_bf16, store_some_half
@@ -31,7 +33,7 @@ from ..simd.vectors import (
 )
 from ..steps import Binding, Share, Steps
 from ..words import Words, words
-from .functions import BINARY, COMPARISONS, GATED, UNARY, affine, clamp, leaky
+from .functions import BINARY, COMPARISONS, GATED, UNARY, affine, clamp, clamp_from_0, clamp_to_0, leaky
 from .packing import share
 
 HEAD = 4
@@ -51,8 +53,8 @@ def row_words(operands: str, more: str = "") -> Words:
     """
     names = operands.split()
     parts = {"columns": columns, "rows": rows}
-    for number, name in enumerate(names):
-        parts |= {name: _row(HEAD + OPERAND * number), f"{name}_step": _element(HEAD + OPERAND * number)}
+    for index, name in enumerate(names):
+        parts |= {name: _row(HEAD + OPERAND * index), f"{name}_step": _element(HEAD + OPERAND * index)}
     return words(f"walk[{HEAD + OPERAND * len(names)}] {more}", parts)
 
 
@@ -173,7 +175,10 @@ def binary(name: str) -> Kernel:
     return Kernel(f"rows.binary.{name}", body)
 
 
-WITH_NUMBERS = {"scale": affine, "clamp": clamp, "leaky_relu": leaky}
+WITH_NUMBERS = {
+    **{"scale": affine, "leaky_relu": leaky},
+    **{"clamp": clamp, "clamp_from_0": clamp_from_0, "clamp_to_0": clamp_to_0},
+}
 
 
 NUMBERS_WORDS = row_words("x y", "first:f32 second:f32")
@@ -391,17 +396,29 @@ def _binary(name: str) -> Binding:
     return lambda steps, call: add_binary(steps, name, call.operand(0), call.operand(1), call.out)
 
 
-def _with_numbers(name: str, first: str, second: str) -> Binding:
-    def bind(steps: Steps, call: Bound) -> bool:
-        numbers = {"first": call.float(first), "second": call.float(second)}
-        return add_rows(steps, (with_numbers(name), NUMBERS_WORDS, numbers), [call.operand(0)], call.out)
+def _add_with_numbers(steps: Steps, call: Bound, name: str, first: float, second: float = 0.0) -> bool:
+    of: Numbered = (with_numbers(name), NUMBERS_WORDS, {"first": float_bits(first), "second": float_bits(second)})
+    return add_rows(steps, of, [call.operand(0)], call.out)
 
-    return bind
+
+def _scale(steps: Steps, call: Bound) -> bool:
+    return _add_with_numbers(
+        steps, call, "scale", float_attribute(call.attrs, "scale"), float_attribute(call.attrs, "bias") or -0.0
+    )
+
+
+def _clamp(steps: Steps, call: Bound) -> bool:
+    low, high = float_attribute(call.attrs, "min"), float_attribute(call.attrs, "max")
+    name = "clamp_to_0" if _is_zero(high, -1.0) else "clamp_from_0" if _is_zero(low, 1.0) else "clamp"
+    return _add_with_numbers(steps, call, name, low, high)
+
+
+def _is_zero(value: float, sign: float) -> bool:
+    return value == 0 and math.copysign(1.0, value) == sign
 
 
 def _leaky(steps: Steps, call: Bound) -> bool:
-    numbers = {"first": call.float("negative_slope"), "second": 0}
-    return add_rows(steps, (with_numbers("leaky_relu"), NUMBERS_WORDS, numbers), [call.operand(0)], call.out)
+    return _add_with_numbers(steps, call, "leaky_relu", float_attribute(call.attrs, "negative_slope"))
 
 
 def _compare(steps: Steps, call: Bound) -> bool:
@@ -417,8 +434,8 @@ def _fill(steps: Steps, call: Bound) -> bool:
 
 
 BINDINGS = {
-    "scale": _with_numbers("scale", "scale", "bias"),
-    "clamp": _with_numbers("clamp", "min", "max"),
+    "scale": _scale,
+    "clamp": _clamp,
     "fill": _fill,
     "leaky_relu": _leaky,
     "compare": _compare,

@@ -247,6 +247,7 @@ def prefetch_far(b, a):
 
 splat = intrinsic(FLOATS, FLOAT)(lambda b, v: _splat(b, v, _F))
 splat_from = intrinsic(FLOATS, ADDRESS)(lambda b, a: _splat(b, _load(b, a, _f32, 4), _F))
+negative = intrinsic(FLOATS, FLOATS)(lambda b, x: b.fneg(x))
 add = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.fadd(x, y))
 sub = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.fsub(x, y))
 mul = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.fmul(x, y))
@@ -259,6 +260,9 @@ at_least = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, low: b.select(b.fcmp_o
 """`x`, or `low` where that is larger; NaN stays NaN.  One instruction, ``max(low, x)``, which gives its second operand
 unless the first is larger."""
 at_most = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, high: b.select(b.fcmp_ordered("<", high, x), high, x))
+ieee_maximum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.maximum.v16f32", _F, x, y))
+"""The larger of two numbers, NaN if one is; +0 is larger than -0."""
+ieee_minimum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.minimum.v16f32", _F, x, y))
 absolute = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.fabs.v16f32", _F, x))
 square_root = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.sqrt.v16f32", _F, x))
 round_down = intrinsic(FLOATS, FLOATS)(lambda b, x: _call(b, "llvm.floor.v16f32", _F, x))

@@ -10,6 +10,18 @@ __device__ __forceinline__ float gelu_erf(float x) { return 0.5f * x * erfcf(x *
 __device__ __forceinline__ float gelu_quick(float x) { return x * logistic(1.702f * x); }
 // NaN stays NaN, which fminf and fmaxf would drop.
 __device__ __forceinline__ float clipped(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
+// As IEEE 754 orders zeros: from a bound of +0 on no result has a sign, and up to -0 all have one.
+__device__ __forceinline__ float clamped(float x, float low, float high) {
+    const float y = clipped(x, low, high);
+    return __float_as_uint(low) == 0 ? fabsf(y) : __float_as_uint(high) == 1u << 31 ? -fabsf(y) : y;
+}
+// Of two that are equal the bits decide, which differ for zeros only; NaN if one is.
+__device__ __forceinline__ float larger(float x, float y) {
+    return x == y ? __uint_as_float(__float_as_uint(x) & __float_as_uint(y)) : x > y || x != x ? x : y;
+}
+__device__ __forceinline__ float smaller(float x, float y) {
+    return x == y ? __uint_as_float(__float_as_uint(x) | __float_as_uint(y)) : x < y || x != x ? x : y;
+}
 __device__ __forceinline__ float hardsigmoid(float x) { return clipped((x + 3.0f) / 6.0f, 0.0f, 1.0f); }
 
 __device__ __forceinline__ float clamped_gate(float x, float alpha, float limit) {
@@ -35,7 +47,7 @@ namespace function {
     };
 UNARY(neg, -x)
 UNARY(abs, fabsf(x))
-UNARY(sgn, x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x)
+UNARY(sgn, x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : fabsf(x))
 UNARY(step, x > 0.0f ? 1.0f : 0.0f)
 UNARY(sqr, x * x)
 UNARY(sqrt, sqrtf(x))
@@ -63,7 +75,7 @@ UNARY(trunc, truncf(x))
 UNARY(sigmoid, logistic(x))
 UNARY(silu, ::silu(x))
 UNARY(softplus, fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))))
-UNARY(relu, x < 0.0f ? 0.0f : x)
+UNARY(relu, x <= 0.0f ? 0.0f : x)
 UNARY(leaky_relu, x > 0.0f ? x : (float)n.a * x)
 UNARY(elu, x > 0.0f ? x : expm1f(x))
 UNARY(xielu, (x > 0.0f ? (float)n.b * x * x : (float)n.a * bend(x, fminf(x, (float)n.d))) + (float)n.c * x)
@@ -73,7 +85,7 @@ UNARY(gelu_quick, ::gelu_quick(x))
 UNARY(hardsigmoid, ::hardsigmoid(x))
 UNARY(hardswish, x * ::hardsigmoid(x))
 UNARY(scale, x * (float)n.a + (float)n.b)
-UNARY(clamp, clipped(x, (float)n.a, (float)n.b))
+UNARY(clamp, clamped(x, (float)n.a, (float)n.b))
 UNARY(fill, (float)n.a)
 
 #define BINARY(name, result)                                                               \
@@ -86,11 +98,11 @@ BINARY(add, x + y)
 BINARY(sub, x - y)
 BINARY(mul, x * y)
 BINARY(div, x / y)
-BINARY(maximum, x > y || x != x ? x : y)
-BINARY(minimum, x < y || x != x ? x : y)
+BINARY(maximum, larger(x, y))
+BINARY(minimum, smaller(x, y))
 BINARY(power, powf(x, y))
 BINARY(mul_sigmoid, x * logistic(y))
-BINARY(reglu, (x < 0.0f ? 0.0f : x) * y)
+BINARY(reglu, (x <= 0.0f ? 0.0f : x) * y)
 BINARY(geglu, ::gelu(x) * y)
 BINARY(geglu_erf, ::gelu_erf(x) * y)
 BINARY(geglu_quick, ::gelu_quick(x) * y)

@@ -29,6 +29,11 @@ def _attributes(*names: str) -> Numbers:
     return lambda call: [float(float_attribute(call.attrs, n)) for n in names]
 
 
+def _scale_constants(call: Bound) -> Sequence[float]:
+    """The factor and the bias; no bias is -0, which changes the sign of no zero."""
+    return float_attribute(call.attrs, "scale"), float_attribute(call.attrs, "bias") or -0.0
+
+
 def _xielu(call: Bound) -> Sequence[float]:
     """n, p, beta, eps."""
     alpha_n, alpha_p, beta, eps = _attributes("alpha_n", "alpha_p", "beta", "eps")(call)
@@ -52,7 +57,7 @@ UNARY: Mapping[str, Numbers] = {
     **dict.fromkeys(_PLAIN, _NOTHING),
     "leaky_relu": _attributes("negative_slope"),
     "xielu": _xielu,
-    "scale": _attributes("scale", "bias"),
+    "scale": _scale_constants,
     "clamp": _attributes("min", "max"),
     "fill": _attributes("value"),
 }

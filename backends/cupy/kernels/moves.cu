@@ -94,7 +94,7 @@ template <class T, class Id> __global__ void scatter(const __grid_constant__ Sca
     each_column(a.columns, [&](i64 c) { return x[c * a.column_step]; }, [&](i64 c, float value) { put_cell(row + c, value); });
 }
 
-// Row i plus row `ids[i] - first` of a table, if the table has it; `total` rows exist in all.
+// Row i plus row `ids[i] - first` of a table, if the table has it; `total` rows exist in all.  Adding -0 changes nothing.
 struct AddRows {
     i64 first, own, total, columns, x_column_step, row_step, column_step;
     Axes axes;
@@ -114,7 +114,7 @@ __global__ void add_rows(const __grid_constant__ AddRows a) {
     const float *x = a.x.at + p.at[0];
     float *out = a.out.at + p.at[2];
     for (i64 c = threadIdx.x; c < a.columns; c += blockDim.x)
-        out[c] = x[c * a.x_column_step] + (has ? a.table[mine * a.row_step + c * a.column_step] : 0.0f);
+        out[c] = x[c * a.x_column_step] + (has ? a.table[mine * a.row_step + c * a.column_step] : -0.0f);
 }
 
 // ------------------------------------------------------------------------------------------------- triangles

@@ -146,7 +146,9 @@ __global__ void timesteps(const __grid_constant__ Timesteps a) {
     const u32 row = i / (u32)a.width, c = i % (u32)a.width, j = c % (u32)max(a.half, (i64)1);
     const i64 *const steps[] = {a.x.step};
     const Places<1> p = places(a.axes, steps, row);
+    const double angle = (double)a.x.at[p.at[0]] * a.inverse[j];
     float sine, cosine;
-    turn((double)a.x.at[p.at[0]] * a.inverse[j], &sine, &cosine);
+    turn(angle, &sine, &cosine);
+    if (angle == 0.0) sine = (float)angle;  // `turn` loses the sign of -0
     a.out[i] = c < a.half ? cosine : c < 2 * a.half ? sine : 0.0f;
 }

@@ -7,8 +7,9 @@ import math
 import numpy as np
 
 from hocket.ops import REGISTRY
+from hocket.ops.declaration.broadcasting import tile_to_shape
 
-from .site import INFINITE, NAN, NO_ZEROS, Site, after, half, wrong
+from .site import INFINITE, NAN, NO_ZEROS, WRONG_SIGN, Site, after, half, wrong
 
 
 def _naive_sigmoid(x):
@@ -59,7 +60,30 @@ def _nearly_zero(site: Site, operand: int):
     return np.where(site.exact(operand) == 0, 1e-30, site.right()[0])
 
 
+def _flush_subnormals(site: Site) -> None:
+    """Flush subnormal results to zero, as some processors do."""
+    out = site.dst[0]
+    if out.dtype.kind == "f":
+        out[np.abs(out) < np.finfo(np.float32).tiny] *= 0
+
+
+def _first_of_equals(site: Site):
+    a = site.exact(0)
+    b = tile_to_shape(site.exact(1), a.shape)
+    return np.where((a >= b) | np.isnan(a), a, b)
+
+
 FAULTS = (
+    after("mul", "subnormal results flushed", _flush_subnormals),
+    after("silu", "subnormal results flushed", _flush_subnormals),
+    after("cont", "subnormal numbers flushed", _flush_subnormals),
+    after("where", "subnormal numbers flushed", _flush_subnormals),
+    wrong("neg", "subtracts from zero", lambda s: 0.0 - s.exact(0), symptom=WRONG_SIGN),
+    wrong("scale", "adds a bias of zero", lambda s: s.exact(0) * s.attrs["scale"] + 0.0, symptom=WRONG_SIGN),
+    wrong("relu", "lets -0 through", lambda s: np.where(s.exact(0) < 0, 0.0, s.exact(0)), symptom=WRONG_SIGN),
+    wrong("maximum", "the first of zeros", _first_of_equals, symptom=WRONG_SIGN),
+    wrong("div", "zero for a zero divisor", lambda s: np.nan_to_num(s.right()[0], posinf=0.0), symptom=INFINITE),
+    wrong("ceil", "+0 above -1", lambda s: np.ceil(s.exact(0)) + 0.0, symptom=WRONG_SIGN),
     after("add", "last element wrong by a thousandth", _last_row),
     after("sub", "one row of 4,099 wrong", _one_row_of_many),
     after("add", "wrong beside infinities only", _matching_infinity),

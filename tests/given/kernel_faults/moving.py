@@ -73,8 +73,9 @@ def _through_half(site: Site):
 
 def _interleaved(site: Site):
     """Repeats each entry in turn instead of the whole."""
-    x = site.exact(0)
-    for axis, n in enumerate(site.dst[0].shape):
+    shape = site.dst[0].shape
+    x = np.expand_dims(site.exact(0), tuple(range(len(shape) - site.src[0].ndim)))
+    for axis, n in enumerate(shape):
         x = np.repeat(x, n // x.shape[axis], axis) if x.shape[axis] else x
     return x
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .site import INFINITE, UNSTEADY, Site, after, half, wrong
+from .site import INFINITE, NAN, UNSTEADY, Site, after, half, wrong
 
 
 def _product_half(site: Site):
@@ -150,6 +150,16 @@ def _one_position(site: Site):
     return site.right([site.src[0], np.broadcast_to(pos[..., :1], pos.shape), *site.src[2:]])
 
 
+def _nan_for_infinities(site: Site):
+    (right,) = site.right()
+    return np.where(np.isinf(right), np.nan, right)
+
+
+def _opposite_infinities(site: Site):
+    (right,) = site.right()
+    return np.where(np.isinf(right), -right, right)
+
+
 FAULTS = (
     wrong("mul_mat", "accumulates in float16", _product_half),
     wrong("mul_mat", "what fills no block of 32 left out", lambda s: _k_tail(s, 32)),
@@ -179,6 +189,8 @@ FAULTS = (
     wrong("rope", "factors multiply instead of dividing", _factors_multiply),
     wrong("rope", "position of the first token for all", _one_position),
     wrong("rope", "YaRN magnitude missing", lambda s: s.right(ext_factor=0.0) if s.attrs["ext_factor"] else None),
+    wrong("mul_mat", "NaN for infinities", _nan_for_infinities, symptom=NAN),
+    wrong("rope", "infinities of the other sign", _opposite_infinities, symptom=INFINITE),
     wrong("rope", "base ignored", lambda s: s.right(base=10000.0)),
     after("rope", "what is not rotated becomes 0", _rest_zeroed),
 )

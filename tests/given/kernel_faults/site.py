@@ -48,6 +48,7 @@ class Site:
 TOO_FAR = "elements too far off|too far off as a whole"
 NAN = "elements NaN"
 INFINITE = "infinite where it should not be, or not where it should"
+WRONG_SIGN = "zero with the wrong sign"
 WRONG_INTEGER = "elements wrong"
 NO_ZEROS = "zeros in .* give no zeros"
 UNSTEADY = "the replay of the same inputs over other leftovers gives other bits"

@@ -1,0 +1,178 @@
+"""Every op has cases with infinities, zeros of both signs and subnormal numbers, and what loses one of them fails."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hocket
+from hocket import ops
+from hocket.backends import find
+from hocket.backends.cupy.device import hiprtc, nvrtc
+from hocket.conformance import Outcome, parse_case, run_case
+from hocket.conformance.cases.case import Case
+from hocket.conformance.cases.inputs import generate_operands, holds_floats
+from hocket.conformance.checks.compare_arrays import compare
+from hocket.conformance.checks.tolerance import ErrorBudget, ExpectedResult
+from hocket.conformance.generate_cases import full_cases, quick_cases
+from hocket.frontends.tensors.tensor import merged
+from hocket.graph.dtypes import DType
+from hocket.graph.spec import Spec
+from hocket.ops import REGISTRY
+
+KINDS = ("special", "zeros", "denormal")
+CLASSES = {
+    "inf": lambda x: x == np.inf,
+    "-inf": lambda x: x == -np.inf,
+    "0": lambda x: (x == 0) & ~np.signbit(x),
+    "-0": lambda x: (x == 0) & np.signbit(x),
+    "subnormal": lambda x: (x > 0) & (x < 6e-7),
+    "-subnormal": lambda x: (x < 0) & (x > -6e-7),
+}
+"""Kinds of special values; 6e-7 is above the subnormal numbers that the kit draws and below all its others."""
+
+LOST = (
+    "scale(x=f32[3,7], scale=1.0, inputs=zeros)",
+    "scale(x=f32[3,7], scale=-0.0, inputs=normal)",
+    "neg(x=f32[7,33], inputs=zeros)",
+    "sgn(x=f32[7,33], inputs=zeros)",
+    "round(x=f32[7,33], inputs=zeros)",
+    "expm1(x=f32[7,33], inputs=zeros)",
+    "log1p(x=f32[7,33], inputs=zeros)",
+    "tanh(x=f32[7,33], inputs=zeros)",
+    "relu(x=f32[7,33], inputs=zeros)",
+    "elu(x=f32[7,33], inputs=zeros)",
+    "reglu(gate=f32[7,33], up=f32[7,33], inputs=zeros)",
+    "swiglu_clamp(gate=f32[7,33], up=f32[7,33], limit=2.5, inputs=zeros)",
+    "maximum(a=f32[7,33], b=f32[7,33], inputs=zeros)",
+    "maximum(a=f32[7,33], b=f32[33], inputs=special, layout=inplace)",
+    "minimum(a=f32[7,33], b=f32[7,33], inputs=zeros)",
+    "clamp(x=f32[7,33], min=0.0, max=6.0, inputs=zeros)",
+    "clamp(x=f32[7,33], min=-0.0, max=0.0, inputs=zeros)",
+    "clamp(x=f32[7,33], min=-1.0, max=-0.0, inputs=zeros)",
+    "gelu_erf(x=f32[7,33], inputs=special)",
+    "softmax(x=f32[2,7,33], inputs=special)",
+)
+"""Cases that some backend, or the reference, failed once."""
+
+
+@pytest.mark.long(cases=4)
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_operand_of_floats_has_cases_with_each_special_value(name: str) -> None:
+    """Of each dtype there are cases, and in those of an operand is each special value."""
+    missing = {(key, kind) for case in full_cases(REGISTRY[name]) for key in _floats(case) for kind in KINDS}
+    values = {operand: set(CLASSES) for (operand, _), _ in missing}
+    for case in full_cases(REGISTRY[name]):
+        for key in _floats(case):
+            missing.discard((key, case.inputs))
+        if case.inputs == "special" and any(map(values.get, dict(_floats(case)))):
+            operands = generate_operands(case)
+            for operand, _ in _floats(case):
+                values[operand] -= {kind for kind in values[operand] if CLASSES[kind](operands[operand]).any()}
+    assert not missing
+    assert not any(values.values()), values
+
+
+@pytest.mark.long(cases=4)
+@pytest.mark.parametrize("name", REGISTRY)
+def test_the_quick_run_has_special_values_of_every_operand(name: str) -> None:
+    cases = quick_cases(REGISTRY[name])
+    operands = {operand for case in cases for operand, _ in _floats(case)}
+    for kind in KINDS:
+        assert {operand for case in cases if case.inputs == kind for operand, _ in _floats(case)} == operands
+
+
+def _floats(case: Case) -> list[tuple[str, DType]]:
+    return [(operand, spec.dtype) for operand, spec in case.operands if holds_floats(spec)]
+
+
+@pytest.mark.parametrize("device", ["reference:0", "numpy:0", "cpu:0"])
+@pytest.mark.parametrize("text", LOST)
+def test_special_values_are_where_they_belong(text: str, device: str) -> None:
+    result = run_case(parse_case(text), *find(device))
+    assert result.outcome is Outcome.PASS, result
+
+
+@pytest.mark.parametrize(("wrong", "why"), [(0.0, "zero with the wrong sign"), (-1e-39, ""), (-0.0, "")])
+def test_a_zero_needs_the_sign_of_the_reference_if_signed_zeros_is_set(wrong: float, why: str) -> None:
+    want, got = np.array([1.0, -1e-60]), np.array([1.0, wrong])
+    budget = ErrorBudget(np.full(2, 1e-30), np.full(2, 1e-30))
+    found = compare(got, want, budget, Spec((2,)), REGISTRY["add"])
+    assert why in found.why if why else not found.why
+    assert not compare(got, want, budget, Spec((2,)), REGISTRY["add"], signed_zeros=False).why
+
+
+@pytest.mark.parametrize("text", ["neg(x=f32[7], inputs=denormal)", "cast(x=f32[7], dtype=f16, inputs=special)"])
+def test_elementwise_ops_keep_signs_and_subnormal_numbers(text: str) -> None:
+    assert parse_case(text).signed_zeros
+
+
+@pytest.mark.parametrize("text", ["sum_rows(x=f32[2,7])", "mul_mat(w=f32[2,7], x=f32[3,7])", "cont(x=q8_0[32])"])
+def test_sums_and_quantised_numbers_keep_neither(text: str) -> None:
+    assert not parse_case(text).signed_zeros
+
+
+@pytest.mark.parametrize(
+    ("text", "operands"),
+    [
+        ("mul_mat(w=f16[2,7], x=f32[3,7], inputs=special)", ("w",)),
+        ("mul_mat(w=bf16[2,7], x=f32[3,7], inputs=normal)", ()),
+        ("mul_mat(w=f32[2,7], x=f32[3,7], inputs=special)", ()),
+        ("attention(q=f32[1,4,16], k=f32[9,4,16], v=f32[9,4,16], scale=0.25, inputs=special)", ("k", "v")),
+        ("softmax(x=f32[2,3,5], mask=f32[3,5], sinks=f32[2], inputs=special)", ()),
+    ],
+)
+def test_infinities_act_as_nan_in_the_operands_of_products_only(text: str, operands: tuple[str, ...]) -> None:
+    assert parse_case(text).nan_for_infinity == operands
+    assert not parse_case(text).any_infinity
+
+
+@pytest.mark.parametrize(
+    ("text", "is_any"),
+    [
+        ("mul_mat(w=q8_0[2,32], x=f32[3,32], inputs=special)", True),
+        ("mul_mat(w=q8_0[2,32], x=f32[3,32], inputs=large)", False),
+        ("gated_linear_attn(k=f32[5,2,8], v=f32[5,2,8], q=f32[5,2,8], g=f32[5,2,8], state=f32[2,8,8], scale=0.5,"
+         " inputs=special)", True),
+        ("cumsum(x=f32[3,7], inputs=special)", False),
+    ],
+)  # fmt: skip
+def test_any_infinity_will_do_in_quantised_products_and_recurrences_only(text: str, is_any: bool) -> None:
+    assert parse_case(text).any_infinity is is_any
+
+
+def test_only_elements_that_an_infinite_weight_reaches_may_be_nan() -> None:
+    operands = {"w": np.array([[np.inf, 1.0], [1.0, 2.0]]), "x": np.array([[1.0, 2.0], [np.inf, 1.0]])}
+    expected = ExpectedResult(parse_case("mul_mat(w=f16[2,2], x=f32[2,2], inputs=special)"), operands)
+    assert expected.find_nan_from_infinities(0).tolist() == [[True, False], [True, False]]
+
+
+def test_an_infinity_has_either_sign_where_rounding_decides() -> None:
+    text = "rope(x=f32[1,1,2], pos=i32[1], factors=f32[1], n_dims=2, inputs=special)"
+    for factor, is_undecided in ((1e-39, True), (1.0, False)):
+        operands = {"x": np.array([[[np.inf, 1.0]]]), "pos": np.array([7]), "factors": np.array([factor])}
+        found = ExpectedResult(parse_case(text), operands).find_infinities_of_either_sign(0)
+        assert found.any() == is_undecided
+
+
+@pytest.mark.parametrize("device", ["numpy:0", "cpu:0"])
+@pytest.mark.parametrize(("factor", "bias"), [(1.0, 0.0), (-0.0, 0.0), (2.0, -0.0)])
+def test_a_scale_without_bias_adds_nothing(factor: float, bias: float, device: str) -> None:
+    x = np.array([-0.0, 0.0, 1.0, -1.0], np.float32)
+    y = ops.scale(hocket.input("x", x.shape), scale=factor, bias=bias)
+    got = hocket.run(hocket.Graph({"y": y}), {"x": x}, devices=device)["y"]
+    assert np.array_equal(np.signbit(got), np.signbit(x * np.float32(factor)))
+
+
+def test_nodes_that_differ_in_the_sign_of_a_zero_are_two() -> None:
+    x = hocket.input("x", (3,))
+    graph = merged(hocket.Graph({"a": ops.scale(x, scale=0.0), "b": ops.scale(x, scale=-0.0)}))
+    assert graph.outputs["a"].node is not graph.outputs["b"].node
+    got = hocket.run(graph, {"x": np.ones(3, np.float32)})
+    assert not np.signbit(got["a"]).any()
+    assert np.signbit(got["b"]).all()
+
+
+@pytest.mark.parametrize("options", [nvrtc.OPTIONS, hiprtc.OPTIONS])
+def test_device_code_is_compiled_without_flushing(options: tuple[str, ...]) -> None:
+    assert not [o for o in options if any(word in o for word in ("ftz", "flush", "fast", "finite", "nsz"))]
