@@ -109,9 +109,9 @@ class Case:
 
     @property
     def nan_for_infinity(self) -> tuple[str, ...]:
-        """Operands whose infinities may act as NaN, of those that the op declares.
+        """The declared operands in which an infinity may act as NaN.
 
-        The factors of a product of two float32 operands are multiplied as they are.
+        A product of two float32 operands has none: backends multiply the factors as they are.
         """
         declared = self.op_declaration.nan_for_infinity if self.inputs == "special" else ()
         specs = self.specs

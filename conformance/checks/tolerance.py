@@ -34,8 +34,8 @@ MIN_NORMAL = float(np.finfo(np.float32).tiny)
 SUBNORMAL_STEP: Mapping[DType, float] = {DType.F16: 2.0**-24, DType.BF16: 2.0**-133}
 """The distance between subnormal numbers."""
 F32_SUBNORMAL_STEP = 2.0**-149
-SIGN_TRIALS = 16
-"""Trials with rounded operands before an infinity is known to have one sign; each finds half of the others."""
+SIGN_SAMPLES = 16
+"""Samples of rounded operands before an infinity is known to have one sign; each finds half of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,10 @@ class ExpectedResult:
         return np.asarray(np.isnan(self._run(damaged, self.attrs)[result]))
 
     def find_infinities_of_either_sign(self, result: int) -> Array:
-        """Return the infinities whose sign changes with the rounding of an operand, as for the sine of 1e39."""
+        """Return where rounding of an operand changes the sign of an infinite result, as for the sine of 1e39."""
         rng, want = np.random.default_rng(0), self.wanted[result]
         found = np.zeros(want.shape, bool)
-        for _ in range(SIGN_TRIALS):
+        for _ in range(SIGN_SAMPLES):
             moved = {
                 n: a * (1.0 + self.arithmetic * _shifts(a.shape, rng)) if a.dtype.kind == "f" else a
                 for n, a in self.operands.items()

@@ -64,7 +64,7 @@ class Op(Generic[R]):
     * `sequential`: the dimension along which the op processes tokens in order; two runs in turn equal one run.
     * `signed_zeros`: whether a zero result has the sign of IEEE 754 and no subnormal number is flushed to zero. False
       for an op with sums or products of several terms.
-    * `nan_for_infinity`: operands whose infinities may act as NaN. Their products may have 0 as a factor, because a
+    * `nan_for_infinity`: operands in which an infinity may act as NaN. Its product may have 0 as a factor, because a
       backend writes the other factor as a sum of 16-bit terms, or because float32 rounds it to 0.
     * `is_required`: whether each backend must support the op.
 

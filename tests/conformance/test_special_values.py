@@ -1,4 +1,4 @@
-"""Every op has cases with infinities, zeros of both signs and subnormal numbers, and what loses one of them fails."""
+"""Each op has cases with infinities, zeros of both signs and subnormal numbers; a result that loses one fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hocket.graph.dtypes import DType
 from hocket.graph.spec import Spec
 from hocket.ops import REGISTRY
 
-KINDS = ("special", "zeros", "denormal")
+SPECIAL_INPUTS = ("special", "zeros", "denormal")
 CLASSES = {
     "inf": lambda x: x == np.inf,
     "-inf": lambda x: x == -np.inf,
@@ -59,8 +59,8 @@ LOST = (
 @pytest.mark.long(cases=4)
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_operand_of_floats_has_cases_with_each_special_value(name: str) -> None:
-    """Of each dtype there are cases, and in those of an operand is each special value."""
-    missing = {(key, kind) for case in full_cases(REGISTRY[name]) for key in _floats(case) for kind in KINDS}
+    """Each dtype has cases, and the cases of an operand contain each special value."""
+    missing = {(key, kind) for case in full_cases(REGISTRY[name]) for key in _floats(case) for kind in SPECIAL_INPUTS}
     values = {operand: set(CLASSES) for (operand, _), _ in missing}
     for case in full_cases(REGISTRY[name]):
         for key in _floats(case):
@@ -78,7 +78,7 @@ def test_every_operand_of_floats_has_cases_with_each_special_value(name: str) ->
 def test_the_quick_run_has_special_values_of_every_operand(name: str) -> None:
     cases = quick_cases(REGISTRY[name])
     operands = {operand for case in cases for operand, _ in _floats(case)}
-    for kind in KINDS:
+    for kind in SPECIAL_INPUTS:
         assert {operand for case in cases if case.inputs == kind for operand, _ in _floats(case)} == operands
 
 
@@ -122,7 +122,7 @@ def test_sums_and_quantised_numbers_keep_neither(text: str) -> None:
         ("softmax(x=f32[2,3,5], mask=f32[3,5], sinks=f32[2], inputs=special)", ()),
     ],
 )
-def test_infinities_act_as_nan_in_the_operands_of_products_only(text: str, operands: tuple[str, ...]) -> None:
+def test_only_operands_of_products_have_infinities_that_become_nan(text: str, operands: tuple[str, ...]) -> None:
     assert parse_case(text).nan_for_infinity == operands
     assert not parse_case(text).any_infinity
 
