@@ -79,7 +79,7 @@ def generate_operands(case: Case) -> dict[str, Array]:
             if case.inputs == "nan" and holds_floats(spec):
                 array = np.where(rng.random(spec.shape) < NAN_SHARE, np.nan, array)
             if case.inputs == "special" and holds_floats(spec):
-                array = _with_special(array, spec, op.signed_zeros, rng)
+                array = _with_special(array, special_values(op, name, spec.dtype), spec, op.signed_zeros, rng)
         tied = layout_or_contiguous(spec, case.layout, differ).broadcast_axis
         if tied is not None:
             array = np.repeat(np.take(array, [0], axis=tied), array.shape[tied], axis=tied)
@@ -163,20 +163,26 @@ def _integers(
     return rng.integers(low, max(high, low + 1), spec.shape).astype(dtype)
 
 
-def special_values(dtype: DType) -> Array:
-    """Return both infinities, both zeros, and subnormal numbers of a float dtype."""
+def special_values(op: Op, operand: str, dtype: DType) -> Array:
+    """Return both infinities, both zeros, and subnormal numbers of a float dtype.
+
+    Only the infinities if an op with sums may not have 0 there: a sum of quotients by tiny numbers is a rounding error.
+    """
     step = SUBNORMAL.get(dtype, 1e-39)
     rounded_dtype = DType.F32 if dtype is DType.F64 else dtype
+    legal = op.ranges.get(operand)
+    if legal and not op.signed_zeros and not legal.low <= 0.0 <= float(legal.high):
+        return np.array([np.inf, -np.inf])
     above = np.array([np.inf, 0.0, *(n * step for n in SUBNORMAL_STEPS)])
     return np.asarray(round_to_dtype(np.concatenate([above, -above]), rounded_dtype), np.float64)
 
 
-def _with_special(values: Array, spec: Spec, everywhere: bool, rng: np.random.Generator) -> Array:
+def _with_special(values: Array, special: Array, spec: Spec, everywhere: bool, rng: np.random.Generator) -> Array:
     """Return `values` with special values in half of the entries, or in one entry of each row if not `everywhere`.
 
-    Every special value occurs if there are enough entries. Legal ranges do not apply to special values.
+    Every special value occurs if there are enough entries.
     """
-    special = rng.permutation(special_values(spec.dtype))
+    special = rng.permutation(special)
     flat = values.reshape(-1).copy()
     if everywhere or not spec.shape:
         at = rng.permutation(spec.size)[: max(spec.size // 2, special.size)]

@@ -164,7 +164,7 @@ def _compare_results(case: Case, got: list[Array], yardstick: ExpectedResult, ma
     worst = ArrayDifference()
     for i, (g, want, budget, spec, mask) in enumerate(zip(got, yardstick.wanted, budgets, specs, made, strict=True)):
         difference = compare(
-            np.where(mask, _accept_permitted(case, g, yardstick, i), want),
+            np.where(mask, accept_permitted(case, g, yardstick, i), want),
             want,
             budget,
             spec,
@@ -179,7 +179,7 @@ def _compare_results(case: Case, got: list[Array], yardstick: ExpectedResult, ma
     return worst
 
 
-def _accept_permitted(case: Case, got: Array, yardstick: ExpectedResult, result: int) -> Array:
+def accept_permitted(case: Case, got: Array, yardstick: ExpectedResult, result: int) -> Array:
     """Return `got` with the reference in place of NaN and infinities that the op permits there."""
     want = yardstick.wanted[result]
     if got.dtype.kind != "f" or got.shape != want.shape:
@@ -187,9 +187,9 @@ def _accept_permitted(case: Case, got: Array, yardstick: ExpectedResult, result:
     is_nan = np.isnan(got) & ~np.isnan(want)
     if case.nan_for_infinity and is_nan.any():
         got = np.where(is_nan & yardstick.find_nan_from_infinities(result), want, got)
-    is_opposite = np.isinf(got) & (got == -want)
-    if is_opposite.any():
-        got = np.where(is_opposite & yardstick.find_infinities_of_either_sign(result), want, got)
+    is_other = np.isinf(want) & (np.isnan(got) | (got == -want))  # a factor between the two signs is 0: NaN
+    if is_other.any():
+        got = np.where(is_other & yardstick.find_infinities_of_either_sign(result), want, got)
     return got
 
 
