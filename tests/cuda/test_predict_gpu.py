@@ -10,7 +10,7 @@ import pytest
 
 from hocket.backends.abilities import OTHERS
 from hocket.backends.cupy.device import disassembly, nvrtc
-from hocket.backends.cupy.predicted.speeds import predicted
+from hocket.backends.cupy.predicted.speeds import load_predicted_speeds
 from hocket.backends.cupy.predicted.times import GPUS
 
 from ..given.devices.emulation import needs_compiler
@@ -67,10 +67,12 @@ def test_what_is_predicted_is_written(tmp_path, monkeypatch):
     speeds = json.loads((tmp_path / "FILE").read_text("utf-8"))
     assert speeds.keys() == GPUS.keys()
     for kind, of in speeds.items():
-        assert of["ops"]["bandwidth"][OTHERS] == pytest.approx(predicted()[kind].ops.bandwidth[OTHERS], rel=0.1)
+        assert of["ops"]["bandwidth"][OTHERS] == pytest.approx(
+            load_predicted_speeds()[kind].ops.bandwidth[OTHERS], rel=0.1
+        )
 
 
-SHAPES = {shape.name: shape for shape in predict_gpu.shapes(GPUS["h200"].processors)}
+SHAPES = {shape.name: shape for shape in predict_gpu.shapes(GPUS["h200"].multiprocessor_count)}
 OUT_OF_REACH = {"q4_K 4096×4096, 1 token", "q8_0 4096×4096, 1 token", "bf16 4096×4096, 512 tokens"}
 """Of any kernel, by the model: docs/first-gpu.md says why."""
 

@@ -21,27 +21,27 @@ from ...cache import COMPILED, COMPILING, cache_folder
 from ...once import once
 from ..device.driver import Source
 
-HEADERS = Path(__file__).parent
-OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fopenmp", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w")
+HEADER_FOLDER = Path(__file__).parent
+GXX_OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fopenmp", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w")
 """With -O2 a kernel takes half as long again to compile and a tenth less to run, and most run a few times."""
-CHECKS = ("-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error")
+CHECK_OPTIONS = ("-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error")
 """What a device traps, or would not notice, and cuda.h reports."""
-ACCESSES = (
+ACCESS_HOOK_OPTIONS = (
     *("-g1", "-fsanitize=kernel-address", "-fno-tree-sra", "-fno-tree-vectorize"),
     *("--param", "asan-instrumentation-with-call-threshold=0", "--param", "asan-stack=0", "--param", "asan-globals=0"),
 )
 """In place of the checks: a call for each load and store, which keeps the width that the source gives it."""
-COUNTS = (*ACCESSES, '-DHOCKET_SEEN="counters.h"')
-ORDER = (*ACCESSES, '-DHOCKET_SEEN="order.h"')
-FROM_TEXT = (f"-I{HEADERS}", "-x", "c++", "-")
-PARSED = "cuda.h.gch"
+COUNTER_OPTIONS = (*ACCESS_HOOK_OPTIONS, '-DHOCKET_SEEN="counters.h"')
+ACCESS_LOG_OPTIONS = (*ACCESS_HOOK_OPTIONS, '-DHOCKET_SEEN="order.h"')
+STDIN_OPTIONS = (f"-I{HEADER_FOLDER}", "-x", "c++", "-")
+PRECOMPILED_HEADER = "cuda.h.gch"
 """The precompiled header that every source includes."""
-LOCK = ".lock"
+LOCK_FILE = ".lock"
 log = logging.getLogger("hocket.kernels")
-_building = threading.Lock()
+_build_lock = threading.Lock()
 
 
-def compiler() -> str:
+def require_compiler() -> str:
     """The path of g++.  Raises `BackendError` if there is none."""
     path = shutil.which("g++")
     if path is None:
@@ -51,7 +51,7 @@ def compiler() -> str:
     return path
 
 
-def translation(source: Source) -> str:
+def to_cpp(source: Source) -> str:
     """The C++ of a source: one C function for each instantiation, ``launch_0``, ``launch_1``, ..."""
     entries = (
         f'extern "C" void launch_{i}(const emulation::Launch *l, emulation::Report *r)'
@@ -62,71 +62,75 @@ def translation(source: Source) -> str:
 
 
 @once
-def library(source: Source, extra: tuple[str, ...] = CHECKS) -> ctypes.CDLL:
+def load_library(source: Source, extra: tuple[str, ...] = CHECK_OPTIONS) -> ctypes.CDLL:
     """The compiled library of a source, checked or counted.  Raises `BackendError` with the first error of the
     compiler."""
-    return _loaded(source.file, translation(source), (*OPTIONS, *extra), (f"-I{_headers(extra)}", *FROM_TEXT))
+    return _load_or_rebuild(
+        source.file, to_cpp(source), (*GXX_OPTIONS, *extra), (f"-I{_build_headers(extra)}", *STDIN_OPTIONS)
+    )
 
 
 @once
-def disorder_library() -> ctypes.CDLL:
+def load_race_detector() -> ctypes.CDLL:
     """The compiled code that finds accesses in no order."""
-    file = HEADERS / "disorder.cpp"
-    return _loaded(file.name, file.read_text("utf-8"), OPTIONS, FROM_TEXT)
+    file = HEADER_FOLDER / "disorder.cpp"
+    return _load_or_rebuild(file.name, file.read_text("utf-8"), GXX_OPTIONS, STDIN_OPTIONS)
 
 
-def _loaded(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ...]) -> ctypes.CDLL:
-    with _building:
-        path = _built(file, text, options, inputs)
+def _load_or_rebuild(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ...]) -> ctypes.CDLL:
+    with _build_lock:
+        path = _build(file, text, options, inputs)
         try:
             return ctypes.CDLL(str(path))
         except OSError:  # damaged
             path.unlink()
-            return ctypes.CDLL(str(_built(file, text, options, inputs)))
+            return ctypes.CDLL(str(_build(file, text, options, inputs)))
 
 
 @once
-def _headers(extra: tuple[str, ...]) -> Path:
+def _build_headers(extra: tuple[str, ...]) -> Path:
     """The folder of the precompiled header."""
-    with _building:
-        return _built(PARSED, "", (*OPTIONS, *extra), ("-x", "c++-header", str(HEADERS / "cuda.h"))).parent
+    with _build_lock:
+        return _build(
+            PRECOMPILED_HEADER, "", (*GXX_OPTIONS, *extra), ("-x", "c++-header", str(HEADER_FOLDER / "cuda.h"))
+        ).parent
 
 
 @cache
-def _surroundings(command: str, options: tuple[str, ...]) -> bytes:
+def _read_build_inputs(command: str, options: tuple[str, ...]) -> bytes:
     """Everything besides the source that decides its code."""
     version = subprocess.run([command, "--version"], capture_output=True, check=True).stdout
-    return b"\0".join((*(h.read_bytes() for h in sorted(HEADERS.glob("*.h"))), version, repr(options).encode()))
+    return b"\0".join((*(h.read_bytes() for h in sorted(HEADER_FOLDER.glob("*.h"))), version, repr(options).encode()))
 
 
-def _built(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ...]) -> Path:
+def _build(file: str, text: str, options: tuple[str, ...], inputs: tuple[str, ...]) -> Path:
     """`inputs` say where g++ finds the text and its headers, whose contents are part of the key."""
-    command = compiler()
-    key = hashlib.sha256(_surroundings(command, options) + text.encode()).hexdigest()
-    name = Path(key[:32], file) if file == PARSED else f"{Path(file).stem}-{key[:32]}.so"
+    command = require_compiler()
+    key = hashlib.sha256(_read_build_inputs(command, options) + text.encode()).hexdigest()
+    name = Path(key[:32], file) if file == PRECOMPILED_HEADER else f"{Path(file).stem}-{key[:32]}.so"
     target = cache_folder() / "emulated" / name
     if target.exists():
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (target.parent / LOCK).touch()
+        (target.parent / LOCK_FILE).touch()
     except OSError:  # it cannot be kept
         target = Path(tempfile.mkdtemp(prefix="hocket-")) / target.name
-    with _alone(target.parent, int(key[:8], 16)):
+    with _lock_build(target.parent, int(key[:8], 16)):
         if not target.exists():  # no other process was first
-            _compile(file, (command, *options, *inputs), text, target)
+            _run_compiler(file, (command, *options, *inputs), text, target)
     return target
 
 
 @contextmanager
-def _alone(folder: Path, number: int) -> Iterator[None]:
+def _lock_build(folder: Path, number: int) -> Iterator[None]:
     """No other process is here for the same folder and number."""
-    with open(folder / LOCK, "ab") as file:
+    with open(folder / LOCK_FILE, "ab") as file:
         fcntl.lockf(file, fcntl.LOCK_EX, 1, number)
         yield
 
 
-def _compile(file: str, command: Sequence[str], text: str, target: Path) -> None:
+def _run_compiler(file: str, command: Sequence[str], text: str, target: Path) -> None:
     log.info(COMPILING, file)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name

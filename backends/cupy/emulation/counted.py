@@ -13,61 +13,61 @@ import numpy as np
 from ...base import Device
 from ..device.driver import Launch, LaunchError, Step, one_by_one
 from ..device.limits import MOST, Limits
-from .building import COUNTS, library
-from .emulated import EmulatedDriver, Report, shape_of
+from .building import COUNTER_OPTIONS, load_library
+from .emulated import EmulatedDriver, Report, make_launch_shape
 from .guarded import Bytes
-from .lines import frames_of, line_of
+from .lines import find_frames, select_innermost_line
 
-MOST_SITES = 4096
-ALIGNMENT = 512
+MAX_SITES = 4096
+BUFFER_ALIGNMENT = 512
 """Of memory that a device gives."""
 
 
-class _Site(ctypes.Structure):
+class _SiteRecord(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_uint64) for name in ("code", "is_shared", "is_store", "bytes", "requests", "cost", "least")
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class AccessSite:
     """All requests of one line: `cost` is in sectors of 32 bytes, of shared memory in wavefronts, and `least` what they
     would be if the lanes of a warp wanted the same bytes side by side.  The line is inlined in those of `frames`."""
 
-    where: str
+    source_line: str
     is_shared: bool
     is_store: bool
     nbytes: int
     requests: int
     cost: int
-    least: int
+    minimum_cost: int
     frames: tuple[str, ...] = ()
 
     @property
-    def what(self) -> str:
+    def access_kind(self) -> str:
         """Such as ``global load of 16 bytes``."""
         memory, way = "shared" if self.is_shared else "global", "store" if self.is_store else "load"
         return f"{memory} {way} of {self.nbytes} bytes"
 
     def __str__(self) -> str:
-        return f"{self.where}, a {self.what} a lane"
+        return f"{self.source_line}, a {self.access_kind} a lane"
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class LaunchCounters:
     """What one launch did: `moved` bytes of distinct sectors, of which it wanted `wanted`; its blocks asked for `asked`
     bytes, if a block asks once for a sector.  Up to `under_way` groups of copies of a thread to shared memory were
     under way while it read others there, None where it waits for none; copies in bulk do not count."""
 
     launch: Launch
-    sites: tuple[Site, ...]
-    moved: int
-    wanted: int
-    asked: int
-    under_way: int | None
+    sites: tuple[AccessSite, ...]
+    sector_bytes: int
+    requested_bytes: int
+    block_requested_bytes: int
+    copies_in_flight: int | None
 
     @property
-    def threads(self) -> int:
+    def block_threads(self) -> int:
         """Of a block."""
         return math.prod(self.launch.block)
 
@@ -82,52 +82,54 @@ class CountingDriver(EmulatedDriver):
 
     def __init__(self, limits: Limits = MOST, only: int | None = None) -> None:
         super().__init__(order=0, limits=limits)
-        self.found: dict[str, Counted] = {}
-        self.only = only
+        self.counters: dict[str, LaunchCounters] = {}
+        self.counted_run = only
 
     def alloc(self, nbytes: int, on: Device) -> Bytes:
-        room = np.zeros(nbytes + ALIGNMENT, np.uint8)
-        start = -room.ctypes.data % ALIGNMENT
+        room = np.zeros(nbytes + BUFFER_ALIGNMENT, np.uint8)
+        start = -room.ctypes.data % BUFFER_ALIGNMENT
         return room[start : start + nbytes]
 
     def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
         launches = [step for step in one_by_one(steps) if isinstance(step, Launch)]
-        plain = super().record(steps, on) if self.only is not None else None
+        plain = super().record(steps, on) if self.counted_run is not None else None
         runs = itertools.count()
 
         def run() -> None:
-            if next(runs) != self.only and plain is not None:
+            if next(runs) != self.counted_run and plain is not None:
                 return plain()
             for launch in launches:
-                self.found[str(launch.kernel)] = count(launch)
+                self.counters[str(launch.kernel)] = run_counted(launch)
 
         return run
 
 
-def count(launch: Launch) -> Counted:
+def run_counted(launch: Launch) -> LaunchCounters:
     """Make a launch and count.  Raises `LaunchError` with what the emulation found."""
-    made = library(launch.kernel.alone, COUNTS)
+    made = load_library(launch.kernel.alone, COUNTER_OPTIONS)
     words = np.array(launch.words, np.uint64)
-    shape = shape_of(launch, words)
-    report, sites, moved = Report(), (_Site * MOST_SITES)(), (ctypes.c_int64 * 6)()
+    shape = make_launch_shape(launch, words)
+    report, sites, moved = Report(), (_SiteRecord * MAX_SITES)(), (ctypes.c_int64 * 6)()
     spans = sorted({(span.low, span.high) for span in launch.spans if span.high > span.low})
-    given = np.array(_apart(spans), np.uint64).reshape(-1, 2)
+    given = np.array(_merge_spans(spans), np.uint64).reshape(-1, 2)
     made.counters_begin(ctypes.c_void_p(given.ctypes.data), ctypes.c_int64(len(given)))
     made.launch_0.restype, made.counters_end.restype = None, ctypes.c_int64
     made.launch_0(ctypes.byref(shape), ctypes.byref(report))
-    many = made.counters_end(sites, ctypes.c_int64(MOST_SITES), moved)
+    many = made.counters_end(sites, ctypes.c_int64(MAX_SITES), moved)
     if report.status:
         raise LaunchError(launch.number, f"{launch.kernel}: {report.text.decode()}")
-    places = frames_of(made, [site.code for site in sites[:many]])
+    places = find_frames(made, [site.code for site in sites[:many]])
     kept = (
-        Site(line_of(at), bool(s.is_shared), bool(s.is_store), s.bytes, s.requests, s.cost, s.least, at)
+        AccessSite(
+            select_innermost_line(at), bool(s.is_shared), bool(s.is_store), s.bytes, s.requests, s.cost, s.least, at
+        )
         for at, s in zip(places, sites[:many], strict=True)
     )
     under_way = moved[5] if moved[5] >= 0 else None
-    return Counted(launch, tuple(kept), moved[0] + moved[2], moved[1] + moved[3], moved[4], under_way)
+    return LaunchCounters(launch, tuple(kept), moved[0] + moved[2], moved[1] + moved[3], moved[4], under_way)
 
 
-def _apart(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_spans(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Spans that overlap, together."""
     merged: list[tuple[int, int]] = []
     for low, high in spans:

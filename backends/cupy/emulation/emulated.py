@@ -20,17 +20,17 @@ from ..backend import DriverBackend
 from ..device.driver import CUDA, HIP, Kernel, Launch, LaunchError, Library, Source, Step, one_by_one
 from ..device.limits import MOST, OF_HIP, Limits
 from ..device.parcels import parcels_of
-from .building import compiler, library
-from .guarded import Bytes, Rooms, address_of, guarded, moved, places
+from .building import require_compiler, load_library
+from .guarded import Bytes, GuardedMemoryPool, address_of, allocate_guarded, redirect_words, guard_operands
 
-WHOLE = 1 << 20
+MIN_UNCOPIED_BYTES = 1 << 20
 """Bytes from which an operand stays where it is: its copy would take longer than the launch."""
-WORKERS = 1 << 14
+MIN_PARALLEL_THREADS = 1 << 14
 """Threads of a launch from which several processors share it."""
-PROCESSORS = 2
+EMULATED_MULTIPROCESSORS = 2
 """Multiprocessors that kernels are told of: few, so that a block has much to do."""
-FAULT = 1
-GARBAGE = 0x5A
+FAULT_STATUS = 1
+GARBAGE_BYTE = 0x5A
 
 
 class LaunchShape(ctypes.Structure):
@@ -43,7 +43,7 @@ class LaunchShape(ctypes.Structure):
     )
 
 
-def shape_of(launch: Launch, words: npt.NDArray[np.uint64], order: int = 0, workers: int = 1) -> LaunchShape:
+def make_launch_shape(launch: Launch, words: npt.NDArray[np.uint64], order: int = 0, workers: int = 1) -> LaunchShape:
     """Of a launch with these words, which have to stay where they are."""
     sizes = launch.grid, launch.block, launch.cluster, launch.shared_bytes
     return LaunchShape(*sizes, len(words), order, workers, words.ctypes.data)
@@ -79,18 +79,18 @@ class EmulatedDriver:
         return (self.device(0),)
 
     def device(self, index: int) -> Device:
-        compiler()
+        require_compiler()
         return Device(self.kind, index, None, self.description, memory_of=HOST)
 
     def limits(self, on: Device) -> Limits:
         return self._limits
 
     def processors(self, on: Device) -> int:
-        return PROCESSORS
+        return EMULATED_MULTIPROCESSORS
 
     def alloc(self, nbytes: int, on: Device) -> Bytes:
         try:
-            return guarded(nbytes)
+            return allocate_guarded(nbytes)
         except MemoryError:
             raise BackendError(f"{on} cannot allocate {nbytes} bytes; use a smaller context or model") from None
 
@@ -107,7 +107,7 @@ class EmulatedDriver:
 
         def write(arrays: Sequence[Array]) -> None:
             for buffer, parcel in parcels:
-                buffer[parcel.offset : parcel.offset + parcel.nbytes] = GARBAGE
+                buffer[parcel.offset : parcel.offset + parcel.nbytes] = GARBAGE_BYTE
             for view, array in zip(views, arrays, strict=True):
                 view[...] = array
 
@@ -127,18 +127,21 @@ class EmulatedDriver:
         return int(board.ctypes.data)
 
     def prepare(self, kernel: Kernel, on: Device) -> None:
-        library(self._written(kernel.source))
+        load_library(self._to_emulated_source(kernel.source))
 
-    def _written(self, source: Source) -> Source:
+    def _to_emulated_source(self, source: Source) -> Source:
         """In the instructions of these devices."""
         return source if source.instructions == self.instructions else replace(source, instructions=self.instructions)
 
     def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
-        rooms = Rooms()
+        rooms = GuardedMemoryPool()
         singles = one_by_one(steps)
         launches = [step for step in singles if isinstance(step, Launch)]
         assert len(launches) == len(singles), "there is no library"
-        ready = [_Step(launch, library(self._written(launch.kernel.source)), rooms) for launch in launches]
+        ready = [
+            _EmulatedLaunch(launch, load_library(self._to_emulated_source(launch.kernel.source)), rooms)
+            for launch in launches
+        ]
         runs = 0
 
         def run() -> None:
@@ -165,54 +168,56 @@ class EmulatedDriver:
         """Launches have ended when they return."""
 
 
-class _Step:
+class _EmulatedLaunch:
     """One launch, ready to run."""
 
-    def __init__(self, launch: Launch, code: ctypes.CDLL, rooms: Rooms) -> None:
+    def __init__(self, launch: Launch, code: ctypes.CDLL, rooms: GuardedMemoryPool) -> None:
         self.launch = launch
-        self.call = code[f"launch_{launch.kernel.source.names.index(launch.kernel.name)}"]
-        self.call.restype = None
-        self.places = places([s for s in launch.spans if s.high - s.low < WHOLE], rooms)
-        self.words = np.array(moved(launch, self.places), np.uint64)
+        self.function = code[f"launch_{launch.kernel.source.names.index(launch.kernel.name)}"]
+        self.function.restype = None
+        self.guarded_operands = guard_operands([s for s in launch.spans if s.high - s.low < MIN_UNCOPIED_BYTES], rooms)
+        self.words = np.array(redirect_words(launch, self.guarded_operands), np.uint64)
         threads = int(np.prod(launch.grid)) * int(np.prod(launch.block))
-        self.shape = shape_of(launch, self.words, workers=min(4, os.cpu_count() or 1) if threads >= WORKERS else 1)
+        self.shape = make_launch_shape(
+            launch, self.words, workers=min(4, os.cpu_count() or 1) if threads >= MIN_PARALLEL_THREADS else 1
+        )
 
     def run(self, order: int, pattern: int) -> None:
         """Raises `LaunchError` with what the emulation found."""
         report = Report()
         self.shape.order = order
-        for place in self.places:
-            place.fill(pattern)
-        self.call(ctypes.byref(self.shape), ctypes.byref(report))
+        for place in self.guarded_operands:
+            place.copy_in(pattern)
+        self.function(ctypes.byref(self.shape), ctypes.byref(report))
         if report.status:
-            raise LaunchError(self.launch.number, self._words(report))
-        for place in self.places:
-            if not place.is_whole(pattern):
+            raise LaunchError(self.launch.number, self._format_report(report))
+        for place in self.guarded_operands:
+            if not place.has_intact_margins(pattern):
                 raise LaunchError(
-                    self.launch.number, f"{self.launch.kernel}: writes next to {self._operand(place.low)}"
+                    self.launch.number, f"{self.launch.kernel}: writes next to {self._format_operand(place.low)}"
                 )
-            place.take()
+            place.copy_back()
 
-    def _words(self, report: Report) -> str:
+    def _format_report(self, report: Report) -> str:
         said = report.text.decode()
-        if report.status == FAULT and report.address:
-            said += self._where(report.address)
+        if report.status == FAULT_STATUS and report.address:
+            said += self._describe_nearest_operand(report.address)
         block, thread = (", ".join(map(str, at)) for at in (report.block, report.thread))
         return f"{self.launch.kernel}, block ({block}), thread ({thread}): {said}"
 
-    def _where(self, address: int) -> str:
+    def _describe_nearest_operand(self, address: int) -> str:
         """Where that is, counted from the nearest operand."""
-        spans = [(p.seen, p.seen + p.high - p.low, p.low) for p in self.places]
-        spans += [(s.low, s.high, s.low) for s in self.launch.spans if s.high - s.low >= WHOLE]
+        spans = [(p.guarded_address, p.guarded_address + p.high - p.low, p.low) for p in self.guarded_operands]
+        spans += [(s.low, s.high, s.low) for s in self.launch.spans if s.high - s.low >= MIN_UNCOPIED_BYTES]
         near = min(spans, key=lambda s: max(s[0] - address, address - s[1], 0), default=None)
         if near is None or max(near[0] - address, address - near[1]) > 1 << 20:
             return f", at {address:#x}"
         low, high, name = near
         if address >= high:
-            return f": {address - high} bytes past the end of {self._operand(name)}"
-        return f": {low - address} bytes before {self._operand(name)}"
+            return f": {address - high} bytes past the end of {self._format_operand(name)}"
+        return f": {low - address} bytes before {self._format_operand(name)}"
 
-    def _operand(self, low: int) -> str:
+    def _format_operand(self, low: int) -> str:
         return "word " + " and ".join(str(s.word) for s in self.launch.spans if s.low <= low < s.high)
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ..device.driver import Launch, Span
 
-ALIGNMENT = 16
+OPERAND_ALIGNMENT = 16
 GUARD_BYTES = 16 << 20
 """Bytes before and after an operand that fault. A wrong row of a matrix lies far outside of one page."""
 Bytes = npt.NDArray[np.uint8]
@@ -26,18 +26,18 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def guarded(nbytes: int) -> Bytes:
+def allocate_guarded(nbytes: int) -> Bytes:
     """Return zeroed memory between guard zones: it begins at a multiple of 16 and ends within 15 bytes of its zone.
 
     Raises:
         MemoryError: the system has no such memory.
     """
-    pages = _pages(nbytes)
-    start = len(pages) - -(-nbytes // ALIGNMENT) * ALIGNMENT
+    pages = _map_pages(nbytes)
+    start = len(pages) - -(-nbytes // OPERAND_ALIGNMENT) * OPERAND_ALIGNMENT
     return pages[start : start + nbytes]
 
 
-def _pages(nbytes: int) -> Bytes:
+def _map_pages(nbytes: int) -> Bytes:
     """Return whole pages for `nbytes` bytes between two guard zones, which take addresses but no memory."""
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     whole = size + 2 * GUARD_BYTES
@@ -56,45 +56,45 @@ def address_of(memory: Bytes) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GuardedOperand:
     """Bytes of the program's memory from `low` to before `high`, and those that a launch sees in their stead."""
 
     low: int
     high: int
-    seen: int
+    guarded_address: int
     memory: Bytes
 
-    def fill(self, pattern: int) -> None:
+    def copy_in(self, pattern: int) -> None:
         """Copy the operand in; the bytes around it, up to where memory faults, hold the pattern."""
         ctypes.memset(address_of(self.memory), pattern, len(self.memory))
-        ctypes.memmove(self.seen, self.low, self.high - self.low)
+        ctypes.memmove(self.guarded_address, self.low, self.high - self.low)
 
-    def is_whole(self, pattern: int) -> bool:
+    def has_intact_margins(self, pattern: int) -> bool:
         """Whether the bytes around it are what they were."""
-        start = self.seen - address_of(self.memory)
+        start = self.guarded_address - address_of(self.memory)
         before, after = self.memory[:start], self.memory[start + self.high - self.low :]
         return bool((before == pattern).all() and (after == pattern).all())
 
-    def take(self) -> None:
+    def copy_back(self) -> None:
         """Copy the operand back."""
-        ctypes.memmove(self.low, self.seen, self.high - self.low)
+        ctypes.memmove(self.low, self.guarded_address, self.high - self.low)
 
 
-class Rooms:
+class GuardedMemoryPool:
     """Memory that operands of one launch after another have for their own."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, int], Bytes] = {}
+        self._allocated_pages: dict[tuple[int, int], Bytes] = {}
 
-    def room(self, number: int, nbytes: int) -> Bytes:
+    def allocate(self, number: int, nbytes: int) -> Bytes:
         """Whole pages for operand `number` of a launch."""
         key = (number, -(-nbytes // mmap.PAGESIZE))
-        if key not in self._made:
-            self._made[key] = _pages(nbytes)
-        return self._made[key]
+        if key not in self._allocated_pages:
+            self._allocated_pages[key] = _map_pages(nbytes)
+        return self._allocated_pages[key]
 
 
-def places(spans: Sequence[Span], rooms: Rooms) -> list[Place]:
+def guard_operands(spans: Sequence[Span], rooms: GuardedMemoryPool) -> list[GuardedOperand]:
     """Memory of its own for each operand of a launch, those that overlap together."""
     merged: list[list[int]] = []
     for span in sorted(spans, key=lambda s: s.low):
@@ -104,22 +104,22 @@ def places(spans: Sequence[Span], rooms: Rooms) -> list[Place]:
             merged.append([span.low, span.high])
     taken = []
     for number, (low, high) in enumerate(merged):
-        before = low % ALIGNMENT
-        room = -(-(high - low + before) // ALIGNMENT) * ALIGNMENT
-        memory = rooms.room(number, room)
-        taken.append(Place(low, high, address_of(memory) + len(memory) - room + before, memory))
+        before = low % OPERAND_ALIGNMENT
+        room = -(-(high - low + before) // OPERAND_ALIGNMENT) * OPERAND_ALIGNMENT
+        memory = rooms.allocate(number, room)
+        taken.append(GuardedOperand(low, high, address_of(memory) + len(memory) - room + before, memory))
     return taken
 
 
-def moved(launch: Launch, where: Sequence[Place]) -> list[int]:
+def redirect_words(launch: Launch, where: Sequence[GuardedOperand]) -> list[int]:
     """The words of a launch whose operands lie in these places."""
     words = list(launch.words)
     for span in launch.spans:
-        place = _of(span, where)
+        place = _find_operand(span, where)
         if place is not None:
-            words[span.word] += place.seen - place.low
+            words[span.word] += place.guarded_address - place.low
     return words
 
 
-def _of(span: Span, where: Sequence[Place]) -> Place | None:
+def _find_operand(span: Span, where: Sequence[GuardedOperand]) -> GuardedOperand | None:
     return next((p for p in where if p.low <= span.low and span.high <= p.high and span.low < span.high), None)

@@ -34,18 +34,18 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .building import disorder_library
-from .lines import lines_of
-from .ordered import Memory, Ran
+from .building import load_race_detector
+from .lines import find_lines
+from .ordered import MemorySpan, LoggedLaunch
 
-BY_HOST = -1
+HOST_LAUNCH = -1
 MAX_PAIRS = 4096
 """Pairs that are reported of one run."""
-ACCESS = np.dtype([(name, np.int64) for name in ("ran", "code", "is_store", "device")])
+ACCESS_DTYPE = np.dtype([(name, np.int64) for name in ("ran", "code", "is_store", "device")])
 """As disorder.cpp has it."""
 
 
-def disorder(log: Sequence[Ran], memory: Sequence[Memory]) -> list[str]:
+def list_races(log: Sequence[LoggedLaunch], memory: Sequence[MemorySpan]) -> list[str]:
     """Pairs of accesses of one run that are in no order, a line for each two places of the code.
 
     `memory` is that of the devices.  What is in order here is in order in every run that takes the same branches.
@@ -56,15 +56,20 @@ def disorder(log: Sequence[Ran], memory: Sequence[Memory]) -> list[str]:
     by_turn = np.argsort(turns, kind="stable")
     events = np.concatenate([ran.events for ran in log])[by_turn]
     numbers = np.repeat(np.arange(len(log), dtype=np.int64), [len(ran.events) for ran in log])[by_turn]
-    launches = np.array([(ran.device, ran.stream, ran.place, ran.behind) for ran in log], np.int64)
+    launches = np.array([(ran.device, ran.stream, ran.position, ran.predecessors_end) for ran in log], np.int64)
     spans = np.array([(m.low, m.high, m.device, m.is_buffer) for m in memory], np.int64)
-    pairs, waited = np.zeros((MAX_PAIRS, 2), ACCESS), np.zeros(len(log), np.int8)
-    find = disorder_library().find_disorder
+    pairs, waited = np.zeros((MAX_PAIRS, 2), ACCESS_DTYPE), np.zeros(len(log), np.int8)
+    find = load_race_detector().find_disorder
     find.restype = ctypes.c_int64
     many = find(
-        *(_array(events), _array(numbers), ctypes.c_int64(len(events))),
-        *(_array(launches), ctypes.c_int64(len(launches)), _array(spans), ctypes.c_int64(len(spans))),
-        *(ctypes.c_int64(_unit(events)), _array(pairs), ctypes.c_int64(MAX_PAIRS), _array(waited)),
+        *(_pointer_to(events), _pointer_to(numbers), ctypes.c_int64(len(events))),
+        *(_pointer_to(launches), ctypes.c_int64(len(launches)), _pointer_to(spans), ctypes.c_int64(len(spans))),
+        *(
+            ctypes.c_int64(_compute_unit_bytes(events)),
+            _pointer_to(pairs),
+            ctypes.c_int64(MAX_PAIRS),
+            _pointer_to(waited),
+        ),
     )
     lines = _describe_accesses(log, pairs[: min(many, MAX_PAIRS)].ravel())
     found = {f"{a}, in no order with {b}" for a, b in zip(lines[::2], lines[1::2], strict=True)}
@@ -74,25 +79,27 @@ def disorder(log: Sequence[Ran], memory: Sequence[Memory]) -> list[str]:
     )
 
 
-def _array(values: npt.NDArray[np.generic]) -> ctypes.c_void_p:
+def _pointer_to(values: npt.NDArray[np.generic]) -> ctypes.c_void_p:
     return ctypes.c_void_p(values.ctypes.data)
 
 
-def _unit(events: npt.NDArray[np.void]) -> int:
+def _compute_unit_bytes(events: npt.NDArray[np.void]) -> int:
     """Bytes; all accesses begin and end with one."""
     accesses = events[events["bytes"] > 0]
     reach = int(np.bitwise_or.reduce(accesses["at"] | accesses["bytes"], initial=np.uint64(16)))
     return reach & -reach
 
 
-def _describe_accesses(log: Sequence[Ran], accesses: npt.NDArray[np.void]) -> list[str]:
+def _describe_accesses(log: Sequence[LoggedLaunch], accesses: npt.NDArray[np.void]) -> list[str]:
     """What each access is, and where in the sources."""
     places: dict[tuple[int, int], str] = {}
-    for number in {int(ran) for ran in accesses["ran"]} - {BY_HOST}:
+    for number in {int(ran) for ran in accesses["ran"]} - {HOST_LAUNCH}:
         codes = sorted({int(code) for code in accesses["code"][accesses["ran"] == number]})
-        places |= {(number, c): line for c, line in zip(codes, lines_of(log[number].code, codes), strict=True)}
+        places |= {(number, c): line for c, line in zip(codes, find_lines(log[number].code, codes), strict=True)}
     wheres = (
-        f"the host in the memory of device {device}" if ran == BY_HOST else f"device {device} at {places[ran, code]}"
+        f"the host in the memory of device {device}"
+        if ran == HOST_LAUNCH
+        else f"device {device} at {places[ran, code]}"
         for ran, code, _, device in accesses.tolist()
     )
     kinds = ("store" if is_store else "load" for is_store in accesses["is_store"])

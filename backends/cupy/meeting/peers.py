@@ -13,60 +13,64 @@ from ...operands import Operand
 from ..kernels.collective import Group, Offer, Peer
 
 Words = npt.NDArray[np.int64]
-MOST_AXES = 8
-OPERAND = 3 + 2 * MOST_AXES
+MAX_AXES = 8
+OPERAND_WORDS = 3 + 2 * MAX_AXES
 """Words: address, dtype, number of axes, then sizes and strides."""
-DTYPES = tuple(DType)
-NONE = -1
+CODED_DTYPES = tuple(DType)
+EMPTY_WORD = -1
 
 
-def introduce(comm: Comm, me: Peer, board: int, narrow_from: int | None) -> Group:
+def exchange_peer_addresses(comm: Comm, me: Peer, board: int, narrow_from: int | None) -> Group:
     """Tell all others where this device's signals and operands are, and hear it of them.  Raises `BackendError`."""
-    mine = _written(me)
-    rows = int(everybodys(comm, np.array([len(mine)], np.int64), -1).max())
-    padded = np.full((rows, mine.shape[1]), NONE, np.int64)
+    mine = _encode_peer(me)
+    rows = int(all_gather_words(comm, np.array([len(mine)], np.int64), -1).max())
+    padded = np.full((rows, mine.shape[1]), EMPTY_WORD, np.int64)
     padded[: len(mine)] = mine
-    peers = tuple(map(_read, everybodys(comm, padded, -2)))
+    peers = tuple(map(_decode_peer, all_gather_words(comm, padded, -2)))
     return Group(comm.rank, board, comm.timeout, peers, narrow_from)
 
 
-def confirm(comm: Comm) -> None:
+def wait_until_ready(comm: Comm) -> None:
     """Wait until everybody is ready to run.  Raises `BackendError`."""
-    everybodys(comm, np.zeros(1, np.int64), -3)
+    all_gather_words(comm, np.zeros(1, np.int64), -3)
 
 
-def everybodys(comm: Comm, mine: Words, sequence: int) -> Words:
+def all_gather_words(comm: Comm, mine: Words, sequence: int) -> Words:
     """What each device says, in order of the devices; all say as many words.  Raises `BackendError`."""
     into = np.empty((comm.size, *mine.shape), np.int64)
     comm.all_gather(mine, into, [[(d, ...)] for d in range(comm.size)], sequence)
     return into
 
 
-def _written(me: Peer) -> Words:
+def _encode_peer(me: Peer) -> Words:
     """First where the signals, the room for the wire and the inbox are, then a row for each offer: number, source,
     target."""
-    table = np.full((1 + len(me.offers), 1 + 2 * OPERAND), NONE, np.int64)
+    table = np.full((1 + len(me.offers), 1 + 2 * OPERAND_WORDS), EMPTY_WORD, np.int64)
     table[0, :3] = me.signals, me.wire, me.inbox
     for row, (sequence, offer) in zip(table[1:], me.offers.items(), strict=True):
         row[0] = sequence
-        row[1 : 1 + OPERAND] = _words(offer.source)
-        row[1 + OPERAND :] = _words(offer.target)
+        row[1 : 1 + OPERAND_WORDS] = _encode_operand(offer.source)
+        row[1 + OPERAND_WORDS :] = _encode_operand(offer.target)
     return table
 
 
-def _words(x: Operand) -> list[int]:
-    room = [0] * (MOST_AXES - len(x.shape))
-    return [x.address, DTYPES.index(x.dtype), len(x.shape), *x.shape, *room, *x.strides, *room]
+def _encode_operand(x: Operand) -> list[int]:
+    room = [0] * (MAX_AXES - len(x.shape))
+    return [x.address, CODED_DTYPES.index(x.dtype), len(x.shape), *x.shape, *room, *x.strides, *room]
 
 
-def _read(table: Words) -> Peer:
+def _decode_peer(table: Words) -> Peer:
     first, *rows = table.tolist()
-    offers = {r[0]: Offer(_operand(r[1 : 1 + OPERAND]), _operand(r[1 + OPERAND :])) for r in rows if r[0] != NONE}
+    offers = {
+        r[0]: Offer(_decode_operand(r[1 : 1 + OPERAND_WORDS]), _decode_operand(r[1 + OPERAND_WORDS :]))
+        for r in rows
+        if r[0] != EMPTY_WORD
+    }
     signals, wire, inbox = first[:3]
     return Peer(signals, wire, inbox, offers)
 
 
-def _operand(words: Sequence[int]) -> Operand:
+def _decode_operand(words: Sequence[int]) -> Operand:
     address, dtype, rank, *rest = words
-    shape, strides = tuple(rest[:rank]), tuple(rest[MOST_AXES : MOST_AXES + rank])
-    return Operand(address, Tensor(-1, 0, shape, strides, DTYPES[dtype]))
+    shape, strides = tuple(rest[:rank]), tuple(rest[MAX_AXES : MAX_AXES + rank])
+    return Operand(address, Tensor(-1, 0, shape, strides, CODED_DTYPES[dtype]))

@@ -32,17 +32,17 @@ from ..kernels.collective import (
 from ..kernels.elementwise import MOST_ELEMENTS
 from ..kernels.moves import launch_copy
 
-SUMMED = (DType.F32, DType.I8, DType.I32, DType.I64)
-Needs = Callable[[Attrs, int, int], Pairs]
+REDUCIBLE_DTYPES = (DType.F32, DType.I8, DType.I32, DType.I64)
+TransferPairFinder = Callable[[Attrs, int, int], Pairs]
 """What a receiver (the second) needs of a sender (the third): where it goes, where the sender has it."""
 
 
-def bind(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
+def bind_library_collective(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
     """Append a collective.  Raises `NoKernelError` on all devices of the group, or on none."""
-    EXCHANGES[call.op](launches, call, group, ring)
+    EXCHANGE_BINDERS[call.op](launches, call, group, ring)
 
 
-def _exchange(launches: Launches, call: Bound, group: Group, ring: Ring, transfers: Iterable[Transfer]) -> None:
+def _add_exchange(launches: Launches, call: Bound, group: Group, ring: Ring, transfers: Iterable[Transfer]) -> None:
     """Transfers between marks that tell where the device is."""
     if made := tuple(t for t in transfers if t.count):
         launch_mark(launches, call, group, has_results=0)
@@ -50,35 +50,35 @@ def _exchange(launches: Launches, call: Bound, group: Group, ring: Ring, transfe
         launch_mark(launches, call, group, has_results=1)
 
 
-def _bytes(op: str, x: Operand, other: int) -> Transfer:
+def _make_byte_transfer(op: str, x: Operand, other: int) -> Transfer:
     """Of a dense operand."""
     return Transfer(op, x.address, x.address, x.tensor.spec.nbytes, DType.I8, other)
 
 
-def _all_reduce(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
+def _bind_all_reduce(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
     offers = group.offers(as_integer(call.attrs["sequence"]))
     if len({(o.source.shape, o.source.dtype) for o in offers}) > 1:
         raise BackendError("devices sum values that are not alike: the plans of the devices do not match")
     source, out = call.operand(0), call.out
-    need(out.dtype in SUMMED and out.dtype is source.dtype, f"the library has no sums of {out.dtype}")
+    need(out.dtype in REDUCIBLE_DTYPES and out.dtype is source.dtype, f"the library has no sums of {out.dtype}")
     need(math.prod(out.shape) < MOST_ELEMENTS, "operands are too large")
-    own = _packed(launches, [source])
+    own = _pack_slices(launches, [source])
     total = out if out.is_dense else launches.scratch(out.shape, out.dtype)
     count = math.prod(out.shape)
     if group.narrows(out):
         wire = launches.scratch((count,), DType.BF16)
         launch_narrow(launches, own, wire)
         sums = Transfer("all_reduce", wire.address, wire.address, count, DType.BF16)
-        _exchange(launches, call, group, ring, [sums])
+        _add_exchange(launches, call, group, ring, [sums])
         launch_widen(launches, wire, total, group)
     else:
         sums = Transfer("all_reduce", own.address, total.address, count, out.dtype)
-        _exchange(launches, call, group, ring, [sums])
+        _add_exchange(launches, call, group, ring, [sums])
     if total is not out:
         launch_copy(launches, total, out)
 
 
-def _pieces(needs: Needs, *, is_sum: bool = False) -> Meeting:
+def _make_slice_binder(needs: TransferPairFinder, *, is_sum: bool = False) -> ExchangeBinder:
     """A collective in which everybody takes pieces out of what the others have, or sums them."""
 
     def bound(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
@@ -89,11 +89,11 @@ def _pieces(needs: Needs, *, is_sum: bool = False) -> Meeting:
         need(not is_sum or len(offers) <= MOST_DEVICES, "so many devices are not summed")
         own, out, me = call.operand(0), call.out, group.rank
         others = [d for d in range(len(offers)) if d != me]
-        outgoing = _messages(launches, own, {d: [index for _, index in needs(call.attrs, d, me)] for d in others})
-        incoming = {d: _room(launches, out, needs(call.attrs, me, d), is_sum) for d in others}
-        transfers = [_bytes("send", message, d) for d, message in outgoing.items()]
-        transfers += [_bytes("receive", message, d) for d, (message, _) in incoming.items()]
-        _exchange(launches, call, group, ring, transfers)
+        outgoing = _pack_messages(launches, own, {d: [index for _, index in needs(call.attrs, d, me)] for d in others})
+        incoming = {d: _choose_receive_buffer(launches, out, needs(call.attrs, me, d), is_sum) for d in others}
+        transfers = [_make_byte_transfer("send", message, d) for d, message in outgoing.items()]
+        transfers += [_make_byte_transfer("receive", message, d) for d, (message, _) in incoming.items()]
+        _add_exchange(launches, call, group, ring, transfers)
         came = {d: parts for d, (_, parts) in incoming.items()}
         came[me] = [piece(own, index) for _, index in needs(call.attrs, me, me)]
         targets = {d: [piece(out, into) for into, _ in needs(call.attrs, me, d)] for d in range(len(offers))}
@@ -109,37 +109,39 @@ def _pieces(needs: Needs, *, is_sum: bool = False) -> Meeting:
     return bound
 
 
-def _messages(launches: Launches, x: Operand, indices: Mapping[int, Sequence[Index]]) -> dict[int, Operand]:
+def _pack_messages(launches: Launches, x: Operand, indices: Mapping[int, Sequence[Index]]) -> dict[int, Operand]:
     """What goes to each device, dense; the same for several is packed once."""
     made: dict[str, Operand] = {}
     messages = {}
     for device, wanted in indices.items():
         if (key := str(wanted)) not in made:
-            made[key] = _packed(launches, [piece(x, index) for index in wanted])
+            made[key] = _pack_slices(launches, [piece(x, index) for index in wanted])
         messages[device] = made[key]
     return messages
 
 
-def _packed(launches: Launches, parts: Sequence[Operand]) -> Operand:
+def _pack_slices(launches: Launches, parts: Sequence[Operand]) -> Operand:
     """Parts one behind the other: itself, where there is one and it is dense."""
     if len(parts) == 1 and parts[0].is_dense:
         return parts[0]
     whole = launches.scratch((sum(math.prod(p.shape) for p in parts),), parts[0].dtype if parts else DType.I8)
-    for part, room in zip(parts, _cut(whole, parts), strict=True):
+    for part, room in zip(parts, _split_like(whole, parts), strict=True):
         launch_copy(launches, part, room)
     return whole
 
 
-def _room(launches: Launches, out: Operand, pairs: Pairs, is_sum: bool) -> tuple[Operand, list[Operand]]:
+def _choose_receive_buffer(
+    launches: Launches, out: Operand, pairs: Pairs, is_sum: bool
+) -> tuple[Operand, list[Operand]]:
     """Where a message comes, and the parts of it: where they belong, if that is dense, and nothing is summed."""
     targets = [piece(out, into) for into, _ in pairs]
     if len(targets) == 1 and targets[0].is_dense and not is_sum:
         return targets[0], targets
     whole = launches.scratch((sum(math.prod(t.shape) for t in targets),), out.dtype)
-    return whole, _cut(whole, targets)
+    return whole, _split_like(whole, targets)
 
 
-def _cut(whole: Operand, like: Sequence[Operand]) -> list[Operand]:
+def _split_like(whole: Operand, like: Sequence[Operand]) -> list[Operand]:
     """Dense parts of a dense operand, of the shapes of others."""
     parts, start = [], 0
     for x in like:
@@ -149,42 +151,42 @@ def _cut(whole: Operand, like: Sequence[Operand]) -> list[Operand]:
     return parts
 
 
-def _send(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
-    need(_is_movable(call.out), "kernels that copy this type are missing")
+def _bind_send(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
+    need(_can_copy(call.out), "kernels that copy this type are missing")
     if call.operand(0).address != call.out.address:
         launch_copy(launches, call.operand(0), call.out)
-    message = _packed(launches, [call.out])
-    _exchange(launches, call, group, ring, [_bytes("send", message, as_integer(call.attrs["to"]))])
+    message = _pack_slices(launches, [call.out])
+    _add_exchange(launches, call, group, ring, [_make_byte_transfer("send", message, as_integer(call.attrs["to"]))])
 
 
-def _receive(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
+def _bind_receive(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
     source = as_integer(call.attrs["source"])
     sent = group.offer(source, as_integer(call.attrs["sequence"])).source
-    need(_is_movable(sent), "kernels that copy this type are missing")
+    need(_can_copy(sent), "kernels that copy this type are missing")
     if sent.dtype is not call.out.dtype or sent.shape != call.out.shape:
         raise BackendError("a device receives what none sends: the plans of the devices do not match")
     room = call.out if call.out.is_dense else launches.scratch(call.out.shape, call.out.dtype)
-    _exchange(launches, call, group, ring, [_bytes("receive", room, source)])
+    _add_exchange(launches, call, group, ring, [_make_byte_transfer("receive", room, source)])
     if room is not call.out:
         launch_copy(launches, room, call.out)
 
 
-def _is_movable(sent: Operand) -> bool:
+def _can_copy(sent: Operand) -> bool:
     """Decided by what is sent, which both know."""
     return sent.dtype in TYPES and math.prod(sent.shape) < MOST_ELEMENTS
 
 
-def _sums(attrs: Attrs, receiver: int, sender: int) -> Pairs:
+def _find_sum_pairs(attrs: Attrs, receiver: int, sender: int) -> Pairs:
     assert sender < len(as_index_ranges(attrs["runs"]))
     return scattered({**attrs, "rank": receiver})
 
 
-Meeting = Callable[[Launches, Bound, Group, Ring], None]
-EXCHANGES: Mapping[str, Meeting] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _pieces(lambda attrs, receiver, sender: gathered(attrs)[sender]),
-    "all_to_all": _pieces(lambda attrs, receiver, sender: exchanged({**attrs, "rank": receiver})[sender]),
-    "reduce_scatter": _pieces(_sums, is_sum=True),
-    "send": _send,
-    "receive": _receive,
+ExchangeBinder = Callable[[Launches, Bound, Group, Ring], None]
+EXCHANGE_BINDERS: Mapping[str, ExchangeBinder] = {
+    "all_reduce": _bind_all_reduce,
+    "all_gather": _make_slice_binder(lambda attrs, receiver, sender: gathered(attrs)[sender]),
+    "all_to_all": _make_slice_binder(lambda attrs, receiver, sender: exchanged({**attrs, "rank": receiver})[sender]),
+    "reduce_scatter": _make_slice_binder(_find_sum_pairs, is_sum=True),
+    "send": _bind_send,
+    "receive": _bind_receive,
 }

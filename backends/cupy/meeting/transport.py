@@ -9,10 +9,10 @@ from ...base import Comm, Device
 from ..device.driver import Driver, Library, has_parts
 from ..kernels.collective import MOST_DEVICES
 
-LIBRARY_FROM = 8 << 20
+MIN_LIBRARY_BYTES = 8 << 20
 """Bytes of a value from which a library is preferred to kernels over each other's memory.  A guess, not measured yet:
 up to some MiB what counts is when a message arrives, not how many bytes of it pass a second."""
-NARROW_FROM = 1 << 15
+MIN_NARROW_ELEMENTS = 1 << 15
 """Elements from which a sum is sent in 16 bits, if that is asked for (`Comm.wire`); where a token is decoded, none are.
 Not measured yet, either."""
 
@@ -21,39 +21,41 @@ Not measured yet, either."""
 class Transport:
     """Whether kernels reach the memory of all devices, and the library that joins them, if any; `why` says both."""
 
-    are_peers: bool = False
+    has_peer_access: bool = False
     library: Library | None = None
-    why: str = "through memory of the host"
+    description: str = "through memory of the host"
 
     @property
-    def on_devices(self) -> bool:
+    def launches_collectives(self) -> bool:
         """Whether at least some collectives are launched like kernels."""
-        return self.are_peers or self.library is not None
+        return self.has_peer_access or self.library is not None
 
-    def takes_library(self, nbytes: int) -> bool:
+    def uses_library(self, nbytes: int) -> bool:
         """Whether a collective over so many bytes is for the library."""
-        return self.library is not None and (not self.are_peers or nbytes >= LIBRARY_FROM)
+        return self.library is not None and (not self.has_peer_access or nbytes >= MIN_LIBRARY_BYTES)
 
 
-THROUGH_HOST = Transport()
+HOST_TRANSPORT = Transport()
 
 
-def transport_of(devices: Sequence[Device], driver: Driver) -> Transport:
+def choose_transport(devices: Sequence[Device], driver: Driver) -> Transport:
     """How `devices`, all of them of this driver, meet."""
-    library, far = driver.library(devices), _what_separates(devices)
+    library, far = driver.library(devices), _explain_no_peer_access(devices)
     are_peers = not far and driver.are_peers(devices)
     far = far or "they do not reach each other's memory"
     if isinstance(library, str):
         return Transport(
-            are_peers, None, "over each other's memory" if are_peers else f"{THROUGH_HOST.why}: {far}, and {library}"
+            are_peers,
+            None,
+            "over each other's memory" if are_peers else f"{HOST_TRANSPORT.description}: {far}, and {library}",
         )
     if are_peers:
-        why = f"over each other's memory; values of {LIBRARY_FROM >> 20} MiB and more with {library.name}"
+        why = f"over each other's memory; values of {MIN_LIBRARY_BYTES >> 20} MiB and more with {library.name}"
         return Transport(True, library, why)
     return Transport(False, library, f"with {library.name}: {far}")
 
 
-def _what_separates(devices: Sequence[Device]) -> str:
+def _explain_no_peer_access(devices: Sequence[Device]) -> str:
     """Why kernels of `devices` cannot meet, whatever memory they reach; nothing if they can."""
     if len(devices) > MOST_DEVICES:
         return f"they are more than {MOST_DEVICES}"
@@ -62,8 +64,8 @@ def _what_separates(devices: Sequence[Device]) -> str:
     return "kernels of parts of one device must not wait for each other" if has_parts(devices) else ""
 
 
-def transport_for(comm: Comm, driver: Driver) -> Transport:
+def choose_group_transport(comm: Comm, driver: Driver) -> Transport:
     """How the members of `comm` meet; on devices only where all are of this driver."""
     if comm.board is None or comm.size < 2:
-        return THROUGH_HOST
-    return transport_of(comm.devices, driver)
+        return HOST_TRANSPORT
+    return choose_transport(comm.devices, driver)

@@ -17,35 +17,37 @@ from collections.abc import Iterable, Iterator, Sequence
 import networkx as nx
 import numpy as np
 
-from ..emulation.counted import Site
-from ..emulation.lines import of_kernels
-from .flow import OF_WARPGROUPS, Block, Place
+from ..emulation.counted import AccessSite
+from ..emulation.lines import select_kernel_frames
+from .flow import WARPGROUP_OPERANDS, BasicBlock, AccessLocation
 
-SHORT = 1e-4
+INSTRUCTION_PENALTY = 1e-4
 """What an instruction that runs costs against an access that is missed: of two flows that fit, the shorter."""
 
-LACKING = 0.4
+MISSING_ACCESS_PENALTY = 0.4
 """What an access costs that was counted and that the flow lacks, against one too many: g++ loads some numbers twice."""
 
 
-def executions(blocks: Sequence[Block], sites: Iterable[Site], warps: int) -> list[float]:
+def estimate_block_counts(blocks: Sequence[BasicBlock], sites: Iterable[AccessSite], warps: int) -> list[float]:
     """How many warps run each block, in a launch of so many warps.
 
     Raises `ImportError` without SciPy, whose solver is HiGHS.
     """
     from scipy.optimize import linprog
 
-    reached = _reached(blocks)
-    edges = [(a, b) for a in reached for b in blocks[a].after]
+    reached = _find_reachable_blocks(blocks)
+    edges = [(a, b) for a in reached for b in blocks[a].successors]
     ways_out, ways_in = (np.array([[e[end] == b for e in edges] for b in reached], float) for end in (0, 1))
     begins = np.array([warps if b == 0 else 0 for b in reached], float)
-    places = _known(blocks, reached, sites)
+    places = _build_access_equations(blocks, reached, sites)
     moved = np.array([[of.get(b, 0.0) for b in reached] for of, _ in places]).reshape(-1, len(reached))
     counted = np.array([number for _, number in places])
     each = np.identity(len(places))  # how much the flow lacks at each place, and how much it has above
-    instructions = np.array([blocks[b].instructions for b in reached], float)
+    instructions = np.array([blocks[b].instruction_count for b in reached], float)
     solved = linprog(
-        np.concatenate([SHORT * (instructions @ ways_out), np.repeat([LACKING, 1.0], len(places))]),
+        np.concatenate(
+            [INSTRUCTION_PENALTY * (instructions @ ways_out), np.repeat([MISSING_ACCESS_PENALTY, 1.0], len(places))]
+        ),
         A_eq=np.block(
             [[ways_out - ways_in, np.zeros((len(reached), 2 * len(places)))], [moved @ ways_out, each, -each]]
         ),
@@ -57,14 +59,14 @@ def executions(blocks: Sequence[Block], sites: Iterable[Site], warps: int) -> li
     return [float(times) for times in ran]
 
 
-def _known(
-    blocks: Sequence[Block], reached: Iterable[int], sites: Iterable[Site]
+def _build_access_equations(
+    blocks: Sequence[BasicBlock], reached: Iterable[int], sites: Iterable[AccessSite]
 ) -> list[tuple[dict[int, float], float]]:
     """Of places that either compiler knows: the accesses that each block has there, and how many were counted.  One is
     as wide as the widest that was counted."""
-    there, counted = _there(blocks, reached), _counted(sites)
+    there, counted = _sum_block_bytes(blocks, reached), _sum_counted_bytes(sites)
     known = []
-    for places in _alike({*there, *counted}, _confused(blocks, reached)):
+    for places in _group_equivalent_locations({*there, *counted}, _find_inlining_conflicts(blocks, reached)):
         of_block: dict[int, float] = defaultdict(float)
         width = max((counted[p][1] for p in places if p in counted), default=0)
         for place in places:
@@ -75,7 +77,9 @@ def _known(
     return known
 
 
-def _alike(places: Iterable[Place], confused: Iterable[Sequence[Place]]) -> Iterable[Sequence[Place]]:
+def _group_equivalent_locations(
+    places: Iterable[AccessLocation], confused: Iterable[Sequence[AccessLocation]]
+) -> Iterable[Sequence[AccessLocation]]:
     """Places together that may be one: those confused, and either compiler leaves out outer frames, of a lambda or of
     code it has moved."""
     groups = nx.Graph()
@@ -83,7 +87,7 @@ def _alike(places: Iterable[Place], confused: Iterable[Sequence[Place]]) -> Iter
     named = set(places)
     for place in named:
         for upto in range(1, len(place.frames)):
-            shorter = Place(place.frames[:upto], place.is_shared, place.is_store)
+            shorter = AccessLocation(place.frames[:upto], place.is_shared, place.is_store)
             if shorter in named:
                 groups.add_edge(place, shorter)
     for these in confused:
@@ -91,49 +95,49 @@ def _alike(places: Iterable[Place], confused: Iterable[Sequence[Place]]) -> Iter
     return [sorted(group) for group in nx.connected_components(groups)]
 
 
-def _confused(blocks: Sequence[Block], reached: Iterable[int]) -> Iterator[list[Place]]:
+def _find_inlining_conflicts(blocks: Sequence[BasicBlock], reached: Iterable[int]) -> Iterator[list[AccessLocation]]:
     """Places of a block with one function of the prelude in all of them: NVRTC says of some of its accesses that they
     were inlined where another one was."""
     for number in reached:
-        through: dict[tuple[str, bool, bool], set[Place]] = defaultdict(set)
-        for place in blocks[number].accesses:
-            if place.frames and not of_kernels(place.frames[:1]):
-                through[place.frames[0], place.is_shared, place.is_store].add(_of_kernels(place))
+        through: dict[tuple[str, bool, bool], set[AccessLocation]] = defaultdict(set)
+        for place in blocks[number].access_bytes:
+            if place.frames and not select_kernel_frames(place.frames[:1]):
+                through[place.frames[0], place.is_shared, place.is_store].add(_to_kernel_location(place))
         yield from (sorted(places) for places in through.values() if len(places) > 1)
 
 
-def _of_kernels(place: Place) -> Place:
-    return Place(of_kernels(place.frames), place.is_shared, place.is_store)
+def _to_kernel_location(place: AccessLocation) -> AccessLocation:
+    return AccessLocation(select_kernel_frames(place.frames), place.is_shared, place.is_store)
 
 
-def _reached(blocks: Sequence[Block]) -> list[int]:
+def _find_reachable_blocks(blocks: Sequence[BasicBlock]) -> list[int]:
     """Blocks that may run, from the first on."""
     reached, open_ = {0}, [0]
     while open_:
-        for after in blocks[open_.pop()].after:
+        for after in blocks[open_.pop()].successors:
             if after >= 0 and after not in reached:
                 reached.add(after)
                 open_.append(after)
     return sorted(reached)
 
 
-def _there(blocks: Sequence[Block], reached: Iterable[int]) -> dict[Place, dict[int, float]]:
+def _sum_block_bytes(blocks: Sequence[BasicBlock], reached: Iterable[int]) -> dict[AccessLocation, dict[int, float]]:
     """By place: the bytes a lane that each block moves there."""
-    there: dict[Place, dict[int, float]] = defaultdict(dict)
+    there: dict[AccessLocation, dict[int, float]] = defaultdict(dict)
     for number in reached:
-        for place, nbytes in blocks[number].accesses.items():
-            at = _of_kernels(place)
+        for place, nbytes in blocks[number].access_bytes.items():
+            at = _to_kernel_location(place)
             there[at][number] = there[at].get(number, 0.0) + nbytes
     return there
 
 
-def _counted(sites: Iterable[Site]) -> dict[Place, tuple[float, int]]:
+def _sum_counted_bytes(sites: Iterable[AccessSite]) -> dict[AccessLocation, tuple[float, int]]:
     """By place: bytes a lane that were counted, of all warps, and those of one access."""
-    counted: dict[Place, tuple[float, int]] = {}
+    counted: dict[AccessLocation, tuple[float, int]] = {}
     for site in sites:
-        at = Place(of_kernels(site.frames), site.is_shared, site.is_store)
-        if at.frames and at.frames[0].startswith(OF_WARPGROUPS.frames):
-            at = OF_WARPGROUPS
+        at = AccessLocation(select_kernel_frames(site.frames), site.is_shared, site.is_store)
+        if at.frames and at.frames[0].startswith(WARPGROUP_OPERANDS.frames):
+            at = WARPGROUP_OPERANDS
         nbytes, widest = counted.get(at, (0.0, 0))
         counted[at] = nbytes + site.requests * site.nbytes, max(widest, site.nbytes)
     return counted

@@ -28,19 +28,19 @@ Frames = tuple[str, ...]
 _LABEL = re.compile(r"([.$]\S+):")
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)([^;]*);")
 _TARGET = re.compile(r"`\(([.$]\S+)\)")
-_CONDITION = re.compile(r"\s*!?U?P\d\s*,")
-_ACCESS = re.compile(r"(LDGSTS|LDG|STG|LDSM|LDS|STS)(\.|$)")
-_MATRICES = re.compile(r"\.(\d)$")
-_NEVER = "@!PT"
-_PRODUCT = re.compile(r"(HGMMA|HMMA|IMMA|QMMA|OMMA)\.(\w+)")
-_HELD = re.compile(r"\s*R\w+, R\d")
-_NO_ISSUE = "NOP"
+_PREDICATE_OPERAND = re.compile(r"\s*!?U?P\d\s*,")
+_MEMORY_ACCESS = re.compile(r"(LDGSTS|LDG|STG|LDSM|LDS|STS)(\.|$)")
+_MATRIX_COUNT = re.compile(r"\.(\d)$")
+_NEVER_PREDICATE = "@!PT"
+_MATRIX_PRODUCT = re.compile(r"(HGMMA|HMMA|IMMA|QMMA|OMMA)\.(\w+)")
+_REGISTER_OPERAND = re.compile(r"\s*R\w+, R\d")
+_NO_OPERATION = "NOP"
 _REGISTER = re.compile(r"\bR(\d+)\b")
-_PENDING = re.compile(r"DEPBAR\.LE SB0, 0x(\w+)")
+_COPY_WAIT = re.compile(r"DEPBAR\.LE SB0, 0x(\w+)")
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class AccessLocation:
     """A kind of access at a line: of shared memory or of global, a store or a load."""
 
     frames: Frames
@@ -48,39 +48,39 @@ class Place:
     is_store: bool
 
 
-COPIES = -1
+ASYNC_COPIES = -1
 """In place of a register, what was copied from global memory to shared."""
 
 
-class Step(NamedTuple):
+class MemoryDependence(NamedTuple):
     """Registers that an instruction loads from global memory, and those that it uses; it waits for `waits` of a load if
     it uses one that is under way."""
 
     loads: frozenset[int]
     uses: frozenset[int]
-    waits: float = 1.0
+    wait_share: float = 1.0
 
 
-OF_WARPGROUPS = Place(("wgmma.cuh",), is_shared=True, is_store=False)
+WARPGROUP_OPERANDS = AccessLocation(("wgmma.cuh",), is_shared=True, is_store=False)
 """What products of warpgroups read, all of them: machine code has no line of most."""
 
 
 @dataclass(slots=True)
-class Block:
+class BasicBlock:
     """Instructions that run one after the other: how many, called functions included; bytes a lane by place; products
     of tensor cores by kind and shape, as ``("HMMA", "16816")`` or, of a warpgroup, ``("HGMMA", "64x256x16")``; steps
     that load from global memory or use registers; and the blocks that may follow, of which -1 is the end."""
 
-    instructions: int = 0
-    accesses: Counter[Place] = field(default_factory=Counter)
+    instruction_count: int = 0
+    access_bytes: Counter[AccessLocation] = field(default_factory=Counter)
     products: Counter[tuple[str, str]] = field(default_factory=Counter)
-    steps: list[Step] = field(default_factory=list)
-    after: list[int] = field(default_factory=list)
+    dependences: list[MemoryDependence] = field(default_factory=list)
+    successors: list[int] = field(default_factory=list)
 
 
-def flows(image: bytes) -> Mapping[str, Sequence[Block]]:
+def build_control_flow_graphs(image: bytes) -> Mapping[str, Sequence[BasicBlock]]:
     """The blocks of each kernel of a cubin with lines, by its name there; the first is where it begins."""
-    return {name: _blocks(list(lines)) for name, lines in kernels_in(text_of(image, "-gi"))}
+    return {name: _build_blocks(list(lines)) for name, lines in kernels_in(text_of(image, "-gi"))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +88,11 @@ class _Instruction:
     op: str
     operands: str
     is_conditional: bool
-    is_never: bool
+    never_runs: bool
     frames: Frames
 
 
-def _instructions(lines: Sequence[str]) -> tuple[list[_Instruction], dict[str, int]]:
+def _parse_instructions(lines: Sequence[str]) -> tuple[list[_Instruction], dict[str, int]]:
     """All of a kernel, and the numbers of those that labels stand before."""
     ops: list[_Instruction] = []
     labels: dict[str, int] = {}
@@ -109,52 +109,52 @@ def _instructions(lines: Sequence[str]) -> tuple[list[_Instruction], dict[str, i
         elif shown := _INSTRUCTION.match(line):
             fresh = True
             when, op, operands = shown.groups()
-            is_conditional = bool(when) or bool(_CONDITION.match(operands))
-            is_never = bool(when) and when.strip() == _NEVER
+            is_conditional = bool(when) or bool(_PREDICATE_OPERAND.match(operands))
+            is_never = bool(when) and when.strip() == _NEVER_PREDICATE
             ops.append(_Instruction(op, operands, is_conditional, is_never, tuple(frames)))
     return ops, labels
 
 
-def _blocks(lines: Sequence[str]) -> list[Block]:
-    ops, labels = _instructions(lines)
-    called = {labels[to] for op in ops if (to := _called(op))}
+def _build_blocks(lines: Sequence[str]) -> list[BasicBlock]:
+    ops, labels = _parse_instructions(lines)
+    called = {labels[to] for op in ops if (to := _find_called_function(op))}
     upto = min(called, default=len(ops))  # functions that are called stand behind the kernel
-    lengths = {start: _length(ops, start) for start in called}
+    lengths = {start: _count_function_instructions(ops, start) for start in called}
     begins = {0, *(at for at in labels.values() if at < upto)}
-    begins |= {i + 1 for i, op in enumerate(ops[:upto]) if _leaves(op) and i + 1 < upto}
+    begins |= {i + 1 for i, op in enumerate(ops[:upto]) if _ends_block(op) and i + 1 < upto}
     starts = sorted(begins)
     number = {start: i for i, start in enumerate(starts)}
     blocks = []
     for start, end in zip(starts, [*starts[1:], upto], strict=True):
-        block = Block()
+        block = BasicBlock()
         for op in ops[start:end]:
-            _add(block, op, lengths, labels)
-        block.after = [number.get(at, -1) for at in _next(ops[end - 1], end, labels)]
+            _add_instruction(block, op, lengths, labels)
+        block.successors = [number.get(at, -1) for at in _find_successors(ops[end - 1], end, labels)]
         blocks.append(block)
     return blocks
 
 
-def _length(ops: Sequence[_Instruction], start: int) -> int:
+def _count_function_instructions(ops: Sequence[_Instruction], start: int) -> int:
     """Instructions of a function, all of them, which is more than one call runs."""
     return next((i for i in range(start, len(ops)) if ops[i].op.startswith("RET")), len(ops) - 1) - start + 1
 
 
-def _called(op: _Instruction) -> str:
+def _find_called_function(op: _Instruction) -> str:
     """The function that an instruction calls; a call of a label never returns, it is a branch."""
     to = _TARGET.search(op.operands) if op.op.startswith("CALL") else None
     return to[1] if to and to[1].startswith("$") else ""
 
 
-def _leaves(op: _Instruction) -> bool:
+def _ends_block(op: _Instruction) -> bool:
     """Whether it ends a block; BRA.DIV goes to code for warps that are not together, which they always are."""
     if op.op.startswith("CALL"):
-        return not _called(op)
+        return not _find_called_function(op)
     return op.op.startswith(("BRA", "EXIT", "RET", "BRX", "JMX")) and not op.op.startswith("BRA.DIV")
 
 
-def _next(last: _Instruction, end: int, labels: Mapping[str, int]) -> Iterator[int]:
+def _find_successors(last: _Instruction, end: int, labels: Mapping[str, int]) -> Iterator[int]:
     """Numbers of the instructions that may follow; -1 is the end."""
-    if not _leaves(last):
+    if not _ends_block(last):
         yield end
         return
     if last.op.startswith(("BRA", "CALL")) and (to := _TARGET.search(last.operands)) and to[1] in labels:
@@ -165,44 +165,48 @@ def _next(last: _Instruction, end: int, labels: Mapping[str, int]) -> Iterator[i
         yield end
 
 
-def _add(block: Block, op: _Instruction, lengths: Mapping[int, int], labels: Mapping[str, int]) -> None:
-    if op.op == _NO_ISSUE:
+def _add_instruction(
+    block: BasicBlock, op: _Instruction, lengths: Mapping[int, int], labels: Mapping[str, int]
+) -> None:
+    if op.op == _NO_OPERATION:
         return
-    block.instructions += 1
-    if to := _called(op):
-        block.instructions += lengths[labels[to]]
-    if product := _PRODUCT.match(op.op):
+    block.instruction_count += 1
+    if to := _find_called_function(op):
+        block.instruction_count += lengths[labels[to]]
+    if product := _MATRIX_PRODUCT.match(op.op):
         block.products[product[1], product[2]] += 1
         if product[1] == "HGMMA":
-            block.accesses[OF_WARPGROUPS] += _operands(product[2], bool(_HELD.match(op.operands)))
-    if step := _step(op):
-        block.steps.append(step)
-    if (access := _ACCESS.match(op.op)) and not op.is_never:
+            block.access_bytes[WARPGROUP_OPERANDS] += _compute_operand_bytes(
+                product[2], bool(_REGISTER_OPERAND.match(op.operands))
+            )
+    if step := _find_dependence(op):
+        block.dependences.append(step)
+    if (access := _MEMORY_ACCESS.match(op.op)) and not op.never_runs:
         kind = access[1]
-        many = _MATRICES.search(op.op) if kind == "LDSM" else None
+        many = _MATRIX_COUNT.search(op.op) if kind == "LDSM" else None
         nbytes = 4 * int(many[1]) if many else bits_of(op.op) // 8
         if kind == "LDGSTS":
-            block.accesses[Place(op.frames, is_shared=True, is_store=True)] += nbytes
-            block.accesses[Place(op.frames, is_shared=False, is_store=False)] += nbytes
+            block.access_bytes[AccessLocation(op.frames, is_shared=True, is_store=True)] += nbytes
+            block.access_bytes[AccessLocation(op.frames, is_shared=False, is_store=False)] += nbytes
         else:
-            block.accesses[Place(op.frames, kind[2] == "S", kind.startswith("ST"))] += nbytes
+            block.access_bytes[AccessLocation(op.frames, kind[2] == "S", kind.startswith("ST"))] += nbytes
 
 
-def _operands(shape: str, is_held: bool) -> int:
+def _compute_operand_bytes(shape: str, is_held: bool) -> int:
     """Bytes a lane of the operands of a product such as 64x256x16, which the four warps of a group bring together from
     shared memory; rows that are held are in registers."""
     rows, columns, terms = map(int, shape.split("x"))
     return ((0 if is_held else rows) + columns) * terms * 2 // 128
 
 
-def _step(op: _Instruction) -> Step | None:
+def _find_dependence(op: _Instruction) -> MemoryDependence | None:
     """What an instruction loads and uses, unless it does neither."""
     if op.op.startswith("LDGSTS"):
-        return Step(frozenset({COPIES}), frozenset())
-    if pending := _PENDING.match(op.op + op.operands):
-        return Step(frozenset(), frozenset({COPIES}), 1 / (1 + int(pending[1], 16)))
+        return MemoryDependence(frozenset({ASYNC_COPIES}), frozenset())
+    if pending := _COPY_WAIT.match(op.op + op.operands):
+        return MemoryDependence(frozenset(), frozenset({ASYNC_COPIES}), 1 / (1 + int(pending[1], 16)))
     names = [int(name) for name in _REGISTER.findall(op.operands)]
     if op.op.startswith("LDG.") and names:
         many = max(bits_of(op.op) // 32, 1)
-        return Step(frozenset(range(names[0], names[0] + many)), frozenset(names[1:]))
-    return Step(frozenset(), frozenset(names)) if names else None
+        return MemoryDependence(frozenset(range(names[0], names[0] + many)), frozenset(names[1:]))
+    return MemoryDependence(frozenset(), frozenset(names)) if names else None

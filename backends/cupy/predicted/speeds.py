@@ -9,11 +9,11 @@ from pathlib import Path
 
 from ...abilities import Predicted, Reached
 
-FILE = Path(__file__).parents[1] / "predicted.json"
+SPEEDS_FILE = Path(__file__).parents[1] / "predicted.json"
 
 
 @cache
-def predicted() -> Mapping[str, Predicted]:
+def load_predicted_speeds() -> Mapping[str, Predicted]:
     """By kind of GPU."""
-    known = json.loads(FILE.read_text("utf-8")).items()
+    known = json.loads(SPEEDS_FILE.read_text("utf-8")).items()
     return {kind: Predicted(Reached(**of["products"]), Reached(**of["ops"])) for kind, of in known}

@@ -23,154 +23,160 @@ from types import MappingProxyType
 
 from ..device.limits import MULTIPROCESSORS, SCHEDULERS, Limits, Multiprocessor, limits_of
 
-REACHED = 0.9
+COPY_EFFICIENCY = 0.9
 """Of the bandwidth of a data sheet, what a copy reaches."""
-ISSUED = 0.7
+ISSUE_RATE = 0.7
 """Instructions a scheduler starts a cycle, where many warps share it; one warp alone 0.5."""
-ALONE = 0.4
-LATENCY = 0.8e-6
+HALF_RATE_WARPS = 0.4
+MEMORY_LATENCY_SECONDS = 0.8e-6
 """Seconds from a load to its number, where memory is busy."""
-CACHED_LATENCY = 0.3e-6
+CACHE_LATENCY_SECONDS = 0.3e-6
 """Where it is in the second cache."""
 
-GROUPED = 5
+WARPGROUP_CYCLES = 5
 """Cycles of products of warpgroups: 4 by the data sheet, of which large products of libraries reach four fifths."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuModel:
     """What a kind of GPU has: architecture whose machine code it runs; multiprocessors; Hz under load; bytes/s of
     memory and of its second cache; and cycles in which a scheduler's tensor core makes a product of 16 x 8 x 16 16-bit
     numbers, one of 16 x 8 x 32 bytes, and a part of as many 16-bit numbers of a product of a warpgroup."""
 
     arch: str
-    processors: int
-    clock: float
-    bandwidth: float
+    multiprocessor_count: int
+    clock_hz: float
+    memory_bandwidth: float
     cache_bandwidth: float
-    halves: float
-    bytes: float
-    grouped: float = math.inf
+    cycles_per_16bit_product: float
+    cycles_per_8bit_product: float
+    cycles_per_warpgroup_product: float = math.inf
 
     @property
     def limits(self) -> Limits:
         return limits_of(self.arch.removeprefix("sm_").removesuffix("a"))
 
     @property
-    def processor(self) -> Multiprocessor:
+    def multiprocessor(self) -> Multiprocessor:
         return MULTIPROCESSORS[self.arch]
 
 
-GPUS: Mapping[str, Gpu] = MappingProxyType(
+GPUS: Mapping[str, GpuModel] = MappingProxyType(
     {
-        "h200": Gpu("sm_90a", 132, 1.755e9, 4.8e12, 5.5e12, 6, 6, GROUPED),
-        "h100": Gpu("sm_90a", 132, 1.755e9, 3.35e12, 5.5e12, 6, 6, GROUPED),
-        "a100": Gpu("sm_80", 108, 1.41e9, 2.04e12, 4.0e12, 8, 8),
-        "rtx4090": Gpu("sm_89", 128, 2.52e9, 1.01e12, 4.0e12, 32, 16),
-        "rtx3090": Gpu("sm_86", 82, 1.695e9, 0.936e12, 2.0e12, 32, 16),
+        "h200": GpuModel("sm_90a", 132, 1.755e9, 4.8e12, 5.5e12, 6, 6, WARPGROUP_CYCLES),
+        "h100": GpuModel("sm_90a", 132, 1.755e9, 3.35e12, 5.5e12, 6, 6, WARPGROUP_CYCLES),
+        "a100": GpuModel("sm_80", 108, 1.41e9, 2.04e12, 4.0e12, 8, 8),
+        "rtx4090": GpuModel("sm_89", 128, 2.52e9, 1.01e12, 4.0e12, 32, 16),
+        "rtx3090": GpuModel("sm_86", 82, 1.695e9, 0.936e12, 2.0e12, 32, 16),
     }
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class LaunchWork:
     """What one launch does: its blocks, their threads, registers of a thread and bytes of shared memory of a block; and
     of all blocks together instructions and products of warps (`grouped`: their parts of those of warpgroups),
     wavefronts of shared memory, bytes of sectors that are asked of the second cache and bytes of memory; and how many
     loads of a warp come after one another."""
 
-    blocks: int
-    threads: int
-    registers: int
-    shared: int
-    instructions: float
-    halves: float
-    grouped: float
-    bytes: float
+    block_count: int
+    block_threads: int
+    thread_registers: int
+    block_shared_bytes: int
+    warp_instructions: float
+    products_16bit: float
+    warpgroup_products: float
+    products_8bit: float
     wavefronts: float
-    asked: float
-    moved: float
-    rounds: float
+    cache_bytes: float
+    memory_bytes: float
+    dependent_loads: float
 
-    def times(self, blocks: float, each: float = 1.0) -> Work:
+    def multiply(self, blocks: float, each: float = 1.0) -> LaunchWork:
         """As many times the blocks, each of which does `each` times as much."""
         by = blocks * each
-        return Work(
-            round(self.blocks * blocks),
-            self.threads,
-            self.registers,
-            self.shared,
-            self.instructions * by,
-            self.halves * by,
-            self.grouped * by,
-            self.bytes * by,
+        return LaunchWork(
+            round(self.block_count * blocks),
+            self.block_threads,
+            self.thread_registers,
+            self.block_shared_bytes,
+            self.warp_instructions * by,
+            self.products_16bit * by,
+            self.warpgroup_products * by,
+            self.products_8bit * by,
             self.wavefronts * by,
-            self.asked * by,
-            self.moved * by,
-            self.rounds * each,
+            self.cache_bytes * by,
+            self.memory_bytes * by,
+            self.dependent_loads * each,
         )
 
-    def extended(self, longer: Work, times: float) -> Work:
+    def extrapolate(self, longer: LaunchWork, times: float) -> LaunchWork:
         """With as many times what a longer launch does beyond this one."""
 
         def reached(here: float, there: float) -> float:
             return here + times * (there - here)
 
-        return Work(
-            round(reached(self.blocks, longer.blocks)),
-            self.threads,
-            self.registers,
-            self.shared,
-            reached(self.instructions, longer.instructions),
-            reached(self.halves, longer.halves),
-            reached(self.grouped, longer.grouped),
-            reached(self.bytes, longer.bytes),
+        return LaunchWork(
+            round(reached(self.block_count, longer.block_count)),
+            self.block_threads,
+            self.thread_registers,
+            self.block_shared_bytes,
+            reached(self.warp_instructions, longer.warp_instructions),
+            reached(self.products_16bit, longer.products_16bit),
+            reached(self.warpgroup_products, longer.warpgroup_products),
+            reached(self.products_8bit, longer.products_8bit),
             reached(self.wavefronts, longer.wavefronts),
-            reached(self.asked, longer.asked),
-            reached(self.moved, longer.moved),
-            reached(self.rounds, longer.rounds),
+            reached(self.cache_bytes, longer.cache_bytes),
+            reached(self.memory_bytes, longer.memory_bytes),
+            reached(self.dependent_loads, longer.dependent_loads),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Time:
+class LaunchTime:
     """Seconds that each resource would need alone, and of the begin and the end, when none is busy."""
 
-    parts: Mapping[str, float]
-    ends: float
+    resource_seconds: Mapping[str, float]
+    idle_seconds: float
 
     @property
-    def limit(self) -> str:
+    def limiting_resource(self) -> str:
         """What sets the time."""
-        return max(self.parts, key=lambda part: self.parts[part])
+        return max(self.resource_seconds, key=lambda part: self.resource_seconds[part])
 
     @property
-    def total(self) -> float:
-        return self.parts[self.limit] + self.ends
+    def total_seconds(self) -> float:
+        return self.resource_seconds[self.limiting_resource] + self.idle_seconds
 
 
-def time_of(work: Work, gpu: Gpu, cached: bool = False) -> Time:
+def estimate_launch_time(work: LaunchWork, gpu: GpuModel, cached: bool = False) -> LaunchTime:
     """How long a launch takes, without what the device needs between two launches; `cached` says that what it reads is
     in the second cache, as the launch before has just written it.  Raises `ValueError` if a block does not fit."""
-    latency = CACHED_LATENCY if cached else LATENCY
-    most = -(-work.blocks // gpu.processors)  # blocks of the processor that has most of them
-    together = min(gpu.processor.holds(work.threads, work.registers, work.shared), most)
+    latency = CACHE_LATENCY_SECONDS if cached else MEMORY_LATENCY_SECONDS
+    most = -(-work.block_count // gpu.multiprocessor_count)  # blocks of the processor that has most of them
+    together = min(gpu.multiprocessor.holds(work.block_threads, work.thread_registers, work.block_shared_bytes), most)
     if together == 0:
         raise ValueError("a block takes more than a multiprocessor has")
-    warps = together * -(-work.threads // 32)
+    warps = together * -(-work.block_threads // 32)
     schedulers = min(SCHEDULERS, warps)
-    share = most / work.blocks / gpu.clock  # of the work of all blocks, for one processor
+    share = most / work.block_count / gpu.clock_hz  # of the work of all blocks, for one processor
     on_each = warps / schedulers
-    issued = ISSUED * on_each / (on_each + ALONE)
+    issued = ISSUE_RATE * on_each / (on_each + HALF_RATE_WARPS)
     waves = math.ceil(most / together)
-    of_groups = work.grouped * gpu.grouped if work.grouped else 0.0
+    of_groups = work.warpgroup_products * gpu.cycles_per_warpgroup_product if work.warpgroup_products else 0.0
     parts = {
-        "memory": work.moved / (REACHED * gpu.bandwidth),
-        "second cache": work.asked / gpu.cache_bandwidth,
-        "instructions": work.instructions * share / (schedulers * issued),
-        "tensor cores": (work.halves * gpu.halves + of_groups + work.bytes * gpu.bytes) * share / schedulers,
+        "memory": work.memory_bytes / (COPY_EFFICIENCY * gpu.memory_bandwidth),
+        "second cache": work.cache_bytes / gpu.cache_bandwidth,
+        "instructions": work.warp_instructions * share / (schedulers * issued),
+        "tensor cores": (
+            work.products_16bit * gpu.cycles_per_16bit_product
+            + of_groups
+            + work.products_8bit * gpu.cycles_per_8bit_product
+        )
+        * share
+        / schedulers,
         "shared memory": work.wavefronts * share,
-        "latency": waves * work.rounds * latency,
+        "latency": waves * work.dependent_loads * latency,
     }
-    drained = work.rounds * latency / 2 if waves > 1 else 0.0
-    return Time(MappingProxyType(parts), latency + drained)
+    drained = work.dependent_loads * latency / 2 if waves > 1 else 0.0
+    return LaunchTime(MappingProxyType(parts), latency + drained)
