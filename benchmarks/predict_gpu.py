@@ -26,14 +26,14 @@ from hocket.backends.abilities import OTHERS, Predicted, Reached
 from hocket.backends.cupy.binding.trial import tried
 from hocket.backends.cupy.device.early import FIRST_CAPABILITY
 from hocket.backends.cupy.device.limits import Limits
-from hocket.backends.cupy.emulation import emulated
-from hocket.backends.cupy.emulation.counted import LaunchCounters
+from hocket.backends.cupy.emulation import emulated_driver as emulated
+from hocket.backends.cupy.emulation.access_counters import LaunchCounters
 from hocket.backends.cupy.kernels.attention import attention
 from hocket.backends.cupy.kernels.products import packed, tiled
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net
-from hocket.backends.cupy.predicted.speeds import SPEEDS_FILE
-from hocket.backends.cupy.predicted.times import GPUS, MEMORY_LATENCY_SECONDS, estimate_launch_time
-from hocket.backends.cupy.predicted.works import estimate_launch_work
+from hocket.backends.cupy.predicted_speeds import SPEEDS_FILE
+from hocket.backends.cupy.time_model.launch_time import GPUS, MEMORY_LATENCY_SECONDS, estimate_launch_time
+from hocket.backends.cupy.time_model.launch_work import estimate_launch_work
 from hocket.conformance.cases.case import parse_test_case
 from hocket.conformance.checks.case_graph import build_case_graph
 from hocket.conformance.reports.emulator_checks import collect_counters
@@ -324,7 +324,7 @@ HEAD = """# How long CUDA kernels should take
 
 Written by `python benchmarks/predict_gpu.py`. **Predicted by a model** that an H100 found wrong in part
 (`docs/first-gpu.md`): accesses counted in the emulation, instructions of NVRTC's machine code, and what data sheets say
-of a GPU (`backends/cupy/predicted/times.py`). `share` is of the data sheet's bandwidth, or of its 16-bit products where
+of a GPU (`backends/cupy/time_model/launch_time.py`). `share` is of the data sheet's bandwidth, or of its 16-bit products where
 those take longer; `early` is that of a launch whose first loads are under way while the one before it ends, as devices
 of compute capability 9.0 allow; `asked` is what we want of an H200.  Of prompts that is 0.6 (packed weights) and 0.8
 (bf16) of the 71 % that cuBLAS is taken to reach; exact products with bf16 are twice as many, of which 37 % is asked; of

@@ -185,7 +185,6 @@ def _perf(suite: Suite) -> int:
 
 def _counters(suite: Suite) -> int:
     """1 if a kernel costs more than it may."""
-    from ..backends.cupy.emulation.main_path import list_violations, format_access_table
     from .reports.emulator_checks import collect_counters
 
     counts = collect_counters(_emulated_cases(suite, "counters are"))
@@ -208,7 +207,6 @@ def _order(suite: Suite) -> int:
 
 def _emulated_cases(suite: Suite, what: str) -> Sequence[str]:
     """Return the texts of the given cases, or of the cases of the main path."""
-    from ..backends.cupy.emulation.main_path import MAIN_PATH_CASES
 
     if suite.backend.partition(":")[0] != "cuda-emulated":
         raise BackendError(f"{what} of cuda-emulated, not of {suite.backend}; give --backend cuda-emulated")

@@ -33,14 +33,14 @@ from .binding.launches import Launches
 from .binding.packing import PACKINGS, pack, padded
 from .binding.programs import Met, bound_parts, foretold, gathered
 from .binding.trial import Known, tried
+from .collectives.hang_watchdog import DeviceLostError, Memberships
+from .collectives.program_collectives import ProgramCollectives
+from .collectives.transport import choose_transport
 from .device.driver import Beside, Driver, Launch, LaunchError, Single, Step, one_by_one
 from .device.limits import MOST, Limits
 from .kernels.attention import attention
 from .kernels.products import tiled
 from .kernels.products.packed import expanded
-from .meeting.meetings import ProgramCollectives
-from .meeting.transport import choose_transport
-from .meeting.watch import DeviceLostError, Memberships
 
 HALVES = (DType.F16, DType.BF16)
 PRODUCTS = frozenset(("mul_mat", "mul_mat_id"))

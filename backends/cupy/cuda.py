@@ -38,7 +38,7 @@ from .device.limits import EVERYWHERE, Limits, limits_of
 from .device.nccl import nccl
 from .device.parcels import parcels_of
 from .device.staging import DeviceArray, Staging, told
-from .predicted.speeds import load_predicted_speeds
+from .predicted_speeds import load_predicted_speeds
 
 INSTALL = "pip install hocket[cuda13] (or hocket[cuda12], for drivers before 580)"
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8

@@ -17,8 +17,8 @@ import numpy as np
 from hocket.backends.base import BufferSpec, Device, Instruction, Program, Tensor
 from hocket.backends.beside import beside
 from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.collectives.transport import choose_transport
 from hocket.backends.cupy.device.driver import Driver, Library, Step, one_by_one
-from hocket.backends.cupy.meeting.transport import choose_transport
 from hocket.distributed.thread_group import ThreadGroup
 from hocket.frontends import models
 from hocket.frontends.models import Batch, Model

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from ...backends.cupy.backend import DriverBackend
 from ...backends.cupy.device.limits import MOST, Limits
-from ...backends.cupy.emulation.counted import LaunchCounters, CountingDriver
-from ...backends.cupy.emulation.order import list_races
-from ...backends.cupy.emulation.ordered import AccessLogBackend, AccessLogDriver
+from ...backends.cupy.emulation.access_counters import CountingDriver, LaunchCounters
+from ...backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
+from ...backends.cupy.emulation.race_detector import list_races
 from ...graph.errors import BackendError
 from ..cases.case import parse_test_case
 from ..checks.run_case import Outcome, run_case

@@ -10,8 +10,8 @@ import pytest
 
 from hocket.backends.abilities import OTHERS
 from hocket.backends.cupy.device import disassembly, nvrtc
-from hocket.backends.cupy.predicted.speeds import load_predicted_speeds
-from hocket.backends.cupy.predicted.times import GPUS
+from hocket.backends.cupy.predicted_speeds import load_predicted_speeds
+from hocket.backends.cupy.time_model.launch_time import GPUS
 
 from ..given.devices.emulation import needs_compiler
 from ..given.devices.tools import needs

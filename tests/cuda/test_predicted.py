@@ -12,13 +12,13 @@ from hocket.backends.base import Tensor
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device import disassembly, nvrtc
 from hocket.backends.cupy.device.driver import Source, text_of
-from hocket.backends.cupy.emulation.counted import CountingDriver, run_counted
+from hocket.backends.cupy.emulation.access_counters import CountingDriver, run_counted
 from hocket.backends.cupy.kernels.products import packed, tiled
-from hocket.backends.cupy.predicted.executions import estimate_block_counts
-from hocket.backends.cupy.predicted.flow import build_control_flow_graphs
-from hocket.backends.cupy.predicted.speeds import load_predicted_speeds
-from hocket.backends.cupy.predicted.times import GPUS, LaunchWork, estimate_launch_time
-from hocket.backends.cupy.predicted.works import estimate_launch_work
+from hocket.backends.cupy.predicted_speeds import load_predicted_speeds
+from hocket.backends.cupy.time_model.block_counts import estimate_block_counts
+from hocket.backends.cupy.time_model.control_flow import build_control_flow_graphs
+from hocket.backends.cupy.time_model.launch_time import GPUS, LaunchWork, estimate_launch_time
+from hocket.backends.cupy.time_model.launch_work import estimate_launch_work
 from hocket.backends.operands import Operand
 from hocket.conformance.reports.emulator_checks import collect_counters
 from hocket.graph import DType, Graph, input, weight

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import pytest
 
 from hocket.backends.cupy.device.driver import places
-from hocket.backends.cupy.emulation.order import list_races
-from hocket.backends.cupy.emulation.ordered import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.backends.cupy.kernels import sorting
 from hocket.backends.cupy.kernels.products import matmul, tiled
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net

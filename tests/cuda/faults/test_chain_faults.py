@@ -8,8 +8,8 @@ import re
 import pytest
 
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.emulation.order import list_races
-from hocket.backends.cupy.emulation.ordered import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.race_detector import list_races
 
 from ...given.devices.chains import CHAINS, ran, same
 from ...given.devices.emulation import PAST_END, WRONG_RESULTS, barriers, finding, needs_compiler

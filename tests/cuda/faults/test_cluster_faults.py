@@ -12,10 +12,10 @@ import pytest
 from hocket import ops
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.device.driver import Launch, LaunchError
-from hocket.backends.cupy.emulation.counted import CountingDriver
-from hocket.backends.cupy.emulation.emulated import EmulatedDriver
-from hocket.backends.cupy.emulation.order import list_races
-from hocket.backends.cupy.emulation.ordered import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.access_counters import CountingDriver
+from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.emulated_driver_driver import EmulatedDriver
+from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType

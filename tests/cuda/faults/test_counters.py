@@ -12,8 +12,8 @@ from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device.driver import Source, Span, place_of, text_of
 from hocket.backends.cupy.device.limits import limits_of
-from hocket.backends.cupy.emulation.counted import CountingDriver, run_counted
-from hocket.backends.cupy.emulation.main_path import ACCESS_ALLOWANCES, MAIN_PATH_CASES, list_violations
+from hocket.backends.cupy.emulation.access_budget import ACCESS_ALLOWANCES, MAIN_PATH_CASES, list_violations
+from hocket.backends.cupy.emulation.access_counters import CountingDriver, run_counted
 from hocket.backends.cupy.kernels import collective
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.backends.operands import Bound, Operand

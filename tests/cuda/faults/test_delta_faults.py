@@ -10,8 +10,8 @@ import pytest
 
 from hocket.backends.cupy.device.driver import LaunchError
 from hocket.backends.cupy.device.limits import MOST, Limits, limits_of
-from hocket.backends.cupy.emulation.order import list_races
-from hocket.backends.cupy.emulation.ordered import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case

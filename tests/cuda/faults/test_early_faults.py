@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.cupy.emulation.order import list_races
-from hocket.backends.cupy.emulation.ordered import AccessLogBackend
+from hocket.backends.cupy.emulation.access_log import AccessLogBackend
+from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import StepError
 from hocket.scheduler import load, plan_for

@@ -11,8 +11,8 @@ import pytest
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding import programs
 from hocket.backends.cupy.device import disassembly, nvrtc
-from hocket.backends.cupy.emulation.counted import CountingDriver
-from hocket.backends.cupy.emulation.main_path import MAIN_PATH_CASES, list_violations
+from hocket.backends.cupy.emulation.access_budget import MAIN_PATH_CASES, list_violations
+from hocket.backends.cupy.emulation.access_counters import CountingDriver
 from hocket.backends.cupy.kernels import elementwise
 from hocket.backends.cupy.resources import measured, recorded
 from hocket.backends.cupy.table import FUSED, SOURCES

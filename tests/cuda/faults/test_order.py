@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.cupy.emulation import main_path
-from hocket.backends.cupy.emulation.order import list_races
-from hocket.backends.cupy.emulation.ordered import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.collectives import program_collectives as meetings
+from hocket.backends.cupy.emulation import access_budget as main_path
+from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.backends.cupy.kernels.collective import MOST_DEVICES, PUSHED
-from hocket.backends.cupy.meeting import meetings
 from hocket.cli import main
 from hocket.conformance.reports.emulator_checks import find_races
 from hocket.graph import DType, Graph, input, weight

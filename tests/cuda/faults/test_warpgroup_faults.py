@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.emulation.emulated import EmulatedDriver
-from hocket.backends.cupy.emulation.order import list_races
-from hocket.backends.cupy.emulation.ordered import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.emulated_driver_driver import EmulatedDriver
+from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case

@@ -10,8 +10,8 @@ import pytest
 
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device.driver import LaunchError
-from hocket.backends.cupy.emulation.counted import run_counted
-from hocket.backends.cupy.emulation.main_path import list_violations
+from hocket.backends.cupy.emulation.access_budget import list_violations
+from hocket.backends.cupy.emulation.access_counters import run_counted
 from hocket.backends.cupy.kernels.recurrent.short_convolution import Layer, Made, launch_gated_norm, launch_inputs
 
 from ...given.devices.delta_launches import NOTHING, ORDERS, aligned, operand, run, worst

@@ -13,8 +13,9 @@ import pytest
 from hocket import ops
 from hocket.backends.base import Device
 from hocket.backends.cupy import cuda
-from hocket.backends.cupy.meeting import transport, watch
-from hocket.backends.cupy.meeting.transport import choose_transport
+from hocket.backends.cupy.collectives import hang_watchdog as watch
+from hocket.backends.cupy.collectives import transport
+from hocket.backends.cupy.collectives.transport import choose_transport
 from hocket.graph import Graph, input, state, weight
 from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for

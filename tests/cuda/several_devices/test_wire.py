@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hocket.backends.cupy import cuda
-from hocket.backends.cupy.emulation.emulated import EmulatedBackend
+from hocket.backends.cupy.collectives import program_collectives as meetings
+from hocket.backends.cupy.emulation.emulated_driver_driver import EmulatedBackend
 from hocket.backends.cupy.kernels import collective
-from hocket.backends.cupy.meeting import meetings
 from hocket.frontends.errors import ModelError
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
@@ -31,7 +31,7 @@ def backend(request, monkeypatch):
     if request.param == "peers":
         yield EmulatedBackend()
     else:
-        monkeypatch.setattr("hocket.backends.cupy.meeting.transport.MIN_LIBRARY_BYTES", 1024)
+        monkeypatch.setattr("hocket.backends.cupy.collectives.transport.MIN_LIBRARY_BYTES", 1024)
         yield backend_of(monkeypatch, are_peers=request.param == "both")[0]
         cuda._module.cache_clear()
 

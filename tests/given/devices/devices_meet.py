@@ -11,10 +11,10 @@ import numpy as np
 
 from hocket.backends.base import BufferSpec, Instruction, Program, Tensor, contiguous_strides
 from hocket.backends.board import runs_of
-from hocket.backends.cupy.emulation.emulated import EmulatedBackend
+from hocket.backends.cupy.collectives import program_collectives as meetings
+from hocket.backends.cupy.collectives.transport import HOST_TRANSPORT
+from hocket.backends.cupy.emulation.emulated_driver_driver import EmulatedBackend
 from hocket.backends.cupy.kernels.collective import SIGNAL_WORDS, mark_of
-from hocket.backends.cupy.meeting import meetings
-from hocket.backends.cupy.meeting.transport import HOST_TRANSPORT
 from hocket.distributed.thread_group import ThreadGroup
 from hocket.graph.dtypes import DType
 

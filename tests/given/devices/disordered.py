@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from hocket.backends.base import Device
 from hocket.backends.cupy.device.driver import Launch
-from hocket.backends.cupy.emulation.ordered import AccessLogDriver
+from hocket.backends.cupy.emulation.access_log import AccessLogDriver
 
 from .emulation import with_fault
 

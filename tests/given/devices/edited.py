@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hocket.backends.cupy.emulation.ordered import AccessLogDriver
+from hocket.backends.cupy.emulation.access_log import AccessLogDriver
 
 from .emulation import Written
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hocket.backends.cupy.emulation.main_path import build_access_rows
+from hocket.backends.cupy.emulation.access_budget import build_access_rows
 
 from ..models.goldens import ROOT
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..device.driver import place_of
-from .counted import LaunchCounters, AccessSite
+from .access_counters import AccessSite, LaunchCounters
 
 MAX_SECTOR_OVERHEAD = 1.05
 """Bytes of distinct sectors for each byte that a launch wants."""

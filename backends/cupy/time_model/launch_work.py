@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from ...once import once
 from ..device import nvrtc
 from ..device.driver import Source
-from ..emulation.counted import LaunchCounters
-from .executions import estimate_block_counts
-from .flow import BasicBlock, build_control_flow_graphs
-from .times import LaunchWork
+from ..emulation.access_counters import LaunchCounters
+from .block_counts import estimate_block_counts
+from .control_flow import BasicBlock, build_control_flow_graphs
+from .launch_time import LaunchWork
 
 UNIT_PRODUCT_SIZES = {"HMMA": 16 * 8 * 16, "HGMMA": 16 * 8 * 16, "IMMA": 16 * 8 * 32}
 """Multiplications by which products are counted."""

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from ...base import Device
 from ..backend import DriverBackend
 from ..device.driver import Beside, Launch, LaunchError, Step
-from .building import ACCESS_LOG_OPTIONS, load_library
-from .emulated import EmulatedDriver, Report, make_launch_shape
-from .guarded import Bytes, address_of
+from .compile_host import ACCESS_LOG_OPTIONS, load_library
+from .emulated_driver import EmulatedDriver, Report, make_launch_shape
+from .guard_pages import Bytes, address_of
 
 EVENT_DTYPE = np.dtype(
     [

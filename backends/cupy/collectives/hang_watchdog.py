@@ -14,7 +14,7 @@ from ...base import Comm, Device
 from ...board import BOARD_FAILED, runs_of
 from ..device.driver import Driver, Library, Ring
 from ..kernels.collective import Mark, mark_of
-from .peers import Words, all_gather_words
+from .peer_exchange import Words, all_gather_words
 
 POLL_SECONDS = 50e-6
 """Seconds between two looks at a stream; a step that takes less than a millisecond is looked at all the time."""

@@ -18,10 +18,10 @@ from ...operands import Bound, NoKernelError
 from ..binding.launches import Launches
 from ..device.driver import Driver
 from ..kernels import collective, moves
-from .peers import wait_until_ready, exchange_peer_addresses
-from .rings import bind_library_collective as bind_exchange
+from .hang_watchdog import HangWatchdog, Membership, Memberships, call_with_timeout
+from .nccl_collectives import bind_library_collective as bind_exchange
+from .peer_exchange import exchange_peer_addresses, wait_until_ready
 from .transport import MIN_NARROW_ELEMENTS, choose_group_transport
-from .watch import Membership, Memberships, HangWatchdog, call_with_timeout
 
 
 class ProgramCollectives:

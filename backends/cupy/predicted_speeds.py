@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from ...abilities import Predicted, Reached
+from ..abilities import Predicted, Reached
 
 SPEEDS_FILE = Path(__file__).parents[1] / "predicted.json"
 

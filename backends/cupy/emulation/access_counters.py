@@ -13,10 +13,10 @@ import numpy as np
 from ...base import Device
 from ..device.driver import Launch, LaunchError, Step, one_by_one
 from ..device.limits import MOST, Limits
-from .building import COUNTER_OPTIONS, load_library
-from .emulated import EmulatedDriver, Report, make_launch_shape
-from .guarded import Bytes
-from .lines import find_frames, select_innermost_line
+from .compile_host import COUNTER_OPTIONS, load_library
+from .emulated_driver import EmulatedDriver, Report, make_launch_shape
+from .guard_pages import Bytes
+from .source_lines import find_frames, select_innermost_line
 
 MAX_SITES = 4096
 BUFFER_ALIGNMENT = 512

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import networkx as nx
 import numpy as np
 
-from ..emulation.counted import AccessSite
-from ..emulation.lines import select_kernel_frames
-from .flow import WARPGROUP_OPERANDS, BasicBlock, AccessLocation
+from ..emulation.access_counters import AccessSite
+from ..emulation.source_lines import select_kernel_frames
+from .control_flow import WARPGROUP_OPERANDS, AccessLocation, BasicBlock
 
 INSTRUCTION_PENALTY = 1e-4
 """What an instruction that runs costs against an access that is missed: of two flows that fit, the shorter."""

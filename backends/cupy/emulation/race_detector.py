@@ -34,9 +34,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .building import load_race_detector
-from .lines import find_lines
-from .ordered import MemorySpan, LoggedLaunch
+from .access_log import LoggedLaunch, MemorySpan
+from .compile_host import load_race_detector
+from .source_lines import find_lines
 
 HOST_LAUNCH = -1
 MAX_PAIRS = 4096

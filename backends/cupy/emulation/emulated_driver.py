@@ -20,8 +20,8 @@ from ..backend import DriverBackend
 from ..device.driver import CUDA, HIP, Kernel, Launch, LaunchError, Library, Source, Step, one_by_one
 from ..device.limits import MOST, OF_HIP, Limits
 from ..device.parcels import parcels_of
-from .building import require_compiler, load_library
-from .guarded import Bytes, GuardedMemoryPool, address_of, allocate_guarded, redirect_words, guard_operands
+from .compile_host import load_library, require_compiler
+from .guard_pages import Bytes, GuardedMemoryPool, address_of, allocate_guarded, guard_operands, redirect_words
 
 MIN_UNCOPIED_BYTES = 1 << 20
 """Bytes from which an operand stays where it is: its copy would take longer than the launch."""
