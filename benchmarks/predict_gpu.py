@@ -324,11 +324,11 @@ HEAD = """# How long CUDA kernels should take
 
 Written by `python benchmarks/predict_gpu.py`. **Predicted by a model** that an H100 found wrong in part
 (`docs/first-gpu.md`): accesses counted in the emulation, instructions of NVRTC's machine code, and what data sheets say
-of a GPU (`backends/cupy/time_model/launch_time.py`). `share` is of the data sheet's bandwidth, or of its 16-bit products where
-those take longer; `early` is that of a launch whose first loads are under way while the one before it ends, as devices
-of compute capability 9.0 allow; `asked` is what we want of an H200.  Of prompts that is 0.6 (packed weights) and 0.8
-(bf16) of the 71 % that cuBLAS is taken to reach; exact products with bf16 are twice as many, of which 37 % is asked; of
-attention it is half of the 70 % that FlashAttention-3 is taken to reach.
+of a GPU (`backends/cupy/time_model/launch_time.py`). `share` is of the data sheet's bandwidth, or of its 16-bit
+products where those take longer; `early` is that of a launch whose first loads are under way while the one before it
+ends, as devices of compute capability 9.0 allow; `asked` is what we want of an H200.  Of prompts that is 0.6 (packed
+weights) and 0.8 (bf16) of the 71 % that cuBLAS is taken to reach; exact products with bf16 are twice as many, of which
+37 % is asked; of attention it is half of the 70 % that FlashAttention-3 is taken to reach.
 
 | shape | GPU | microseconds | set by | share | early | asked |
 |---|---|---|---|---|---|---|

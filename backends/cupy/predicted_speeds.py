@@ -1,4 +1,4 @@
-"""What kernels are predicted to reach on GPUs, as ``python benchmarks/predict_gpu.py`` wrote it."""
+"""The table of predicted speeds of kernels on GPUs, which ``python benchmarks/predict_gpu.py`` writes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from ..abilities import Predicted, Reached
 
-SPEEDS_FILE = Path(__file__).parents[1] / "predicted.json"
+SPEEDS_FILE = Path(__file__).parent / "predicted.json"
 
 
 @cache
 def load_predicted_speeds() -> Mapping[str, Predicted]:
-    """By kind of GPU."""
-    known = json.loads(SPEEDS_FILE.read_text("utf-8")).items()
-    return {kind: Predicted(Reached(**of["products"]), Reached(**of["ops"])) for kind, of in known}
+    """Return the predicted speeds of products and other ops, by kind of GPU such as ``h100``."""
+    by_kind = json.loads(SPEEDS_FILE.read_text("utf-8")).items()
+    return {kind: Predicted(Reached(**speeds["products"]), Reached(**speeds["ops"])) for kind, speeds in by_kind}

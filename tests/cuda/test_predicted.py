@@ -136,8 +136,8 @@ def test_loads_that_need_one_another_wait_for_one_another(arch):
 @pytest.mark.usefixtures("_tools")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("case", "products"), [
-    ("mul_mat(w=q8_0[64,256], x=f32[64,256])", {"bytes": 64 * 64 * 256 / (16 * 8 * 32)}),
-    ("mul_mat(w=bf16[64,64], x=f32[64,64])", {"halves": 2 * 64 * 64 * 64 / (16 * 8 * 16)}),
+    ("mul_mat(w=q8_0[64,256], x=f32[64,256])", {"products_8bit": 64 * 64 * 256 / (16 * 8 * 32)}),
+    ("mul_mat(w=bf16[64,64], x=f32[64,64])", {"products_16bit": 2 * 64 * 64 * 64 / (16 * 8 * 16)}),
 ], ids=["packed", "dense"])  # fmt: skip
 def test_products_of_tensor_cores_are_those_of_the_arithmetic(case, products, arch):
     works = [estimate_launch_work(launch, arch) for launch in collect_counters([case])]

@@ -1,1 +1,1 @@
-"""How CUDA devices meet: peers in one memory, rings of NCCL, and who notices that one is lost."""
+"""Collectives of a device group over peer memory, with NCCL or RCCL, or through host memory."""

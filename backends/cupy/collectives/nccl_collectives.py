@@ -1,8 +1,11 @@
-"""Collectives with a library that knows how to sum on all devices, and how to pass dense bytes from one to another.
+"""Binds collectives to NCCL or RCCL, which sum over all devices and send dense bytes between two devices.
 
-Every device passes each other one what that needs of it, all at once; pieces that do not lie together are packed
-before and unpacked after.  So any cut works, and sums of pieces are taken in order of the devices, as everywhere else;
-only the library's own sum over all has an order that it chooses, the same on all devices.
+`all_reduce` is a sum of the library. Its order is chosen by the library and is the same on all devices. All other
+collectives are messages between pairs of devices, which are sent together:
+
+1. Pack the slices for each receiver into one dense message, if they are not contiguous.
+2. Send and receive all messages as one group.
+3. Unpack each message into the result. `reduce_scatter` adds the messages in the order of the devices.
 """
 
 from __future__ import annotations
@@ -33,25 +36,30 @@ from ..kernels.elementwise import MOST_ELEMENTS
 from ..kernels.moves import launch_copy
 
 REDUCIBLE_DTYPES = (DType.F32, DType.I8, DType.I32, DType.I64)
+"""Dtypes that the library can sum."""
 TransferPairFinder = Callable[[Attrs, int, int], Pairs]
-"""What a receiver (the second) needs of a sender (the third): where it goes, where the sender has it."""
+"""A function of attributes, receiver and sender: pairs of a slice of the result and a slice of the sender's operand."""
 
 
 def bind_library_collective(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
-    """Append a collective.  Raises `NoKernelError` on all devices of the group, or on none."""
+    """Append a collective to the launches of a program.
+
+    Raises:
+        NoKernelError: The library cannot run the collective. All devices of the group raise it, or none.
+    """
     EXCHANGE_BINDERS[call.op](launches, call, group, ring)
 
 
 def _add_exchange(launches: Launches, call: Bound, group: Group, ring: Ring, transfers: Iterable[Transfer]) -> None:
-    """Transfers between marks that tell where the device is."""
-    if made := tuple(t for t in transfers if t.count):
+    """Append transfers between two progress marks of this device. Empty transfers are omitted."""
+    if filled := tuple(t for t in transfers if t.count):
         launch_mark(launches, call, group, has_results=0)
-        launches.items.append(Exchange(ring, made, launches.number))
+        launches.items.append(Exchange(ring, filled, launches.number))
         launch_mark(launches, call, group, has_results=1)
 
 
 def _make_byte_transfer(op: str, x: Operand, other: int) -> Transfer:
-    """Of a dense operand."""
+    """Return the transfer of all bytes of a dense operand to or from device `other`."""
     return Transfer(op, x.address, x.address, x.tensor.spec.nbytes, DType.I8, other)
 
 
@@ -79,13 +87,13 @@ def _bind_all_reduce(launches: Launches, call: Bound, group: Group, ring: Ring) 
 
 
 def _make_slice_binder(needs: TransferPairFinder, *, is_sum: bool = False) -> ExchangeBinder:
-    """A collective in which everybody takes pieces out of what the others have, or sums them."""
+    """Return the binder of a collective in which each device receives slices from all others, or sums them."""
 
-    def bound(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
+    def bind_slices(launches: Launches, call: Bound, group: Group, ring: Ring) -> None:
         offers = group.offers(as_integer(call.attrs["sequence"]))
-        everything = [x for o in offers for x in (o.source, o.target)]
-        need(all(x.dtype is call.out.dtype and x.dtype in TYPES for x in everything), "operands are of several types")
-        need(max(math.prod(x.shape) for x in everything) < MOST_ELEMENTS, "operands are too large")
+        operands = [x for o in offers for x in (o.source, o.target)]
+        need(all(x.dtype is call.out.dtype and x.dtype in TYPES for x in operands), "operands are of several types")
+        need(max(math.prod(x.shape) for x in operands) < MOST_ELEMENTS, "operands are too large")
         need(not is_sum or len(offers) <= MOST_DEVICES, "so many devices are not summed")
         own, out, me = call.operand(0), call.out, group.rank
         others = [d for d in range(len(offers)) if d != me]
@@ -94,46 +102,50 @@ def _make_slice_binder(needs: TransferPairFinder, *, is_sum: bool = False) -> Ex
         transfers = [_make_byte_transfer("send", message, d) for d, message in outgoing.items()]
         transfers += [_make_byte_transfer("receive", message, d) for d, (message, _) in incoming.items()]
         _add_exchange(launches, call, group, ring, transfers)
-        came = {d: parts for d, (_, parts) in incoming.items()}
-        came[me] = [piece(own, index) for _, index in needs(call.attrs, me, me)]
+        received = {d: parts for d, (_, parts) in incoming.items()}
+        received[me] = [piece(own, index) for _, index in needs(call.attrs, me, me)]
         targets = {d: [piece(out, into) for into, _ in needs(call.attrs, me, d)] for d in range(len(offers))}
         if is_sum:
             for number, target in enumerate(targets[me]):
-                launch_take(launches, [came[d][number] for d in range(len(offers))], target, group)
+                launch_take(launches, [received[d][number] for d in range(len(offers))], target, group)
             return
-        for d, parts in came.items():
+        for d, parts in received.items():
             for part, target in zip(parts, targets[d], strict=True):
                 if part.address != target.address:
                     launch_copy(launches, part, target)
 
-    return bound
+    return bind_slices
 
 
 def _pack_messages(launches: Launches, x: Operand, indices: Mapping[int, Sequence[Index]]) -> dict[int, Operand]:
-    """What goes to each device, dense; the same for several is packed once."""
-    made: dict[str, Operand] = {}
+    """Return the dense message for each device. Equal messages are packed once."""
+    by_index: dict[str, Operand] = {}
     messages = {}
-    for device, wanted in indices.items():
-        if (key := str(wanted)) not in made:
-            made[key] = _pack_slices(launches, [piece(x, index) for index in wanted])
-        messages[device] = made[key]
+    for device, slices in indices.items():
+        if (key := str(slices)) not in by_index:
+            by_index[key] = _pack_slices(launches, [piece(x, index) for index in slices])
+        messages[device] = by_index[key]
     return messages
 
 
 def _pack_slices(launches: Launches, parts: Sequence[Operand]) -> Operand:
-    """Parts one behind the other: itself, where there is one and it is dense."""
+    """Return one dense operand with all parts in order. A single dense part is returned without a copy."""
     if len(parts) == 1 and parts[0].is_dense:
         return parts[0]
     whole = launches.scratch((sum(math.prod(p.shape) for p in parts),), parts[0].dtype if parts else DType.I8)
-    for part, room in zip(parts, _split_like(whole, parts), strict=True):
-        launch_copy(launches, part, room)
+    for part, target in zip(parts, _split_like(whole, parts), strict=True):
+        launch_copy(launches, part, target)
     return whole
 
 
 def _choose_receive_buffer(
     launches: Launches, out: Operand, pairs: Pairs, is_sum: bool
 ) -> tuple[Operand, list[Operand]]:
-    """Where a message comes, and the parts of it: where they belong, if that is dense, and nothing is summed."""
+    """Return the dense buffer of an incoming message, and its parts.
+
+    The buffer is the slice of the result itself if that is a single dense slice and nothing is summed. Otherwise it is
+    scratch memory.
+    """
     targets = [piece(out, into) for into, _ in pairs]
     if len(targets) == 1 and targets[0].is_dense and not is_sum:
         return targets[0], targets
@@ -142,7 +154,7 @@ def _choose_receive_buffer(
 
 
 def _split_like(whole: Operand, like: Sequence[Operand]) -> list[Operand]:
-    """Dense parts of a dense operand, of the shapes of others."""
+    """Return consecutive dense parts of a dense operand, with the shapes of the operands `like`."""
     parts, start = [], 0
     for x in like:
         dense = Tensor(-1, start, x.shape, contiguous_strides(x.shape), whole.dtype)
@@ -165,18 +177,19 @@ def _bind_receive(launches: Launches, call: Bound, group: Group, ring: Ring) -> 
     need(_can_copy(sent), "kernels that copy this type are missing")
     if sent.dtype is not call.out.dtype or sent.shape != call.out.shape:
         raise BackendError("a device receives what none sends: the plans of the devices do not match")
-    room = call.out if call.out.is_dense else launches.scratch(call.out.shape, call.out.dtype)
-    _add_exchange(launches, call, group, ring, [_make_byte_transfer("receive", room, source)])
-    if room is not call.out:
-        launch_copy(launches, room, call.out)
+    buffer = call.out if call.out.is_dense else launches.scratch(call.out.shape, call.out.dtype)
+    _add_exchange(launches, call, group, ring, [_make_byte_transfer("receive", buffer, source)])
+    if buffer is not call.out:
+        launch_copy(launches, buffer, call.out)
 
 
 def _can_copy(sent: Operand) -> bool:
-    """Decided by what is sent, which both know."""
+    """Return whether kernels can copy an operand. Sender and receiver decide by the sent operand, which both know."""
     return sent.dtype in TYPES and math.prod(sent.shape) < MOST_ELEMENTS
 
 
 def _find_sum_pairs(attrs: Attrs, receiver: int, sender: int) -> Pairs:
+    """Return the slices that `receiver` sums: they are the same for all senders."""
     assert sender < len(as_index_ranges(attrs["runs"]))
     return scattered({**attrs, "rank": receiver})
 

@@ -1,4 +1,8 @@
-"""Collectives of one program that are launched like kernels: over peer addresses, or with a library."""
+"""The collectives of one program that are launches: over peer memory, or with a library.
+
+Before the first run, the devices of the group exchange the addresses of their operands. Then each device records its
+launches. Collectives without a kernel or a library stay on the host.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +29,20 @@ from .transport import MIN_NARROW_ELEMENTS, choose_group_transport
 
 
 class ProgramCollectives:
-    """What a program knows of the others of its group; what it has to learn of them it learns before its first run.
+    """The state of a program for collectives with the other devices of its group.
 
-    `keep` puts an array into the memory of the device, for as long as the program lives.
+    Args:
+        comm: Communicator of the device.
+        driver: Driver of all devices of the group.
+        device: The device of the program.
+        upload: Copies an array to the memory of the device and keeps it while the program exists.
+        memberships: Library communicators of the backend.
     """
 
     def __init__(
-        self, comm: Comm, driver: Driver, on: Device, keep: Callable[[Array], Any], memberships: Memberships
+        self, comm: Comm, driver: Driver, device: Device, upload: Callable[[Array], Any], memberships: Memberships
     ) -> None:
-        self.comm, self.driver, self.device, self.upload, self.memberships = comm, driver, on, keep, memberships
+        self.comm, self.driver, self.device, self.upload, self.memberships = comm, driver, device, upload, memberships
         self.transport = choose_group_transport(comm, driver)
         self.is_ready = not self.transport.launches_collectives
         self._group: collective.Group | None = None
@@ -43,7 +52,7 @@ class ProgramCollectives:
         self._staging: list[tuple[int, Any]] = []
 
     def prepare(self) -> None:
-        """Everything but what only the others can tell, so that nobody waits for a compiler."""
+        """Allocate signals and compile kernels, before `exchange_addresses`: no device then waits for a compiler."""
         assert self.comm.board is not None
         is_first = all(device.rank != self.device.rank for device in self.comm.devices[: self.comm.rank])
         self._board = self.driver.share(self.comm.board, is_first)
@@ -54,12 +63,20 @@ class ProgramCollectives:
                 self.driver.prepare(source[name], self.device)
 
     def exchange_addresses(self, calls: Sequence[Bound], record: Callable[[], None]) -> None:
-        """Meet all others and hear where their memory is, then record what is launched.  Raises `BackendError`."""
+        """Exchange the addresses of all operands with the group, then record the launches.
+
+        Args:
+            calls: The collectives of the program.
+            record: Records the launches of the program. It calls `begin` and `launch`.
+
+        Raises:
+            BackendError: A device failed or did not arrive.
+        """
         comm, library = self.comm, self.transport.library
         own = [call for call in calls if not self._crosses_groups(call)]
         offers = {as_integer(call.attrs["sequence"]): collective.offer_of(call) for call in own}
         me = collective.Peer(self._signals, self._allocate_transfer_buffer(own), self._allocate_inbox(own), offers)
-        self.driver.synchronise(self.device)  # the signals are zeros from now on, whoever asks
+        self.driver.synchronise(self.device)  # other devices may read the signals from now on: they are zeros
         self._group = exchange_peer_addresses(comm, me, self._board, self._min_narrow_elements)
         if library is None:
             record()
@@ -71,31 +88,35 @@ class ProgramCollectives:
         self.is_ready = True
 
     def _allocate_transfer_buffer(self, calls: Sequence[Bound]) -> int:
-        """Where the device has room for the largest sum that is sent in 16 bits; 0 if there is none."""
+        """Return the address of a buffer for the largest sum that is transferred in 16 bits, or 0 without such sums."""
         sums = [math.prod(call.out.shape) for call in calls if call.op == "all_reduce" and call.out.is_float]
         counts = [n for n in sums if self._min_narrow_elements is not None and n >= self._min_narrow_elements]
         return self.driver.address(self.upload(np.zeros(max(counts), np.int16))) if counts else 0
 
     def _allocate_inbox(self, calls: Sequence[Bound]) -> int:
-        """Where the others push summands; 0 if they push none."""
+        """Return the address of the buffer to which other devices push summands, or 0 without such sums."""
         is_needed = any(collective.is_pushed(call, self.comm.size) for call in calls)
         return self.driver.address(self.upload(np.zeros(collective.INBOX, np.int8))) if is_needed else 0
 
     def count_run(self) -> None:
-        """Tell all others by which number this device knows the run that it begins."""
+        """Increment the run number of this device on the signal pad."""
         if self.transport.launches_collectives:
             assert self.comm.board is not None
             runs_of(self.comm.board)[self.comm.rank] += 1
 
     def begin(self, launches: Launches) -> None:
-        """Append what is launched at the beginning of a run."""
+        """Append the launches at the beginning of a run."""
         self._exchange_count = self._pushed_count = 0
         if self._group is not None:
             launches.number = 0
             collective.launch_begin(launches, self._group, follows=self.comm.everybody > self.comm.size)
 
     def launch(self, launches: Launches, call: Bound) -> bool:
-        """Append a collective, if there are kernels or a library for it; all devices get the same answer."""
+        """Append a collective if there are kernels or a library for it.
+
+        Returns:
+            Whether the collective was appended. All devices of the group get the same result.
+        """
         group, membership = self._group, self._membership
         if group is None or self._crosses_groups(call):
             return False
@@ -113,29 +134,36 @@ class ProgramCollectives:
         return True
 
     def _crosses_groups(self, call: Bound) -> bool:
-        """Whether a letter may go to another team or come from one: it takes the way through the host."""
+        """Return whether a message may cross device groups. Such a message goes through host memory."""
         return call.op in POINT_TO_POINT_OPS and self.comm.everybody > self.comm.size
 
     def _bind_with_staging(self, launches: Launches, bind: Callable[[], None]) -> None:
-        """Bind at no address, to see what memory it asks for, then at that memory, which all meetings share: they come
-        one after the other."""
+        """Bind an exchange with staging memory.
+
+        The first call of `bind` uses address 0 and measures the staging bytes. The second call uses the real address.
+        All exchanges share the staging memory, because they run one after the other.
+        """
         items, faults, launches.scratch_at, launches.taken = len(launches.items), len(launches.faults), 0, 0
         bind()
-        wanted = launches.taken
+        staging_bytes = launches.taken
         del launches.items[items:], launches.faults[faults:]
-        if wanted > (self._staging[-1][0] if self._staging else 0):
-            self._staging.append((wanted, self.upload(np.zeros(wanted, np.int8))))
+        if staging_bytes > (self._staging[-1][0] if self._staging else 0):
+            self._staging.append((staging_bytes, self.upload(np.zeros(staging_bytes, np.int8))))
         launches.scratch_at = self.driver.address(self._staging[-1][1]) if self._staging else 0
         launches.taken = 0
         bind()
 
     def check(self) -> None:
-        """Raises `BackendError` where the group was lost in an earlier run."""
+        """Raise `BackendError` if the group was lost in an earlier run."""
         if self._watchdog is not None:
             self._watchdog.check()
 
     def wait(self) -> None:
-        """Until everything that was launched is done.  Raises `LostError` where another device does not come."""
+        """Wait until all launches on the device have ended.
+
+        Raises:
+            DeviceLostError: Another device did not arrive at a collective.
+        """
         if self._watchdog is not None and self.may_hang:
             self._watchdog.wait()
         else:
@@ -143,13 +171,15 @@ class ProgramCollectives:
 
     @property
     def may_hang(self) -> bool:
-        """Whether another device may be waited for without end, as calls of the library do; where there are none,
-        nobody has to look at the stream again and again."""
+        """Whether the program has exchanges of the library, which may wait forever for another device.
+
+        Without them, the stream needs no polling.
+        """
         return self._watchdog is not None and bool(self._exchange_count)
 
 
 def _compute_max_operand_bytes(call: Bound, group: collective.Group) -> int:
-    """Bytes of the largest operand that a device has in a collective, which all of them know."""
+    """Return the bytes of the largest operand of a collective on any device. All devices compute the same number."""
     sequence = as_integer(call.attrs["sequence"])
     if call.op in ("send", "receive"):
         sender = group.rank if call.op == "send" else as_integer(call.attrs["source"])

@@ -1,4 +1,4 @@
-"""How the devices of a group meet: over each other's memory, with a library, or through memory of the host."""
+"""Chooses the transport of a device group: peer memory, NCCL or RCCL, or host memory."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from ..device.driver import Driver, Library, has_parts
 from ..kernels.collective import MOST_DEVICES
 
 MIN_LIBRARY_BYTES = 8 << 20
-"""Bytes of a value from which a library is preferred to kernels over each other's memory.  A guess, not measured yet:
-up to some MiB what counts is when a message arrives, not how many bytes of it pass a second."""
+"""Bytes of a value from which a library is preferred to kernels over peer memory. It is an estimate without a
+measurement: below some MiB, latency counts more than bandwidth."""
 MIN_NARROW_ELEMENTS = 1 << 15
-"""Elements from which a sum is sent in 16 bits, if that is asked for (`Comm.wire`); where a token is decoded, none are.
-Not measured yet, either."""
+"""Elements from which a sum is transferred in 16 bits, if `Comm.wire` allows it. Sums of one decoded token are smaller.
+It is an estimate without a measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """Whether kernels reach the memory of all devices, and the library that joins them, if any; `why` says both."""
+    """The transport of a device group.
+
+    Attributes:
+        has_peer_access: Kernels of each device can read and write the memory of all others.
+        library: The library that joins the devices, or `None`.
+        description: The transport as a phrase for reports.
+    """
 
     has_peer_access: bool = False
     library: Library | None = None
@@ -27,11 +33,11 @@ class Transport:
 
     @property
     def launches_collectives(self) -> bool:
-        """Whether at least some collectives are launched like kernels."""
+        """Whether some collectives are launches on the devices, without the host."""
         return self.has_peer_access or self.library is not None
 
     def uses_library(self, nbytes: int) -> bool:
-        """Whether a collective over so many bytes is for the library."""
+        """Return whether a collective over `nbytes` bytes uses the library."""
         return self.library is not None and (not self.has_peer_access or nbytes >= MIN_LIBRARY_BYTES)
 
 
@@ -39,7 +45,7 @@ HOST_TRANSPORT = Transport()
 
 
 def choose_transport(devices: Sequence[Device], driver: Driver) -> Transport:
-    """How `devices`, all of them of this driver, meet."""
+    """Return the transport of `devices`, which all belong to this driver."""
     library, far = driver.library(devices), _explain_no_peer_access(devices)
     are_peers = not far and driver.are_peers(devices)
     far = far or "they do not reach each other's memory"
@@ -56,7 +62,7 @@ def choose_transport(devices: Sequence[Device], driver: Driver) -> Transport:
 
 
 def _explain_no_peer_access(devices: Sequence[Device]) -> str:
-    """Why kernels of `devices` cannot meet, whatever memory they reach; nothing if they can."""
+    """Return the reason why kernels of `devices` cannot use peer memory, or "" if there is none."""
     if len(devices) > MOST_DEVICES:
         return f"they are more than {MOST_DEVICES}"
     if len({device.rank for device in devices}) > 1:
@@ -65,7 +71,10 @@ def _explain_no_peer_access(devices: Sequence[Device]) -> str:
 
 
 def choose_group_transport(comm: Comm, driver: Driver) -> Transport:
-    """How the members of `comm` meet; on devices only where all are of this driver."""
+    """Return the transport of the members of `comm`.
+
+    A group of one device, and a group without a shared board, use host memory.
+    """
     if comm.board is None or comm.size < 2:
         return HOST_TRANSPORT
     return choose_transport(comm.devices, driver)

@@ -1,6 +1,7 @@
-"""The kernels whose accesses are held to the least: the cases that launch them, and what may cost more, with a reason.
+"""The access budget of the kernels on the main path.
 
-A new kernel of the main path is a new case here; a limit that rises is a line that shows in the diff.
+`MAIN_PATH_CASES` launch these kernels. Each access must have its minimum cost in sectors or wavefronts. An entry of
+`ACCESS_ALLOWANCES` allows one source line a higher cost, with a reason. A new kernel of the main path needs a new case.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from ..device.driver import place_of
 from .access_counters import AccessSite, LaunchCounters
 
 MAX_SECTOR_OVERHEAD = 1.05
-"""Bytes of distinct sectors for each byte that a launch wants."""
+"""The largest ratio of the bytes of distinct sectors to the requested bytes of a launch."""
 MAIN_PATH_CASES = (
     "mul_mat(w=q8_0[64,1024], x=f32[1,1024])",
     "mul_mat(w=bf16[64,512], x=f32[1,512])",
@@ -40,7 +41,14 @@ MAIN_PATH_CASES = (
 
 @dataclass(frozen=True, slots=True)
 class AccessAllowance:
-    """Accesses of the one line of a file that holds `code` may cost up to `times` the least, and why."""
+    """A permitted cost above the minimum for one source line.
+
+    Attributes:
+        file: Name of the source file.
+        code: Text that occurs in this line only.
+        max_ratio: Largest ratio of the cost to the minimum cost.
+        reason: Reason for the cost.
+    """
 
     file: str
     code: str
@@ -149,7 +157,7 @@ ACCESS_ALLOWANCES = (
 
 @dataclass(frozen=True, slots=True)
 class AccessRow:
-    """All accesses of one kind and width of a kernel; `worst` is the site that costs most above the least."""
+    """All accesses of one kind and width in a kernel. `worst_site` has the largest cost above the minimum."""
 
     kernel: str
     access_kind: str
@@ -160,10 +168,12 @@ class AccessRow:
 
     @property
     def cost_ratio(self) -> float:
+        """The cost relative to the minimum cost."""
         return self.cost / self.minimum_cost
 
 
 def build_access_rows(counted: LaunchCounters) -> list[AccessRow]:
+    """Return one row per kind of access of a launch, sorted by kind."""
     kinds: dict[str, list[AccessSite]] = {}
     for site in counted.sites:
         kinds.setdefault(site.access_kind, []).append(site)
@@ -181,21 +191,21 @@ def build_access_rows(counted: LaunchCounters) -> list[AccessRow]:
 
 
 def list_violations(counted: LaunchCounters) -> list[str]:
-    """What a launch does worse than it may, a line each."""
-    found = []
+    """Return one line per violation of the access budget by a launch."""
+    violations = []
     if counted.sector_bytes > MAX_SECTOR_OVERHEAD * counted.requested_bytes:
-        found.append(
-            f"{counted.kernel} moves {counted.sector_bytes} bytes of sectors, of which it wants {counted.requested_bytes}"
+        violations.append(
+            f"{counted.kernel} moves {counted.sector_bytes} bytes of sectors, and requests {counted.requested_bytes}"
         )
     for site in counted.sites:
         if site.cost > _find_allowed_ratio(site) * site.minimum_cost:
             unit = "wavefronts" if site.is_shared else "sectors"
-            found.append(f"{counted.kernel}: {site.cost} {unit} instead of {site.minimum_cost} at {site}")
-    return found
+            violations.append(f"{counted.kernel}: {site.cost} {unit} instead of {site.minimum_cost} at {site}")
+    return violations
 
 
 def _find_allowed_ratio(site: AccessSite) -> float:
-    """How many times the least a line may cost."""
+    """Return the largest permitted ratio of the cost of a line to its minimum cost."""
     file, _, line = site.source_line.partition(":")
     return max(
         (a.max_ratio for a in ACCESS_ALLOWANCES if a.file == file and a.code in _read_source_line(file, line)),
@@ -204,12 +214,13 @@ def _find_allowed_ratio(site: AccessSite) -> float:
 
 
 def _read_source_line(file: str, line: str) -> str:
+    """Return the text of a line of a kernel source, or "" if there is no such line."""
     path = place_of(file)
     return path.read_text("utf-8").splitlines()[int(line) - 1] if path.exists() and line.isdecimal() else ""
 
 
 def format_access_table(launches: Iterable[LaunchCounters]) -> str:
-    """Markdown: what each kernel does, then what is allowed above the least."""
+    """Return the Markdown page with the accesses of each kernel and the allowances that it uses."""
     lines = [
         "# What kernels ask of memory",
         "",
@@ -222,12 +233,12 @@ def format_access_table(launches: Iterable[LaunchCounters]) -> str:
         "| kernel | access | requests | sectors or wavefronts each | times the least | most above it at |",
         "|---|---|---|---|---|---|",
     ]
-    seen = sorted(launches, key=lambda counted: counted.kernel)
-    for row in (row for counted in seen for row in build_access_rows(counted)):
-        where = row.worst_site.source_line if row.cost_ratio > 1 else ""
+    counters = sorted(launches, key=lambda counted: counted.kernel)
+    for row in (row for counted in counters for row in build_access_rows(counted)):
+        worst_line = row.worst_site.source_line if row.cost_ratio > 1 else ""
         lines.append(
             f"| `{row.kernel}` | {row.access_kind} | {row.requests} | {row.cost / row.requests:.2f} "
-            f"| {row.cost_ratio:.2f} | {where} |"
+            f"| {row.cost_ratio:.2f} | {worst_line} |"
         )
     lines += [
         "",
@@ -237,11 +248,11 @@ def format_access_table(launches: Iterable[LaunchCounters]) -> str:
     lines += [
         f"| `{c.kernel}` | {c.sector_bytes} | {c.sector_bytes / max(c.requested_bytes, 1):.3f} | {c.block_threads} "
         f"| {'' if c.copies_in_flight is None else c.copies_in_flight} |"
-        for c in seen
+        for c in counters
     ]
     above = {
         row.worst_site.source_line.partition(":")[0]
-        for counted in seen
+        for counted in counters
         for row in build_access_rows(counted)
         if row.cost_ratio > 1
     }

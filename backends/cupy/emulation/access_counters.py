@@ -1,4 +1,4 @@
-"""Launches whose accesses are counted as a device would make them: sectors of global memory, wavefronts of shared."""
+"""Counts the memory accesses of launches in the emulator: sectors of global memory, wavefronts of shared memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from .guard_pages import Bytes
 from .source_lines import find_frames, select_innermost_line
 
 MAX_SITES = 4096
+"""Distinct accesses in the code of one launch."""
 BUFFER_ALIGNMENT = 512
-"""Of memory that a device gives."""
+"""Alignment of buffers in bytes, as a device has it."""
 
 
 class _SiteRecord(ctypes.Structure):
@@ -31,8 +32,16 @@ class _SiteRecord(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class AccessSite:
-    """All requests of one line: `cost` is in sectors of 32 bytes, of shared memory in wavefronts, and `least` what they
-    would be if the lanes of a warp wanted the same bytes side by side.  The line is inlined in those of `frames`."""
+    """All requests of one access in the code.
+
+    Attributes:
+        source_line: ``file:line`` of the innermost kernel frame.
+        nbytes: Bytes per warp lane.
+        requests: Requests of warps.
+        cost: Sectors of 32 bytes of global memory, or wavefronts of shared memory.
+        minimum_cost: The cost if the lanes of each warp accessed adjacent bytes.
+        frames: ``file:line`` of all inlined frames, innermost first.
+    """
 
     source_line: str
     is_shared: bool
@@ -45,9 +54,9 @@ class AccessSite:
 
     @property
     def access_kind(self) -> str:
-        """Such as ``global load of 16 bytes``."""
-        memory, way = "shared" if self.is_shared else "global", "store" if self.is_store else "load"
-        return f"{memory} {way} of {self.nbytes} bytes"
+        """The kind of access, such as ``global load of 16 bytes``."""
+        memory, access = "shared" if self.is_shared else "global", "store" if self.is_store else "load"
+        return f"{memory} {access} of {self.nbytes} bytes"
 
     def __str__(self) -> str:
         return f"{self.source_line}, a {self.access_kind} a lane"
@@ -55,9 +64,17 @@ class AccessSite:
 
 @dataclass(frozen=True, slots=True)
 class LaunchCounters:
-    """What one launch did: `moved` bytes of distinct sectors, of which it wanted `wanted`; its blocks asked for `asked`
-    bytes, if a block asks once for a sector.  Up to `under_way` groups of copies of a thread to shared memory were
-    under way while it read others there, None where it waits for none; copies in bulk do not count."""
+    """The access counters of one launch.
+
+    Attributes:
+        launch: The launch.
+        sites: Requests of each access in the code.
+        sector_bytes: Bytes of all distinct sectors.
+        requested_bytes: Bytes of all distinct addresses that the launch accesses.
+        block_requested_bytes: Bytes of sectors, if each thread block requests a sector once.
+        copies_in_flight: The largest number of groups of asynchronous copies that a thread has in flight while it reads
+            earlier ones. `None` if the launch waits for no such group; bulk copies are not counted.
+    """
 
     launch: Launch
     sites: tuple[AccessSite, ...]
@@ -68,36 +85,40 @@ class LaunchCounters:
 
     @property
     def block_threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return math.prod(self.launch.block)
 
     @property
     def kernel(self) -> str:
+        """The source file and the instantiation of the kernel."""
         return str(self.launch.kernel)
 
 
 class CountingDriver(EmulatedDriver):
-    """Counts each launch, and keeps in `found`, by the name of its kernel, what the last one did; given `only`, those
-    of the run of that number alone, since counting takes several times as long as running."""
+    """A driver that counts the accesses of each launch.
 
-    def __init__(self, limits: Limits = MOST, only: int | None = None) -> None:
+    `counters` has the counters of the last launch of each kernel, by its name. Counting takes several times as long as
+    running. With `counted_run`, only the run of this number is counted.
+    """
+
+    def __init__(self, limits: Limits = MOST, counted_run: int | None = None) -> None:
         super().__init__(order=0, limits=limits)
         self.counters: dict[str, LaunchCounters] = {}
-        self.counted_run = only
+        self.counted_run = counted_run
 
     def alloc(self, nbytes: int, on: Device) -> Bytes:
-        room = np.zeros(nbytes + BUFFER_ALIGNMENT, np.uint8)
-        start = -room.ctypes.data % BUFFER_ALIGNMENT
-        return room[start : start + nbytes]
+        buffer = np.zeros(nbytes + BUFFER_ALIGNMENT, np.uint8)
+        start = -buffer.ctypes.data % BUFFER_ALIGNMENT
+        return buffer[start : start + nbytes]
 
     def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
         launches = [step for step in one_by_one(steps) if isinstance(step, Launch)]
-        plain = super().record(steps, on) if self.counted_run is not None else None
+        run_uncounted = super().record(steps, on) if self.counted_run is not None else None
         runs = itertools.count()
 
         def run() -> None:
-            if next(runs) != self.counted_run and plain is not None:
-                return plain()
+            if next(runs) != self.counted_run and run_uncounted is not None:
+                return run_uncounted()
             for launch in launches:
                 self.counters[str(launch.kernel)] = run_counted(launch)
 
@@ -105,32 +126,37 @@ class CountingDriver(EmulatedDriver):
 
 
 def run_counted(launch: Launch) -> LaunchCounters:
-    """Make a launch and count.  Raises `LaunchError` with what the emulation found."""
-    made = load_library(launch.kernel.alone, COUNTER_OPTIONS)
+    """Run a launch and return its access counters.
+
+    Raises:
+        LaunchError: The first fault that the emulator found.
+    """
+    library = load_library(launch.kernel.alone, COUNTER_OPTIONS)
     words = np.array(launch.words, np.uint64)
     shape = make_launch_shape(launch, words)
-    report, sites, moved = Report(), (_SiteRecord * MAX_SITES)(), (ctypes.c_int64 * 6)()
+    report, sites, totals = Report(), (_SiteRecord * MAX_SITES)(), (ctypes.c_int64 * 6)()
     spans = sorted({(span.low, span.high) for span in launch.spans if span.high > span.low})
-    given = np.array(_merge_spans(spans), np.uint64).reshape(-1, 2)
-    made.counters_begin(ctypes.c_void_p(given.ctypes.data), ctypes.c_int64(len(given)))
-    made.launch_0.restype, made.counters_end.restype = None, ctypes.c_int64
-    made.launch_0(ctypes.byref(shape), ctypes.byref(report))
-    many = made.counters_end(sites, ctypes.c_int64(MAX_SITES), moved)
+    operand_spans = np.array(_merge_spans(spans), np.uint64).reshape(-1, 2)
+    library.counters_begin(ctypes.c_void_p(operand_spans.ctypes.data), ctypes.c_int64(len(operand_spans)))
+    library.launch_0.restype, library.counters_end.restype = None, ctypes.c_int64
+    library.launch_0(ctypes.byref(shape), ctypes.byref(report))
+    site_count = library.counters_end(sites, ctypes.c_int64(MAX_SITES), totals)
     if report.status:
         raise LaunchError(launch.number, f"{launch.kernel}: {report.text.decode()}")
-    places = find_frames(made, [site.code for site in sites[:many]])
-    kept = (
+    frames = find_frames(library, [site.code for site in sites[:site_count]])
+    counted_sites = (
         AccessSite(
             select_innermost_line(at), bool(s.is_shared), bool(s.is_store), s.bytes, s.requests, s.cost, s.least, at
         )
-        for at, s in zip(places, sites[:many], strict=True)
+        for at, s in zip(frames, sites[:site_count], strict=True)
     )
-    under_way = moved[5] if moved[5] >= 0 else None
-    return LaunchCounters(launch, tuple(kept), moved[0] + moved[2], moved[1] + moved[3], moved[4], under_way)
+    copies_in_flight = totals[5] if totals[5] >= 0 else None
+    sector_bytes, requested_bytes = totals[0] + totals[2], totals[1] + totals[3]
+    return LaunchCounters(launch, tuple(counted_sites), sector_bytes, requested_bytes, totals[4], copies_in_flight)
 
 
 def _merge_spans(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans that overlap, together."""
+    """Return ascending spans, with overlapping ones merged."""
     merged: list[tuple[int, int]] = []
     for low, high in spans:
         if merged and low < merged[-1][1]:

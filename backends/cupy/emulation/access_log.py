@@ -1,4 +1,4 @@
-"""Launches of several devices, and all that each of their threads did to memory that others may see."""
+"""Logs the accesses of all threads to shared and global memory, in launches of several devices."""
 
 from __future__ import annotations
 
@@ -26,13 +26,22 @@ EVENT_DTYPE = np.dtype(
         *(("kind", np.uint8), ("is_shared", np.uint8), ("unused", np.uint16)),
     ]
 )
-"""As event.h has it."""
+"""The layout of an event in event.h."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedLaunch:
-    """A launch of one device, which is at a `place` in one of its streams and behind others, as `Queued` has it; its
-    compiled code, and what its threads did, in order."""
+    """A launch with the events of its threads.
+
+    Attributes:
+        device: Index of the device.
+        stream: `MAIN_STREAM` or `SIDE_STREAM`.
+        position: Index among all launches of the device.
+        predecessors_end: Launches of the other stream before this position precede this launch.
+        kernel: Name of the kernel.
+        code: Compiled library of the kernel.
+        events: Accesses and synchronisations in order, of dtype `EVENT_DTYPE`.
+    """
 
     device: int
     stream: int
@@ -44,7 +53,7 @@ class LoggedLaunch:
 
     @property
     def queue_index(self) -> int:
-        """The number of the stream among those of all devices."""
+        """The index of the stream among the streams of all devices."""
         return self.device * STREAM_COUNT + self.stream
 
 
@@ -54,8 +63,10 @@ MAIN_STREAM, SIDE_STREAM = range(STREAM_COUNT)
 
 @dataclass(frozen=True, slots=True)
 class QueuedLaunch:
-    """A launch in a stream of its device: it follows those before it in its own one, and in the other one those whose
-    places are before `behind`."""
+    """A launch in a stream of its device.
+
+    It follows all earlier launches of its stream, and the launches of the other stream before `predecessors_end`.
+    """
 
     launch: Launch
     stream: int
@@ -63,26 +74,29 @@ class QueuedLaunch:
 
 
 def queue_launches(steps: Sequence[Step]) -> list[QueuedLaunch]:
-    """Launches in their streams, collectives beside others at the side."""
-    made: list[QueuedLaunch] = []
+    """Return the launches of `steps` with their streams. Overlapped collectives go to the side stream."""
+    launches: list[QueuedLaunch] = []
     for step in steps:
-        behind = len(made)
-        at_once = (
+        predecessors_end = len(launches)
+        by_stream = (
             ((SIDE_STREAM, step.meeting), (MAIN_STREAM, step.meanwhile))
             if isinstance(step, Beside)
             else ((MAIN_STREAM, (step,)),)
         )
-        for stream, singles in at_once:
+        for stream, singles in by_stream:
             for single in singles:
                 assert isinstance(single, Launch), "there is no library"
-                made.append(QueuedLaunch(single, stream, behind))
-    return made
+                launches.append(QueuedLaunch(single, stream, predecessors_end))
+    return launches
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySpan:
-    """Bytes of a device, from `low` to before `high`: a buffer, which the host fills before a run and reads behind it,
-    or what a program keeps, which was filled before the devices knew each other."""
+    """The bytes [`low`, `high`) of a device.
+
+    A buffer is written by the host before a run and read after it. Other memory belongs to a program. It was filled
+    before the operand exchange.
+    """
 
     low: int
     high: int
@@ -91,14 +105,14 @@ class MemorySpan:
 
 
 class AccessLogDriver(EmulatedDriver):
-    """Keeps all launches since the last `taken`, those of each device in order.
+    """A driver that logs all launches since the last `take_log`, in order for each device.
 
-    They go without the barrier or meeting of lanes at `dropped`, a line of a file of kernels, if that is given.
+    With `dropped_line`, a file and a line of a kernel source, launches skip the block or warp barrier of that line.
     """
 
-    def __init__(self, dropped: tuple[str, int] = ("", 0)) -> None:
+    def __init__(self, dropped_line: tuple[str, int] = ("", 0)) -> None:
         super().__init__()
-        self.dropped_line = dropped
+        self.dropped_line = dropped_line
         self.buffers: set[int] = set()
         self._memory: list[MemorySpan] = []
         self._log: list[LoggedLaunch] = []
@@ -107,9 +121,10 @@ class AccessLogDriver(EmulatedDriver):
         self._lock = threading.Lock()
 
     def take_log(self) -> list[LoggedLaunch]:
+        """Return the log and clear it."""
         with self._lock:
-            ran, self._log = self._log, []
-        return ran
+            log, self._log = self._log, []
+        return log
 
     def alloc(self, nbytes: int, on: Device) -> Bytes:
         memory = super().alloc(nbytes, on)
@@ -120,6 +135,7 @@ class AccessLogDriver(EmulatedDriver):
 
     @property
     def memory(self) -> list[MemorySpan]:
+        """The memory of all devices."""
         with self._lock:
             return [replace(m, is_buffer=m.low in self.buffers) for m in self._memory]
 
@@ -134,26 +150,26 @@ class AccessLogDriver(EmulatedDriver):
             runs += 1
             first = self._launch_counts[on.index]
             for one, code in zip(launches, codes, strict=True):
-                placed = one.stream, self._launch_counts[on.index], first + one.predecessors_end
+                position = one.stream, self._launch_counts[on.index], first + one.predecessors_end
                 self._launch_counts[on.index] += 1
-                ran = LoggedLaunch(
-                    on.index, *placed, str(one.launch.kernel), code, self._run_logged(one.launch, code, order)
+                logged = LoggedLaunch(
+                    on.index, *position, str(one.launch.kernel), code, self._run_logged(one.launch, code, order)
                 )
                 with self._lock:
-                    self._log.append(ran)
+                    self._log.append(logged)
 
         return run
 
     def _run_logged(self, launch: Launch, code: ctypes.CDLL, order: int) -> npt.NDArray[np.void]:
-        """Make a launch.  Raises `LaunchError` with what the emulation found."""
+        """Run a launch and return its events. Raises `LaunchError` with the first fault that the emulator found."""
         words = np.array(launch.words, np.uint64)
         shape = make_launch_shape(launch, words, order)
         report = Report()
         code.launch_0.restype, code.order_end.restype = None, ctypes.c_int64
         memory = np.array(sorted((m.low, m.high) for m in self.memory), np.uint64)
         file, line = ctypes.c_char_p(self.dropped_line[0].encode()), ctypes.c_int64(self.dropped_line[1])
-        given = ctypes.c_void_p(memory.ctypes.data), ctypes.c_int64(len(memory))
-        code.order_begin(ctypes.byref(self._turns), *given, file, line)
+        spans = ctypes.c_void_p(memory.ctypes.data), ctypes.c_int64(len(memory))
+        code.order_begin(ctypes.byref(self._turns), *spans, file, line)
         code.launch_0(ctypes.byref(shape), ctypes.byref(report))
         events = np.empty(code.order_end(), EVENT_DTYPE)
         code.order_take(ctypes.c_void_p(events.ctypes.data))
@@ -163,7 +179,7 @@ class AccessLogDriver(EmulatedDriver):
 
 
 class AccessLogBackend(DriverBackend):
-    """Runs on an `OrderedDriver`, and tells it which memory the host fills."""
+    """A backend on an `AccessLogDriver`, which receives the addresses of all buffers."""
 
     def __init__(self, driver: AccessLogDriver) -> None:
         super().__init__(driver)

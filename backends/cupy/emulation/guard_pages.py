@@ -1,4 +1,8 @@
-"""Memory that ends where nothing may be touched, and launches that see no more of it than their operands."""
+"""Buffers between guard zones, so that an access out of bounds faults.
+
+Each operand of a launch is copied to its own pages, and ends at the end of these pages. After the launch the operand is
+copied back. Bytes between the operand and the guard zones hold a pattern, which must be unchanged.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +31,10 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def allocate_guarded(nbytes: int) -> Bytes:
-    """Return zeroed memory between guard zones: it begins at a multiple of 16 and ends within 15 bytes of its zone.
+    """Return `nbytes` zeroed bytes at a multiple of 16 bytes, which end less than 16 bytes before a guard zone.
 
     Raises:
-        MemoryError: the system has no such memory.
+        MemoryError: The system has no memory.
     """
     pages = _map_pages(nbytes)
     start = len(pages) - -(-nbytes // OPERAND_ALIGNMENT) * OPERAND_ALIGNMENT
@@ -38,7 +42,7 @@ def allocate_guarded(nbytes: int) -> Bytes:
 
 
 def _map_pages(nbytes: int) -> Bytes:
-    """Return whole pages for `nbytes` bytes between two guard zones, which take addresses but no memory."""
+    """Return whole pages for at least `nbytes` bytes, between two guard zones that take addresses but no memory."""
     size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     whole = size + 2 * GUARD_BYTES
     low = _libc.mmap(None, whole, NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
@@ -52,12 +56,13 @@ def _map_pages(nbytes: int) -> Bytes:
 
 
 def address_of(memory: Bytes) -> int:
+    """Return the address of the first byte."""
     return int(memory.ctypes.data)
 
 
 @dataclass(frozen=True, slots=True)
 class GuardedOperand:
-    """Bytes of the program's memory from `low` to before `high`, and those that a launch sees in their stead."""
+    """The bytes [`low`, `high`) of the program's memory, and the guarded copy that a launch uses instead."""
 
     low: int
     high: int
@@ -65,61 +70,63 @@ class GuardedOperand:
     memory: Bytes
 
     def copy_in(self, pattern: int) -> None:
-        """Copy the operand in; the bytes around it, up to where memory faults, hold the pattern."""
+        """Copy the operand to the guarded memory. Fill the other bytes up to the guard pages with `pattern`."""
         ctypes.memset(address_of(self.memory), pattern, len(self.memory))
         ctypes.memmove(self.guarded_address, self.low, self.high - self.low)
 
     def has_intact_margins(self, pattern: int) -> bool:
-        """Whether the bytes around it are what they were."""
+        """Return whether the bytes around the operand still hold `pattern`."""
         start = self.guarded_address - address_of(self.memory)
         before, after = self.memory[:start], self.memory[start + self.high - self.low :]
         return bool((before == pattern).all() and (after == pattern).all())
 
     def copy_back(self) -> None:
-        """Copy the operand back."""
+        """Copy the operand back to the memory of the program."""
         ctypes.memmove(self.low, self.guarded_address, self.high - self.low)
 
 
 class GuardedMemoryPool:
-    """Memory that operands of one launch after another have for their own."""
+    """Guarded memory that successive launches reuse for their operands."""
 
     def __init__(self) -> None:
         self._allocated_pages: dict[tuple[int, int], Bytes] = {}
 
     def allocate(self, number: int, nbytes: int) -> Bytes:
-        """Whole pages for operand `number` of a launch."""
+        """Return guarded pages of at least `nbytes` bytes for operand `number` of a launch."""
         key = (number, -(-nbytes // mmap.PAGESIZE))
         if key not in self._allocated_pages:
             self._allocated_pages[key] = _map_pages(nbytes)
         return self._allocated_pages[key]
 
 
-def guard_operands(spans: Sequence[Span], rooms: GuardedMemoryPool) -> list[GuardedOperand]:
-    """Memory of its own for each operand of a launch, those that overlap together."""
+def guard_operands(spans: Sequence[Span], pool: GuardedMemoryPool) -> list[GuardedOperand]:
+    """Return guarded memory for each operand of a launch. Overlapping operands share one range."""
     merged: list[list[int]] = []
     for span in sorted(spans, key=lambda s: s.low):
         if merged and span.low < merged[-1][1]:
             merged[-1][1] = max(merged[-1][1], span.high)
         elif span.high > span.low:
             merged.append([span.low, span.high])
-    taken = []
+    guarded_operands = []
     for number, (low, high) in enumerate(merged):
         before = low % OPERAND_ALIGNMENT
-        room = -(-(high - low + before) // OPERAND_ALIGNMENT) * OPERAND_ALIGNMENT
-        memory = rooms.allocate(number, room)
-        taken.append(GuardedOperand(low, high, address_of(memory) + len(memory) - room + before, memory))
-    return taken
+        padded_bytes = -(-(high - low + before) // OPERAND_ALIGNMENT) * OPERAND_ALIGNMENT
+        memory = pool.allocate(number, padded_bytes)
+        guarded_operands.append(
+            GuardedOperand(low, high, address_of(memory) + len(memory) - padded_bytes + before, memory)
+        )
+    return guarded_operands
 
 
-def redirect_words(launch: Launch, where: Sequence[GuardedOperand]) -> list[int]:
-    """The words of a launch whose operands lie in these places."""
+def redirect_words(launch: Launch, operands: Sequence[GuardedOperand]) -> list[int]:
+    """Return the argument words of a launch, with the addresses of the guarded operands."""
     words = list(launch.words)
     for span in launch.spans:
-        place = _find_operand(span, where)
-        if place is not None:
-            words[span.word] += place.guarded_address - place.low
+        operand = _find_operand(span, operands)
+        if operand is not None:
+            words[span.word] += operand.guarded_address - operand.low
     return words
 
 
-def _find_operand(span: Span, where: Sequence[GuardedOperand]) -> GuardedOperand | None:
-    return next((p for p in where if p.low <= span.low and span.high <= p.high and span.low < span.high), None)
+def _find_operand(span: Span, operands: Sequence[GuardedOperand]) -> GuardedOperand | None:
+    return next((o for o in operands if o.low <= span.low and span.high <= o.high and span.low < span.high), None)

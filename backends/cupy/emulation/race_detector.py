@@ -1,29 +1,33 @@
-"""What a run leaves to chance: two accesses of the same bytes, one of them a store, that nothing puts in an order.
+"""Detects races in the access log of a run: conflicting accesses to the same bytes without a happens-before order.
 
-The processor that emulates devices keeps nearly all stores in order, so that a signal without a fence gives the right
-sums here, and wrong ones on a device.  What is looked for is therefore not a wrong sum but an order that is missing.
-One thread's accesses are in order.  So are, before and behind it,
+Two accesses conflict if at least one is a store. The CPU of the emulator keeps nearly all stores in order, so a signal
+without a fence gives right sums there and wrong sums on a device. The detector therefore looks for missing order, not
+for wrong sums. The accesses of one thread are ordered. Other accesses are ordered by these synchronisations:
 
-* what the threads of a block did, at a barrier; what the lanes of a warp did, at theirs (no shuffle or vote is one);
-* launches of one stream, which follow each other, and those of the other stream of the device that an event puts before
-  them, for a thread that has waited for the earlier ones: any launch may begin while the one before it runs;
-* what a thread stored to shared memory and then showed to products, for a product that begins behind a barrier: of
-  other stores a product knows nothing, and it loads until it is waited for;
-* what a thread did or knew that arrives at an mbarrier or at the barrier of a cluster, and the copies in bulk that the
-  mbarrier counts, for the thread that has waited for it; a copy loads and stores at any time from its issue to that;
-* what a thread that releases a word did or knew, for the thread that acquires what was written;
-* what the host writes before a run into the buffers of a device, and reads behind it.
+* A barrier orders all accesses of the threads of a block. A warp barrier orders the accesses of its lanes. Shuffles
+  and votes are no barriers.
+* Launches of one stream follow each other. An event orders launches of the two streams of a device.
+  This holds for threads that have waited for the earlier launches, because a launch may start early.
+* A proxy fence of the storing thread and then a barrier order stores to shared memory before a warpgroup product. The
+  product loads its operands until a thread waits for it.
+* An mbarrier and the barrier of a cluster order accesses before an arrival with accesses after the wait. An mbarrier
+  also orders the bulk copies that it counts. A bulk copy may load and store until that wait.
+* A release of a word orders the accesses before it with accesses after an acquire of the stored value.
+* The host writes the buffers of a device before a run and reads them after it.
 
-An example, of two devices that each run one block.  Thread 5 of device 0 stores x and comes to a barrier, thread 0
-releases the word w behind it; on device 1, thread 3 acquires w, comes to a barrier, and thread 7 loads x.  The first
-barrier ends phase 0 of its block: everybody there knows all of it, which is written ``(0, 0): (1, 0)`` (queue 0, block
-0: launch 1 up to phase 0).  Thread 0 releases this, thread 3 learns it, the second barrier tells thread 7, and so the
-store of x (launch 1, phase 0, thread 5) is before the load.  Without the first barrier thread 0 releases only what it
-did itself, ``(0, 0, 0): (1, 0, 0)`` (queue 0, block 0, thread 0: launch 1, phase 0, up to its first release); without
-release or acquire thread 3 learns nothing.  Either way, thread 7 does not know of the store, in whatever order the two
-came in this run.
+Example: two devices run one block each. On device 0, thread 5 stores x and reaches a barrier, then thread 0 releases
+the word w. On device 1, thread 3 acquires w and reaches a barrier, then thread 7 loads x.
 
-disorder.cpp does so.
+1. The first barrier ends phase 0 of its block. All threads there know the accesses up to it, which is written
+   ``(0, 0): (1, 0)``: queue 0, block 0 has completed launch 1 up to phase 0.
+2. Thread 0 releases this clock, thread 3 acquires it, and the second barrier passes it to thread 7.
+3. So the store of x (launch 1, phase 0, thread 5) happens before the load.
+
+Without the first barrier, thread 0 releases only its own accesses: ``(0, 0, 0): (1, 0, 0)`` is queue 0, block 0,
+thread 0 in launch 1, phase 0, up to its first release. Without release or acquire, thread 3 receives no clock. In both
+cases thread 7 does not know of the store, and the detector reports a race in any order of execution.
+
+The algorithm is in disorder.cpp.
 """
 
 from __future__ import annotations
@@ -39,16 +43,21 @@ from .compile_host import load_race_detector
 from .source_lines import find_lines
 
 HOST_LAUNCH = -1
+"""The launch number of accesses by the host."""
 MAX_PAIRS = 4096
-"""Pairs that are reported of one run."""
+"""The largest number of access pairs that one run reports."""
 ACCESS_DTYPE = np.dtype([(name, np.int64) for name in ("ran", "code", "is_store", "device")])
-"""As disorder.cpp has it."""
+"""The layout of an access in disorder.cpp."""
 
 
 def list_races(log: Sequence[LoggedLaunch], memory: Sequence[MemorySpan]) -> list[str]:
-    """Pairs of accesses of one run that are in no order, a line for each two places of the code.
+    """Return the races of one run, one line per pair of source lines, and the launches that never wait.
 
-    `memory` is that of the devices.  What is in order here is in order in every run that takes the same branches.
+    An order that is found here holds in every run with the same branches.
+
+    Args:
+        log: The launches of all devices with their accesses.
+        memory: The memory of all devices.
     """
     if not any(len(ran.events) for ran in log):
         return []
@@ -61,7 +70,7 @@ def list_races(log: Sequence[LoggedLaunch], memory: Sequence[MemorySpan]) -> lis
     pairs, waited = np.zeros((MAX_PAIRS, 2), ACCESS_DTYPE), np.zeros(len(log), np.int8)
     find = load_race_detector().find_disorder
     find.restype = ctypes.c_int64
-    many = find(
+    pair_count = find(
         *(_pointer_to(events), _pointer_to(numbers), ctypes.c_int64(len(events))),
         *(_pointer_to(launches), ctypes.c_int64(len(launches)), _pointer_to(spans), ctypes.c_int64(len(spans))),
         *(
@@ -71,36 +80,35 @@ def list_races(log: Sequence[LoggedLaunch], memory: Sequence[MemorySpan]) -> lis
             _pointer_to(waited),
         ),
     )
-    lines = _describe_accesses(log, pairs[: min(many, MAX_PAIRS)].ravel())
-    found = {f"{a}, in no order with {b}" for a, b in zip(lines[::2], lines[1::2], strict=True)}
+    lines = _describe_accesses(log, pairs[: min(pair_count, MAX_PAIRS)].ravel())
+    races = {f"{a}, in no order with {b}" for a, b in zip(lines[::2], lines[1::2], strict=True)}
     return sorted(
-        found
+        races
         | {f"{ran.kernel} never waits for the launches before" for ran, has in zip(log, waited, strict=True) if not has}
     )
 
 
 def _pointer_to(values: npt.NDArray[np.generic]) -> ctypes.c_void_p:
+    """Return the address of the data of an array, which must outlive it."""
     return ctypes.c_void_p(values.ctypes.data)
 
 
 def _compute_unit_bytes(events: npt.NDArray[np.void]) -> int:
-    """Bytes; all accesses begin and end with one."""
+    """Return the largest power of two, at most 16 bytes, that divides the begin and the end of all accesses."""
     accesses = events[events["bytes"] > 0]
     reach = int(np.bitwise_or.reduce(accesses["at"] | accesses["bytes"], initial=np.uint64(16)))
     return reach & -reach
 
 
 def _describe_accesses(log: Sequence[LoggedLaunch], accesses: npt.NDArray[np.void]) -> list[str]:
-    """What each access is, and where in the sources."""
-    places: dict[tuple[int, int], str] = {}
+    """Return the kind and the source line of each access as a phrase."""
+    lines: dict[tuple[int, int], str] = {}
     for number in {int(ran) for ran in accesses["ran"]} - {HOST_LAUNCH}:
         codes = sorted({int(code) for code in accesses["code"][accesses["ran"] == number]})
-        places |= {(number, c): line for c, line in zip(codes, find_lines(log[number].code, codes), strict=True)}
-    wheres = (
-        f"the host in the memory of device {device}"
-        if ran == HOST_LAUNCH
-        else f"device {device} at {places[ran, code]}"
+        lines |= {(number, c): line for c, line in zip(codes, find_lines(log[number].code, codes), strict=True)}
+    descriptions = (
+        f"the host in the memory of device {device}" if ran == HOST_LAUNCH else f"device {device} at {lines[ran, code]}"
         for ran, code, _, device in accesses.tolist()
     )
     kinds = ("store" if is_store else "load" for is_store in accesses["is_store"])
-    return [f"a {kind} of {where}" for kind, where in zip(kinds, wheres, strict=True)]
+    return [f"a {kind} of {description}" for kind, description in zip(kinds, descriptions, strict=True)]

@@ -1,1 +1,1 @@
-"""How long launches would take on GPUs that are not here: from counted accesses and machine code."""
+"""The GPU time model: predicted launch times from access counters and machine code, without a GPU."""

@@ -1,10 +1,14 @@
-"""How often each block of a kernel's machine code runs, where only the accesses of a launch were counted.
+"""Estimates the number of executions of each basic block in a kernel's machine code.
 
-The emulation runs what g++ makes of a kernel, and a device what NVRTC makes of it: their blocks differ, but both know
-which line an access is from.  A warp that enters a block leaves it, so what runs is a flow from the begin to the end;
-of all flows that as many warps begin, the one is taken whose bytes at each line differ least from those counted.
+The input is the access counters of one launch. The emulator runs the code of g++, and a device runs the code of NVRTC.
+Their basic blocks differ, but both compilers record the source line of each access. The algorithm:
 
-A loop of a line that was counted 96 times, over 8 warps, whose block has two such accesses:
+1. A warp that enters a block also leaves it. The executions therefore form a flow from the first block to the end.
+2. The flow at the first block is the number of warps.
+3. A linear program finds the flow with the smallest difference to the counted bytes of each source line.
+
+Example: 8 warps made 96 accesses at the line of a loop. The block of the loop has two such accesses, so it ran 48
+times:
 
     begin 8 -> loop 48 (back 40) -> end 8
 """
@@ -22,16 +26,25 @@ from ..emulation.source_lines import select_kernel_frames
 from .control_flow import WARPGROUP_OPERANDS, AccessLocation, BasicBlock
 
 INSTRUCTION_PENALTY = 1e-4
-"""What an instruction that runs costs against an access that is missed: of two flows that fit, the shorter."""
+"""Cost of one executed instruction; one surplus access costs 1. Of two equal fits, the shorter flow is chosen."""
 
 MISSING_ACCESS_PENALTY = 0.4
-"""What an access costs that was counted and that the flow lacks, against one too many: g++ loads some numbers twice."""
+"""Cost of a counted access that the flow lacks; one surplus access costs 1. g++ loads some numbers twice."""
 
 
 def estimate_block_counts(blocks: Sequence[BasicBlock], sites: Iterable[AccessSite], warps: int) -> list[float]:
-    """How many warps run each block, in a launch of so many warps.
+    """Estimate the number of warps that run each basic block of a kernel in one launch.
 
-    Raises `ImportError` without SciPy, whose solver is HiGHS.
+    Args:
+        blocks: Basic blocks of the kernel; the first one is the entry.
+        sites: Counted accesses of the launch.
+        warps: Warps of the launch.
+
+    Returns:
+        Warp executions of each block, in the order of `blocks`. A block that cannot be reached has 0.
+
+    Raises:
+        ImportError: SciPy is not installed. Its solver HiGHS is used.
     """
     from scipy.optimize import linprog
 
@@ -62,8 +75,11 @@ def estimate_block_counts(blocks: Sequence[BasicBlock], sites: Iterable[AccessSi
 def _build_access_equations(
     blocks: Sequence[BasicBlock], reached: Iterable[int], sites: Iterable[AccessSite]
 ) -> list[tuple[dict[int, float], float]]:
-    """Of places that either compiler knows: the accesses that each block has there, and how many were counted.  One is
-    as wide as the widest that was counted."""
+    """Return one equation per group of equivalent locations: accesses of each block there, and counted accesses.
+
+    The unit is an access of the largest width that was counted in the group. A group that only one compiler knows
+    has no equation.
+    """
     there, counted = _sum_block_bytes(blocks, reached), _sum_counted_bytes(sites)
     known = []
     for places in _group_equivalent_locations({*there, *counted}, _find_inlining_conflicts(blocks, reached)):
@@ -80,8 +96,11 @@ def _build_access_equations(
 def _group_equivalent_locations(
     places: Iterable[AccessLocation], confused: Iterable[Sequence[AccessLocation]]
 ) -> Iterable[Sequence[AccessLocation]]:
-    """Places together that may be one: those confused, and either compiler leaves out outer frames, of a lambda or of
-    code it has moved."""
+    """Return groups of locations that may be the same one.
+
+    Two locations are joined if one has only the inner frames of the other. Each compiler omits outer frames of lambdas
+    and of moved code. The locations of each list in `conflicts` are joined too.
+    """
     groups = nx.Graph()
     groups.add_nodes_from(places)
     named = set(places)
@@ -96,8 +115,10 @@ def _group_equivalent_locations(
 
 
 def _find_inlining_conflicts(blocks: Sequence[BasicBlock], reached: Iterable[int]) -> Iterator[list[AccessLocation]]:
-    """Places of a block with one function of the prelude in all of them: NVRTC says of some of its accesses that they
-    were inlined where another one was."""
+    """Yield the locations of a block that share one inlined function of the prelude.
+
+    NVRTC records some of these accesses at the place where another call of the function was inlined.
+    """
     for number in reached:
         through: dict[tuple[str, bool, bool], set[AccessLocation]] = defaultdict(set)
         for place in blocks[number].access_bytes:
@@ -107,11 +128,12 @@ def _find_inlining_conflicts(blocks: Sequence[BasicBlock], reached: Iterable[int
 
 
 def _to_kernel_location(place: AccessLocation) -> AccessLocation:
+    """Return the location without the frames of the prelude."""
     return AccessLocation(select_kernel_frames(place.frames), place.is_shared, place.is_store)
 
 
 def _find_reachable_blocks(blocks: Sequence[BasicBlock]) -> list[int]:
-    """Blocks that may run, from the first on."""
+    """Return the indices of the blocks that can be reached from the first one, in ascending order."""
     reached, open_ = {0}, [0]
     while open_:
         for after in blocks[open_.pop()].successors:
@@ -122,7 +144,7 @@ def _find_reachable_blocks(blocks: Sequence[BasicBlock]) -> list[int]:
 
 
 def _sum_block_bytes(blocks: Sequence[BasicBlock], reached: Iterable[int]) -> dict[AccessLocation, dict[int, float]]:
-    """By place: the bytes a lane that each block moves there."""
+    """Return the bytes per warp lane that each reachable block moves, by location and block index."""
     there: dict[AccessLocation, dict[int, float]] = defaultdict(dict)
     for number in reached:
         for place, nbytes in blocks[number].access_bytes.items():
@@ -132,7 +154,7 @@ def _sum_block_bytes(blocks: Sequence[BasicBlock], reached: Iterable[int]) -> di
 
 
 def _sum_counted_bytes(sites: Iterable[AccessSite]) -> dict[AccessLocation, tuple[float, int]]:
-    """By place: bytes a lane that were counted, of all warps, and those of one access."""
+    """Return the counted bytes per warp lane of all warps, and the bytes of the widest access, by location."""
     counted: dict[AccessLocation, tuple[float, int]] = {}
     for site in sites:
         at = AccessLocation(select_kernel_frames(site.frames), site.is_shared, site.is_store)

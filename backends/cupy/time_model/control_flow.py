@@ -1,6 +1,6 @@
-"""How control flows through the machine code of a kernel, and which line each access of memory is from.
+"""Parses the machine code of kernels into basic blocks, with the source line of each memory access.
 
-Of code with lines ``nvdisasm -gi`` shows
+``nvdisasm -gi`` prints code with line information like this:
 
     //## File "packed.cu", line 12
             /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
@@ -9,7 +9,8 @@ Of code with lines ``nvdisasm -gi`` shows
             /*0020*/                   HMMA.16816.F32.BF16 R8, R4, R12, R8 ;
             /*0030*/              @P0  BRA `(.L_x_1) ;
 
-which is a block that ends with a branch, has an access of 16 bytes a lane at ``packed.cu:12`` and a product.
+This is one basic block. It has an access of 16 bytes per warp lane at ``packed.cu:12``, a matrix product, and a
+branch at its end.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import NamedTuple
 from ..device.disassembly import LINE, bits_of, kernels_in, text_of
 
 Frames = tuple[str, ...]
-"""``file:line`` in the sources of kernels, the innermost first, of code that is inlined."""
+"""``file:line`` of an instruction and of the calls into which it was inlined, innermost first."""
 
 _LABEL = re.compile(r"([.$]\S+):")
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)([^;]*);")
@@ -41,7 +42,7 @@ _COPY_WAIT = re.compile(r"DEPBAR\.LE SB0, 0x(\w+)")
 
 @dataclass(frozen=True, slots=True, order=True)
 class AccessLocation:
-    """A kind of access at a line: of shared memory or of global, a store or a load."""
+    """A source line with a kind of access: shared or global memory, store or load."""
 
     frames: Frames
     is_shared: bool
@@ -49,12 +50,14 @@ class AccessLocation:
 
 
 ASYNC_COPIES = -1
-"""In place of a register, what was copied from global memory to shared."""
+"""A register number that stands for data of asynchronous copies from global to shared memory."""
 
 
 class MemoryDependence(NamedTuple):
-    """Registers that an instruction loads from global memory, and those that it uses; it waits for `waits` of a load if
-    it uses one that is under way."""
+    """The registers that an instruction loads from global memory, and the registers that it uses.
+
+    If a used register is still being loaded, the instruction waits for `wait_share` of the latency of a load.
+    """
 
     loads: frozenset[int]
     uses: frozenset[int]
@@ -62,14 +65,20 @@ class MemoryDependence(NamedTuple):
 
 
 WARPGROUP_OPERANDS = AccessLocation(("wgmma.cuh",), is_shared=True, is_store=False)
-"""What products of warpgroups read, all of them: machine code has no line of most."""
+"""The common location of all operands of warpgroup products: most of them have no line in machine code."""
 
 
 @dataclass(slots=True)
 class BasicBlock:
-    """Instructions that run one after the other: how many, called functions included; bytes a lane by place; products
-    of tensor cores by kind and shape, as ``("HMMA", "16816")`` or, of a warpgroup, ``("HGMMA", "64x256x16")``; steps
-    that load from global memory or use registers; and the blocks that may follow, of which -1 is the end."""
+    """Instructions that run one after the other.
+
+    Attributes:
+        instruction_count: Instructions, called functions included.
+        access_bytes: Bytes per warp lane, by location.
+        products: Tensor core products, by kind and shape: ``("HMMA", "16816")``, ``("HGMMA", "64x256x16")``.
+        dependences: Loads from global memory and uses of registers, in order.
+        successors: Indices of the blocks that may follow; -1 is the end of the kernel.
+    """
 
     instruction_count: int = 0
     access_bytes: Counter[AccessLocation] = field(default_factory=Counter)
@@ -79,7 +88,10 @@ class BasicBlock:
 
 
 def build_control_flow_graphs(image: bytes) -> Mapping[str, Sequence[BasicBlock]]:
-    """The blocks of each kernel of a cubin with lines, by its name there; the first is where it begins."""
+    """Return the basic blocks of each kernel of a cubin with line information, by mangled name.
+
+    The first block of a kernel is its entry.
+    """
     return {name: _build_blocks(list(lines)) for name, lines in kernels_in(text_of(image, "-gi"))}
 
 
@@ -93,7 +105,7 @@ class _Instruction:
 
 
 def _parse_instructions(lines: Sequence[str]) -> tuple[list[_Instruction], dict[str, int]]:
-    """All of a kernel, and the numbers of those that labels stand before."""
+    """Return all instructions of a kernel, and the instruction index of each label."""
     ops: list[_Instruction] = []
     labels: dict[str, int] = {}
     frames: list[str] = []
@@ -106,9 +118,9 @@ def _parse_instructions(lines: Sequence[str]) -> tuple[list[_Instruction], dict[
             fresh = False
         elif label := _LABEL.match(line):
             labels[label[1]] = len(ops)
-        elif shown := _INSTRUCTION.match(line):
+        elif match := _INSTRUCTION.match(line):
             fresh = True
-            when, op, operands = shown.groups()
+            when, op, operands = match.groups()
             is_conditional = bool(when) or bool(_PREDICATE_OPERAND.match(operands))
             is_never = bool(when) and when.strip() == _NEVER_PREDICATE
             ops.append(_Instruction(op, operands, is_conditional, is_never, tuple(frames)))
@@ -118,7 +130,7 @@ def _parse_instructions(lines: Sequence[str]) -> tuple[list[_Instruction], dict[
 def _build_blocks(lines: Sequence[str]) -> list[BasicBlock]:
     ops, labels = _parse_instructions(lines)
     called = {labels[to] for op in ops if (to := _find_called_function(op))}
-    upto = min(called, default=len(ops))  # functions that are called stand behind the kernel
+    upto = min(called, default=len(ops))  # called functions follow the kernel
     lengths = {start: _count_function_instructions(ops, start) for start in called}
     begins = {0, *(at for at in labels.values() if at < upto)}
     begins |= {i + 1 for i, op in enumerate(ops[:upto]) if _ends_block(op) and i + 1 < upto}
@@ -135,25 +147,28 @@ def _build_blocks(lines: Sequence[str]) -> list[BasicBlock]:
 
 
 def _count_function_instructions(ops: Sequence[_Instruction], start: int) -> int:
-    """Instructions of a function, all of them, which is more than one call runs."""
+    """Return the number of instructions of a called function. One call may run fewer."""
     return next((i for i in range(start, len(ops)) if ops[i].op.startswith("RET")), len(ops) - 1) - start + 1
 
 
 def _find_called_function(op: _Instruction) -> str:
-    """The function that an instruction calls; a call of a label never returns, it is a branch."""
+    """Return the label of the function that an instruction calls, or "". A call of a local label is a branch."""
     to = _TARGET.search(op.operands) if op.op.startswith("CALL") else None
     return to[1] if to and to[1].startswith("$") else ""
 
 
 def _ends_block(op: _Instruction) -> bool:
-    """Whether it ends a block; BRA.DIV goes to code for warps that are not together, which they always are."""
+    """Return whether an instruction ends a basic block.
+
+    BRA.DIV does not: it branches only if the lanes of a warp have diverged, and they never have.
+    """
     if op.op.startswith("CALL"):
         return not _find_called_function(op)
     return op.op.startswith(("BRA", "EXIT", "RET", "BRX", "JMX")) and not op.op.startswith("BRA.DIV")
 
 
 def _find_successors(last: _Instruction, end: int, labels: Mapping[str, int]) -> Iterator[int]:
-    """Numbers of the instructions that may follow; -1 is the end."""
+    """Yield the indices of the instructions that may follow the last one of a block; -1 is the end."""
     if not _ends_block(last):
         yield end
         return
@@ -192,15 +207,17 @@ def _add_instruction(
             block.access_bytes[AccessLocation(op.frames, kind[2] == "S", kind.startswith("ST"))] += nbytes
 
 
-def _compute_operand_bytes(shape: str, is_held: bool) -> int:
-    """Bytes a lane of the operands of a product such as 64x256x16, which the four warps of a group bring together from
-    shared memory; rows that are held are in registers."""
+def _compute_operand_bytes(shape: str, in_registers: bool) -> int:
+    """Return the bytes per warp lane that a warpgroup product such as 64x256x16 loads from shared memory.
+
+    The four warps of the group share the operands. `in_registers`: the rows are in registers and are not loaded.
+    """
     rows, columns, terms = map(int, shape.split("x"))
-    return ((0 if is_held else rows) + columns) * terms * 2 // 128
+    return ((0 if in_registers else rows) + columns) * terms * 2 // 128
 
 
 def _find_dependence(op: _Instruction) -> MemoryDependence | None:
-    """What an instruction loads and uses, unless it does neither."""
+    """Return the registers that an instruction loads and uses, or `None` if there are none."""
     if op.op.startswith("LDGSTS"):
         return MemoryDependence(frozenset({ASYNC_COPIES}), frozenset())
     if pending := _COPY_WAIT.match(op.op + op.operands):

@@ -1,17 +1,19 @@
-"""How long a launch would take on a GPU that is not here, and what sets that time.
+"""Predicts the time of a launch on a GPU, and the resource that limits it.
 
-What a launch does is known: bytes and sectors from counters, instructions and products from machine code, blocks and
-what they take from the launch.  Each resource of a GPU is given the time that it would need alone; the longest one sets
-the time.  Before anything else can happen the first load waits, and at the end, where blocks have followed one another,
-the last ones are alone for half of their own time.
+The input is the work of a launch: bytes and sectors from counters, instructions and products from machine code, and
+the shape and resources of its thread blocks. The steps are:
 
-A product of a vector with 4096 x 4096 weights in 4 bits, 128 blocks of 16 warps on an H200:
+1. Compute the seconds that each resource of the GPU would need alone. The longest time limits the launch.
+2. Add the latency of the first load, because no other work can start before it.
+3. If thread blocks run in several waves, add half the latency of the loads of one block.
 
-    memory        9.5 MB at 4.3 TB/s            2.2 us   <- sets the time
-    instructions  591 a warp, 4 warps each of 4 schedulers, 0.64 a cycle   2.1 us
-    latency       2.5 loads after one another   2.0 us
+Example: a product of a vector with 4096 x 4096 weights of 4 bits, in 128 thread blocks of 16 warps, on an H200:
 
-which with the first load is 3.0 us.  It is a model: what it says has been compared with no device.
+    memory        9.5 MB at 4.3 TB/s                                         2.2 us   <- limits the launch
+    instructions  591 per warp, 4 warps per scheduler, 0.64 per cycle        2.1 us
+    latency       2.5 dependent loads                                        2.0 us
+
+With the first load, the launch takes 3.0 us. The model has not been compared with a device.
 """
 
 from __future__ import annotations
@@ -24,24 +26,34 @@ from types import MappingProxyType
 from ..device.limits import MULTIPROCESSORS, SCHEDULERS, Limits, Multiprocessor, limits_of
 
 COPY_EFFICIENCY = 0.9
-"""Of the bandwidth of a data sheet, what a copy reaches."""
+"""The share of the data sheet's bandwidth that a copy reaches."""
 ISSUE_RATE = 0.7
-"""Instructions a scheduler starts a cycle, where many warps share it; one warp alone 0.5."""
+"""Instructions per cycle that a scheduler starts if it has many warps. A single warp reaches 0.5."""
 HALF_RATE_WARPS = 0.4
+"""Warps per scheduler that would reach half of `ISSUE_RATE`."""
 MEMORY_LATENCY_SECONDS = 0.8e-6
-"""Seconds from a load to its number, where memory is busy."""
+"""Seconds of a load from busy global memory."""
 CACHE_LATENCY_SECONDS = 0.3e-6
-"""Where it is in the second cache."""
+"""Seconds of a load from the L2 cache."""
 
 WARPGROUP_CYCLES = 5
-"""Cycles of products of warpgroups: 4 by the data sheet, of which large products of libraries reach four fifths."""
+"""Cycles of a warpgroup product: 4 by the data sheet; large products of libraries reach four fifths of that speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """What a kind of GPU has: architecture whose machine code it runs; multiprocessors; Hz under load; bytes/s of
-    memory and of its second cache; and cycles in which a scheduler's tensor core makes a product of 16 x 8 x 16 16-bit
-    numbers, one of 16 x 8 x 32 bytes, and a part of as many 16-bit numbers of a product of a warpgroup."""
+    """The properties of a kind of GPU that limit launches.
+
+    Attributes:
+        arch: Architecture of its machine code, such as ``sm_90a``.
+        multiprocessor_count: Multiprocessors.
+        clock_hz: Clock under load.
+        memory_bandwidth: Bytes/s of global memory, from the data sheet.
+        cache_bandwidth: Bytes/s of the L2 cache.
+        cycles_per_16bit_product: Cycles of a scheduler's tensor core for a product of 16 x 8 x 16 16-bit numbers.
+        cycles_per_8bit_product: Cycles of a scheduler's tensor core for a product of 16 x 8 x 32 bytes.
+        cycles_per_warpgroup_product: Cycles for 16 x 8 x 16 16-bit numbers of a warpgroup product.
+    """
 
     arch: str
     multiprocessor_count: int
@@ -54,10 +66,12 @@ class GpuModel:
 
     @property
     def limits(self) -> Limits:
+        """The limits of a thread block on this architecture."""
         return limits_of(self.arch.removeprefix("sm_").removesuffix("a"))
 
     @property
     def multiprocessor(self) -> Multiprocessor:
+        """The resources of one multiprocessor."""
         return MULTIPROCESSORS[self.arch]
 
 
@@ -74,10 +88,22 @@ GPUS: Mapping[str, GpuModel] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class LaunchWork:
-    """What one launch does: its blocks, their threads, registers of a thread and bytes of shared memory of a block; and
-    of all blocks together instructions and products of warps (`grouped`: their parts of those of warpgroups),
-    wavefronts of shared memory, bytes of sectors that are asked of the second cache and bytes of memory; and how many
-    loads of a warp come after one another."""
+    """The work of one launch.
+
+    Attributes:
+        block_count: Thread blocks.
+        block_threads: Threads per block.
+        thread_registers: Registers per thread.
+        block_shared_bytes: Bytes of shared memory per block.
+        warp_instructions: Instructions of all warps.
+        products_16bit: Products of 16 x 8 x 16 16-bit numbers, of all warps.
+        warpgroup_products: Products of warpgroups, of all warps, in units of 16 x 8 x 16 16-bit numbers.
+        products_8bit: Products of 16 x 8 x 32 bytes, of all warps.
+        wavefronts: Wavefronts of shared memory, of all blocks.
+        cache_bytes: Bytes of the sectors that all blocks request from the L2 cache.
+        memory_bytes: Bytes of the distinct sectors in global memory.
+        dependent_loads: Waits of one warp for global memory, one after the other.
+    """
 
     block_count: int
     block_threads: int
@@ -93,7 +119,7 @@ class LaunchWork:
     dependent_loads: float
 
     def multiply(self, blocks: float, each: float = 1.0) -> LaunchWork:
-        """As many times the blocks, each of which does `each` times as much."""
+        """Return the work of `blocks` times the thread blocks, each with `each` times the work."""
         by = blocks * each
         return LaunchWork(
             round(self.block_count * blocks),
@@ -111,55 +137,71 @@ class LaunchWork:
         )
 
     def extrapolate(self, longer: LaunchWork, times: float) -> LaunchWork:
-        """With as many times what a longer launch does beyond this one."""
+        """Return this work plus `times` the difference between a longer launch and this one."""
 
-        def reached(here: float, there: float) -> float:
+        def extend(here: float, there: float) -> float:
             return here + times * (there - here)
 
         return LaunchWork(
-            round(reached(self.block_count, longer.block_count)),
+            round(extend(self.block_count, longer.block_count)),
             self.block_threads,
             self.thread_registers,
             self.block_shared_bytes,
-            reached(self.warp_instructions, longer.warp_instructions),
-            reached(self.products_16bit, longer.products_16bit),
-            reached(self.warpgroup_products, longer.warpgroup_products),
-            reached(self.products_8bit, longer.products_8bit),
-            reached(self.wavefronts, longer.wavefronts),
-            reached(self.cache_bytes, longer.cache_bytes),
-            reached(self.memory_bytes, longer.memory_bytes),
-            reached(self.dependent_loads, longer.dependent_loads),
+            extend(self.warp_instructions, longer.warp_instructions),
+            extend(self.products_16bit, longer.products_16bit),
+            extend(self.warpgroup_products, longer.warpgroup_products),
+            extend(self.products_8bit, longer.products_8bit),
+            extend(self.wavefronts, longer.wavefronts),
+            extend(self.cache_bytes, longer.cache_bytes),
+            extend(self.memory_bytes, longer.memory_bytes),
+            extend(self.dependent_loads, longer.dependent_loads),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchTime:
-    """Seconds that each resource would need alone, and of the begin and the end, when none is busy."""
+    """The predicted time of a launch.
+
+    Attributes:
+        resource_seconds: Seconds that each resource would need alone, by the name of the resource.
+        idle_seconds: Seconds at the start and at the end without a busy resource.
+    """
 
     resource_seconds: Mapping[str, float]
     idle_seconds: float
 
     @property
     def limiting_resource(self) -> str:
-        """What sets the time."""
+        """The name of the resource that needs the longest time."""
         return max(self.resource_seconds, key=lambda part: self.resource_seconds[part])
 
     @property
     def total_seconds(self) -> float:
+        """The seconds of the launch."""
         return self.resource_seconds[self.limiting_resource] + self.idle_seconds
 
 
 def estimate_launch_time(work: LaunchWork, gpu: GpuModel, cached: bool = False) -> LaunchTime:
-    """How long a launch takes, without what the device needs between two launches; `cached` says that what it reads is
-    in the second cache, as the launch before has just written it.  Raises `ValueError` if a block does not fit."""
+    """Predict the time of a launch, without the gap between two launches.
+
+    Args:
+        work: Work of the launch.
+        gpu: Kind of GPU.
+        cached: The operands are in the L2 cache, because the previous launch wrote them.
+
+    Raises:
+        ValueError: A thread block does not fit on a multiprocessor.
+    """
     latency = CACHE_LATENCY_SECONDS if cached else MEMORY_LATENCY_SECONDS
-    most = -(-work.block_count // gpu.multiprocessor_count)  # blocks of the processor that has most of them
+    most = -(-work.block_count // gpu.multiprocessor_count)  # blocks of the busiest multiprocessor
     together = min(gpu.multiprocessor.holds(work.block_threads, work.thread_registers, work.block_shared_bytes), most)
     if together == 0:
         raise ValueError("a block takes more than a multiprocessor has")
     warps = together * -(-work.block_threads // 32)
     schedulers = min(SCHEDULERS, warps)
-    share = most / work.block_count / gpu.clock_hz  # of the work of all blocks, for one processor
+    share = (
+        most / work.block_count / gpu.clock_hz
+    )  # seconds per cycle of all blocks' work, on the busiest multiprocessor
     on_each = warps / schedulers
     issued = ISSUE_RATE * on_each / (on_each + HALF_RATE_WARPS)
     waves = math.ceil(most / together)

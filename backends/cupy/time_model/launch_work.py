@@ -1,4 +1,4 @@
-"""What launches do, from their counters in the emulation and the machine code of their kernels."""
+"""Computes the work of launches from emulator counters and the machine code of their kernels."""
 
 from __future__ import annotations
 
@@ -14,13 +14,21 @@ from .control_flow import BasicBlock, build_control_flow_graphs
 from .launch_time import LaunchWork
 
 UNIT_PRODUCT_SIZES = {"HMMA": 16 * 8 * 16, "HGMMA": 16 * 8 * 16, "IMMA": 16 * 8 * 32}
-"""Multiplications by which products are counted."""
+"""Multiplications in one unit of each kind of tensor core product."""
 LINE_INFO_OPTION = "-lineinfo"
-"""Machine code stays the same with it."""
+"""The compiler option for line information. It does not change the instructions."""
 
 
 def estimate_launch_work(counted: LaunchCounters, arch: str) -> LaunchWork:
-    """What a launch does on a GPU of an architecture.  Raises `BackendError` without NVRTC or nvdisasm."""
+    """Estimate the work of a launch on a GPU.
+
+    Args:
+        counted: Access counters of the launch in the emulator.
+        arch: Architecture of the GPU, such as ``sm_90a``.
+
+    Raises:
+        BackendError: NVRTC or nvdisasm is not installed.
+    """
     launch = counted.launch
     code, takes = _compile_with_lines(launch.kernel.alone, arch)
     blocks, resources = code[launch.kernel.name], takes[launch.kernel.name]
@@ -48,29 +56,33 @@ def estimate_launch_work(counted: LaunchCounters, arch: str) -> LaunchWork:
 
 
 def _count_multiplications(shape: str) -> float:
-    """Multiplications that a product is of a warp: 16816 is one of 16 x 8 x 16; four warps make 64x256x16 together."""
+    """Return the multiplications of a product per warp: 16816 is 16 x 8 x 16; four warps share 64x256x16."""
     if "x" in shape:
         return math.prod(map(int, shape.split("x"))) / 4
     return 16 * 8 * int(shape.removeprefix("168"))
 
 
 def _count_memory_stalls(blocks: Sequence[BasicBlock], ran: Sequence[float]) -> float:
-    """How often warps wait for global memory: where they use what is still under way.  All loads before that one have
-    arrived then; blocks that do not run load nothing."""
-    under_way: list[frozenset[int]] = [frozenset()] * len(blocks)
+    """Return how many times all warps wait for global memory.
+
+    A warp waits where it uses a register that is still being loaded. After the wait, all earlier loads have arrived.
+    The set of pending registers is propagated along the control flow until it no longer grows. Blocks with 0
+    executions add no loads.
+    """
+    pending_at_entry: list[frozenset[int]] = [frozenset()] * len(blocks)
     waits = [0.0] * len(blocks)
     fresh = set(range(len(blocks)))
     while fresh:
         number = fresh.pop()
-        pending, waits[number] = set(under_way[number]), 0.0
+        pending, waits[number] = set(pending_at_entry[number]), 0.0
         for step in blocks[number].dependences:
             if pending & step.uses:
                 waits[number] += step.wait_share
                 pending.clear()
             pending |= step.loads
         for after in blocks[number].successors:
-            if after >= 0 and ran[number] and not pending <= under_way[after]:
-                under_way[after] |= pending
+            if after >= 0 and ran[number] and not pending <= pending_at_entry[after]:
+                pending_at_entry[after] |= pending
                 fresh.add(after)
     return sum(times * wait for times, wait in zip(ran, waits, strict=True))
 
@@ -79,7 +91,7 @@ def _count_memory_stalls(blocks: Sequence[BasicBlock], ran: Sequence[float]) -> 
 def _compile_with_lines(
     source: Source, arch: str
 ) -> tuple[Mapping[str, Sequence[BasicBlock]], Mapping[str, nvrtc.Resources]]:
-    """By the names of the source: the blocks of each kernel, and what it takes."""
+    """Return the basic blocks and the resources of each kernel, by its name in the source."""
     cubin = nvrtc.compile(source, arch, (*nvrtc.OPTIONS, LINE_INFO_OPTION))
     code = build_control_flow_graphs(cubin.image)
     return {name: code[low] for name, low in cubin.lowered.items()}, cubin.resources
