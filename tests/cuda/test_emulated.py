@@ -12,7 +12,7 @@ from hocket import ops
 from hocket.backends import find
 from hocket.backends.cupy import cuda, table
 from hocket.backends.cupy.emulation import compile_host as building
-from hocket.backends.cupy.emulation.emulated_driver_driver import EmulatedBackend
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.table import BINDINGS, FAMILIES, SOURCES
 from hocket.cli import main
 from hocket.conformance import Outcome, parse_case, run_case

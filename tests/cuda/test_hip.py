@@ -14,7 +14,7 @@ from hocket.backends.cupy.collectives.transport import choose_transport
 from hocket.backends.cupy.device import hiprtc
 from hocket.backends.cupy.device.driver import HIP, Launch, Source
 from hocket.backends.cupy.device.limits import EVERYWHERE, OF_HIP
-from hocket.backends.cupy.emulation.emulated_driver_driver import EmulatedHipBackend
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedHipBackend
 from hocket.backends.cupy.table import BINDINGS, SOURCES
 from hocket.cli import main
 from hocket.conformance import Outcome, run_case

@@ -26,7 +26,7 @@ from hocket.backends.cupy.device.limits import (
     Limits,
     limits_of,
 )
-from hocket.backends.cupy.emulation.emulated_driver_driver import EmulatedDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net
 from hocket.backends.cupy.resources import recorded
 from hocket.backends.cupy.table import SOURCES

@@ -14,7 +14,7 @@ from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.device.driver import Launch, LaunchError
 from hocket.backends.cupy.emulation.access_counters import CountingDriver
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
-from hocket.backends.cupy.emulation.emulated_driver_driver import EmulatedDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.graph import Graph, input, weight

@@ -11,7 +11,7 @@ import pytest
 
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
-from hocket.backends.cupy.emulation.emulated_driver_driver import EmulatedDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.conformance import Outcome, run_case

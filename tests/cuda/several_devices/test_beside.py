@@ -13,7 +13,7 @@ from hocket.backends.cupy import cuda
 from hocket.backends.cupy.device.driver import Beside
 from hocket.backends.cupy.emulation import access_log as ordered
 from hocket.backends.cupy.emulation.access_log import SIDE_STREAM, AccessLogBackend, AccessLogDriver
-from hocket.backends.cupy.emulation.emulated_driver_driver import EmulatedBackend
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.backends.cupy.table import SOURCES
 from hocket.backends.reference.backend import ReferenceBackend

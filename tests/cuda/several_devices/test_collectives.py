@@ -14,7 +14,7 @@ from hocket.backends.cupy import cuda
 from hocket.backends.cupy.collectives import program_collectives as meetings
 from hocket.backends.cupy.collectives.transport import HOST_TRANSPORT
 from hocket.backends.cupy.device.driver import Source
-from hocket.backends.cupy.emulation.emulated_driver_driver import EmulatedBackend
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.kernels import collective
 from hocket.backends.cupy.table import BINDINGS, SOURCES
 from hocket.frontends.open import open_model

@@ -12,7 +12,7 @@ from hocket.backends.base import Device
 from hocket.backends.cupy import cuda
 from hocket.backends.cupy.backend import Replay
 from hocket.backends.cupy.collectives.transport import choose_transport
-from hocket.backends.cupy.emulation.emulated_driver_driver import EmulatedBackend
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.graph import Graph, input, state, weight
 from hocket.graph.errors import BackendError
 from hocket.scheduler import Executor, Pipeline, Store, in_turn, load, plan_for

@@ -7,7 +7,7 @@ import pytest
 
 from hocket.backends.cupy import cuda
 from hocket.backends.cupy.collectives import program_collectives as meetings
-from hocket.backends.cupy.emulation.emulated_driver_driver import EmulatedBackend
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.kernels import collective
 from hocket.frontends.errors import ModelError
 from hocket.frontends.open import open_model

@@ -13,7 +13,7 @@ from hocket.backends.base import BufferSpec, Instruction, Program, Tensor, conti
 from hocket.backends.board import runs_of
 from hocket.backends.cupy.collectives import program_collectives as meetings
 from hocket.backends.cupy.collectives.transport import HOST_TRANSPORT
-from hocket.backends.cupy.emulation.emulated_driver_driver import EmulatedBackend
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.kernels.collective import SIGNAL_WORDS, mark_of
 from hocket.distributed.thread_group import ThreadGroup
 from hocket.graph.dtypes import DType

@@ -14,7 +14,7 @@ from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.device.driver import CUDA, HIP, Launch, Source, text_of
 from hocket.backends.cupy.device.limits import MOST, OF_HIP
 from hocket.backends.cupy.emulation.compile_host import load_library
-from hocket.backends.cupy.emulation.emulated_driver_driver import EmulatedDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.graph.errors import BackendError
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
