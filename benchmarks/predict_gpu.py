@@ -141,7 +141,7 @@ def vector(dtype: DType, rows: int, columns: int, processors: int, asked: float 
     nbytes = rows * columns // dtype.block * dtype.block_bytes + 4 * (rows + columns)
     case = f"mul_mat(w={dtype}[{own},{columns}], x=f32[1,{columns}])"
     name = f"{dtype} {rows}×{columns}, 1 token"
-    chosen = ((emulated, "PROCESSORS", 1),)
+    chosen = ((emulated, "EMULATED_MULTIPROCESSORS", 1),)
     kernels = {"few": (rows / own, 1.0)}
     return Shape(name, case, kernels, nbytes, 2 * rows * columns, asked, chosen, 4 * columns, ahead=True)
 

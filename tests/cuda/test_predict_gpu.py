@@ -56,7 +56,7 @@ def test_what_is_predicted_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(predict_gpu, "DTYPES", ())
     known = json.loads(predict_gpu.TIMES.read_text("utf-8"))
     page = predict_gpu.TABLE.read_text("utf-8")
-    for name in ("TABLE", "TIMES", "FILE"):
+    for name in ("TABLE", "TIMES", "SPEEDS_FILE"):
         monkeypatch.setattr(predict_gpu, name, tmp_path / name)
     predict_gpu.main()
     written = json.loads((tmp_path / "TIMES").read_text("utf-8"))
@@ -64,7 +64,7 @@ def test_what_is_predicted_is_written(tmp_path, monkeypatch):
     lines = (tmp_path / "TABLE").read_text("utf-8").removeprefix(predict_gpu.HEAD).splitlines()
     assert len(lines) == len(predict_gpu.SHOWN)
     assert page.startswith(predict_gpu.HEAD)
-    speeds = json.loads((tmp_path / "FILE").read_text("utf-8"))
+    speeds = json.loads((tmp_path / "SPEEDS_FILE").read_text("utf-8"))
     assert speeds.keys() == GPUS.keys()
     for kind, of in speeds.items():
         assert of["ops"]["bandwidth"][OTHERS] == pytest.approx(

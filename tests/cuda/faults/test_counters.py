@@ -63,7 +63,7 @@ def walked(load=1, first=0, store=1, put=1, get=1, kernel=NAMES[0]):
 @pytest.mark.parametrize("kernel", NAMES)
 def test_lanes_side_by_side_cost_the_least(kernel):
     assert list_violations(walked(kernel=kernel)) == []
-    costs = {site.what: (site.requests, site.cost, site.least) for site in walked().sites}
+    costs = {site.access_kind: (site.requests, site.cost, site.minimum_cost) for site in walked().sites}
     assert costs == {
         "global load of 4 bytes": (1, 4, 4),
         "global store of 4 bytes": (1, 4, 4),
@@ -89,25 +89,25 @@ def test_lanes_side_by_side_cost_the_least(kernel):
 ], ids=str)  # fmt: skip
 def test_what_is_planted_is_counted_and_named(steps, what, cost):
     found = walked(**steps)
-    (site,) = (site for site in found.sites if site.what.startswith(what))
+    (site,) = (site for site in found.sites if site.access_kind.startswith(what))
     assert (site.requests, site.cost) == (1, cost)
-    assert any(f"a {site.what}" in why for why in list_violations(found))
+    assert any(f"a {site.access_kind}" in why for why in list_violations(found))
 
 
 @pytest.mark.parametrize("step", [2, 4, 8])
 def test_conflicts_of_wide_accesses_are_found_by_their_lower_bound(step):
-    (site,) = (s for s in walked(put=step, kernel=NAMES[1]).sites if s.what == "shared store of 8 bytes")
-    assert site.cost == 2 * step == step * site.least
+    (site,) = (s for s in walked(put=step, kernel=NAMES[1]).sites if s.access_kind == "shared store of 8 bytes")
+    assert site.cost == 2 * step == step * site.minimum_cost
 
 
 def test_lanes_that_want_the_same_number_ask_once():
-    costs = {site.what: (site.cost, site.least) for site in walked(load=0, get=0).sites}
+    costs = {site.access_kind: (site.cost, site.minimum_cost) for site in walked(load=0, get=0).sites}
     assert costs["global load of 4 bytes"] == costs["shared load of 4 bytes"] == (1, 1)
 
 
 def test_bytes_of_sectors_that_nobody_wants_are_moved():
     found = walked(load=32)
-    assert (found.moved, found.wanted) == (32 * 32 + 32 * 4, 2 * 32 * 4)
+    assert (found.sector_bytes, found.requested_bytes) == (32 * 32 + 32 * 4, 2 * 32 * 4)
 
 
 def test_what_is_allowed_is_one_line():

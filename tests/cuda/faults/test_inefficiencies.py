@@ -52,7 +52,7 @@ def launches_of(driver, case):
     backend = DriverBackend(driver)
     result = run_case(parse_case(case), backend, backend.device(0))
     assert result.outcome is Outcome.PASS, f"it is wrong, not slow: {result.why}"
-    return [*driver.found.values()]
+    return [*driver.counters.values()]
 
 
 @pytest.mark.long

@@ -150,17 +150,19 @@ def join_of(edit):
 
     def edited(launches):
         last = max(n for n, one in enumerate(launches) if one.stream == SIDE_STREAM)
-        behind = next(n for n, one in enumerate(launches) if one.behind > last)
+        behind = next(n for n, one in enumerate(launches) if one.predecessors_end > last)
         return [edit(one, n) if n == behind else one for n, one in enumerate(launches)]
 
     return edited
 
 
 MISSING = {
-    "no event where they part": fork_of(lambda one, at: replace(one, behind=0)),
-    "the event of the launch before that one": fork_of(lambda one, at: replace(one, behind=one.behind - 1)),
-    "no event where they meet": join_of(lambda one, at: replace(one, behind=0)),
-    "an event from before the sum": join_of(lambda one, at: replace(one, behind=1)),
+    "no event where they part": fork_of(lambda one, at: replace(one, predecessors_end=0)),
+    "the event of the launch before that one": fork_of(
+        lambda one, at: replace(one, predecessors_end=one.predecessors_end - 1)
+    ),
+    "no event where they meet": join_of(lambda one, at: replace(one, predecessors_end=0)),
+    "an event from before the sum": join_of(lambda one, at: replace(one, predecessors_end=1)),
 }
 
 

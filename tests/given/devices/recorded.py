@@ -53,7 +53,7 @@ def unlike_page(counted):
     for row in build_access_rows(counted):
         if row.requests > MORE * known.get((row.kernel, row.access_kind), 0):
             yield f"{row.kernel}: {row.requests} requests for a {row.access_kind}"
-    if counted.threads != threads:
-        yield f"{counted.kernel}: blocks of {counted.threads} threads in place of {threads}"
+    if counted.block_threads != threads:
+        yield f"{counted.kernel}: blocks of {counted.block_threads} threads in place of {threads}"
     if (counted.copies_in_flight or 0) < copies:
         yield f"{counted.kernel}: {counted.copies_in_flight or 0} copies under way in place of {copies}"
