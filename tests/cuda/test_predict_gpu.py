@@ -78,6 +78,7 @@ OUT_OF_REACH = {"q4_K 4096×4096, 1 token", "q8_0 4096×4096, 1 token", "bf16 40
 
 
 @pytest.mark.long(cases=1)
+@pytest.mark.nightly(cases=4)
 @needs_compiler
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_an_h200_should_take_is_what_is_predicted_of_the_kernels_of_now(name):
