@@ -32,9 +32,9 @@ OWN: Mapping[str, str] = MappingProxyType(
     {
         "cpu": "hocket.backends.cpu.backend:CpuBackend",
         "cuda": "hocket.backends.cupy.cuda:CudaBackend",
-        "cuda-emulated": "hocket.backends.cupy.emulation.emulated:EmulatedBackend",
+        "cuda-emulated": "hocket.backends.cupy.emulation.emulated_driver:EmulatedBackend",
         "hip": "hocket.backends.cupy.hip:HipBackend",
-        "hip-emulated": "hocket.backends.cupy.emulation.emulated:EmulatedHipBackend",
+        "hip-emulated": "hocket.backends.cupy.emulation.emulated_driver:EmulatedHipBackend",
         "null": "hocket.backends.null.backend:NullBackend",
         "numpy": "hocket.backends.numpy.backend:NumpyBackend",
         "reference": "hocket.backends.reference.backend:ReferenceBackend",

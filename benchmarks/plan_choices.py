@@ -21,12 +21,12 @@ from hocket.graph import Graph
 from hocket.scheduler import Plan, Use, nbytes_text, plan_for, shortage, simulate
 from hocket.scheduler.units import time_text
 
-CONTEXT = 4096
+CONTEXT_TOKENS = 4096
 MACHINES = ("h200:1", "h200:2,nvlink", "h200:4,nvlink", "h200:8,nvlink", "rtx4090:2,pcie4")
 STEPS = {
-    "decode": Step(1, 1, CONTEXT, CONTEXT, 1),
-    "a prompt of 512": Step(1, 512, CONTEXT, CONTEXT, 1),
-    "16 sequences": Step(16, 1, CONTEXT, CONTEXT, 16),
+    "decode": Step(1, 1, CONTEXT_TOKENS, CONTEXT_TOKENS, 1),
+    "a prompt of 512": Step(1, 512, CONTEXT_TOKENS, CONTEXT_TOKENS, 1),
+    "16 sequences": Step(16, 1, CONTEXT_TOKENS, CONTEXT_TOKENS, 16),
 }
 PAIRS = (
     *(("Llama-3-8B", machine) for machine in ("h200:2,nvlink", "rtx4090:2,pcie4", "cpu:4", "a100:4,ethernet")),
@@ -61,7 +61,9 @@ def planned(graph: Graph, machine: str, mode: str = "auto", devices: int | None 
 
 def use_for(model: Model, sequences: int) -> Use:
     """What a session with so many sequences would lay the model out for."""
-    return use_of(lambda n, tokens: model.graph(Step(n, tokens, CONTEXT, CONTEXT, n)), sequences, CONTEXT)
+    return use_of(
+        lambda n, tokens: model.graph(Step(n, tokens, CONTEXT_TOKENS, CONTEXT_TOKENS, n)), sequences, CONTEXT_TOKENS
+    )
 
 
 def seconds_of(plan: Plan, use: Use | None) -> float:
@@ -133,7 +135,7 @@ def main() -> None:
     from hocket.scheduler.choosing.auto import COPIED, JOINED
     from tests.given.models.large_headers import SHAPES
 
-    print(TEXT.format(context=CONTEXT, copied=COPIED, joined=JOINED), end="")
+    print(TEXT.format(context=CONTEXT_TOKENS, copied=COPIED, joined=JOINED), end="")
     with TemporaryDirectory() as folder:
         for name, write in SHAPES.items():
             print(*choices(name, write(Path(folder) / f"{name}.gguf")), sep="\n", flush=True)

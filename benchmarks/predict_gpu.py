@@ -26,14 +26,14 @@ from hocket.backends.abilities import OTHERS, Predicted, Reached
 from hocket.backends.cupy.binding.trial import tried
 from hocket.backends.cupy.device.early import FIRST_CAPABILITY
 from hocket.backends.cupy.device.limits import Limits
-from hocket.backends.cupy.emulation import emulated
-from hocket.backends.cupy.emulation.counted import Counted
+from hocket.backends.cupy.emulation import emulated_driver as emulated
+from hocket.backends.cupy.emulation.access_counters import LaunchCounters
 from hocket.backends.cupy.kernels.attention import attention
 from hocket.backends.cupy.kernels.products import packed, tiled
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net
-from hocket.backends.cupy.predicted.speeds import FILE
-from hocket.backends.cupy.predicted.times import GPUS, LATENCY, time_of
-from hocket.backends.cupy.predicted.works import work_of
+from hocket.backends.cupy.predicted_speeds import SPEEDS_FILE
+from hocket.backends.cupy.time_model.launch_time import GPUS, MEMORY_LATENCY_SECONDS, estimate_launch_time
+from hocket.backends.cupy.time_model.launch_work import estimate_launch_work
 from hocket.conformance.cases.case import parse_test_case
 from hocket.conformance.checks.case_graph import build_case_graph
 from hocket.conformance.reports.emulator_checks import collect_counters
@@ -103,7 +103,7 @@ class Shape:
     ahead: bool = False
     longer: tuple[str, float] | None = None
 
-    def counted(self, limits: Limits) -> list[tuple[Counted, ...]]:
+    def counted(self, limits: Limits) -> list[tuple[LaunchCounters, ...]]:
         """Its launches: of the case and of the longer one."""
         cases = [self.case] if self.longer is None else [self.case, self.longer[0]]
         with ExitStack() as stack:
@@ -112,21 +112,21 @@ class Shape:
             tried.cache_clear()  # it knows how much scratch was taken where others were chosen
             return list(zip(*(collect_counters([case], limits) for case in cases), strict=True))
 
-    def predicted(self, counted: Sequence[tuple[Counted, ...]], kind: str) -> Launches:
+    def predicted(self, counted: Sequence[tuple[LaunchCounters, ...]], kind: str) -> Launches:
         """How long each of its launches takes."""
         gpu, times = GPUS[kind], list[Took]()
         for launches in counted:
             name = launches[0].launch.kernel.name.partition("<")[0]
             if name not in self.times:
                 continue
-            work, *longer = (work_of(launch, gpu.arch) for launch in launches)
+            work, *longer = (estimate_launch_work(launch, gpu.arch) for launch in launches)
             if self.longer is not None:
-                work = work.extended(longer[0], self.longer[1])
-            work = work.times(*self.times[name])
-            moved = work.moved - self.common * (work.blocks - 1)
-            work = replace(work, moved=min(moved, 2 * self.nbytes))
-            time = time_of(work, gpu, cached=bool(times) and work.moved < CACHED)
-            times.append(Took(name, time.total, time.limit))
+                work = work.extrapolate(longer[0], self.longer[1])
+            work = work.multiply(*self.times[name])
+            moved = work.memory_bytes - self.common * (work.block_count - 1)
+            work = replace(work, memory_bytes=min(moved, 2 * self.nbytes))
+            time = estimate_launch_time(work, gpu, cached=bool(times) and work.memory_bytes < CACHED)
+            times.append(Took(name, time.total_seconds, time.limiting_resource))
         return times
 
     def share(self, seconds: float, kind: str) -> float:
@@ -141,7 +141,7 @@ def vector(dtype: DType, rows: int, columns: int, processors: int, asked: float 
     nbytes = rows * columns // dtype.block * dtype.block_bytes + 4 * (rows + columns)
     case = f"mul_mat(w={dtype}[{own},{columns}], x=f32[1,{columns}])"
     name = f"{dtype} {rows}×{columns}, 1 token"
-    chosen = ((emulated, "PROCESSORS", 1),)
+    chosen = ((emulated, "EMULATED_MULTIPROCESSORS", 1),)
     kernels = {"few": (rows / own, 1.0)}
     return Shape(name, case, kernels, nbytes, 2 * rows * columns, asked, chosen, 4 * columns, ahead=True)
 
@@ -267,10 +267,10 @@ def limit(times: Launches) -> str:
 
 def times_of(number: int) -> dict[str, Launches]:
     """By GPU: how long each launch of the shape of a number takes."""
-    counted: dict[tuple[str, Limits], list[tuple[Counted, ...]]] = {}
+    counted: dict[tuple[str, Limits], list[tuple[LaunchCounters, ...]]] = {}
     found = {}
     for kind, gpu in GPUS.items():
-        shape = shapes(gpu.processors)[number]
+        shape = shapes(gpu.multiprocessor_count)[number]
         if (shape.case, gpu.limits) not in counted:
             counted[shape.case, gpu.limits] = shape.counted(gpu.limits)
         found[kind] = shape.predicted(counted[shape.case, gpu.limits], kind)
@@ -283,7 +283,7 @@ def of_products(dtype: DType) -> dict[str, Reached]:
     counted = {limits: many.counted(limits) for limits in {gpu.limits for gpu in GPUS.values()}}
     found = {}
     for kind, gpu in GPUS.items():
-        one = vector(dtype, 28672, 4096, gpu.processors)
+        one = vector(dtype, 28672, 4096, gpu.multiprocessor_count)
         few, all_ = one.predicted(one.counted(gpu.limits), kind), many.predicted(counted[gpu.limits], kind)
         found[kind] = reached({str(dtype): (one, few)}, {str(dtype): (many, all_)})
     return found
@@ -316,7 +316,7 @@ def rows(shape: Shape, times: Mapping[str, Launches]) -> Iterator[str]:
         asked = f"{shape.asked:.0%}" if shape.asked and kind == "h200" else ""
         share = f"{shape.share(took, kind):.0%}"
         is_early = shape.ahead and int(GPUS[kind].arch[3:5]) >= FIRST_CAPABILITY
-        early = f"{shape.share(took - LATENCY, kind):.0%}" if is_early else ""
+        early = f"{shape.share(took - MEMORY_LATENCY_SECONDS, kind):.0%}" if is_early else ""
         yield f"| {shape.name} | {kind} | {1e6 * took:.1f} | {limits} | {share} | {early} | {asked} |"
 
 
@@ -324,11 +324,11 @@ HEAD = """# How long CUDA kernels should take
 
 Written by `python benchmarks/predict_gpu.py`. **Predicted by a model** that an H100 found wrong in part
 (`docs/first-gpu.md`): accesses counted in the emulation, instructions of NVRTC's machine code, and what data sheets say
-of a GPU (`backends/cupy/predicted/times.py`). `share` is of the data sheet's bandwidth, or of its 16-bit products where
-those take longer; `early` is that of a launch whose first loads are under way while the one before it ends, as devices
-of compute capability 9.0 allow; `asked` is what we want of an H200.  Of prompts that is 0.6 (packed weights) and 0.8
-(bf16) of the 71 % that cuBLAS is taken to reach; exact products with bf16 are twice as many, of which 37 % is asked; of
-attention it is half of the 70 % that FlashAttention-3 is taken to reach.
+of a GPU (`backends/cupy/time_model/launch_time.py`). `share` is of the data sheet's bandwidth, or of its 16-bit
+products where those take longer; `early` is that of a launch whose first loads are under way while the one before it
+ends, as devices of compute capability 9.0 allow; `asked` is what we want of an H200.  Of prompts that is 0.6 (packed
+weights) and 0.8 (bf16) of the 71 % that cuBLAS is taken to reach; exact products with bf16 are twice as many, of which
+37 % is asked; of attention it is half of the 70 % that FlashAttention-3 is taken to reach.
 
 | shape | GPU | microseconds | set by | share | early | asked |
 |---|---|---|---|---|---|---|
@@ -336,7 +336,7 @@ attention it is half of the 70 % that FlashAttention-3 is taken to reach.
 
 
 def main() -> None:
-    shown = shapes(GPUS[SHOWN[0]].processors)
+    shown = shapes(GPUS[SHOWN[0]].multiprocessor_count)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         times = list(tqdm(pool.map(times_of, range(len(shown))), total=len(shown)))
         by_dtype = list(tqdm(pool.map(of_products, DTYPES), total=len(DTYPES)))
@@ -347,7 +347,7 @@ def main() -> None:
     }
     TIMES.write_text(json.dumps(microseconds, indent=1, ensure_ascii=False) + "\n", "utf-8")
     known = {kind: asdict(Predicted(joined([of[kind] for of in by_dtype]), of_ops(both, kind))) for kind in GPUS}
-    FILE.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
+    SPEEDS_FILE.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
 
 
 def joined(parts: Sequence[Reached]) -> Reached:

@@ -185,14 +185,14 @@ def _perf(suite: Suite) -> int:
 
 def _counters(suite: Suite) -> int:
     """1 if a kernel costs more than it may."""
-    from ..backends.cupy.emulation.main_path import faults, table
+    from ..backends.cupy.emulation.access_budget import format_access_table, list_violations
     from .reports.emulator_checks import collect_counters
 
     counts = collect_counters(_emulated_cases(suite, "counters are"))
     if not counts:
         raise BackendError("these cases launch no kernel, so there is nothing to count")
-    print(table(counts))
-    return _print_faults([why for counted in counts for why in faults(counted)])
+    print(format_access_table(counts))
+    return _print_faults([why for counted in counts for why in list_violations(counted)])
 
 
 def _order(suite: Suite) -> int:
@@ -208,11 +208,11 @@ def _order(suite: Suite) -> int:
 
 def _emulated_cases(suite: Suite, what: str) -> Sequence[str]:
     """Return the texts of the given cases, or of the cases of the main path."""
-    from ..backends.cupy.emulation.main_path import CASES
+    from ..backends.cupy.emulation.access_budget import MAIN_PATH_CASES
 
     if suite.backend.partition(":")[0] != "cuda-emulated":
         raise BackendError(f"{what} of cuda-emulated, not of {suite.backend}; give --backend cuda-emulated")
-    return [str(case) for case in suite.cases()] if suite.texts or suite.op else CASES
+    return [str(case) for case in suite.cases()] if suite.texts or suite.op else MAIN_PATH_CASES
 
 
 def _print_faults(faults: Sequence[str]) -> int:

@@ -33,14 +33,14 @@ from .binding.launches import Launches
 from .binding.packing import PACKINGS, pack, padded
 from .binding.programs import Met, bound_parts, foretold, gathered
 from .binding.trial import Known, tried
+from .collectives.hang_watchdog import DeviceLostError, Memberships
+from .collectives.program_collectives import ProgramCollectives
+from .collectives.transport import choose_transport
 from .device.driver import Beside, Driver, Launch, LaunchError, Single, Step, one_by_one
 from .device.limits import MOST, Limits
 from .kernels.attention import attention
 from .kernels.products import tiled
 from .kernels.products.packed import expanded
-from .meeting.meetings import Meetings
-from .meeting.transport import transport_of
-from .meeting.watch import LostError, Memberships
 
 HALVES = (DType.F16, DType.BF16)
 PRODUCTS = frozenset(("mul_mat", "mul_mat_id"))
@@ -204,11 +204,13 @@ class DriverBackend:
 
     def overlaps(self, devices: Sequence[Device]) -> bool:
         """Of one device whether it can, of several whether they do: not where they meet through memory of the host."""
-        return self.driver.overlaps and (len(devices) == 1 or transport_of(devices, self.driver).on_devices)
+        return self.driver.overlaps and (
+            len(devices) == 1 or choose_transport(devices, self.driver).launches_collectives
+        )
 
     def meeting(self, devices: Sequence[Device]) -> str:
         """How `devices` of this backend meet, and why so."""
-        return transport_of(devices, self.driver).why
+        return choose_transport(devices, self.driver).description
 
 
 class Replay:
@@ -256,14 +258,14 @@ class Replay:
         self._launched: dict[object, Sequence[Single]] = {}
         self._alone: dict[object, Sequence[Callable[[], None]]] = {}
         self._as_asked: Callable[[NumberedCall], NumberedCall] = lambda call: call
-        self._meetings = Meetings(comm, driver, on, self._keep, memberships)
+        self._meetings = ProgramCollectives(comm, driver, on, self._keep, memberships)
         if self._meetings.is_ready:
             self._record()
         else:
             self._meetings.prepare()
 
     def _meet_first(self) -> None:
-        self._meetings.learn([part.bound for part in self._parts if isinstance(part, Met)], self._record)
+        self._meetings.exchange_addresses([part.bound for part in self._parts if isinstance(part, Met)], self._record)
 
     def _record(self) -> None:
         """Launches up to where devices meet through memory of the host are recorded together."""
@@ -313,13 +315,13 @@ class Replay:
             run_calls(self.program, self.on, map(self._as_asked, self._calls))
             if self._calls and self._meetings.may_hang:
                 self._meetings.wait()
-        except LostError as error:
+        except DeviceLostError as error:
             raise self._lost(error) from error
         except StepError as error:
             self._forget()
             if (why := error.__cause__) is not None and not isinstance(why, Exception):
                 raise why from None  # an interrupt: nobody knows how much of what was launched has run
-            if isinstance(why, LostError):
+            if isinstance(why, DeviceLostError):
                 raise self._lost(why) from why
             if not isinstance(why, LaunchError):
                 raise
@@ -331,7 +333,7 @@ class Replay:
             raise StepError(self.program.instructions[number].node, str(self.on), len(self.program.instructions), said)
         return given
 
-    def _lost(self, why: LostError) -> StepError:
+    def _lost(self, why: DeviceLostError) -> StepError:
         """Of a run that waited in vain: everything in it ended, with results of nothing."""
         self._calls, self._launched, self._alone = [], {}, {}  # graphs go before the communicator that they use
         self._forget()

@@ -38,7 +38,7 @@ from .device.limits import EVERYWHERE, Limits, limits_of
 from .device.nccl import nccl
 from .device.parcels import parcels_of
 from .device.staging import DeviceArray, Staging, told
-from .predicted.speeds import predicted
+from .predicted_speeds import load_predicted_speeds
 
 INSTALL = "pip install hocket[cuda13] (or hocket[cuda12], for drivers before 580)"
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
@@ -407,4 +407,4 @@ class CudaBackend(DriverBackend):
 
     def predicted(self, kind: str) -> Predicted | None:
         """What kernels reach on such a GPU, by a model of its time."""
-        return predicted().get(kind)
+        return load_predicted_speeds().get(kind)

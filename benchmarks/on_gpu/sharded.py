@@ -17,8 +17,8 @@ import numpy as np
 from hocket.backends.base import BufferSpec, Device, Instruction, Program, Tensor
 from hocket.backends.beside import beside
 from hocket.backends.cupy.backend import DriverBackend
+from hocket.backends.cupy.collectives.transport import choose_transport
 from hocket.backends.cupy.device.driver import Driver, Library, Step, one_by_one
-from hocket.backends.cupy.meeting.transport import transport_of
 from hocket.distributed.thread_group import ThreadGroup
 from hocket.frontends import models
 from hocket.frontends.models import Batch, Model
@@ -65,7 +65,7 @@ def drivers(bench: Bench, devices: Sequence[Device], ways: Sequence[str] = WAYS)
     """One for each way in which these devices can meet."""
     for way in ways:
         driver = Met(bench.driver.driver, way)
-        if way == WAYS[-1] or transport_of(devices, driver).on_devices:
+        if way == WAYS[-1] or choose_transport(devices, driver).launches_collectives:
             yield driver
 
 

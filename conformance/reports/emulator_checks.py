@@ -6,24 +6,24 @@ from collections.abc import Iterable
 
 from ...backends.cupy.backend import DriverBackend
 from ...backends.cupy.device.limits import MOST, Limits
-from ...backends.cupy.emulation.counted import Counted, CountingDriver
-from ...backends.cupy.emulation.order import disorder
-from ...backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
+from ...backends.cupy.emulation.access_counters import CountingDriver, LaunchCounters
+from ...backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
+from ...backends.cupy.emulation.race_detector import list_races
 from ...graph.errors import BackendError
 from ..cases.case import parse_test_case
 from ..checks.run_case import Outcome, run_case
 
 
-def collect_counters(texts: Iterable[str], limits: Limits = MOST) -> list[Counted]:
+def collect_counters(texts: Iterable[str], limits: Limits = MOST) -> list[LaunchCounters]:
     """Return the counters of each kernel of some cases, on a device with these limits.
 
     Raises:
         BackendError: a result is wrong.
     """
-    driver = CountingDriver(limits, only=1)  # of three runs of a case, the second is compared
+    driver = CountingDriver(limits, counted_run=1)  # of three runs of a case, the second is compared
     for text in texts:
         _run(text, DriverBackend(driver))
-    return list(driver.found.values())
+    return list(driver.counters.values())
 
 
 def find_races(texts: Iterable[str]) -> list[str]:
@@ -34,9 +34,9 @@ def find_races(texts: Iterable[str]) -> list[str]:
     """
     lines = []
     for text in texts:
-        driver = OrderedDriver()
-        _run(text, OrderedBackend(driver))
-        lines += [f"{text}: {pair}" for pair in disorder(driver.taken(), driver.memory)]
+        driver = AccessLogDriver()
+        _run(text, AccessLogBackend(driver))
+        lines += [f"{text}: {pair}" for pair in list_races(driver.take_log(), driver.memory)]
     return lines
 
 

@@ -24,14 +24,14 @@ from .probe_graphs import (
     PRODUCTS,
     ROWS,
     SHORT,
-    attended,
-    chain,
-    handed_on,
-    looked_back,
-    of_bytes,
-    products,
-    recurrent,
-    summed,
+    build_activation_graph,
+    build_decode_attention_graph,
+    build_launch_chain_graph,
+    build_matmul_graph,
+    build_matvec_graph,
+    build_prefill_attention_graph,
+    build_recurrence_graph,
+    build_sharded_matmul_graph,
 )
 from .reckoning import Reckoning
 
@@ -111,13 +111,18 @@ class Probes:
 
     def __init__(self, group: Group, kinds: Sequence[DType] = PROBED_DTYPES, clock: Clock | None = None) -> None:
         self.kinds, self.clock, self.devices = kinds, clock or Watch(len(group)), len(group)
-        graphs = {"launches": chain(SHORT), "values": handed_on(), "recurrence": recurrent(), "attention": attended()}
-        graphs["states"] = looked_back(READ)
+        graphs = {
+            "launches": build_launch_chain_graph(SHORT),
+            "values": build_activation_graph(),
+            "recurrence": build_recurrence_graph(),
+            "attention": build_prefill_attention_graph(),
+        }
+        graphs["states"] = build_decode_attention_graph(READ)
         for kind in kinds:
-            graphs[f"rows {kind}"] = products(kind, PRODUCTS, ROWS)
-            graphs[f"few {kind}"] = products(kind, PRODUCTS, MANY)
-            graphs[f"cached {kind}"] = of_bytes(kind, CACHED)
-            graphs[f"read {kind}"] = of_bytes(kind, READ)
+            graphs[f"rows {kind}"] = build_matmul_graph(kind, PRODUCTS, ROWS)
+            graphs[f"few {kind}"] = build_matmul_graph(kind, PRODUCTS, MANY)
+            graphs[f"cached {kind}"] = build_matvec_graph(kind, CACHED)
+            graphs[f"read {kind}"] = build_matvec_graph(kind, READ)
         self.runs = {name: [bound(plan_for(graph, [one])) for one in group] for name, graph in graphs.items()}
         sizes = {name: sum(v.spec.nbytes for v in graphs[name].weights) for name in _read_again(kinds)}
         self.again = {f"again {size}": names for size in AGAIN if (names := _up_to(size << 20, sizes))}
@@ -126,10 +131,14 @@ class Probes:
         if self.devices > 1:
             place = tuple((rf"{letter}\..*", str(device)) for letter, (_, device) in zip("ab", group, strict=False))
             for length in (SHORT, LONG):
-                self.runs[f"there {length}"] = [bound(plan_for(chain(length), group[:2], place=place))]
-                self.runs[f"here {length}"] = [bound(plan_for(chain(length), group[:1]))]
-            self.runs["sums"] = [bound(plan_for(summed(HIDDEN), group[:2], split_mode="tensor"))]
-            self.runs["summands"] = [bound(plan_for(summed(HIDDEN // 2), [one])) for one in group[:2]]
+                self.runs[f"there {length}"] = [
+                    bound(plan_for(build_launch_chain_graph(length), group[:2], place=place))
+                ]
+                self.runs[f"here {length}"] = [bound(plan_for(build_launch_chain_graph(length), group[:1]))]
+            self.runs["sums"] = [bound(plan_for(build_sharded_matmul_graph(HIDDEN), group[:2], split_mode="tensor"))]
+            self.runs["summands"] = [
+                bound(plan_for(build_sharded_matmul_graph(HIDDEN // 2), [one])) for one in group[:2]
+            ]
 
     def seconds(self) -> dict[str, float]:
         """One round: the seconds of each run, or of several one after the other, where others like it go before."""

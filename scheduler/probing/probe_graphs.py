@@ -16,12 +16,12 @@ SUMMED, HIDDEN = 256, 512
 """Numbers of a value that devices sum, and those between two products, which they deal out."""
 
 
-def of_bytes(kind: DType, nbytes: int) -> Graph:
+def build_matvec_graph(kind: DType, nbytes: int) -> Graph:
     """Products of a vector with weights of so many bytes, one at least."""
-    return products(kind, max(1, nbytes // weight("w", (WIDTH, WIDTH), kind).spec.nbytes), 1)
+    return build_matmul_graph(kind, max(1, nbytes // weight("w", (WIDTH, WIDTH), kind).spec.nbytes), 1)
 
 
-def chain(length: int) -> Graph:
+def build_launch_chain_graph(length: int) -> Graph:
     """Steps that follow each other, half of them sums of a row, half element by element."""
     x: Value = input("x", (1, length))
     for n in range(STEPS):
@@ -30,7 +30,7 @@ def chain(length: int) -> Graph:
     return Graph({"y": x})
 
 
-def handed_on() -> Graph:
+def build_activation_graph() -> Graph:
     """What layers do with the values of a prompt between products."""
     x: Value = input("x", (ROWS, WIDTH))
     for _ in range(LAYERS):
@@ -38,7 +38,7 @@ def handed_on() -> Graph:
     return Graph({"y": x})
 
 
-def products(kind: DType, number: int, rows: int) -> Graph:
+def build_matmul_graph(kind: DType, number: int, rows: int) -> Graph:
     """Products of `rows` vectors with so many weights."""
     x: Value = input("x", (rows, WIDTH))
     for n in range(number):
@@ -46,7 +46,7 @@ def products(kind: DType, number: int, rows: int) -> Graph:
     return Graph({"y": x})
 
 
-def summed(hidden: int) -> Graph:
+def build_sharded_matmul_graph(hidden: int) -> Graph:
     """Pairs of products that two devices deal out, and whose results they sum, as the layers of a model: plans have far
     more sums than messages, and these take longer, since whoever waits for one goes to sleep."""
     x: Value = input("x", (1, SUMMED))
@@ -56,7 +56,7 @@ def summed(hidden: int) -> Graph:
     return Graph({"y": x})
 
 
-def attended() -> Graph:
+def build_prefill_attention_graph() -> Graph:
     """The second half of a prompt, which sees the first: arithmetic without weights.  Keys and values are states, since
     a backend keeps those in the dtype that they have in models."""
     q = input("q", (ROWS, 8, 64))
@@ -66,7 +66,7 @@ def attended() -> Graph:
     return Graph({f"y{n}": attention(q, k, v, mask, scale=0.125 + n / 8) for n in range(PRODUCTS)})
 
 
-def looked_back(nbytes: int) -> Graph:
+def build_decode_attention_graph(nbytes: int) -> Graph:
     """A token that sees a full context in layer after layer, whose keys and values have so many bytes."""
     q: Value = input("q", (1, 8, 64))
     places = constant("places", np.array([2 * ROWS - 1], np.int32))
@@ -82,7 +82,7 @@ def _context(layer: str = "") -> tuple[Value, Value]:
     return k, v
 
 
-def recurrent() -> Graph:
+def build_recurrence_graph() -> Graph:
     """A prompt whose tokens follow each other through a state."""
     q, k, v = (input(name, (ROWS, 8, 128)) for name in "qkv")
     g, beta = input("g", (ROWS, 8, 1)), input("beta", (ROWS, 8))

@@ -12,7 +12,7 @@ import pytest
 
 from hocket.backends.cache import DAY, keep, make_room, recalled
 
-HOUR = 3600
+HOUR_SECONDS = 3600
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def aged(file: Path, hours: float, nbytes: int = 1000) -> Path:
     keep(file, bytes(nbytes - 32))
-    then = time.time() - hours * HOUR
+    then = time.time() - hours * HOUR_SECONDS
     os.utime(file, (then, then))
     return file
 
@@ -51,7 +51,7 @@ def test_the_first_thing_that_is_kept_makes_room(folder: Path, monkeypatch: pyte
 
 
 def test_what_is_read_counts_as_used(folder: Path):
-    often, never = (aged(folder / "kernels" / name, 3 * DAY / HOUR) for name in ("often", "never"))
+    often, never = (aged(folder / "kernels" / name, 3 * DAY / HOUR_SECONDS) for name in ("often", "never"))
     assert recalled(often) == bytes(968)
     make_room(folder, 1000)
     assert (often.exists(), never.exists()) == (True, False)

@@ -8,7 +8,7 @@ import pytest
 import hocket
 from hocket import DType, Graph, input, ops, state
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.emulation.emulated import EmulatedBackend
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Group, Session

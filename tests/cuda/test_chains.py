@@ -11,7 +11,7 @@ from hocket import ops
 from hocket.backends.cupy.binding import programs
 from hocket.backends.cupy.binding.packing import PACKINGS
 from hocket.backends.cupy.device.driver import Launch
-from hocket.backends.cupy.emulation.emulated import EmulatedBackend
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.graph import BackendError, DType, Graph, StepError, input, state

@@ -11,8 +11,8 @@ import pytest
 from hocket import ops
 from hocket.backends import find
 from hocket.backends.cupy import cuda, table
-from hocket.backends.cupy.emulation import building
-from hocket.backends.cupy.emulation.emulated import EmulatedBackend
+from hocket.backends.cupy.emulation import compile_host as building
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.table import BINDINGS, FAMILIES, SOURCES
 from hocket.cli import main
 from hocket.conformance import Outcome, parse_case, run_case
@@ -346,20 +346,20 @@ def test_a_cuda_device_that_is_not_there_is_explained():
 def test_a_library_is_built_once_and_again_when_it_is_damaged(tmp_path, monkeypatch):
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
     source = SOURCES[-1]
-    building.library.cache_clear()
+    building.load_library.cache_clear()
     try:
-        building.library(source)
+        building.load_library(source)
         (built,) = (tmp_path / "emulated").glob("*.so")
         before = built.stat().st_mtime_ns
-        building.library.cache_clear()
-        building.library(source)
+        building.load_library.cache_clear()
+        building.load_library(source)
         assert built.stat().st_mtime_ns == before
         other = tmp_path / "other"  # libraries that are loaded must not change under way
         monkeypatch.setenv("HOCKET_CACHE_DIR", str(other))
         (other / "emulated").mkdir(parents=True)
         (other / "emulated" / built.name).write_bytes(b"no library")
-        building.library.cache_clear()
-        building.library(source)
+        building.load_library.cache_clear()
+        building.load_library(source)
         assert (other / "emulated" / built.name).stat().st_size > 1000
     finally:
-        building.library.cache_clear()
+        building.load_library.cache_clear()

@@ -14,7 +14,7 @@ import pytest
 from hocket.backends.base import Device
 from hocket.backends.cupy import cuda, hip
 from hocket.backends.cupy.device import hiprtc, nvrtc
-from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.backends.cupy.table import SOURCES
 

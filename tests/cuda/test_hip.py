@@ -10,11 +10,11 @@ import pytest
 from hocket import ops
 from hocket.backends.base import Device
 from hocket.backends.cupy import cuda, hip
+from hocket.backends.cupy.collectives.transport import choose_transport
 from hocket.backends.cupy.device import hiprtc
 from hocket.backends.cupy.device.driver import HIP, Launch, Source
 from hocket.backends.cupy.device.limits import EVERYWHERE, OF_HIP
-from hocket.backends.cupy.emulation.emulated import EmulatedHipBackend
-from hocket.backends.cupy.meeting.transport import transport_of
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedHipBackend
 from hocket.backends.cupy.table import BINDINGS, SOURCES
 from hocket.cli import main
 from hocket.conformance import Outcome, run_case
@@ -125,9 +125,9 @@ def test_devices_meet_with_rccl(case, cupy, monkeypatch):
 
 def test_how_devices_meet_is_told(cupy):
     driver, two = hip.HipDriver(), [Device("hip", index) for index in range(2)]
-    assert transport_of(two, driver).why == "with RCCL 2.27.3: they do not reach each other's memory"
+    assert choose_transport(two, driver).description == "with RCCL 2.27.3: they do not reach each other's memory"
     parts = [Device("hip", 0, part=part) for part in range(2)]
-    assert transport_of(parts, driver).why.endswith("and RCCL joins no parts of one device")
+    assert choose_transport(parts, driver).description.endswith("and RCCL joins no parts of one device")
 
 
 @needs_compiler

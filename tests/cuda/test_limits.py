@@ -13,6 +13,7 @@ from hocket.backends.base import Device
 from hocket.backends.cupy import cuda
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import DECLARED, Launches
+from hocket.backends.cupy.collectives.hang_watchdog import HangWatchdog
 from hocket.backends.cupy.device import nvrtc
 from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.device.limits import (
@@ -25,9 +26,8 @@ from hocket.backends.cupy.device.limits import (
     Limits,
     limits_of,
 )
-from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net
-from hocket.backends.cupy.meeting.watch import Watch
 from hocket.backends.cupy.resources import recorded
 from hocket.backends.cupy.table import SOURCES
 from hocket.backends.operands import NoKernelError
@@ -196,7 +196,7 @@ def test_devices_that_reach_each_other_already_still_do(cupy):
 
 @needs_compiler
 def test_nobody_watches_a_stream_in_which_no_library_waits(cupy, monkeypatch):
-    monkeypatch.setattr(Watch, "wait", fails)
+    monkeypatch.setattr(HangWatchdog, "wait", fails)
     parts = reduced(2, (40,))
     rig = Rig(cuda.CudaBackend(), parts)
     assert all(replay._meetings.transport.library is not None for replay in rig.replays)

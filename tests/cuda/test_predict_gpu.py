@@ -10,8 +10,8 @@ import pytest
 
 from hocket.backends.abilities import OTHERS
 from hocket.backends.cupy.device import disassembly, nvrtc
-from hocket.backends.cupy.predicted.speeds import predicted
-from hocket.backends.cupy.predicted.times import GPUS
+from hocket.backends.cupy.predicted_speeds import load_predicted_speeds
+from hocket.backends.cupy.time_model.launch_time import GPUS
 
 from ..given.devices.emulation import needs_compiler
 from ..given.devices.tools import needs
@@ -56,7 +56,7 @@ def test_what_is_predicted_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(predict_gpu, "DTYPES", ())
     known = json.loads(predict_gpu.TIMES.read_text("utf-8"))
     page = predict_gpu.TABLE.read_text("utf-8")
-    for name in ("TABLE", "TIMES", "FILE"):
+    for name in ("TABLE", "TIMES", "SPEEDS_FILE"):
         monkeypatch.setattr(predict_gpu, name, tmp_path / name)
     predict_gpu.main()
     written = json.loads((tmp_path / "TIMES").read_text("utf-8"))
@@ -64,18 +64,21 @@ def test_what_is_predicted_is_written(tmp_path, monkeypatch):
     lines = (tmp_path / "TABLE").read_text("utf-8").removeprefix(predict_gpu.HEAD).splitlines()
     assert len(lines) == len(predict_gpu.SHOWN)
     assert page.startswith(predict_gpu.HEAD)
-    speeds = json.loads((tmp_path / "FILE").read_text("utf-8"))
+    speeds = json.loads((tmp_path / "SPEEDS_FILE").read_text("utf-8"))
     assert speeds.keys() == GPUS.keys()
     for kind, of in speeds.items():
-        assert of["ops"]["bandwidth"][OTHERS] == pytest.approx(predicted()[kind].ops.bandwidth[OTHERS], rel=0.1)
+        assert of["ops"]["bandwidth"][OTHERS] == pytest.approx(
+            load_predicted_speeds()[kind].ops.bandwidth[OTHERS], rel=0.1
+        )
 
 
-SHAPES = {shape.name: shape for shape in predict_gpu.shapes(GPUS["h200"].processors)}
+SHAPES = {shape.name: shape for shape in predict_gpu.shapes(GPUS["h200"].multiprocessor_count)}
 OUT_OF_REACH = {"q4_K 4096×4096, 1 token", "q8_0 4096×4096, 1 token", "bf16 4096×4096, 512 tokens"}
 """Of any kernel, by the model: docs/first-gpu.md says why."""
 
 
 @pytest.mark.long(cases=1)
+@pytest.mark.nightly(cases=4)
 @needs_compiler
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_an_h200_should_take_is_what_is_predicted_of_the_kernels_of_now(name):

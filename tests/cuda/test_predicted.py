@@ -12,13 +12,13 @@ from hocket.backends.base import Tensor
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device import disassembly, nvrtc
 from hocket.backends.cupy.device.driver import Source, text_of
-from hocket.backends.cupy.emulation.counted import CountingDriver, count
+from hocket.backends.cupy.emulation.access_counters import CountingDriver, run_counted
 from hocket.backends.cupy.kernels.products import packed, tiled
-from hocket.backends.cupy.predicted.executions import executions
-from hocket.backends.cupy.predicted.flow import flows
-from hocket.backends.cupy.predicted.speeds import predicted
-from hocket.backends.cupy.predicted.times import GPUS, Work, time_of
-from hocket.backends.cupy.predicted.works import work_of
+from hocket.backends.cupy.predicted_speeds import load_predicted_speeds
+from hocket.backends.cupy.time_model.block_counts import estimate_block_counts
+from hocket.backends.cupy.time_model.control_flow import build_control_flow_graphs
+from hocket.backends.cupy.time_model.launch_time import GPUS, LaunchWork, estimate_launch_time
+from hocket.backends.cupy.time_model.launch_work import estimate_launch_work
 from hocket.backends.operands import Operand
 from hocket.conformance.reports.emulator_checks import collect_counters
 from hocket.graph import DType, Graph, input, weight
@@ -63,11 +63,13 @@ ONE, SERIAL, CHAIN, SOME = NAMES
 
 
 def test_what_a_longer_launch_does_beyond_another_comes_as_often_as_is_said():
-    short = Work(2, 64, 99, 1024, 300.0, 10.0, 0.0, 0.0, 40.0, 500.0, 500.0, 2.0)
-    longer = replace(short, blocks=4, instructions=500.0, asked=800.0, rounds=3.0)
-    assert short.extended(longer, 0) == short
-    assert short.extended(longer, 1) == longer
-    assert short.extended(longer, 10) == replace(short, blocks=22, instructions=2300.0, asked=3500.0, rounds=12.0)
+    short = LaunchWork(2, 64, 99, 1024, 300.0, 10.0, 0.0, 0.0, 40.0, 500.0, 500.0, 2.0)
+    longer = replace(short, block_count=4, warp_instructions=500.0, cache_bytes=800.0, dependent_loads=3.0)
+    assert short.extrapolate(longer, 0) == short
+    assert short.extrapolate(longer, 1) == longer
+    assert short.extrapolate(longer, 10) == replace(
+        short, block_count=22, warp_instructions=2300.0, cache_bytes=3500.0, dependent_loads=12.0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -83,16 +85,18 @@ def launched(kernel, times, step=0):
     operands = [Operand(driver.address(m), Tensor(i, 0, (1024,), (1,), DType.F32)) for i, m in enumerate(memory)]
     launches = Launches(keep=lambda array: 0)
     launches.add(SOURCE[kernel], 1, 128, [times, step, *operands])
-    return count(launches.items[0])
+    return run_counted(launches.items[0])
 
 
 def loops(kernel, counted, arch):
     """How often blocks run that come back to themselves, with how many loads of 4 bytes each has."""
     cubin = nvrtc.compile(SOURCE[kernel].alone, arch, (*nvrtc.OPTIONS, "-lineinfo"))
-    blocks = flows(cubin.image)[cubin.lowered[kernel]]
-    ran = executions(blocks, counted.sites, 4)
-    loads = [sum(n for place, n in b.accesses.items() if not place.is_store) / 4 for b in blocks]
-    return [(n, have) for i, (n, have) in enumerate(zip(ran, loads, strict=True)) if i in blocks[i].after and n > 0]
+    blocks = build_control_flow_graphs(cubin.image)[cubin.lowered[kernel]]
+    ran = estimate_block_counts(blocks, counted.sites, 4)
+    loads = [sum(n for place, n in b.access_bytes.items() if not place.is_store) / 4 for b in blocks]
+    return [
+        (n, have) for i, (n, have) in enumerate(zip(ran, loads, strict=True)) if i in blocks[i].successors and n > 0
+    ]
 
 
 @needs_compiler
@@ -123,20 +127,20 @@ def test_a_loop_that_one_warp_of_four_enters_runs_for_it_alone(arch):
 @pytest.mark.usefixtures("_tools")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_loads_that_need_one_another_wait_for_one_another(arch):
-    apart, chain = work_of(launched(SERIAL, 32), arch), work_of(launched(CHAIN, 32), arch)
-    assert 32 <= chain.rounds <= 34
-    assert apart.rounds <= 32 / 8 + 2
+    apart, chain = estimate_launch_work(launched(SERIAL, 32), arch), estimate_launch_work(launched(CHAIN, 32), arch)
+    assert 32 <= chain.dependent_loads <= 34
+    assert apart.dependent_loads <= 32 / 8 + 2
 
 
 @needs_compiler
 @pytest.mark.usefixtures("_tools")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("case", "products"), [
-    ("mul_mat(w=q8_0[64,256], x=f32[64,256])", {"bytes": 64 * 64 * 256 / (16 * 8 * 32)}),
-    ("mul_mat(w=bf16[64,64], x=f32[64,64])", {"halves": 2 * 64 * 64 * 64 / (16 * 8 * 16)}),
+    ("mul_mat(w=q8_0[64,256], x=f32[64,256])", {"products_8bit": 64 * 64 * 256 / (16 * 8 * 32)}),
+    ("mul_mat(w=bf16[64,64], x=f32[64,64])", {"products_16bit": 2 * 64 * 64 * 64 / (16 * 8 * 16)}),
 ], ids=["packed", "dense"])  # fmt: skip
 def test_products_of_tensor_cores_are_those_of_the_arithmetic(case, products, arch):
-    works = [work_of(launch, arch) for launch in collect_counters([case])]
+    works = [estimate_launch_work(launch, arch) for launch in collect_counters([case])]
     assert {name: sum(getattr(work, name) for work in works) for name in products} == pytest.approx(products, rel=0.15)
 
 
@@ -144,8 +148,13 @@ def test_products_of_tensor_cores_are_those_of_the_arithmetic(case, products, ar
 @pytest.mark.usefixtures("_tools")
 def test_products_of_warpgroups_are_those_of_the_arithmetic(monkeypatch):
     monkeypatch.setattr(tiled, "FULL", 1)
-    works = [work_of(launch, "sm_90a") for launch in collect_counters(["mul_mat(w=bf16[256,128], x=f32[128,128])"])]
-    assert sum(work.grouped for work in works) == pytest.approx(2 * 256 * 128 * 128 / (16 * 8 * 16), rel=0.15)
+    works = [
+        estimate_launch_work(launch, "sm_90a")
+        for launch in collect_counters(["mul_mat(w=bf16[256,128], x=f32[128,128])"])
+    ]
+    assert sum(work.warpgroup_products for work in works) == pytest.approx(
+        2 * 256 * 128 * 128 / (16 * 8 * 16), rel=0.15
+    )
 
 
 @needs_compiler
@@ -153,54 +162,58 @@ def test_products_of_warpgroups_are_those_of_the_arithmetic(monkeypatch):
 def test_products_of_warpgroups_with_rows_in_registers_are_those_of_the_arithmetic():
     """And loops run as often as their products read: no more than was counted."""
     cases = (f"attention(q=f32[128,1,128], k=f16[{keys},1,128], v=f16[{keys},1,128], scale=0.1)" for keys in (256, 512))
-    short, long = (work_of(collect_counters([case])[0], "sm_90a").grouped for case in cases)
+    short, long = (estimate_launch_work(collect_counters([case])[0], "sm_90a").warpgroup_products for case in cases)
     assert long - short == pytest.approx(2 * 128 * 256 * 128 / (16 * 8 * 16), rel=0.02)
 
 
 def test_what_takes_longest_sets_the_time():
-    idle = Work(132, 128, 32, 0, *[0.0] * 8)
+    idle = LaunchWork(132, 128, 32, 0, *[0.0] * 8)
     gpu = GPUS["h200"]
-    moved = time_of(replace(idle, moved=4.32e9), gpu)
-    assert (moved.limit, moved.total) == ("memory", pytest.approx(1e-3, rel=0.01))
-    products = time_of(replace(idle, halves=132 * 4 * 1.755e9 / 6 / 1000), gpu)
-    assert (products.limit, products.total) == ("tensor cores", pytest.approx(1e-3, rel=0.01))
-    grouped = time_of(replace(idle, grouped=132 * 4 * 1.755e9 / 5 / 1000), gpu)
-    assert (grouped.limit, grouped.total) == ("tensor cores", pytest.approx(1e-3, rel=0.01))
-    loads = time_of(replace(idle, rounds=100.0), gpu)
-    assert (loads.limit, loads.total) == ("latency", pytest.approx(101 * 0.8e-6))
-    assert time_of(replace(idle, rounds=100.0), gpu, cached=True).total == pytest.approx(101 * 0.3e-6)
+    moved = estimate_launch_time(replace(idle, memory_bytes=4.32e9), gpu)
+    assert (moved.limiting_resource, moved.total_seconds) == ("memory", pytest.approx(1e-3, rel=0.01))
+    products = estimate_launch_time(replace(idle, products_16bit=132 * 4 * 1.755e9 / 6 / 1000), gpu)
+    assert (products.limiting_resource, products.total_seconds) == ("tensor cores", pytest.approx(1e-3, rel=0.01))
+    grouped = estimate_launch_time(replace(idle, warpgroup_products=132 * 4 * 1.755e9 / 5 / 1000), gpu)
+    assert (grouped.limiting_resource, grouped.total_seconds) == ("tensor cores", pytest.approx(1e-3, rel=0.01))
+    loads = estimate_launch_time(replace(idle, dependent_loads=100.0), gpu)
+    assert (loads.limiting_resource, loads.total_seconds) == ("latency", pytest.approx(101 * 0.8e-6))
+    assert estimate_launch_time(replace(idle, dependent_loads=100.0), gpu, cached=True).total_seconds == pytest.approx(
+        101 * 0.3e-6
+    )
 
 
 def test_the_processor_with_most_blocks_sets_the_time_of_instructions():
     gpu = GPUS["h200"]
-    even, uneven = (time_of(Work(blocks, 128, 32, 0, blocks * 1e6, *[0.0] * 7), gpu) for blocks in (132, 133))
-    assert even.limit == uneven.limit == "instructions"
-    assert uneven.parts["instructions"] == pytest.approx(2 * even.parts["instructions"], rel=0.2)
+    even, uneven = (
+        estimate_launch_time(LaunchWork(blocks, 128, 32, 0, blocks * 1e6, *[0.0] * 7), gpu) for blocks in (132, 133)
+    )
+    assert even.limiting_resource == uneven.limiting_resource == "instructions"
+    assert uneven.resource_seconds["instructions"] == pytest.approx(2 * even.resource_seconds["instructions"], rel=0.2)
 
 
 def test_blocks_that_follow_others_end_alone():
     gpu = GPUS["h200"]
-    once, twice = (time_of(Work(132 * n, 1024, 32, 0, *[0.0] * 7, 10.0), gpu) for n in (2, 4))
-    assert (once.ends, twice.ends) == (pytest.approx(0.8e-6), pytest.approx(4.8e-6))
+    once, twice = (estimate_launch_time(LaunchWork(132 * n, 1024, 32, 0, *[0.0] * 7, 10.0), gpu) for n in (2, 4))
+    assert (once.idle_seconds, twice.idle_seconds) == (pytest.approx(0.8e-6), pytest.approx(4.8e-6))
 
 
 def test_twice_the_blocks_do_twice_the_work():
-    work = Work(10, 128, 32, 0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
-    assert work.times(2) == Work(20, 128, 32, 0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 8.0)
-    assert work.times(1, 2) == Work(10, 128, 32, 0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0)
+    work = LaunchWork(10, 128, 32, 0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
+    assert work.multiply(2) == LaunchWork(20, 128, 32, 0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 8.0)
+    assert work.multiply(1, 2) == LaunchWork(10, 128, 32, 0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0)
 
 
 def test_a_block_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="more than a multiprocessor has"):
-        time_of(Work(1, 1024, 80, 0, *[0.0] * 8), GPUS["h200"])
+        estimate_launch_time(LaunchWork(1, 1024, 80, 0, *[0.0] * 8), GPUS["h200"])
 
 
 def test_speeds_are_below_the_data_sheet():
     own = {kind: machine for kind, machine in MACHINES.items() if not machine.like}
     of_nvidia = {kind for kind, machine in own.items() if machine.capability and machine.backend == "cuda"}
-    assert predicted().keys() == GPUS.keys() == of_nvidia
+    assert load_predicted_speeds().keys() == GPUS.keys() == of_nvidia
     limits = {"memory", "second cache", "instructions", "tensor cores", "shared memory", "latency"}
-    for kind, of in predicted().items():
+    for kind, of in load_predicted_speeds().items():
         assert set(of.products.flops) == set(of.products.bandwidth) == {*map(str, packed.BY_TYPE), "f16", "bf16", "f32"}
         assert set(of.ops.flops) < set(of.ops.bandwidth) <= {*REGISTRY, OTHERS}
         assert {"attention", "gated_delta_net", OTHERS} <= set(of.ops.bandwidth)
@@ -221,14 +234,14 @@ def test_a_plan_is_judged_by_what_its_weights_reach():
     simulation = simulate("h200:2,nvlink")
     speeds = {dtype: simulation.hardware_for(graph(dtype)) for dtype in (DType.Q4_K, DType.Q8_0)}
     for dtype, hardware in speeds.items():
-        reached = predicted()["h200"].products.bandwidth[str(dtype)]
+        reached = load_predicted_speeds()["h200"].products.bandwidth[str(dtype)]
         assert hardware.bandwidth == pytest.approx(reached, rel=1e-15)
-        assert hardware.flops == pytest.approx(predicted()["h200"].products.flops[str(dtype)], rel=1e-15)
+        assert hardware.flops == pytest.approx(load_predicted_speeds()["h200"].products.flops[str(dtype)], rel=1e-15)
         assert reached < simulation.hardware.bandwidth
         assert hardware.flops < simulation.hardware.flops
         assert hardware.link_bandwidth == simulation.hardware.link_bandwidth
     mixed = simulate("h200:1,rtx4090:1,pcie4").hardware_for(graph(DType.Q8_0))
-    assert mixed.bandwidth == predicted()["rtx4090"].products.bandwidth["q8_0"]
+    assert mixed.bandwidth == load_predicted_speeds()["rtx4090"].products.bandwidth["q8_0"]
     assert simulate("cpu:2").hardware_for(graph(DType.Q8_0)) == simulate("cpu:2").hardware
 
 
@@ -246,7 +259,7 @@ def test_an_op_without_weights_is_judged_by_what_it_reaches():
         return Graph({"y": ops.attention(input("q", (tokens, 32, 128)), *keys, scale=0.1)})
 
     simulation = simulate("h200:2,nvlink")
-    known, sheet = predicted()["h200"].ops, simulation.hardware
+    known, sheet = load_predicted_speeds()["h200"].ops, simulation.hardware
     one, many, summed = attended(1), attended(8192), Graph({"y": ops.add(*(input(n, (4096, 4096)) for n in "ab"))})
     for graph, op, part in ((one, "attention", 1), (many, "attention", 0), (summed, OTHERS, 1)):
         work = Counts().of(graph.outputs["y"].node)[part]
@@ -254,7 +267,10 @@ def test_an_op_without_weights_is_judged_by_what_it_reaches():
         assert seconds(simulation, graph) == pytest.approx(work / speed[op])
         assert seconds(simulation, graph) > work / said
     mixed = simulate("h200:1,rtx4090:1,pcie4")
-    assert mixed.hardware_for(one).op_bandwidth["attention"] == predicted()["rtx4090"].ops.bandwidth["attention"]
+    assert (
+        mixed.hardware_for(one).op_bandwidth["attention"]
+        == load_predicted_speeds()["rtx4090"].ops.bandwidth["attention"]
+    )
     assert simulate("h200:1,cpu:1,pcie4").hardware_for(one).op_flops["attention"] == MACHINES["cpu"].flops
 
 

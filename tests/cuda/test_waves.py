@@ -9,7 +9,7 @@ from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device.driver import HIP, LaunchError, text_of
-from hocket.backends.cupy.emulation.emulated import EmulatedHipDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedHipDriver
 from hocket.backends.operands import Operand
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.graph.dtypes import DType

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hocket.backends.cupy import cuda
-from hocket.backends.cupy.emulation.emulated import EmulatedBackend
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.distributed import RanksError
 from hocket.distributed.array_packets import PACKET_HEADER, pack_array, unpack_array
 from hocket.distributed.thread_group import ThreadGroup

@@ -17,7 +17,7 @@ from hocket.scheduler import CPU
 from hocket.scheduler.machines import calibrated
 from hocket.scheduler.machines.calibrated import built_in, calibrated_source, group_name, hardware_of, keep_speeds
 from hocket.scheduler.machines.speeds import Speeds
-from hocket.scheduler.probing.probe_graphs import products
+from hocket.scheduler.probing.probe_graphs import build_matmul_graph
 from hocket.scheduler.shared_speeds import shared_speeds
 
 from ..given.models.goldens import FIXTURES
@@ -25,7 +25,7 @@ from ..given.ranks.thread_link import in_threads
 
 SLOW = Speeds({"f32": 20e9}, {"f32": 0.1 + 0.2}, 3e-6, 5e9, 7e-6, 1e9, 1.25, 1.5, 2e9, 3e9, {"f32": 8e9})
 QUICK = replace(SLOW, flops={"f32": 4e9}, bandwidth={"f32": 10e9})
-GRAPH = products(DType.F32, 1, 8)
+GRAPH = build_matmul_graph(DType.F32, 1, 8)
 
 
 @pytest.fixture

@@ -36,7 +36,15 @@ from hocket.scheduler.machines.calibrated import (
 )
 from hocket.scheduler.machines.hardware import MANY, Counts, Hardware, home_of
 from hocket.scheduler.probing.calibrating import Watch, middle, speeds_of
-from hocket.scheduler.probing.probe_graphs import ROWS, STEPS, attended, chain, looked_back, products, recurrent
+from hocket.scheduler.probing.probe_graphs import (
+    ROWS,
+    STEPS,
+    build_decode_attention_graph,
+    build_launch_chain_graph,
+    build_matmul_graph,
+    build_prefill_attention_graph,
+    build_recurrence_graph,
+)
 from hocket.scheduler.telling.measured import Measured, Step
 
 from ..given.models.goldens import TINY
@@ -56,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_plans_use_the_speeds_that_were_kept_for_their_devices():
-    graph, group = products(DType.Q8_0, 1, 1), found(ONE_DEVICE)
+    graph, group = build_matmul_graph(DType.Q8_0, 1, 1), found(ONE_DEVICE)
     assert kept_plan(graph, group).hardware == CPU
     keep_speeds({group_name(group): SPEEDS})
     made = kept_plan(graph, group)
@@ -81,7 +89,7 @@ def test_virtual_devices_share_the_built_in_speeds_of_their_processors(processor
 def test_two_virtual_devices_are_not_predicted_faster_than_one():
     seconds = []
     for devices in (("cpu:0",), ("cpu:0", "cpu:1"), ("cpu:0", "cpu:1", "cpu:2")):
-        group, graph = found(Group(devices=devices)), attended()
+        group, graph = found(Group(devices=devices)), build_prefill_attention_graph()
         for mode in ("auto", "tensor", "layer"):
             made = plan_for(graph, group, split_mode=mode, hardware=hardware_of(graph, group))
             seconds.append(made.cost.total)
@@ -93,7 +101,11 @@ def test_what_reads_no_weights_has_arithmetic_of_its_own():
         Hardware(flops=1e9, bandwidth=1e15, launch=0.0, plain_flops=plain, recurrent_flops=plain / 2)
         for plain in (0.0, 1e8)
     )
-    for graph, times in ((attended(), 10), (recurrent(), 20), (products(DType.F32, 1, 8), 1)):
+    for graph, times in (
+        (build_prefill_attention_graph(), 10),
+        (build_recurrence_graph(), 20),
+        (build_matmul_graph(DType.F32, 1, 8), 1),
+    ):
         first, second = (plan_for(graph, [find("numpy:0")], hardware=h).cost.total for h in (quick, slow))
         assert second == pytest.approx(times * first, rel=0.01)
 
@@ -114,9 +126,9 @@ def test_a_plan_says_when_its_speeds_were_measured(capsys: pytest.CaptureFixture
 
 
 def test_speeds_of_several_dtypes_are_mixed_by_their_time():
-    graph = products(DType.F16, 1, 1)
+    graph = build_matmul_graph(DType.F16, 1, 1)
     assert SPEEDS.hardware(graph).bandwidth == pytest.approx(10e9), "what was not measured counts as the slowest"
-    assert SPEEDS.hardware(chain(64)).flops == 1e9, "a graph without weights"
+    assert SPEEDS.hardware(build_launch_chain_graph(64)).flops == 1e9, "a graph without weights"
 
 
 def _cut(file: Path) -> None:
@@ -145,7 +157,7 @@ IMPOSSIBLE = (
 
 @pytest.mark.parametrize("spoil", [_cut, _foreign, *(_impossible(**figures) for figures in IMPOSSIBLE)])
 def test_a_file_that_does_not_fit_is_left_aside_in_one_line(spoil, caplog: pytest.LogCaptureFixture):
-    graph, group = chain(64), found(ONE_DEVICE)
+    graph, group = build_launch_chain_graph(64), found(ONE_DEVICE)
     keep_speeds({group_name(group): SPEEDS})
     assert read_speeds(speeds_file()) == {group_name(group): SPEEDS}
     spoil(speeds_file())
@@ -210,7 +222,7 @@ def test_of_what_is_read_again_caches_hold_as_much_as_the_clock_says():
     assert {round(float(size) / 1e6): share for size, share in speeds.held.items()} == pytest.approx(
         {67: 1.0, 101: 1.0, 134: 0.0, 201: 0.0}, abs=0.03
     )
-    again = {number: speeds.hardware(products(DType.F32, number, 1)).bandwidth for number in (1, 4, 12, 64)}
+    again = {number: speeds.hardware(build_matmul_graph(DType.F32, number, 1)).bandwidth for number in (1, 4, 12, 64)}
     assert again == pytest.approx({1: 60e9, 4: 60e9, 12: 15e9, 64: 15e9}, rel=0.05)
 
 
@@ -221,7 +233,7 @@ def test_the_share_that_caches_hold_falls_with_what_is_read():
     assert [HELD.held_share(size) for size in (0, 50e6, 100e6, 150e6, 200e6)] == pytest.approx([1, 0.9, 0.8, 0.5, 0.2])
     assert HELD.held_share(400e6) == pytest.approx(0.1), "as many bytes as of what was measured"
     assert SPEEDS.held_share(1.0) == 0.0, "nothing is known of caches"
-    assert HELD.hardware(products(DType.F32, 1, 1)).bandwidth == 20e9, "no quicker than was measured"
+    assert HELD.hardware(build_matmul_graph(DType.F32, 1, 1)).bandwidth == 20e9, "no quicker than was measured"
 
 
 def test_of_a_table_rows_are_read_and_of_experts_in_the_end_all():
@@ -241,7 +253,7 @@ def test_of_a_table_rows_are_read_and_of_experts_in_the_end_all():
 
 
 def test_states_are_read_at_a_speed_of_their_own():
-    seen = looked_back(1 << 20)
+    seen = build_decode_attention_graph(1 << 20)
     speeds = replace(SPEEDS, value_bandwidth=1e15, plain_flops=1e15, launch=1e-12, state_bandwidth=2e9)
     seconds = plan_for(seen, [find("numpy:0")], hardware=speeds.hardware(seen)).cost.total
     assert seconds == pytest.approx(sum(v.spec.nbytes for v in seen.states) / 2e9, rel=0.01)
@@ -258,9 +270,9 @@ def test_measured_times_of_reading_and_arithmetic_add_up():
 
 def test_weights_are_unpacked_for_many_rows_and_in_part_for_few():
     slow = replace(KNOWN, launch=0.0, unpack_bandwidth=5e9)
-    works = [Counts().of(products(DType.F32, 1, rows).outputs["y"].node) for rows in (1, MANY // 2, MANY)]
+    works = [Counts().of(build_matmul_graph(DType.F32, 1, rows).outputs["y"].node) for rows in (1, MANY // 2, MANY)]
     longer = [slow.compute(*work) - replace(slow, unpack_bandwidth=0.0).compute(*work) for work in works]
-    nbytes = products(DType.F32, 1, 1).weights[0].spec.nbytes
+    nbytes = build_matmul_graph(DType.F32, 1, 1).weights[0].spec.nbytes
     whole = nbytes * (1 / 5e9 - 1 / 15e9)
     assert longer == pytest.approx([0.0, (MANY // 2 - 1) / (MANY - 1) * whole, whole])
 
@@ -324,7 +336,7 @@ def test_a_device_whose_fellows_wait_is_as_much_faster_as_the_clock_says():
     speeds = speeds_of(group, clock, kinds=(DType.F32,), rounds=1)
     assert (speeds.alone_flops, speeds.alone_bandwidth) == pytest.approx((2.0, 3.0), rel=0.05)
     keep_speeds({group_name(group): speeds})
-    hardware = hardware_of(products(DType.F32, 1, 1), group)
+    hardware = hardware_of(build_matmul_graph(DType.F32, 1, 1), group)
     assert (hardware.alone_flops, hardware.alone_bandwidth) == (speeds.alone_flops, speeds.alone_bandwidth)
     assert hardware.alone.bandwidth == pytest.approx(KNOWN.bandwidth, rel=0.05)
 
@@ -362,7 +374,7 @@ def test_what_cannot_be_kept_is_said(capsys: pytest.CaptureFixture[str], monkeyp
 
 
 def test_predicted_stands_beside_measured():
-    plan = plan_for(chain(64), [find("numpy:0")])
+    plan = plan_for(build_launch_chain_graph(64), [find("numpy:0")])
     steps = tuple(Step("k", 2 * plan.prices[0].of(at).seconds, 1) for at in range(STEPS))
     lines = compared(plan, 4 * plan.cost.total, Measured("run", 1, 1.0, True, (steps,)))
     assert lines[1].split()[-3:] == ["-75%", "a", "run"]

@@ -11,7 +11,7 @@ from hocket.graph import DType
 from hocket.scheduler import plan_for
 from hocket.scheduler.choosing.uses import Use
 from hocket.scheduler.machines.hardware import Hardware
-from hocket.scheduler.probing.probe_graphs import products
+from hocket.scheduler.probing.probe_graphs import build_matmul_graph
 from hocket.scheduler.stages import WORK, Stage, take_turns
 from hocket.scheduler.succession import gain
 
@@ -23,7 +23,7 @@ GROUP = [find("numpy:0"), find("numpy:1")]
 
 @pytest.mark.parametrize("rows", [1, 256])  # what waits for memory, and what waits for arithmetic
 def test_two_devices_that_share_one_processor_are_left_for_one_that_has_all_of_it(rows):
-    graph = products(DType.F32, 4, rows)
+    graph = build_matmul_graph(DType.F32, 4, rows)
     apart = plan_for(graph, GROUP, hardware=SHARED)
     assert len(apart.lanes) == 2
     worthless = replace(SHARED, alone_flops=2.0, alone_bandwidth=2.0)
@@ -48,7 +48,7 @@ def test_a_use_is_judged_by_the_device_that_has_all_to_itself():
 
 
 def test_layers_in_turn_take_what_a_device_takes_alone_and_gain_less_where_runs_follow_each_other():
-    graph = products(DType.F32, 4, 1)
+    graph = build_matmul_graph(DType.F32, 4, 1)
     plain = plan_for(graph, GROUP, hardware=SHARED, split_mode="layer")
     shared = plan_for(graph, GROUP, hardware=replace(SHARED, alone_bandwidth=2.0), split_mode="layer")
     assert shared.cost.total == pytest.approx(plain.cost.total / 2, rel=1e-3)
@@ -65,6 +65,6 @@ def test_devices_that_work_at_once_are_not_alone():
     assert take_turns([*found((0,)), send, *found((1,))], 2)
     assert not take_turns([*found((0, 1)), meeting, *found((0, 1))], 2)
     assert not take_turns(found((0,), (1,)), 2)
-    graph = products(DType.F32, 4, 1)
+    graph = build_matmul_graph(DType.F32, 4, 1)
     plan = plan_for(graph, GROUP, hardware=replace(SHARED, alone_bandwidth=2.0), split_mode="tensor")
     assert plan.cost == plan_for(graph, GROUP, hardware=SHARED, split_mode="tensor").cost

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import pytest
 
 from hocket.backends.cupy.device.driver import places
-from hocket.backends.cupy.emulation.order import disorder
-from hocket.backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
+from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.backends.cupy.kernels import sorting
 from hocket.backends.cupy.kernels.products import matmul, tiled
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net
@@ -106,11 +106,11 @@ CASES = [(file, n, case) for file, cases in REACHED.items() for case, numbers in
 
 def judged(file, case, dropped=("", 0)):
     """The result of the case, and what was in no order."""
-    driver = OrderedDriver(dropped)
-    backend = OrderedBackend(driver)
+    driver = AccessLogDriver(dropped)
+    backend = AccessLogBackend(driver)
     with by_warps() if file == "attention_short.cu" else nullcontext():
         result = run_case(parse_test_case(case), backend, backend.device(0))
-    return result, disorder(driver.taken(), driver.memory)
+    return result, list_races(driver.take_log(), driver.memory)
 
 
 @pytest.mark.long

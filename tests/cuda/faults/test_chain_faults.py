@@ -8,8 +8,8 @@ import re
 import pytest
 
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.emulation.order import disorder
-from hocket.backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
+from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.race_detector import list_races
 
 from ...given.devices.chains import CHAINS, ran, same
 from ...given.devices.emulation import PAST_END, WRONG_RESULTS, barriers, finding, needs_compiler
@@ -151,9 +151,9 @@ BARRIERS = [(file, n, chain) for file, chains in REACHED.items() for chain, numb
 
 
 def disorders(chain: str, dropped: tuple[str, int] = ("", 0)) -> list[str]:
-    driver = OrderedDriver(dropped)
-    ran(CHAINS[chain].graph(False), True, backend=OrderedBackend(driver))
-    return disorder(driver.taken(), driver.memory)
+    driver = AccessLogDriver(dropped)
+    ran(CHAINS[chain].graph(False), True, backend=AccessLogBackend(driver))
+    return list_races(driver.take_log(), driver.memory)
 
 
 @pytest.mark.long

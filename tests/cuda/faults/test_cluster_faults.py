@@ -12,10 +12,10 @@ import pytest
 from hocket import ops
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.device.driver import Launch, LaunchError
-from hocket.backends.cupy.emulation.counted import CountingDriver
-from hocket.backends.cupy.emulation.emulated import EmulatedDriver
-from hocket.backends.cupy.emulation.order import disorder
-from hocket.backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
+from hocket.backends.cupy.emulation.access_counters import CountingDriver
+from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
+from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.graph import Graph, input, weight
 from hocket.graph.dtypes import DType
@@ -129,13 +129,13 @@ def test_without_a_mistake_nothing_is_found():
 
 def disorders(*edit: str) -> list[str]:
     """Two blocks of a cluster have six stages, of which four have room."""
-    driver = Disordered(FILE, *edit) if edit else OrderedDriver()
-    backend = OrderedBackend(driver)
+    driver = Disordered(FILE, *edit) if edit else AccessLogDriver()
+    backend = AccessLogBackend(driver)
     node = ops.mul_mat(weight("w", (130, 328), DType.BF16), input("x", (130, 328)), exact=False)
     with by_clusters():
         run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {"w": np.ones((130, 328), np.uint16)})
         run.run({"x": np.ones((130, 328), np.float32)})
-    return disorder(driver.taken(), driver.memory)
+    return list_races(driver.take_log(), driver.memory)
 
 
 HIDDEN = {
@@ -169,7 +169,7 @@ def test_what_a_cluster_shares_is_asked_for_once():
         driver = CountingDriver()
         with by_clusters(), patch.object(tiled, "_cluster", lambda _, blocks=blocks: blocks):
             dense(DType.BF16, 512, 64, 256, DriverBackend(driver), is_exact=False)
-        asked[blocks] = driver.found["clusters.cu: clustered<bf16_bits, 1>"].asked
+        asked[blocks] = driver.counters["clusters.cu: clustered<bf16_bits, 1>"].block_requested_bytes
     x = 256 * 64 * 2
     assert asked[1] - asked[2] == 2 * x
     assert asked[2] - asked[4] == x

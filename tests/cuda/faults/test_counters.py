@@ -12,8 +12,8 @@ from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device.driver import Source, Span, place_of, text_of
 from hocket.backends.cupy.device.limits import limits_of
-from hocket.backends.cupy.emulation.counted import CountingDriver, count
-from hocket.backends.cupy.emulation.main_path import ALLOWED, CASES, faults
+from hocket.backends.cupy.emulation.access_budget import ACCESS_ALLOWANCES, MAIN_PATH_CASES, list_violations
+from hocket.backends.cupy.emulation.access_counters import CountingDriver, run_counted
 from hocket.backends.cupy.kernels import collective
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.backends.operands import Bound, Operand
@@ -57,13 +57,13 @@ def walked(load=1, first=0, store=1, put=1, get=1, kernel=NAMES[0]):
     operands = [Operand(driver.address(m), Tensor(i, 0, (SIZE + 1,), (1,), DType.F32)) for i, m in enumerate(memory)]
     launches = Launches(keep=lambda array: 0)
     launches.add(SOURCE[kernel], 1, 32, [load, first, store, put, get, *operands])
-    return count(launches.items[0])
+    return run_counted(launches.items[0])
 
 
 @pytest.mark.parametrize("kernel", NAMES)
 def test_lanes_side_by_side_cost_the_least(kernel):
-    assert faults(walked(kernel=kernel)) == []
-    costs = {site.what: (site.requests, site.cost, site.least) for site in walked().sites}
+    assert list_violations(walked(kernel=kernel)) == []
+    costs = {site.access_kind: (site.requests, site.cost, site.minimum_cost) for site in walked().sites}
     assert costs == {
         "global load of 4 bytes": (1, 4, 4),
         "global store of 4 bytes": (1, 4, 4),
@@ -89,47 +89,47 @@ def test_lanes_side_by_side_cost_the_least(kernel):
 ], ids=str)  # fmt: skip
 def test_what_is_planted_is_counted_and_named(steps, what, cost):
     found = walked(**steps)
-    (site,) = (site for site in found.sites if site.what.startswith(what))
+    (site,) = (site for site in found.sites if site.access_kind.startswith(what))
     assert (site.requests, site.cost) == (1, cost)
-    assert any(f"a {site.what}" in why for why in faults(found))
+    assert any(f"a {site.access_kind}" in why for why in list_violations(found))
 
 
 @pytest.mark.parametrize("step", [2, 4, 8])
 def test_conflicts_of_wide_accesses_are_found_by_their_lower_bound(step):
-    (site,) = (s for s in walked(put=step, kernel=NAMES[1]).sites if s.what == "shared store of 8 bytes")
-    assert site.cost == 2 * step == step * site.least
+    (site,) = (s for s in walked(put=step, kernel=NAMES[1]).sites if s.access_kind == "shared store of 8 bytes")
+    assert site.cost == 2 * step == step * site.minimum_cost
 
 
 def test_lanes_that_want_the_same_number_ask_once():
-    costs = {site.what: (site.cost, site.least) for site in walked(load=0, get=0).sites}
+    costs = {site.access_kind: (site.cost, site.minimum_cost) for site in walked(load=0, get=0).sites}
     assert costs["global load of 4 bytes"] == costs["shared load of 4 bytes"] == (1, 1)
 
 
 def test_bytes_of_sectors_that_nobody_wants_are_moved():
     found = walked(load=32)
-    assert (found.moved, found.wanted) == (32 * 32 + 32 * 4, 2 * 32 * 4)
+    assert (found.sector_bytes, found.requested_bytes) == (32 * 32 + 32 * 4, 2 * 32 * 4)
 
 
 def test_what_is_allowed_is_one_line():
-    for allowed in ALLOWED:
+    for allowed in ACCESS_ALLOWANCES:
         lines = place_of(allowed.file).read_text("utf-8").splitlines()
         assert sum(allowed.code in line for line in lines) == 1, f"{allowed.file}: {allowed.code}"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", MAIN_PATH_CASES)
 def test_kernels_of_the_main_path_ask_for_no_more_than_they_must(case):
     """As often as is recorded, and with as much under way; docs/add-a-cuda-kernel.md says how the page is written."""
     found = collect_counters([case])
     assert found
-    assert [why for counted in found for why in (*faults(counted), *unlike_page(counted))] == []
+    assert [why for counted in found for why in (*list_violations(counted), *unlike_page(counted))] == []
 
 
 @pytest.mark.parametrize("kernel", COUNTED)
 def test_kernels_of_chains_ask_for_no_more_than_they_must(kernel):
     driver, (graph, requests) = CountingDriver(), COUNTED[kernel]
     ran(graph(False), True, backend=DriverBackend(driver))
-    assert faults(driver.found[kernel]) == []
-    assert sum(site.requests for site in driver.found[kernel].sites) <= MORE * requests
+    assert list_violations(driver.counters[kernel]) == []
+    assert sum(site.requests for site in driver.counters[kernel].sites) <= MORE * requests
 
 
 def test_a_sum_over_devices_asks_for_no_more_than_it_must():
@@ -143,17 +143,17 @@ def test_a_sum_over_devices_asks_for_no_more_than_it_must():
     collective.bind(launches, call, collective.Group(0, room.ctypes.data, 1.0, peers))
     (launch,) = (item for item in launches.items if item.kernel.name == "sum_parts<float>")
     spans = tuple(Span(0, array.ctypes.data, array.ctypes.data + array.nbytes) for array in (x, y, sum_x, sum_y))
-    counted = count(replace(launch, spans=spans))
-    assert faults(counted) == []
-    assert counted.asked == counted.wanted == 4 * SUMMED * 4 // 2
+    counted = run_counted(replace(launch, spans=spans))
+    assert list_violations(counted) == []
+    assert counted.block_requested_bytes == counted.requested_bytes == 4 * SUMMED * 4 // 2
 
 
 def test_packed_weights_that_are_unpacked_ask_for_no_more_than_they_must(monkeypatch):
     monkeypatch.setattr(tiled, "WORTH", 1)  # one tile stands for many
     found = collect_counters(["mul_mat(w=q4_K[128,256], x=f32[128,256])"])
     assert [counted.launch.kernel.name for counted in found] == ["split_rows<bf16_bits, 1>", "tiled_packed<Q4_K>"]
-    assert [counted.under_way for counted in found] == [None, 2]
-    assert [why for counted in found for why in faults(counted)] == []
+    assert [counted.copies_in_flight for counted in found] == [None, 2]
+    assert [why for counted in found for why in list_violations(counted)] == []
 
 
 @pytest.mark.parametrize(
@@ -169,12 +169,12 @@ def test_warpgroups_ask_for_no_more_than_they_must(dtype, exact, kernel, terms, 
     monkeypatch.setattr(tiled, "FULL", 1)
     found = collect_counters([f"mul_mat(w={dtype}[256,256], x=f32[128,256], exact={exact})"])
     assert found[-1].launch.kernel.name == kernel
-    assert found[-1].under_way == 3 - terms, "shared memory has room for as many stages"
-    assert [why for counted in found for why in faults(counted)] == []
-    (read,) = (site for site in found[-1].sites if site.where.startswith("wgmma.cuh"))
+    assert found[-1].copies_in_flight == 3 - terms, "shared memory has room for as many stages"
+    assert [why for counted in found for why in list_violations(counted)] == []
+    (read,) = (site for site in found[-1].sites if site.source_line.startswith("wgmma.cuh"))
     # A product reads 64 x 16 and 256 x 16 numbers: four wavefronts for 32 lanes, wherever they lie.
     products = 256 // 16 * 2 * terms
-    assert read.cost == read.least == products * (64 + 256) * 16 * 2 // 128
+    assert read.cost == read.minimum_cost == products * (64 + 256) * 16 * 2 // 128
 
 
 @pytest.mark.parametrize(("exact", "terms"), [("true", 2), ("false", 1)])
@@ -185,11 +185,11 @@ def test_clusters_ask_for_no_more_than_they_must(exact, terms, shares):
         found = collect_counters([f"mul_mat(w=bf16[256,{columns}], x=f32[256,{columns}], exact={exact})"])
     names = [counted.launch.kernel.name for counted in found]
     assert names == [f"{kernel}<bf16_bits, {terms}>" for kernel in ("split_tiles", "clustered")]
-    assert [counted.under_way for counted in found] == [None, 3 - terms]
-    assert [why for counted in found for why in faults(counted)] == []
-    (read,) = (site for site in found[-1].sites if site.where.startswith("wgmma.cuh"))
+    assert [counted.copies_in_flight for counted in found] == [None, 3 - terms]
+    assert [why for counted in found for why in list_violations(counted)] == []
+    (read,) = (site for site in found[-1].sites if site.source_line.startswith("wgmma.cuh"))
     products = columns // 16 * 4 * terms  # 64 x 16 and 256 x 16 numbers each
-    assert read.cost == read.least == products * (64 + 256) * 16 * 2 // 128
+    assert read.cost == read.minimum_cost == products * (64 + 256) * 16 * 2 // 128
 
 
 PROMPT = "attention(q=f32[32,4,128], k=bf16[128,1,128], v=bf16[128,1,128], scale=0.1)"
@@ -198,29 +198,29 @@ PROMPT = "attention(q=f32[32,4,128], k=bf16[128,1,128], v=bf16[128,1,128], scale
 def test_attention_by_warpgroups_reads_no_more_than_it_must():
     (found,) = collect_counters([PROMPT])
     assert found.launch.kernel.name == "attend_warpgroups<bf16_bits, 128, 128, 128, 8>"
-    read = [site for site in found.sites if site.where.startswith("wgmma.cuh")]
+    read = [site for site in found.sites if site.source_line.startswith("wgmma.cuh")]
     # Of each warpgroup: scores, 64 x 16 and 128 x 16 numbers eight times; sums, whose weights are in registers.
     numbers = 2 * 8 * ((64 + 128) * 16 + 128 * 16)
-    assert sum(site.cost for site in read) == sum(site.least for site in read) == numbers * 2 // 128
+    assert sum(site.cost for site in read) == sum(site.minimum_cost for site in read) == numbers * 2 // 128
 
 
 def test_attention_by_single_warps_asks_for_no_more_than_it_must():
     with by_warps():
         (found,) = collect_counters([PROMPT])
     assert found.launch.kernel.name == "attend_short<bf16_bits, 128, 128, 64, 2, 8, false>"
-    assert (faults(found), found.under_way) == ([], 1)
+    assert (list_violations(found), found.copies_in_flight) == ([], 1)
 
 
 def test_a_delta_net_that_is_scanned_without_clusters_asks_for_no_more_than_it_must():
-    (case,) = (case for case in CASES if case.startswith("gated_delta_net(q=f32[70"))
+    (case,) = (case for case in MAIN_PATH_CASES if case.startswith("gated_delta_net(q=f32[70"))
     prepare, scan = collect_counters([case], limits_of("80"))
     assert scan.launch.kernel.name == "delta_scan<64, 32, 16, false, true>"
-    assert [why for counted in (prepare, scan) for why in faults(counted)] == []
-    assert (prepare.under_way, scan.under_way) == (None, 1)
+    assert [why for counted in (prepare, scan) for why in list_violations(counted)] == []
+    assert (prepare.copies_in_flight, scan.copies_in_flight) == (None, 1)
 
 
 def test_what_is_allowed_has_a_reason():
-    assert all(a.times > 1 and a.why for a in ALLOWED)
+    assert all(a.max_ratio > 1 and a.reason for a in ACCESS_ALLOWANCES)
 
 
 def test_the_command_prints_the_table(capsys):

@@ -10,8 +10,8 @@ import pytest
 
 from hocket.backends.cupy.device.driver import LaunchError
 from hocket.backends.cupy.device.limits import MOST, Limits, limits_of
-from hocket.backends.cupy.emulation.order import disorder
-from hocket.backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
+from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case
@@ -308,9 +308,9 @@ PROMPT = (
 def test_what_blocks_of_a_cluster_share_is_in_order(name: str | None, monkeypatch):
     """Numbers are right without: blocks are never far from each other."""
     monkeypatch.setattr(binding, "BLOCKS", 2)
-    driver = Disordered(CLUSTERS, *HIDDEN[name]) if name else OrderedDriver()
-    backend = OrderedBackend(driver)
+    driver = Disordered(CLUSTERS, *HIDDEN[name]) if name else AccessLogDriver()
+    backend = AccessLogBackend(driver)
     assert run_case(parse_test_case(PROMPT), backend, backend.device(0)).outcome is Outcome.PASS
-    pairs = disorder(driver.taken(), driver.memory)
+    pairs = list_races(driver.take_log(), driver.memory)
     assert bool(pairs) == bool(name)
     assert all("cluster.cuh:" in pair or "clusters.cu:" in pair for pair in pairs)

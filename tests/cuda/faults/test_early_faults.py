@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.cupy.emulation.order import disorder
-from hocket.backends.cupy.emulation.ordered import OrderedBackend
+from hocket.backends.cupy.emulation.access_log import AccessLogBackend
+from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import StepError
 from hocket.scheduler import load, plan_for
@@ -26,18 +26,18 @@ def faults_of(edit=list):
     hidden = ops.rms_norm(ops.mul_mat(packed, ops.exp(input("x", (1, 256)))), eps=1e-6)
     graph = Graph({"y": ops.rms_norm(ops.mul_mat(plain, hidden), eps=1e-6)})
     driver = EditedDriver(edit)
-    backend = OrderedBackend(driver)
+    backend = AccessLogBackend(driver)
     weights = {
         "packed": random_rows(DType.Q4_0, 640, 256, RNG),
         "plain": RNG.standard_normal((100, 640)).astype(np.float32),
     }
     run = load(plan_for(graph, [(backend, backend.device(0))]), weights)
     run.run({"x": RNG.standard_normal((1, 256)).astype(np.float32)})
-    log = driver.taken()
+    log = driver.take_log()
     assert [ran.kernel.partition(":")[0] for ran in log] == [
         *("elementwise.cu", "packed_few.cu", "rows.cu", "dense.cu", "rows.cu")
     ]
-    return disorder(log, driver.memory)
+    return list_races(log, driver.memory)
 
 
 def test_launches_that_begin_early_are_in_order():

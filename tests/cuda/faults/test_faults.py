@@ -12,7 +12,7 @@ from hocket.backends.base import Tensor
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device.driver import LaunchError, text_of
-from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.operands import NoKernelError, Operand
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.generate_cases import quick_cases

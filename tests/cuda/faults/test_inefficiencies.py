@@ -11,8 +11,8 @@ import pytest
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding import programs
 from hocket.backends.cupy.device import disassembly, nvrtc
-from hocket.backends.cupy.emulation.counted import CountingDriver
-from hocket.backends.cupy.emulation.main_path import CASES, faults
+from hocket.backends.cupy.emulation.access_budget import MAIN_PATH_CASES, list_violations
+from hocket.backends.cupy.emulation.access_counters import CountingDriver
 from hocket.backends.cupy.kernels import elementwise
 from hocket.backends.cupy.resources import measured, recorded
 from hocket.backends.cupy.table import FUSED, SOURCES
@@ -52,7 +52,7 @@ def launches_of(driver, case):
     backend = DriverBackend(driver)
     result = run_case(parse_case(case), backend, backend.device(0))
     assert result.outcome is Outcome.PASS, f"it is wrong, not slow: {result.why}"
-    return [*driver.found.values()]
+    return [*driver.counters.values()]
 
 
 @pytest.mark.long
@@ -60,12 +60,12 @@ def launches_of(driver, case):
 @pytest.mark.parametrize("what", ASKED)
 def test_what_is_asked_of_memory_in_vain_is_counted(what):
     file, good, bad, case = ASKED[what]
-    assert case in CASES, "nobody counts that unless it is planted"
+    assert case in MAIN_PATH_CASES, "nobody counts that unless it is planted"
     assert good.count("\n") == bad.count("\n"), "what is allowed is found by the lines"
     is_recorded = what not in BY_WARPS
     with nullcontext() if is_recorded else by_warps():
         counted = launches_of(Planting(file, good, bad), case)
-    assert [why for of in counted for why in faults(of)] + [
+    assert [why for of in counted for why in list_violations(of)] + [
         why for of in counted * is_recorded for why in unlike_page(of)
     ]
 
@@ -78,7 +78,7 @@ def test_tiles_of_keys_that_come_one_at_a_time_are_counted():
         planting = Planting("attention_short.cu", "cp_async_wait<STAGES - 2>", "cp_async_wait<0>")
         (planted,) = launches_of(planting, NARROW)
         (plain,) = launches_of(CountingDriver(), NARROW)
-    assert (planted.under_way, plain.under_way) == (1, 2)
+    assert (planted.copies_in_flight, plain.copies_in_flight) == (1, 2)
 
 
 @pytest.mark.long

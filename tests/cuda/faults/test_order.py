@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.cupy.emulation import main_path
-from hocket.backends.cupy.emulation.order import disorder
-from hocket.backends.cupy.emulation.ordered import OrderedBackend, OrderedDriver
+from hocket.backends.cupy.collectives import program_collectives as meetings
+from hocket.backends.cupy.emulation import access_budget as main_path
+from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.backends.cupy.kernels.collective import MOST_DEVICES, PUSHED
-from hocket.backends.cupy.meeting import meetings
 from hocket.cli import main
 from hocket.conformance.reports.emulator_checks import find_races
 from hocket.graph import DType, Graph, input, weight
@@ -43,7 +43,7 @@ PARTS = {
 @pytest.fixture
 def narrow(monkeypatch):
     """Sums go over the wire in 16 bits, where they may, however small."""
-    monkeypatch.setattr(meetings, "NARROW_FROM", 1)
+    monkeypatch.setattr(meetings, "MIN_NARROW_ELEMENTS", 1)
 
 
 class SeenError(Exception):
@@ -55,7 +55,7 @@ def faults_of(case, n, edit=list, *, dropped=("", 0), runs=1, times=1):
     other, as those of a team do."""
     driver = EditedDriver(edit, dropped)
     wire, parts = DType.BF16 if case == "narrow" else DType.F32, PARTS[case](n)
-    rig = Rig(OrderedBackend(driver), parts, wire=wire, everybody=n + (times > 1))
+    rig = Rig(AccessLogBackend(driver), parts, wire=wire, everybody=n + (times > 1))
     faults = []
     for _ in range(runs):
         try:
@@ -64,7 +64,7 @@ def faults_of(case, n, edit=list, *, dropped=("", 0), runs=1, times=1):
             if any("at another one" in str(failure) for _, failure in rig.failures):
                 raise SeenError from why
             raise
-        faults += disorder(driver.taken(), driver.memory)
+        faults += list_races(driver.take_log(), driver.memory)
     return faults
 
 
@@ -91,8 +91,8 @@ def test_a_graph_on_two_devices_is_in_order():
     for layer in range(2):
         hidden = ops.silu(ops.mul_mat(weight(f"up{layer}", (12, 8)), x))
         x = ops.add(x, ops.mul_mat(weight(f"down{layer}", (8, 12)), hidden))
-    graph, driver = Graph({"y": x}), OrderedDriver()
-    backend = OrderedBackend(driver)
+    graph, driver = Graph({"y": x}), AccessLogDriver()
+    backend = AccessLogBackend(driver)
     group = [(backend, backend.device(d)) for d in range(2)]
     values = {v.node.name: rng.standard_normal(v.shape).astype(np.float32) for v in graph.weights}
     run = load(
@@ -102,12 +102,12 @@ def test_a_graph_on_two_devices_is_in_order():
     assert any(i.op in COLLECTIVES for i in run.plan.lanes[0].program.instructions)
     for _ in range(2):
         run.run({"x": rng.standard_normal((5, 8)).astype(np.float32)})
-        log = driver.taken()
+        log = driver.take_log()
         assert len({ran.device for ran in log}) == 2
-        assert disorder(log, driver.memory) == []
+        assert list_races(log, driver.memory) == []
 
 
-@pytest.mark.parametrize("case", main_path.CASES)
+@pytest.mark.parametrize("case", main_path.MAIN_PATH_CASES)
 def test_threads_of_kernels_of_the_main_path_are_in_order(case):
     assert find_races([case]) == []
 

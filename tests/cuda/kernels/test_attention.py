@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend, EmulatedDriver
 from hocket.backends.cupy.kernels.attention import attention as binding
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case

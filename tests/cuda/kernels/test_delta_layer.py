@@ -10,8 +10,8 @@ import pytest
 
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device.driver import LaunchError
-from hocket.backends.cupy.emulation.counted import count
-from hocket.backends.cupy.emulation.main_path import faults
+from hocket.backends.cupy.emulation.access_budget import list_violations
+from hocket.backends.cupy.emulation.access_counters import run_counted
 from hocket.backends.cupy.kernels.recurrent.short_convolution import Layer, Made, launch_gated_norm, launch_inputs
 
 from ...given.devices.delta_launches import NOTHING, ORDERS, aligned, operand, run, worst
@@ -103,7 +103,7 @@ def test_the_rows_that_a_convolution_keeps_take_the_place_of_the_old_ones(tokens
 def test_inputs_ask_memory_for_no_more_than_they_must():
     held = parts(128, 2, 4, 1, 1)  # the launch knows addresses alone
     (launch,), _ = bind_inputs(held)
-    assert faults(count(launch)) == []
+    assert list_violations(run_counted(launch)) == []
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])

@@ -8,7 +8,7 @@ import pytest
 from hocket import Graph, input, load, ops, plan
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.device.driver import text_of
-from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels import elementwise
 from hocket.backends.cupy.kernels.elementwise import ELEMENTS, LARGE, THREADS, spread
 from hocket.conformance import Outcome, parse_case, run_case

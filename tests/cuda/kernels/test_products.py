@@ -7,7 +7,7 @@ import pytest
 
 from hocket import ops
 from hocket.backends.cupy.binding.packing import PACKINGS, pack, padded
-from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend, EmulatedDriver
 from hocket.graph import Graph, Spec, input, weight
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.conformance import Outcome, parse_case, run_case
 
 from ...given.devices.emulation import WRONG_RESULTS, finding, needs_compiler

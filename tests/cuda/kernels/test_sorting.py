@@ -11,7 +11,7 @@ import pytest
 
 from hocket import ops
 from hocket.backends.cupy.backend import DriverBackend
-from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels.sorting import LONGEST, TILE, rounds
 from hocket.graph import Graph, input
 from hocket.scheduler import load, plan_for

@@ -12,7 +12,7 @@ from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.binding.packing import PACKINGS
 from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.device.limits import KIB, MOST, Limits, limits_of
-from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend, EmulatedDriver
 from hocket.backends.cupy.kernels.elementwise import TYPES
 from hocket.backends.cupy.kernels.products import tiled
 from hocket.backends.operands import Operand

@@ -11,7 +11,7 @@ from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.packing import PACKINGS
 from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.device.limits import limits_of
-from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels.products import matmul, tiled
 from hocket.backends.operands import Operand
 from hocket.conformance import Outcome, run_case

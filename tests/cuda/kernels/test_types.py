@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hocket import ops
-from hocket.backends.cupy.emulation.emulated import EmulatedBackend
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.conformance import Outcome, parse_case, run_case
 from hocket.graph import DType, Graph, input, state, weight
 from hocket.ops.quantisation import encode_array

@@ -11,10 +11,10 @@ import pytest
 from hocket.backends.abilities import overlaps
 from hocket.backends.cupy import cuda
 from hocket.backends.cupy.device.driver import Beside
-from hocket.backends.cupy.emulation import ordered
-from hocket.backends.cupy.emulation.emulated import EmulatedBackend
-from hocket.backends.cupy.emulation.order import disorder
-from hocket.backends.cupy.emulation.ordered import SIDE, OrderedBackend, OrderedDriver
+from hocket.backends.cupy.emulation import access_log as ordered
+from hocket.backends.cupy.emulation.access_log import SIDE_STREAM, AccessLogBackend, AccessLogDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
+from hocket.backends.cupy.emulation.race_detector import list_races
 from hocket.backends.cupy.table import SOURCES
 from hocket.backends.reference.backend import ReferenceBackend
 from hocket.graph.errors import BackendError
@@ -122,12 +122,12 @@ def test_devices_of_two_backends_hide_nothing():
 
 
 def disorders():
-    driver = OrderedDriver()
-    _, run = running(OrderedBackend(driver))
+    driver = AccessLogDriver()
+    _, run = running(AccessLogBackend(driver))
     faults = []
     for _ in range(2):
         run()
-        faults += disorder(driver.taken(), driver.memory)
+        faults += list_races(driver.take_log(), driver.memory)
     return faults
 
 
@@ -139,7 +139,7 @@ def fork_of(edit):
     """The first launch of the collective that is at the side."""
 
     def edited(launches):
-        first = next(n for n, one in enumerate(launches) if one.stream == SIDE)
+        first = next(n for n, one in enumerate(launches) if one.stream == SIDE_STREAM)
         return [edit(one, n) if n == first else one for n, one in enumerate(launches)]
 
     return edited
@@ -149,26 +149,28 @@ def join_of(edit):
     """The first launch behind both."""
 
     def edited(launches):
-        last = max(n for n, one in enumerate(launches) if one.stream == SIDE)
-        behind = next(n for n, one in enumerate(launches) if one.behind > last)
+        last = max(n for n, one in enumerate(launches) if one.stream == SIDE_STREAM)
+        behind = next(n for n, one in enumerate(launches) if one.predecessors_end > last)
         return [edit(one, n) if n == behind else one for n, one in enumerate(launches)]
 
     return edited
 
 
 MISSING = {
-    "no event where they part": fork_of(lambda one, at: replace(one, behind=0)),
-    "the event of the launch before that one": fork_of(lambda one, at: replace(one, behind=one.behind - 1)),
-    "no event where they meet": join_of(lambda one, at: replace(one, behind=0)),
-    "an event from before the sum": join_of(lambda one, at: replace(one, behind=1)),
+    "no event where they part": fork_of(lambda one, at: replace(one, predecessors_end=0)),
+    "the event of the launch before that one": fork_of(
+        lambda one, at: replace(one, predecessors_end=one.predecessors_end - 1)
+    ),
+    "no event where they meet": join_of(lambda one, at: replace(one, predecessors_end=0)),
+    "an event from before the sum": join_of(lambda one, at: replace(one, predecessors_end=1)),
 }
 
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("what", MISSING)
 def test_an_event_that_is_missing_or_wrong_leaves_accesses_in_no_order(what, monkeypatch):
-    queued = ordered.queued
-    monkeypatch.setattr(ordered, "queued", lambda steps: MISSING[what](queued(steps)))
+    queued = ordered.queue_launches
+    monkeypatch.setattr(ordered, "queue_launches", lambda steps: MISSING[what](queued(steps)))
     assert disorders()
 
 

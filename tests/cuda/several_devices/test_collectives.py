@@ -11,11 +11,11 @@ import pytest
 
 from hocket import ops
 from hocket.backends.cupy import cuda
+from hocket.backends.cupy.collectives import program_collectives as meetings
+from hocket.backends.cupy.collectives.transport import HOST_TRANSPORT
 from hocket.backends.cupy.device.driver import Source
-from hocket.backends.cupy.emulation.emulated import EmulatedBackend
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.kernels import collective
-from hocket.backends.cupy.meeting import meetings
-from hocket.backends.cupy.meeting.transport import THROUGH_HOST
 from hocket.backends.cupy.table import BINDINGS, SOURCES
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
@@ -187,7 +187,7 @@ def test_a_random_graph_cut_wherever_it_can_be_gives_the_bits_of_the_host(seed, 
         return [{name: out.tobytes() for name, out in run.run(feed).items()} for _ in range(3)]
 
     over_peers = outputs()
-    monkeypatch.setattr(meetings, "transport_for", lambda comm, driver: THROUGH_HOST)
+    monkeypatch.setattr(meetings, "choose_group_transport", lambda comm, driver: HOST_TRANSPORT)
     assert over_peers == outputs()
 
 
@@ -202,7 +202,7 @@ def test_a_model_split_over_two_devices_gives_the_bits_of_the_host(name, monkeyp
         return [session.evaluate([part])[0].tobytes() for part in (tokens[:4], tokens[4:5], tokens[5:])]
 
     over_peers = logits()
-    monkeypatch.setattr(meetings, "transport_for", lambda comm, driver: THROUGH_HOST)
+    monkeypatch.setattr(meetings, "choose_group_transport", lambda comm, driver: HOST_TRANSPORT)
     assert over_peers == logits()
 
 

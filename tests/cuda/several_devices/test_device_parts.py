@@ -108,7 +108,7 @@ def test_parts_of_one_gpu_meet_through_the_host(case, backend, monkeypatch):
     for _ in range(2):
         same(rig.run(), through_the_host(monkeypatch, parts))
     assert not backend.driver.are_peers(rig.meeting.devices)
-    assert not any(replay._meetings.transport.on_devices for replay in rig.replays)
+    assert not any(replay._meetings.transport.launches_collectives for replay in rig.replays)
     assert backend.driver.stream(rig.meeting.devices[0]) is not backend.driver.stream(rig.meeting.devices[1])
     del rig
     gc.collect()

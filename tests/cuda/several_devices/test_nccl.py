@@ -13,8 +13,9 @@ import pytest
 from hocket import ops
 from hocket.backends.base import Device
 from hocket.backends.cupy import cuda
-from hocket.backends.cupy.meeting import transport, watch
-from hocket.backends.cupy.meeting.transport import transport_of
+from hocket.backends.cupy.collectives import hang_watchdog as watch
+from hocket.backends.cupy.collectives import transport
+from hocket.backends.cupy.collectives.transport import choose_transport
 from hocket.graph import Graph, input, state, weight
 from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for
@@ -31,13 +32,13 @@ pytestmark = needs_compiler
 @pytest.fixture(autouse=True)
 def _time_to_give_up(monkeypatch):
     """Patience is for devices that do not come: whoever gives up has an hour to do so."""
-    give_up = watch.Watch._give_up
+    give_up = watch.HangWatchdog._abort
 
     def without_haste(self):
         self.comm.timeout = HOUR
         give_up(self)
 
-    monkeypatch.setattr(watch.Watch, "_give_up", without_haste)
+    monkeypatch.setattr(watch.HangWatchdog, "_abort", without_haste)
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def joined(monkeypatch):
 @pytest.fixture
 def both(monkeypatch):
     """The same where they reach each other's memory, too, and what is large is so soon."""
-    monkeypatch.setattr(transport, "LIBRARY_FROM", 1024)
+    monkeypatch.setattr(transport, "MIN_LIBRARY_BYTES", 1024)
     yield backend_of(monkeypatch, are_peers=True)
     cuda._module.cache_clear()
 
@@ -254,7 +255,7 @@ def test_what_nccl_notes_of_itself_ends_the_run(joined, monkeypatch):
 def test_a_communicator_that_others_do_not_join_is_an_error_in_time(joined):
     joins = threading.Event()
     with pytest.raises(BackendError, match=r"NCCL 2\.27\.3, joining: it did not end within 0\.1 s"):
-        watch.within(0.1, joins.wait, "NCCL 2.27.3, joining")
+        watch.call_with_timeout(0.1, joins.wait, "NCCL 2.27.3, joining")
     joins.set()
 
 
@@ -287,7 +288,7 @@ def test_a_device_that_comes_too_late_leaves_the_states_as_they_were(joined):
 
 
 def words(backend, names=((0, None), (1, None))):
-    return transport_of([Device("cuda", index, part=part) for index, part in names], backend.driver).why
+    return choose_transport([Device("cuda", index, part=part) for index, part in names], backend.driver).description
 
 
 def test_the_way_devices_meet_is_said_with_its_reason(monkeypatch):

@@ -11,8 +11,8 @@ from hocket import ops
 from hocket.backends.base import Device
 from hocket.backends.cupy import cuda
 from hocket.backends.cupy.backend import Replay
-from hocket.backends.cupy.emulation.emulated import EmulatedBackend
-from hocket.backends.cupy.meeting.transport import transport_of
+from hocket.backends.cupy.collectives.transport import choose_transport
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.graph import Graph, input, state, weight
 from hocket.graph.errors import BackendError
 from hocket.scheduler import Executor, Pipeline, Store, in_turn, load, plan_for
@@ -130,6 +130,6 @@ def test_teams_meet_on_their_devices_and_letters_between_them_go_through_the_hos
 
 def test_what_devices_of_several_processes_cannot_do_is_said():
     two = [Device("cuda-emulated", 0, rank=rank) for rank in (0, 1)]
-    assert transport_of(two, EmulatedBackend().driver).why == (
+    assert choose_transport(two, EmulatedBackend().driver).description == (
         "through memory of the host: they are of several processes, and emulated devices need no library"
     )

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hocket.backends.cupy import cuda
-from hocket.backends.cupy.emulation.emulated import EmulatedBackend
+from hocket.backends.cupy.collectives import program_collectives as meetings
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.kernels import collective
-from hocket.backends.cupy.meeting import meetings
 from hocket.frontends.errors import ModelError
 from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
@@ -27,11 +27,11 @@ LEAST = 64
 
 @pytest.fixture(params=["peers", "nccl", "both"])
 def backend(request, monkeypatch):
-    monkeypatch.setattr(meetings, "NARROW_FROM", LEAST)
+    monkeypatch.setattr(meetings, "MIN_NARROW_ELEMENTS", LEAST)
     if request.param == "peers":
         yield EmulatedBackend()
     else:
-        monkeypatch.setattr("hocket.backends.cupy.meeting.transport.LIBRARY_FROM", 1024)
+        monkeypatch.setattr("hocket.backends.cupy.collectives.transport.MIN_LIBRARY_BYTES", 1024)
         yield backend_of(monkeypatch, are_peers=request.param == "both")[0]
         cuda._module.cache_clear()
 
@@ -57,7 +57,7 @@ def test_a_large_sum_is_off_by_no_more_than_is_said_and_the_same_on_all(n, inpla
 
 
 def test_over_peer_addresses_only_terms_and_their_sum_are_rounded(monkeypatch):
-    monkeypatch.setattr(meetings, "NARROW_FROM", LEAST)
+    monkeypatch.setattr(meetings, "MIN_NARROW_ELEMENTS", LEAST)
     parts = reduced(3, (5, 201))
     a, b, c = (rounded(own[0].source) for own in parts)
     same([Rig(EmulatedBackend(), parts, wire=DType.BF16).run()[0]], [[rounded(a + b + c)]])
@@ -100,7 +100,7 @@ def test_a_fault_that_is_planted_in_rounded_sums_is_found(name, monkeypatch):
 
 
 def test_a_lost_device_leaves_no_result_of_a_rounded_sum(monkeypatch):
-    monkeypatch.setattr(meetings, "NARROW_FROM", LEAST)
+    monkeypatch.setattr(meetings, "MIN_NARROW_ELEMENTS", LEAST)
     rig = Rig(EmulatedBackend(), reduced(2, (999,)), wire=DType.BF16)
     right = rig.run()
     targets = [rig.backend.view(rig.buffers[rank][0], rig.tensors[rank][0][1]) for rank in range(2)]
@@ -114,7 +114,7 @@ def test_a_lost_device_leaves_no_result_of_a_rounded_sum(monkeypatch):
 
 @pytest.mark.long
 def test_a_model_keeps_its_tokens_with_rounded_sums_and_exact_ones_are_refused(monkeypatch):
-    monkeypatch.setattr(meetings, "NARROW_FROM", LEAST)
+    monkeypatch.setattr(meetings, "MIN_NARROW_ELEMENTS", LEAST)
     devices = ("cuda-emulated:0", "cuda-emulated:1")
 
     def logits(wire):

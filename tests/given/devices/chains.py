@@ -13,7 +13,7 @@ from hocket import ops
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding import programs
 from hocket.backends.cupy.device.driver import Launch
-from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.graph import DType, Graph, Value, input, state, weight
 from hocket.scheduler import load, plan_for
 

@@ -11,7 +11,7 @@ from hocket.backends.base import Tensor
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.device.driver import Launch
 from hocket.backends.cupy.device.limits import MOST, Limits
-from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 from hocket.backends.operands import Bound, Operand
 from hocket.graph.dtypes import DType

@@ -11,10 +11,10 @@ import numpy as np
 
 from hocket.backends.base import BufferSpec, Instruction, Program, Tensor, contiguous_strides
 from hocket.backends.board import runs_of
-from hocket.backends.cupy.emulation.emulated import EmulatedBackend
+from hocket.backends.cupy.collectives import program_collectives as meetings
+from hocket.backends.cupy.collectives.transport import HOST_TRANSPORT
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend
 from hocket.backends.cupy.kernels.collective import SIGNAL_WORDS, mark_of
-from hocket.backends.cupy.meeting import meetings
-from hocket.backends.cupy.meeting.transport import THROUGH_HOST
 from hocket.distributed.thread_group import ThreadGroup
 from hocket.graph.dtypes import DType
 
@@ -244,7 +244,7 @@ CASES = {
 
 def through_the_host(monkeypatch, parts):
     with monkeypatch.context() as patched:
-        patched.setattr(meetings, "transport_for", lambda comm, driver: THROUGH_HOST)
+        patched.setattr(meetings, "choose_group_transport", lambda comm, driver: HOST_TRANSPORT)
         rig = Rig(EmulatedBackend(), parts)
     return rig.run()
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from hocket.backends.base import Device
 from hocket.backends.cupy.device.driver import Launch
-from hocket.backends.cupy.emulation.ordered import OrderedDriver
+from hocket.backends.cupy.emulation.access_log import AccessLogDriver
 
 from .emulation import with_fault
 
 
-class Disordered(OrderedDriver):
+class Disordered(AccessLogDriver):
     """Notes the accesses of kernels that see a file in which `bad` stands for `good`."""
 
     def __init__(self, file: str, good: str, bad: str) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hocket.backends.cupy.emulation.ordered import OrderedDriver
+from hocket.backends.cupy.emulation.access_log import AccessLogDriver
 
 from .emulation import Written
 
 
-class EditedDriver(OrderedDriver):
+class EditedDriver(AccessLogDriver):
     """What it launches is what `edit` makes of the launches that it is given, without a barrier that is dropped."""
 
     def __init__(self, edit, dropped=("", 0)):

@@ -13,8 +13,8 @@ from hocket.backends.base import Device
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.device.driver import CUDA, HIP, Launch, Source, text_of
 from hocket.backends.cupy.device.limits import MOST, OF_HIP
-from hocket.backends.cupy.emulation.building import library
-from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.emulation.compile_host import load_library
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.graph.errors import BackendError
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulation needs g++")
@@ -52,7 +52,7 @@ def edited(source: Source, good: str, bad: str) -> Written:
     was found."""
     made = replaced(source, good, bad)
     try:
-        library(made)
+        load_library(made)
     except BackendError as why:
         pytest.fail(str(why))
     return made
@@ -73,7 +73,7 @@ class FaultyDriver(EmulatedDriver):
         self.edit = file, good, bad
 
     def record(self, launches: Sequence[Launch], on: Device) -> Callable[[], None]:
-        kernels = (self._written(launch.kernel.source)[launch.kernel.name] for launch in launches)
+        kernels = (self._to_emulated_source(launch.kernel.source)[launch.kernel.name] for launch in launches)
         own = [replace(launch, kernel=kernel) for launch, kernel in zip(launches, kernels, strict=True)]
         return super().record([with_fault(launch, *self.edit) for launch in own], on)
 

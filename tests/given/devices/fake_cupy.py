@@ -21,7 +21,7 @@ import numpy as np
 
 from hocket.backends.cupy.device.driver import ALONE, Kernel, Launch
 from hocket.backends.cupy.device.limits import OF_HIP as LIMITS
-from hocket.backends.cupy.emulation.emulated import EmulatedDriver, EmulatedHipDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver, EmulatedHipDriver
 
 from ..waits import HOUR
 from .fake_graph import Graph

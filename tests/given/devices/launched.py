@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hocket.backends.cupy.device.driver import Launch, one_by_one
-from hocket.backends.cupy.emulation.emulated import EmulatedDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.resources import recorded
 
 LAUNCHED: set[str] = set()

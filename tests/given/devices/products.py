@@ -13,7 +13,7 @@ from hocket.backends.base import Tensor, contiguous_strides
 from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.binding.launches import Launches
 from hocket.backends.cupy.binding.trial import tried
-from hocket.backends.cupy.emulation.emulated import EmulatedBackend, EmulatedDriver
+from hocket.backends.cupy.emulation.emulated_driver import EmulatedBackend, EmulatedDriver
 from hocket.backends.cupy.kernels.products import packed, tiled
 from hocket.backends.operands import Operand
 from hocket.graph import Graph, input, weight

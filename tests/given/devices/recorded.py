@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hocket.backends.cupy.emulation.main_path import rows
+from hocket.backends.cupy.emulation.access_budget import build_access_rows
 
 from ..models.goldens import ROOT
 
@@ -50,10 +50,10 @@ def at_once():
 def unlike_page(counted):
     """What a launch asks for more often than is recorded, and what it does less of at the same time."""
     known, (threads, copies) = requests(), at_once().get(counted.kernel, (0, 0))
-    for row in rows(counted):
-        if row.requests > MORE * known.get((row.kernel, row.what), 0):
-            yield f"{row.kernel}: {row.requests} requests for a {row.what}"
-    if counted.threads != threads:
-        yield f"{counted.kernel}: blocks of {counted.threads} threads in place of {threads}"
-    if (counted.under_way or 0) < copies:
-        yield f"{counted.kernel}: {counted.under_way or 0} copies under way in place of {copies}"
+    for row in build_access_rows(counted):
+        if row.requests > MORE * known.get((row.kernel, row.access_kind), 0):
+            yield f"{row.kernel}: {row.requests} requests for a {row.access_kind}"
+    if counted.block_threads != threads:
+        yield f"{counted.kernel}: blocks of {counted.block_threads} threads in place of {threads}"
+    if (counted.copies_in_flight or 0) < copies:
+        yield f"{counted.kernel}: {counted.copies_in_flight or 0} copies under way in place of {copies}"

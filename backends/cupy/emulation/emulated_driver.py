@@ -1,4 +1,4 @@
-"""The driver of emulated devices: host memory, one launch after the other on threads of the processor."""
+"""The driver of the CUDA emulator: devices in host memory, and launches on CPU threads in turn."""
 
 from __future__ import annotations
 
@@ -20,20 +20,24 @@ from ..backend import DriverBackend
 from ..device.driver import CUDA, HIP, Kernel, Launch, LaunchError, Library, Source, Step, one_by_one
 from ..device.limits import MOST, OF_HIP, Limits
 from ..device.parcels import parcels_of
-from .building import compiler, library
-from .guarded import Bytes, Rooms, address_of, guarded, moved, places
+from .compile_host import load_library, require_compiler
+from .guard_pages import Bytes, GuardedMemoryPool, address_of, allocate_guarded, guard_operands, redirect_words
 
-WHOLE = 1 << 20
-"""Bytes from which an operand stays where it is: its copy would take longer than the launch."""
-WORKERS = 1 << 14
-"""Threads of a launch from which several processors share it."""
-PROCESSORS = 2
-"""Multiprocessors that kernels are told of: few, so that a block has much to do."""
-FAULT = 1
-GARBAGE = 0x5A
+MIN_UNCOPIED_BYTES = 1 << 20
+"""Bytes from which an operand is used in place: a copy would take longer than the launch."""
+MIN_PARALLEL_THREADS = 1 << 14
+"""Threads of a launch from which several CPU threads share it."""
+EMULATED_MULTIPROCESSORS = 2
+"""The multiprocessor count that kernels see. It is small, so that a thread block has much work."""
+FAULT_STATUS = 1
+"""`Report.status` of an access out of bounds."""
+GARBAGE_BYTE = 0x5A
+"""The content of padding."""
 
 
 class LaunchShape(ctypes.Structure):
+    """The struct ``emulation::Launch`` of block.h."""
+
     _fields_ = (
         ("grid", ctypes.c_int64 * 3),
         ("block", ctypes.c_int64 * 3),
@@ -43,13 +47,15 @@ class LaunchShape(ctypes.Structure):
     )
 
 
-def shape_of(launch: Launch, words: npt.NDArray[np.uint64], order: int = 0, workers: int = 1) -> LaunchShape:
-    """Of a launch with these words, which have to stay where they are."""
+def make_launch_shape(launch: Launch, words: npt.NDArray[np.uint64], order: int = 0, workers: int = 1) -> LaunchShape:
+    """Return the shape of a launch. It has the address of `words`, so `words` must outlive it."""
     sizes = launch.grid, launch.block, launch.cluster, launch.shared_bytes
     return LaunchShape(*sizes, len(words), order, workers, words.ctypes.data)
 
 
 class Report(ctypes.Structure):
+    """The struct ``emulation::Report``: the first fault of a launch. `status` 0 means no fault."""
+
     _fields_ = (
         ("status", ctypes.c_int64),
         ("block", ctypes.c_int64 * 3),
@@ -60,12 +66,15 @@ class Report(ctypes.Structure):
 
 
 class EmulatedDriver:
-    """Any number of devices, all of them this machine.
+    """A driver with any number of emulated devices, all on this machine.
 
-    Every operand of a launch lies in memory of its own that faults where it ends.  `order` is the order in which
-    threads of a block and blocks take turns (0 forward, 1 backward, more: shuffled); None for another one in every run,
-    so that a kernel whose result depends on it gives several.  `limits` is what a device has, `instructions` the file
-    of those of the devices: with ``hip.cuh``, waves have 64 lanes.
+    Every operand of a launch is in memory between guard pages.
+
+    Args:
+        order: Order of the threads and blocks of a launch: 0 forward, 1 backward, larger numbers shuffled. `None` takes
+            another order in every run, so that results of a kernel with a race differ.
+        limits: Limits of a device.
+        instructions: Source file with the instructions of the devices. With ``hip.cuh``, waves have 64 lanes.
     """
 
     kind = "cuda-emulated"
@@ -79,18 +88,18 @@ class EmulatedDriver:
         return (self.device(0),)
 
     def device(self, index: int) -> Device:
-        compiler()
+        require_compiler()
         return Device(self.kind, index, None, self.description, memory_of=HOST)
 
     def limits(self, on: Device) -> Limits:
         return self._limits
 
     def processors(self, on: Device) -> int:
-        return PROCESSORS
+        return EMULATED_MULTIPROCESSORS
 
     def alloc(self, nbytes: int, on: Device) -> Bytes:
         try:
-            return guarded(nbytes)
+            return allocate_guarded(nbytes)
         except MemoryError:
             raise BackendError(f"{on} cannot allocate {nbytes} bytes; use a smaller context or model") from None
 
@@ -101,13 +110,13 @@ class EmulatedDriver:
         return host_view(buffer, tensor)
 
     def writer(self, buffers: Sequence[Bytes], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
-        """Padding gets garbage where a device may get it."""
+        """Return a function that writes host arrays and, as a device may, garbage into the padding between them."""
         views = [self.view(buffers[t.buffer], t) for t in tensors]
         parcels = [(buffers[p.buffer], p) for p in parcels_of(tensors, sys.maxsize)]
 
         def write(arrays: Sequence[Array]) -> None:
             for buffer, parcel in parcels:
-                buffer[parcel.offset : parcel.offset + parcel.nbytes] = GARBAGE
+                buffer[parcel.offset : parcel.offset + parcel.nbytes] = GARBAGE_BYTE
             for view, array in zip(views, arrays, strict=True):
                 view[...] = array
 
@@ -127,18 +136,21 @@ class EmulatedDriver:
         return int(board.ctypes.data)
 
     def prepare(self, kernel: Kernel, on: Device) -> None:
-        library(self._written(kernel.source))
+        load_library(self._to_emulated_source(kernel.source))
 
-    def _written(self, source: Source) -> Source:
-        """In the instructions of these devices."""
+    def _to_emulated_source(self, source: Source) -> Source:
+        """Return a source with the instructions of these devices."""
         return source if source.instructions == self.instructions else replace(source, instructions=self.instructions)
 
     def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
-        rooms = Rooms()
+        pool = GuardedMemoryPool()
         singles = one_by_one(steps)
         launches = [step for step in singles if isinstance(step, Launch)]
         assert len(launches) == len(singles), "there is no library"
-        ready = [_Step(launch, library(self._written(launch.kernel.source)), rooms) for launch in launches]
+        ready = [
+            _EmulatedLaunch(launch, load_library(self._to_emulated_source(launch.kernel.source)), pool)
+            for launch in launches
+        ]
         runs = 0
 
         def run() -> None:
@@ -154,7 +166,7 @@ class EmulatedDriver:
         return True
 
     def timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
-        """By the clock of the host."""
+        """Run and time `runs`, in seconds of the host clock."""
         marks = [time.perf_counter()]
         for run in runs:
             run()
@@ -162,69 +174,72 @@ class EmulatedDriver:
         return [end - start for start, end in pairwise(marks)]
 
     def synchronise(self, on: Device) -> None:
-        """Launches have ended when they return."""
+        """Do nothing: launches are synchronous."""
 
 
-class _Step:
-    """One launch, ready to run."""
+class _EmulatedLaunch:
+    """A launch with its compiled function and its guarded operands."""
 
-    def __init__(self, launch: Launch, code: ctypes.CDLL, rooms: Rooms) -> None:
+    def __init__(self, launch: Launch, code: ctypes.CDLL, pool: GuardedMemoryPool) -> None:
         self.launch = launch
-        self.call = code[f"launch_{launch.kernel.source.names.index(launch.kernel.name)}"]
-        self.call.restype = None
-        self.places = places([s for s in launch.spans if s.high - s.low < WHOLE], rooms)
-        self.words = np.array(moved(launch, self.places), np.uint64)
+        self.function = code[f"launch_{launch.kernel.source.names.index(launch.kernel.name)}"]
+        self.function.restype = None
+        self.guarded_operands = guard_operands([s for s in launch.spans if s.high - s.low < MIN_UNCOPIED_BYTES], pool)
+        self.words = np.array(redirect_words(launch, self.guarded_operands), np.uint64)
         threads = int(np.prod(launch.grid)) * int(np.prod(launch.block))
-        self.shape = shape_of(launch, self.words, workers=min(4, os.cpu_count() or 1) if threads >= WORKERS else 1)
+        self.shape = make_launch_shape(
+            launch, self.words, workers=min(4, os.cpu_count() or 1) if threads >= MIN_PARALLEL_THREADS else 1
+        )
 
     def run(self, order: int, pattern: int) -> None:
-        """Raises `LaunchError` with what the emulation found."""
+        """Run the launch in thread order `order`. Raises `LaunchError` with the first fault that the emulator found."""
         report = Report()
         self.shape.order = order
-        for place in self.places:
-            place.fill(pattern)
-        self.call(ctypes.byref(self.shape), ctypes.byref(report))
+        for operand in self.guarded_operands:
+            operand.copy_in(pattern)
+        self.function(ctypes.byref(self.shape), ctypes.byref(report))
         if report.status:
-            raise LaunchError(self.launch.number, self._words(report))
-        for place in self.places:
-            if not place.is_whole(pattern):
+            raise LaunchError(self.launch.number, self._format_report(report))
+        for operand in self.guarded_operands:
+            if not operand.has_intact_margins(pattern):
                 raise LaunchError(
-                    self.launch.number, f"{self.launch.kernel}: writes next to {self._operand(place.low)}"
+                    self.launch.number, f"{self.launch.kernel}: writes next to {self._format_operand(operand.low)}"
                 )
-            place.take()
+            operand.copy_back()
 
-    def _words(self, report: Report) -> str:
-        said = report.text.decode()
-        if report.status == FAULT and report.address:
-            said += self._where(report.address)
+    def _format_report(self, report: Report) -> str:
+        message = report.text.decode()
+        if report.status == FAULT_STATUS and report.address:
+            message += self._describe_nearest_operand(report.address)
         block, thread = (", ".join(map(str, at)) for at in (report.block, report.thread))
-        return f"{self.launch.kernel}, block ({block}), thread ({thread}): {said}"
+        return f"{self.launch.kernel}, block ({block}), thread ({thread}): {message}"
 
-    def _where(self, address: int) -> str:
-        """Where that is, counted from the nearest operand."""
-        spans = [(p.seen, p.seen + p.high - p.low, p.low) for p in self.places]
-        spans += [(s.low, s.high, s.low) for s in self.launch.spans if s.high - s.low >= WHOLE]
-        near = min(spans, key=lambda s: max(s[0] - address, address - s[1], 0), default=None)
-        if near is None or max(near[0] - address, address - near[1]) > 1 << 20:
+    def _describe_nearest_operand(self, address: int) -> str:
+        """Return the distance of an address from the nearest operand, as the end of a message."""
+        spans = [(o.guarded_address, o.guarded_address + o.high - o.low, o.low) for o in self.guarded_operands]
+        spans += [(s.low, s.high, s.low) for s in self.launch.spans if s.high - s.low >= MIN_UNCOPIED_BYTES]
+        nearest = min(spans, key=lambda s: max(s[0] - address, address - s[1], 0), default=None)
+        if nearest is None or max(nearest[0] - address, address - nearest[1]) > 1 << 20:
             return f", at {address:#x}"
-        low, high, name = near
+        low, high, name = nearest
         if address >= high:
-            return f": {address - high} bytes past the end of {self._operand(name)}"
-        return f": {low - address} bytes before {self._operand(name)}"
+            return f": {address - high} bytes past the end of {self._format_operand(name)}"
+        return f": {low - address} bytes before {self._format_operand(name)}"
 
-    def _operand(self, low: int) -> str:
+    def _format_operand(self, low: int) -> str:
+        """Return the argument words that hold the operand with address `low`."""
         return "word " + " and ".join(str(s.word) for s in self.launch.spans if s.low <= low < s.high)
 
 
 class EmulatedBackend(DriverBackend):
-    """Runs CUDA kernels on this machine's processor as ``cuda-emulated:0`` (and any number of virtual devices)."""
+    """A backend that runs CUDA kernels on the CPU, as ``cuda-emulated:0`` and any number of virtual devices."""
 
     def __init__(self, order: int | None = None) -> None:
         super().__init__(EmulatedDriver(order))
 
 
 class EmulatedHipDriver(EmulatedDriver):
-    """The same with waves of 64 lanes; as on real devices of AMD, kernels do not reach other devices' memory."""
+    """The driver of emulated AMD devices: waves of 64 lanes, and no peer memory, as on real devices."""
 
     kind = "hip-emulated"
     description = "HIP kernels emulated on the processor, in waves of 64 lanes"
@@ -237,7 +252,7 @@ class EmulatedHipDriver(EmulatedDriver):
 
 
 class EmulatedHipBackend(DriverBackend):
-    """Runs kernels as devices of AMD do on this machine's processor, as ``hip-emulated:0``, ..."""
+    """A backend that runs HIP kernels on the CPU, as ``hip-emulated:0``, ..."""
 
     def __init__(self, order: int | None = None) -> None:
         super().__init__(EmulatedHipDriver(order))

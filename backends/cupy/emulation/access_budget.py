@@ -1,6 +1,7 @@
-"""The kernels whose accesses are held to the least: the cases that launch them, and what may cost more, with a reason.
+"""The access budget of the kernels on the main path.
 
-A new kernel of the main path is a new case here; a limit that rises is a line that shows in the diff.
+`MAIN_PATH_CASES` launch these kernels. Each access must have its minimum cost in sectors or wavefronts. An entry of
+`ACCESS_ALLOWANCES` allows one source line a higher cost, with a reason. A new kernel of the main path needs a new case.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..device.driver import place_of
-from .counted import Counted, Site
+from .access_counters import AccessSite, LaunchCounters
 
-MOST_MOVED = 1.05
-"""Bytes of distinct sectors for each byte that a launch wants."""
-CASES = (
+MAX_SECTOR_OVERHEAD = 1.05
+"""The largest ratio of the bytes of distinct sectors to the requested bytes of a launch."""
+MAIN_PATH_CASES = (
     "mul_mat(w=q8_0[64,1024], x=f32[1,1024])",
     "mul_mat(w=bf16[64,512], x=f32[1,512])",
     "rms_norm(x=f32[4,1024])",
@@ -39,76 +40,87 @@ CASES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
-    """Accesses of the one line of a file that holds `code` may cost up to `times` the least, and why."""
+class AccessAllowance:
+    """A permitted cost above the minimum for one source line.
+
+    Attributes:
+        file: Name of the source file.
+        code: Text that occurs in this line only.
+        max_ratio: Largest ratio of the cost to the minimum cost.
+        reason: Reason for the cost.
+    """
 
     file: str
     code: str
-    times: float
-    why: str
+    max_ratio: float
+    reason: str
 
 
-ALLOWED = (
-    Allowed(
+ACCESS_ALLOWANCES = (
+    AccessAllowance(
         "cells.cuh",
         "one = *(const float4 *)from, two = *(const float4 *)(from + 4)",
         2.0,
         "a lane has 8 numbers of a query in two loads, once a block",
     ),
-    Allowed(
+    AccessAllowance(
         "attention_cells.cu",
         "one = *(const uint2 *)(rows + from + chunk(g, c, D))",
         2.0,
         "rows of queries meet in banks, once a block",
     ),
-    Allowed(
+    AccessAllowance(
         "packed.cu", "codes[0] = r.codes[0], codes[4] = r.codes[1];", 2.0, "halves of sectors are stored one by one"
     ),
-    Allowed(
+    AccessAllowance(
         "packed.cu", "cp_async_16(stage + (2 * STEP + b)", 2.0, "rows of scales are 1 KiB apart; a scale to 2 codes"
     ),
-    Allowed(
+    AccessAllowance(
         "gated_delta_net_prepare.cu",
         "for (int m = c; m < w; m++) sum = fma4(L21[r * STEP + m], *(const float4 *)(X11 + m * STEP + c), sum);",
         2.5,
         "rows meet in banks; NVRTC reads 8 and 16 bytes, which meet too; another row stride would do",
     ),
-    Allowed(
+    AccessAllowance(
         "gated_delta_net_prepare.cu",
         "put_pair<EXACT, 2>(s.record + below(I, J), R::SQUARE, r, c, x[0] * beta[0], x[1] * beta[1]);",
         2.0,
         "rows meet in banks; another row stride would do",
     ),
-    Allowed(
+    AccessAllowance(
         "gated_delta_net_prepare.cu",
         "s.L[r * Square<C>::STEP + c] = r > c ? beta[r] * x : 0.f;",
         2.0,
         "rows meet in banks; another row stride would do",
     ),
-    Allowed(
+    AccessAllowance(
         "gated_delta_net_prepare.cu",
         "s.L[r * Square<C>::STEP + c + 1] = r > c + 1 ? beta[r] * y : 0.f;",
         2.0,
         "rows meet in banks; another row stride would do",
     ),
-    Allowed(
+    AccessAllowance(
         "gated_delta_net_scan.cu",
         "cp_async_16(V + r * V_STEP, next_values);",
         1.1,
         "the last copies of a warp begin another row",
     ),
-    Allowed(
+    AccessAllowance(
         "gated_delta_net_scan.cu",
         "*(float4 *)(V + r * V_STEP) = make_float4(0, 0, 0, 0);",
         1.2,
         "the last copies of a warp begin another row",
     ),
-    Allowed(
+    AccessAllowance(
         "dense.cu", "(const float4 *)(x[n] + c + i)", 2.0, "a lane has 8 numbers of x in two loads; all of it is in L1"
     ),
-    Allowed("packed.cuh", "return at[32 * i + row]", 2.0, "16 rows have an exponent of a byte each, half a sector"),
+    AccessAllowance(
+        "packed.cuh", "return at[32 * i + row]", 2.0, "16 rows have an exponent of a byte each, half a sector"
+    ),
     *(
-        Allowed("packed_few.cu", code, 2.0, "a thread has a row's sums of all products that it joins, once a block")
+        AccessAllowance(
+            "packed_few.cu", code, 2.0, "a thread has a row's sums of all products that it joins, once a block"
+        )
         for code in (
             "each_own([&](int i) { sums[i] = 0.0f; });",
             "sums[i] += parts[w * SIZE + i];",
@@ -116,87 +128,99 @@ ALLOWED = (
             "result = gated(a.unit, total[0], total[SIZE]);",
         )
     ),
-    Allowed(
+    AccessAllowance(
         "short_convolution.cu",
         "const float w0 = w[0], w1 = w[a.w_tap]",
         4.0,
         "a lane has the four weights of a channel in four loads; all of them are in L1",
     ),
-    Allowed(
+    AccessAllowance(
         "short_convolution.cu",
         "w[i] = *(const float4 *)(a.w + 4 * (channel + i));",
         2.0,
         "a lane has the weights of four channels in four loads; all of them are in L1",
     ),
     *(
-        Allowed("sorting.cu", code, 1.25, "in some steps two of the items that half a warp touches meet in a bank")
+        AccessAllowance(
+            "sorting.cu", code, 1.25, "in some steps two of the items that half a warp touches meet in a bank"
+        )
         for code in ("x[c] = held[place_of(first | c << low)];", "held[place_of(first | c << low)] = x[c];")
     ),
-    Allowed("rotary.cu", "return x[c * a.step];", 2.0, "lanes take the two numbers of a pair, one after the other"),
-    Allowed(
+    AccessAllowance(
+        "rotary.cu", "return x[c * a.step];", 2.0, "lanes take the two numbers of a pair, one after the other"
+    ),
+    AccessAllowance(
         "rotary.cu", "out[c * a.out_step] = value;", 2.0, "lanes write the two numbers of a pair, one after the other"
     ),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """All accesses of one kind and width of a kernel; `worst` is the site that costs most above the least."""
+class AccessRow:
+    """All accesses of one kind and width in a kernel. `worst_site` has the largest cost above the minimum."""
 
     kernel: str
-    what: str
+    access_kind: str
     requests: int
     cost: int
-    least: int
-    worst: Site
+    minimum_cost: int
+    worst_site: AccessSite
 
     @property
-    def times(self) -> float:
-        return self.cost / self.least
+    def cost_ratio(self) -> float:
+        """The cost relative to the minimum cost."""
+        return self.cost / self.minimum_cost
 
 
-def rows(counted: Counted) -> list[Row]:
-    kinds: dict[str, list[Site]] = {}
+def build_access_rows(counted: LaunchCounters) -> list[AccessRow]:
+    """Return one row per kind of access of a launch, sorted by kind."""
+    kinds: dict[str, list[AccessSite]] = {}
     for site in counted.sites:
-        kinds.setdefault(site.what, []).append(site)
+        kinds.setdefault(site.access_kind, []).append(site)
     return [
-        Row(
+        AccessRow(
             counted.kernel,
             what,
             sum(site.requests for site in sites),
             sum(site.cost for site in sites),
-            sum(site.least for site in sites),
-            max(sites, key=lambda site: site.cost - site.least),
+            sum(site.minimum_cost for site in sites),
+            max(sites, key=lambda site: site.cost - site.minimum_cost),
         )
         for what, sites in sorted(kinds.items())
     ]
 
 
-def faults(counted: Counted) -> list[str]:
-    """What a launch does worse than it may, a line each."""
-    found = []
-    if counted.moved > MOST_MOVED * counted.wanted:
-        found.append(f"{counted.kernel} moves {counted.moved} bytes of sectors, of which it wants {counted.wanted}")
+def list_violations(counted: LaunchCounters) -> list[str]:
+    """Return one line per violation of the access budget by a launch."""
+    violations = []
+    if counted.sector_bytes > MAX_SECTOR_OVERHEAD * counted.requested_bytes:
+        violations.append(
+            f"{counted.kernel} moves {counted.sector_bytes} bytes of sectors, and requests {counted.requested_bytes}"
+        )
     for site in counted.sites:
-        if site.cost > _most(site) * site.least:
+        if site.cost > _find_allowed_ratio(site) * site.minimum_cost:
             unit = "wavefronts" if site.is_shared else "sectors"
-            found.append(f"{counted.kernel}: {site.cost} {unit} instead of {site.least} at {site}")
-    return found
+            violations.append(f"{counted.kernel}: {site.cost} {unit} instead of {site.minimum_cost} at {site}")
+    return violations
 
 
-def _most(site: Site) -> float:
-    """How many times the least a line may cost."""
-    file, _, line = site.where.partition(":")
-    return max((a.times for a in ALLOWED if a.file == file and a.code in _code(file, line)), default=1.0)
+def _find_allowed_ratio(site: AccessSite) -> float:
+    """Return the largest permitted ratio of the cost of a line to its minimum cost."""
+    file, _, line = site.source_line.partition(":")
+    return max(
+        (a.max_ratio for a in ACCESS_ALLOWANCES if a.file == file and a.code in _read_source_line(file, line)),
+        default=1.0,
+    )
 
 
-def _code(file: str, line: str) -> str:
+def _read_source_line(file: str, line: str) -> str:
+    """Return the text of a line of a kernel source, or "" if there is no such line."""
     path = place_of(file)
     return path.read_text("utf-8").splitlines()[int(line) - 1] if path.exists() and line.isdecimal() else ""
 
 
-def table(launches: Iterable[Counted]) -> str:
-    """Markdown: what each kernel does, then what is allowed above the least."""
+def format_access_table(launches: Iterable[LaunchCounters]) -> str:
+    """Return the Markdown page with the accesses of each kernel and the allowances that it uses."""
     lines = [
         "# What kernels ask of memory",
         "",
@@ -209,12 +233,12 @@ def table(launches: Iterable[Counted]) -> str:
         "| kernel | access | requests | sectors or wavefronts each | times the least | most above it at |",
         "|---|---|---|---|---|---|",
     ]
-    seen = sorted(launches, key=lambda counted: counted.kernel)
-    for row in (row for counted in seen for row in rows(counted)):
-        where = row.worst.where if row.times > 1 else ""
+    counters = sorted(launches, key=lambda counted: counted.kernel)
+    for row in (row for counted in counters for row in build_access_rows(counted)):
+        worst_line = row.worst_site.source_line if row.cost_ratio > 1 else ""
         lines.append(
-            f"| `{row.kernel}` | {row.what} | {row.requests} | {row.cost / row.requests:.2f} "
-            f"| {row.times:.2f} | {where} |"
+            f"| `{row.kernel}` | {row.access_kind} | {row.requests} | {row.cost / row.requests:.2f} "
+            f"| {row.cost_ratio:.2f} | {worst_line} |"
         )
     lines += [
         "",
@@ -222,10 +246,17 @@ def table(launches: Iterable[Counted]) -> str:
         "|---|---|---|---|---|",
     ]
     lines += [
-        f"| `{c.kernel}` | {c.moved} | {c.moved / max(c.wanted, 1):.3f} | {c.threads} "
-        f"| {'' if c.under_way is None else c.under_way} |"
-        for c in seen
+        f"| `{c.kernel}` | {c.sector_bytes} | {c.sector_bytes / max(c.requested_bytes, 1):.3f} | {c.block_threads} "
+        f"| {'' if c.copies_in_flight is None else c.copies_in_flight} |"
+        for c in counters
     ]
-    above = {row.worst.where.partition(":")[0] for counted in seen for row in rows(counted) if row.times > 1}
-    allowed = [f"- `{a.file}`, `{a.code}`: {a.times:g} times; {a.why}" for a in ALLOWED if a.file in above]
+    above = {
+        row.worst_site.source_line.partition(":")[0]
+        for counted in counters
+        for row in build_access_rows(counted)
+        if row.cost_ratio > 1
+    }
+    allowed = [
+        f"- `{a.file}`, `{a.code}`: {a.max_ratio:g} times; {a.reason}" for a in ACCESS_ALLOWANCES if a.file in above
+    ]
     return "\n".join([*lines, *(["", "Allowed above the least:", "", *allowed] if allowed else [])])

@@ -1,0 +1,184 @@
+"""Ends waits of a collective library after a timeout, and reports the devices that did not arrive.
+
+The library itself waits forever. The watchdog polls the stream of a device, the error state of the library, and the
+progress marks of the other devices on the signal pad.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from ....graph.errors import BackendError
+from ...base import Comm, Device
+from ...board import BOARD_FAILED, runs_of
+from ..device.driver import Driver, Library, Ring
+from ..kernels.collective import Mark, mark_of
+from .peer_exchange import Words, all_gather_words
+
+POLL_SECONDS = 50e-6
+"""Seconds between two polls of a stream, after the first `BUSY_WAIT_SECONDS`."""
+BUSY_WAIT_SECONDS = 1e-3
+"""Seconds at the start of a wait in which the stream is polled without a pause."""
+MIN_JOIN_SECONDS = 60.0
+"""The shortest timeout of a join across processes, in seconds: the library examines all links between machines."""
+T = TypeVar("T")
+
+
+class DeviceLostError(BackendError):
+    """A device did not arrive at collective number `sequence`."""
+
+    def __init__(self, sequence: int, why: str) -> None:
+        super().__init__(why)
+        self.sequence = sequence
+
+
+class Membership:
+    """The library communicator of one device, which all its programs share. A lost communicator stays lost."""
+
+    def __init__(self, identity: Words, ring: Ring) -> None:
+        self.identity, self.ring, self.is_lost = identity, ring, False
+
+
+class Memberships:
+    """The library communicators of the devices of a backend, by group and rank."""
+
+    def __init__(self) -> None:
+        self._by_group: dict[tuple[str, ...], Membership] = {}
+
+    def join(self, comm: Comm, library: Library, device: Device) -> Membership:
+        """Return the communicator of the group, or join a new one if any device has none or has lost it.
+
+        All devices of the group call this method.
+
+        Raises:
+            BackendError: The join failed, or did not end within the timeout.
+        """
+        key = (str(device), *map(str, comm.devices))
+        known, new_identity = self._by_group.get(key), library.identity()
+        mine = np.zeros_like(new_identity) if known is None else known.identity
+        identities = all_gather_words(comm, mine, -4)
+        if known is None or known.is_lost or (identities != mine).any():
+            identity = all_gather_words(comm, new_identity, -5)[0]
+            timeout = max(comm.timeout, MIN_JOIN_SECONDS) if comm.is_apart else comm.timeout
+            ring = call_with_timeout(
+                timeout, lambda: library.join(identity, comm.rank, comm.size, device), f"{library.name} join"
+            )
+            known = self._by_group[key] = Membership(identity, ring)
+        return known
+
+
+class HangWatchdog:
+    """Waits for the stream of a device, and for others no longer than the group's timeout."""
+
+    def __init__(self, comm: Comm, driver: Driver, device: Device, membership: Membership) -> None:
+        self.comm, self.driver, self.device, self.membership = comm, driver, device, membership
+
+    def check(self) -> None:
+        """Raise `BackendError` if the communicator was lost in an earlier run."""
+        if self.membership.is_lost:
+            raise BackendError(f"{self.device}: devices were lost in an earlier run; load the model anew to go on")
+
+    def wait(self) -> None:
+        """Wait until all launches on the device have ended.
+
+        Raises:
+            DeviceLostError: Another device did not arrive at a collective.
+            BackendError: This device does not stop although another device has failed.
+        """
+        start, mark_time, last_mark, failure_time = time.monotonic(), 0.0, None, None
+        while not self.driver.is_done(self.device):
+            now, mark = time.monotonic(), self._read_mark(self.comm.rank)
+            if mark != last_mark:
+                last_mark, mark_time = mark, now
+            if mark is not None and not mark.has_results and (why := self._explain_hang(mark, now - mark_time)):
+                self._abort()
+                raise DeviceLostError(
+                    mark.sequence, f"{self._describe_mark(mark)}: {why}; load the model anew to go on"
+                )
+            if self._has_failed and now - (failure_time := failure_time or now) > self.comm.timeout:
+                raise self._make_hang_error()
+            if now - start > BUSY_WAIT_SECONDS:
+                time.sleep(POLL_SECONDS)
+        self.driver.synchronise(self.device)
+
+    @property
+    def _has_failed(self) -> bool:
+        assert self.comm.board is not None
+        return bool(self.comm.board[BOARD_FAILED])
+
+    def _make_hang_error(self) -> BackendError:
+        self.membership.is_lost = True
+        return BackendError(f"{self.device} does not stop; end the process")
+
+    def _describe_mark(self, mark: Mark) -> str:
+        return f"collective {mark.sequence} on device {self.comm.rank} of {self.comm.size}"
+
+    def _read_mark(self, rank: int) -> Mark | None:
+        """Return the last progress mark of a device in this run, or `None` before its first collective."""
+        board = self.comm.board
+        assert board is not None
+        mark = mark_of(board, rank)
+        return mark if mark is not None and mark.run == runs_of(board)[rank] else None
+
+    def _explain_hang(self, mine: Mark, wait_seconds: float) -> str | None:
+        """Return the reason why the collective at mark `mine` cannot end, or `None` if there is none yet."""
+        if self._has_failed:
+            return "another device failed"
+        if trouble := self.membership.ring.trouble():
+            return trouble
+        if wait_seconds < self.comm.timeout:
+            return None
+        own_process = [d for d, device in enumerate(self.comm.devices) if device.rank == self.device.rank]
+        marks = {d: self._read_mark(d) for d in own_process}
+        late = [d for d, m in marks.items() if m is None or (m.run, m.sequence) < (mine.run, mine.sequence)]
+        elsewhere = "a device of another process did not arrive" if self.comm.is_apart else "it did not end"
+        who = f"device {', '.join(map(str, late))} did not arrive" if late else elsewhere
+        return f"{who} within {self.comm.timeout:g} s"
+
+    def _abort(self) -> None:
+        """Abort all waiting collectives in the stream, without a result.
+
+        The abort runs in a daemon thread, which ends when no recorded launches use the library any more.
+        """
+        self.membership.is_lost = True
+        threading.Thread(target=self.membership.ring.abort, name="hocket abort", daemon=True).start()
+        deadline = time.monotonic() + self.comm.timeout
+        while not self.driver.is_done(self.device):
+            if time.monotonic() > deadline:
+                raise self._make_hang_error()
+            time.sleep(POLL_SECONDS)
+
+
+def call_with_timeout(seconds: float, call: Callable[[], T], label: str) -> T:
+    """Run `call` in another thread, and return its result or raise its exception.
+
+    Args:
+        seconds: Timeout.
+        call: Function without arguments.
+        label: Name of the call in messages and of its thread.
+
+    Raises:
+        BackendError: The call did not end within the timeout.
+    """
+    results: list[T] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as why:  # raised below, in the calling thread
+            failures.append(why)
+
+    thread = threading.Thread(target=run, name=f"hocket {label}", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failures:
+        raise failures[0]
+    if not results:
+        raise BackendError(f"{label}: it did not end within {seconds:g} s; another device may have failed")
+    return results[0]

@@ -1,0 +1,105 @@
+"""Exchanges the addresses of collective operands between the devices of a group, before their first run.
+
+Each device encodes its addresses as a table of 64-bit words. All devices gather the tables of all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ....graph.dtypes import DType
+from ...base import Comm, Tensor
+from ...operands import Operand
+from ..kernels.collective import Group, Offer, Peer
+
+Words = npt.NDArray[np.int64]
+"""An array of 64-bit words."""
+MAX_AXES = 8
+"""Axes of an operand."""
+OPERAND_WORDS = 3 + 2 * MAX_AXES
+"""Words of an encoded operand: address, dtype index, axis count, `MAX_AXES` sizes, `MAX_AXES` strides."""
+CODED_DTYPES = tuple(DType)
+"""The dtypes by their index in an encoded operand."""
+EMPTY_WORD = -1
+"""The word that fills unused rows of a table."""
+
+
+def exchange_peer_addresses(comm: Comm, me: Peer, board: int, narrow_from: int | None) -> Group:
+    """Exchange the addresses of signals and operands with all devices of the group.
+
+    Args:
+        comm: Communicator of this device.
+        me: Addresses of this device.
+        board: Address of the signal pad of the group.
+        narrow_from: Elements from which sums are transferred in 16 bits; `None` for never.
+
+    Raises:
+        BackendError: A device failed or did not arrive.
+    """
+    mine = _encode_peer(me)
+    rows = int(all_gather_words(comm, np.array([len(mine)], np.int64), -1).max())
+    padded = np.full((rows, mine.shape[1]), EMPTY_WORD, np.int64)
+    padded[: len(mine)] = mine
+    peers = tuple(map(_decode_peer, all_gather_words(comm, padded, -2)))
+    return Group(comm.rank, board, comm.timeout, peers, narrow_from)
+
+
+def wait_until_ready(comm: Comm) -> None:
+    """Wait until all devices are ready to run. Raises `BackendError` if one fails or does not arrive."""
+    all_gather_words(comm, np.zeros(1, np.int64), -3)
+
+
+def all_gather_words(comm: Comm, mine: Words, sequence: int) -> Words:
+    """Gather the words of all devices: an array [devices, *shape of `mine`].
+
+    All devices pass the same shape and the same negative `sequence` number.
+
+    Raises:
+        BackendError: A device failed or did not arrive.
+    """
+    gathered = np.empty((comm.size, *mine.shape), np.int64)
+    comm.all_gather(mine, gathered, [[(d, ...)] for d in range(comm.size)], sequence)
+    return gathered
+
+
+def _encode_peer(me: Peer) -> Words:
+    """Return the table of a device.
+
+    The first row has the addresses of the signals, the transfer buffer and the inbox. Each further row has the number
+    of a collective, its source operand and its target operand.
+    """
+    table = np.full((1 + len(me.offers), 1 + 2 * OPERAND_WORDS), EMPTY_WORD, np.int64)
+    table[0, :3] = me.signals, me.wire, me.inbox
+    for row, (sequence, offer) in zip(table[1:], me.offers.items(), strict=True):
+        row[0] = sequence
+        row[1 : 1 + OPERAND_WORDS] = _encode_operand(offer.source)
+        row[1 + OPERAND_WORDS :] = _encode_operand(offer.target)
+    return table
+
+
+def _encode_operand(x: Operand) -> list[int]:
+    """Return the `OPERAND_WORDS` words of an operand."""
+    padding = [0] * (MAX_AXES - len(x.shape))
+    return [x.address, CODED_DTYPES.index(x.dtype), len(x.shape), *x.shape, *padding, *x.strides, *padding]
+
+
+def _decode_peer(table: Words) -> Peer:
+    """Return the addresses of a device from its table."""
+    first, *rows = table.tolist()
+    offers = {
+        r[0]: Offer(_decode_operand(r[1 : 1 + OPERAND_WORDS]), _decode_operand(r[1 + OPERAND_WORDS :]))
+        for r in rows
+        if r[0] != EMPTY_WORD
+    }
+    signals, wire, inbox = first[:3]
+    return Peer(signals, wire, inbox, offers)
+
+
+def _decode_operand(words: Sequence[int]) -> Operand:
+    """Return an operand without a node from its words."""
+    address, dtype, rank, *rest = words
+    shape, strides = tuple(rest[:rank]), tuple(rest[MAX_AXES : MAX_AXES + rank])
+    return Operand(address, Tensor(-1, 0, shape, strides, CODED_DTYPES[dtype]))

@@ -1,0 +1,187 @@
+"""The collectives of one program that are launches: over peer memory, or with a library.
+
+Before the first run, the devices of the group exchange the addresses of their operands. Then each device records its
+launches. Collectives without a kernel or a library stay on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ....graph.dtypes import DType
+from ....ops.collectives import POINT_TO_POINT_OPS, as_integer
+from ...base import Array, Comm, Device
+from ...board import runs_of
+from ...operands import Bound, NoKernelError
+from ..binding.launches import Launches
+from ..device.driver import Driver
+from ..kernels import collective, moves
+from .hang_watchdog import HangWatchdog, Membership, Memberships, call_with_timeout
+from .nccl_collectives import bind_library_collective as bind_exchange
+from .peer_exchange import exchange_peer_addresses, wait_until_ready
+from .transport import MIN_NARROW_ELEMENTS, choose_group_transport
+
+
+class ProgramCollectives:
+    """The state of a program for collectives with the other devices of its group.
+
+    Args:
+        comm: Communicator of the device.
+        driver: Driver of all devices of the group.
+        device: The device of the program.
+        upload: Copies an array to the memory of the device and keeps it while the program exists.
+        memberships: Library communicators of the backend.
+    """
+
+    def __init__(
+        self, comm: Comm, driver: Driver, device: Device, upload: Callable[[Array], Any], memberships: Memberships
+    ) -> None:
+        self.comm, self.driver, self.device, self.upload, self.memberships = comm, driver, device, upload, memberships
+        self.transport = choose_group_transport(comm, driver)
+        self.is_ready = not self.transport.launches_collectives
+        self._group: collective.Group | None = None
+        self._membership: Membership | None = None
+        self._watchdog: HangWatchdog | None = None
+        self._exchange_count = self._pushed_count = 0
+        self._staging: list[tuple[int, Any]] = []
+
+    def prepare(self) -> None:
+        """Allocate signals and compile kernels, before `exchange_addresses`: no device then waits for a compiler."""
+        assert self.comm.board is not None
+        is_first = all(device.rank != self.device.rank for device in self.comm.devices[: self.comm.rank])
+        self._board = self.driver.share(self.comm.board, is_first)
+        self._signals = self.driver.address(self.upload(np.zeros(collective.SIGNAL_WORDS, np.int64)))
+        self._min_narrow_elements = MIN_NARROW_ELEMENTS if self.comm.wire is DType.BF16 else None
+        for source in (collective.SOURCE, moves.SOURCE):  # the last copies
+            for name in source.names:
+                self.driver.prepare(source[name], self.device)
+
+    def exchange_addresses(self, calls: Sequence[Bound], record: Callable[[], None]) -> None:
+        """Exchange the addresses of all operands with the group, then record the launches.
+
+        Args:
+            calls: The collectives of the program.
+            record: Records the launches of the program. It calls `begin` and `launch`.
+
+        Raises:
+            BackendError: A device failed or did not arrive.
+        """
+        comm, library = self.comm, self.transport.library
+        own = [call for call in calls if not self._crosses_groups(call)]
+        offers = {as_integer(call.attrs["sequence"]): collective.offer_of(call) for call in own}
+        me = collective.Peer(self._signals, self._allocate_transfer_buffer(own), self._allocate_inbox(own), offers)
+        self.driver.synchronise(self.device)  # other devices may read the signals from now on: they are zeros
+        self._group = exchange_peer_addresses(comm, me, self._board, self._min_narrow_elements)
+        if library is None:
+            record()
+        else:
+            self._membership = self.memberships.join(comm, library, self.device)
+            self._watchdog = HangWatchdog(comm, self.driver, self.device, self._membership)
+            call_with_timeout(comm.timeout, record, f"{self.device}, recording with {library.name}")
+        wait_until_ready(comm)
+        self.is_ready = True
+
+    def _allocate_transfer_buffer(self, calls: Sequence[Bound]) -> int:
+        """Return the address of a buffer for the largest sum that is transferred in 16 bits, or 0 without such sums."""
+        sums = [math.prod(call.out.shape) for call in calls if call.op == "all_reduce" and call.out.is_float]
+        counts = [n for n in sums if self._min_narrow_elements is not None and n >= self._min_narrow_elements]
+        return self.driver.address(self.upload(np.zeros(max(counts), np.int16))) if counts else 0
+
+    def _allocate_inbox(self, calls: Sequence[Bound]) -> int:
+        """Return the address of the buffer to which other devices push summands, or 0 without such sums."""
+        is_needed = any(collective.is_pushed(call, self.comm.size) for call in calls)
+        return self.driver.address(self.upload(np.zeros(collective.INBOX, np.int8))) if is_needed else 0
+
+    def count_run(self) -> None:
+        """Increment the run number of this device on the signal pad."""
+        if self.transport.launches_collectives:
+            assert self.comm.board is not None
+            runs_of(self.comm.board)[self.comm.rank] += 1
+
+    def begin(self, launches: Launches) -> None:
+        """Append the launches at the beginning of a run."""
+        self._exchange_count = self._pushed_count = 0
+        if self._group is not None:
+            launches.number = 0
+            collective.launch_begin(launches, self._group, follows=self.comm.everybody > self.comm.size)
+
+    def launch(self, launches: Launches, call: Bound) -> bool:
+        """Append a collective if there are kernels or a library for it.
+
+        Returns:
+            Whether the collective was appended. All devices of the group get the same result.
+        """
+        group, membership = self._group, self._membership
+        if group is None or self._crosses_groups(call):
+            return False
+        try:
+            if membership is not None and self.transport.uses_library(_compute_max_operand_bytes(call, group)):
+                self._bind_with_staging(launches, partial(bind_exchange, launches, call, group, membership.ring))
+                self._exchange_count += 1
+            elif self.transport.has_peer_access:
+                collective.bind(launches, call, replace(group, turn=self._pushed_count % 2))
+                self._pushed_count += collective.is_pushed(call, self.comm.size)
+            else:
+                return False
+        except NoKernelError:
+            return False
+        return True
+
+    def _crosses_groups(self, call: Bound) -> bool:
+        """Return whether a message may cross device groups. Such a message goes through host memory."""
+        return call.op in POINT_TO_POINT_OPS and self.comm.everybody > self.comm.size
+
+    def _bind_with_staging(self, launches: Launches, bind: Callable[[], None]) -> None:
+        """Bind an exchange with staging memory.
+
+        The first call of `bind` uses address 0 and measures the staging bytes. The second call uses the real address.
+        All exchanges share the staging memory, because they run one after the other.
+        """
+        items, faults, launches.scratch_at, launches.taken = len(launches.items), len(launches.faults), 0, 0
+        bind()
+        staging_bytes = launches.taken
+        del launches.items[items:], launches.faults[faults:]
+        if staging_bytes > (self._staging[-1][0] if self._staging else 0):
+            self._staging.append((staging_bytes, self.upload(np.zeros(staging_bytes, np.int8))))
+        launches.scratch_at = self.driver.address(self._staging[-1][1]) if self._staging else 0
+        launches.taken = 0
+        bind()
+
+    def check(self) -> None:
+        """Raise `BackendError` if the group was lost in an earlier run."""
+        if self._watchdog is not None:
+            self._watchdog.check()
+
+    def wait(self) -> None:
+        """Wait until all launches on the device have ended.
+
+        Raises:
+            DeviceLostError: Another device did not arrive at a collective.
+        """
+        if self._watchdog is not None and self.may_hang:
+            self._watchdog.wait()
+        else:
+            self.driver.synchronise(self.device)
+
+    @property
+    def may_hang(self) -> bool:
+        """Whether the program has exchanges of the library, which may wait forever for another device.
+
+        Without them, the stream needs no polling.
+        """
+        return self._watchdog is not None and bool(self._exchange_count)
+
+
+def _compute_max_operand_bytes(call: Bound, group: collective.Group) -> int:
+    """Return the bytes of the largest operand of a collective on any device. All devices compute the same number."""
+    sequence = as_integer(call.attrs["sequence"])
+    if call.op in ("send", "receive"):
+        sender = group.rank if call.op == "send" else as_integer(call.attrs["source"])
+        return group.offer(sender, sequence).source.tensor.spec.nbytes
+    return max(x.tensor.spec.nbytes for o in group.offers(sequence) for x in (o.source, o.target))

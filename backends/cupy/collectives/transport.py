@@ -1,0 +1,80 @@
+"""Chooses the transport of a device group: peer memory, NCCL or RCCL, or host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...base import Comm, Device
+from ..device.driver import Driver, Library, has_parts
+from ..kernels.collective import MOST_DEVICES
+
+MIN_LIBRARY_BYTES = 8 << 20
+"""Bytes of a value from which a library is preferred to kernels over peer memory. It is an estimate without a
+measurement: below some MiB, latency counts more than bandwidth."""
+MIN_NARROW_ELEMENTS = 1 << 15
+"""Elements from which a sum is transferred in 16 bits, if `Comm.wire` allows it. Sums of one decoded token are smaller.
+It is an estimate without a measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """The transport of a device group.
+
+    Attributes:
+        has_peer_access: Kernels of each device can read and write the memory of all others.
+        library: The library that joins the devices, or `None`.
+        description: The transport as a phrase for reports.
+    """
+
+    has_peer_access: bool = False
+    library: Library | None = None
+    description: str = "through memory of the host"
+
+    @property
+    def launches_collectives(self) -> bool:
+        """Whether some collectives are launches on the devices, without the host."""
+        return self.has_peer_access or self.library is not None
+
+    def uses_library(self, nbytes: int) -> bool:
+        """Return whether a collective over `nbytes` bytes uses the library."""
+        return self.library is not None and (not self.has_peer_access or nbytes >= MIN_LIBRARY_BYTES)
+
+
+HOST_TRANSPORT = Transport()
+
+
+def choose_transport(devices: Sequence[Device], driver: Driver) -> Transport:
+    """Return the transport of `devices`, which all belong to this driver."""
+    library, far = driver.library(devices), _explain_no_peer_access(devices)
+    are_peers = not far and driver.are_peers(devices)
+    far = far or "they do not reach each other's memory"
+    if isinstance(library, str):
+        return Transport(
+            are_peers,
+            None,
+            "over each other's memory" if are_peers else f"{HOST_TRANSPORT.description}: {far}, and {library}",
+        )
+    if are_peers:
+        why = f"over each other's memory; values of {MIN_LIBRARY_BYTES >> 20} MiB and more with {library.name}"
+        return Transport(True, library, why)
+    return Transport(False, library, f"with {library.name}: {far}")
+
+
+def _explain_no_peer_access(devices: Sequence[Device]) -> str:
+    """Return the reason why kernels of `devices` cannot use peer memory, or "" if there is none."""
+    if len(devices) > MOST_DEVICES:
+        return f"they are more than {MOST_DEVICES}"
+    if len({device.rank for device in devices}) > 1:
+        return "they are of several processes"
+    return "kernels of parts of one device must not wait for each other" if has_parts(devices) else ""
+
+
+def choose_group_transport(comm: Comm, driver: Driver) -> Transport:
+    """Return the transport of the members of `comm`.
+
+    A group of one device, and a group without a shared board, use host memory.
+    """
+    if comm.board is None or comm.size < 2:
+        return HOST_TRANSPORT
+    return choose_transport(comm.devices, driver)

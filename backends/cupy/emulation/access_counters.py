@@ -1,0 +1,166 @@
+"""Counts the memory accesses of launches in the emulator: sectors of global memory, wavefronts of shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...base import Device
+from ..device.driver import Launch, LaunchError, Step, one_by_one
+from ..device.limits import MOST, Limits
+from .compile_host import COUNTER_OPTIONS, load_library
+from .emulated_driver import EmulatedDriver, Report, make_launch_shape
+from .guard_pages import Bytes
+from .source_lines import find_frames, select_innermost_line
+
+MAX_SITES = 4096
+"""Distinct accesses in the code of one launch."""
+BUFFER_ALIGNMENT = 512
+"""Alignment of buffers in bytes, as a device has it."""
+
+
+class _SiteRecord(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("code", "is_shared", "is_store", "bytes", "requests", "cost", "least")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AccessSite:
+    """All requests of one access in the code.
+
+    Attributes:
+        source_line: ``file:line`` of the innermost kernel frame.
+        nbytes: Bytes per warp lane.
+        requests: Requests of warps.
+        cost: Sectors of 32 bytes of global memory, or wavefronts of shared memory.
+        minimum_cost: The cost if the lanes of each warp accessed adjacent bytes.
+        frames: ``file:line`` of all inlined frames, innermost first.
+    """
+
+    source_line: str
+    is_shared: bool
+    is_store: bool
+    nbytes: int
+    requests: int
+    cost: int
+    minimum_cost: int
+    frames: tuple[str, ...] = ()
+
+    @property
+    def access_kind(self) -> str:
+        """The kind of access, such as ``global load of 16 bytes``."""
+        memory, access = "shared" if self.is_shared else "global", "store" if self.is_store else "load"
+        return f"{memory} {access} of {self.nbytes} bytes"
+
+    def __str__(self) -> str:
+        return f"{self.source_line}, a {self.access_kind} a lane"
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchCounters:
+    """The access counters of one launch.
+
+    Attributes:
+        launch: The launch.
+        sites: Requests of each access in the code.
+        sector_bytes: Bytes of all distinct sectors.
+        requested_bytes: Bytes of all distinct addresses that the launch accesses.
+        block_requested_bytes: Bytes of sectors, if each thread block requests a sector once.
+        copies_in_flight: The largest number of groups of asynchronous copies that a thread has in flight while it reads
+            earlier ones. `None` if the launch waits for no such group; bulk copies are not counted.
+    """
+
+    launch: Launch
+    sites: tuple[AccessSite, ...]
+    sector_bytes: int
+    requested_bytes: int
+    block_requested_bytes: int
+    copies_in_flight: int | None
+
+    @property
+    def block_threads(self) -> int:
+        """Threads of a block."""
+        return math.prod(self.launch.block)
+
+    @property
+    def kernel(self) -> str:
+        """The source file and the instantiation of the kernel."""
+        return str(self.launch.kernel)
+
+
+class CountingDriver(EmulatedDriver):
+    """A driver that counts the accesses of each launch.
+
+    `counters` has the counters of the last launch of each kernel, by its name. Counting takes several times as long as
+    running. With `counted_run`, only the run of this number is counted.
+    """
+
+    def __init__(self, limits: Limits = MOST, counted_run: int | None = None) -> None:
+        super().__init__(order=0, limits=limits)
+        self.counters: dict[str, LaunchCounters] = {}
+        self.counted_run = counted_run
+
+    def alloc(self, nbytes: int, on: Device) -> Bytes:
+        buffer = np.zeros(nbytes + BUFFER_ALIGNMENT, np.uint8)
+        start = -buffer.ctypes.data % BUFFER_ALIGNMENT
+        return buffer[start : start + nbytes]
+
+    def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
+        launches = [step for step in one_by_one(steps) if isinstance(step, Launch)]
+        run_uncounted = super().record(steps, on) if self.counted_run is not None else None
+        runs = itertools.count()
+
+        def run() -> None:
+            if next(runs) != self.counted_run and run_uncounted is not None:
+                return run_uncounted()
+            for launch in launches:
+                self.counters[str(launch.kernel)] = run_counted(launch)
+
+        return run
+
+
+def run_counted(launch: Launch) -> LaunchCounters:
+    """Run a launch and return its access counters.
+
+    Raises:
+        LaunchError: The first fault that the emulator found.
+    """
+    library = load_library(launch.kernel.alone, COUNTER_OPTIONS)
+    words = np.array(launch.words, np.uint64)
+    shape = make_launch_shape(launch, words)
+    report, sites, totals = Report(), (_SiteRecord * MAX_SITES)(), (ctypes.c_int64 * 6)()
+    spans = sorted({(span.low, span.high) for span in launch.spans if span.high > span.low})
+    operand_spans = np.array(_merge_spans(spans), np.uint64).reshape(-1, 2)
+    library.counters_begin(ctypes.c_void_p(operand_spans.ctypes.data), ctypes.c_int64(len(operand_spans)))
+    library.launch_0.restype, library.counters_end.restype = None, ctypes.c_int64
+    library.launch_0(ctypes.byref(shape), ctypes.byref(report))
+    site_count = library.counters_end(sites, ctypes.c_int64(MAX_SITES), totals)
+    if report.status:
+        raise LaunchError(launch.number, f"{launch.kernel}: {report.text.decode()}")
+    frames = find_frames(library, [site.code for site in sites[:site_count]])
+    counted_sites = (
+        AccessSite(
+            select_innermost_line(at), bool(s.is_shared), bool(s.is_store), s.bytes, s.requests, s.cost, s.least, at
+        )
+        for at, s in zip(frames, sites[:site_count], strict=True)
+    )
+    copies_in_flight = totals[5] if totals[5] >= 0 else None
+    sector_bytes, requested_bytes = totals[0] + totals[2], totals[1] + totals[3]
+    return LaunchCounters(launch, tuple(counted_sites), sector_bytes, requested_bytes, totals[4], copies_in_flight)
+
+
+def _merge_spans(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ascending spans, with overlapping ones merged."""
+    merged: list[tuple[int, int]] = []
+    for low, high in spans:
+        if merged and low < merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], high)
+        else:
+            merged.append((low, high))
+    return merged

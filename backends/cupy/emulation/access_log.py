@@ -1,0 +1,191 @@
+"""Logs the accesses of all threads to shared and global memory, in launches of several devices."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...base import Device
+from ..backend import DriverBackend
+from ..device.driver import Beside, Launch, LaunchError, Step
+from .compile_host import ACCESS_LOG_OPTIONS, load_library
+from .emulated_driver import EmulatedDriver, Report, make_launch_shape
+from .guard_pages import Bytes, address_of
+
+EVENT_DTYPE = np.dtype(
+    [
+        *((name, np.uint64) for name in ("turn", "at", "code", "value")),
+        *((name, np.uint32) for name in ("block", "thread", "bytes")),
+        *(("kind", np.uint8), ("is_shared", np.uint8), ("unused", np.uint16)),
+    ]
+)
+"""The layout of an event in event.h."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedLaunch:
+    """A launch with the events of its threads.
+
+    Attributes:
+        device: Index of the device.
+        stream: `MAIN_STREAM` or `SIDE_STREAM`.
+        position: Index among all launches of the device.
+        predecessors_end: Launches of the other stream before this position precede this launch.
+        kernel: Name of the kernel.
+        code: Compiled library of the kernel.
+        events: Accesses and synchronisations in order, of dtype `EVENT_DTYPE`.
+    """
+
+    device: int
+    stream: int
+    position: int
+    predecessors_end: int
+    kernel: str
+    code: ctypes.CDLL
+    events: npt.NDArray[np.void]
+
+    @property
+    def queue_index(self) -> int:
+        """The index of the stream among the streams of all devices."""
+        return self.device * STREAM_COUNT + self.stream
+
+
+STREAM_COUNT = 2
+MAIN_STREAM, SIDE_STREAM = range(STREAM_COUNT)
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedLaunch:
+    """A launch in a stream of its device.
+
+    It follows all earlier launches of its stream, and the launches of the other stream before `predecessors_end`.
+    """
+
+    launch: Launch
+    stream: int
+    predecessors_end: int
+
+
+def queue_launches(steps: Sequence[Step]) -> list[QueuedLaunch]:
+    """Return the launches of `steps` with their streams. Overlapped collectives go to the side stream."""
+    launches: list[QueuedLaunch] = []
+    for step in steps:
+        predecessors_end = len(launches)
+        by_stream = (
+            ((SIDE_STREAM, step.meeting), (MAIN_STREAM, step.meanwhile))
+            if isinstance(step, Beside)
+            else ((MAIN_STREAM, (step,)),)
+        )
+        for stream, singles in by_stream:
+            for single in singles:
+                assert isinstance(single, Launch), "there is no library"
+                launches.append(QueuedLaunch(single, stream, predecessors_end))
+    return launches
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySpan:
+    """The bytes [`low`, `high`) of a device.
+
+    A buffer is written by the host before a run and read after it. Other memory belongs to a program. It was filled
+    before the operand exchange.
+    """
+
+    low: int
+    high: int
+    device: int
+    is_buffer: bool
+
+
+class AccessLogDriver(EmulatedDriver):
+    """A driver that logs all launches since the last `take_log`, in order for each device.
+
+    With `dropped_line`, a file and a line of a kernel source, launches skip the block or warp barrier of that line.
+    """
+
+    def __init__(self, dropped_line: tuple[str, int] = ("", 0)) -> None:
+        super().__init__()
+        self.dropped_line = dropped_line
+        self.buffers: set[int] = set()
+        self._memory: list[MemorySpan] = []
+        self._log: list[LoggedLaunch] = []
+        self._launch_counts: dict[int, int] = defaultdict(int)  # by device
+        self._turns = ctypes.c_uint64(1)
+        self._lock = threading.Lock()
+
+    def take_log(self) -> list[LoggedLaunch]:
+        """Return the log and clear it."""
+        with self._lock:
+            log, self._log = self._log, []
+        return log
+
+    def alloc(self, nbytes: int, on: Device) -> Bytes:
+        memory = super().alloc(nbytes, on)
+        low = address_of(memory)
+        with self._lock:
+            self._memory.append(MemorySpan(low, low + nbytes, on.index, is_buffer=False))
+        return memory
+
+    @property
+    def memory(self) -> list[MemorySpan]:
+        """The memory of all devices."""
+        with self._lock:
+            return [replace(m, is_buffer=m.low in self.buffers) for m in self._memory]
+
+    def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
+        launches = queue_launches(steps)
+        codes = [load_library(one.launch.kernel.alone, ACCESS_LOG_OPTIONS) for one in launches]
+        runs = 0
+
+        def run() -> None:
+            nonlocal runs
+            order = runs % 4
+            runs += 1
+            first = self._launch_counts[on.index]
+            for one, code in zip(launches, codes, strict=True):
+                position = one.stream, self._launch_counts[on.index], first + one.predecessors_end
+                self._launch_counts[on.index] += 1
+                logged = LoggedLaunch(
+                    on.index, *position, str(one.launch.kernel), code, self._run_logged(one.launch, code, order)
+                )
+                with self._lock:
+                    self._log.append(logged)
+
+        return run
+
+    def _run_logged(self, launch: Launch, code: ctypes.CDLL, order: int) -> npt.NDArray[np.void]:
+        """Run a launch and return its events. Raises `LaunchError` with the first fault that the emulator found."""
+        words = np.array(launch.words, np.uint64)
+        shape = make_launch_shape(launch, words, order)
+        report = Report()
+        code.launch_0.restype, code.order_end.restype = None, ctypes.c_int64
+        memory = np.array(sorted((m.low, m.high) for m in self.memory), np.uint64)
+        file, line = ctypes.c_char_p(self.dropped_line[0].encode()), ctypes.c_int64(self.dropped_line[1])
+        spans = ctypes.c_void_p(memory.ctypes.data), ctypes.c_int64(len(memory))
+        code.order_begin(ctypes.byref(self._turns), *spans, file, line)
+        code.launch_0(ctypes.byref(shape), ctypes.byref(report))
+        events = np.empty(code.order_end(), EVENT_DTYPE)
+        code.order_take(ctypes.c_void_p(events.ctypes.data))
+        if report.status:
+            raise LaunchError(launch.number, f"{launch.kernel}: {report.text.decode()}")
+        return events
+
+
+class AccessLogBackend(DriverBackend):
+    """A backend on an `AccessLogDriver`, which receives the addresses of all buffers."""
+
+    def __init__(self, driver: AccessLogDriver) -> None:
+        super().__init__(driver)
+        self._buffers = driver.buffers
+
+    def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> Any:
+        buffer = super().alloc(nbytes, on, lasting)
+        self._buffers.add(self.driver.address(buffer))
+        return buffer

@@ -1,0 +1,132 @@
+"""Buffers between guard zones, so that an access out of bounds faults.
+
+Each operand of a launch is copied to its own pages, and ends at the end of these pages. After the launch the operand is
+copied back. Bytes between the operand and the guard zones hold a pattern, which must be unchanged.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..device.driver import Launch, Span
+
+OPERAND_ALIGNMENT = 16
+GUARD_BYTES = 16 << 20
+"""Bytes before and after an operand that fault. A wrong row of a matrix lies far outside of one page."""
+Bytes = npt.NDArray[np.uint8]
+NO_ACCESS, MAP_FAILED = 0, ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def allocate_guarded(nbytes: int) -> Bytes:
+    """Return `nbytes` zeroed bytes at a multiple of 16 bytes, which end less than 16 bytes before a guard zone.
+
+    Raises:
+        MemoryError: The system has no memory.
+    """
+    pages = _map_pages(nbytes)
+    start = len(pages) - -(-nbytes // OPERAND_ALIGNMENT) * OPERAND_ALIGNMENT
+    return pages[start : start + nbytes]
+
+
+def _map_pages(nbytes: int) -> Bytes:
+    """Return whole pages for at least `nbytes` bytes, between two guard zones that take addresses but no memory."""
+    size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = size + 2 * GUARD_BYTES
+    low = _libc.mmap(None, whole, NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if low == MAP_FAILED:
+        raise MemoryError(os.strerror(ctypes.get_errno()))
+    pages = (ctypes.c_uint8 * size).from_address(low + GUARD_BYTES)
+    weakref.finalize(pages, _libc.munmap, low, whole).atexit = False
+    if _libc.mprotect(low + GUARD_BYTES, size, mmap.PROT_READ | mmap.PROT_WRITE):
+        raise MemoryError(os.strerror(ctypes.get_errno()))
+    return np.ctypeslib.as_array(pages)
+
+
+def address_of(memory: Bytes) -> int:
+    """Return the address of the first byte."""
+    return int(memory.ctypes.data)
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedOperand:
+    """The bytes [`low`, `high`) of the program's memory, and the guarded copy that a launch uses instead."""
+
+    low: int
+    high: int
+    guarded_address: int
+    memory: Bytes
+
+    def copy_in(self, pattern: int) -> None:
+        """Copy the operand to the guarded memory. Fill the other bytes up to the guard pages with `pattern`."""
+        ctypes.memset(address_of(self.memory), pattern, len(self.memory))
+        ctypes.memmove(self.guarded_address, self.low, self.high - self.low)
+
+    def has_intact_margins(self, pattern: int) -> bool:
+        """Return whether the bytes around the operand still hold `pattern`."""
+        start = self.guarded_address - address_of(self.memory)
+        before, after = self.memory[:start], self.memory[start + self.high - self.low :]
+        return bool((before == pattern).all() and (after == pattern).all())
+
+    def copy_back(self) -> None:
+        """Copy the operand back to the memory of the program."""
+        ctypes.memmove(self.low, self.guarded_address, self.high - self.low)
+
+
+class GuardedMemoryPool:
+    """Guarded memory that successive launches reuse for their operands."""
+
+    def __init__(self) -> None:
+        self._allocated_pages: dict[tuple[int, int], Bytes] = {}
+
+    def allocate(self, number: int, nbytes: int) -> Bytes:
+        """Return guarded pages of at least `nbytes` bytes for operand `number` of a launch."""
+        key = (number, -(-nbytes // mmap.PAGESIZE))
+        if key not in self._allocated_pages:
+            self._allocated_pages[key] = _map_pages(nbytes)
+        return self._allocated_pages[key]
+
+
+def guard_operands(spans: Sequence[Span], pool: GuardedMemoryPool) -> list[GuardedOperand]:
+    """Return guarded memory for each operand of a launch. Overlapping operands share one range."""
+    merged: list[list[int]] = []
+    for span in sorted(spans, key=lambda s: s.low):
+        if merged and span.low < merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], span.high)
+        elif span.high > span.low:
+            merged.append([span.low, span.high])
+    guarded_operands = []
+    for number, (low, high) in enumerate(merged):
+        before = low % OPERAND_ALIGNMENT
+        padded_bytes = -(-(high - low + before) // OPERAND_ALIGNMENT) * OPERAND_ALIGNMENT
+        memory = pool.allocate(number, padded_bytes)
+        guarded_operands.append(
+            GuardedOperand(low, high, address_of(memory) + len(memory) - padded_bytes + before, memory)
+        )
+    return guarded_operands
+
+
+def redirect_words(launch: Launch, operands: Sequence[GuardedOperand]) -> list[int]:
+    """Return the argument words of a launch, with the addresses of the guarded operands."""
+    words = list(launch.words)
+    for span in launch.spans:
+        operand = _find_operand(span, operands)
+        if operand is not None:
+            words[span.word] += operand.guarded_address - operand.low
+    return words
+
+
+def _find_operand(span: Span, operands: Sequence[GuardedOperand]) -> GuardedOperand | None:
+    return next((o for o in operands if o.low <= span.low and span.high <= o.high and span.low < span.high), None)

@@ -1,0 +1,56 @@
+"""Maps code addresses of a compiled library to source lines of kernels, with addr2line."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from ....graph.errors import BackendError
+
+PRELUDE_FILES = ("types.cuh", "cuda.cuh", "hip.cuh", "prelude.cuh")
+"""Source files that stand before every kernel."""
+
+
+class _SharedObjectInfo(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("file", "base", "symbol", "address"))
+
+
+def find_lines(library: ctypes.CDLL, codes: Sequence[int]) -> list[str]:
+    """Return ``file:line`` in the kernel sources for each return address in `codes`."""
+    return [select_innermost_line(frames) for frames in find_frames(library, codes)]
+
+
+def find_frames(library: ctypes.CDLL, codes: Sequence[int]) -> list[tuple[str, ...]]:
+    """Return ``file:line`` of all inlined frames for each return address in `codes`, innermost first.
+
+    Raises:
+        BackendError: addr2line is not installed.
+    """
+    if not codes:
+        return []
+    tool = shutil.which("addr2line")
+    if tool is None:
+        raise BackendError("accesses are named by lines with addr2line, which is not installed; install binutils")
+    place = _SharedObjectInfo()
+    ctypes.CDLL(None).dladdr(ctypes.cast(library.launch_0, ctypes.c_void_p), ctypes.byref(place))
+    addresses = [hex(code - (place.base or 0) - 1) for code in codes]
+    command = [tool, "-a", "-i", "-e", library._name, *addresses]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    answers = done.stdout.split("0x")[1:]
+    frames = (answer.splitlines()[1:] for answer in answers)
+    return [tuple(os.path.basename(frame.partition(" ")[0]) for frame in of) for of in frames]
+
+
+def select_innermost_line(frames: Sequence[str]) -> str:
+    """Return the innermost kernel frame. Without one, return the innermost frame of the prelude, or of any file."""
+    ours = [name for name in frames if name.partition(":")[0].endswith((".cu", ".cuh"))]
+    return next(iter(select_kernel_frames(frames)), (ours or frames)[0])
+
+
+def select_kernel_frames(frames: Sequence[str]) -> tuple[str, ...]:
+    """Return the frames in kernel sources, without the files of the prelude."""
+    ours = (name for name in frames if name.partition(":")[0].endswith((".cu", ".cuh")))
+    return tuple(name for name in ours if not name.startswith(PRELUDE_FILES))

@@ -1,1 +1,0 @@
-"""How CUDA devices meet: peers in one memory, rings of NCCL, and who notices that one is lost."""

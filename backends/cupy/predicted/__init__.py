@@ -1,1 +1,0 @@
-"""How long launches would take on GPUs that are not here: from counted accesses and machine code."""

@@ -1,0 +1,19 @@
+"""The table of predicted speeds of kernels on GPUs, which ``python benchmarks/predict_gpu.py`` writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from ..abilities import Predicted, Reached
+
+SPEEDS_FILE = Path(__file__).parent / "predicted.json"
+
+
+@cache
+def load_predicted_speeds() -> Mapping[str, Predicted]:
+    """Return the predicted speeds of products and other ops, by kind of GPU such as ``h100``."""
+    by_kind = json.loads(SPEEDS_FILE.read_text("utf-8")).items()
+    return {kind: Predicted(Reached(**speeds["products"]), Reached(**speeds["ops"])) for kind, speeds in by_kind}
