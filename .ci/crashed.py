@@ -14,8 +14,9 @@ from pathlib import Path
 
 MAX_TRACEBACK_LINES = 30
 FAILURE = re.compile(r"^(?:FAILED|ERROR) ", re.MULTILINE)
-CRASH = re.compile(r"^FAILED .* - worker '\w+' crashed while running '(.*)'$", re.MULTILINE)
-FATAL = re.compile(rf"^Fatal Python error.*(?:\n.*){{0,{MAX_TRACEBACK_LINES}}}", re.MULTILINE)
+CRASH = re.compile(r"^worker '\w+' crashed while running '(.*)'$", re.MULTILINE)
+"""The report of a crash; the line of the summary may be truncated to the width of the terminal."""
+FATAL = re.compile(rf"Fatal Python error.*|^Current thread .*(?:\n.*){{0,{MAX_TRACEBACK_LINES}}}", re.MULTILINE)
 
 
 def find_crashed_tests(log: str) -> list[str]:

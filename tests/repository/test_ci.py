@@ -145,9 +145,15 @@ def crash_script():
     return runpy.run_path(str(CI / "crashed.py"))
 
 
-CRASHED = """Fatal Python error: Aborted
+CRASHED = """....Fatal Python error: Aborted
+
+Thread 0x2 (most recent call first):
+  File "world.py", line 2
+
+Current thread 0x1 (most recent call first):
   File "nvrtc.py", line 3
-FAILED tests/a.py::test_b[few<Q4_K, 1>] - worker 'gw0' crashed while running 'tests/a.py::test_b[few<Q4_K, 1>]'
+worker 'gw0' crashed while running 'tests/a.py::test_b[few<Q4_K, 1>]'
+FAILED tests/a.py::test_b[few<Q4_K, 1>] - worker 'gw0' cra...
 1 failed, 3 passed in 2.00s
 """
 
@@ -163,7 +169,9 @@ def test_the_test_of_a_crashed_worker_runs_again_alone(crash_script, passes, sta
 
     assert crash_script["main"]([str(log)], run) == status
     assert run_tests == ["tests/a.py::test_b[few<Q4_K, 1>]"]
-    assert "Fatal Python error: Aborted\n  File" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Fatal Python error: Aborted\n" in printed
+    assert '(most recent call first):\n  File "nvrtc.py"' in printed
 
 
 @pytest.mark.parametrize("log", ["FAILED tests/a.py::test_c - assert 1 == 2\n" + CRASHED, "3 passed in 2.00s\n", ""])
