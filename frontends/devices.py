@@ -1,4 +1,4 @@
-"""The devices of a session and how they share a model; in several processes, the devices of all of them."""
+"""The device group of a session, and how the devices share a model; with several processes, the devices of all."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from ..scheduler.running.packed import PackedWeights
 from .errors import ModelError
 
 WIRES = {str(dtype): dtype for dtype in (DType.F32, DType.BF16)}
+"""Dtypes in which GPUs may exchange large sums."""
 CACHES = {str(dtype): dtype for dtype in STATE_DTYPES}
-"""What caches may hold."""
+"""Dtypes that KV caches may have."""
 
 
 def one_of(types: Mapping[str, DType]) -> ArgumentKind:
+    """Return the argument kind of the name of one of these dtypes."""
     return ArgumentKind(" or ".join(types), lambda v: isinstance(v, str) and v in types)
 
 
@@ -41,22 +43,25 @@ GROUP: Mapping[str, ArgumentKind] = MappingProxyType(
         "keep_packed": BOOL,
     }
 )
-"""What each field of a `Group` may be."""
+"""The argument kind of each field of a `DeviceGroup`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The devices of a session and how they share the model; see `hocket.plan` for the modes.
+    """The devices of a session and how they share the model; see `hocket.plan` for the split modes.
 
-    `threads` is for each device; without it they share the processors.  `exact` computes in float32 throughout, with
-    weights as float32, where backends round activations to 8 bits before they meet quantised weights.  Several devices
-    add in another order than one: logits of SmolLM2 on three differ by an NMSE of 5e-4, with `exact` by 2.5e-13.
-    `fast` lets backends round to 16 bits what they compute exactly unless they are asked: factors of the products in
-    the delta rule, and activations that meet weights of 16 bits, to the type of these.  `wire` is what large sums are
-    sent in between GPUs: ``f32``, or ``bf16``, which is half as much and not exact (`hocket.backends.base.Comm.wire`).
-    `cache_type_k` and `cache_type_v` say what is kept of each token for attention: ``f16`` unless they are given, or
-    ``f32`` where results are to be exact; ``q8_0`` and ``q4_0`` take blocks of 32 numbers.  `keep_packed` keeps weights
-    as ``cpu`` packs them, beside its kernels: later processes map them, share their memory and start without packing.
+    - `threads` holds for each device; by default the devices share the processors.
+    - `exact` computes in float32 throughout, with weights as float32. Backends round activations to 8 bits by default
+      where weights are quantised. Several devices add in another order than one: logits of SmolLM2 on three devices
+      differ by an NMSE of 5e-4, with `exact` by 2.5e-13.
+    - `fast` lets backends round to 16 bits where they compute exactly by default. This applies to factors of products
+      in the delta rule. Activations that meet weights of 16 bits are rounded to the dtype of the weights.
+    - `wire` is the dtype in which GPUs exchange large sums: ``f32``, or ``bf16``, which has half the bytes and is not
+      exact (`hocket.backends.base.Comm.wire`).
+    - `cache_type_k` and `cache_type_v` are the dtypes of cached keys and values: ``f16`` by default, ``f32`` with
+      `exact`; ``q8_0`` and ``q4_0`` take blocks of 32 numbers.
+    - `keep_packed` keeps the packed weights of ``cpu`` on disk, next to its kernels. Later processes map these weights,
+      share their memory and start without packing.
     """
 
     devices: tuple[str, ...] = ("cpu:0",)
@@ -77,12 +82,12 @@ class Group:
 
     @property
     def packed(self) -> PackedWeights | None:
-        """Where packed weights are kept."""
+        """The files of packed weights, or `None` if they are not kept."""
         return PackedWeights(cache_folder() / "packed") if self.keep_packed else None
 
     @property
     def caches(self) -> tuple[DType, DType]:
-        """The types of cached keys and of cached values."""
+        """The dtypes of cached keys and of cached values."""
         usual = "f32" if self.exact else "f16"
         return CACHES[self.cache_type_k or usual], CACHES[self.cache_type_v or usual]
 
@@ -91,10 +96,13 @@ ONE_DEVICE = Group()
 
 
 def found(on: Group, world: World = SINGLE_PROCESS) -> list[tuple[Backend, Device]]:
-    """The devices of a group; each has its share of the processors as threads, unless a number is given.
+    """Return the devices of a group, each with its share of the processors as threads unless `on.threads` is given.
 
-    In several processes a name without a rank, as ``cpu:0``, is that device of each of them, and every device is as the
-    process that has it says.  Raises `ModelError` for a rank that is not there.
+    With several processes, a name without a rank, such as ``cpu:0``, means that device of each process. The properties
+    of a device come from its own process.
+
+    Raises:
+        ModelError: A rank does not exist, or two devices are the same one with exact results.
     """
     device_of_name: dict[str, str] = {}
     for device in on.devices:
@@ -114,7 +122,10 @@ def found(on: Group, world: World = SINGLE_PROCESS) -> list[tuple[Backend, Devic
 
 
 def _described(group: Sequence[tuple[Backend, Device]], world: World) -> list[tuple[Backend, Device]]:
-    """Devices as their own processes see them; those of one machine that share its memory do so across processes."""
+    """Return the devices as their own processes report them.
+
+    Devices of one machine that share its memory do so across processes.
+    """
     if strange := [device for _, device in group if (device.rank or 0) >= world.size]:
         least = max((device.rank or 0) for device in strange) + 1
         started = "one process runs" if world.size == 1 else f"{world.size} processes run"
@@ -129,6 +140,6 @@ def _described(group: Sequence[tuple[Backend, Device]], world: World) -> list[tu
 
 
 def spelled(device: str, on: Group) -> str:
-    """The name of a device in a group: ``cpu:1`` is ``numpy:1`` where results are to be exact."""
+    """Return the name of a device in a group: with exact results ``cpu:1`` is ``numpy:1``."""
     name = DeviceName.parse(device)
     return str(replace(name, kind="numpy") if on.exact and name.kind == "cpu" else name)

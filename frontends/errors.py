@@ -1,4 +1,4 @@
-"""The error of everything that comes from outside: files, prompts, options."""
+"""The error for all input from outside: files, prompts, options."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from ..graph.errors import HocketError
 
 
 class ModelError(HocketError):
-    """A model file, a prompt or an option cannot be used; the one-line message says what, got, need, do."""
+    """A model file, a prompt or an option cannot be used; the message gives the value, the need and the remedy."""

@@ -1,4 +1,4 @@
-"""How exactly a session computes: the graphs of its steps, with what its group asks of their ops."""
+"""The exactness of a session: rewrite the step graphs of a model as its device group asks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ from .errors import ModelError
 from .models import Model, Step
 
 HALVES = frozenset((DType.F16, DType.BF16))
+"""Dtypes of 16 bits that attention must not compute in."""
 Rule = Callable[[Node], Sequence[Value] | None]
+"""Returns the replacement of the results of a node, or `None` to keep the node."""
 
 
 def graphs_of(model: Model, on: Group) -> Callable[[Step], Graph]:
-    """The graph of each step of a model.  Raises `ModelError` for a group that asks for what excludes each other."""
+    """Return the function that builds the graph of each step of a model.
+
+    Raises:
+        ModelError: `on` asks for exact results together with bf16 transfers or with fast arithmetic.
+    """
     if on.exact and on.wire != "f32":
         raise ModelError(f"results that are to be exact are not sent as {on.wire}; leave out one of the two")
     if on.exact and on.fast:
@@ -34,22 +40,22 @@ def graphs_of(model: Model, on: Group) -> Callable[[Step], Graph]:
 
 
 def changed(model: Model, rules: Sequence[Rule], step: Step) -> Graph:
-    """The graph of a step, with `rules` applied to its nodes."""
+    """Return the graph of a step with `rules` applied to its nodes."""
     return reduce(rewrite_graph, rules, model.graph(step))
 
 
 def hurried(node: Node) -> Sequence[Value] | None:
-    """No op is exact that need not be."""
+    """Set the attribute `exact` of a node to false."""
     return replace(node, attrs={**node.attrs, "exact": False}).results if node.attrs.get("exact") else None
 
 
 def ordered(node: Node) -> Sequence[Value] | None:
-    """Devices share no sum, so that its last bit is that of one device."""
+    """Forbid that devices share the sum of a matmul, so that its last bit is the same as on one device."""
     return replace(node, attrs={**node.attrs, "ordered": True}).results if node.op == "mul_mat" else None
 
 
 def widened(node: Node) -> Sequence[Value] | None:
-    """Attention is of float32, as backends may round queries and weights to the type of its keys and values."""
+    """Cast the keys and values of attention to f32, because backends may round queries and weights to their dtype."""
     cells = node.inputs[1:3] if node.op == "attention" else ()
     if not HALVES.intersection(value.dtype for value in cells):
         return None

@@ -1,4 +1,4 @@
-"""The graph in a file: of a model, or one that `hocket dump` wrote as text or JSON."""
+"""Read a graph from a file: a model, an exported program, or a graph that `hocket dump` wrote as text or JSON."""
 
 from __future__ import annotations
 
@@ -16,19 +16,27 @@ from .open import context_for, open_model
 from .session import FEWEST_CELLS
 
 PROGRAM = b"PK\x03\x04"
-"""With what a file of `torch.export.save` begins, as any zip file does."""
+"""The first bytes of a zip file, and so of a file of `torch.export.save`."""
 LARGEST = 1 << 28
-"""Bytes of a graph file; that of the largest model has a few million."""
+"""Maximum bytes of a graph file; the largest model needs a few million."""
 
 
 def read_graph(
     path: str, *, context: int | None = None, tokens: int = 1, caches: tuple[DType, DType] = ONE_DEVICE.caches
 ) -> Graph:
-    """The graph in a file.  For a model, that of a step with ``tokens`` new tokens, whose keys and values are kept as
-    `caches` says; only its header is read.
+    """Return the graph in a file. For a model this is the graph of one step, and only the header is read.
 
-    A .pt2 file is read without unpickling; an .onnx file is known by its name.
-    Raises `ModelError` or `GraphError` for a file that is none of these.
+    A .pt2 file is read without unpickling. An .onnx file is recognised by its name.
+
+    Args:
+        path: The file.
+        context: Context in tokens, for a model.
+        tokens: New tokens of the step, for a model.
+        caches: Dtypes of cached keys and values, for a model.
+
+    Raises:
+        ModelError: The file has none of these formats, or cannot be used.
+        GraphError: The graph is not valid.
     """
     mode = Path(path).stat().st_mode
     if not stat.S_ISREG(mode):
@@ -42,7 +50,7 @@ def read_graph(
             return model.graph(Step(1, tokens, cells, context, tokens, keys=keys, values=values))
         if start == PROGRAM:
             return _of_program(path)
-        if path.lower().endswith(".onnx"):  # which have nothing of their own to begin with
+        if path.lower().endswith(".onnx"):  # ONNX files have no magic number
             from .onnx.model import from_onnx
 
             return from_onnx(path).graph
@@ -58,7 +66,7 @@ def read_graph(
 
 
 def _of_program(path: str) -> Graph:
-    """The graph of an exported PyTorch program."""
+    """Return the graph of an exported PyTorch program."""
     try:
         from .torch.archive import read_program
         from .torch.exported import from_torch

@@ -1,4 +1,4 @@
-"""A session and the tokens that its sequences have read, from one call of a model to the next."""
+"""The lease of a session: a session with the tokens that its sequences have read, kept between calls of a model."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ from .session import Session
 
 
 class Held:
-    """A session, and the tokens of its sequences: those it has read, and perhaps one that it has not."""
+    """A session and the known tokens per sequence: the tokens that it has read, and perhaps one more."""
 
     def __init__(self, session: Session | Microbatches) -> None:
         self.session = session
         self.guessing: Session | None = None
-        """That of the draft model which guesses ahead of this one."""
+        """The session of the draft model that drafts tokens for `session`."""
         self.tokens: list[list[int]] = [[] for _ in range(session.sequences)]
 
     @property
     def alone(self) -> Session:
-        """That of the only sequence."""
+        """The session of the only sequence."""
         (session,) = self.session.sessions
         return session
 
     @property
     def key(self) -> tuple[int, int]:
+        """The sequence count and the context in tokens: the key of idle leases."""
         return self.session.sequences, self.session.context
 
     def given(self, ids: list[int]) -> list[int]:
-        """What of `ids` sequence 0 still has to read: the rest, if it has read their beginning, or all, anew."""
+        """Return the tokens of `ids` that sequence 0 has still to read.
+
+        If sequence 0 has read the beginning of `ids`, these are the rest; else all of `ids`, and all sequences are
+        reset.
+        """
         read = self.tokens[0][: self.session.lengths[0]]
         if not read or len(ids) <= len(read) or ids[: len(read)] != read:
             self.anew()
@@ -35,7 +40,7 @@ class Held:
         return ids[len(read) :]
 
     def anew(self) -> None:
-        """Forget everything."""
+        """Reset all sequences and forget their tokens."""
         for i in range(self.session.sequences):
             self.session.reset(i)
         self.tokens = [[] for _ in range(self.session.sequences)]

@@ -1,4 +1,4 @@
-"""Which model it is: what a saved state and other processes have to share with the one that goes on."""
+"""The identity of a model: the value that a saved state and all processes must share with the running model."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from .gguf.mapped_file import MappedFile
 from .models import Model
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""Linux: a number that the running kernel has drawn at its start, which no other machine has."""
+"""A Linux file with a random number that the kernel draws at boot, so that it differs on every machine."""
 
 
 def model_digest(model: Model) -> str:
-    """SHA-256 of a model: architecture, tensors, their shapes and types, and the entries of the small ones and of all
-    adapters."""
+    """Return the SHA-256 of a model.
+
+    It covers the architecture, the adapters, the names, shapes and dtypes of tensors, and the data of small tensors.
+    """
     sha = hashlib.sha256(model.architecture.encode())
     sha.update(" ".join(map(repr, model.adapters.scales)).encode())
     adapted = model.adapters.tensors
     for name, tensor in sorted(model.tensors.items()):
         sha.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
-        if tensor.nbytes <= 1 << 16 or name in adapted:  # norms and biases tell two fine-tunings of one shape apart
+        if tensor.nbytes <= 1 << 16 or name in adapted:  # norms and biases differ between fine-tunings of one shape
             sha.update(tensor.raw.tobytes())
     return sha.hexdigest()
 
 
 def files_identity(files: Iterable[MappedFile]) -> str:
-    """Return the running machine and the inodes of mapped files; equal where processes map the very same memory.
+    """Return the boot number of the machine and the inodes of mapped files, or an empty text if one is unknown.
 
-    It is empty where the machine or an inode is unknown.
+    The text is equal in two processes if they map the same memory.
     """
     known = {file.inode and f"{file.inode} {file.size} {file.modified_ns}" for file in files}
     with suppress(OSError):

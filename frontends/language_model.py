@@ -1,4 +1,4 @@
-"""A language model in a few lines of Python: `hocket.Model`."""
+"""`hocket.Model`: a GGUF language model for Python programs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from .session import DEFAULT_BATCH, F32, Group, Session
 from .text_limits import check_texts
 
 TOGETHER = 8
-"""Texts that `Model.embed` runs at once."""
+"""Maximum texts that `Model.embed` runs at once."""
 IDLE = 4
-"""Sessions that are kept for later calls."""
+"""Maximum idle sessions that are kept for later calls."""
 PROMPT = TEXT | list_of(ANY, "a sequence of tokens")
 OBJECTS = list_of(instance_of(Mapping), "a sequence of mappings") | NONE
 MESSAGES = TEXT | list_of(instance_of(Mapping), "a sequence of mappings with role and content")
@@ -44,8 +44,7 @@ MESSAGES = TEXT | list_of(instance_of(Mapping), "a sequence of mappings with rol
 @validate_constructor(ModelError, id=integer_between(0), text=TEXT, logprob=instance_of(float))
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A generated token: its id, the text that is complete with it (perhaps none), and the natural logarithm of the
-    probability that the model gave it."""
+    """A generated token: its id, the text that it completes, and the natural logarithm of its probability."""
 
     id: int
     text: str
@@ -55,17 +54,25 @@ class Token:
 class Model:
     """A GGUF language model on one or many devices.
 
-    `path` is a file, or None for the embedded model; the other arguments are those of ``hocket run``: devices and how
-    they share (`hocket.plan`), `context` in tokens, prompt tokens of one `batch`, `threads` of each device (without a
-    number devices share the processors), `exact` for float32 throughout (SmolLM2 on three devices differs by an NMSE
-    of 5e-4, then by 2.5e-13), how keys and values are cached (f16 unless `exact`; f32, bf16, q8_0, q4_0), whether to
-    `keep_packed` weights for later runs.  `draft` is the file of a small model with the same tokens that guesses up to
-    `draft_max` of them (4); `draft_max` alone lets the model's MTP blocks guess.  `lora` and `control_vectors` are
-    files, or pairs of a file and its scale; all add up; `control_layers` are the first and the last they change.
+    Threads may share a model. Calls that overlap, such as generators that are read in turn, have states of their own
+    over the same weights. A prompt that begins with the tokens of the last call is read from there on. Raises
+    `hocket.ModelError` if a file or an option cannot be used, or if a text is longer than the context.
 
-    Threads may share a model: calls that overlap, as generators that are read in turn, have memories of their own over
-    the same weights.  A prompt that begins with what the model has just read is read from there on.  Raises
-    `hocket.ModelError` for whatever does not fit: a file, an option, a text longer than the context.
+    Args:
+        path: A model file, or `None` for the embedded model.
+        devices, split_mode, tensor_split, place: The devices and how they share the model, as in `hocket.plan`.
+        context, batch: Maximum tokens of a text, and prompt tokens of one run.
+        threads: Threads of each device; by default the devices share the processors.
+        exact: Compute in float32 throughout. SmolLM2 on three devices differs by an NMSE of 5e-4, with `exact` by
+            2.5e-13.
+        fast: Let backends round to 16 bits where they compute exactly by default.
+        cache_type_k, cache_type_v: Dtypes of cached keys and values: f16, f32, bf16, q8_0, q4_0. Default: f16, or f32
+            if `exact`.
+        keep_packed: Keep packed weights on disk for later processes.
+        draft, draft_max: The file of a small model with the same tokens that drafts up to `draft_max` (4) tokens. With
+            `draft_max` alone the MTP blocks of the model draft them.
+        lora, control_vectors: Files, or pairs of a file and its scale; all add up.
+        control_layers: The first and the last layer that control vectors change.
 
     >>> with hocket.Model() as model:
     ...     text = "".join(model.generate("It is a truth", max_tokens=8, temperature=0))
@@ -114,10 +121,9 @@ class Model:
         self._drafting = None if draft is None else self._draft_session(draft)
         self._tokenizer: Tokenizer | None = None
 
-    # ------------------------------------------------------------------------------------------------ generation
     @validate_arguments(ModelError, prompt=PROMPT)
     def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[str]:
-        """The text that continues `prompt` (text, or tokens), piece by piece as it is made.
+        """Return an iterator over the text that continues `prompt` (text or tokens), in pieces as they are generated.
 
         >>> "".join(model.generate("It is a truth", max_tokens=3, temperature=0))
         ' which I am'
@@ -126,8 +132,9 @@ class Model:
 
     @validate_arguments(ModelError, prompt=PROMPT)
     def tokens(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Token]:
-        """The tokens that continue `prompt`, each with its text and probability; the last one may complete a string of
-        `stop`.  Tokens of a model without a vocabulary have no text; its prompt is token ids.
+        """Return an iterator over the tokens that continue `prompt`, each with its text and its probability.
+
+        The last one may complete a string of `stop`. A model without a vocabulary takes token ids and gives no text.
 
         >>> first = next(model.tokens("It is a truth", temperature=0))
         >>> first.text, round(first.logprob, 1)
@@ -154,17 +161,18 @@ class Model:
         chat_template_kwargs: Mapping[str, object] | None = None,
         **options: Unpack[Options],
     ) -> Iterator[str]:
-        """The answer to a talk, piece by piece: a message of the user, or messages with ``role`` and ``content``.
+        """Return an iterator over the answer to a conversation, in pieces as they are generated.
 
-        The model's chat template makes a prompt of them.  Append the answer and the next message to go on.
+        The chat template of the model makes a prompt of the messages. To continue, append the answer and the next
+        message.
 
         Args:
-            messages: The talk so far.
+            messages: The message of a user, or the messages so far with ``role`` and ``content``.
             tools: Descriptions of functions, in the JSON form that the template expects.
             documents: Texts that the answer may cite, likewise.
-            chat_template: A template (jinja2) to use in place of the model's.
+            chat_template: A template (jinja2) that replaces the template of the model.
             chat_template_kwargs: Further variables of the template, such as ``{"enable_thinking": False}``.
-            options: As of `generate`; `max_tokens` is -1 here.
+            options: The options of `generate`; the default of `max_tokens` is -1 here.
 
         Raises:
             ModelError: There is no template, or it refuses the messages.
@@ -186,7 +194,7 @@ class Model:
 
     @validate_arguments(ModelError, prompts=list_of(PROMPT, "a sequence of prompts"))
     def generate_batch(self, prompts: Sequence[str | Sequence[int]], **options: Unpack[Options]) -> list[str]:
-        """The texts that continue each of `prompts`, which run together; each is what it would be alone.
+        """Return the texts that continue each of `prompts`. The prompts run together; each text is the same as alone.
 
         >>> model.generate_batch(["It is", "She was"], max_tokens=2, temperature=0)
         [' to be', ' not so']
@@ -236,7 +244,7 @@ class Model:
 
     @property
     def _tokenizer_or_none(self) -> Tokenizer | None:
-        """The tokenizer, or None where the file has no vocabulary."""
+        """The tokenizer, or `None` if the file has no vocabulary."""
         return self.tokenizer if has_vocabulary(self._model.gguf.metadata) else None
 
     def _drawn(self, ids: list[int], drawing: GenerationParams) -> Iterator[SampledToken]:
@@ -245,7 +253,6 @@ class Model:
             yield from sample_tokens(held.session, [held.given(ids)], drawing, known=held.tokens, ahead=ahead)
 
     def _draft_session(self, path: str | Path) -> Session:
-        """The session that loads the weights of a draft model."""
         model = open_model(path)
         speculative.require_same_vocabulary(self._model, model)
         if not (self._model.is_causal and model.is_causal):
@@ -254,7 +261,7 @@ class Model:
         return open_session(model, on=self._group, context=context, batch=self._root.batch)
 
     def _ahead(self, held: Held, drawing: GenerationParams) -> speculative.SpeculativeDecoder | None:
-        """What guesses ahead of a session: a block of its model, or a draft model in a session of its own."""
+        """Return the speculative decoder of a session, with MTP blocks or a draft model; `None` without drafts."""
         if (root := self._drafting) is None and not self._model.guessers:
             return None
         if drawing.pinned_tokens is not None:
@@ -266,11 +273,9 @@ class Model:
         held.guessing.reset(0)
         return speculative.SpeculativeDecoder(held.alone, speculative.ModelDrafter(held.guessing), self._draft_max)
 
-    # ------------------------------------------------------------------------------------------------- evaluation
-
     @validate_arguments(ModelError, prompt=PROMPT)
     def logits(self, prompt: str | Sequence[int]) -> F32:
-        """float32 ``[tokens, vocabulary]``: row i scores what follows token i of `prompt` (text, or tokens).
+        """Return float32 ``[tokens, vocabulary]``: row i has the logits after token i of `prompt` (text or tokens).
 
         >>> model.logits([1, 2, 3]).shape
         (3, 2048)
@@ -284,9 +289,9 @@ class Model:
 
     @validate_arguments(ModelError, text=PROMPT)
     def score(self, text: str | Sequence[int]) -> npt.NDArray[np.float64]:
-        """float64 ``[tokens - 1]``: the natural logarithm of the probability of each token after the first.
+        """Return float64 ``[tokens - 1]``: the natural logarithm of the probability of each token after the first.
 
-        Their sum scores the text, ``exp(-mean)`` is its perplexity.
+        The sum is the score of the text; ``exp(-mean)`` is its perplexity.
 
         >>> round(float(np.exp(-model.score("It is a truth universally acknowledged").mean())), 1)
         26.8
@@ -299,10 +304,10 @@ class Model:
 
     @validate_arguments(ModelError, texts=TEXT | list_of(PROMPT, "a sequence of texts"), normalise=BOOL)
     def embed(self, texts: str | Sequence[str | Sequence[int]], *, normalise: bool = True) -> F32:
-        """float32 ``[texts, width]``: one vector for each text, of length 1 if they are to be normalised.
+        """Return float32 ``[texts, width]``: one vector for each text, of length 1 if `normalise` is set.
 
-        What the last layer makes of the tokens is pooled as the file says (mean, first, or last); where it says
-        nothing, or none, their mean.
+        The rows of the last layer are pooled as the file says (mean, first or last), and by their mean if it names no
+        kind.
 
         >>> model.embed(["a ball", "a dance"]).shape
         (2, 192)
@@ -322,17 +327,15 @@ class Model:
         whole = np.stack(vectors) if vectors else np.zeros((0, self._model.hyper.width), np.float32)
         return whole / np.linalg.norm(whole, axis=-1, keepdims=True).clip(1e-12) if normalise else whole
 
-    # ------------------------------------------------------------------------------------------------------- text
-
     @property
     def tokenizer(self) -> Tokenizer:
-        """The file's own.  `ModelError` if it has none."""
+        """The tokenizer of the file. Raises `ModelError` if the file has none."""
         if self._tokenizer is None:
             self._tokenizer = tokenizer_from_metadata(self._model.gguf.metadata)
         return self._tokenizer
 
     def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """The tokens of a text; with `special` BOS and EOS as the model asks, and special tokens read as such.
+        """Return the tokens of a text; `special` adds BOS and EOS, and recognises special tokens in the text.
 
         >>> model.detokenize(model.tokenize("It is"))
         'It is'
@@ -340,17 +343,15 @@ class Model:
         return self.tokenizer.encode(text, add_special=special, parse_special=special)
 
     def detokenize(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of tokens; control tokens only with `special`."""
+        """Return the text of tokens; `special` includes control tokens."""
         return self.tokenizer.decode(ids, special=special)
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         return self.tokenize(prompt) if isinstance(prompt, str) else list(token_ids(0, prompt))
 
-    # ------------------------------------------------------------------------------------------------------ state
-
     @validate_arguments(ModelError, path=instance_of(str, Path))
     def save(self, path: str | Path) -> None:
-        """Keep what the last call read, so that another process, on any devices, goes on from there.
+        """Save the tokens and states of the last call, so that another process, on any devices, can continue.
 
         >>> model.save("talk.bin")
         >>> ids = model.load("talk.bin")
@@ -361,19 +362,19 @@ class Model:
 
     @validate_arguments(ModelError, path=instance_of(str, Path))
     def load(self, path: str | Path) -> list[int]:
-        """The tokens of a saved state; a prompt that begins with them is read from their end on."""
+        """Load a saved state and return its tokens; a prompt that begins with them is read from their end on."""
         with self._leased() as held, file_errors():
             (held.tokens[0],) = load_state(held.alone, path)
             return list(held.tokens[0])
 
     @property
     def plan(self) -> Plan:
-        """How one token runs on the devices: `plan.explain()` says why, `plan.view()` shows it."""
+        """The plan of one token: `plan.explain()` gives the reasons, `plan.view()` shows the plan."""
         return self._root.plan(self._root.step(1, 1))
 
     @property
     def memory(self) -> dict[str, dict[str, int]]:
-        """Bytes on each device: ``weight``, ``state`` (caches of idle calls included), ``arena``."""
+        """Bytes on each device: ``weight``, ``state`` (with the caches of idle sessions), ``arena``."""
         first = self._root
         sums = {str(device): dict.fromkeys(("weight", "state", "arena"), 0) for _, device in first.group}
         with self._lock:
@@ -389,11 +390,11 @@ class Model:
 
     @property
     def context(self) -> int:
-        """Tokens that a text may have."""
+        """Maximum tokens of a text."""
         return self._root.context
 
     def close(self) -> None:
-        """Give the memory back; later calls raise `ModelError`."""
+        """Free the memory; later calls raise `ModelError`."""
         with self._lock:
             self._first = self._drafting = None
             self._idle.clear()
@@ -410,7 +411,7 @@ class Model:
         return f"Model({str(model.gguf.path)!r}: {model.architecture} on {where}, {state})"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the table that a notebook shows."""
         model = self._model
         rows = {"file": model.gguf.path, "architecture": f"{model.architecture}, {model.layers} layers"}
         if self._first is None:
@@ -422,19 +423,16 @@ class Model:
         lines = (f"<tr><th>{escape(str(k))}</th><td>{escape(str(v))}</td></tr>" for k, v in rows.items())
         return f"<table>{''.join(lines)}</table>"
 
-    # --------------------------------------------------------------------------------------------------- sessions
-
     @property
     def _root(self) -> Session:
-        """The session that loaded the weights.  `ModelError` once the model is closed."""
+        """The session that loaded the weights. Raises `ModelError` after `close`."""
         if self._first is None:
             raise ModelError("the model is closed; open it anew with hocket.Model")
         return self._first
 
     @contextmanager
     def _leased(self, sequences: int = 1, longest: int | None = None) -> Iterator[Held]:
-        """A session for one call alone: one that is idle, or a new one over the same weights; its context is that of
-        the model, or as long as the longest text needs."""
+        """Lease an idle session, or a new one over the same weights, for one call; `longest` limits its context."""
         first = self._root
         key = sequences, min(first.context, longest or first.context)
         with self._lock:

@@ -1,4 +1,4 @@
-"""How the weights and states of a model lie on the devices of a session, which all of its plans follow."""
+"""The model layout: how the weights and states of a model lie on the devices of a session; all its plans keep it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from ..scheduler.lowering.lane import Devices
 
 HOST = "cpu:0"
-"""The device that takes what does not fit on others."""
+"""The device that stores the weights and states that do not fit on the other devices."""
 EVENED = 128
-"""Tokens of the prompt that layers are dealt for in the mode ``layer``."""
+"""Prompt tokens for which the mode ``layer`` balances the time of the devices."""
 PROMPT, NEW = 512, 128
-"""Tokens of a prompt and steps behind it, by which the mode ``auto`` judges how a model lies on several devices."""
+"""Prompt tokens, and decoded tokens after them, for which the mode ``auto`` compares layouts on several devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How much of the model is loaded, in bytes of its file."""
+    """Bytes of the model file that are loaded, and all its bytes."""
 
     done: int
     total: int
@@ -48,11 +48,20 @@ def laid_out(
     *,
     may_follow: bool,
 ) -> Plan:
-    """The plan of `first_step`, which reads all weights, whose layout all others keep: its own, or that of
-    `largest_step`, where memory is too short for that, so that the host takes what does not fit.
+    """Return the plan of `first_step`. All other plans keep its layout of weights and states.
 
-    Layers are dealt so that the devices take about equally long for a prompt, unless shares are asked for or memory
-    differs.  Where runs `may_follow` each other, layouts are judged by a prompt and tokens behind it.
+    If memory is too short for `largest_step`, the layout comes from a plan of `largest_step` with host offload. In the
+    mode ``layer``, devices get layers for equal times of a prompt, except if shares are given or the memory sizes
+    differ.
+
+    Args:
+        on: The devices.
+        world: The ranks.
+        place: Placement rules, as pairs of a pattern and a device.
+        graph_of: Builds the graph of a step.
+        first_step: The step that reads all weights.
+        largest_step: The step that needs the most memory.
+        may_follow: Whether runs may be pipelined; then the mode ``auto`` compares layouts for a prompt and decoding.
     """
     asked, one = found(on, world), graph_of(first_step)
     cells = max(first_step.cells, min(PROMPT, first_step.context))
@@ -76,7 +85,7 @@ def laid_out(
 
         shares = even_shares(graph_of(replace(first_step, tokens=EVENED)), len(asked))
     first = options(one, asked, tensor_split=shares)
-    if first.spare and on.threads is None:  # devices that take part share the processors of those left free
+    if first.spare and on.threads is None:  # used devices share the processors of unused ones
         group = found(replace(on, devices=tuple(str(device) for _, device in first.group)), world)
         first = planned(one, group, like=first)
     host = Host(*found(replace(on, devices=(f"{HOST}@0" if world.size > 1 else HOST,)), world)[0])
@@ -92,8 +101,10 @@ def laid_out(
 
 
 def use_of(graph_of: Callable[[int, int], Graph], sequences: int, context: int) -> Use:
-    """What a model is laid out for: so many sequences, each with its prompt and tokens behind it;
-    ``graph_of(sequences, tokens)`` is the graph of a step."""
+    """Return the workload that a model layout is chosen for: sequences, each with a prompt and decoded tokens after it.
+
+    ``graph_of(sequences, tokens)`` builds the graph of a step.
+    """
     from ..scheduler import Use
 
     prompt = min(PROMPT, context)
@@ -101,8 +112,10 @@ def use_of(graph_of: Callable[[int, int], Graph], sequences: int, context: int) 
 
 
 def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[Progress], None] | None) -> None:
-    """Bind every weight of a plan of the model, with word of each: large ones first, while little else is in memory
-    beside them and what of the file is being read, and the others as they follow each other in the graph."""
+    """Bind every weight of a plan to the data of the model, and report the progress after each weight.
+
+    Large weights come first, while little else is in memory. The others follow in the order of the graph.
+    """
     stored = model.tensors
     weights = {w.node.name: stored[w.node.name] for w in plan.graph.weights}
     total = sum(t.nbytes for t in weights.values())
@@ -115,5 +128,5 @@ def load_weights(store: Store, model: Model, plan: Plan, on_progress: Callable[[
         done += tensor.nbytes
         if on_progress:
             on_progress(Progress(done, total))
-    for file in {tensor.file for tensor in tensors.values()}:  # of the header, and what the system brought beside
+    for file in {tensor.file for tensor in tensors.values()}:  # pages of the header and of read-ahead
         file.release(0, file.size)

@@ -1,4 +1,4 @@
-"""``hocket plan --measure``: what the stages of a plan take, beside what was predicted of them."""
+"""``hocket plan --measure``: measured times of the timeline entries of a plan, next to the predicted times."""
 
 from __future__ import annotations
 
@@ -17,18 +17,27 @@ from .models import Model
 from .session import Group, Session
 
 RUNS = 9
+"""Runs over which times are measured."""
 MOST = 40
-"""Stages that are listed."""
+"""Maximum timeline entries that are listed."""
 
 
 def measured_lines(model: Model, on: Group, tokens: int, context: int | None) -> list[str]:
-    """Run steps of so many tokens and compare: all of a step, and stage by stage or, where there is one stage alone, op
-    by op."""
+    """Run steps of `tokens` tokens, and return lines that compare measured with predicted times.
+
+    The lines list the whole step, and each timeline entry; if there is only one entry, each op.
+
+    Args:
+        model: The model.
+        on: The devices.
+        tokens: New tokens of a step.
+        context: Context in tokens; by default the default of a session.
+    """
     session = Session(model, on=on, batch=tokens, context=context)
     if tokens > session.context:
         raise ModelError(f"a context of {session.context} has no room for {tokens} tokens; give a larger context=N")
     drawn = random_tokens(session, tokens)
-    step_behind_context(session, next(drawn))  # plans, compiles and warms up
+    step_behind_context(session, next(drawn))  # makes plans, compiles and warms up
     with session.tracing() as trace:
         for _ in range(RUNS):
             step_behind_context(session, next(drawn))
@@ -38,20 +47,20 @@ def measured_lines(model: Model, on: Group, tokens: int, context: int | None) ->
 
 
 def step_behind_context(session: Session, tokens: Sequence[int]) -> None:
-    """Run tokens as the last of the context, where plans take them to be; what it holds does not matter to time."""
+    """Run tokens at the end of the context, as plans assume. The cached values do not matter for the time."""
     session.lengths[0] = session.context - len(tokens)
     session.evaluate([tokens])
 
 
 def random_tokens(session: Session, count: int) -> Iterator[list[int]]:
-    """So many tokens, again and again others: a mixture of experts reads others for each."""
+    """Yield lists of `count` random tokens; each list differs, since a mixture of experts then loads other experts."""
     draws = np.random.default_rng(0)
     while True:
         yield draws.integers(session.model.vocabulary_size, size=count).tolist()
 
 
 def compared(plan: Plan, seconds: float, steps: Measured) -> list[str]:
-    """Predicted beside measured, in words."""
+    """Return a table of predicted and measured times, as lines."""
     rows = list(by_stage(plan, steps) if len(plan.stages) > 1 else by_op(plan, steps))
     told = [_row(*row) for row in rows[:MOST]]
     more = [f"... and {len(rows) - MOST} more"] if len(rows) > MOST else []
@@ -60,7 +69,7 @@ def compared(plan: Plan, seconds: float, steps: Measured) -> list[str]:
 
 
 def by_stage(plan: Plan, steps: Measured) -> Iterator[tuple[str, float, float]]:
-    """For each stage its name and the seconds that its slowest device was predicted to take, and took."""
+    """Yield the name of each timeline entry, with the predicted and the measured seconds of its slowest device."""
     for number, stage in enumerate(plan.stages, 1):
         yield f"stage {number}, {stage.op}", stage.seconds, max(_taken(stage, d, steps) for d in stage.devices)
 
@@ -71,7 +80,7 @@ def _taken(stage: Stage, device: int, steps: Measured) -> float:
 
 
 def by_op(plan: Plan, steps: Measured) -> Iterator[tuple[str, float, float]]:
-    """For each op, the slowest first, what its steps on the first device were predicted to take, and took."""
+    """Yield each op of the first device, slowest first, with its predicted and its measured seconds."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for at, (i, step) in enumerate(zip(plan.lanes[0].program.instructions, steps.devices[0], strict=True)):
         if step is not None:

@@ -1,7 +1,7 @@
-"""Sequences in micro-batches: sessions whose steps follow each other through the devices of one model's layers.
+"""Micro-batches: sessions over the same weights, with steps that run pipelined through the devices.
 
-A micro-batch is a session over the same weights with states of its own.  While the tokens of one are on the second
-device, the next one's are on the first, and a micro-batch's next tokens begin as soon as its logits are there.
+Each micro-batch has states of its own. While the tokens of one micro-batch are on the second device, the tokens of the
+next one are on the first. A micro-batch starts its next tokens as soon as its logits are there.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 
 class Microbatches:
-    """A `Session` to those who use it: its sequences are those of `sessions`, one after the other, dealt as `dealing`
-    says."""
+    """Several sessions with the interface of one `Session`; their sequences are numbered one session after the other.
+
+    `choice` is the choice of micro-batches by predicted time.
+    """
 
     def __init__(self, sessions: Sequence[Session], dealing: Dealing) -> None:
         self.sessions, self.dealing = tuple(sessions), dealing
@@ -38,7 +40,7 @@ class Microbatches:
         self.context, self.batch = first.context, first.batch
         ends = accumulate((one.sequences for one in sessions), initial=0)
         self.places = tuple(range(start, end) for start, end in pairwise(ends))
-        """The numbers of each micro-batch's sequences."""
+        """The numbers of the sequences in each micro-batch."""
         self.sequences = self.places[-1].stop
         self.turn = first.store.turn
 
@@ -64,7 +66,7 @@ class Microbatches:
     def evaluate(
         self, tokens: Sequence[Sequence[int]], *, every_position: bool = False, hidden: bool = False
     ) -> list[F32]:
-        """As `Session.evaluate`: all sequences get their tokens, or none does."""
+        """Append new tokens to all sequences or to none, as `Session.evaluate` does."""
         given = [token_ids(i, new) for i, new in enumerate(tokens)]
         if len(given) != self.sequences:
             raise ModelError(f"got tokens for {len(given)} sequences, the session has {self.sequences}")
@@ -77,7 +79,7 @@ class Microbatches:
             return self._in_turn(dealt, every_position, hidden)
 
     def _one_by_one(self, dealt: Sequence[Part], every_position: bool, hidden: bool) -> list[F32]:
-        """Each micro-batch by itself, so that each step of it is seen."""
+        """Run one micro-batch after the other, so that each step can be traced; rewind all of them after an error."""
         marks = [mark(one) for one in self.sessions]
         try:
             answers = [
@@ -110,7 +112,7 @@ class Microbatches:
 
     @validate_arguments(ModelError, sequence=integer_between(0))
     def reset(self, sequence: int) -> None:
-        """Forget a sequence, as `Session.reset`."""
+        """Forget a sequence, as `Session.reset` does."""
         require(ModelError, "reset", "sequence", sequence, integer_between(0, self.sequences - 1))
         for one, place in zip(self.sessions, self.places, strict=True):
             if sequence in place:
@@ -118,7 +120,7 @@ class Microbatches:
 
     @contextmanager
     def tracing(self) -> Iterator[Trace]:
-        """As `Session.tracing`; micro-batches then run one by one."""
+        """Trace all sessions, as `Session.tracing` does; the micro-batches then run one after the other."""
         with ExitStack() as stack:
             trace = stack.enter_context(self.sessions[0].tracing())
             for other in self.sessions[1:]:
@@ -129,23 +131,23 @@ class Microbatches:
         return f"Microbatches({self.model!r}, {', '.join(str(one.sequences) for one in self.sessions)} sequences)"
 
 
-# --------------------------------------------------------------------------------------------------------- decoding
-
-
 class Decoding(Protocol):
-    """Steps of sequences that are in groups, the numbers of each in `places`: those that begin first end first."""
+    """Steps of groups of sequences; `sequence_ranges` has the sequence numbers of each group.
+
+    Steps end in the order in which they begin.
+    """
 
     places: tuple[range, ...]
 
     def begin(self, group: int, tokens: Part) -> None:
-        """Let a step of a group begin that has none under way: new tokens of each of its sequences."""
+        """Begin a step of a group that has no pending step, with new tokens for each of its sequences."""
 
     def ended(self) -> list[F32]:
-        """What the first step that is under way gives for each sequence of its group, which has grown by it."""
+        """Finish the oldest pending step: advance its sequences, and return the logits of each."""
 
 
 class _OneByOne:
-    """Sequences in one group, whose steps run when they are asked for."""
+    """All sequences in one group; `finish_step` runs the step."""
 
     def __init__(self, session: Session | Microbatches) -> None:
         self.places: tuple[range, ...] = (range(session.sequences),)
@@ -160,7 +162,7 @@ class _OneByOne:
 
 
 class _Following:
-    """Micro-batches whose steps follow each other."""
+    """One group per micro-batch; the steps run pipelined."""
 
     def __init__(self, all_of_them: Microbatches, around: ExitStack) -> None:
         self.places, self._sessions = all_of_them.places, all_of_them.sessions
@@ -175,7 +177,7 @@ class _Following:
         session.check(tokens, first=self.places[group].start)
         reading = session.reading([tokens])
         if self._succession is not None and not session.has_planned(reading):
-            self._succession.wait()  # plans are made for devices that do nothing else
+            self._succession.wait()  # planning needs idle devices
         runs = session.runs(reading)
         if self._succession is None:
             self._succession = self._around.enter_context(Succession(runs[0][0]))
@@ -192,10 +194,10 @@ class _Following:
 
 @contextmanager
 def decoding(session: Session | Microbatches, *, alone: bool = False) -> Iterator[Decoding]:
-    """Steps that wait for nothing but the tokens of their own micro-batch, or `alone` for all before them.
+    """Open a schedule in which a step waits only for the tokens of its own micro-batch.
 
-    Devices belong to it from its first step until its end, when steps that nobody waited for are taken back; what was
-    given out stays, whatever fails.
+    With `alone`, a step waits for all steps before it. The schedule holds the devices from its first step until its
+    end. At the end, steps that were not finished are rolled back. Logits that were returned stay valid after an error.
     """
     with ExitStack() as around:
         if isinstance(session, Session) or session.is_traced or alone:
@@ -204,13 +206,17 @@ def decoding(session: Session | Microbatches, *, alone: bool = False) -> Iterato
             yield _Following(session, around)
 
 
-# ---------------------------------------------------------------------------------------------------------- dealing
-
-
 def dealt(
     like: Session, sequences: int, *, context: int | None = None, batch: int = DEFAULT_BATCH
 ) -> Session | Microbatches:
-    """So many sequences over the weights of a session: in micro-batches where that is predicted to be faster."""
+    """Return a session for `sequences` sequences, in micro-batches if they are predicted to be faster.
+
+    Args:
+        like: The session that has the weights.
+        sequences: Number of sequences.
+        context: Tokens per sequence; by default the context of `like`.
+        batch: Maximum new tokens of one run.
+    """
 
     def of(count: int) -> Session:
         return Session(like.model, like=like, sequences=count, context=context, batch=batch)
@@ -221,7 +227,7 @@ def dealt(
     step = replace(like.step(1, 1), cells=cells, context=cells, most=bucket(min(batch, cells)))
 
     def plan_of(count: int) -> Plan:
-        """When the context is full."""
+        """Return the plan of one token per sequence with a full context."""
         return like.plan(replace(step, sequences=count, outputs=count))
 
     from ..scheduler import dealing

@@ -1,4 +1,4 @@
-"""From a path to a model, and from a model to a session with its weights loaded."""
+"""Open a model from a path, and a session with loaded weights from a model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ from .session import DEFAULT_BATCH, DEFAULT_CONTEXT, Group, Progress, Session
 from .watch import Watch
 
 EMBEDDED = "hocket-tiny-q8_0.gguf"
+"""The file of the embedded model."""
 
 
 @validate_arguments(ModelError, path=instance_of(str, Path) | NONE, header_only=BOOL)
 def open_model(path: str | Path | None, *, header_only: bool = False) -> Model:
-    """The model in a GGUF file, or the one that comes with hocket.
+    """Return the model in a GGUF file, or the embedded model if `path` is `None`.
 
-    With ``header_only`` the weights need not be there.  Raises `ModelError` for anything that is not a sound model.
+    With ``header_only`` the file may lack the weights.
+
+    Raises:
+        ModelError: The file is not a valid model.
     """
     if path is not None:
         return load_model(open_gguf(path, header_only=header_only))
-    # Where the package lies in an archive the file is a temporary one; its mapping outlives it.
+    # If the package is in an archive, the file is temporary; its mapping outlives it.
     with as_file(files(f"{__package__.rpartition('.')[0]}.data").joinpath(EMBEDDED)) as embedded:
         return load_model(open_gguf(embedded, header_only=header_only))
 
@@ -41,11 +45,16 @@ def open_adapted(
     control_vectors: Sequence[ScaledFile] = (),
     control_layers: tuple[int, int] | None = None,
 ) -> Model:
-    """The model in a GGUF file, or the one that comes with hocket, with LoRA adapters and control vectors.
+    """Return the model in a GGUF file, or the embedded model, with LoRA adapters and control vectors.
 
-    Each is a file, or a pair of a file and its scale; all of them add up.  ``control_layers`` are the first and the
-    last block behind which control vectors count.  Raises `ModelError` for a file that does not fit the model; whether
-    all matrices that change are read is known when a session is made.
+    Args:
+        path: The model file; `None` is the embedded model.
+        lora: Files, or pairs of a file and its scale. All add up.
+        control_vectors: Files, or pairs of a file and its scale. All add up.
+        control_layers: The first and the last block after which control vectors are added.
+
+    Raises:
+        ModelError: A file does not fit the model. A session checks later that all changed matrices are used.
     """
     model = open_model(path)
     adapters = read_adapters(
@@ -69,11 +78,21 @@ def open_session(
     world: World = SINGLE_PROCESS,
     sequences: int = 1,
 ) -> Session:
-    """A session; a bar on stderr shows the bytes loaded, if that is a terminal."""
+    """Return a session with loaded weights; if stderr is a terminal, a bar shows the loaded bytes.
+
+    Args:
+        model: The model.
+        on: The devices.
+        context: Tokens per sequence.
+        batch: Maximum new tokens of one run.
+        watch: Values to watch, with a callback for their statistics.
+        world: The ranks.
+        sequences: Number of sequences.
+    """
     given = partial(Session, model, on=on, sequences=sequences, context=context, batch=batch, watch=watch, world=world)
     if not (sys.stderr and sys.stderr.isatty()):
         return given()
-    from tqdm import tqdm  # 15 ms that only a terminal needs
+    from tqdm import tqdm  # 15 ms, needed only at a terminal
 
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, desc="load", leave=False, disable=None) as bar:
 
@@ -85,10 +104,19 @@ def open_session(
 
 
 def context_for(model: Model, tokens: int, asked: int | None, *, default: int = DEFAULT_CONTEXT) -> int:
-    """The context size of a session that must hold ``tokens``: the one asked for (0: the model's own), else ``default``
-    or less.
+    """Return the context in tokens of a session that must hold `tokens` tokens.
 
-    Raises `ModelError` if it is longer than the model allows or the tokens do not fit, before any weight is loaded.
+    The check comes before any weight is loaded.
+
+    Args:
+        model: The model.
+        tokens: Tokens that the context must hold.
+        asked: The context that a user gave; 0 is the trained context. By default `default`, or the trained context if
+            less.
+        default: Context without `asked`.
+
+    Raises:
+        ModelError: The context is longer than the trained context, or too short for the tokens.
     """
     context = min(default, model.context_length) if asked is None else asked or model.context_length
     model.check_context(context)
@@ -99,9 +127,9 @@ def context_for(model: Model, tokens: int, asked: int | None, *, default: int = 
 
 
 def read_text(path: str) -> str:
-    """A text file without its byte-order mark and its last line break, as llama.cpp reads prompts; ``-`` is stdin.
+    """Return the text of a file without its byte-order mark and last line break, as llama.cpp reads prompts.
 
-    Raises `ModelError` if it is not UTF-8, `OSError` if it cannot be read.
+    The path ``-`` means stdin. Raises `ModelError` if the text is not UTF-8, `OSError` if it cannot be read.
     """
     data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     try:

@@ -1,5 +1,7 @@
-"""Tokens that are read in parts, which follow each other through the devices of a session: a part is on the first of
-them while the one before it is on the next."""
+"""Prefill in chunks: a prompt is split into chunks that run pipelined through the devices of a session.
+
+While one chunk is on the second device, the next chunk is on the first device.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,21 @@ from .step import Step
 F32 = npt.NDArray[np.float32]
 
 FEWEST = 64
-"""Tokens of a part at least: a product of fewer takes longer for each of them."""
+"""Minimum tokens of a chunk; a matrix product with fewer rows takes more time per row."""
 STEPS = (4, 6)
-"""Sizes of parts, in quarters of `FEWEST` doubled again and again: each has a plan, so they are few."""
+"""Chunk sizes, as quarters of `MIN_CHUNK_TOKENS` times a power of two. Each size has a plan, so there are few."""
 
 Part = Sequence[list[int]]
-"""The tokens of each sequence that are read together."""
+"""The tokens of each sequence that run together."""
 
 
 def are_several(tokens: int) -> bool:
-    """Whether so many tokens may be more than one part."""
+    """Return whether `tokens` tokens are enough for more than one chunk."""
     return tokens > FEWEST
 
 
 def stages_that_follow(plan: Plan) -> int:
-    """The devices or teams through which runs like that of `plan` follow each other; 1 where that gains nothing."""
+    """Return the number of pipeline stages of a plan, or 1 if pipelining gains nothing."""
     if len(plan.lanes) == 1:
         return 1
     from ..scheduler.succession import GAIN, followed, gain
@@ -41,32 +43,37 @@ def stages_that_follow(plan: Plan) -> int:
 
 
 def sizes_of(most: int) -> tuple[int, ...]:
-    """Numbers of tokens that a part may have, ascending, where it has so many at most."""
+    """Return the allowed chunk sizes in tokens, ascending, up to `most`."""
     grown = (FEWEST * step * 2**times // 4 for times in range(most.bit_length()) for step in STEPS)
     return (*sorted({size for size in grown if size < most}), most)
 
 
 def room_of(tokens: int, most: int) -> int:
-    """The tokens of the run that reads a part of so many."""
+    """Return the allowed chunk size for a chunk of `tokens` tokens, at most `most`."""
     return next(size for size in sizes_of(most) if size >= tokens) if are_several(tokens) else bucket(tokens)
 
 
 def bucket(n: int) -> int:
-    """The smallest power of two that is at least `n`."""
+    """Return the smallest power of two that is at least `n`."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def equal_sizes(tokens: int, most: int) -> tuple[int, ...]:
-    """Parts of so many tokens each, but for the last."""
+    """Return the sizes of chunks of `most` tokens each; the last one may be smaller."""
     return tuple(min(most, tokens - start) for start in range(0, tokens, most))
 
 
 def sizes_in_turn(
     tokens: int, behind: int, most: int, cells_of: Callable[[int], int], plan_of: Callable[[int, int], Plan]
 ) -> tuple[int, ...]:
-    """The parts, of so many tokens each, of a prompt behind other tokens that follow each other.
+    """Return the sizes in tokens of the chunks of a prompt that run pipelined.
 
-    ``plan_of(tokens, length)`` is the plan of a run at whose end a sequence has that length, `cells_of` which it sees.
+    Args:
+        tokens: Tokens of the prompt.
+        behind: Tokens that the sequence already has.
+        most: Maximum tokens of a chunk.
+        cells_of: The context bucket for a sequence length.
+        plan_of: The plan of a run with a token count, after which a sequence has a given length.
     """
     from ..scheduler import Predicted, in_parts
 
@@ -80,8 +87,13 @@ def sizes_in_turn(
 
 
 def told(tokens: int, whole: Plan, plan_of: Callable[[int], Plan]) -> str:
-    """How so many tokens of a prompt are read, why so, and what that takes as predicted; `whole` is the plan that reads
-    all of them at once, ``plan_of(n)`` that of `n`."""
+    """Explain in one sentence how a prompt is split into chunks, the reason, and the predicted time.
+
+    Args:
+        tokens: Tokens of the prompt.
+        whole: The plan that reads the whole prompt at once.
+        plan_of: The plan that reads a given number of tokens.
+    """
     from ..scheduler import Predicted, in_parts, time_text
     from ..scheduler.succession import GAIN, followed, gain, stages_text
 
@@ -108,13 +120,13 @@ def told(tokens: int, whole: Plan, plan_of: Callable[[int], Plan]) -> str:
 
 
 def parts_of(given: Part, sizes: Iterable[int]) -> list[Part]:
-    """So many tokens of each sequence, one part after the other."""
+    """Split the tokens of each sequence into chunks of the given sizes, in order."""
     ends = [*accumulate(sizes, initial=0)]
     return [[new[start:end] for new in given] for start, end in pairwise(ends)]
 
 
 def outputs_of(parts: Sequence[Part], every_position: bool, hidden: bool) -> list[str]:
-    """What each part gives: logits only where somebody asks for them, since the output matrix is large."""
+    """Return the output kind of each chunk: ``logits`` only if a caller needs them, as the output matrix is large."""
     last = {at for new in zip(*parts, strict=True) for at in [at for at, own in enumerate(new) if own][-1:]}
     asked = [not hidden and (every_position or at in last) for at in range(len(parts))]
     return ["logits" if logits else "hidden" for logits in asked]
@@ -123,7 +135,7 @@ def outputs_of(parts: Sequence[Part], every_position: bool, hidden: bool) -> lis
 def read_behind(
     part: Part, lengths: Sequence[int], recent: list[list[int]], remembers: int
 ) -> tuple[list[int], list[list[int]]]:
-    """Lengths of sequences, and their last tokens, so many, once a part has been read."""
+    """Return the lengths and the last `remembers` tokens of the sequences after a chunk has been read."""
     longer = [n + len(new) for n, new in zip(lengths, part, strict=True)]
     if not remembers:
         return longer, recent
@@ -132,7 +144,7 @@ def read_behind(
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """A reversible step: what the session was before it, and what it has read."""
+    """A reversible step: the state of the session before it, and the tokens that it read."""
 
     step: Step
     lengths: Sequence[int]
@@ -142,8 +154,10 @@ class Before:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Parts as runs that follow each other: the step of each and its inputs, which of its outputs is wanted, and what
-    lengths and last tokens of the sequences are behind them."""
+    """A prefill in chunks that run pipelined: the step, the inputs and the output kind of each chunk.
+
+    `lengths` and `recent_tokens` are the state of the sequences after the last chunk.
+    """
 
     parts: Sequence[Part]
     steps: Sequence[Step]
@@ -154,18 +168,18 @@ class Reading:
     recent: list[list[int]]
 
     def rows_of(self, given: Iterable[Mapping[str, F32]], idle: Sequence[F32]) -> list[list[F32]]:
-        """What each part gives for each sequence; those that are given for one that idles."""
+        """Return the rows of each chunk per sequence; an idle sequence gets its rows of `idle`."""
         outputs = zip(given, self.outputs, self.parts, strict=True)
         return [split_rows(one[name], part, self.every_position, idle) for one, name, part in outputs]
 
 
 def wanted(part: Part) -> list[tuple[int, int]]:
-    """Every new token of every sequence."""
+    """Return (sequence, token index) of every new token."""
     return [(i, t) for i, new in enumerate(part) for t in range(len(new))]
 
 
 def split_rows(rows: F32, part: Part, every_position: bool, idle: Sequence[F32]) -> list[F32]:
-    """The rows of each sequence; those that are given for one that idles."""
+    """Split output rows by sequence; an idle sequence gets its rows of `idle`."""
     lengths = [len(new) if every_position else 1 for new in part]
     ends = accumulate(lengths)
     return [rows[end - n : end] if new else i for end, n, new, i in zip(ends, lengths, part, idle, strict=True)]
@@ -174,7 +188,15 @@ def split_rows(rows: F32, part: Part, every_position: bool, idle: Sequence[F32])
 def joined(
     given: Part, parts: Sequence[Part], runs: Iterable[Sequence[F32]], every_position: bool, nothing: F32
 ) -> list[F32]:
-    """What runs of parts gave for each sequence: all rows, or those of its last token; `nothing` for one that idles."""
+    """Join the rows of all chunks per sequence.
+
+    Args:
+        given: The new tokens of each sequence.
+        parts: The same tokens in chunks.
+        runs: Per chunk, the rows of each sequence.
+        every_position: Join the rows of all chunks, instead of taking the row of the last token.
+        nothing: The rows of an idle sequence.
+    """
     rows_of: list[list[F32]] = [[] for _ in given]
     ends = accumulate(max(map(len, part)) for part in parts)
     for end, part, logits in zip(ends, parts, runs, strict=True):
@@ -185,7 +207,11 @@ def joined(
 
 
 def token_ids(sequence: int, given: Sequence[int]) -> list[int]:
-    """Tokens of a sequence that a caller gives, as a list.  Raises `ModelError` unless they are integers."""
+    """Return tokens from a caller as a list of integers; `sequence` names them in messages.
+
+    Raises:
+        ModelError: The tokens are not integers in one dimension.
+    """
     if type(given) is list and all(type(token) is int for token in given):
         return given
     ids = as_number_array(f"tokens of sequence {sequence}", given, ModelError)

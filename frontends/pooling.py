@@ -1,4 +1,4 @@
-"""From the rows of a text's tokens to one vector, in the way that a model file names."""
+"""Pool the rows of the tokens of a text to one vector, by the kind that a model file names."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from .errors import ModelError
 from .session import F32
 
 MEAN, FIRST, LAST, RANK = 1, 2, 3, 4
-"""Ways of pooling, as ``pooling_type`` of a GGUF file numbers them; 0 is none, for which the mean is taken."""
+"""Kinds of pooling, as ``pooling_type`` of a GGUF file numbers them. Kind 0 is none; the mean is taken then."""
 
 
 def pooling(kind: object) -> Any:
-    """From rows of tokens f32[n, width] to one vector."""
+    """Return the function that pools rows f32[n, width] to one vector f32[width].
+
+    Raises:
+        ModelError: The kind is unknown, or ranks pairs of texts.
+    """
     ways = {0: _mean, MEAN: _mean, FIRST: lambda rows: rows[0], LAST: lambda rows: rows[-1]}
     if kind == RANK:
         raise ModelError("pooling_type of the file is 4 (rank): it scores pairs of texts; use a model that embeds")

@@ -1,4 +1,4 @@
-"""Sessions taken back: to a point that was marked, or by the last tokens of a step that kept what it takes."""
+"""Rewind a session: to a checkpoint, or by the last tokens of a reversible step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .session import Session
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point to which a session can go back: lengths, last tokens, and whatever is not kept cell by cell."""
+    """A point to which a session can be reset: lengths, recent tokens, and the states that are not caches."""
 
     lengths: tuple[int, ...]
     recent: tuple[list[int], ...]
@@ -23,14 +23,17 @@ class Mark:
 
 
 def mark(session: Session) -> Mark:
-    """Where a session is now.  Caches need no copy: cells behind the end of a sequence are not read."""
+    """Return a checkpoint of the present state of a session.
+
+    KV caches are not copied, because cells after the end of a sequence are not read.
+    """
     with session.store.turn:
         states = {n: np.array(session.store.state(n)) for n in session.states if not session.is_cache(n)}
         return Mark(tuple(session.lengths), tuple(session.recent), states)
 
 
 def back(session: Session, mark: Mark) -> None:
-    """Go back to a mark of this session: what is not kept cell by cell is restored."""
+    """Reset a session to one of its checkpoints and restore the states that are not caches."""
     with session.store.turn:
         for name, array in mark.states.items():
             session.store.state(name)[...] = array
@@ -38,11 +41,13 @@ def back(session: Session, mark: Mark) -> None:
 
 
 def take_back(session: Session, kept: int) -> None:
-    """Forget all but the first `kept` tokens that sequence 0 has read in the last call of `Session.evaluate`, which has
-    to have been `reversible`.
+    """Keep only the first `kept` tokens that sequence 0 read in the last call of `Session.evaluate`.
 
-    Nothing is read anew: the step has kept recurrent states as they were behind each token.  Raises `ModelError` if
-    there are no such tokens.
+    That call must have been `reversible`. Nothing is computed again: the step has saved the recurrent states after each
+    token.
+
+    Raises:
+        ModelError: The last call was not reversible, or has fewer tokens.
     """
     with session.store.turn:
         before = session.reversible

@@ -1,7 +1,7 @@
-"""Saving a session and going on later: whole states, so that the number of devices may differ.
+"""Save a session and continue it later. Whole states are saved, so the number of devices may differ.
 
-The file is a NumPy ``.npz``: one array per state (caches cut to the cells in use) and a JSON header that says which
-model, which sequences and how long they are.  Nothing is unpickled.
+The file is a NumPy ``.npz``: one array per state, with only the cache cells in use, and a JSON header. The header names
+the model, the sequences and their lengths. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ARRAY = re.compile(
     rb"'shape': \((?P<shape>(?:[0-9]{1,18},? ?){0,8})\), \} *\n",
     re.DOTALL,
 )
-"""How `numpy.save` begins a dense array of float32, float16 or bytes."""
+"""The beginning of a dense array of float32, float16 or bytes, as `numpy.save` writes it."""
 
 
 @validate_arguments(
@@ -52,10 +52,16 @@ def save_state(
     *,
     talk: Mapping[str, object] | None = None,
 ) -> None:
-    """Write what `session` remembers, and the tokens of each sequence, to `path` (whole or not at all); beside it what
-    a talk consists of, if it is one.  In several processes all call it, and rank 0 writes.
+    """Write the states of a session and the tokens of each sequence to a file, completely or not at all.
 
-    Raises `OSError` if it cannot be written.
+    Args:
+        session: The session. All ranks make this call; rank 0 writes the file.
+        tokens: The tokens of each sequence.
+        path: The file.
+        talk: The conversation to save with it, if any.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     first = session.sessions[0]
     with first.store.turn:
@@ -79,11 +85,13 @@ def save_state(
 
 @validate_arguments(ModelError, session=instance_of(Session, Microbatches), path=instance_of(str, Path))
 def load_state(session: Session | Microbatches, path: str | Path) -> list[list[int]]:
-    """Put `session` where the saved one was and return the tokens of each sequence.
+    """Restore a session from a file, and return the tokens of each sequence.
 
-    The session may have another context size, number of devices or processes, or split; of several processes rank 0
-    reads.  Raises `ModelError` for a damaged file, one
-    of another model or other sequences, or one that does not fit the context; the session is then as before.
+    The context, the split, and the number of devices and of processes may have changed. Rank
+    0 reads the file. After an error the session is unchanged.
+
+    Raises:
+        ModelError: The file is damaged, is of another model or other sequences, or does not fit the context.
     """
     try:
         header, arrays = _read(session.world.broadcast_from_first(Path(path).read_bytes))
@@ -110,7 +118,11 @@ def load_state(session: Session | Microbatches, path: str | Path) -> list[list[i
 
 
 def saved_talk(session: Session | Microbatches, path: str | Path) -> Mapping[str, object]:
-    """What a saved state says of the talk it is of.  Raises `ModelError` if it is of none."""
+    """Return the conversation in a saved state.
+
+    Raises:
+        ModelError: The state holds no conversation.
+    """
     try:
         talk = _read(session.world.broadcast_from_first(Path(path).read_bytes))[0]["talk"]
     except (ValueError, KeyError):
@@ -135,7 +147,11 @@ def _read(saved: bytes) -> tuple[Mapping[str, object], dict[str, npt.NDArray[np.
 
 
 def _members(file: BinaryIO, size: int) -> dict[str, bytes]:
-    """What lies in an archive of `size` bytes.  Raises `ValueError` for one that `numpy.savez` did not write."""
+    """Return the contents of an archive of `size` bytes.
+
+    Raises:
+        ValueError: `numpy.savez` did not write the archive.
+    """
     try:
         with ZipFile(file) as archive:
             entries = archive.infolist()
@@ -148,12 +164,15 @@ def _members(file: BinaryIO, size: int) -> dict[str, bytes]:
             return {entry.filename: archive.read(entry) for entry in entries}
     except (BadZipFile, EOFError, struct.error, NotImplementedError) as why:
         raise ValueError(str(why)) from None
-    except (OSError, OverflowError) as why:  # it looks for a part before the file, or after all files
+    except (OSError, OverflowError) as why:  # the directory of the archive points outside the file
         raise ValueError(f"its archive is damaged: {why}") from None
 
 
 def _array(name: str, data: bytes, dtypes: Sequence[str]) -> npt.NDArray[np.generic]:
-    """The array of a member, a view of its bytes: NumPy's own reader allocates whatever the shape says."""
+    """Return the array of a member as a view of its bytes.
+
+    NumPy's own reader would allocate as many bytes as the shape asks for.
+    """
     head = ARRAY.match(data)
     if head is None or (dtype := head["dtype"].decode()) not in dtypes:
         raise ValueError(f"{name!r:.60} is no array of {' or '.join(map(str, map(np.dtype, dtypes)))}")
@@ -185,7 +204,7 @@ def _checked(session: Session | Microbatches, header: Mapping[str, object]) -> t
 
 
 def _recent(session: Session | Microbatches, header: Mapping[str, object], lengths: Sequence[int]) -> list[list[int]]:
-    """The last tokens of each sequence, as many as the model needs."""
+    """Return the last tokens of each sequence, as many as the model needs."""
     most, rows = session.model.remembers, header["recent"]
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ValueError("it does not hold the last tokens of each sequence")
@@ -197,7 +216,7 @@ def _recent(session: Session | Microbatches, header: Mapping[str, object], lengt
 
 
 def _dealt(session: Session | Microbatches, lengths: Sequence[int]) -> Iterator[tuple[Session, list[int]]]:
-    """The sessions that have the states of the sequences, and the lengths of those of each."""
+    """Return the sessions that hold the states, each with the lengths of its sequences."""
     places = zip(session.sessions, session.places, strict=True)
     return ((one, list(lengths[place.start : place.stop])) for one, place in places)
 
@@ -208,13 +227,15 @@ def _expected(session: Session | Microbatches, name: str, lengths: Sequence[int]
 
 
 def _count(session: Session, name: str, lengths: Sequence[int]) -> int:
-    """Rows that are saved of a state."""
+    """Return the number of saved rows of a state."""
     return len(_rows(session, name, lengths)) if session.is_cache(name) else session.store.state(name).shape[0]
 
 
 def _rows(session: Session, name: str, lengths: Sequence[int]) -> npt.NDArray[np.int64]:
-    """The rows of a cache in use, sequence by sequence: of layers with a window those of the last tokens alone, of
-    blocks of tokens the complete ones."""
+    """Return the row numbers of a cache that are in use, sequence by sequence.
+
+    A window cache uses only the last tokens; a cache of token blocks uses only complete blocks.
+    """
     cells, window, tokens = session.cells(name), session.model.window(name), session.model.cell_tokens(name)
     seen = [np.arange(max(0, n - window) if window else 0, n // tokens) for n in lengths]
     return np.concatenate([i * cells + positions % cells for i, positions in enumerate(seen)])
@@ -235,7 +256,7 @@ def _restore(session: Session, name: str, array: npt.NDArray[np.generic], length
 
 @contextmanager
 def file_errors() -> Iterator[None]:
-    """In this context an error of the system about a file is a `ModelError`."""
+    """Turn an `OSError` about a file into a `ModelError` in this context."""
     try:
         yield
     except OSError as error:

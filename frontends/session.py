@@ -1,4 +1,4 @@
-"""A session: a model on a device, with sequences that grow."""
+"""A session: sequences of tokens over one model, with their states and one plan per bucket."""
 
 from __future__ import annotations
 
@@ -51,24 +51,22 @@ if TYPE_CHECKING:
 
 F32 = npt.NDArray[np.float32]
 FEWEST_CELLS = 256
-"""The smallest context bucket; the next ones double."""
+"""Tokens of the smallest context bucket; each larger bucket is twice as long."""
 DEFAULT_CONTEXT = 4096
 DEFAULT_BATCH = 512
 COUNT, NATURAL = integer_between(-(2**31), 2**31), integer_between(0)
 
 
 class Session:
-    """Runs batches of new tokens for a fixed number of sequences and remembers their states.
+    """Runs batches of new tokens for a fixed number of sequences and keeps the states of the sequences.
 
-    Plans are built once for each (token bucket, context bucket, number of outputs), buckets being powers of two, and
-    replayed; all plans share weights and states.  Raises `ModelError` where the request does not fit the model.
-    Threads that share a session take turns, one call after the other; sessions of their own run side by side.  A
-    session made `like` another of the same model is on its devices, reads its weights and has states of its own.  In
-    several processes, the ranks of `world`, each makes the same session and the same calls, and gets the same results;
-    each loads what its own devices have of the model.
-    What `watch` names is told after every step.  `recent` are the last tokens of each sequence that some models need.
-    `planning` is the seconds that plans have
-    taken so far, with the kernels that had to be compiled for them.
+    A plan is built once per (token bucket, context bucket, output count) and reused; buckets are powers of two. All
+    plans share weights and states. Threads that share a session run one call at a time; separate sessions run in
+    parallel. A session made `like` another one of the same model uses its devices and weights, and has its own states.
+    Each rank of `world` makes the same session and calls, gets the same results, and loads the weights of its own
+    devices. `watch` reports matching values after every step. `recent_tokens` has the last tokens per sequence for
+    n-gram models. `planning_seconds` is the time spent on plans so far, kernel compilation included. Raises
+    `ModelError` for a request that does not fit the model.
     """
 
     @validate_arguments(
@@ -99,7 +97,7 @@ class Session:
         self.model, self.sequences, self.watch = model, sequences, watch
         self.world: World = world if like is None else like.world
         self.context = min(model.context_length, DEFAULT_CONTEXT) if context is None else context
-        self.batch = min(batch, self.context) if model.is_causal else self.context  # texts are read as a whole
+        self.batch = min(batch, self.context) if model.is_causal else self.context  # a text is one batch
         for name, value in (("sequences", sequences), ("context size", self.context), ("batch size", batch)):
             if value < 1:
                 raise ModelError(f"{name} is {value}; it must be at least 1")
@@ -114,8 +112,8 @@ class Session:
         self._gives = "both" if model.guessers else "logits"
         self._one = self.step(1, 1, sequences)
         self._whole = replace(self._one, gives="all") if model.guessers else self._one
-        """A step that reads all weights, over whose layout all others run."""
-        self.group: list[tuple[Backend, Device]]  # in mode none perhaps fewer than asked
+        """The step that reads all weights; all other plans keep its layout of the weights."""
+        self.group: list[tuple[Backend, Device]]  # mode `none` may use fewer devices
         if like is None:
             largest = self.step(bucket(self.batch), self.context, sequences)
             may_follow = model.is_causal and not model.guessers and watch is None
@@ -132,13 +130,13 @@ class Session:
         if watch is not None:
             from ..scheduler import matching
 
-            matching(self._first.graph, watch.pattern)  # a mistake should be known before weights are loaded
+            matching(self._first.graph, watch.pattern)  # report a bad pattern before the weights are loaded
         self.lengths = [0] * sequences
         self.recent: list[list[int]] = [[] for _ in range(sequences)]
         self.seen = [np.zeros((1, model.handed), np.float32)] * sequences if model.guessers else []
-        """What the model has made of the last tokens of each sequence [rows, `Model.handed`], for blocks that guess."""
+        """Per sequence the rows [rows, `Model.draft_input_columns`] that MTP blocks read with the next token."""
         self.reversible: Before | None = None
-        """The last step, if it was a reversible one."""
+        """The last step, if it was reversible."""
         self._executors: dict[Step, Executor] = {}
         self._pipelines: dict[Step, Pipeline] = {}
         self._plans: dict[Step, Plan] = like._plans if like is not None and like.watch is watch else {}
@@ -146,9 +144,7 @@ class Session:
         self.planning = 0.0
         if like is None:
             load_weights(self.store, model, self._first, on_progress)
-        self.store.buffers(self._first)  # states exist from now on, as zeros
-
-    # ------------------------------------------------------------------------------------------------ running
+        self.store.buffers(self._first)  # allocates the states as zeros
 
     @validate_arguments(
         ModelError,
@@ -165,19 +161,23 @@ class Session:
         hidden: bool = False,
         reversible: bool = False,
     ) -> list[F32]:
-        """Append new tokens to each sequence (none to one that idles) and return its logits.
+        """Append new tokens to each sequence and return the logits of each sequence.
 
-        One float32 array per sequence: ``[new tokens, vocabulary]`` with `every_position`, otherwise
-        ``[1, vocabulary]`` for its last token; no rows for an idle sequence.  With `hidden` rows are what the output
-        matrix would read, ``[..., width]``.  What is `reversible`, at most a batch, `rewinding.take_back` can shorten.
-        Raises `ModelError` if a sequence would outgrow the context, before anything is changed.
+        Args:
+            tokens: New tokens per sequence; an idle sequence has an empty list and gets 0 rows.
+            every_position: Return f32[new tokens, vocabulary] instead of f32[1, vocabulary] for the last token.
+            hidden: Return the input rows of the output matrix, f32[..., width], instead of logits.
+            reversible: Let `rewinding.rewind_last_step` shorten this call, which may have one batch of tokens at most.
+
+        Raises:
+            ModelError: A sequence would exceed the context; nothing is changed then.
         """
         given = [token_ids(i, new) for i, new in enumerate(tokens)]
         with self.store.turn:
             self.check(given, hidden)
             longest = max(map(len, given))
             sizes = self.part_sizes(longest, max(self.lengths), reversible)
-            if len(sizes) == 1:  # the way of every token that is decoded
+            if len(sizes) == 1:  # the path of every decoded token
                 return self._run(given, every_position, hidden, reversible)
             if reversible and longest:
                 raise ModelError(
@@ -191,7 +191,7 @@ class Session:
 
     @validate_arguments(ModelError, tokens=NATURAL, behind=NATURAL, every_position=BOOL, reversible=BOOL)
     def prepare(self, tokens: int, *, behind: int = 0, every_position: bool = False, reversible: bool = False) -> None:
-        """Make the plans and kernels that so many more tokens of sequence 0 need, `behind` others, before they come."""
+        """Build the plans and kernels for `tokens` more tokens of sequence 0, `behind` tokens after its present end."""
         length = self.lengths[0] + behind
         sizes = self.part_sizes(tokens, length, reversible)
         follow = len(sizes) > 1 and self._follow_each_other(tokens, reversible)
@@ -202,7 +202,6 @@ class Session:
             _ = self.pipeline(step) if follow else self.executor(step)
 
     def _run(self, part: Part, every_position: bool, hidden: bool, reversible: bool) -> list[F32]:
-        """Read a part by itself."""
         longest = max(n + len(new) for n, new in zip(self.lengths, part, strict=True))
         gives = "hidden" if hidden else self._gives
         step = self._step_for(max(map(len, part)), longest, every_position, gives, reversible)
@@ -224,13 +223,12 @@ class Session:
         return split_rows(output, part, every_position, [self.no_rows(hidden)] * self.sequences)
 
     def _follow_each_other(self, tokens: int, reversible: bool = False) -> bool:
-        """Whether parts of so many tokens follow each other through devices.  Each is read by itself where a part needs
-        what the one before it has given, or somebody watches."""
+        """Return whether chunks run pipelined: no chunk needs results of the previous one, and nothing watches."""
         alone = not are_several(tokens) or reversible or self.seen or self.watch is not None or self.trace is not None
         return not alone and self.model.is_causal and self._stages > 1
 
     def part_sizes(self, tokens: int, behind: int, reversible: bool = False) -> tuple[int, ...]:
-        """How many of so many new tokens of a sequence, which are `behind` others, are read together, part by part."""
+        """Return the chunk sizes for `tokens` new tokens of a sequence that already has `behind` tokens."""
         if not self._follow_each_other(tokens, reversible):
             return equal_sizes(tokens, self.batch)
 
@@ -244,7 +242,6 @@ class Session:
         return stages_that_follow(self._first)
 
     def _run_in_turn(self, parts: Sequence[Part], every_position: bool, hidden: bool) -> list[list[F32]]:
-        """Read parts that follow each other through the devices: all of them, or nothing."""
         from ..scheduler import in_turn
 
         reading = self.reading(parts, every_position, hidden)
@@ -253,7 +250,6 @@ class Session:
             return self.settle(reading, in_turn(runs))
 
     def reading(self, parts: Sequence[Part], every_position: bool = False, hidden: bool = False) -> Reading:
-        """Parts as runs that follow each other."""
         lengths, recent, outputs = self.lengths, self.recent, outputs_of(parts, every_position, hidden)
         steps, inputs = [], []
         for part, gives in zip(parts, outputs, strict=True):
@@ -264,27 +260,28 @@ class Session:
         return Reading(parts, steps, inputs, outputs, every_position, lengths, recent)
 
     def runs(self, reading: Reading) -> list[tuple[Pipeline, Mapping[str, npt.NDArray[Any]]]]:
-        """What `in_turn` or a `Succession` is given to read it."""
+        """Return the bound plan and the inputs of each chunk, for the pipelined runs of the scheduler."""
         return [(self.pipeline(step), inputs) for step, inputs in zip(reading.steps, reading.inputs, strict=True)]
 
     def has_planned(self, reading: Reading) -> bool:
+        """Return whether every step of a chunked prefill is already bound to a pipeline."""
         return all(step in self._pipelines for step in reading.steps)
 
     def settle(self, reading: Reading, given: Sequence[Mapping[str, npt.NDArray[Any]]]) -> list[list[F32]]:
-        """The rows that each part has given for each sequence, now that all have been read."""
+        """Advance the sequences after all chunks have run, and return the rows of each chunk per sequence."""
         self.reversible, self.lengths, self.recent = None, reading.lengths, reading.recent
         return reading.rows_of(given, [self.no_rows(False)] * self.sequences)
 
     def no_rows(self, hidden: bool) -> F32:
-        """Return the rows of a sequence that idles: f32[0, width] if they are `hidden`, else f32[0, vocabulary]."""
+        """Return the rows of an idle sequence: f32[0, width] if `hidden`, else f32[0, vocabulary]."""
         return np.zeros((0, self.model.hyper.width if hidden else self.model.vocabulary_size), np.float32)
 
     def advance(self, part: Part) -> None:
-        """Count tokens that have been read."""
+        """Add the tokens of a chunk to the lengths and the recent tokens of the sequences."""
         self.lengths, self.recent = read_behind(part, self.lengths, self.recent, self.model.remembers)
 
     def check(self, tokens: Sequence[Sequence[int]], hidden: bool = False, first: int = 0) -> None:
-        """Raises `ModelError` for new tokens that `evaluate` would refuse; sequences are counted from `first`."""
+        """Raise `ModelError` for tokens that `evaluate` refuses. `first` is the number of sequence 0 in messages."""
         if self.model.is_encoder and not hidden:
             encoder = f"{self.model.architecture} is an encoder: it makes vectors of whole texts"
             raise ModelError(f"{encoder} and has no logits of what follows; use `hocket embed`")
@@ -299,25 +296,22 @@ class Session:
                     "evaluate whole texts in one batch, as `hocket logits` and `hocket embed` do"
                 )
 
-    # -------------------------------------------------------------------------------------------------- plans
-
     def is_cache(self, name: str) -> bool:
-        """Whether a state has a row for each cell of a sequence (and a spare one), not one entry for each sequence."""
+        """Return whether a state has one row per cell of each sequence plus a spare row, not one entry per sequence."""
         return bool(self.store.state(name).shape[0] == self.sequences * self.cells(name) + 1)
 
     def cells(self, cache: str) -> int:
-        """Cells that each sequence has in a cache: one for each token of the context, or for each block of its tokens.
-        A window has cells of its own, which are written in turn."""
+        """Return the cells of a sequence in a cache: one per token or token block, or the ring cache."""
         return self._one.ring(self.model.window(cache)) or -(-self.context // self.model.cell_tokens(cache))
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """Those that have the states of the sequences, of which `Microbatches` has several; `places` are the numbers of
-        the sequences of each."""
+        """The sessions with the states of the sequences; a `MicroBatchedSession` has several."""
         return (self,)
 
     @property
     def places(self) -> tuple[range, ...]:
+        """The numbers of the sequences in each of `sessions`."""
         return (range(self.sequences),)
 
     @property
@@ -327,8 +321,10 @@ class Session:
 
     @validate_arguments(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT, gives=TEXT | NONE, turn=NATURAL)
     def step(self, tokens: int, length: int, outputs: int = 1, gives: str | None = None, turn: int = 0) -> Step:
-        """The step that runs so many new tokens (a bucket) where the longest sequence then has `length`; what it
-        `gives` is logits, and for models that guess what guesses need, unless another `Step.gives` is named."""
+        """Return the step that runs a bucket of `tokens` new tokens, up to a sequence length of `length`.
+
+        `gives` is a `Step.output_kind`; by default logits, and draft inputs for a model with MTP blocks.
+        """
         return self._step_of(tokens, length, outputs, gives or self._gives, turn=turn)
 
     def _step_of(
@@ -338,7 +334,7 @@ class Session:
         return _step(self.sequences, tokens, cells, self.context, outputs, gives, most, reversible, turn, *self._caches)
 
     def _cells(self, length: int) -> int:
-        """The cells that a run sees at whose end the longest sequence has that length."""
+        """Return the context bucket of a run after which the longest sequence has `length` tokens."""
         return min(self.context, max(FEWEST_CELLS, bucket(length)))
 
     def _step_for(
@@ -349,12 +345,12 @@ class Session:
         return self._step_of(room, length, outputs, gives, reversible)
 
     def _room(self, tokens: int) -> int:
-        """The tokens of the step that runs so many: where values are watched no more, so that nothing is padded."""
+        """Return the token bucket of a run; with a value watch the exact count, since statistics skip padding."""
         return bucket(tokens) if self.watch is None else tokens
 
     @validate_arguments(ModelError, step=instance_of(Step))
     def plan(self, step: Step) -> Plan:
-        """The plan of a step, over the weights and states as they lie; what is watched is among its outputs."""
+        """Return the plan of a step over the present layout of weights and states, with watched values as outputs."""
         if step == self._whole and self.watch is None:
             return self._first
         if step not in self._plans:
@@ -369,8 +365,10 @@ class Session:
 
     @validate_arguments(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
     def judge(self, tokens: Sequence[int], device: str) -> Iterator[Difference]:
-        """Append new tokens to the one sequence, in one step, and compare every value with what another device makes of
-        the values before it; see `hocket.scheduler.Judge`.  Raises `ModelError`, `PlanError` or `BackendError`."""
+        """Append tokens to the only sequence in one step, and compare each value with another device.
+
+        The other device computes each value from the same operands. Raises `ModelError`, `PlanError` or `BackendError`.
+        """
         given = token_ids(0, tokens)
         with self.store.turn:
             self.check([given])
@@ -384,7 +382,7 @@ class Session:
 
     @validate_arguments(ModelError, step=instance_of(Step))
     def executor(self, step: Step) -> Executor:
-        """The plan of a step, bound to this session's memory; built at its first use."""
+        """Return the plan of a step, bound to the memory of this session; the first call binds it."""
         with self.store.turn:
             if step not in self._executors:
                 start = time.perf_counter()
@@ -395,7 +393,7 @@ class Session:
             return self._executors[step]
 
     def pipeline(self, step: Step) -> Pipeline:
-        """The plan of a step, bound so that its runs can follow each other; built at its first use."""
+        """Return the plan of a step, bound for pipelined runs; the first call binds it."""
         if step not in self._pipelines:
             from ..scheduler import Pipeline
 
@@ -407,8 +405,10 @@ class Session:
 
     @contextmanager
     def tracing(self, trace: Trace | None = None) -> Iterator[Trace]:
-        """In this context every run is timed step by step and added to the trace that it gives, a new one unless given.
-        Raises `PlanError` at the first run if a backend cannot tell what its steps take."""
+        """Time every instruction of every run in this context, and add the times to `trace` or to a new trace.
+
+        Raises `PlanError` at the first run if a backend cannot time its instructions.
+        """
         from ..scheduler import Trace
 
         before, trace = self.trace, trace or Trace()
@@ -431,11 +431,11 @@ class Session:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """The steps that have a plan so far."""
+        """The steps that are bound so far."""
         return tuple(self._executors)
 
     def reset(self, sequence: int) -> None:
-        """Forget a sequence: it starts anew, its rows of every state zeroed."""
+        """Forget the tokens of a sequence and zero its rows in every state."""
         require(ModelError, "reset", "sequence", sequence, integer_between(0, self.sequences - 1))
         with self.store.turn:
             self.lengths[sequence], self.recent[sequence] = 0, []
@@ -447,4 +447,4 @@ class Session:
 
 
 _step = lru_cache(maxsize=64)(Step)
-"""Steps are few, and each is asked for with every token."""
+"""Returns a shared `Step`: there are few, and every token asks for one."""

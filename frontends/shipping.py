@@ -1,8 +1,8 @@
-"""Kernels that are ready when installation ends: ``python -m hocket.frontends.shipping`` compiles them.
+"""Compile kernels at installation: ``python -m hocket.frontends.shipping``.
 
-They lie in the package: those of the embedded model and of decoders with the types of weights that most files have, for
-the processor at hand; with ``--all`` those of every type, too, for each of `SHIPPED`, one process after the other with
-``HOCKET_TARGET``.  Which kernels these are is found by planning and binding, so nothing has to run.
+The kernels are stored in the package, for the processor of this machine. They serve the embedded model and
+decoders with the most common dtypes of weights. With ``--all`` they cover every dtype and each processor of `SHIPPED`,
+in one process each, with ``HOCKET_TARGET``. Planning and binding list the kernels; nothing is run.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from .models import Step
 from .open import open_model
 
 TOKENS = (1, 2, 16, 128)
-"""Tokens of the steps that a first run takes, as the kernels see them: one, few, and many."""
+"""Token counts of the steps of a first run that kernels distinguish: one, few, and many."""
 PLAIN = (DType.F32, DType.F16, DType.BF16)
+"""Dtypes that are not quantised."""
 USUAL = (DType.Q8_0, DType.Q4_0, DType.Q4_1, DType.Q4_K, DType.Q5_K, DType.Q6_K, DType.F16, DType.BF16)
-"""Types of weights that most files have."""
+"""Dtypes of weights that most files have."""
 
 
 def kernels(*, of_all_types: bool) -> Iterator[Kernel]:
-    """Those that the embedded model calls, and those that decoders with weights of usual types or of all call."""
+    """Yield the kernels of the embedded model, and of decoders with common dtypes or with all dtypes."""
     yield from (run, lead, go_on, follow, top_k)
     caches = [(dtype, dtype) for dtype in PLAIN] if of_all_types else [ONE_DEVICE.caches]
     model = open_model(None)
@@ -57,7 +58,7 @@ def kernels(*, of_all_types: bool) -> Iterator[Kernel]:
 
 
 def _fed_forward(dtype: DType, tokens: int) -> Graph:
-    """Rows of a table of `dtype`, a gated unit of it, and scores of all words, as decoders have them."""
+    """Return the graph of an embedding, a gated feed-forward network and an output matrix, with weights of `dtype`."""
     words, up, gate, down = (weight(n, (512, 512), dtype) for n in ("words", "up", "gate", "down"))
     x = get_rows(words, input("ids", (tokens,), "i32"))
     x = x + mul_mat(down, swiglu(mul_mat(gate, x), mul_mat(up, x)))
@@ -65,7 +66,7 @@ def _fed_forward(dtype: DType, tokens: int) -> Graph:
 
 
 def _turned(mode: str) -> Graph:
-    """Heads turned by their places in one of the orders of pairs that files have."""
+    """Return the graph of a rotary embedding in one of the modes that files have."""
     return Graph({"y": rope(input("x", (2, 4, 64)), input("pos", (2,), "i32"), n_dims=64, mode=mode)})
 
 
@@ -81,8 +82,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def ship_at_once(wanted: Sequence[Kernel]) -> int:
-    """Compile kernels with all processors; the worst status of a process.  A kernel holds closures: only a fork takes
-    it along, and where there is none one process compiles all."""
+    """Compile kernels in one process per processor, and return the worst exit status.
+
+    A kernel holds closures, which only a fork can take along. Without fork this process compiles all kernels.
+    """
     if "fork" not in get_all_start_methods():
         ship(wanted)
         return 0

@@ -1,7 +1,7 @@
-"""The fixed shape of one run, and the arrays that fill it: a graph is built for a `Step` and replayed with batches.
+"""The fixed shape of a run, and the arrays that fill it: a graph is built for a `Step` and run with batches.
 
-Everything that varies from run to run (tokens, positions, cache rows, lengths, wanted rows) is an input of fixed shape,
-so that one plan per `Step` serves every batch that fits into it; sequences that are shorter are padded.
+All values that change between runs (tokens, positions, cache rows, lengths, output rows) are inputs of fixed shape. One
+plan per `Step` therefore serves every batch that fits; shorter sequences are padded.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ..graph.validation import format_value
 from .errors import ModelError
 
 LARGEST_ROW = 2**31 - 1
-"""Cache rows are numbered in i32."""
+"""The largest number of a cache row, which is an i32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The shape of a run: what a plan depends on, and the key under which to keep it.
+    """The shape of a run: all that a plan depends on, and the key of the plan.
 
-    ``sequences`` run side by side (B), each with up to ``tokens`` new tokens (T); attention reads the first ``cells``
-    cache cells of the ``context`` cells that each sequence owns; ``outputs`` rows come out.  Where no run of a session
-    adds more than ``most`` tokens, layers with a window keep as many cells as that takes.  ModelError unless all are
-    positive and cells <= context.
+    ``sequences`` (B) run together, each with up to ``tokens`` new tokens (T). Attention reads the first ``cells`` cache
+    cells of the ``context`` cells of each sequence. The run returns ``outputs`` rows. If no run of a session adds more
+    than ``max_new_tokens`` tokens, layers with an attention window use a ring cache. Raises `ModelError` unless all
+    sizes are positive and ``cells <= context``.
     """
 
     sequences: int
@@ -37,17 +37,22 @@ class Step:
     context: int
     outputs: int
     gives: str = "logits"
-    """Of each row ``logits``; ``hidden``, what the output matrix reads of it; ``both``, with what the blocks that guess
-    further tokens are to read next, while they read the same tokens; ``guess``, both of one of these blocks, whose
-    ``turn`` it is; or ``all`` of this."""
+    """The kind of output per row.
+
+    - ``logits``.
+    - ``hidden``: the input row of the output matrix.
+    - ``both``: logits, and as ``hidden`` the draft inputs of all MTP blocks, which read the same tokens.
+    - ``guess``: logits and draft inputs of the MTP block ``draft_block``.
+    - ``all``: as ``both``, with the logits of all MTP blocks.
+    """
     most: int = 0
-    """0 if that is not known: then all layers keep the whole context."""
+    """0 if unknown; then no layer uses a ring cache."""
     reversible: bool = False
-    """Whether recurrent states are kept as they are behind each of the tokens, see `Frame.update`."""
+    """Whether recurrent states are saved after each token, see `StepGraphBuilder.set_state`."""
     turn: int = 0
     keys: DType = DType.F32
     values: DType = DType.F32
-    """What caches hold of a token: keys, or what keys and values are made of, and values."""
+    """Dtypes of the cache: of keys, or of the vectors that keys and values are computed from, and of values."""
 
     def __post_init__(self) -> None:
         for name in ("sequences", "tokens", "cells", "context", "outputs"):
@@ -63,8 +68,7 @@ class Step:
             )
 
     def ring(self, window: int) -> int:
-        """Cells of a sequence that are written in turn where tokens see the last ``window`` ones; 0 if each token has
-        a cell of its own."""
+        """Return the cells per sequence of a ring cache for a window in tokens; 0 without a ring cache."""
         cells = window + self.most
         return cells if window and self.most and cells < self.context else 0
 
@@ -76,12 +80,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one run adds: for each sequence its new tokens (none if it idles) and its length so far.
+    """The input of one run: for each sequence its new tokens (none if it is idle) and its length so far.
 
-    ``wanted`` lists the rows whose logits should come out, as (sequence, index of the new token), in that order.
-    None means the last new token of each sequence, so that logits row i belongs to sequence i (an idle sequence has
-    a row too, without meaning).  ``before`` holds, for each sequence, the tokens that it has already, or the last
-    `Model.remembers` of them, and ``seen`` f32[B, `Model.handed`] what blocks that guess read of the very last.
+    ``output_positions`` lists the output rows as (sequence, index of the new token), in this order. `None` means the
+    last new token of each sequence, so that row i belongs to sequence i; an idle sequence then has a row without
+    meaning. ``history_tokens`` holds per sequence its earlier tokens, or the last `Model.history_token_count` of them.
+    ``draft_inputs`` f32[B, `Model.draft_input_columns`] holds the rows that MTP blocks read with the next token.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -93,8 +97,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The cells that layers with a window write, in turn: input ``ring_slot.W`` i32[B*T]; padding writes the spare
-    row."""
+    """The ring cache of layers with a window: its input ``ring_slot.W`` i32[B*T] has the row that each token writes.
+
+    Padding writes the spare row.
+    """
 
     window: int
 
@@ -103,7 +109,7 @@ class Ring:
         return f"ring_slot.{self.window}"
 
     def arrays(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
-        """Nothing where each token has a cell of its own."""
+        """Return the input, or nothing if each token has a cell of its own."""
         if not (cells := step.ring(self.window)):
             return {}
         slot: list[int] = []
@@ -114,13 +120,23 @@ class Ring:
 
 
 def step_inputs(step: Step, batch: Batch, *, taps: int = 0, causal: bool = True) -> dict[str, npt.NDArray[np.generic]]:
-    """The input arrays of a graph built for ``step``; ``taps`` of the convolutions if the model is recurrent, else 0.
+    """Return the input arrays of the graph for a step, by name.
 
-    tokens i32[B*T]; pos i32[B,T], 0 for padding; slot i32[B*T], the cache row each token writes (sequence * context +
-    position; padding writes the spare row B * context); out_ids i32[outputs], repeating row 0 behind the wanted ones.
-    With taps also valid f32[B,T,1], 0 for padding, and conv_rows i32[B,taps-1], the rows of [state, new tokens] that
-    become the next convolution state; unless ``causal`` also last i32[B,T], the last position of the sequence.
-    ModelError if the batch does not fit the step.
+    - ``tokens`` i32[B*T].
+    - ``pos`` i32[B, T]: positions, 0 for padding.
+    - ``slot`` i32[B*T]: the cache row that a token writes, ``sequence * context + position``; padding writes the spare
+      row ``B * context``.
+    - ``out_ids`` i32[outputs]: output rows; row 0 is repeated after the last one.
+    - ``valid`` f32[B, T, 1], with taps: 0 for padding.
+    - ``conv_rows`` i32[B, taps-1], with taps: the rows of [state, new tokens] that become the next convolution state.
+    - ``last`` i32[B, T], unless ``causal``: the last position of the sequence.
+
+    Args:
+        taps: Taps of the convolutions of a recurrent model, else 0.
+        causal: Whether tokens attend to earlier tokens only.
+
+    Raises:
+        ModelError: The batch does not fit the step.
     """
     _check_fit(step, batch)
     shape, spare = (step.sequences, step.tokens), step.sequences * step.context
@@ -171,7 +187,7 @@ def _check_fit(step: Step, batch: Batch) -> None:
 def _of_counts(
     step: Step, counts: tuple[int, ...], taps: int, last_only: bool
 ) -> Mapping[str, npt.NDArray[np.generic]]:
-    """What follows from how many new tokens each sequence has, the same token after token; nobody may write it."""
+    """Return the read-only inputs that depend on the counts of new tokens only; they repeat from token to token."""
     arrays: dict[str, npt.NDArray[np.generic]] = {}
     if last_only:
         arrays["out_ids"] = _output_rows(step, [(i, max(n - 1, 0)) for i, n in enumerate(counts)])

@@ -1,4 +1,4 @@
-"""Errors for texts without tokens, and for texts with more tokens than the context holds."""
+"""Errors for texts without tokens, and for texts with more tokens than the context."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from .models import Model
 
 
 def check_texts(texts: Sequence[Sequence[int]], context: int, noun: str) -> None:
-    """Require texts that have tokens and fit the context. Messages call a text `noun`, with its number from 1.
+    """Require that each text has tokens and fits the context.
+
+    Args:
+        texts: The tokens of each text.
+        context: Maximum tokens of a text.
+        noun: The word for a text in messages; its number from 1 follows.
 
     Raises:
-        ModelError: A text does not.
+        ModelError: A text has no tokens, or too many.
     """
     for number, text in enumerate(texts, 1):
         if not text:
@@ -25,10 +30,10 @@ def check_texts(texts: Sequence[Sequence[int]], context: int, noun: str) -> None
 
 
 def check_room(model: Model, context: int, text: str, count: int) -> None:
-    """Require that a context of `context` tokens holds `text`, which would have `count` tokens.
+    """Require that a context of `context` tokens holds `text` with its `count` tokens.
 
     Raises:
-        ModelError: It does not.
+        ModelError: The context is too short.
     """
     if count > context:
         longer = ", give a larger context=N" if context < model.context_length else ""

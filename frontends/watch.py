@@ -1,4 +1,4 @@
-"""Values watched while a session runs: which, and who is told their statistics after every step."""
+"""Value watches: a callback receives statistics of named values after every step of a session."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from .errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one step computed: statistics by the names of values; the step ran `tokens` tokens of the first sequence,
-    from position `first` on."""
+    """The statistics of one step by value name; the step ran `token_count` tokens from position `first_position` on."""
 
     first: int
     tokens: int
@@ -23,10 +22,11 @@ class Seen:
 
     @classmethod
     def of(cls, values: Mapping[str, Array], first: int, tokens: int) -> Seen:
+        """Return the statistics of arrays of a step."""
         return cls(first, tokens, {name: Statistics.of(array) for name, array in values.items()})
 
     def lines(self) -> Iterator[str]:
-        """A table, a line a value."""
+        """Return the lines of a table with one row per value."""
         last = self.first + self.tokens - 1
         where = f"token {self.first}" if self.tokens == 1 else f"tokens {self.first} to {last}"
         rows: list[tuple[str, ...]] = [(where, "shape", "min", "max", "mean", "norm", "NaN")]
@@ -38,11 +38,10 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """The values in whose names a regular expression is found; `see` is called with their statistics after each step.
+    """A regular expression for value names, and a callback that receives their statistics after each step.
 
-    Watched values are whole, however they lie on the devices.  Steps are as long as they have tokens, so that no
-    statistic counts padding, and kernels that compute several nodes at once give way where a value between them is
-    watched.
+    A watched value is gathered from all devices. A step has no padding, so that no statistic counts it. A fused kernel
+    is split where a value inside it is watched.
     """
 
     pattern: str
