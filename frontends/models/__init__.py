@@ -1,6 +1,6 @@
-"""Models: one decoder whose traits stand in a table, found by the architecture that a model file names.
+"""Models: one decoder with the traits of a model family, which the architecture of a model file selects.
 
-`load_model` gives what every caller needs without knowing the family: graphs for steps, and their inputs for batches.
+`load_model` returns a `Model`: the graphs of steps and their input arrays, the same interface for every family.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .reading import read_ahead, read_hyper
 from .weights import Weights as Weights
 
 SCALES = ("ffn_*.scale", "attn_gate.scale")
-"""Scales of feed-forwards and gates, which most architectures do not read."""
+"""Patterns of optional scale tensors, of feed-forward networks and gates, that most architectures do not read."""
 DECODERS: Mapping[str, type[Decoder]] = MappingProxyType(
     {
         "": Decoder,
@@ -52,9 +52,9 @@ DECODERS: Mapping[str, type[Decoder]] = MappingProxyType(
         "gated streams": GatedStreams,
     }
 )
-"""Decoders by what `Family.residuals` says."""
+"""Decoder classes by `FamilyTraits.residuals`."""
 ARCHITECTURES: Mapping[str, Family] = FAMILIES
-"""Every family, by ``general.architecture``."""
+"""The traits of every family by ``general.architecture``."""
 
 OTHER_FILES = (
     (
@@ -72,12 +72,12 @@ OTHER_FILES = (
         "a control vector; give it with --control-vector (Python: control_vectors) together with the model",
     ),
 )
-"""Keys of GGUF files that are no models: their values, and the kind and the use of the file."""
+"""Key, value and remedy for GGUF files that are not models."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Model:
-    """A model file and its family: what a caller may ask without knowing the architecture."""
+    """A model file with its hyperparameters; the interface is the same for every architecture."""
 
     architecture: str
     gguf: Gguf
@@ -87,89 +87,94 @@ class Model:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors of the file and of the adapters, by the names of their leaves."""
+        """The tensors of the file and of the adapters, by leaf name."""
         return {**self.gguf.tensors, **self.adapters.tensors}
 
     @property
     def context_length(self) -> int:
-        """Tokens the model was trained to see."""
+        """The trained context in tokens."""
         return self.hyper.context_length
 
     @property
     def vocabulary_size(self) -> int:
-        """Columns of the logits, which may be more than the tokenizer has tokens."""
+        """Columns of the logits; the tokenizer may have fewer tokens."""
         return self.hyper.vocabulary_size
 
     @property
     def layers(self) -> int:
+        """Number of decoder layers."""
         return self.hyper.layers
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether states other than the cache remember a sequence, so that the host must zero them for a new one."""
+        """Whether the model has recurrent states, which the host must zero for a new sequence."""
         return self.hyper.taps > 0
 
     @property
     def looks_up(self) -> bool:
-        """Whether an activation is looked up in half precision, so that last bits of sums tell."""
+        """Whether an activation is computed in half precision, so that the last bits of its operand matter."""
         return any(block.looks_up for block in self.hyper.blocks)
 
     @property
     def remembers(self) -> int:
-        """Tokens of a sequence that a batch must know before its new ones."""
+        """Number of earlier tokens of a sequence that a batch must give."""
         return self.hyper.ngrams.remembers if self.hyper.ngrams else 0
 
     def window(self, cache: str) -> int:
-        """How many tokens the layer sees whose state is ``cache``: 0 for all, and for states that are no cache."""
+        """Return the attention window in tokens of the layer of a cache; 0 for full attention and for other states."""
         kind, _, layer = cache.rpartition(".")
         return self.hyper.window(int(layer)) if kind in ("cache_k", "cache_v") else 0
 
     def cell_tokens(self, cache: str) -> int:
-        """Tokens for which one cell of the state ``cache`` stands: 1, or the tokens of a block."""
+        """Return the tokens per cell of a cache: 1, or the tokens of a block."""
         kind, _, layer = cache.rpartition(".")
         return self.hyper.block_tokens(int(layer)) if kind == "cache_c" else 1
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token sees only those before it; others see all at once, so there are no steps."""
+        """Whether a token attends to earlier tokens only. Other models read a whole text at once, without steps."""
         return self.hyper.causal
 
     @property
     def is_encoder(self) -> bool:
-        """Whether its graphs give ``hidden`` rows alone, whatever a step asks for: it has no output matrix."""
+        """Whether the model has no output matrix, so that its graphs return ``hidden`` rows for any step."""
         return self.hyper.family.runs == "encoder"
 
     def guessing(self) -> Model:
-        """The model together with the blocks that guess further tokens (MTP), as steps that give more than ``logits``
-        or ``hidden`` need them.  ModelError if it has no such block, or one that hocket does not run."""
+        """Return the model with its MTP blocks, which steps of other output kinds than ``logits`` and ``hidden`` need.
+
+        Raises:
+            ModelError: The model has no MTP block, or one that hocket does not run.
+        """
         return replace(self, hyper=read_ahead(ArchitectureKeys(self.gguf, self.architecture), self.hyper))
 
     @property
     def guessers(self) -> int:
-        """How many of its blocks that guess further tokens are used."""
+        """Number of MTP blocks in use."""
         return self.hyper.ahead.layers if self.hyper.ahead else 0
 
     @property
     def handed(self) -> int:
-        """Columns of `Batch.seen`."""
+        """Columns of `Batch.draft_inputs`."""
         return self.guessers * self.hyper.ahead.handed if self.hyper.ahead else 0
 
     def is_own(self, state: str) -> bool:
-        """Whether a state belongs to a sequence, not to guesses or to what takes tokens back."""
+        """Return whether a state belongs to the sequences, not to MTP blocks or to rewinding."""
         guessing = tuple(f".{self.layers + k}" for k in range(self.guessers))
         return not state.endswith((SNAPSHOTS, WINDOWS, *guessing))
 
     def check_context(self, context: int) -> None:
-        """Raises `ModelError` for a context longer than the model was trained for."""
+        """Raise `ModelError` if the context is longer than the trained context."""
         if context > self.context_length:
             raise ModelError(
                 f"context size is {context}, but the model was trained for {self.context_length}; choose less"
             )
 
     def graph(self, step: Step) -> Graph:
-        """The graph of ``step``; weights are bound by tensor name, inputs as `inputs` gives them.
+        """Return the graph of a step. Its weights are bound by tensor name; `inputs` returns the arrays of its inputs.
 
-        ModelError if the file lacks a tensor, has one of another shape, or one that would be ignored.
+        Raises:
+            ModelError: A tensor of the file is missing, has another shape, or would be ignored.
         """
         attended = self.hyper.attended
         if attended and step.context > attended:
@@ -185,8 +190,11 @@ class Model:
         return self.adapters.apply_to_graph(graph)
 
     def inputs(self, step: Step, batch: Batch) -> dict[str, npt.NDArray[np.generic]]:
-        """The arrays for the inputs of ``graph(step)``, by name.  ModelError if the batch does not fit (see
-        `step_inputs`) or a token is outside the vocabulary."""
+        """Return the arrays for the inputs of ``graph(step)``, by name.
+
+        Raises:
+            ModelError: The batch does not fit the step, or a token is not in the vocabulary.
+        """
         for new in batch.tokens:
             if len(new) and not (min(new) >= 0 and max(new) < self.vocabulary_size):
                 raise ModelError(
@@ -210,9 +218,10 @@ class Model:
 
 
 def load_model(gguf: Gguf) -> Model:
-    """The model in ``gguf``; hyperparameters are checked here, tensors when a graph is built.
+    """Return the model in a GGUF file. This checks the hyperparameters; building a graph checks the tensors.
 
-    ModelError for an unknown architecture, or for hyperparameters that are missing or make no sense.
+    Raises:
+        ModelError: The architecture is unknown, or hyperparameters are missing or invalid.
     """
     for key, value, remedy in OTHER_FILES:
         if gguf.metadata.get(key) == value:
@@ -220,7 +229,7 @@ def load_model(gguf: Gguf) -> Model:
     architecture = gguf.require("general.architecture", str)
     family = ARCHITECTURES.get(architecture)
     if family is None:
-        from difflib import get_close_matches  # 2 ms that only strangers pay
+        from difflib import get_close_matches  # 2 ms, needed for an unknown architecture only
 
         near = ", ".join(get_close_matches(architecture, ARCHITECTURES, n=3, cutoff=0.4))
         raise ModelError(

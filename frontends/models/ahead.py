@@ -1,7 +1,7 @@
-"""Multi-token prediction: blocks behind those of the model, each of which guesses one token further than the last.
+"""Multi-token prediction (MTP): extra blocks of a model, with one further predicted token per block.
 
-The first reads each token together with what the model made of the token before it; each other one, with what the block
-before it made of that token.  DeepSeek-AI, DeepSeek-V3, 2024.
+The first MTP block reads each token together with the model's result for the token before it. Each other block reads
+the result of the previous MTP block instead. DeepSeek-AI, DeepSeek-V3, 2024.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from .layers.blocks import linear, parts
 
 
 class LookingAhead:
-    """Builds steps of a decoder in which such blocks take part; its matrices serve them where they have none.
+    """Builds the step graphs of a decoder with MTP blocks.
 
-    A row of ``seen`` or ``hidden`` f32[n, blocks * handed] holds what each block is to read with the next token.
+    Blocks without matrices of their own use the matrices of the decoder. A row of ``seen`` or ``hidden`` f32[n, blocks
+    * columns] holds the draft inputs of all blocks for the next token.
     """
 
     def __init__(self, trunk: Decoder) -> None:
@@ -29,10 +30,11 @@ class LookingAhead:
         self.seen = parts(seen, *[self.handed] * self.hyper.layers) if self.hyper.layers > 1 else [seen]
 
     def graph(self) -> Graph:
+        """Return the graph of the step for its output kind."""
         return self.frame.graph(self.guess() if self.frame.step.gives == "guess" else self.followed())
 
     def followed(self) -> dict[str, Value]:
-        """``logits`` and ``hidden`` of the wanted rows, while all blocks read the same tokens."""
+        """Return ``logits`` and ``hidden`` of the output rows; all MTP blocks read the same tokens."""
         x = self.trunk.residual()
         normed = self.trunk.read_out(x)
         outputs = {"logits": self.trunk.logits(self.frame.chosen(normed))}
@@ -40,15 +42,18 @@ class LookingAhead:
         for k in range(self.hyper.layers):
             x, normed = self.read(k, self.before(k, handed[k]))
             handed.append(self.handed_on(x, normed))
-            # Nobody asks what blocks guess here, but with all of it heads are cut as their weights lie.
+            # With all logits as outputs, the planner shards the heads as their weights are sharded.
             if self.frame.step.gives == "all":
                 outputs[f"guess.{k}"] = self.logits(k, normed)
         *rows, outputs["guess"] = map(self.frame.chosen, handed)
         return {**outputs, "hidden": side_by_side(rows)}
 
     def guess(self) -> dict[str, Value]:
-        """``logits`` of the block whose turn it is, and ``hidden`` for the next one, while those behind it read the
-        same token; the last block has all turns that are left."""
+        """Return ``logits`` of the MTP block ``draft_block``, and ``hidden`` for the next one.
+
+        The blocks after it read the same token. If there are fewer blocks than drafts, the last block makes all further
+        drafts.
+        """
         first, last = self.frame.step.turn, self.hyper.layers - 1
         answers = [self.read(k, self.seen[k]) for k in range(first, last + 1)]
         after = min(first + 1, last)
@@ -57,14 +62,17 @@ class LookingAhead:
         return {"logits": self.logits(first, answers[0][1]), "hidden": side_by_side(rows)}
 
     def before(self, k: int, handed: Value) -> Value:
-        """What block k reads with each token: ``handed`` f32[B*T, handed] one token later."""
+        """Return the draft input of block k for each token: ``handed`` f32[B*T, columns], shifted by one token."""
         frame = self.frame
         first = ops.reshape(self.seen[k], shape=(frame.step.sequences, 1, self.handed))
         both = ops.concat(first, frame.split(handed, self.handed), axis=1)
         return frame.rows(ops.slice_(both, axis=1, start=0, stop=frame.step.tokens))
 
     def read(self, k: int, before: Value) -> tuple[Value, Value]:
-        """The residual behind block k, which reads a token with what is ``before`` it, and its norm f32[n, E]."""
+        """Return the residual after MTP block k and its norm, f32[n, E].
+
+        The block reads the tokens and the draft inputs ``before``.
+        """
         weights, name, width, norm = self.weights, self.name(k), self.hyper.width, self.decoder.norm
         matrix = weights.optional(f"{name}.embed_tokens.weight", self.table)
         matrix = weights("token_embd.weight", self.table) if matrix is None else matrix
@@ -80,7 +88,7 @@ class LookingAhead:
         return x, self.decoder.read_out(x, name)
 
     def handed_on(self, x: Value, normed: Value) -> Value:
-        """What the next block is given of a residual and its last norm: f32[n, handed]."""
+        """Return the draft input for the next block, f32[n, columns], from a residual and its norm."""
         whole = self.streams > 1 or self.hyper.family.hands_on == "residual"
         return ops.reshape(x, shape=(x.shape[0], self.handed)) if whole else normed
 
@@ -93,7 +101,7 @@ class LookingAhead:
         return self.hyper.vocabulary_size, self.hyper.width
 
     def name(self, k: int) -> str:
-        """What the names of block k's own weights begin with."""
+        """Return the prefix of the names of block k's own weights."""
         return f"blk.{self.hyper.stored + k}.nextn"
 
 

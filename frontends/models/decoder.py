@@ -1,7 +1,7 @@
-"""The one decoder: embedding, then mixers and feed-forward on a residual, then the wanted logits.
+"""The decoder of all families: embedding, then mixers and FFN of each block on a residual stream, then logits.
 
-What a block does follows from the traits of its family (`Family`) and from its `Layer`; the parts themselves follow
-from the tensors that the file has.  Module `residuals` has decoders whose residual is another.
+The traits of the family (`FamilyTraits`) and the `Layer` select the parts of a block. Details of a part follow from the
+tensors in the file. Module `residuals` has the decoders with other residual streams.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .weights import Weights
 
 
 class Decoder:
-    """Builds the graph of one step: output ``logits`` f32[outputs, vocabulary], and the states that mixers update.
+    """Builds the graph of one step: the output ``logits`` f32[outputs, vocabulary], and the new states of the mixers.
 
-    After the last mixer only the wanted rows go on.
+    After the last mixer only the output rows are computed further.
     """
 
     def __init__(self, hyper: Hyper, weights: Weights, frame: Frame) -> None:
@@ -32,7 +32,7 @@ class Decoder:
         self.post_norm = hyper.norm if eps is None else Norm(eps)
 
     def graph(self) -> Graph:
-        """The graph of all blocks, the last norm and the output matrix; of encoders, what they make of tokens."""
+        """Return the graph of all blocks, the last norm and the output matrix. An encoder returns ``hidden`` rows."""
         x = self.read_out(self.residual())
         if self.family.runs == "encoder":
             for name in filter(lambda name: self.weights.has(f"{name}.weight"), ("dense_2", "dense_3")):
@@ -42,15 +42,17 @@ class Decoder:
         return self.frame.graph({"hidden": x})
 
     def residual(self) -> Value:
-        """What is behind the last block, of the wanted rows."""
+        """Return the residual after the last block, f32[n, E], with the output rows only."""
         x = self.embedded()
         for i, layer in enumerate(self.hyper.blocks):
             x = self.frame.steered(i, self.block(i, layer, x))
         return x
 
     def read_out(self, x: Value, own: str = "") -> Value:
-        """What the output matrix reads of a residual, f32[n, E]; ``own`` begins the names of weights for that which a
-        block that guesses further tokens may have."""
+        """Return the operand of the output matrix for a residual, f32[n, E].
+
+        `own` is the weight prefix of an MTP block, which may have a norm of its own.
+        """
         if own and self.weights.has(f"{own}.shared_head_norm.weight"):
             return replace(self.norm, centred=self.family.guess_norm == "layer" or self.norm.centred)(
                 self.weights, f"{own}.shared_head_norm", x
@@ -61,7 +63,7 @@ class Decoder:
         return i == self.hyper.layers - 1
 
     def embedded(self) -> Value:
-        """f32[B*T, E] of the tokens."""
+        """Return the embeddings of the tokens, f32[B*T, E]."""
         hyper, weights, frame = self.hyper, self.weights, self.frame
         table = weights("token_embd.weight", (hyper.vocabulary_size, hyper.width))
         x = ops.get_rows(table, frame.tokens, name="embed")
@@ -71,7 +73,7 @@ class Decoder:
             rows = weights.shape("position_embd.weight")[0]
             where = ops.reshape(frame.pos, shape=(frame.step.rows,))
             x = ops.add(x, ops.get_rows(weights("position_embd.weight", (rows, hyper.width)), where, name="places"))
-        if weights.has("token_types.weight"):  # all tokens are of the first type
+        if weights.has("token_types.weight"):  # all tokens have the first type
             types = weights("token_types.weight", weights.shape("token_types.weight"))
             x = ops.add(x, ops.slice_(types, axis=0, start=0, stop=1) if len(types.shape) > 1 else types)
         if self.family.embedding_norm == "bare":
@@ -81,7 +83,7 @@ class Decoder:
         return x
 
     def block(self, i: int, layer: Layer, x: Value) -> Value:
-        """The residual behind block i, f32[n, E]; of the last block only the wanted rows."""
+        """Return the residual after block i, f32[n, E]; for the last block with the output rows only."""
         family, block, before = self.family, f"blk.{i}", x
         h = self.normed(i, family.attn_norm, x)
         if layer.mixers:
@@ -106,16 +108,24 @@ class Decoder:
         return ops.add(added, y, name=f"{block}.ffn_residual")
 
     def normed(self, i: int, name: str, x: Value) -> Value:
+        """Return `x` after the norm `name` of block i, or `x` itself if the block has no such norm."""
         stem = f"blk.{i}.{name.removesuffix('?')}"
         absent = not name or (name.endswith("?") and not self.weights.has(f"{stem}.weight"))
         return x if absent else self.norm(self.weights, stem, x)
 
     def scaled(self, x: Value) -> Value:
-        """What joins the residual, times the factor that the model has for it."""
+        """Return a value for the residual times the residual factor of the model."""
         return x if self.hyper.residual == 1.0 else ops.scale(x, scale=self.hyper.residual)
 
     def mixed(self, i: int, layer: Layer, x: Value, h: Value) -> Value:
-        """What the mixers of a block make of its normalised input ``h``, or of another norm of ``x``."""
+        """Return the sum of the mixers of block i.
+
+        Args:
+            i: Number of the block.
+            layer: Its mixers.
+            x: The residual, f32[B*T, E]. A parallel block with ``attn_norm_2`` applies this norm to it.
+            h: The norm of the residual, f32[B*T, E].
+        """
         name = "attn_norm_2"
         if self.family.parallel and f"blk.{i}.{name}.weight" in self.weights.gguf.tensors:
             h = self.normed(i, name, x)
@@ -127,7 +137,15 @@ class Decoder:
         return first if self.family.residual_after_norm else self.scaled(first)
 
     def fed(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
-        """The feed-forward of ``h``, the norm of the residual ``added``; the block itself took ``before``."""
+        """Return the result of the FFN of block i, f32[n, E].
+
+        Args:
+            i: Number of the block.
+            layer: Its experts and activation.
+            h: The norm of `added`: the operand of the FFN, f32[n, E].
+            added: The residual after the mixers, f32[n, E].
+            before: The residual before the block, f32[n, E].
+        """
         block = f"blk.{i}"
         y = self.dense(i, layer, h) if layer.experts is None else self.chosen(i, layer, h, added, before)
         if self.family.ffn_post:
@@ -135,12 +153,13 @@ class Decoder:
         return y if self.family.residual_after_norm else self.scaled(y)
 
     def dense(self, i: int, layer: Layer, h: Value) -> Value:
-        if not layer.dense:  # as in llama.cpp's graph, which does not read the experts of this block
+        """Return the result of the dense FFN of block i, or only its activation if the block has no dense FFN."""
+        if not layer.dense:  # as in llama.cpp, which does not read the experts of this block
             return layer.unit.plain(h)
         return feed_forward(self.weights, f"blk.{i}", h, layer.unit, self.norm)
 
     def chosen(self, i: int, layer: Layer, h: Value, added: Value, before: Value) -> Value:
-        """The answer of experts, and of the dense feed-forward beside them if there is one."""
+        """Return the result of the experts of block i, and of the parallel dense FFN if there is one."""
         weights, block, experts = self.weights, f"blk.{i}", layer.experts
         assert experts is not None
         if not layer.dense:
@@ -154,7 +173,7 @@ class Decoder:
         return ops.scale(y, scale=math.sqrt(0.5)) if self.family.beside == "mean" else y
 
     def two_norms(self, i: int, layer: Layer, h: Value, added: Value) -> Value:
-        """The dense feed-forward and experts, with norms of their own before and after; the router sees a third.
+        """Return the sum of dense FFN and experts, each with norms of its own; the router has a third norm.
 
         Gemma team, Gemma 4, 2026; graph: llama.cpp ``gemma4.cpp``.
         """
@@ -168,8 +187,10 @@ class Decoder:
         return ops.add(y, self.normed(i, "post_ffw_norm_2", z))
 
     def logits(self, x: Value, matrix: Value | None = None) -> Value:
-        """``x`` times a matrix, else the output matrix, which is the token embedding where the file has none:
-        f32[n, vocabulary]."""
+        """Return the logits f32[n, vocabulary]: `x` times `matrix`, or times the output matrix.
+
+        A file without an output matrix uses the token embedding.
+        """
         hyper, weights = self.hyper, self.weights
         shape = (hyper.vocabulary_size, hyper.width)
         if matrix is None:

@@ -1,4 +1,4 @@
-"""The table of architectures, a row each: what `Family` says, where it is not the default."""
+"""The family table: one row of traits for each architecture, with the traits that differ from the defaults."""
 
 from __future__ import annotations
 
@@ -366,3 +366,4 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "nemotron_h_moe": replace(NEMOTRON, gating="sigmoid", normalised=None),
     }
 )
+"""The traits of every architecture, by ``general.architecture``."""

@@ -1,8 +1,8 @@
-"""A row of the table of architectures: what a decoder has that neither its metadata nor its tensors tell.
+"""The traits of a model family: the properties of a decoder that neither metadata nor tensors of a file show.
 
-Everything else is read from the file: sizes, counts and scales from metadata (0 stands for unset, as llama.cpp's own
-files have it); biases, norms of q and k, sinks, gates, experts, learned positions and one or several matrices for
-q, k and v from the tensors that are there.
+All else comes from the file. Metadata give sizes, counts and scales (0 means unset, as in files of llama.cpp). The
+tensors that are present show biases, norms of q and k, sinks, gates, experts, learned positions, and whether q, k and v
+have one matrix or several.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from ...graph.lazy_dataclass import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """Layers that see only the last tokens: all but each ``period``-th (0: all), the first or the last of a period.
+    """The layers with an attention window: all layers except each ``period``-th (0: all layers have one).
 
-    ``size`` replaces what ``attention.sliding_window`` says where llama.cpp does, and ``default`` stands for a missing
-    key.  Those layers rotate with the base
-    ``rope.freq_base_swa``, by default ``base`` (None: that of the others), and with the scaling of the others if
-    ``scaled``.  ``chunked`` layers see the tokens of their own chunk of so many positions instead.
+    ``is_global_first`` makes the first layer of a period the one without a window, not the last. ``size`` replaces
+    ``attention.sliding_window`` where llama.cpp does so, and ``default`` stands for a missing key. Layers with a window
+    rotate with the base ``rope.freq_base_swa``, by default ``base`` (`None`: the base of the other layers).
+    ``uses_rope_scaling`` gives them the scaling of the other layers. With ``is_chunked`` a token attends only to its
+    own chunk of window size.
     """
 
     period: int = 1
@@ -30,18 +31,19 @@ class Windows:
     scaled: bool = True
     chunked: bool = False
     least_layers: int = 0
-    """A model of any other number of layers has no windows, unless this is 0."""
+    """If not 0, only models with this number of layers have windows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Traits of an architecture; the defaults are those of LLaMA with rotated halves.
+    """Traits of an architecture; the defaults are the traits of LLaMA, with the RoPE mode ``neox``.
 
-    Norms: ``norm`` is ``rms`` or ``layer``; with ``bare`` they have no weights.  A name of a norm is that of its
-    tensor, with a ``?`` if blocks may lack it and empty if there is none: before and after mixer and feed-forward,
-    after the embedding, before the output.
-    ``parallel`` blocks add both parts to the same input: ``yes``, ``key`` (as ``use_parallel_residual`` says) or
-    ``absent`` (if the block lacks the norm of the feed-forward).
+    ``norm`` is the kind of norm: ``rms`` or ``layer``, without weights if ``norms_without_weight``. The names of norms
+    are tensor names: before and after mixer and FFN, after the embedding, before the output. An empty name means no
+    norm; a ``?`` at the end means that blocks may lack it.
+
+    ``parallel`` blocks add mixer and FFN to the same input: ``yes``, ``key`` (as ``use_parallel_residual`` says) or
+    ``absent`` (if the block has no FFN norm).
     """
 
     norm: str = "rms"
@@ -55,135 +57,177 @@ class Family:
     output_norm: str = "output_norm"
     parallel: str = ""
     residual_after_norm: bool = False
-    """The residual is what the norm before mixer or feed-forward gives, not what it takes."""
+    """The residual is the result of the norm before mixer or FFN, not its operand."""
 
     embedding: float | str | None = None
-    """What embeddings are multiplied by unless ``embedding_scale`` says so: a number, or ``width`` for its root."""
+    """Factor of embeddings without the key ``embedding_scale``: a number, or ``width`` for the root of the width."""
     residual: float | str | None = None
-    """The same for what is added to the residual and ``residual_scale``; ``layers`` is 1.4 over their root."""
+    """Factor of values added to the residual without the key ``residual_scale``.
+
+    A number, or ``layers`` for 1.4 divided by the root of the layer count.
+    """
     logits: str = ""
-    """Logits are multiplied (``times``) or divided (``over``) by ``logit_scale``."""
+    """Whether logits are multiplied (``times``) or divided (``over``) by ``logit_scale``."""
     logit_default: float | str | None = None
     softcap: float | None = None
-    """Bound of the logits where ``final_logit_softcapping`` is missing; None if the key is not read."""
+    """Soft cap of the logits without the key ``final_logit_softcapping``; `None` if the key is not read."""
 
     rope: str = "neox"
-    """Pairs that turn: ``neox``, ``normal``, ``none``; ``normal|mrope`` are normal without sections, else as neox."""
+    """RoPE mode: ``neox``, ``normal`` or ``none``; ``normal|mrope`` is normal without sections, else neox."""
     rotated: str = "all"
-    """Layers that rotate: ``all``, ``window``, ``window|dense``, ``window|plain`` (all, if there are no windows),
-    ``every 4`` (not the last of four), ``every 4 first``, ``finetuned`` (as that key says), ``pattern``, ``of 32`` (in
-    models of 32 layers; those of 40 have ALiBi, and others neither)."""
+    """Layers with RoPE.
+
+    - ``all``.
+    - ``window``: layers with a window.
+    - ``window|dense``: also the leading dense layers.
+    - ``window|plain``: all layers if no layer has a window.
+    - ``every 4``: all except the last of four layers.
+    - ``every 4 first``: all except the first of four layers.
+    - ``finetuned``: as the key ``rope.scaling.finetuned`` says.
+    - ``pattern``: as the key ``attention.rope_pattern`` says.
+    - ``of 32``: models of 32 layers; models of 40 layers have ALiBi, other models neither.
+    """
     half_rotation: bool = False
-    """Layers without a window rotate half of the columns that ``rope.dimension_count`` gives."""
+    """Layers without a window rotate half of the columns of ``rope.dimension_count``."""
     whole_factors: bool = False
-    """``rope_freqs`` and ``rope_factors_*`` divide the speeds of rotation only in layers without a window."""
+    """``rope_freqs`` and ``rope_factors_*`` divide frequencies only in layers without a window."""
     alpha: bool = False
-    """Bases of rotation are stretched by ``rope.scaling.alpha`` (NTK-aware scaling)."""
+    """``rope.scaling.alpha`` stretches the RoPE base (NTK-aware scaling)."""
     repeats: str = ""
-    """The key that says how often the stack of blocks is run."""
+    """The key with the number of times that the stack of blocks runs."""
     windows: Windows | None = None
     qk_norm: str = "maybe"
-    """Norms of q and k: ``before`` or ``after`` rotation, ``maybe`` before it if the file has any, ``bare`` without
-    weights after it, ``bare rotated`` so in layers that rotate alone."""
+    """Norms of q and k.
+
+    - ``before`` or ``after`` RoPE.
+    - ``maybe``: before RoPE if the file has such norms.
+    - ``bare``: after RoPE, without weights.
+    - ``bare rotated``: the same, in layers with RoPE only.
+    """
     head_norm_eps: float | None = None
-    """Norms of q and k are layer norms with this eps; None if they are as the other norms."""
+    """The eps of the norms of q and k, which are layer norms then; `None` if they are like the other norms."""
     scale: str = "head"
-    """Scores are multiplied by ``attention.scale`` or: 1/sqrt of the ``head`` or ``rotated`` size, ``inverse`` of it,
-    ``one``."""
+    """Factor of the scores without the key ``attention.scale``.
+
+    - ``head`` or ``rotated``: 1 over the root of the head size or of the rotated columns.
+    - ``inverse``: 1 over the head size.
+    - ``one``: 1.
+    - ``output``: the key ``attention.output_scale``.
+    """
     scale_of: int = 0
-    """A model of so many layers scales scores by the width of a head's share."""
+    """Models with this number of layers scale scores as if the head size were width over head count."""
     score_cap: float | None = None
-    """Bound of the scores where ``attn_logit_softcapping`` is missing; None if the key is not read."""
+    """Soft cap of the scores without the key ``attn_logit_softcapping``; `None` if the key is not read."""
     alibi: float = 0.0
     runs: str = "steps"
-    """Token by token in ``steps``; ``at once``, each token seeing all (diffusion); or as an ``encoder``, which does so
-    and has no logits."""
+    """``steps``: token by token. ``at once``: bidirectional (diffusion). ``encoder``: bidirectional, without logits."""
     value_norm: bool = False
     temperature: tuple[int, float, float] | None = None
-    """Floor, factor and offset of the temperature of queries (0: from metadata)."""
+    """Floor, factor and offset of the temperature scaling of queries (0: from metadata)."""
     gate: str = "sigmoid"
-    """What the gate ``attn_gate`` of attention goes through."""
+    """The function of the output gate ``attn_gate`` of attention."""
     gated_queries: bool = False
-    """Each head of ``attn_q`` gives its query and then its gate."""
+    """Each head of ``attn_q`` has the columns of its query and then the columns of its gate."""
 
     cache_layers: int = 0
-    """Only the first layers, of this number, have caches of their own; 0: ``attention.shared_kv_layers`` says it."""
+    """Number of first layers that have caches of their own; 0: the key ``attention.shared_kv_layers`` says it."""
     swin_norm: bool = False
-    """Where ``swin_norm`` says so, the norms of mixer and feed-forward follow them."""
+    """If the key ``swin_norm`` is set, the norms of mixer and FFN come after them."""
 
     unit: str = "silu"
-    """Activation of feed-forwards: silu, gelu, gelu erf, relu, relu2, oai, xielu; ``gelu or relu``, which has no gate;
-    ``gelu tanh``, which is not rounded."""
+    """Activation of the FFN: silu, gelu, gelu erf, relu, relu2, oai, xielu and others.
+
+    ``gelu or relu`` is relu in an FFN without a gate. ``gelu tanh`` is not rounded to half precision.
+    """
     sparse_gates: int = 0
-    """The first feed-forwards, of this number, keep of their gates the largest twentieth of a normal distribution."""
+    """The number of first layers with sparse gates: they keep the largest 5 % of a normal distribution."""
     gating: str = "softmax"
-    """How routers weigh: softmax, sigmoid, chosen (softmax over those chosen), or ``key``/``key sigmoid`` for
-    ``expert_gating_func`` with that default."""
+    """Router weights: softmax, sigmoid, chosen (softmax over the chosen experts), or ``key`` or ``key sigmoid``.
+
+    The last two read ``expert_gating_func``, with the defaults softmax and sigmoid.
+    """
     normalised: bool | None = True
-    """Whether routing weights are divided by their sum; None: ``expert_weights_norm``, by default not."""
+    """Whether routing weights are divided by their sum; `None`: the key ``expert_weights_norm``, by default not."""
     beside: str = ""
-    """A dense feed-forward besides the experts: ``sum``, ``mean`` (over the root of two), ``residual``, ``normed``."""
+    """A dense FFN parallel to the experts: ``sum``, ``mean`` (sum over the root of two), ``residual``, ``normed``."""
     shared_gate: bool = False
-    """Whether a sigmoid of the token gates the expert that answers all tokens."""
+    """Whether a sigmoid of the token gates the shared expert."""
     mixture: str = ""
     """Routing that only one family has; see `moe`."""
 
     interleaved: bool = False
-    """Only each so many blocks, as ``interleave_moe_layer_step`` says, read their experts."""
+    """Only each n-th block reads its experts, with n from the key ``interleave_moe_layer_step``."""
 
     mixer: str = "attention"
-    """Of layers that are not recurrent: ``attention``, ``latent``, ``compressed``; ``single`` blocks have one part."""
+    """Mixer of layers that are not recurrent: ``attention``, ``latent``, ``compressed``.
+
+    ``single``: a block has a mixer or an FFN, not both.
+    """
     headless: bool = False
-    """Layers may have no heads, and so no attention, or no key/value heads, and so a matrix instead."""
+    """Layers may have 0 heads and then no attention, or 0 key/value heads and then one matrix instead of attention."""
     recurrent: str = ""
-    """The mixer of layers that `recurrent_where` names."""
+    """The mixer of the recurrent layers, see `recurrent_where`."""
     recurrent_where: str = "kv"
-    """``kv``: no key/value heads; ``interval``: all but each so many; ``all``; ``both``: beside attention."""
+    """The recurrent layers.
+
+    - ``kv``: layers without key/value heads.
+    - ``interval``: all except each `interval`-th.
+    - ``all``.
+    - ``both``: all, in parallel to attention.
+    """
     interval: int = 4
     delta_gate: str = "silu"
-    """What gates the answer of a delta net: silu, sigmoid."""
+    """Activation of the output gate of a delta net: silu, sigmoid."""
     bounded_decay: float = 0.0
-    """Kimi's delta rule bounds its log decay by ``kda.gate_lower_bound`` and a sigmoid: the sign of what goes in."""
+    """Sign of the operand of the sigmoid in Kimi's bounded log decay; 0 for decays without a bound.
+
+    The bound is the key ``kda.gate_lower_bound``.
+    """
     l2_eps: float | None = None
-    """What the lengths of its queries and keys are kept above, if that is not the eps of norms."""
+    """The eps of the L2 norms of queries and keys in Kimi's delta rule; `None` for the eps of the norms."""
     log_multiplier: float = 1.0
-    """What ``rope.scaling.yarn_log_multiplier`` is to be multiplied by."""
+    """Factor of ``rope.scaling.yarn_log_multiplier``."""
     sparse: str = ""
-    """The keys whose product is how many tokens attention chooses: longer contexts are refused."""
+    """Metadata keys; their product is the number of tokens that sparse attention selects.
+
+    Longer contexts are refused.
+    """
     picture_tokens: bool = False
     """The vocabulary has tokens of pictures, which no text contains."""
     residuals: str = ""
-    """Which decoder has its residuals: that of `decoder`, one of `residuals`, or that of `rwkv`."""
+    """The decoder class by its residual stream: a key of `DECODERS`."""
     stack: str = ""
-    """What the names of its tensors begin with, if that is a stack of several."""
+    """The prefix of tensor names, if a file has several stacks."""
 
     hands_on: str = "normed"
-    """What a block that guesses further tokens is given: the last ``residual``, or that ``normed``; all streams, where
-    it has several of its own."""
+    """Input of MTP blocks: the last ``residual``, or its norm (``normed``).
+
+    Blocks with several residual streams get all streams.
+    """
     guess_norm: str = ""
-    """The kind of its own last norm, if that is not ``norm``."""
+    """The kind of the last norm of MTP blocks, if it is not `norm`."""
     ignores: tuple[str, ...] = ()
-    """Optional tensors that files may carry and that llama.cpp's graph does not read."""
+    """Patterns of optional tensors that the graph of llama.cpp does not read."""
     spare: tuple[str, ...] = ()
-    """Tensors that some blocks need and others may carry for nothing."""
+    """Patterns of tensors that some blocks need and other blocks may have without using them."""
     scaled: bool = False
-    """Whether ``.scale`` of feed-forwards and experts is read."""
+    """Whether ``.scale`` tensors of FFNs and experts are read."""
 
     def with_post_norms(self) -> Family:
-        """Return the traits with the norms behind mixer and feed-forward instead of before them."""
+        """Return the traits with the norms after mixer and FFN instead of before them."""
         return replace(self, attn_norm="", attn_post=self.attn_norm, ffn_norm="", ffn_post=self.ffn_norm)
 
     @property
     def causal(self) -> bool:
-        """Whether a token sees only those before it."""
+        """Whether a token attends to earlier tokens only."""
         return self.runs == "steps"
 
     @property
     def attends(self) -> bool:
-        """Whether layers attend, so that ``attention.causal`` of a file makes a difference."""
+        """Whether layers have attention, so that the key ``attention.causal`` matters."""
         return self.recurrent_where != "all"
 
     @property
     def sees_input(self) -> bool:
-        """Whether a part of the feed-forward takes what the block took."""
+        """Whether a part of the FFN reads the input of the block."""
         return self.beside == "residual" or self.mixture == "early router"

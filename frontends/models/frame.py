@@ -1,4 +1,4 @@
-"""The inputs and states of one graph while a family builds it."""
+"""The builder of one step graph: inputs, masks, cache writes and state updates that all mixers share."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from ..step import Ring, Step
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Which cells a token sees: all before it and its own, of the last ``window`` or, ``chunked``, of its own chunk of
-    so many alone unless that is 0; with ``distances`` the mask holds how far they are, for ALiBi.  Unless ``causal`` it
-    sees the tokens behind it, too: all of them, or ``centred`` half of ``window`` on either side."""
+    """The cells that a token attends to: earlier ones and its own, or only the last ``window`` cells if that is not 0.
+
+    ``is_chunked`` divides positions into chunks of ``window``; a token attends only to its own chunk.
+    ``has_distance_bias`` adds distances to the mask, for ALiBi. Without ``is_causal`` a token attends to later tokens,
+    too: to all of them, or with ``is_centred`` to half of ``window`` on either side.
+    """
 
     window: int = 0
     chunked: bool = False
@@ -27,30 +30,32 @@ class Sight:
 
     @property
     def rolling(self) -> int:
-        """Tokens behind which a cell is never seen again; 0 if there is no such number."""
+        """Number of tokens after which a cell is never read again; 0 if there is no such number."""
         return self.window if self.causal and not self.chunked and not self.distances else 0
 
 
 Warmth = tuple[int, float, float] | None
-"""Floor, factor and offset of the temperature of queries, see `Frame.warmed`; None for 1."""
+"""Floor, factor and offset of the temperature of queries, see `StepGraphBuilder.scale_by_temperature`; `None` for 1."""
 ALL = Sight()
 HIDDEN = -1e38
-"""What is added to the scores of cells that are not seen: their share is 0."""
+"""The score of masked cells, so that their softmax is 0."""
 CACHED = frozenset({"pos", "slot"})
-"""Inputs of mixers that attend to a cache."""
+"""Inputs of mixers with a KV cache."""
 RECURRENT = frozenset({"valid", "conv_rows"})
-"""Inputs of mixers that convolve and carry a state."""
+"""Inputs of mixers with convolutions and recurrent states."""
 SNAPSHOTS, WINDOWS = ".snapshots", ".windows"
-"""``NAME.T`` and this name a state that holds NAME as it was behind each of T tokens: [B, T, ...], the last first, or
-[B, kept+T, c], rows of which it was."""
+"""Suffixes of the states ``NAME.T.snapshots`` and ``NAME.T.windows``, which save a state NAME after each of T tokens.
+
+They are [B, T, ...] with the last token first, or [B, kept+T, c] with the rows from which NAME was taken.
+"""
 
 
 class Frame:
-    """Inputs, shared values and state updates of the graph for one `Step`.
+    """Inputs, shared values and state updates of the graph of one `Step`.
 
-    Linear layers see the tokens of all sequences as rows [B*T, width]; attention and recurrence see [B, T, ...].
-    A graph holds only those inputs that its outputs depend on.  ``steered`` is given the number of each block and the
-    residual behind it, and returns the residual that goes on.
+    Linear layers read the tokens of all sequences as rows [B*T, width]; attention and recurrences read [B, T, ...]. A
+    graph has only the inputs that its outputs depend on. ``steered(block, x)`` returns the residual after a block, for
+    control vectors.
     """
 
     def __init__(
@@ -66,13 +71,16 @@ class Frame:
         self.last = input("last", (step.sequences, step.tokens), DType.I32)
         self._masks: dict[tuple[Sight, Value | None], Value] = {}
         self.left: dict[str, Value] = {}
-        """What layers leave for later ones: all cells of their caches, and whatever else has a name."""
+        """Values that one layer leaves for later layers, by name, such as all cells of a cache."""
         self._fed: dict[str, Value] = {}
         self._updates: dict[Value, Value] = {}
 
     def mask(self, sight: Sight = ALL, biases: Value | None = None) -> Value:
-        """f32[B, T, cells]: which cells each token may see, or tokens unless it is causal; with ``biases`` f32[buckets,
-        heads] also what each head adds for a distance, f32[B, heads, T, T]."""
+        """Return the attention mask f32[B, T, cells], or f32[B, T, T] for bidirectional attention.
+
+        With ``biases`` f32[buckets, heads] the mask is f32[B, heads, T, T] and includes the bias of each head and
+        distance.
+        """
         key = sight, biases
         if key not in self._masks:
             mask = self._mask(sight) if sight.causal else self._open_mask(sight)
@@ -80,8 +88,11 @@ class Frame:
         return self._masks[key]
 
     def _open_mask(self, sight: Sight) -> Value:
-        """f32[B, T, T]: a token sees all of its text, or half a window of it on either side.  A window or a chunk
-        that is not centred hides earlier tokens only."""
+        """Return the bidirectional mask f32[B, T, T].
+
+        A token attends to its whole text, or to half a window on either side. A window or chunk that is not centred
+        hides earlier tokens only.
+        """
         count, half = self.step.tokens, sight.window // 2
         mask = ops.causal_mask(self.last, cells=count, name="mask")
         if sight.window and sight.centred:
@@ -92,34 +103,37 @@ class Frame:
         return ops.sub(mask, ops.abs_(self.distances), name="distances") if sight.distances else mask
 
     def _first_seen(self, sight: Sight) -> Value:
-        """Half a position before the first one that a token sees, f32[B, T, 1]."""
+        """Return the first visible position of each token minus 0.5, f32[B, T, 1]."""
         if not sight.chunked:
             return ops.scale(self.positions, scale=1.0, bias=0.5 - sight.window)
         chunk = ops.floor(ops.scale(self.positions, scale=1.0 / sight.window, bias=0.5 / sight.window))
         return ops.scale(chunk, scale=float(sight.window), bias=-0.5)
 
     def _hidden_before(self, first: Value, mask: Value) -> Value:
-        """``mask`` f32[B, T, n] with minus infinity for the cells before ``first`` f32[B, T, 1]."""
+        """Return ``mask`` f32[B, T, n] with minus infinity for the cells before ``first`` f32[B, T, 1]."""
         numbers = ops.arange(start=0.0, stop=float(mask.shape[-1]))
         ahead = ops.sub(ops.add(ops.fill(mask, value=0.0), numbers), first)
         return ops.add(mask, ops.log(ops.step(ahead)), name="first_mask")
 
     @cached_property
     def distances(self) -> Value:
-        """How far each token of a text lies behind another: f32[B, T, T]."""
+        """The distances of each token from all tokens of its text, negative for earlier ones: f32[B, T, T]."""
         count = self.step.tokens
         numbers = ops.repeat(ops.arange(start=0.0, stop=float(count)), shape=(*self.pos.shape, count))
         return ops.sub(numbers, self.positions)
 
     def _biased(self, mask: Value, table: Value) -> Value:
-        """``mask`` plus the entry of ``table`` for each distance: half of the buckets are for tokens ahead, and of each
-        half the first are for one distance each, the others for more and more, up to 128.  Raffel et al., T5, 2020."""
+        """Return ``mask`` plus the bias of each distance from ``table`` f32[buckets, heads], f32[B, heads, T, T].
+
+        Half of the buckets are for later tokens. In each half, the first half of the buckets is for one distance each;
+        the others grow logarithmically up to 128. Raffel et al., T5, 2020.
+        """
         (buckets, heads), (sequences, count) = table.shape, self.pos.shape
         near, far = buckets // 4, buckets // 2 - buckets // 4
         ahead = ops.arange(start=1.0 - count, stop=float(count))
         size = ops.abs_(ahead)
         octaves = ops.log(ops.scale(ops.clamp(size, min=near, max=math.inf), scale=1.0 / near))
-        # A little more, since powers of the ratio begin a bucket.
+        # 1e-4 keeps exact powers of the ratio in their bucket.
         number = ops.floor(ops.scale(octaves, scale=far / math.log(128.0 / near), bias=1e-4))
         number = ops.add(ops.clamp(size, min=0.0, max=near), ops.clamp(number, min=0.0, max=far - 1.0))
         number = ops.add(number, ops.scale(ops.step(ahead), scale=float(buckets // 2)))
@@ -142,7 +156,7 @@ class Frame:
         return mask
 
     def _ring_mask(self, ring: int, window: int) -> Value:
-        """f32[B, T, ring]: 0 where a cell, written in turn with the others, holds one of the last tokens."""
+        """Return f32[B, T, ring]: 0 where a cell holds one of the last ``window`` tokens, else a low score."""
         places = ops.repeat(self.positions, shape=(*self.pos.shape, ring))
         ahead = ops.sub(places, ops.arange(start=0.0, stop=float(ring)))
         turns = ops.floor(ops.scale(ahead, scale=1.0 / ring, bias=0.5 / ring))
@@ -153,41 +167,43 @@ class Frame:
 
     @cached_property
     def numbers(self) -> Value:
-        """The numbers of the cells, f32[cells]."""
+        """The cell numbers, f32[cells]."""
         return ops.arange(start=0.0, stop=float(self.step.cells))
 
     @cached_property
     def positions(self) -> Value:
-        """The positions of the tokens as numbers, f32[B, T, 1]."""
+        """The positions of the tokens as f32[B, T, 1]."""
         return ops.reshape(ops.cast(self.pos, dtype=DType.F32), shape=(*self.pos.shape, 1))
 
     @cached_property
     def backwards(self) -> Value:
-        """The negative positions, which turn back: i32[B, T]."""
+        """The negative positions i32[B, T], which undo a rotation."""
         return ops.cast(ops.scale(ops.cast(self.pos, dtype=DType.F32), scale=-1.0), dtype=DType.I32)
 
     def quotient(self, ratio: int, offset: float) -> Value:
-        """``(pos + offset) // ratio`` of each token as a number, f32[B, T]; half a position keeps the quotient off the
-        integers."""
+        """Return ``(pos + offset) // ratio`` of each token, f32[B, T].
+
+        Half a position is added, so that rounding errors do not change the quotient.
+        """
         pos = ops.cast(self.pos, dtype=DType.F32)
         return ops.floor(ops.scale(pos, scale=1.0 / ratio, bias=(offset + 0.5) / ratio))
 
     def within(self, ratio: int) -> Value:
-        """Which of the ``ratio`` tokens of its block each token is: i32[B*T]."""
+        """Return the index of each token in its block of ``ratio`` tokens, i32[B*T]."""
         pos, start = ops.cast(self.pos, dtype=DType.F32), ops.scale(self.quotient(ratio, 0.0), scale=float(ratio))
         return ops.reshape(ops.cast(ops.sub(pos, start), dtype=DType.I32), shape=(self.step.rows,))
 
     def complete(self, ratio: int) -> Value:
-        """f32[B, T, blocks]: which blocks of ``ratio`` tokens end no later than each token."""
+        """Return the mask f32[B, T, blocks] of the blocks of ``ratio`` tokens that end no later than each token."""
         last = ops.cast(ops.scale(self.quotient(ratio, 1.0), scale=1.0, bias=-1.0), dtype=DType.I32)
         return ops.causal_mask(last, cells=-(-self.step.cells // ratio), name=f"block_mask.{ratio}")
 
     def warmed(self, q: Value, temperature: Warmth) -> Value:
-        """``q`` f32[B,T,heads,size] times ``1 + factor ln(1 + (pos + offset) // floor)`` of each token."""
+        """Return ``q`` f32[B, T, heads, size] times ``1 + factor ln(1 + (pos + offset) // floor)`` of each token."""
         if temperature is None:
             return q
         floor, factor, offset = temperature
-        if self.step.cells + offset <= floor:  # it is 1 for all
+        if self.step.cells + offset <= floor:  # the factor is 1 for all tokens
             return q
         warmth = ops.scale(
             ops.log(ops.scale(self.quotient(floor, offset), scale=1.0, bias=1.0)), scale=factor, bias=1.0
@@ -196,7 +212,7 @@ class Frame:
 
     @cached_property
     def each_token(self) -> Value:
-        """f32[B, T, 1, 1], 0 for padding."""
+        """1 for tokens and 0 for padding, f32[B, T, 1, 1]."""
         return ops.reshape(self.valid, shape=(*self.pos.shape, 1, 1))
 
     @property
@@ -204,22 +220,23 @@ class Frame:
         return self.fed("conv_rows", self.step.sequences, self.taps - 1)
 
     def fed(self, name: str, *shape: int) -> Value:
-        """The input i32[shape] of that name, one for all that ask for it."""
+        """Return the input ``name`` i32[shape], the same one for each caller."""
         return self._fed.setdefault(name, input(name, shape, DType.I32))
 
     def split(self, x: Value, *shape: int) -> Value:
-        """Rows [B*T, n] as [B, T, *shape]."""
+        """Return rows [B*T, n] as [B, T, *shape]."""
         return ops.reshape(x, shape=(self.step.sequences, self.step.tokens, *shape))
 
     def rows(self, x: Value) -> Value:
-        """[B, T, ...] as rows [B*T, n]."""
+        """Return [B, T, ...] as rows [B*T, n]."""
         return ops.reshape(x, shape=(self.step.rows, x.spec.size // self.step.rows))
 
     def wanted(self, x: Value) -> Value:
-        """The rows of ``x`` f32[B*T, n] whose logits are asked for, f32[outputs, n]; all where a guess follows."""
+        """Return the output rows of ``x`` f32[B*T, n], f32[outputs, n]; all rows for output kinds with MTP."""
         return self.chosen(x) if self.step.gives in ("logits", "hidden") else x
 
     def chosen(self, x: Value) -> Value:
+        """Return the output rows of ``x`` f32[B*T, n]: f32[outputs, n]."""
         return ops.get_rows(x, self.out_ids, name="wanted")
 
     def cached(
@@ -232,11 +249,20 @@ class Frame:
         sight: Sight = ALL,
         dtype: DType | None = None,
     ) -> Value:
-        """Write ``new`` f32[B,T,heads,size] into the cache ``name`` and read all cells [B, cells, heads, size].
+        """Write new rows into a cache, and return all its cells [B, cells, heads, size].
 
-        The state is [B*context + 1, heads*size] of `dtype`, which is that of keys unless given; the last row takes what
-        padding writes and is never read.  A cache may have a cell for ``ratio`` tokens each; ``slot`` then says which
-        cells are written.  What is out of ``sight`` may be overwritten.
+        The state is [B*context + 1, heads*size]. Padding writes its last row, which is never read.
+
+        Args:
+            name: Name of the state.
+            new: The new rows f32[B, T, heads, size].
+            slot: The cell that each row is written to; by default the cell of its token.
+            ratio: Tokens per cell.
+            sight: Cells outside this window may be overwritten.
+            dtype: Dtype of the cache; by default the dtype of keys.
+
+        Raises:
+            ModelError: The head size is not a multiple of the block size of the dtype.
         """
         step, dtype = self.step, dtype or self.step.keys
         sequences, count, heads, size = new.shape
@@ -258,7 +284,10 @@ class Frame:
         return self.left[name]
 
     def both_cached(self, layer: int, k: Value, v: Value, sight: Sight) -> tuple[Value, Value]:
-        """Keys and values of a layer, written and read as `cached` does; as they are where all tokens come at once."""
+        """Write the keys and values of a layer to its caches, and return all cells of both.
+
+        Bidirectional attention has no cache and returns ``k`` and ``v`` themselves.
+        """
         if not sight.causal:
             self.left |= {f"cache_k.{layer}": k, f"cache_v.{layer}": v}
             return k, v
@@ -266,9 +295,9 @@ class Frame:
         return keys, self.cached(f"cache_v.{layer}", v, sight=sight, dtype=self.step.values)
 
     def preceded(self, name: str, new: Value, kept: int) -> Value:
-        """``new`` f32[B,T,c] behind the last ``kept`` rows of earlier runs: f32[B, kept+T, c].
+        """Return ``new`` f32[B, T, c] after the last ``kept`` rows of earlier runs: f32[B, kept+T, c].
 
-        The state ``name`` f32[B, kept, c] becomes the last rows before the padding, which conv_rows names.
+        The state ``name`` f32[B, kept, c] becomes the last rows before the padding, which ``conv_rows`` numbers.
         """
         old = state(name, (self.step.sequences, kept, new.shape[-1]))
         both, rows = ops.concat(old, new, axis=1), self.conv_rows
@@ -280,25 +309,34 @@ class Frame:
         return both
 
     def state(self, name: str, *shape: int) -> Value:
-        """A state f32[B, *shape]; `update` says what it becomes."""
+        """Return a state f32[B, *shape]; `set_state` gives it its new value."""
         return state(name, (self.step.sequences, *shape))
 
     @property
     def snapshots(self) -> int:
-        """How many states an op that carries one is to give back."""
+        """Number of states that a recurrent op must return: one per token in a reversible step, else 1."""
         return self.step.tokens if self.step.reversible else 1
 
     def update(self, old: Value, new: Value) -> None:
-        """A state becomes ``new`` f32[B, ...], or the first of its `snapshots` f32[B, snapshots, ...], which are kept
-        too."""
+        """Set a state to ``new`` f32[B, ...].
+
+        With snapshots, ``new`` is f32[B, snapshots, ...]; its first entry is the new state, and all entries are saved.
+        """
         if self.snapshots > 1:
             self._updates[state(f"{old.node.name}.{self.snapshots}{SNAPSHOTS}", new.shape)] = new
             new = ops.reshape(ops.slice_(new, axis=1, start=0, stop=1), shape=old.shape)
         self._updates[old] = new
 
     def carried(self, rule: Callable[..., tuple[Value, Value]], operands: tuple[Value, ...], old: Value) -> Value:
-        """What a recurrence makes of ``operands`` [B, T, ...] and a state, which is updated; token by token where
-        snapshots are asked for, since the op itself gives none."""
+        """Return the result of a recurrence, and set its state.
+
+        If snapshots are needed, this runs token by token, since the op returns none.
+
+        Args:
+            rule: Maps operands and state to the result and the new state.
+            operands: Operands [B, T, ...].
+            old: The state.
+        """
         if self.snapshots == 1:
             y, new = rule(*operands, old)
             self.update(old, new)
@@ -312,5 +350,5 @@ class Frame:
         return reduce(partial(ops.concat, axis=1), answers)
 
     def graph(self, outputs: Mapping[str, Value]) -> Graph:
-        """The finished graph: ``outputs``, and all states that changed."""
+        """Return the graph with ``outputs`` and all states that were set."""
         return Graph(outputs, self._updates)

@@ -1,4 +1,4 @@
-"""The hyperparameters of a model, settled layer by layer; module `reading` takes them from a file."""
+"""The hyperparameters of a model, by layer; module `reading` reads them from a file."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from .weights import Weights
 
 
 class Feed(Protocol):
-    """What needs inputs of its own for each batch, by name."""
+    """A part of a model with inputs of its own, and the function that builds their arrays for each batch."""
 
     def arrays(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]: ...
 
 
 class Mixer(Protocol):
-    """What lets tokens of a sequence see each other in one layer: f32[B*T, E] to f32[B*T, E].
+    """A part of a layer that lets tokens of a sequence read each other: f32[B*T, E] to f32[B*T, E].
 
-    ``taps`` of its short convolution, 0 if it keeps no state but a cache.
+    ``taps`` is the number of taps of its short convolution; 0 if it has no state except a cache.
     """
 
     @property
@@ -43,24 +43,24 @@ class Mixer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A block: mixers, whose answers are added up, and experts or a dense feed-forward, if any."""
+    """A block: mixers with results that are added up, and experts or a dense FFN, if any."""
 
     mixers: tuple[Mixer, ...]
     experts: Experts | None
     dense: bool
     feeds: bool
-    """Whether there is a feed-forward at all."""
+    """Whether the block has an FFN."""
     parallel: bool = False
     norms_twice: bool = False
-    """Whether a parallel block has a norm for each of its parts."""
+    """Whether a parallel block has a norm for each of its two parts."""
     unit: Unit = field(default=Unit())
     looks_up: bool = False
-    """Whether its activation is looked up in half precision, where last bits tell."""
+    """Whether the activation is computed in half precision, so that the last bits of its operand matter."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamTraits:
-    """Of hyper-connections: how many residual streams, and what their weights are made with."""
+    """Hyper-connections: the number of residual streams, and the constants of their weights."""
 
     count: int
     eps: float
@@ -70,8 +70,10 @@ class StreamTraits:
 
 @dataclass(frozen=True)
 class Hyper:
-    """Hyperparameters of a model.  Factors of embeddings, of what joins the residual and of logits are 1, and the bound
-    of the logits is 0, where there are none."""
+    """Hyperparameters of a model.
+
+    The factors of embeddings, residuals and logits are 1, and the soft cap is 0, if the file has none.
+    """
 
     family: Family
     context_length: int
@@ -84,26 +86,26 @@ class Hyper:
     logits: float = 1.0
     softcap: float = 0.0
     hidden_tokens: tuple[tuple[int, int], ...] = ()
-    """Ranges [start, stop) of tokens that are never drawn: their logits are the lowest float32."""
+    """Ranges [start, stop) of tokens that are never generated: their logits are the lowest float32."""
     streams: StreamTraits = StreamTraits(1, 0.0, 1, 1.0)
     attended: int = 0
-    """Tokens that attention chooses from a longer context; 0 if it sees all."""
+    """Tokens that sparse attention selects from a longer context; 0 for full attention."""
     span: int = 1
-    """Blocks between two sums that are kept, of a stack, or behind which the residual is halved."""
+    """Blocks per stack, per entry of the residual bank, or per halving of the residual."""
     cycles: int = 1
     stored: int = 0
     """Blocks that the file has."""
     source: Mapping[int, int] = field(default_factory=dict)
-    """Whose matrices blocks have that are run more than once."""
+    """For each block that is run more than once, the block with its matrices."""
     blocks_of: tuple[Blocks, ...] = ()
-    """The blocks of tokens that caches hold as one key, of each length that layers have."""
+    """The token blocks that caches hold as one key each, for each block length."""
     ngrams: Ngrams | None = None
     windows: Mapping[int, int] = field(default_factory=dict)
-    """Behind how many tokens layers with a cache never see a cell again, 0 for those that see all."""
+    """For layers with a cache, the number of tokens after which a cell is never read again; 0 for full attention."""
     ahead: Hyper | None = None
-    """The blocks that guess further tokens, as those of a model of their own, if they are to be used."""
+    """The MTP blocks in use, as hyperparameters of a model of their own."""
     handed: int = 0
-    """Columns of what each of these blocks is given beside a token."""
+    """Columns of the draft input of each MTP block."""
 
     @property
     def layers(self) -> int:
@@ -111,33 +113,33 @@ class Hyper:
 
     @cached_property
     def taps(self) -> int:
-        """Taps of the convolutions, which `step_inputs` asks for; 0 if there are none."""
+        """Taps of the convolutions, for `step_inputs`; 0 if there are none."""
         taps = max((mixer.taps for block in self.blocks for mixer in block.mixers), default=0)
         return max(taps, self.ngrams.kept + 1) if self.ngrams else taps
 
     @cached_property
     def feeds(self) -> tuple[Feed, ...]:
-        """What gives inputs beside those of `step_inputs`."""
+        """The parts of the model with inputs of their own."""
         rings = map(Ring, sorted({*self.windows.values()} - {0}))
         return (*rings, *self.blocks_of, *filter(None, (self.ngrams,)))
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """The inputs of its graphs."""
+        """The inputs from `step_inputs` that the graphs of the model may have."""
         names = {"tokens", "out_ids"} if self.causal else {"tokens", "out_ids", "last"}
         return frozenset(names).union(*(mixer.needs for block in self.blocks for mixer in block.mixers))
 
     def inputs(self, step: Step) -> frozenset[str]:
-        """Those of `step_inputs` that the graph of a step has."""
+        """Return the inputs from `step_inputs` that the graph of a step has."""
         rolls = self.windows and all(map(step.ring, self.windows.values()))
         return self.needs - {"slot"} if rolls else self.needs
 
     def window(self, layer: int) -> int:
-        """Behind how many tokens a layer, perhaps one that guesses, never sees a cell again."""
+        """Return the number of tokens after which a layer (also of MTP) never reads a cell again."""
         return self.windows[layer] if self.ahead is None else {**self.windows, **self.ahead.windows}[layer]
 
     def block_tokens(self, layer: int) -> int:
-        """Tokens of a block in the cache of a layer, perhaps one that guesses."""
+        """Return the tokens per block in the cache of a layer, also of MTP."""
         blocks = self.blocks if self.ahead is None else (*self.blocks, *self.ahead.blocks)
         (blocks_of,) = (m.blocks for m in blocks[layer].mixers if isinstance(m, Compressed) and m.blocks)
         return blocks_of.ratio

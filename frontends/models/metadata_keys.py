@@ -1,7 +1,7 @@
-"""The metadata keys that llama.cpp and the ``gguf`` package name, and the use that hocket makes of each.
+"""The metadata keys that llama.cpp and the ``gguf`` package define, and how hocket uses each of them.
 
-A key is read, ignored because it has no influence on results, or accepted with its default alone.  A file with another
-value is refused, since hocket does not compute its effect.  ``{arch}`` stands for the architecture.
+A key is read, ignored because it has no influence on results, or accepted only with its default. A file with another
+value is refused, since hocket does not compute its effect. ``{arch}`` stands for the architecture.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ READ, IGNORED, DEFAULT_ONLY = "read", "ignored", "default only"
 
 @dataclass(frozen=True, slots=True)
 class MetadataKey:
-    """The use of a key, one of ``read``, ``ignored`` and ``default only``; the reason; and the accepted values."""
+    """The use of a key (``read``, ``ignored`` or ``default only``), the reason, and the accepted values."""
 
     use: str
     reason: str
@@ -188,11 +188,11 @@ PURPOSES: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
     }
 )
-"""Of each purpose, or reason to ignore keys, the use and the keys."""
+"""For each purpose, or reason to ignore keys, the use and the keys."""
 ACCEPTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {"{arch}.hrm.prefix_lm": (False,), "{arch}.altup.active_idx": (0,)}
 )
-"""The values of keys that have an influence which hocket does not compute; all others are refused."""
+"""The accepted values of keys with effects that hocket does not compute; other values are refused."""
 KEYS: Mapping[str, MetadataKey] = MappingProxyType(
     {name: MetadataKey(use, reason) for reason, (use, names) in PURPOSES.items() for name in names.split()}
     | {name: MetadataKey(DEFAULT_ONLY, "hocket computes these values alone", ok) for name, ok in ACCEPTED.items()}
@@ -201,7 +201,7 @@ KEYS: Mapping[str, MetadataKey] = MappingProxyType(
 
 
 def check_defaults(keys: ArchitectureKeys) -> None:
-    """ModelError if a key asks for something that hocket does not compute."""
+    """Raise `ModelError` if a key has a value with an effect that hocket does not compute."""
     for name, accepted in ACCEPTED.items():
         short = name.removeprefix("{arch}.")
         if keys.has(short) and (value := keys.gguf.metadata[f"{keys.architecture}.{short}"]) not in accepted:

@@ -1,4 +1,4 @@
-"""Tokens that stand for parts of pictures: their ranges in a vocabulary, and logits under which no text has one."""
+"""Tokens that stand for parts of pictures: find their ranges in a vocabulary, and suppress their logits."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ...graph import Value
 from ..gguf.hyperparameter_keys import ArchitectureKeys
 
 PICTURE, PICTURES = "IMGIMG", (4, 8196)
-"""How names of tokens of pictures begin in Chameleon's vocabulary, and their range."""
+"""The prefix of picture tokens in Chameleon's vocabulary, and their range by default."""
 MIN_LOGIT = -3.4028234663852886e38
-"""The logit of a token that no text has: the lowest float32."""
+"""The logit of a suppressed token: the lowest float32."""
 
 
 def find_picture_tokens(keys: ArchitectureKeys) -> tuple[tuple[int, int], ...]:
-    """Find the ranges of tokens, [start, stop), that stand for parts of pictures.
+    """Return the ranges [start, stop) of tokens that stand for parts of pictures.
 
-    Their names begin with ``IMGIMG``.  A file without such names has them where llama.cpp looks for them.
+    Their names begin with ``IMGIMG``. A file without token names has them where llama.cpp expects them.
     """
     count, key = keys.vocabulary_rows(), "tokenizer.ggml.tokens"
     names = keys.gguf.strings(key)[:count] if key in keys.gguf.metadata else ()
@@ -30,7 +30,7 @@ def find_picture_tokens(keys: ArchitectureKeys) -> tuple[tuple[int, int], ...]:
 
 
 def silence_tokens(logits: Value, ranges: Sequence[tuple[int, int]]) -> Value:
-    """``logits`` f32[n, vocabulary] with the lowest float32 in the columns [start, stop) of each range."""
+    """Return ``logits`` f32[n, vocabulary] with the lowest float32 in the columns [start, stop) of each range."""
     columns, done = list[Value](), 0
     for start, stop in ranges:
         hidden = ops.slice_(logits, axis=-1, start=start, stop=stop)

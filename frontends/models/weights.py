@@ -16,16 +16,20 @@ from ..gguf.hyperparameter_keys import CONVERT_REMEDY
 
 BLOCK = re.compile(r"blk\.(\d+)\.")
 NEVER_READ = ("*.input_scale", "cls.*", "rope_freqs.weight", "rope_factors_*.weight")
-"""Optional in every architecture: scales for quantised activations, classifiers, and divisors of speeds of rotation
-where nothing rotates with them."""
+"""Tensors that are optional in every architecture.
+
+These are scales for quantised activations, classifiers, and frequency divisors where no layer has RoPE.
+"""
 
 
 class Weights:
-    """Leaves for the tensors of ``gguf``, one a name, shared by all graphs that are built with this object.
+    """One leaf per tensor of ``gguf``, shared by all graphs that are built with this object.
 
-    ``unread`` are patterns of names, as in a shell, of optional tensors that the architecture does not use, ``spare``
-    those of tensors that some blocks need and others carry for nothing; ``source`` says of blocks that are run more
-    than once whose matrices they have.
+    Args:
+        gguf: The file.
+        unread: Name patterns, as in a shell, of optional tensors that the architecture does not use.
+        spare: Name patterns of tensors that some blocks need and other blocks may have without using them.
+        source: For blocks that are run more than once, the block with their matrices.
     """
 
     def __init__(
@@ -37,10 +41,11 @@ class Weights:
         self._leaves: dict[str, Value] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Value:
-        """The leaf of the tensor ``name``, in the dtype of the file.
+        """Return the leaf of a tensor, in the dtype of the file.
 
-        ModelError if the tensor is missing, has another shape, or a dtype that cannot serve: vectors must be f32, f16
-        or bf16, matrices may be quantised too.
+        Raises:
+            ModelError: The tensor is missing, or has another shape or an unusable dtype. Vectors must be f32, f16 or
+                bf16; matrices may also be quantised.
         """
         name = self._spelled(name)
         leaf = self._leaves.get(name)
@@ -49,34 +54,40 @@ class Weights:
             if not (tensor.dtype in FLOAT_DTYPES or (tensor.dtype.is_quantised and len(tensor.shape) > 1)):
                 need = ", ".join(map(str, FLOAT_DTYPES)) + (" or a quantised type" if len(tensor.shape) > 1 else "")
                 raise self._error(f"tensor {name} is {tensor.dtype}; need {need}")
-            leaf = self._leaves.setdefault(name, weight(name, tensor.shape, tensor.dtype))  # of two threads' one stays
+            leaf = self._leaves.setdefault(
+                name, weight(name, tensor.shape, tensor.dtype)
+            )  # with two threads, the first one stays
         if leaf.shape != shape:
             raise self._error(f"tensor {name} has shape {list(leaf.shape)}; need {list(shape)}")
         return leaf
 
     def has(self, name: str) -> bool:
-        """Whether the file has the tensor ``name`` and the architecture uses it."""
+        """Return whether the file has the tensor and the architecture uses it."""
         return self._spelled(name) in self.gguf.tensors and not _matches(name, self._unread)
 
     def optional(self, name: str, shape: tuple[int, ...]) -> Value | None:
-        """The leaf of the tensor ``name``, or None if the file has no such tensor or the architecture ignores it."""
+        """Return the leaf of a tensor, or `None` if the file has no such tensor or the architecture ignores it."""
         return self(name, shape) if self.has(name) else None
 
     def reshaped(self, name: str, shape: tuple[int, ...]) -> Value:
-        """The tensor ``name`` in that shape, whatever axes of length 1 the file gives it."""
+        """Return a tensor in a shape that may have other axes of length 1 than the file."""
         stored = self.shape(name)
         same = stored != shape and [n for n in stored if n > 1] == [n for n in shape if n > 1]
         return ops.reshape(self(name, stored), shape=shape) if same else self(name, shape)
 
     def shape(self, name: str, axes: int = 1) -> tuple[int, ...]:
-        """The shape of the tensor ``name``; ModelError if it is missing or has fewer than ``axes`` axes."""
+        """Return the shape of a tensor.
+
+        Raises:
+            ModelError: The tensor is missing or has fewer than ``axes`` axes.
+        """
         shape = self.gguf.tensor(self._spelled(name)).shape
         if len(shape) < axes:
             raise self._error(f"tensor {name} has shape {list(shape)}; need at least {axes} axes")
         return shape
 
     def _spelled(self, name: str) -> str:
-        """The name as the file has it: some architectures leave out ``.weight``."""
+        """Return the name in the file. Repeated blocks have the names of their source; some names lack ``.weight``."""
         if self._source and not name.endswith(".scale") and (match := BLOCK.match(name)):
             name = BLOCK.sub(f"blk.{self._source[int(match[1])]}.", name, count=1)
         if name in self.gguf.tensors:
@@ -85,10 +96,9 @@ class Weights:
         return short if short in self.gguf.tensors else name
 
     def refuse_leftovers(self, layers: int) -> None:
-        """ModelError if the file holds tensors that nobody asked for and that are not known to be optional, since
-        results without them would be wrong.
+        """Raise `ModelError` if the file has tensors that no graph uses and that are not known to be optional.
 
-        Blocks from ``layers`` on are left alone: they predict further tokens (MTP) and are not run.
+        Results without them would be wrong. Blocks from ``layers`` on are MTP blocks, which may stay unused.
         """
         left = [
             name
@@ -103,12 +113,12 @@ class Weights:
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name, without its block, matches one of ``patterns``."""
+    """Return whether a name without its block prefix matches one of ``patterns``."""
     short = BLOCK.sub("", name, count=1)
     return any(fnmatchcase(short, pattern) for pattern in patterns)
 
 
 def _block(name: str) -> int:
-    """The number of the block a tensor belongs to, -1 for none."""
+    """Return the block number in a tensor name, or -1."""
     match = BLOCK.match(name)
     return int(match[1]) if match else -1
