@@ -1,4 +1,4 @@
-"""Hyperparameters read from a file: its family's traits, its metadata and the tensors it has, layer by layer."""
+"""Read hyperparameters, layer by layer, from the traits of a family, the metadata and the tensors of a file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .picture_tokens import find_picture_tokens
 
 
 class Recurrent(Protocol):
-    """A mixer that a family has in some layers, read from metadata."""
+    """A class of mixers that a family has in some layers."""
 
     @classmethod
     def from_keys(cls, keys: ArchitectureKeys, family: Family, layer: int) -> Mixer: ...
@@ -51,7 +51,7 @@ RECURRENT: Mapping[str, type[Recurrent]] = MappingProxyType(
 
 
 def read_hyper(keys: ArchitectureKeys, family: Family) -> Hyper:
-    """The hyperparameters of the model whose metadata are ``keys``; ModelError for a missing or absurd value."""
+    """Return the hyperparameters from ``keys``; raise `ModelError` if a value is missing or invalid."""
     if family.causal and family.attends and not keys.flag("attention.causal", True):
         if family.mixer == "compressed":
             raise keys.error("attention.causal", "is false; blocks of tokens need causal attention")
@@ -96,7 +96,7 @@ def read_hyper(keys: ArchitectureKeys, family: Family) -> Hyper:
 
 
 def rolling(blocks: Mapping[int, Layer]) -> dict[int, int]:
-    """Behind how many tokens the blocks that have a cache never see a cell again."""
+    """Return for each block with a cache the number of tokens after which a cell is never read again."""
     cached = Attention | Latent | Compressed
     return {i: m.sight.rolling for i, block in blocks.items() for m in block.mixers if isinstance(m, cached)}
 
@@ -107,13 +107,13 @@ def blocks_of_tokens(blocks: Iterable[Layer]) -> tuple[Blocks, ...]:
 
 
 def can_look_ahead(family: Family) -> bool:
-    """Whether blocks that guess further tokens are like those of the model, or have one residual and attend."""
+    """Return whether hocket runs the MTP blocks of a family: attention, and a residual stream of a known kind."""
     plain = family.residuals in ("", "streams", "gated streams") and not family.repeats
     return family.causal and plain and family.attends
 
 
 def read_ahead(keys: ArchitectureKeys, hyper: Hyper) -> Hyper:
-    """``hyper`` with the blocks that guess further tokens; ModelError if the file has none that hocket runs."""
+    """Return ``hyper`` with the MTP blocks; raise `ModelError` if the file has none that hocket runs."""
     tensors, first = keys.gguf.tensors, hyper.stored
     numbers = list(takewhile(lambda i: f"blk.{i}.nextn.eh_proj.weight" in tensors, range(first, keys.block_count())))
     if not numbers:
@@ -145,7 +145,7 @@ def no_guesses(keys: ArchitectureKeys, why: str) -> ModelError:
 
 
 def layers_run(keys: ArchitectureKeys) -> int:
-    """Blocks that are run; those at the end that predict further tokens (MTP) are counted, but not run."""
+    """Return the number of blocks without the MTP blocks at the end, which the block count includes."""
     blocks, extra = keys.block_count(), keys.count("nextn_predict_layers", 0, least=0)
     if extra >= blocks:
         raise keys.error("nextn_predict_layers", f"is {extra}; need fewer than block_count {blocks}")
@@ -153,7 +153,7 @@ def layers_run(keys: ArchitectureKeys) -> int:
 
 
 class Reader:
-    """Reads the layers of one model: the first ``count``."""
+    """Reads the first ``count`` layers of one model."""
 
     def __init__(self, keys: ArchitectureKeys, family: Family, count: int, width: int) -> None:
         self.keys, self.family, self.count, self.width = keys, family, count, width
@@ -164,15 +164,13 @@ class Reader:
         centred = family.norm == "layer" or (
             family.norm == "either" and not keys.positive_or_none("attention.layer_norm_rms_epsilon")
         )
-        # Nemotron-H names the eps of its root mean squares as that of a layer norm.
+        # Nemotron-H names the eps of its RMS norms like the eps of a layer norm.
         is_centred = centred or not keys.has("attention.layer_norm_rms_epsilon")
         eps = "layer_norm_epsilon" if is_centred else "layer_norm_rms_epsilon"
         self.norm = Norm(keys.eps(f"attention.{eps}"), centred, family.bare)
         self.windows = self._windows()
         self.is_recurrent = self._recurrent()
         self._ropes: dict[bool, Rope] = {}
-
-    # ---------------------------------------------------------------------------------------------- whole model
 
     @property
     def unit(self) -> Unit:
@@ -184,7 +182,7 @@ class Reader:
         return Unit(kind, first="gate first" in self.family.mixture, beta=beta, linear=linear)
 
     def make_unit(self, i: int) -> Unit:
-        """The activation of the feed-forward of block i."""
+        """Return the activation of the FFN of block i."""
         xielu = self.keys.xielu(self.count)[i] if self.family.unit == "xielu" else ()
         limit = self.keys.per_block_limits("swiglu_clamp_shexp", self.count)[i]
         return replace(self.unit, limit=limit, gate_cutoff=GATE_CUTOFF * (i < self.family.sparse_gates), xielu=xielu)
@@ -220,7 +218,7 @@ class Reader:
         return scale if self.family.logits == "times" else 1.0 / scale
 
     def _windows(self) -> tuple[int, ...]:
-        """How many tokens each layer sees, its own included; 0 for all."""
+        """Return the attention window of each layer in tokens, its own token included; 0 for full attention."""
         traits, keys = self.family.windows, self.keys
         if traits is None or (traits.least_layers and self.count != traits.least_layers):
             return (0,) * self.count
@@ -236,10 +234,8 @@ class Reader:
         whole = 0 if traits.whole_first else period - 1
         return tuple(i < self.own and (not period or i % period != whole) for i in range(self.count))
 
-    # ---------------------------------------------------------------------------------------------------- layers
-
     def layer(self, stored: int, i: int) -> Layer:
-        """Block i, which has the matrices of the block ``stored``."""
+        """Return the hyperparameters of block i, which has the matrices of the block ``stored``."""
         block, tensors = f"blk.{stored}", self.keys.gguf.tensors
         dense = any(f"{block}.ffn_{name}.weight" in tensors for name in ("down", "up"))
         experts = None
@@ -247,7 +243,7 @@ class Reader:
         if has_experts and self.routes(stored):
             experts = Experts.from_keys(self.keys, self.family, stored, self.count, self.unit, self.norm)
             dense = bool(self.family.beside) and dense
-        if self.family.mixer == "single":  # one part a block: its mixer or its feed-forward
+        if self.family.mixer == "single":  # a block is a mixer or an FFN
             mixers = () if dense or experts else self.mixers(stored)
         else:
             mixers = self.mixers(stored)
@@ -268,7 +264,7 @@ class Reader:
         )
 
     def routes(self, i: int) -> bool:
-        """Whether a block that has experts reads them; if not, llama.cpp's graph leaves its activation alone."""
+        """Return whether a block with experts uses them; otherwise llama.cpp applies its activation only."""
         step = self.keys.count_or_default("interleave_moe_layer_step", 1) if self.family.interleaved else 1
         return self.family.mixture != "unread" and (i + 1) % step == 0
 
@@ -288,7 +284,7 @@ class Reader:
         return (self.attention(i),)
 
     def _recurrent(self) -> tuple[bool, ...]:
-        """Which layers have the mixer of that kind."""
+        """Return for each layer whether its mixer is recurrent."""
         family, keys = self.family, self.keys
         if not family.recurrent:
             return (False,) * self.count
@@ -353,11 +349,11 @@ class Reader:
 
     @property
     def is_maverick(self) -> bool:
-        """Llama 4 with 128 experts has no norms of q and k, which nothing else in its file says."""
+        """Whether this is Llama 4 with 128 experts, which has no norms of q and k; no metadata key says so."""
         return self.family.qk_norm == "bare rotated" and self.keys.count("expert_count", 0, least=0) == 128
 
     def shared(self, i: int) -> int | None:
-        """The layer whose cache layer i reads: of those that have one the last of its kind; None if it has its own."""
+        """Return the last layer with a cache of the same kind as layer i; `None` if layer i has its own cache."""
         own = self.family.cache_layers or self.count - self.keys.count("attention.shared_kv_layers", 0, least=0)
         if i < own:
             return None
@@ -373,7 +369,7 @@ class Reader:
         return self.keys.positive_or_none("attention.max_alibi_bias") or self.family.alibi
 
     def head_sizes(self, i: int) -> tuple[int, int]:
-        """Sizes of keys and values, ``width / heads`` unless given."""
+        """Return the head sizes of keys and values, by default ``width / heads``."""
         keys, local = self.keys, "_swa" if self.windows[i] else ""
         most = max(self.heads)
         sizes = []
@@ -432,7 +428,7 @@ class Reader:
         return replace(rope, base=base) if family.windows.scaled else Rope(rope.n_dims, rope.mode, base)
 
     def rotates(self, i: int) -> bool:
-        """Whether heads of a layer turn."""
+        """Return whether layer i has RoPE."""
         keys, window = self.keys, self.windows[i]
         lead = keys.count("leading_dense_block_count", 0, least=0)
         given = {"finetuned": "rope.scaling.finetuned", "pattern": "attention.rope_pattern"}.get(self.family.rotated)

@@ -1,1 +1,1 @@
-"""The layers that decoders are built of, a kind a module: mixers, feed-forwards, residuals."""
+"""The layers of decoders, one kind per module: mixers, feed-forward networks, residual streams."""

@@ -1,6 +1,6 @@
-"""Attention over a cache, in all the forms that differ by numbers and by tensors alone.
+"""Attention over a KV cache, in all forms that differ only by numbers and tensors.
 
-Vaswani et al., 2017; groups of query heads share a key/value head (Ainslie et al., GQA, 2023).
+Vaswani et al., 2017. Groups of query heads share a key/value head (Ainslie et al., GQA, 2023).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .rope import Rope, divisors
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The attention of one layer: ``heads`` queries of ``key_size`` on ``kv_heads`` keys, values of ``value_size``.
+    """The attention of one layer: ``heads`` queries of ``key_size``, ``kv_heads`` keys, and values of ``value_size``.
 
-    ``head_norm`` is the norm of q and k, ``sight`` says which cells a token sees, ``rope`` how heads turn (None: not at
-    all).  ``cap`` bounds scores and
-    ``clamp`` q, k and v unless 0.  A layer with ``source`` reads the cache of that layer and has none of its own.
+    ``head_norm`` is the norm of q and k, ``rope`` the rotary embedding (`None`: none). ``cap`` is the soft cap of
+    scores; ``clamp`` limits q, k and v; 0 means neither. A layer with ``source`` reads the cache of that layer and has
+    none of its own.
     """
 
     family: Family
@@ -55,7 +55,7 @@ class Attention:
         return CACHED if self.sight.causal else frozenset({"pos"})
 
     def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
-        """f32[B*T, E] to f32[B*T, E]."""
+        """Return the attention of ``x`` f32[B*T, E]: f32[B*T, E]."""
         block, size = f"blk.{layer}", self.key_size
         q, k, v = self.projected(weights, frame, block, x)
         gate = None
@@ -80,8 +80,10 @@ class Attention:
     def projected(
         self, weights: Weights, frame: Frame, block: str, x: Value
     ) -> tuple[Value, Value | None, Value | None]:
-        """q, k and v f32[B,T,heads,size]; their matrices may be one tensor, and v may be k.  A layer that has no
-        cache of its own has queries alone."""
+        """Return q, k and v f32[B, T, heads, size]; a layer that reads the cache of another layer has only q.
+
+        The file may have one matrix for all three, and v may equal k.
+        """
         shapes = {
             "attn_q": (self.heads, 2 * self.key_size if self.family.gated_queries else self.key_size),
             "attn_k": (self.kv_heads, self.key_size),
@@ -103,7 +105,10 @@ class Attention:
         return q, k, v
 
     def separated(self, weights: Weights, name: str, x: Value, widths: list[int]) -> list[Value]:
-        """q, k and v of one matrix, which may have as many heads for keys as for queries: then the first ones count."""
+        """Return q, k and v of one matrix.
+
+        The matrix may have as many key heads as query heads; then only the first key and value heads count.
+        """
         rows = weights.shape(f"{name}.weight")[0]
         if rows == sum(widths) or rows != 3 * widths[0]:
             return parts(linear(weights, name, x, sum(widths)), *widths)
@@ -111,7 +116,15 @@ class Attention:
         return [ops.slice_(y, axis=-1, start=0, stop=n) for y, n in zip(three, widths, strict=True)]
 
     def turned(self, weights: Weights, frame: Frame, norm: str, x: Value, *, name: str) -> Value:
-        """Queries or keys, normalised and rotated in the order of the family."""
+        """Return queries or keys after norm and RoPE, in the order of the family.
+
+        Args:
+            weights: The weights of the model.
+            frame: The graph.
+            norm: The name of the norm.
+            x: Queries or keys, f32[B, T, heads, size].
+            name: The name of the rotated value.
+        """
         before = self.qk_norm == "before" or (
             self.qk_norm == "maybe" and weights.has(f"{norm.replace('attn_k', 'attn_q')}.weight")
         )
@@ -131,7 +144,7 @@ class Attention:
         return x
 
     def normed(self, weights: Weights, name: str, x: Value) -> Value:
-        """Each head normalised, or all of them as one row if the weight is as long."""
+        """Return heads after the norm: one norm per head, or one norm over all heads if the weight is that long."""
         heads, size = x.shape[-2:]
         if weights.shape(f"{name}.weight") != (heads * size,) or heads == 1:
             return self.head_norm(weights, name, x)
@@ -139,7 +152,7 @@ class Attention:
         return ops.reshape(self.head_norm(weights, name, row), shape=x.shape)
 
     def attend(self, weights: Weights, frame: Frame, block: str, q: Value, k: Value, v: Value) -> Value:
-        """Mixed values f32[B,T,heads,value size]."""
+        """Return the weighted values f32[B, T, heads, value size]."""
         biases, sinks = self.biases(weights, block), weights.optional(f"{block}.attn_sinks.weight", (self.heads,))
         return ops.attention(
             *(q, k, v, frame.mask(self.sight, biases), sinks),
@@ -151,7 +164,7 @@ class Attention:
         )
 
     def biases(self, weights: Weights, block: str) -> Value | None:
-        """What each head adds for the distance of two tokens, f32[buckets, heads], perhaps that of the first layer."""
+        """Return the bias of each head and distance bucket, f32[buckets, heads]; a file may have it in block 0 only."""
         own, first = (f"{name}.attn_rel_b.weight" for name in (block, "blk.0"))
         name = own if weights.has(own) else first
         if not weights.has(name):
@@ -164,7 +177,7 @@ class Attention:
         return weights(name, (buckets, self.heads))
 
     def answered(self, weights: Weights, frame: Frame, block: str, x: Value, y: Value) -> Value:
-        """What heads answer, gated by the token ``x`` if the file has such a gate, projected: f32[B*T, E]."""
+        """Return the output projection of the heads, f32[B*T, E], after a gate from ``x`` if the file has one."""
         y = opened(weights, frame, block, x, y, self.family.gate)
         y = frame.rows(y)
         if weights.has(f"{block}.attn_sub_norm.weight"):
@@ -175,7 +188,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Passing:
-    """A layer whose attention is a matrix alone: f32[n, E] to f32[n, E]."""
+    """A layer with one matrix instead of attention: f32[n, E] to f32[n, E]."""
 
     taps: int = 0
     needs: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""What all families have in common: embedding, normalised and linear layers, the feed-forward, the output."""
+"""Parts that all families share: norms, linear layers, gates, activations and the feed-forward network (FFN)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from ..frame import Frame
 from ..weights import Weights
 
 GATE_CUTOFF = 1.6448533535003662
-"""Standard deviations above the mean of a normal distribution, beyond which a twentieth of it lies."""
+"""Standard deviations above the mean of a normal distribution beyond which 5 % of it lie."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A normalisation over the last axis: root mean square or, with ``centred``, layer norm; ``bare`` if it has no
-    weights."""
+    """A norm over the last axis: RMS norm, or layer norm with ``is_centred``."""
 
     eps: float
     centred: bool = False
     bare: bool = False
 
     def __call__(self, weights: Weights, name: str, x: Value) -> Value:
-        """``x`` normalised, times the weight ``name`` plus its bias if the file has one; same shape as ``x``.
+        """Return ``x`` after the norm, times the weight ``name`` plus its bias if there is one; shape as ``x``.
 
-        The weight holds the last axis, or as many of the last axes as it has.
+        The weight has the shape of the last axis or of several last axes.
         """
         if self.bare:
             return self.plain(x, name=name)
@@ -38,13 +37,20 @@ class Norm:
         return y if bias is None else ops.add(y, bias)
 
     def plain(self, x: Value, name: str = "") -> Value:
-        """``x`` normalised, without weights."""
+        """Return ``x`` after the norm, without weights."""
         return ops.norm(x, eps=self.eps, name=name) if self.centred else ops.rms_norm(x, eps=self.eps, name=name)
 
 
 def linear(weights: Weights, name: str, x: Value, features: int, *, bias_first: bool = False) -> Value:
-    """``x`` f32[n, k] times the matrix ``name`` [features, k], times its scale and plus its bias where the file has
-    them (the bias first in feed-forwards): f32[n, features]."""
+    """Return ``x`` f32[n, k] times a matrix, with scale and bias if the file has them: f32[n, features].
+
+    Args:
+        weights: The weights of the model.
+        name: The name of the matrix [features, k] without ``.weight``.
+        x: The operand.
+        features: Columns of the result.
+        bias_first: Add the bias before the scale, as FFNs do.
+    """
     y = ops.mul_mat(weights(f"{name}.weight", (features, x.shape[-1])), x, name=name)
     scale, bias = weights.optional(f"{name}.scale", (1,)), weights.optional(f"{name}.bias", (features,))
     if bias is not None and bias_first:
@@ -55,8 +61,10 @@ def linear(weights: Weights, name: str, x: Value, features: int, *, bias_first: 
 
 
 def product(weights: Weights, name: str, x: Value, features: int) -> Value:
-    """``x`` f32[n, k] times the matrix ``name`` alone, without scale or bias: f32[n, features].  A matrix of one row
-    may be a vector."""
+    """Return ``x`` f32[n, k] times the matrix ``name`` without scale or bias: f32[n, features].
+
+    A matrix of one row may be a vector in the file.
+    """
     shape = weights.shape(f"{name}.weight")
     matrix = weights(f"{name}.weight", shape if len(shape) == 1 else (features, x.shape[-1]))
     if len(shape) == 1:
@@ -65,7 +73,16 @@ def product(weights: Weights, name: str, x: Value, features: int) -> Value:
 
 
 def opened(weights: Weights, frame: Frame, block: str, x: Value, y: Value, gate: str = "sigmoid") -> Value:
-    """What heads answer, ``y`` f32[B,T,heads,size], gated by the token ``x`` if the file has such a gate."""
+    """Return the attention result ``y`` f32[B, T, heads, size] times a gate from ``x``, if the file has such a gate.
+
+    Args:
+        weights: The weights of the model.
+        frame: The graph.
+        block: The prefix of weight names.
+        x: The input of the layer, f32[B*T, E].
+        y: The attention result.
+        gate: The function of the gate, a key of `OUTPUT_GATES`.
+    """
     name, heads = f"{block}.attn_gate", y.shape[2]
     if not weights.has(f"{name}.weight"):
         return y
@@ -76,19 +93,21 @@ def opened(weights: Weights, frame: Frame, block: str, x: Value, y: Value, gate:
 
 
 def parts(x: Value, *widths: int) -> list[Value]:
-    """The last axis of ``x`` cut into so many columns each."""
+    """Split the last axis of ``x`` into columns of the given widths."""
     ends = [sum(widths[: i + 1]) for i in range(len(widths))]
     return [ops.slice_(x, axis=-1, start=end - n, stop=end) for end, n in zip(ends, widths, strict=True)]
 
 
 def halved(x: Value) -> Value:
-    """``x`` rounded to half precision, as f32."""
+    """Return ``x`` rounded to half precision, as f32."""
     return ops.cast(ops.cast(x, dtype=DType.F16), dtype=DType.F32)
 
 
 def halved_gelu(x: Value, name: str = "") -> Value:
-    """GELU in half precision: llama.cpp looks it up in a table of all f16, whose rounding shows in the logits of
-    families that have no gate beside it."""
+    """Return GELU in half precision, as the table of llama.cpp over all f16 computes it.
+
+    The rounding shows in the logits of families that have no gate in the FFN.
+    """
     return halved(ops.gelu(halved(x), name=name))
 
 
@@ -101,6 +120,7 @@ def squared_relu(x: Value, name: str = "") -> Value:
 
 
 def bent(x: Value, most: float) -> Value:
+    """Return ``most * tanh(x / most)``."""
     return ops.scale(ops.tanh(ops.scale(x, scale=1.0 / most)), scale=most)
 
 
@@ -127,6 +147,7 @@ PLAIN: Mapping[str, Callable[..., Value]] = MappingProxyType(
         "relu2": squared_relu,
     }
 )
+"""Activations of an FFN without a gate."""
 GATED: Mapping[str, Callable[..., Value]] = MappingProxyType(
     {
         "silu": ops.swiglu,
@@ -139,20 +160,22 @@ GATED: Mapping[str, Callable[..., Value]] = MappingProxyType(
         "relu": ops.reglu,
     }
 )
+"""Functions of gate and up of a gated FFN."""
 GATES: Mapping[str, Callable[..., Value]] = MappingProxyType(
     {"sigmoid": ops.sigmoid, "silu": ops.silu, "softplus": ops.softplus}
 )
+"""Functions of the output gates of attention and delta nets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The activation of a feed-forward, ``silu`` or another of the tables.
+    """The activation of an FFN: ``silu`` or another key of the tables.
 
-    SiLU's two factors are clamped by ``limit`` unless that is 0: with ``first`` the gate before its activation.
-    Gates go through `sparsify_gates` before the activation unless ``gate_cutoff`` is 0.  ``xielu`` holds the
-    attributes of `ops.xielu`.
-    ``situ`` is ``beta tanh(gate / beta) sigmoid(gate) * linear tanh(up / linear)``, whose second factor is ``up`` if
-    linear is 0 (Kimi K3).
+    - ``limit``, if not 0, clamps both factors of SiLU; with ``first`` it clamps the gate before its activation.
+    - ``gate_cutoff``, if not 0, applies `sparsify_gates` before the activation.
+    - ``xielu`` holds the attributes of `ops.xielu`.
+    - The kind ``situ`` is ``beta tanh(gate / beta) sigmoid(gate) * linear tanh(up / linear)``. The second factor is
+      ``up`` if ``linear`` is 0 (Kimi K3).
     """
 
     kind: str = "silu"
@@ -182,7 +205,7 @@ class Unit:
         return ops.mul(bounded, ops.clamp(up, min=-self.limit, max=self.limit), name=name)
 
     def halves(self, both: Value, name: str) -> Value:
-        """The gated unit of gate and up side by side, f32[..., 2n] to f32[..., n]."""
+        """Return the gated activation of gate and up side by side, f32[..., 2n] to f32[..., n]."""
         if not self.limit and not self.gate_cutoff and (kind := getattr(GATED.get(self.kind), "name", "")):
             return ops.glu(both, kind=kind, name=name)
         gate, up = parts(both, both.shape[-1] // 2, both.shape[-1] // 2)
@@ -190,10 +213,18 @@ class Unit:
 
 
 def feed_forward(weights: Weights, block: str, x: Value, unit: Unit, norm: Norm, suffix: str = "") -> Value:
-    """Linear layers around an activation, f32[n, E] to f32[n, E]; ``suffix`` tells such layers of a block apart.
+    """Return the result of a feed-forward network (FFN), f32[n, E] to f32[n, E].
 
-    Its form follows from the tensors: gate and up as two, gate and up in one of twice the columns that down takes, or
-    up alone (Shazeer, GLU variants, 2020).
+    The tensors decide its form: gate and up as two matrices, both in one matrix with twice the columns of down, or up
+    alone. Shazeer, GLU variants, 2020.
+
+    Args:
+        weights: The weights of the model.
+        block: The prefix of weight names.
+        x: The operand.
+        unit: The activation.
+        norm: The norm before the down matrix, if the file has its weight.
+        suffix: The end of weight names, which distinguishes several FFNs of a block.
     """
     width = x.shape[-1]
     down, name = f"{block}.ffn_down{suffix}", f"{block}.ffn_glu{suffix}"
@@ -215,5 +246,5 @@ def feed_forward(weights: Weights, block: str, x: Value, unit: Unit, norm: Norm,
 
 
 def capped(x: Value, most: float) -> Value:
-    """``x`` bent so that it stays within ``most`` of 0, in its shape."""
+    """Return ``x`` soft-capped to the range from ``-most`` to ``most``."""
     return ops.scale(ops.tanh(ops.scale(x, scale=1.0 / most)), scale=most, name="logits_capped")

@@ -1,4 +1,4 @@
-"""Attention to the last tokens one by one, and to all earlier ones in blocks, each of which a cache holds as one key.
+"""Attention to the last tokens one by one, and to earlier tokens in blocks that a cache holds as one key each.
 
 DeepSeek-AI, DeepSeek-V4, 2026; graph: llama.cpp ``deepseek4.cpp``.
 """
@@ -24,23 +24,28 @@ from .blocks import Norm, product
 from .rope import Rope
 
 RATIOS = (0, 4, 128)
-"""Tokens a block that models have; 0 for layers without blocks.  Blocks of 4 see those of the block before, too."""
+"""Tokens per block; 0 for layers without blocks.
+
+The keys of blocks of 4 tokens include the tokens of the previous block.
+"""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of ``ratio`` tokens that a run completes, at most ``count(step)`` a sequence, and their inputs.
+    """The blocks of ``ratio`` (R) tokens that a run completes, and their inputs.
 
-    ``block_rows.R`` i32[B, N*span] numbers, in [kept rows, new tokens], the tokens that a block is made of;
-    ``block_pos.R`` i32[B, N] is the position of its first own token, ``block_slot.R`` i32[B*N] the row of the cache
-    that takes it.  Where fewer blocks are completed, the others write the spare row.
+    A run completes at most ``max_block_count(step)`` (N) blocks per sequence.
+
+    - ``block_rows.R`` i32[B, N*span]: the tokens of each block, as rows in [history rows, new tokens].
+    - ``block_pos.R`` i32[B, N]: the position of the first own token of each block.
+    - ``block_slot.R`` i32[B*N]: the cache row of each block; blocks that are not complete write the spare row.
     """
 
     ratio: int
 
     @property
     def span(self) -> int:
-        """Tokens that a block is made of."""
+        """Tokens that the key of a block is computed from."""
         return 2 * self.ratio if self.ratio == RATIOS[1] else self.ratio
 
     @property
@@ -56,7 +61,7 @@ class Blocks:
         return -(-step.tokens // self.ratio)
 
     def arrays(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
-        """The inputs for a batch that fits the step."""
+        """Return the inputs for a batch that fits the step."""
         count, cells = self.count(step), -(-step.context // self.ratio)
         rows = np.zeros((step.sequences, count, self.span), np.int32)
         pos = np.zeros((step.sequences, count), np.int32)
@@ -73,11 +78,12 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Compressed:
-    """Heads of ``size`` columns, the last of which turn, on one key that is the value, too; ``groups`` of heads are
-    projected to ``rank`` columns each before all are put together.
+    """Heads of ``size`` columns over one key head that is the value, too; the last columns are rotated.
 
-    States: ``cache_k.N``; with ``blocks`` also ``cache_c.N`` f32[B * blocks of a context + 1, size] and, of the tokens
-    that are in no block yet, ``block_kv.N`` and ``block_score.N`` f32[B, kept, columns].
+    ``groups`` of heads are projected to fewer columns each before the common output projection.
+
+    States: ``cache_k.N``. With ``blocks`` also ``cache_c.N`` f32[B * blocks of a context + 1, size]. The tokens that
+    are in no complete block are in ``block_kv.N`` and ``block_score.N`` f32[B, history, columns].
     """
 
     norm: Norm
@@ -92,8 +98,19 @@ class Compressed:
     def from_keys(
         cls, keys: ArchitectureKeys, norm: Norm, heads: int, rope: Rope, window: int, layer: int
     ) -> Compressed:
-        """ModelError if the metadata make no sense; ``rope`` is that of the metadata, which only layers with blocks
-        stretch."""
+        """Return the attention of a layer. Only layers with blocks use the scaled ``rope`` of the metadata.
+
+        Args:
+            keys: The metadata.
+            norm: The norm of keys and of short query vectors.
+            heads: Number of heads.
+            rope: The rotary embedding of the metadata.
+            window: The attention window in tokens.
+            layer: Number of the layer.
+
+        Raises:
+            ModelError: A value is missing or invalid.
+        """
         ratio = keys.per_block_counts("attention.compress_ratios", keys.block_count())[layer]
         if ratio not in RATIOS:
             raise keys.error("attention.compress_ratios", f"holds {ratio}; need {', '.join(map(str, RATIOS))}")
@@ -102,7 +119,7 @@ class Compressed:
             raise keys.error("attention.output_group_count", f"is {groups}; need a divisor of head_count {heads}")
         plain = Rope(rope.n_dims, rope.mode, rope.base)
         base = Rope.base_from(keys, "attention.compress_rope_freq_base") if ratio else 0.0
-        # The magnitude of YaRN, which `ops.rope` applies, is taken back.
+        # Cancels the attention factor of YaRN, which `ops.rope` applies.
         magnitude = 1.0 / (1.0 - 0.1 * math.log(rope.freq_scale)) if rope.ext_factor else 1.0
         turning = replace(rope, base=base, attn_factor=magnitude) if ratio else plain
         return cls(norm, heads, size, groups, turning, Sight(window), Blocks(ratio) if ratio else None)
@@ -116,7 +133,7 @@ class Compressed:
         return CACHED | ({"conv_rows"} | self.blocks.names if self.blocks else frozenset())
 
     def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
-        """f32[B*T, E] to f32[B*T, E]."""
+        """Return the attention of ``x`` f32[B*T, E] to tokens and blocks: f32[B*T, E]."""
         block, width = f"blk.{layer}", self.heads * self.size
         rank = weights.shape(f"{block}.attn_q_a.weight")[0]
         short = self.norm(weights, f"{block}.attn_q_a_norm", product(weights, f"{block}.attn_q_a", x, rank))
@@ -139,8 +156,10 @@ class Compressed:
         return self.rope.rotate(x, pos, name=name, offset=self.size - self.rope.n_dims)
 
     def compressed(self, weights: Weights, frame: Frame, layer: int, x: Value, blocks: Blocks) -> Value:
-        """All blocks of the cache f32[B, blocks, 1, size], those that this run completes among them: of each column a
-        mean of their tokens, by weights from scores of their own."""
+        """Return all block keys of the cache f32[B, blocks, 1, size], with the blocks that this run completes.
+
+        A block key is a weighted mean of its tokens, with softmax weights per column.
+        """
         block, step, ratio, size = f"blk.{layer}", frame.step, blocks.ratio, self.size
         columns = size * (blocks.span // ratio)
         kv = product(weights, f"{block}.attn_compressor_kv", x, columns)
@@ -153,12 +172,12 @@ class Compressed:
         slot = frame.fed(f"block_slot.{ratio}", step.sequences * count)
 
         def members(name: str, new: Value) -> Value:
-            """f32[B, N, span, columns]: the tokens of each block that this run completes."""
+            """Return the tokens of each block that this run completes, f32[B, N, span, columns]."""
             known = frame.preceded(f"{name}.{layer}", frame.split(new, columns), blocks.kept)
             return ops.reshape(ops.get_rows(known, rows), shape=(step.sequences, count, blocks.span, columns))
 
         kv, score = members("block_kv", kv), members("block_score", score)
-        if blocks.span > ratio:  # the block before gives its first columns, the block itself its last ones
+        if blocks.span > ratio:  # first columns of the previous block, last columns of the block itself
             old, own = (0, ratio, 0, size), (ratio, 2 * ratio, size, columns)
             kv = ops.concat(part(kv, *old), part(kv, *own), axis=2)
             score = ops.concat(ops.add(part(score, *old), begun(pos)), part(score, *own), axis=2)
@@ -170,7 +189,7 @@ class Compressed:
         return frame.cached(f"cache_c.{layer}", mean, slot, ratio=ratio)
 
     def answered(self, weights: Weights, frame: Frame, block: str, y: Value, width: int) -> Value:
-        """What heads answer, projected by groups and then together: f32[B*T, width]."""
+        """Return the output projection of the heads by groups and then together: f32[B*T, width]."""
         rows, groups, each = frame.step.rows, self.groups, self.heads * self.size // self.groups
         name = f"{block}.attn_output_a"
         shape = weights.shape(f"{name}.weight")
@@ -184,12 +203,12 @@ class Compressed:
 
 
 def begun(pos: Value) -> Value:
-    """0 for blocks that have one before them, -inf for the first of a sequence: f32[B, N, 1, 1]."""
+    """Return 0 for blocks with a previous block, and -inf for the first block of a sequence: f32[B, N, 1, 1]."""
     before = ops.cast(ops.scale(ops.cast(pos, dtype=DType.F32), scale=1.0, bias=-1.0), dtype=DType.I32)
     return ops.reshape(ops.causal_mask(before, cells=1), shape=(*pos.shape, 1, 1))
 
 
 def part(x: Value, start: int, stop: int, left: int, right: int) -> Value:
-    """Tokens and columns of ``x`` f32[B, N, tokens, columns]."""
+    """Return a range of tokens and columns of ``x`` f32[B, N, tokens, columns]."""
     tokens = ops.slice_(x, axis=2, start=start, stop=stop)
     return ops.slice_(tokens, axis=3, start=left, stop=right)

@@ -1,7 +1,9 @@
-"""Gated delta nets: convolution, gates, rule, gated norm; with a decay for each head, or for each key channel.
+"""Gated delta nets: convolution, gates, delta rule, gated norm; with a decay per head or per key channel.
 
-Yang, Kautz and Hatamizadeh, Gated delta networks, 2024; Kimi team, Kimi Linear, 2025.  States f32[B, taps-1, channels]
-``conv_state.N``, of Kimi ``conv_state_q.N`` and those of k and v, and ``delta_state.N`` f32[B, heads, value, key].
+Yang, Kautz and Hatamizadeh, Gated delta networks, 2024; Kimi team, Kimi Linear, 2025.
+
+States: ``conv_state.N`` f32[B, taps-1, channels], for Kimi ``conv_state_q.N``, ``conv_state_k.N`` and
+``conv_state_v.N``; ``delta_state.N`` f32[B, heads, value, key].
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from .mamba import convolved
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """The layers of Qwen3-Next and Qwen3.5; their answer is gated by SiLU or the sigmoid of another projection."""
+    """The layer of Qwen3-Next and Qwen3.5; its output gate is SiLU or the sigmoid of another projection."""
 
     taps: int
     key_heads: int
@@ -31,25 +33,31 @@ class DeltaNet:
 
     @classmethod
     def from_keys(cls, keys: ArchitectureKeys, family: Family, layer: int) -> DeltaNet:
-        """ModelError if heads do not divide or do not fill the inner size."""
+        """Return the layer.
+
+        Raises:
+            ModelError: Value heads are no multiple of key heads, or do not fill the inner size.
+        """
         size, key_heads = keys.count("ssm.state_size"), keys.count("ssm.group_count")
         value_heads, inner = keys.count("ssm.time_step_rank"), keys.count("ssm.inner_size")
         if value_heads % key_heads:
             raise keys.error("ssm.time_step_rank", f"is {value_heads}; need a multiple of group_count {key_heads}")
         if inner != value_heads * size:
             raise keys.error("ssm.inner_size", f"is {inner}; need time_step_rank * state_size {value_heads * size}")
-        # One tap would leave no state to keep, and no such model exists.
+        # One tap would need no state, and no such model exists.
         taps, eps = keys.count("ssm.conv_kernel", least=2), keys.positive("attention.layer_norm_rms_epsilon")
         return cls(taps, key_heads, value_heads, size, Norm(eps), family.delta_gate)
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Channels of q, k and v, which pass the convolution side by side."""
+        """Channels of q, k and v, which pass one convolution side by side."""
         return self.key_heads * self.size, self.key_heads * self.size, self.value_heads * self.size
 
     def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
-        """f32[B*T, E] to f32[B*T, E].  Files in which rates come by key head keep the value heads of a key head
-        together."""
+        """Return the result f32[B*T, E] of ``x`` f32[B*T, E].
+
+        In files with ``ssm_ba``, the value heads of a key head are neighbours.
+        """
         block, heads = f"blk.{layer}", self.value_heads
         by_key_head = weights.has(f"{block}.ssm_ba.weight")
         qkv, z, alpha, beta = (self.by_key_head if by_key_head else self.projected)(weights, block, x)
@@ -66,19 +74,23 @@ class DeltaNet:
         return linear(weights, f"{block}.ssm_out", frame.rows(o), x.shape[-1])
 
     def projected(self, weights: Weights, block: str, x: Value) -> list[Value]:
-        """q, k and v side by side f32[B*T, channels], what gates the answer f32[B*T, heads * size], and for each value
-        head what its decay and its learning rate come from, f32[B*T, heads]."""
+        """Return q, k and v side by side, the output gate, and the operands of decay and learning rate.
+
+        Shapes: f32[B*T, channels], f32[B*T, heads * size], and twice f32[B*T, heads].
+        """
         heads, inner = self.value_heads, self.widths[2]
         widths = {"attn_qkv": sum(self.widths), "attn_gate": inner, "ssm_alpha": heads, "ssm_beta": heads}
         return [linear(weights, f"{block}.{name}", x, n) for name, n in widths.items()]
 
     def by_key_head(self, weights: Weights, block: str, x: Value) -> list[Value]:
-        """The same of one matrix of rates, in early files also one of q, k, v and z, in which the rows of a key head
-        lie together."""
+        """Return the same as `project_inputs`, from matrices with the rows of a key head together.
+
+        One matrix has the operands of both rates; early files also have one matrix for q, k, v and z.
+        """
         rows, repeat, size = x.shape[0], self.value_heads // self.key_heads, self.size
 
         def columns(name: str, *widths: int) -> list[Value]:
-            """Parts of so many columns a key head, each of all key heads side by side: f32[B*T, key_heads * width]."""
+            """Return parts with the given columns per key head, each for all key heads: f32[B*T, key_heads * width]."""
             both = linear(weights, f"{block}.{name}", x, self.key_heads * sum(widths))
             both = ops.reshape(both, shape=(rows, self.key_heads, sum(widths)))
             return [ops.reshape(part, shape=(rows, part.spec.size // rows)) for part in parts(both, *widths)]
@@ -95,8 +107,11 @@ class DeltaNet:
 
 @dataclass(frozen=True, slots=True)
 class KimiDelta:
-    """Kimi delta attention: ``floor`` is the lowest log decay of a bounded gate, 0 for one that is not, and ``sign``
-    that of what bounds it."""
+    """Kimi delta attention.
+
+    ``floor`` is the lowest log decay of a bounded gate, 0 for a gate without a bound. ``sign`` is the sign of the
+    operand of its sigmoid.
+    """
 
     taps: int
     heads: int
@@ -118,7 +133,7 @@ class KimiDelta:
         return cls(taps, heads, size, floor, family.bounded_decay, Norm(eps), l2_eps)
 
     def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
-        """f32[B*T, E] to f32[B*T, E]."""
+        """Return the delta attention of ``x`` f32[B*T, E]: f32[B*T, E]."""
         block, heads, size = f"blk.{layer}", self.heads, self.size
         made = ((kind, product(weights, f"{block}.attn_{kind}", x, heads * size)) for kind in "qkv")
         mixed = (convolved(weights, frame, layer, y, self.taps, f"_{kind}") for kind, y in made)
@@ -130,7 +145,7 @@ class KimiDelta:
         return product(weights, f"{block}.attn_output", frame.rows(y), x.shape[-1])
 
     def decay(self, weights: Weights, frame: Frame, block: str, x: Value) -> Value:
-        """Log decays f32[B,T,heads,size], 0 for padding."""
+        """Return the log decays f32[B, T, heads, size], 0 for padding."""
         g = ops.add(
             self.through(weights, block, "ssm_f", x), weights(f"{block}.ssm_dt.bias", (self.heads * self.size,))
         )
@@ -143,7 +158,7 @@ class KimiDelta:
         return ops.mul(g, frame.each_token, name=f"{block}.decay")
 
     def through(self, weights: Weights, block: str, name: str, x: Value) -> Value:
-        """``x`` f32[B*T, E] times a matrix f32[B*T, heads * size], which may be a product of two."""
+        """Return ``x`` f32[B*T, E] times a matrix, which may be a product of two: f32[B*T, heads * size]."""
         width = self.heads * self.size
         if weights.has(f"{block}.{name}.weight"):
             return product(weights, f"{block}.{name}", x, width)
@@ -154,8 +169,19 @@ class KimiDelta:
 def ruled(
     frame: Frame, layer: int, q: Value, k: Value, v: Value, decay: Value, beta: Value, eps: float, heads: str = "tiled"
 ) -> Value:
-    """What the rule answers, f32[B,T,heads,size]: q and k come to length one; ``decay`` f32[B,T,heads,1|size] is its
-    logarithm, ``beta`` f32[B*T,heads] makes learning rates, which padding has none of."""
+    """Return the result of the delta rule, f32[B, T, heads, size], and set its state.
+
+    Args:
+        frame: The graph.
+        layer: Number of the layer.
+        q: Queries; their heads are normalised to length 1.
+        k: Keys; their heads are normalised to length 1.
+        v: Values.
+        decay: Log decays f32[B, T, heads, 1 or size].
+        beta: Operands of the learning rates, f32[B*T, heads]; the rate of padding is 0.
+        eps: The eps of the L2 norms.
+        heads: ``tiled`` or ``interleaved``: the order of value heads per key head.
+    """
     block, (_, _, count, size) = f"blk.{layer}", v.shape
     q, k = ops.l2_norm(q, eps=eps, name=f"{block}.q_l2"), ops.l2_norm(k, eps=eps, name=f"{block}.k_l2")
     beta = ops.mul(frame.split(ops.sigmoid(beta), count), frame.valid, name=f"{block}.beta")

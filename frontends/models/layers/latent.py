@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads come from one short vector a token, which is cached.
+"""Multi-head latent attention (MLA): a short cached vector per token holds the keys and values of all heads.
 
 DeepSeek-AI, DeepSeek-V2, 2024.
 """
@@ -20,8 +20,10 @@ from .rope import Rope, divisors, original_context
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Heads with ``plain`` columns that do not turn and ``turning`` ones, which all heads share in keys; ``rank`` is
-    the length of the latent vector."""
+    """The latent attention of one layer; ``rank`` is the length of the latent vector.
+
+    Heads have ``unrotated_columns`` and ``rotated_columns``. In keys, all heads share the rotated columns.
+    """
 
     norm: Norm
     heads: int
@@ -51,7 +53,20 @@ class Latent:
         sight: Sight,
         warmth: Warmth,
     ) -> Latent:
-        """ModelError if the metadata make no sense; layers with a window may have sizes of their own."""
+        """Return the latent attention of a layer; layers with a window may have sizes of their own.
+
+        Args:
+            keys: The metadata.
+            family: The traits of the architecture.
+            norm: The norm of latent vectors.
+            heads: Number of heads.
+            rope: The rotary embedding, or `None`.
+            sight: The attention window.
+            warmth: The temperature scaling of queries.
+
+        Raises:
+            ModelError: A value is missing or invalid.
+        """
         sizes = [
             (sight.window and keys.count_or_default(f"attention.{kind}_length_mla_swa", 0))
             or keys.count_or_default(f"attention.{kind}_length_mla", 0)
@@ -69,7 +84,7 @@ class Latent:
         return cls(norm, heads, rank, plain, turning, sizes[1], scale, rope, sight, context, warmth)
 
     def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
-        """f32[B*T, E] to f32[B*T, E]."""
+        """Return the latent attention of ``x`` f32[B*T, E]: f32[B*T, E]."""
         block = f"blk.{layer}"
         q, _ = self.queries(weights, block, x)
         c, pe = self.latent(weights, frame, block, x)
@@ -80,7 +95,7 @@ class Latent:
         return self.answered(weights, frame, block, x, y)
 
     def queries(self, weights: Weights, block: str, x: Value) -> tuple[Value, Value]:
-        """Queries f32[B*T, heads * size], perhaps of a shorter vector, and that vector."""
+        """Return the queries f32[B*T, heads * size] and their source: ``x``, or a shorter vector from ``x``."""
         width = self.heads * (self.plain + self.turning)
         if not weights.has(f"{block}.attn_q_a.weight"):
             return product(weights, f"{block}.attn_q", x, width), x
@@ -89,7 +104,7 @@ class Latent:
         return product(weights, f"{block}.attn_q_b", short, width), short
 
     def latent(self, weights: Weights, frame: Frame, block: str, x: Value) -> tuple[Value, Value | None]:
-        """The latent vectors f32[B*T, rank], normalised, and the turned columns f32[B,T,1,turning] of keys."""
+        """Return the normalised latent vectors f32[B*T, rank], and the rotated key columns f32[B, T, 1, columns]."""
         both = product(weights, f"{block}.attn_kv_a_mqa", x, self.rank + self.turning)
         if not self.turning:
             return self.norm(weights, f"{block}.attn_kv_a_norm", both), None
@@ -100,15 +115,17 @@ class Latent:
         return c, self.turned(weights, frame, block, pe, name=f"{block}.k_rope")
 
     def turned(self, weights: Weights, frame: Frame, block: str, x: Value, *, name: str) -> Value:
-        """The last ``turning`` columns of ``x`` f32[B,T,heads,n] turned."""
+        """Rotate the last ``rotated_columns`` of ``x`` f32[B, T, heads, n]."""
         if self.rope is None:
             return x
         factors = divisors(weights, frame, self.rope, self.original_context, block)
         return self.rope.rotate(x, frame.pos, factors, name=name, offset=x.shape[-1] - self.turning)
 
     def absorbed(self, weights: Weights, frame: Frame, layer: int, q: Value, c: Value, pe: Value | None) -> Value:
-        """Queries that look at latent vectors themselves, f32[B,T,heads,value size]: one key head, of which the latent
-        columns are the value."""
+        """Attend to the latent vectors themselves, f32[B, T, heads, value size].
+
+        There is one key head, and its latent columns are the value.
+        """
         block = f"blk.{layer}"
         q, turning = self.looking(weights, frame, block, q)
         q = q if turning is None else ops.concat(q, turning, axis=-1)
@@ -121,7 +138,7 @@ class Latent:
         return self.by_head(weights, frame, f"{block}.attn_v_b", frame.split(y, self.heads, self.rank), self.value_size)
 
     def looking(self, weights: Weights, frame: Frame, block: str, q: Value) -> tuple[Value, Value | None]:
-        """Queries as latent vectors f32[B,T,heads,rank], and their turned columns."""
+        """Return the queries as latent vectors f32[B, T, heads, rank], and their rotated columns."""
         q = frame.split(q, self.heads, self.plain + self.turning)
         if not self.turning:
             return self.by_head(weights, frame, f"{block}.attn_k_b", q, self.rank), None
@@ -130,10 +147,10 @@ class Latent:
         return self.by_head(weights, frame, f"{block}.attn_k_b", plain, self.rank), turning
 
     def by_head(self, weights: Weights, frame: Frame, name: str, x: Value, features: int) -> Value:
-        """``x`` f32[B,T,heads,n] times a matrix of each head: f32[B,T,heads,features]."""
+        """Return ``x`` f32[B, T, heads, n] times one matrix per head: f32[B, T, heads, features]."""
         rows, size = frame.step.rows, x.shape[-1]
         x = ops.permute(ops.reshape(x, shape=(rows, self.heads, size)), axes=(1, 0, 2))
-        # One head alone has a plain matrix.
+        # A single head has a matrix without the head axis.
         shape = (self.heads, features, size)[self.heads == 1 :]
         matrix = weights(f"{name}.weight", shape)
         matrix = ops.reshape(matrix, shape=(1, *shape)) if self.heads == 1 else matrix
@@ -141,7 +158,10 @@ class Latent:
         return frame.split(ops.permute(y, axes=(1, 0, 2)), self.heads, features)
 
     def expanded(self, weights: Weights, frame: Frame, layer: int, q: Value, c: Value, pe: Value | None) -> Value:
-        """Keys and values of all heads, made of the latent vectors and cached: f32[B,T,heads,value size]."""
+        """Attend to keys and values of all heads, which are computed from the latent vectors and cached.
+
+        The result is f32[B, T, heads, value size].
+        """
         block = f"blk.{layer}"
         q = frame.split(q, self.heads, self.plain + self.turning)
         q = self.turned(weights, frame, block, q, name=f"{block}.q_rope")
@@ -157,13 +177,13 @@ class Latent:
         return ops.attention(q, k, v, frame.mask(self.sight), sinks, scale=self.scale, name=f"{block}.attn")
 
     def answered(self, weights: Weights, frame: Frame, block: str, x: Value, y: Value) -> Value:
-        """What heads answer, gated by the token ``x`` if the file has such a gate, projected."""
+        """Return the output projection of the heads, f32[B*T, E], after a gate from ``x`` if the file has one."""
         y = opened(weights, frame, block, x, y)
         return linear(weights, f"{block}.attn_output", frame.rows(y), x.shape[-1])
 
 
 def _magnified(keys: ArchitectureKeys, family: Family, rope: Rope | None) -> float:
-    """What YaRN multiplies scores by: the square of its magnitude."""
+    """Return YaRN's factor of the scores: the square of its attention factor."""
     if rope is None or rope.freq_scale == 1.0:
         return 1.0 if rope is None else rope.attn_factor**2
     stretch = math.log(1.0 / rope.freq_scale)

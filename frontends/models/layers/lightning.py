@@ -1,6 +1,6 @@
-"""Linear attention whose heads forget at fixed rates, and the gated short convolution.
+"""Linear attention with fixed decay per head, and the gated short convolution.
 
-Lightning attention: Qin et al., 2024, in MiniMax-01 (MiniMax, 2025).  Short convolution: Liquid AI, LFM2, 2025.
+Lightning attention: Qin et al., 2024, in MiniMax-01 (MiniMax, 2025). Short convolution: Liquid AI, LFM2, 2025.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from .blocks import Norm, linear, parts, product
 
 @dataclass(frozen=True, slots=True)
 class Lightning:
-    """Head h of H forgets by ``exp(-slope)`` a token, its slope that of ALiBi times a share of the layer.
+    """Linear attention in which a head decays by ``exp(-slope)`` per token.
 
-    State ``linear_state.N`` f32[B, heads, key, value].
+    The slope is the ALiBi slope of the head times ``share``, which depends on the layer. State ``linear_state.N``
+    f32[B, heads, key, value].
     """
 
     heads: int
@@ -40,7 +41,7 @@ class Lightning:
         return cls(heads, size, share, Norm(keys.eps("attention.layer_norm_rms_epsilon")))
 
     def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
-        """f32[B*T, E] to f32[B*T, E]."""
+        """Return the linear attention of ``x`` f32[B*T, E]: f32[B*T, E]."""
         block, width = f"blk.{layer}", self.heads * self.size
         both = frame.split(ops.silu(product(weights, f"{block}.attn_qkv", x, 3 * width)), self.heads, 3 * self.size)
         q, k, v = parts(both, self.size, self.size, self.size)
@@ -54,7 +55,7 @@ class Lightning:
         return product(weights, f"{block}.attn_output", ops.mul(gate, y), x.shape[-1])
 
     def rates(self, like: Value) -> Value:
-        """Log decays of all heads in the shape of ``like``."""
+        """Return the log decays of all heads in the shape of ``like``."""
         start = 2.0 ** -(2.0 ** -(math.log2(self.heads) - 3))
         numbers = ops.arange(start=1.0, stop=self.heads + 1.0)
         slopes = ops.scale(ops.exp(ops.scale(numbers, scale=math.log(start))), scale=-self.share)
@@ -63,7 +64,7 @@ class Lightning:
 
 @dataclass(frozen=True, slots=True)
 class ShortConvolution:
-    """A convolution over few tokens between two gates.  State ``conv_state.N`` f32[B, taps-1, E]."""
+    """A convolution over few tokens between two gates. State ``conv_state.N`` f32[B, taps-1, E]."""
 
     taps: int
     needs: frozenset[str] = frozenset({"conv_rows"})
@@ -73,7 +74,7 @@ class ShortConvolution:
         return cls(keys.count("shortconv.l_cache", least=2))
 
     def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
-        """f32[B*T, E] to f32[B*T, E]."""
+        """Return the gated convolution of ``x`` f32[B*T, E]: f32[B*T, E]."""
         block, width = f"blk.{layer}.shortconv", x.shape[-1]
         b, c, x = parts(linear(weights, f"{block}.in_proj", x, 3 * width), width, width, width)
         tokens = frame.preceded(f"conv_state.{layer}", frame.split(ops.mul(b, x), width), self.taps - 1)

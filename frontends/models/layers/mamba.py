@@ -1,4 +1,4 @@
-"""Selective state space models: Mamba (Gu and Dao, 2023), Mamba-2 (Dao and Gu, 2024) and PLaMo 2's kind of it.
+"""Selective state space models: Mamba (Gu and Dao, 2023), Mamba-2 (Dao and Gu, 2024) and PLaMo 2's variant.
 
 States ``conv_state.N`` f32[B, taps-1, channels] and ``ssm_state.N`` f32[B, heads, channels, state].
 """
@@ -18,12 +18,12 @@ from ..weights import Weights
 from .blocks import Norm, linear, parts
 
 SHUT = 1e4
-"""A step size so far below zero that softplus gives none at all."""
+"""Subtracted from the step of padding, so that softplus makes it 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba:
-    """A layer whose channels are heads; steps, inputs and outputs of states follow from the convolved token."""
+    """A layer with one head per channel; step size, input and output matrices follow from the convolved token."""
 
     taps: int
     inner: int
@@ -32,12 +32,12 @@ class Mamba:
     groups: int
     norm: Norm
     bare: bool
-    """Whether steps, inputs and outputs are normalised without weights, as Falcon Mamba does."""
+    """Whether step size, input and output matrices pass a norm without weights, as in Falcon Mamba."""
     needs: frozenset[str] = RECURRENT
 
     @classmethod
     def from_keys(cls, keys: ArchitectureKeys, family: Family, layer: int) -> Self:
-        """ModelError if heads do not fill the inner size or groups do not divide."""
+        """Return the layer; raise `ModelError` if the heads do not fill the inner size or the groups do not divide."""
         inner = keys.count("ssm.inner_size")
         heads = inner if cls is Mamba else keys.count("ssm.time_step_rank")
         groups = keys.count("ssm.group_count") if cls is Mamba2 else 1
@@ -51,7 +51,7 @@ class Mamba:
         return cls(taps, inner, state, heads, groups, Norm(eps), bare)
 
     def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
-        """f32[B*T, E] to f32[B*T, E].  Steps of padding are none, so that the state stays."""
+        """Return the result f32[B*T, E] of ``x`` f32[B*T, E]. Steps of padding are 0, so that the state stays."""
         block, heads, channels = f"blk.{layer}", self.heads, self.inner // self.heads
         z, inputs, dt, b, c = self.read(weights, frame, layer, x)
         b, c = (frame.split(y, self.groups, self.state) for y in (b, c))
@@ -68,13 +68,18 @@ class Mamba:
         return linear(weights, f"{block}.ssm_out", frame.rows(y), x.shape[1])
 
     def read(self, weights: Weights, frame: Frame, layer: int, x: Value) -> tuple[Value, ...]:
-        """What a token asks of states: gate f32[B*T, inner], input f32[B, T, inner], step sizes f32[B*T, heads], and
-        what goes into states and comes out f32[B*T, groups * state]."""
+        """Return gate, input, step sizes, and input and output matrices of the state.
+
+        Gate f32[B*T, inner], input f32[B, T, inner], step sizes f32[B*T, heads], matrices f32[B*T, groups * state].
+        """
         x, z = parts(linear(weights, f"blk.{layer}.ssm_in", x, 2 * self.inner), self.inner, self.inner)
         return z, *self.following(weights, frame, layer, x, "dt", "b", "c")
 
     def following(self, weights: Weights, frame: Frame, layer: int, x: Value, *order: str) -> tuple[Value, ...]:
-        """The input behind its convolution, and what follows from it; the matrix has columns in that ``order``."""
+        """Return the input after its convolution, and the step sizes and matrices from it.
+
+        The matrix ``ssm_x`` has its columns in the given ``order``.
+        """
         block, x = f"blk.{layer}", convolved(weights, frame, layer, x, self.taps)
         widths = {"dt": weights.shape(f"{block}.ssm_dt.weight", 2)[1], "b": self.state, "c": self.state}
         made = parts(
@@ -90,7 +95,7 @@ class Mamba:
 
 
 class Mamba2(Mamba):
-    """A layer whose heads have one rate each; ``groups`` of heads share inputs and outputs of the state."""
+    """A layer with one decay per head; ``groups`` of heads share the input and output matrices of the state."""
 
     __slots__ = ()
 
@@ -103,22 +108,30 @@ class Mamba2(Mamba):
 
 
 class Plamo2(Mamba):
-    """Mamba-2's heads with Mamba's steps, inputs and outputs."""
+    """The heads of Mamba-2 with the step sizes and matrices of Mamba."""
 
     __slots__ = ()
 
     def read(self, weights: Weights, frame: Frame, layer: int, x: Value) -> tuple[Value, ...]:
         rows, size = x.shape[0], self.inner // self.heads
         both = linear(weights, f"blk.{layer}.ssm_in", x, 2 * self.inner)
-        # Each head has its gate and then its input.
+        # The columns of each head: its gate, then its input.
         z, x = parts(ops.reshape(both, shape=(rows, self.heads, 2 * size)), size, size)
         z, x = (ops.reshape(y, shape=(rows, self.inner)) for y in (z, x))
         return z, *self.following(weights, frame, layer, x, "b", "c", "dt")
 
 
 def convolved(weights: Weights, frame: Frame, layer: int, x: Value, taps: int, kind: str = "") -> Value:
-    """``x`` f32[B*T, channels] behind a short convolution and SiLU, f32[B, T, channels]; ``kind`` tells those of a
-    layer apart."""
+    """Return ``x`` f32[B*T, channels] after a short convolution and SiLU: f32[B, T, channels].
+
+    Args:
+        weights: The weights of the model.
+        frame: The graph.
+        layer: Number of the layer.
+        x: The operand.
+        taps: Taps of the convolution.
+        kind: A suffix that distinguishes several convolutions of a layer.
+    """
     block, channels = f"blk.{layer}", x.shape[-1]
     tokens = frame.preceded(f"conv_state{kind}.{layer}", frame.split(x, channels), taps - 1)
     kernel = weights.reshaped(f"{block}.ssm_conv1d{kind}.weight", (channels, taps))

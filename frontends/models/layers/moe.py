@@ -1,6 +1,7 @@
-"""Mixtures of experts: a router sends each token to a few of many feed-forwards and adds up what they answer.
+"""Mixture of experts (MoE): a router selects a few of many FFNs for each token and adds up their weighted results.
 
-Shazeer et al., The sparsely-gated mixture-of-experts layer, 2017; graph: llama.cpp ``build_moe_ffn``.
+Steps: scores of the router, probabilities, selection of experts, weights, experts, weighted sum, shared expert. Shazeer
+et al., The sparsely-gated mixture-of-experts layer, 2017; graph: llama.cpp ``build_moe_ffn``.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from ..weights import Weights
 from .blocks import Norm, Unit, feed_forward, linear, product
 
 GATINGS = ("softmax", "sigmoid", "chosen", "root")
-"""What ``expert_gating_func`` counts from 1: softmax, sigmoid, softmax over the chosen, root of softplus."""
+"""Functions that ``expert_gating_func`` numbers from 1: softmax, sigmoid, softmax over the chosen, root of softplus."""
 SMALLEST_SUM = 2.0**-14
-"""What llama.cpp divides routing weights by at least: the smallest normal number of f16."""
+"""Minimum divisor of routing weights in llama.cpp: the smallest normal number of f16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Each token is answered by ``used`` of ``count`` experts, and by a shared one if the file has any.
+    """The experts of one layer: each token uses some of ``count`` experts, and a shared one if the file has it.
 
-    Shares come from the router through ``gating``; those of the chosen experts are divided by their sum if
-    ``normalised``, and multiplied by ``scale``.  Of ``groups`` of experts only the ``groups_used`` best ones, by the
-    sum of their two best shares, are chosen from.
+    Routing weights come from the router scores by ``gating``. The weights of the selected experts are divided by their
+    sum if ``has_normalised_weights``, and multiplied by ``scale``. With ``groups`` of experts, only experts of the best
+    ``groups_used`` groups are selected; groups are ranked by the sum of their two best weights.
     """
 
     count: int
@@ -49,7 +50,19 @@ class Experts:
     def from_keys(
         cls, keys: ArchitectureKeys, family: Family, layer: int, blocks: int, unit: Unit, norm: Norm
     ) -> Experts:
-        """The experts of a block; ModelError if the metadata make no sense."""
+        """Return the experts of a block.
+
+        Args:
+            keys: The metadata.
+            family: The traits of the architecture.
+            layer: Number of the block.
+            blocks: Number of all blocks.
+            unit: The activation of the experts.
+            norm: The norm of projected results.
+
+        Raises:
+            ModelError: A value is missing or invalid.
+        """
         count, used = keys.count("expert_count"), keys.per_block_counts("expert_used_count", blocks)[layer]
         if not 1 <= used <= count:
             raise keys.error("expert_used_count", f"is {used}; need 1 to expert_count {count}")
@@ -83,9 +96,14 @@ def _gating(keys: ArchitectureKeys, family: Family) -> str:
 
 
 def mixture(weights: Weights, block: str, x: Value, experts: Experts, router: Value | None = None) -> Value:
-    """The weighted sum of the chosen experts, plus the shared one: f32[n, E] to f32[n, E].
+    """Return the weighted sum of the selected experts, plus the shared expert: f32[n, E] to f32[n, E].
 
-    ``router`` is what the router sees if that is not ``x``.
+    Args:
+        weights: The weights of the model.
+        block: The prefix of weight names.
+        x: The operand of the experts.
+        experts: The experts of the block.
+        router: The operand of the router; by default ``x``.
     """
     scores = linear(weights, f"{block}.ffn_gate_inp", x if router is None else router, experts.count)
     y = narrowed(weights, block, x, experts, scores)
@@ -99,7 +117,10 @@ def mixture(weights: Weights, block: str, x: Value, experts: Experts, router: Va
 
 
 def narrowed(weights: Weights, block: str, x: Value, experts: Experts, scores: Value) -> Value:
-    """The same as `routed`, between a projection to fewer columns and one back if the file has them."""
+    """Return the result of `run_routed_experts`, between two projections if the file has them.
+
+    The projections go to fewer columns and back.
+    """
     for down, norm, up in (
         ("ffn_routed_down", "ffn_routed_norm", "ffn_routed_up"),
         ("ffn_latent_down", "", "ffn_latent_up"),
@@ -114,7 +135,7 @@ def narrowed(weights: Weights, block: str, x: Value, experts: Experts, scores: V
 
 
 def routed(weights: Weights, block: str, x: Value, experts: Experts, scores: Value) -> Value:
-    """The weighted sum of the experts that ``scores`` f32[n, count] choose: f32[n, E] to f32[n, E]."""
+    """Return the weighted sum of the experts that ``scores`` f32[n, count] select: f32[n, E] to f32[n, E]."""
     ids, shares = route(weights, block, scores, experts)
     if experts.family.mixture == "weighted input":
         rows, width = x.shape
@@ -127,10 +148,10 @@ def routed(weights: Weights, block: str, x: Value, experts: Experts, scores: Val
 
 
 def chunked(weights: Weights, block: str, x: Value, experts: Experts, scores: Value) -> Value:
-    """What the small experts that groups of experts share make of the answer ``x`` f32[n, E] so far: f32[n, E].
+    """Return the result of the small experts that groups of experts share, f32[n, E].
 
-    Inclusion AI, Grove MoE, 2025; graph: llama.cpp ``grovemoe.cpp``, whose shares are those of the experts that have
-    the groups' numbers.
+    ``x`` f32[n, E] is the result of the experts. Inclusion AI, Grove MoE, 2025. Graph: llama.cpp ``grovemoe.cpp``,
+    which takes the weights of the experts that have the numbers of the groups.
     """
     rows, count = scores.shape
     used = min(experts.used, count // experts.group_size)
@@ -147,7 +168,7 @@ def chunked(weights: Weights, block: str, x: Value, experts: Experts, scores: Va
 
 
 def route(weights: Weights, block: str, scores: Value, experts: Experts) -> tuple[Value, Value]:
-    """Which experts answer a token, i32[n, used], and how much each counts, f32[n, 1, used]."""
+    """Return the selected experts of each token, i32[n, used], and their weights, f32[n, 1, used]."""
     rows, count, used = scores.shape[0], experts.count, experts.used
     row = ops.reshape(scores, shape=(rows, 1, count))
     match experts.gating:
@@ -174,8 +195,10 @@ def route(weights: Weights, block: str, scores: Value, experts: Experts) -> tupl
 
 
 def selection(weights: Weights, block: str, scores: Value, probabilities: Value, experts: Experts) -> Value:
-    """What experts are chosen by, f32[n, 1, count]: their probabilities, with a bias if the file has one, and within
-    the best groups alone."""
+    """Return the scores for the selection of experts, f32[n, 1, count].
+
+    They are the probabilities plus a bias, if the file has one, and -inf outside the best groups.
+    """
     if experts.family.mixture == "weighted input":
         return scores
     choice = ops.sigmoid(scores) if experts.family.mixture == "chunks" else probabilities
@@ -186,7 +209,10 @@ def selection(weights: Weights, block: str, scores: Value, probabilities: Value,
 
 
 def grouped(choice: Value, experts: Experts) -> Value:
-    """``choice`` f32[n, 1, count] with -inf outside the best groups of experts.  DeepSeek-AI, DeepSeek-V3, 2024."""
+    """Return ``choice`` f32[n, 1, count] with -inf outside the best groups of experts.
+
+    DeepSeek-AI, DeepSeek-V3, 2024.
+    """
     rows, groups = choice.shape[0], experts.groups
     size = experts.count // groups
     table = ops.reshape(choice, shape=(rows, groups, size))
@@ -201,8 +227,17 @@ def grouped(choice: Value, experts: Experts) -> Value:
 def answers(
     weights: Weights, block: str, x: Value, ids: Value, experts: Experts, suffix: str = "exps", name: str = "moe"
 ) -> Value:
-    """The chosen experts' feed-forward for each token, f32[n, 1 or used, E] to f32[n, used, E]; gate and up may be one
-    tensor."""
+    """Return the FFN results of the selected experts for each token, f32[n, used, E].
+
+    Args:
+        weights: The weights of the model.
+        block: The prefix of weight names.
+        x: The operands, f32[n, 1 or used, E].
+        ids: The selected experts, i32[n, used].
+        experts: The experts of the block.
+        suffix: The end of weight names.
+        name: A part of the name of the activation.
+    """
     width = x.shape[-1]
     count, _, features = weights.shape(f"{block}.ffn_down_{suffix}.weight", 3)[:3]
 
@@ -231,18 +266,17 @@ def _flat(ids: Value) -> Value:
 
 
 def combined(answer: Value, shares: Value, *, name: str) -> Value:
-    """Answers f32[n, used, E] weighed by ``shares`` f32[n, 1, used] and added up, f32[n, E].
+    """Return the sum f32[n, E] of expert results f32[n, used, E], weighted by ``shares`` f32[n, 1, used].
 
-    A product with the weights, so that no [n, used, E] is written again, and linear in the answers: where experts are
-    cut across devices, their partial sums meet as one [n, E].
+    This is a matmul with the weights, so that no [n, used, E] is written again. It is linear in the results: with
+    experts sharded over devices, their partial sums are reduced as one [n, E].
     """
     rows, _, width = answer.shape
     return ops.reshape(ops.mul_mat(ops.transpose(answer), shares, name=name), shape=(rows, width))
 
 
 def shared_answer(weights: Weights, block: str, x: Value, experts: Experts) -> Value:
-    """The feed-forward of the expert that answers every token, times a sigmoid of the token if the file has its gate:
-    f32[n, E] to f32[n, E]."""
+    """Return the FFN of the shared expert, times a sigmoid gate if the family has one: f32[n, E] to f32[n, E]."""
     width = x.shape[-1]
     y = feed_forward(weights, block, x, experts.shared, experts.norm, "_shexp")
     if not experts.family.shared_gate:

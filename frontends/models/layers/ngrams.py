@@ -1,4 +1,4 @@
-"""A layer that adds, to all residual streams, rows of a table that hashes of the last tokens choose.
+"""N-gram embeddings: a layer that adds rows of a table, chosen by hashes of the last tokens, to all residual streams.
 
 Qwen team, 2026, after Over-tokenized Transformers (Huang et al., 2025); graph: llama.cpp ``qwen4exp.cpp``.
 """
@@ -22,16 +22,16 @@ from ..weights import Weights
 from .blocks import Norm, product
 
 LONGEST = 8
-"""Tokens that a hash may be of."""
+"""Maximum tokens of an n-gram."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ngrams:
-    """The tables of layer ``layer``: hashes of the last 2, 3, ... ``longest`` tokens, ``heads`` of each.
+    """The n-gram tables of layer ``layer``: ``heads`` hashes each of the last 2, 3, ... ``max_ngram_tokens`` tokens.
 
-    Hash h of n tokens is ``(t[0] m[0] xor ... xor t[n-1] m[n-1]) mod sizes[h] + starts[h]``, in 64 bits; ``end`` stands
-    for tokens before the sequence, and for those before such a token.  The answer passes a convolution of ``taps`` taps
-    that are ``longest`` tokens apart.
+    Hash h of n tokens is ``(t[0] m[0] xor ... xor t[n-1] m[n-1]) mod sizes[h] + starts[h]``, in 64 bits. ``end`` stands
+    for tokens before the sequence, and for tokens before such a token. The result passes a convolution with taps that
+    are ``max_ngram_tokens`` tokens apart.
     """
 
     layer: int
@@ -46,7 +46,11 @@ class Ngrams:
 
     @classmethod
     def from_keys(cls, keys: ArchitectureKeys, layers: int) -> Ngrams | None:
-        """None for a model without such a layer; ModelError if the metadata make no sense."""
+        """Return the tables, or `None` for a model without them.
+
+        Raises:
+            ModelError: A value is missing or invalid.
+        """
         where = keys.integers("ple.layers")
         if not where:
             return None
@@ -76,11 +80,11 @@ class Ngrams:
 
     @property
     def remembers(self) -> int:
-        """Earlier tokens that hashes need."""
+        """Earlier tokens that the hashes need."""
         return self.longest - 1
 
     def arrays(self, step: Step, batch: Batch) -> Mapping[str, npt.NDArray[np.generic]]:
-        """``ngram_rows`` i32[B*T*hashes]: the rows of the table for each token."""
+        """Return ``ngram_rows`` i32[B*T*hashes]: the table rows of each token."""
         rows = np.zeros((step.sequences, step.tokens, len(self.sizes)), np.int32)
         for i, (new, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
             need = min(length, self.remembers)
@@ -95,7 +99,7 @@ class Ngrams:
         return {"ngram_rows": rows.reshape(-1)}
 
     def hashes(self, tokens: list[int]) -> list[int]:
-        """The rows for the last one of ``tokens``."""
+        """Return the table rows for the last one of ``tokens``."""
         latest = [tokens[-1]]
         for token in reversed(tokens[:-1]):
             if token == self.end:
@@ -110,9 +114,12 @@ class Ngrams:
         return rows
 
     def __call__(self, weights: Weights, frame: Frame, norm: Norm, x: Value) -> Value:
-        """The streams f32[B*T, streams, E] with what the table says of each token, gated by its likeness to them."""
+        """Return the streams f32[B*T, streams, E] plus the table rows of each token.
+
+        The rows are gated by their similarity to the streams.
+        """
         block, (rows, streams, width) = f"blk.{self.layer}", x.shape
-        entries = weights.shape("per_layer_token_embd.weight")[0]  # perhaps more than hashes can choose
+        entries = weights.shape("per_layer_token_embd.weight")[0]  # may exceed the range of the hashes
         table = weights("per_layer_token_embd.weight", (entries, self.width))
         ids = frame.fed("ngram_rows", rows * len(self.sizes))
         short = ops.reshape(ops.get_rows(table, ids, name="ngrams"), shape=(rows, len(self.sizes) * self.width))
@@ -126,7 +133,7 @@ class Ngrams:
         return ops.add(x, ops.add(value, self.convolved(weights, frame, norm, value)), name=f"{block}.ngrams_residual")
 
     def convolved(self, weights: Weights, frame: Frame, norm: Norm, x: Value) -> Value:
-        """A convolution of each channel, whose taps lie apart: f32[B*T, streams, E]."""
+        """Return a convolution of each channel with taps that lie apart: f32[B*T, streams, E]."""
         block, columns = f"blk.{self.layer}", x.shape[1] * x.shape[2]
         new = frame.split(norm(weights, f"{block}.ple_norm_conv", x), columns)
         known = frame.preceded(f"ngram_state.{self.layer}", new, self.kept)

@@ -1,5 +1,11 @@
-"""Decoders whose residual is not one sum: several streams, a mix of earlier sums, a skip from the start, cycles, or
-more for each block."""
+"""Decoders with another residual stream than one sum.
+
+- Several streams.
+- A mix of earlier sums.
+- The embedding, added again in every block.
+- Stacks that run in cycles.
+- Further vectors for each block.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from .blocks import PLAIN, linear, parts, product
 
 
 class Skipping(Decoder):
-    """Every block adds the embedding again, times a factor of its own.  Talkie."""
+    """Every block adds the embedding again, times a factor of its own. Talkie."""
 
     def residual(self) -> Value:
         x = first = self.embedded()
@@ -27,8 +33,7 @@ class Skipping(Decoder):
 
 
 class PerLayer(Decoder):
-    """Every block also sees a short vector of the token that belongs to it alone, and adds what it makes of that at
-    its end; then it scales its output.
+    """Every block also reads a short vector per token of its own, adds a result of it, and scales its output.
 
     Gemma team, Gemma 3n and Gemma 4; graph: llama.cpp ``gemma4.cpp``.
     """
@@ -39,7 +44,7 @@ class PerLayer(Decoder):
         return x
 
     def shortened(self, x: Value) -> Value:
-        """f32[B*T, layers * P]: a projection of the embedding, plus rows of a table of their own."""
+        """Return f32[B*T, layers * P]: a projection of the embedding, plus rows of a table of its own."""
         hyper, weights = self.hyper, self.weights
         columns = weights.shape("per_layer_token_embd.weight", 2)[1]
         each = columns // hyper.layers
@@ -60,8 +65,14 @@ class PerLayer(Decoder):
         return x if factor is None else ops.mul(x, factor)
 
     def gate_short_vector(self, i: int, x: Value, short: Value, gelu: Callable[[Value], Value] = ops.gelu) -> Value:
-        """The short vector of block i, gated by ``x`` f32[n, E] and projected: f32[n, E]; ``short`` has all vectors of
-        a token, f32[n, layers * P]."""
+        """Return the short vector of block i, gated by the residual and projected: f32[n, E].
+
+        Args:
+            i: Number of the block.
+            x: The residual, f32[n, E].
+            short: All short vectors of a token, f32[n, layers * P].
+            gelu: The activation of the gate.
+        """
         each = short.shape[-1] // self.hyper.layers
         own = ops.slice_(short, axis=-1, start=i * each, stop=(i + 1) * each)
         y = ops.mul(gelu(product(self.weights, f"blk.{i}.inp_gate", x, each)), own)
@@ -69,17 +80,17 @@ class PerLayer(Decoder):
 
 
 class Alternating(PerLayer):
-    """Each block computes the first of several residual streams and predicts the others.
+    """Each block computes the first of several residual streams f32[n, streams, E], and predicts the others.
 
-    A block also adds a product of two thin matrices to the answer of its attention.  f32[n, streams, E].
-    Baykal et al., Alternating updates, 2023; Gemma team, Gemma 3n, 2025; graph: llama.cpp ``gemma3n.cpp``.
+    A block also adds a product with two thin matrices to the result of its attention. Baykal et al., Alternating
+    updates, 2023; Gemma team, Gemma 3n, 2025; graph: llama.cpp ``gemma3n.cpp``.
     """
 
     def residual(self) -> Value:
         first = self.embedded()
         rows, width = first.shape
         if self.short is None:
-            self.short = self.shortened(first)  # which raises for the missing tensor
+            self.short = self.shortened(first)  # raises for the missing tensor
         count = self.weights.shape("altup_proj.weight")[0]
         matrices = self.weights("altup_proj.weight", (count, width, width))
         others = ops.mul_mat(ops.reshape(matrices, shape=(count * width, width)), first)
@@ -91,10 +102,13 @@ class Alternating(PerLayer):
         return self.merge_streams(ops.reshape(x, shape=(x.shape[0], count + 1, width)))
 
     def is_last(self, i: int) -> bool:
-        return False  # the streams that a block predicts have all rows
+        return False  # predicted streams need all rows
 
     def merge_streams(self, x: Value) -> Value:
-        """The mean of the streams f32[n, streams, E], each but the first through a matrix of its own: f32[n, E]."""
+        """Return the mean of the streams f32[n, streams, E]: f32[n, E].
+
+        Each stream except the first passes a matrix of its own.
+        """
         rows, streams, width = x.shape
         first, others = split_streams(x)
         matrices = self.weights("altup_unembd_proj.weight", (streams - 1, width, width))
@@ -120,19 +134,19 @@ class Alternating(PerLayer):
         return ops.concat(first, others, axis=1, name=f"{block}.short_residual")
 
     def add_thin_product(self, i: int, h: Value) -> Value:
-        """``h`` f32[n, E] plus its product with two thin matrices."""
+        """Return ``h`` f32[n, E] plus its product with two thin matrices."""
         rank = self.weights.shape(f"blk.{i}.laurel_l.weight")[0]
         y = linear(self.weights, f"blk.{i}.laurel_l", h, rank)
         y = linear(self.weights, f"blk.{i}.laurel_r", y, h.shape[-1])
         return ops.add(self.normed(i, "laurel_post_norm", y), h)
 
     def compute_shares(self, i: int, x: Value, streams: int) -> Value:
-        """The share of each stream in a row ``x`` f32[n, E]: f32[n, streams], between -1 and 1."""
+        """Return the share of each stream in a row ``x`` f32[n, E]: f32[n, streams], between -1 and 1."""
         h = ops.scale(self.normed(i, "altup_router_norm", x), scale=1.0 / x.shape[-1])
         return ops.tanh(linear(self.weights, f"blk.{i}.altup_router", h, streams))
 
     def predict_streams(self, i: int, x: Value) -> Value:
-        """All streams, plus a mix of them that depends on the first one."""
+        """Return all streams, plus a mix of them that depends on the first stream."""
         rows, streams, _ = x.shape
         shares = self.compute_shares(i, take_first(x), streams)
         mix = linear(self.weights, f"blk.{i}.altup_predict_coef", shares, streams * streams)
@@ -140,7 +154,10 @@ class Alternating(PerLayer):
         return ops.add(mixed, x, name=f"blk.{i}.predictions")
 
     def correct_streams(self, i: int, predictions: Value, first: Value, y: Value) -> Value:
-        """All streams after the block computed ``y`` f32[n, E] where it predicted ``first``."""
+        """Return all streams, corrected by the result ``y`` f32[n, E] of the block.
+
+        ``first`` f32[n, E] is the prediction of ``y``.
+        """
         streams = predictions.shape[1]
         shares = linear(self.weights, f"blk.{i}.altup_correct_coef", self.compute_shares(i, y, streams), streams)
         shares = ops.scale(shares, scale=1.0, bias=1.0)
@@ -148,26 +165,26 @@ class Alternating(PerLayer):
 
 
 def take_first(x: Value) -> Value:
-    """Return the first stream of ``x`` f32[n, streams, E], f32[n, E]."""
+    """Return the first stream of ``x`` f32[n, streams, E]: f32[n, E]."""
     return ops.reshape(split_streams(x)[0], shape=(x.shape[0], x.shape[2]))
 
 
 def split_streams(x: Value) -> tuple[Value, Value]:
-    """The first stream f32[n, 1, E] and the others f32[n, streams - 1, E]."""
+    """Return the first stream f32[n, 1, E] and the other streams f32[n, streams - 1, E]."""
     first = ops.slice_(x, axis=1, start=0, stop=1)
     return first, ops.slice_(x, axis=1, start=1, stop=x.shape[1])
 
 
 def match_lengths(x: Value, like: Value) -> Value:
-    """Scale the rows of ``x`` f32[n, k, E] to the length of ``like`` f32[n, 1, E]."""
+    """Scale the rows of ``x`` f32[n, k, E] to the L2 norm of ``like`` f32[n, 1, E]."""
     own, target = (ops.sqrt(ops.sum_rows(ops.sqr(y))) for y in (x, like))
     return ops.div(ops.mul(x, target), own)
 
 
 class NormedSums(Decoder):
-    """Each part reads a residual that is normalised behind every sum.
+    """A norm follows each sum, so that each part of a block reads a normalised residual.
 
-    Devlin et al., BERT, 2018; a second such norm behind attention: Günther et al., Jina embeddings 2, 2023.
+    Devlin et al., BERT, 2018. A second such norm after attention: Günther et al., Jina embeddings 2, 2023.
     """
 
     def block(self, i: int, layer: Layer, x: Value) -> Value:
@@ -181,10 +198,10 @@ class NormedSums(Decoder):
 
 
 class Streams(Decoder):
-    """Several residual streams, from which each part reads a mix and to which it writes by weights.
+    """Several residual streams f32[n, streams, E]; each part of a block reads a weighted mix of them.
 
-    Zhu et al., Hyper-connections, 2024; Xie et al., mHC, 2025.  Streams are mixed among each other where the file has
-    logits for that.  f32[n, streams, E].
+    The result of a part is added to all streams, by weights. Streams are also mixed among each other if the file has
+    logits for this. Zhu et al., Hyper-connections, 2024; Xie et al., mHC, 2025.
     """
 
     def residual(self) -> Value:
@@ -208,7 +225,10 @@ class Streams(Decoder):
         return ops.dsv4_hc_post(y, x, post, comb, name=f"blk.{i}.ffn_residual")
 
     def read(self, name: str, x: Value) -> tuple[Value, Value, Value | None]:
-        """The mix that a part reads f32[n, E], the weights f32[n, streams] by which it writes, and how streams mix."""
+        """Return the mix that a part reads, its write weights, and the mix among streams.
+
+        Shapes: f32[n, E], f32[n, streams]; the third is `None` without such a mix.
+        """
         traits, n = self.hyper.streams, self.hyper.streams.count
         mixes, scale, base = self.mixes(name, x)
         logits = zip(parts(mixes, n, n), parts(scale, 1, 1), parts(base, n, n), strict=True)
@@ -223,7 +243,7 @@ class Streams(Decoder):
         return ops.dsv4_hc_pre(x, pre), post, comb
 
     def mixes(self, name: str, x: Value) -> tuple[Value, Value, Value]:
-        """Logits of all streams together, and their factors and offsets."""
+        """Return the logits of all streams together, and their factors and offsets."""
         rows, streams, width = x.shape
         flat = self.norm.plain(ops.reshape(x, shape=(rows, streams * width)))
         weights = self.weights
@@ -233,7 +253,7 @@ class Streams(Decoder):
         return ops.mul_mat(matrix, flat, name=name), scale, weights(f"{name}_base.weight", (columns,))
 
     def head(self, x: Value, own: str) -> Value:
-        """One stream of all, f32[n, E]: by weights for that if the file has them, else the mean."""
+        """Return one stream f32[n, E]: a weighted sum if the file has weights for it, else the mean of all streams."""
         if not self.weights.has("output_hc_fn.weight"):
             count = self.hyper.streams.count
             return ops.scale(
@@ -245,10 +265,9 @@ class Streams(Decoder):
 
 
 class GatedStreams(Streams):
-    """Streams that a part reads as their mean, each entry gated through fewer columns; one layer may add hashes of the
-    last tokens.
+    """Each part reads the mean of the streams, with each entry gated through fewer columns.
 
-    Graph: llama.cpp ``qwen4exp.cpp``.
+    One layer may add n-gram embeddings. Graph: llama.cpp ``qwen4exp.cpp``.
     """
 
     def block(self, i: int, layer: Layer, x: Value) -> Value:
@@ -258,13 +277,13 @@ class GatedStreams(Streams):
         return super().block(i, layer, x)
 
     def read(self, name: str, x: Value) -> tuple[Value, Value, Value | None]:
-        """What a part reads f32[n, E], and the weights f32[n, streams] by which it writes."""
+        """Return the mix that a part reads, f32[n, E], and its write weights f32[n, streams]."""
         mean, flat = self.mean(name, x)
         weight = ops.scale(product(self.weights, f"{name}_inject", flat, x.shape[1]), scale=1.0 / x.shape[1])
         return mean, ops.scale(ops.sigmoid(weight), scale=2.0), None
 
     def mean(self, name: str, x: Value) -> tuple[Value, Value]:
-        """The gated mean f32[n, E], and the normalised streams side by side f32[n, streams * E]."""
+        """Return the gated mean f32[n, E], and the normalised streams side by side f32[n, streams * E]."""
         rows, streams, width = x.shape
         normed = self.norm(self.weights, f"{name}_norm", x)
         flat = ops.reshape(normed, shape=(rows, streams * width))
@@ -279,7 +298,7 @@ class GatedStreams(Streams):
 
 
 class Banked(Decoder):
-    """Each part reads a mix of the sums at the starts of earlier spans of blocks and of the one that grows.
+    """Each part reads a mix of earlier residuals: one from the start of each span of blocks, and the present one.
 
     Kimi team, Attention residuals, 2026; graph: llama.cpp ``kimi-k3.cpp``.
     """
@@ -299,7 +318,7 @@ class Banked(Decoder):
         return self.frame.wanted(self.read("output_res_score", x, bank))
 
     def read(self, name: str, x: Value, bank: list[Value]) -> Value:
-        """A softmax over scores of all sums weighs them: f32[n, E]."""
+        """Return the sum of all residuals, weighted by a softmax over their scores: f32[n, E]."""
         if not bank:
             return x
         rows, width = x.shape
@@ -312,7 +331,7 @@ class Banked(Decoder):
 
 
 class Cycles(Decoder):
-    """Two stacks of blocks that run in turn on each other's answer, each pass with caches of its own.
+    """Two stacks of blocks that run in turn on each other's result; each pass has caches of its own.
 
     Wang et al., Hierarchical reasoning model, 2025; graph: llama.cpp ``hrm-text.cpp``.
     """

@@ -1,4 +1,4 @@
-"""The rotary embedding of a model: which pairs turn how fast, settled once from its metadata."""
+"""The rotary embedding (RoPE) of a model: the pairs of columns and their frequencies, from the metadata."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECTIONS = 4
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Parameters of `ops.rope`, which layers share.  Su et al., 2021; YaRN: Peng et al., 2023."""
+    """Parameters of `ops.rope`, shared by layers. Su et al., 2021; YaRN: Peng et al., 2023."""
 
     n_dims: int
     mode: str
@@ -39,7 +39,18 @@ class Rope:
         dimensions: str = "rope.dimension_count",
         multiplier: float = 1.0,
     ) -> Rope:
-        """As ``llama_context`` of llama.cpp settles them; ModelError if the metadata make no sense."""
+        """Return the parameters that ``llama_context`` of llama.cpp would choose.
+
+        Args:
+            keys: The metadata.
+            mode: ``normal`` or ``neox``.
+            head_size: Columns of a head.
+            dimensions: The key with the number of rotated columns.
+            multiplier: Factor of ``rope.scaling.yarn_log_multiplier``.
+
+        Raises:
+            ModelError: A value is invalid.
+        """
         n_dims = keys.count_or_default(dimensions, head_size)
         if n_dims % 2 or n_dims > head_size:
             raise keys.error(dimensions, f"is {n_dims}; need an even number of at most {head_size}")
@@ -69,28 +80,38 @@ class Rope:
         )
 
     def with_half_columns(self, keys: ArchitectureKeys) -> Rope:
-        """Return the rotation of half of the columns; ModelError if their number is odd."""
+        """Return the rotation of half of the columns; raise `ModelError` if their number is odd."""
         if self.n_dims % 4:
             raise keys.error("rope.dimension_count", f"is {self.n_dims}; need a multiple of 4")
         return replace(self, n_dims=self.n_dims // 2)
 
     @staticmethod
     def base_from(keys: ArchitectureKeys, name: str, default: float = 10000.0) -> float:
-        """The base that the key ``name`` gives; ModelError unless it is above 1."""
+        """Return the base from the key ``name``; raise `ModelError` unless it is above 1."""
         base = keys.positive(name, default)
         if base <= 1.0:
             raise keys.error(name, f"is {base}; need a number above 1")
         return base
 
     def rotate(self, x: Value, pos: Value, factors: Value | None = None, *, name: str, offset: int = 0) -> Value:
-        """``x`` f32[B,T,heads,size] turned by its positions i32[B,T], from column ``offset`` on; ``factors``
-        f32[n_dims/2] divide the speeds."""
+        """Return ``x`` f32[B, T, heads, size] rotated by its positions.
+
+        Args:
+            x: The operand.
+            pos: Positions i32[B, T].
+            factors: Divisors of the frequencies, f32[n_dims/2].
+            name: Name of the result.
+            offset: First rotated column.
+        """
         return ops.rope(x, pos, factors, **asdict(self), offset=offset, name=name)
 
 
 def divisors(weights: Weights, frame: Frame, rope: Rope, original_context: int, block: str) -> Value | None:
-    """What divides the speed of each pair, f32[n_dims/2]: Llama 3.1 has one such vector, LongRoPE one for short
-    contexts and one for those longer than the model was made for.  Files may hold more than the columns that turn."""
+    """Return the divisors of the frequencies, f32[n_dims/2], or `None` if the file has none.
+
+    Llama 3.1 has one such vector. LongRoPE has one for contexts up to the original context, and one for longer ones.
+    Files may have more entries than rotated pairs.
+    """
     length = "long" if frame.step.context > original_context else "short"
     for stem in ("rope_freqs", f"rope_factors_{length}"):
         for name in (f"{stem}.weight", f"{block}.{stem}.weight"):
@@ -102,27 +123,30 @@ def divisors(weights: Weights, frame: Frame, rope: Rope, original_context: int, 
 
 
 def _magnitude(keys: ArchitectureKeys, factor: float, unit: float) -> float:
-    """By what YaRN's own magnitude 1 + 0.1 ln(factor), which `ops.rope` applies, is off for a model that says so."""
+    """Return the correction of the attention factor of `ops.rope`, which is 1 + 0.1 ln(factor) for YaRN.
+
+    It is 1 without the key ``rope.scaling.yarn_log_multiplier``.
+    """
     multiplier = keys.positive_or_none("rope.scaling.yarn_log_multiplier")
     if multiplier is None:
         return 1.0
     multiplier *= unit
-    # DeepSeek V2 has the same multiplier for both of its magnitudes.
+    # DeepSeek V2 has the same multiplier for both factors.
     own = multiplier if keys.architecture == "deepseek2" and multiplier != 1.0 else 1.0
     usual = 1.0 + 0.1 * math.log(factor)
     return (1.0 + 0.1 * own * math.log(factor)) / (1.0 + 0.1 * multiplier * math.log(factor)) / usual
 
 
 def original_context(keys: ArchitectureKeys) -> int:
-    """Tokens that the model saw before its context was stretched."""
+    """Return the context in tokens before it was extended."""
     return keys.count_or_default("rope.scaling.original_context_length", keys.count("context_length"))
 
 
 def style(keys: ArchitectureKeys, rope: str) -> str:
-    """The pairs that turn together: ``normal`` or ``neox``.
+    """Return the RoPE mode: ``normal`` or ``neox``.
 
-    Of text, the time, height and width of a token are its position, so multi-axis RoPE equals plain ``neox``.  A family
-    may have it only where ``rope.dimension_sections`` gives sections.
+    For text, the time, height and width of a token all equal its position, so multi-axis RoPE equals ``neox``. In some
+    families only files with ``rope.dimension_sections`` have multi-axis RoPE.
     """
     plain, _, sectioned = rope.partition("|")
     if not sectioned:

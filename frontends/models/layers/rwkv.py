@@ -1,6 +1,6 @@
-"""RWKV 6 and 7: each token is seen beside the one before it, and heads keep a matrix that fades channel by channel.
+"""RWKV 6 and 7: each token is mixed with the previous one, and heads keep a matrix with a decay per channel.
 
-Peng et al., Eagle and Finch, 2024, and RWKV-7 Goose, 2025.  States ``shift_state.N`` and, of the feed-forward,
+Peng et al., Eagle and Finch, 2024, and RWKV-7 Goose, 2025. States: ``shift_state.N`` and, for the FFN,
 ``shift_state_ffn.N`` f32[B, 1, E]; ``wkv_state.N`` f32[B, heads, size, size].
 """
 
@@ -23,16 +23,16 @@ from ..weights import Weights
 from .blocks import linear, product
 
 HEAD_EPS = 64e-5
-"""Of the norm of each head."""
+"""The eps of the norm of each head."""
 FASTEST = -math.exp(-0.5)
 """The lowest log decay of RWKV 7."""
 FIRST_VALUES = "first values"
-"""What the first layer of RWKV 7 leaves for the others."""
+"""The name of the values that the first layer of RWKV 7 leaves for the other layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rwkv:
-    """Sizes, and what is the same around both rules by which heads remember."""
+    """The common parts of RWKV 6 and 7."""
 
     heads: int
     size: int
@@ -41,7 +41,7 @@ class Rwkv:
 
     @classmethod
     def from_keys(cls, keys: ArchitectureKeys, family: Family, layer: int) -> Self:
-        """ModelError if heads do not fill the width."""
+        """Return the layer; raise `ModelError` if the heads do not fill the width."""
         size, width = keys.count("wkv.head_size"), keys.count("embedding_length")
         if width % size:
             raise keys.error("wkv.head_size", f"is {size}; need a divisor of embedding_length {width}")
@@ -52,11 +52,11 @@ class Rwkv:
         return frame.carried(partial(rule, name=f"blk.{layer}.wkv"), operands, old)
 
     def split(self, frame: Frame, x: Value) -> Value:
-        """f32[B*T, E] as f32[B, T, heads, size]."""
+        """Return f32[B*T, E] as f32[B, T, heads, size]."""
         return frame.split(x, self.heads, self.size)
 
     def normed(self, weights: Weights, frame: Frame, name: str, y: Value) -> Value:
-        """Heads normalised where the file has weights for that: f32[B*T, E]."""
+        """Return heads after their norm, if the file has its weights: f32[B*T, E]."""
         if not weights.has(f"{name}.weight"):
             return frame.rows(y)
         width = (self.heads * self.size,)
@@ -65,13 +65,16 @@ class Rwkv:
 
 
 class Rwkv6(Rwkv):
-    """Models made from Qwen have no bonus for the token itself: their rule is gated linear attention, whose keys count
-    the less the more is kept, and heads share keys and values in groups."""
+    """The time mix of RWKV 6.
+
+    Models made from Qwen have no bonus for the token itself. Their rule is gated linear attention with keys times (1 -
+    decay), and groups of heads share keys and values.
+    """
 
     __slots__ = ()
 
     def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
-        """f32[B*T, E] to f32[B*T, E]."""
+        """Return the time mix of ``x`` f32[B*T, E]: f32[B*T, E]."""
         name, width, valid = f"blk.{layer}.time_mix", x.shape[1], frame.each_token
         back = backwards(frame, f"shift_state.{layer}", x)
         w, k, v, r, g = self.between(weights, name, x, back)
@@ -94,7 +97,7 @@ class Rwkv6(Rwkv):
         return product(weights, f"{name}_output", y, width)
 
     def between(self, weights: Weights, name: str, x: Value, back: Value) -> list[Value]:
-        """Five mixes of each token and the one before, by weights that depend on both."""
+        """Return five mixes of each token with the previous one, with shares that depend on both."""
         rows, width = x.shape
         mixed = ops.add(ops.mul(back, weights.reshaped(f"{name}_lerp_x.weight", (width,))), x)
         rank = weights.shape(f"{name}_w1.weight")[0] // 5
@@ -103,7 +106,7 @@ class Rwkv6(Rwkv):
         return mixes(weights, f"{name}_lerp", "wkvrg", x, back, own)
 
     def grouped(self, weights: Weights, frame: Frame, name: str, x: Value) -> Value:
-        """Keys or values f32[B, T, heads, size]: neighbouring heads may share those of one."""
+        """Return keys or values f32[B, T, heads, size]; neighbouring heads may share one head of the file."""
         count, (sequences, tokens) = weights.shape(f"{name}.weight")[0] // self.size, frame.pos.shape
         y = linear(weights, name, x, count * self.size)
         if count != self.heads:
@@ -113,12 +116,16 @@ class Rwkv6(Rwkv):
 
 
 class Rwkv7(Rwkv):
-    """Values lean on those of the first layer; what a key is about to write is first taken out of the state."""
+    """The time mix of RWKV 7.
+
+    Values are mixed with the values of the first layer. The old value of a key is removed from the state before the new
+    one is written.
+    """
 
     __slots__ = ()
 
     def __call__(self, weights: Weights, frame: Frame, layer: int, x: Value) -> Value:
-        """f32[B*T, E] to f32[B*T, E]."""
+        """Return the time mix of ``x`` f32[B*T, E]: f32[B*T, E]."""
         name, width, valid = f"blk.{layer}.time_mix", x.shape[1], frame.each_token
         back = backwards(frame, f"shift_state.{layer}", x)
         gates = weights.has(f"{name}_g1.weight")
@@ -140,7 +147,7 @@ class Rwkv7(Rwkv):
         return product(weights, f"{name}_output", y, width)
 
     def values(self, weights: Weights, frame: Frame, name: str, x: Value) -> Value:
-        """f32[B*T, E]; those of the first layer are kept for the others."""
+        """Return the values f32[B*T, E]; the values of the first layer are left for the other layers."""
         v = product(weights, f"{name}_value", x, x.shape[1])
         if (first := frame.left.setdefault(FIRST_VALUES, v)) is v:
             return v
@@ -148,7 +155,10 @@ class Rwkv7(Rwkv):
 
 
 class Shifting(Decoder):
-    """RWKV's own blocks: their feed-forward sees the token before, too, and the residual may be halved now and then."""
+    """A decoder with RWKV's own blocks: the FFN also reads the previous token.
+
+    The residual is halved after each `span` blocks.
+    """
 
     def block(self, i: int, layer: Layer, x: Value) -> Value:
         block, frame = f"blk.{i}", self.frame
@@ -162,6 +172,7 @@ class Shifting(Decoder):
         return x if (i + 1) % self.hyper.span else ops.scale(x, scale=0.5)
 
     def answer(self, name: str, x: Value, back: Value) -> Value:
+        """Return the result of the FFN for rows ``x`` f32[n, E] and their token shift ``back``."""
         weights, width = self.weights, x.shape[1]
         gates = weights.has(f"{name}_receptance.weight")
         k, *r = mixes(weights, f"{name}_lerp", "kr" if gates else "k", x, back)
@@ -171,14 +182,22 @@ class Shifting(Decoder):
 
 
 def backwards(frame: Frame, name: str, x: Value) -> Value:
-    """What leads from each of ``x`` f32[B*T, E] to the token before, which the state ``name`` keeps for the first."""
+    """Return previous token minus token for each row of ``x`` f32[B*T, E]; the state ``name`` has the last row."""
     both = frame.preceded(name, frame.split(x, x.shape[1]), 1)
     return ops.sub(frame.rows(ops.slice_(both, axis=1, start=0, stop=frame.step.tokens)), x)
 
 
 def mixes(weights: Weights, name: str, kinds: str, x: Value, back: Value, own: Value | None = None) -> list[Value]:
-    """``x + share * back`` f32[n, E] for each of ``kinds``, whose shares of each column are one tensor of the file or
-    one each; ``own`` f32[kinds, n, E] are added to those."""
+    """Return ``x + share * back`` f32[n, E] for each of ``kinds``.
+
+    Args:
+        weights: The weights of the model.
+        name: The prefix of the shares, which are one tensor or one tensor per kind.
+        kinds: A letter per result.
+        x: The tokens.
+        back: Their token shift.
+        own: Values that are added to the shares of the file, f32[kinds, n, E].
+    """
     rows, width = x.shape
     if weights.has(f"{name}_fused.weight"):
         whole = weights.reshaped(f"{name}_fused.weight", (len(kinds), width))
@@ -192,7 +211,15 @@ def mixes(weights: Weights, name: str, kinds: str, x: Value, back: Value, own: V
 
 
 def narrowed(weights: Weights, name: str, x: Value, width: int, inner: Callable[[Value], Value] = lambda y: y) -> Value:
-    """``x`` f32[n, E] through few columns and ``inner``: f32[n, width], plus a bias if the file has one."""
+    """Return ``x`` f32[n, E] times two thin matrices with ``inner`` between them, plus a bias if the file has one.
+
+    Args:
+        weights: The weights of the model.
+        name: The prefix of weight names.
+        x: The operand.
+        width: Columns of the result f32[n, width].
+        inner: The function between the matrices.
+    """
     y = inner(product(weights, f"{name}1", x, weights.shape(f"{name}1.weight")[0]))
     y, bias = product(weights, f"{name}2", y, width), weights.optional(f"{name}0.weight", (width,))
     return y if bias is None else ops.add(y, bias)
