@@ -164,7 +164,7 @@ class Model:
         """Return an iterator over the answer to a conversation, in pieces as they are generated.
 
         The chat template of the model makes a prompt of the messages. To continue, append the answer and the next
-        message.
+        message. Raises `ModelError` if there is no template, or if it refuses the messages.
 
         Args:
             messages: The message of a user, or the messages so far with ``role`` and ``content``.
@@ -173,9 +173,6 @@ class Model:
             chat_template: A template (jinja2) that replaces the template of the model.
             chat_template_kwargs: Further variables of the template, such as ``{"enable_thinking": False}``.
             options: The options of `generate`; the default of `max_tokens` is -1 here.
-
-        Raises:
-            ModelError: There is no template, or it refuses the messages.
 
         >>> "".join(model.chat([{"role": "user", "content": "Say yes."}]))  # doctest: +SKIP
         'Yes.'

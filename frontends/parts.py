@@ -156,7 +156,7 @@ class Before:
 class Reading:
     """A prefill in chunks that run pipelined: the step, the inputs and the output kind of each chunk.
 
-    `lengths` and `recent_tokens` are the state of the sequences after the last chunk.
+    `lengths` and `recent` are the state of the sequences after the last chunk.
     """
 
     parts: Sequence[Part]

@@ -64,9 +64,9 @@ class Session:
     plans share weights and states. Threads that share a session run one call at a time; separate sessions run in
     parallel. A session made `like` another one of the same model uses its devices and weights, and has its own states.
     Each rank of `world` makes the same session and calls, gets the same results, and loads the weights of its own
-    devices. `watch` reports matching values after every step. `recent_tokens` has the last tokens per sequence for
-    n-gram models. `planning_seconds` is the time spent on plans so far, kernel compilation included. Raises
-    `ModelError` for a request that does not fit the model.
+    devices. `watch` reports matching values after every step. `recent` has the last tokens per sequence for n-gram
+    models. `planning_seconds` includes kernel compilation. Raises `ModelError` for a request that does not fit the
+    model.
     """
 
     @validate_arguments(
@@ -130,11 +130,11 @@ class Session:
         if watch is not None:
             from ..scheduler import matching
 
-            matching(self._first.graph, watch.pattern)  # report a bad pattern before the weights are loaded
+            matching(self._first.graph, watch.pattern)  # fails before loading
         self.lengths = [0] * sequences
         self.recent: list[list[int]] = [[] for _ in range(sequences)]
         self.seen = [np.zeros((1, model.handed), np.float32)] * sequences if model.guessers else []
-        """Per sequence the rows [rows, `Model.draft_input_columns`] that MTP blocks read with the next token."""
+        """Per sequence the rows [rows, `Model.draft_columns`] that MTP blocks read with the next token."""
         self.reversible: Before | None = None
         """The last step, if it was reversible."""
         self._executors: dict[Step, Executor] = {}
@@ -163,14 +163,13 @@ class Session:
     ) -> list[F32]:
         """Append new tokens to each sequence and return the logits of each sequence.
 
+        Raises `ModelError` if a sequence would exceed the context; nothing is changed then.
+
         Args:
             tokens: New tokens per sequence; an idle sequence has an empty list and gets 0 rows.
             every_position: Return f32[new tokens, vocabulary] instead of f32[1, vocabulary] for the last token.
             hidden: Return the input rows of the output matrix, f32[..., width], instead of logits.
             reversible: Let `rewinding.rewind_last_step` shorten this call, which may have one batch of tokens at most.
-
-        Raises:
-            ModelError: A sequence would exceed the context; nothing is changed then.
         """
         given = [token_ids(i, new) for i, new in enumerate(tokens)]
         with self.store.turn:
@@ -321,10 +320,7 @@ class Session:
 
     @validate_arguments(ModelError, tokens=COUNT, length=COUNT, outputs=COUNT, gives=TEXT | NONE, turn=NATURAL)
     def step(self, tokens: int, length: int, outputs: int = 1, gives: str | None = None, turn: int = 0) -> Step:
-        """Return the step that runs a bucket of `tokens` new tokens, up to a sequence length of `length`.
-
-        `gives` is a `Step.output_kind`; by default logits, and draft inputs for a model with MTP blocks.
-        """
+        """Return the step for a bucket of `tokens` new tokens, up to `length`; `gives` is a `Step.output_kind`."""
         return self._step_of(tokens, length, outputs, gives or self._gives, turn=turn)
 
     def _step_of(
@@ -365,10 +361,7 @@ class Session:
 
     @validate_arguments(ModelError, tokens=list_of(ANY, "a sequence of tokens"), device=TEXT)
     def judge(self, tokens: Sequence[int], device: str) -> Iterator[Difference]:
-        """Append tokens to the only sequence in one step, and compare each value with another device.
-
-        The other device computes each value from the same operands. Raises `ModelError`, `PlanError` or `BackendError`.
-        """
+        """Append tokens in one step, and compare each value with the same op on another device."""
         given = token_ids(0, tokens)
         with self.store.turn:
             self.check([given])
@@ -405,10 +398,7 @@ class Session:
 
     @contextmanager
     def tracing(self, trace: Trace | None = None) -> Iterator[Trace]:
-        """Time every instruction of every run in this context, and add the times to `trace` or to a new trace.
-
-        Raises `PlanError` at the first run if a backend cannot time its instructions.
-        """
+        """Time every instruction of the runs in this context; the first run may raise `PlanError`."""
         from ..scheduler import Trace
 
         before, trace = self.trace, trace or Trace()

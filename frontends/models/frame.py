@@ -145,7 +145,7 @@ class Frame:
         return ops.add(biases, ops.reshape(mask, shape=(sequences, 1, count, count)), name="biased_mask")
 
     def _mask(self, sight: Sight) -> Value:
-        """Return the causal mask f32[B, T, cells], with window, chunk or distances; for a ring cache f32[B, T, ring]."""
+        """Return the causal mask f32[B, T, cells] with window, chunks or distances; f32[B, T, ring] for a ring cache."""
         cells, window = self.step.cells, 0 if sight.chunked else sight.window
         if 0 < (ring := self.step.ring(sight.rolling)) < cells:
             return self._ring_mask(ring, window)
