@@ -1,6 +1,7 @@
 """Prefill in chunks: a prompt is split into chunks that run pipelined through the devices of a session.
 
-While one chunk is on the second device, the next chunk is on the first device.
+While one chunk is on the second device, the next chunk is on the first device. Example: 300 tokens in three chunks of
+100 take 4 stage times on two devices instead of 6.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ def stages_that_follow(plan: Plan) -> int:
 
 
 def sizes_of(most: int) -> tuple[int, ...]:
-    """Return the allowed chunk sizes in tokens, ascending, up to `most`."""
+    """Return the allowed chunk sizes in tokens, ascending, up to `most`.
+
+    Up to 300 tokens these are 64, 96, 128, 192, 256 and 300.
+    """
     grown = (FEWEST * step * 2**times // 4 for times in range(most.bit_length()) for step in STEPS)
     return (*sorted({size for size in grown if size < most}), most)
 

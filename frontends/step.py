@@ -131,7 +131,12 @@ def step_inputs(step: Step, batch: Batch, *, taps: int = 0, causal: bool = True)
     - ``conv_rows`` i32[B, taps-1], with taps: the rows of [state, new tokens] that become the next convolution state.
     - ``last`` i32[B, T], unless ``causal``: the last position of the sequence.
 
+    Example: B = 2, T = 2, a context of 8. Sequence 0 has 3 tokens and gets 1, sequence 1 is empty and gets 2. Then
+    ``pos`` is 3 0 and 0 1, ``slot`` is 3 16 8 9, and ``out_ids`` is 0 3.
+
     Args:
+        step: The shape of the run.
+        batch: The new tokens.
         taps: Taps of the convolutions of a recurrent model, else 0.
         causal: Whether tokens attend to earlier tokens only.
 

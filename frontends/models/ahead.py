@@ -2,6 +2,10 @@
 
 The first MTP block reads each token together with the model's result for the token before it. Each other block reads
 the result of the previous MTP block instead. DeepSeek-AI, DeepSeek-V3, 2024.
+
+Example: the model has read ``a``, and ``b`` was sampled. Block 0 reads ``b`` with the model's result for ``a``, and
+drafts ``c``. Block 1 reads ``c`` with the result of block 0 for ``b``, and drafts ``d``. One run of the model then
+verifies ``b c d``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The builder of one step graph: inputs, masks, cache writes and state updates that all mixers share."""
+"""The builder of one step graph: inputs, masks, cache writes and state updates that all mixers share.
+
+Shapes use B for sequences, T for new tokens per sequence, and E for the width of the model.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +148,7 @@ class Frame:
         return ops.add(biases, ops.reshape(mask, shape=(sequences, 1, count, count)), name="biased_mask")
 
     def _mask(self, sight: Sight) -> Value:
-        """Return the causal mask f32[B, T, cells] with window, chunks or distances; f32[B, T, ring] for a ring cache."""
+        """Return the causal mask f32[B, T, cells] with window, chunks or distances; a ring cache has fewer cells."""
         cells, window = self.step.cells, 0 if sight.chunked else sight.window
         if 0 < (ring := self.step.ring(sight.rolling)) < cells:
             return self._ring_mask(ring, window)
@@ -157,7 +160,11 @@ class Frame:
         return mask
 
     def _ring_mask(self, ring: int, window: int) -> Value:
-        """Return f32[B, T, ring]: 0 where a cell holds one of the last ``window`` tokens, else a low score."""
+        """Return f32[B, T, ring]: 0 where a cell holds one of the last ``window`` tokens, else a low score.
+
+        Example: in a ring of 6 cells, a token at position 8 sees the positions 6 7 8 3 4 5 in the cells. With a window
+        of 3 tokens, the first three cells get 0.
+        """
         places = ops.repeat(self.positions, shape=(*self.pos.shape, ring))
         ahead = ops.sub(places, ops.arange(start=0.0, stop=float(ring)))
         turns = ops.floor(ops.scale(ahead, scale=1.0 / ring, bias=0.5 / ring))

@@ -1,6 +1,10 @@
 """Attention to the last tokens one by one, and to earlier tokens in blocks that a cache holds as one key each.
 
 DeepSeek-AI, DeepSeek-V4, 2026; graph: llama.cpp ``deepseek4.cpp``.
+
+Example: blocks have 4 tokens, and a sequence has the tokens 0 to 9. Blocks 0 (tokens 0 to 3) and 1 (tokens 4 to 7) are
+complete. Token 9 attends to the tokens of its window and to the keys of blocks 0 and 1. The key of block 1 is computed
+from the tokens 0 to 7.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ class Blocks:
 
     A run completes at most ``max_block_count(step)`` (N) blocks per sequence.
 
-    - ``block_rows.R`` i32[B, N*span]: the tokens of each block, as rows in [history rows, new tokens].
+    - ``block_rows.R`` i32[B, N*tokens_per_key]: the tokens of each block, as rows in [history rows, new tokens].
     - ``block_pos.R`` i32[B, N]: the position of the first own token of each block.
     - ``block_slot.R`` i32[B*N]: the cache row of each block; blocks that are not complete write the spare row.
     """
@@ -172,7 +176,7 @@ class Compressed:
         slot = frame.fed(f"block_slot.{ratio}", step.sequences * count)
 
         def members(name: str, new: Value) -> Value:
-            """Return the tokens of each block that this run completes, f32[B, N, span, columns]."""
+            """Return the tokens of each block that this run completes, f32[B, N, tokens per key, columns]."""
             known = frame.preceded(f"{name}.{layer}", frame.split(new, columns), blocks.kept)
             return ops.reshape(ops.get_rows(known, rows), shape=(step.sequences, count, blocks.span, columns))
 

@@ -1,4 +1,9 @@
-"""Gated delta nets: convolution, gates, delta rule, gated norm; with a decay per head or per key channel.
+"""Gated delta nets: linear attention with the delta rule, with a decay per head or per key channel.
+
+1. Project the tokens to q, k, v, an output gate, and the operands of decay and learning rate.
+2. Apply a short convolution and SiLU to q, k and v, and normalise q and k to length 1.
+3. Apply the delta rule to the state of each head.
+4. Normalise the result, multiply it by the gate, and project it.
 
 Yang, Kautz and Hatamizadeh, Gated delta networks, 2024; Kimi team, Kimi Linear, 2025.
 

@@ -32,6 +32,8 @@ class Ngrams:
     Hash h of n tokens is ``(t[0] m[0] xor ... xor t[n-1] m[n-1]) mod sizes[h] + starts[h]``, in 64 bits. ``end`` stands
     for tokens before the sequence, and for tokens before such a token. The result passes a convolution with taps that
     are ``max_ngram_tokens`` tokens apart.
+
+    Example: up to 3 tokens and 2 heads give 4 hashes per token, 2 of the last 2 tokens and 2 of the last 3.
     """
 
     layer: int
