@@ -9,7 +9,7 @@ from ..steps import Binding, Fused
 from . import collective, moves, norms, reductions, rotary, rows
 from .attention import attention
 from .products import experts, gated, pairs, pairs_experts, pairs_many, products
-from .recurrent import recurrent, scans, short_convolution, windows
+from .recurrent import recurrent, scans, selective_scan, short_convolution, windows
 
 BINDINGS: Mapping[str, Binding] = merged(
     rows.BINDINGS,
@@ -23,6 +23,7 @@ BINDINGS: Mapping[str, Binding] = merged(
     experts.BINDINGS,
     recurrent.BINDINGS,
     scans.BINDINGS,
+    selective_scan.BINDINGS,
     short_convolution.BINDINGS,
     reductions.BINDINGS,
     windows.BINDINGS,
