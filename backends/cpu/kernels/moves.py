@@ -227,7 +227,8 @@ def _concat(steps: Steps, call: Bound) -> bool:
     a, b, out = call.operand(0), call.operand(1), call.out
     axis = int(np.asarray(call.attrs["axis"])) % len(out.shape)
     parts = (out.part(axis, 0, a.shape[axis]), out.part(axis, a.shape[axis], b.shape[axis]))
-    return all(add_unary(steps, "copy", s, part) for s, part in zip((a, b), parts, strict=True))
+    pairs = [(s, part) for s, part in zip((a, b), parts, strict=True) if s.tensor.spec.size]
+    return all(can_copy(*pair) for pair in pairs) and all(add_unary(steps, "copy", *pair) for pair in pairs)
 
 
 def _pad(steps: Steps, call: Bound) -> bool:

@@ -10,6 +10,7 @@ from . import collective, moves, norms, reductions, rotary, rows
 from .attention import attention
 from .products import experts, gated, pairs, pairs_experts, pairs_many, products
 from .recurrent import recurrent, scans, selective_scan, short_convolution, windows
+from .rowwise import arrangements, hyper_connections, parametric_units
 
 BINDINGS: Mapping[str, Binding] = merged(
     rows.BINDINGS,
@@ -27,6 +28,9 @@ BINDINGS: Mapping[str, Binding] = merged(
     short_convolution.BINDINGS,
     reductions.BINDINGS,
     windows.BINDINGS,
+    arrangements.BINDINGS,
+    hyper_connections.BINDINGS,
+    parametric_units.BINDINGS,
 )
 FUSED: Mapping[str, tuple[Fused, ...]] = merged_lists(
     rotary.FUSED,
