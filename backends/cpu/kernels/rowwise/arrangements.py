@@ -13,7 +13,17 @@ from ....base import contiguous_strides
 from ....operands import Bound, Operand
 from ...compiler import Kernel, Part, kernel, part
 from ...simd.shorts import round_to_bf16, round_to_half
-from ...simd.vectors import LANES, Intrinsic, add, float_to_bits, load_int, load_long, to_float
+from ...simd.vectors import (
+    LANES,
+    Intrinsic,
+    add,
+    bits_to_float,
+    float_to_bits,
+    load_int,
+    load_long,
+    to_float,
+    truncated,
+)
 from ...steps import Steps
 from ...words import words
 from ..packing import NO_ROW, share
@@ -30,12 +40,19 @@ def int_to_float(x):
     return to_float(float_to_bits(x))
 
 
+@part
+def float_to_int(x):
+    """Return the bits of an int32, the number without its fraction."""
+    return bits_to_float(truncated(x))
+
+
 CASTS: dict[tuple[DType, DType], Part | Intrinsic] = {
     (DType.F32, DType.F16): round_to_half,
     (DType.F32, DType.BF16): round_to_bf16,
     (DType.I32, DType.F32): int_to_float,
+    (DType.F32, DType.I32): float_to_int,
 }
-"""The conversion of 16 lanes by the dtype of the operand and the attribute `dtype`; all results are stored as f32."""
+"""The conversion of 16 lanes by the dtype of the operand and the attribute `dtype`; floats are stored as f32."""
 
 
 @cache
@@ -80,6 +97,11 @@ def _with_axes(operand: Operand, shape: tuple[int, ...], strides: tuple[int, ...
     return replace(operand, tensor=replace(operand.tensor, shape=shape, strides=strides))
 
 
+def _as_words(operand: Operand) -> Operand:
+    """Return an operand with elements of 32 bits as if they were float32, for walks through rows."""
+    return replace(operand, tensor=replace(operand.tensor, dtype=DType.F32))
+
+
 def _bind_repeat(steps: Steps, call: Bound) -> bool:
     """Split each repeated axis of the result into (repetition, entry), and copy the operand with stride 0."""
     x, y = call.operand(0), call.out
@@ -105,14 +127,13 @@ def _bind_repeat(steps: Steps, call: Bound) -> bool:
 
 def _bind_cast(steps: Steps, call: Bound) -> bool:
     x, y, target = call.operand(0), call.out, call.attrs["dtype"]
-    if not y.is_float or not isinstance(target, DType):
+    if not isinstance(target, DType) or y.dtype is not (DType.I32 if target is DType.I32 else DType.F32):
         return False
     if x.is_float and target is DType.F32:
         return add_unary(steps, "copy", x, y)
     if (x.dtype, target) not in CASTS:
         return False
-    source = replace(x, tensor=replace(x.tensor, dtype=DType.F32))
-    return add_rows(steps, (convert(x.dtype, target), CAST, {}), [source], y)
+    return add_rows(steps, (convert(x.dtype, target), CAST, {}), [_as_words(x)], _as_words(y))
 
 
 def _bind_arange(steps: Steps, call: Bound) -> bool:
