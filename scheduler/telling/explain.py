@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from ...backends.abilities import STAND_IN, Meets
+from ...backends.abilities import Meets
 from ...graph.attrs import quote_node_name
 from ...graph.graph import assign_names
 from ...graph.layer_folding import find_repetitions
@@ -152,10 +152,9 @@ def stand_in_lines(plan: Plan) -> list[str]:
     """Return a line for each kind of device with ops that have no compiled kernel, so that NumPy computes them."""
     nodes: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for lane in plan.lanes:
-        for called in lane.calls or ():
-            if called.kernel == STAND_IN:
-                instruction = lane.program.instructions[called.numbers[0]]
-                nodes[lane.device.kind][instruction.op].add(instruction.index)
+        for position in lane.stand_ins():
+            instruction = lane.program.instructions[position]
+            nodes[lane.device.kind][instruction.op].add(instruction.index)
     lines = []
     for kind, by_op in nodes.items():
         counts = ", ".join(f"{op} ({len(numbers)})" for op, numbers in sorted(by_op.items()))
