@@ -151,6 +151,10 @@ class Called:
     numbers: tuple[int, ...]
 
 
+STAND_IN = "NumPy"
+"""The name of the kernel of an instruction for which a backend has no compiled kernel, so that NumPy computes it."""
+
+
 @runtime_checkable
 class Foretells(Protocol):
     """A backend that can say what a program will call before there is memory for it."""

@@ -133,6 +133,44 @@ def norm(tokens: int) -> Case:
     return Case(f"{tokens}×{COLUMNS}", ("norms.",), "rms_norm", build, 8)
 
 
+def selective_scan(heads: int, channels: int, columns: int, rates: int, tokens: int) -> Case:
+    """Return the case of Mamba 1 (one channel per head, a rate per column) or Mamba 2 (one rate per head)."""
+
+    def build(i: int) -> Value:
+        x, dt = input(f"x{i}", (1, tokens, heads, channels)), input(f"dt{i}", (1, tokens, heads))
+        b, c = (input(f"{name}{i}", (1, tokens, 1, columns)) for name in "bc")
+        old = state(f"s{i}", (1, heads, channels, columns))
+        return ops.ssm_scan(x, dt, input(f"a{i}", (heads, rates)), b, c, old)[0]
+
+    title = f"{heads} heads of {channels}, {columns} columns, {tokens} tokens"
+    return Case(title, ("selective_scan.",), "ssm_scan", build)
+
+
+def gated_linear_attention(tokens: int) -> Case:
+    heads, size = 16, 64
+
+    def build(i: int) -> Value:
+        k, v, q, g = (input(f"{name}{i}", (1, tokens, heads, size)) for name in "kvqg")
+        return ops.gated_linear_attn(k, v, q, g, state(f"s{i}", (1, heads, size, size)), scale=size**-0.5)[0]
+
+    return Case(f"{heads} heads of {size}, {tokens} tokens", ("scans.",), "gated_linear_attn", build)
+
+
+def running_sums() -> Case:
+    def build(i: int) -> Value:
+        return ops.cumsum(input(f"x{i}", (512, 4096)))
+
+    return Case("512×4096", ("reductions.",), "cumsum", build)
+
+
+def sliding_windows() -> Case:
+    def build(i: int) -> Value:
+        padding = {"left": (1, 1), "right": (1, 1)}
+        return ops.windows(input(f"x{i}", (1, 64, 64, 64)), size=(3, 3), stride=(1, 1), dilation=(1, 1), **padding)
+
+    return Case("3×3 of 64×64×64", ("windows.",), "windows", build)
+
+
 def cases(cold: int) -> Iterator[Case]:
     for dtype in (*FORMATS, *HALVES, DType.F32):
         nbytes = ROWS * COLUMNS // dtype.block * dtype.block_bytes
@@ -142,6 +180,11 @@ def cases(cold: int) -> Iterator[Case]:
         yield attention(tokens)
         yield delta_net(tokens)
         yield norm(tokens)
+        yield selective_scan(1024, 1, 16, 16, tokens)
+        yield selective_scan(48, 64, 128, 1, tokens)
+        yield gated_linear_attention(tokens)
+    yield running_sums()
+    yield sliding_windows()
 
 
 def measured(case: Case, limits: Limits, repeats: int, seed: int = 5) -> Iterator[dict[str, object]]:

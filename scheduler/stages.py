@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from ..backends.abilities import OTHERS, overlaps
 from ..backends.base import Instruction
@@ -19,6 +19,7 @@ from ..ops.collectives import POINT_TO_POINT_OPS, as_integer, find_collective_nu
 from .lowering.alike import structure
 from .lowering.lane import Lane, first_alike, teams_of
 from .machines.hardware import Counts, Estimate, Hardware, Work, leaf_of
+from .machines.stand_ins import NUMPY_SLOWDOWNS
 
 WORK = "work"
 AT_ONCE = 0.05
@@ -75,6 +76,7 @@ class Prices:
         are those of the instructions, where that is known already."""
         self.nodes, self.program = lane.graph.nodes, lane.program
         self.launches = lane.launches() if launches is None else launches
+        self.stand_ins = lane.stand_ins()
         self.hardware, self.whole, self.counts, self.number, self.team = hardware, whole, counts, number, team
 
     def of(self, at: int) -> StepCost:
@@ -97,8 +99,12 @@ class Prices:
         times, more = self._missing(node)
         more = min(own.nbytes * (times - 1), more)
         whole = own._replace(flops=own.flops * times, nbytes=own.nbytes + more, kept=own.kept + more)
-        seconds = partial(self.hardware.compute, launches=self.launches[at])
-        return StepCost(own.flops, own.nbytes, 0.0, seconds(*own), seconds(*whole) if more else None)
+        slowdown = NUMPY_SLOWDOWNS.get(i.op, 1.0) if at in self.stand_ins else 1.0
+
+        def seconds(work: Work) -> float:
+            return slowdown * self.hardware.compute(*work, launches=self.launches[at])
+
+        return StepCost(own.flops, own.nbytes, 0.0, seconds(own), seconds(whole) if more else None)
 
     def _there(self, i: Instruction) -> Sequence[int]:
         """The devices that a meeting joins."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...ops.collectives import COLLECTIVES
 from ...ops.registry import BUILTIN_OPS
-from ..abilities import Called, Source
+from ..abilities import STAND_IN, Called, Source
 from ..base import Comm, Device, Instruction, Program, Tensor
 from ..flow import Flow
 from ..liveness import readers_of
@@ -74,7 +74,7 @@ def foretold(program: Program, threads: int, in_python: Callable[[Instruction], 
         if not isinstance(part, int):
             yield from (Called(s.kernel.name, source_of(s.kernel.body), together[s.number]) for s in part)
         elif (i := program.instructions[part]).op not in COLLECTIVES:
-            yield Called("NumPy", in_python(i), (part,))
+            yield Called(STAND_IN, in_python(i), (part,))
 
 
 def kernels_of(program: Program, threads: int) -> Iterator[Kernel]:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...graph.errors import BackendError, StepError
-from ..abilities import Timed
+from ..abilities import STAND_IN, Timed
 from ..base import Array, Comm, Device, Program, run_calls
 from ..flow import Flow
 from .compiler import REPLAY, make_ready
@@ -179,7 +179,7 @@ class Replay:
 
     def kernels(self) -> list[str]:
         """The names of the kernels that a run calls, in order."""
-        names = (one.kernels if isinstance(one, Segment) else ["NumPy"] for _, one in self.work)
+        names = (one.kernels if isinstance(one, Segment) else [STAND_IN] for _, one in self.work)
         return [*chain.from_iterable(names)]
 
     def measured(self) -> Iterable[Timed]:
@@ -208,7 +208,7 @@ class Replay:
             if isinstance(one, Segment):
                 steps, times = [*zip(one.kernels, one.numbers, strict=True)], Segment.when(clock)
             else:
-                steps, times = [("NumPy", number)], 1e-9 * np.frombuffer(clock, np.int64)
+                steps, times = [(STAND_IN, number)], 1e-9 * np.frombuffer(clock, np.int64)
             for (kernel, first), (start, end) in zip(steps, pairwise(times.tolist()), strict=True):
                 yield Timed(kernel, together[first], start, end)
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...backends import find, registered
+from ...backends.abilities import STAND_IN, Foretells
 from ...backends.base import Backend, Device
 from ...graph.errors import HocketError
 from ...ops import REGISTRY
 from ..cases.case import Case
 from ..cases.grow_shapes import grow_points
-from ..checks.case_graph import build_case_graph
+from ..checks.case_graph import build_case_graph, device_plan_for
 from ..checks.run_case import unsupported_reason
 
 
@@ -21,19 +22,25 @@ from ..checks.run_case import unsupported_reason
 class SupportRow:
     """One op: its tier, the dtypes of its samples, and for each backend the dtypes it supports or why none.
 
-    `support` maps a device to {dtypes: reason why not}, an empty reason meaning that it can.
+    `support` maps a device to {dtypes: reason why not}, an empty reason meaning that it can. `stand_ins` maps a device
+    to the dtypes for which it has no compiled kernel, so that NumPy computes the op.
     """
 
     op: str
     must: bool
     dtypes: tuple[str, ...]
     support: Mapping[str, Mapping[str, str]]
+    stand_ins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def cell(self, device: str) -> str:
-        """``all``, ``none``, or the dtypes that work."""
+        """Return ``all``, ``none``, or the dtypes that work, and for which of them NumPy stands in."""
         reasons = self.support.get(device, {})
         good = [d for d in self.dtypes if not reasons.get(d, "unknown")]
-        return "all" if len(good) == len(self.dtypes) else ", ".join(good) or "none"
+        supported = "all" if len(good) == len(self.dtypes) else ", ".join(good) or "none"
+        in_numpy = self.stand_ins.get(device, ())
+        if not in_numpy:
+            return supported
+        return f"{supported} (NumPy)" if len(in_numpy) == len(good) else f"{supported} (NumPy: {', '.join(in_numpy)})"
 
 
 def support_matrix(devices: Sequence[str] | None = None) -> list[SupportRow]:
@@ -47,15 +54,41 @@ def support_matrix(devices: Sequence[str] | None = None) -> list[SupportRow]:
                 raise
     rows = []
     for op in REGISTRY.values():
-        by_dtype: dict[str, Case] = {}
+        by_dtype: dict[str, list[Case]] = {}
         for case in grow_points(op):
-            by_dtype.setdefault(case.dtypes, case)
+            by_dtype.setdefault(case.dtypes, []).append(case)
         support = {
-            name: {dtypes: _unsupported_reason(case, backend, device) for dtypes, case in by_dtype.items()}
+            name: {dtypes: _unsupported_reason(cases[0], backend, device) for dtypes, cases in by_dtype.items()}
             for name, (backend, device) in loaded.items()
         }
-        rows.append(SupportRow(op.name, op.is_required, tuple(by_dtype), support))
+        stand_ins = {
+            name: tuple(
+                dtypes
+                for dtypes, cases in by_dtype.items()
+                if not support[name][dtypes] and _has_no_compiled_kernel(cases, backend, device)
+            )
+            for name, (backend, device) in loaded.items()
+        }
+        rows.append(SupportRow(op.name, op.is_required, tuple(by_dtype), support, stand_ins))
     return rows
+
+
+def _has_no_compiled_kernel(cases: Sequence[Case], backend: Backend, device: Device) -> bool:
+    """Return whether NumPy computes every case that a backend with compiled kernels supports.
+
+    Cases with empty results call no kernel and decide nothing.
+    """
+    if not isinstance(backend, Foretells):
+        return False
+    stands_in = False
+    for case in cases:
+        if case.op_declaration.is_view or _unsupported_reason(case, backend, device):
+            continue
+        calls = device_plan_for(build_case_graph(case).graph, backend, device).calls
+        if calls and all(called.kernel != STAND_IN for called in calls):
+            return False
+        stands_in |= bool(calls)
+    return stands_in
 
 
 def _unsupported_reason(case: Case, backend: Backend, device: Device) -> str:

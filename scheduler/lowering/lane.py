@@ -8,7 +8,7 @@ from dataclasses import field
 from functools import cached_property
 from typing import Any
 
-from ...backends.abilities import Called, Foretells, overlaps
+from ...backends.abilities import STAND_IN, Called, Foretells, overlaps
 from ...backends.base import Backend, Device, Program
 from ...backends.beside import beside
 from ...graph.graph import Graph
@@ -82,6 +82,10 @@ class Lane:
             for number in called.numbers:
                 launches[number] += 1 / len(called.numbers)
         return launches
+
+    def stand_ins(self) -> frozenset[int]:
+        """Return the positions of the instructions that NumPy computes for lack of a compiled kernel."""
+        return frozenset(n for called in self.calls or () if called.kernel == STAND_IN for n in called.numbers)
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device: weights, states and constants as stored, and the arena of intermediate values."""

@@ -77,6 +77,7 @@ def reason_lines(plan: Plan) -> list[str]:
         *path_lines(plan),
         *beside_lines(plan),
         *following_lines(plan),
+        *stand_in_lines(plan),
     ]
 
 
@@ -145,6 +146,20 @@ def following_lines(plan: Plan) -> list[str]:
     if times < 1.01:
         return []
     return [f"runs that follow each other through {through} are {times:.2f} times as fast as one by one"]
+
+
+def stand_in_lines(plan: Plan) -> list[str]:
+    """Return a line for each kind of device with ops that have no compiled kernel, so that NumPy computes them."""
+    nodes: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for lane in plan.lanes:
+        for position in lane.stand_ins():
+            instruction = lane.program.instructions[position]
+            nodes[lane.device.kind][instruction.op].add(instruction.index)
+    lines = []
+    for kind, by_op in nodes.items():
+        counts = ", ".join(f"{op} ({len(numbers)})" for op, numbers in sorted(by_op.items()))
+        lines.append(f"{kind} has no compiled kernel for these nodes, which NumPy computes: {counts}")
+    return lines
 
 
 def memory_table(plan: Plan) -> list[str]:

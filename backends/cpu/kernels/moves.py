@@ -85,6 +85,23 @@ def move_rows(scatter: bool, dtype: DType = DType.F32) -> Kernel:
     return Kernel(f"moves.{'scatter' if scatter else 'gather'}.{dtype}", body)
 
 
+WIDEN = words("rows columns x x_row y y_row")
+
+
+@cache
+def widen_rows(dtype: DType) -> Kernel:
+    """Return the kernel that copies rows of `dtype` to rows of float32; `x_row` and `y_row` are bytes."""
+    copy = _from_rows(dtype)
+
+    def body(a, thread, threads):
+        first, last = share(WIDEN.rows(a), thread, threads)
+        for i in range(first, last):
+            copy(WIDEN.x(a) + i * WIDEN.x_row(a), WIDEN.y(a) + i * WIDEN.y_row(a), WIDEN.columns(a))
+        return 0
+
+    return Kernel(f"moves.widen_rows.{dtype}", body)
+
+
 def _ids_size(ids: Operand) -> int | None:
     """Bytes of an id, if they lie densely."""
     return {DType.I32: 4, DType.I64: 8}.get(ids.dtype) if ids.is_dense else None
@@ -227,7 +244,29 @@ def _concat(steps: Steps, call: Bound) -> bool:
     a, b, out = call.operand(0), call.operand(1), call.out
     axis = int(np.asarray(call.attrs["axis"])) % len(out.shape)
     parts = (out.part(axis, 0, a.shape[axis]), out.part(axis, a.shape[axis], b.shape[axis]))
-    return all(add_unary(steps, "copy", s, part) for s, part in zip((a, b), parts, strict=True))
+    pairs = [(s, part) for s, part in zip((a, b), parts, strict=True) if s.tensor.spec.size]
+    if not all(can_copy(*pair) or _can_widen(*pair) for pair in pairs):
+        return False
+    for source, target in pairs:
+        if can_copy(source, target):
+            add_unary(steps, "copy", source, target)
+        else:
+            words = WIDEN(
+                rows=math.prod(source.shape[:-1]),
+                columns=source.shape[-1],
+                x=source.address,
+                x_row=source.row_step,
+                y=target.address,
+                y_row=target.row_step,
+            )
+            steps.add(widen_rows(source.dtype), words, reads=[source], writes=[target])
+    return True
+
+
+def _can_widen(source: Operand, target: Operand) -> bool:
+    """Return whether `widen_rows` copies `source` there: rows of 16-bit numbers to rows of float32."""
+    halves = source.dtype in (DType.F16, DType.BF16) and not source.is_packed
+    return halves and source.has_rows and target.is_float and target.has_rows
 
 
 def _pad(steps: Steps, call: Bound) -> bool:

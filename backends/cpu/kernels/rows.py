@@ -207,12 +207,8 @@ CHOICE_WORDS = row_words("t x z y")
 @kernel
 def choose(a, thread, threads):
     """``t != 0 ? x : z``, of which any may be one number for the whole row."""
-    n, t_step, x_step, z_step = (
-        CHOICE_WORDS.columns(a),
-        CHOICE_WORDS.t_step(a),
-        CHOICE_WORDS.x_step(a),
-        CHOICE_WORDS.z_step(a),
-    )
+    n, t_step = CHOICE_WORDS.columns(a), CHOICE_WORDS.t_step(a)
+    x_step, z_step = CHOICE_WORDS.x_step(a), CHOICE_WORDS.z_step(a)
     lo, hi = share(CHOICE_WORDS.rows(a), thread, threads)
     for i in range(lo, hi):
         t, x, z, y = CHOICE_WORDS.t(a, i), CHOICE_WORDS.x(a, i), CHOICE_WORDS.z(a, i), CHOICE_WORDS.y(a, i)
@@ -333,7 +329,11 @@ def _room(steps: Steps, x: Operand, number: int) -> Operand:
 
 def _gathering(x: Operand, to: Operand) -> list[int] | None:
     """The walk of `collect`, if there is one."""
-    walk = rows_of(to.shape, [x, to], apart=True) if x.is_float and to.is_float and to.tensor.spec.size else None
+    if not (x.is_float and to.is_float and to.tensor.spec.size):
+        return None
+    walk = rows_of(to.shape, [x, to], apart=True)
+    if walk is None or walk[-1] != 4:
+        walk = rows_of(to.shape, [x, to], whole_rows=True, apart=True)
     return None if walk is None or walk[-1] != 4 else walk
 
 
@@ -368,7 +368,9 @@ def whole_rows(steps: Steps, x: Operand, y: Operand) -> tuple[list[int], Operand
 def _share(of: Numbered, sources: Sequence[Operand], out: Operand) -> Share | None:
     """The words for such a kernel; None if there are none, or nothing to do."""
     operands = [*sources, out]
-    walk = rows_of(out.shape, operands) if all(o.is_float for o in operands) and out.tensor.spec.size else None
+    if not all(o.is_float for o in operands) or not out.tensor.spec.size:
+        return None
+    walk = rows_of(out.shape, operands) or rows_of(out.shape, operands, whole_rows=True)
     if walk is None or walk[-1] != 4 or (len(sources) == 1 and walk[ELEMENTS][0] != 4):
         return None
     _, args, numbers = of

@@ -9,7 +9,8 @@ from ..steps import Binding, Fused
 from . import collective, moves, norms, reductions, rotary, rows
 from .attention import attention
 from .products import experts, gated, pairs, pairs_experts, pairs_many, products
-from .recurrent import recurrent, scans, short_convolution, windows
+from .recurrent import recurrent, scans, selective_scan, short_convolution, windows
+from .rowwise import arrangements, hyper_connections, parametric_units
 
 BINDINGS: Mapping[str, Binding] = merged(
     rows.BINDINGS,
@@ -23,9 +24,13 @@ BINDINGS: Mapping[str, Binding] = merged(
     experts.BINDINGS,
     recurrent.BINDINGS,
     scans.BINDINGS,
+    selective_scan.BINDINGS,
     short_convolution.BINDINGS,
     reductions.BINDINGS,
     windows.BINDINGS,
+    arrangements.BINDINGS,
+    hyper_connections.BINDINGS,
+    parametric_units.BINDINGS,
 )
 FUSED: Mapping[str, tuple[Fused, ...]] = merged_lists(
     rotary.FUSED,

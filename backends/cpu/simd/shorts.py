@@ -60,15 +60,31 @@ def store_some_half(b, a, v, count):
     _store(b, a, b.bitcast(b.fptrunc(v, _HALVES), _SHORTS), count)
 
 
-@intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
-def store_some_bf16(b, a, v, count):
-    """The first `count` lanes as bfloat16: the nearest, even ones on a tie; NaN stays."""
+def _bf16_bits(b: Any, v: Any) -> Any:
+    """The bits of a float32 whose upper half is the nearest bfloat16: ties to even, NaN stays NaN."""
     bits = b.bitcast(v, _I)
     odd = b.and_(b.lshr(bits, _ints(16)), _ints(1))
     near = b.add(bits, b.add(odd, _ints(0x7FFF)))
     quiet = b.or_(bits, _ints(0x400000))
-    rounded = b.select(b.fcmp_unordered("uno", v, v), quiet, near)
-    _store(b, a, b.trunc(b.lshr(rounded, _ints(16)), _SHORTS), count)
+    return b.select(b.fcmp_unordered("uno", v, v), quiet, near)
+
+
+@intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
+def store_some_bf16(b, a, v, count):
+    """The first `count` lanes as bfloat16: the nearest, even ones on a tie; NaN stays."""
+    _store(b, a, b.trunc(b.lshr(_bf16_bits(b, v), _ints(16)), _SHORTS), count)
+
+
+@intrinsic(FLOATS, FLOATS)
+def round_to_half(b, v):
+    """Each lane rounded to the nearest float16, ties to even."""
+    return b.fpext(b.fptrunc(v, _HALVES), _F)
+
+
+@intrinsic(FLOATS, FLOATS)
+def round_to_bf16(b, v):
+    """Each lane rounded to the nearest bfloat16, ties to even."""
+    return b.bitcast(b.and_(_bf16_bits(b, v), _ints(-0x10000)), _F)
 
 
 @intrinsic(FLOATS, ADDRESS)

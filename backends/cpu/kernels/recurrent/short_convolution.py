@@ -10,9 +10,24 @@ from .....graph.dtypes import DType
 from ....chains import short_convolution
 from ....flow import Flow
 from ....operands import Bound, Operand, need
-from ...compiler import Kernel, part
+from ...compiler import Kernel, kernel, part
 from ...simd.order import fourth_0, fourth_1, fourth_2, fourth_3
-from ...simd.vectors import LANES, fma, load, load_int, load_long, mul, splat, store, store_past
+from ...simd.vectors import (
+    LANES,
+    fma,
+    load,
+    load_apart,
+    load_int,
+    load_long,
+    mul,
+    mul_int,
+    numbers_from,
+    splat,
+    splat_int,
+    store,
+    store_past,
+    zeros,
+)
 from ...steps import Chain, Fused, Steps
 from ...words import words
 from ..functions import silu
@@ -55,25 +70,57 @@ def convolution() -> Kernel:
     return Kernel("short_convolution.plain", body)
 
 
+TAPPED = words("sequences tokens channels x x_between x_row w w_row y y_between y_row taps scratch")
+
+
+@kernel
+def convolve_taps(a, thread, threads):
+    """Any number of taps: ``y[t, c] = sum_j w[c, j] x[t + j, c]``. Each thread has `taps` vectors of scratch."""
+    tokens, channels, taps = TAPPED.tokens(a), TAPPED.channels(a), TAPPED.taps(a)
+    columns = TAPPED.scratch(a) + thread * 4 * LANES * taps
+    blocks = (channels + LANES - 1) // LANES
+    first, last = share(TAPPED.sequences(a) * blocks, thread, threads)
+    for unit in range(first, last):
+        n, c = unit // blocks, unit % blocks * LANES
+        x, y = TAPPED.x(a) + n * TAPPED.x_between(a), TAPPED.y(a) + n * TAPPED.y_between(a)
+        rows = mul_int(numbers_from(c, channels), splat_int(TAPPED.w_row(a)))
+        for j in range(taps):
+            store(columns + 4 * LANES * j, load_apart(TAPPED.w(a) + 4 * j, rows))
+        for t in range(tokens):
+            total = zeros()
+            for j in range(taps):
+                row = lanes(x + (t + j) * TAPPED.x_row(a), c, channels, 4)
+                total = fma(row, load(columns + 4 * LANES * j), total)
+            put(y + t * TAPPED.y_row(a), c, channels, total)
+    return 0
+
+
 def _convolution(steps: Steps, call: Bound) -> bool:
     x, w, y = call.operand(0), call.operand(1), call.out
-    plain = all(o.is_float and o.strides[-1] == 1 for o in (x, y)) and w.is_float and w.is_dense
-    if not plain or w.shape[-1] != TAPS or len(x.shape) not in (2, 3):
+    plain = all(o.is_float and o.strides[-1] == 1 for o in (x, y)) and w.is_float and w.is_dense_along(-1)
+    taps = w.shape[-1]
+    if not plain or len(x.shape) not in (2, 3) or 4 * w.shape[0] * abs(w.strides[0]) >= 2**31:
         return False
     batched = len(x.shape) == 3
-    words = PLAIN(
-        sequences=x.shape[0] if batched else 1,
-        tokens=y.shape[-2],
-        channels=y.shape[-1],
-        w=w.address,
-        x=x.address,
-        x_between=4 * x.strides[0] if batched else 0,
-        x_row=4 * x.strides[-2],
-        y=y.address,
-        y_between=4 * y.strides[0] if batched else 0,
-        y_row=4 * y.strides[-2],
-    )
-    steps.add(convolution(), words, reads=[x, w], writes=[y])
+    shared = {
+        "sequences": x.shape[0] if batched else 1,
+        "tokens": y.shape[-2],
+        "channels": y.shape[-1],
+        "w": w.address,
+        "x": x.address,
+        "x_between": 4 * x.strides[0] if batched else 0,
+        "x_row": 4 * x.strides[-2],
+        "y": y.address,
+        "y_between": 4 * y.strides[0] if batched else 0,
+        "y_row": 4 * y.strides[-2],
+    }
+    if taps == TAPS and w.is_dense:
+        steps.add(convolution(), PLAIN(**shared), reads=[x, w], writes=[y])
+        return True
+    nbytes = 4 * LANES * taps * steps.threads
+    scratch = steps.scratch(f"taps {nbytes}", nbytes)
+    words = TAPPED(**shared, w_row=4 * w.strides[0], taps=taps, scratch=scratch.address)
+    steps.add(convolve_taps, words, reads=[x, w], writes=[y])
     return True
 
 

@@ -1,0 +1,225 @@
+"""The selective scan of state space models: Mamba 1 (Gu and Dao, 2023) and Mamba 2 (Dao and Gu, 2024).
+
+Two kernels run one after the other:
+
+1. `step_sizes` computes ``size = softplus(dt)`` for each token and head, and ``decay = exp(size a)`` if `a` has one
+   number per head.
+2. `scan` updates rows of the state, one row per channel: ``S = decay S + (size x) b``, ``y = S . c``. A block of rows
+   sees all tokens before the next block does, so that it stays in the first cache.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from ....operands import Bound
+from ...compiler import Kernel, Part, part
+from ...simd.vectors import (
+    LANES,
+    fma,
+    mul,
+    splat_from,
+    store_scalar,
+    total,
+    zeros,
+)
+from ...steps import Steps
+from ...words import words
+from ..functions import exp, softplus
+from ..packing import share
+from ..rows import lanes, put
+from .recurrent import address, head_strides
+
+BLOCK_ROWS = 16
+"""Rows of a state that see all tokens before the next rows do."""
+SIZES = words("sequences tokens heads dt[4] rates sizes decays")
+SCAN = words(
+    "sequences tokens heads groups channels columns x[4] b[4] c[4] out[4] rates sizes decays state new snapshots"
+)
+"""A tensor of four words: its address, and bytes from sequence to sequence, token to token, and head to head. All other
+tensors are dense."""
+DT, X, B, C, OUT = SIZES.start("dt"), *(SCAN.start(name) for name in ("x", "b", "c", "out"))
+
+
+@cache
+def step_sizes(per_head: bool) -> Kernel:
+    """Return the kernel ``sizes = softplus(dt)``, and ``decays = exp(sizes * rates)`` if rates are one `per_head`."""
+
+    def body(a, thread, threads):
+        tokens, heads = SIZES.tokens(a), SIZES.heads(a)
+        first, last = share(SIZES.sequences(a) * tokens, thread, threads)
+        for i in range(first, last):
+            dt, to = address(a, DT, i // tokens, i % tokens, 0), 4 * heads * i
+            for h in range(0, heads, LANES):
+                size = softplus(lanes(dt, h, heads, 4))
+                put(SIZES.sizes(a) + to, h, heads, size)
+                if per_head:
+                    put(SIZES.decays(a) + to, h, heads, exp(mul(size, lanes(SIZES.rates(a), h, heads, 4))))
+        return 0
+
+    return Kernel(f"selective_scan.step_sizes.{'head' if per_head else 'column'}", body)
+
+
+@cache
+def decay_of(per_head: bool) -> Part:
+    """Return ``(size, decay, rates, column, columns)``: the decays of 16 columns of a row."""
+
+    def decay_columns(size, decay, rates, column, columns):
+        return decay if per_head else exp(mul(size, lanes(rates, column, columns, 4)))
+
+    return part(decay_columns)
+
+
+@cache
+def update_row_of(per_head: bool) -> Part:
+    """Return ``(old, new, columns, x, size, decay, rates, b, c, out)``: one row of the state sees one token.
+
+    `x` is the address of the row's input, `out` that of its output.
+    """
+    decay_columns = decay_of(per_head)
+
+    def update_row(old, new, columns, x, size, decay, rates, b, c, out):
+        write, y = mul(size, splat_from(x)), zeros()
+        for i in range(0, columns, LANES):
+            kept = mul(lanes(old, i, columns, 4), decay_columns(size, decay, rates, i, columns))
+            s = fma(write, lanes(b, i, columns, 4), kept)
+            y = fma(s, lanes(c, i, columns, 4), y)
+            put(new, i, columns, s)
+        store_scalar(out, total(y))
+
+    return part(update_row)
+
+
+@cache
+def update_four_rows_of(per_head: bool) -> Part:
+    """Return the same function for four neighbouring rows of one head, which read `b` and `c` once."""
+    decay_columns = decay_of(per_head)
+
+    def update_four_rows(old, new, columns, x, size, decay, rates, b, c, out):
+        row = 4 * columns
+        write_0, write_1 = mul(size, splat_from(x)), mul(size, splat_from(x + 4))
+        write_2, write_3 = mul(size, splat_from(x + 8)), mul(size, splat_from(x + 12))
+        y_0, y_1, y_2, y_3 = zeros(), zeros(), zeros(), zeros()
+        for i in range(0, columns, LANES):
+            factor = decay_columns(size, decay, rates, i, columns)
+            key, query = lanes(b, i, columns, 4), lanes(c, i, columns, 4)
+            s = fma(write_0, key, mul(lanes(old, i, columns, 4), factor))
+            y_0 = fma(s, query, y_0)
+            put(new, i, columns, s)
+            s = fma(write_1, key, mul(lanes(old + row, i, columns, 4), factor))
+            y_1 = fma(s, query, y_1)
+            put(new + row, i, columns, s)
+            s = fma(write_2, key, mul(lanes(old + 2 * row, i, columns, 4), factor))
+            y_2 = fma(s, query, y_2)
+            put(new + 2 * row, i, columns, s)
+            s = fma(write_3, key, mul(lanes(old + 3 * row, i, columns, 4), factor))
+            y_3 = fma(s, query, y_3)
+            put(new + 3 * row, i, columns, s)
+        store_scalar(out, total(y_0))
+        store_scalar(out + 4, total(y_1))
+        store_scalar(out + 8, total(y_2))
+        store_scalar(out + 12, total(y_3))
+
+    return part(update_four_rows)
+
+
+@cache
+def scan(per_head: bool) -> Kernel:
+    """Return the kernel of the recurrence; rates are one number `per_head`, or one per column of the state."""
+    update_row, update_four_rows = update_row_of(per_head), update_four_rows_of(per_head)
+
+    def body(a, thread, threads):
+        tokens, heads, channels, columns = SCAN.tokens(a), SCAN.heads(a), SCAN.channels(a), SCAN.columns(a)
+        heads_per_group, row_bytes, snapshots = heads // SCAN.groups(a), 4 * columns, SCAN.snapshots(a)
+        # A block is some channels of one head, or all channels of some heads.
+        block_channels, block_heads = min(channels, BLOCK_ROWS), max(1, BLOCK_ROWS // channels)
+        in_head = (channels + block_channels - 1) // block_channels
+        blocks = (heads + block_heads - 1) // block_heads * in_head
+        first_unit, last_unit = share(SCAN.sequences(a) * blocks, thread, threads)
+        for unit in range(first_unit, last_unit):
+            n, block = unit // blocks, unit % blocks
+            first_head, first = block // in_head * block_heads, block % in_head * block_channels
+            last_head, last = min(heads, first_head + block_heads), min(channels, first + block_channels)
+            state = SCAN.state(a) + row_bytes * channels * heads * n
+            new = SCAN.new(a) + row_bytes * channels * heads * n * snapshots
+            for t in range(tokens):
+                at, old = 4 * heads * (n * tokens + t), state if t == 0 else new
+                for h in range(first_head, last_head):
+                    group = h // heads_per_group
+                    x, out = address(a, X, n, t, h), address(a, OUT, n, t, h)
+                    b, c = address(a, B, n, t, group), address(a, C, n, t, group)
+                    size, decay = splat_from(SCAN.sizes(a) + at + 4 * h), splat_from(SCAN.decays(a) + at + 4 * h)
+                    rates, e = SCAN.rates(a) + row_bytes * h, first
+                    while e < last:
+                        row, to = row_bytes * (h * channels + e), 4 * e
+                        if e + 4 <= last:
+                            update_four_rows(old + row, new + row, columns, x + to, size, decay, rates, b, c, out + to)
+                            e += 4
+                        else:
+                            update_row(old + row, new + row, columns, x + to, size, decay, rates, b, c, out + to)
+                            e += 1
+                after = tokens - 1 - t
+                if 0 < after < snapshots:
+                    for h in range(first_head, last_head):
+                        start = row_bytes * (h * channels + first)
+                        size_floats = columns * (last - first)
+                        target = new + row_bytes * channels * heads * after + start
+                        for i in range(0, size_floats, LANES):
+                            put(target, i, size_floats, lanes(new + start, i, size_floats, 4))
+        return 0
+
+    return Kernel(f"selective_scan.scan.{'head' if per_head else 'column'}", body)
+
+
+def _is_compiled(call: Bound) -> bool:
+    """Return whether the kernels of this file compute a `ssm_scan`."""
+    x, dt, rates, b, c, state = (call.operand(i) for i in range(6))
+    out, new = call.dst
+    batched, tokens, snapshots = len(x.shape) == 4, x.shape[-3], call.attrs["snapshots"]
+    if call.attrs["pool"] != "none" or len(x.shape) not in (3, 4) or not tokens or not isinstance(snapshots, int):
+        return False
+    floats = all(o.is_float for o in (x, dt, rates, b, c, state, out, new))
+    dense = all(o.is_dense for o in (rates, state, new)) and all(o.is_dense_along(-1) for o in (x, dt, b, c, out))
+    return (
+        floats and dense and 0 not in (*x.shape, *b.shape) and snapshots <= tokens and batched == (len(dt.shape) == 3)
+    )
+
+
+def _bind_ssm_scan(steps: Steps, call: Bound) -> bool:
+    if not _is_compiled(call):
+        return False
+    x, dt, rates, b, c, state = (call.operand(i) for i in range(6))
+    out, new = call.dst
+    batched, per_head = len(x.shape) == 4, rates.shape[-1] == 1
+    tokens, heads, channels = x.shape[-3:]
+    sequences, columns = x.shape[0] if batched else 1, b.shape[-1]
+    each = 4 * sequences * tokens * heads
+    sizes, decays = steps.scratch(f"step sizes {each}", each), steps.scratch(f"decays {each}", each)
+    counts = {"sequences": sequences, "tokens": tokens, "heads": heads}
+    memory = {"rates": rates.address, "sizes": sizes.address, "decays": decays.address}
+    steps.add(
+        step_sizes(per_head),
+        SIZES(**counts, dt=head_strides(dt, 2, batched), **memory),
+        reads=[dt, rates],
+        writes=[sizes, decays],
+    )
+    steps.add(
+        scan(per_head),
+        SCAN(
+            **counts,
+            groups=b.shape[-2],
+            channels=channels,
+            columns=columns,
+            **{name: head_strides(o, 3, batched) for name, o in {"x": x, "b": b, "c": c, "out": out}.items()},
+            **memory,
+            state=state.address,
+            new=new.address,
+            snapshots=call.attrs["snapshots"],
+        ),
+        reads=[x, b, c, rates, sizes, decays, state],
+        writes=[out, new],
+    )
+    return True
+
+
+BINDINGS = {"ssm_scan": _bind_ssm_scan}

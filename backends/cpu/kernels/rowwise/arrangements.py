@@ -1,0 +1,174 @@
+"""Repeats, casts, ranges of numbers, and biases of chosen experts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from .....graph.dtypes import DType
+from ....base import contiguous_strides
+from ....operands import Bound, Operand
+from ...compiler import Kernel, Part, kernel, part
+from ...simd.shorts import round_to_bf16, round_to_half
+from ...simd.vectors import (
+    LANES,
+    Intrinsic,
+    add,
+    bits_to_float,
+    float_to_bits,
+    load_int,
+    load_long,
+    to_float,
+    truncated,
+)
+from ...steps import Steps
+from ...words import words
+from ..packing import NO_ROW, share
+from ..rows import add_rows, add_unary, lanes, put, row_words
+
+CAST = row_words("x y")
+BIAS = words("rows columns x x_row bias ids id_bytes experts first routed y y_row")
+"""`experts` rows of `bias` belong to the ids from `first` on; `routed` is the number of all experts."""
+
+
+@part
+def int_to_float(x):
+    """Return the float32 of lanes that hold the bits of an int32."""
+    return to_float(float_to_bits(x))
+
+
+@part
+def float_to_int(x):
+    """Return the bits of an int32, the number without its fraction."""
+    return bits_to_float(truncated(x))
+
+
+CASTS: dict[tuple[DType, DType], Part | Intrinsic] = {
+    (DType.F32, DType.F16): round_to_half,
+    (DType.F32, DType.BF16): round_to_bf16,
+    (DType.I32, DType.F32): int_to_float,
+    (DType.F32, DType.I32): float_to_int,
+}
+"""The conversion of 16 lanes by the dtype of the operand and the attribute `dtype`; floats are stored as f32."""
+
+
+@cache
+def convert(source: DType, target: DType) -> Kernel:
+    """Return the kernel that converts each element from `source` to `target`."""
+    function = CASTS[source, target]
+
+    def body(a, thread, threads):
+        n = CAST.columns(a)
+        first, last = share(CAST.rows(a), thread, threads)
+        for i in range(first, last):
+            x, y = CAST.x(a, i), CAST.y(a, i)
+            for c in range(0, n, LANES):
+                put(y, c, n, function(lanes(x, c, n, 4)))
+        return 0
+
+    return Kernel(f"arrangements.convert.{source}.{target}", body)
+
+
+@kernel
+def add_expert_bias(a, thread, threads):
+    """``y[i] = x[i] + bias[ids[i] - first]``; for experts of other devices nothing is added.
+
+    An id outside all experts stops the run.
+    """
+    n, experts, first, size = BIAS.columns(a), BIAS.experts(a), BIAS.first(a), BIAS.id_bytes(a)
+    low, high = share(BIAS.rows(a), thread, threads)
+    for i in range(low, high):
+        expert = load_int(BIAS.ids(a) + 4 * i) if size == 4 else load_long(BIAS.ids(a) + 8 * i)
+        if expert < 0 or expert >= BIAS.routed(a):
+            return NO_ROW | expert << 8
+        x, y, row = BIAS.x(a) + i * BIAS.x_row(a), BIAS.y(a) + i * BIAS.y_row(a), expert - first
+        is_local = row >= 0 and row < experts
+        bias = BIAS.bias(a) + 4 * n * row
+        for c in range(0, n, LANES):
+            value = lanes(x, c, n, 4)
+            put(y, c, n, add(value, lanes(bias, c, n, 4)) if is_local else value)
+    return 0
+
+
+def _with_axes(operand: Operand, shape: tuple[int, ...], strides: tuple[int, ...]) -> Operand:
+    return replace(operand, tensor=replace(operand.tensor, shape=shape, strides=strides))
+
+
+def _as_words(operand: Operand) -> Operand:
+    """Return an operand with elements of 32 bits as if they were float32, for walks through rows."""
+    return replace(operand, tensor=replace(operand.tensor, dtype=DType.F32))
+
+
+def _bind_repeat(steps: Steps, call: Bound) -> bool:
+    """Split each repeated axis of the result into (repetition, entry), and copy the operand with stride 0."""
+    x, y = call.operand(0), call.out
+    if not y.is_float or not x.is_float:
+        return False
+    missing = len(y.shape) - len(x.shape)
+    sizes, steps_of_x = [1] * missing + [*x.shape], [0] * missing + [*x.strides]
+    shape: list[int] = []
+    from_strides: list[int] = []
+    to_strides: list[int] = []
+    for n, step, m, to in zip(sizes, steps_of_x, y.shape, y.strides, strict=True):
+        if n not in (1, m):
+            shape.append(m // n)
+            from_strides.append(0)
+            to_strides.append(n * to)
+            m = n
+        shape.append(m)
+        from_strides.append(0 if n == 1 else step)
+        to_strides.append(to)
+    source = _with_axes(x, tuple(shape), tuple(from_strides))
+    return add_unary(steps, "copy", source, _with_axes(y, tuple(shape), tuple(to_strides)))
+
+
+def _bind_cast(steps: Steps, call: Bound) -> bool:
+    x, y, target = call.operand(0), call.out, call.attrs["dtype"]
+    if not isinstance(target, DType) or y.dtype is not (DType.I32 if target is DType.I32 else DType.F32):
+        return False
+    if x.is_float and target is DType.F32:
+        return add_unary(steps, "copy", x, y)
+    if (x.dtype, target) not in CASTS:
+        return False
+    return add_rows(steps, (convert(x.dtype, target), CAST, {}), [_as_words(x)], _as_words(y))
+
+
+def _bind_arange(steps: Steps, call: Bound) -> bool:
+    """Copy numbers that are computed once."""
+    y = call.out
+    start, step = (np.float64(np.asarray(call.attrs[name])) for name in ("start", "step"))
+    numbers = (start + step * np.arange(y.shape[0])).astype(np.float32)
+    memory = steps.constant(numbers)
+    tensor = replace(memory.tensor, shape=y.shape, strides=contiguous_strides(y.shape), dtype=DType.F32)
+    return add_unary(steps, "copy", Operand(memory.address, tensor), y)
+
+
+def _bind_add_id(steps: Steps, call: Bound) -> bool:
+    x, bias, ids, y = (*(call.operand(i) for i in range(3)), call.out)
+    id_bytes = {DType.I32: 4, DType.I64: 8}.get(ids.dtype)
+    floats = all(o.is_float and o.has_rows for o in (x, bias, y)) and bias.is_dense
+    if id_bytes is None or not ids.is_dense or not floats:
+        return False
+    experts = bias.shape[0]
+    block = BIAS(
+        rows=math.prod(x.shape[:-1]),
+        columns=x.shape[-1],
+        x=x.address,
+        x_row=x.row_step,
+        bias=bias.address,
+        ids=ids.address,
+        id_bytes=id_bytes,
+        experts=experts,
+        first=int(np.asarray(call.attrs["first"])),
+        routed=int(np.asarray(call.attrs["total"])) or experts,
+        y=y.address,
+        y_row=y.row_step,
+    )
+    steps.add(add_expert_bias, block, reads=[x, bias, ids], writes=[y], stops=True)
+    return True
+
+
+BINDINGS = {"repeat": _bind_repeat, "cast": _bind_cast, "arange": _bind_arange, "add_id": _bind_add_id}

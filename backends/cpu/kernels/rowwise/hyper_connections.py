@@ -1,0 +1,200 @@
+"""Hyper-connections: n residual streams that mix before and after a layer (Xie et al., mHC, 2025).
+
+ggml: ``DSV4_HC_PRE``, ``DSV4_HC_POST`` and ``DSV4_HC_COMB``.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+
+from .....ops.declaration.attributes import float_attribute
+from ....operands import Bound, Operand, float_bits
+from ...compiler import Kernel, kernel
+from ...simd.vectors import (
+    LANES,
+    add,
+    div,
+    fma,
+    largest,
+    load,
+    load_some,
+    mul,
+    splat,
+    splat_from,
+    store,
+    store_some,
+    sub,
+    total,
+    where_inside,
+    zeros,
+)
+from ...steps import Steps
+from ...words import words
+from ..functions import exp, sigmoid
+from ..packing import share
+from ..rows import lanes, put
+
+PRE = words("tokens streams columns x x_row weights weights_row y y_row scale:f32")
+POST = words("tokens streams columns x x_row residual residual_row post post_row comb comb_row y y_row scratch")
+COMB = words("tokens streams iterations mixes mixes_row scale base y eps:f32")
+"""Rows of `x` (`PRE`) and of `residual` and `y` (`POST`) are streams of tokens; `..._row` are bytes from row to row."""
+
+
+@cache
+def combine_streams(gated: bool) -> Kernel:
+    """Return the kernel ``y = scale sum_h x[h] weights[h]``; `gated` weights are logits of sigmoids per element."""
+
+    def body(a, thread, threads):
+        streams, n, scale = PRE.streams(a), PRE.columns(a), splat(PRE.scale(a))
+        first, last = share(PRE.tokens(a), thread, threads)
+        for t in range(first, last):
+            x, y = PRE.x(a) + t * streams * PRE.x_row(a), PRE.y(a) + t * PRE.y_row(a)
+            weights = PRE.weights(a) + t * PRE.weights_row(a) * (streams if gated else 1)
+            for c in range(0, n, LANES):
+                acc = zeros()
+                for h in range(streams):
+                    if gated:
+                        weight = sigmoid(lanes(weights + h * PRE.weights_row(a), c, n, 4))
+                    else:
+                        weight = splat_from(weights + 4 * h)
+                    acc = fma(lanes(x + h * PRE.x_row(a), c, n, 4), weight, acc)
+                put(y, c, n, mul(scale, acc))
+        return 0
+
+    return Kernel(f"hyper_connections.combine_streams.{'gated' if gated else 'plain'}", body)
+
+
+@cache
+def update_streams(mixes: bool) -> Kernel:
+    """Return the kernel ``y[to] = x post[to] + sum_from residual[from] comb[from, to]``; without `mixes` comb is 1.
+
+    `y` may lie where `residual` does: 16 columns of all streams are copied to the thread's scratch first.
+    """
+
+    def body(a, thread, threads):
+        streams, n = POST.streams(a), POST.columns(a)
+        held = POST.scratch(a) + thread * 4 * LANES * streams
+        first, last = share(POST.tokens(a), thread, threads)
+        for t in range(first, last):
+            x, post = POST.x(a) + t * POST.x_row(a), POST.post(a) + t * POST.post_row(a)
+            residual = POST.residual(a) + t * streams * POST.residual_row(a)
+            comb, y = POST.comb(a) + t * streams * POST.comb_row(a), POST.y(a) + t * streams * POST.y_row(a)
+            for c in range(0, n, LANES):
+                new = lanes(x, c, n, 4)
+                for h in range(streams):
+                    store(held + 4 * LANES * h, lanes(residual + h * POST.residual_row(a), c, n, 4))
+                for to in range(streams):
+                    acc = mul(new, splat_from(post + 4 * to))
+                    if mixes:
+                        for h in range(streams):
+                            acc = fma(load(held + 4 * LANES * h), splat_from(comb + h * POST.comb_row(a) + 4 * to), acc)
+                    else:
+                        acc = add(acc, load(held + 4 * LANES * to))
+                    put(y + to * POST.y_row(a), c, n, acc)
+        return 0
+
+    return Kernel(f"hyper_connections.update_streams.{'mixed' if mixes else 'apart'}", body)
+
+
+@kernel
+def mixing_matrices(a, thread, threads):
+    """Matrices of at most 16 streams: a softmax, then divisions by the sums of columns and rows in turn."""
+    n, iterations, eps = COMB.streams(a), COMB.iterations(a), splat(COMB.eps(a))
+    scale, base = splat_from(COMB.scale(a) + 8), COMB.base(a) + 8 * n
+    first, last = share(COMB.tokens(a), thread, threads)
+    for t in range(first, last):
+        logits, y = COMB.mixes(a) + t * COMB.mixes_row(a) + 8 * n, COMB.y(a) + 4 * n * n * t
+        for h in range(n):
+            x = where_inside(fma(load_some(logits + 4 * n * h, n), scale, load_some(base + 4 * n * h, n)), n)
+            e = exp(sub(x, splat(largest(x))))
+            store_some(y + 4 * n * h, add(div(e, splat(total(e))), eps), n)
+        for i in range(iterations):
+            if i > 0:
+                for h in range(n):
+                    x = load_some(y + 4 * n * h, n)
+                    store_some(y + 4 * n * h, div(x, add(splat(total(x)), eps)), n)
+            sums = zeros()
+            for h in range(n):
+                sums = add(sums, load_some(y + 4 * n * h, n))
+            sums = add(sums, eps)
+            for h in range(n):
+                store_some(y + 4 * n * h, div(load_some(y + 4 * n * h, n), sums), n)
+    return 0
+
+
+def _have_rows(*operands: Operand) -> bool:
+    return all(o.is_float and o.has_rows for o in operands)
+
+
+def _bind_pre(steps: Steps, call: Bound) -> bool:
+    x, weights, y = call.operand(0), call.operand(1), call.out
+    if not _have_rows(x, weights, y):
+        return False
+    block = PRE(
+        tokens=math.prod(x.shape[:-2]),
+        streams=x.shape[-2],
+        columns=x.shape[-1],
+        x=x.address,
+        x_row=x.row_step,
+        weights=weights.address,
+        weights_row=weights.row_step,
+        y=y.address,
+        y_row=y.row_step,
+        scale=float_bits(float_attribute(call.attrs, "scale")),
+    )
+    steps.add(combine_streams(bool(call.attrs["gated"])), block, reads=[x, weights], writes=[y])
+    return True
+
+
+def _bind_post(steps: Steps, call: Bound) -> bool:
+    x, residual, post, comb, y = (*(call.operand(i) for i in range(3)), call.optional(3), call.out)
+    operands = [x, residual, post] + ([] if comb is None else [comb])
+    if not _have_rows(*operands, y):
+        return False
+    nbytes = 4 * LANES * residual.shape[-2] * steps.threads
+    scratch = steps.scratch(f"streams {nbytes}", nbytes)
+    block = POST(
+        tokens=math.prod(x.shape[:-1]),
+        streams=residual.shape[-2],
+        columns=x.shape[-1],
+        x=x.address,
+        x_row=x.row_step,
+        residual=residual.address,
+        residual_row=residual.row_step,
+        post=post.address,
+        post_row=post.row_step,
+        comb=0 if comb is None else comb.address,
+        comb_row=0 if comb is None else comb.row_step,
+        y=y.address,
+        y_row=y.row_step,
+        scratch=scratch.address,
+    )
+    steps.add(update_streams(comb is not None), block, reads=operands, writes=[y])
+    return True
+
+
+def _bind_comb(steps: Steps, call: Bound) -> bool:
+    mixes, scale, base, y = (*(call.operand(i) for i in range(3)), call.out)
+    n = y.shape[-1]
+    plain = _have_rows(mixes, scale, base) and y.is_float and y.is_dense
+    if not plain or n > LANES:
+        return False
+    block = COMB(
+        tokens=math.prod(mixes.shape[:-1]),
+        streams=n,
+        iterations=int(np.asarray(call.attrs["n_iter"])),
+        mixes=mixes.address,
+        mixes_row=mixes.row_step,
+        scale=scale.address,
+        base=base.address,
+        y=y.address,
+        eps=call.float("eps"),
+    )
+    steps.add(mixing_matrices, block, reads=[mixes, scale, base], writes=[y])
+    return True
+
+
+BINDINGS = {"dsv4_hc_pre": _bind_pre, "dsv4_hc_post": _bind_post, "dsv4_hc_comb": _bind_comb}

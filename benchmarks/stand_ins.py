@@ -1,0 +1,92 @@
+"""How many times longer than predicted the ops take that NumPy computes on cpu: ``python benchmarks/stand_ins.py``.
+
+`hocket.scheduler.machines.stand_ins` has the rounded ratios. The prediction is that of a compiled kernel with the
+speeds that are built in.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import results_file as results
+
+import hocket
+from hocket import ops
+from hocket.backends.abilities import STAND_IN
+from hocket.graph import Graph, Value, input
+from hocket.scheduler.machines.hardware import CPU, Counts
+
+ROWS, COLUMNS, RUNS = 512, 2048, 7
+HEAD = ("op", "µs", "GB/s", "predicted µs", "ratio")
+
+
+def matrix(name: str, *shape: int, dtype: str = "f32") -> Value:
+    return input(name, shape or (ROWS, COLUMNS), dtype)
+
+
+CASES: Mapping[str, Callable[[], Value]] = {
+    "sin": lambda: ops.sin(matrix("x")),
+    "arctan": lambda: ops.arctan(matrix("x")),
+    "argmax": lambda: ops.argmax(matrix("x")),
+    "sum": lambda: ops.sum(matrix("x")),
+    "roll": lambda: ops.roll(matrix("x"), shifts=(3, 5)),
+    "power": lambda: ops.power(matrix("x"), matrix("y")),
+    "count_equal": lambda: ops.count_equal(matrix("x", dtype="i32"), matrix("y", dtype="i32")),
+    "tri": lambda: ops.tri(matrix("x", ROWS, ROWS), kind="lower"),
+    "diag": lambda: ops.diag(matrix("x", ROWS)),
+    "group_norm": lambda: ops.group_norm(matrix("x", 32, 64, 64), groups=8, eps=1e-5),
+    "scatter": lambda: ops.scatter(matrix("x"), matrix("i", dtype="i32"), matrix("y")),
+    "gather": lambda: ops.gather(matrix("x"), matrix("i", dtype="i32")),
+    "lightning_indexer": lambda: ops.lightning_indexer(
+        matrix("q", 128, 16, 64), matrix("k", 1024, 64), matrix("w", 128, 16), matrix("m", 128, 1024)
+    ),
+    "solve_tri": lambda: ops.solve_tri(matrix("a", 16, 64, 64), matrix("b", 16, 64, 64)),
+    "timestep_embedding": lambda: ops.timestep_embedding(matrix("x", ROWS), dim=320),
+    "argsort": lambda: ops.argsort(matrix("x")),
+}
+
+
+def measure(op: str, build: Callable[[], Value]) -> dict[str, object]:
+    """Return the row of an op. Raises SystemExit if it has a compiled kernel."""
+    graph, rng = Graph({"y": build()}), np.random.default_rng(5)
+    run = hocket.load(hocket.plan(graph, "cpu:0"), {})
+    if STAND_IN not in run.kernels():
+        raise SystemExit(f"{op}: has a compiled kernel; remove it from the cases")
+    given = {v.node.name: rng.random(v.shape) + 0.5 for v in graph.inputs if not v.dtype.is_integer}
+    given |= {v.node.name: rng.integers(0, ROWS, v.shape) for v in graph.inputs if v.dtype.is_integer}
+    run.bind({name: given[name].astype(v.dtype.storage) for v in graph.inputs if (name := v.node.name) in given})
+    seconds = median(sum(step.seconds for step in run.measure()[0]) for _ in range(RUNS))
+    work = Counts().of(next(node for node in graph.nodes if node.op == op))
+    predicted = CPU.compute(*work)
+    return {"op": op, "seconds": seconds, "gbs": work.nbytes / seconds / 1e9, "predicted": predicted}
+
+
+def cells(row: dict[str, object]) -> list[str]:
+    ratio = row["seconds"] / row["predicted"]
+    return [
+        row["op"],
+        f"{row['seconds'] * 1e6:.0f}",
+        f"{row['gbs']:.2f}",
+        f"{row['predicted'] * 1e6:.0f}",
+        f"{ratio:.1f}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shared", action="store_true", help="say that others used the machine meanwhile")
+    parser.add_argument("--save", type=Path, metavar="STEM", help="write STEM.json and STEM.md")
+    args = parser.parse_args()
+    about = results.circumstances(args.shared)
+    rows = [measure(op, build) for op, build in CASES.items()]
+    print(results.table(HEAD, list(map(cells, rows))), end="")
+    if args.save:
+        results.save(args.save, about, rows, results.table(HEAD, list(map(cells, rows))))
+
+
+if __name__ == "__main__":
+    main()
