@@ -135,6 +135,7 @@ class Renamer:
         self.root, self.result, self.hints = root, result, tuple(hints)
         self.globals: dict[str, str] = {}
         self.members: dict[tuple[str, str], str] = {}
+        self.accepted_guesses: frozenset[str] = frozenset()
         self.missing: list[Row] = []
         for row in rows:
             owner, _, name = row.old.rpartition(".")

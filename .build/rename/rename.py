@@ -9,7 +9,8 @@ second run changes nothing.
 2. Each name, attribute, import, keyword argument and class pattern is resolved to its definition.
 3. A reference to a renamed definition becomes an edit: file, position, new name.
 4. Overrides of a renamed member, and members of implementers of a renamed protocol, are renamed with it.
-5. A reference that mypy cannot type is printed, and is left for a person unless all definitions agree on one new name.
+5. A reference that mypy cannot type is printed, and is left for a person. `--guess` names those to rename, if all
+   definitions agree on one new name.
 
 A new name that exists in the same scope, or that a function hides with a local variable, is a collision.  Nothing is
 written while there are collisions.
@@ -207,7 +208,7 @@ class ModuleEdits(ast.NodeVisitor):
             choices = sorted(new or node.attr for new in news)
             place = f"{self.module}:{node.lineno}: {ast.unparse(node)[:70]}"
             self.renamer.untyped.append(f"{place} -> {', '.join(choices)}")
-            if len(news) == 1:
+            if len(news) == 1 and f"{self.module}:{node.attr}" in self.renamer.accepted_guesses:
                 return next(iter(news))
         return None
 
@@ -383,6 +384,7 @@ def main() -> int:
     parser.add_argument("--hints", type=Path, default=Path(__file__).with_name("receivers.tsv"))
     parser.add_argument("--config", default=str(Path(__file__).with_name("mypy.ini")))
     parser.add_argument("--only", nargs="*", default=(), help="module prefixes: rows of other modules wait")
+    parser.add_argument("--guess", nargs="*", default=(), help="MODULE:ATTRIBUTE of untyped references to rename")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     arguments.table, arguments.hints = arguments.table.absolute(), arguments.hints.absolute()  # mypy changes the folder
@@ -394,6 +396,7 @@ def rename(arguments: argparse.Namespace, result: build.BuildResult) -> int:
     rows = [row for row in read_table(arguments.table)
             if not arguments.only or row.module.startswith(tuple(arguments.only))]  # fmt: skip
     renamer = Renamer(arguments.root, result, rows, read_hints(arguments.hints))
+    renamer.accepted_guesses = frozenset(arguments.guess)
     check_collisions(renamer)
     changed: dict[Path, str] = {}
     count = 0
