@@ -1,7 +1,7 @@
 """How many times longer than predicted the ops take that NumPy computes on cpu: ``python benchmarks/stand_ins.py``.
 
-`hocket.scheduler.machines.stand_ins` has the rounded ratios. The prediction is that of a compiled kernel with the
-speeds that are built in.
+`hocket.scheduler.machines.stand_ins` has the rounded ratios. The prediction holds for a compiled kernel at the
+built-in speeds.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hocket.graph import Graph, Value, input
 from hocket.scheduler.machines.hardware import CPU, Counts
 
 ROWS, COLUMNS, RUNS = 512, 2048, 7
-HEAD = ("op", "µs", "GB/s", "predicted µs", "ratio")
+TABLE_COLUMNS = ("op", "µs", "GB/s", "predicted µs", "ratio")
 
 
 def matrix(name: str, *shape: int, dtype: str = "f32") -> Value:
     return input(name, shape or (ROWS, COLUMNS), dtype)
 
 
-CASES: Mapping[str, Callable[[], Value]] = {
+OP_BUILDERS: Mapping[str, Callable[[], Value]] = {
     "sin": lambda: ops.sin(matrix("x")),
     "arctan": lambda: ops.arctan(matrix("x")),
     "argmax": lambda: ops.argmax(matrix("x")),
@@ -56,16 +56,16 @@ def measure(op: str, build: Callable[[], Value]) -> dict[str, object]:
     run = hocket.load(hocket.plan(graph, "cpu:0"), {})
     if STAND_IN not in run.kernels():
         raise SystemExit(f"{op}: has a compiled kernel; remove it from the cases")
-    given = {v.node.name: rng.random(v.shape) + 0.5 for v in graph.inputs if not v.dtype.is_integer}
-    given |= {v.node.name: rng.integers(0, ROWS, v.shape) for v in graph.inputs if v.dtype.is_integer}
-    run.bind({name: given[name].astype(v.dtype.storage) for v in graph.inputs if (name := v.node.name) in given})
+    arrays = {v.node.name: rng.random(v.shape) + 0.5 for v in graph.inputs if not v.dtype.is_integer}
+    arrays |= {v.node.name: rng.integers(0, ROWS, v.shape) for v in graph.inputs if v.dtype.is_integer}
+    run.bind({name: arrays[name].astype(v.dtype.storage) for v in graph.inputs if (name := v.node.name) in arrays})
     seconds = median(sum(step.seconds for step in run.measure()[0]) for _ in range(RUNS))
     work = Counts().of(next(node for node in graph.nodes if node.op == op))
     predicted = CPU.compute(*work)
     return {"op": op, "seconds": seconds, "gbs": work.nbytes / seconds / 1e9, "predicted": predicted}
 
 
-def cells(row: dict[str, object]) -> list[str]:
+def format_cells(row: dict[str, object]) -> list[str]:
     ratio = row["seconds"] / row["predicted"]
     return [
         row["op"],
@@ -82,10 +82,10 @@ def main() -> None:
     parser.add_argument("--save", type=Path, metavar="STEM", help="write STEM.json and STEM.md")
     args = parser.parse_args()
     about = results.circumstances(args.shared)
-    rows = [measure(op, build) for op, build in CASES.items()]
-    print(results.table(HEAD, list(map(cells, rows))), end="")
+    rows = [measure(op, build) for op, build in OP_BUILDERS.items()]
+    print(results.table(TABLE_COLUMNS, list(map(format_cells, rows))), end="")
     if args.save:
-        results.save(args.save, about, rows, results.table(HEAD, list(map(cells, rows))))
+        results.save(args.save, about, rows, results.table(TABLE_COLUMNS, list(map(format_cells, rows))))
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def support_matrix(devices: Sequence[str] | None = None) -> list[SupportRow]:
 def _has_no_compiled_kernel(cases: Sequence[Case], backend: Backend, device: Device) -> bool:
     """Return whether NumPy computes every case that a backend with compiled kernels supports.
 
-    Cases with empty results call no kernel and decide nothing.
+    Cases with empty results are ignored: they call no kernel.
     """
     if not isinstance(backend, Foretells):
         return False

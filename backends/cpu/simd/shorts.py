@@ -61,7 +61,7 @@ def store_some_half(b, a, v, count):
 
 
 def _bf16_bits(b: Any, v: Any) -> Any:
-    """The bits of a float32 whose upper half is the nearest bfloat16: ties to even, NaN stays NaN."""
+    """Return the bits of a float32. Their upper half is the nearest bfloat16: ties to even, NaN stays NaN."""
     bits = b.bitcast(v, _I)
     odd = b.and_(b.lshr(bits, _ints(16)), _ints(1))
     near = b.add(bits, b.add(odd, _ints(0x7FFF)))

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
+
 from ....operands import Bound
 from ...compiler import Kernel, Part, part
 from ...simd.vectors import (
@@ -32,13 +34,13 @@ from .recurrent import address, head_strides
 
 BLOCK_ROWS = 16
 """Rows of a state that see all tokens before the next rows do."""
-SIZES = words("sequences tokens heads dt[4] rates sizes decays")
+STEP_SIZES = words("sequences tokens heads dt[4] rates sizes decays")
 SCAN = words(
     "sequences tokens heads groups channels columns x[4] b[4] c[4] out[4] rates sizes decays state new snapshots"
 )
 """A tensor of four words: its address, and bytes from sequence to sequence, token to token, and head to head. All other
 tensors are dense."""
-DT, X, B, C, OUT = SIZES.start("dt"), *(SCAN.start(name) for name in ("x", "b", "c", "out"))
+DT, X, B, C, OUT = STEP_SIZES.start("dt"), *(SCAN.start(name) for name in ("x", "b", "c", "out"))
 
 
 @cache
@@ -46,15 +48,15 @@ def step_sizes(per_head: bool) -> Kernel:
     """Return the kernel ``sizes = softplus(dt)``, and ``decays = exp(sizes * rates)`` if rates are one `per_head`."""
 
     def body(a, thread, threads):
-        tokens, heads = SIZES.tokens(a), SIZES.heads(a)
-        first, last = share(SIZES.sequences(a) * tokens, thread, threads)
+        tokens, heads = STEP_SIZES.tokens(a), STEP_SIZES.heads(a)
+        first, last = share(STEP_SIZES.sequences(a) * tokens, thread, threads)
         for i in range(first, last):
             dt, to = address(a, DT, i // tokens, i % tokens, 0), 4 * heads * i
             for h in range(0, heads, LANES):
                 size = softplus(lanes(dt, h, heads, 4))
-                put(SIZES.sizes(a) + to, h, heads, size)
+                put(STEP_SIZES.sizes(a) + to, h, heads, size)
                 if per_head:
-                    put(SIZES.decays(a) + to, h, heads, exp(mul(size, lanes(SIZES.rates(a), h, heads, 4))))
+                    put(STEP_SIZES.decays(a) + to, h, heads, exp(mul(size, lanes(STEP_SIZES.rates(a), h, heads, 4))))
         return 0
 
     return Kernel(f"selective_scan.step_sizes.{'head' if per_head else 'column'}", body)
@@ -74,15 +76,15 @@ def decay_of(per_head: bool) -> Part:
 def update_row_of(per_head: bool) -> Part:
     """Return ``(old, new, columns, x, size, decay, rates, b, c, out)``: one row of the state sees one token.
 
-    `x` is the address of the row's input, `out` that of its output.
+    `x` is the address of the row's input, `out` the address of its output.
     """
     decay_columns = decay_of(per_head)
 
     def update_row(old, new, columns, x, size, decay, rates, b, c, out):
         write, y = mul(size, splat_from(x)), zeros()
         for i in range(0, columns, LANES):
-            kept = mul(lanes(old, i, columns, 4), decay_columns(size, decay, rates, i, columns))
-            s = fma(write, lanes(b, i, columns, 4), kept)
+            decayed = mul(lanes(old, i, columns, 4), decay_columns(size, decay, rates, i, columns))
+            s = fma(write, lanes(b, i, columns, 4), decayed)
             y = fma(s, lanes(c, i, columns, 4), y)
             put(new, i, columns, s)
         store_scalar(out, total(y))
@@ -199,7 +201,7 @@ def _bind_ssm_scan(steps: Steps, call: Bound) -> bool:
     memory = {"rates": rates.address, "sizes": sizes.address, "decays": decays.address}
     steps.add(
         step_sizes(per_head),
-        SIZES(**counts, dt=head_strides(dt, 2, batched), **memory),
+        STEP_SIZES(**counts, dt=head_strides(dt, 2, batched), **memory),
         reads=[dt, rates],
         writes=[sizes, decays],
     )
@@ -214,7 +216,7 @@ def _bind_ssm_scan(steps: Steps, call: Bound) -> bool:
             **memory,
             state=state.address,
             new=new.address,
-            snapshots=call.attrs["snapshots"],
+            snapshots=int(np.asarray(call.attrs["snapshots"])),
         ),
         reads=[x, b, c, rates, sizes, decays, state],
         writes=[out, new],

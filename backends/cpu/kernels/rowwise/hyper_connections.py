@@ -76,7 +76,7 @@ def update_streams(mixes: bool) -> Kernel:
 
     def body(a, thread, threads):
         streams, n = POST.streams(a), POST.columns(a)
-        held = POST.scratch(a) + thread * 4 * LANES * streams
+        block = POST.scratch(a) + thread * 4 * LANES * streams
         first, last = share(POST.tokens(a), thread, threads)
         for t in range(first, last):
             x, post = POST.x(a) + t * POST.x_row(a), POST.post(a) + t * POST.post_row(a)
@@ -85,14 +85,16 @@ def update_streams(mixes: bool) -> Kernel:
             for c in range(0, n, LANES):
                 new = lanes(x, c, n, 4)
                 for h in range(streams):
-                    store(held + 4 * LANES * h, lanes(residual + h * POST.residual_row(a), c, n, 4))
+                    store(block + 4 * LANES * h, lanes(residual + h * POST.residual_row(a), c, n, 4))
                 for to in range(streams):
                     acc = mul(new, splat_from(post + 4 * to))
                     if mixes:
                         for h in range(streams):
-                            acc = fma(load(held + 4 * LANES * h), splat_from(comb + h * POST.comb_row(a) + 4 * to), acc)
+                            acc = fma(
+                                load(block + 4 * LANES * h), splat_from(comb + h * POST.comb_row(a) + 4 * to), acc
+                            )
                     else:
-                        acc = add(acc, load(held + 4 * LANES * to))
+                        acc = add(acc, load(block + 4 * LANES * to))
                     put(y + to * POST.y_row(a), c, n, acc)
         return 0
 

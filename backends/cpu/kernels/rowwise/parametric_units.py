@@ -41,7 +41,7 @@ def limited_unit(gate, up, alpha, limit, offset):
 
 
 @kernel
-def limited(a, thread, threads):
+def gate_with_limit(a, thread, threads):
     """`limited_unit` of each element. An offset of -0 keeps the sign of a zero."""
     n, gate_step, up_step = LIMITED.columns(a), LIMITED.gate_step(a), LIMITED.up_step(a)
     alpha, limit, offset = splat(LIMITED.alpha(a)), splat(LIMITED.limit(a)), splat(LIMITED.offset(a))
@@ -66,7 +66,7 @@ def _bind_xielu(steps: Steps, call: Bound) -> bool:
 def _bind_limited(steps: Steps, call: Bound, alpha: float, offset: float) -> bool:
     numbers = {"alpha": alpha, "limit": float_attribute(call.attrs, "limit"), "offset": offset}
     bits = {name: float_bits(value) for name, value in numbers.items()}
-    return add_rows(steps, (limited, LIMITED, bits), [call.operand(0), call.operand(1)], call.out)
+    return add_rows(steps, (gate_with_limit, LIMITED, bits), [call.operand(0), call.operand(1)], call.out)
 
 
 def _bind_swiglu_oai(steps: Steps, call: Bound) -> bool:
