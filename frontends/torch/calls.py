@@ -1,4 +1,4 @@
-"""Converters of ATen calls whose arguments differ from the functions of `frontends.tensors`.
+"""Converters of ATen calls with other arguments than the functions of `frontends.tensors`.
 
 A converter takes the arguments of an ATen op, with tensors as `Tensor`, and returns the results as `Tensor`. Most
 functions here only reorder arguments and have the name of their ATen op. A function ``make_*_converter`` returns a

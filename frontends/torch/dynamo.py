@@ -114,7 +114,7 @@ def _placeholders(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 
 def _numbers(module: torch.fx.GraphModule) -> list[int]:
-    """Return the indices of the arguments of which the graph reads only the Python number, for example a float."""
+    """Return the indices of the arguments that the graph reads only as Python numbers, for example a float."""
     nodes = enumerate(_placeholders(module.graph))
     return [i for i, node in nodes if node.users and all(map(_is_item, node.users))]
 
