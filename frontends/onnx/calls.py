@@ -1,4 +1,8 @@
-"""Calls of ONNX ops whose inputs and attributes say otherwise what the functions of `frontends.tensors` take."""
+"""Converters of ONNX ops with other inputs or attributes than the functions of `frontends.tensors`.
+
+A converter takes the inputs of a node as `Tensor` (None for an absent one) and its attributes as keywords. Most
+converters have the name of their ONNX op. An input that decides a shape must be a constant.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +21,33 @@ from ..tensors import indexing, shapes
 from ..tensors.tensor import Tensor, cast, constant_tensor
 
 Row: TypeAlias = Callable[..., Any]
+"""A function that converts one node: inputs and attributes in, results out."""
 Numbers: TypeAlias = "Tensor | Sequence[int] | int | None"
+"""Integers of an attribute or of an input; None if it is absent."""
 LARGEST = 1 << 26
-"""Entries of a constant that an op makes of a shape."""
+"""The largest number of entries of a constant that an op creates from a shape."""
 
 
 def numbers(x: Numbers) -> list[int] | None:
-    """Integers of an attribute, or of an input that is known when the graph is made; None for one left out."""
+    """Return the integers of an attribute or of a constant input, or None for an absent one.
+
+    Raises:
+        ModelError: The input depends on the inputs of the model.
+    """
     if x is None or isinstance(x, int):
         return None if x is None else [x]
     return [int(n) for n in (known(x).reshape(-1) if isinstance(x, Tensor) else x)]
 
 
 def known(x: Tensor) -> np.ndarray:
-    """The numbers of a constant.  Raises `ModelError` for what depends on the inputs of the model."""
+    """Return the numbers of a constant. Raises `ModelError` for a tensor that depends on the inputs of the model."""
     if x.constant is None:
         raise ModelError("a shape or setting depends on an input of the model; fix that input: fixed={name: array}")
     return np.asarray(x.constant)
 
 
 def number(x: Any, default: Any) -> Any:
-    """One number of an attribute or of a constant."""
+    """Return the single number of an attribute or of a constant, or `default` for an absent one."""
     if x is None:
         return default
     return known(x).reshape(-1)[0].item() if isinstance(x, Tensor) else x
@@ -47,7 +57,7 @@ def number(x: Any, default: Any) -> Any:
 
 
 def each(op: Callable[[Tensor, Tensor], Tensor]) -> Row:
-    """An op of any number of operands, one after the other."""
+    """Return the converter of an op with any number of operands, which applies a binary function from left to right."""
     return lambda *xs: reduce(op, xs)
 
 
@@ -102,7 +112,7 @@ def is_infinite(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1
 
 
 def same(x: Tensor, *_: object, **__: object) -> Tensor:
-    """The type of the result is the cast."""
+    """Return the operand; the importer casts it to the dtype of the result."""
     return x
 
 
@@ -177,7 +187,7 @@ def slice_(
     steps = numbers(by) or [1] * len(begin)
     for a, i, j, step in zip(at, begin, end, steps, strict=True):
         n = x.shape[x.axis(a)]
-        if step < 0:  # from the entry before the first, where the slice ends
+        if step < 0:  # -1 is the index before the first entry here
             i, j = (max(-1, min(n - 1, p + n if p < 0 else p)) for p in (i, j))
             x = shapes.take(x, a, np.arange(i, j, step))
         else:
@@ -214,10 +224,12 @@ def expand(x: Tensor, shape: Tensor) -> Tensor:
 
 
 def shape_of(x: Tensor, *, start: int = 0, end: int | None = None) -> Tensor:
+    """Return the axes `start` to `end` of the shape as a constant."""
     return constant_tensor(np.asarray(x.shape[slice(start, end)], np.int64))
 
 
 def _sized(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape as a tuple. Raises `ModelError` for a negative axis or too many entries."""
     if any(n < 0 for n in shape) or math.prod(shape) > LARGEST:
         raise ModelError(f"a tensor of {list(shape)}; need at most {LARGEST} entries")
     return tuple(shape)
@@ -229,6 +241,7 @@ def constant_of_shape(shape: Tensor, *, value: Any = None) -> Tensor:
 
 
 def constant(**given: Any) -> Tensor:
+    """Return the constant of a ``Constant`` node, which has exactly one of the attributes ``value*``."""
     ((kind, value),) = given.items()
     whole = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
     return constant_tensor(np.asarray(value, whole.get(kind)))
@@ -279,6 +292,7 @@ def depth_to_space(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
 
 
 def gather(x: Tensor, ids: Tensor, *, axis: int = 0) -> Tensor:
+    """Select entries along `axis`; the result has the axes of `ids` in place of that axis."""
     at = x.axis(axis)
     chosen = indexing.index_select(x, at, shapes.reshape(ids, (math.prod(ids.shape),)))
     return shapes.reshape(chosen, (*x.shape[:at], *ids.shape, *x.shape[at + 1 :]))
@@ -289,10 +303,13 @@ def gather_elements(x: Tensor, ids: Tensor, *, axis: int = 0) -> Tensor:
 
 
 def _lists(x: Tensor, ids: Tensor, batch: int = 0) -> list[Tensor]:
-    """The last axis of `ids` as a list of numbers for each axis of `x` that they index."""
+    """Split the last axis of `ids` into one index tensor for each axis of `x`.
+
+    The first `batch` axes have the same index in `x` and in `ids`.
+    """
     ahead = [
         constant_tensor(np.arange(n).reshape(-1, *(1,) * (ids.rank - 2 - a))) for a, n in enumerate(x.shape[:batch])
-    ]  # the same place in both
+    ]  # the same index in `x` and in `ids`
     return [*ahead, *shapes.unbind(ids, -1)]
 
 
@@ -301,6 +318,7 @@ def gather_nd(x: Tensor, ids: Tensor, *, batch_dims: int = 0) -> Tensor:
 
 
 _REDUCE = {"none": "set", "add": "add", "mul": "mul", "max": "max", "min": "min"}
+"""The scatter kinds of `frontends.tensors.indexing`, by the values of the attribute ``reduction``."""
 
 
 def scatter_elements(x: Tensor, ids: Tensor, src: Tensor, *, axis: int = 0, reduction: str = "none") -> Tensor:

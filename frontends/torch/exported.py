@@ -60,8 +60,8 @@ def from_torch(exported: ExportedProgram) -> Program:
     states. Shapes are static, as in the example arguments.
 
     Raises:
-        ModelError: The program has ops without a row, and the message lists all of them with their numbers of calls; or
-            the program has a type or a shape that hocket does not support.
+        ModelError: The program has ops without a row; the message lists all of them with their numbers of calls. Or the
+            program has a type or a shape that hocket does not support.
     """
     kind = type(exported)
     if (kind.__name__, kind.__module__.split(".")[0]) != ("ExportedProgram", "torch"):
