@@ -167,9 +167,7 @@ FOLDED = frozenset(
         *("ReduceProd", "ReduceSum", "ReduceMax", "ReduceMin", "Flatten", "NonZero", "CumSum", "Reciprocal"),
     )
 )
-"""Ops of shape arithmetic, which the reference evaluator of onnx computes during the import if all inputs are
-constants.
-"""
+"""Ops of shape arithmetic; the reference evaluator of onnx computes them during the import if all inputs are known."""
 
 READ_NOW = ("Resize", "Upsample", "Range")
 """Ops that read float inputs during the import; these inputs do not become weights."""
