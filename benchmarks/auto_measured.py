@@ -86,7 +86,7 @@ def taken(session: Session, sequences: int) -> str:
 
 
 def told(rounds: Sequence[Mapping[str, float]], tokens: int, took: str) -> list[str]:
-    """Return tokens/s of each choice, the choice of `auto`, and its ratios to one device and to the best of the round."""
+    """Return tokens/s of each choice, the choice of `auto`, and its ratios to one device and to the best."""
     speeds = [f"{median(tokens / row[choice] for row in rounds):.0f}" for choice in CHOICES]
     one = median(row["one device"] / row["auto"] for row in rounds)
     best = median(min(row[choice] for choice in CHOICES if choice != "auto") / row["auto"] for row in rounds)

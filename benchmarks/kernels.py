@@ -52,8 +52,9 @@ class Limits:
 
 
 class Machine:
-    """A number of threads of this machine; its limits change with the load of other users, so they are measured
-    repeatedly.
+    """A number of threads of this machine.
+
+    Its limits change with the load of other users, so they are measured repeatedly.
     """
 
     def __init__(self, threads: int) -> None:
