@@ -74,7 +74,7 @@ class ToyBackend(HostBackend):
         return 0
 
     def tolerance(self, node: Node) -> float | None:
-        """Return the relative error of one operation if it exceeds the error in float32: bfloat16 has 8 significant bits."""
+        """Return the relative error of one operation if it exceeds that error in float32; bfloat16 has 8 bits."""
         return 2.0**-8 if node.op == "mul_mat" else None
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
