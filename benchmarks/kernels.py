@@ -98,6 +98,7 @@ class Case:
 
 
 def product(dtype: DType, tokens: int, copies: int) -> Case:
+    """Make the case of a matmul with a weight of 2048 × 2048."""
     x = input("x", (tokens, COLUMNS))
 
     def build(i: int) -> Value:
@@ -111,6 +112,7 @@ def product(dtype: DType, tokens: int, copies: int) -> Case:
 
 
 def attention(tokens: int) -> Case:
+    """Make the case of an attention of 32 heads on 8 over `CONTEXT_TOKENS` cached tokens."""
     heads, shared, size = 32, 8, 128
     mask = ops.causal_mask(input("pos", (1, tokens), "i32"), cells=CELLS)
 
@@ -123,6 +125,7 @@ def attention(tokens: int) -> Case:
 
 
 def delta_net(tokens: int) -> Case:
+    """Make the case of a gated delta net with 16 heads of size 128."""
     heads, size = 16, 128
 
     def build(i: int) -> Value:
@@ -135,6 +138,8 @@ def delta_net(tokens: int) -> Case:
 
 
 def norm(tokens: int) -> Case:
+    """Make the case of an RMS norm."""
+
     def build(i: int) -> Value:
         return ops.rms_norm(input(f"x{i}", (tokens, COLUMNS)), eps=1e-6)
 
@@ -142,6 +147,7 @@ def norm(tokens: int) -> Case:
 
 
 def cases(cold: int) -> Iterator[Case]:
+    """Yield all cases; weights of one-token matmuls have copies of `cold` bytes in total."""
     for dtype in (*FORMATS, *HALVES, DType.F32):
         nbytes = ROWS * COLUMNS // dtype.block * dtype.block_bytes
         yield product(dtype, 1, max(2, cold // nbytes))
@@ -205,6 +211,7 @@ HEAD = ("kernel", "case", "threads", "µs", "GB/s", "GFLOP/s", "of the limit")
 
 
 def cells(row: dict[str, object]) -> list[str]:
+    """Return the cells of a result row for the table."""
     numbers = [f"{row['seconds'] * 1e6:.1f}", f"{row['gbs']:.1f}", f"{row['gflops']:.0f}", f"{row['share']:.0%}"]
     return [row["kernel"], row["case"], str(row["threads"]), *numbers]
 

@@ -70,6 +70,7 @@ def measured(path: Path, tokens: int, rounds: int) -> list[dict[str, object]]:
 
 
 def seconds(run: Callable[[], None]) -> float:
+    """Return the wall time of a call, in seconds."""
     start = perf_counter()
     run()
     return perf_counter() - start

@@ -53,6 +53,7 @@ slowest device does in a run, and so why more devices help or do not: `work` is 
 
 
 def planned(graph: Graph, machine: str, mode: str = "auto", devices: int | None = None, use: Use | None = None) -> Plan:
+    """Plan a graph for a simulated machine, optionally for its first devices and for a workload."""
     simulation = simulate(machine)
     return plan_for(
         graph, simulation.group[:devices], split_mode=mode, hardware=simulation.hardware_for(graph), use=use

@@ -23,6 +23,7 @@ ROUNDS, LIMIT, TOKENS = 3, 5.0, (1, 2048)
 
 
 def seconds(path: str, tokens: int) -> float:
+    """Return the processor seconds to read, plan and explain a step of `tokens` tokens."""
     start = process_time()
     graph, _ = read_step_graph(path, context=4096, tokens=tokens)
     simulation = simulate("h200:8,nvlink")

@@ -34,7 +34,7 @@ TURNS = 5
 
 @dataclass
 class Run:
-    """Steps of `tokens` tokens of a model at the end of a context."""
+    """Steps of `token_count` tokens of a model at the end of a context."""
 
     name: str
     session: Session

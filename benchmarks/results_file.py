@@ -47,6 +47,7 @@ def processor() -> str:
 
 
 def one_line(about: Mapping[str, object]) -> str:
+    """Return the circumstances as one line of text."""
     shared = "shared with other work" if about["shared"] else "otherwise idle"
     return (
         f"{about['date']}, {about['cpu']}, {about['cores']} cores, {shared} (load {about['load']}), {about['commit']}"

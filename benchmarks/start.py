@@ -36,6 +36,7 @@ def main() -> None:
 
 
 def seconds(command: list[str]) -> float:
+    """Return the wall time of a command, in seconds."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     start = perf_counter()
     subprocess.run(command, env=kept, stdin=subprocess.DEVNULL, capture_output=True, check=True)

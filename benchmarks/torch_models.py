@@ -96,6 +96,8 @@ HEAD = ("model", "weights", "tokens", "threads", "hocket ms", "against", "its ms
 
 
 def cells(row: Mapping[str, object]) -> list[str]:
+    """Return the cells of a result row for the table."""
+
     def spread(seconds: list[float]) -> str:
         return f"{1e3 * median(seconds):.1f} [{1e3 * min(seconds):.1f}..{1e3 * max(seconds):.1f}]"
 

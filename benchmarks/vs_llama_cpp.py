@@ -26,6 +26,7 @@ Test = dict[str, str | int]
 
 
 def name_of(test: Test) -> str:
+    """Return the name of a test as in llama-bench, for example ``pp512 @ d1024``."""
     return f"{test['kind']}{test['tokens']}" + (f" @ d{test['depth']}" if test["depth"] else "")
 
 
@@ -38,6 +39,7 @@ class Worker:
         self.about = self._answer()
 
     def seconds(self, test: Test) -> float:
+        """Run a test in the process, and return its seconds."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(test) + "\n")
         self.process.stdin.flush()
@@ -66,6 +68,7 @@ class Bench:
         self.about: dict[str, object] = {}
 
     def seconds(self, test: Test) -> float:
+        """Run llama-bench for a test, and return its average seconds."""
         counts = (
             ("-p", str(test["tokens"]), "-n", "0") if test["kind"] == "pp" else ("-p", "0", "-n", str(test["tokens"]))
         )

@@ -37,6 +37,7 @@ def opened(path: str, threads: int, size: int) -> tuple[object, object]:
 
 
 def evaluate(context: object, tokens: list[int]) -> None:
+    """Evaluate tokens, and wait for the result."""
     block = (lc.llama_token * len(tokens))(*tokens)
     if lc.llama_decode(context, lc.llama_batch_get_one(block, len(tokens))):
         raise SystemExit("llama.cpp failed to decode")

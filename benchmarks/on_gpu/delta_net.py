@@ -203,6 +203,7 @@ def crossover_cases(bench: Bench) -> Iterator[Case]:
 
 
 def _crossover(bench: Bench, shape: Shape, tokens: int) -> Iterator[Row]:
+    """Measure a prompt token by token and in chunks, exact and fast, and name the fastest."""
     p, repeat = problem(bench, shape, 1, tokens), bench.choose(8, 1)
     ways = {
         "one by one": steps(bench, p, p.state),

@@ -35,6 +35,7 @@ def cases(bench: Bench) -> Iterator[Case]:
 
 
 def _measured(bench: Bench, op: str, chosen: str) -> Iterator[Row]:
+    """Yield a row for each case of an op: the time of llama.cpp, and the time of hocket for ops in `TIMER_BY_OP`."""
     for named, theirs in said(bench, op, chosen):
         row: Row = {"llama.cpp": ", ".join(f"{k}={v}" for k, v in named.items()), "theirs µs": theirs}
         for ours in OURS[op](bench, named) if op in OURS else ():
@@ -81,6 +82,7 @@ def _delta_net(bench: Bench, named: dict[str, str]) -> Iterator[float]:
 
 
 def _product(bench: Bench, named: dict[str, str]) -> Iterator[float]:
+    """Yield the microseconds of hocket for a matmul."""
     dtype = next(t for t, name in TYPES.items() if name == named["type_a"])
     rows, columns, tokens = (int(named[name]) for name in "mkn")
     if bench.tiny:

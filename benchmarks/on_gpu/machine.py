@@ -88,6 +88,7 @@ class CudaMachine:
         return run
 
     def release(self) -> None:
+        """Free the memory pool of CuPy."""
         self.cupy.get_default_memory_pool().free_all_blocks()
 
     def over(self, driver: Driver) -> Machine:

@@ -40,6 +40,7 @@ def cases(bench: Bench) -> Iterator[Case]:
 
 
 def _versions() -> Iterator[Row]:
+    """Yield the version of each package."""
     for name in ("torch", "triton", "flash-linear-attention", "fla-core", "flashinfer-python"):
         try:
             yield {"package": name, "version": importlib.metadata.version(name)}
@@ -103,6 +104,7 @@ def _seconds(bench: Bench, torch: Any, work: Callable[[], object], each: int = 1
 
 
 def _copy(bench: Bench) -> Iterator[Row]:
+    """Measure a device copy in PyTorch, and the copy of the driver."""
     torch = _torch()
     x = torch.randn(bench.enough // 4, device="cuda")
     into = torch.empty_like(x)
@@ -111,6 +113,7 @@ def _copy(bench: Bench) -> Iterator[Row]:
 
 
 def _product(bench: Bench) -> Iterator[Row]:
+    """Measure a square bfloat16 matmul in PyTorch."""
     torch, n = _torch(), bench.choose(8192, 64)
     x, w = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     yield {"TFLOP/s": 2 * n**3 / _seconds(bench, torch, lambda: x @ w) / 1e12}

@@ -83,6 +83,7 @@ def _right(bench: Bench, dtype: DType, shape: tuple[int, int, int], is_exact: bo
 def _experts(
     bench: Bench, dtype: DType, experts: int, chosen: int, shape: tuple[int, int], tokens: int
 ) -> Iterator[Row]:
+    """Measure an MoE matmul in which each token uses `chosen` of `experts` experts."""
     rows, columns = shape
     raw = random_rows(dtype, experts * rows, columns, bench.random).reshape(experts, rows, -1)
     copies = 2 if bench.tiny else 4

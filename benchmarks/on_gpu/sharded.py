@@ -102,6 +102,7 @@ def found(bench: Bench) -> dict[str, Callable[[], Path | None]]:
 
 
 def _left_out(count: int) -> Iterator[Row]:
+    """Raise `NothingToMeasure`: there is only one device."""
     raise LeftOut(f"sums and models on several devices need two; there is {count}")
 
 

@@ -74,6 +74,7 @@ def mod(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
 
 
 def power(a: Tensor, b: Tensor) -> Tensor:
+    """Return a to the power of b; a constant scalar exponent allows cheaper ops."""
     if b.constant is not None and b.constant.size == 1 and b.rank <= a.rank:
         exponent = b.constant.reshape(-1)[0].item()
         return arith.power(a, int(exponent) if float(exponent).is_integer() and abs(exponent) < 5 else float(exponent))
@@ -81,6 +82,7 @@ def power(a: Tensor, b: Tensor) -> Tensor:
 
 
 def clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None, *, min: Any = None, max: Any = None) -> Any:
+    """Clamp to limits that are inputs (newer opsets) or attributes (older ones)."""
     return arith.clamp(x, low if low is not None else min, high if high is not None else max)
 
 
@@ -106,6 +108,7 @@ def prelu(x: Tensor, slope: Tensor) -> Tensor:
 
 
 def is_infinite(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> Tensor:
+    """Return whether entries are infinite, with either sign switched on or off."""
     above, below = arith.compare("eq", x, math.inf), arith.compare("eq", x, -math.inf)
     chosen = [side for side, wanted in ((above, detect_positive), (below, detect_negative)) if wanted]
     return reduce(arith.logical_or, chosen) if chosen else constant_tensor(np.zeros(x.shape, bool))
@@ -123,6 +126,7 @@ def dropout(x: Tensor, ratio: Any = None, training: Tensor | None = None, *, see
 
 
 def triangle(x: Tensor, k: Tensor | None = None, *, upper: int = 1) -> Tensor:
+    """Keep the upper or lower triangle of the last two axes, shifted by `k` diagonals."""
     keep = (np.triu if upper else np.tril)(np.ones(x.shape[-2:], bool), number(k, 0))
     return arith.masked_fill(x, constant_tensor(~keep), 0)
 
@@ -131,6 +135,7 @@ def triangle(x: Tensor, k: Tensor | None = None, *, upper: int = 1) -> Tensor:
 
 
 def reshape(x: Tensor, shape: Any = None, *, allowzero: int = 0) -> Tensor:
+    """Reshape; 0 keeps an axis unless `allowzero` is set, and one -1 is inferred."""
     sizes = numbers(shape) or []
     if not allowzero:
         if any(n == 0 and i >= x.rank for i, n in enumerate(sizes)):
@@ -151,10 +156,12 @@ def transpose(x: Tensor, *, perm: Sequence[int] | None = None) -> Tensor:
 
 
 def squeeze(x: Tensor, given: Numbers = None, *, axes: Numbers = None) -> Tensor:
+    """Remove axes of size 1; `given` are the axes as an input, `axes` as an attribute."""
     return shapes.squeeze(x, numbers(given if axes is None else axes))
 
 
 def unsqueeze(x: Tensor, given: Numbers = None, *, axes: Numbers = None) -> Tensor:
+    """Insert axes of size 1; `given` are the axes as an input, `axes` as an attribute."""
     new = numbers(given if axes is None else axes) or []
     rank = x.rank + len(new)
     if any(not -rank <= a < rank for a in new) or len({a % rank for a in new}) < len(new):
@@ -168,6 +175,7 @@ def concat(*xs: Tensor, axis: int) -> Tensor:
 
 
 def split(x: Tensor, sizes: Any = None, *, axis: int = 0, split: Any = None, num_outputs: int) -> Any:
+    """Split an axis into the given sizes, or into `num_outputs` equal parts; the last part may be smaller."""
     parts = numbers(sizes if split is None else split)
     n = x.shape[x.axis(axis)]
     if parts is None:
@@ -182,6 +190,7 @@ def slice_(
     x: Tensor, first: Any = None, last: Any = None, over: Any = None, by: Any = None, *, starts: Any = None,
     ends: Any = None, axes: Any = None,
 ) -> Tensor:  # fmt: skip
+    """Slice axes with steps; bounds and axes are inputs (newer opsets) or attributes (older ones)."""
     begin, end = numbers(first if starts is None else starts) or [], numbers(last if ends is None else ends) or []
     at = numbers(over if axes is None else axes) or list(range(len(begin)))
     steps = numbers(by) or [1] * len(begin)
@@ -199,6 +208,7 @@ def pad(
     x: Tensor, given: Any = None, fill: Tensor | None = None, over: Any = None, *, pads: Any = None,
     mode: str = "constant", value: float = 0.0,
 ) -> Tensor:  # fmt: skip
+    """Pad axes with a value or by a mode; pads are an input (newer opsets) or an attribute (older ones)."""
     flat = numbers(given if pads is None else pads) or []
     at = [x.axis(a) for a in (numbers(over) or range(x.rank))]
     if len(flat) != 2 * len(at):
@@ -261,6 +271,7 @@ def eye_like(x: Tensor, *, dtype: int = 0, k: int = 0) -> Tensor:
 
 
 def one_hot(ids: Tensor, depth: Tensor, values: Tensor, *, axis: int = -1) -> Tensor:
+    """Return ``values[1]`` at the index of each id on a new axis of size `depth`, and ``values[0]`` elsewhere."""
     n = int(number(depth, 0))
     _sized((*ids.shape, n))
     at = axis % (ids.rank + 1)
@@ -272,6 +283,7 @@ def one_hot(ids: Tensor, depth: Tensor, values: Tensor, *, axis: int = -1) -> Te
 
 
 def space_to_depth(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
+    """Move blocks of `blocksize` × `blocksize` positions into channels; x: [batch, channels, height, width]."""
     n, c, h, w = x.shape
     b = blocksize
     parts = shapes.reshape(x, (n, c, h // b, b, w // b, b))
@@ -280,6 +292,7 @@ def space_to_depth(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
 
 
 def depth_to_space(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
+    """Move channels into blocks of `blocksize` × `blocksize` positions; x: [batch, channels, height, width]."""
     n, c, h, w = x.shape
     b, rest = blocksize, c // blocksize**2
     first = mode == "DCR"

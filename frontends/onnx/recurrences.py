@@ -77,10 +77,12 @@ Step: TypeAlias = Callable[[Cell, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
 
 
 def _plain(cell: Cell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Compute one RNN step: the activation of the gate inputs plus the recurrent product."""
     return (cell.activations[0](arith.add(x, cell.recurrent(states[0]))),)
 
 
 def _gru(cell: Cell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Compute one GRU step; the gates are update, reset and new, in this order."""
     (h,), (gate, last) = states, cell.activations
     of_update, of_reset, of_new = shapes.split(x, h.shape[-1], 1)
     if cell.settings["linear_before_reset"]:
@@ -96,6 +98,7 @@ def _gru(cell: Cell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _lstm(cell: Cell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Compute one LSTM step; the gates are input, output, forget and cell, in this order."""
     h, c = states
     gate, middle, last = cell.activations
     into, out, keep, new = shapes.split(arith.add(x, cell.recurrent(h)), c.shape[-1], 1)
@@ -170,6 +173,7 @@ def recurrence(step: Step, names: Sequence[str], settings: Sequence[str] = ()) -
 
 
 def _walked(step: Step, cell: Cell, gates: Sequence[Tensor], states: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the states after each step."""
     for x in gates:
         states = step(cell, x, states)
         yield tuple(states)

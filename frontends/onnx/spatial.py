@@ -183,6 +183,7 @@ def resize(
     axes: Sequence[int] | None = None, antialias: int = 0, extrapolation_value: float = 0.0,
     keep_aspect_ratio_policy: str = "stretch",
 ) -> Tensor:  # fmt: skip
+    """Resize axes one after the other, by scales or to sizes; each axis is a product with a resampling matrix."""
     over = [x.axis(a) for a in (range(x.rank) if axes is None else axes)]
     if sizes is not None and sizes.shape != (0,):
         wanted = numbers(sizes) or []
@@ -209,5 +210,6 @@ def resize(
 
 
 def upsample(x: Tensor, factors: Any = None, *, scales: Any = None, mode: str = "nearest") -> Tensor:
+    """Resize by scales, as the older op ``Upsample`` does."""
     given = factors if factors is not None else constant_tensor(np.asarray(scales, np.float32))
     return resize(x, None, given, mode=mode, coordinate_transformation_mode="asymmetric", nearest_mode="floor")

@@ -89,6 +89,7 @@ def running(kind: str) -> Row:
 
 
 def top_k(x: Tensor, count: Any = None, *, k: Any = None, axis: int = -1, largest: int = 1, sorted: int = 1) -> Any:
+    """Return the largest or smallest entries along an axis, and their indices."""
     n = int(number(count if k is None else k, 0))
     if not 0 <= n <= x.shape[x.axis(axis)]:
         raise ModelError(f"the {n} first of {x.shape[x.axis(axis)]} entries")
@@ -99,6 +100,7 @@ def top_k(x: Tensor, count: Any = None, *, k: Any = None, axis: int = -1, larges
 
 
 def hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
+    """Return 1 at the first largest entry along an axis, and 0 elsewhere."""
     at = x.axis(axis)
     places = constant_tensor(np.arange(x.shape[at]).reshape(-1, *(1,) * (x.rank - 1 - at)))
     return arith.compare("eq", reductions.argmax(x, at, True), places)
@@ -110,6 +112,7 @@ def flattened(row: Row) -> Row:
 
 
 def lp_norm(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
+    """Divide by the p-norm along an axis; vectors of norm 0 stay 0."""
     size = reductions.vector_norm(x, p, axis, True)
     return arith.where(arith.compare("eq", size, 0.0), 0.0, arith.div(x, size))
 
@@ -121,6 +124,7 @@ def gemm(
     a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0,
     transB: int = 0,
 ) -> Tensor:  # fmt: skip
+    """Return ``alpha * a @ b + beta * c``, with either operand transposed on request."""
     out = matmul.matmul(shapes.transpose(a, 0, 1) if transA else a, shapes.transpose(b, 0, 1) if transB else b)
     out = arith.scale_and_shift(out, alpha)
     return out if c is None else arith.add(out, arith.scale_and_shift(arith.as_float(c), beta))

@@ -49,6 +49,7 @@ def with_axes(row: Row) -> Row:
 
 
 def _with_axis(x: Any) -> Any:
+    """Add an axis of one entry to a tensor without axes; return other arguments unchanged."""
     return shapes.reshape(x, (1,)) if isinstance(x, Tensor) and not x.rank else x
 
 
@@ -76,6 +77,7 @@ def elu(x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -
 
 
 def log(base: float) -> Row:
+    """Return the converter of a logarithm to a base."""
     return lambda x: arith.scale_and_shift(arith.unary(ops.log, x), 1 / math.log(base))
 
 
@@ -93,6 +95,7 @@ def like(value: float) -> Row:
 
 
 def full_like(x: Tensor, value: Operand) -> Tensor:
+    """Return `value`, a number or a tensor, broadcast to the shape of `x`."""
     if isinstance(value, Tensor):
         return shapes.expand(cast(value, x.dtype, x.is_bool), x.shape)
     return constant_tensor(np.full(x.shape, value, np.int64 if isinstance(value, int) else np.float32))
@@ -128,6 +131,7 @@ def squeeze(x: Tensor, axes: int | Sequence[int] | None = None) -> Tensor:
 
 
 def chunk(x: Tensor, chunks: int, axis: int = 0) -> tuple[Tensor, ...]:
+    """Split an axis into at most `chunks` parts of equal size; the last part may be smaller."""
     return shapes.split(x, max(1, -(-x.shape[x.axis(axis)] // chunks)), axis)
 
 
@@ -164,6 +168,7 @@ def unfold(x: Tensor, axis: int, size: int, step: int) -> Tensor:
 
 
 def diagonal(x: Tensor, offset: int = 0, first: int = 0, second: int = 1) -> Tensor:
+    """Return the diagonal of two axes as a new last axis."""
     a, b = x.axis(first), x.axis(second)
     rows = np.arange(x.shape[a])
     rows = rows[(rows + offset >= 0) & (rows + offset < x.shape[b])]
@@ -267,6 +272,7 @@ def top_k(x: Tensor, k: int, axis: int = -1, largest: bool = True, sorted: bool 
 
 
 def norm(x: Tensor, power: float | None = 2, axes: Any = None, keepdim: bool = False) -> Tensor:
+    """Return the vector norm over axes; a `power` of None means 2."""
     return reductions.vector_norm(x, 2 if power is None else power, axes, keepdim)
 
 
@@ -394,6 +400,7 @@ def scatter_reduce(x: Tensor, axis: int, ids: Tensor, src: Tensor, reduce: str, 
 
 @with_axes
 def index_add(x: Tensor, axis: int, ids: Tensor, src: Tensor, alpha: float = 1) -> Tensor:
+    """Add slices of `src` times `alpha` to the slices of `x` at `ids`."""
     front = shapes.move_axis(x, axis, 0)
     put = indexing.index_put(
         front, [ids], shapes.move_axis(arith.mul(src, alpha) if alpha != 1 else src, axis, 0), True
@@ -403,6 +410,7 @@ def index_add(x: Tensor, axis: int, ids: Tensor, src: Tensor, alpha: float = 1) 
 
 @with_axes
 def index_copy(x: Tensor, axis: int, ids: Tensor, src: Tensor) -> Tensor:
+    """Replace the slices of `x` at `ids` by slices of `src`."""
     front = shapes.move_axis(x, axis, 0)
     return shapes.move_axis(indexing.index_put(front, [ids], shapes.move_axis(src, axis, 0)), 0, axis)
 

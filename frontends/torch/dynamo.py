@@ -120,6 +120,7 @@ def _numbers(module: torch.fx.GraphModule) -> list[int]:
 
 
 def _is_item(node: torch.fx.Node) -> bool:
+    """Return whether a node reads its operand as a Python number."""
     return node.op == "call_method" and node.target == "item"
 
 

@@ -42,7 +42,10 @@ LONGEST_INSERTION_SORT = 16
 
 
 class MissingRowsError(ModelError):
-    """A program calls ops without a row in the op table; `listed` names them, with the number of calls of each."""
+    """A program calls ops without a row in the op table.
+
+    `op_counts_text` names the ops, each with its number of calls.
+    """
 
     def __init__(self, listed: str) -> None:
         self.listed = listed
