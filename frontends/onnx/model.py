@@ -2,7 +2,7 @@
 
 1. Varying shapes and fixed inputs get the values that the caller gives.
 2. Functions are inlined, and shape inference finds the dtype of each value.
-3. Inputs become inputs; initialisers become weights, or constants if they are small.
+3. Inputs become inputs. Initialisers become weights if they hold floats or are large, and constants otherwise.
 4. A node of shape arithmetic with constant inputs is computed by the reference evaluator of onnx.
 5. Every other node is converted by its row of the op table.
 """
@@ -173,7 +173,7 @@ class _Importer:
     constants: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     """The values that are known during the import, by name."""
     parameters: set[str] = field(default_factory=set)
-    """Names of constants that become weights of any size."""
+    """Names of constants that become weights even if they are small."""
     arguments: list[ProgramArgument] = field(default_factory=list)
 
     def program(self) -> Program:

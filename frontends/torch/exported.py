@@ -176,8 +176,8 @@ class _Importer:
     def _leaf(self, node: Node, spec: Any, changed: set[str | None]) -> None:
         """Add the leaf of a placeholder: an argument, a parameter, a buffer or a constant.
 
-        A buffer that the program changes becomes a state. Other buffers are constants first, and weights once a row
-        reads them.
+        A buffer that the program changes becomes a state. Other buffers are constants first; a large one becomes a
+        weight when a row reads it.
         """
         kind = spec.kind.name
         if kind == "USER_INPUT":
