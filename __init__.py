@@ -1,7 +1,7 @@
-"""hocket: a compute-graph compiler with a backend scheduler.  One graph, dealt to several devices.
+"""hocket: a compute-graph compiler with a backend scheduler, which distributes one graph over several devices.
 
-Build a graph from leaves (`input`, `weight`, `state`, `constant`) and ops (`hocket.ops`), `plan` it for a device,
-`load` the plan with weights, `run` it with inputs.  `Model` runs a GGUF language model.
+Build a graph from leaves (`input`, `weight`, `state`, `constant`) and ops (`hocket.ops`). `plan` it for devices, `load`
+the plan with weights, and `run` it with inputs. `Model` runs a GGUF language model.
 """
 
 import os
@@ -68,8 +68,10 @@ LATER = {
     "ops": ".ops",
     "scheduler": ".scheduler",
 }
-"""Names that are imported when they are first used, and from where: a command imports what it needs alone, and nothing
-before it has said how."""
+"""The module of each public name, which is imported at the first use of the name.
+
+A command thus imports only the modules that it needs, and none before it has configured them.
+"""
 
 
 if os.environ.keys() & {"PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}:  # one of several processes, perhaps

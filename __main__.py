@@ -1,26 +1,28 @@
-"""The command ``hocket``, which is ``python -m hocket`` as well: what its process has to be told before NumPy is there.
+"""The command ``hocket``, also ``python -m hocket``: settings of the process that must precede the import of NumPy.
 
-Whoever imports hocket, or calls `hocket.cli.main`, keeps a process of their own settings.
+A program that imports hocket, or calls `hocket.cli.main`, keeps its own settings.
 """
 
 import gc
 import os
 
 OBJECTS = 1_000_000
-"""So many more have to be there before Python looks for those that only each other hold."""
+"""The number of new objects after which Python searches for garbage cycles."""
 IDLE = "20"
-"""Threads of a matrix product look 2**20 cycles, half a millisecond, for the next one before they sleep.  They begin
-idle, and OpenBLAS has them look for 2**26: a tenth of the start."""
+"""Idle threads of OpenBLAS poll 2**20 cycles (half a millisecond) for the next matrix product before they sleep.
+
+The default of OpenBLAS is 2**26 cycles. Threads are idle at first, so that takes a tenth of the start time.
+"""
 
 
 def main() -> int:
     """Run the command that the process was started for, and return its exit code."""
-    gc.set_threshold(OBJECTS)  # what a command makes stays: to look through that took a tenth of the start
+    gc.set_threshold(OBJECTS)  # objects of a command stay; searching them took a tenth of the start time
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", IDLE)
     from .cli import main as command
 
     code = command()
-    gc.freeze()  # nor is it looked through at the end
+    gc.freeze()  # no search at the end either
     return code
 
 

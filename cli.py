@@ -1,7 +1,7 @@
-"""The command ``hocket``: which subcommand is asked for, and the one place where errors become a line.
+"""The command ``hocket``: find the subcommand, run it, and turn errors into one line.
 
-Data go to stdout, everything else to stderr.  Exit codes: 0 done, 1 a check failed, 2 wrong usage or bad input.
-Nothing is coloured, so ``NO_COLOR`` has nothing to turn off.
+Data go to stdout, everything else to stderr. Exit codes: 0 done, 1 a check failed, 2 wrong usage or bad input. The
+output has no colours, so ``NO_COLOR`` has no effect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .graph.errors import HocketError
 from .graph.validation import did_you_mean
 
 OWN = ("-h", "--help", "--version")
-"""Flags that may stand before a command."""
+"""Flags that may precede the command."""
 SHARING = (
     "Commands that run or plan a model take --devices, --split-mode, --tensor-split and --place REGEX=DEVICE (what has "
     "such a name, or reads a weight or state of such a name, runs on that device); see hocket COMMAND --help."
@@ -32,14 +32,18 @@ SHARING = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; usage errors exit."""
+    """Run one command and return its exit code.
+
+    Raises:
+        SystemExit: The command line is wrong.
+    """
     words = sys.argv[1:] if argv is None else list(argv)
     if launch := detect_launch():
         return run_rank(launch, partial(_run, words), _said, version=__version__, debug="--debug" in words)
     try:
         return _guarded(words)
     except BrokenPipeError:
-        # Whoever read our output has enough of it; what is left must not fail again when the interpreter ends.
+        # The reader of the output has closed it. The rest must not fail again when the interpreter ends.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -49,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _guarded(words: Sequence[str]) -> int:
-    """Run the command; the errors that bad input causes become one line."""
+    """Run the command, and print an error that bad input causes as one line."""
     encoding = getattr(sys.stdout, "encoding", None)  # none if a test or an embedding program collects the text
     if encoding and encoding.lower().replace("-", "") != "utf8":
         sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # typeshed has TextIO, which lacks it
@@ -73,7 +77,7 @@ def _run(words: Sequence[str], world: World = SINGLE_PROCESS) -> int:
             f"got {words[0]!r:.80} before a command; need the command first, as in: hocket run {words[0]!s:.80}"
         )
     if asked is not None and asked not in COMMAND_HELP:
-        from .frontends.terminal.llama_cpp import find_program_remedy  # a table that only mistakes pay for
+        from .frontends.terminal.llama_cpp import find_program_remedy  # a table that is loaded only for a mistake
 
         other = find_program_remedy(asked)
         hint = f"; {other}" if other else did_you_mean(asked, COMMAND_HELP) or f"; commands: {', '.join(COMMAND_HELP)}"
@@ -93,7 +97,10 @@ def _run(words: Sequence[str], world: World = SINGLE_PROCESS) -> int:
 
 
 def build_parser(words: Sequence[str]) -> CommandParser:
-    """All subcommands; only the one that the words name has its flags, and only its module is imported."""
+    """Build the parser with all subcommands.
+
+    Only the command in `words` has its flags, and only its module is imported.
+    """
     parser = CommandParser(
         "hocket", description="Run GGUF language models as compiled graphs.", epilog=SHARING, allow_abbrev=False
     )
@@ -111,11 +118,12 @@ def build_parser(words: Sequence[str]) -> CommandParser:
 
 
 def _asked(words: Sequence[str]) -> str | None:
-    """The word that names the command."""
+    """Return the first word that is no flag, which names the command, or None."""
     return next((word for word in words if not word.startswith("-")), None)
 
 
 def _said(error: Exception) -> str:
+    """Return an error as one line with a remedy."""
     if isinstance(error, MemoryError):
         return "memory is out; use a smaller context, batch or model"
     return describe_os_error(error) if isinstance(error, OSError) else as_flags(str(error))

@@ -1,9 +1,10 @@
-"""What `auto` takes on two CPU devices, beside every choice by hand, measured.
+"""Measure the split mode that `auto` chooses on two CPU devices against each mode that a user can choose.
 
     python benchmarks/auto_measured.py MODEL.gguf [...] [--save STEM]
 
-Devices have one thread.  Each test is a prompt of all sequences and then steps in which each gets a token, as plans are
-chosen for.  In every round all choices run one after the other; ratios are medians of those of the same round.
+Each device has one thread. A test is a prompt of all sequences, followed by steps in which each sequence gets a token;
+plans are chosen for this workload. In every round all choices run one after the other. Ratios are medians over the
+ratios within a round.
 """
 
 from __future__ import annotations
@@ -55,7 +56,17 @@ def main() -> None:
 
 
 def measured(path: Path, prompt: int, new: int, sequences: int, rounds: int) -> tuple[str, list[dict[str, float]]]:
-    """The split mode that `auto` took, and the seconds of each choice in every round, after one that warms up."""
+    """Return the split mode that `auto` chose, and the seconds of each choice in every round.
+
+    A first round, which is left out, warms up.
+
+    Args:
+        path: The GGUF file.
+        prompt: Prompt tokens of each sequence.
+        new: Decode steps after the prompt.
+        sequences: The number of sequences.
+        rounds: Timed rounds.
+    """
     model = open_model(path)
     room = {"context": prompt + new, "batch": 2048 // sequences}
     first = {choice: open_session(model, on=on, sequences=sequences, **room) for choice, on in CHOICES.items()}
@@ -68,14 +79,14 @@ def measured(path: Path, prompt: int, new: int, sequences: int, rounds: int) -> 
 
 
 def taken(session: Session, sequences: int) -> str:
-    """What `auto` says that it took."""
+    """Return the choice that the plan of the session reports."""
     reasons = session.plan(session.step(1, 1, sequences)).reasons
     told = (reason.removeprefix("taken: ") for reason in reasons if reason.startswith("taken: "))
     return next(told, "one device").partition(",")[0]
 
 
 def told(rounds: Sequence[Mapping[str, float]], tokens: int, took: str) -> list[str]:
-    """Tokens a second of each choice, and how `auto` compares with one device and with the best of the round."""
+    """Return tokens/s of each choice, the choice of `auto`, and its ratios to one device and to the best."""
     speeds = [f"{median(tokens / row[choice] for row in rounds):.0f}" for choice in CHOICES]
     one = median(row["one device"] / row["auto"] for row in rounds)
     best = median(min(row[choice] for choice in CHOICES if choice != "auto") / row["auto"] for row in rounds)

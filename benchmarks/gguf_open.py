@@ -1,4 +1,4 @@
-"""Time to open a GGUF file with a vocabulary of 262,144 tokens: ours against the reader of the ``gguf`` package.
+"""Measure the time to open a GGUF file with a vocabulary of 262,144 tokens, with hocket and with the ``gguf`` package.
 
 Run ``python benchmarks/gguf_open.py``; it writes a file of about 12 MB into a temporary folder.
 """
@@ -17,11 +17,11 @@ from hocket.frontends.gguf import open_gguf
 
 TOKENS = 262_144
 LIMIT = 0.5
-"""Seconds that opening may take."""
+"""The limit for opening, in seconds."""
 
 
 def write_model(path: Path, tokens: int = TOKENS) -> None:
-    """A header-only model: ``tokens`` strings of 1 to 12 characters, their scores and types, and one merge each."""
+    """Write a header-only model: `tokens` strings of 1 to 12 characters, with a score, a type and a merge for each."""
     words = [f"{i:x}▁ü日"[: 1 + i % 12] + f"{i}" for i in range(tokens)]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model("llama")
@@ -36,7 +36,7 @@ def write_model(path: Path, tokens: int = TOKENS) -> None:
 
 
 def seconds(work: Callable[[], object], runs: int) -> float:
-    """Median wall time of one call."""
+    """Return the median wall time of one call, in seconds."""
     times = []
     for _ in range(runs):
         start = perf_counter()

@@ -1,17 +1,17 @@
-"""One run on a machine with a GPU: what the device can do, whether hocket is right on it, and how fast.
+"""Measure a GPU in one run: the limits of the device, the correctness of hocket on it, and the speed of hocket.
 
     python benchmarks/gpu.py [PART ...] --seconds 540 --save STEM [--model FILE.gguf]
 
-Parts run one after the other, each in a process of its own and for at most its share of the time that is left; rows
-are printed and saved as they come.  A case that raises, hangs or breaks the device is a row that says so: its part goes
-on with the next case in a new process.  All parts together are meant for 20 minutes (``--seconds 1200``), 30 where
-there are several GPUs; a machine that is lent for less gets some of them a time, as ``device compile delta-decode
-delta-prefill delta-crossover``.
+Parts run one after the other, each in its own process and for at most its share of the remaining time. Rows are printed
+and saved as they arrive. If a case raises, hangs or breaks the device, its row says so, and a new process continues
+with the next case of the part. All parts together are meant for 20 minutes (``--seconds 1200``), or 30 minutes with
+several GPUs. A machine with less time gets some of the parts, for example ``device compile delta-decode delta-prefill
+delta-crossover``.
 
-``--kind cuda-emulated --tiny`` runs every part on this machine's processor with the smallest sizes, where times say
-nothing.  Beside hocket (installed, since backends are found by their entry points; without a network ``pip install
---no-deps --no-build-isolation -e .``) a machine needs CuPy, NVRTC and the package ``gguf``.  Peers are compared where
-they are installed: PyTorch, flash-linear-attention, FlashInfer, and llama.cpp (``--llama FOLDER``).
+``--kind cuda-emulated --tiny`` runs every part on the processor of this machine with the smallest sizes; its times mean
+nothing. The machine needs hocket, CuPy, NVRTC and the package ``gguf``. hocket must be installed, because backends are
+found by their entry points (without a network: ``pip install --no-deps --no-build-isolation -e .``). Other libraries
+are compared if they are installed: PyTorch, flash-linear-attention, FlashInfer, and llama.cpp (``--llama FOLDER``).
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ from hocket.graph.errors import BackendError
 
 @dataclass(frozen=True)
 class Part:
-    """Something to run; of the time that is left it gets `weight` against the parts that follow, and one case may take
-    `limit` seconds."""
+    """A part of the benchmark.
+
+    Its share of the remaining time is `weight` relative to the parts that follow. One case may take `limit` seconds.
+    """
 
     cases: Callable[[Bench], Iterator[Case]]
     weight: float
@@ -49,7 +51,7 @@ class Part:
 
 
 STARTUP = 120.0
-"""Seconds in which a process has to come to its first case."""
+"""Seconds in which a process must reach its first case."""
 PARTS = {
     "device": Part(device.cases, 1),
     "compile": Part(device.compile_cases, 3, 300.0),
@@ -70,7 +72,10 @@ PARTS = {
 
 
 def run_part(part: Part, bench: Bench, first: int = 0) -> Iterator[Row]:
-    """The rows of all cases from one on.  After a case that raised there are no more: the device may be broken."""
+    """Yield the rows of all cases of a part from index `first` on, and stop after a case that raised.
+
+    A case that raised may have broken the device. Rows with ``begins``, ``fails`` and ``ends`` report the progress.
+    """
     kind = foretold.kind_of(str(bench.machine.about()["gpu"]))
     for number, case in enumerate(part.cases(bench)):
         if number < first:
@@ -81,7 +86,7 @@ def run_part(part: Part, bench: Bench, first: int = 0) -> Iterator[Row]:
                 yield {"case": case.title, **foretold.beside(row, case.title, kind)}
         except LeftOut as why:
             yield {"case": case.title, "left out": str(why)}
-        except Exception as why:  # whatever a case raises becomes a row, and the other cases go on
+        except Exception as why:  # a case may raise anything; its row says so, and the next case follows
             yield {"case": case.title, "error": f"{type(why).__name__}: {' '.join(str(why).split())}"}
             yield {"fails": number}
             return
@@ -90,7 +95,7 @@ def run_part(part: Part, bench: Bench, first: int = 0) -> Iterator[Row]:
 
 
 def bench_for(args: argparse.Namespace, folder: str) -> Bench:
-    """Raises `BackendError` without such a device."""
+    """Build the device to measure from the command line. Raises `BackendError` if there is no such device."""
     backend, on = find(args.kind)
     driver = backend.driver
     given = {"models": args.model, "folder": folder, "llama": args.llama}
@@ -98,7 +103,7 @@ def bench_for(args: argparse.Namespace, folder: str) -> Bench:
 
 
 def work(args: argparse.Namespace) -> None:
-    """Print the rows of one part as lines of JSON."""
+    """Run one part in this process, and print its rows as lines of JSON."""
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
         for row in run_part(PARTS[args.parts[0]], bench_for(args, folder), args.work):
             print(json.dumps(row, default=str), flush=True)
@@ -108,7 +113,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 class Worker:
-    """A process that runs a part from one case on."""
+    """A process that runs a part from one case on, with threads that read its output and its errors."""
 
     def __init__(self, words: list[str], name: str, first: int) -> None:
         command = [sys.executable, __file__, name, "--work", str(first), *words]
@@ -130,12 +135,12 @@ class Worker:
         self.said.extend(self.process.stderr)
 
     def row(self, seconds: float) -> Row | None:
-        """The next one, None where there is no more.  Raises `queue.Empty` if it takes longer than that."""
+        """Return the next row, or None after the last one. Raises `queue.Empty` after `seconds` without a row."""
         line = self.lines.get(timeout=max(0.0, seconds))
         return json.loads(line) if line else None
 
     def last_words(self) -> str:
-        """Of a process that has ended: what it said of its troubles."""
+        """Wait for the end of the process, and return its last line of errors, or its exit code."""
         code = self.process.wait()
         for thread in self.threads:
             thread.join()
@@ -152,14 +157,21 @@ class Worker:
 
 
 def rows_of(name: str, words: list[str], until: float) -> Iterator[Row]:
-    """The rows of a part until some time, with a new process behind each case that failed."""
+    """Yield the rows of a part until the time `until`, with a new process after each case that failed."""
     following: int | None = 0
     while following is not None:
         following = yield from rows_from(name, words, until, following)
 
 
 def rows_from(name: str, words: list[str], until: float, first: int) -> Generator[Row, None, int | None]:
-    """The rows of one process; gives the case to go on with in another, None if there is none."""
+    """Yield the rows of one process; return the index of the case for the next process, or None.
+
+    Args:
+        name: The name of the part.
+        words: Flags of the command line for the process.
+        until: The end of the part on the monotonic clock, in seconds.
+        first: The index of the first case.
+    """
     limit, case, following = STARTUP, "start", None
     with Worker(words, name, first) as worker:
         while True:
@@ -191,7 +203,7 @@ def cell(value: object) -> str:
 
 
 def written(rows: list[Row]) -> str:
-    """A table for each part, with a column for each name that its rows have."""
+    """Return a Markdown table for each part, with a column for each key of its rows."""
     text = ""
     for name in dict.fromkeys(str(row["part"]) for row in rows):
         mine = [{k: v for k, v in row.items() if k != "part"} for row in rows if row["part"] == name]
@@ -226,7 +238,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """All parts.  Raises `BackendError` without such a device."""
+    """Run all parts, and print and save their rows. Raises `BackendError` if there is no such device."""
     find(args.kind)
     words = ["--kind", args.kind, *["--tiny"] * args.tiny, *(w for m in args.model for w in ("--model", str(m)))]
     words += [w for flag, at in (("--scratch", args.scratch), ("--llama", args.llama)) if at for w in (flag, str(at))]

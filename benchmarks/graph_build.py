@@ -1,6 +1,6 @@
-"""Time to build, order, verify, hash, dump and parse a transformer graph of 15,000 nodes.
+"""Measure the time to build, order, verify, hash, dump and parse a transformer graph of 15,000 nodes.
 
-Run ``python benchmarks/graph_build.py``; it needs nothing but hocket and prints medians.
+Run ``python benchmarks/graph_build.py``; it needs only hocket and prints medians.
 """
 
 from __future__ import annotations
@@ -15,11 +15,19 @@ from hocket.graph import Graph, Value, format_graph, from_json, input, parse, st
 
 NODES = 15_000
 LIMIT = 0.3
-"""Seconds that building may take."""
+"""The limit for building, in seconds."""
 
 
 def block(i: int, x: Value, pos: Value, mask: Value, updates: dict[Value, Value]) -> Value:
-    """One layer of a dense decoder: 36 nodes, leaves and views included."""
+    """Build one layer of a dense decoder: 36 nodes, leaves and views included.
+
+    Args:
+        i: The index of the layer.
+        x: The hidden states [tokens, width].
+        pos: The positions of the tokens.
+        mask: The attention mask.
+        updates: State updates, to which the updates of the KV cache are added.
+    """
     t, width, heads, groups, size, cells, ffn = 4, 256, 8, 2, 32, 64, 512
 
     def w(name: str, *shape: int) -> Value:
@@ -44,7 +52,7 @@ def block(i: int, x: Value, pos: Value, mask: Value, updates: dict[Value, Value]
 
 
 def build(nodes: int = NODES) -> Graph:
-    """Layers until there are at least `nodes` nodes."""
+    """Build layers until the graph has at least `nodes` nodes."""
     x, pos = input("x", (4, 256)), input("pos", (4,), "i32")
     mask = ops.causal_mask(pos, cells=64)
     updates: dict[Value, Value] = {}
@@ -55,7 +63,7 @@ def build(nodes: int = NODES) -> Graph:
 
 
 def seconds(work: Callable[[], object], runs: int = 7) -> float:
-    """Median wall time of one call, each on a collected heap."""
+    """Return the median wall time of one call, in seconds; each call starts after a garbage collection."""
     times = []
     for _ in range(runs):
         gc.collect()

@@ -1,8 +1,8 @@
-"""How fast each kernel of the CPU backend is, as a share of the machine's limits measured just before.
+"""Measure each kernel of the CPU backend as a share of the machine's limits, which are measured just before.
 
-Run ``python benchmarks/kernels.py``.  A product for one token reads copies of its weight that together exceed the
-cache; times are taken inside the compiled loop, of the first thread.  What reads little (norms, one token of a delta
-net) stays in the cache and may exceed the memory's limit.
+Run ``python benchmarks/kernels.py``. A product for one token reads copies of its weight that together exceed the cache.
+Times are taken inside the compiled loop, on the first thread. Kernels that read little (norms, one token of a delta
+net) stay in the cache, so they may exceed the memory limit.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from hocket.scheduler import load, plan_for
 
 ROWS = COLUMNS = 2048
 MANY = 512
-"""Tokens of a prompt."""
+"""The number of tokens of a prompt."""
 CELLS = 1024
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of so many threads: bytes a second from memory, float32 operations, operations of 8-bit dot products, and of
-    tiles of bfloat16 (0 where there are none)."""
+    """The limits of `threads` threads.
+
+    `bandwidth` is in bytes/s from memory. `multiply`, `dot` and `tiles` are operations/s of float32, of 8-bit dot
+    products, and of bfloat16 tiles (0 without AMX).
+    """
 
     threads: int
     bandwidth: float
@@ -44,26 +47,29 @@ class Limits:
     tiles: float
 
     def peak(self, kernel: str, in_bytes: bool) -> float:
-        """Operations a second that a kernel could do at most."""
+        """Return the largest operations/s that a kernel could reach."""
         return self.tiles if "tiled" in kernel and self.tiles else self.dot if in_bytes else self.multiply
 
 
 class Machine:
-    """So many threads of this machine, whose limits are other ones a second later where others use it too."""
+    """A number of threads of this machine.
+
+    Its limits change with the load of other users, so they are measured repeatedly.
+    """
 
     def __init__(self, threads: int) -> None:
         self.threads, self._reading = threads, Reading(threads)
         self._known: list[Limits] = []
 
     def limits(self) -> Limits:
-        """Those of now."""
+        """Measure the current limits."""
         multiply = multiply_peak(self.threads)
         dot, tiles = dot_peak(self.threads) or multiply, tiles_peak(self.threads) or 0.0
         self._known.append(Limits(self.threads, self._reading.rate(), multiply, dot, tiles))
         return self._known[-1]
 
     def __str__(self) -> str:
-        """The least and the greatest of each limit."""
+        """Return the smallest and the largest sample of each limit."""
 
         def range_of(name: str, unit: str, digits: int = 0) -> str:
             rates = [getattr(limits, name) / 1e9 for limits in self._known]
@@ -77,8 +83,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Case:
-    """A graph of one op, several times over with leaves of its own each time; the names of its kernels begin with one
-    of `kernels`."""
+    """A graph with several copies of one op, each with its own leaves.
+
+    The names of its kernels begin with one of `kernel_prefixes`.
+    """
 
     title: str
     kernels: tuple[str, ...]
@@ -86,10 +94,11 @@ class Case:
     build: Callable[[int], Value]
     copies: int = 1
     in_bytes: bool = False
-    """Whether it multiplies 8-bit numbers."""
+    """Whether the op multiplies 8-bit numbers."""
 
 
 def product(dtype: DType, tokens: int, copies: int) -> Case:
+    """Make the case of a matmul with a weight of 2048 × 2048."""
     x = input("x", (tokens, COLUMNS))
 
     def build(i: int) -> Value:
@@ -103,6 +112,7 @@ def product(dtype: DType, tokens: int, copies: int) -> Case:
 
 
 def attention(tokens: int) -> Case:
+    """Make the case of an attention of 32 heads on 8 over `CONTEXT_TOKENS` cached tokens."""
     heads, shared, size = 32, 8, 128
     mask = ops.causal_mask(input("pos", (1, tokens), "i32"), cells=CELLS)
 
@@ -115,6 +125,7 @@ def attention(tokens: int) -> Case:
 
 
 def delta_net(tokens: int) -> Case:
+    """Make the case of a gated delta net with 16 heads of size 128."""
     heads, size = 16, 128
 
     def build(i: int) -> Value:
@@ -127,6 +138,8 @@ def delta_net(tokens: int) -> Case:
 
 
 def norm(tokens: int) -> Case:
+    """Make the case of an RMS norm."""
+
     def build(i: int) -> Value:
         return ops.rms_norm(input(f"x{i}", (tokens, COLUMNS)), eps=1e-6)
 
@@ -172,6 +185,7 @@ def sliding_windows() -> Case:
 
 
 def cases(cold: int) -> Iterator[Case]:
+    """Yield all cases; weights of one-token matmuls have copies of `cold` bytes in total."""
     for dtype in (*FORMATS, *HALVES, DType.F32):
         nbytes = ROWS * COLUMNS // dtype.block * dtype.block_bytes
         yield product(dtype, 1, max(2, cold // nbytes))
@@ -188,7 +202,17 @@ def cases(cold: int) -> Iterator[Case]:
 
 
 def measured(case: Case, limits: Limits, repeats: int, seed: int = 5) -> Iterator[dict[str, object]]:
-    """A row for the op, and one for what rounds its activations."""
+    """Yield a row for the kernel of the op, and one for the kernel that quantises its activations.
+
+    Args:
+        case: The op and its shape.
+        limits: The current limits of the machine.
+        repeats: Timed runs, after one that warms up.
+        seed: The seed of the random operands.
+
+    Raises:
+        SystemExit: The op has no compiled kernel.
+    """
     rng = np.random.default_rng(seed)
     graph = Graph({f"y{i}": case.build(i) for i in range(case.copies)})
     backend = CpuBackend(limits.threads)
@@ -230,6 +254,7 @@ HEAD = ("kernel", "case", "threads", "µs", "GB/s", "GFLOP/s", "of the limit")
 
 
 def cells(row: dict[str, object]) -> list[str]:
+    """Return the cells of a result row for the table."""
     numbers = [f"{row['seconds'] * 1e6:.1f}", f"{row['gbs']:.1f}", f"{row['gflops']:.0f}", f"{row['share']:.0%}"]
     return [row["kernel"], row["case"], str(row["threads"]), *numbers]
 

@@ -1,10 +1,11 @@
-"""A prompt whose parts follow each other through layers on two CPU devices, beside one device, and what two cores do.
+"""Compare a prompt in chunks on two pipeline stages with one device, and with the limit of two cores.
 
     python benchmarks/pipelines.py MODEL.gguf [...] [--save STEM]
 
-Devices have one thread.  In every round run, one after the other: one device; two sessions of one device each, side by
-side, which share nothing but memory and caches; the pipeline.  Where two cores do not do twice as much together, as on
-a machine that others use, two stages cannot be twice as fast: the last column is the share of what two cores do.
+Each device has one thread. In every round run one after the other: one device; two independent sessions of one device
+each, in parallel; the pipeline. The two sessions share only memory and caches. If two cores together are less than
+twice as fast, as on a shared machine, two stages cannot be twice as fast. The last column is the speed of the pipeline
+as a share of this limit.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> None:
 
 
 def measured(path: Path, tokens: int, rounds: int) -> list[dict[str, object]]:
-    """Seconds of each of the three in every round, after one that warms up."""
+    """Return the seconds of the three runs in every round, after a round that warms up."""
     model = open_model(path)
     prompt = [int(t) for t in np.random.default_rng(0).integers(0, model.vocabulary_size, tokens)]
     one, other = (open_session(model, on=Group(STAGES[:1], threads=1), context=tokens) for _ in range(2))
@@ -69,13 +70,14 @@ def measured(path: Path, tokens: int, rounds: int) -> list[dict[str, object]]:
 
 
 def seconds(run: Callable[[], None]) -> float:
+    """Return the wall time of a call, in seconds."""
     start = perf_counter()
     run()
     return perf_counter() - start
 
 
 def told(name: str, rows: Sequence[dict[str, object]]) -> list[str]:
-    """Medians, and of ratios those of the same round."""
+    """Return a table row of medians; ratios are computed within a round."""
 
     def middle(value: Callable[[float, float, float], float]) -> float:
         return median(value(*(float(str(row[k])) for k in ("one", "two at once", "pipeline"))) for row in rows)

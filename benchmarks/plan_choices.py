@@ -1,7 +1,7 @@
-"""What ``--split-mode auto`` takes for large models on large machines, and how that compares with choices by hand.
+"""Write docs/auto.md: the choices of ``--split-mode auto`` for large models on large machines, and all other choices.
 
-Run ``python benchmarks/plan_choices.py > docs/auto.md``; it takes some minutes.  Models are files that are only
-headers, machines are simulated, times are predictions.
+Run ``python benchmarks/plan_choices.py > docs/auto.md``; it takes some minutes. Model files are only headers, machines
+are simulated, and times are predictions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAIRS = (
     *(("Qwen3-235B-A22B", machine) for machine in ("h200:4,nvlink", "h100:8,nvlink")),
 )
 LAYERS = 12
-"""Of the models that are planned by hand as well, which takes a plan for each mode and number of devices."""
+"""Layers of the models that are also planned with every mode and number of devices."""
 Write = Callable[..., str]
 TEXT = """# What `auto` takes
 
@@ -53,6 +53,7 @@ slowest device does in a run, and so why more devices help or do not: `work` is 
 
 
 def planned(graph: Graph, machine: str, mode: str = "auto", devices: int | None = None, use: Use | None = None) -> Plan:
+    """Plan a graph for a simulated machine, optionally for its first devices and for a workload."""
     simulation = simulate(machine)
     return plan_for(
         graph, simulation.group[:devices], split_mode=mode, hardware=simulation.hardware_for(graph), use=use
@@ -60,14 +61,14 @@ def planned(graph: Graph, machine: str, mode: str = "auto", devices: int | None 
 
 
 def use_for(model: Model, sequences: int) -> Use:
-    """What a session with so many sequences would lay the model out for."""
+    """Return the workload for which a session of `sequences` sequences chooses its layout."""
     return use_of(
         lambda n, tokens: model.graph(Step(n, tokens, CONTEXT_TOKENS, CONTEXT_TOKENS, n)), sequences, CONTEXT_TOKENS
     )
 
 
 def seconds_of(plan: Plan, use: Use | None) -> float:
-    """Seconds of one run, or of a use."""
+    """Return the predicted seconds of one run, or of a workload."""
     if use is None:
         return plan.cost.total
     made = cache(lambda *asked: plan_for(use.graph_of(*asked), plan.group, hardware=plan.hardware, like=plan))
@@ -75,11 +76,12 @@ def seconds_of(plan: Plan, use: Use | None) -> float:
 
 
 def held(plan: Plan) -> int:
+    """Return the bytes of weights and states on all devices of a plan."""
     return plan.memory()["weight"] + plan.memory()["state"]
 
 
 def choices(name: str, path: str) -> Iterator[str]:
-    """The section of a model: what is taken on each machine for each step, and what comes next."""
+    """Yield the section of a model: the choice of `auto` for each machine and step, and the next best choice."""
     yield f"\n## {name}\n"
     yield "| machine | step | taken | a run | spent on | held | left aside |"
     yield "|---|---|---|---|---|---|---|"
@@ -95,7 +97,7 @@ def choices(name: str, path: str) -> Iterator[str]:
 
 
 def comparisons(shapes: dict[str, Write], folder: Path) -> Iterator[str]:
-    """The section that holds `auto` against all other modes on all numbers of devices."""
+    """Yield the section that compares `auto` with all other modes on all numbers of devices."""
     yield f"\n## Against choices by hand\n\nTimes of the first {LAYERS} layers alone: of one token, then of prompts and"
     yield "tokens of several sequences, with parts and micro-batches.  Choices that copy the weights to every device"
     yield "are left aside.\n\n| model | machine | for | auto | best by hand | which | ratio |"

@@ -1,9 +1,9 @@
-"""Time to plan a token and a prompt of Llama-3-70B and Qwen3-Next-80B for eight simulated H200, from files that are
-only headers.
+"""Measure the time to plan Llama-3-70B and Qwen3-Next-80B for eight simulated H200, from files that are only headers.
 
-Run ``python benchmarks/plan_large.py``; it prints medians of processor time, and the time of a sum that says how fast
-this processor is just now: a shared one may run at half its speed.  ``--layers 128 --devices 64`` plans once such a
-decoder of Llama-3.1-405B's widths instead, cut in shares that all differ, so that no two devices run the same.
+Run ``python benchmarks/plan_large.py``. It prints medians of processor time for a token and for a prompt. It also
+prints the time of a fixed sum, because a shared processor may run at half its speed. ``--layers 128 --devices 64``
+instead plans one decoder with the widths of Llama-3.1-405B. Its shards all differ in size, so that no two devices run
+the same program.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from hocket.frontends.commands.plan import read_step_graph
 from hocket.scheduler import plan_for, simulate
 
 ROUNDS, LIMIT, TOKENS = 3, 5.0, (1, 2048)
-"""How often a plan is made, seconds that it may take, and tokens of the steps."""
+"""Plans of each step, the limit for a plan in seconds, and the token counts of the steps."""
 
 
 def seconds(path: str, tokens: int) -> float:
+    """Return the processor seconds to read, plan and explain a step of `tokens` tokens."""
     start = process_time()
     graph, _ = read_step_graph(path, context=4096, tokens=tokens)
     simulation = simulate("h200:8,nvlink")
@@ -31,7 +32,7 @@ def seconds(path: str, tokens: int) -> float:
 
 
 def uneven_seconds(path: str, devices: int) -> tuple[float, int]:
-    """What the plan alone takes if device d has 1 + d / 100 shares, and the steps of all devices."""
+    """Return the planning seconds if device d has 1 + d / 100 shares, and the number of instructions of all devices."""
     graph, _ = read_step_graph(path, context=4096, tokens=1)
     simulation = simulate(f"h200:{devices},nvlink")
     hardware, shares = simulation.hardware_for(graph), [1 + d / 100 for d in range(devices)]

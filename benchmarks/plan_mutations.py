@@ -1,7 +1,8 @@
-"""Plans with something wrong in them, each of which the verifier refuses, or which runs right all the same.
+"""Corrupt plans, and check that the verifier rejects each corrupt plan that runs wrong.
 
-Run ``python benchmarks/plan_mutations.py --plans 40 --rounds 2 --seed 0``; it prints by field how many were refused and
-how many run right, then each plan that was taken and runs wrong, and ends with 1 if there is one.
+Run ``python benchmarks/plan_mutations.py --plans 40 --rounds 2 --seed 0``. For each field it prints the number of
+rejected plans, and of plans that run right in spite of the change. Then it prints each accepted plan that runs wrong,
+and exits with 1 if there is one.
 """
 
 from __future__ import annotations

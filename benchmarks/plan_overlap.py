@@ -1,7 +1,7 @@
-"""What plans predict to gain from computing beside collectives, for a decode step and a prompt of Llama-3-70B's shape.
+"""Predict the gain from overlapping compute with collectives, for a decode step and a prompt of Llama-3-70B.
 
-Run ``python benchmarks/plan_overlap.py > benchmarks/results/DATE-overlap.md``; it takes some minutes.  The model is a
-file that is only a header, machines are simulated, times are predictions.
+Run ``python benchmarks/plan_overlap.py > benchmarks/results/DATE-overlap.md``; it takes some minutes. The model file is
+only a header, machines are simulated, and times are predictions.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ Simulated processors wait: their threads are the collective.
 
 
 def planned(graph: Graph, machine: str, *, beside: bool) -> Plan:
-    """The plan for simulated devices that compute beside collectives, or do not."""
+    """Plan for simulated devices that overlap compute with collectives (`beside`), or do not."""
     simulation = simulate(machine)
     with patch.object(SimulatedGpu, "overlaps", SimulatedGpu.overlaps if beside else lambda *_: False):
         made = plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph), split_mode="tensor")
-        assert made.cost  # which asks the devices, too
+        assert made.cost  # computes the costs while the patch is active
     return made
 
 
 def rows(path: str) -> Iterator[tuple[str, ...]]:
+    """Yield a table row for each machine and step: times without and with overlap."""
     for machine in MACHINES:
         for name, tokens in STEPS.items():
             graph, _ = read_step_graph(path, context=CONTEXT, tokens=tokens)

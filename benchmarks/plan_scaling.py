@@ -1,7 +1,7 @@
-"""Tokens per second that plans predict from 1 to 1,024 GPUs, where the limit lies, and why.
+"""Write docs/scaling.md: predicted tokens per second from 1 to 1,024 GPUs, the limit, and its reason.
 
-Run ``python benchmarks/plan_scaling.py > docs/scaling.md``; it takes some minutes.  Models are files that are only
-headers, machines are simulated, times are predictions.
+Run ``python benchmarks/plan_scaling.py > docs/scaling.md``; it takes some minutes. Model files are only headers,
+machines are simulated, and times are predictions.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ layers on several machines take turns in a step of decoding, so they hold more a
 
 
 def machines(gpus: int) -> str:
-    """So many GPUs as `simulate` takes them."""
+    """Return the machine with `gpus` GPUs, as `simulate` parses it."""
     if gpus <= MACHINE:
         return f"h200:{gpus}" + (",nvlink" if gpus > 1 else "")
     return f"h200:{MACHINE},nvlink x {gpus // MACHINE},ib400"
 
 
 def spent(plan: Plan) -> str:
-    """What a step is spent on."""
+    """Return the shares of compute, launches and collectives in the time of a step."""
     total = plan.cost.total
     launches = plan.hardware.launch * max(sum(lane.launches()) for lane in plan.lanes)
     parts = {"work": plan.cost.compute - launches, "launches": launches, "collectives": plan.cost.collectives}
@@ -61,7 +61,7 @@ def spent(plan: Plan) -> str:
 
 
 def more(plan: Plan, used: int) -> str:
-    """The best choice that was left aside on more GPUs than are used."""
+    """Return the best rejected choice on more GPUs than are used, or ``-``."""
     aside = [r.removeprefix("left aside: ") for r in plan.reasons if r.startswith("left aside: ")]
     counted = [(re.search(r"on (\d+) devices|across (\d+) machines", text), text) for text in aside]
     larger = [text for found, text in counted if found and int(found[1] or 0) + MACHINE * int(found[2] or 0) > used]
@@ -69,7 +69,7 @@ def more(plan: Plan, used: int) -> str:
 
 
 def rows(graph: Graph, sequences: int) -> Iterator[str]:
-    """A row for each choice of `auto`, with the numbers of GPUs on which it is taken."""
+    """Yield a row for each choice of `auto`, with the numbers of GPUs for which it is chosen."""
     same: list[tuple[int, str]] = []
     for gpus in GPUS:
         simulation = simulate(machines(gpus))
@@ -81,7 +81,7 @@ def rows(graph: Graph, sequences: int) -> Iterator[str]:
 
 
 def row(plan: Plan, sequences: int) -> str:
-    """What a plan takes and gives."""
+    """Return the cells of a plan: devices, seconds, tokens/s and bytes."""
     used = sum(bool(lane.program.instructions) for lane in plan.lanes)
     held = plan.memory()["weight"] + plan.memory()["state"]
     lacking = f", {nbytes_text(short)} short" if (short := shortage(plan)) else ""

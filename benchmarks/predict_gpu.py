@@ -1,11 +1,15 @@
-"""What a model of time says of CUDA kernels on GPUs that are not here, and the speeds that plans for them use.
+"""Predict the times of CUDA kernels on GPUs that are not present, and the speeds that plans for these GPUs use.
 
     python benchmarks/predict_gpu.py
 
-writes ``benchmarks/kernels_cuda_times.md`` and ``.json`` and ``backends/cupy/predicted.json``; it takes some minutes,
-and needs g++, NVRTC, nvdisasm and SciPy.  Of a small case the emulation counts accesses, machine code says how many
-instructions that takes, and a shape is so many times the case.  Shapes have the titles of `benchmarks/gpu.py`, which
-compares what it measures with what is said here.
+The script writes ``benchmarks/kernels_cuda_times.md`` and ``.json``, and ``backends/cupy/predicted.json``. It takes
+some minutes, and needs g++, NVRTC, nvdisasm and SciPy.
+
+1. The emulation counts the memory accesses of a small case.
+2. The machine code gives the number of instructions for these accesses.
+3. The counts are scaled from the case to a shape, and a time model converts them to seconds.
+
+Shapes have the titles of cases of `benchmarks/gpu.py`, which compares measured times with these predictions.
 """
 
 from __future__ import annotations
@@ -45,8 +49,9 @@ TABLE = Path(__file__).parent / "kernels_cuda_times.md"
 TIMES = TABLE.with_suffix(".json")
 SHOWN = ("h200", "a100", "rtx4090")
 CACHED = 25e6
-"""Bytes that the second cache still has when the next launch reads them."""
+"""Bytes that remain in the L2 cache until the next launch reads them."""
 Part = tuple[object, str, int]
+"""A module, the name of one of its constants, and the value that the constant gets for a case."""
 DELTA_DECODE = "16/32×128, batch 32"
 DELTA_PROMPT = "32×128, 8192 tokens"
 ONE_TOKEN = "32 heads on 8 of 128, 1 token on 65536, f16"
@@ -63,15 +68,18 @@ OPS: Mapping[str, tuple[str, str | None]] = {
     **dict.fromkeys(("top_k", "argsort"), (SORTED, None)),
     OTHERS: ("add 4096×4096", None),
 }
-"""By op: the shape by which its bytes/s are judged, and that of its FLOP/s where a prompt is not set by memory."""
+"""For each op: the shape that gives its bytes/s, and the prompt shape that gives its FLOP/s.
+
+The second is None if memory bounds prompts too.
+"""
 
 
 DTYPES = (*packed.BY_TYPE, DType.F16, DType.BF16, DType.F32)
-"""Types of weights whose products are judged."""
+"""Weight dtypes with predicted matmul speeds."""
 
 
 class Took(NamedTuple):
-    """Seconds that a launch takes, and what sets them."""
+    """The predicted seconds of a launch, and the resource that limits it."""
 
     kernel: str
     seconds: float
@@ -83,13 +91,18 @@ Launches = Sequence[Took]
 
 @dataclass(frozen=True)
 class Shape:
-    """So many times a case: of each kernel the blocks, and what each of them does; kernels without times are launched
-    for the small case alone.  `nbytes` and `flops` are what any kernel has to do; `asked` is the share of the H200's
-    bandwidth or of its 16-bit products that we want.
+    """A shape of an op, predicted from a small case that runs in the emulation.
 
-    What a `longer` case does beyond the case is added so many times, before `times`.  `chosen` are constants by which
-    kernels are chosen, with values that choose for the case what the shape gets.  All blocks of a launch read `common`
-    bytes.  A kernel that asks `ahead` loads its weights before it waits for the launch before its own.
+    `scale_by_kernel` has two factors for each kernel: the number of blocks, and the work of a block, relative to the
+    case. Kernels without factors are launched only for the case, and not counted. `nbytes` and `flops` are the least
+    work of any kernel. `target_share` is the wanted share of the H200's bandwidth, or of its 16-bit matmul FLOP/s.
+
+    Some kernels need more:
+
+    - `longer_case` is a second case and a factor; the work that it adds to the case is multiplied by the factor.
+    - `selection_constants` make hocket choose for the case the kernel that it chooses for the shape.
+    - `shared_bytes` are read by all blocks of a launch, and counted once.
+    - A kernel with `loads_early` loads its weights before it waits for the previous launch.
     """
 
     name: str
@@ -104,16 +117,16 @@ class Shape:
     longer: tuple[str, float] | None = None
 
     def counted(self, limits: Limits) -> list[tuple[LaunchCounters, ...]]:
-        """Its launches: of the case and of the longer one."""
+        """Count the launches in the emulation: each launch of the case, with its counterpart of the longer case."""
         cases = [self.case] if self.longer is None else [self.case, self.longer[0]]
         with ExitStack() as stack:
             for module, name, value in self.chosen:
                 stack.enter_context(patch.object(module, name, value))
-            tried.cache_clear()  # it knows how much scratch was taken where others were chosen
+            tried.cache_clear()  # it remembers the scratch bytes of kernels that other constants chose
             return list(zip(*(collect_counters([case], limits) for case in cases), strict=True))
 
     def predicted(self, counted: Sequence[tuple[LaunchCounters, ...]], kind: str) -> Launches:
-        """How long each of its launches takes."""
+        """Return the predicted time of each launch on a GPU kind."""
         gpu, times = GPUS[kind], list[Took]()
         for launches in counted:
             name = launches[0].launch.kernel.name.partition("<")[0]
@@ -130,12 +143,20 @@ class Shape:
         return times
 
     def share(self, seconds: float, kind: str) -> float:
-        """Of what the data sheet allows."""
+        """Return the time that the data sheet allows, as a share of `seconds`."""
         return max(self.nbytes / MACHINES[kind].bandwidth, self.flops / MACHINES[kind].flops) / seconds
 
 
 def vector(dtype: DType, rows: int, columns: int, processors: int, asked: float | None = None) -> Shape:
-    """A product of weights and one vector on a GPU of so many multiprocessors; packed rows are dealt to them evenly."""
+    """Make the shape of a product of weights and one vector.
+
+    Args:
+        dtype: The dtype of the weights.
+        rows: Rows of the weights.
+        columns: Columns of the weights.
+        processors: Multiprocessors of the GPU; packed rows are distributed over them evenly.
+        asked: The wanted share of the bandwidth.
+    """
     least = 16 if dtype in packed.OWN_RECORDS else 8
     own = -(-rows // processors // least) * least if dtype in packed.BY_TYPE else 64
     nbytes = rows * columns // dtype.block * dtype.block_bytes + 4 * (rows + columns)
@@ -149,8 +170,18 @@ def vector(dtype: DType, rows: int, columns: int, processors: int, asked: float 
 def prompt(
     dtype: DType, rows: int, columns: int, tokens: int, asked: float | None = None, is_exact: bool = True
 ) -> Shape:
-    """A product of weights and many tokens; two blocks share the columns of tiles of 256 rows, or of those of clusters,
-    of which the case has one."""
+    """Make the shape of a matmul of weights and many tokens.
+
+    The case has one tile. Two blocks share the columns of a tile of 256 rows, or of the tiles of a cluster.
+
+    Args:
+        dtype: The dtype of the weights.
+        rows: Rows of the weights.
+        columns: Columns of the weights.
+        tokens: Tokens of the prompt.
+        asked: The wanted share of the 16-bit matmul FLOP/s.
+        is_exact: Use pairs of 16-bit products instead of single ones.
+    """
     high, wide, full = (512, 256, 8) if dtype in tiled.FLOATS else (256, 128, 2)
     many, longer = rows / high * tokens / wide, columns / 4096
     by_blocks = ("clustered", "grouped", "grouped_packed", "tiled", "tiled_packed", "matmul")
@@ -168,14 +199,22 @@ def prompt(
 
 STATE = 128 * 128 * 4
 DELTA_FLOPS = 128 * (7 * 128 + 3)
-"""Of a token and a head."""
+"""FLOPs of one token and one head."""
 DECODE = (
     "gated_delta_net(q=f32[1,2,128], k=f32[1,2,128], v=f32[1,4,128], g=f32[1,4,1], beta=f32[1,4], state=f32[4,128,128])"
 )
 
 
 def delta_prompt(key_heads: int, is_exact: bool, asked: float | None = None) -> Shape:
-    """32 heads over 8192 tokens, as two heads over so few that the state is much of what is moved, and over more."""
+    """Make the shape of a gated delta net with 32 heads over 8192 tokens.
+
+    The case has two heads and 128 tokens, so the state is a large share of its bytes; the longer case has 256 tokens.
+
+    Args:
+        key_heads: The number of key heads.
+        is_exact: Use pairs of 16-bit products instead of single ones.
+        asked: The wanted share of the data sheet's limit.
+    """
     short, long, tokens, keys = 128, 256, 8192, key_heads // 16
     case, longer = (
         f"gated_delta_net(q=f32[{t},{keys},128], k=f32[{t},{keys},128], v=f32[{t},2,128], g=f32[{t},2,1], "
@@ -190,8 +229,11 @@ def delta_prompt(key_heads: int, is_exact: bool, asked: float | None = None) -> 
 
 
 def attention_prompt() -> Shape:
-    """8192 tokens that see half of the keys, as a block of queries over so few keys that queries and results are much
-    of what is moved, and over more; to find out which tiles are seen, a mask of 256 MiB is read besides."""
+    """Make the shape of an attention of 8192 tokens; each token sees half of the keys on average.
+
+    The case is a block of queries over few keys, so queries and results are a large share of its bytes; the longer case
+    has more keys. The kernel also reads a mask of 256 MiB to find the visible tiles.
+    """
     tokens, short, long = 8192, 1024, 2048
     case, longer = (
         f"attention(q=f32[32,4,128], k=f16[{keys},1,128], v=f16[{keys},1,128], scale=0.1)" for keys in (short, long)
@@ -204,7 +246,7 @@ def attention_prompt() -> Shape:
 
 
 def rows_of(name: str, case: str, kernel: str, times: int) -> Shape:
-    """So many times the rows of a case of an op with one kernel."""
+    """Make a shape with `times` times the rows of a case, for an op with one kernel."""
     (node,) = (node for node in build_case_graph(parse_test_case(case)).graph.nodes if not node.is_leaf)
     declared = op_of(node)
     return Shape(
@@ -213,7 +255,7 @@ def rows_of(name: str, case: str, kernel: str, times: int) -> Shape:
 
 
 def shapes(processors: int) -> tuple[Shape, ...]:
-    """Those of the table, on a GPU of so many multiprocessors."""
+    """Return the shapes of the table, for a GPU with `processors` multiprocessors."""
     return (
         *(vector(t, 4096, 4096, processors, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
         *(vector(t, 28672, 4096, processors, a) for t, a in ((DType.Q4_K, 0.7), (DType.Q8_0, 0.82))),
@@ -261,12 +303,12 @@ def seconds(times: Launches) -> float:
 
 
 def limit(times: Launches) -> str:
-    """What sets the time of the longest launch."""
+    """Return the resource that limits the longest launch."""
     return max(times, key=lambda took: took.seconds).limit
 
 
 def times_of(number: int) -> dict[str, Launches]:
-    """By GPU: how long each launch of the shape of a number takes."""
+    """Return the predicted launches of the shape with index `number`, by GPU kind."""
     counted: dict[tuple[str, Limits], list[tuple[LaunchCounters, ...]]] = {}
     found = {}
     for kind, gpu in GPUS.items():
@@ -278,7 +320,7 @@ def times_of(number: int) -> dict[str, Launches]:
 
 
 def of_products(dtype: DType) -> dict[str, Reached]:
-    """By GPU, what products with such weights reach."""
+    """Return the predicted speeds of matmuls with weights of a dtype, by GPU kind."""
     many = prompt(dtype, 4096, 4096, 512)
     counted = {limits: many.counted(limits) for limits in {gpu.limits for gpu in GPUS.values()}}
     found = {}
@@ -293,6 +335,7 @@ Judged = Mapping[str, tuple[Shape, Launches]]
 
 
 def reached(few: Judged, many: Judged) -> Reached:
+    """Return the speeds and limits of shapes: bytes/s of decode shapes (`few`), FLOP/s of prompt shapes (`many`)."""
     return Reached(
         {name: float(f"{shape.nbytes / seconds(times):.3g}") for name, (shape, times) in few.items()},
         {name: float(f"{shape.flops / seconds(times):.3g}") for name, (shape, times) in many.items()},
@@ -302,14 +345,14 @@ def reached(few: Judged, many: Judged) -> Reached:
 
 
 def of_ops(known: Sequence[tuple[Shape, Mapping[str, Launches]]], kind: str) -> Reached:
-    """What ops reach on a GPU, of shapes whose times are known."""
+    """Return the predicted speeds of ops on a GPU kind, from shapes with known times."""
     named = {shape.name: (shape, times[kind]) for shape, times in known}
     few = {op: named[name] for op, (name, _) in OPS.items()}
     return reached(few, {op: named[name] for op, (_, name) in OPS.items() if name is not None})
 
 
 def rows(shape: Shape, times: Mapping[str, Launches]) -> Iterator[str]:
-    """Of the table, one for each GPU that is shown."""
+    """Yield the table rows of a shape, one for each listed GPU."""
     for kind in SHOWN:
         took = seconds(times[kind])
         limits = ", ".join(f"{t.kernel}: " * (len(times[kind]) > 1) + t.limit for t in times[kind])
@@ -351,7 +394,7 @@ def main() -> None:
 
 
 def joined(parts: Sequence[Reached]) -> Reached:
-    """All of them in one."""
+    """Merge speeds of several dtypes."""
     return Reached(*({k: v for part in parts for k, v in getattr(part, of.name).items()} for of in fields(Reached)))
 
 

@@ -1,10 +1,10 @@
-"""Predicted against measured times of models on a CPU, while the speeds of the machine are measured again and again.
+"""Compare predicted with measured times of models on a CPU, while the speeds of the machine are measured repeatedly.
 
     python benchmarks/predicted_times.py MODEL.gguf [...] [--save STEM]
 
-The machine is measured before and after each run, once, as `hocket calibrate` does many times; a round does this some
-times, and what is in the middle counts.  So prediction and run have seen the same machine, which on a shared host is
-another one a minute later.
+The machine is measured once before and once after each run, as `hocket calibrate` does many times. A round repeats this
+some times and takes the mean of the middle half. Therefore prediction and run have seen the same machine; on a shared
+host the speeds change within a minute.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from hocket.scheduler.probing.calibrating import PROBED_DTYPES, Probes, middle
 
 HEAD = ("model", "tokens of a run", "predicted", "measured", "error", "errors of the rounds")
 TURNS = 5
+"""Turns in a round; each turn measures every run once."""
 
 
 @dataclass
 class Run:
-    """So many tokens of a model, as the last of a context."""
+    """Steps of `token_count` tokens of a model at the end of a context."""
 
     name: str
     session: Session
@@ -42,7 +43,7 @@ class Run:
     drawn: Iterator[list[int]]
 
     def seconds(self) -> float:
-        """Seconds of a run: the middle of some in a row.  Those before them find caches full of something else."""
+        """Return the interquartile mean of the seconds of some runs in a row, after runs that fill the caches."""
         each = []
         for _ in range(self.before + self.times):
             tokens = next(self.drawn)
@@ -53,12 +54,12 @@ class Run:
 
     @property
     def before(self) -> int:
-        """A token finds in a large cache what many tokens before it have read."""
+        """The number of runs that are not timed; a token finds data of many previous tokens in a large cache."""
         return 16 if self.tokens == 1 else 1
 
     @property
     def times(self) -> int:
-        """More of short ones."""
+        """The number of runs that are timed: more for short runs."""
         return 16 if self.tokens == 1 else 1
 
     def predicted(self, speeds: Speeds) -> float:
@@ -88,7 +89,14 @@ def main() -> None:
 
 
 def runs_of(path: Path, tokens: list[int], context: int, threads: int | None) -> list[Run]:
-    """Runs of a model, warmed up."""
+    """Return runs of a model that are warmed up.
+
+    Args:
+        path: The GGUF file.
+        tokens: Token counts, one for each run.
+        context: Tokens of the context.
+        threads: Threads of the device; None for the default.
+    """
     session = open_session(open_model(path), on=replace(ONE_DEVICE, threads=threads), context=context)
     runs = []
     for count in tokens:
@@ -101,7 +109,7 @@ def runs_of(path: Path, tokens: list[int], context: int, threads: int | None) ->
 
 
 def measured(probes: Probes, runs: list[Run]) -> list[dict[str, object]]:
-    """One round: predicted and measured seconds of each run."""
+    """Return the predicted and measured seconds of each run in one round."""
     beside: dict[int, list[dict[str, float]]] = defaultdict(list)
     seconds: dict[int, list[float]] = defaultdict(list)
     before = probes.seconds()
@@ -122,7 +130,7 @@ def measured(probes: Probes, runs: list[Run]) -> list[dict[str, object]]:
 
 
 def told(run: Run, rounds: list[dict[str, object]]) -> list[str]:
-    """Medians, and of errors those of the same round."""
+    """Return a table row with medians; errors are computed within a round."""
     own = [row for row in rounds if (row["model"], row["tokens"]) == (run.name, run.tokens)]
     pairs = [(float(str(row["predicted"])), float(str(row["measured"]))) for row in own]
     errors = [predicted / seconds - 1 for predicted, seconds in pairs]

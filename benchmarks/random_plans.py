@@ -1,9 +1,9 @@
-"""Plans of random graphs held against one device: every mode, one to five devices, uneven shares, placed nodes.
+"""Compare plans of random graphs with one device: every mode, one to five devices, uneven shares, placement rules.
 
     python benchmarks/random_plans.py --seed 0 --count 2000
 
-A graph that is refused, a raw Python error and a number that differs are faults; each is a line that names the seed and
-the plan, and ``--seed N --count 1`` makes that graph again.  Exits 1 if there was one.
+A refused graph, a raw Python error, and a different number are faults. Each fault is a line with the seed and the plan;
+``--seed N --count 1`` repeats its graph. The script exits with 1 after a fault.
 """
 
 from __future__ import annotations

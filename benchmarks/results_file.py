@@ -1,4 +1,4 @@
-"""What every saved result says of its circumstances, and how it is saved: JSON, and a table in Markdown."""
+"""Save benchmark results with their circumstances, as JSON and as a table in Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def circumstances(shared: bool) -> dict[str, object]:
-    """Date, processor, commit, and whether others used the machine meanwhile."""
+    """Return the date, the processor, the commit, the load, and whether others used the machine at the same time."""
     commit, changes = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain", "-uno")
     return {
         "date": datetime.date.today().isoformat(),
@@ -26,7 +26,7 @@ def circumstances(shared: bool) -> dict[str, object]:
 
 
 def _git(*words: str) -> str:
-    """What git says of this repository; nothing where there is no git."""
+    """Return the output of git for this repository, or an empty string without git."""
     try:
         done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
     except OSError:
@@ -35,7 +35,7 @@ def _git(*words: str) -> str:
 
 
 def processor() -> str:
-    """The processor's name and, where its name says little, its family, model and best vector instructions."""
+    """Return the name of the processor, its family and model, and its best vector instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -47,6 +47,7 @@ def processor() -> str:
 
 
 def one_line(about: Mapping[str, object]) -> str:
+    """Return the circumstances as one line of text."""
     shared = "shared with other work" if about["shared"] else "otherwise idle"
     return (
         f"{about['date']}, {about['cpu']}, {about['cores']} cores, {shared} (load {about['load']}), {about['commit']}"
@@ -54,13 +55,20 @@ def one_line(about: Mapping[str, object]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """In Markdown."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
 
 
 def save(stem: Path, about: Mapping[str, object], rows: Sequence[Mapping[str, object]], text: str) -> None:
-    """``stem.json`` with all samples and ``stem.md`` with the table."""
+    """Write ``stem.json`` with all samples and ``stem.md`` with the table.
+
+    Args:
+        stem: The path without a suffix.
+        about: The circumstances.
+        rows: All samples.
+        text: The table in Markdown.
+    """
     stem.parent.mkdir(parents=True, exist_ok=True)
     body = ",\n ".join(map(json.dumps, rows))
     stem.with_name(f"{stem.name}.json").write_text(f'{{"about": {json.dumps(about)},\n "rows": [\n {body}]}}\n')

@@ -1,9 +1,9 @@
-"""How long `hocket run MODEL -p Hello -n 1` takes from its start to its end, beside llama.cpp's `llama-completion`.
+"""Measure `hocket run MODEL -p Hello -n 1` from start to end, and llama.cpp's `llama-completion`.
 
     python benchmarks/start.py model.gguf --llama path/to/llama-completion
 
-The two take turns.  Both are warm: files are in memory, kernels, plans and Python's bytecode are there; where the
-environment forbids Python to keep bytecode (PYTHONDONTWRITEBYTECODE), a start takes a third longer, so it is left out.
+The two programs alternate. Both are warm: model files are in memory, and kernels, plans and bytecode are cached. The
+variable PYTHONDONTWRITEBYTECODE is removed from the environment: without cached bytecode a start takes a third longer.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def main() -> None:
 
 
 def seconds(command: list[str]) -> float:
+    """Return the wall time of a command, in seconds."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     start = perf_counter()
     subprocess.run(command, env=kept, stdin=subprocess.DEVNULL, capture_output=True, check=True)

@@ -1,9 +1,9 @@
-"""A model by hocket, by PyTorch itself and by `torch.compile`, in alternation: medians, and medians of the ratios of
-runs that follow each other, since a machine that others use does not stay the same for long.
+"""Compare the speed of models in hocket with eager PyTorch and with `torch.compile`.
 
-``python benchmarks/torch_models.py`` runs Llama and BERT shapes of about 100 million float32 weights, which are random,
-on one sequence.  `torch.compile` needs a C++ compiler.  All sides have as many threads, and run in one process, a pause
-apart, in which threads that wait for work fall asleep.
+``python benchmarks/torch_models.py`` runs one sequence through Llama and BERT shapes with about 100 million random
+float32 weights. `torch.compile` needs a C++ compiler. All sides have the same number of threads and run in one process.
+A pause between two runs lets waiting threads fall asleep. The sides alternate; the script prints medians of times, and
+medians of the ratios of adjacent runs, because the speed of a shared machine changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PAUSE = 0.05
 
 
 def llama() -> torch.nn.Module:
-    """12 layers of 768, as large as GPT-2, with the MLP and the norms of Llama."""
+    """Return a model of 12 layers of width 768, as large as GPT-2, with the MLP and the norms of Llama."""
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             hidden_size=768,
@@ -39,7 +39,7 @@ def llama() -> torch.nn.Module:
 
 
 def bert() -> torch.nn.Module:
-    """The base model."""
+    """Return the base model of BERT."""
     return transformers.BertModel(transformers.BertConfig())
 
 
@@ -47,7 +47,15 @@ MODELS: Mapping[str, Callable[[], torch.nn.Module]] = {"llama": llama, "bert": b
 
 
 def compare(name: str, tokens: int, threads: int, rounds: int, compiled: bool) -> Iterator[dict[str, object]]:
-    """One row for each side that hocket is compared with."""
+    """Measure one model; yield one row for each side that hocket is compared with.
+
+    Args:
+        name: A key of `MODELS`.
+        tokens: Tokens of the sequence.
+        threads: Threads of each side.
+        rounds: Timed rounds, after two that warm up.
+        compiled: Also measure `torch.compile`.
+    """
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     ids = torch.randint(0, model.config.vocab_size, (1, tokens))
@@ -64,7 +72,7 @@ def compare(name: str, tokens: int, threads: int, rounds: int, compiled: bool) -
                 time.sleep(PAUSE)
                 start = time.perf_counter()
                 run(ids)
-                if turn >= 2:  # the first two are to warm up
+                if turn >= 2:  # the first two rounds warm up
                     seconds[side].append(time.perf_counter() - start)
     wanted = results_of["eager"].double()
     error = float(((results_of["hocket"] - wanted) ** 2).sum() / (wanted**2).sum())
@@ -88,6 +96,8 @@ HEAD = ("model", "weights", "tokens", "threads", "hocket ms", "against", "its ms
 
 
 def cells(row: Mapping[str, object]) -> list[str]:
+    """Return the cells of a result row for the table."""
+
     def spread(seconds: list[float]) -> str:
         return f"{1e3 * median(seconds):.1f} [{1e3 * min(seconds):.1f}..{1e3 * max(seconds):.1f}]"
 

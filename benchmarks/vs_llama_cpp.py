@@ -1,9 +1,10 @@
-"""Hocket and llama.cpp on the same files in alternation: medians of prefill and decode, and of the ratios of runs that
-follow each other, since a machine that others use does not stay the same for long.
+"""Compare the speed of hocket and llama.cpp on the same files, for prefill and decode.
 
 ``python benchmarks/vs_llama_cpp.py --llama-python PYTHON MODEL.gguf ...`` runs llama.cpp through llama-cpp-python in
-another interpreter; ``--llama-bench PATH`` runs that program instead.  Either way it should be built on this machine
-from source.  Each side is a process of its own and idles while the other runs.
+another interpreter; ``--llama-bench PATH`` runs that program instead. In both cases llama.cpp should be built from
+source on this machine. Each side is a process of its own and idles while the other side runs. The sides alternate; the
+script prints medians of speeds, and medians of the ratios of adjacent runs, because the speed of a shared machine
+changes.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ Test = dict[str, str | int]
 
 
 def name_of(test: Test) -> str:
+    """Return the name of a test as in llama-bench, for example ``pp512 @ d1024``."""
     return f"{test['kind']}{test['tokens']}" + (f" @ d{test['depth']}" if test["depth"] else "")
 
 
 class Worker:
-    """A process that has a model loaded and runs tests as it is told."""
+    """A process that has loaded a model and runs the tests that it receives."""
 
     def __init__(self, python: str, script: str, model: Path, threads: int, context: int) -> None:
         command = [python, str(HERE / script), str(model), str(threads), str(context)]
@@ -37,6 +39,7 @@ class Worker:
         self.about = self._answer()
 
     def seconds(self, test: Test) -> float:
+        """Run a test in the process, and return its seconds."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(test) + "\n")
         self.process.stdin.flush()
@@ -58,13 +61,14 @@ class Worker:
 
 
 class Bench:
-    """The program llama-bench, started for every run."""
+    """The program llama-bench, which is started for every run."""
 
     def __init__(self, path: str, model: Path, threads: int) -> None:
         self.command = [path, "-m", str(model), "-t", str(threads), "-r", "1", "-fa", "1", "-o", "json"]
         self.about: dict[str, object] = {}
 
     def seconds(self, test: Test) -> float:
+        """Run llama-bench for a test, and return its average seconds."""
         counts = (
             ("-p", str(test["tokens"]), "-n", "0") if test["kind"] == "pp" else ("-p", "0", "-n", str(test["tokens"]))
         )
@@ -78,11 +82,11 @@ class Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is left running."""
+        """Do nothing; no process is left."""
 
 
 def compare(args: argparse.Namespace, model: Path, threads: int, tests: list[Test]) -> Iterator[dict[str, object]]:
-    """One row a test."""
+    """Yield one result row for each test."""
     context = max(int(t["tokens"]) + int(t["depth"]) for t in tests)
     with ExitStack() as stack:
         ours = stack.enter_context(Worker(sys.executable, "worker_hocket.py", model, threads, context))

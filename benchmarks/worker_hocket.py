@@ -1,4 +1,4 @@
-"""Hocket's side of ``vs_llama_cpp.py``: runs tests that come as JSON lines.
+"""Run the tests of ``vs_llama_cpp.py`` in hocket; they arrive as JSON lines.
 
 Started as ``python worker_hocket.py MODEL THREADS CONTEXT``.
 """

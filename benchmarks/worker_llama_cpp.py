@@ -1,6 +1,6 @@
-"""llama.cpp's side of ``vs_llama_cpp.py``: runs tests that come as JSON lines, through llama-cpp-python.
+"""Run the tests of ``vs_llama_cpp.py`` in llama.cpp, through llama-cpp-python; they arrive as JSON lines.
 
-Started as ``python worker_llama_cpp.py MODEL THREADS CONTEXT``, by an interpreter that need not have hocket.
+Started as ``python worker_llama_cpp.py MODEL THREADS CONTEXT``, by an interpreter that does not need hocket.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import llama_cpp as lc
 
 @lc.llama_log_callback
 def silent(level: int, text: bytes, user: ctypes.c_void_p) -> None:
-    """Drop what the library logs."""
+    """Discard the log of the library."""
 
 
 def opened(path: str, threads: int, size: int) -> tuple[object, object]:
-    """Model and context, as ``llama-bench -fa 1`` makes them."""
+    """Return a model and a context with the settings of ``llama-bench -fa 1``."""
     lc.llama_log_set(silent, ctypes.c_void_p(0))
     lc.llama_backend_init()
     model = lc.llama_model_load_from_file(path.encode(), lc.llama_model_default_params())
@@ -37,6 +37,7 @@ def opened(path: str, threads: int, size: int) -> tuple[object, object]:
 
 
 def evaluate(context: object, tokens: list[int]) -> None:
+    """Evaluate tokens, and wait for the result."""
     block = (lc.llama_token * len(tokens))(*tokens)
     if lc.llama_decode(context, lc.llama_batch_get_one(block, len(tokens))):
         raise SystemExit("llama.cpp failed to decode")
@@ -44,7 +45,15 @@ def evaluate(context: object, tokens: list[int]) -> None:
 
 
 def seconds(context: object, vocabulary: int, kind: str, count: int, depth: int) -> float:
-    """One test: a prompt at once or tokens one by one, after `depth` that are not timed."""
+    """Return the seconds of one test: a prompt at once, or tokens one by one.
+
+    Args:
+        context: The llama.cpp context.
+        vocabulary: The vocabulary size.
+        kind: ``pp`` for a prompt, ``tg`` for single tokens.
+        count: Timed tokens.
+        depth: Tokens that are evaluated before the timed ones.
+    """
     lc.llama_memory_clear(lc.llama_get_memory(context), True)
     tokens = random.Random(0).choices(range(vocabulary), k=depth + count)
     for start in range(0, depth, 512):

@@ -1,8 +1,8 @@
-"""Models to measure with: SmolLM2 in other types, and random weights in the shapes of larger models.
+"""Write models for benchmarks: SmolLM2 in other dtypes, and random weights in the shapes of larger models.
 
-Run ``python benchmarks/write_models.py SMOLLM2.gguf FOLDER [NAME ...]``.  Every file has SmolLM2's vocabulary, so that
-it loads in llama.cpp too; where the larger model has more tokens, unused ones fill it up.  What random models say is
-nonsense; what a token costs depends on shapes and types alone.
+Run ``python benchmarks/write_models.py SMOLLM2.gguf FOLDER [NAME ...]``. Every file has the vocabulary of SmolLM2, so
+that it loads in llama.cpp too. If the larger model has more tokens, unused tokens fill the vocabulary. The text of
+random models is nonsense, but the cost of a token depends only on shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hocket.ops.quantisation import BLOCK_LAYOUTS, f32_to_bf16
 
 VOCABULARY, GEMMA_VOCABULARY = 49152, 262144
 UNUSED = 5
-"""What ``tokenizer.ggml.token_type`` says of a token that no text has."""
+"""The value of ``tokenizer.ggml.token_type`` for a token that occurs in no text."""
 SPREAD = 0.02
-"""Standard deviation of a random weight, about."""
+"""The approximate standard deviation of a random weight."""
 LARGEST_CODE = {
     "q8_0": 127,
     "q4_0": 8,
@@ -35,13 +35,24 @@ LARGEST_CODE = {
     "q4_K": 15,
     "q5_K": 31,
 }
+"""The largest code of a quantised weight, by dtype."""
 LARGEST_CODE |= {"q6_K": 32, "iq4_nl": 127, "iq4_xs": 127}
 SUB_SCALE = {"q2_K": 8, "q3_K": 16, "q4_K": 32, "q5_K": 32, "q6_K": 64, "iq4_xs": 16}
-"""A typical scale of a part of a K-quant's block, by which its `d` is multiplied."""
+"""A typical sub-block scale of a block of a K-quant, which multiplies the scale `d` of the block."""
 
 
 def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
-    """Weights around zero as a file stores them: [rows, row bytes] of a quantised type, [rows, columns] of another."""
+    """Return random weights around zero as a file stores them.
+
+    Args:
+        dtype: The dtype of the weights.
+        rows: The number of rows.
+        columns: The number of weights of a row.
+        rng: The source of random numbers.
+
+    Returns:
+        Bytes [rows, row bytes] of a quantised dtype, or numbers [rows, columns] of another dtype.
+    """
     if not dtype.is_quantised:
         plain = rng.standard_normal((rows, columns), np.float32) * np.float32(SPREAD)
         return f32_to_bf16(plain) if dtype is DType.BF16 else plain.astype(dtype.storage)
@@ -55,7 +66,7 @@ def random_rows(dtype: DType, rows: int, columns: int, rng: np.random.Generator)
         return raw.reshape(rows, -1)
     name = str(dtype)
     step = 2 * SPREAD / (LARGEST_CODE[name] * SUB_SCALE.get(name, 1))
-    signs = rng.choice((-1, 1), len(records))  # codes of some types have a mean
+    signs = rng.choice((-1, 1), len(records))  # the codes of some dtypes have a nonzero mean
     records["d"] = step * rng.uniform(0.5, 1.5, len(records)) * signs
     middle = LARGEST_CODE[name] / 2
     for offset, sign in (("m", -1), ("dmin", 1)):
@@ -72,7 +83,7 @@ Tensors = Iterator[tuple[str, tuple[int, ...], str]]
 
 @dataclass(frozen=True)
 class Shape:
-    """A model to write: architecture, metadata under its prefix, and tensors for a type."""
+    """A model to write: its architecture, its metadata, and its tensors for a dtype; metadata keys lack the prefix."""
 
     architecture: str
     metadata: Mapping[str, int | float | list[int]]
@@ -101,7 +112,7 @@ def llama_tensors(kind: str) -> Tensors:
 
 
 def hybrid_tensors(kind: str) -> Tensors:
-    """Layers of Qwen3.5-0.8B; the feed-forward is of the smaller type, all else Q8_0."""
+    """Yield the tensors of Qwen3.5-0.8B: feed-forward matrices of type `kind`, all other matrices Q8_0."""
     width, inner, heads, size = 1024, 3584, 16, 128
     whole = heads * size
     yield "token_embd.weight", (VOCABULARY, width), "q8_0"
@@ -153,8 +164,10 @@ def experts_tensors(kind: str) -> Tensors:
 
 
 def gemma_tensors(kind: str) -> Tensors:
-    """Gemma-3-270m as llama.cpp's ``Q4_K_M`` stores it: some matrices in Q6_K, and of either another type where rows
-    are no multiple of 256."""
+    """Yield the tensors of Gemma-3-270m, with the dtypes of llama.cpp's ``Q4_K_M``.
+
+    Some matrices are in Q6_K. A matrix with rows of no multiple of 256 has a dtype with smaller blocks.
+    """
     width, inner, heads, size, layers = 640, 2048, 4, 256, 18
     narrow = {"q4_K": "q5_0", "q6_K": "q8_0"}
     yield "token_embd.weight", (GEMMA_VOCABULARY, width), narrow["q6_K"]
@@ -261,7 +274,7 @@ MODELS: dict[str, tuple[Shape | None, str]] = {
     **{f"qwen3moe-{kind}": (EXPERTS, kind) for kind in ("q4_K", "q4_0")},
     "gemma3-270m-q4_K_M": (GEMMA, "q4_K"),
 }
-"""By name: a shape to fill with random weights, or none for SmolLM2's own, and the type of its matrices."""
+"""By name: the shape to fill with random weights, or None for SmolLM2's own weights, and the dtype of the matrices."""
 
 
 # ------------------------------------------------------------------------------------------------------ writing
@@ -274,7 +287,15 @@ def ggml(dtype: DType) -> Type:
 def writer_with_vocabulary(
     path: Path, architecture: str, source: GGUFReader, *prefixes: str, size: int = VOCABULARY
 ) -> GGUFWriter:
-    """A file that begins with the source's metadata under some prefixes, and has `size` tokens."""
+    """Return a writer with the source's metadata under the given prefixes, and a vocabulary of `size` tokens.
+
+    Args:
+        path: The file to write.
+        architecture: The architecture of the model.
+        source: SmolLM2.
+        prefixes: Prefixes of the metadata keys that are copied.
+        size: The vocabulary size; unused tokens are added.
+    """
     writer = GGUFWriter(path, architecture)
     more = size - VOCABULARY
     added = {"tokens": [f"<unused{i}>" for i in range(more)], "token_type": [UNUSED] * more, "scores": [0.0] * more}
@@ -296,7 +317,7 @@ def finish(writer: GGUFWriter) -> None:
 
 
 def write_converted(path: Path, source: GGUFReader, dtype: DType) -> None:
-    """The source with all matrices in another type, from its own values."""
+    """Write the source with all of its matrices converted to another dtype."""
     writer = writer_with_vocabulary(path, "llama", source, "tokenizer.", "llama.")
     for tensor in source.tensors:
         values = dequantize(tensor.data, tensor.tensor_type)
@@ -308,7 +329,7 @@ def write_converted(path: Path, source: GGUFReader, dtype: DType) -> None:
 
 
 def write_random(path: Path, source: GGUFReader, shape: Shape, kind: str) -> None:
-    """Random weights; norms are ones."""
+    """Write a model with random weights; the weights of norms are 1."""
     writer = writer_with_vocabulary(path, shape.architecture, source, "tokenizer.", size=shape.vocabulary)
     add = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
     for key, value in (*shape.metadata.items(), ("vocab_size", shape.vocabulary)):
@@ -328,7 +349,7 @@ def write_random(path: Path, source: GGUFReader, shape: Shape, kind: str) -> Non
 
 
 def write_model(name: str, smollm2: Path, folder: Path) -> Path:
-    """Write one of `MODELS`, unless it is there."""
+    """Write one of `MODELS`, unless its file exists, and return the path."""
     path = folder / f"{name}.gguf"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

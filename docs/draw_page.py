@@ -1,8 +1,8 @@
-"""Draw docs/page.png, docs/pytorch.png and docs/graph.svg from the tool itself: ``python docs/draw_page.py [NAME]``.
+"""Draw docs/page.png, docs/pytorch.png and docs/graph.svg with hocket itself: ``python docs/draw_page.py [NAME]``.
 
-The page is that of two layers' worth of a hybrid model dealt to two simulated devices, as ``hocket view`` writes it;
-the other that of the model of docs/pytorch.md on three.  The file NAME.sha256 tells of which plan a picture is, so that
-a test sees when the tool would draw another; that of a PyTorch model also which versions exported it.  Chromium and
+``page`` shows two layers of a hybrid model on two simulated devices, as ``hocket view`` writes it. ``pytorch`` shows
+the model of docs/pytorch.md on three. The file NAME.sha256 has the digest of the plan in a picture, so that a test
+finds an outdated picture. For the PyTorch model it also has the versions of the packages that exported it. Chromium and
 Graphviz draw.
 """
 
@@ -26,11 +26,11 @@ ROOT = HERE.parent
 MODEL = ROOT / "data" / "hocket-tiny-q8_0.gguf"
 SIZE = (1120, 640)
 CLICKS = {"page": (".fold button.gutter", ".group.open .row.work .cell.work"), "pytorch": (".fold button.gutter",)}
-"""What is clicked before a picture is taken: a layer, and the first work in it; a layer."""
+"""CSS selectors that are clicked before a screenshot: a layer, and the first work in it; a layer."""
 
 
 def block() -> hocket.Graph:
-    """The graph of the tutorial."""
+    """Build the graph of the tutorial."""
     x = hocket.input("x", (3, 64))
     up, gate = hocket.weight("up", (256, 64)), hocket.weight("gate", (256, 64))
     h = ops.rms_norm(x, eps=1e-6)
@@ -39,7 +39,13 @@ def block() -> hocket.Graph:
 
 
 def write_page(page: Path, model: Path = MODEL, devices: int = 2) -> str:
-    """Write the page of a picture; the digest of its plan."""
+    """Write the page of a picture, and return the digest of its plan.
+
+    Args:
+        page: The HTML file to write.
+        model: The model or the graph file.
+        devices: The number of simulated CPU devices.
+    """
     command = ["-m", "hocket", "view", str(model), "--simulate", f"cpu:{devices}", "--split-mode", "tensor"]
     subprocess.run([sys.executable, *command, "-o", str(page)], check=True)
     script = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
@@ -49,12 +55,16 @@ def write_page(page: Path, model: Path = MODEL, devices: int = 2) -> str:
 
 
 def versions() -> str:
-    """Of what exports the model of docs/pytorch.md."""
+    """Return the versions of the packages that export the model of docs/pytorch.md."""
     return " ".join(f"{name}-{importlib.metadata.version(name)}" for name in ("torch", "transformers"))
 
 
 def write_pytorch_page(page: Path) -> str:
-    """Write the page of the model that docs/pytorch.md begins with; what it was exported with, and the digest."""
+    """Write the page of the first model of docs/pytorch.md.
+
+    Returns:
+        The versions of the packages that exported the model, and the digest of its plan.
+    """
     import torch
 
     code = re.search(r"```python\n(.*?)\nprogram =", (HERE / "pytorch.md").read_text("utf-8"), re.DOTALL)
@@ -68,23 +78,23 @@ def write_pytorch_page(page: Path) -> str:
 
 
 WRITERS = {"page": write_page, "pytorch": write_pytorch_page}
-"""The pictures of pages by name."""
+"""Functions that write a page and return its digest, by picture name."""
 
 
 def graph_digest() -> str:
-    """The digest of what Graphviz draws: its versions lay out the same graph otherwise."""
+    """Return the digest of the input of Graphviz; its output differs between versions of Graphviz."""
     return hashlib.sha256(hocket.to_dot(block()).encode()).hexdigest()
 
 
 def draw_graph() -> None:
-    """Draw that graph with Graphviz."""
+    """Draw the graph of the tutorial with Graphviz."""
     svg = subprocess.run(["dot", "-Tsvg"], input=hocket.to_dot(block()), capture_output=True, text=True, check=True)
     (HERE / "graph.svg").write_text(svg.stdout, "utf-8")
     (HERE / "graph.sha256").write_text(graph_digest() + "\n", "utf-8")
 
 
 def draw_page(name: str) -> None:
-    """Take the picture of a page in Chromium, and note of which plan it is."""
+    """Take a screenshot of a page in Chromium, and store the digest of its plan."""
     sys.path.insert(0, str(ROOT.parent))
     from hocket.tests.given.browser import browser
 

@@ -1,4 +1,7 @@
-"""The site has the layout of the repository: its pages, and whatever they link to, so that links need no change."""
+"""Hooks of mkdocs: the site has the layout of the repository, so that links need no change.
+
+The site contains the pages and every file that a page links to.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,16 @@ LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
 
 
 def target(page: str, link: str) -> str:
-    """The file that a link of a page leads to, both from the root; of a folder its README."""
+    """Return the path of the file that a link of a page leads to; for a folder the path of its README.
+
+    Paths are relative to the root of the repository.
+    """
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
     return f"{path}/README.md" if (ROOT / path).is_dir() else path
 
 
 def reached() -> Iterator[str]:
-    """Every file of the site, each once."""
+    """Yield every file of the site once."""
     waiting = [*OUTSIDE, *(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))]
     known = {*waiting}
     while waiting:
@@ -35,14 +41,14 @@ def reached() -> Iterator[str]:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """What mkdocs asks for the files of the site; those of the theme stay."""
+    """Return the files of the site; mkdocs calls this hook. Files of the theme stay."""
     own = [file for file in files if file.src_uri.startswith("assets/")]
     pages = [File.generated(config, name, abs_src_path=str(ROOT / name)) for name in reached()]
     return Files([*own, *pages])
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """What mkdocs asks for the text of a page: a folder cannot be linked to, its README can."""
+    """Return the text of a page with links to READMEs in place of links to folders; mkdocs calls this hook."""
 
     def named(link: re.Match[str]) -> str:
         is_folder = (ROOT / posixpath.dirname(page.file.src_uri) / link[0]).is_dir()

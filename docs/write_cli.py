@@ -1,4 +1,4 @@
-"""Write docs/cli.md: every command with its flags, as `hocket COMMAND --help` has them."""
+"""Write docs/cli.md: every command with its flags, as `hocket COMMAND --help` prints them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ error.
 
 
 def commands() -> Iterator[str]:
-    """A section for each command."""
+    """Yield a section for each command."""
     from hocket.cli import build_parser
     from hocket.frontends.commands import COMMAND_HELP
 
@@ -34,7 +34,7 @@ def commands() -> Iterator[str]:
 
 
 def row(action: argparse.Action) -> str:
-    """A flag with what it takes, and its help."""
+    """Return a table row with a flag, its argument and its help."""
     choices = "{" + ",".join(map(str, action.choices or ())) + "}"
     takes = action.metavar or (choices if action.choices else action.dest.upper())
     words = takes if isinstance(takes, str) else " ".join(takes)
@@ -44,7 +44,7 @@ def row(action: argparse.Action) -> str:
 
 
 def page() -> str:
-    """The page as it should be."""
+    """Return the expected text of the page."""
     return HEAD + "".join(commands())
 
 

@@ -20,13 +20,13 @@ TERA, GIB = 1e12, 2**30
 
 
 def read_speeds(name: str) -> dict[tuple[str, str, int], dict[str, float]]:
-    """The rows of a result file by model, kind of test (``tg`` or ``pp``) and thread count."""
+    """Return the rows of a result file by model, kind of test (``tg`` or ``pp``) and thread count."""
     rows = json.loads((ROOT / f"{STORED['speed'][name]}.json").read_text("utf-8"))["rows"]
     return {(row["model"], row["test"][:2], row["threads"]): row for row in rows}
 
 
 def format_speeds() -> Iterator[str]:
-    """The rows of README.md's table: each cell is for one thread and for two."""
+    """Yield the rows of README.md's table; each cell has a number for one thread and one for two."""
     intel, amd = read_speeds("intel"), read_speeds("amd")
     first, second = (f"[{name}]({STORED['speed'][key]}.md)" for key, name in STORED["speed"]["processors"].items())
     yield f"\n| | {first}: decode | ratio | prefill, 512 tokens | ratio | {second}: decode ratio | prefill ratio |\n"
@@ -42,7 +42,7 @@ def format_speeds() -> Iterator[str]:
 
 
 def format_machines() -> Iterator[str]:
-    """A row for each kind of simulated device."""
+    """Yield a row for each kind of simulated device."""
     from hocket.scheduler.machines.catalogue import MACHINES
 
     yield "\n| kind | memory, GiB | TB/s | TFLOP/s | link, unless another is named | planned by the rules of |\n"
@@ -55,7 +55,7 @@ def format_machines() -> Iterator[str]:
 
 
 def format_links() -> Iterator[str]:
-    """A row for each link between simulated devices."""
+    """Yield a row for each link between simulated devices."""
     from hocket.scheduler.machines.catalogue import LINKS
 
     yield "\n| link | GB/s in one direction | latency, µs |\n|---|--:|--:|\n"
@@ -63,7 +63,7 @@ def format_links() -> Iterator[str]:
 
 
 def collect_facts() -> Mapping[str, str]:
-    """The text of each fact by its name."""
+    """Return the text of each fact by its name."""
     from hocket.frontends.models import ARCHITECTURES
     from hocket.ops.registry import REGISTRY
     from hocket.scheduler.machines.simulated import MOST_DEVICES
@@ -80,9 +80,10 @@ def collect_facts() -> Mapping[str, str]:
 
 
 def insert_facts(text: str, facts: Mapping[str, str]) -> str:
-    """A page with every marked fact as it should be; a text that differs in line breaks only stays.
+    """Return a page with the current text of every marked fact; a text that differs only in line breaks stays.
 
-    Raises `KeyError` for an unknown name.
+    Raises:
+        KeyError: The page has an unknown fact.
     """
 
     def rewrite(mark: re.Match[str]) -> str:
@@ -93,7 +94,7 @@ def insert_facts(text: str, facts: Mapping[str, str]) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Every page with marked facts, and every writer of such a page, as it should be."""
+    """Return the expected text of every page with marked facts, and of every writer of such a page."""
     here = Path(__file__).name
     paths = (
         *ROOT.glob("*.md"),

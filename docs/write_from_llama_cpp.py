@@ -50,17 +50,17 @@ SECTIONS = {
     "b": "Flags of llama-bench",
     "p": "Flags of llama-perplexity",
 }
-"""A heading for each choice of programs."""
+"""A heading for each combination of programs."""
 
 
 def format_row(flag: Flag) -> str:
-    """An option, and its remedy or that it is the same."""
+    """Return a table row with the names of a flag, and its remedy or "the same"."""
     names, remedy = ", ".join(f"`{name}`" for name in flag.names), flag.remedy or "the same"
     return "| {} | {} |\n".format(names, remedy.replace("|", "\\|"))
 
 
 def sections() -> Iterator[str]:
-    """A table for each choice of programs: accepted flags first."""
+    """Yield a table for each combination of programs; flags that hocket accepts come first."""
     for programs, title in SECTIONS.items():
         own = [flag for flag in FLAGS if flag.programs == programs]
         yield f"\n## {title}\n\n| llama.cpp | hocket |\n|---|---|\n"
@@ -68,7 +68,7 @@ def sections() -> Iterator[str]:
 
 
 def page() -> str:
-    """The page as it should be."""
+    """Return the expected text of the page."""
     return (
         HEAD + "".join(f"| `{name}` | {remedy} |\n" for name, remedy in PROGRAM_REMEDIES.items()) + "".join(sections())
     )

@@ -19,13 +19,16 @@ work together.
 
 
 def first_sentence(path: Path) -> str:
-    """The first paragraph of a module's docstring, up to the end of its first sentence."""
+    """Return the first paragraph of a module docstring as one line of a table, without its last period.
+
+    The first paragraph is one sentence.
+    """
     paragraph = " ".join((ast.get_docstring(ast.parse(path.read_bytes())) or "").partition("\n\n")[0].split())
     return paragraph.partition(".  ")[0].rstrip(".").replace("|", "\\|")
 
 
 def tables() -> Iterator[str]:
-    """A table for each folder that has modules."""
+    """Yield a table for each folder that has modules."""
     for folder in FOLDERS:
         inside = sorted(p.parent for p in (ROOT / folder).rglob("__init__.py"))
         for place in inside:
@@ -38,7 +41,7 @@ def tables() -> Iterator[str]:
 
 
 def page() -> str:
-    """The page as it should be."""
+    """Return the expected text of the page."""
     return HEAD + "\n".join(tables())
 
 

@@ -1,4 +1,4 @@
-"""Write docs/models.md: every architecture, with what its row says beyond the file."""
+"""Write docs/models.md: every architecture, with the traits that model files do not state."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SHOWN = ("mixer", "recurrent", "recurrent_where", "interval", "runs", "sparse", 
 
 
 def differing(row: object) -> Iterator[tuple[str, object]]:
-    """The fields of a dataclass that are not at their defaults; of one inside it those of its own."""
+    """Yield the fields of a dataclass that differ from their defaults; a nested dataclass gives its own such fields."""
     for field in fields(row):  # type: ignore[arg-type]  # rows are dataclasses
         value = getattr(row, field.name)
         if value == field.default:
@@ -61,7 +61,7 @@ def differing(row: object) -> Iterator[tuple[str, object]]:
 
 
 def rows() -> Iterator[str]:
-    """A row for each architecture, by name."""
+    """Yield a row for each architecture, sorted by name."""
     from hocket.frontends.models import ARCHITECTURES
     from hocket.frontends.models.reading import can_look_ahead
 
@@ -79,7 +79,7 @@ def rows() -> Iterator[str]:
 
 
 def counted() -> dict[str, str]:
-    """For each architecture the numbers of devices on which all of its models give the logits of one."""
+    """Return for each architecture the device counts for which all of its models give the logits of one device."""
     errors: dict[str, dict[str, float]] = {}
     for model, measured in json.loads(RESULTS.read_text("utf-8")).items():
         worst = errors.setdefault(model.rsplit("-", 1)[0], {})
@@ -89,7 +89,7 @@ def counted() -> dict[str, str]:
 
 
 def tokenizers() -> Iterator[str]:
-    """A row for each kind of tokenizer."""
+    """Yield a row for each kind of tokenizer."""
     from hocket.frontends.gguf.tokenization.pretokenizers import PRE_TOKENIZERS
     from hocket.frontends.gguf.tokenization.tokenizer_models import TOKENIZER_MODELS
     from hocket.frontends.gguf.tokenization.vocabulary import PRE_KINDS
@@ -100,7 +100,7 @@ def tokenizers() -> Iterator[str]:
 
 
 def metadata_keys() -> Iterator[str]:
-    """A list of keys for each use and reason."""
+    """Yield a list of keys for each use and reason."""
     from hocket.frontends.models.metadata_keys import KEYS
 
     names: dict[tuple[str, str], list[str]] = {}
@@ -113,7 +113,7 @@ def metadata_keys() -> Iterator[str]:
 
 
 def page() -> str:
-    """The page as it should be."""
+    """Return the expected text of the page."""
     return HEAD + "".join(rows()) + TOKENIZERS + "".join(tokenizers()) + METADATA + "".join(metadata_keys())
 
 

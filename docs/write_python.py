@@ -1,4 +1,4 @@
-"""Write docs/python.md: everything that `import hocket` gives, with signatures and docstrings."""
+"""Write docs/python.md: every public name of `import hocket`, with its signature and docstring."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 
 
 class Plain(str):
-    """An annotation, or a default, that is shown without quotes."""
+    """An annotation or a default that is printed without quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__
 
 
 def as_markdown(docstring: str) -> str:
-    """A docstring whose examples are blocks of code."""
+    """Return a docstring with its doctest examples as code blocks."""
     text = inspect.cleandoc(docstring)
     return re.sub(r"(?m)^(>>>.*(?:\n(?!\n).+)*)", r"```pycon\n\1\n```", text)
 
 
 def shown(parameter: inspect.Parameter) -> inspect.Parameter:
-    """A parameter as it is written; a default that is no short literal is ``...``."""
+    """Return a parameter as it is printed; a default that is no short literal becomes ``...``."""
     if parameter.default is not parameter.empty and re.match("<|.{40}", repr(parameter.default)):
         parameter = parameter.replace(default=Plain("..."))
     return parameter.replace(annotation=Plain(parameter.annotation)) if parameter.annotation else parameter
 
 
 def signature(name: str, function: Any) -> str:
-    """How it is called, an argument a line where one line is too short; `self` is left out."""
+    """Return a code block with a signature, without `self`; a long signature has one parameter per line."""
     given = inspect.signature(function)
     own = [shown(parameter) for parameter in given.parameters.values() if parameter.name != "self"]
     returns = "" if given.return_annotation is given.empty else f" -> {given.return_annotation}"
@@ -68,7 +68,7 @@ def signature(name: str, function: Any) -> str:
 
 
 def fields(kind: type) -> Iterator[tuple[str, str, str]]:
-    """Name, type and docstring of each annotated field of a class, as its source has them."""
+    """Yield name, type and docstring of each public annotated field of a class, from its source."""
     (body,) = (n.body for n in ast.parse(textwrap.dedent(inspect.getsource(kind))).body if isinstance(n, ast.ClassDef))
     for node, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id[0] != "_":
@@ -78,7 +78,7 @@ def fields(kind: type) -> Iterator[tuple[str, str, str]]:
 
 
 def described(name: str, thing: Any) -> Iterator[str]:
-    """The section of one name."""
+    """Yield the section of one name."""
     if not inspect.isclass(thing):
         yield f"### `hocket.{name}`\n\n{signature(f'hocket.{name}', thing)}\n{as_markdown(thing.__doc__)}\n\n"
         return
@@ -97,7 +97,7 @@ def described(name: str, thing: Any) -> Iterator[str]:
 
 
 def inside(name: str, member: str, value: Any) -> Iterator[str]:
-    """A property or a method of a class; nothing for what is neither."""
+    """Yield the section of a property or a method of a class; nothing for other members."""
     read = value.fget if isinstance(value, property) else value.func if isinstance(value, cached_property) else None
     if read is not None:
         returns = inspect.signature(read).return_annotation
@@ -107,7 +107,7 @@ def inside(name: str, member: str, value: Any) -> Iterator[str]:
 
 
 def sections() -> Iterator[str]:
-    """A section for each group of names."""
+    """Yield a section for each group of names."""
     import hocket
 
     for title, names in SECTIONS.items():
@@ -117,7 +117,7 @@ def sections() -> Iterator[str]:
 
 
 def page() -> str:
-    """The page as it should be."""
+    """Return the expected text of the page."""
     return HEAD + "".join(sections()).rstrip() + "\n"
 
 

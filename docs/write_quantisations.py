@@ -1,4 +1,4 @@
-"""Write docs/quantisations.md: every type of a weight, and what each backend makes of it."""
+"""Write docs/quantisations.md: every weight dtype, and the dtype in which each backend stores it."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ prompts from 128 tokens on in bfloat16.  The instructions for 4-bit floats of GP
 `--fast` may be off by 1e-3.  [What was compared](comparison.md#weights-of-4-bit-floats) has the figures.
 """
 BACKENDS = {"cpu": "cpu", "cuda": "cuda-emulated", "numpy": "numpy"}
-"""A column each, and who is asked: ``cuda`` itself needs a GPU."""
+"""The backend that answers for each column; ``cuda`` itself would need a GPU."""
 
 
 def readers(dtype: DType) -> tuple[Node, ...]:
-    """The nodes by which models read matrices of a type: one matrix, those of experts, rows of a table."""
+    """Return the nodes that read matrices of a dtype in models: one matrix, experts, and rows of a table."""
     matrix, experts = hocket.weight("w", (256, 256), dtype), hocket.weight("w", (4, 256, 256), dtype)
     ids, x = hocket.input("ids", (1, 2), "i32"), hocket.input("x", (1, 1, 256))
     row = hocket.input("row", (1,), "i32")
@@ -54,7 +54,11 @@ def readers(dtype: DType) -> tuple[Node, ...]:
 
 
 def rows() -> Iterator[str]:
-    """A row for each type that matrices may have.  Raises `ValueError` if a backend cannot read it."""
+    """Yield a row for each dtype that matrices may have.
+
+    Raises:
+        ValueError: A backend cannot read the dtype.
+    """
     asked = [find(kind) for kind in BACKENDS.values()]
     for dtype in (d for d in DType if d.is_quantised or d in FLOAT_DTYPES):
         cells = []
@@ -68,7 +72,7 @@ def rows() -> Iterator[str]:
 
 
 def page() -> str:
-    """The page as it should be."""
+    """Return the expected text of the page."""
     head = HEAD.format(
         architectures=f"{len(ARCHITECTURES)} architectures",
         readers=", ".join(f"`{node.op}`" for node in readers(DType.F32)),

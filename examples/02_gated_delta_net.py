@@ -1,4 +1,4 @@
-"""A gated delta net with its state in the graph: fed token by token it computes what one batch computes."""
+"""A gated delta net with its state in the graph: single tokens give the same results as one batch."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ KEY_HEADS, VALUE_HEADS, SIZE = 2, 4, 16
 
 
 def layer(tokens: int) -> hocket.Graph:
-    """One recurrent layer over `tokens` tokens; the state it leaves is the state it starts from next time."""
+    """Build one recurrent layer over `tokens` tokens; each run starts from the state that the previous run left."""
     q, k = (hocket.input(name, (tokens, KEY_HEADS, SIZE)) for name in "qk")
     v = hocket.input("v", (tokens, VALUE_HEADS, SIZE))
     decay = hocket.input("decay", (tokens, VALUE_HEADS, 1))
@@ -29,7 +29,7 @@ whole = hocket.load(hocket.plan(layer(T)), {})
 at_once = whole.run(feed)["out"]
 
 single = hocket.load(hocket.plan(layer(1)), {})
-print(single.plan.explain(), "\n")  # the state's update is written over the state itself: no copy
+print(single.plan.explain(), "\n")  # the update is written in place, without a copy of the state
 one_by_one = np.concatenate([single.run({name: a[t : t + 1] for name, a in feed.items()})["out"] for t in range(T)])
 
 difference = np.abs(at_once - one_by_one).max()

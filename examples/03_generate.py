@@ -1,4 +1,4 @@
-"""Run the language model that comes with hocket: text, embeddings and scores, on one device and on two."""
+"""Run the built-in language model on one device and on two: text, embeddings and scores."""
 
 import numpy as np
 
@@ -14,5 +14,5 @@ for devices in ("cpu:0", "cpu:0,cpu:1"):
         print(f"  a ball is to a dance {ball @ dance:.2f}, to four thousand a year {ball @ rent:.2f}")
         print(f"  perplexity of that text {np.exp(-model.score(texts[-1]).mean()):.1f}; bytes {model.memory}")
 
-# Nothing is rounded to 8 bits, so sums in another order change no token.
+# Activations are not quantised to 8 bits, so another order of sums changes no token.
 assert texts[0] == texts[1]

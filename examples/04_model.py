@@ -1,10 +1,10 @@
-"""A language model: it writes, says how likely a text is, compares texts, and answers if it is one that chats."""
+"""Use a language model: generate text, score a text, compare texts, and chat if the model has a chat template."""
 
 import sys
 
 import hocket
 
-with hocket.Model(context=256) as model:  # without a path it is the small model that comes with hocket
+with hocket.Model(context=256) as model:  # without a path: the small built-in model
     text = "".join(model.generate("It is a truth", max_tokens=24, seed=1))
     print("It is a truth" + text)
     for token in model.tokens("She was", max_tokens=4, temperature=0):
@@ -13,7 +13,7 @@ with hocket.Model(context=256) as model:  # without a path it is the small model
     print(f"a ball is {ball @ dance:.2f} like a dance, {ball @ letter:.2f} like a letter")
     print("log-probability of each token:", model.score("It is a truth universally acknowledged").round(1))
 
-if sys.argv[1:]:  # a file with a chat template, as most have
+if sys.argv[1:]:  # the path of a model with a chat template
     with hocket.Model(sys.argv[1]) as model:
         for piece in model.chat("Who are you?", max_tokens=32):
             print(piece, end="", flush=True)

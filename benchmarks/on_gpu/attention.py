@@ -1,4 +1,4 @@
-"""Attention: one token over long contexts as a share of the bandwidth of a copy, prompts in operations."""
+"""Benchmark attention: one token over long contexts as a share of the copy bandwidth, and prompts in FLOP/s."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from .bench import Bench, Case, Row
 
 @dataclass(frozen=True)
 class Shape:
+    """Query heads, key and value heads, and the size of a head."""
+
     heads: int
     key_heads: int
     size: int
@@ -26,9 +28,9 @@ class Shape:
 
 
 CELLS = ("f32", "f16")
-"""How keys and values are kept."""
+"""Dtypes of the KV cache."""
 SHAPES = (Shape(32, 8, 128), Shape(16, 4, 256), Shape(16, 2, 256), Shape(9, 3, 64))
-"""Of Llama-3-8B, Qwen3.5-4B, Qwen3-Next and SmolLM2-135M."""
+"""Shapes of Llama-3-8B, Qwen3.5-4B, Qwen3-Next and SmolLM2-135M."""
 
 
 def cases(bench: Bench) -> Iterator[Case]:
@@ -45,14 +47,16 @@ def cases(bench: Bench) -> Iterator[Case]:
 
 
 def _attention(bench: Bench, shape: Shape, tokens: int, cells: int, kind: str) -> Iterator[Row]:
-    """The last tokens of a context, each of which sees all before it.  Caches of single tokens are as many as no cache
-    of the device holds."""
+    """Measure the attention of the last `tokens` tokens of a context; each token attends to all tokens before it.
+
+    For a single token the graph reads as many caches in turn as exceed the cache of the device.
+    """
     nbytes = 2 * (4 if kind == "f32" else 2) * cells * shape.key_heads * shape.size
     copies = bench.choose(max(2, min(32, -(-bench.enough // 4 // nbytes))), 2) if tokens == 1 else 1
     pos = input("pos", (1, tokens), "i32")
     mask, given = ops.causal_mask(pos, cells=cells), {"pos": np.arange(cells - tokens, cells, dtype=np.int32)[None]}
     kept: dict[str, npt.NDArray[np.generic]] = {}
-    results = {"mask": mask}  # so that nothing is put in its place when it was read
+    results = {"mask": mask}  # an output, so that no later value reuses its memory
     for i in range(copies):
         q = input(f"q{i}", (1, tokens, shape.heads, shape.size))
         k, v = (weight(f"{name}{i}", (1, cells, shape.key_heads, shape.size), kind) for name in "kv")

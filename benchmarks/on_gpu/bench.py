@@ -1,5 +1,4 @@
-"""What every part of the benchmark stands on: a device whose launches are watched, memory on it, and how a time is
-taken."""
+"""The common base of all parts of the GPU benchmark: a device with recorded launches, device memory, and timing."""
 
 from __future__ import annotations
 
@@ -27,23 +26,23 @@ from hocket.scheduler import Executor, load, plan_for
 from .machine import Machine, Run
 
 Row = dict[str, object]
-"""What is known of one measurement; names of numbers carry their unit."""
+"""The numbers of one measurement by name; the name of a number has its unit."""
 
 
 class LeftOut(Exception):  # noqa: N818  (an outcome, not an error)
-    """There is nothing to measure, and why."""
+    """There is nothing to measure; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure, which may say several rows; what it raises is its own misfortune."""
+    """One thing to measure, with one or more result rows. An error of a case ends only this case."""
 
     title: str
     rows: Callable[[], Iterable[Row]]
 
 
 class Watched:
-    """A driver that remembers what is recorded, so that it can be timed without what is around it."""
+    """A driver that keeps its recordings, so that launches can be timed without the code around them."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver, self.kind = driver, driver.kind
@@ -59,7 +58,7 @@ class Watched:
 
     @contextmanager
     def watching(self) -> Iterator[list[tuple[tuple[Launch, ...], Run]]]:
-        """What is recorded inside, which is forgotten outside."""
+        """Collect the recordings that are made inside the block; they are dropped at its end."""
         self.recorded = []
         try:
             yield self.recorded
@@ -69,13 +68,19 @@ class Watched:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of one of several equal things: the median, and how far the middle half of the samples is spread."""
+    """The median seconds of one of several equal things, and half of the interquartile range of the samples."""
 
     seconds: float
     spread: float
 
     def row(self, nbytes: float = 0.0, flops: float = 0.0, copy: float = 0.0) -> Row:
-        """Its numbers; `copy` is the bandwidth that bytes are compared with."""
+        """Return the time as a result row.
+
+        Args:
+            nbytes: Bytes that are read and written, for GB/s.
+            flops: Floating-point operations, for TFLOP/s.
+            copy: Bandwidth of a copy in bytes/s, for the share of it that is reached.
+        """
         figures: Row = {"µs": self.seconds * 1e6, "±µs": self.spread * 1e6}
         if nbytes:
             figures["GB/s"] = nbytes / self.seconds / 1e9
@@ -88,30 +93,31 @@ class Measured:
 
 @dataclass
 class Memory:
-    """Memory of the device that lives as long as this."""
+    """Memory of the device that is freed with this object."""
 
     bench: Bench
     held: list[Any] = field(default_factory=list)
 
     def empty(self, shape: Sequence[int], dtype: DType = DType.F32) -> Operand:
-        """Zeros, dense."""
+        """Return a dense operand of zeros."""
         tensor = Tensor(0, 0, tuple(shape), contiguous_strides(shape), dtype)
         buffer = self.bench.driver.alloc(tensor.spec.nbytes, self.bench.on)
         self.held.append(buffer)
         return Operand(self.bench.driver.address(buffer), tensor)
 
     def array(self, values: npt.NDArray[Any], dtype: DType = DType.F32) -> Operand:
+        """Copy an array to the device."""
         copy = self.empty(values.shape, dtype)
         self.view(copy)[...] = values
         return copy
 
     def view(self, x: Operand) -> Any:
-        """The array of what this made, to be read and assigned."""
+        """Return the array of an operand of this object, to be read and assigned."""
         buffer = next(b for b in self.held if self.bench.driver.address(b) == x.address)
         return self.bench.driver.view(buffer, x.tensor)
 
     def filled(self, shape: Sequence[int], values: npt.NDArray[np.float32]) -> Operand:
-        """Some values over and over, copied on the device: what is timed must not be zeros."""
+        """Return an operand that repeats some values, so that kernels are not timed on zeros."""
         zeros = self.empty(shape)
         whole = 4 * zeros.tensor.spec.size
         first = self.array(values.reshape(-1)[: zeros.tensor.spec.size])
@@ -126,7 +132,7 @@ class Memory:
 
 
 class Bench:
-    """A device to measure; `tiny` runs every part with the smallest sizes, as the emulation needs it."""
+    """A device to measure; `tiny` selects the smallest sizes, as the emulation needs them."""
 
     def __init__(self, driver: Driver, machine: Machine, on: Device, *, tiny: bool = False, **given: Any) -> None:
         self.driver, self.machine, self.on, self.tiny = Watched(driver), machine, on, tiny
@@ -136,14 +142,14 @@ class Bench:
         self.llama: Path | None = given.get("llama")
         self.random = np.random.default_rng(5)
         self.enough = 1 << (16 if tiny else 30)
-        """Bytes of buffers that are walked through, so that no cache holds them."""
+        """Bytes of buffers that exceed every cache when they are read in turn."""
 
     def choose(self, real: Any, tiny: Any) -> Any:
-        """A size for a device, or for its emulation."""
+        """Return `real` for a device, or `tiny` for its emulation."""
         return tiny if self.tiny else real
 
     def over(self, driver: Driver) -> Bench:
-        """The same device through another driver, whose launches go through a stream of their own."""
+        """Return the same device through another driver; its launches use a stream of their own."""
         given = {"models": self.models, "folder": self.folder, "llama": self.llama}
         bench = Bench(driver, self.machine.over(driver), self.on, tiny=self.tiny, **given)
         bench.copy_bandwidth = self.copy_bandwidth
@@ -152,7 +158,7 @@ class Bench:
     # ------------------------------------------------------------------------------------------------------ times
 
     def _seconds(self, runs: Sequence[Run], repeats: int) -> list[float]:
-        """Make the runs in turn, once each to warm up, then `repeats` of them; the seconds of each on the device."""
+        """Run each of `runs` once to warm up, then `repeats` runs in turn; return their seconds on the device."""
         for run in runs:
             run()
         self.driver.synchronise(self.on)
@@ -160,7 +166,10 @@ class Bench:
         return taken
 
     def time(self, runs: Sequence[Run], each: int = 1) -> Measured:
-        """Of one of `each` equal things that a run does: many runs of a tenth of a second in all, at least five."""
+        """Measure one of the `each` equal things that a run does.
+
+        The repeats take about 0.1 s in total; there are at least five of them.
+        """
         first = median(self._seconds(runs, 1 if self.tiny else 3))
         repeats = 2 if self.tiny else max(5, min(300, int(0.1 / max(first, 1e-6))))
         times = np.array(self._seconds(runs, repeats)) / each
@@ -168,11 +177,11 @@ class Bench:
         return Measured(float(middle), float(high - low) / 2)
 
     def time_launches(self, sets: Sequence[Sequence[Launch]], each: int = 1) -> Measured:
-        """Each set becomes one graph."""
+        """Measure sets of launches; each set becomes one graph."""
         return self.time([self.driver.driver.record(launches, self.on) for launches in sets], each)
 
     def host_seconds(self, run: Run, count: int) -> float:
-        """What one run costs the host while it does not wait."""
+        """Return the seconds that one run costs the host while the host does not wait for the device."""
         run()
         self.driver.synchronise(self.on)
         start = time.perf_counter()
@@ -184,10 +193,11 @@ class Bench:
 
     @cached_property
     def copy_bandwidth(self) -> float:
-        """Bytes read and written a second by the device's own copy of a gigabyte."""
+        """Bytes/s (read and written) of the driver's own copy of a gigabyte."""
         return self.copied(self.enough)
 
     def copied(self, nbytes: int) -> float:
+        """Return the bytes/s (read and written) of the driver's own copy of `nbytes` bytes."""
         memory = Memory(self)
         values = self.random.standard_normal(min(nbytes, 1 << 24) // 4).astype(np.float32)
         source = memory.filled((nbytes // 4,), values)
@@ -197,7 +207,7 @@ class Bench:
     # --------------------------------------------------------------------------------------------------- launches
 
     def bound(self, memory: Memory, bind: Callable[[Launches], object]) -> list[Launch]:
-        """The launches that a binding makes, with the scratch memory that it asks for."""
+        """Return the launches of a binding, with the scratch memory that they need."""
 
         def keep(array: npt.NDArray[Any]) -> int:
             return memory.array(array.reshape(-1).view(np.int8), DType.I8).address
@@ -213,7 +223,7 @@ class Bench:
     def planned(
         self, graph: Graph, weights: Mapping[str, npt.NDArray[Any]], inputs: Mapping[str, npt.NDArray[Any]]
     ) -> tuple[Executor, list[Launch]]:
-        """A graph as a session would run it, and its launches; there is nothing but launches in it."""
+        """Plan and load a graph as a session would, and return its executor and all of its launches."""
         with self.driver.watching() as recorded:
             made = load(plan_for(graph, [(self.backend, self.on)]), weights)
             everything = [launch for launches, _ in recorded for launch in launches]
@@ -223,6 +233,6 @@ class Bench:
 
 
 def normalised_error(got: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> float:
-    """Mean square error over the mean square of what is wanted."""
+    """Return the mean square error divided by the mean square of the wanted values."""
     exact = wanted.astype(np.float64)
     return float(np.square(got - exact).sum() / np.square(exact).sum())

@@ -1,4 +1,4 @@
-"""Whether what is measured is right: the conformance kit on every op, whole models against the logits of llama.cpp."""
+"""Check correctness on the device: the conformance kit on every op, and whole models against logits of llama.cpp."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def conformance_cases(bench: Bench) -> Iterator[Case]:
 
 
 def _conformance(bench: Bench, name: str) -> Iterator[Row]:
-    """The quick cases of an op."""
+    """Run the quick conformance cases of an op."""
     suite, start = Suite(str(bench.on), re.escape(name)), time.perf_counter()
     if bench.tiny:
         suite = Suite(str(bench.on), texts=tuple(case.text for case in suite.cases())[::60])
@@ -63,11 +63,11 @@ def fixture_cases(bench: Bench) -> Iterator[Case]:
 
 
 def _fixture(bench: Bench, name: str, entry: dict[str, object]) -> Iterator[Row]:
-    """In one batch, and half of it token by token."""
+    """Compare a model with its golden logits, in one batch, and with the second half token by token."""
     folder, count = FIXTURES / name, bench.choose(None, 4)
     tokens = np.load(folder / "tokens.npy").tolist()[:count]
     golden = np.load(folder / "logits.npy").astype(np.float64)[:count]
-    caches = {"cache_type_k": "f32", "cache_type_v": "f32"}  # as llama.cpp had when it made the goldens
+    caches = {"cache_type_k": "f32", "cache_type_v": "f32"}  # as in the llama.cpp run that wrote the goldens
     session = Session(open_model(folder / "model.gguf"), on=Group((str(bench.on),), **caches))
     batch = session.evaluate([tokens], every_position=True)[0]
     session.reset(0)

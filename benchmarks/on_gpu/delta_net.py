@@ -1,5 +1,4 @@
-"""The gated delta net: decoding by batch, prompts by mode and slice of values, and where chunks begin to
-pay."""
+"""Benchmark the gated delta net: decoding by batch size, prompts by mode and value slice, and the crossover point."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from .bench import Bench, Case, Memory, Row, normalised_error
 from .device import IN_A_GRAPH
 
 ROOM = 48 << 30
-"""Bytes of states at most."""
+"""The largest number of bytes of all states."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads of keys and of values, their size, and whether key channels decay by themselves (KDA)."""
+    """Key heads, value heads, their size, and whether each key channel has its own decay (KDA)."""
 
     key_heads: int
     heads: int
@@ -39,18 +38,18 @@ class Shape:
         return 4 * self.heads * self.size**2
 
     def token_bytes(self) -> int:
-        """Operands and result of one token."""
+        """Return the bytes of the operands and the result of one token."""
         decays = self.size if self.channels else 1
         return 4 * (2 * self.key_heads * self.size + self.heads * (2 * self.size + decays + 1))
 
     def flops(self, tokens: int) -> int:
-        """Of the recurrence: two products with the state and an update."""
+        """Return the FLOPs of the recurrence: two products with the state and one update."""
         return tokens * self.heads * 7 * self.size**2
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Operands on the device; the first results belong to the state that the call names."""
+    """The operands of one gated delta net on the device; the results of its launches go to the state of the call."""
 
     shape: Shape
     rule: kernels.Rule
@@ -58,6 +57,7 @@ class Problem:
     memory: Memory
 
     def call(self, state: Operand) -> Bound:
+        """Return the instruction that updates `state`."""
         r = self.rule
         src = (r.q, r.k, r.v, r.g, r.beta, state)
         attrs = {"heads": "tiled", "snapshots": 1, "pool": "none"}
@@ -65,7 +65,7 @@ class Problem:
 
 
 def problem(bench: Bench, shape: Shape, batch: int, tokens: int) -> Problem:
-    """Numbers like those of a model: normalised keys, most decays near one."""
+    """Create operands with numbers as in a model: normalised keys, most decays near one."""
     memory, rng = Memory(bench), bench.random
     lead, most = (batch, tokens), min(batch * tokens, 4096)
 
@@ -86,7 +86,7 @@ def problem(bench: Bench, shape: Shape, batch: int, tokens: int) -> Problem:
 
 
 def steps(bench: Bench, p: Problem, state: Operand) -> list[Launch]:
-    """One token after the other."""
+    """Return the launch that computes one token after the other."""
 
     def bind(to: Launches) -> None:
         carried = carry(to, p.call(state), p.rule.sequences, p.rule.tokens)
@@ -96,7 +96,15 @@ def steps(bench: Bench, p: Problem, state: Operand) -> list[Launch]:
 
 
 def chunks(bench: Bench, p: Problem, state: Operand, exact: bool, values: int | None = None) -> list[Launch]:
-    """By chunks: what is prepared, and the scan."""
+    """Return the two launches that compute chunks of tokens: the preparation and the scan.
+
+    Args:
+        bench: The device.
+        p: The operands.
+        state: The state that is updated.
+        exact: Use pairs of bfloat16 products instead of single ones.
+        values: The width of a value slice; None for hocket's choice.
+    """
     chunk = kernels.Chunk(p.shape.size, p.shape.channels, exact)
 
     def bind(to: Launches) -> None:
@@ -122,7 +130,7 @@ def decode_cases(bench: Bench) -> Iterator[Case]:
 
 
 def _decode(bench: Bench, shape: Shape, batch: int, tokens: int = 1) -> Iterator[Row]:
-    """In graphs that walk through more states than any cache holds."""
+    """Measure decode steps in graphs that read more states than any cache holds."""
     p, inside = problem(bench, shape, batch, tokens), bench.choose(IN_A_GRAPH, 3)
     nbytes = 2 * batch * shape.state_bytes + batch * tokens * shape.token_bytes()
     wanted = max(2, -(-bench.enough // (batch * shape.state_bytes)))
@@ -153,7 +161,10 @@ def prefill_cases(bench: Bench) -> Iterator[Case]:
 
 
 def _prefill(bench: Bench, shape: Shape, batch: int, tokens: int) -> Iterator[Row]:
-    """Every mode and slice; the error is that against the tokens one by one, on the same device."""
+    """Measure a prompt token by token, and in chunks for every mode and value slice.
+
+    The error is relative to the result of the token-by-token kernel on the same device.
+    """
     p, each = problem(bench, shape, batch, tokens), bench.choose(max(1, 4096 // tokens), 1)
     nbytes = 2 * batch * shape.state_bytes + batch * tokens * shape.token_bytes()
     numbers = {"nbytes": nbytes, "flops": batch * shape.flops(tokens), "copy": bench.copy_bandwidth}
@@ -177,7 +188,7 @@ def _prefill(bench: Bench, shape: Shape, batch: int, tokens: int) -> Iterator[Ro
 
 
 def _result(bench: Bench, p: Problem, bind: Callable[[Operand], list[Launch]]) -> np.ndarray:
-    """The output from a state that was not run before."""
+    """Return the output of a launch from a fresh state."""
     state = p.memory.filled(p.state.shape, np.full(1, 0.25, np.float32))
     bench.driver.driver.record(bind(state), bench.on)()
     bench.driver.synchronise(bench.on)
@@ -185,13 +196,14 @@ def _result(bench: Bench, p: Problem, bind: Callable[[Operand], list[Launch]]) -
 
 
 def crossover_cases(bench: Bench) -> Iterator[Case]:
-    """Where chunks begin to be faster than tokens one by one."""
+    """Make the cases that show from which prompt length on chunks are faster than single tokens."""
     for shape in bench.choose((Shape(16, 32, 128), Shape(4, 8, 128), Shape(32, 32, 128, True)), (Shape(1, 2, 64),)):
         for tokens in bench.choose((8, 16, 24, 32, 48, 64, 65, 96, 128, 192, 256), (16,)):
             yield Case(f"{shape}, {tokens} tokens", partial(_crossover, bench, shape, tokens))
 
 
 def _crossover(bench: Bench, shape: Shape, tokens: int) -> Iterator[Row]:
+    """Measure a prompt token by token and in chunks, exact and fast, and name the fastest."""
     p, repeat = problem(bench, shape, 1, tokens), bench.choose(8, 1)
     ways = {
         "one by one": steps(bench, p, p.state),

@@ -1,4 +1,4 @@
-"""What the device itself does: its limits, what a launch costs, and that every kernel compiles for it."""
+"""Benchmark the device itself: its limits, the cost of a launch, and the compilation of every kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .bench import Bench, Case, Memory, Row
 
 MEBI = 1 << 20
 IN_A_GRAPH = 36
-"""Layers with a delta net in Qwen3-Next."""
+"""The number of layers with a delta net in Qwen3-Next."""
 
 
 def cases(bench: Bench) -> Iterator[Case]:
@@ -31,7 +31,7 @@ def cases(bench: Bench) -> Iterator[Case]:
 
 
 def _copy(bench: Bench, nbytes: int) -> Iterator[Row]:
-    """The copy of the driver, and ours."""
+    """Measure the copy of the driver, and hocket's ``cont`` kernel."""
     yield {"by": "the driver", "GB/s": bench.copied(nbytes) / 1e9}
     memory = Memory(bench)
     x, out = memory.filled((nbytes // 4,), bench.random.standard_normal(4096, dtype="f4")), memory.empty((nbytes // 4,))
@@ -40,7 +40,7 @@ def _copy(bench: Bench, nbytes: int) -> Iterator[Row]:
 
 
 def _launches(bench: Bench) -> Iterator[Row]:
-    """The smallest launch there is: of Python, of the device, within a graph."""
+    """Measure the smallest launch: its cost on the host, on the device, and inside a graph."""
     memory = Memory(bench)
     x, out = memory.empty((1,)), memory.empty((1,))
     (one,) = bench.bound(memory, partial(bound, Bound("neg", (x,), (out,), {})))
@@ -56,8 +56,10 @@ def _launches(bench: Bench) -> Iterator[Row]:
 
 
 def _beside(bench: Bench) -> Iterator[Row]:
-    """Two launches of one block each, one after the other and at the side of the other in a graph, and their sum, which
-    has to wait for both.  Nothing but a device shows whether a graph forks and joins as it was captured."""
+    """Measure two launches of one block each in sequence and in parallel branches of a graph, and check their sum.
+
+    The sum must wait for both launches. Only a device shows whether a graph forks and joins as it was captured.
+    """
     memory, record = Memory(bench), partial(bench.driver.driver.record, on=bench.on)
     count = bench.choose(1 << 20, 256)
     x = [memory.array(bench.random.standard_normal((1, count), dtype="f4")) for _ in range(2)]
@@ -86,7 +88,7 @@ def _beside(bench: Bench) -> Iterator[Row]:
 
 
 def bound(call: Bound, to: Launches) -> None:
-    """The launches of one instruction."""
+    """Bind one instruction: add its launches to `to`."""
     BINDINGS[call.op](to, call)
 
 
@@ -94,7 +96,7 @@ def bound(call: Bound, to: Launches) -> None:
 
 
 def compile_cases(bench: Bench) -> Iterator[Case]:
-    """All kernels at once, so that later parts find them in the cache on disk."""
+    """Make the case that compiles all kernels at once, so that later parts find them in the disk cache."""
     sources = bench.choose(SOURCES, SOURCES[:2])
     yield Case(f"{len(sources)} sources", partial(_compiled, bench, sources))
 
@@ -104,7 +106,7 @@ def _compiled(bench: Bench, sources: tuple[Source, ...]) -> Iterator[Row]:
         kernel, start = source[source.names[0]], time.perf_counter()
         try:
             bench.driver.prepare(kernel, bench.on)
-        except Exception as why:  # compilers and drivers raise what they like; the other sources go on
+        except Exception as why:  # compilers and drivers may raise anything; the other sources go on
             return {"source": str(kernel), "error": f"{type(why).__name__}: {why}"}
         taken = time.perf_counter() - start
         return {"source": str(kernel), "s": taken} if taken > 1 else None

@@ -1,5 +1,4 @@
-"""What llama.cpp measures of itself on the same device, with its program ``test-backend-ops perf``, and hocket on the
-same shapes."""
+"""Compare hocket with llama.cpp on the same device and shapes, by llama.cpp's program ``test-backend-ops perf``."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ WANTED = {
     "MUL_MAT": rf"type_a=({'|'.join(TYPES.values())}),type_b=f32,m=4096,n=(1|8|512),k=14336,bs=\[1,1\]",
     "FLASH_ATTN_EXT": "hsk=128,hsv=128.*type_K=f16",
 }
-"""Ops, and which of the cases that the program knows."""
+"""For each op of llama.cpp, a regular expression that selects some of the cases of the program."""
 NAMES = {"cuda": "CUDA", "hip": "ROCm"}
-"""What it calls devices."""
+"""The names of backends in llama.cpp."""
 LIMIT = 280
-"""Seconds in which the program has to end."""
+"""Seconds after which the program is stopped."""
 
 
 def cases(bench: Bench) -> Iterator[Case]:
@@ -36,6 +35,7 @@ def cases(bench: Bench) -> Iterator[Case]:
 
 
 def _measured(bench: Bench, op: str, chosen: str) -> Iterator[Row]:
+    """Yield a row for each case of an op: the time of llama.cpp, and the time of hocket for ops in `TIMER_BY_OP`."""
     for named, theirs in said(bench, op, chosen):
         row: Row = {"llama.cpp": ", ".join(f"{k}={v}" for k, v in named.items()), "theirs µs": theirs}
         for ours in OURS[op](bench, named) if op in OURS else ():
@@ -44,7 +44,12 @@ def _measured(bench: Bench, op: str, chosen: str) -> Iterator[Row]:
 
 
 def said(bench: Bench, op: str, chosen: str) -> Iterator[tuple[dict[str, str], float]]:
-    """The parameters of each case of an op, and its microseconds.  Raises `LeftOut` without the program."""
+    """Yield the parameters of each selected case of an op, and its microseconds.
+
+    Raises:
+        NothingToMeasure: The program is not installed.
+        RuntimeError: The program measured nothing.
+    """
     program = bench.llama / PROGRAM if bench.llama else shutil.which(PROGRAM)
     if program is None or not Path(program).exists():
         raise LeftOut(f"there is no {PROGRAM} of llama.cpp; name the folder that has it with --llama")
@@ -61,11 +66,14 @@ def said(bench: Bench, op: str, chosen: str) -> Iterator[tuple[dict[str, str], f
 
 
 def _delta_net(bench: Bench, named: dict[str, str]) -> Iterator[float]:
-    """Its heads of keys have several of values each; a state is read and written once."""
+    """Yield the microseconds of hocket for a delta net. In llama.cpp several value heads share a key head.
+
+    A state is read and written once.
+    """
     keys, size, tokens, batch, repeat = (
         int(named[name]) for name in ("head_count", "head_size", "n_seq_tokens", "n_seqs", "v_repeat")
     )
-    if bench.tiny:  # the emulation is no place for their sizes
+    if bench.tiny:  # the emulation is too slow for the sizes of llama.cpp
         keys, size, tokens, batch = 1, 64, min(tokens, 2), 1
     p = delta_net.problem(bench, delta_net.Shape(keys, keys * repeat, size), batch, tokens)
     by_chunks = delta_net.kernels.in_chunks(p.rule, tokens)
@@ -74,6 +82,7 @@ def _delta_net(bench: Bench, named: dict[str, str]) -> Iterator[float]:
 
 
 def _product(bench: Bench, named: dict[str, str]) -> Iterator[float]:
+    """Yield the microseconds of hocket for a matmul."""
     dtype = next(t for t, name in TYPES.items() if name == named["type_a"])
     rows, columns, tokens = (int(named[name]) for name in "mkn")
     if bench.tiny:
@@ -83,4 +92,4 @@ def _product(bench: Bench, named: dict[str, str]) -> Iterator[float]:
 
 
 OURS = {"GATED_DELTA_NET": _delta_net, "MUL_MAT": _product}
-"""Microseconds of hocket on the shapes of a case."""
+"""Functions that yield the microseconds of hocket for the parameters of a llama.cpp case."""

@@ -1,5 +1,4 @@
-"""What differs between a GPU and its emulation when one measures: events, copies on the device, what there is to say of
-it."""
+"""Hide the differences between a GPU and its emulation for benchmarks: device information, copies and clocks."""
 
 from __future__ import annotations
 
@@ -26,26 +25,26 @@ SMI_FIELDS = (
 
 
 class Machine(Protocol):
-    """One device of a driver, with a clock."""
+    """One device of a driver, for benchmarks."""
 
     def about(self) -> dict[str, object]:
-        """The device, its driver and the versions of what runs it."""
+        """Return the name of the device, and the versions of its driver and its software."""
 
     def state(self) -> dict[str, object]:
-        """Clocks, power and temperature just now; empty where nobody can tell."""
+        """Return the current clocks, power and temperature; empty if they are unknown."""
 
     def copier(self, into: int, source: int, nbytes: int) -> Run:
-        """What copies between two addresses of the device, in order with launches."""
+        """Return a function that copies between two device addresses, in order with launches."""
 
     def release(self) -> None:
-        """Give memory back to the device that nobody holds any more."""
+        """Free the cached device memory that no object uses."""
 
     def over(self, driver: Driver) -> Machine:
-        """The same device through another driver."""
+        """Return the same device through another driver."""
 
 
 class CudaMachine:
-    """A device of CUDA through CuPy."""
+    """A CUDA or HIP device through CuPy."""
 
     def __init__(self, driver: CudaDriver, on: Device, cupy: Any) -> None:
         self.driver, self.on, self.cupy = driver, on, cupy
@@ -71,7 +70,7 @@ class CudaMachine:
         }
 
     def state(self) -> dict[str, object]:
-        """As nvidia-smi says, which is asked and never told anything."""
+        """Return the answer of nvidia-smi, which is only queried and changes no setting."""
         if not (program := shutil.which("nvidia-smi")):
             return {}
         command = [program, f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader", f"--id={self.on.index}"]
@@ -89,6 +88,7 @@ class CudaMachine:
         return run
 
     def release(self) -> None:
+        """Free the memory pool of CuPy."""
         self.cupy.get_default_memory_pool().free_all_blocks()
 
     def over(self, driver: Driver) -> Machine:
@@ -101,7 +101,7 @@ def _number(version: tuple[int, int]) -> str:
 
 
 class EmulatedMachine:
-    """A device of another kind, timed by the clock of the host."""
+    """An emulated device, which is timed by the clock of the host."""
 
     def __init__(self, driver: Driver, on: Device) -> None:
         self.driver, self.on = driver, on
@@ -116,14 +116,14 @@ class EmulatedMachine:
         return lambda: ctypes.memmove(into, source, nbytes) and None
 
     def release(self) -> None:
-        """Memory of the host needs no help."""
+        """Do nothing; the host frees its memory itself."""
 
     def over(self, driver: Driver) -> Machine:
         return EmulatedMachine(driver, self.on)
 
 
 def machine_for(driver: Driver, on: Device, cupy: Any = None) -> Machine:
-    """The machine of a device; `cupy` stands in for the package."""
+    """Return the machine of a device; `cupy` replaces the package in tests."""
     if not isinstance(driver, CudaDriver):
         return EmulatedMachine(driver, on)
     if cupy is None:

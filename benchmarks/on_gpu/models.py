@@ -1,4 +1,4 @@
-"""Whole models: decoding and prompts as a user has them, and what of that is the device."""
+"""Benchmark whole models: decoding and prompts as a user runs them, and the share of the device in the time."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from .bench import Bench, Case, Measured, Memory, Row, Watched
 from .machine import Run
 
 KERNELS = 8
-"""Of which the times are told."""
+"""The number of slowest kernels that are listed."""
 DEEP = 4096
+"""The tokens that are in the context before a deep decode test."""
 
 
 def cases(bench: Bench) -> Iterator[Case]:
@@ -44,6 +45,13 @@ def cases(bench: Bench) -> Iterator[Case]:
 
 
 def _model(bench: Bench, find: Callable[[], Path | None], sizes: tuple[Any, ...]) -> Iterator[Row]:
+    """Load a model and measure its decode and prompt tests.
+
+    Args:
+        bench: The device.
+        find: Returns the path of the model, or None for the embedded one. It may write the file first.
+        sizes: New tokens, prompt lengths, and optionally the depth of a second decode test.
+    """
     new, prompts, deep = (*sizes, 0)[:3]
     start = time.perf_counter()
     path = find()
@@ -61,7 +69,7 @@ def _model(bench: Bench, find: Callable[[], Path | None], sizes: tuple[Any, ...]
     for count in prompts:
         yield from _measured(bench, session, counting.BenchmarkTest("pp", min(count, context), 0), tokens, 0)
     if any(node.attrs.get("exact") for node in model.graph(session.step(1, 1)).nodes):
-        del session  # its weights go before those of the next one come
+        del session  # free its weights before the next session loads weights
         session = Session(model, on=replace(on, fast=True), context=context, batch=max(prompts))
         for count in prompts:
             for row in _measured(bench, session, counting.BenchmarkTest("pp", min(count, context), 0), tokens, 0):
@@ -71,7 +79,10 @@ def _model(bench: Bench, find: Callable[[], Path | None], sizes: tuple[Any, ...]
 
 
 def _measured(bench: Bench, session: Session, test: counting.Test, tokens: list[int], nbytes: int) -> Iterator[Row]:
-    """As a user has it, then one step again and again without the host; `nbytes` are those a token has to read."""
+    """Measure a test as a user runs it, and then one step repeatedly without the host.
+
+    `nbytes` is the number of weight bytes that a token reads.
+    """
     ((backend, _),) = session.group
     many, copy = (1 if test.kind == counting.NEW_KIND else test.tokens), bench.copy_bandwidth if nbytes else 0.0
     new = tokens[test.depth : test.depth + many]
@@ -91,9 +102,9 @@ def _measured(bench: Bench, session: Session, test: counting.Test, tokens: list[
     }
     seconds = {}
     for how, driver in _ways(plain).items():
-        counting.prefill_depth(session, test, tokens)  # each way goes on from the same states
+        counting.prefill_depth(session, test, tokens)  # each driver starts from the same states
         executor.bind(session.model.inputs(step, Batch([new], [test.depth], None)))
-        plain.synchronise(bench.on)  # the streams of others do not wait for its own
+        plain.synchronise(bench.on)  # streams of other drivers do not wait for its stream
         own = bench.over(driver)
         memory = Memory(own)
         runs = [_again(own, memory, session, executor), *(driver.record(group, bench.on) for group, _ in recorded)]
@@ -105,7 +116,10 @@ def _measured(bench: Bench, session: Session, test: counting.Test, tokens: list[
 
 
 def _ways(driver: Driver) -> dict[str, Driver]:
-    """How the launches of a step begin: as they do, and each when the one before it is over."""
+    """Return one driver for each way in which launches of a step begin.
+
+    On CUDA there are two ways: launches overlap as usual, or each launch begins after the previous one.
+    """
     ways = {"the device": driver}
     if type(driver) is CudaDriver:
         ways["the device, launches in turn"] = CudaDriver(begins_early=False)
@@ -118,7 +132,10 @@ def _in_order(runs: Sequence[Run]) -> None:
 
 
 def _again(bench: Bench, memory: Memory, session: Session, executor: Executor) -> Run:
-    """What puts the inputs back into the memory where later values of a step lie: one copy, for they lie together."""
+    """Return a function that restores the inputs of a step, because later values of the step reuse their memory.
+
+    The inputs are adjacent, so one copy restores all of them.
+    """
     (lane,), (buffers,) = executor.plan.lanes, session.store.buffers(executor.plan).values()
     inputs = lane.program.inputs.values()
     ((which,),) = [{t.buffer for t in inputs}]
@@ -130,8 +147,10 @@ def _again(bench: Bench, memory: Memory, session: Session, executor: Executor) -
 
 
 def _kernels(bench: Bench, launches: Sequence[Launch], whole: float) -> Iterator[Row]:
-    """Those that take longest: all launches of one, of all layers, by themselves.  Products of many tokens with chosen
-    experts are none of them: in the tables that they read are those of other layers by then."""
+    """Measure the slowest kernels of a step: all launches of a kernel in all layers, without the other kernels.
+
+    MoE matmuls of many tokens are excluded: by then their tables hold the rows of other layers.
+    """
     kernels: dict[str, list[Launch]] = {}
     routed = {launch.number for launch in launches if launch.kernel.name == "routes"}
     for launch in launches:

@@ -1,5 +1,7 @@
-"""What others do on the same device in the same run, where they are installed: PyTorch, flash-linear-attention,
-FlashInfer."""
+"""Measure other libraries on the same device in the same run: PyTorch, flash-linear-attention and FlashInfer.
+
+A library that is not installed is left out.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from .bench import Bench, Case, LeftOut, Row
 
 SHAPE, SMALLEST = delta_net.Shape(16, 32, 128), delta_net.Shape(1, 2, 64)
 IN_TURN = 8
-"""Steps of a graph."""
+"""The number of decode steps in one graph."""
 
 
 def cases(bench: Bench) -> Iterator[Case]:
@@ -38,6 +40,7 @@ def cases(bench: Bench) -> Iterator[Case]:
 
 
 def _versions() -> Iterator[Row]:
+    """Yield the version of each package."""
     for name in ("torch", "triton", "flash-linear-attention", "fla-core", "flashinfer-python"):
         try:
             yield {"package": name, "version": importlib.metadata.version(name)}
@@ -46,6 +49,7 @@ def _versions() -> Iterator[Row]:
 
 
 def _torch() -> Any:
+    """Import PyTorch. Raises `NothingToMeasure` if it is missing or sees no CUDA device."""
     try:
         import torch
     except ImportError:
@@ -56,6 +60,11 @@ def _torch() -> Any:
 
 
 def _rules(bench: Bench) -> tuple[Any, Any, Any]:
+    """Import PyTorch and two functions of flash-linear-attention: the chunked and the recurrent delta rule.
+
+    Raises:
+        NothingToMeasure: One of the packages is missing.
+    """
     torch = _torch()
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -65,7 +74,14 @@ def _rules(bench: Bench) -> tuple[Any, Any, Any]:
 
 
 def _seconds(bench: Bench, torch: Any, work: Callable[[], object], each: int = 1) -> float:
-    """Median seconds on the device, after three runs to warm up; captured in a graph where there are several."""
+    """Return the median seconds of one call on the device, after three calls to warm up.
+
+    Args:
+        bench: The device.
+        torch: The module PyTorch.
+        work: The function that is measured.
+        each: The number of calls in one CUDA graph; 1 measures calls without a graph.
+    """
     for _ in range(3):
         work()
     run: Callable[[], object] = work
@@ -88,6 +104,7 @@ def _seconds(bench: Bench, torch: Any, work: Callable[[], object], each: int = 1
 
 
 def _copy(bench: Bench) -> Iterator[Row]:
+    """Measure a device copy in PyTorch, and the copy of the driver."""
     torch = _torch()
     x = torch.randn(bench.enough // 4, device="cuda")
     into = torch.empty_like(x)
@@ -96,13 +113,14 @@ def _copy(bench: Bench) -> Iterator[Row]:
 
 
 def _product(bench: Bench) -> Iterator[Row]:
+    """Measure a square bfloat16 matmul in PyTorch."""
     torch, n = _torch(), bench.choose(8192, 64)
     x, w = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     yield {"TFLOP/s": 2 * n**3 / _seconds(bench, torch, lambda: x @ w) / 1e12}
 
 
 def _operands(bench: Bench, torch: Any, batch: int, tokens: int) -> dict[str, Any]:
-    """As a model has them: bfloat16, normalised keys, decays and states in float32."""
+    """Create operands as in a model: bfloat16, normalised keys, decays and states in float32."""
     of = bench.choose(SHAPE, SMALLEST)
 
     def unit(heads: int) -> Any:
@@ -119,14 +137,18 @@ def _operands(bench: Bench, torch: Any, batch: int, tokens: int) -> dict[str, An
 
 
 def _theirs(bench: Bench, torch: Any, rule: Any, batch: int, tokens: int, each: int = 1) -> float:
+    """Return the seconds of a delta rule of another library, for `each` calls in a graph."""
     given = _operands(bench, torch, batch, tokens)
     with torch.no_grad():
         return _seconds(bench, torch, lambda: rule(**given, output_final_state=True), each)
 
 
 def _compared(bench: Bench, theirs: float, batch: int, tokens: int) -> Row:
-    """Their seconds beside ours: of prompts with bfloat16 products (fast) and with pairs of these (exact), of single
-    tokens in graphs of `IN_TURN`; our operands are float32."""
+    """Return a row with the seconds of another library and of hocket.
+
+    Prompts are measured with bfloat16 products (fast) and with pairs of them (exact), single tokens in graphs of
+    `STEPS_PER_GRAPH` steps. The operands of hocket are float32.
+    """
     p = delta_net.problem(bench, bench.choose(SHAPE, SMALLEST), batch, tokens)
     if tokens == 1:
         ways, each = {"ours": delta_net.steps(bench, p, p.state) * IN_TURN}, IN_TURN
@@ -140,7 +162,7 @@ def _compared(bench: Bench, theirs: float, batch: int, tokens: int) -> Row:
 
 
 def _prefill(bench: Bench, batch: int, tokens: int) -> Iterator[Row]:
-    """Theirs with bfloat16 operands."""
+    """Compare a prompt with flash-linear-attention, which has bfloat16 operands."""
     torch, chunked, _ = _rules(bench)
     theirs = _theirs(bench, torch, chunked, batch, tokens)
     torch.cuda.empty_cache()
@@ -148,13 +170,13 @@ def _prefill(bench: Bench, batch: int, tokens: int) -> Iterator[Row]:
 
 
 def _decode(bench: Bench, batch: int) -> Iterator[Row]:
-    """On one state, with which theirs keeps its last one in memory of its own."""
+    """Compare a decode step with flash-linear-attention, which writes its last state to new memory."""
     torch, _, recurrent = _rules(bench)
     yield _compared(bench, _theirs(bench, torch, recurrent, batch, 1, IN_TURN), batch, 1)
 
 
 def _flashinfer(module: str, name: str) -> Any:
-    """A function of the package."""
+    """Import a function of FlashInfer. Raises `NothingToMeasure` if it is missing."""
     try:
         return getattr(importlib.import_module(f"flashinfer.{module}"), name)
     except (ImportError, AttributeError) as why:
@@ -162,7 +184,7 @@ def _flashinfer(module: str, name: str) -> Any:
 
 
 def _flashinfer_prefill(bench: Bench, tokens: int) -> Iterator[Row]:
-    """One sequence; theirs takes decays as factors, of bfloat16 operands."""
+    """Compare a prompt of one sequence with FlashInfer, which takes decays as factors and bfloat16 operands."""
     torch, rule = _torch(), _flashinfer("gdn_prefill", "chunk_gated_delta_rule")
     x = _operands(bench, torch, 1, tokens)
     x |= {name: x[name][0] for name in ("q", "k", "v", "g", "beta")}
@@ -176,7 +198,7 @@ def _flashinfer_prefill(bench: Bench, tokens: int) -> Iterator[Row]:
 
 
 def _flashinfer_decode(bench: Bench, batch: int) -> Iterator[Row]:
-    """On one state, which is written over."""
+    """Compare a decode step with FlashInfer, which overwrites its state."""
     torch, step = _torch(), _flashinfer("gdn_decode", "gated_delta_rule_decode_pretranspose")
     x = _operands(bench, torch, batch, 1)
     heads = bench.choose(SHAPE, SMALLEST).heads
@@ -189,7 +211,10 @@ def _flashinfer_decode(bench: Bench, batch: int) -> Iterator[Row]:
 
 
 def _flashinfer_attention(bench: Bench, tokens: int) -> Iterator[Row]:
-    """32 heads on 8 of 128, keys and values in float16; ours stands in the part on attention."""
+    """Measure FlashInfer's decode attention: 32 heads on 8 of size 128, in float16.
+
+    The part ``attention`` has the times of hocket.
+    """
     torch, attend = _torch(), _flashinfer("decode", "single_decode_with_kv_cache")
     q = torch.randn(32, 128, device="cuda", dtype=torch.float16)
     k, v = (torch.randn(tokens, 8, 128, device="cuda", dtype=torch.float16) for _ in range(2))
@@ -198,7 +223,10 @@ def _flashinfer_attention(bench: Bench, tokens: int) -> Iterator[Row]:
 
 
 def _attention(bench: Bench, tokens: int) -> Iterator[Row]:
-    """32 heads on 8 of 128, causal, in bfloat16; ours stands in the part on attention."""
+    """Measure PyTorch's causal attention: 32 heads on 8 of size 128, in bfloat16.
+
+    The part ``attention`` has the times of hocket.
+    """
     torch = _torch()
     q = torch.randn(1, 32, tokens, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 8, tokens, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))

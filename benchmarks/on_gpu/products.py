@@ -1,4 +1,4 @@
-"""Products with weights of every type: for few tokens as a share of the bandwidth of a copy, for many in operations."""
+"""Benchmark matmuls with weights of every dtype: few tokens as a share of the copy bandwidth, many tokens in FLOP/s."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .bench import Bench, Case, Row, normalised_error
 
 SQUARE = (4096, 4096)
 OF_A_4B = ((9216, 2560), (2560, 9216), (8192, 2560), (2560, 4096))
-"""Rows and columns of matrices of Qwen3.5-4B."""
+"""Rows and columns of the matrices of Qwen3.5-4B."""
 
 
 def cases(bench: Bench) -> Iterator[Case]:
@@ -51,7 +51,10 @@ def cases(bench: Bench) -> Iterator[Case]:
 
 
 def measured(bench: Bench, dtype: DType, shape: tuple[int, int], tokens: int, is_exact: bool = True) -> Iterator[Row]:
-    """Of copies of a weight that no cache holds together; of many tokens there are three."""
+    """Measure a matmul with copies of a weight, so that no cache holds the weight.
+
+    Up to 16 tokens the copies together exceed every cache; for more tokens there are three copies.
+    """
     rows, columns = shape
     raw = random_rows(dtype, rows, columns, bench.random)
     few = tokens <= 16
@@ -62,8 +65,10 @@ def measured(bench: Bench, dtype: DType, shape: tuple[int, int], tokens: int, is
 
 
 def _right(bench: Bench, dtype: DType, shape: tuple[int, int, int], is_exact: bool) -> Iterator[Row]:
-    """Nothing but a device shows whether blocks of a cluster wait for each other as they have to: a product many times,
-    each result held against float64 and, to the last bit, against the first."""
+    """Run a matmul many times, and compare each result with float64 and, bit by bit, with the first result.
+
+    Only a device shows whether the blocks of a cluster wait for each other correctly.
+    """
     rows, columns, tokens = shape
     raw, x = random_rows(dtype, rows, columns, bench.random), _activations(bench, tokens, columns)
     graph = Graph({"y": ops.mul_mat(weight("w", (rows, columns), dtype), input("x", x.shape), exact=is_exact)})
@@ -78,6 +83,7 @@ def _right(bench: Bench, dtype: DType, shape: tuple[int, int, int], is_exact: bo
 def _experts(
     bench: Bench, dtype: DType, experts: int, chosen: int, shape: tuple[int, int], tokens: int
 ) -> Iterator[Row]:
+    """Measure an MoE matmul in which each token uses `chosen` of `experts` experts."""
     rows, columns = shape
     raw = random_rows(dtype, experts * rows, columns, bench.random).reshape(experts, rows, -1)
     copies = 2 if bench.tiny else 4
@@ -85,7 +91,7 @@ def _experts(
     made, given = {}, {"x": _activations(bench, tokens, columns)}
     for i in range(copies):
         order = [bench.random.permutation(experts)[:chosen] for _ in range(tokens)]
-        ids = constant(f"ids{i}", np.array(order, np.int32))  # nothing is put in its place when it was read
+        ids = constant(f"ids{i}", np.array(order, np.int32))  # a constant, so that no value reuses its memory
         made[f"y{i}"] = ops.mul_mat_id(weight(f"w{i}", (experts, *shape), dtype), x, ids)
     yield from _timed(bench, Graph(made), {f"w{i}": raw for i in range(copies)}, given)
 
@@ -95,7 +101,7 @@ def _activations(bench: Bench, tokens: int, columns: int) -> np.ndarray:
 
 
 def _timed(bench: Bench, graph: Graph, weights: dict[str, np.ndarray], inputs: dict[str, np.ndarray]) -> Iterator[Row]:
-    """One of the products of a graph; all it launches counts, the rounding of activations too."""
+    """Measure one of the matmuls of a graph; all of its launches count, activation quantisation included."""
     _held, launches = bench.planned(graph, weights, inputs)
     products = [n for n in graph.nodes if n.op.startswith("mul_mat")]
     flops, nbytes = (sum(of(n) for n in products) for of in (_flops, _nbytes))

@@ -1,8 +1,11 @@
-"""Models of large shapes with random weights, made in seconds: a header, then some random rows over and over.
+"""Write models of large shapes with random weights in seconds: a header, and some random rows repeated.
 
-Tokens stay as different as they are in a real model, or all would go to the same experts.  So no two tensors begin with
-the same row: where "up" is "gate", a gated unit makes positive numbers only, whose mean all tokens share.  For the same
-reason weights have no mean (see `random_rows`), and attention looks at few tokens: a mean of many is that of all.
+Tokens must stay as different as in a real model, because equal tokens would all go to the same experts. Therefore:
+
+- No two tensors begin with the same row. If "up" and "gate" were equal, a gated unit would give only positive numbers,
+  and all tokens would share their mean.
+- Weights have a mean of zero (see `make_random_rows`).
+- Attention attends to few tokens, because the mean of many tokens is the same for all of them.
 """
 
 from __future__ import annotations
@@ -23,24 +26,24 @@ from tests.given.models.large_headers import qwen_80b, write_header
 sys.path.pop(0)
 
 ROWS = 4099
-"""Of 1024 numbers, drawn for a type and repeated: a prime number, so that experts of a layer differ too."""
+"""The number of rows of 1024 weights that are drawn for a dtype and repeated; prime, so that experts differ too."""
 SHARP = 4.0
-"""The norm of queries: by so much scores are spread."""
+"""The norm of queries, which sets the spread of attention scores."""
 LAYERS_OF_NEXT = 8
 
 
 @dataclass(frozen=True)
 class Size:
-    """What makes a Qwen3.5 large."""
+    """The sizes of a Qwen3.5 model."""
 
     layers: int
     width: int
     inner: int
     vocabulary: int
     heads: tuple[int, int]
-    """Of queries, of keys and values."""
+    """Query heads; key and value heads."""
     delta_heads: tuple[int, int]
-    """Of keys, of values."""
+    """Key heads; value heads."""
 
 
 OF_4B = Size(32, 2560, 9216, 248320, (16, 4), (16, 32))
@@ -48,7 +51,7 @@ TINY = Size(4, 256, 256, 64, (2, 1), (1, 2))
 
 
 def qwen35_header(path: Path, of: Size) -> str:
-    """The shapes of a Qwen3.5, matrices in Q4_K, the table of tokens in Q6_K."""
+    """Write the header of a Qwen3.5 model: matrices in Q4_K, token embeddings in Q6_K."""
     width, inner, size, state = of.width, of.inner, 256, 128
     (heads, kv_heads), (keys, values) = of.heads, of.delta_heads
     numbers = {
@@ -93,13 +96,13 @@ def qwen35_tiny(folder: Path) -> Path:
 
 
 def qwen3_next(folder: Path) -> Path:
-    """The first layers of Qwen3-Next-80B-A3B."""
+    """Write the first layers of Qwen3-Next-80B-A3B."""
     path = folder / f"qwen3-next-{LAYERS_OF_NEXT}-layers-random.gguf"
     return filled(Path(qwen_80b(path, LAYERS_OF_NEXT)))
 
 
 def filled(path: Path) -> Path:
-    """Write the weights behind a header: norms are ones or `SHARP`, decays negative, all else is small and random."""
+    """Write weights after a header: norms are 1 or `QUERY_NORM`, decays negative, others small and random."""
     rng, pieces = np.random.default_rng(5), {}
     with path.open("r+b") as file:
         for name, tensor in open_gguf(path, header_only=True).tensors.items():

@@ -1,4 +1,4 @@
-"""Several devices, or parts of one: how long a sum takes by each way to meet, and one model on all of them."""
+"""Benchmark several devices, or parts of one: all-reduces by each transport, and models on all devices."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ from . import random_models
 from .bench import Bench, Case, LeftOut, Row, normalised_error
 
 SUMS = 16
-"""In a program, one after the other."""
+"""The number of all-reduces in a program."""
 
 
 @dataclass(frozen=True)
 class Met:
-    """A driver whose devices meet in one way, whatever else they could do.  Where it does not say that it `overlaps`,
-    no plan counts on what runs beside a sum; `in_turn`, that runs behind it."""
+    """A driver that uses only one transport between its devices.
+
+    If `overlaps` is false, plans do not overlap compute with collectives. If `runs_in_turn` is true, overlapped compute
+    runs after the collective.
+    """
 
     driver: Driver
     way: str
@@ -58,11 +61,11 @@ class Met:
 
 
 WAYS = ("peers", "library", "the host")
-"""Kernels over each other's memory, NCCL or RCCL, and memory of the host."""
+"""The transports: kernels over peer memory, NCCL or RCCL, and host memory."""
 
 
 def drivers(bench: Bench, devices: Sequence[Device], ways: Sequence[str] = WAYS) -> Iterator[Met]:
-    """One for each way in which these devices can meet."""
+    """Yield one driver for each transport that these devices can use."""
     for way in ways:
         driver = Met(bench.driver.driver, way)
         if way == WAYS[-1] or choose_transport(devices, driver).launches_collectives:
@@ -70,7 +73,7 @@ def drivers(bench: Bench, devices: Sequence[Device], ways: Sequence[str] = WAYS)
 
 
 def cases(bench: Bench) -> Iterator[Case]:
-    """Two parts of the device, then two and more devices where there are some."""
+    """Make the cases: two parts of the device, then two and more devices if there are several."""
     parts, known = [replace(bench.on, part=part) for part in range(2)], found(bench)
     for name, find in known.items():
         yield Case(f"{name}, two parts of a device", partial(_decoded, bench, find, parts))
@@ -87,6 +90,10 @@ def cases(bench: Bench) -> Iterator[Case]:
 
 
 def found(bench: Bench) -> dict[str, Callable[[], Path | None]]:
+    """Return functions by model name; each returns the path of a model (None for the embedded one).
+
+    A function may write the file at its first call.
+    """
     known: dict[str, Callable[[], Path | None]] = {"hocket's embedded model": lambda: None}
     known |= {path.name: lambda path=path: path for path in bench.models}
     if not bench.tiny:
@@ -95,6 +102,7 @@ def found(bench: Bench) -> dict[str, Callable[[], Path | None]]:
 
 
 def _left_out(count: int) -> Iterator[Row]:
+    """Raise `NothingToMeasure`: there is only one device."""
     raise LeftOut(f"sums and models on several devices need two; there is {count}")
 
 
@@ -102,7 +110,7 @@ def _left_out(count: int) -> Iterator[Row]:
 
 
 def _sums(bench: Bench, devices: Sequence[Device], nbytes: int) -> Iterator[Row]:
-    """By the clock of the host, from the first device's begin to the last one's end."""
+    """Measure all-reduces by the clock of the host, from the start of the first device to the end of the last one."""
     given = [bench.random.standard_normal(nbytes // 4, dtype="f4") for _ in devices]
     wanted = np.sum(given, axis=0, dtype=np.float64)
     x, out = (Tensor(0, at * nbytes, (1, nbytes // 4), (nbytes // 4, 1), DType.F32) for at in range(2))
@@ -126,12 +134,12 @@ def _sums(bench: Bench, devices: Sequence[Device], nbytes: int) -> Iterator[Row]
 
 
 def _all_run(pool: Threads, runs: Sequence[Callable[[], object]], meeting: ThreadGroup) -> float:
-    """The seconds until all devices have run their program."""
+    """Return the seconds until all devices have run their program."""
 
     def one(run: Callable[[], object]) -> None:
         try:
             run()
-        except BaseException as why:  # whatever it is, nobody has to wait for this device any more
+        except BaseException as why:  # the other devices must not wait for this one
             meeting.abort(str(why))
             raise
 
@@ -146,7 +154,7 @@ def _all_run(pool: Threads, runs: Sequence[Callable[[], object]], meeting: Threa
 
 
 def _decoded(bench: Bench, find: Callable[[], Path | None], devices: Sequence[Device]) -> Iterator[Row]:
-    """The same tokens on one device, and on several by each way in which they can meet."""
+    """Decode the same tokens on one device, and on several devices by each transport."""
     model, count = open_model(find()), bench.choose(32, 2)
     tokens = bench.random.integers(0, model.vocabulary_size, count + 1).tolist()
     one = None
@@ -164,8 +172,10 @@ def _decoded(bench: Bench, find: Callable[[], Path | None], devices: Sequence[De
 
 
 def _prompt(bench: Bench, find: Callable[[], Path | None], devices: Sequence[Device]) -> Iterator[Row]:
-    """As it is planned where nothing runs beside a sum, then where something may: with that behind the sum, and beside
-    it, which gives the same bits."""
+    """Measure a prompt in three ways: planned without overlap, overlapped work after the sums, and overlapped work.
+
+    The last two ways give the same bits.
+    """
     model, count, own = open_model(find()), bench.choose(2048, 8), bench.driver.driver
     tokens = bench.random.integers(0, model.vocabulary_size, count).tolist()
     for way in (driver.way for driver in drivers(bench, devices, WAYS[:-1])):
@@ -193,7 +203,7 @@ def _prompt(bench: Bench, find: Callable[[], Path | None], devices: Sequence[Dev
 def _executor(
     model: Model, group: Sequence[tuple[DriverBackend, Device]], tokens: int, cells: int
 ) -> tuple[Executor, models.Step]:
-    """So many tokens at a time in a context of `cells`."""
+    """Plan and load a model for steps of `tokens` tokens, with a context of `cells` tokens."""
     context = max(64, cells)
     step = models.Step(1, tokens, context, context, 1)
     plan = plan_for(model.graph(step), group, split_mode="tensor" if len(group) > 1 else "auto")

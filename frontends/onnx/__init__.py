@@ -1,4 +1,4 @@
-"""ONNX files as graphs: a table of ONNX ops, models, their files, and how they are called with arrays.
+"""Import ONNX models as graphs: an op table, the import, the checks of files, and calls with arrays.
 
-What an op is follows the ONNX operator specification of its opset (https://onnx.ai/onnx/operators/).
+The meaning of an op is the ONNX operator specification of its opset (https://onnx.ai/onnx/operators/).
 """

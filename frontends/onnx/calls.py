@@ -1,4 +1,8 @@
-"""Calls of ONNX ops whose inputs and attributes say otherwise what the functions of `frontends.tensors` take."""
+"""Converters of ONNX ops with other inputs or attributes than the functions of `frontends.tensors`.
+
+A converter takes the inputs of a node as `Tensor` (None for an absent one) and its attributes as keywords. Most
+converters have the name of their ONNX op. An input that decides a shape must be a constant.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +21,33 @@ from ..tensors import indexing, shapes
 from ..tensors.tensor import Tensor, cast, constant_tensor
 
 Row: TypeAlias = Callable[..., Any]
+"""A function that converts one node: inputs and attributes in, results out."""
 Numbers: TypeAlias = "Tensor | Sequence[int] | int | None"
+"""Integers of an attribute or of an input; None if it is absent."""
 LARGEST = 1 << 26
-"""Entries of a constant that an op makes of a shape."""
+"""The largest number of entries of a constant that an op creates from a shape."""
 
 
 def numbers(x: Numbers) -> list[int] | None:
-    """Integers of an attribute, or of an input that is known when the graph is made; None for one left out."""
+    """Return the integers of an attribute or of a constant input, or None for an absent one.
+
+    Raises:
+        ModelError: The input depends on the inputs of the model.
+    """
     if x is None or isinstance(x, int):
         return None if x is None else [x]
     return [int(n) for n in (known(x).reshape(-1) if isinstance(x, Tensor) else x)]
 
 
 def known(x: Tensor) -> np.ndarray:
-    """The numbers of a constant.  Raises `ModelError` for what depends on the inputs of the model."""
+    """Return the numbers of a constant. Raises `ModelError` for a tensor that depends on the inputs of the model."""
     if x.constant is None:
         raise ModelError("a shape or setting depends on an input of the model; fix that input: fixed={name: array}")
     return np.asarray(x.constant)
 
 
 def number(x: Any, default: Any) -> Any:
-    """One number of an attribute or of a constant."""
+    """Return the single number of an attribute or of a constant, or `default` for an absent one."""
     if x is None:
         return default
     return known(x).reshape(-1)[0].item() if isinstance(x, Tensor) else x
@@ -47,7 +57,7 @@ def number(x: Any, default: Any) -> Any:
 
 
 def each(op: Callable[[Tensor, Tensor], Tensor]) -> Row:
-    """An op of any number of operands, one after the other."""
+    """Return the converter of an op with any number of operands, which applies a binary function from left to right."""
     return lambda *xs: reduce(op, xs)
 
 
@@ -64,6 +74,7 @@ def mod(a: Tensor, b: Tensor, *, fmod: int = 0) -> Tensor:
 
 
 def power(a: Tensor, b: Tensor) -> Tensor:
+    """Return a to the power of b; a constant scalar exponent allows cheaper ops."""
     if b.constant is not None and b.constant.size == 1 and b.rank <= a.rank:
         exponent = b.constant.reshape(-1)[0].item()
         return arith.power(a, int(exponent) if float(exponent).is_integer() and abs(exponent) < 5 else float(exponent))
@@ -71,6 +82,7 @@ def power(a: Tensor, b: Tensor) -> Tensor:
 
 
 def clip(x: Tensor, low: Tensor | None = None, high: Tensor | None = None, *, min: Any = None, max: Any = None) -> Any:
+    """Clamp to limits that are inputs (newer opsets) or attributes (older ones)."""
     return arith.clamp(x, low if low is not None else min, high if high is not None else max)
 
 
@@ -96,13 +108,14 @@ def prelu(x: Tensor, slope: Tensor) -> Tensor:
 
 
 def is_infinite(x: Tensor, *, detect_negative: int = 1, detect_positive: int = 1) -> Tensor:
+    """Return whether entries are infinite, with either sign switched on or off."""
     above, below = arith.compare("eq", x, math.inf), arith.compare("eq", x, -math.inf)
     chosen = [side for side, wanted in ((above, detect_positive), (below, detect_negative)) if wanted]
     return reduce(arith.logical_or, chosen) if chosen else constant_tensor(np.zeros(x.shape, bool))
 
 
 def same(x: Tensor, *_: object, **__: object) -> Tensor:
-    """The type of the result is the cast."""
+    """Return the operand; the importer casts it to the dtype of the result."""
     return x
 
 
@@ -113,6 +126,7 @@ def dropout(x: Tensor, ratio: Any = None, training: Tensor | None = None, *, see
 
 
 def triangle(x: Tensor, k: Tensor | None = None, *, upper: int = 1) -> Tensor:
+    """Keep the upper or lower triangle of the last two axes, shifted by `k` diagonals."""
     keep = (np.triu if upper else np.tril)(np.ones(x.shape[-2:], bool), number(k, 0))
     return arith.masked_fill(x, constant_tensor(~keep), 0)
 
@@ -121,6 +135,7 @@ def triangle(x: Tensor, k: Tensor | None = None, *, upper: int = 1) -> Tensor:
 
 
 def reshape(x: Tensor, shape: Any = None, *, allowzero: int = 0) -> Tensor:
+    """Reshape; 0 keeps an axis unless `allowzero` is set, and one -1 is inferred."""
     sizes = numbers(shape) or []
     if not allowzero:
         if any(n == 0 and i >= x.rank for i, n in enumerate(sizes)):
@@ -141,10 +156,12 @@ def transpose(x: Tensor, *, perm: Sequence[int] | None = None) -> Tensor:
 
 
 def squeeze(x: Tensor, given: Numbers = None, *, axes: Numbers = None) -> Tensor:
+    """Remove axes of size 1; `given` are the axes as an input, `axes` as an attribute."""
     return shapes.squeeze(x, numbers(given if axes is None else axes))
 
 
 def unsqueeze(x: Tensor, given: Numbers = None, *, axes: Numbers = None) -> Tensor:
+    """Insert axes of size 1; `given` are the axes as an input, `axes` as an attribute."""
     new = numbers(given if axes is None else axes) or []
     rank = x.rank + len(new)
     if any(not -rank <= a < rank for a in new) or len({a % rank for a in new}) < len(new):
@@ -158,6 +175,7 @@ def concat(*xs: Tensor, axis: int) -> Tensor:
 
 
 def split(x: Tensor, sizes: Any = None, *, axis: int = 0, split: Any = None, num_outputs: int) -> Any:
+    """Split an axis into the given sizes, or into `num_outputs` equal parts; the last part may be smaller."""
     parts = numbers(sizes if split is None else split)
     n = x.shape[x.axis(axis)]
     if parts is None:
@@ -172,12 +190,13 @@ def slice_(
     x: Tensor, first: Any = None, last: Any = None, over: Any = None, by: Any = None, *, starts: Any = None,
     ends: Any = None, axes: Any = None,
 ) -> Tensor:  # fmt: skip
+    """Slice axes with steps; bounds and axes are inputs (newer opsets) or attributes (older ones)."""
     begin, end = numbers(first if starts is None else starts) or [], numbers(last if ends is None else ends) or []
     at = numbers(over if axes is None else axes) or list(range(len(begin)))
     steps = numbers(by) or [1] * len(begin)
     for a, i, j, step in zip(at, begin, end, steps, strict=True):
         n = x.shape[x.axis(a)]
-        if step < 0:  # from the entry before the first, where the slice ends
+        if step < 0:  # -1 is the index before the first entry here
             i, j = (max(-1, min(n - 1, p + n if p < 0 else p)) for p in (i, j))
             x = shapes.take(x, a, np.arange(i, j, step))
         else:
@@ -189,6 +208,7 @@ def pad(
     x: Tensor, given: Any = None, fill: Tensor | None = None, over: Any = None, *, pads: Any = None,
     mode: str = "constant", value: float = 0.0,
 ) -> Tensor:  # fmt: skip
+    """Pad axes with a value or by a mode; pads are an input (newer opsets) or an attribute (older ones)."""
     flat = numbers(given if pads is None else pads) or []
     at = [x.axis(a) for a in (numbers(over) or range(x.rank))]
     if len(flat) != 2 * len(at):
@@ -214,10 +234,12 @@ def expand(x: Tensor, shape: Tensor) -> Tensor:
 
 
 def shape_of(x: Tensor, *, start: int = 0, end: int | None = None) -> Tensor:
+    """Return the axes `start` to `end` of the shape as a constant."""
     return constant_tensor(np.asarray(x.shape[slice(start, end)], np.int64))
 
 
 def _sized(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape as a tuple. Raises `ModelError` for a negative axis or too many entries."""
     if any(n < 0 for n in shape) or math.prod(shape) > LARGEST:
         raise ModelError(f"a tensor of {list(shape)}; need at most {LARGEST} entries")
     return tuple(shape)
@@ -229,6 +251,7 @@ def constant_of_shape(shape: Tensor, *, value: Any = None) -> Tensor:
 
 
 def constant(**given: Any) -> Tensor:
+    """Return the constant of a ``Constant`` node, which has exactly one of the attributes ``value*``."""
     ((kind, value),) = given.items()
     whole = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
     return constant_tensor(np.asarray(value, whole.get(kind)))
@@ -248,6 +271,7 @@ def eye_like(x: Tensor, *, dtype: int = 0, k: int = 0) -> Tensor:
 
 
 def one_hot(ids: Tensor, depth: Tensor, values: Tensor, *, axis: int = -1) -> Tensor:
+    """Return ``values[1]`` at the index of each id on a new axis of size `depth`, and ``values[0]`` elsewhere."""
     n = int(number(depth, 0))
     _sized((*ids.shape, n))
     at = axis % (ids.rank + 1)
@@ -259,6 +283,7 @@ def one_hot(ids: Tensor, depth: Tensor, values: Tensor, *, axis: int = -1) -> Te
 
 
 def space_to_depth(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
+    """Move blocks of `blocksize` × `blocksize` positions into channels; x: [batch, channels, height, width]."""
     n, c, h, w = x.shape
     b = blocksize
     parts = shapes.reshape(x, (n, c, h // b, b, w // b, b))
@@ -267,6 +292,7 @@ def space_to_depth(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
 
 
 def depth_to_space(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
+    """Move channels into blocks of `blocksize` × `blocksize` positions; x: [batch, channels, height, width]."""
     n, c, h, w = x.shape
     b, rest = blocksize, c // blocksize**2
     first = mode == "DCR"
@@ -279,6 +305,7 @@ def depth_to_space(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
 
 
 def gather(x: Tensor, ids: Tensor, *, axis: int = 0) -> Tensor:
+    """Select entries along `axis`; the result has the axes of `ids` in place of that axis."""
     at = x.axis(axis)
     chosen = indexing.index_select(x, at, shapes.reshape(ids, (math.prod(ids.shape),)))
     return shapes.reshape(chosen, (*x.shape[:at], *ids.shape, *x.shape[at + 1 :]))
@@ -289,10 +316,13 @@ def gather_elements(x: Tensor, ids: Tensor, *, axis: int = 0) -> Tensor:
 
 
 def _lists(x: Tensor, ids: Tensor, batch: int = 0) -> list[Tensor]:
-    """The last axis of `ids` as a list of numbers for each axis of `x` that they index."""
+    """Split the last axis of `ids` into one index tensor for each axis of `x`.
+
+    The first `batch` axes have the same index in `x` and in `ids`.
+    """
     ahead = [
         constant_tensor(np.arange(n).reshape(-1, *(1,) * (ids.rank - 2 - a))) for a, n in enumerate(x.shape[:batch])
-    ]  # the same place in both
+    ]  # the same index in `x` and in `ids`
     return [*ahead, *shapes.unbind(ids, -1)]
 
 
@@ -301,6 +331,7 @@ def gather_nd(x: Tensor, ids: Tensor, *, batch_dims: int = 0) -> Tensor:
 
 
 _REDUCE = {"none": "set", "add": "add", "mul": "mul", "max": "max", "min": "min"}
+"""The scatter kinds of `frontends.tensors.indexing`, by the values of the attribute ``reduction``."""
 
 
 def scatter_elements(x: Tensor, ids: Tensor, src: Tensor, *, axis: int = 0, reduction: str = "none") -> Tensor:

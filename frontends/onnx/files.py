@@ -1,4 +1,4 @@
-"""ONNX files from anywhere: what they say is checked first, and no file outside their folder is read."""
+"""Read ONNX files from any source: check their content first, and read no file outside their folder."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto
 
 LARGEST_MODEL = 1 << 31
-"""Bytes of a protobuf message, which cannot be longer."""
+"""The size in bytes that a protobuf message cannot reach."""
 MOST_NODES = 1 << 18
-"""Nodes of a model, its functions written out."""
+"""The largest number of nodes of a model after its functions are inlined."""
 
 
 def read_model(source: str | os.PathLike[str] | bytes) -> tuple[ModelProto, Path | None]:
-    """The model in a file or in bytes, and the folder of its external data.  Raises `ModelError`."""
+    """Read the model in a file or in bytes, and return it with the folder of its external data (None for bytes).
+
+    Raises:
+        ModelError: The package onnx is missing, the source is no ONNX model, or its functions are recursive or too
+            large.
+    """
     if not isinstance(source, str | os.PathLike | bytes):
         raise ModelError(f"from_onnx takes a path or the bytes of a model, not {type(source).__name__}")
     try:
@@ -54,7 +59,7 @@ def read_model(source: str | os.PathLike[str] | bytes) -> tuple[ModelProto, Path
 
 
 def _check_functions(model: ModelProto) -> None:
-    """Raise `ModelError` for functions that call themselves, or that are too large when they are written out."""
+    """Raise `ModelError` for functions that call themselves, or that have too many nodes after inlining."""
     bodies = {(f.domain, f.name): f.node for f in model.functions}
     sizes: dict[tuple[str, str], int | None] = {}
 
@@ -77,7 +82,11 @@ def _check_functions(model: ModelProto) -> None:
 
 
 def array_of(tensor: TensorProto, folder: Path | None) -> npt.NDArray[Any]:
-    """The numbers of an initialiser; external ones stay in their file.  Raises `ModelError` for what does not fit."""
+    """Return the numbers of an initialiser or an attribute; external data are memory-mapped.
+
+    Raises:
+        ModelError: The tensor holds strings, its data do not match its shape, or its external file is not usable.
+    """
     from onnx import TensorProto as Kinds
     from onnx import helper, numpy_helper
 
@@ -100,6 +109,7 @@ def array_of(tensor: TensorProto, folder: Path | None) -> npt.NDArray[Any]:
 def _external(
     tensor: TensorProto, shape: tuple[int, ...], folder: Path | None, dtype: np.dtype[Any]
 ) -> npt.NDArray[Any]:
+    """Map the external data of a tensor, which must be in a file below the folder of the model."""
     entries = {e.key: e.value for e in tensor.external_data}
     name, location = tensor.name, entries.get("location", "")
     if folder is None:

@@ -1,4 +1,11 @@
-"""An ONNX model as a graph: leaves from inputs and initialisers, nodes from the table, shape arithmetic computed."""
+"""Convert an ONNX model to a graph.
+
+1. Varying shapes and fixed inputs get the values that the caller gives.
+2. Functions are inlined, and shape inference finds the dtype of each value.
+3. Inputs become inputs. Initialisers become weights if they hold floats or are large, and constants otherwise.
+4. A node of shape arithmetic with constant inputs is computed by the reference evaluator of onnx.
+5. Every other node is converted by its row of the op table.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +32,7 @@ if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
 
 LARGEST_FOLDED = 1 << 12
-"""Entries of the inputs of a node that is computed when the model is read."""
+"""The largest number of input entries of a node that is computed during the import."""
 
 
 @validate_arguments(ModelError)
@@ -35,11 +42,18 @@ def from_onnx(
     shapes: Mapping[str, Sequence[int]] | None = None,
     fixed: Mapping[str, npt.ArrayLike] | None = None,
 ) -> Program:
-    """The ONNX model in a file, or in bytes, as a graph, with its weights, ready to call.
+    """Convert the ONNX model in a file or in bytes to a graph with its weights, ready to call.
 
-    Initialisers are weights under their own names.  `shapes` gives the shape of inputs whose shape varies; `fixed`
-    gives the numbers of inputs on which shapes depend, and which then are inputs no more.  Raises `ModelError`: for ops
-    without a row it lists all of them with their number.
+    Initialisers become weights under their own names.
+
+    Args:
+        source: The path of a file, or the bytes of a model.
+        shapes: The shapes of inputs with a varying shape, by input name.
+        fixed: The values of inputs on which shapes depend, by input name. These inputs become constants.
+
+    Raises:
+        ModelError: The model has ops without a row; the message lists all of them with their numbers of nodes. Or the
+            model is inconsistent, or has a type or a shape that hocket does not support.
     """
     model, folder = read_model(source)
     from onnx import helper
@@ -59,7 +73,7 @@ def from_onnx(
 
 
 def _fix(model: ModelProto, shapes: dict[str, Any], fixed: dict[str, Any]) -> None:
-    """Shapes that are given in place of those that vary, and inputs that are given as initialisers."""
+    """Write the given shapes into the inputs of a model, and turn inputs with given values into initialisers."""
     from onnx import numpy_helper
 
     infos = {info.name: info for info in model.graph.input}
@@ -81,7 +95,7 @@ def _fix(model: ModelProto, shapes: dict[str, Any], fixed: dict[str, Any]) -> No
 
 
 def _inlined(model: ModelProto) -> ModelProto:
-    """The model with functions written out: its own, and those by which ONNX defines ops that have no row."""
+    """Inline functions: the model's own, and the definitions that ONNX gives for ops without a row."""
     from onnx.defs import SchemaError, get_schema
     from onnx.inliner import inline_local_functions, inline_selected_functions
     from onnx.shape_inference import infer_shapes
@@ -100,7 +114,7 @@ def _inlined(model: ModelProto) -> ModelProto:
                 if schema.has_function or schema.has_context_dependent_function:
                     ids.add((node.domain, node.op_type))
                     own = {attribute.name for attribute in node.attribute}
-                    for name, said in schema.attributes.items():  # what a function reads must be there
+                    for name, said in schema.attributes.items():  # a function needs the defaults as attributes
                         if name not in own and said.default_value.type:
                             node.attribute.append(said.default_value)
         before = len(model.graph.node)
@@ -109,7 +123,7 @@ def _inlined(model: ModelProto) -> ModelProto:
         typed = infer_shapes(model)
         try:
             model = inline_selected_functions(typed, sorted(ids), inline_schema_functions=True)
-        except RuntimeError:  # an assertion of onnx itself, which names no node
+        except RuntimeError:  # an assertion in onnx, which names no node
             raise ModelError(_uninlinable(typed, ids)) from None
         if len(model.graph.node) > MOST_NODES:
             raise ModelError(f"the model has {len(model.graph.node)} nodes written out; hocket reads {MOST_NODES}")
@@ -119,7 +133,7 @@ def _inlined(model: ModelProto) -> ModelProto:
 
 
 def _uninlinable(model: ModelProto, ids: set[tuple[str, str]]) -> str:
-    """Describe the first node whose function onnx cannot write out."""
+    """Describe the first node with a function that onnx cannot inline."""
     from onnx.inliner import inline_selected_functions
 
     for key in sorted(ids):
@@ -136,28 +150,30 @@ def _uninlinable(model: ModelProto, ids: set[tuple[str, str]]) -> str:
 
 
 def _domain(node: NodeProto) -> str:
+    """Return the operator domain of a node, with an empty string for ONNX's own domain."""
     return "" if node.domain == "ai.onnx" else node.domain
 
 
 def _opsets(model: ModelProto) -> dict[str, int]:
+    """Return the opset version of each operator domain that the model imports."""
     return {"" if o.domain == "ai.onnx" else o.domain: o.version for o in model.opset_import}
 
 
 @dataclass
 class _Importer:
-    """One model on its way to a graph."""
+    """The import of one model: the values and the leaves that exist so far."""
 
     model: ModelProto
     folder: Path | None
     kinds: Mapping[str, str]
-    """The type of each value by name, in NumPy's words."""
+    """The NumPy dtype name of each value, by value name."""
     weights: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
-    """What is computed by hocket."""
+    """The values that hocket computes, by name."""
     constants: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """What is known already."""
+    """The values that are known during the import, by name."""
     parameters: set[str] = field(default_factory=set)
-    """Constants that are weights, whatever their size."""
+    """Names of constants that become weights even if they are small."""
     arguments: list[ProgramArgument] = field(default_factory=list)
 
     def program(self) -> Program:
@@ -174,7 +190,7 @@ class _Importer:
         return self._finished()
 
     def _read(self, graph: GraphProto) -> None:
-        """The nodes of the model, or of a branch that is taken."""
+        """Convert the nodes of the model, or of the taken branch of an ``If``."""
         for tensor in graph.initializer:
             data = self.constants[tensor.name] = array_of(tensor, self.folder)
             if data.size > 1 and data.dtype.kind not in "biu":
@@ -187,6 +203,7 @@ class _Importer:
             self._node(node, _opsets(self.model).get("", 1))
 
     def _argument(self, info: ValueInfoProto) -> None:
+        """Add an input of the model. Raises `ModelError` for an unsupported type or a varying shape."""
         from onnx import helper
 
         if not info.type.HasField("tensor_type"):
@@ -220,9 +237,11 @@ class _Importer:
             )
 
     def _is_known(self, node: NodeProto) -> bool:
+        """Return whether a node is shape arithmetic with constant inputs."""
         return node.op_type in FOLDED and all(not name or name in self.constants for name in node.input)
 
     def _node(self, node: NodeProto, opset: int) -> None:
+        """Convert one node: compute it now, take a branch of it, or call its row of the op table."""
         where = f"%{next(filter(None, node.output), '?')} = {node.op_type}"
         for name in node.input:
             if name and name not in self.values and name not in self.constants:
@@ -255,7 +274,7 @@ class _Importer:
             )
 
     def _branch(self, node: NodeProto, where: str) -> None:
-        """What the branch gives that is taken, whatever the inputs are."""
+        """Convert the taken branch of an ``If`` node, which has a constant condition."""
         condition = self.constants.get(node.input[0]) if len(node.input) == 1 else None
         if condition is None or condition.size != 1:
             raise ModelError(
@@ -278,6 +297,7 @@ class _Importer:
                 self.parameters.add(name)
 
     def _keep(self, name: str, result: Tensor) -> None:
+        """Store a result under its name, cast to the dtype of the ONNX value."""
         if name in self.kinds:
             result = cast(result, *find_dtype(self.kinds[name], name))
         if result.constant is not None:
@@ -285,7 +305,7 @@ class _Importer:
         self.values[name] = result
 
     def _fold(self, node: NodeProto, opset: int, where: str) -> None:
-        """What a node gives, by ONNX's own reference."""
+        """Compute the results of a node with the reference evaluator of onnx."""
         from onnx import TensorProto, helper
         from onnx.reference import ReferenceEvaluator
 
@@ -300,12 +320,16 @@ class _Importer:
         try:
             with np.errstate(all="ignore"):
                 results = ReferenceEvaluator(alone).run(None, feeds)
-        except Exception as why:  # the evaluator runs a node as NumPy code, which raises of any kind
+        except Exception as why:  # the evaluator runs NumPy code, which may raise anything
             raise ModelError(f"{where}: {' '.join(str(why).split())[:300]}") from None
         for name, result in zip(filter(None, node.output), results, strict=True):
             self.constants[name] = np.asarray(result)
 
     def _tensor(self, name: str) -> Tensor:
+        """Return a value as a `Tensor`, and turn a constant into a weight where that is needed.
+
+        A constant becomes a weight if it is large, bfloat16, or an initialiser of floats.
+        """
         if name not in self.values:
             known = self.constants[name]
             wide = known.dtype == np.float64
@@ -320,6 +344,7 @@ class _Importer:
         return self.values[name]
 
     def _finished(self) -> Program:
+        """Build the graph from the outputs, and the program with its arguments and results."""
         outputs: dict[str, Value] = {}
         results: list[ProgramResult] = []
         for info in self.model.graph.output:
@@ -338,7 +363,7 @@ class _Importer:
 
 
 def _attributes(node: NodeProto) -> dict[str, Any]:
-    """Attributes by name: numbers, text, lists of these, and arrays."""
+    """Return the attributes of a node by name: numbers, text, lists of these, and arrays."""
     from onnx import AttributeProto, helper
 
     read: dict[str, Any] = {}

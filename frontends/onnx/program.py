@@ -1,4 +1,4 @@
-"""An ONNX model as hocket has it: its graph, its weights, and how it is called with arrays."""
+"""An ONNX model that is imported into hocket: its graph, its weights, and calls with arrays."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """`graph` is planned and run like any other; `weights` are the arrays that it is loaded with, by name.
+    """An imported ONNX model. `graph` is planned and run like any other graph; `weights` are its arrays by name.
 
-    `on` is the shortest way to call it with arrays.  `arguments` and `results` are the model's inputs and outputs.
+    `on` is the shortest way to call the model with arrays. `arguments` and `results` are its inputs and outputs.
     """
 
     graph: Graph
@@ -31,15 +31,16 @@ class Program:
     results: tuple[ProgramResult, ...]
 
     def on(self, devices: str | Sequence[str] = "cpu:0", **options: Any) -> Runner:
-        """The program planned for devices and loaded; `options` are those of `hocket.plan`."""
+        """Plan the program for devices and load it; `options` are the options of `hocket.plan`."""
         from ...scheduler import plan
 
         return Runner(self, plan(self.graph, devices, **options))
 
     def inputs(self, *args: npt.ArrayLike, **kwargs: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
-        """Arrays by name as the graph takes them, given in the model's order or by name.
+        """Return the inputs of the graph by name, for arrays that are given in the order of the model or by name.
 
-        Raises `ModelError` for what does not fit.
+        Raises:
+            ModelError: An array is missing or unknown, or has another dtype or shape than in the model.
         """
         names = [argument.name for argument in self.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -60,14 +61,14 @@ class Program:
 
 
 def stored(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """An array as a value holds it: truth values are 0 and 1 in f32, bfloat16 is its bits."""
+    """Return an array as a graph value stores it: bool as 0 and 1 in f32, bfloat16 as its bits."""
     if array.dtype == np.bool_:
         return array.astype(np.float32)
     return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
 
 class Runner:
-    """A model on devices: called with arrays, it gives the list of arrays that the model gives."""
+    """A model on devices. A call takes arrays, and returns the list of output arrays of the model."""
 
     def __init__(self, program: Program, plan: Plan) -> None:
         from ...scheduler import load
@@ -81,7 +82,7 @@ class Runner:
 
 
 def _returned(array: npt.NDArray[Any], result: ProgramResult) -> npt.NDArray[Any]:
-    """An output in the type and shape that the model says."""
+    """Return an output in the dtype and the shape of the model."""
     if result.dtype == "bfloat16":
         import ml_dtypes
 

@@ -1,4 +1,11 @@
-"""ONNX's recurrences, written out step by step: RNN, GRU and LSTM."""
+"""Converters of ONNX's recurrences RNN, GRU and LSTM, which are unrolled step by step.
+
+For each direction:
+
+1. One product computes the gate inputs of all tokens from the operand.
+2. Each step adds the recurrent product of the previous state, and applies the activations.
+3. The results of all steps are stacked; the last states are results too.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +24,10 @@ from ..tensors.tensor import Tensor, constant_tensor
 from .calls import Row, known
 
 LONGEST = 1 << 10
-"""Steps that are written out."""
+"""The largest number of steps that are unrolled."""
 
 Activation: TypeAlias = Callable[[Tensor], Tensor]
+"""A function of one tensor, entry by entry."""
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
@@ -30,12 +38,15 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
         "softsign": lambda x: arith.div(x, arith.add(arith.absolute(x), 1.0)),
     }
 )
-"""By ONNX's names in small letters: those without parameters."""
+"""The activations without parameters, by ONNX's names in lower case."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One direction: what meets the state, and the settings that all steps share."""
+    """The weights and the settings of one direction, which all steps share.
+
+    `recurrent_weight` is [gates × hidden, hidden]; `settings` holds the integer attributes of the op.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -44,7 +55,7 @@ class Cell:
     settings: Mapping[str, int]
 
     def recurrent(self, h: Tensor, gates: slice = slice(None)) -> Tensor:
-        """What a state gives to some of the gates."""
+        """Return the recurrent product of a state for some of the gates: [batch, gates × hidden]."""
         size = h.shape[-1]
         first, last, _ = gates.indices(self.weight.shape[0] // size)
         weight, bias = (
@@ -54,7 +65,7 @@ class Cell:
         return matmul.linear(h, weight, bias)
 
     def from_peephole(self, x: Tensor, number: int, c: Tensor) -> Tensor:
-        """`x` plus what the gate of that number sees of a cell."""
+        """Return `x` plus the peephole term of gate `number`: its peephole weight times the cell state `c`."""
         if self.peepholes is None:
             return x
         size = c.shape[-1]
@@ -62,14 +73,16 @@ class Cell:
 
 
 Step: TypeAlias = Callable[[Cell, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
-"""From what the input gives all gates, and the states, to the next states; the first is the result of the step."""
+"""A function of a cell, the gate inputs of one step and the states; it returns the next states, the result first."""
 
 
 def _plain(cell: Cell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Compute one RNN step: the activation of the gate inputs plus the recurrent product."""
     return (cell.activations[0](arith.add(x, cell.recurrent(states[0]))),)
 
 
 def _gru(cell: Cell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Compute one GRU step; the gates are update, reset and new, in this order."""
     (h,), (gate, last) = states, cell.activations
     of_update, of_reset, of_new = shapes.split(x, h.shape[-1], 1)
     if cell.settings["linear_before_reset"]:
@@ -85,6 +98,7 @@ def _gru(cell: Cell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _lstm(cell: Cell, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Compute one LSTM step; the gates are input, output, forget and cell, in this order."""
     h, c = states
     gate, middle, last = cell.activations
     into, out, keep, new = shapes.split(arith.add(x, cell.recurrent(h)), c.shape[-1], 1)
@@ -98,7 +112,13 @@ _DIRECTIONS = {"forward": (False,), "reverse": (True,), "bidirectional": (False,
 
 
 def recurrence(step: Step, names: Sequence[str], settings: Sequence[str] = ()) -> Row:
-    """The row of a recurrence whose gates are activated by `names` unless a node says others."""
+    """Return the converter of a recurrence.
+
+    Args:
+        step: One step of the recurrence.
+        names: The default activations of the gates.
+        settings: The integer attributes of this op, except for the ones that all recurrences have.
+    """
 
     def row(
         x: Tensor,
@@ -153,32 +173,39 @@ def recurrence(step: Step, names: Sequence[str], settings: Sequence[str] = ()) -
 
 
 def _walked(step: Step, cell: Cell, gates: Sequence[Tensor], states: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the states after each step."""
     for x in gates:
         states = step(cell, x, states)
         yield tuple(states)
 
 
 def _activations(names: Sequence[Any], said: dict[str, Any], clip: float | None) -> list[Activation]:
-    """What gates are activated by, of inputs that are kept within bounds first."""
+    """Return the activations of all gates, with inputs clipped to ``-clip`` to ``clip`` if `clip` is set.
+
+    Raises:
+        ModelError: An activation has no entry in `ACTIVATIONS`.
+    """
     own = [name.decode() if isinstance(name, bytes) else str(name) for name in names]
     if unknown := [name for name in own if name.lower() not in ACTIVATIONS]:
         raise ModelError(f"activation {unknown[0]}; hocket has {', '.join(ACTIVATIONS)} here")
     for name in ("activation_alpha", "activation_beta"):
-        said.pop(name, None)  # no parameters of these
+        said.pop(name, None)  # these activations have no parameters
     chosen = [ACTIVATIONS[name.lower()] for name in own]
     return [_bounded(f, float(clip)) for f in chosen] if clip else chosen
 
 
 def _bounded(activation: Activation, bound: float) -> Activation:
-    """An activation of inputs from ``-bound`` to ``bound``."""
+    """Return an activation that clips its input to ``-bound`` to ``bound`` first."""
     return lambda x: activation(arith.clamp(x, -bound, bound))
 
 
 def _at(x: Tensor, way: int) -> Tensor:
+    """Return the part of one direction."""
     return shapes.select(x, 0, way)
 
 
 def _turned(x: Tensor) -> Tensor:
+    """Swap the axes of batch and steps."""
     return shapes.transpose(x, 0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Calls of ONNX's convolutions, poolings and resizing."""
+"""Converters of ONNX's convolutions, poolings and resizing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,22 @@ from ..tensors.tensor import Tensor, constant_tensor
 from .calls import known, numbers
 
 Ends = list[tuple[int, int]]
+"""The pads before and after each spatial axis."""
 
 
 def _ends(
     auto: str, pads: Sequence[int], n: Sequence[int], k: Sequence[int], s: Sequence[int], d: Sequence[int]
 ) -> Ends:
-    """What pads each axis before and behind, as `auto` says it or as it is listed."""
+    """Return the pads of each axis, as ``auto_pad`` (`auto`) computes them or as ``pads`` lists them.
+
+    Args:
+        auto: ``NOTSET``, ``VALID``, ``SAME_UPPER`` or ``SAME_LOWER``.
+        pads: The listed pads: first all before, then all after.
+        n: Sizes of the axes.
+        k: Sizes of the kernel.
+        s: Strides.
+        d: Dilations.
+    """
     if auto in ("NOTSET", "VALID"):
         flat = list(pads) if auto == "NOTSET" and pads else [0] * (2 * len(k))
         return list(zip(flat[: len(k)], flat[len(k) :], strict=True))
@@ -81,7 +91,7 @@ def average_pool(
 
 
 def power_pool(x: Tensor, *, p: int = 2, kernel_shape: Sequence[int], **more: Any) -> Tensor:
-    """The root of the sum of powers in each window."""
+    """Pool by the p-norm: the p-th root of the sum of p-th powers in each window."""
     powers = arith.power(arith.absolute(x), p)
     means = average_pool(powers, kernel_shape=kernel_shape, count_include_pad=1, **more)
     sums = arith.scale_and_shift(means, math.prod(kernel_shape))
@@ -89,6 +99,8 @@ def power_pool(x: Tensor, *, p: int = 2, kernel_shape: Sequence[int], **more: An
 
 
 def everywhere(kind: str) -> Any:
+    """Return the converter of a global pooling (`kind` is ``mean`` or ``max``) over all spatial axes."""
+
     def row(x: Tensor) -> Tensor:
         over = list(range(2, x.rank))
         return reductions.mean(x, over, True) if kind == "mean" else reductions.extreme(kind, x, over, True)
@@ -100,7 +112,14 @@ def everywhere(kind: str) -> Any:
 
 
 def _points(n: int, out: int, scale: float, how: str) -> np.ndarray:
-    """Where each new entry lies among the old ones."""
+    """Return the position of each new entry on the old axis, by ONNX's ``coordinate_transformation_mode`` (`how`).
+
+    Args:
+        n: The old size of the axis.
+        out: The new size of the axis.
+        scale: New size divided by old size, before rounding.
+        how: The coordinate transformation mode.
+    """
     i = np.arange(out, dtype=np.float64)
     if how == "align_corners":
         return i * (n - 1) / (n * scale - 1) if out > 1 else np.zeros(1)
@@ -122,10 +141,21 @@ _ROUND: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "floor": np.floor,
     "ceil": np.ceil,
 }
+"""How a position is rounded, by ONNX's ``nearest_mode``."""
 
 
 def _weights(points: np.ndarray, n: int, mode: str, nearest: str, a: float, inside: bool, wide: float) -> np.ndarray:
-    """The matrix [new, old] of a resized axis; `wide` is by how much neighbours are further away."""
+    """Build the matrix [new, old] that resizes one axis.
+
+    Args:
+        points: The position of each new entry on the old axis.
+        n: The old size of the axis.
+        mode: ``nearest``, ``linear`` or ``cubic``.
+        nearest: The rounding of positions in mode ``nearest``.
+        a: The coefficient of the cubic kernel.
+        inside: Give entries outside the axis the weight 0; otherwise they count as the nearest entry.
+        wide: The width of the kernel relative to its usual width; above 1 for antialiasing.
+    """
     matrix = np.zeros((len(points), n))
     if mode == "nearest":
         ids = np.clip(_ROUND[nearest](points), 0, n - 1).astype(int)
@@ -153,6 +183,7 @@ def resize(
     axes: Sequence[int] | None = None, antialias: int = 0, extrapolation_value: float = 0.0,
     keep_aspect_ratio_policy: str = "stretch",
 ) -> Tensor:  # fmt: skip
+    """Resize axes one after the other, by scales or to sizes; each axis is a product with a resampling matrix."""
     over = [x.axis(a) for a in (range(x.rank) if axes is None else axes)]
     if sizes is not None and sizes.shape != (0,):
         wanted = numbers(sizes) or []
@@ -179,5 +210,6 @@ def resize(
 
 
 def upsample(x: Tensor, factors: Any = None, *, scales: Any = None, mode: str = "nearest") -> Tensor:
+    """Resize by scales, as the older op ``Upsample`` does."""
     given = factors if factors is not None else constant_tensor(np.asarray(scales, np.float32))
     return resize(x, None, given, mode=mode, coordinate_transformation_mode="asymmetric", nearest_mode="floor")

@@ -1,4 +1,4 @@
-"""Calls of ONNX's reductions, orders, products and norms."""
+"""Converters of ONNX's reductions, sorts, matrix products and norms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from .calls import Numbers, Row, flatten, number, numbers
 
 
 def reduced(kind: Callable[[Tensor, list[int], bool], Tensor]) -> Row:
-    """A reduction over `axes`, all where none are given, unless it then shall do nothing."""
+    """Return the converter of a reduction over the input or attribute ``axes``, and over all axes if it is absent.
+
+    With ``noop_with_empty_axes`` and no axes the op reduces each entry by itself.
+
+    Args:
+        kind: The reduction of a tensor over axes, with or without keeping them.
+    """
 
     def row(
         x: Tensor, given: Numbers = None, *, axes: Numbers = None, keepdims: int = 1, noop_with_empty_axes: int = 0
@@ -49,10 +55,13 @@ log_sum_exp = reduced(lambda x, over, keep: reductions.log_sum_exp(arith.as_floa
 
 
 def extreme(kind: str) -> Row:
+    """Return the converter of a reduction by maximum, minimum or product."""
     return reduced(lambda x, over, keep: reductions.extreme(kind, x, over, keep))
 
 
 def place(kind: Callable[..., Tensor]) -> Row:
+    """Return the converter of ``ArgMax`` or ``ArgMin``; with ``select_last_index`` it searches the reversed axis."""
+
     def row(x: Tensor, *, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
         if not select_last_index:
             return kind(x, axis, bool(keepdims))
@@ -62,6 +71,11 @@ def place(kind: Callable[..., Tensor]) -> Row:
 
 
 def running(kind: str) -> Row:
+    """Return the converter of a cumulative sum or product along an axis.
+
+    With ``exclusive`` an entry leaves itself out; with ``reverse`` the sum starts at the end.
+    """
+
     def row(x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 0) -> Tensor:
         at = x.axis(int(number(axis, 0)))
         x = shapes.flip(x, [at]) if reverse else x
@@ -75,6 +89,7 @@ def running(kind: str) -> Row:
 
 
 def top_k(x: Tensor, count: Any = None, *, k: Any = None, axis: int = -1, largest: int = 1, sorted: int = 1) -> Any:
+    """Return the largest or smallest entries along an axis, and their indices."""
     n = int(number(count if k is None else k, 0))
     if not 0 <= n <= x.shape[x.axis(axis)]:
         raise ModelError(f"the {n} first of {x.shape[x.axis(axis)]} entries")
@@ -85,17 +100,19 @@ def top_k(x: Tensor, count: Any = None, *, k: Any = None, axis: int = -1, larges
 
 
 def hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
+    """Return 1 at the first largest entry along an axis, and 0 elsewhere."""
     at = x.axis(axis)
     places = constant_tensor(np.arange(x.shape[at]).reshape(-1, *(1,) * (x.rank - 1 - at)))
     return arith.compare("eq", reductions.argmax(x, at, True), places)
 
 
 def flattened(row: Row) -> Row:
-    """What older opsets do along an axis and all behind it."""
+    """Return the converter of an older opset, in which an op works on `axis` and all later axes as one axis."""
     return lambda x, *, axis=1: shapes.reshape(row(flatten(x, axis=axis), axis=1), x.shape)
 
 
 def lp_norm(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
+    """Divide by the p-norm along an axis; vectors of norm 0 stay 0."""
     size = reductions.vector_norm(x, p, axis, True)
     return arith.where(arith.compare("eq", size, 0.0), 0.0, arith.div(x, size))
 
@@ -107,13 +124,17 @@ def gemm(
     a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0,
     transB: int = 0,
 ) -> Tensor:  # fmt: skip
+    """Return ``alpha * a @ b + beta * c``, with either operand transposed on request."""
     out = matmul.matmul(shapes.transpose(a, 0, 1) if transA else a, shapes.transpose(b, 0, 1) if transB else b)
     out = arith.scale_and_shift(out, alpha)
     return out if c is None else arith.add(out, arith.scale_and_shift(arith.as_float(c), beta))
 
 
 def einsum(*xs: Tensor, equation: str) -> Tensor:
-    """Sums of products, by one product of matrices for each operand behind the first."""
+    """Compute sums of products by an einsum equation.
+
+    Two operands need one matrix product. Any other number is multiplied entry by entry over all axes, then summed.
+    """
     text = equation.replace(" ", "")
     left, arrow, right = text.partition("->")
     names = left.split(",")
@@ -145,7 +166,7 @@ def einsum(*xs: Tensor, equation: str) -> Tensor:
 
 
 def _traced(x: Tensor, name: str) -> tuple[Tensor, str]:
-    """With the diagonal of axes of one name."""
+    """Return a tensor with the diagonal of each pair of axes of equal name, so that its names are unique."""
     for c in dict.fromkeys(name):
         while name.count(c) > 1:
             i = name.index(c)
@@ -159,6 +180,16 @@ def _traced(x: Tensor, name: str) -> tuple[Tensor, str]:
 
 
 def _one_product(parts: Sequence[tuple[Tensor, str]], wanted: str, sizes: dict[str, int]) -> Tensor:
+    """Compute an einsum of two operands by one batched matrix product.
+
+    Axes in both operands are batch axes if the result has them, and contracted otherwise. Other axes that the result
+    lacks are summed first.
+
+    Args:
+        parts: The operands, each with the letters of its axes.
+        wanted: The letters of the result.
+        sizes: The size of each letter, without sizes of 1.
+    """
     (a, first), (b, second) = parts
     both = [c for c in first if c in second]
     batch = [c for c in both if c in wanted]
@@ -202,7 +233,7 @@ def instance_norm(x: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float = 1
 
 
 def local_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:
-    """Over a power of the mean square of neighbouring channels."""
+    """Divide by a power of the sum of squares of `size` neighbouring channels."""
     c = x.shape[1]
     i = np.arange(c)
     near = (i[None] >= i[:, None] - (size - 1) // 2) & (i[None] <= i[:, None] + size // 2)

@@ -1,7 +1,7 @@
-"""The table of ONNX ops, a row each: what makes the results of a node from its inputs and attributes.
+"""The op table of ONNX models: one row for each op, with the converter of its nodes.
 
-A row is called with the inputs as `Tensor`, None for those left out, and with the attributes that the node has by
-name.  What it gives is cast to the type that ONNX says the result has, so a row need not speak of types.
+A converter gets the inputs as `Tensor`, with None for absent ones, and the attributes of the node as keywords. The
+importer casts its results to the dtypes of ONNX, so a converter does not handle dtypes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "Softplus": ops.softplus,
     "HardSwish": ops.hardswish,
 }
-"""ONNX ops of one operand that hocket has as they are."""
+"""ONNX ops of one operand with an equal op of hocket."""
 
 _KINDS = {"Equal": "eq", "Less": "lt", "LessOrEqual": "le", "Greater": "gt", "GreaterOrEqual": "ge"}
+"""Comparison kinds of `frontends.tensors.arithmetic.compare`, by ONNX op."""
 
 ROWS: Mapping[str, calls.Row] = MappingProxyType(
     {
@@ -135,12 +136,12 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
         "Upsample": spatial.upsample,
     }
 )
-"""By the name of the op in ONNX's own domain."""
+"""Converters by the name of the op in ONNX's own domain."""
 
 OLDER: Mapping[str, tuple[int, calls.Row]] = MappingProxyType(
     {name: (13, sums.flattened(ROWS[name])) for name in ("Softmax", "LogSoftmax", "Hardmax")}
 )
-"""What ops mean before an opset, where that is something else."""
+"""Converters of ops with another meaning before an opset: the opset, and the converter for older ones."""
 
 FOLDED = frozenset(
     (
@@ -166,7 +167,7 @@ FOLDED = frozenset(
         *("ReduceProd", "ReduceSum", "ReduceMax", "ReduceMin", "Flatten", "NonZero", "CumSum", "Reciprocal"),
     )
 )
-"""What is computed at once, with the `onnx` package's own reference, where all inputs are known: shape arithmetic."""
+"""Ops of shape arithmetic; the reference evaluator of onnx computes them during the import if all inputs are known."""
 
 READ_NOW = ("Resize", "Upsample", "Range")
-"""What reads floats when the graph is made: these are no weights."""
+"""Ops that read float inputs during the import; these inputs do not become weights."""

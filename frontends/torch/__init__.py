@@ -1,4 +1,5 @@
-"""PyTorch programs as graphs: a table of ATen ops, exported programs, their files, and a backend of `torch.compile`.
+"""Import PyTorch programs as graphs, and offer hocket as a backend of `torch.compile`.
 
-PyTorch is imported when a program is, and by nothing else.
+An op table converts ATen calls to nodes. Programs come from `torch.export`, from saved files, or from Dynamo. PyTorch
+is imported only when a program is imported.
 """

@@ -1,7 +1,8 @@
-"""Programs in files that ``torch.export.save`` wrote, read without unpickling: a file from anywhere runs no code.
+"""Read files of ``torch.export.save`` without unpickling, so that an untrusted file runs no code.
 
-PyTorch's own reader unpickles example inputs and some weights, loads compiled libraries, evaluates expressions, and
-calls whatever function a node names.  Here only JSON and plain tensors are read, and nodes may name ATen ops alone.
+The reader of PyTorch unpickles example inputs and some weights, loads compiled libraries, evaluates expressions, and
+calls any function that a node names. This reader accepts only JSON and plain tensors, and nodes may call only ATen and
+prims ops.
 """
 
 from __future__ import annotations
@@ -19,16 +20,22 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 LARGEST_PROGRAM = 1 << 28
-"""Bytes of a program without its weights."""
+"""The largest size in bytes of the JSON text of a program, without its weights."""
 OP = re.compile(r"torch\.ops\.(aten|prims)\.\w+\.\w+|_operator\.getitem")
-"""What a node may call."""
+"""The names of functions that a node may call."""
 SYMBOLIC = ("as_expr", "expr_str", "as_sym_int", "as_sym_ints", "as_sym_float", "as_sym_bool")
+"""Keys of the JSON text that hold symbolic expressions, which occur only where shapes vary."""
 LEAF_KINDS = ("weights", "constants")
+"""The folders of an archive that hold tensors."""
 
 
 def read_program(path: str) -> ExportedProgram:
-    """The program in a file, with its weights.  Raises `ModelError` for one that is damaged, or not what
-    ``torch.export.save`` writes for a model of plain tensors and known shapes."""
+    """Read the program in a file, with its weights.
+
+    Raises:
+        ModelError: The file is damaged, or it is no file that ``torch.export.save`` writes for a model of plain tensors
+            and static shapes.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             return _program(_Members(path, archive))
@@ -42,7 +49,7 @@ def read_program(path: str) -> ExportedProgram:
 
 
 class _Members:
-    """The files in an archive, by their names below its first folder; all as long as they say, none compressed."""
+    """The files in an archive, by their paths below its first folder. All of them are uncompressed."""
 
     def __init__(self, path: str, archive: zipfile.ZipFile) -> None:
         self.path, self.archive = path, archive
@@ -56,17 +63,20 @@ class _Members:
         self.name = self.program.removeprefix("models/").removesuffix(".json")
 
     def bytes(self, name: str) -> bytes:
+        """Return the content of one file. Raises `ModelError` if the file is missing."""
         if name not in self.infos:
             raise ModelError(f"{self.path}: {name} is missing")
         return self.archive.read(self.infos[name])
 
     def json(self, name: str) -> Any:
+        """Parse one JSON file. Raises `ModelError` if the file is missing or too large."""
         if name in self.infos and self.infos[name].file_size > LARGEST_PROGRAM:
             raise ModelError(f"{self.path}: {name} has more than {LARGEST_PROGRAM} bytes")
         return json.loads(self.bytes(name))
 
 
 def _program(members: _Members) -> ExportedProgram:
+    """Build an exported program from the checked JSON text and the tensors of an archive."""
     from torch._export.serde import schema
     from torch._export.serde.serialize import ExportedProgramDeserializer, _dict_to_dataclass
 
@@ -78,7 +88,11 @@ def _program(members: _Members) -> ExportedProgram:
 
 
 def _check(path: str, told: dict[str, Any]) -> None:
-    """Raise `ModelError` for what would be evaluated; drop what is of no use, where PyTorch would look names up."""
+    """Reject programs that would make PyTorch evaluate text, and drop entries in which PyTorch would look up names.
+
+    Guards and metadata are dropped in place; hocket does not use them. Raises `ModelError` for symbolic shapes, for a
+    call of another function than an ATen or prims op, and for a pytree spec with classes of other modules.
+    """
     if told.get("range_constraints") or any(part.get(key) for part in _parts(told) for key in SYMBOLIC):
         raise ModelError(f"{path}: has shapes that vary; export the program without dynamic_shapes")
     told["guards_code"] = []
@@ -93,7 +107,7 @@ def _check(path: str, told: dict[str, Any]) -> None:
 
 
 def _parts(tree: Any) -> Iterator[dict[str, Any]]:
-    """Every mapping in a tree of JSON."""
+    """Iterate over all mappings in a JSON tree."""
     stack = [tree]
     while stack:
         part = stack.pop()
@@ -105,7 +119,7 @@ def _parts(tree: Any) -> Iterator[dict[str, Any]]:
 
 
 def _tensors(members: _Members, kind: str) -> dict[str, torch.Tensor]:
-    """The tensors of one kind by name, each a view of the bytes of its file."""
+    """Return the tensors of one kind by name; each tensor is a view of the bytes of its file."""
     config = f"data/{kind}/{members.name}_{kind}_config.json"
     import torch
 
@@ -123,6 +137,7 @@ def _tensors(members: _Members, kind: str) -> dict[str, torch.Tensor]:
 
 
 def _tensor(data: bytearray, told: Mapping[str, Any]) -> torch.Tensor:
+    """View bytes as a tensor with the dtype, the sizes, the strides and the offset of its metadata."""
     import torch
     from torch._export.serde.serialize import deserialize_scalar_type
 

@@ -1,4 +1,4 @@
-"""Tensors of PyTorch as arrays, which share their memory, and outputs as tensors."""
+"""Convert PyTorch tensors to NumPy arrays that share their memory, and outputs of hocket to tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 
 def array_of(data: torch.Tensor, name: str) -> npt.NDArray[Any]:
-    """The memory of a tensor as an array; bfloat16 as its bits.  Raises `ModelError` for one without numbers."""
+    """Return the memory of a tensor as an array; bfloat16 as its bits (uint16), bool as float32.
+
+    Raises:
+        ModelError: The tensor is on the meta device, or it is complex.
+    """
     import torch
 
     if data.is_meta or data.device.type == "meta":
@@ -28,7 +32,7 @@ def array_of(data: torch.Tensor, name: str) -> npt.NDArray[Any]:
 
 
 def tensor_of(array: npt.NDArray[Any], shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """An output as a tensor of the type that PyTorch gives it."""
+    """Return an output as a tensor of the given PyTorch dtype name and shape."""
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)

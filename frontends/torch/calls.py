@@ -1,4 +1,9 @@
-"""Calls of ATen ops whose arguments say otherwise what the functions of `frontends.tensors` take."""
+"""Converters of ATen calls with other arguments than the functions of `frontends.tensors`.
+
+A converter takes the arguments of an ATen op, with tensors as `Tensor`, and returns the results as `Tensor`. Most
+functions here only reorder arguments and have the name of their ATen op. A function ``make_*_converter`` returns a
+converter.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +22,20 @@ from ..tensors import indexing, matmul, reductions, shapes
 from ..tensors.tensor import Operand, Tensor, cast, constant_tensor
 
 Row: TypeAlias = Callable[..., Any]
+"""A function that converts one call of an op into nodes: arguments of the call in, results out."""
 
 
 def padding(x: Tensor, pads: Sequence[int]) -> list[tuple[int, int]]:
-    """PyTorch's flat list, which begins with the last axis, as a pair for each axis."""
+    """Convert the flat pads of PyTorch, which begin with the last axis, to a pair (before, after) for each axis."""
     pairs = list(zip(pads[::2], pads[1::2], strict=True))[::-1]
     return [(0, 0)] * (x.rank - len(pairs)) + pairs
 
 
 def with_axes(row: Row) -> Row:
-    """Return `row` for tensors without axes as well: it gets them with one axis of one entry."""
+    """Return a converter that also accepts tensors without axes, for a converter that needs at least one axis.
+
+    Each scalar tensor gets one axis of one entry before the call, and the results lose it afterwards.
+    """
 
     @wraps(row)
     def call_row(x: Tensor, *args: Any, **more: Any) -> Any:
@@ -40,6 +49,7 @@ def with_axes(row: Row) -> Row:
 
 
 def _with_axis(x: Any) -> Any:
+    """Add an axis of one entry to a tensor without axes; return other arguments unchanged."""
     return shapes.reshape(x, (1,)) if isinstance(x, Tensor) and not x.rank else x
 
 
@@ -67,6 +77,7 @@ def elu(x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -
 
 
 def log(base: float) -> Row:
+    """Return the converter of a logarithm to a base."""
     return lambda x: arith.scale_and_shift(arith.unary(ops.log, x), 1 / math.log(base))
 
 
@@ -79,16 +90,19 @@ def addcdiv(x: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
 
 
 def like(value: float) -> Row:
+    """Return the converter of an op that gives a float32 constant of the shape of its operand."""
     return lambda x, *_: constant_tensor(np.full(x.shape, value, np.float32))
 
 
 def full_like(x: Tensor, value: Operand) -> Tensor:
+    """Return `value`, a number or a tensor, broadcast to the shape of `x`."""
     if isinstance(value, Tensor):
         return shapes.expand(cast(value, x.dtype, x.is_bool), x.shape)
     return constant_tensor(np.full(x.shape, value, np.int64 if isinstance(value, int) else np.float32))
 
 
 def new(value: float) -> Row:
+    """Return the converter of an op that gives a float32 constant of a given shape."""
     return lambda x, size: constant_tensor(np.full(size, value, np.float32))
 
 
@@ -97,6 +111,8 @@ def new_full(x: Tensor, size: Sequence[int], value: float) -> Tensor:
 
 
 def triangle(keep: Callable[..., np.ndarray]) -> Row:
+    """Return the converter of ``tril`` or ``triu``; `keep` is the NumPy function that marks the entries to keep."""
+
     def row(x: Tensor, diagonal: int = 0) -> Tensor:
         return arith.masked_fill(x, constant_tensor(~keep(np.ones(x.shape[-2:], bool), diagonal)), 0)
 
@@ -115,6 +131,7 @@ def squeeze(x: Tensor, axes: int | Sequence[int] | None = None) -> Tensor:
 
 
 def chunk(x: Tensor, chunks: int, axis: int = 0) -> tuple[Tensor, ...]:
+    """Split an axis into at most `chunks` parts of equal size; the last part may be smaller."""
     return shapes.split(x, max(1, -(-x.shape[x.axis(axis)] // chunks)), axis)
 
 
@@ -139,17 +156,19 @@ def constant_pad(x: Tensor, pads: Sequence[int], value: float = 0) -> Tensor:
 
 
 def own_pad(mode: str) -> Row:
+    """Return the converter of a pad that repeats entries of its operand, by the NumPy mode ``reflect`` or ``edge``."""
     return lambda x, pads: shapes.pad_by_mode(x, padding(x, pads), mode)
 
 
 def unfold(x: Tensor, axis: int, size: int, step: int) -> Tensor:
-    """Windows of one axis, their entries as a last axis."""
+    """Return the windows of one axis; their entries become a new last axis."""
     at = x.axis(axis)
     starts = range(0, x.shape[at] - size + 1, step)
     return shapes.move_axis(shapes.stack([shapes.slice_range(x, at, s, s + size) for s in starts], at), at + 1, -1)
 
 
 def diagonal(x: Tensor, offset: int = 0, first: int = 0, second: int = 1) -> Tensor:
+    """Return the diagonal of two axes as a new last axis."""
     a, b = x.axis(first), x.axis(second)
     rows = np.arange(x.shape[a])
     rows = rows[(rows + offset >= 0) & (rows + offset < x.shape[b])]
@@ -189,7 +208,7 @@ def spread_and_mean(
     *,
     correction: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The overloads of var_mean: (unbiased) or (axes, unbiased, keepdim), or (axes) and keywords."""
+    """Compute ``var_mean``. Its overloads are (unbiased), (axes, unbiased, keepdim), and (axes) with keywords."""
     if isinstance(axes, bool):
         axes, unbiased = None, axes
     by = float(unbiased) if correction is None else correction
@@ -205,7 +224,10 @@ def deviation(x: Tensor, *args: Any, **more: Any) -> Tensor:
 
 
 def extreme(kind: str) -> Row:
-    """The overloads of max and min: of all entries, of two tensors, along an axis with the places."""
+    """Return the converter of ``max`` or ``min`` (`kind`).
+
+    Its overloads reduce all entries, compare two tensors, or reduce an axis and give the indices too.
+    """
     pair = arith.maximum if kind == "max" else arith.minimum
 
     def row(x: Tensor, other: Tensor | int | None = None, keepdim: bool = False) -> Any:
@@ -219,16 +241,18 @@ def extreme(kind: str) -> Row:
 
 
 def each_extreme(kind: str) -> Row:
+    """Return the converter of a reduction (``max``, ``min`` or ``prod``) over axes, without indices."""
     return lambda x, axes=None, keepdim=False: reductions.extreme(kind, x, axes, keepdim)
 
 
 def running(kind: str) -> Row:
+    """Return the converter of a cumulative reduction (``sum`` or ``prod``) along an axis."""
     return lambda x, axis: reductions.accumulate(kind, x, axis)
 
 
 @with_axes
 def sort(x: Tensor, *args: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
-    """The overloads of sort: (axis, descending), or (stable, axis, descending)."""
+    """Sort along an axis. The overloads are (axis, descending) and (stable, axis, descending)."""
     if args and isinstance(args[0], bool):
         args = args[1:]
     axis = args[0] if args else dim
@@ -248,6 +272,7 @@ def top_k(x: Tensor, k: int, axis: int = -1, largest: bool = True, sorted: bool 
 
 
 def norm(x: Tensor, power: float | None = 2, axes: Any = None, keepdim: bool = False) -> Tensor:
+    """Return the vector norm over axes; a `power` of None means 2."""
     return reductions.vector_norm(x, 2 if power is None else power, axes, keepdim)
 
 
@@ -282,6 +307,7 @@ def attention_with_sums(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, None]:
+    """Compute attention; the second result of ATen, the log-sum-exp for training, is None."""
     return attention(q, k, v, attn_mask, dropout_p, is_causal, scale), None
 
 
@@ -350,6 +376,7 @@ def gather(x: Tensor, axis: int, ids: Tensor, sparse_grad: bool = False) -> Tens
 
 
 _REDUCE = MappingProxyType({"add": "add", "multiply": "mul", "sum": "add", "prod": "mul", "amax": "max", "amin": "min"})
+"""The scatter kinds of `frontends.tensors.indexing`, by the reduction names of ATen."""
 
 
 @with_axes
@@ -373,6 +400,7 @@ def scatter_reduce(x: Tensor, axis: int, ids: Tensor, src: Tensor, reduce: str, 
 
 @with_axes
 def index_add(x: Tensor, axis: int, ids: Tensor, src: Tensor, alpha: float = 1) -> Tensor:
+    """Add slices of `src` times `alpha` to the slices of `x` at `ids`."""
     front = shapes.move_axis(x, axis, 0)
     put = indexing.index_put(
         front, [ids], shapes.move_axis(arith.mul(src, alpha) if alpha != 1 else src, axis, 0), True
@@ -382,6 +410,7 @@ def index_add(x: Tensor, axis: int, ids: Tensor, src: Tensor, alpha: float = 1) 
 
 @with_axes
 def index_copy(x: Tensor, axis: int, ids: Tensor, src: Tensor) -> Tensor:
+    """Replace the slices of `x` at `ids` by slices of `src`."""
     front = shapes.move_axis(x, axis, 0)
     return shapes.move_axis(indexing.index_put(front, [ids], shapes.move_axis(src, axis, 0)), 0, axis)
 
@@ -391,10 +420,12 @@ def index_put(x: Tensor, indices: Sequence[Any], values: Tensor, accumulate: boo
 
 
 def same(x: Tensor, *_: object, **__: object) -> Tensor:
+    """Return the operand; the importer casts it to the dtype of the result."""
     return x
 
 
 def replaced(x: Tensor, src: Tensor, *_: object) -> Tensor:
+    """Return the source of ``copy``, broadcast to the shape of the destination."""
     return shapes.expand(src, x.shape)
 
 

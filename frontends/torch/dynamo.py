@@ -1,6 +1,11 @@
-"""The backend of ``torch.compile``: what Dynamo captures is exported, planned for devices and run there.
+"""The backend of ``torch.compile``: export each graph that Dynamo captures, plan it for devices, and run it there.
 
-PyTorch finds it by the entry point ``hocket`` of the group ``torch_dynamo_backends``.
+PyTorch finds `compile_graph` by the entry point ``hocket`` of the group ``torch_dynamo_backends``. A captured graph
+takes one of three ways:
+
+1. If all its ops have a row in the op table, hocket runs the whole graph.
+2. If some ops have none, PyTorch runs these, and hocket runs the segments between them. A warning lists the ops.
+3. If hocket cannot import the graph for another reason, PyTorch runs it. A warning states the reason.
 """
 
 from __future__ import annotations
@@ -22,10 +27,11 @@ from .operands import Bindings, is_operand
 from .parts import parts_of
 
 Arguments = tuple[Any, ...]
+"""The arguments of one call of a captured graph."""
 MOST_NUMBERS = 16
-"""Programs of one graph for numbers that differ from call to call; beyond these PyTorch runs it."""
+"""The largest number of programs of one graph for changing Python numbers; PyTorch runs further calls."""
 _loading = threading.RLock()
-"""Held while a graph is exported and planned: `torch.export` serves one thread."""
+"""A lock that is held while a graph is exported and planned, because `torch.export` is not thread-safe."""
 
 
 def compiled(
@@ -35,11 +41,18 @@ def compiled(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """What runs a captured graph: ``torch.compile(model, backend="hocket", options={"devices": "cpu:0,cpu:1"})``.
+    """Return a function that runs a captured graph, as `torch.compile` asks of a backend.
 
-    `options` are ``devices`` and those of `hocket.plan`.  Ops without a row PyTorch runs, with a warning that lists
-    them, and hocket what comes before and behind them; a graph that hocket cannot take otherwise is left to PyTorch.
-    Raises `ModelError` where gradients are wanted.
+    Use it as ``torch.compile(model, backend="hocket", options={"devices": "cpu:0,cpu:1"})``.
+
+    Args:
+        module: The graph that Dynamo captured.
+        example_inputs: Example arguments, unused: a call decides the shapes.
+        options: ``devices`` (default ``cpu:0``), and ``split_mode``, ``tensor_split`` and ``place`` of `hocket.plan`.
+        mode: The mode of `torch.compile`, unused.
+
+    Raises:
+        ModelError: There is an unknown option, or a call of the function needs gradients.
     """
     given = {"devices": "cpu:0", **(options or {})}
     if unknown := sorted(given.keys() - {"devices", "split_mode", "tensor_split", "place"}):
@@ -48,10 +61,10 @@ def compiled(
 
 
 class Compiled:
-    """A captured graph; it is exported and planned for each combination of shapes that it is called with, and of
-    numbers that Dynamo hands over as tensors.
+    """A captured graph, which is exported and planned for each combination of argument shapes and Python numbers.
 
-    Dynamo calls one graph for several modules of a class, so parameters are arguments of a call like any others.
+    Dynamo hands over some Python numbers as tensors; each of their values needs a program of its own. Dynamo also calls
+    one graph for several modules of a class, so parameters are arguments of a call like any others.
     """
 
     def __init__(self, module: torch.fx.GraphModule, options: Mapping[str, Any]) -> None:
@@ -72,7 +85,7 @@ class Compiled:
         return self.loaded[key](_without(args, numbers) if numbers else args)
 
     def _load(self, args: Arguments, numbers: Mapping[int, Any]) -> Callable[[Arguments], Any]:
-        """The graph on its devices, all of it or in parts, or as PyTorch runs it."""
+        """Build a runner for arguments of these shapes: hocket, hocket in segments, or PyTorch."""
         module = _with_numbers(self.module, numbers) if numbers else self.module
         args = _without(args, numbers)
         try:
@@ -92,7 +105,7 @@ class Compiled:
 
 
 def _without(args: Arguments, numbers: Mapping[int, Any]) -> Arguments:
-    """The arguments with None in place of the numbers, which the graph has in it."""
+    """Return the arguments with None in place of the numbers, which the graph contains as constants."""
     return tuple(None if i in numbers else arg for i, arg in enumerate(args))
 
 
@@ -101,17 +114,18 @@ def _placeholders(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 
 def _numbers(module: torch.fx.GraphModule) -> list[int]:
-    """The arguments, by number, that are read as Python numbers alone: floats that have changed, say."""
+    """Return the indices of the arguments that the graph reads only as Python numbers, for example a float."""
     nodes = enumerate(_placeholders(module.graph))
     return [i for i, node in nodes if node.users and all(map(_is_item, node.users))]
 
 
 def _is_item(node: torch.fx.Node) -> bool:
+    """Return whether a node reads its operand as a Python number."""
     return node.op == "call_method" and node.target == "item"
 
 
 def _with_numbers(module: torch.fx.GraphModule, numbers: Mapping[int, Any]) -> torch.fx.GraphModule:
-    """The graph with these numbers in place of what is read from its arguments."""
+    """Return a copy of the graph in which constants replace the numbers that it reads from its arguments."""
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     placeholders = _placeholders(graph)
@@ -128,7 +142,7 @@ def _with_numbers(module: torch.fx.GraphModule, numbers: Mapping[int, Any]) -> t
 
 
 class Loaded:
-    """A captured graph on its devices: planned once, and bound to each set of parameters that it is called with."""
+    """A captured graph on its devices: planned once, and bound to each set of parameters with which it is called."""
 
     def __init__(self, module: torch.fx.GraphModule, args: Arguments, options: Mapping[str, Any]) -> None:
         given = dict(options)
@@ -146,13 +160,13 @@ class Loaded:
 
 
 def _overlap(args: Arguments, written: Sequence[int]) -> bool:
-    """Whether one of the `written` arguments shares its memory with another argument."""
+    """Return whether one of the arguments `written` (indices) shares its memory with another argument."""
     places = Counter(arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor) and arg.numel())
     return any(places[args[number].untyped_storage().data_ptr()] > 1 for number in written)
 
 
 class _Part(torch.nn.Module):
-    """A part of a captured graph, which hocket runs once it is called."""
+    """A segment of a captured graph, which hocket compiles at its first call."""
 
     def __init__(self, module: torch.fx.GraphModule, options: Mapping[str, Any]) -> None:
         super().__init__()
@@ -163,7 +177,7 @@ class _Part(torch.nn.Module):
 
 
 class Broken:
-    """A captured graph that breaks at ops without a row: PyTorch runs these, hocket what lies between."""
+    """A captured graph that is split at ops without a row: PyTorch runs these ops, and hocket the segments between."""
 
     def __init__(self, module: torch.fx.GraphModule, args: Arguments, options: Mapping[str, Any]) -> None:
         self.whole, ours = parts_of(_exported(module, args), _has_row)
@@ -175,20 +189,24 @@ class Broken:
 
 
 def _has_row(node: torch.fx.Node) -> bool:
-    """Whether hocket gives the result of PyTorch for a call, ties of an order included."""
+    """Return whether hocket computes a call as PyTorch does, including the order of equal entries in a sort."""
     return is_in_table(node) and has_order_of_pytorch(node)
 
 
 def _exported(module: torch.fx.GraphModule, args: Arguments) -> Any:
-    """The graph in ops that have a row, as far as PyTorch can say others with such."""
+    """Export a captured graph, and decompose its ops into ops of the op table where PyTorch can.
+
+    Raises:
+        ModelError: PyTorch cannot export the graph.
+    """
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        # A view of another argument would be exported as a part of it.
+        # Copies, because a view of another argument would be exported as a part of that argument
         apart = tuple(torch.empty_like(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
         try:
             return decomposed(torch.export.export(module.eval(), apart, strict=False))
         except HocketError:
             raise
-        except Exception as why:  # export runs the model itself, which raises of any kind
+        except Exception as why:  # export runs the model, which may raise anything
             first = str(why).strip().partition("\n")[0]
             raise ModelError(f"it cannot be exported: {first}") from None

@@ -1,4 +1,10 @@
-"""An exported program as a graph: leaves from its signature, nodes from the table, constants computed by PyTorch."""
+"""Convert an exported PyTorch program to a graph.
+
+1. Leaves follow from the signature of the program: inputs, weights, states and constants.
+2. PyTorch computes a call during the import if all of its operands are constants.
+3. Every other call is converted by its row of the op table.
+4. Outputs and mutated buffers become outputs and state updates of the graph.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +31,21 @@ if TYPE_CHECKING:
     from torch.fx import Node
 
 DROPPED = ("layout", "device", "pin_memory", "memory_format", "dtype", "non_blocking", "requires_grad", "generator")
-"""Keywords of calls that do not change numbers, or that the result's type states already."""
+"""Keywords of calls that do not change numbers, or that the dtype of the result already states."""
 CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
-"""Calls that compute nothing."""
+"""Names of calls that compute nothing."""
 READS_MEMORY = ("as_strided", "as_strided_copy", "as_strided_scatter")
-"""Calls whose result depends on the strides and the storage of an operand, which a result of hocket does not keep."""
+"""Names of calls that read the strides and the storage of an operand; a result of hocket does not keep them."""
 
 LONGEST_INSERTION_SORT = 16
-"""Entries that PyTorch's sort of a processor keeps in their order if they are equal (`std::sort` of libstdc++)."""
+"""Entries up to which PyTorch's CPU sort keeps the order of equal entries (insertion sort in libstdc++ `std::sort`)."""
 
 
 class MissingRowsError(ModelError):
-    """A program calls ops without a row; `listed` is how often each."""
+    """A program calls ops without a row in the op table.
+
+    `op_counts_text` names the ops, each with its number of calls.
+    """
 
     def __init__(self, listed: str) -> None:
         self.listed = listed
@@ -48,11 +57,14 @@ class MissingRowsError(ModelError):
 
 @validate_arguments(ModelError)
 def from_torch(exported: ExportedProgram) -> Program:
-    """An exported program (``torch.export.export(model.eval(), args)``) as a graph, with its weights, ready to call.
+    """Convert a program of ``torch.export.export(model.eval(), args)`` to a graph with its weights, ready to call.
 
-    Parameters and buffers are weights under their own names, without a copy; buffers that the program changes are
-    states.  Shapes are those of the example arguments.  Raises `ModelError`: for ops without a row it lists all of
-    them with their number.
+    Parameters and buffers become weights under their own names, without a copy. Buffers that the program changes become
+    states. Shapes are static, as in the example arguments.
+
+    Raises:
+        ModelError: The program has ops without a row; the message lists all of them with their numbers of calls. Or the
+            program has a type or a shape that hocket does not support.
     """
     kind = type(exported)
     if (kind.__name__, kind.__module__.split(".")[0]) != ("ExportedProgram", "torch"):
@@ -63,16 +75,16 @@ def from_torch(exported: ExportedProgram) -> Program:
 def program_of(
     exported: ExportedProgram, operands: Collection[int] = (), has_row: Callable[[Node], bool] | None = None
 ) -> Program:
-    """Convert a decomposed program, as `from_torch` does.
+    """Convert a decomposed program to a graph with its weights.
 
     Args:
-        exported: A program in ops that have a row.
-        operands: Arguments, by number, that are weights which each call binds.  An argument that the program changes
-            is an input all the same.
-        has_row: Which nodes hocket computes; by default all that have a row.
+        exported: A program in ops that have a row in the op table.
+        operands: Indices of the arguments that become weights, which each call binds. An argument that the program
+            changes becomes an input instead.
+        has_row: Whether hocket computes a node. The default accepts each op that has a row.
 
     Raises:
-        ModelError: The program has another node, or a type or a shape that hocket does not have.
+        ModelError: The program has another node, or a type or a shape that hocket does not support.
     """
     import torch
 
@@ -81,7 +93,7 @@ def program_of(
 
 
 def decomposed(exported: ExportedProgram) -> ExportedProgram:
-    """The program in ops that have a row, as far as PyTorch can say others with such."""
+    """Return the program in ops of the op table, as far as PyTorch can decompose the other ops."""
     import torch
     from torch.export import default_decompositions
 
@@ -89,20 +101,20 @@ def decomposed(exported: ExportedProgram) -> ExportedProgram:
     for op in [op for op in kept if _name_of(op) in ROWS]:
         kept.pop(op)
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PyTorch's own, of its own names
+        warnings.simplefilter("ignore", FutureWarning)  # PyTorch warns about its own names
         return exported.run_decompositions(kept)
 
 
 def is_in_table(node: Node) -> bool:
-    """Whether hocket computes a call, or a call that computes nothing."""
+    """Return whether hocket computes a call, or the call computes nothing."""
     return node.op == "call_function" and (_name_of(node.target) in ROWS or _is_free(node))
 
 
 def has_order_of_pytorch(node: Node) -> bool:
-    """Whether hocket orders equal entries as PyTorch does, or no result depends on their order.
+    """Return whether hocket orders equal entries as PyTorch does, or no result depends on their order.
 
-    Without ``stable=True`` PyTorch orders equal entries by its algorithm, from 17 entries on in other ways than they
-    came.
+    Without ``stable=True`` PyTorch orders 17 or more entries by an algorithm that does not keep the order of equal
+    entries.
     """
     name = _name_of(node.target)
     if name not in ("sort", "argsort") or node.kwargs.get("stable"):
@@ -115,26 +127,27 @@ def has_order_of_pytorch(node: Node) -> bool:
 
 
 def _name_of(target: object) -> str:
-    """The name of an ATen op without overload; of anything else its text."""
+    """Return the name of an ATen op without its overload, or an empty string for any other target."""
     packet = getattr(target, "_overloadpacket", None)
     return str(getattr(packet, "__name__", "")) if packet is not None else ""
 
 
 @dataclass
 class _Importer:
-    """One program on its way to a graph."""
+    """The import of one program: the values and the leaves that exist so far."""
 
     exported: ExportedProgram
     operands: frozenset[int]
     has_row: Callable[[Node], bool]
     weights: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     values: dict[Node, Any] = field(default_factory=dict)
-    """What is computed by hocket: a `Tensor`, or a tuple of such."""
+    """The values that hocket computes, by FX node: a `Tensor`, or a tuple of tensors."""
     constants: dict[Node, Any] = field(default_factory=dict)
-    """What is known already, as PyTorch computed it."""
+    """The values that PyTorch has computed during the import, by FX node."""
     states: dict[str, Value] = field(default_factory=dict)
     arguments: list[ProgramArgument] = field(default_factory=list)
     leaves: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    """Weights by address, shape and strides, so that tensors with shared memory become one weight."""
 
     def program(self) -> Program:
         signature = self.exported.graph_signature
@@ -161,6 +174,11 @@ class _Importer:
     # ------------------------------------------------------------------------------------------------------ leaves
 
     def _leaf(self, node: Node, spec: Any, changed: set[str | None]) -> None:
+        """Add the leaf of a placeholder: an argument, a parameter, a buffer or a constant.
+
+        A buffer that the program changes becomes a state. Other buffers are constants first; a large one becomes a
+        weight when a row reads it.
+        """
         kind = spec.kind.name
         if kind == "USER_INPUT":
             self._argument(node, spec, is_weight=len(self.arguments) in self.operands and node.name not in changed)
@@ -180,6 +198,7 @@ class _Importer:
             raise ModelError(f"the program takes {node.name}, a {kind.lower()}; hocket takes tensors and numbers")
 
     def _argument(self, node: Node, spec: Any, *, is_weight: bool) -> None:
+        """Add an argument as an input or a weight; an argument without a tensor is a constant."""
         value = node.meta.get("val")
         if not _is_tensor(value):
             self.arguments.append(ProgramArgument("", getattr(spec.arg, "value", value)))
@@ -193,7 +212,7 @@ class _Importer:
         self.values[node] = Tensor(leaf(node.name, stored_shape(shape), dtype), shape, truth)
 
     def _weight(self, name: str, data: torch.Tensor) -> Tensor:
-        """A tensor that is given once; what shares its memory is one weight."""
+        """Return a weight for a tensor. Tensors of equal address, shape and strides share one weight."""
         key = (data.data_ptr(), *data.shape, -1, *data.stride())
         if data.numel() and key in self.leaves:
             return self.leaves[key]
@@ -207,9 +226,10 @@ class _Importer:
     # ------------------------------------------------------------------------------------------------------- nodes
 
     def _refuse_missing(self) -> None:
-        """Raise `ModelError` with all ops that have no row, unless their result is known now.
+        """Raise `MissingRowsError` with all ops without a row, except for calls that can be computed during the import.
 
-        Such an op is run by PyTorch on results of hocket, which an op that reads their memory would take wrongly.
+        PyTorch would run such an op on results of hocket. An op that reads the memory of such a result would read it in
+        a wrong layout, so it raises `ModelError`.
         """
         known, missing = set(self.constants), Counter[str]()
         for node in self.exported.graph.nodes:
@@ -232,6 +252,7 @@ class _Importer:
             raise MissingRowsError(listed)
 
     def _call(self, node: Node) -> None:
+        """Convert one call to nodes, or compute it now if all of its operands are constants."""
         name = _name_of(node.target)
         if name in CHECKS:
             return
@@ -256,11 +277,12 @@ class _Importer:
             self.values[node] = _fitted(out, node.meta["val"], node)
         except (ModelError, GraphError) as why:
             raise ModelError(f"%{node.name} = {_text_of(node.target)}: {why}") from None
-        except Exception as why:  # a row reads arguments of a call that it does not know
+        except Exception as why:  # a row may not know an argument of the call
             problem = f"{type(why).__name__}: {why}".partition("\n")[0]
             raise ModelError(f"%{node.name} = {_text_of(node.target)}: the row fails with {problem:.200}") from why
 
     def _tensor(self, node: Node) -> Any:
+        """Return the value of a node as a `Tensor`; a large or bfloat16 constant becomes a weight."""
         if node in self.values:
             if self.values[node] is None:
                 raise ModelError(f"%{node.name} is a result that hocket does not compute; remove it from the program")
@@ -281,6 +303,7 @@ class _Importer:
     # ------------------------------------------------------------------------------------------------------ results
 
     def _finished(self) -> Program:
+        """Build the graph from the outputs and the changed buffers, and the program with its arguments and results."""
         signature = self.exported.graph_signature
         (output,) = (n for n in self.exported.graph.nodes if n.op == "output")
         outputs: dict[str, Value] = {}
@@ -328,6 +351,7 @@ class _Importer:
 
 
 def _attribute(module: Any, path: str) -> Any:
+    """Return the attribute of a module at a dotted path."""
     for part in path.split("."):
         module = getattr(module, part)
     return module
@@ -344,6 +368,10 @@ def _dtype(name: str) -> object:
 
 
 def _type_of(dtype: object, where: object, *, known: bool = False) -> tuple[DType, bool]:
+    """Return the hocket dtype of a PyTorch dtype, and whether it holds truth values.
+
+    A constant (`known`) in float64 becomes f32.
+    """
     name = str(dtype).removeprefix("torch.")
     if known and name == "float64":
         return DType.F32, False
@@ -351,6 +379,7 @@ def _type_of(dtype: object, where: object, *, known: bool = False) -> tuple[DTyp
 
 
 def _static(where: object, value: Any) -> tuple[int, ...]:
+    """Return the shape of a value. Raises `ModelError` for a symbolic shape."""
     if not all(isinstance(n, int) for n in value.shape):
         why = "depends on numbers; mask entries instead of choosing them" if "u" in str(value.shape) else "varies"
         raise ModelError(f"%{where} has a shape that {why}; export the program without dynamic_shapes")
@@ -358,16 +387,18 @@ def _static(where: object, value: Any) -> tuple[int, ...]:
 
 
 def _text_of(target: object) -> str:
+    """Return the name of a target for messages."""
     text = str(target)
     return getattr(target, "__name__", text) if text.startswith("<") else text
 
 
 def _is_free(node: Node) -> bool:
+    """Return whether a call computes nothing: an assertion, or the selection of one result of a tuple."""
     return _text_of(node.target) == "getitem" or _name_of(node.target) in CHECKS
 
 
 def _folds(node: Node) -> bool:
-    """Whether PyTorch may compute a call now: the same numbers every time, and no part of a training step."""
+    """Return whether PyTorch may compute a call during the import: it draws no random numbers and calls no subgraph."""
     import torch
 
     if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -376,7 +407,7 @@ def _folds(node: Node) -> bool:
 
 
 def _replaced(tree: Any, by: Mapping[Node, Any]) -> Any:
-    """Arguments of a call with its nodes replaced."""
+    """Return the arguments of a call with a value in place of each FX node."""
     if isinstance(tree, list | tuple):
         return [_replaced(x, by) for x in tree]
     if isinstance(tree, dict):
@@ -385,7 +416,11 @@ def _replaced(tree: Any, by: Mapping[Node, Any]) -> Any:
 
 
 def _fitted(out: Any, meta: Any, node: Node) -> Any:
-    """What a row gave, in the types and shapes that PyTorch says it has."""
+    """Cast the results of a row to the dtypes of PyTorch.
+
+    Raises:
+        ModelError: A result has another shape than in PyTorch, so the row is wrong.
+    """
     if isinstance(meta, list | tuple):
         return tuple(_fitted(o, m, node) for o, m in zip(out, meta, strict=False))
     if out is None or meta is None:

@@ -1,11 +1,12 @@
-"""Parameters and buffers as operands of captured graphs: bound by identity, in the memory where PyTorch has them.
+"""Bind parameters and buffers to captured graphs by identity, in the memory where PyTorch has them.
 
-A graph that Dynamo reuses for another module is called with the parameters of that module.  Planning is done once for
-all of them; each set of parameters then has an executor, which is found by the identities at each call:
+Dynamo calls a graph with the parameters of any module of a class. The graph is planned once for all of them. Each set
+of parameters then has an executor, which a call finds by the identities of the parameters:
 
-1. Devices that can read the memory of a parameter read it there, so that a change in place is seen at once.
-2. Other devices have a copy, which all graphs share; it is filled again when the version of the parameter changes.
-3. Parameters are held weakly: executors and copies go away with the first of them.
+1. A device that can read the memory of a parameter reads it there, so a change in place is visible at once.
+2. Another device has a copy, which all graphs share. The copy is filled again when the version of the parameter
+   changes.
+3. Parameters are referenced weakly. Executors and copies are deleted with the first of their parameters.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from .arrays import array_of
 from .program import Program, Runner
 
 _copies = WeakTensorKeyDictionary()
-"""For each parameter that is alive its `WeightCopies`: they belong to it, and not to one of the graphs that read it."""
+"""The `WeightCopies` of each live parameter; they belong to the parameter, not to a graph that reads it."""
 _binding = threading.RLock()
-"""Held while parameters are bound or their copies are filled."""
+"""A lock that is held while parameters are bound or their copies are filled."""
 
 
 def is_operand(x: object) -> bool:
-    """Whether an argument is bound instead of copied at each call: a parameter, or a tensor that a module holds.
+    """Return whether an argument is bound once instead of copied at each call: a parameter, or a tensor of a module.
 
-    PyTorch counts no changes of an inference tensor, and truth values are kept in another type; both are copied.
+    Two kinds of tensors are copied instead: inference tensors, because PyTorch counts no changes of them, and bool
+    tensors, because hocket stores truth values in another dtype.
     """
     if not isinstance(x, torch.nn.Parameter) and getattr(x, "_dynamo_static_input_type", None) is None:
         return False
@@ -43,9 +45,9 @@ def is_operand(x: object) -> bool:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Binding:
-    """An executor over these parameters, and where they were in memory when they were binding.
+    """An executor over one set of parameters, with their memory addresses and versions when it was bound.
 
-    Their storages are held, so that no other tensor can come to the same place before it is looked at again.
+    `storages` keeps the memory alive, so that no other tensor can get the same address before the next comparison.
     """
 
     parameters: tuple[WeakIdRef, ...]
@@ -55,19 +57,19 @@ class _Binding:
     runner: Runner
 
     def reads(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether it is over the memory of all of these."""
+        """Return whether the executor reads exactly the memory of these parameters."""
         return self.places == [p.data_ptr() for p in parameters] and all(
             known() is p for known, p in zip(self.parameters, parameters, strict=True)
         )
 
 
 class Bindings:
-    """A planned program with an executor for each set of parameters; all of them share the memory of values."""
+    """A planned program with one executor for each set of parameters; all executors share the memory of values."""
 
     def __init__(self, program: Program, plan: Plan, module: torch.nn.Module) -> None:
         self.program, self.plan, self.module = program, plan, module
         self.own = [name for name, _ in module.named_parameters() if name in program.weights]
-        """Names of parameters that are no arguments: a graph that Dynamo did not capture has some."""
+        """Names of parameters that are no arguments, which occur in a graph that Dynamo did not capture."""
         self.specs = {value.node.name: value.spec for value in plan.graph.weights}
         self.store = Store(plan.group)
         for name in self.specs.keys() & program.weights.keys() - set(self.own):
@@ -75,7 +77,7 @@ class Bindings:
         self.by_identity: dict[tuple[int, ...], _Binding] = {}
 
     def runner(self, args: Sequence[Any]) -> Runner:
-        """The program over the parameters among the arguments of a call, as they are now."""
+        """Return the program over the current parameters of a call, and refresh outdated copies."""
         parameters = [args[number] for number, _ in self.program.operands]
         parameters += [self.module.get_parameter(name) for name in self.own]
         key = tuple(map(id, parameters))
@@ -90,6 +92,7 @@ class Bindings:
         return binding.runner
 
     def _bind(self, key: tuple[int, ...], parameters: Sequence[torch.Tensor]) -> _Binding:
+        """Build an executor over a set of parameters, which is forgotten when one of them is deleted."""
         places, versions = [p.data_ptr() for p in parameters], [p._version for p in parameters]
         store = self.store.in_turn()
         self._load(store, parameters)
@@ -104,7 +107,7 @@ class Bindings:
         return _Binding(known, [p.untyped_storage() for p in parameters], places, versions, runner)
 
     def _load(self, store: Store, parameters: Sequence[torch.Tensor]) -> None:
-        """Bind the parameters, or fill copies that are out of date again."""
+        """Bind the parameters to a store, and fill outdated copies again."""
         names = [name for _, name in self.program.operands] + self.own
         for name, parameter in zip(names, parameters, strict=True):
             copies = _copies.get(parameter)

@@ -1,4 +1,4 @@
-"""A program cut at ops that hocket has no row for."""
+"""Split a program at the ops that have no row in the op table."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
 LEAVES = ("placeholder", "get_attr", "output")
+"""The FX node kinds that compute nothing."""
 
 
 def parts_of(exported: ExportedProgram, has_row: Callable[[Node], bool]) -> tuple[GraphModule, list[str]]:
-    """A decomposed program as a module of parts in order, and the names of the parts that hocket can run."""
+    """Split a decomposed program into consecutive segments, which hocket and PyTorch compute in turn.
+
+    Args:
+        exported: A decomposed program.
+        has_row: Whether hocket computes a node.
+
+    Returns:
+        A module that calls the segments in order, and the names of the segments that hocket computes.
+    """
     from torch.fx.passes.split_module import split_module
 
     module = exported.module()
@@ -23,7 +32,7 @@ def parts_of(exported: ExportedProgram, has_row: Callable[[Node], bool]) -> tupl
     for node in module.graph.nodes:
         if node.op in LEAVES:
             continue
-        if node.target is operator.getitem:  # an entry of a tuple, which no part can return
+        if node.target is operator.getitem:  # an entry of a tuple, which a segment cannot return
             parts[node] = parts[node.args[0]]
             continue
         mine = has_row(node)

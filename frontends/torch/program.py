@@ -1,4 +1,4 @@
-"""A PyTorch program as hocket has it: its graph, its weights, and how it is called with tensors."""
+"""A PyTorch program that is imported into hocket: its graph, its weights, and calls with tensors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """`graph` is planned and run like any other; `weights` are the arrays that it is loaded with, by name.
+    """An imported PyTorch program. `graph` is planned and run like any other graph; `weights` are its arrays by name.
 
-    Initial values of states are among them.  `on` is the shortest way to call it with tensors.
+    `weights` contains the initial values of states too. `on` is the shortest way to call the program with tensors.
     """
 
     graph: Graph
@@ -31,24 +31,32 @@ class Program:
     arguments: tuple[ProgramArgument, ...]
     results: tuple[ProgramResult, ...]
     written: tuple[tuple[int, str], ...]
-    """Arguments, by number, into which a call writes an output, by name."""
+    """Arguments (by index) into which a call copies an output (by name)."""
     in_spec: Any
     out_spec: Any
     operands: tuple[tuple[int, str], ...] = ()
-    """Arguments, by number, that are weights, by name: they are bound to memory instead of copied at each call."""
+    """Arguments (by index) that are weights (by name); they are bound to memory instead of copied at each call."""
 
     def on(self, devices: str | Sequence[str] = "cpu:0", **options: Any) -> Runner:
-        """The program planned for devices and loaded; `options` are those of `hocket.plan`."""
+        """Plan the program for devices and load it; `options` are the options of `hocket.plan`."""
         from ...scheduler import plan
 
         return Runner(self, plan(self.graph, devices, **options))
 
     def inputs(self, *args: Any, **kwargs: Any) -> dict[str, npt.NDArray[Any]]:
-        """Arrays by name for the arguments of a call.  Raises `ModelError` for what does not fit."""
+        """Return arrays by name for the arguments of a call.
+
+        Raises:
+            ModelError: The arguments do not match the arguments of the export.
+        """
         return self.named(self.flattened(args, kwargs))
 
     def flattened(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The leaves of the arguments of a call, in the order of `arguments`."""
+        """Return the leaves of the arguments of a call, in the order of `arguments`.
+
+        Raises:
+            ModelError: The arguments have other keywords or another pytree structure than in the export.
+        """
         from torch.utils._pytree import tree_flatten
 
         if self.in_spec is None:
@@ -64,17 +72,21 @@ class Program:
 
     @cached_property
     def _copied_arguments(self) -> list[tuple[int, ProgramArgument]]:
-        """The arguments that are not bound, by number."""
+        """The arguments that are copied at each call, with their indices."""
         operands = {number for number, _ in self.operands}
         return [(number, argument) for number, argument in enumerate(self.arguments) if number not in operands]
 
     @cached_property
     def _read(self) -> frozenset[str]:
-        """The inputs of the graph, by name."""
+        """The names of the inputs of the graph."""
         return frozenset(value.node.name for value in self.graph.inputs)
 
     def named(self, flat: Sequence[Any]) -> dict[str, npt.NDArray[Any]]:
-        """Arrays by name for arguments that are flat already."""
+        """Return arrays by name for arguments that are flat already.
+
+        Raises:
+            ModelError: An argument has another dtype, shape or constant value than in the export.
+        """
         if len(flat) != len(self.arguments):
             raise ModelError(f"got {len(flat)} arguments; the program takes {len(self.arguments)}")
         arrays = {}
@@ -97,7 +109,7 @@ class Program:
 
 
 class Runner:
-    """A program on devices: called as the model was, with tensors, it gives what the model gave."""
+    """A program on devices. A call takes tensors as the model did, and returns the results of the model."""
 
     def __init__(self, program: Program, plan: Plan, executor: Executor | None = None) -> None:
         from ...scheduler import load
@@ -115,7 +127,7 @@ class Runner:
         return tree_unflatten(flat, program.out_spec)
 
     def flat(self, given: Sequence[Any]) -> list[Any]:
-        """The results of a call whose arguments are flat already."""
+        """Return the results for flat arguments, and copy mutated arguments back into their tensors."""
         import torch
 
         program = self.program
@@ -128,4 +140,5 @@ class Runner:
 
 
 def _wide(array: npt.NDArray[Any], graph: Graph) -> npt.NDArray[Any]:
+    """Flatten an array of more than five axes, because graphs store such values with one axis."""
     return array.reshape(-1) if array.ndim > 5 else array

@@ -1,4 +1,4 @@
-"""Calls of ATen's convolutions, poolings and interpolations."""
+"""Converters of ATen's convolutions, poolings and interpolations."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from .calls import Row
 
 
 def ints(x: int | Sequence[int], count: int) -> tuple[int, ...]:
-    """One number for each of `count` axes."""
+    """Return one number for each of `count` axes."""
     given = (x,) if isinstance(x, int) else tuple(x)
     return given * count if len(given) == 1 else given
 
 
 def both_ends(pads: Sequence[int]) -> list[tuple[int, int]]:
+    """Return a pair of equal pads for each axis."""
     return [(p, p) for p in pads]
 
 
@@ -40,18 +41,25 @@ def convolution(
 
 
 def max_pool(n: int, places: bool = False) -> Row:
+    """Return the converter of a max pooling over the last `n` axes.
+
+    With `places` the op also returns indices, which only training needs; the converter returns None for them.
+    """
+
     def row(
         x: Tensor, size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
     ) -> Any:
         size = ints(size, n)
         rest = (ints(stride, n) if stride else size, both_ends(ints(padding, n)), ints(dilation, n), ceil_mode)
         best = convolutions.max_pool(x, size, *rest)
-        return (best, None) if places else best  # the places are for training
+        return (best, None) if places else best  # indices are for training
 
     return row
 
 
 def average_pool(n: int) -> Row:
+    """Return the converter of an average pooling over the last `n` axes."""
+
     def row(
         x: Tensor,
         size: Any,
@@ -69,6 +77,8 @@ def average_pool(n: int) -> Row:
 
 
 def adaptive_average_pool(n: int) -> Row:
+    """Return the converter of an average pooling to given sizes of the last `n` axes; None keeps a size."""
+
     def row(x: Tensor, sizes: Any) -> Tensor:
         wanted = [w or m for w, m in zip(ints(sizes, n), x.shape[-n:], strict=True)]
         return convolutions.adaptive_average_pool(x, wanted)
@@ -77,7 +87,10 @@ def adaptive_average_pool(n: int) -> Row:
 
 
 def resized(mode: str) -> Row:
-    """Upsampling whose last arguments are scales: (size, scales), or a scale for each axis."""
+    """Return the converter of a nearest-neighbour upsampling; `mode` is ``nearest`` or ``nearest-exact``.
+
+    Its overloads are (size, scales), and (size) with one scale for each axis.
+    """
 
     def row(x: Tensor, size: Any, *scales: Any, **more: Any) -> Tensor:
         factors = scales[0] if len(scales) == 1 and isinstance(scales[0], list | tuple) else scales
@@ -88,6 +101,8 @@ def resized(mode: str) -> Row:
 
 
 def resized_smoothly(mode: str) -> Row:
+    """Return the converter of a linear or cubic upsampling (`mode`), which has ``align_corners``."""
+
     def row(x: Tensor, size: Any, align_corners: bool, *scales: Any) -> Tensor:
         factors = scales[0] if len(scales) == 1 and isinstance(scales[0], list | tuple) else scales
         known = None if not factors or None in factors else [float(f) for f in factors]

@@ -1,7 +1,7 @@
-"""The table of ATen ops, a row each: what makes the results of a call from its arguments.
+"""The op table of PyTorch programs: one row for each ATen op, with the converter of its calls.
 
-A row is called with the arguments of the ATen op, its tensors as `Tensor`.  What it gives is cast to the type that
-PyTorch says the result has, so a row need not speak of types, and layouts, devices and memory formats are dropped.
+A converter gets the arguments of the ATen op, with tensors as `Tensor`. The importer casts its results to the dtypes of
+PyTorch, so a converter does not handle dtypes. The importer drops layouts, devices and memory formats.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "acosh": ops.arccosh,
     "atanh": ops.arctanh,
 }
-"""ATen ops of one operand that hocket has as they are."""
+"""ATen ops of one operand with an equal op of hocket."""
 
 _SAME = ("clone", "alias", "detach", "_to_copy", "to", "contiguous", "lift_fresh_copy", "lift_fresh", "type_as")
+"""ATen ops that return their operand, except for its dtype."""
 _RESHAPES = ("view", "reshape", "_unsafe_view", "view_copy", "_reshape_alias")
+"""ATen ops that change only the shape."""
 
 ROWS: Mapping[str, calls.Row] = MappingProxyType(
     {
@@ -201,7 +203,7 @@ ROWS: Mapping[str, calls.Row] = MappingProxyType(
         "upsample_bicubic2d": spatial.resized_smoothly("cubic"),
     }
 )
-"""By the name of the ATen op, whatever its overload."""
+"""Converters by the name of the ATen op, for all of its overloads."""
 
 CAST_FIRST = frozenset(
     {
@@ -209,4 +211,4 @@ CAST_FIRST = frozenset(
         *("_softmax", "softmax", "_log_softmax", "log_softmax", "_safe_softmax"),
     }
 )
-"""Ops whose operand PyTorch casts to the type of the result before it computes."""
+"""Ops for which PyTorch casts the operand to the dtype of the result before the computation."""

@@ -1,4 +1,4 @@
-"""A backend for hocket: a few ops in NumPy, float32 throughout."""
+"""A backend for hocket with a few ops in NumPy, in float32."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ KERNELS: Mapping[str, Kernel] = {f.__name__: f for f in (add, mul, silu, rms_nor
 
 
 def _tiled(b: Array, shape: tuple[int, ...]) -> Array:
-    """`b` repeated until it has `shape`: index modulo size, as ggml broadcasts."""
+    """Repeat `b` until it has `shape`: the index is taken modulo the size, as ggml broadcasts."""
     b = b.reshape((1,) * (len(shape) - b.ndim) + b.shape)
     return np.tile(b, [m // n if n else 0 for n, m in zip(b.shape, shape, strict=True)])
 
 
 class ToyBackend(HostBackend):
-    """Memory and views come from `HostBackend`; what is left are the ops."""
+    """A backend on host memory: `HostBackend` has memory and views, this class adds the ops."""
 
     name = "toy"
 
@@ -63,18 +63,18 @@ class ToyBackend(HostBackend):
         return Support(True)
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
-        """Floats, and quantised weights, are kept in float32."""
+        """Return the spec in which a value is stored: floats and quantised weights are float32."""
         return Spec(spec.shape, spec.dtype if spec.dtype.is_integer else DType.F32)
 
     def reads_strided(self, node: Node, operand: int) -> bool:
-        """Only copies are; elsewhere the planner puts a `cont` in front."""
+        """Return whether an op reads strided operands; the planner inserts a `cont` before the other ops."""
         return node.op == "cont"
 
     def scratch(self, node: Node) -> int:
         return 0
 
     def tolerance(self, node: Node) -> float | None:
-        """The relative error of one operation, where it is coarser than float32's: bf16 has 8 bits."""
+        """Return the relative error of one operation if it exceeds that error in float32; bfloat16 has 8 bits."""
         return 2.0**-8 if node.op == "mul_mat" else None
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
@@ -85,6 +85,6 @@ class ToyBackend(HostBackend):
 
         def replay() -> None:
             with np.errstate(all="ignore"):
-                run_calls(program, on, calls)  # one that fails says which it was
+                run_calls(program, on, calls)  # an error names the failed instruction
 
         return replay

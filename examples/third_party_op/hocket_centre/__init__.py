@@ -1,4 +1,4 @@
-"""One op from outside: what it means, how it may be cut, and where its kernels are."""
+"""One op of another package: its meaning, its sharding rules, and the places of its kernels."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ Array = npt.NDArray[Any]
     },
 )
 def centre(x: Array) -> Array:
-    """``x - mean(x)`` over the last axis, the first half of a layer norm.  Ba, Kiros and Hinton, 2016."""
+    """``x - mean(x)`` over the last axis, the first half of a layer norm. Ba, Kiros and Hinton, 2016."""
     return x - np.sum(x, axis=-1, keepdims=True) / max(x.shape[-1], 1)

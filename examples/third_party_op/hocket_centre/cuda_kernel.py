@@ -1,4 +1,4 @@
-"""On GPUs, and in the emulation that needs none: one block of threads for each row."""
+"""The CUDA kernel, which also runs in the emulation without a GPU: one thread block for each row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ THREADS = 128
 
 
 def bind(launches: Launches, call: Bound) -> None:
-    """Launches for one instruction; an operand that is no dense float32 is converted first, or refused."""
+    """Add the launch for one instruction; an operand of another dtype is converted first.
+
+    Raises:
+        NoKernelError: Rows are not dense.
+    """
     x, y = as_float(launches, call.operand(0)), call.out
     need(x.is_dense and y.is_dense, "rows are not dense")
     columns = x.shape[-1]

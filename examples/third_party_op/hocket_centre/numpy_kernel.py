@@ -1,4 +1,7 @@
-"""In NumPy: calls on arrays that are bound once; the means lie in scratch memory, so that a run allocates nothing."""
+"""The NumPy kernel: calls on arrays that are bound once.
+
+Means are in scratch memory, so that a run allocates no memory.
+"""
 
 from __future__ import annotations
 
