@@ -1,4 +1,4 @@
-"""Entries laid out anew: copies, padding, rows gathered and scattered by number."""
+"""Kernels that move entries: copies, padding, gathers and scatters of rows, and triangles."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SOURCES = (SOURCE,)
 
 
 def launch_copy(launches: Launches, x: Operand, out: Operand) -> None:
-    """`x`, repeated to the shape of `out`, of the same type or as float32."""
+    """Copy `x` to `out`, broadcast to its shape; another dtype is converted."""
     if x.dtype is not out.dtype:
         return launch_cast(launches, x, out)
     launch_map(launches, SOURCE[f"copied<{_bits(x)}>"], [x], out, [])
@@ -90,7 +90,7 @@ def _pad_reflect(launches: Launches, call: Bound) -> None:
 
 
 def _region(call: Bound) -> Operand:
-    """The part of the result that begins at `offsets` and is as large as the second operand."""
+    """Return the part of the result at `offsets`, with the shape of the second operand."""
     region = call.out
     for axis, (start, n) in enumerate(
         zip(integers_attribute(call.attrs, "offsets"), call.operand(1).shape, strict=True)
@@ -100,7 +100,7 @@ def _region(call: Bound) -> Operand:
 
 
 def begin_with(launches: Launches, x: Operand, out: Operand) -> None:
-    """Copy `x` unless it is the result's own memory."""
+    """Copy `x` to `out`, unless they are the same memory."""
     if x.address != out.address:
         launch_copy(launches, x, out)
 

@@ -1,4 +1,4 @@
-"""The kernels of attention: what sizes and types of keys and values each takes, and of what."""
+"""The variants of attention kernels, and the sizes and dtypes of keys and values that each supports."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ HEADERS = ("cells.cuh", "attention.cuh")
 OF_MANY = (*HEADERS, "attention_powers.cuh", "attention_many.cuh")
 THREADS, WARPS, ROWS = 128, 4, 64
 OWN = 16
-"""Rows of a block of `attend_cells`, and keys that a warp takes at a time."""
+"""Rows of a block of `attend_cells`, and keys that a warp processes at a time."""
 TERMS = {DType.F16: 2, DType.BF16: 3}
-"""Cells whose sum is as near as float32."""
+"""Terms of the cell dtype that together are as precise as float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Few:
-    """`attend_few` for keys and values up to some sizes, 0 for any: lanes that share a key, and the fours of columns
-    that each holds of a key and of a value."""
+    """`attend_few` for keys and values up to some sizes; 0 means any size.
+
+    `lanes` lanes share a key. Each has `keys` groups of four columns of a key, and `values` groups of a value.
+    """
 
     lanes: int
     keys: int
@@ -29,7 +31,7 @@ class Few:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """How many may be taken together."""
+        """Possible numbers of rows that a block processes together."""
         return (1, 2, 4, 8) if self.values * self.lanes <= 64 else (1, 2, 4)
 
     def together(self, rows: int) -> int:
@@ -49,8 +51,10 @@ class Few:
 
 @dataclass(frozen=True, slots=True)
 class Tiled:
-    """`attend_tiles` for keys and values of up to so many columns, in tiles of `tile` keys; queries are `held` in
-    registers or lie in shared memory, of which no block takes more than 96 KiB."""
+    """`attend_tiles` for keys and values of up to `size` and `width` columns, in tiles of `tile` keys.
+
+    Queries are in registers (`has_register_queries`) or in shared memory. No block has more than 96 KiB of it.
+    """
 
     size: int
     width: int
@@ -64,12 +68,12 @@ class Tiled:
 
     @property
     def by_warpgroups(self) -> bool:
-        """Whether it is for devices alone whose warps multiply in groups of four."""
+        """Whether the variant needs a device with warpgroup products."""
         return False
 
     @property
     def seen_rows(self) -> int:
-        """Rows of which is known together what they see."""
+        """Rows of a tile of the visibility table."""
         return max(ROWS, self.rows)
 
     @property
@@ -90,7 +94,7 @@ class Tiled:
 
 @dataclass(frozen=True, slots=True)
 class Wide(Tiled):
-    """`attend_wide`, whose queries come through shared memory before keys and values do."""
+    """`attend_wide`. Queries pass through shared memory before keys and values do."""
 
     rows: int = 32
     threads: int = 256
@@ -110,7 +114,7 @@ class Wide(Tiled):
 
 @dataclass(frozen=True, slots=True)
 class Short(Tiled):
-    """`attend_short`, over keys and values as they are kept, tiles of which come in stages."""
+    """`attend_short` for 16-bit caches. It loads tiles of keys and values in stages, without conversion."""
 
     stages: int = 2
     cells: DType = DType.F16
@@ -138,7 +142,7 @@ class Short(Tiled):
 
 @dataclass(frozen=True, slots=True)
 class Grouped(Short):
-    """`attend_warpgroups`, whose operands begin at a multiple of 1024."""
+    """`attend_warpgroups`. Its operands in shared memory begin at a multiple of 1024."""
 
     @property
     def by_warpgroups(self) -> bool:
@@ -163,7 +167,7 @@ class Grouped(Short):
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """`attend_cells` for keys and values of up to so many columns, whose rows lie in vectors."""
+    """`attend_cells` for keys and values of up to `size` and `width` columns. Their rows support vector loads."""
 
     size: int
     width: int
@@ -188,7 +192,7 @@ class Cells:
 _FLOATS = (Few(8, 2, 2), Few(8, 4, 4), Few(16, 4, 4))
 _ALL = tuple(Few(32, fours, 4, cells) for fours in (5, 0) for cells in CELLS)
 FEW = {f: f.source() for f in (*_FLOATS, *_ALL)}
-"""The first that takes the sizes of some cells is the best one; the last one takes any."""
+"""Sources of variants for few rows. The first variant that supports the sizes is the best; the last supports any."""
 CELLS_OF_FEW = {
     c: c.source()
     for c in (Cells(*sizes, t) for t in HALVES for sizes in ((64, 64), (128, 128), (192, 128), (256, 256)))
@@ -217,7 +221,7 @@ TILED = {
         Wide(576, 512, 16, held=True),
     )
 }
-"""The first that takes the sizes of some cells is the best one."""
+"""Sources of tiled variants. The first variant that supports the sizes is the best."""
 _COMBINE = ("attention_combine", "attention_combine_few")
 _AROUND = ("attention_seen", *(f"attention_split<{TYPES[cells]}>" for cells in CELLS), *_COMBINE)
 AROUND = Source("attention_around.cu", _AROUND, before=HEADERS)
