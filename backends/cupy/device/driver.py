@@ -240,7 +240,7 @@ class Driver(Protocol):
         """Return the array of `tensor` in `buffer`, without a copy, for indexing, assignment and copies to the host."""
 
     def writer(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
-        """Return a function that writes one host array to each of these tensors of a program; see `Carries`."""
+        """Return a function that writes one host array to each of these tensors; see `SupportsBatchedWrites`."""
 
     def reader(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
         """Return a function that waits for all earlier work and returns these tensors as separate host arrays."""

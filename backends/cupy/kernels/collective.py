@@ -90,8 +90,9 @@ class Peer:
 class Group:
     """The devices of a collective group by rank, as one of them sees them.
 
-    `board_address` is the address of the group's signal pad on the host. Float32 sums of at least `min_narrow_elements`
-    values are transferred in bfloat16; `None` means no sums. `inbox_half` is the half of the inboxes for the next sum.
+    `signal_pad_address` is the address of the group's signal pad on the host. Float32 sums of at least
+    `min_narrow_elements` values are transferred in bfloat16; `None` means no sums. `inbox_half` is the half of the
+    inboxes for the next sum.
     """
 
     rank: int

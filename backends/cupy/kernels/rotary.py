@@ -261,7 +261,7 @@ def _chain_into(flow: Flow, store: int) -> _Chain:
     rope, save = flow.maker(store, 1), _save_of(flow, store)
     if flow.call(rope).op not in ROPES:
         return _Chain(store=store, save=save)
-    need(_stored(flow, rope) == (store, save), "what is turned is read otherwise")
+    need(_stored(flow, rope) == (store, save), "the rotated head has other readers")
     factor = flow.maker(rope, 0)
     if flow.call(factor).op == "mul" and flow.call(norm := flow.maker(factor, 0)).op == "rms_norm":
         return _normed(flow, norm)

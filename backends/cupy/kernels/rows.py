@@ -87,7 +87,7 @@ def _sum_norm_and_factor(launches: Launches, flow: Flow, number: int) -> Sequenc
     """Fuse ``rms_norm(x + y) * w``, and write the sum too."""
     norm, factor = scaled_norm(flow, flow.any_reader(number, "rms_norm"))
     total, scaled = flow.call(number), flow.call(factor)
-    need(len(flow.readers_of(number)) > 1, "nobody else reads the sum")
+    need(len(flow.readers_of(number)) > 1, "the sum has no other reader")
     need(total.operand(0).shape == total.operand(1).shape, "the operands of a sum differ")
     x, y = total.operand(0), total.operand(1)
     if not y.is_dense:
@@ -188,7 +188,7 @@ def _cumsum(launches: Launches, call: Bound) -> None:
 
 def _count_equal(launches: Launches, call: Bound) -> None:
     a, b = call.operand(0), call.operand(1)
-    need(a.is_dense and b.is_dense, "what is compared is not dense")
+    need(a.is_dense and b.is_dense, "the compared operands are not dense")
     launches.add(SOURCE["count_equal"], 1, COMPARED, [math.prod(a.shape), a, b, call.out])
 
 
