@@ -75,8 +75,8 @@ def _known(shape: tuple[int, ...], base: Spec, kind: str, is_base: bool, is_exac
 class DriverBackend:
     """A backend that runs programs on the devices of a driver.
 
-    Values are float32; integers keep their dtype. Weight matrices keep theirs where kernels read it, as do states that
-    are rows of 16-bit numbers. An exact backend (`is_exact`) stores weights as float32, too.
+    Values are float32 or integers. Weight matrices, and states that are rows of 16-bit numbers, keep dtypes that
+    kernels read. An exact backend (`is_exact`) stores weights as float32, too.
     """
 
     name: str
@@ -101,8 +101,6 @@ class DriverBackend:
 
     def device(self, index: int) -> Device:
         return self.driver.device(index)
-
-    # ----------------------------------------------------------------------------------------------------- support
 
     def supports(self, node: Node, on: Device) -> Support:
         if node.op in COLLECTIVES:
@@ -166,8 +164,6 @@ class DriverBackend:
             return attention.rounding(q.shape, k, v)
         return None
 
-    # ---------------------------------------------------------------------------------------------------- memory
-
     def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> Any:
         return self.driver.alloc(nbytes, on)
 
@@ -189,8 +185,6 @@ class DriverBackend:
 
     def writer(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
         return self.driver.writer(buffers, tensors)
-
-    # --------------------------------------------------------------------------------------------------- programs
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:
         return Replay(program, buffers, on, comm, self.driver, self._memberships)
@@ -216,9 +210,8 @@ class Replay:
     """A bound program: recorded launches and collectives with other devices, in order.
 
     With peer access or a collective library, collectives are launches. Otherwise they use host memory, and the launches
-    between two collectives are recorded together. A kernel that reads an illegal number, or waits too long for a
-    device, records a fault and continues. The run then fails after its last instruction, so that the rollback can undo
-    all of it.
+    between two of them are recorded together. A kernel that reads an illegal number, or waits too long, records a fault
+    and continues. The run then fails after its last instruction, so that the rollback can undo all of it.
     """
 
     def __init__(

@@ -213,7 +213,7 @@ class CudaDriver:
         return nccl(self.cupy, _nccl, self.library_name)
 
     def share(self, board: Array, is_first: bool) -> int:
-        """Return the device address of the signal pad. The first device pins it for all devices, until its end."""
+        """Return the device address of the signal pad. The first device pins it for all, while it exists."""
         runtime, address = self.cupy.cuda.runtime, int(board.ctypes.data)
         with told(self.cupy, f"{self.kind} devices", "share memory of the host"):
             if is_first:

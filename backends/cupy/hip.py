@@ -1,4 +1,4 @@
-"""The driver of AMD devices through CuPy for ROCm. hiprtc compiles the CUDA kernels, RCCL runs collectives."""
+"""The driver of AMD devices through CuPy for ROCm: hiprtc compiles the CUDA kernels, RCCL runs collectives."""
 
 from __future__ import annotations
 

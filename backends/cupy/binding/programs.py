@@ -31,11 +31,18 @@ class Met:
 
     @property
     def sequence(self) -> int:
+        """The sequence number of the collective."""
         return as_integer(self.instruction.attrs["sequence"])
 
 
 def bound_parts(flow: Flow, launches: Launches, operand: Callable[[Tensor], Operand]) -> Iterator[Single | Met]:
-    """Yield the launches of a program and the collectives between them, in execution order."""
+    """Yield the launches of a program and the collectives between them, in execution order.
+
+    Args:
+        flow: The dataflow of the program.
+        launches: Receives the launches.
+        operand: Returns the operand of a tensor.
+    """
     program = flow.readers.program
     chains = _chains(flow, launches)
     for group in flow.groups():

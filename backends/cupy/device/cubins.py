@@ -45,6 +45,11 @@ class Compiler(Protocol):
 def cubin(source: Source, arch: str, compiler: Compiler = nvrtc) -> tuple[bytes, dict[str, str]]:
     """Load the code of a source from the cache, or compile and store it.
 
+    Args:
+        source: The source.
+        arch: The architecture, such as ``sm_90a``.
+        compiler: The compiler module.
+
     Returns:
         The machine code, and the mangled name of each kernel.
 

@@ -157,7 +157,17 @@ class Library(Protocol):
         """Return some 64-bit words that identify a new group. One device sends them to all others."""
 
     def join(self, identity: Array, rank: int, size: int, on: Device) -> Ring:
-        """Become member `rank` of a group; wait until all members have called. Raises `BackendError`."""
+        """Become a member of a group; wait until all members have called.
+
+        Args:
+            identity: The words of `make_unique_id`.
+            rank: The rank of this member.
+            size: The number of members.
+            on: The device of this member.
+
+        Raises:
+            BackendError: The device cannot join.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +194,7 @@ class Beside:
 
     @property
     def number(self) -> int:
+        """The instruction of the collective."""
         return self.meeting[0].number
 
 
@@ -216,7 +227,7 @@ class Driver(Protocol):
 
     kind: str
     overlaps: bool
-    """Whether an `OverlappedCollective` runs during the launches that overlap with it."""
+    """Whether an `CollectiveOverlap` runs during the launches that overlap with it."""
 
     def devices(self) -> Sequence[Device]:
         """Return the present devices. Raises `BackendError` with an install hint if there can be none."""

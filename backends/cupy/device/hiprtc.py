@@ -1,4 +1,4 @@
-"""A thin wrapper of hiprtc, the HIP compiler library. It needs neither a GPU nor CuPy."""
+"""A thin wrapper of hiprtc, the HIP compiler library, which needs neither a GPU nor CuPy."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ class Block:
         return self._shown() is None
 
     def lent(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return an array over the block, which is then in use until the array is deleted."""
         flat = np.frombuffer(self.memory, np.uint8)
         self._shown = weakref.ref(flat)
         return np.ndarray(shape, dtype, flat)

@@ -1,4 +1,7 @@
-"""NCCL, or RCCL with the same calls, through CuPy. It serves devices without peer access, and large collectives."""
+"""NCCL, or RCCL with the same calls, through CuPy.
+
+The library serves devices without peer access, and large collectives.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,7 @@ class Nccl:
         self.cupy, self.nccl, self.name = cupy, nccl, name
 
     def identity(self) -> Array:
+        """Return the words of a new group identifier."""
         return np.array(self.nccl.get_unique_id(), np.int64)  # a word per byte: the sign of C's char varies
 
     def join(self, identity: Array, rank: int, size: int, on: Device) -> NcclRing:

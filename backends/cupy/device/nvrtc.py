@@ -1,4 +1,4 @@
-"""A thin wrapper of NVRTC, the CUDA compiler library. It needs neither a GPU nor CuPy."""
+"""A thin wrapper of NVRTC, the CUDA compiler library, which needs neither a GPU nor CuPy."""
 
 from __future__ import annotations
 
@@ -84,7 +84,16 @@ def version() -> tuple[int, int]:
 
 
 def compile(source: Source, arch: str, options: Sequence[str] = OPTIONS) -> Cubin:
-    """Compile a source for `arch`, such as ``sm_90a``. Raises `BackendError` with the first error."""
+    """Compile a source for `arch`, such as ``sm_90a``.
+
+    Args:
+        source: The source.
+        arch: The architecture.
+        options: Options of the compiler.
+
+    Raises:
+        BackendError: The source does not compile; the message has the first error.
+    """
     made = _compiler().compile(source, arch, options)
     return Cubin(made.image, made.lowered, _resources(made), _WAITS.findall(made.log))
 

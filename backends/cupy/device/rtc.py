@@ -42,7 +42,16 @@ class Compiler:
         return major.value, minor.value
 
     def compile(self, source: Source, arch: str, options: Sequence[str]) -> Compiled:
-        """Compile a source with these options. Raises `BackendError` with the compiler's first error."""
+        """Compile a source.
+
+        Args:
+            source: The source.
+            arch: The architecture.
+            options: Options of the compiler, without the architecture.
+
+        Raises:
+            BackendError: The source does not compile; the message has the first error.
+        """
         program = ctypes.c_void_p()
         text, name = source.text.encode(), source.file.encode()
         self._call("CreateProgram", ctypes.byref(program), text, name, 0, None, None)

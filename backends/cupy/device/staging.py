@@ -64,7 +64,13 @@ class Staging:
             return self.cupy.zeros(nbytes, np.uint8)
 
     def put(self, host: Array, array: Any, index: Any = ...) -> None:
-        """Assign a host array to an index of a device array."""
+        """Assign a host array to an index of a device array.
+
+        Args:
+            host: The host array.
+            array: The device array.
+            index: Its index; by default all of it.
+        """
         with self._at_work("copy from the host"):
             if index is ... and host.shape == array.shape and array.flags.c_contiguous:
                 self._send(host, array)

@@ -1,4 +1,4 @@
-"""Collectives of devices with peer access. They are launches; some of these wait for other devices.
+"""Collectives of devices with peer access, as launches that may wait for other devices.
 
 Each device has signals in its memory, which other devices write. `all_reduce` has two algorithms:
 
@@ -111,6 +111,7 @@ class Group:
         return [self.offer(device, sequence) for device in range(len(self.peers))]
 
     def offer(self, device: int, sequence: int) -> Offer:
+        """Return the operands of a device. Raises `BackendError` if it does not have the collective."""
         if sequence not in (known := self.peers[device].offers):
             raise BackendError(
                 f"device {self.rank} is at collective {sequence}, which device {device} does not have: "
@@ -141,7 +142,14 @@ def launch_begin(launches: Launches, group: Group, *, follows: bool) -> None:
 
 
 def launch_mark(launches: Launches, call: Bound, group: Group, *, has_results: int) -> None:
-    """Report to the host that the device is at a collective, or has its results. `read_progress_mark` reads it."""
+    """Report to the host that the device is at a collective, or has its results. `read_progress_mark` reads it.
+
+    Args:
+        launches: Receives the launch.
+        call: The collective.
+        group: The collective group.
+        has_results: 1 if the collective has ended, else 0.
+    """
     word = group.board + 8 * (FIRST + EACH * group.rank)
     words = [group.peers[group.rank].signals, word, _sequence(call), has_results]
     launches.add(SOURCE["mark"], 1, 1, words)
@@ -163,7 +171,16 @@ def mark_of(board: npt.NDArray[np.int64], rank: int) -> Mark | None:
 
 
 def bind(launches: Launches, call: Bound, group: Group) -> None:
-    """Append a collective. Raises `NoKernelError` on all devices of the group, or on none."""
+    """Append a collective.
+
+    Args:
+        launches: Receives the launches.
+        call: The collective.
+        group: The collective group.
+
+    Raises:
+        NoKernelError: No kernel supports it. All devices of the group raise it, or none.
+    """
     MEETINGS[call.op](launches, call, group)
 
 
@@ -244,13 +261,26 @@ def _narrow_all_reduce(launches: Launches, call: Bound, group: Group, words: lis
 
 
 def launch_narrow(launches: Launches, x: Operand, wire: Word) -> None:
-    """Round a contiguous float32 operand to bfloat16, to nearest even."""
+    """Round a contiguous float32 operand to bfloat16, to nearest even.
+
+    Args:
+        launches: Receives the launch.
+        x: The operand.
+        wire: The bfloat16 memory.
+    """
     count = math.prod(x.shape)
     launches.add(SOURCE["narrow"], blocks(count, THREADS), THREADS, [x, wire, count])
 
 
 def launch_widen(launches: Launches, wire: Word, out: Operand, group: Group) -> None:
-    """Convert bfloat16 back to float32, unless the run has failed."""
+    """Convert bfloat16 back to float32, unless the run has failed.
+
+    Args:
+        launches: Receives the launch.
+        wire: The bfloat16 memory.
+        out: The float32 result.
+        group: The collective group.
+    """
     count = math.prod(out.shape)
     mine = group.peers[group.rank].signals
     launches.add(SOURCE["widen"], blocks(count, THREADS), THREADS, [wire, out, count, mine])
@@ -283,7 +313,14 @@ def _met(parts: Callable[[Bound], Iterable[tuple[Index, list[tuple[int, Index]]]
 
 
 def launch_take(launches: Launches, sources: list[Operand], out: Operand, group: Group) -> None:
-    """Launch the sum of operands of any devices; a single operand is copied."""
+    """Launch the sum of operands of any devices; a single operand is copied.
+
+    Args:
+        launches: Receives the launch.
+        sources: Operands of the shape of `out`, at addresses of any device.
+        out: The result on this device.
+        group: The collective group.
+    """
     axes = axes_of(out.shape, [out, *sources])
     walks: list[Word] = []
     for k, source in enumerate(sources, 1):

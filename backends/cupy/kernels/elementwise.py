@@ -140,7 +140,17 @@ def as_type(launches: Launches, x: Operand, dtype: DType) -> Operand:
 
 
 def launch_cast(launches: Launches, x: Operand, out: Operand, rounding: DType | None = None) -> None:
-    """Convert `x` to the dtype of `out`, rounded to the values of `rounding`. Raises `NoKernelError`."""
+    """Convert `x` to the dtype of `out`.
+
+    Args:
+        launches: Receives the launch.
+        x: The operand.
+        out: The result.
+        rounding: Round values to this dtype first.
+
+    Raises:
+        NoKernelError: No kernel converts between these dtypes.
+    """
     if x.dtype in PACKINGS:
         x = packed.expanded(launches, x)
     if out.dtype in ROUNDING:
@@ -155,6 +165,15 @@ def _padded(numbers: Sequence[float]) -> list[float]:
 
 
 def launch_unary(launches: Launches, op: str, x: Operand, out: Operand, numbers: Sequence[float] = ()) -> None:
+    """Launch a unary op.
+
+    Args:
+        launches: Receives the launch.
+        op: The name of the op.
+        x: The operand.
+        out: The result.
+        numbers: Up to four scalar arguments.
+    """
     source = as_float(launches, x)
     launch_map(launches, MAPS[f"unary<function::{op}>"], [source], out, _padded(numbers))
 
@@ -162,6 +181,16 @@ def launch_unary(launches: Launches, op: str, x: Operand, out: Operand, numbers:
 def launch_binary(
     launches: Launches, op: str, x: Operand, y: Operand, out: Operand, numbers: Sequence[float] = ()
 ) -> None:
+    """Launch a binary op, such as `add` or `swiglu`.
+
+    Args:
+        launches: Receives the launch.
+        op: The name of the op.
+        x: The first operand.
+        y: The second operand.
+        out: The result.
+        numbers: Up to four scalar arguments.
+    """
     sources = [as_float(launches, x), as_float(launches, y)]
     launch_map(launches, MAPS[f"binary<function::{op}>"], sources, out, _padded(numbers))
 

@@ -53,6 +53,7 @@ class Turned:
 
     @classmethod
     def of(cls, call: Bound) -> Turned:
+        """Return the angles of a `rope` or `rope_multi` instruction."""
         n_dims, positions = int(float_attribute(call.attrs, "n_dims")), call.operand(1)
         if call.op == "rope":
             inverse, magnitude = compute_frequencies(n_dims // 2, call.attrs)
@@ -70,7 +71,13 @@ class Turned:
         return cls(of_tokens, tensor.strides[-2], plane.astype(np.int32), inverse, magnitude)
 
     def words(self, launches: Launches, call: Bound, factors: Operand | None) -> list[Word]:
-        """Return the fields of `Turns`."""
+        """Return the fields of `Turns`.
+
+        Args:
+            launches: Uploads the constants.
+            call: The instruction.
+            factors: Divisors of the frequencies.
+        """
         pairs, neighbours = len(self.inverse), call.attrs["mode"] == "normal"
         words: list[Word] = [
             pairs,
@@ -147,6 +154,7 @@ class _Chain:
 
     @property
     def numbers(self) -> list[int]:
+        """The existing instructions in order."""
         chain = (self.norm, self.factor, self.rope, self.store, self.save)
         return [n for n in chain if n is not None]
 

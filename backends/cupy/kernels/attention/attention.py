@@ -67,6 +67,7 @@ class Shape:
 
     @property
     def heads(self) -> int:
+        """Query heads."""
         return self.shared * self.groups
 
     def splits(self, row_blocks: int, keys: int, most: int = BLOCKS) -> int:
@@ -100,6 +101,11 @@ def rounding(q: Sequence[int], k: Spec, v: Spec) -> float | None:
     """Return the relative rounding error of queries and weights in the dtype of a 16-bit cache, or `None`.
 
     Only variants for many rows round them.
+
+    Args:
+        q: Shape of the queries [..., tokens, heads, columns].
+        k: Spec of the keys.
+        v: Spec of the values.
     """
     shared = q[-2] // k.shape[-2] if k.shape[-2] else 0
     many = q[-3] * shared >= MANY and k.dtype is v.dtype
@@ -205,11 +211,13 @@ class _Halves:
 
     @classmethod
     def of(cls, launches: Launches, kind: Tiled, count: int) -> _Halves:
+        """Allocate the scratch for `count` rows."""
         k, v = (launches.scratch((count, n)) for n in (kind.size, kind.width))
         return cls(k, v, launches.scratch((count,)), launches.scratch((count,)))
 
     @property
     def words(self) -> list[Word]:
+        """The fields of the split keys and values."""
         return [self.k, self.v, self.k_units, self.v_units]
 
 
@@ -227,6 +235,7 @@ class _Attention:
         self._behind: list[Word] = [scale / (cap or 1.0), cap]
 
     def add(self, operands: Operands, leading: Sequence[int]) -> None:
+        """Add the launches of the tiled variant for many rows, or of a variant for few rows."""
         s, cells = self.shape, operands[1].dtype
         has_warpgroups = self.launches.limits.has_warpgroups
         kinds = (t for t in TILED if has_warpgroups or not t.by_warpgroups)

@@ -35,16 +35,20 @@ class Few:
         return (1, 2, 4, 8) if self.values * self.lanes <= 64 else (1, 2, 4)
 
     def together(self, rows: int) -> int:
+        """Return how many of `rows` rows a block processes together."""
         return next((r for r in self.rows if r >= rows), self.rows[-1])
 
     def name(self, rows: int) -> str:
+        """Return the C++ name of the kernel for `rows` rows."""
         sizes = f"{self.lanes}, {self.keys}, {self.values}, {rows}"
         return f"attend_few<{sizes}, {str(self.keys > 0).lower()}, {TYPES[self.cells]}>"
 
     def source(self) -> Source:
+        """Return the source with the kernels for all row counts."""
         return Source("attention_few.cu", tuple(map(self.name, self.rows)), before=HEADERS)
 
     def takes(self, size: int, width: int, cells: DType) -> bool:
+        """Return whether the variant supports these key columns, value columns and cell dtype."""
         fits = size <= 4 * self.lanes * self.keys and width <= 4 * self.lanes * self.values
         return cells is self.cells and (fits or not self.keys)
 
@@ -64,6 +68,7 @@ class Tiled:
     threads: int = THREADS
 
     def takes(self, size: int, width: int, cells: DType) -> bool:
+        """Return whether the variant supports these key columns, value columns and cell dtype."""
         return size <= self.size and width <= self.width
 
     @property
@@ -82,10 +87,12 @@ class Tiled:
 
     @property
     def name(self) -> str:
+        """The C++ name of the kernel."""
         return f"attend_tiles<{self.size}, {self.width}, {self.tile}, {str(self.held).lower()}>"
 
     @property
     def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
         return 4 * (self.tile * (self.size + self.width) + (0 if self.held else ROWS * self.size))
 
     def source(self) -> Source:
@@ -179,6 +186,7 @@ class Cells:
 
     @property
     def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
         queries, sums = 4 * TERMS[self.cells] * OWN * self.size, 4 * WARPS * self.width // 8 * (8 * OWN + 4)
         return max(queries, sums)
 
@@ -186,6 +194,7 @@ class Cells:
         return Source("attention_cells.cu", (self.name,), before=(*HEADERS, "attention_powers.cuh"))
 
     def takes(self, size: int, width: int, cells: DType) -> bool:
+        """Return whether the variant supports these key columns, value columns and cell dtype."""
         return size <= self.size and width <= self.width and cells is self.cells
 
 

@@ -1,4 +1,4 @@
-"""GEMV with float weights. The rows of the weights are contiguous."""
+"""GEMV with float weights that have contiguous rows."""
 
 from __future__ import annotations
 
@@ -83,7 +83,15 @@ def few(
 
 
 def summed(launches: Launches, w: Operand, x: Operand, out: Operand, summed: Summed) -> None:
-    """Add the weighted products of each token in one launch. x is contiguous [tokens, used, columns]."""
+    """Add the weighted products of each token in one launch.
+
+    Args:
+        launches: Receives the launch.
+        w: Weights of the experts.
+        x: Activations, contiguous [tokens, used, columns].
+        out: Results [tokens, rows].
+        summed: The factors, and a further weight.
+    """
     products = [(w, out), *([] if summed.other is None else [(summed.other, out)])]
     fields: list[list[Word]] = [[m, o, 0, *_steps(m), rows_of(o)] for m, o in products]
     words = [*filled(fields), 1, ALONE, 1, x, w.shape[-1], 1, rows_of(x), 1, 1, *summed.choice, 0, *summed.words]

@@ -32,6 +32,7 @@ class _Unit:
 
     @classmethod
     def of(cls, flow: Flow, product: int) -> _Unit:
+        """Match two products and their gated unit, with equal operands; raise `NoKernelError` otherwise."""
         products, unit = gated(flow, product)
         gate, up = map(flow.call, products)
         made = cls(products, unit, gate, up, flow.call(unit).out)
@@ -44,10 +45,12 @@ class _Unit:
 
     @property
     def numbers(self) -> list[int]:
+        """The two products and the unit."""
         return [*self.products, self.unit]
 
     @property
     def made(self) -> Products:
+        """The weights with the results; the kernel writes the first result only."""
         return [(self.gate.operand(0), by_row(self.out)), (self.up.operand(0), by_row(self.up.out))]
 
 

@@ -36,6 +36,7 @@ Many = Callable[..., None]
 
 
 def is_packed(w: Operand) -> bool:
+    """Return whether the operand is a complete packed weight."""
     return w.dtype in PACKINGS and w.is_whole
 
 

@@ -139,7 +139,15 @@ def few(
 
 
 def summed(launches: Launches, w: Operand, x: Operand, out: Operand, summed: Summed) -> None:
-    """Add the weighted products of each token in one launch. x is contiguous [tokens, used, columns]."""
+    """Add the weighted products of each token in one launch.
+
+    Args:
+        launches: Receives the launch.
+        w: Packed weights of the experts.
+        x: Activations, contiguous [tokens, used, columns].
+        out: Results [tokens, rows].
+        summed: The factors, and a further weight.
+    """
     rows, columns = _part(w.dtype, 1)
     tokens, entries, groups = out.shape[0], summed.entries, blocks(w.shape[-2], rows)
     even = blocks(groups, max(1, launches.processors // tokens))

@@ -45,7 +45,14 @@ def grouped_axes(w: Operand, x: Operand, out: Operand) -> Axes:
 
 
 def launch_any(launches: Launches, w: Operand, x: Operand, out: Operand) -> None:
-    """Multiply operands with any strides."""
+    """Multiply operands with any strides.
+
+    Args:
+        launches: Receives the launches.
+        w: Weights [..., n, k].
+        x: Activations [..., m, k].
+        out: Results [..., m, n].
+    """
     if w.dtype not in WEIGHTS:
         w = as_float(launches, w)
     m, k = x.shape[-2:]

@@ -33,10 +33,12 @@ class Summed:
 
     @property
     def entries(self) -> int:
+        """Products of a token."""
         return self.shares.shape[-1] + (self.other is not None)
 
     @property
     def words(self) -> list[Word]:
+        """The fields of the sum in a kernel's struct."""
         x, gate = self.other_x, self.gate
         words: list[Word] = [self.shares, self.shares.shape[-1], x or 0, gate or 0]
         return [*words, 0 if x is None else rows_of(x), 0 if gate is None else rows_of(gate)]

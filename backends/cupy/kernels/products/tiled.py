@@ -31,6 +31,7 @@ class Tile:
 
     @property
     def threads(self) -> int:
+        """Threads of a block."""
         return 32 * (self.rows // self.high) * (self.entries // self.wide)
 
     def __str__(self) -> str:
@@ -147,7 +148,13 @@ def shape_of_tiles(
 
 
 def unpacked(launches: Launches, w: Operand, entries: int) -> Operand | None:
-    """Unpack a packed matrix to bfloat16 in scratch, or return `None` where that is slower."""
+    """Unpack a packed matrix to bfloat16 in scratch, or return `None` where that is slower.
+
+    Args:
+        launches: Receives the launch.
+        w: The packed matrix [rows, columns].
+        entries: Rows of x.
+    """
     rows, columns = w.shape[-2:]
     copy = replace(w, tensor=replace(w.tensor, shape=(rows, columns), dtype=DType.BF16, strides=(columns, 1)))
     is_worth = entries >= UNPACKED and 2 * rows * columns <= MOST_UNPACKED and launches.limits.has_warpgroups

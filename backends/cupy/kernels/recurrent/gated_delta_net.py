@@ -105,6 +105,7 @@ class Rule:
 
     @property
     def scale(self) -> float:
+        """The factor of queries."""
         return 1.0 / math.sqrt(self.key_size)
 
     @property
@@ -191,10 +192,12 @@ class Chunk:
 
     @property
     def keys_bytes(self) -> int:
+        """Bytes of the prepared keys of a chunk."""
         return (3 if self.channels else 2) * (2 if self.exact else 1) * 2 * LENGTH * self.size
 
     @property
     def heads_bytes(self) -> int:
+        """Bytes of the prepared values of a head in a chunk."""
         factors, side = self.size if self.channels else 2 * LENGTH, LENGTH // 16
         return 2 * (2 if self.exact else 1) * side * (side + 1) // 2 * BLOCK_BYTES + 4 * factors
 
@@ -211,6 +214,7 @@ class Chunk:
         return square + 8 * LENGTH * together + self.keys_bytes
 
     def scan_name(self, values: int, cluster: int = 1) -> str:
+        """Return the name of the scan kernel for slices of `values` rows."""
         kernel = "delta_scan" if cluster == 1 else "delta_scan_clusters"
         return f"{kernel}<{self.size}, {LENGTH}, {values}, {_flag(self.channels)}, {_flag(self.exact)}>"
 
@@ -224,9 +228,11 @@ class Chunk:
 
     @property
     def prepare(self) -> Kernel:
+        """The kernel that prepares chunks."""
         return PREPARE[self][self.prepare_name]
 
     def scan(self, values: int, cluster: int) -> Kernel:
+        """Return the scan kernel for slices of `values` rows and `cluster` blocks."""
         return (SCAN if cluster == 1 else SCAN_BY_CLUSTERS)[self][self.scan_name(values, cluster)]
 
 
@@ -257,7 +263,17 @@ def in_chunks(rule: Rule, tokens: int) -> bool:
 
 
 def chunk_memory(launches: Launches, rule: Rule, tokens: int, chunk: Chunk) -> tuple[Operand, Operand]:
-    """Allocate scratch for the prepared keys and the prepared heads of this many tokens."""
+    """Allocate scratch for prepared chunks.
+
+    Args:
+        launches: Allocates the scratch.
+        rule: The operands.
+        tokens: Tokens that are processed by chunks.
+        chunk: The kernel variant.
+
+    Returns:
+        Scratch for the keys, and for the heads.
+    """
     count = rule.sequences * blocks(tokens, LENGTH)
     keyed = rule.value_heads if rule.channels else rule.k.shape[-2]
     keys = launches.scratch((count * keyed * chunk.keys_bytes,), DType.I8)
@@ -331,7 +347,16 @@ def _gated_delta_net(launches: Launches, call: Bound) -> None:
 
 
 def launch_rule(launches: Launches, call: Bound, rule: Rule, exact: bool) -> None:
-    """Launch the delta rule with the states of an instruction. With snapshots, the last tokens go one by one."""
+    """Launch the delta rule with the states of an instruction.
+
+    With snapshots, the last tokens go one by one.
+
+    Args:
+        launches: Receives the launches.
+        call: The instruction, with states, slots and snapshots.
+        rule: The other operands.
+        exact: Use pairs of bfloat16 operands in chunks.
+    """
     carried = carry(launches, call, rule.sequences, rule.tokens)
     last = carried.snapshots - 1
     first = rule.tokens - last

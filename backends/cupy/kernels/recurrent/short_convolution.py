@@ -109,7 +109,16 @@ def launch_inputs(
 
 
 def launch_gated_norm(launches: Launches, x: Operand, z: Operand, w: Operand, out: Operand, eps: float) -> None:
-    """Launch ``rms_norm(x) * w * silu(z)`` over the last axis of [..., T, heads, size]."""
+    """Launch ``rms_norm(x) * w * silu(z)`` over the last axis.
+
+    Args:
+        launches: Receives the launch.
+        x: The operand of the norm [..., T, heads, size].
+        z: The gate, with the shape of x.
+        w: The factors of the norm [size].
+        out: The result, with the shape of x.
+        eps: Epsilon of the norm.
+    """
     *leading, tokens, heads, size = x.shape
     need(size in NORM_SIZES, f"heads of {size} have no gated norm")
     sequences = prod(leading)
