@@ -105,7 +105,6 @@ class Rule:
 
     @property
     def scale(self) -> float:
-        """The factor of queries."""
         return 1.0 / math.sqrt(self.key_size)
 
     @property
@@ -180,10 +179,10 @@ CHUNKS_FILE, SCAN_FILE = "gated_delta_net_chunks.cuh", "gated_delta_net_scan.cu"
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A variant of the chunk kernels.
+    """A variant of the chunk kernels, by key size and by decays per key channel.
 
-    It depends on the key size, on decays per key channel, and on pairs of bfloat16 operands (`is_exact`: relative error
-    2^-16 instead of 2^-8). `Record` in the kernel has the same byte counts.
+    With `is_exact`, bfloat16 operands are pairs (relative error 2^-16 instead of 2^-8). `Record` in the kernel has the
+    same byte counts.
     """
 
     size: int
@@ -228,7 +227,6 @@ class Chunk:
 
     @property
     def prepare(self) -> Kernel:
-        """The kernel that prepares chunks."""
         return PREPARE[self][self.prepare_name]
 
     def scan(self, values: int, cluster: int) -> Kernel:
@@ -296,7 +294,7 @@ def launch_chunks(
         carried: The states and snapshots.
         memory: The scratch of `allocate_chunk_scratch`.
         chunk: The kernel variant.
-        values: One of `STATE_SLICE_ROWS`, or `None` for an automatic choice.
+        values: One of `SLICE_ROWS`, or `None` for an automatic choice.
     """
     count, heads, sequences = blocks(rule.tokens, LENGTH), rule.value_heads, rule.sequences
     words = [*rows(rule.q), *rows(rule.k), *rows(rule.g), *rows(rule.beta, 2), *memory]
