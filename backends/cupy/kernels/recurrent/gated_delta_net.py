@@ -123,9 +123,6 @@ class Rule:
         return replace(self, q=q, k=k, v=v, g=g, out=out, beta=cut(self.beta, 2))
 
 
-# ---------------------------------------------------------------------------------------------- token by token
-
-
 def launch_steps(
     launches: Launches, rule: Rule, begin: Sequence[Word], carried: Carried, stored: int, saved: Operand | None = None
 ) -> None:
@@ -154,8 +151,6 @@ def launch_steps(
     shared = 4 * token * tile * (2 if rule.tokens > tile else 1)
     launches.add(STEPS[size][_step_name(size, rule.channels, whole, (lanes, held))], grid, THREADS, words, shared)
 
-
-# -------------------------------------------------------------------------------------------------- by chunks
 
 CHUNK_SIZES = (64, 128)
 LENGTH = 32
@@ -191,12 +186,10 @@ class Chunk:
 
     @property
     def keys_bytes(self) -> int:
-        """Bytes of the prepared keys of a chunk."""
         return (3 if self.channels else 2) * (2 if self.exact else 1) * 2 * LENGTH * self.size
 
     @property
     def heads_bytes(self) -> int:
-        """Bytes of the prepared values of a head in a chunk."""
         factors, side = self.size if self.channels else 2 * LENGTH, LENGTH // 16
         return 2 * (2 if self.exact else 1) * side * (side + 1) // 2 * BLOCK_BYTES + 4 * factors
 
@@ -213,7 +206,6 @@ class Chunk:
         return square + 8 * LENGTH * together + self.keys_bytes
 
     def scan_name(self, values: int, cluster: int = 1) -> str:
-        """Return the name of the scan kernel for slices of `values` rows."""
         kernel = "delta_scan" if cluster == 1 else "delta_scan_clusters"
         return f"{kernel}<{self.size}, {LENGTH}, {values}, {_flag(self.channels)}, {_flag(self.exact)}>"
 

@@ -76,9 +76,18 @@ class Layer:
 
 
 def launch_inputs(
-    launches: Launches, x: Operand, alpha: Operand, beta: Operand, valid: Operand | None, old: Operand, layer: Layer,
-    made: Made, eps: float, ids: Operand | None = None, fault: Sequence[Word] = (0, 0),
-) -> None:  # fmt: skip
+    launches: Launches,
+    x: Operand,
+    alpha: Operand,
+    beta: Operand,
+    valid: Operand | None,
+    old: Operand,
+    layer: Layer,
+    made: Made,
+    eps: float,
+    ids: Operand | None = None,
+    fault: Sequence[Word] = (0, 0),
+) -> None:
     """Launch the convolution with SiLU, norms of queries and keys, and gates.
 
     ``frontends/models/layers/delta.py`` has the decomposition.
@@ -175,9 +184,14 @@ def _delta_inputs(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
     need(saved is None or (saved.op == "cont" and lies_as(saved.operand(0), old)), "a state is saved otherwise")
     read = flow.call(rule)
     made = Made(
-        read.operand(0), read.operand(1), read.operand(2), flow.call(gates.decay).out, flow.call(gates.beta).out,
-        kept.out, None if saved is None else saved.out,
-    )  # fmt: skip
+        read.operand(0),
+        read.operand(1),
+        read.operand(2),
+        flow.call(gates.decay).out,
+        flow.call(gates.beta).out,
+        kept.out,
+        None if saved is None else saved.out,
+    )
     launches.number = last
     fault = launches.fault(f"id {{value}} names no row of its table, which has {both.out.shape[-2]}")
     launches.number = number
