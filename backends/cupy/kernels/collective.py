@@ -235,6 +235,7 @@ def _slot(x: Operand) -> int:
 
 
 def _push(launches: Launches, call: Bound, group: Group, words: list[Word]) -> None:
+    """Launch a sum in which each device pushes its summand to all others."""
     out = call.out
     inboxes = _filled(p.inbox + group.turn * PUSHED for p in group.peers)
     count, slot = math.prod(out.shape), _slot(out) // out.dtype.storage.itemsize
@@ -245,6 +246,7 @@ def _push(launches: Launches, call: Bound, group: Group, words: list[Word]) -> N
 def _sum_parts(
     launches: Launches, dtype: str, nbytes: int, summing: list[Word], group: Group, words: list[Word]
 ) -> None:
+    """Launch a sum in which each device adds one part, between two barriers."""
     grid = min(MOST_BLOCKS, blocks(blocks(nbytes, PACK * len(group.peers)), THREADS))
     launches.add(SOURCE["meet_all"], 1, 32, [*words, 0])
     launches.add(SOURCE[f"sum_parts<{dtype}>"], grid, THREADS, summing)
@@ -340,10 +342,12 @@ def piece(x: Operand, index: Index) -> Operand:
 
 
 def _one_by_one(parts: list[Pairs]) -> list[tuple[Index, list[tuple[int, Index]]]]:
+    """List the slices that a device copies from the others, with their places in the result."""
     return [(into, [(device, index)]) for device, pairs in enumerate(parts) for into, index in pairs]
 
 
 def _summed(call: Bound) -> list[tuple[Index, list[tuple[int, Index]]]]:
+    """List the slices of a reduce-scatter, each with its summands on all devices."""
     runs = call.attrs["runs"]
     assert isinstance(runs, tuple)  # one entry per device
     devices = range(len(runs))

@@ -26,6 +26,7 @@ Numbers = Callable[[Bound], Sequence[float]]
 
 
 def _attributes(*names: str) -> Numbers:
+    """Return a function that reads attributes as the scalar arguments of a kernel."""
     return lambda call: [float(float_attribute(call.attrs, n)) for n in names]
 
 
@@ -161,6 +162,7 @@ def launch_cast(launches: Launches, x: Operand, out: Operand, rounding: DType | 
 
 
 def _padded(numbers: Sequence[float]) -> list[float]:
+    """Return four scalar arguments, padded with zeros."""
     return [*map(float, numbers), 0.0, 0.0, 0.0, 0.0][:4]
 
 

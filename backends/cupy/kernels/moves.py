@@ -62,6 +62,7 @@ def _concat(launches: Launches, call: Bound) -> None:
 
 
 def _launch_shifted(launches: Launches, x: Operand, out: Operand, shifts: Sequence[int], how: int) -> None:
+    """Launch a copy with shifted indices along each axis; `how` selects the values outside of x."""
     if x.dtype is not out.dtype:
         x = as_float(launches, x)
     count, rank = math.prod(out.shape), len(out.shape)
@@ -187,6 +188,7 @@ _KEPT = {"upper_diag": (0, _FAR), "upper": (1, _FAR), "lower_diag": (-_FAR, 0), 
 
 
 def _launch_band(launches: Launches, x: Operand, out: Operand, low: int, high: int, other: float = 0.0) -> None:
+    """Copy the entries of a band of diagonals from `low` to `high`, and set the rest to `other`."""
     x = as_float(launches, x)
     axes = axes_of(out.shape, [x, out])
     need(axes.count < MOST_ELEMENTS, f"a result of {axes.count} elements is too large for one launch")

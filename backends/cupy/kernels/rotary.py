@@ -96,6 +96,7 @@ class Turned:
 
 
 def _rope(launches: Launches, call: Bound) -> None:
+    """Bind RoPE: copy the columns that it does not rotate, then rotate pairs."""
     x, out, factors, turned = as_float(launches, call.operand(0)), call.out, call.optional(2), Turned.of(call)
     need(turned.positions.dtype is DType.I32, f"positions of type {turned.positions.dtype} are missing")
     factors = None if factors is None else as_float(launches, factors)
@@ -193,6 +194,7 @@ class _Placing:
 
 
 def _placing(launches: Launches, flow: Flow, chain: _Chain) -> _Placing:
+    """Build the launch of a head pattern; raise `NoKernelError` if its operands do not fit the kernel."""
     calls = {name: flow.call(n) for name in _Chain.__slots__ if (n := getattr(chain, name)) is not None}
     last = calls.get("store") or calls["rope"]
     x = (
@@ -240,6 +242,7 @@ def _placing(launches: Launches, flow: Flow, chain: _Chain) -> _Placing:
 
 
 def _launch_heads(launches: Launches, flow: Flow, chain: _Chain) -> Sequence[int]:
+    """Launch a head pattern and return its instructions."""
     made = _placing(launches, flow, chain)
     kernel, threads = SOURCE[f"place_head<{TYPES[made.dtype]}>"], row_threads(made.columns)
     launches.add(kernel, made.rows, threads, made.words, 4 * made.columns)
@@ -253,6 +256,7 @@ def _normed(flow: Flow, first: int) -> _Chain:
 
 
 def _normed_heads(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
+    """Fuse RMS norm, multiplication and RoPE of a head, and a store into a cache if there is one."""
     return _launch_heads(launches, flow, _normed(flow, first))
 
 

@@ -60,6 +60,7 @@ def _sorting(columns: int, unit: int, kept: int) -> Round:
 
 
 def _sort(launches: Launches, x: Operand, out: Operand, kept: int, *, descending: bool) -> None:
+    """Launch the passes that write the numbers of the first `kept` entries of each sorted row."""
     columns, rows = x.shape[-1], math.prod(x.shape[:-1])
     need(x.is_dense, "rows that are sorted are not dense")
     need(columns < 2**31, f"rows of {columns} entries are too long")

@@ -178,6 +178,7 @@ def _batches(leading: Sequence[int], operands: Operands) -> Iterator[Operands]:
 
 
 def _batch(x: Operand, count: int, step: int, skipped: int) -> Operand:
+    """Return one batch of an operand, with `count` entries along its leading axis, `step` elements apart."""
     t, skipped = x.tensor, x.dtype.bytes_of(skipped)
     tensor = replace(t, offset=t.offset + skipped, shape=(count, *t.shape[-3:]), strides=(step, *t.strides[-3:]))
     return replace(x, address=x.address + skipped, tensor=tensor)
@@ -189,6 +190,7 @@ def _view(x: Operand | None) -> list[Word]:
 
 
 def _steps(x: Operand) -> list[int]:
+    """Return the strides of an operand, 0 along axes with one entry."""
     return [0 if n == 1 else s for n, s in zip(x.shape, x.strides, strict=True)]
 
 
@@ -258,6 +260,7 @@ class _Attention:
         return [self.launches.scratch((count, s.width)), self.launches.scratch((count, 2))]
 
     def _combine(self, batch: Operands, words: list[Word], splits: int) -> None:
+        """Launch the combination of the splits, if there are several."""
         if splits > 1:
             count = batch[4].shape[0] * self.shape.tokens * self.shape.heads
             few = count < 2 * PROCESSORS
@@ -265,6 +268,7 @@ class _Attention:
             self.launches.add(kernel, (count, blocks(self.shape.width, 32) if few else 1), THREADS, words)
 
     def _few(self, operands: Operands, leading: Sequence[int]) -> None:
+        """Launch a variant for few rows, and combine the splits of the keys."""
         s = self.shape
         cells = operands[1].dtype
         fitting = [f for f in FEW if f.takes(s.size, s.width, cells)]
@@ -291,6 +295,11 @@ class _Attention:
             self._combine(batch, words, splits)
 
     def _tiles(self, kind: Tiled, operands: Operands, leading: Sequence[int]) -> None:
+        """Launch a tiled variant for many rows.
+
+        Before it, split float32 keys and values into halves, and find the tiles that the mask leaves visible. After it,
+        combine the splits of the keys.
+        """
         s, launches = self.shape, self.launches
         row_tiles, row_blocks, tiles = (
             blocks(*n) for n in ((s.rows, kind.seen_rows), (s.rows, kind.rows), (s.keys, kind.tile))

@@ -225,6 +225,7 @@ def _steps(w: Operand) -> list[Word]:
 
 
 def _kernel(dtype: DType, tile: Tile, terms: int) -> Kernel:
+    """Return the kernel for a dtype, a tile and a number of terms."""
     if tile == CLUSTERED:
         return BY_CLUSTERS[dtype][f"clustered<{TYPES[dtype]}, {terms}>"]
     if tile == GROUPED:

@@ -57,6 +57,7 @@ def _rwkv_wkv7(launches: Launches, call: Bound) -> None:
 def _by_value(
     launches: Launches, call: Bound, x: Operand, walked: list[Word], a: Operand | None, run: int, keys: int, rates: int
 ) -> None:
+    """Launch a recurrence with a warp for each value row of the state."""
     *leading, tokens, heads, values = x.shape
     carried = carry(launches, call, prod(leading), tokens, operand=5 if a is not None else 6)
     words = [*walked, *rows(call.out), 0 if a is None else a, *carried.begin, *carried.kept(), *carried.faults]
@@ -79,6 +80,7 @@ def _gated_linear_attn(launches: Launches, call: Bound) -> None:
 def _by_key(
     launches: Launches, call: Bound, walked: list[Operand], state: Operand, bonus: Operand | None, scale: float
 ) -> None:
+    """Launch a recurrence with a lane for each value column of the state."""
     new, v = call.dst[1], walked[1]
     need(is_dense(state) and is_dense(new), "states have to be dense")
     *leading, tokens, heads, values = v.shape
