@@ -1,1 +1,1 @@
-"""Kernels in CUDA C++: on CUDA devices through CuPy, and on any processor through an emulation for tests."""
+"""Backends with CUDA C++ kernels: on CUDA devices through CuPy, and on any processor through an emulator for tests."""

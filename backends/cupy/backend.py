@@ -1,4 +1,4 @@
-"""The backend over CUDA devices, real or emulated: programs become launches, made once and replayed."""
+"""The backend for CUDA devices, real or emulated: it binds programs to launches once and replays them."""
 
 from __future__ import annotations
 
@@ -44,19 +44,18 @@ from .kernels.products.packed import expanded
 
 HALVES = (DType.F16, DType.BF16)
 PRODUCTS = frozenset(("mul_mat", "mul_mat_id"))
-"""Ops whose activations are rounded: where the weight is packed, to 8 bits in blocks of 32; where it is kept in 16 bits
-and tokens are many, to two terms of bfloat16."""
+"""Ops that round activations: with packed weights to int8 per 32 columns, else for many tokens to bfloat16 terms."""
 FIXED = ("weight", "constant")
-"""Leaves that `load` fills."""
+"""Kinds of leaves that `load` fills."""
 FAULT = Tensor(0, 0, (2,), (1,), DType.I64)
-"""Of which instruction a kernel met an illegal number, and that number."""
+"""The device record of a fault: the 1-based number of the fault message (0: no fault), and the illegal number."""
 NumberedCall = tuple[int, Callable[[], object]]
-"""What is called for an instruction and perhaps others after it, and the number of that instruction."""
+"""A function that runs one or more instructions, and the number of the first of them."""
 
 
-@lru_cache(maxsize=1 << 14)  # a plan asks again for every layer and device
+@lru_cache(maxsize=1 << 14)  # a plan repeats the question for every layer and device
 def _stored(spec: Spec, kind: str, is_exact: bool) -> Spec:
-    """How a value is kept in memory; weights as float32 where nothing that meets them may be rounded."""
+    """Infer the spec in device memory. Weights are float32 in an exact backend, which rounds nothing."""
     matrix = kind in FIXED and len(spec.shape) >= 2 and not is_exact
     if matrix and spec.dtype in PACKINGS:
         return padded(spec)
@@ -67,17 +66,17 @@ def _stored(spec: Spec, kind: str, is_exact: bool) -> Spec:
 
 @lru_cache(maxsize=1 << 14)
 def _known(shape: tuple[int, ...], base: Spec, kind: str, is_base: bool, is_exact: bool) -> Known:
-    """An operand of this shape that shows a leaf or a value."""
+    """Return an operand without an address, with this shape, that is a view of a leaf or value of spec `base`."""
     stored = _stored(base, kind, is_exact)
     own = kind in ("weight", "state", "constant")
     return Known(Spec(shape, stored.dtype), base if own else None, stored if own else None, is_base)
 
 
 class DriverBackend:
-    """Runs programs on the devices of a driver.
+    """A backend that runs programs on the devices of a driver.
 
-    Values are float32 (integers as declared); weights that are matrices keep their type where kernels read it, and so
-    do states that are rows of 16-bit numbers.  A backend that is exact keeps weights as float32, too.
+    Values are float32 or integers. Weight matrices, and states that are rows of 16-bit numbers, keep dtypes that
+    kernels read. An exact backend (`is_exact`) stores weights as float32, too.
     """
 
     name: str
@@ -103,8 +102,6 @@ class DriverBackend:
     def device(self, index: int) -> Device:
         return self.driver.device(index)
 
-    # ------------------------------------------------------------------------------------------ what can be run
-
     def supports(self, node: Node, on: Device) -> Support:
         if node.op in COLLECTIVES:
             return Support(True)
@@ -115,14 +112,14 @@ class DriverBackend:
         return Support(True)
 
     def scratch(self, node: Node) -> int:
-        """Enough for each of the devices that are there, though they may take other kernels."""
+        """Return scratch bytes that are enough on each present device. Devices may choose different kernels."""
         if node.op in COLLECTIVES:
             return 0
         if not self._limits:
             self._limits = frozenset(map(self.driver.limits, self.driver.devices()))
         rooms = []
         for limits in self._limits:
-            with suppress(NoKernelError):  # it runs on others
+            with suppress(NoKernelError):  # the node may run on other devices
                 rooms.append(self._tried(node, limits))
         return max(rooms) if rooms else self._tried(node, MOST)
 
@@ -136,13 +133,13 @@ class DriverBackend:
         return True
 
     def _tried(self, node: Node, limits: Limits, strided: int | None = None) -> int:
-        """Bind a node to no memory at all; the bytes of scratch that it asks for.  Raises `NoKernelError`."""
+        """Bind a node at placeholder addresses and return its scratch bytes, or raise `NoKernelError`."""
         src, attrs = tuple(map(self._operand, node.src)), tuple(node.attrs.items())
         results = tuple(self.stored(value.spec, find_storage_kind(value)) for value in node.results)
         return tried(node.op, src, results, attrs, limits, strided)
 
     def _operand(self, value: Value | None) -> Known | None:
-        """What is known of an operand before it has an address."""
+        """Return an operand that has no address yet."""
         if value is None:
             return None
         base = value
@@ -154,7 +151,7 @@ class DriverBackend:
         return _stored(spec, kind, self.is_exact)
 
     def tolerance(self, node: Node) -> float | None:
-        """The relative error of what is rounded on its way; None for arithmetic in float32."""
+        """Return the relative error of intermediate rounding, or `None` for float32 arithmetic."""
         is_exact = node.attrs.get("exact") is not False
         if node.op in PRODUCTS and self.is_exact:
             return None
@@ -166,8 +163,6 @@ class DriverBackend:
             q, k, v = (known.spec for value in node.inputs[:3] if (known := self._operand(value)) is not None)
             return attention.rounding(q.shape, k, v)
         return None
-
-    # ---------------------------------------------------------------------------------------------------- memory
 
     def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> Any:
         return self.driver.alloc(nbytes, on)
@@ -191,8 +186,6 @@ class DriverBackend:
     def writer(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
         return self.driver.writer(buffers, tensors)
 
-    # --------------------------------------------------------------------------------------------------- programs
-
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:
         return Replay(program, buffers, on, comm, self.driver, self._memberships)
 
@@ -203,24 +196,22 @@ class DriverBackend:
         return gathered(program, self.driver.limits(on))
 
     def overlaps(self, devices: Sequence[Device]) -> bool:
-        """Of one device whether it can, of several whether they do: not where they meet through memory of the host."""
+        """Return whether launches run during collectives. One device: if it can. Several: not through host memory."""
         return self.driver.overlaps and (
             len(devices) == 1 or choose_transport(devices, self.driver).launches_collectives
         )
 
     def meeting(self, devices: Sequence[Device]) -> str:
-        """How `devices` of this backend meet, and why so."""
+        """Describe the transport between `devices` of this backend, and the reason for its choice."""
         return choose_transport(devices, self.driver).description
 
 
 class Replay:
-    """A program ready to run: recorded launches, and meetings with other devices, in order.
+    """A bound program: recorded launches and collectives with other devices, in order.
 
-    Devices that reach each other's memory, or that a library joins, meet within the launches.  Others meet through
-    memory of the host, and launches between two meetings are recorded together.
-
-    A kernel that meets an illegal number, or waits for a device in vain, notes it and goes on; the run then fails after
-    its last instruction, so that everything it did can be taken back.
+    With peer access or a collective library, collectives are launches. Otherwise they use host memory, and the launches
+    between two of them are recorded together. A kernel that reads an illegal number, or waits too long, records a fault
+    and continues. The run then fails after its last instruction, so that the rollback can undo all of it.
     """
 
     def __init__(
@@ -234,7 +225,7 @@ class Replay:
     ) -> None:
         self.program, self.on, self.driver = program, on, driver
         self._buffers, self._comm = buffers, comm
-        self._memory: list[Any] = list(buffers)  # launches know addresses only
+        self._memory: list[Any] = list(buffers)  # launches hold addresses, no references
         self._constants: dict[bytes, int] = {}
         self._fault = self._keep(np.zeros(FAULT.shape, np.int64))
         self._read_fault = driver.reader([self._fault], [FAULT])
@@ -268,7 +259,7 @@ class Replay:
         self._meetings.exchange_addresses([part.bound for part in self._parts if isinstance(part, Met)], self._record)
 
     def _record(self) -> None:
-        """Launches up to where devices meet through memory of the host are recorded together."""
+        """Record launches up to each collective in host memory as one unit."""
         self._calls, self._launched, self._alone = [], {}, {}
         del self._bound.faults[self._own_faults :]
         self._meetings.begin(self._bound)
@@ -285,7 +276,7 @@ class Replay:
         self._close()
 
     def _meet(self, met: Met, meanwhile: Sequence[Single]) -> None:
-        """Append a collective, and what may run beside it: behind it, if devices meet through memory of the host."""
+        """Add a collective and the launches that overlap with it, or follow it if it uses host memory."""
         self._bound.number = met.number
         if not self._meetings.launch(self._bound, met.bound):
             self._close()
@@ -297,20 +288,19 @@ class Replay:
         self._run(self._read_fault)
 
     def giving(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
-        """What was noted of faults comes with them, so that the host waits for a run once."""
+        """Return a runner that reads outputs and the fault record together, so that the host waits once per run."""
         fault = replace(FAULT, buffer=len(self._buffers))
         read = self.driver.reader([*self._buffers, self._fault], [fault, *tensors])
         return lambda: self._run(read)[1:]
 
     def _run(self, read: Callable[[], Sequence[Array]]) -> Sequence[Array]:
-        """Run once and `read`, which waits for it: what was noted of faults, then what somebody wants.  Raises
-        `StepError`."""
+        """Run once and return the result of `read`, which waits: the fault record, then outputs. Raises `StepError`."""
         try:
             self._meetings.check()
             self._meetings.count_run()
             if not self._meetings.is_ready and self.program.instructions:
                 run_calls(self.program, self.on, [(0, self._meet_first)])
-            elif not self._meetings.is_ready:  # others still ask where its memory is
+            elif not self._meetings.is_ready:  # other devices still need the addresses of this one
                 self._meet_first()
             run_calls(self.program, self.on, map(self._as_asked, self._calls))
             if self._calls and self._meetings.may_hang:
@@ -320,7 +310,7 @@ class Replay:
         except StepError as error:
             self._forget()
             if (why := error.__cause__) is not None and not isinstance(why, Exception):
-                raise why from None  # an interrupt: nobody knows how much of what was launched has run
+                raise why from None  # an interrupt: the number of finished launches is unknown
             if isinstance(why, DeviceLostError):
                 raise self._lost(why) from why
             if not isinstance(why, LaunchError):
@@ -334,18 +324,18 @@ class Replay:
         return given
 
     def _lost(self, why: DeviceLostError) -> StepError:
-        """Of a run that waited in vain: everything in it ended, with results of nothing."""
-        self._calls, self._launched, self._alone = [], {}, {}  # graphs go before the communicator that they use
+        """Return the error of a run that waited for a lost device. Its instructions ended, with undefined results."""
+        self._calls, self._launched, self._alone = [], {}, {}  # delete graphs before their communicator
         self._forget()
         (node,) = (p.instruction.node for p in self._parts if isinstance(p, Met) and p.sequence == why.sequence)
         return StepError(node, str(self.on), len(self.program.instructions), str(why))
 
     def kernels(self) -> list[str]:
-        """The kernels that a run launches, in order, and the ops for which devices meet."""
+        """Return the kernels that a run launches, in order. A collective appears as its op name."""
         return [part.instruction.op if isinstance(part, Met) else _name(part) for part in self._parts]
 
     def measured(self) -> list[Timed]:
-        """Run once, launch by launch; when each was, or each op for which devices met through memory of the host."""
+        """Run once, launch by launch, and return the times of launches and of collectives in host memory."""
         times: list[Timed] = []
         plain, self._as_asked = self._as_asked, partial(self._timed, times)
         try:
@@ -355,7 +345,7 @@ class Replay:
         return times
 
     def _timed(self, times: list[Timed], call: NumberedCall) -> NumberedCall:
-        """The call, which adds what it takes to `times`."""
+        """Return the call with a timer that appends to `times`."""
         number, run = call
 
         def meeting() -> None:
@@ -374,19 +364,19 @@ class Replay:
         return number, partial(steps, self._launched[run]) if run in self._launched else meeting
 
     def _forget(self) -> None:
-        """Forget the fault that a kernel may have noted, once everything that was launched has run."""
+        """Clear the fault record, after all launches have run."""
         self._read_fault()
         self.driver.view(self._fault, FAULT)[...] = np.zeros(FAULT.shape, np.int64)
 
     def _fault_of(self, noted: Array) -> tuple[int, str]:
-        """The instruction and the words of the first fault that a kernel noted, which is forgotten."""
+        """Return the instruction number and the message of the first recorded fault, and clear the record."""
         self._forget()
         which, value = noted.tolist()
         number, text = self._bound.faults[which - 1]
         return number, text.format(value=value)
 
     def _keep(self, array: Array) -> Any:
-        """Memory of the device that holds `array`, as long as this program lives."""
+        """Copy `array` to device memory that exists as long as this program."""
         data = np.ascontiguousarray(array).reshape(-1).view(np.int8)
         buffer = self.driver.alloc(data.nbytes, self.on)
         self.driver.view(buffer, Tensor(-1, 0, data.shape, (1,), DType.I8))[...] = data
@@ -394,14 +384,14 @@ class Replay:
         return buffer
 
     def _keep_at(self, array: Array) -> int:
-        """The address of a constant, of which there is one however many instructions have it."""
+        """Return the device address of a constant. Equal constants share one address."""
         key = array.tobytes()
         if key not in self._constants:
             self._constants[key] = self.driver.address(self._keep(array))
         return self._constants[key]
 
     def _close(self) -> None:
-        """Record what was bound since the last meeting."""
+        """Record the steps that were bound since the last collective in host memory."""
         if steps := [*self._steps, *self._bound.taken_out()]:
             self._calls.append((steps[0].number, run := self.driver.record(steps, self.on)))
             self._launched[run] = one_by_one(steps)
@@ -412,7 +402,7 @@ class Replay:
         return Operand(self.driver.address(self._buffers[t.buffer]) + t.offset, t, spec.declared, spec.stored)
 
     def _plain(self, t: Tensor) -> Any:
-        """The array of a tensor; of a packed weight one of float32, made anew by launches."""
+        """Return the array of a tensor. Launches dequantise a packed weight to float32 on each run."""
         if not t.dtype.is_quantised:
             return self.driver.view(self._buffers[t.buffer], t)
         weight = self._operand(t)
@@ -424,7 +414,7 @@ class Replay:
         return self.driver.view(room, replace(made.tensor, offset=made.address - bound.scratch_at))
 
     def _meeting(self, i: Instruction) -> list[Callable[[], object]]:
-        """A collective through host memory: what goes out is copied there, what comes in from there."""
+        """Bind a collective in host memory: copy operands to the host, run it there, and copy results back."""
         src: list[Any] = [None if t is None else self._plain(t) for t in i.src]
         self._close()
         dst = [self.driver.view(self._buffers[t.buffer], t) for t in i.dst]
@@ -441,5 +431,5 @@ def _name(step: Single) -> str:
 
 
 def _on_host(view: Any) -> Array:
-    """An array of host memory: the view itself, or a copy of it."""
+    """Return host memory for a view: the view itself, or a copy."""
     return view if isinstance(view, np.ndarray) else np.array(view)

@@ -1,4 +1,4 @@
-"""The driver of CUDA devices: memory, graphs and modules through CuPy, which is imported when it is used."""
+"""The driver of CUDA devices: memory, CUDA graphs and modules through CuPy, which is imported at first use."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from .predicted_speeds import load_predicted_speeds
 
 INSTALL = "pip install hocket[cuda13] (or hocket[cuda12], for drivers before 580)"
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-"""Number of that CUfunction_attribute."""
+"""The number of this CUfunction_attribute."""
 PEER_ACCESS_ALREADY_ENABLED, NOT_READY, PORTABLE_AND_MAPPED = 704, 600, 3
-"""Of the CUDA runtime: an error, the state of a stream, and flags of cudaHostRegister."""
+"""Numbers of the CUDA runtime: an error code, a stream status, and flags of cudaHostRegister."""
 FIRST = -1
-"""Priority of a stream whose blocks begin before those of others, which have 0."""
+"""Stream priority. Blocks of such a stream begin before blocks of streams with priority 0."""
 SPECIFIC = frozenset(("90", "100", "103", "120"))
-"""Compute capabilities whose own instructions need an architecture with the letter a."""
+"""Compute capabilities that compile for an architecture with suffix "a", which has additional instructions."""
 
 
 def _cupy() -> Any:
@@ -65,7 +65,7 @@ def _nccl() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of a device, and how the host reaches it."""
+    """A device buffer and the transfers between it and the host."""
 
     array: Any
     staging: Staging
@@ -74,15 +74,15 @@ class Memory:
 class CudaDriver:
     """The CUDA devices of this machine.
 
-    Launches and copies of a device, or of a part of one, go through one stream, so that they keep their order.
-    `begins_early`: launches of a graph begin while the ones before them run, where the device and its driver can do so.
+    All launches and copies of a device, or of a device part, use one stream and keep their order. With `begins_early`,
+    launches in a CUDA graph begin while the previous launch runs, if the device and its driver support that.
     """
 
     kind = "cuda"
     install = INSTALL
     library_name = "NCCL"
     is_hip, overlaps = False, True
-    """Whether CuPy is built for the devices of AMD, and whether what is beside a collective runs at the same time."""
+    """`is_hip`: CuPy is built for AMD devices. `overlaps`: launches can run during a collective."""
 
     def __init__(self, begins_early: bool = True) -> None:
         self.begins_early = begins_early
@@ -91,7 +91,7 @@ class CudaDriver:
 
     @property
     def cupy(self) -> Any:
-        """CuPy for these devices.  Raises `BackendError`."""
+        """CuPy for these devices. Raises `BackendError`."""
         try:
             cupy = _cupy()
         except ImportError as why:
@@ -105,7 +105,7 @@ class CudaDriver:
         return tuple(map(self.device, range(self._count())))
 
     def _count(self) -> int:
-        """How many devices there are.  Raises `BackendError` if none can be used."""
+        """Return the number of devices. Raises `BackendError` if no device is usable."""
         runtime = self.cupy.cuda.runtime
         try:
             return int(runtime.getDeviceCount())
@@ -121,7 +121,7 @@ class CudaDriver:
         return Device(self.kind, index, int(about["totalGlobalMem"]), about["name"].decode())
 
     def about(self, index: int) -> Mapping[str, Any]:
-        """What a device says of itself."""
+        """Read the properties of a device."""
         with told(self.cupy, f"{self.kind}:{index}", "say what it is"):
             properties: Mapping[str, Any] = self.cupy.cuda.runtime.getDeviceProperties(index)
         return properties
@@ -151,7 +151,7 @@ class CudaDriver:
 
     def _staging(self, on: Device) -> Staging:
         if str(on) not in self._staged:
-            self._staged.setdefault(str(on), Staging(self.cupy, self.kind, on.index))  # of two threads' one stays
+            self._staged.setdefault(str(on), Staging(self.cupy, self.kind, on.index))  # one thread wins the race
         return self._staged[str(on)]
 
     def address(self, buffer: Memory) -> int:
@@ -186,10 +186,11 @@ class CudaDriver:
         return views[0].staging.reader([view.array for view in views]) if views else list
 
     def are_peers(self, devices: Sequence[Device]) -> bool:
-        """Device memory is from cudaMalloc, which peer access opens to a device as a whole.
+        """Return whether each device can access the memory of the others; enable that access.
 
-        Parts of one device are none, though they share its memory: a kernel that waits for another of the same device
-        may keep it from starting, as streams share queues and some launches want the device to be idle.
+        Buffers come from cudaMalloc, so peer access covers all memory of a device. Parts of one device are not peers. A
+        kernel that waits for another part may block that part's launch, because streams share queues and some launches
+        need an idle device.
         """
         if has_parts(devices):
             return False
@@ -201,7 +202,7 @@ class CudaDriver:
             with cupy.cuda.Device(own):
                 try:
                     runtime.deviceEnablePeerAccess(other)
-                except runtime.CUDARuntimeError as why:  # CuPy clears the last error before it raises
+                except runtime.CUDARuntimeError as why:  # CuPy has cleared the last error already
                     if why.status != PEER_ACCESS_ALREADY_ENABLED:
                         raise BackendError(f"cuda:{own} cannot reach memory of cuda:{other}: {why}") from None
         return True
@@ -212,7 +213,7 @@ class CudaDriver:
         return nccl(self.cupy, _nccl, self.library_name)
 
     def share(self, board: Array, is_first: bool) -> int:
-        """The board is pinned by the first device, for all of them and for as long as it lives."""
+        """Return the device address of the signal pad. The first device pins it for all, while it exists."""
         runtime, address = self.cupy.cuda.runtime, int(board.ctypes.data)
         with told(self.cupy, f"{self.kind} devices", "share memory of the host"):
             if is_first:
@@ -239,7 +240,10 @@ class CudaDriver:
         return Recorded(run, tuple(step.ring for step in one_by_one(steps) if isinstance(step, Exchange)))
 
     def _replay(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
-        """All but a single launch becomes a CUDA graph; exchanges do so on all devices, or on none, as NCCL asks."""
+        """Return a function that replays the steps: one launch directly, several as a CUDA graph.
+
+        NCCL needs exchanges in graphs on all devices or on none.
+        """
         stream = self.stream(on)
         if len(steps) == 1 and isinstance(steps[0], Launch):
             return self._call(steps[0], on, stream)
@@ -254,20 +258,20 @@ class CudaDriver:
                 for call in calls:
                     call()
             except BaseException:
-                with suppress(cuda.runtime.CUDARuntimeError):  # as the side may not have come back
-                    capturing.end_capture()  # or streams and threads go on as if what they do were captured
+                with suppress(cuda.runtime.CUDARuntimeError):  # the side stream may not be joined yet
+                    capturing.end_capture()  # otherwise this thread stays in capture mode
                 raise
             return partial(capturing.end_capture().launch, stream)
 
     def _calls(
         self, steps: Sequence[Step], on: Device, stream: Any, side: Any, may_be_early: bool
     ) -> Iterator[Callable[[], None]]:
-        """Steps into a stream, of those beside each other the collective into the one at its `side`.
+        """Yield calls that put steps into a stream. Overlapped collectives go into the stream `side`.
 
-        What waits there for another device is one block.  It keeps its place on a multiprocessor while it waits, and
-        launches beside it share the other places: they wait for no collective, so they end and make room on all
-        devices, and everybody comes.  Its priority lets it begin before the blocks that a large launch has not begun
-        yet.  No launch of a collective begins early there, as its blocks would keep places to wait in.
+        A collective that waits for another device is one block. It occupies a multiprocessor slot while it waits;
+        overlapped launches use the other slots. These launches wait for no collective, so they end on all devices and
+        each device arrives. The high priority lets the collective start before pending blocks of a large launch. No
+        launch of such a collective begins early, because its blocks would occupy slots while they wait.
         """
         for step, is_early in zip(steps, early(steps), strict=True):
             if not isinstance(step, Beside):
@@ -282,11 +286,11 @@ class CudaDriver:
             yield partial(stream.wait_event, join)
 
     def stream(self, on: Device) -> Any:
-        """The stream that launches and copies go to."""
+        """Return the stream of launches and copies."""
         return self._staging(on).stream
 
     def _call(self, step: Single, on: Device, stream: Any, is_early: bool = False) -> Callable[[], None]:
-        """One step into a stream, where it may begin early; the words of a launch are copied when it is made."""
+        """Return a call that puts one step into a stream. The words of a launch are copied now."""
         if isinstance(step, Exchange):
             return partial(step.ring.transfer, step.transfers, stream.ptr)
         driver, launch, function = self.cupy.cuda.driver, step, self._function(step.kernel, on.index)
@@ -312,20 +316,24 @@ class CudaDriver:
         return module.get_function(lowered[kernel.name])
 
     def _allow(self, function: Any, shared_bytes: int) -> None:
-        """Let launches of a kernel size so much shared memory."""
+        """Allow launches of a kernel with this number of shared-memory bytes."""
         if shared_bytes > EVERYWHERE:
             self.cupy.cuda.driver.funcSetAttribute(function.ptr, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
 
     def compiled(self, source: Source, index: int) -> tuple[bytes, Mapping[str, str]]:
-        """The code of a source for a device, and what its kernels are called there.  Raises `BackendError`."""
+        """Compile a source for a device, or raise `BackendError`.
+
+        Returns:
+            The machine code, and the mangled name of each kernel.
+        """
         capability = self._capability(index)
         return cubin(source, f"sm_{capability}{'a' if capability in SPECIFIC else ''}")
 
     def is_done(self, on: Device) -> bool:
-        return int(self.cupy.cuda.runtime.streamQuery(self.stream(on).ptr)) != NOT_READY  # but done, or failed
+        return int(self.cupy.cuda.runtime.streamQuery(self.stream(on).ptr)) != NOT_READY  # done, or failed
 
     def timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
-        """By events between them in the stream."""
+        """Run and time `runs` with events between them in the stream, in seconds."""
         events, stream = self.cupy.cuda, self.stream(on)
         with told(self.cupy, on, "time launches"), events.Device(on.index):
             marks = [events.Event() for _ in range(len(runs) + 1)]
@@ -342,13 +350,16 @@ class CudaDriver:
 
 
 def _assign(views: Mapping[int, DeviceArray], arrays: Sequence[Array]) -> None:
-    """To each view the array of its number."""
+    """Write to each view the array of the same number."""
     for number, view in views.items():
         view[...] = arrays[number]
 
 
 class Recorded:
-    """A graph and the communicators in it, which wait for ever in their end if the graph is still there."""
+    """A CUDA graph and its communicators.
+
+    The graph is deleted first, because a communicator waits forever at its end while a graph uses it.
+    """
 
     def __init__(self, run: Callable[[], None], rings: tuple[Ring, ...]) -> None:
         self.run: Callable[[], None] | None = run
@@ -364,7 +375,7 @@ class Recorded:
 
 @once
 def _module(driver: CudaDriver, source: Source, index: int) -> tuple[Any, Mapping[str, str]]:
-    """The code of a source on a device, and what its kernels are called there."""
+    """Load the code of a source on a device; return the module and the mangled kernel names."""
     cupy = driver.cupy
     with cupy.cuda.Device(index):
         image, lowered = driver.compiled(source, index)
@@ -374,7 +385,7 @@ def _module(driver: CudaDriver, source: Source, index: int) -> tuple[Any, Mappin
 
 
 class Absent(CudaDriver):
-    """Devices that need not be there, as far as plans ask for them."""
+    """A driver of devices that may be absent. It answers only the questions of plans."""
 
     def __init__(self, of: type[CudaDriver], limits: Limits) -> None:
         super().__init__()
@@ -388,23 +399,23 @@ class Absent(CudaDriver):
 
 
 class AbsentBackend(DriverBackend):
-    """What plans ask of devices that need not be there."""
+    """A backend for plans over devices that may be absent."""
 
     def overlaps(self, devices: Sequence[Device]) -> bool:
-        """They are taken to reach each other's memory, or to have a library."""
+        """Assume peer access or a collective library between the devices."""
         return self.driver.overlaps
 
 
 class CudaBackend(DriverBackend):
-    """Runs on CUDA devices as ``cuda:0``, ``cuda:1``, ..."""
+    """Runs on CUDA devices as ``cuda:0``, ``cuda:1`` and so on."""
 
     def __init__(self) -> None:
         super().__init__(CudaDriver())
 
     def absent(self, model: str) -> DriverBackend:
-        """What plans ask of devices that need not be there; `model` is their compute capability, as ``90``."""
+        """Return a backend for plans over devices of compute capability `model`, such as ``90``, that may be absent."""
         return AbsentBackend(Absent(CudaDriver, limits_of(model)))
 
     def predicted(self, kind: str) -> Predicted | None:
-        """What kernels reach on such a GPU, by a model of its time."""
+        """Return the speeds that a GPU time model predicts for kernels on this kind of GPU."""
         return load_predicted_speeds().get(kind)

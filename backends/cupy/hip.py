@@ -1,4 +1,4 @@
-"""Devices of AMD, through CuPy for ROCm: the same calls as for CUDA, kernels compiled by hiprtc, meetings with RCCL."""
+"""The driver of AMD devices through CuPy for ROCm: hiprtc compiles the CUDA kernels, RCCL runs collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNPROVEN = "has not run on a real device yet"
 
 
 class HipDriver(CudaDriver):
-    """The devices of AMD in this machine."""
+    """The AMD devices of this machine."""
 
     kind = "hip"
     install = f"pip install hocket[rocm], beside ROCm 7; {UNPROVEN}"
@@ -35,11 +35,11 @@ class HipDriver(CudaDriver):
         return Limits(int(self.about(index)["sharedMemPerBlock"]))
 
     def are_peers(self, devices: Sequence[Device]) -> bool:
-        """Memory of hipMalloc, which other devices reach, is the same for all of them between kernels only."""
+        """Return `False`: memory from hipMalloc is coherent between devices only between kernels."""
         return False
 
     def _replay(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
-        """One after the other: CuPy captures no graphs of these devices."""
+        """Return a function that runs the steps one after the other: CuPy captures no graphs on AMD devices."""
         calls = [self._call(step, on, self.stream(on)) for step in one_by_one(steps)]
 
         def replay() -> None:
@@ -49,7 +49,7 @@ class HipDriver(CudaDriver):
         return replay
 
     def _allow(self, function: Any, shared_bytes: int) -> None:
-        """A launch may size all that there is; HIP has no such attribute."""
+        """Do nothing: a launch can use all shared memory, and HIP has no such attribute."""
 
     def compiled(self, source: Source, index: int) -> tuple[bytes, Mapping[str, str]]:
         arch = self.about(index)["gcnArchName"].decode()
@@ -61,15 +61,15 @@ class HipDriver(CudaDriver):
 
 
 class HipBackend(DriverBackend):
-    """Runs on devices of AMD as ``hip:0``, ``hip:1``, ..."""
+    """Runs on AMD devices as ``hip:0``, ``hip:1`` and so on."""
 
     def __init__(self) -> None:
         super().__init__(HipDriver())
 
     def absent(self, model: str) -> DriverBackend:
-        """What plans ask of devices that need not be there, of an architecture such as ``gfx942``."""
+        """Return a backend for plans over devices of architecture `model`, such as ``gfx942``, that may be absent."""
         return AbsentBackend(Absent(HipDriver, OF_HIP))
 
     def predicted(self, kind: str) -> Predicted | None:
-        """Nothing: there is no model of the time of these GPUs."""
+        """Return `None`: there is no time model of these GPUs."""
         return None

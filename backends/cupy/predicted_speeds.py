@@ -1,4 +1,4 @@
-"""The table of predicted speeds of kernels on GPUs, which ``python benchmarks/predict_gpu.py`` writes."""
+"""Reads the predicted kernel speeds of GPUs, which ``python benchmarks/predict_gpu.py`` writes."""
 
 from __future__ import annotations
 

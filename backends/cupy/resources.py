@@ -1,9 +1,9 @@
-"""What every kernel takes of a device, and what its machine code does: ``python -m hocket.backends.cupy.resources``
-writes it anew with NVRTC and nvdisasm.
+"""Compiles all kernels and stores their device resources and machine-code statistics in ``resources.json``.
 
-The file ``resources.json`` beside this one has a line for each source, the digest of what was compiled for every
-architecture, and one for each kernel with a `Row` for each architecture: a change that makes one worse shows in the
-diff.  No kernel spills registers, and none waits for products where its source does not.
+``python -m hocket.backends.cupy.resources`` updates the file with NVRTC and nvdisasm. The file has a digest for each
+source over all architectures, and a line for each kernel with a `ResourceRow` for each architecture. So the diff shows
+a change that makes a kernel worse. No kernel spills registers. No kernel has warpgroup waits that its source does not
+have.
 """
 
 from __future__ import annotations
@@ -27,14 +27,20 @@ from .table import SOURCES
 ARCHITECTURES = tuple(MULTIPROCESSORS)
 FILE = Path(__file__).with_suffix(".json")
 USUAL = 256
-"""Threads of most blocks that are launched of kernels without bounds."""
+"""Threads of a typical block of a kernel without launch bounds."""
 
 
 class Row(NamedTuple):
-    """Of a kernel for one architecture: registers of a thread, declared bytes of shared memory, instructions in all, in
-    its longest loop that has no other in it, and of tensor cores; how many instructions load how many bits of
-    global memory for a thread; the threads that a block may have; and the warps that a multiprocessor holds at once in
-    blocks of so many, or of `USUAL` threads where the source sets no bounds, if a launch sizes no shared memory."""
+    """Resources and machine code of a kernel on one architecture.
+
+    - `registers`: 32-bit registers of a thread.
+    - `shared_bytes`: declared bytes of shared memory.
+    - `instructions`, `loop`, `products`: the number of instructions in all, in the longest inner loop, on tensor cores.
+    - `loads`: the number of global loads, by the bits that one loads for a thread.
+    - `threads`: the largest block.
+    - `warps`: resident warps of a multiprocessor, with blocks of `threads` (without bounds: `DEFAULT_BLOCK_THREADS`)
+      and without dynamic shared memory.
+    """
 
     registers: int
     shared: int
@@ -48,14 +54,14 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows by ``file: kernel``, then by architecture; and digests of the sources that were compiled."""
+    """Rows by ``file: kernel`` and architecture, and the digests of the compiled sources."""
 
     kernels: Mapping[str, Mapping[str, Row]]
     digests: Sequence[str]
 
 
 def recorded() -> Table:
-    """The table as it was last written."""
+    """Read the stored table."""
     document = json.loads(FILE.read_text("utf-8"))
     rows = document["kernels"].items()
     kernels = {name: {arch: Row(*row) for arch, row in archs.items()} for name, archs in rows}
@@ -63,25 +69,28 @@ def recorded() -> Table:
 
 
 def digest(source: Source) -> str:
-    """Changes with everything of ours that decides the code of a source."""
+    """Return a digest of all project inputs that determine the code of a source."""
     parts = (source.text, *source.names, *OPTIONS, *source.architectures)
     return f"{source.file} {hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
 
 
 def architectures(source: Source) -> tuple[str, ...]:
-    """Those that a source is compiled for."""
+    """Return the architectures for which a source is compiled."""
     return source.architectures or ARCHITECTURES
 
 
 def warps(takes: Resources, arch: str) -> int:
-    """Those that a multiprocessor holds at once."""
+    """Return the number of warps that are resident on a multiprocessor at once."""
     block = USUAL if takes.threads == MOST_THREADS else takes.threads
     return MULTIPROCESSORS[arch].holds(block, takes.registers, takes.shared) * block // 32
 
 
 def measured(source: Source, arch: str) -> dict[str, tuple[Row, int]]:
-    """The row of each kernel of a source, and the bytes of registers that it spills.  Raises `BackendError` if it does
-    not compile, or only with waits for products that it does not have."""
+    """Compile a source and return the row and the spilled bytes of each kernel.
+
+    Raises:
+        BackendError: The source does not compile, or the compiler adds waits for warpgroup products.
+    """
     cubin = compile(source, arch)
     if cubin.waits:
         raise BackendError(f"{source.file} for {arch}: {cubin.waits[0]}")
@@ -104,7 +113,7 @@ def measured(source: Source, arch: str) -> dict[str, tuple[Row, int]]:
 
 
 def write() -> None:
-    """Compile what has changed since the table was written, and keep what it takes, unless a kernel spills."""
+    """Compile the sources that changed and store their rows; fail if a kernel spills registers."""
     before = recorded()
     known = [source for source in SOURCES if digest(source) in before.digests]
     kept = {f"{source.file}: {name}" for source in known for name in source.names}

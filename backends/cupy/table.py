@@ -1,4 +1,4 @@
-"""Every family of kernels: how its ops are bound, and what has to be compiled."""
+"""Collects the kernel families: the binder of each op, the fusion binders, and the sources to compile."""
 
 from __future__ import annotations
 
@@ -49,18 +49,20 @@ FAMILIES: tuple[ModuleType, ...] = (
     attention,
     collective,
 )
-"""Modules that have ``BINDINGS``, how each op is bound, or ``FUSED``, how chains that begin with an op are; and
-``SOURCES``, all that they launch and no other module has."""
+"""Kernel families. Each module defines `SOURCES`, all sources that it alone launches.
+
+It also defines ``BINDINGS``, a binder for each op, or ``FUSED``, fusion binders by the op of the first instruction.
+"""
 
 
 BINDINGS: Mapping[str, Binding] = merged(*(getattr(family, "BINDINGS", {}) for family in FAMILIES))
 
 
 def binding(op: str) -> Binding | None:
-    """How an op is bound, one that brings its kernels with it included; None if there are none."""
+    """Return the binder of an op, or `None`. An op package may bring its own kernels."""
     return BINDINGS.get(op) or brought(op, "cuda")
 
 
 FUSED: Mapping[str, Sequence[Fused]] = merged_lists(*(getattr(family, "FUSED", {}) for family in FAMILIES))
-"""Tried in this order, before an instruction is bound by itself."""
+"""Fusion binders by the first op, in the order of trial. They are tried before the binder of a single instruction."""
 SOURCES: tuple[Source, ...] = tuple(source for family in FAMILIES for source in getattr(family, "SOURCES", ()))

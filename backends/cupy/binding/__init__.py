@@ -1,1 +1,1 @@
-"""How instructions become launches: words, chains, axes, packed weights."""
+"""Binds instructions to launches: launch words, fusions, iteration axes and packed weights."""

@@ -1,4 +1,8 @@
-"""How several operands are walked together: common axes, each with a step for every operand."""
+"""Iteration axes: the common axes of several operands, with a stride for each operand.
+
+Example: x [4, 8] plus y [8], both contiguous. The axes are (4, 8), with strides (8, 1) for x and (0, 1) for y. For two
+contiguous operands [4, 8] the two axes merge into one axis (32,) with strides (1,).
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,15 @@ from ...operands import Operand, need
 from .launches import Word
 
 MOST = 10
-"""Axes that kernels know: five, each of which may be split into tiles."""
+"""The most axes that kernels support: twice the five axes of a value, because tiles may split each axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Axes from the outermost; ``steps[k]`` are the strides of operand k along them, in elements, 0 where it is
-    repeated.  Axes that all operands walk alike are one."""
+    """Axes, outermost first, after merging.
+
+    ``operand_strides[k]`` are the strides of operand k in elements, 0 along a repeated axis.
+    """
 
     sizes: tuple[int, ...]
     steps: tuple[tuple[int, ...], ...]
@@ -29,11 +35,11 @@ class Axes:
 
     @property
     def words(self) -> list[Word]:
-        """The fields of a kernel's `Axes`."""
+        """The fields of `Axes` in a kernel's struct."""
         return [len(self.sizes), *_filled(self.sizes, 1)]
 
     def walk(self, k: int, operand: Operand) -> list[Word]:
-        """The fields of a kernel's `Walk` over operand k."""
+        """Return the fields of `Walk` in a kernel's struct for operand k."""
         return [operand, *_filled(self.steps[k], 0)]
 
 
@@ -42,7 +48,7 @@ def _filled(values: Sequence[int], rest: int) -> list[Word]:
 
 
 def axes_of(shape: Sequence[int], operands: Sequence[Operand]) -> Axes:
-    """The axes of `shape`, to which the operands are repeated: broadcast, or as tiles (index modulo size)."""
+    """Build the axes of `shape`. Operands are repeated to it: broadcast, or as tiles (index modulo size)."""
     axes: list[tuple[int, ...]] = []
     for axis, m in enumerate(reversed(shape)):
         own = [_axis(o, axis) for o in operands]
@@ -59,7 +65,7 @@ def axes_of(shape: Sequence[int], operands: Sequence[Operand]) -> Axes:
 
 
 def _axis(operand: Operand, axis: int) -> tuple[int, int]:
-    """Size and stride of an axis, counted from the last."""
+    """Return size and stride of an axis, counted from the last axis."""
     if axis >= len(operand.shape):
         return 1, 0
     return operand.shape[-1 - axis], operand.strides[-1 - axis]
@@ -79,19 +85,29 @@ def _merged(axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def row_heads(x: Operand) -> Operand:
-    """Where the rows of `x` begin: all axes but the last."""
+    """Return the start of each row of `x`, as an operand with all axes but the last."""
     return replace(x, tensor=replace(x.tensor, shape=x.shape[:-1], strides=x.strides[:-1]))
 
 
 def repeated_heads(x: Operand) -> Operand:
-    """Where the rows of `x` begin, for each entry of a row."""
+    """Return the start of each row of `x`, repeated for each entry of the row."""
     return replace(x, tensor=replace(x.tensor, shape=(*x.shape[:-1], 1), strides=(*x.strides[:-1], 0)))
 
 
 def expanded(shape: Sequence[int], operands: Sequence[Operand], divides: int) -> tuple[tuple[int, ...], list[Operand]]:
-    """`shape` and operands of as many axes (or fewer) with axes of shape cut in two where that of operand number
-    `divides` is a divisor: an outer axis along which it walks, and an inner one, neighbours that all have one of its
-    entries."""
+    """Split the axes of `shape` along which one operand is smaller by an integer factor.
+
+    Such an axis becomes an outer axis, along which that operand advances, and an inner axis, along which it is
+    repeated.
+
+    Args:
+        shape: Shape of the iteration.
+        operands: Operands with at most as many axes.
+        divides: The number of the smaller operand.
+
+    Returns:
+        The new shape, and the operands with split axes.
+    """
     ahead = len(shape) - len(operands[divides].shape)
     sizes = (1,) * ahead + operands[divides].shape
     cut = [i for i, (n, m) in enumerate(zip(sizes, shape, strict=True)) if n not in (1, m)]

@@ -1,4 +1,4 @@
-"""Instructions that one launch does together, bound through a `Flow`."""
+"""Binds fusions: several instructions that one launch computes, found through the dataflow."""
 
 from __future__ import annotations
 
@@ -13,14 +13,26 @@ from .launches import Launches
 log = logging.getLogger("hocket.kernels")
 
 Fused = Callable[[Launches, Flow, int], Sequence[int]]
-"""Appends the launches of the chain that begins with instruction `number`, and says which instructions that were.
-What only they read of each other is not written, so that they ask for no scratch.  Raises `NoKernelError` if it is no
-such chain, or one that the kernels cannot do."""
+"""A function that binds a fusion.
+
+It appends the launches of the fused pattern that begins with instruction `number`, and returns the fused instructions.
+It writes no values that only these instructions read, and allocates no scratch. It raises `NoKernelError` for another
+pattern, or without a suitable kernel.
+"""
 
 
 def fuse(flow: Flow, launches: Launches, fused: Mapping[str, Sequence[Fused]], number: int) -> Sequence[int]:
-    """Bind the longest chain that begins with this instruction, whose launches are appended; the instructions that now
-    run together, none if there is no chain."""
+    """Bind the largest fusion that begins with instruction `number`, and append its launches.
+
+    Args:
+        flow: The dataflow of the program. The fused instructions are grouped there.
+        launches: Receives the launches.
+        fused: Fusion binders by op.
+        number: The first instruction.
+
+    Returns:
+        The fused instructions; empty if no pattern matches.
+    """
     best: tuple[Sequence[int], list[Single]] = (), []
     for bind in fused.get(flow.call(number).op, ()):
         faults = len(launches.faults)

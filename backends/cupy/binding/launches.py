@@ -1,4 +1,4 @@
-"""Bindings of instructions to launches: what a family of kernels has to say, and what it may ask for."""
+"""The launch builder, which collects launches while a kernel family binds instructions."""
 
 from __future__ import annotations
 
@@ -17,19 +17,29 @@ from ..device.driver import ALONE, Kernel, Launch, Single, Span, Three
 from ..device.limits import EVERYWHERE, MOST, Limits
 
 Word = Operand | int | float
-"""A word of a launch by its Python type: an address, an i64, a double."""
+"""A word of a launch: an operand is its address, an `int` an i64, a `float` a double."""
 ALIGNMENT = 64
 DECLARED = 1024
-"""Bytes of shared memory that kernels whose launches size more than `EVERYWHERE` declare on top, at most."""
+"""The most shared-memory bytes that kernels declare in addition to a dynamic size above `DEFAULT_SHARED_BYTES`."""
 
 
 @dataclass(slots=True)
 class Launches:
-    """The launches of a program while they are bound.
+    """The launches of a program while it is bound.
 
-    `keep` puts an array into the memory of the device and gives its address; `scratch_at` is where the memory of the
-    current instruction begins; `limits` is what the device has, `processors` how many multiprocessors.  What a binding
-    asks for may depend on shapes, attributes and `limits` only, and launches nothing if it raises `NoKernelError`.
+    The launches, scratch bytes and constants of a binding depend only on shapes, attributes and `limits`. A binding
+    that raises `NoKernelError` adds no launch.
+
+    Args:
+        upload_array: Copies an array to device memory and returns its address.
+        scratch_address: Address of the scratch of the current instruction.
+        number: The current instruction.
+        scratch_bytes: Scratch bytes of the current instruction so far.
+        items: Launches and exchanges so far.
+        faults: Instruction and message of each fault.
+        fault_address: Address of the fault record.
+        limits: Resource limits of the device.
+        multiprocessor_count: Multiprocessors of the device.
     """
 
     keep: Callable[[npt.NDArray[Any]], int]
@@ -43,12 +53,12 @@ class Launches:
     processors: int = 1
 
     def taken_out(self) -> tuple[Single, ...]:
-        """What was appended since the last time."""
+        """Return the steps since the last call, and remove them."""
         items, self.items = tuple(self.items), []
         return items
 
     def fits(self, shared_bytes: int) -> bool:
-        """Whether a block may have so much shared memory on the device."""
+        """Return whether a block of the device can have this much dynamic shared memory."""
         return shared_bytes <= EVERYWHERE or shared_bytes + DECLARED <= self.limits.shared
 
     def add(
@@ -60,8 +70,19 @@ class Launches:
         shared_bytes: int = 0,
         cluster: Three = ALONE,
     ) -> None:
-        """Append a launch; nothing is launched where the grid is empty.  Raises `NoKernelError` where a block would
-        have more shared memory than the device has for one."""
+        """Append a launch. An empty grid adds nothing.
+
+        Args:
+            kernel: The kernel.
+            grid: Blocks, along up to three axes.
+            block: Threads of a block, along up to three axes.
+            words: The fields of the kernel's struct.
+            shared_bytes: Dynamic shared memory of a block.
+            cluster: Blocks of a cluster.
+
+        Raises:
+            NoKernelError: The device has less shared memory per block.
+        """
         need(
             self.fits(shared_bytes),
             f"{kernel} takes {shared_bytes} bytes of shared memory; a block has {self.limits.shared} here",
@@ -72,7 +93,7 @@ class Launches:
         self.items.append(Launch(kernel, shape, _three(block), shared_bytes, packed, spans, self.number, cluster))
 
     def _packed(self, words: Sequence[Word]) -> tuple[tuple[int, ...], tuple[Span, ...]]:
-        """Words as 64 bits each, and the bytes that those of them which are addresses stand for."""
+        """Return the words as 64-bit integers, and the byte ranges of words that are addresses."""
         packed, spans = [], []
         for i, word in enumerate(words):
             if isinstance(word, Operand):
@@ -85,25 +106,25 @@ class Launches:
         return tuple(packed), tuple(spans)
 
     def scratch(self, shape: Sequence[int], dtype: DType = DType.F32) -> Operand:
-        """Memory of this instruction alone, dense; it holds anything when the first launch begins."""
+        """Allocate contiguous scratch of the current instruction, with undefined contents."""
         operand = _dense(self.scratch_at + self.taken, shape, dtype, self.taken)
         self.taken += -(-operand.tensor.spec.nbytes // ALIGNMENT) * ALIGNMENT
         return operand
 
     def constant(self, array: npt.NDArray[Any]) -> Operand:
-        """An array that is put into the memory of the device once, dense."""
+        """Return a constant array in device memory, contiguous."""
         dtype = _DTYPES[array.dtype.str.lstrip("<|")]
         data = np.ascontiguousarray(array)
         return _dense(self.keep(data), data.shape, dtype, 0)
 
     def fault(self, text: str) -> list[Word]:
-        """The words of a `Fault`: `text` says what is wrong with a number from data, which stands for ``{value}``."""
+        """Return the words of a `Fault`. `text` describes an illegal number from data as ``{value}``."""
         self.faults.append((self.number, text))
         return [_dense(self.fault_at, (2,), DType.I64, 0), len(self.faults) - 1]
 
 
 class Wordless(Launches):
-    """Launches without their words, for who asks which kernels there are and runs none."""
+    """A launch builder without words, for callers that only list kernels."""
 
     def _packed(self, words: Sequence[Word]) -> tuple[tuple[int, ...], tuple[Span, ...]]:
         return (), ()
@@ -113,7 +134,7 @@ _DTYPES = {"f4": DType.F32, "f2": DType.F16, "u2": DType.BF16, "i1": DType.I8, "
 _DTYPES |= {"i8": DType.I64, "f8": DType.F64, "u1": DType.I8, "u4": DType.I32, "u8": DType.I64}
 
 Binding = Callable[[Launches, Bound], None]
-"""Appends the launches of one instruction.  Raises `NoKernelError` if the kernels cannot do it."""
+"""A function that appends the launches of one instruction, or raises `NoKernelError`."""
 
 
 def _three(shape: int | tuple[int, ...]) -> Three:
@@ -127,20 +148,19 @@ def _dense(address: int, shape: Sequence[int], dtype: DType, offset: int) -> Ope
 
 
 def span_of(operand: Operand, word: int) -> Span:
-    """The bytes that a kernel may touch through an operand: all that its strides reach; of a quantised one its whole
-    buffer."""
+    """Return the byte range that the strides of an operand reach, or the whole buffer of a quantised operand."""
     region = operand.region
     begin = operand.address - operand.tensor.offset
     return Span(word, begin + region.low, begin + region.high)
 
 
 def blocks(count: int, size: int) -> int:
-    """Blocks of `size` that `count` fills."""
+    """Return `count / size`, rounded up."""
     return -(-count // size)
 
 
 def rows_of(x: Operand) -> int:
-    """The step between rows of a float operand, in elements.  Raises `NoKernelError` if they do not lie evenly."""
+    """Return the stride between rows of a float operand in elements. Raises `NoKernelError` if it is not uniform."""
     is_empty = 0 in x.shape
     need(x.is_float and (x.has_rows or is_empty), "rows do not lie evenly")
     return x.shape[-1] if is_empty else x.row_step // 4

@@ -1,8 +1,8 @@
-"""Quantised weights from the bytes of a file to those that kernels read, which are as many.
+"""Packs quantised weights: it reorders the bytes of a file for the kernels, without a change of size.
 
-Rows go in units of 32, each of which holds planes: of the low bits of all codes, of their high bits, and of what a
-block keeps besides.  A plane is an array [block or super-block][row][bytes]; ``kernels/products/packed.cuh`` says
-where each bit lies.
+Rows form units of 32. A unit consists of planes: the low bits of all codes, their high bits, and the scales of blocks.
+A plane is an array [block or super-block][row][bytes]. ``kernels/products/packed.cuh`` describes the position of each
+bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ U8 = npt.NDArray[np.uint8]
 Blocks = npt.NDArray[Any]
 ROWS = 32
 CHUNK = 1 << 18
-"""Bytes packed at a time: temporaries stay in the cache."""
+"""Bytes that one task packs: its temporary arrays stay in the CPU cache."""
 PACKERS = os.cpu_count() or 1
 """Threads that pack the chunks of a weight."""
 NIBBLE = np.uint8(15)
@@ -35,8 +35,11 @@ NIBBLE = np.uint8(15)
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How the blocks of a type, records of `LAYOUT`, become planes: uint8 [n, parts, bytes] each, where a file's block
-    of 256 columns has several parts."""
+    """The functions that turn blocks of a quantised dtype into planes.
+
+    Each takes blocks, which are records of `BLOCK_LAYOUTS`, and returns a plane, uint8 [n, parts, bytes]. A block of
+    256 columns has several parts.
+    """
 
     planes: tuple[Callable[[Blocks], U8], ...]
 
@@ -45,7 +48,7 @@ class Packing:
 
 
 def _as_is(blocks: Blocks) -> U8:
-    """Nibbles of 32 columns in 16 bytes: the low ones are the first half."""
+    """Copy the nibbles of 32 columns in 16 bytes. The low nibbles are the first 16 columns."""
     return np.ascontiguousarray(blocks["qs"]).view(np.uint8).reshape(len(blocks), -1, 16)
 
 
@@ -54,7 +57,7 @@ def _signed(blocks: Blocks) -> U8:
 
 
 def _halves_apart(blocks: Blocks) -> U8:
-    """Nibbles of 16 columns in 8 bytes, the low ones first: those of 32 columns as `_as_is`."""
+    """Regroup nibbles of 16 columns in 8 bytes, low nibbles first, into the layout of `_copy_nibbles`."""
     q = np.ascontiguousarray(blocks["qs"]).reshape(len(blocks), -1, 2, 8)  # block of 32, half, byte
     out = np.empty((*q.shape[:2], 2, 8), np.uint8)
     np.bitwise_or(q[:, :, 0] & NIBBLE, q[:, :, 1] << 4, out=out[:, :, 0])
@@ -63,7 +66,7 @@ def _halves_apart(blocks: Blocks) -> U8:
 
 
 def _for_books(nibbles: Callable[[Blocks], U8], blocks: Blocks) -> U8:
-    """The four nibbles of each half side by side."""
+    """Put the four nibbles of each half of a 32-bit word side by side, for code book lookups."""
 
     def together(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
         x = (x | x >> 4) & np.uint32(0x00FF00FF)
@@ -75,7 +78,7 @@ def _for_books(nibbles: Callable[[Blocks], U8], blocks: Blocks) -> U8:
 
 
 def _nibbles_of(field: str, width: int) -> Callable[[Blocks], U8]:
-    """Nibbles of twice `width` columns in so many bytes, the low ones first: to blocks of 32 columns."""
+    """Make a plane from nibbles of ``2 * width`` columns in `width` bytes, low nibbles first: blocks of 32 columns."""
 
     def plane(blocks: Blocks) -> U8:
         q = np.ascontiguousarray(blocks[field]).reshape(len(blocks), -1, width // 32, 2, 16)
@@ -88,7 +91,7 @@ def _nibbles_of(field: str, width: int) -> Callable[[Blocks], U8]:
 
 
 def _crumbs_of(field: str, flip: int) -> Callable[[Blocks], U8]:
-    """Two bits of 128 columns in 32 bytes: to 8 bytes for each 32 columns, by a transposition of 4 x 4 fields."""
+    """Make a plane from 2-bit codes of 128 columns in 32 bytes: 8 bytes per 32 columns, by 4 x 4 transposes."""
 
     def plane(blocks: Blocks) -> U8:
         q = np.ascontiguousarray(blocks[field]).reshape(len(blocks), 2, 2, 2, 2, 4)  # part, half, word, t % 2, byte
@@ -104,7 +107,7 @@ def _crumbs_of(field: str, flip: int) -> Callable[[Blocks], U8]:
 
 
 def _swapped(x: npt.NDArray[Any], by: int, mask: int) -> npt.NDArray[Any]:
-    """Exchange the bits of `mask` with those `by` above them."""
+    """Swap the bits of `mask` with the bits `by` positions higher."""
     t = (x ^ x >> x.dtype.type(by)) & x.dtype.type(mask)
     return x ^ t ^ t << x.dtype.type(by)
 
@@ -113,7 +116,10 @@ def _swapped(x: npt.NDArray[Any], by: int, mask: int) -> npt.NDArray[Any]:
 
 
 def _bits_of_32(flip: bool) -> Callable[[Blocks], U8]:
-    """Bit i of 32 belongs to column i: to bit 2 t + half of byte c, for column 16 half + 4 t + c."""
+    """Make a plane of high bits from blocks of 32 columns, where bit i belongs to column i.
+
+    In the plane, column ``16 * half + 4 * t + c`` has bit ``2 * t + half`` of byte c.
+    """
     table = np.zeros((4, 256), np.uint32)
     for i in range(32):
         half, t, c = i // 16, i // 4 % 4, i % 4
@@ -128,7 +134,7 @@ def _bits_of_32(flip: bool) -> Callable[[Blocks], U8]:
 
 
 def _bits_of_256(flip: bool) -> Callable[[Blocks], U8]:
-    """Bit j of 32 bytes belongs to block j: to 4 bytes for each block, by a transposition of 8 x 8 bits."""
+    """Make a plane of high bits from 32 bytes where bit j belongs to block j: 4 bytes a block, by 8 x 8 transposes."""
 
     def plane(blocks: Blocks) -> U8:
         q = np.ascontiguousarray(blocks["qh"]).reshape(len(blocks), 2, 4, 4)  # half, t, byte
@@ -146,7 +152,7 @@ def _bits_of_256(flip: bool) -> Callable[[Blocks], U8]:
 
 
 def _fields(*names: str) -> Callable[[Blocks], U8]:
-    """Fields that follow each other, as they are."""
+    """Make a plane of adjacent fields, unchanged."""
 
     def plane(blocks: Blocks) -> U8:
         fields = blocks.dtype.fields
@@ -159,12 +165,12 @@ def _fields(*names: str) -> Callable[[Blocks], U8]:
 
 
 def _pairs(field: str) -> Callable[[Blocks], U8]:
-    """Two bytes of a field for each 32 columns."""
+    """Make a plane with two bytes of a field for each 32 columns."""
     return lambda blocks: np.ascontiguousarray(blocks[field]).reshape(len(blocks), -1, 2)
 
 
 def _some(field: str, start: int, end: int) -> Callable[[Blocks], U8]:
-    """Some bytes of a field."""
+    """Make a plane of the bytes from `start` to `end` of a field."""
     return lambda blocks: np.ascontiguousarray(blocks[field][:, None, start:end])
 
 
@@ -192,13 +198,21 @@ PACKINGS: Mapping[DType, Packing] = MappingProxyType(
 
 
 def padded(spec: Spec) -> Spec:
-    """A packed weight as memory holds it: whole units of rows."""
+    """Return the spec of a packed weight in memory, with rows padded to complete units."""
     *leading, rows, columns = spec.shape
     return Spec((*leading, -(-rows // ROWS) * ROWS, columns), spec.dtype)
 
 
 def pack(data: U8, spec: Spec) -> U8:
-    """The bytes of a quantised weight as a file holds them, to those of `padded(spec)` as kernels read them."""
+    """Pack a quantised weight.
+
+    Args:
+        data: The bytes of the file.
+        spec: Shape and dtype of the weight.
+
+    Returns:
+        The bytes of the padded weight in the layout of kernels.
+    """
     *leading, rows, columns = spec.shape
     width = columns // spec.dtype.block * spec.dtype.block_bytes
     units, count = -(-rows // ROWS), math.prod(leading)
@@ -217,7 +231,7 @@ def pack(data: U8, spec: Spec) -> U8:
 
 
 def _pack_units(rows: U8, dtype: DType, out: U8) -> None:
-    """Rows of a file, the last unit of which may lack some, to units: uint8 [rows, row bytes] to [units, bytes]."""
+    """Pack rows into units: uint8 [rows, row bytes] to [units, bytes]. The last unit may be incomplete."""
     count, start = len(rows), 0
     blocks = np.ascontiguousarray(rows).reshape(-1).view(BLOCK_LAYOUTS[dtype])
     for plane in PACKINGS[dtype].planes:

@@ -1,4 +1,4 @@
-"""A whole program bound to launches: chains, then what is left, in the order in which all of it runs."""
+"""Binds a program to launches: first its fusions, then the remaining instructions, in execution order."""
 
 from __future__ import annotations
 
@@ -31,11 +31,18 @@ class Met:
 
     @property
     def sequence(self) -> int:
+        """The sequence number of the collective."""
         return as_integer(self.instruction.attrs["sequence"])
 
 
 def bound_parts(flow: Flow, launches: Launches, operand: Callable[[Tensor], Operand]) -> Iterator[Single | Met]:
-    """The launches of a program, and the collectives between them."""
+    """Yield the launches of a program and the collectives between them, in execution order.
+
+    Args:
+        flow: The dataflow of the program.
+        launches: Receives the launches.
+        operand: Returns the operand of a tensor.
+    """
     program = flow.readers.program
     chains = _chains(flow, launches)
     for group in flow.groups():
@@ -51,7 +58,7 @@ def bound_parts(flow: Flow, launches: Launches, operand: Callable[[Tensor], Oper
 
 
 def _chains(flow: Flow, launches: Launches) -> dict[Sequence[int], list[Single]]:
-    """The launches of each chain, whose instructions are gathered."""
+    """Bind all fusions, group their instructions in the dataflow, and return the launches of each."""
     chains: dict[Sequence[int], list[Single]] = {}
     for number in range(len(flow.readers.program.instructions)):
         if flow.is_free(number) and (numbers := fuse(flow, launches, FUSED, number)):
@@ -60,7 +67,7 @@ def _chains(flow: Flow, launches: Launches) -> dict[Sequence[int], list[Single]]
 
 
 def _alone(flow: Flow, launches: Launches, operand: Callable[[Tensor], Operand], number: int) -> list[Single]:
-    """The launches of one instruction."""
+    """Return the launches of one instruction."""
     i = flow.readers.program.instructions[number]
     launches.number, launches.taken = number, 0
     launches.scratch_at = operand(i.scratch).address if i.scratch is not None else 0
@@ -74,14 +81,23 @@ def _alone(flow: Flow, launches: Launches, operand: Callable[[Tensor], Operand],
 
 
 def unplaced(program: Program, limits: Limits, processors: int = 1) -> tuple[Flow, Sequence[Single | Met]]:
-    """What a program would launch on such a device, found at addresses where nothing lies."""
+    """Bind a program at placeholder addresses.
+
+    Args:
+        program: The program.
+        limits: Resource limits of the device.
+        processors: Multiprocessors of the device.
+
+    Returns:
+        The dataflow, and the launches and collectives.
+    """
     operand = _nowhere(program)
     flow, launches = Flow(program, readers_of(program, operand)), _wordless(limits, processors)
     return flow, list(bound_parts(flow, launches, operand))
 
 
 def foretold(program: Program, limits: Limits) -> Iterator[Called]:
-    """The kernels that a program would launch; how devices meet is not known before."""
+    """List the kernels that a program would launch. Transports of collectives are not known yet."""
     flow, parts = unplaced(program, limits)
     together = flow.together()
     for part in parts:
@@ -90,14 +106,14 @@ def foretold(program: Program, limits: Limits) -> Iterator[Called]:
 
 
 def gathered(program: Program, limits: Limits) -> list[tuple[int, ...]]:
-    """The instructions in the order in which they would run, found in the same way; those of a chain in one tuple."""
+    """Return the instructions in execution order at placeholder addresses, with a tuple for each fusion."""
     flow = Flow(program, readers_of(program, _nowhere(program)))
     _chains(flow, _wordless(limits))
     return [*flow.groups()]
 
 
 def _nowhere(program: Program) -> Callable[[Tensor], Operand]:
-    """Operands at addresses where nothing lies."""
+    """Return a function that makes operands at placeholder addresses."""
 
     @cache
     def operand(t: Tensor) -> Operand:
@@ -113,7 +129,7 @@ def _wordless(limits: Limits, processors: int = 1) -> Wordless:
 
 @cache
 def _source(kernel: Kernel) -> Source:
-    """Where a kernel is written: in its file, or in one that the file shares with others."""
+    """Find the definition of a kernel, in its own file or in a shared header."""
     head = re.compile(rf"^.*__global__[^;{{}}]*?\b{re.escape(kernel.name.partition('<')[0])}\s*\(", re.MULTILINE)
     for file in (kernel.source.file, *kernel.source.before):
         text = text_of(file)
@@ -125,7 +141,7 @@ def _source(kernel: Kernel) -> Source:
 
 
 def _place(file: str) -> str:
-    """A file of kernels as a reader of the repository finds it."""
+    """Return the path of a kernel file relative to the repository."""
     path = place_of(file)
     return (
         f"hocket/backends/cupy/kernels/{path.relative_to(KERNELS).as_posix()}" if path.is_relative_to(KERNELS) else file

@@ -1,4 +1,4 @@
-"""Instructions bound at made-up addresses: whether kernels take them, with how much scratch, before memory is dealt."""
+"""Binds instructions at placeholder addresses to test support and to measure scratch, before memory exists."""
 
 from __future__ import annotations
 
@@ -17,8 +17,17 @@ from .launches import Launches
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """An operand without an address: its spec as it is stored; of a leaf, or a view of one, also what the whole buffer
-    is declared as and holds, and whether this is all of it.  Equality is identity: a backend makes each once."""
+    """An operand without an address.
+
+    A leaf, or a view of one, also has the declared and the stored spec of the whole buffer, and `is_whole_buffer`.
+    Equality is identity: a backend makes each object once.
+
+    Args:
+        spec: The spec as stored.
+        declared_spec: The declared spec of the buffer.
+        stored_spec: The stored spec of the buffer.
+        is_whole_buffer: Whether the operand is the whole buffer.
+    """
 
     spec: Spec
     declared: Spec | None = None
@@ -27,7 +36,7 @@ class Known:
 
 
 def _awkward(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of an array that lies with its axes the other way round, and with gaps."""
+    """Return strides with reversed axes and gaps."""
     strides, step = [], 2
     for n in shape:
         strides.append(step)
@@ -44,8 +53,22 @@ def tried(
     limits: Limits,
     strided: int | None,
 ) -> int:
-    """Bind an instruction at made-up addresses, its results as they are stored; the bytes of scratch that it takes.
-    Raises `NoKernelError`."""
+    """Bind an instruction at placeholder addresses.
+
+    Args:
+        op: The name of the op.
+        src: The operands.
+        results: Specs of the results as stored.
+        attrs: The attributes.
+        limits: Resource limits of the device.
+        strided: The number of an operand that is not contiguous, or `None`.
+
+    Returns:
+        The scratch bytes.
+
+    Raises:
+        NoKernelError: No kernel supports the instruction.
+    """
     bind = binding(op)
     if bind is None:
         raise NoKernelError(f"backends/cupy has no kernel for {op}")

@@ -1,1 +1,1 @@
-"""What a CUDA device is asked for: memory, launches, compiled code, transfers."""
+"""Access to CUDA devices: memory, launches, compiled code and transfers."""

@@ -1,4 +1,4 @@
-"""Machine code of kernels kept on disk, so that a machine compiles a source once for each architecture."""
+"""Caches compiled kernels on disk, so that a machine compiles a source once per architecture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("hocket.kernels")
 
 
 class Made(Protocol):
-    """What a compiler made."""
+    """The output of a compiler."""
 
     @property
     def image(self) -> bytes:
@@ -25,26 +25,37 @@ class Made(Protocol):
 
     @property
     def lowered(self) -> Mapping[str, str]:
-        """What names of the source are called in it."""
+        """The mangled name of each requested kernel name."""
 
 
 class Compiler(Protocol):
-    """A module such as `nvrtc`."""
+    """The interface of the modules `nvrtc` and `hiprtc`."""
 
     @property
     def OPTIONS(self) -> tuple[str, ...]:  # noqa: N802
-        """What it is told beside the architecture."""
+        """Compiler options, without the architecture."""
 
     def version(self) -> tuple[int, int]:
-        """Of the library."""
+        """Return the version of the compiler library."""
 
     def compile(self, source: Source, arch: str) -> Made:
-        """Raises `BackendError`."""
+        """Compile a source, or raise `BackendError`."""
 
 
 def cubin(source: Source, arch: str, compiler: Compiler = nvrtc) -> tuple[bytes, dict[str, str]]:
-    """The code of a source, and what each of its names is called there.  Raises `BackendError` if it does not
-    compile."""
+    """Load the code of a source from the cache, or compile and store it.
+
+    Args:
+        source: The source.
+        arch: The architecture, such as ``sm_90a``.
+        compiler: The compiler module.
+
+    Returns:
+        The machine code, and the mangled name of each kernel.
+
+    Raises:
+        BackendError: The source does not compile.
+    """
     target = _file(source, arch, compiler)
     if (kept := recalled(target)) is not None:
         names, image = kept.split(b"\n", 1)
@@ -58,7 +69,7 @@ def cubin(source: Source, arch: str, compiler: Compiler = nvrtc) -> tuple[bytes,
 
 
 def _file(source: Source, arch: str, compiler: Compiler) -> Path:
-    """Named by everything that decides the code."""
+    """Return the cache path. Its name depends on everything that determines the code."""
     parts = (source.text, *source.names, arch, repr(compiler.version()), *compiler.OPTIONS)
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return cache_folder() / "cubins" / f"{Path(source.file).stem}-{arch}-{key[:32]}.cubin"

@@ -1,13 +1,13 @@
-"""What the machine code of kernels does, as NVIDIA's disassembler shows it.
+"""Computes statistics of machine code from the text of NVIDIA's disassembler.
 
-Of each kernel ``nvdisasm`` writes a line that names it, and then labels and instructions:
+For each kernel, ``nvdisasm`` writes a line with its name, and then labels and instructions:
 
     .text.add:
     .L_x_1:
             /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
             /*0020*/              @P0  BRA `(.L_x_1) ;
 
-This is a loop of two instructions, one of which loads 128 bits.
+This is a loop of two instructions. One of them loads 128 bits.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ WIDTHS = (("256", 256), ("128", 128), ("64", 64), ("U16", 16), ("S16", 16), ("U8
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """How many instructions a kernel has, and the longest of its loops that have no other in them; how many multiply
-    matrices; and how many load how many bits of global memory for a thread."""
+    """Statistics of one kernel.
+
+    `instructions` counts all instructions, `loop` the instructions of the longest inner loop, `products` matrix
+    products. `loads` is the number of global loads, by the bits that one loads for a thread.
+    """
 
     instructions: int
     loop: int
@@ -46,7 +49,7 @@ class Code:
 
 
 def disassembler() -> str:
-    """The program, from its wheel or from a CUDA toolkit.  Raises `BackendError` if neither is installed."""
+    """Find nvdisasm in its wheel or in a CUDA toolkit. Raises `BackendError` if neither is installed."""
     spec = importlib.util.find_spec("nvidia")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     wheels = sorted(p for folder in folders for p in Path(folder).glob("*/bin/nvdisasm"))
@@ -57,12 +60,12 @@ def disassembler() -> str:
 
 
 def disassembled(image: bytes) -> dict[str, Code]:
-    """What each kernel of a cubin does, by its name there.  Raises `BackendError` if it cannot be read."""
+    """Return statistics of each kernel of a cubin, by mangled name. Raises `BackendError` if it is unreadable."""
     return {name: code_of(lines) for name, lines in kernels_in(text_of(image))}
 
 
 def text_of(image: bytes, *options: str) -> str:
-    """What nvdisasm writes of a cubin.  Raises `BackendError` if it cannot be read."""
+    """Run nvdisasm on a cubin and return its output. Raises `BackendError` if the cubin is unreadable."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "kernels.cubin"
         file.write_bytes(image)
@@ -73,7 +76,7 @@ def text_of(image: bytes, *options: str) -> str:
 
 
 def kernels_in(text: str) -> Iterator[tuple[str, Sequence[str]]]:
-    """Each kernel with the lines behind its name."""
+    """Yield each kernel name with its lines of disassembly."""
     name, lines = "", list[str]()
     for line in text.splitlines():
         if begins := KERNEL.match(line):
@@ -87,7 +90,7 @@ def kernels_in(text: str) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def code_of(lines: Sequence[str]) -> Code:
-    """What the instructions among these lines do."""
+    """Compute the statistics of these lines of one kernel."""
     labels: dict[str, int] = {}
     loops: list[tuple[int, int]] = []
     ops: list[str] = []
@@ -106,6 +109,6 @@ def code_of(lines: Sequence[str]) -> Code:
 
 
 def bits_of(op: str) -> int:
-    """Bits that a load or a store moves for a thread."""
+    """Return the bits that a load or store moves for a thread."""
     parts = op.split(".")
     return next((bits for word, bits in WIDTHS if word in parts), 32)

@@ -1,4 +1,4 @@
-"""What a CUDA device does for the backend, whether it is one or is emulated; and launches, which are plain data."""
+"""The interface of a driver of CUDA devices, real or emulated, and the plain data of launches."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ Three = tuple[int, int, int]
 ALONE: Three = (1, 1, 1)
 """A cluster of one block."""
 CUDA, HIP = "cuda.cuh", "hip.cuh"
-"""Files with the instructions of the devices that kernels are compiled for."""
+"""Headers with the device instructions for which kernels are compiled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file of kernels, and those instantiations of it that bindings ask for: they are compiled together, once.
+    """A `.cu` file and the template instances that bindings request. They are compiled together, once.
 
-    `file` is a name in the folder ``kernels``, whose rooms it does not say, or a path; `names` are C++ expressions such
-    as ``unary<Neg>``; `before` are files that others share with it.  `instructions` is the file of those of the devices
-    it is compiled for, `architectures` which they are, if not all.
+    Args:
+        file: A file name in the folder ``kernels`` or its subfolders, or a path.
+        names: C++ expressions such as ``unary<Neg>``.
+        before: Headers that several files share.
+        instructions: The header with the device instructions.
+        architectures: The architectures for which the source is compiled; empty means all.
     """
 
     file: str
@@ -43,42 +46,42 @@ class Source:
 
     @property
     def text(self) -> str:
-        """C++ that needs no header."""
+        """The complete C++ text, which includes no other file."""
         return "".join(f'#line 1 "{name}"\n{text_of(name)}' for name in self.files)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """What the text is made of, in order."""
+        """The files of the text, in order."""
         return ("types.cuh", self.instructions, "prelude.cuh", *self.before, self.file)
 
 
 @cache
 def places() -> Mapping[str, Path]:
-    """Where each of our files of kernels lies, by its name, which no other has."""
+    """Return the path of each kernel file, by its unique name."""
     return MappingProxyType({path.name: path for path in sorted(KERNELS.rglob("*.cu*"))})
 
 
 def place_of(file: str) -> Path:
-    """Where one of our files of kernels lies; what has another name is a path."""
+    """Return the path of a kernel file. An unknown name is a path itself."""
     return places().get(file) or Path(file)
 
 
 @cache
 def text_of(file: str) -> str:
-    """The text of a file of kernels."""
+    """Read the text of a kernel file."""
     return place_of(file).read_text("utf-8")
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One instantiation of a source."""
+    """One template instance of a source."""
 
     source: Source
     name: str
 
     @property
     def alone(self) -> Source:
-        """Its source without the others, which compiles faster."""
+        """The source with this kernel only, which compiles faster."""
         return replace(self.source, names=(self.name,))
 
     def __str__(self) -> str:
@@ -87,7 +90,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A word of a launch that is an address, and the bytes that the kernel may touch through it."""
+    """The index of a launch word that is an address, and the byte range that the kernel may access through it."""
 
     word: int
     low: int
@@ -96,9 +99,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch: its words are the fields of the kernel's struct, 64 bits each; `number` is that of the instruction it
-    belongs to.  So many blocks as `cluster` says run at the same time on neighbours, and reach each other's shared
-    memory."""
+    """One launch of a kernel.
+
+    The words are the fields of the kernel's struct, 64 bits each. `number` is the instruction of the launch. `cluster`
+    is the shape of a group of blocks that run at the same time on neighbouring multiprocessors and read each other's
+    shared memory.
+    """
 
     kernel: Kernel
     grid: Three
@@ -112,10 +118,10 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What a device gives to and takes of a library of collectives: ``all_reduce`` sums `source` of all devices into
-    everybody's `target`, ``send`` gives `source` to device `other`, whose ``receive`` takes it into `target`.
+    """The part of one device in an operation of a collective library.
 
-    `source` and `target` are addresses, `count` is in elements of `dtype`.
+    ``all_reduce`` sums `source` of all devices into `target` of each device. ``send`` sends `source` to device `other`,
+    and its ``receive`` writes it to `target`. `source` and `target` are addresses; `count` is in elements of `dtype`.
     """
 
     op: str
@@ -127,29 +133,41 @@ class Transfer:
 
 
 class Ring(Protocol):
-    """One device's end of the communicator of a library of collectives.  Calls raise `BackendError`."""
+    """The communicator of one device in a collective library. Its calls raise `BackendError`."""
 
     def transfer(self, transfers: Sequence[Transfer], stream: int) -> None:
-        """Put transfers into a stream of the device, as one group: none waits for another."""
+        """Put transfers into a stream of the device as one group: no transfer waits for another."""
 
     def trouble(self) -> str | None:
-        """What went wrong since, if anything."""
+        """Return the message of an asynchronous error, or `None`."""
 
     def abort(self) -> None:
-        """End all that waits for other devices, now and later, without a result; the communicator is lost.  It may
-        return late: once nothing is recorded any more that uses it."""
+        """End all present and future waits for other devices, without results; the communicator is lost.
+
+        The call may return late: after all recordings that use the communicator are deleted.
+        """
 
 
 class Library(Protocol):
-    """A library of collectives, such as NCCL."""
+    """A collective library, such as NCCL."""
 
     name: str
 
     def identity(self) -> Array:
-        """What one device of a group tells all others, so that they find each other: some words of 64 bits."""
+        """Return some 64-bit words that identify a new group. One device sends them to all others."""
 
     def join(self, identity: Array, rank: int, size: int, on: Device) -> Ring:
-        """Become member `rank` of a group; it waits until all have called.  Raises `BackendError`."""
+        """Become a member of a group; wait until all members have called.
+
+        Args:
+            identity: The words of `make_unique_id`.
+            rank: The rank of this member.
+            size: The number of members.
+            on: The device of this member.
+
+        Raises:
+            BackendError: The device cannot join.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +184,17 @@ Single = Launch | Exchange
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A collective, and what a device launches `meanwhile`: neither waits for the other, both wait for all steps before
-    them, and all steps behind wait for both."""
+    """A collective and the launches that overlap with it.
+
+    Neither waits for the other. Both wait for all earlier steps, and all later steps wait for both.
+    """
 
     meeting: tuple[Single, ...]
     meanwhile: tuple[Single, ...]
 
     @property
     def number(self) -> int:
+        """The instruction of the collective."""
         return self.meeting[0].number
 
 
@@ -181,7 +202,7 @@ Step = Single | Beside
 
 
 def one_by_one(steps: Iterable[Step]) -> list[Single]:
-    """The same steps with nothing beside anything."""
+    """Return the same steps without overlap."""
     singles: list[Single] = []
     for step in steps:
         singles += (*step.meeting, *step.meanwhile) if isinstance(step, Beside) else (step,)
@@ -189,12 +210,12 @@ def one_by_one(steps: Iterable[Step]) -> list[Single]:
 
 
 def has_parts(devices: Sequence[Device]) -> bool:
-    """Whether some of them are parts of one device."""
+    """Return whether some of the devices are parts of one device."""
     return len({device.index for device in devices}) < len(devices)
 
 
 class LaunchError(BackendError):
-    """A launch failed; `number` is that of its instruction."""
+    """A failed launch of instruction `number`."""
 
     def __init__(self, number: int, why: str) -> None:
         super().__init__(why)
@@ -202,64 +223,71 @@ class LaunchError(BackendError):
 
 
 class Driver(Protocol):
-    """Devices of one kind, and parts of them: each of these has a stream of its own."""
+    """Devices of one kind, and device parts. Each of them has its own stream."""
 
     kind: str
     overlaps: bool
-    """Whether steps that are `Beside` each other may run at the same time."""
+    """Whether an `CollectiveOverlap` runs during the launches that overlap with it."""
 
     def devices(self) -> Sequence[Device]:
-        """The devices that are there.  Raises `BackendError` if there can be none, saying what to install."""
+        """Return the present devices. Raises `BackendError` with an install hint if there can be none."""
 
     def device(self, index: int) -> Device:
-        """Device number `index`.  Raises `BackendError` if it does not exist, saying what to install or choose."""
+        """Return device `index`. Raises `BackendError` with a hint if it does not exist."""
 
     def limits(self, on: Device) -> Limits:
-        """What kernels may ask of a device."""
+        """Return the resources that kernels may use on a device."""
 
     def processors(self, on: Device) -> int:
-        """How many multiprocessors a device has."""
+        """Return the number of multiprocessors of a device."""
 
     def alloc(self, nbytes: int, on: Device) -> Any:
-        """A zeroed buffer, aligned to 16 bytes at least.  Raises `BackendError` when memory is out."""
+        """Allocate a zeroed buffer, aligned to at least 16 bytes. Raises `BackendError` if memory is exhausted."""
 
     def address(self, buffer: Any) -> int:
-        """Where a buffer begins on its device."""
+        """Return the device address of a buffer."""
 
     def view(self, buffer: Any, tensor: Tensor) -> Any:
-        """The array of `tensor` within `buffer`, in place: it can be indexed, assigned and copied to the host."""
+        """Return the array of `tensor` in `buffer`, without a copy, for indexing, assignment and copies to the host."""
 
     def writer(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
-        """What assigns an array of the host to each of these tensors of a program with those buffers; see `Carries`."""
+        """Return a function that writes one host array to each of these tensors; see `SupportsBatchedWrites`."""
 
     def reader(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
-        """What gives these tensors, once everything before has run, as host arrays of their own."""
+        """Return a function that waits for all earlier work and returns these tensors as separate host arrays."""
 
     def are_peers(self, devices: Sequence[Device]) -> bool:
-        """Whether kernels of each of these devices can read and write memory of all of them, from now on."""
+        """Return whether kernels of each device can access the memory of the others from now on."""
 
     def library(self, devices: Sequence[Device]) -> Library | str:
-        """The library of collectives that can join these devices, or why there is none."""
+        """Return a collective library for these devices, or the reason why there is none."""
 
     def share(self, board: Array, is_first: bool) -> int:
-        """Where kernels of all devices of this process find memory of the host, which begins a page; `is_first`: no
-        other device has asked before."""
+        """Return the device address of page-aligned host memory, the same for all devices of this process.
+
+        Args:
+            board: The host memory.
+            is_first: No other device has called before.
+        """
 
     def prepare(self, kernel: Kernel, on: Device) -> None:
-        """Compile a kernel ahead of time.  Raises `BackendError` if it does not."""
+        """Compile and load a kernel ahead of time. Raises `BackendError` if it does not compile."""
 
     def record(self, steps: Sequence[Step], on: Device) -> Callable[[], None]:
-        """What makes these steps, in order, each time it is called.
+        """Return a function that runs these steps in order on each call.
 
-        Raises `BackendError` if a kernel does not compile; the call raises `LaunchError`.
+        Raises:
+            BackendError: A kernel does not compile. The returned function raises `LaunchError`.
         """
 
     def is_done(self, on: Device) -> bool:
-        """Whether everything that was launched is done, or has failed."""
+        """Return whether all launches have ended or failed."""
 
     def timed(self, runs: Sequence[Callable[[], None]], on: Device) -> list[float]:
-        """Make `runs`, which `record` gave, one after the other; the seconds that each takes on the device.  One that
-        the device ends before the host has made the next takes as long as that."""
+        """Run recorded `runs` one after the other and return the device seconds of each.
+
+        If the device ends a run before the host launches the next, the time includes the launch.
+        """
 
     def synchronise(self, on: Device) -> None:
-        """Wait until everything that was launched is done.  Raises `BackendError` if something failed."""
+        """Wait until all launches have ended. Raises `BackendError` if one failed."""

@@ -1,6 +1,6 @@
-"""Launches that may begin while the one before them runs: programmatic dependent launch, which CuPy has no call for.
+"""Launches that begin while the previous launch runs: programmatic dependent launch.
 
-The call that makes them also launches clusters of blocks, early or not.
+CuPy has no call for it. The driver call here also launches clusters of blocks, early or not.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from ...once import once
 from .driver import ALONE, Launch, Step
 
 FIRST_CAPABILITY, FIRST_DRIVER = 90, 12030
-"""The first devices that begin launches early, and the first drivers that capture such launches into graphs."""
+"""The first compute capability with early launches, and the first driver version that captures them into graphs."""
 CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
-"""Numbers of these CUlaunchAttributeID."""
+"""Values of CUlaunchAttributeID."""
 LIBRARY = "libcuda.so.1"
 
 
 class Attribute(ctypes.Structure):
-    """CUlaunchAttribute, of which 64 bytes are the value: the blocks of a cluster, or 1 for what is allowed."""
+    """CUlaunchAttribute. Its value has 64 bytes: the blocks of a cluster, or 1 for a permission."""
 
     _fields_ = (("id", ctypes.c_int64), ("value", ctypes.c_uint * 3), ("unused", ctypes.c_char * 52))
 
@@ -39,14 +39,18 @@ class Config(ctypes.Structure):
 
 
 def library_for(capability: int, release: int) -> ctypes.CDLL | None:
-    """What launches begin early with on a device of a compute capability, as 90, with a driver of a release, as 12030;
-    None where they cannot."""
+    """Return the driver library for early launches, or `None` where they are impossible.
+
+    Args:
+        capability: Compute capability of the device, such as 90.
+        release: Version of the driver, such as 12030.
+    """
     return opened() if capability >= FIRST_CAPABILITY and release >= FIRST_DRIVER else None
 
 
 @once
 def opened() -> ctypes.CDLL | None:
-    """The library of the driver, if it is there."""
+    """Open the driver library; return `None` if there is none."""
     try:
         return ctypes.CDLL(LIBRARY)
     except OSError:
@@ -54,17 +58,22 @@ def opened() -> ctypes.CDLL | None:
 
 
 def early(steps: Sequence[Step]) -> list[bool]:
-    """Which of these may begin while the step before still runs: launches behind launches.
+    """Return for each step whether it may begin while the previous step runs: launches behind launches.
 
-    All kernels wait for the launches before theirs, so that where one is over, all before it are.  Behind a kernel that
-    did not wait no launch could begin early: to wait for a launch is not to wait for what that one left running.
+    Every kernel waits for the previous launch, so the end of a launch implies the end of all launches before it. Behind
+    a kernel without this wait no launch could begin early: the wait for a launch does not cover launches that still
+    run.
     """
     are_launches = [isinstance(step, Launch) for step in steps]
     return [mine and before for mine, before in zip(are_launches, [False, *are_launches], strict=False)]
 
 
 def library_of(launch: Launch, is_early: bool) -> ctypes.CDLL | None:
-    """What `launch_with` needs for a launch; None if any other call does.  Raises `BackendError` if it is not there."""
+    """Return the driver library if `launch_with_attributes` is needed for a launch, else `None`.
+
+    Raises:
+        BackendError: The library is needed and missing.
+    """
     if not is_early and launch.cluster == ALONE:
         return None
     if (library := opened()) is None:
@@ -75,7 +84,16 @@ def library_of(launch: Launch, is_early: bool) -> ctypes.CDLL | None:
 def launch_with(
     library: ctypes.CDLL, function: int, launch: Launch, stream: int, parameters: int, is_early: bool
 ) -> int:
-    """Put a launch into a stream; the status that the driver gives.  `parameters` is the address of the kernel's."""
+    """Put a launch into a stream and return the driver status.
+
+    Args:
+        library: The driver library.
+        function: Handle of the kernel.
+        launch: Grid, block, cluster and shared memory.
+        stream: Handle of the stream.
+        parameters: Address of the kernel parameters.
+        is_early: Allow the launch to begin while the previous launch runs.
+    """
     attributes = [Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, (1,))] if is_early else []
     if launch.cluster != ALONE:
         attributes.append(Attribute(CLUSTER_DIMENSION, launch.cluster))

@@ -1,4 +1,4 @@
-"""A thin layer over hiprtc, the compiler of HIP as a library: it needs neither a GPU nor CuPy."""
+"""A thin wrapper of hiprtc, the HIP compiler library, which needs neither a GPU nor CuPy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .rtc import Compiled, Compiler
 
 OPTIONS = ("-std=c++17", "-O3")
 FILES = ("libhiprtc.so", "libhiprtc.so.7", "libhiprtc.so.6", "libamdhip64.so", "libamdhip64.so.5")
-"""Where it may be, first to last: a library of its own since ROCm 5.3, a part of the runtime before."""
+"""Possible library files, in order of preference: until ROCm 5.2, hiprtc was a part of the runtime."""
 INSTALL = "install ROCm, or apt install libamdhip64-5"
 
 
 @once
 def hiprtc() -> ctypes.CDLL:
-    """The library.  Raises `BackendError` if it is not installed."""
+    """Load the library. Raises `BackendError` if it is not installed."""
     for file in FILES:
         try:
             found = ctypes.CDLL(file)
@@ -38,11 +38,10 @@ def version() -> tuple[int, int]:
 
 
 def compile(source: Source, arch: str) -> Compiled:
-    """Machine code for `arch`, such as ``gfx90a``, of a source in ``hip.cuh``.  Raises `BackendError` with the
-    compiler's first error."""
+    """Compile a source in ``hip.cuh`` for `arch`, such as ``gfx90a``. Raises `BackendError` with the first error."""
     return _compiler().compile(source, arch, OPTIONS)
 
 
 def written(source: Source) -> Source:
-    """The source in the instructions of these devices."""
+    """Return the source with the instructions of AMD devices."""
     return replace(source, instructions=HIP)

@@ -1,4 +1,4 @@
-"""Arrays of the host in pinned memory: a device copies into them, and whoever gets one has it as long as he likes."""
+"""A pool of pinned host arrays: a device copies results into them, and callers keep them as long as they need."""
 
 from __future__ import annotations
 
@@ -12,38 +12,41 @@ import numpy as np
 from ...base import Array
 
 ALIKE, MOST = 4, 64 << 20
-"""Blocks of one size, and bytes of all of them."""
+"""The largest number of blocks of one size, and of bytes in all blocks."""
 
 
 class Block:
-    """Pinned memory that one array shows at a time."""
+    """Pinned memory that one array at a time refers to."""
 
     def __init__(self, memory: Any) -> None:
-        self.memory = memoryview(memory)  # NumPy would take an array for the owner of all that shows it
+        self.memory = memoryview(memory)  # NumPy would make an array the base of all views
         self.address = int(np.frombuffer(self.memory, np.uint8).ctypes.data)
         self._shown: Callable[[], Array | None] = lambda: None
 
     @property
     def is_free(self) -> bool:
-        """Whether there is neither the array that was lent, nor a view of it, which would keep it."""
+        """Whether the lent array and all views of it are deleted. A view keeps its base array alive."""
         return self._shown() is None
 
     def lent(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return an array over the block, which is then in use until the array is deleted."""
         flat = np.frombuffer(self.memory, np.uint8)
         self._shown = weakref.ref(flat)
         return np.ndarray(shape, dtype, flat)
 
 
 class Lending:
-    """Blocks that are lent, and lent again when nobody has the array any more: their memory is pinned, and is there,
-    so a result costs neither a copy nor faults of new pages."""
+    """A pool of pinned blocks, which are reused when their arrays are deleted.
+
+    The memory is pinned and resident, so a result needs no extra copy and causes no page faults.
+    """
 
     def __init__(self, pin: Callable[[int], Any]) -> None:
         self._pin, self._held = pin, 0
         self._blocks: defaultdict[int, list[Block]] = defaultdict(list)
 
     def block(self, nbytes: int) -> Block | None:
-        """One of so many bytes that is free; None where callers keep many, whose memory should not stay pinned."""
+        """Return a free block of this size, or `None` if callers hold many. Such memory should not stay pinned."""
         alike = self._blocks[nbytes]
         for block in alike:
             if block.is_free:

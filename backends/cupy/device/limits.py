@@ -1,4 +1,4 @@
-"""What devices of each compute capability have."""
+"""Resource limits of devices by compute capability."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 KIB = 1024
 EVERYWHERE = 48 * KIB
-"""Bytes of shared memory that any block may have, and that a launch may size without asking first."""
+"""Shared-memory bytes of a block on every device, available to a launch without an attribute."""
 SHARED: Mapping[str, int] = MappingProxyType(
     {
         **{"70": 96 * KIB, "72": 96 * KIB, "75": 64 * KIB},
@@ -16,32 +16,37 @@ SHARED: Mapping[str, int] = MappingProxyType(
         **{"90": 227 * KIB, "100": 227 * KIB, "103": 227 * KIB, "110": 227 * KIB, "120": 99 * KIB, "121": 99 * KIB},
     }
 )
-"""Bytes of shared memory that a block may ask for, declared ones included, by compute capability.
+"""The most shared-memory bytes of a block by compute capability, declared bytes included.
 
 Source: CUDA C++ Programming Guide, technical specifications per compute capability.
 """
 WARPGROUPS = frozenset(("90",))
-"""Compute capabilities whose warps multiply matrices in groups of four; later ones do it in another way."""
+"""Compute capabilities with matrix products of four warps (wgmma). Later capabilities use other instructions."""
 
 RESERVED = KIB
-"""Bytes of shared memory that a device takes for itself of each block."""
+"""Shared-memory bytes of each block that the device reserves."""
 REGISTERS = 64 * KIB
-"""Of a multiprocessor; given to warps by `GIVEN`."""
+"""Registers of a multiprocessor, which warps get in multiples of `REGISTER_GRANULARITY`."""
 GIVEN = 256
 SCHEDULERS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Multiprocessor:
-    """Threads, blocks, and bytes of shared memory that it holds at once."""
+    """The most threads, blocks and shared-memory bytes that are resident at once."""
 
     threads: int
     blocks: int
     shared: int
 
     def holds(self, threads: int, registers: int, shared: int) -> int:
-        """Blocks at once that have so many threads, each with so many registers, and so many bytes of shared memory; 0
-        if one does not fit."""
+        """Return the number of resident blocks of a kernel; 0 if one block does not fit.
+
+        Args:
+            threads: Threads of a block.
+            registers: Registers of a thread.
+            shared: Shared-memory bytes of a block.
+        """
         warps, of_a_warp = -(-threads // 32), -(-registers * 32 // GIVEN) * GIVEN
         by_registers = REGISTERS // max(of_a_warp, GIVEN) // SCHEDULERS * SCHEDULERS // warps
         return min(self.blocks, self.threads // (32 * warps), by_registers, self.shared // (shared + RESERVED))
@@ -57,13 +62,12 @@ MULTIPROCESSORS: Mapping[str, Multiprocessor] = MappingProxyType(
         "sm_120": Multiprocessor(1536, 24, 100 * KIB),
     }
 )
-"""By architecture that kernels are compiled for.  Source: as above."""
+"""Limits by architecture of compiled kernels. Source: as above."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a device has: bytes of shared memory that a block may ask for, declared ones included, and whether products
-    of warpgroups."""
+    """Shared-memory bytes of a block, declared ones included, and whether the device has warpgroup products."""
 
     shared: int
     has_warpgroups: bool = False
@@ -71,9 +75,9 @@ class Limits:
 
 MOST = Limits(max(SHARED.values()), has_warpgroups=True)
 OF_HIP = Limits(64 * KIB)
-"""Of devices of AMD that are simulated or emulated; a real one says what it has."""
+"""Limits of simulated and emulated AMD devices. A real device reports its own."""
 
 
 def limits_of(capability: str) -> Limits:
-    """Of a capability that nobody knew yet, what all have."""
+    """Return the limits of a compute capability. An unknown one gets the limits that all devices have."""
     return Limits(SHARED.get(capability, EVERYWHERE), capability in WARPGROUPS)

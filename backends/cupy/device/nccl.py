@@ -1,5 +1,7 @@
-"""NCCL, or RCCL with the same calls, through CuPy: collectives of devices that do not reach each other's memory, or
-that have much to say."""
+"""NCCL, or RCCL with the same calls, through CuPy.
+
+The library serves devices without peer access, and large collectives.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,16 @@ INSTALL = {
 
 
 def nccl(cupy: Any, load: Callable[[], Any], name: str) -> Nccl | str:
-    """The library `name` as `load` imports it from CuPy, or why there is none."""
+    """Load a collective library.
+
+    Args:
+        cupy: The module CuPy.
+        load: Imports the library from CuPy.
+        name: NCCL or RCCL.
+
+    Returns:
+        The library, or the reason why there is none.
+    """
     try:
         library = load()
         if not getattr(library, "available", False):
@@ -41,13 +52,14 @@ def nccl(cupy: Any, load: Callable[[], Any], name: str) -> Nccl | str:
 
 
 class Nccl:
-    """The library; one thread calls for each device."""
+    """The loaded library. One thread calls it for each device."""
 
     def __init__(self, cupy: Any, nccl: Any, name: str) -> None:
         self.cupy, self.nccl, self.name = cupy, nccl, name
 
     def identity(self) -> Array:
-        return np.array(self.nccl.get_unique_id(), np.int64)  # a word each: the sign of C's char differs by machine
+        """Return the words of a new group identifier."""
+        return np.array(self.nccl.get_unique_id(), np.int64)  # a word per byte: the sign of C's char varies
 
     def join(self, identity: Array, rank: int, size: int, on: Device) -> NcclRing:
         try:
@@ -58,7 +70,7 @@ class Nccl:
 
 
 class NcclRing:
-    """A communicator; it must outlive every graph that has a call of it."""
+    """A communicator. It must outlive every CUDA graph that contains its calls."""
 
     def __init__(self, library: Nccl, communicator: Any) -> None:
         self.name, self.nccl, self.communicator = library.name, library.nccl, communicator

@@ -1,4 +1,4 @@
-"""A thin layer over NVRTC, the CUDA compiler as a library: it needs neither a GPU nor CuPy."""
+"""A thin wrapper of NVRTC, the CUDA compiler library, which needs neither a GPU nor CuPy."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ MOST_THREADS, INFO = 1024, ".nv.info."
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one thread of a kernel takes, and one block: 32-bit registers, bytes spilled from them to memory, bytes of
-    shared memory that are declared (what a launch sizes comes on top); and how many threads a block may have."""
+    """Resources of a kernel.
+
+    `registers` is the number of 32-bit registers of a thread, `spilled_bytes` their bytes in memory. `shared_bytes`
+    counts the declared shared memory, without the dynamic part of a launch. `threads` is the largest block.
+    """
 
     registers: int
     spilled: int
@@ -36,9 +39,9 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Cubin:
-    """The code of a source for one architecture; names and resources by the names of the source.
+    """The code of a source for one architecture. Keys are the names of the source.
 
-    `waits` is what the compiler says of waits for products of warpgroups that it had to add.
+    `serialisation_warnings` are the compiler's warnings about waits for warpgroup products that it added.
     """
 
     image: bytes
@@ -49,17 +52,17 @@ class Cubin:
 
 @once
 def nvrtc() -> ctypes.CDLL:
-    """The library, from its wheel or from a CUDA toolkit.  Raises `BackendError` if neither is installed."""
+    """Load the library from a wheel or a CUDA toolkit. Raises `BackendError` if neither is installed."""
     if paths := installed():
         path = paths[0]
-        for part in path.parent.glob("libnvrtc-builtins.so.*"):  # it looks for this in system folders only
+        for part in path.parent.glob("libnvrtc-builtins.so.*"):  # NVRTC searches for it in system folders only
             ctypes.CDLL(str(part))
         return ctypes.CDLL(str(path))
     raise BackendError(f"libnvrtc, which compiles CUDA kernels, is not installed; {INSTALL}")
 
 
 def installed() -> list[Path]:
-    """Libraries in the wheels of NVIDIA, and that of the system, newest first: an old one does not know new devices."""
+    """Return the libraries of wheels and of the system, newest first. Old versions do not know new devices."""
     spec = importlib.util.find_spec("nvidia")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     wheels = [p for f in folders for p in Path(f).glob("*/lib/libnvrtc.so.*") if ".alt." not in p.name]
@@ -68,7 +71,7 @@ def installed() -> list[Path]:
 
 
 def _release(path: Path) -> tuple[int, ...]:
-    """The numbers behind ``.so``: folders of wheels are named by two customs, of which the older sorts higher."""
+    """Return the version behind ``.so``. Wheel folders have two naming schemes, and the older one would sort higher."""
     return tuple(int(part) for part in path.name.partition(".so.")[2].split(".") if part.isdecimal())
 
 
@@ -81,7 +84,16 @@ def version() -> tuple[int, int]:
 
 
 def compile(source: Source, arch: str, options: Sequence[str] = OPTIONS) -> Cubin:
-    """Machine code for `arch`, such as ``sm_90a``.  Raises `BackendError` with the compiler's first error."""
+    """Compile a source for `arch`, such as ``sm_90a``.
+
+    Args:
+        source: The source.
+        arch: The architecture.
+        options: Options of the compiler.
+
+    Raises:
+        BackendError: The source does not compile; the message has the first error.
+    """
     made = _compiler().compile(source, arch, options)
     return Cubin(made.image, made.lowered, _resources(made), _WAITS.findall(made.log))
 
@@ -97,12 +109,12 @@ _WAITS = re.compile(r"\(C75\d\d\) (.*)")
 
 
 def _resources(made: Compiled) -> Mapping[str, Resources]:
-    """What ptxas says of each kernel, and the code itself."""
+    """Return the resources of each kernel from the log of ptxas and from the code."""
     called = {low: name for name, low in made.lowered.items()}
     threads, resources = most_threads(made.image), {}
     for entry, stores, loads, registers, rest in _ENTRY.findall(made.log):
         if entry not in called:
-            continue  # a kernel of the file that is not asked for
+            continue  # a kernel that was not requested
         shared = _SHARED.search(rest)
         resources[called[entry]] = Resources(
             int(registers), int(stores) + int(loads), int(shared[1]) if shared else 0, threads.get(entry, MOST_THREADS)
@@ -111,8 +123,7 @@ def _resources(made: Compiled) -> Mapping[str, Resources]:
 
 
 def most_threads(image: bytes) -> Mapping[str, int]:
-    """The threads of a block of each kernel that was written with bounds, by its name in the code: attribute 5 in the
-    sections ``.nv.info`` of an ELF file."""
+    """Return the launch bounds of kernels by mangled name: attribute 5 in the ELF sections ``.nv.info``."""
     found = {}
     for name, data in _sections(image):
         at = 0
@@ -120,12 +131,12 @@ def most_threads(image: bytes) -> Mapping[str, int]:
             form, attribute, size = struct.unpack_from("<BBH", data, at)
             if (form, attribute) == (4, 5):
                 found[name.removeprefix(INFO)] = math.prod(struct.unpack_from("<III", data, at + 4))
-            at += 4 + (size if form == 4 else 0)  # other forms have a value in place of a size
+            at += 4 + (size if form == 4 else 0)  # other forms have a value instead of a size
     return MappingProxyType(found)
 
 
 def _sections(image: bytes) -> Iterator[tuple[str, bytes]]:
-    """Of an ELF file of 64 bits."""
+    """Yield the name and the bytes of each section of a 64-bit ELF file."""
     (table,) = struct.unpack_from("<Q", image, 40)
     step, count, of_names = struct.unpack_from("<HHH", image, 58)
     headers = [struct.unpack_from("<IIQQQQ", image, table + i * step) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Arrays that lie side by side in a buffer of a program, which the host can send to a device in one copy."""
+"""Groups adjacent arrays of a program buffer into batches, which the host sends to a device in one copy each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...base import ALIGNMENT, Tensor, contiguous_strides
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One array of a parcel: its number among all that are sent, and the byte of the parcel where it begins."""
+    """One array of a batch: its number among all arrays, and its byte offset in the batch."""
 
     number: int
     at: int
@@ -23,7 +23,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Bytes of a buffer, and the arrays in them."""
+    """A byte range of a buffer, and the arrays in it."""
 
     buffer: int
     offset: int
@@ -32,10 +32,10 @@ class Parcel:
 
 
 def parcels_of(tensors: Sequence[Tensor], most: int) -> Iterator[Parcel]:
-    """Those of `tensors` that are dense, in parcels of at most so many bytes; the others are in none.
+    """Group the contiguous tensors into batches of at most `most` bytes. Other tensors are in no batch.
 
-    Of a buffer only what two arrays fill is overwritten, and what no value can have: each begins at a multiple of
-    `ALIGNMENT`, so that nothing lies between the end of one and the next such byte.
+    A batch overwrites its arrays and the padding between two of them. The padding never holds a value, because each
+    value begins at a multiple of `ALIGNMENT` and padding ends at the next one.
     """
     dense = (n for n, t in enumerate(tensors) if 0 < t.spec.nbytes <= most and _is_dense(t))
     inside: list[int] = []
@@ -53,7 +53,7 @@ def _is_dense(t: Tensor) -> bool:
 
 
 def _follows(first: Tensor, last: Tensor, t: Tensor, most: int) -> bool:
-    """Whether `t` goes into the parcel that so begins and ends."""
+    """Return whether `t` directly follows `last` and fits into the batch that begins with `first`."""
     next_value = -(-(last.offset + last.spec.nbytes) // ALIGNMENT) * ALIGNMENT
     fits = t.offset + t.spec.nbytes - first.offset <= most
     return (t.buffer, t.offset) == (last.buffer, next_value) and fits

@@ -1,4 +1,4 @@
-"""Compilers that are libraries with the calls of NVRTC, under names of their own."""
+"""A wrapper of compiler libraries that have the calls of NVRTC under other names."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .driver import Source
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Machine code, what names of the source are called in it, and what the compiler said.
+    """Machine code, the mangled kernel names, and the log of the compiler.
 
-    NVRTC finds every name; hiprtc of ROCm 5.2 none that has an alias of a type in it.
+    NVRTC finds every name. hiprtc of ROCm 5.2 finds no name that contains a type alias.
     """
 
     image: bytes
@@ -25,7 +25,11 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """`name` is for messages; calls of `library` begin with `prefix`, that for machine code ends with `code`."""
+    """A compiler library.
+
+    `name` appears in messages. The calls of `library` begin with `prefix`; those for machine code end with
+    `code_suffix`.
+    """
 
     name: str
     prefix: str
@@ -38,7 +42,16 @@ class Compiler:
         return major.value, minor.value
 
     def compile(self, source: Source, arch: str, options: Sequence[str]) -> Compiled:
-        """Raises `BackendError` with the compiler's first error."""
+        """Compile a source.
+
+        Args:
+            source: The source.
+            arch: The architecture.
+            options: Options of the compiler, without the architecture.
+
+        Raises:
+            BackendError: The source does not compile; the message has the first error.
+        """
         program = ctypes.c_void_p()
         text, name = source.text.encode(), source.file.encode()
         self._call("CreateProgram", ctypes.byref(program), text, name, 0, None, None)

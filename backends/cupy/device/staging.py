@@ -1,4 +1,4 @@
-"""What a device and the host give each other: through pinned memory, on the stream of the device."""
+"""Transfers between a device and the host through pinned memory, on the stream of the device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .lending import Lending
 from .parcels import Parcel
 
 HALF = 8 << 20
-"""Bytes of pinned memory that are filled while the device still copies as many others."""
+"""Bytes of one half of the pinned memory. The host fills a half while the device copies the other half."""
 
 
-class told:  # noqa: N801  # is read as a verb; a generator would take four times as long, several times a token
-    """Errors of the runtime and of the driver become `BackendError`: who could not do what, and why."""
+class told:  # noqa: N801  # reads as a verb; a generator takes four times as long, several times per token
+    """Convert errors of the CUDA runtime and driver to `BackendError`, with the device and the failed action."""
 
     __slots__ = ("cupy", "doing", "who")
 
@@ -26,7 +26,7 @@ class told:  # noqa: N801  # is read as a verb; a generator would take four time
         self.cupy, self.who, self.doing = cupy, who, doing
 
     def __enter__(self) -> None:
-        """There is nothing to prepare."""
+        """Do nothing."""
 
     def __exit__(self, kind: object, why: BaseException | None, trace: object) -> None:
         if why is None:
@@ -40,17 +40,17 @@ class told:  # noqa: N801  # is read as a verb; a generator would take four time
 
 
 class Staging:
-    """The stream of a device, and the pinned memory through which the host reaches it.
+    """The stream of a device, and pinned memory for copies between host and device.
 
-    Copies are in order with launches, and a copy to the device is asynchronous: its bytes wait in pinned memory, so the
-    caller's array is free at once.  Of the two halves of that memory one is filled until it is full, then the other,
-    once the device has copied all that lies there.
+    Copies keep their order with launches. A copy to the device is asynchronous: its bytes wait in pinned memory, so the
+    caller's array is reusable at once. The host fills one half of the pinned memory, then the other half, after the
+    device has copied all of its contents.
     """
 
     def __init__(self, cupy: Any, kind: str, index: int) -> None:
         self.cupy, self.index, self.name = cupy, index, f"{kind}:{index}"
         with told(cupy, self.name, "make a stream and pinned memory"), cupy.cuda.Device(index):
-            # Of no stream but its own must it wait: one of another part of the device may be waiting for this one.
+            # It must not wait for the default stream: another part of the device may wait for this stream.
             self.stream = cupy.cuda.Stream(non_blocking=True)
             self._emptied = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
             self._pinned = np.frombuffer(cupy.cuda.alloc_pinned_memory(2 * HALF), np.uint8, 2 * HALF)
@@ -59,22 +59,28 @@ class Staging:
         self._lending = Lending(cupy.cuda.alloc_pinned_memory)
 
     def zeros(self, nbytes: int) -> Any:
-        """New memory of the device."""
+        """Allocate zeroed device memory."""
         with self._at_work("set memory to zero"):
             return self.cupy.zeros(nbytes, np.uint8)
 
     def put(self, host: Array, array: Any, index: Any = ...) -> None:
-        """Assign `host` to an index of an array of the device."""
+        """Assign a host array to an index of a device array.
+
+        Args:
+            host: The host array.
+            array: The device array.
+            index: Its index; by default all of it.
+        """
         with self._at_work("copy from the host"):
             if index is ... and host.shape == array.shape and array.flags.c_contiguous:
                 self._send(host, array)
                 return
-            copy = self.cupy.empty(host.shape, array.dtype)  # the pool gives it to nobody but this stream again
+            copy = self.cupy.empty(host.shape, array.dtype)  # the pool reuses it on this stream only
             self._send(host, copy)
             array[index] = copy
 
     def get(self, array: Any) -> Array:
-        """The values of an array of the device, once everything before has run."""
+        """Return the values of a device array, after all earlier work."""
         runtime = self.cupy.cuda.runtime
         with self._at_work("copy to the host"):
             dense = self.cupy.ascontiguousarray(array)
@@ -90,7 +96,7 @@ class Staging:
         return host
 
     def writer(self, parcels: Sequence[tuple[Parcel, int]]) -> Callable[[Sequence[Array]], None]:
-        """What sends parcels to these addresses of the device, with the arrays of the host that it is given."""
+        """Return a function that sends batches of host arrays to these device addresses."""
         runtime, stream = self.cupy.cuda.runtime, self.stream.ptr
 
         def write(arrays: Sequence[Array]) -> None:
@@ -105,7 +111,7 @@ class Staging:
         return write
 
     def reader(self, arrays: Sequence[Any]) -> Callable[[], list[Array]]:
-        """What gives the values of arrays of the device, once everything before has run, after a single wait."""
+        """Return a function that returns the values of device arrays, after all earlier work, with a single wait."""
         sources = [(int(a.data.ptr), int(a.nbytes), a.shape, a.dtype) for a in arrays]
         is_small = [0 < a.nbytes <= HALF and a.flags.c_contiguous for a in arrays]
 
@@ -118,7 +124,7 @@ class Staging:
         return read
 
     def _lent(self, source: int, nbytes: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
-        """Where values will be once the stream has come so far; None where too many are still held."""
+        """Start a copy to a pinned host array and return the array, or `None` if callers hold too many arrays."""
         if (block := self._lending.block(nbytes)) is None:
             return None
         host, runtime = block.lent(shape, dtype), self.cupy.cuda.runtime
@@ -127,12 +133,12 @@ class Staging:
 
     @contextmanager
     def _at_work(self, doing: str) -> Iterator[None]:
-        """On the device, with its stream."""
+        """Select the device and its stream, and convert errors."""
         with told(self.cupy, self.name, doing), self.cupy.cuda.Device(self.index), self.stream:
             yield
 
     def _send(self, host: Array, array: Any) -> None:
-        """To an array of the same shape that is dense."""
+        """Copy a host array to a contiguous device array of the same shape."""
         runtime, data = self.cupy.cuda.runtime, np.ascontiguousarray(host, array.dtype).reshape(-1).view(np.uint8)
         for start in range(0, data.size, HALF):
             piece = data[start : start + HALF]
@@ -142,7 +148,7 @@ class Staging:
             runtime.memcpyAsync(target, at, piece.size, runtime.memcpyHostToDevice, self.stream.ptr)
 
     def _room(self, nbytes: int) -> int:
-        """Where so many bytes of pinned memory begin that no copy uses."""
+        """Return the offset of unused bytes in pinned memory; wait for a half if needed."""
         if self._taken + nbytes > HALF:
             self._emptied[self._half].record(self.stream)
             self._half, self._taken = 1 - self._half, 0
@@ -153,7 +159,7 @@ class Staging:
 
 
 class DeviceArray:
-    """An array in the memory of a device, as NumPy code sees it: assigning copies there, reading copies back."""
+    """A NumPy-like array in device memory. Assignment copies to the device, and indexing copies to the host."""
 
     def __init__(self, array: Any, staging: Staging) -> None:
         self.array, self.staging = array, staging

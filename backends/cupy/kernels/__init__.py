@@ -1,1 +1,1 @@
-"""Families of kernels: each a ``.cu`` file, and a module that binds instructions to launches of it."""
+"""Kernel families: each is a ``.cu`` file, and a module that binds instructions to its launches."""

@@ -1,4 +1,4 @@
-"""Truth values, which are 0 and 1: comparisons, choices by them; entries of rows by number."""
+"""Kernels of comparisons (results are 0 and 1), of `where`, and of gathers along rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _compare(launches: Launches, call: Bound) -> None:
 
 
 def _comparable(launches: Launches, x: Operand) -> Operand:
-    """`x` in a type that is compared and holds all of its own."""
+    """Return `x` in a comparable dtype that holds all its values."""
     return x if x.dtype in COMPARED else as_type(launches, x, DType.I32 if x.dtype.is_integer else DType.F32)
 
 

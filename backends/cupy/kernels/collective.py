@@ -1,4 +1,15 @@
-"""Collectives of devices that reach each other's memory: launches like any other, among them those that wait."""
+"""Collectives of devices with peer access, as launches that may wait for other devices.
+
+Each device has signals in its memory, which other devices write. `all_reduce` has two algorithms:
+
+1. Small sums: each device pushes its summand into an inbox of every other device, with one barrier. Each device then
+   adds all summands.
+2. Other sums: each device adds one part of all summands and writes it to all devices, between two barriers. Up to 64
+   KiB, one launch of one block does all of it.
+
+Other collectives read slices from the operands of other devices, between two barriers. Sums add in the order of the
+devices, so all devices get the same bits.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +35,16 @@ from .moves import launch_copy
 
 MOST_DEVICES, THREADS = 8, 256
 SIGNAL_WORDS = 16 + 3 * 16 * MOST_DEVICES
-"""Of 8 bytes, for each device, that the others write; they begin as zeros."""
+"""Words of 8 bytes in the signals of a device, which the others write. They begin as zeros."""
 ONE_BLOCK = 64 * 1024
-"""Bytes up to which one block does a whole sum: waiting for others costs more than adding."""
+"""The most bytes of a sum that one block computes. Waits for other devices cost more than the additions."""
 PUSHED = 128 * 1024
-"""Bytes of all summands up to which every device pushes its own to all others, and one meeting does in place of two: 64
-KiB a device where there are two, 16 where there are eight.  More would keep the one block longer than a meeting."""
+"""The most bytes of all summands together that devices push to each other, with one barrier instead of two.
+
+It is 64 KiB per device with two devices, 16 KiB with eight. More bytes occupy the one block longer than a barrier.
+"""
 INBOX = 2 * PUSHED
-"""Bytes that a device has for what is pushed to it, for one sum after the other in turn."""
+"""Bytes of the inbox of a device: two halves, which consecutive sums use in turn."""
 MOST_BLOCKS = 128
 PACK = 16
 TYPES = {DType.F32: "float", DType.I8: "i8", DType.I16: "i16", DType.I32: "i32", DType.I64: "i64"}
@@ -48,12 +61,12 @@ SOURCE = Source(
     ),
 )
 SOURCES = (SOURCE,)
-BINDINGS: Mapping[str, Binding] = {}  # a collective is bound to its group, below
+BINDINGS: Mapping[str, Binding] = {}  # collectives also need a group: `COLLECTIVE_BINDERS`
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a device brings to a collective, and where it wants the result."""
+    """The operand and the result of a device in a collective."""
 
     source: Operand
     target: Operand
@@ -61,8 +74,11 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A device as the others know it: where its signals are, room for what it sends in 16 bits and for what is pushed
-    to it (0: none), its offers by the number of the collective."""
+    """The addresses of a device that other devices use.
+
+    `signals` are its signals, `transfer_buffer` is memory for 16-bit transfers and `inbox` for pushed summands (0:
+    none). `operands` are its operands by sequence number of the collective.
+    """
 
     signals: int
     wire: int
@@ -72,10 +88,11 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The devices that meet, by rank, as one of them sees them; `board` is the address of the group's board.
+    """The devices of a collective group by rank, as one of them sees them.
 
-    Sums of so many float32 values as `narrow_from` and more are sent in bfloat16; none are where it is None.  Sums take
-    the two halves of the inboxes in turn, the next one half `turn`.
+    `signal_pad_address` is the address of the group's signal pad on the host. Float32 sums of at least
+    `min_narrow_elements` values are transferred in bfloat16; `None` means no sums. `inbox_half` is the half of the
+    inboxes for the next sum.
     """
 
     rank: int
@@ -86,14 +103,15 @@ class Group:
     turn: int = 0
 
     def narrows(self, x: Operand) -> bool:
-        """Whether the sum of operands like `x` is sent in bfloat16."""
+        """Return whether the sum of operands like `x` is transferred in bfloat16."""
         return x.is_float and self.narrow_from is not None and math.prod(x.shape) >= self.narrow_from
 
     def offers(self, sequence: int) -> list[Offer]:
-        """What everybody brings.  Raises `BackendError` if somebody brings nothing."""
+        """Return the operands of all devices. Raises `BackendError` if a device does not have the collective."""
         return [self.offer(device, sequence) for device in range(len(self.peers))]
 
     def offer(self, device: int, sequence: int) -> Offer:
+        """Return the operands of a device. Raises `BackendError` if it does not have the collective."""
         if sequence not in (known := self.peers[device].offers):
             raise BackendError(
                 f"device {self.rank} is at collective {sequence}, which device {device} does not have: "
@@ -103,13 +121,20 @@ class Group:
 
 
 def offer_of(call: Bound) -> Offer:
-    """A sender offers its result, which nobody overwrites before the run ends."""
+    """Return the operands of a call. A sender exposes its result, which stays unchanged until the run ends."""
     return Offer(call.out if call.op in ("send", "receive") else call.operand(0), call.out)
 
 
 def launch_begin(launches: Launches, group: Group, *, follows: bool) -> None:
-    """To be launched before the first collective of a run.  Where runs follow each other, and sums are pushed, all meet
-    first: the last one that was pushed may still be read."""
+    """Append the launches in front of the first collective of a run.
+
+    With pipelined runs and pushed sums, all devices pass a barrier first: the last pushed sum may still be read.
+
+    Args:
+        launches: Receives the launches.
+        group: The collective group.
+        follows: Whether runs are pipelined.
+    """
     own, mine = group.board + 8 * (FIRST + EACH * group.rank + RUN), group.peers[group.rank]
     launches.add(SOURCE["begin_run"], 1, 1, [mine.signals, own])
     if follows and mine.inbox:
@@ -117,7 +142,14 @@ def launch_begin(launches: Launches, group: Group, *, follows: bool) -> None:
 
 
 def launch_mark(launches: Launches, call: Bound, group: Group, *, has_results: int) -> None:
-    """Tell the host that the device comes to a collective, or has its results: `mark_of` reads it."""
+    """Report to the host that the device is at a collective, or has its results. `read_progress_mark` reads it.
+
+    Args:
+        launches: Receives the launch.
+        call: The collective.
+        group: The collective group.
+        has_results: 1 if the collective has ended, else 0.
+    """
     word = group.board + 8 * (FIRST + EACH * group.rank)
     words = [group.peers[group.rank].signals, word, _sequence(call), has_results]
     launches.add(SOURCE["mark"], 1, 1, words)
@@ -125,7 +157,7 @@ def launch_mark(launches: Launches, call: Bound, group: Group, *, has_results: i
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where a device is: the number of its run and of its collective, and whether that has ended."""
+    """The progress of a device: the numbers of its run and collective, and whether the collective has ended."""
 
     run: int
     sequence: int
@@ -133,13 +165,22 @@ class Mark:
 
 
 def mark_of(board: npt.NDArray[np.int64], rank: int) -> Mark | None:
-    """What device `rank` marked last; None before its first mark."""
+    """Return the last progress mark of device `rank`, or `None` before the first."""
     word = int(board[FIRST + EACH * rank])
     return Mark(word >> 32, ((word & 0xFFFFFFFF) >> 1) - 1, bool(word & 1)) if word else None
 
 
 def bind(launches: Launches, call: Bound, group: Group) -> None:
-    """Append a collective.  Raises `NoKernelError` on all devices of the group, or on none."""
+    """Append a collective.
+
+    Args:
+        launches: Receives the launches.
+        call: The collective.
+        group: The collective group.
+
+    Raises:
+        NoKernelError: No kernel supports it. All devices of the group raise it, or none.
+    """
     MEETINGS[call.op](launches, call, group)
 
 
@@ -148,7 +189,7 @@ def _sequence(call: Bound) -> int:
 
 
 def _group(launches: Launches, sequence: int, group: Group) -> list[Word]:
-    """The fields of a kernel's `Group`, at the collective of that number; -1 at the beginning of a run."""
+    """Return the fields of `Group` in a kernel's struct. Sequence -1 is the beginning of a run."""
     size = len(group.peers)
     at = f"{'a run' if sequence < 0 else f'collective {sequence}'} on device {group.rank} of {size}"
     late = launches.fault(f"{at}: device {{value}} did not arrive within {group.timeout:g} s")
@@ -159,7 +200,7 @@ def _group(launches: Launches, sequence: int, group: Group) -> list[Word]:
 
 
 def _filled(addresses: Iterable[int]) -> list[Word]:
-    """Of all devices; there is room for more."""
+    """Return addresses of all devices, padded with zeros."""
     words: list[Word] = list(addresses)
     return words + [0] * (MOST_DEVICES - len(words))
 
@@ -184,16 +225,17 @@ def _all_reduce(launches: Launches, call: Bound, group: Group) -> None:
 
 
 def is_pushed(call: Bound, devices: int) -> bool:
-    """Whether all devices push their summands of a sum to all."""
+    """Return whether devices push their summands of this collective to each other."""
     return call.op == "all_reduce" and devices * _slot(call.out) <= PUSHED
 
 
 def _slot(x: Operand) -> int:
-    """Bytes of a summand in an inbox."""
+    """Return the bytes of a summand in an inbox."""
     return blocks(x.tensor.spec.nbytes, PACK) * PACK
 
 
 def _push(launches: Launches, call: Bound, group: Group, words: list[Word]) -> None:
+    """Launch a sum in which each device pushes its summand to all others."""
     out = call.out
     inboxes = _filled(p.inbox + group.turn * PUSHED for p in group.peers)
     count, slot = math.prod(out.shape), _slot(out) // out.dtype.storage.itemsize
@@ -204,6 +246,7 @@ def _push(launches: Launches, call: Bound, group: Group, words: list[Word]) -> N
 def _sum_parts(
     launches: Launches, dtype: str, nbytes: int, summing: list[Word], group: Group, words: list[Word]
 ) -> None:
+    """Launch a sum in which each device adds one part, between two barriers."""
     grid = min(MOST_BLOCKS, blocks(blocks(nbytes, PACK * len(group.peers)), THREADS))
     launches.add(SOURCE["meet_all"], 1, 32, [*words, 0])
     launches.add(SOURCE[f"sum_parts<{dtype}>"], grid, THREADS, summing)
@@ -211,7 +254,7 @@ def _sum_parts(
 
 
 def _narrow_all_reduce(launches: Launches, call: Bound, group: Group, words: list[Word]) -> None:
-    """Summands lie in everybody's room for the wire, and then their sum, in bfloat16."""
+    """Launch a sum in bfloat16. The transfer buffers have the summands, and then their sum."""
     mine, count = group.peers[group.rank], math.prod(call.out.shape)
     wires = _filled(p.wire for p in group.peers)
     launch_narrow(launches, call.operand(0), mine.wire)
@@ -220,13 +263,26 @@ def _narrow_all_reduce(launches: Launches, call: Bound, group: Group, words: lis
 
 
 def launch_narrow(launches: Launches, x: Operand, wire: Word) -> None:
-    """Round a dense operand of float32 to bfloat16, to the nearest and of two to the even one."""
+    """Round a contiguous float32 operand to bfloat16, to nearest even.
+
+    Args:
+        launches: Receives the launch.
+        x: The operand.
+        wire: The bfloat16 memory.
+    """
     count = math.prod(x.shape)
     launches.add(SOURCE["narrow"], blocks(count, THREADS), THREADS, [x, wire, count])
 
 
 def launch_widen(launches: Launches, wire: Word, out: Operand, group: Group) -> None:
-    """The reverse, unless the run has failed."""
+    """Convert bfloat16 back to float32, unless the run has failed.
+
+    Args:
+        launches: Receives the launch.
+        wire: The bfloat16 memory.
+        out: The float32 result.
+        group: The collective group.
+    """
     count = math.prod(out.shape)
     mine = group.peers[group.rank].signals
     launches.add(SOURCE["widen"], blocks(count, THREADS), THREADS, [wire, out, count, mine])
@@ -238,8 +294,11 @@ def _one_type(offers: Iterable[Offer]) -> bool:
 
 
 def _met(parts: Callable[[Bound], Iterable[tuple[Index, list[tuple[int, Index]]]]]) -> Meeting:
-    """A collective in which everybody takes pieces out of what the others have: `parts` are pairs (where a piece goes,
-    whose summands it has, and where these are)."""
+    """Return a binder of a collective in which each device reads slices of other devices.
+
+    Args:
+        parts: Returns pairs of a slice of the result, and its summands: pairs of a device and a slice of its operand.
+    """
 
     def bound(launches: Launches, call: Bound, group: Group) -> None:
         offers = group.offers(_sequence(call))
@@ -256,11 +315,18 @@ def _met(parts: Callable[[Bound], Iterable[tuple[Index, list[tuple[int, Index]]]
 
 
 def launch_take(launches: Launches, sources: list[Operand], out: Operand, group: Group) -> None:
-    """The sum of some operands, of any device; of one: a copy."""
+    """Launch the sum of operands of any devices; a single operand is copied.
+
+    Args:
+        launches: Receives the launch.
+        sources: Operands of the shape of `out`, at addresses of any device.
+        out: The result on this device.
+        group: The collective group.
+    """
     axes = axes_of(out.shape, [out, *sources])
     walks: list[Word] = []
     for k, source in enumerate(sources, 1):
-        walks += [source.address, *axes.walk(k, source)[1:]]  # memory of another device: nothing to be guarded here
+        walks += [source.address, *axes.walk(k, source)[1:]]  # memory of another device needs no guard pages here
     walks += [0] * ((MOST_DEVICES - len(sources)) * (1 + MOST))
     mine = group.peers[group.rank].signals
     words = [axes.count, len(sources), *axes.words, *axes.walk(0, out), *walks, mine]
@@ -268,7 +334,7 @@ def launch_take(launches: Launches, sources: list[Operand], out: Operand, group:
 
 
 def piece(x: Operand, index: Index) -> Operand:
-    """The part of an operand at an index of slices."""
+    """Return the part of an operand at an index of slices."""
     for axis, along in enumerate(index):
         if along != slice(None):
             x = x.part(axis, along.start, along.stop - along.start)
@@ -276,12 +342,14 @@ def piece(x: Operand, index: Index) -> Operand:
 
 
 def _one_by_one(parts: list[Pairs]) -> list[tuple[Index, list[tuple[int, Index]]]]:
+    """List the slices that a device copies from the others, with their places in the result."""
     return [(into, [(device, index)]) for device, pairs in enumerate(parts) for into, index in pairs]
 
 
 def _summed(call: Bound) -> list[tuple[Index, list[tuple[int, Index]]]]:
+    """List the slices of a reduce-scatter, each with its summands on all devices."""
     runs = call.attrs["runs"]
-    assert isinstance(runs, tuple)  # those of every device
+    assert isinstance(runs, tuple)  # one entry per device
     devices = range(len(runs))
     return [(into, [(device, index) for device in devices]) for into, index in scattered(call.attrs)]
 
@@ -303,7 +371,7 @@ def _receive(launches: Launches, call: Bound, group: Group) -> None:
 
 
 def _is_movable(sent: Operand) -> bool:
-    """Decided by what is sent, which both know."""
+    """Return whether kernels can copy the operand. Sender and receiver both know the sent operand."""
     return sent.dtype in TYPES and math.prod(sent.shape) < MOST_ELEMENTS
 
 

@@ -1,4 +1,4 @@
-"""Element by element: arithmetic, activations, gated units, conversions."""
+"""Elementwise kernels: arithmetic, activations, gated units and dtype conversions."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ from .products import packed
 
 THREADS = 256
 ELEMENTS = 4
-"""Of a thread in a large result, as in elements.cuh."""
+"""Elements per thread of a large result, as in ``elements.cuh``."""
 LARGE = 2**17
-"""More elements than this fill all multiprocessors with threads that take several; fewer are spread thin."""
+"""Above this element count, threads that process several elements fill all multiprocessors; below, each has one."""
 MOST_ELEMENTS = 2**31
 Numbers = Callable[[Bound], Sequence[float]]
 
 
 def _attributes(*names: str) -> Numbers:
+    """Return a function that reads attributes as the scalar arguments of a kernel."""
     return lambda call: [float(float_attribute(call.attrs, n)) for n in names]
 
 
 def _scale_constants(call: Bound) -> Sequence[float]:
-    """The factor and the bias; no bias is -0, which changes the sign of no zero."""
+    """Return factor and bias. A missing bias is -0.0, which preserves the sign of zeros."""
     return float_attribute(call.attrs, "scale"), float_attribute(call.attrs, "bias") or -0.0
 
 
 def _xielu(call: Bound) -> Sequence[float]:
-    """n, p, beta, eps."""
+    """Return n, p, beta and eps."""
     alpha_n, alpha_p, beta, eps = _attributes("alpha_n", "alpha_p", "beta", "eps")(call)
     softplus = [max(a, 0.0) + math.log1p(math.exp(-abs(a))) for a in (alpha_n, alpha_p)]
     return beta + softplus[0], softplus[1], beta, eps
 
 
 def _clamped(call: Bound) -> Sequence[float]:
-    """alpha and limit, as far as the unit has them."""
+    """Return alpha and limit, or 1 for an attribute that the unit does not have."""
     return [float(float_attribute(call.attrs, n)) if n in call.attrs else 1.0 for n in ("alpha", "limit")]
 
 
@@ -80,7 +81,7 @@ TARGETS = (DType.F32, DType.I8, DType.I16, DType.I32, DType.I64)
 ROUNDING = {DType.F16: 1, DType.BF16: 2}
 HALVES = tuple(ROUNDING)
 CELLS = (DType.F32, *HALVES)
-"""Types of states that kernels write and read as they are."""
+"""Dtypes of states that kernels read and write without conversion."""
 
 MAPS = Source(
     "elementwise.cu",
@@ -101,7 +102,16 @@ SOURCES = (MAPS, CASTS)
 def launch_map(
     launches: Launches, kernel: Kernel, sources: Sequence[Operand], out: Operand, tail: Sequence[Word], *ahead: Word
 ) -> None:
-    """A kernel of this file over all elements of `out`, to whose shape the sources are repeated."""
+    """Launch an elementwise kernel over `out`. The sources are broadcast to its shape.
+
+    Args:
+        launches: Receives the launch.
+        kernel: A kernel of an elementwise struct.
+        sources: The operands.
+        out: The result.
+        tail: Words behind the operands.
+        ahead: Words in front of the axes.
+    """
     operands = [*sources, out]
     axes = axes_of(out.shape, operands)
     need(axes.count < MOST_ELEMENTS, f"a result of {axes.count} elements is too large for one launch")
@@ -111,17 +121,17 @@ def launch_map(
 
 
 def spread(count: int) -> int:
-    """Blocks over so many elements; `each_element` of elements.cuh sees by them how many a thread takes."""
+    """Return the number of blocks. ``each_element`` in ``elements.cuh`` derives the elements per thread from it."""
     return blocks(count, THREADS * (ELEMENTS if count > LARGE else 1))
 
 
 def as_float(launches: Launches, x: Operand) -> Operand:
-    """`x` as float32: itself, or a copy in scratch."""
+    """Return `x` as float32: itself, or a copy in scratch."""
     return packed.expanded(launches, x) if x.dtype in PACKINGS else as_type(launches, x, DType.F32)
 
 
 def as_type(launches: Launches, x: Operand, dtype: DType) -> Operand:
-    """`x` in that type: itself, or a copy in scratch."""
+    """Return `x` in a dtype: itself, or a copy in scratch."""
     if x.dtype is dtype:
         return x
     need(x.dtype in TYPES and dtype in TARGETS, f"kernels that read {x.dtype} as {dtype} here are missing")
@@ -131,7 +141,17 @@ def as_type(launches: Launches, x: Operand, dtype: DType) -> Operand:
 
 
 def launch_cast(launches: Launches, x: Operand, out: Operand, rounding: DType | None = None) -> None:
-    """Convert `x` to the type of `out`, rounded to what another one holds.  Raises `NoKernelError`."""
+    """Convert `x` to the dtype of `out`.
+
+    Args:
+        launches: Receives the launch.
+        x: The operand.
+        out: The result.
+        rounding: Round values to this dtype first.
+
+    Raises:
+        NoKernelError: No kernel converts between these dtypes.
+    """
     if x.dtype in PACKINGS:
         x = packed.expanded(launches, x)
     if out.dtype in ROUNDING:
@@ -142,10 +162,20 @@ def launch_cast(launches: Launches, x: Operand, out: Operand, rounding: DType | 
 
 
 def _padded(numbers: Sequence[float]) -> list[float]:
+    """Return four scalar arguments, padded with zeros."""
     return [*map(float, numbers), 0.0, 0.0, 0.0, 0.0][:4]
 
 
 def launch_unary(launches: Launches, op: str, x: Operand, out: Operand, numbers: Sequence[float] = ()) -> None:
+    """Launch a unary op.
+
+    Args:
+        launches: Receives the launch.
+        op: The name of the op.
+        x: The operand.
+        out: The result.
+        numbers: Up to four scalar arguments.
+    """
     source = as_float(launches, x)
     launch_map(launches, MAPS[f"unary<function::{op}>"], [source], out, _padded(numbers))
 
@@ -153,6 +183,16 @@ def launch_unary(launches: Launches, op: str, x: Operand, out: Operand, numbers:
 def launch_binary(
     launches: Launches, op: str, x: Operand, y: Operand, out: Operand, numbers: Sequence[float] = ()
 ) -> None:
+    """Launch a binary op, such as `add` or `swiglu`.
+
+    Args:
+        launches: Receives the launch.
+        op: The name of the op.
+        x: The first operand.
+        y: The second operand.
+        out: The result.
+        numbers: Up to four scalar arguments.
+    """
     sources = [as_float(launches, x), as_float(launches, y)]
     launch_map(launches, MAPS[f"binary<function::{op}>"], sources, out, _padded(numbers))
 
@@ -169,7 +209,7 @@ def _binary(numbers: Numbers) -> Binding:
 
 
 def _glu(launches: Launches, call: Bound) -> None:
-    """Both halves of one operand."""
+    """Bind a gated unit of the two halves of one operand."""
     x, kind, n = as_float(launches, call.operand(0)), str(call.attrs["kind"]), call.out.shape[-1]
     axis = len(x.shape) - 1
     halves = [x.part(axis, 0, n), x.part(axis, n, n)]
@@ -184,7 +224,11 @@ def _cast(launches: Launches, call: Bound) -> None:
 
 
 def _multiplied(launches: Launches, flow: Flow, number: int) -> tuple[Operand, Operand, Bound, Sequence[int]]:
-    """What goes through an activation, what that is multiplied by, the product, and the instructions."""
+    """Match an activation and the product that reads it.
+
+    Returns:
+        The operand of the activation, the other factor, the product, and the instructions.
+    """
     product = flow.readers_of(number)[0]
     index = 1 if flow.makes(number, product, 1) else 0
     need(flow.reader(number, "mul", index) == product, "it is not a factor of one product")

@@ -1,4 +1,4 @@
-"""The lightning indexer of DeepSeek V3.2, the hyper-connections of V4, and causal masks."""
+"""Kernels of the lightning indexer (DeepSeek V3.2), of hyper-connections (V4), and of causal masks."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .elementwise import MOST_ELEMENTS, THREADS, as_float
 from .moves import launch_copy
 
 HELD = 8
-"""Streams that a thread holds."""
+"""The most streams that a thread has in registers."""
 KERNELS = ("lightning_indexer", "hyper_comb", "hyper_pre", f"hyper_post<{HELD}>", "hyper_post<0>", "causal_mask")
 SOURCE = Source("indexer.cu", KERNELS)
 SOURCES = (SOURCE,)
 
 
 def without(x: Operand, *axes: int) -> Operand:
-    """Where what lies along the other axes begins."""
+    """Return `x` without some axes, at index 0 of each."""
     gone = {a % len(x.shape) for a in axes}
     kept = [(n, s) for i, (n, s) in enumerate(zip(x.shape, x.strides, strict=True)) if i not in gone]
     return _as(x, kept)
 
 
 def repeated(x: Operand, axis: int) -> Operand:
-    """`x` with a new axis along which it is repeated."""
+    """Return `x` with a new axis along which it is repeated."""
     axes = list(zip(x.shape, x.strides, strict=True))
     axes.insert(len(axes) + 1 + axis if axis < 0 else axis, (1, 0))
     return _as(x, axes)

@@ -1,4 +1,4 @@
-"""Arithmetic of integers."""
+"""Kernels of integer arithmetic."""
 
 from __future__ import annotations
 

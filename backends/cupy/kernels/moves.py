@@ -1,4 +1,4 @@
-"""Entries laid out anew: copies, padding, rows gathered and scattered by number."""
+"""Kernels that move entries: copies, padding, gathers and scatters of rows, and triangles."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SOURCES = (SOURCE,)
 
 
 def launch_copy(launches: Launches, x: Operand, out: Operand) -> None:
-    """`x`, repeated to the shape of `out`, of the same type or as float32."""
+    """Copy `x` to `out`, broadcast to its shape; another dtype is converted."""
     if x.dtype is not out.dtype:
         return launch_cast(launches, x, out)
     launch_map(launches, SOURCE[f"copied<{_bits(x)}>"], [x], out, [])
@@ -62,6 +62,7 @@ def _concat(launches: Launches, call: Bound) -> None:
 
 
 def _launch_shifted(launches: Launches, x: Operand, out: Operand, shifts: Sequence[int], how: int) -> None:
+    """Launch a copy with shifted indices along each axis; `how` selects the values outside of x."""
     if x.dtype is not out.dtype:
         x = as_float(launches, x)
     count, rank = math.prod(out.shape), len(out.shape)
@@ -90,7 +91,7 @@ def _pad_reflect(launches: Launches, call: Bound) -> None:
 
 
 def _region(call: Bound) -> Operand:
-    """The part of the result that begins at `offsets` and is as large as the second operand."""
+    """Return the part of the result at `offsets`, with the shape of the second operand."""
     region = call.out
     for axis, (start, n) in enumerate(
         zip(integers_attribute(call.attrs, "offsets"), call.operand(1).shape, strict=True)
@@ -100,7 +101,7 @@ def _region(call: Bound) -> Operand:
 
 
 def begin_with(launches: Launches, x: Operand, out: Operand) -> None:
-    """Copy `x` unless it is the result's own memory."""
+    """Copy `x` to `out`, unless they are the same memory."""
     if x.address != out.address:
         launch_copy(launches, x, out)
 
@@ -187,6 +188,7 @@ _KEPT = {"upper_diag": (0, _FAR), "upper": (1, _FAR), "lower_diag": (-_FAR, 0), 
 
 
 def _launch_band(launches: Launches, x: Operand, out: Operand, low: int, high: int, other: float = 0.0) -> None:
+    """Copy the entries of a band of diagonals from `low` to `high`, and set the rest to `other`."""
     x = as_float(launches, x)
     axes = axes_of(out.shape, [x, out])
     need(axes.count < MOST_ELEMENTS, f"a result of {axes.count} elements is too large for one launch")

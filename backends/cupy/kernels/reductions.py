@@ -1,4 +1,4 @@
-"""What two entries of a row give, taken over all of them: reduced, accumulated, and put where numbers say."""
+"""Kernels that combine the entries of rows: reductions, accumulations, and scatters by index."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .moves import IDS, begin_with
 from .rows import row_threads
 
 WAYS: Mapping[str, int] = MappingProxyType({"max": 0, "min": 1, "sum": 2, "prod": 3, "add": 2, "mul": 3, "set": 4})
-"""Numbers of the kernels for what ops say."""
+"""Codes of reductions in kernels, by attribute value."""
 KEPT = tuple(TYPES[t] for t in TARGETS)
 SOURCE = Source(
     "reductions.cu",

@@ -1,4 +1,8 @@
-"""Rotary position embedding, and sines of timesteps."""
+"""Kernels of rotary embedding (RoPE) and timestep embedding, and fusions of attention heads.
+
+A head may pass through several instructions, which one block per row computes: RMS norm, multiplication by a vector,
+RoPE, and the store into a KV cache.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +39,11 @@ SOURCES = (SOURCE,)
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """What a RoPE turns its pairs by: the positions of each token, `step` apart if there are several, which of them a
-    pair has, and its frequency."""
+    """The angles of a RoPE instruction.
+
+    `positions` has the positions of each token, `step` elements apart if a token has several. `plane` selects one of
+    them for each pair; `inverse` has the frequencies of the pairs.
+    """
 
     positions: Operand
     step: int
@@ -46,6 +53,7 @@ class Turned:
 
     @classmethod
     def of(cls, call: Bound) -> Turned:
+        """Return the angles of a `rope` or `rope_multi` instruction."""
         n_dims, positions = int(float_attribute(call.attrs, "n_dims")), call.operand(1)
         if call.op == "rope":
             inverse, magnitude = compute_frequencies(n_dims // 2, call.attrs)
@@ -63,7 +71,13 @@ class Turned:
         return cls(of_tokens, tensor.strides[-2], plane.astype(np.int32), inverse, magnitude)
 
     def words(self, launches: Launches, call: Bound, factors: Operand | None) -> list[Word]:
-        """The fields of `Turns`."""
+        """Return the fields of `Turns`.
+
+        Args:
+            launches: Uploads the constants.
+            call: The instruction.
+            factors: Divisors of the frequencies.
+        """
         pairs, neighbours = len(self.inverse), call.attrs["mode"] == "normal"
         words: list[Word] = [
             pairs,
@@ -76,12 +90,13 @@ class Turned:
 
     @property
     def by_row(self) -> Operand:
-        """The positions of all heads."""
+        """The positions, repeated for all heads."""
         tensor = self.positions.tensor
         return replace(self.positions, tensor=replace(tensor, shape=(*tensor.shape, 1), strides=(*tensor.strides, 0)))
 
 
 def _rope(launches: Launches, call: Bound) -> None:
+    """Bind RoPE: copy the columns that it does not rotate, then rotate pairs."""
     x, out, factors, turned = as_float(launches, call.operand(0)), call.out, call.optional(2), Turned.of(call)
     need(turned.positions.dtype is DType.I32, f"positions of type {turned.positions.dtype} are missing")
     factors = None if factors is None else as_float(launches, factors)
@@ -98,7 +113,7 @@ def _rope(launches: Launches, call: Bound) -> None:
 
 
 def _copy_others(launches: Launches, x: Operand, out: Operand, offset: int, turned: int) -> None:
-    """The entries of each row that do not turn, unless they are there already."""
+    """Copy the columns that RoPE does not rotate, unless the result is in place."""
     axis, columns = len(x.shape) - 1, x.shape[-1]
     if x.address == out.address:
         return
@@ -125,12 +140,12 @@ def _timesteps(launches: Launches, call: Bound) -> None:
 
 NO_TURNS: Sequence[Word] = (*[0] * 5, 0.0, *[0] * 4)
 MOST_COLUMNS = 8192
-"""Of a row that a block keeps in shared memory."""
+"""The most columns of a row that a block keeps in shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """The numbers of the instructions that a head goes through, as far as there are such."""
+    """The numbers of the instructions of a head, as far as they exist."""
 
     norm: int | None = None
     factor: int | None = None
@@ -140,12 +155,13 @@ class _Chain:
 
     @property
     def numbers(self) -> list[int]:
+        """The existing instructions in order."""
         chain = (self.norm, self.factor, self.rope, self.store, self.save)
         return [n for n in chain if n is not None]
 
 
 def _stored(flow: Flow, number: int) -> tuple[int | None, int | None]:
-    """What puts the result of an instruction into a cache, and what saves the row that was there."""
+    """Find the instruction that stores a result in a cache, and the instruction that saves the old row."""
     readers = flow.found(number) or []
     if len(readers) != 1 or flow.call(readers[0]).op != "set_rows" or not flow.makes(number, readers[0], 1):
         return None, None
@@ -153,13 +169,13 @@ def _stored(flow: Flow, number: int) -> tuple[int | None, int | None]:
 
 
 def _save_of(flow: Flow, store: int) -> int | None:
-    """What saves the row that an instruction sets."""
+    """Find the instruction that saves the row that `store` overwrites."""
     save = flow.save(flow.call(store).operand(0), store)
     return save if save is not None and _saves(flow.call(save), flow.call(store)) else None
 
 
 def _saves(save: Bound, store: Bound) -> bool:
-    """Whether it saves the one row that is set: of several, two may be the same."""
+    """Return whether `save` saves the one row that `store` sets. Of several rows, two may be the same."""
     ids, there = store.operand(2), save.optional(1)
     same = there is not None and lies_as(there, ids) and lies_as(save.operand(0), store.operand(0))
     return save.op == "get_rows" and same and ids.tensor.spec.size == 1
@@ -167,7 +183,7 @@ def _saves(save: Bound, store: Bound) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Placing:
-    """What is launched for a chain, one block for each row of x: the fields of `Head`, and what is read and written."""
+    """A launch for a head pattern, with one block per row of x: the fields of `Head`, and the accessed operands."""
 
     dtype: DType
     rows: int
@@ -178,6 +194,7 @@ class _Placing:
 
 
 def _placing(launches: Launches, flow: Flow, chain: _Chain) -> _Placing:
+    """Build the launch of a head pattern; raise `NoKernelError` if its operands do not fit the kernel."""
     calls = {name: flow.call(n) for name in _Chain.__slots__ if (n := getattr(chain, name)) is not None}
     last = calls.get("store") or calls["rope"]
     x = (
@@ -225,6 +242,7 @@ def _placing(launches: Launches, flow: Flow, chain: _Chain) -> _Placing:
 
 
 def _launch_heads(launches: Launches, flow: Flow, chain: _Chain) -> Sequence[int]:
+    """Launch a head pattern and return its instructions."""
     made = _placing(launches, flow, chain)
     kernel, threads = SOURCE[f"place_head<{TYPES[made.dtype]}>"], row_threads(made.columns)
     launches.add(kernel, made.rows, threads, made.words, 4 * made.columns)
@@ -232,29 +250,30 @@ def _launch_heads(launches: Launches, flow: Flow, chain: _Chain) -> Sequence[int
 
 
 def _normed(flow: Flow, first: int) -> _Chain:
-    """rms_norm(x) w, turned, perhaps stored."""
+    """Match ``rms_norm(x) * w``, then RoPE, and perhaps a store."""
     chain = turned_heads(flow, first)
     return _Chain(*chain, *_stored(flow, chain.rope))
 
 
 def _normed_heads(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
+    """Fuse RMS norm, multiplication and RoPE of a head, and a store into a cache if there is one."""
     return _launch_heads(launches, flow, _normed(flow, first))
 
 
 def _turned_heads(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
-    """Turned and stored."""
+    """Fuse RoPE and the store into a cache."""
     store, save = _stored(flow, first)
     need(store is not None, "it goes into no cache")
     return _launch_heads(launches, flow, _Chain(rope=first, store=store, save=save))
 
 
 def _chain_into(flow: Flow, store: int) -> _Chain:
-    """The chain that ends in a cache."""
+    """Match the head pattern that ends in a cache store."""
     need(flow.call(store).op == "set_rows", "it is no cache of rows")
     rope, save = flow.maker(store, 1), _save_of(flow, store)
     if flow.call(rope).op not in ROPES:
         return _Chain(store=store, save=save)
-    need(_stored(flow, rope) == (store, save), "what is turned is read otherwise")
+    need(_stored(flow, rope) == (store, save), "the rotated head has other readers")
     factor = flow.maker(rope, 0)
     if flow.call(factor).op == "mul" and flow.call(norm := flow.maker(factor, 0)).op == "rms_norm":
         return _normed(flow, norm)
@@ -262,7 +281,7 @@ def _chain_into(flow: Flow, store: int) -> _Chain:
 
 
 def _heads_of_attention(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
-    """Queries, and the keys and values that are put into the caches which attention reads with them."""
+    """Fuse the query head pattern of an attention and the stores of its keys and values."""
     query = _normed(flow, first) if flow.call(first).op == "rms_norm" else _Chain(rope=first)
     assert query.rope is not None
     attention = flow.reader(query.rope, "attention")
@@ -279,7 +298,7 @@ def _heads_of_attention(launches: Launches, flow: Flow, first: int) -> Sequence[
 
 
 def _stored_row(launches: Launches, flow: Flow, first: int) -> Sequence[int]:
-    """A row that is saved and set."""
+    """Fuse the save of a cache row and its store."""
     save = flow.call(first)
     _, store = changed_state(flow, first, "set_rows")
     need(_saves(save, flow.call(store)), "it saves no single row")

@@ -1,4 +1,4 @@
-"""From the scores of a router to the experts that it chooses and what each of them counts."""
+"""Fuses expert routing: from the scores of a router to the chosen experts and their shares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..binding.launches import Launches, Word, rows_of
 from ..device.driver import Source
 
 COUNTS = (1, 2, 4, 8, 16, 32)
-"""Scores of a lane."""
+"""Possible numbers of scores of a warp lane."""
 LANES = 32
 SOURCE = Source("routing.cu", tuple(f"route<{n}>" for n in COUNTS), ("items.cuh",))
 SOURCES = (SOURCE,)
@@ -24,7 +24,7 @@ GATINGS = {"softmax": 0, "sigmoid": 1}
 
 
 def _route(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
-    """Probabilities, the choice by them, and shares."""
+    """Fuse probabilities, the choice of experts, and their shares."""
     chain = routed(flow, number)
     gate, choice, last = flow.call(number), flow.call(chain.choice), flow.call(chain.numbers[-1])
     scores, ids, shares = gate.operand(0), choice.out, last.out

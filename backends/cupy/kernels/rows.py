@@ -1,4 +1,4 @@
-"""Rows: norms, softmax, sums, largest entries."""
+"""Kernels over rows: norms, softmax, sums and argmax."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SOURCES = (SOURCE,)
 
 
 def row_threads(columns: int) -> int:
-    """Threads of the block that makes a row of so many entries."""
+    """Return the threads of a block that processes a row of `columns` entries."""
     return min(512, max(32, blocks(columns, 4 * 32) * 32))
 
 
@@ -42,7 +42,7 @@ def _rows(x: Operand, out: Operand) -> Axes:
 
 
 def _launch(launches: Launches, kernel: Kernel, x: Operand, out: Operand, value: float, threads: int = 0) -> None:
-    """A kernel over `Rows`."""
+    """Launch a kernel over `Rows`."""
     axes = _rows(x, out)
     words: list[Word] = [x.shape[-1], x.strides[-1], *axes.words, *axes.walk(0, x), *axes.walk(1, out), float(value)]
     launches.add(kernel, axes.count, threads or row_threads(x.shape[-1]), words)
@@ -57,7 +57,7 @@ def _rms_norm(launches: Launches, call: Bound) -> None:
 
 
 def _launch_scaled(launches: Launches, x: Operand, y: Operand | None, scaled: Bound, norm: Bound, w: Operand) -> None:
-    """The norm of x, or of a sum, times w; `norm` reads the sum."""
+    """Launch a norm of x, or of x + y, times w. `norm` reads the sum."""
     out = scaled.out
     total = None if y is None else norm.operand(0)
     need(x.is_float and w.is_float and math.prod(w.shape[:-1]) == 1, "rows are not multiplied by one float vector each")
@@ -76,7 +76,7 @@ def _launch_scaled(launches: Launches, x: Operand, y: Operand | None, scaled: Bo
 
 
 def _norm_and_factor(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
-    """rms_norm(x) w."""
+    """Fuse ``rms_norm(x) * w``."""
     chain = scaled_norm(flow, number)
     norm, scaled = map(flow.call, chain)
     _launch_scaled(launches, norm.operand(0), None, scaled, norm, scaled.operand(1))
@@ -84,10 +84,10 @@ def _norm_and_factor(launches: Launches, flow: Flow, number: int) -> Sequence[in
 
 
 def _sum_norm_and_factor(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
-    """rms_norm(x + y) w, and the sum itself."""
+    """Fuse ``rms_norm(x + y) * w``, and write the sum too."""
     norm, factor = scaled_norm(flow, flow.any_reader(number, "rms_norm"))
     total, scaled = flow.call(number), flow.call(factor)
-    need(len(flow.readers_of(number)) > 1, "nobody else reads the sum")
+    need(len(flow.readers_of(number)) > 1, "the sum has no other reader")
     need(total.operand(0).shape == total.operand(1).shape, "the operands of a sum differ")
     x, y = total.operand(0), total.operand(1)
     if not y.is_dense:
@@ -106,7 +106,7 @@ def _norm(launches: Launches, call: Bound) -> None:
 
 
 def _group_norm(launches: Launches, call: Bound) -> None:
-    """Rows of whole runs of channels, and of the shorter run at the end."""
+    """Bind a group norm as rows of complete groups of channels, and one row of the smaller last group."""
     x, out = as_float(launches, call.operand(0)), call.out
     need(x.is_dense, "the channels of x are not dense")
     *leading, channels, height, width = x.shape
@@ -121,7 +121,7 @@ def _group_norm(launches: Launches, call: Bound) -> None:
 
 
 def _relaid(x: Operand, skip: int, shape: Sequence[int], strides: Sequence[int]) -> Operand:
-    """Elements of `x` from number `skip` on, under another shape."""
+    """Return the elements of `x` from element `skip` on, with another shape."""
     at = skip * x.dtype.storage.itemsize
     tensor = replace(x.tensor, offset=x.tensor.offset + at, shape=tuple(shape), strides=tuple(strides))
     return replace(x, address=x.address + at, tensor=tensor)
@@ -165,7 +165,7 @@ def _sum_rows(factor: Callable[[int], float]) -> Binding:
 
 
 def _sum(launches: Launches, call: Bound) -> None:
-    """Rows first, then what they gave, so that many blocks share the work."""
+    """Bind a sum in two steps, over rows and then over their sums, so that many blocks share the work."""
     x, out = as_float(launches, call.operand(0)), call.out
     count = math.prod(x.shape)
     columns = max((n for n in range(1, math.isqrt(count) + 1) if count % n == 0), default=0)
@@ -188,7 +188,7 @@ def _cumsum(launches: Launches, call: Bound) -> None:
 
 def _count_equal(launches: Launches, call: Bound) -> None:
     a, b = call.operand(0), call.operand(1)
-    need(a.is_dense and b.is_dense, "what is compared is not dense")
+    need(a.is_dense and b.is_dense, "the compared operands are not dense")
     launches.add(SOURCE["count_equal"], 1, COMPARED, [math.prod(a.shape), a, b, call.out])
 
 

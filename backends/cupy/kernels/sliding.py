@@ -1,4 +1,4 @@
-"""Windows that slide over the last axes: what convolutions multiply and poolings reduce."""
+"""Kernels of sliding windows over the last axes, which convolutions multiply and poolings reduce."""
 
 from __future__ import annotations
 

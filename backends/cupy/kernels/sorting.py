@@ -1,4 +1,8 @@
-"""Orders of the entries of rows: runs that are sorted in shared memory, and merged."""
+"""Kernels that sort rows and select their largest entries.
+
+1. Sort runs of a row in shared memory.
+2. Merge sorted runs in pairs until a row is one run, or sort again where runs are short.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +19,19 @@ from ..device.driver import Source
 from .elementwise import as_float
 
 EACH, TILE = 8, 2048
-"""Items of a thread, and of a block that merges or, where a row needs several, sorts."""
+"""Items of a thread; items of a block that merges, or that sorts a part of a row."""
 LONGEST = 4096
-"""Items that one block sorts where that makes it the only one of its row."""
+"""The most items that one block sorts if it is the only block of its row."""
 SOURCE = Source("sorting.cu", ("sort_runs", "merge_runs"), ("items.cuh",))
 SOURCES = (SOURCE,)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Each row of `columns` becomes `runs` sorted runs of `kept` items: it is cut after every `length` columns, or runs
-    that have this length are merged two by two."""
+    """A pass that turns each row of `columns` items into `runs` sorted runs of `items_per_run` items.
+
+    It sorts parts of `length` columns, or it merges pairs of runs that have this length.
+    """
 
     columns: int
     length: int
@@ -35,7 +41,7 @@ class Round:
 
 
 def rounds(columns: int, kept: int) -> Iterator[Round]:
-    """What gives the first `kept` of so many entries of a row, in order."""
+    """Yield the passes that select the first `kept` items of a sorted row."""
     made = _sorting(columns, 1, kept)
     yield made
     while made.runs > 1:
@@ -48,12 +54,13 @@ def rounds(columns: int, kept: int) -> Iterator[Round]:
 
 
 def _sorting(columns: int, unit: int, kept: int) -> Round:
-    """Runs of whole units are sorted."""
+    """Return a pass that sorts runs of complete units."""
     length = columns if columns <= LONGEST else TILE // unit * unit
     return Round(columns, length, min(kept, length), blocks(columns, length), merges=False)
 
 
 def _sort(launches: Launches, x: Operand, out: Operand, kept: int, *, descending: bool) -> None:
+    """Launch the passes that write the numbers of the first `kept` entries of each sorted row."""
     columns, rows = x.shape[-1], math.prod(x.shape[:-1])
     need(x.is_dense, "rows that are sorted are not dense")
     need(columns < 2**31, f"rows of {columns} entries are too long")
@@ -62,7 +69,7 @@ def _sort(launches: Launches, x: Operand, out: Operand, kept: int, *, descending
     all_rounds = list(rounds(columns, kept))
     *sizes, _ = (rows * r.runs * r.kept for r in all_rounds)
     rooms = [launches.scratch((max(part),), DType.I64) for part in (sizes[::2], sizes[1::2]) if part]
-    source: Operand | int = 0  # the entries themselves
+    source: Operand | int = 0  # the first pass reads the entries
     for at, made in enumerate(all_rounds):
         last = made is all_rounds[-1]
         target: list[Word] = [0, out] if last else [rooms[at % 2], 0]

@@ -1,1 +1,1 @@
-"""Attention over cells of every type, by few queries and by many."""
+"""Attention over KV caches of every dtype, for few and for many query rows."""

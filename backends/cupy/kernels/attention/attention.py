@@ -1,4 +1,12 @@
-"""Attention: few rows of queries key by key, many in tiles on tensor cores; over cells of 16 bits all on those."""
+"""Binds attention: few query rows go key by key, many go in tiles through tensor cores.
+
+With 16-bit KV caches, few rows use tensor cores, too. Sequences are split over blocks along the keys:
+
+1. Choose a variant by the number of rows, the columns and the dtype of keys.
+2. Split the keys into parts, so that enough blocks keep the device busy.
+3. Compute an online softmax of each part: sums of values, maximum and sum of weights.
+4. Combine the parts.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +28,28 @@ from .kinds import AROUND, CELLS_OF_FEW, FEW, OWN, THREADS, TILED, WARPS, Short,
 from .kinds import SOURCES as SOURCES
 
 MANY = 64
-"""Rows that share a key head from which tiles are worth what it takes to split keys and values into halves."""
+"""Rows per key head from which tiles are worth the split of keys and values into halves."""
 BLOCKS, MOST_SPLITS = 512, THREADS
-"""Blocks that keep any device busy, to which keys are shared out among splits, and the most of these: a thread weighs
-each when they are put together."""
+"""Blocks that keep any device busy when blocks share keys; and the most splits: in the end a thread weighs each."""
 BLOCKS_OF_TILES = 96
-"""The same of tiles by warpgroups, which fill a multiprocessor alone: on an H200, 512 tokens of 16 heads on 4 of 256
-take 181 microseconds over 8,192 cells in 128 blocks, 245 in 512."""
+"""Blocks that keep a device busy with warpgroup tiles. One such block fills a multiprocessor.
+
+On an H200, 512 tokens of 16 heads on 4 of 256 take 181 microseconds over 8,192 cells in 128 blocks, 245 in 512.
+"""
 PROCESSORS = 132
-"""Of the GPU that few rows are dealt out for, evenly."""
+"""Multiprocessors of the GPU for which the work of few rows is balanced."""
 MOST_GRID = 65535
 MOST_WIDTH = 512
-"""Columns of values that a block of few rows adds up."""
+"""The most value columns that a block of few rows adds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of an instruction: batches, tokens, heads that share a key head, key heads, keys, columns of keys and
-    of values; heads of the mask."""
+    """The sizes of an attention instruction.
+
+    `heads_per_key_head` query heads share one of `key_heads`. `key_count` keys have `key_columns` columns, and values
+    have `value_columns`. The mask has `mask_heads` heads.
+    """
 
     batch: int
     tokens: int
@@ -50,20 +62,30 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """That meet the keys of a key head."""
+        """Query rows of a key head."""
         return self.tokens * self.shared
 
     @property
     def heads(self) -> int:
+        """Query heads."""
         return self.shared * self.groups
 
     def splits(self, row_blocks: int, keys: int, most: int = BLOCKS) -> int:
-        """Among how many blocks the keys are shared out, each of which takes `keys` at once."""
+        """Choose the number of blocks that share the keys.
+
+        Args:
+            row_blocks: Blocks along the rows.
+            keys: Keys that a block processes at once.
+            most: Blocks that keep the device busy.
+        """
         wanted = blocks(most, max(1, self.batch * self.groups * row_blocks))
         return max(1, min(MOST_SPLITS, wanted, blocks(self.keys, keys)))
 
     def even_splits(self, row_blocks: int, keys: int) -> int:
-        """As few as leave no processor idle in the end, from those on with which each has two blocks at once."""
+        """Choose the number of splits that leaves the fewest multiprocessors idle at the end.
+
+        The smallest candidate gives each multiprocessor two blocks, the largest has twice as many splits.
+        """
         count = max(1, self.batch * self.groups * row_blocks)
         least = max(1, 2 * PROCESSORS // count)
         least, most = (max(1, min(MOST_SPLITS, n * least, blocks(self.keys, keys))) for n in (1, 2))
@@ -76,7 +98,15 @@ class Shape:
 
 
 def rounding(q: Sequence[int], k: Spec, v: Spec) -> float | None:
-    """The relative error of queries and weights that become cells as those of many rows do; None if they do not."""
+    """Return the relative rounding error of queries and weights in the dtype of a 16-bit cache, or `None`.
+
+    Only variants for many rows round them.
+
+    Args:
+        q: Shape of the queries [..., tokens, heads, columns].
+        k: Spec of the keys.
+        v: Spec of the values.
+    """
     shared = q[-2] // k.shape[-2] if k.shape[-2] else 0
     many = q[-3] * shared >= MANY and k.dtype is v.dtype
     is_short = many and any(isinstance(t, Short) and t.takes(k.shape[-1], v.shape[-1], k.dtype) for t in TILED)
@@ -113,7 +143,7 @@ def _attention(launches: Launches, call: Bound) -> None:
 
 
 def _with_heads(mask: Operand) -> Operand:
-    """[..., t, s] as [..., t, 1, s]."""
+    """Return a mask [..., t, s] as [..., t, 1, s]."""
     t = mask.tensor
     return replace(
         mask,
@@ -129,7 +159,7 @@ def _swapped(x: Operand, one: int, other: int) -> Operand:
 
 
 def _batches(leading: Sequence[int], operands: Operands) -> Iterator[Operands]:
-    """Operands with one leading axis, so often as their leading axes ask for that."""
+    """Yield operands with one leading axis, as often as their leading axes need."""
     there = [o for o in operands if o is not None]
     heads = [replace(o, tensor=replace(o.tensor, shape=o.shape[:-3], strides=o.strides[:-3])) for o in there]
     axes = axes_of(leading, heads)
@@ -148,22 +178,24 @@ def _batches(leading: Sequence[int], operands: Operands) -> Iterator[Operands]:
 
 
 def _batch(x: Operand, count: int, step: int, skipped: int) -> Operand:
+    """Return one batch of an operand, with `count` entries along its leading axis, `step` elements apart."""
     t, skipped = x.tensor, x.dtype.bytes_of(skipped)
     tensor = replace(t, offset=t.offset + skipped, shape=(count, *t.shape[-3:]), strides=(step, *t.strides[-3:]))
     return replace(x, address=x.address + skipped, tensor=tensor)
 
 
 def _view(x: Operand | None) -> list[Word]:
-    """The fields of a `View`."""
+    """Return the fields of a `View`."""
     return [0] * 5 if x is None else [x, *_steps(x)]
 
 
 def _steps(x: Operand) -> list[int]:
+    """Return the strides of an operand, 0 along axes with one entry."""
     return [0 if n == 1 else s for n, s in zip(x.shape, x.strides, strict=True)]
 
 
 def _in_vectors(x: Operand, columns: int) -> bool:
-    """Whether so many columns of any row can be loaded together."""
+    """Return whether `columns` columns of any row can be loaded at once."""
     *steps, last = _steps(x)
     nbytes = min(16, x.dtype.bytes_of(columns))
     aligned = x.address % nbytes == 0 and all(x.dtype.bytes_of(s) % nbytes == 0 for s in steps)
@@ -172,7 +204,7 @@ def _in_vectors(x: Operand, columns: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Halves:
-    """Scratch for keys and values as two halves each, multiples of a unit."""
+    """Scratch for keys and values as two halves each, with one scale per row."""
 
     k: Operand
     v: Operand
@@ -181,16 +213,18 @@ class _Halves:
 
     @classmethod
     def of(cls, launches: Launches, kind: Tiled, count: int) -> _Halves:
+        """Allocate the scratch for `count` rows."""
         k, v = (launches.scratch((count, n)) for n in (kind.size, kind.width))
         return cls(k, v, launches.scratch((count,)), launches.scratch((count,)))
 
     @property
     def words(self) -> list[Word]:
+        """The fields of the split keys and values."""
         return [self.k, self.v, self.k_units, self.v_units]
 
 
 class _Attention:
-    """The launches of one instruction."""
+    """Adds the launches of one instruction."""
 
     def __init__(self, launches: Launches, call: Bound, shape: Shape, sinks: Operand | None) -> None:
         self.launches, self.shape = launches, shape
@@ -203,6 +237,7 @@ class _Attention:
         self._behind: list[Word] = [scale / (cap or 1.0), cap]
 
     def add(self, operands: Operands, leading: Sequence[int]) -> None:
+        """Add the launches of the tiled variant for many rows, or of a variant for few rows."""
         s, cells = self.shape, operands[1].dtype
         has_warpgroups = self.launches.limits.has_warpgroups
         kinds = (t for t in TILED if has_warpgroups or not t.by_warpgroups)
@@ -213,11 +248,11 @@ class _Attention:
             self._few(operands, leading)
 
     def _words(self, operands: Operands, splits: int, sums: list[Word]) -> list[Word]:
-        """The fields of `Args`."""
+        """Return the fields of `Args`."""
         return [*(w for o in operands for w in _view(o)), *self._ahead, splits, *self._behind, *sums]
 
     def _sums(self, splits: int) -> list[Word]:
-        """Room for what splits leave."""
+        """Allocate scratch for the partial results of splits."""
         if splits == 1:
             return [0, 0]
         s = self.shape
@@ -225,6 +260,7 @@ class _Attention:
         return [self.launches.scratch((count, s.width)), self.launches.scratch((count, 2))]
 
     def _combine(self, batch: Operands, words: list[Word], splits: int) -> None:
+        """Launch the combination of the splits, if there are several."""
         if splits > 1:
             count = batch[4].shape[0] * self.shape.tokens * self.shape.heads
             few = count < 2 * PROCESSORS
@@ -232,6 +268,7 @@ class _Attention:
             self.launches.add(kernel, (count, blocks(self.shape.width, 32) if few else 1), THREADS, words)
 
     def _few(self, operands: Operands, leading: Sequence[int]) -> None:
+        """Launch a variant for few rows, and combine the splits of the keys."""
         s = self.shape
         cells = operands[1].dtype
         fitting = [f for f in FEW if f.takes(s.size, s.width, cells)]
@@ -258,6 +295,11 @@ class _Attention:
             self._combine(batch, words, splits)
 
     def _tiles(self, kind: Tiled, operands: Operands, leading: Sequence[int]) -> None:
+        """Launch a tiled variant for many rows.
+
+        Before it, split float32 keys and values into halves, and find the tiles that the mask leaves visible. After it,
+        combine the splits of the keys.
+        """
         s, launches = self.shape, self.launches
         row_tiles, row_blocks, tiles = (
             blocks(*n) for n in ((s.rows, kind.seen_rows), (s.rows, kind.rows), (s.keys, kind.tile))
@@ -285,12 +327,12 @@ class _Attention:
             self._combine(batch, words, splits)
 
     def _seen_steps(self, mask: Operand, tiles: int) -> list[int]:
-        """From batch to batch, and from key head to key head, as far as masks differ."""
+        """Return the strides of visible tiles between batches and between key heads, 0 where masks are equal."""
         groups = self.shape.groups if self.shape.mask_heads > 1 else 1
         return [tiles * groups if _steps(mask)[0] else 0, tiles if groups > 1 else 0]
 
     def _split(self, x: Operand, columns: int, tile: int, halves: Operand, units: Operand) -> None:
-        """Keys or values, of `columns` with the padding, into halves and their units."""
+        """Launch the split of keys or values into halves and their scales. `columns` includes padding."""
         s, lanes = self.shape, 8 if columns <= 64 else 16 if columns <= 128 else 32
         count = x.shape[0] * s.groups * blocks(s.keys, tile) * tile
         words = [*_view(x), halves, units, s.keys, s.groups, x.shape[-1], columns, blocks(s.keys, tile), tile, count]

@@ -1,4 +1,4 @@
-"""The kernels of attention: what sizes and types of keys and values each takes, and of what."""
+"""The variants of attention kernels, and the sizes and dtypes of keys and values that each supports."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ HEADERS = ("cells.cuh", "attention.cuh")
 OF_MANY = (*HEADERS, "attention_powers.cuh", "attention_many.cuh")
 THREADS, WARPS, ROWS = 128, 4, 64
 OWN = 16
-"""Rows of a block of `attend_cells`, and keys that a warp takes at a time."""
+"""Rows of a block of `attend_cells`, and keys that a warp processes at a time."""
 TERMS = {DType.F16: 2, DType.BF16: 3}
-"""Cells whose sum is as near as float32."""
+"""Terms of the cell dtype that together are as precise as float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Few:
-    """`attend_few` for keys and values up to some sizes, 0 for any: lanes that share a key, and the fours of columns
-    that each holds of a key and of a value."""
+    """`attend_few` for keys and values up to some sizes; 0 means any size.
+
+    `lanes` lanes share a key. Each has `keys` groups of four columns of a key, and `values` groups of a value.
+    """
 
     lanes: int
     keys: int
@@ -29,28 +31,34 @@ class Few:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """How many may be taken together."""
+        """Possible numbers of rows that a block processes together."""
         return (1, 2, 4, 8) if self.values * self.lanes <= 64 else (1, 2, 4)
 
     def together(self, rows: int) -> int:
+        """Return how many of `rows` rows a block processes together."""
         return next((r for r in self.rows if r >= rows), self.rows[-1])
 
     def name(self, rows: int) -> str:
+        """Return the C++ name of the kernel for `rows` rows."""
         sizes = f"{self.lanes}, {self.keys}, {self.values}, {rows}"
         return f"attend_few<{sizes}, {str(self.keys > 0).lower()}, {TYPES[self.cells]}>"
 
     def source(self) -> Source:
+        """Return the source with the kernels for all row counts."""
         return Source("attention_few.cu", tuple(map(self.name, self.rows)), before=HEADERS)
 
     def takes(self, size: int, width: int, cells: DType) -> bool:
+        """Return whether the variant supports these key columns, value columns and cell dtype."""
         fits = size <= 4 * self.lanes * self.keys and width <= 4 * self.lanes * self.values
         return cells is self.cells and (fits or not self.keys)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiled:
-    """`attend_tiles` for keys and values of up to so many columns, in tiles of `tile` keys; queries are `held` in
-    registers or lie in shared memory, of which no block takes more than 96 KiB."""
+    """`attend_tiles` for keys and values of up to `size` and `width` columns, in tiles of `tile` keys.
+
+    Queries are in registers (`has_register_queries`) or in shared memory. No block has more than 96 KiB of it.
+    """
 
     size: int
     width: int
@@ -60,16 +68,17 @@ class Tiled:
     threads: int = THREADS
 
     def takes(self, size: int, width: int, cells: DType) -> bool:
+        """Return whether the variant supports these key columns, value columns and cell dtype."""
         return size <= self.size and width <= self.width
 
     @property
     def by_warpgroups(self) -> bool:
-        """Whether it is for devices alone whose warps multiply in groups of four."""
+        """Whether the variant needs a device with warpgroup products."""
         return False
 
     @property
     def seen_rows(self) -> int:
-        """Rows of which is known together what they see."""
+        """Rows of a tile of the visibility table."""
         return max(ROWS, self.rows)
 
     @property
@@ -78,10 +87,12 @@ class Tiled:
 
     @property
     def name(self) -> str:
+        """The C++ name of the kernel."""
         return f"attend_tiles<{self.size}, {self.width}, {self.tile}, {str(self.held).lower()}>"
 
     @property
     def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
         return 4 * (self.tile * (self.size + self.width) + (0 if self.held else ROWS * self.size))
 
     def source(self) -> Source:
@@ -90,7 +101,7 @@ class Tiled:
 
 @dataclass(frozen=True, slots=True)
 class Wide(Tiled):
-    """`attend_wide`, whose queries come through shared memory before keys and values do."""
+    """`attend_wide`. Queries pass through shared memory before keys and values do."""
 
     rows: int = 32
     threads: int = 256
@@ -110,7 +121,7 @@ class Wide(Tiled):
 
 @dataclass(frozen=True, slots=True)
 class Short(Tiled):
-    """`attend_short`, over keys and values as they are kept, tiles of which come in stages."""
+    """`attend_short` for 16-bit caches. It loads tiles of keys and values in stages, without conversion."""
 
     stages: int = 2
     cells: DType = DType.F16
@@ -138,7 +149,7 @@ class Short(Tiled):
 
 @dataclass(frozen=True, slots=True)
 class Grouped(Short):
-    """`attend_warpgroups`, whose operands begin at a multiple of 1024."""
+    """`attend_warpgroups`. Its operands in shared memory begin at a multiple of 1024."""
 
     @property
     def by_warpgroups(self) -> bool:
@@ -163,7 +174,7 @@ class Grouped(Short):
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """`attend_cells` for keys and values of up to so many columns, whose rows lie in vectors."""
+    """`attend_cells` for keys and values of up to `size` and `width` columns. Their rows support vector loads."""
 
     size: int
     width: int
@@ -175,6 +186,7 @@ class Cells:
 
     @property
     def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
         queries, sums = 4 * TERMS[self.cells] * OWN * self.size, 4 * WARPS * self.width // 8 * (8 * OWN + 4)
         return max(queries, sums)
 
@@ -182,13 +194,14 @@ class Cells:
         return Source("attention_cells.cu", (self.name,), before=(*HEADERS, "attention_powers.cuh"))
 
     def takes(self, size: int, width: int, cells: DType) -> bool:
+        """Return whether the variant supports these key columns, value columns and cell dtype."""
         return size <= self.size and width <= self.width and cells is self.cells
 
 
 _FLOATS = (Few(8, 2, 2), Few(8, 4, 4), Few(16, 4, 4))
 _ALL = tuple(Few(32, fours, 4, cells) for fours in (5, 0) for cells in CELLS)
 FEW = {f: f.source() for f in (*_FLOATS, *_ALL)}
-"""The first that takes the sizes of some cells is the best one; the last one takes any."""
+"""Sources of variants for few rows. The first variant that supports the sizes is the best; the last supports any."""
 CELLS_OF_FEW = {
     c: c.source()
     for c in (Cells(*sizes, t) for t in HALVES for sizes in ((64, 64), (128, 128), (192, 128), (256, 256)))
@@ -217,7 +230,7 @@ TILED = {
         Wide(576, 512, 16, held=True),
     )
 }
-"""The first that takes the sizes of some cells is the best one."""
+"""Sources of tiled variants. The first variant that supports the sizes is the best."""
 _COMBINE = ("attention_combine", "attention_combine_few")
 _AROUND = ("attention_seen", *(f"attention_split<{TYPES[cells]}>" for cells in CELLS), *_COMBINE)
 AROUND = Source("attention_around.cu", _AROUND, before=HEADERS)

@@ -1,1 +1,1 @@
-"""Matrix products with weights of every type, by few tokens and by many, also with chosen experts."""
+"""Matmuls with weights of every dtype, for few and many tokens, also with weights of experts."""

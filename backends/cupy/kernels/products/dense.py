@@ -1,4 +1,4 @@
-"""Products of few tokens with weights that are kept as floats, whose rows are dense."""
+"""GEMV with float weights that have contiguous rows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from ..elementwise import TYPES
 from .routes import ALONE, NOTHING_SUMMED, Products, Summed, filled
 
 OWN = 16
-"""Rows of a block for few tokens, where each warp has two and all their columns."""
+"""Weight rows of a block. Each warp has two rows and all their columns."""
 PARTS, COLUMNS = (8, 4, 2), 256
-"""Into how many parts columns are shared out among warps where rows are too few for all processors, and the fewest of a
-part."""
+"""Numbers of column parts for weights with few rows, and the fewest columns of a part. Warps share the parts."""
 PAIR, WARPS = 2, 12
-"""Rows of a block that sums entries, and its warps at most, which share those out."""
+"""Weight rows of a block that adds entries, and the most warps of it. The warps share the entries."""
 COUNTS = (1, 2, 4)
 SOURCES = tuple(
     Source(
@@ -31,7 +30,7 @@ BY_TYPE = dict(zip((DType.F32, DType.F16, DType.BF16), SOURCES, strict=True))
 
 
 def _steps(w: Operand) -> list[Word]:
-    """Rows, the steps between matrices and between rows."""
+    """Return the row count, and the strides between matrices and between rows."""
     steps = [s for n, s in zip(w.shape[:-2], w.strides[:-2], strict=True) if n != 1]
     return [w.shape[-2], steps[-1] if steps else 0, w.strides[-2]]
 
@@ -47,7 +46,19 @@ def few(
     others: Products = (),
     more: int = 0,
 ) -> None:
-    """All entries in one launch, each of at most 4 rows of x; and `more` of one row, with the unit `others`."""
+    """Multiply a few rows of x by several weights in one launch.
+
+    Args:
+        launches: Receives the launch.
+        products: The weights and their results.
+        x: Activations [entries * tokens, columns].
+        entries: Entries of the route.
+        tokens: Rows of x for each entry, at most 4.
+        route: The fields of the routing.
+        unit: Code of the gated unit that joins two products.
+        others: Weights of additional entries, which have one row each.
+        more: The number of additional entries.
+    """
     count = next(n for n in COUNTS if n >= tokens)
     w = products[0][0]
 
@@ -72,7 +83,15 @@ def few(
 
 
 def summed(launches: Launches, w: Operand, x: Operand, out: Operand, summed: Summed) -> None:
-    """The weighted sums of a token's products, in one launch; x is dense [tokens, used, columns]."""
+    """Add the weighted products of each token in one launch.
+
+    Args:
+        launches: Receives the launch.
+        w: Weights of the experts.
+        x: Activations, contiguous [tokens, used, columns].
+        out: Results [tokens, rows].
+        summed: The factors, and a further weight.
+    """
     products = [(w, out), *([] if summed.other is None else [(summed.other, out)])]
     fields: list[list[Word]] = [[m, o, 0, *_steps(m), rows_of(o)] for m, o in products]
     words = [*filled(fields), 1, ALONE, 1, x, w.shape[-1], 1, rows_of(x), 1, 1, *summed.choice, 0, *summed.words]

@@ -1,4 +1,7 @@
-"""What the chosen experts of few tokens make, and the one that all tokens have with them: two launches for all."""
+"""Fuses the MoE feed-forward network of a few tokens into two launches: gated units, and the weighted sum.
+
+A shared expert that every token uses is part of the same launches.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from .same_rows import by_row, gated, unit_of
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Two products of the same rows and the gated unit of them."""
+    """Two products of the same rows and their gated unit."""
 
     products: tuple[int, ...]
     unit: int
@@ -29,6 +32,7 @@ class _Unit:
 
     @classmethod
     def of(cls, flow: Flow, product: int) -> _Unit:
+        """Match two products and their gated unit, with equal operands; raise `NoKernelError` otherwise."""
         products, unit = gated(flow, product)
         gate, up = map(flow.call, products)
         made = cls(products, unit, gate, up, flow.call(unit).out)
@@ -41,10 +45,12 @@ class _Unit:
 
     @property
     def numbers(self) -> list[int]:
+        """The two products and the unit."""
         return [*self.products, self.unit]
 
     @property
     def made(self) -> Products:
+        """The weights with the results; the kernel writes the first result only."""
         return [(self.gate.operand(0), by_row(self.out)), (self.up.operand(0), by_row(self.up.out))]
 
 
@@ -67,14 +73,14 @@ def _launch_units(launches: Launches, flow: Flow, chosen: _Unit, other: _Unit | 
 
 
 def _unit_of_experts(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
-    """Two products with the weights of chosen experts and what joins them."""
+    """Fuse two products with weights of chosen experts and their gated unit."""
     chosen = _Unit.of(flow, number)
     _launch_units(launches, flow, chosen)
     return chosen.numbers
 
 
 def _unit_of_all_experts(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
-    """The same, and the unit of the expert that all tokens have."""
+    """Fuse the gated units of the chosen experts and of the shared expert."""
     readers = [n for n in flow.readers_of(flow.maker(number, 1)) if unit_of(flow, n) is not None]
     of_op = {flow.call(n).op: n for n in reversed(readers)}
     need(of_op.keys() == {"mul_mat_id", "mul_mat"}, "there are no experts of both kinds")
@@ -88,7 +94,16 @@ def _unit_of_all_experts(launches: Launches, flow: Flow, number: int) -> Sequenc
 def _launch_sum(
     launches: Launches, down: Bound, total: Bound, out: Operand, other: Bound | None = None, gate: Operand | None = None
 ) -> None:
-    """What the experts answer, each times its share, added up; and what another one does."""
+    """Launch the sum of the products of chosen experts, times their shares, plus the product of the shared expert.
+
+    Args:
+        launches: Receives the launch.
+        down: The products of the chosen experts.
+        total: The weighted sum of these products.
+        out: The result.
+        other: The product of the shared expert.
+        gate: The logit of its share; without it the share is 1.
+    """
     w, x, ids, shares = down.operand(0), down.operand(1), down.operand(2), total.operand(1)
     used, width, answers = ids.shape[-1], w.shape[-2], total.operand(0)
     tokens = math.prod(ids.shape) // used if used else 0
@@ -115,7 +130,7 @@ def _launch_sum(
 
 
 def _sum_of_experts(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
-    """What chosen experts answer, weighed."""
+    """Fuse the products of chosen experts and their weighted sum."""
     chain = summed_experts(flow, number)
     down, total = map(flow.call, chain)
     _launch_sum(launches, down, total, total.out)
@@ -123,7 +138,7 @@ def _sum_of_experts(launches: Launches, flow: Flow, number: int) -> Sequence[int
 
 
 def _sum_with_other(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
-    """The same, and what the expert of all tokens answers."""
+    """Fuse the products of chosen experts and of the shared expert, and their sum."""
     chain = with_other(flow, number)
     down, total, both, other = (flow.call(n) for n in chain[:4] if n is not None)
     gate = None if chain.logistic is None else flow.call(chain.logistic).operand(0)

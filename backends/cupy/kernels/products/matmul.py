@@ -1,4 +1,9 @@
-"""Matrix products, also with the experts that a router chose: which kernels take them, and in what tiles."""
+"""Binds matmuls, also with the experts that a router chose: it selects the kernels and their tiles.
+
+1. Up to 4 rows of x per matrix: GEMV.
+2. More rows: tensor cores, over a table of tiles, for packed and 16-bit weights.
+3. Other weights and strides: the kernel for any strides.
+"""
 
 from __future__ import annotations
 
@@ -23,38 +28,51 @@ from .routes import ALONE, Products
 ROUTES = Source("routes.cu", ("routes",), ("routes.cuh",))
 SOURCES = (ROUTES, *dense.SOURCES, *packed.SOURCES, *tiled.SOURCES)
 FEW = 4
-"""Rows of x of a matrix up to which single threads keep up with memory; for more there are tensor cores."""
+"""The most rows of x per matrix at which plain threads keep up with memory. Tensor cores multiply more rows."""
 MOST = 65535
-"""Entries, or tiles, of a launch."""
+"""The most entries or tiles of a launch."""
 Many = Callable[..., None]
-"""Multiplies the tiles of a table: x, out, tiles, route."""
+"""A function that multiplies a table of tiles: x, out, tiles, route."""
 
 
 def is_packed(w: Operand) -> bool:
+    """Return whether the operand is a complete packed weight."""
     return w.dtype in PACKINGS and w.is_whole
 
 
 def _as_stored(launches: Launches, w: Operand) -> Operand:
-    """A weight as kernels here read it: packed, or of a float type with dense rows."""
+    """Return the weight in a form that these kernels read: packed, or floats with contiguous rows."""
     if is_packed(w):
         return w
     return w if w.dtype in dense.BY_TYPE else as_float(launches, w)
 
 
 def is_read(w: Operand) -> bool:
-    """Whether it is multiplied with few rows as it is stored."""
+    """Return whether GEMV kernels read the weight as stored."""
     return is_packed(w) or (w.dtype in dense.BY_TYPE and w.strides[-1] == 1)
 
 
 def _has_tiles(w: Operand) -> bool:
-    """Whether tensor cores multiply it."""
+    """Return whether tensor-core kernels multiply the weight."""
     return is_packed(w) or w.dtype in tiled.FLOATS
 
 
 def _tiles(
     launches: Launches, call: Bound, w: Operand, entries: float, matrices: int, is_even: bool
 ) -> tuple[int, Many]:
-    """How many entries a tile has at most if each matrix has so many, or on the average, and who multiplies them."""
+    """Choose a tensor-core kernel.
+
+    Args:
+        launches: Receives launches that unpack the weight.
+        call: The instruction.
+        w: The weight.
+        entries: Rows of x of each matrix, exactly or on average.
+        matrices: The number of matrices.
+        is_even: Whether each matrix has exactly `entries` rows.
+
+    Returns:
+        The most entries of a tile, and the launcher.
+    """
     is_exact = bool(call.attrs["exact"]) and not is_packed(w)
     if is_even and is_packed(w) and math.prod(w.shape[:-2]) == 1:
         w = tiled.unpacked(launches, w, int(entries)) or w
@@ -77,6 +95,7 @@ def launch_few(
     others: Products = (),
     more: int = 0,
 ) -> None:
+    """Multiply a few rows of x by packed or float weights; see `dense.launch_gemv`."""
     (packed if is_packed(products[0][0]) else dense).few(launches, products, x, n, tokens, route, unit, others, more)
 
 
@@ -84,7 +103,7 @@ def launch_few(
 
 
 def _matrix_of(w: Operand, x: Operand) -> npt.NDArray[np.int32]:
-    """The matrix of each leading entry of `x`: each serves a run of neighbours along every axis."""
+    """Return the matrix index of each leading entry of `x`. Along every axis a matrix serves adjacent entries."""
     leading = x.shape[:-2]
     sizes = (1,) * (len(leading) - len(w.shape) + 2) + w.shape[:-2]
     matrices = np.arange(math.prod(sizes), dtype=np.int32).reshape(sizes)
@@ -104,7 +123,7 @@ def _mul_mat(launches: Launches, call: Bound) -> None:
     if tokens <= FEW:
         need(len(matrices) <= MOST, f"{len(matrices)} matrices are too many for one launch")
         count = math.prod(w.shape[:-2])
-        # All of them are there, so that nothing can be wrong.
+        # Every index is valid, so the fault fields stay 0.
         route: list[Word] = [1, 1, launches.constant(matrices) if count > 1 else 0, 0, count, count, 0, 0]
         return launch_few(launches, [(w, out)], x, len(matrices), tokens, route)
     size, many = _tiles(launches, call, w, tokens, len(matrices), is_even=True)
@@ -118,7 +137,7 @@ def _mul_mat(launches: Launches, call: Bound) -> None:
 
 
 def _lies_evenly(w: Operand) -> bool:
-    """Whether its matrices are one step apart."""
+    """Return whether the matrices have a uniform stride."""
     axes = [(n, s) for n, s in zip(w.shape[:-2], w.strides[:-2], strict=True) if n != 1]
     return all(outer == n * inner for (_, outer), (n, inner) in pairwise(axes))
 
@@ -145,17 +164,17 @@ def _mul_mat_id(launches: Launches, call: Bound) -> None:
 
 
 def _experts(call: Bound) -> int:
-    """How many there are on all devices."""
+    """Return the number of experts on all devices."""
     return int(np.asarray(call.attrs["total"])) or call.operand(0).shape[0]
 
 
 def are_few_of_each(call: Bound) -> bool:
-    """Whether hardly two slots go to one expert."""
+    """Return whether few slots share an expert."""
     return math.prod(call.operand(2).shape) <= max(FEW, _experts(call) // 2)
 
 
 def routed(launches: Launches, call: Bound) -> tuple[list[Word], list[Word]]:
-    """Which row of x a slot has, and the fields of `Choice`."""
+    """Return the fields that map slots to rows of x, and the fields of `Choice`."""
     x, ids, total = call.operand(1), call.operand(2), _experts(call)
     need(ids.is_dense, "ids of experts do not lie densely")
     flat = replace(ids, tensor=replace(ids.tensor, shape=(math.prod(ids.shape),), strides=(1,)))

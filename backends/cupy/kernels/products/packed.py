@@ -1,4 +1,4 @@
-"""Products with packed weights; rows of them as float32."""
+"""Matmuls with packed weights, and dequantised rows of them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from .routes import ALONE, NOTHING_SUMMED, Products, Summed, filled
 HEADERS = ("routes.cuh", "packed.cuh", "rounding.cuh")
 COLUMNS = 32
 CHUNK, ROUNDED = 4, 8
-"""Blocks of columns that a stage of many tokens has, and twice as many where warps share them; those that a warp rounds
-at a time."""
+"""Column blocks of a prefill stage (twice as many where warps share columns); column blocks that a warp quantises."""
 WARPS, PIECE = 16, 16
-"""Most warps of a block for few tokens, and bytes of the pieces in which it keeps x in shared memory."""
+"""The most warps of a GEMV block, and the bytes of an item of x in its shared memory."""
 TOGETHER = 2048
-"""Most results of such a block."""
+"""The most results of a GEMV block."""
 SMALL, TALL, LARGE = (4, 1, 8), (4, 4, 2), (8, 4, 1)
-"""Tiles of many entries: groups of 8 entries, units of 32 rows, and warps that share the columns."""
+"""Prefill tiles: groups of 8 entries, units of 32 rows, and warps that share the columns."""
 BUSY, FULL = 48, 96
-"""Entries of a matrix from which large tiles are better filled than those of half as many, and blocks that fill a
-device: where there are fewer, more warps have to share columns."""
+"""Entries of a matrix from which large tiles are better filled than tiles of half the size.
+
+`FULL_DEVICE_BLOCKS` is the number of blocks that fill a device; with fewer blocks, more warps share columns.
+"""
 COUNTS = (1, 2, 4)
 IDS = {DType.I32: "i32", DType.I64: "i64"}
 
@@ -41,7 +42,7 @@ def _of(dtype: DType) -> Source:
 
 
 OWN_RECORDS = frozenset((*(dtype for dtype in PACKINGS if dtype.block == COLUMNS), DType.NVFP4))
-"""Types of which each block of columns has its own record: two of them are a block of NVFP4."""
+"""Dtypes with a separate record for each block of columns. A block of NVFP4 has two of them."""
 BY_TYPE = {dtype: _of(dtype) for dtype in PACKINGS}
 OF_FEW = {
     t: Source("packed_few.cu", (*(f"few<{t.name}, {n}>" for n in COUNTS), f"summed<{t.name}>"), HEADERS)
@@ -55,14 +56,14 @@ SOURCES = (SHARED, *BY_TYPE.values(), *OF_FEW.values())
 
 
 def _whole(w: Operand) -> list[Word]:
-    """Blocks and bytes of a row."""
+    """Return the column blocks and the bytes of a row."""
     assert w.is_whole
     columns = w.shape[-1]
     return [columns // COLUMNS, columns // w.dtype.block * w.dtype.block_bytes]
 
 
 def _rounded(launches: Launches, x: Operand) -> tuple[Operand, Operand]:
-    """Codes and scales of activations."""
+    """Quantise activations to int8; return codes and scales."""
     count, step, columns = math.prod(x.shape[:-1]), rows_of(x), x.shape[-1]
     per_row = columns // COLUMNS
     codes = launches.scratch((count, columns), DType.I8)
@@ -80,13 +81,13 @@ def _units(w: Operand) -> int:
 
 
 def _part(dtype: DType, tokens: int) -> tuple[int, int]:
-    """Rows, and blocks of columns, that a warp takes at a time; ``Part`` in the kernel."""
+    """Return the rows and the column blocks that a warp processes at a time; ``Part`` in the kernel."""
     rows = 16 if dtype in OWN_RECORDS else 8
     return rows, 32 // rows * (2 if dtype is DType.Q8_0 or tokens > 1 else 4)
 
 
 def _pieces(columns: int, tokens: int) -> int:
-    """That so many blocks of rounded columns take in shared memory; ``place`` in the kernel."""
+    """Return the shared-memory items of `columns` quantised column blocks of each token; ``place`` in the kernel."""
     return (3 * tokens | 1) * columns + blocks(columns, 8)
 
 
@@ -101,7 +102,19 @@ def few(
     others: Products = (),
     more: int = 0,
 ) -> None:
-    """All entries in one launch, each of at most 4 rows of x; and `more` of one row, with the unit `others`."""
+    """Multiply a few rows of x by several packed weights in one launch.
+
+    Args:
+        launches: Receives the launch.
+        products: The weights and their results.
+        x: Activations [entries * tokens, columns].
+        entries: Entries of the route.
+        tokens: Rows of x for each entry, at most 4.
+        route: The fields of the routing.
+        unit: Code of the gated unit that joins two products.
+        others: Weights of additional entries, which have one row each.
+        more: The number of additional entries.
+    """
     count, w = next(n for n in COUNTS if n >= tokens), products[0][0]
     rows, columns = _part(w.dtype, count)
     groups = [blocks(matrix.shape[-2], rows) for matrix, _ in products]
@@ -126,7 +139,15 @@ def few(
 
 
 def summed(launches: Launches, w: Operand, x: Operand, out: Operand, summed: Summed) -> None:
-    """The weighted sums of a token's products, in one launch; x is dense [tokens, used, columns]."""
+    """Add the weighted products of each token in one launch.
+
+    Args:
+        launches: Receives the launch.
+        w: Packed weights of the experts.
+        x: Activations, contiguous [tokens, used, columns].
+        out: Results [tokens, rows].
+        summed: The factors, and a further weight.
+    """
     rows, columns = _part(w.dtype, 1)
     tokens, entries, groups = out.shape[0], summed.entries, blocks(w.shape[-2], rows)
     even = blocks(groups, max(1, launches.processors // tokens))
@@ -150,7 +171,13 @@ def summed(launches: Launches, w: Operand, x: Operand, out: Operand, summed: Sum
 
 
 def shape_of_tiles(w: Operand, entries: float, matrices: int) -> tuple[int, int, int]:
-    """For so many entries of each matrix, or on the average: the largest that fill a device."""
+    """Choose the largest tile that fills a device.
+
+    Args:
+        w: The weight.
+        entries: Rows of x of each matrix, exactly or on average.
+        matrices: The number of matrices.
+    """
 
     def fills(tile: tuple[int, int, int]) -> bool:
         groups, units, _ = tile
@@ -168,7 +195,17 @@ def many(
     shape: tuple[int, int, int],
     route: list[Word],
 ) -> None:
-    """One launch for a table of tiles, and one that rounds x."""
+    """Quantise x, then multiply a table of tiles.
+
+    Args:
+        launches: Receives the launches.
+        w: The packed weight.
+        x: Activations [rows, columns].
+        out: Results [rows, weight rows].
+        tiles: The table of tiles [tiles, 4], int32.
+        shape: The tile shape of `choose_tile_shape`.
+        route: The fields of the routing.
+    """
     codes, scales = _rounded(launches, x)
     groups, warps_of_rows, sharing = shape
     units = _units(w)
@@ -184,7 +221,7 @@ def many(
 
 
 def get_rows(launches: Launches, call: Bound) -> None:
-    """Rows of a packed table by number; there is one table, and no view of one."""
+    """Read rows of one complete packed table by number."""
     table, ids, out = call.operand(0), call.operand(1), call.out
     need(ids.dtype in IDS, f"ids of type {ids.dtype} are missing")
     fault = launches.fault(f"id {{value}} names no row of its table, which has {table.shape[0]}")
@@ -192,7 +229,10 @@ def get_rows(launches: Launches, call: Bound) -> None:
 
 
 def expanded(launches: Launches, w: Operand) -> Operand:
-    """A packed weight, or a view of one, as float32 in scratch: all of its buffer, for kernels that know no better."""
+    """Dequantise a packed weight, or a view of one, to float32 in scratch.
+
+    All of its buffer is dequantised, for kernels that cannot read packed weights.
+    """
     assert w.declared is not None
     whole = replace(w, address=w.address - w.tensor.offset, tensor=_dense_tensor(w.tensor, w.declared.shape))
     copy = launches.scratch(w.declared.shape)
@@ -213,7 +253,7 @@ def _dense_tensor(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _launch_unpack(launches: Launches, table: Operand, ids: Operand | None, out: Operand, fault: list[Word]) -> None:
-    """Rows by number, or all of them; those of several matrices follow each other."""
+    """Launch the dequantisation of numbered rows, or of all rows of all matrices."""
     columns = table.shape[-1]
     count = math.prod(out.shape[:-1])
     axes = axes_of((count,), []) if ids is None else axes_of(ids.shape, [ids])

@@ -1,4 +1,4 @@
-"""Products of matrices whose weights are kept as floats; triangular systems."""
+"""Matmuls with float weights of any strides, and triangular systems."""
 
 from __future__ import annotations
 
@@ -23,30 +23,36 @@ SOURCE = Source(
 )
 SOURCES = (SOURCE,)
 FEW, ROWS = 16, 4
-"""Rows of x up to which each is multiplied by itself, so many at a time."""
+"""The most rows of x that are multiplied one by one, and the number of rows of one launch block."""
 FEW_COLUMNS, THREADS = 64, 128
-"""Columns of w up to which single threads add them up where its rows neighbour each other, and threads of a block."""
+"""The most columns of w that one thread adds where rows of w are adjacent in memory; and threads of a block."""
 HIGH, WIDE, DEPTH = 64, 128, 16
-"""Rows of x and of w that a tile has, and their columns that are multiplied at a time."""
+"""Rows of x, rows of w, and columns per step of a tile."""
 BUSY, MOST_SPLITS, SHORTEST = 192, 16, 8 * DEPTH
-"""About how many blocks keep any device busy, to which the sums of few tiles are shared out; among how many at most,
-and how many products are worth a block."""
+"""Blocks that keep any device busy; the most blocks that share the sums of a tile; the fewest columns of each."""
 MOST_MATRICES = 65535
 
 
 def matrix_heads(x: Operand) -> Operand:
-    """Where the matrices of `x` begin: all axes but the last two."""
+    """Return the start of each matrix of `x`: all axes but the last two."""
     return replace(x, tensor=replace(x.tensor, shape=x.shape[:-2], strides=x.strides[:-2]))
 
 
 def grouped_axes(w: Operand, x: Operand, out: Operand) -> Axes:
-    """The leading axes of a product: each matrix of `w` serves a run of neighbours in `x`."""
+    """Build the leading axes of a matmul. Each matrix of `w` serves adjacent matrices of `x`."""
     heads = [matrix_heads(o) for o in (w, x, out)]
     return axes_of(*expanded(x.shape[:-2], heads, divides=0))
 
 
 def launch_any(launches: Launches, w: Operand, x: Operand, out: Operand) -> None:
-    """A product of operands with any strides."""
+    """Multiply operands with any strides.
+
+    Args:
+        launches: Receives the launches.
+        w: Weights [..., n, k].
+        x: Activations [..., m, k].
+        out: Results [..., m, n].
+    """
     if w.dtype not in WEIGHTS:
         w = as_float(launches, w)
     m, k = x.shape[-2:]
@@ -54,7 +60,7 @@ def launch_any(launches: Launches, w: Operand, x: Operand, out: Operand) -> None
     axes = grouped_axes(w, x, out)
     need(axes.count <= MOST_MATRICES, f"{axes.count} matrices are too many for one launch")
     tiles = blocks(n, WIDE), blocks(m, HIGH)
-    # Weights of 16 bits come here for their strides, or those of x, on which scratch may not depend.
+    # 16-bit weights come here because of strides of w or x. Scratch must not depend on strides.
     alone = m <= FEW or w.dtype is not DType.F32
     splits, run = (1, k) if alone else _shared_out(k, math.prod(tiles) * axes.count)
     parts: Word = launches.scratch((axes.count, splits, m, n)) if splits > 1 else 0
@@ -72,7 +78,7 @@ def launch_any(launches: Launches, w: Operand, x: Operand, out: Operand) -> None
 
 
 def _shared_out(k: int, tiles: int) -> tuple[int, int]:
-    """Among how many blocks the sums over k of a tile are shared out, and how many products each of them adds up."""
+    """Choose the number of blocks that share the sum over k, and the columns of each block."""
     splits = max(1, min(MOST_SPLITS, round(BUSY / max(1, tiles)), k // SHORTEST))
     run = blocks(blocks(k, splits), DEPTH) * DEPTH
     return max(1, blocks(k, run)) if run else 1, run

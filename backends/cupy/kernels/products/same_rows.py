@@ -1,4 +1,4 @@
-"""Products of the same few rows in one launch."""
+"""Fuses matmuls of the same few rows into one launch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ from .routes import ALONE, MOST_PRODUCTS, UNITS
 def _launch_together(
     launches: Launches, flow: Flow, numbers: Sequence[int], outs: Sequence[Operand], unit: int
 ) -> None:
-    """Products of the same few rows."""
+    """Launch matmuls of the same few rows.
+
+    Args:
+        launches: Receives the launch.
+        flow: The dataflow of the program.
+        numbers: The matmuls.
+        outs: The results that are written.
+        unit: Code of the gated unit.
+    """
     calls = [flow.call(n) for n in numbers]
     need(all(call.op == "mul_mat" for call in calls), "something else makes a result")
     w, x = calls[0].operand(0), calls[0].operand(1)
@@ -34,26 +42,26 @@ def _launch_together(
         need(out.is_dense, "results are not dense")
         apart(out, [x])
     route: list[Word] = [1, 1, 0, 0, 1, 1, 0, 0]
-    # The second result of a unit is not written.
+    # The kernel does not write the second result of a unit.
     results = [*outs, *[call.out for call in calls[len(outs) :]]]
     products = [(call.operand(0), by_row(out)) for call, out in zip(calls, results, strict=True)]
     launch_few(launches, products, x, 1, tokens, route, unit)
 
 
 def by_row(out: Operand) -> Operand:
-    """Dense `out` as a matrix."""
+    """Return a contiguous operand as a matrix."""
     shape = math.prod(out.shape[:-1]), out.shape[-1]
     return replace(out, tensor=replace(out.tensor, shape=shape, strides=contiguous_strides(shape)))
 
 
 def unit_of(flow: Flow, number: int) -> int | None:
-    """The gated unit that alone reads a product."""
+    """Find the gated unit that is the only reader of a product."""
     readers = flow.found(number)
     return readers[0] if readers and len(readers) == 1 and flow.call(readers[0]).op in UNITS else None
 
 
 def gated(flow: Flow, number: int) -> tuple[tuple[int, ...], int]:
-    """Two products and what joins them."""
+    """Match two products and the gated unit that joins them; raise `NoKernelError` otherwise."""
     products, unit = gated_unit(flow, number, UNITS)
     need(len(products) == 2 and all(flow.makes(p, unit, k) for k, p in enumerate(products)), "a part is read")
     need(all(flow.call(p).out.shape == flow.call(unit).out.shape for p in products), "shapes differ")
@@ -61,7 +69,7 @@ def gated(flow: Flow, number: int) -> tuple[tuple[int, ...], int]:
 
 
 def _gated_unit(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
-    """Two products and what joins them."""
+    """Fuse two products and their gated unit."""
     products, unit = gated(flow, number)
     call = flow.call(unit)
     _launch_together(launches, flow, products, [call.out], UNITS[call.op])
@@ -69,7 +77,7 @@ def _gated_unit(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
 
 
 def _of_the_same_rows(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
-    """As many products of the same rows as can run together, but none that belongs to a gated unit."""
+    """Fuse as many matmuls of the same rows as possible, except products of gated units."""
     own = flow.call(number)
     need(unit_of(flow, number) is None, "it belongs to a gated unit")
     chosen = [number]

@@ -1,4 +1,9 @@
-"""Products of many tokens on tensor cores, in 16-bit terms; see ``tiled.cu``."""
+"""Prefill matmuls on tensor cores, in 16-bit terms; see ``tiled.cu``.
+
+1. Split x into 16-bit terms: x = t0 + t1, or one term. For float16 weights, scale each row of x first.
+2. Choose a tile shape that fills the device, by threads, warpgroups or clusters.
+3. Multiply each tile of a table. Blocks may share the columns of a tile; their partial results are added.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ from ..elementwise import TYPES
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows and entries of a block, and of a warp."""
+    """The weight rows and the entries of a block, and of a warp (`warp_rows`, `warp_entries`)."""
 
     rows: int
     entries: int
@@ -26,6 +31,7 @@ class Tile:
 
     @property
     def threads(self) -> int:
+        """Threads of a block."""
         return 32 * (self.rows // self.high) * (self.entries // self.wide)
 
     def __str__(self) -> str:
@@ -33,25 +39,28 @@ class Tile:
 
 
 SMALL, LARGE, TALL = Tile(64, 64, 32, 32), Tile(128, 128, 64, 32), Tile(256, 128, 64, 64)
-"""Packed weights have large ones."""
+"""Tiles of plain warps. Packed weights use the large one."""
 GROUPED = Tile(256, 128, 256, 16)
-"""By warpgroups, on devices that have them: in place of tall ones, and of large ones of packed weights."""
+"""The tile of warpgroups. It replaces the tall tile, and the large tile of packed weights."""
 CLUSTERED = Tile(128, 256, 16, 256)
-"""By warpgroups too: of weights of 16 bits, and entries that clusters of blocks share."""
+"""The tile of clusters of warpgroup blocks, for 16-bit weights. The blocks of a cluster share entries."""
 CLUSTERS = (4, 2, 1)
-"""Blocks of a cluster; for eight of a launch that have rows there may be one that has none."""
+"""Possible blocks of a cluster. For eight blocks with rows, at most one block may be without rows."""
 FULL, SHARES, SHARED_COLUMNS = 96, (1, 2, 4, 8), 512
-"""Tiles from which they fill a device better than smaller ones; blocks that share the columns of a tall tile where it
-takes them to be so many, and the fewest of each."""
+"""Number of tiles that fill a device; possible numbers of blocks that share columns; and the fewest columns of each."""
 FEWEST, WORTH = 128, 32
-"""Entries of a matrix, and large tiles, from which packed weights are better unpacked for tensor cores of 16 bits than
-multiplied as bytes by ``packed.cu``: by the model of time for an H200 one large tile takes as long as 130 of them, and
-bytes take as long as their work."""
+"""Entries of a matrix, and large tiles, from which packed weights use bfloat16 tensor cores, not ``packed.cu``.
+
+In the time model of an H200, one large tile takes as long as 130 of them. Products of bytes take time proportional to
+their work.
+"""
 UNPACKED, MOST_UNPACKED = 512, 512 << 20
-"""Entries from which a packed matrix is unpacked once for all of them if clusters multiply it then, and bytes that this
-may take.  On an H100, 2,048 entries of 9216 x 2560 take 329 microseconds unpacked tile by tile, 201 as bfloat16."""
+"""Entries from which a packed matrix is unpacked once for clusters, and the most bytes of the unpacked matrix.
+
+On an H100, 2,048 entries of 9216 x 2560 take 329 microseconds unpacked tile by tile, 201 as bfloat16.
+"""
 STAGED = 64
-"""Columns to a multiple of which rows of terms are filled with zeros."""
+"""Rows of terms are padded with zeros to a multiple of these columns."""
 FLOATS = (DType.F16, DType.BF16)
 HEADERS = ("columns.cuh", "routes.cuh", "packed.cuh")
 
@@ -86,9 +95,11 @@ SOURCES = (SHARED, *BY_TYPE.values(), *BY_WARPGROUPS.values(), *BY_CLUSTERS.valu
 
 
 def _shared_bytes(dtype: DType, tile: Tile) -> int:
-    """Of the stages of a block: rows of weights and of terms, with 8 columns more that keep them in different banks.
-    Those of warpgroups are swizzled, begin at a multiple of 1024, and are three of two terms, or four of one; those of
-    clusters have two mbarriers each."""
+    """Return the shared memory of the stages of a block: rows of weights and of terms.
+
+    Rows have 8 additional columns, which puts them into different banks. Stages of warpgroups are swizzled, begin at a
+    multiple of 1024, and are three for two terms or four for one term. Stages of clusters have two mbarriers each.
+    """
     is_float = dtype in FLOATS
     if tile == CLUSTERED:
         columns, of_weights, of_x, more = 64, 4, 4, 1024 + 64
@@ -102,11 +113,21 @@ def _shared_bytes(dtype: DType, tile: Tile) -> int:
 def shape_of_tiles(
     launches: Launches, w: Operand, entries: float, matrices: int, is_even: bool
 ) -> tuple[Tile, int] | None:
-    """For so many entries of each matrix, or on the average; and how many blocks share the columns of one.  Nothing
-    where others multiply such weights better, or at all."""
+    """Choose a tile shape.
+
+    Args:
+        launches: Knows the limits of the device.
+        w: The weight.
+        entries: Rows of x of each matrix, exactly or on average.
+        matrices: The number of matrices.
+        is_even: Whether each matrix has exactly `entries` rows.
+
+    Returns:
+        The tile and the number of blocks that share its columns, or `None` where other kernels are better.
+    """
 
     def fills(tile: Tile, shares: int, many: int) -> bool:
-        """Whether so many blocks have work, each with the memory that it takes."""
+        """Return whether this many blocks have work, and a block has enough shared memory."""
         tiles = blocks(w.shape[-2], tile.rows) * matrices * max(1.0, entries / tile.entries)
         return launches.fits(_shared_bytes(w.dtype, tile)) and shares * tiles >= many
 
@@ -119,7 +140,7 @@ def shape_of_tiles(
     if w.dtype in FLOATS:
         if largest == GROUPED and is_even and _shares_entries(w.shape[-2], int(entries)):
             both = [*((CLUSTERED, n) for n in shares), *tall]
-            tall = sorted(both, key=lambda choice: choice[1] > 2)  # more than two only where neither fills a device
+            tall = sorted(both, key=lambda choice: choice[1] > 2)  # above two only if no other choice fills a device
         return next(((tile, shares) for tile, shares in (*tall, (LARGE, 1)) if fills(tile, shares, FULL)), (SMALL, 1))
     if largest == GROUPED and (found := next((choice for choice in tall if fills(*choice, FULL)), None)):
         return found
@@ -127,7 +148,13 @@ def shape_of_tiles(
 
 
 def unpacked(launches: Launches, w: Operand, entries: int) -> Operand | None:
-    """A packed matrix as bfloat16 in scratch, for so many entries; nothing where it is better left as it is."""
+    """Unpack a packed matrix to bfloat16 in scratch, or return `None` where that is slower.
+
+    Args:
+        launches: Receives the launch.
+        w: The packed matrix [rows, columns].
+        entries: Rows of x.
+    """
     rows, columns = w.shape[-2:]
     copy = replace(w, tensor=replace(w.tensor, shape=(rows, columns), dtype=DType.BF16, strides=(columns, 1)))
     is_worth = entries >= UNPACKED and 2 * rows * columns <= MOST_UNPACKED and launches.limits.has_warpgroups
@@ -141,31 +168,38 @@ def unpacked(launches: Launches, w: Operand, entries: int) -> Operand | None:
 
 
 def _shares_entries(rows: int, entries: int) -> bool:
-    """Whether clusters of several blocks gain: their tiles have room for a quarter more entries than those of half the
-    width, at most."""
+    """Return whether clusters are faster than warpgroup tiles of half the width.
+
+    They are, if clusters of several blocks are possible and their tiles have room for at most 5/4 of the entries of the
+    narrower tiles.
+    """
     room, half = (blocks(entries, tile.entries) * tile.entries for tile in (CLUSTERED, GROUPED))
     return _cluster(blocks(rows, CLUSTERED.rows)) > 1 and 4 * room <= 5 * half
 
 
 def _cluster(row_blocks: int) -> int:
-    """How many blocks are best together, if that leaves hardly any without rows."""
+    """Return the best number of blocks in a cluster that leaves almost no block without rows."""
     return next(size for size in CLUSTERS if 8 * (-row_blocks % size) <= row_blocks)
 
 
 def terms_of(dtype: DType, tile: Tile, is_exact: bool) -> int:
-    """Of x: one where weights of 16 bits need no more precision than their own, and of packed weights."""
+    """Return the number of terms of x: one for packed weights, and for 16-bit weights that are not exact."""
     return 1 if dtype in PACKINGS or (tile in (GROUPED, CLUSTERED) and not is_exact) else 2
 
 
 def rounding(dtype: DType, is_exact: bool) -> float | None:
-    """The relative error of activations that meet weights of a dtype; None if they stay what they are."""
+    """Return the relative rounding error of activations for weights of a dtype, or `None` without rounding."""
     if dtype in FLOATS and is_exact:
         return 2.0**-16
     return 2.0**-8 if dtype in PACKINGS else {DType.F16: 2.0**-11, DType.BF16: 2.0**-8}.get(dtype)
 
 
 def _split(launches: Launches, w: Operand, x: Operand, terms: int, tile: Tile, tiles: int) -> tuple[Operand, Word]:
-    """Rows of x as terms, for clusters in the order of the tiles, and what undoes their scales."""
+    """Split rows of x into terms, for clusters in the order of tiles.
+
+    Returns:
+        The terms, and the factors that undo the scales of rows (0: no scales).
+    """
     count, step, columns = math.prod(x.shape[:-1]), rows_of(x), x.shape[-1]
     kind = w.dtype if w.dtype in FLOATS else DType.BF16
     if tile == CLUSTERED:
@@ -176,14 +210,14 @@ def _split(launches: Launches, w: Operand, x: Operand, terms: int, tile: Tile, t
         tokens = []
     to = launches.scratch((room, terms, blocks(columns, STAGED) * STAGED), DType.BF16)
     undo: Word = launches.scratch((count,)) if kind is DType.F16 else 0
-    # Who scales a row has to see all of it.
+    # The block that scales a row reads all of the row.
     grid, threads = ((count, 1), 1024) if kind is DType.F16 else ((count, blocks(columns, 1024)), 256)
     launches.add(kernel, grid, threads, [x, step, columns, to, undo, *tokens])
     return to, undo
 
 
 def _steps(w: Operand) -> list[Word]:
-    """Between matrices, and between rows."""
+    """Return the strides between matrices and between rows."""
     if w.dtype in PACKINGS:
         return [blocks(w.shape[-2], ROWS), w.shape[-1] // w.dtype.block * w.dtype.block_bytes]
     steps = [s for n, s in zip(w.shape[:-2], w.strides[:-2], strict=True) if n != 1]
@@ -191,6 +225,7 @@ def _steps(w: Operand) -> list[Word]:
 
 
 def _kernel(dtype: DType, tile: Tile, terms: int) -> Kernel:
+    """Return the kernel for a dtype, a tile and a number of terms."""
     if tile == CLUSTERED:
         return BY_CLUSTERS[dtype][f"clustered<{TYPES[dtype]}, {terms}>"]
     if tile == GROUPED:
@@ -210,7 +245,19 @@ def many(
     terms: int,
     route: list[Word],
 ) -> None:
-    """Launches that take x apart, multiply a table of tiles, and add what blocks have that share columns."""
+    """Split x, multiply a table of tiles, and add the partial results of blocks that share columns.
+
+    Args:
+        launches: Receives the launches.
+        w: The weight.
+        x: Activations [rows, columns].
+        out: Results [rows, weight rows].
+        tiles: The table of tiles [tiles, 4], int32.
+        tile: The tile shape.
+        shares: Blocks that share the columns of a tile.
+        terms: Terms of x.
+        route: The fields of the routing.
+    """
     taken_apart, undo = _split(launches, w, x, terms, tile, tiles.shape[0])
     rows, count = w.shape[-2], math.prod(out.shape[:-1])
     row_blocks = blocks(rows, tile.rows)
@@ -223,7 +270,7 @@ def many(
         more = [0, 0]
         if shares > 1:
             left = launches.scratch((math.prod(grid), tile.rows * tile.entries))
-            more = [left, launches.constant(np.zeros(grid[:2], np.int32))]  # kernels leave zeros behind
+            more = [left, launches.constant(np.zeros(grid[:2], np.int32))]  # kernels reset it to zeros
     elif shares > 1:
         parts = launches.scratch((shares, count, rows))
     to: list[Word] = [parts or out, w.shape[-1], rows, *_steps(w), rows if parts else rows_of(out)]

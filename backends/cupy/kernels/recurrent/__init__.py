@@ -1,1 +1,1 @@
-"""Recurrences, the states that they carry, and what surrounds them."""
+"""Recurrent layers: state spaces, RWKV, linear attention and the gated delta net."""

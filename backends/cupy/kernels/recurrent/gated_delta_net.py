@@ -1,4 +1,12 @@
-"""The gated delta net: token by token for decoding, by chunks on tensor cores for prompts."""
+"""The gated delta net: token by token for decoding, by chunks on tensor cores for prefill.
+
+A chunk has 32 tokens. For one value head, with G the cumulative log decays of a chunk, two launches compute:
+
+1. Prepare, for all chunks at once: L = strict lower part of ``beta_r (k_r . k_s) e^(G_r - G_s)``, then ``X = (I + L)^-1
+   diag(beta)``, and P = lower part of ``(q_r . k_s) e^(G_r - G_s) / sqrt(d)``.
+2. Scan, chunk after chunk with the state S: ``U = X (V - e^G K S)``, outputs ``O = e^G Q S / sqrt(d) + P U``, and the
+   next state ``S = e^(G_last) S + (e^(G_last - G) K)^T U``.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +28,16 @@ from .states import RECURRENT, STATES, Carried, carry, has_quads, rows
 
 THREADS = 128
 TILE = 8
-"""Tokens that a block brings to shared memory together."""
+"""Tokens that a block loads into shared memory together."""
 FILLED = 264
-"""Blocks that keep the largest devices busy: two for each of 132 multiprocessors."""
+"""Blocks that fill the largest devices: two for each of 132 multiprocessors."""
 
 SHAPES: Mapping[int, tuple[int, int]] = MappingProxyType(
     {16: (4, 1), 32: (8, 1), 64: (8, 1), 128: (8, 1), 256: (16, 2)}
 )
-"""By key size: lanes that share a row of a state, and rows that a lane holds."""
+"""Warp lanes that share a row of a state, and rows of a lane, by key size."""
 PLAIN = (8, 1)
-"""The same for operands that cannot be read 16 bytes at a time, and key sizes between those."""
+"""The same for operands without 16-byte alignment, and for other key sizes."""
 
 
 def _flag(value: bool) -> str:
@@ -52,7 +60,10 @@ STEPS: Mapping[int, Source] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The operands of the rule and its output; value heads that neighbour share a key if not `tiled`."""
+    """The operands of the delta rule and its output.
+
+    Without `has_tiled_heads`, adjacent value heads share a key head.
+    """
 
     q: Operand
     k: Operand
@@ -84,12 +95,12 @@ class Rule:
 
     @property
     def channels(self) -> bool:
-        """Whether each key channel has a decay of its own."""
+        """Whether each key channel has its own decay."""
         return self.g.shape[-1] != 1
 
     @property
     def run(self) -> int:
-        """Neighbouring value heads that share a key head; 0 where heads are tiled."""
+        """Adjacent value heads that share a key head; 0 with tiled heads."""
         return 0 if self.tiled else self.value_heads // max(self.k.shape[-2], 1)
 
     @property
@@ -98,12 +109,12 @@ class Rule:
 
     @property
     def has_quads(self) -> bool:
-        """Whether every row is dense and begins at a multiple of 16 bytes."""
+        """Whether every row is contiguous and begins at a multiple of 16 bytes."""
         read = (self.q, self.k, self.v, *([self.g] if self.channels else []))
         return self.value_size % 4 == 0 and all(has_quads(x) for x in read)
 
     def part(self, start: int, count: int) -> Rule:
-        """`count` tokens from `start`."""
+        """Return the operands of `count` tokens from `start`."""
 
         def cut(x: Operand, inner: int = 3) -> Operand:
             return x.part(len(x.shape) - inner, start, count)
@@ -112,14 +123,19 @@ class Rule:
         return replace(self, q=q, k=k, v=v, g=g, out=out, beta=cut(self.beta, 2))
 
 
-# ---------------------------------------------------------------------------------------------- token by token
-
-
 def launch_steps(
     launches: Launches, rule: Rule, begin: Sequence[Word], carried: Carried, stored: int, saved: Operand | None = None
 ) -> None:
-    """All tokens one after the other; `stored` snapshots are kept, and the states before the first token if `saved` is
-    there."""
+    """Process all tokens one after the other.
+
+    Args:
+        launches: Receives the launch.
+        rule: The operands.
+        begin: Fields of the initial states.
+        carried: The states and snapshots.
+        stored: Snapshots to write.
+        saved: Receives the states before the first token.
+    """
     size = next((n for n in SHAPES if n >= rule.key_size), 0)
     need(size, f"keys of {rule.key_size} are too long")
     whole = size == rule.key_size and rule.has_quads
@@ -136,29 +152,33 @@ def launch_steps(
     launches.add(STEPS[size][_step_name(size, rule.channels, whole, (lanes, held))], grid, THREADS, words, shared)
 
 
-# -------------------------------------------------------------------------------------------------- by chunks
-
 CHUNK_SIZES = (64, 128)
 LENGTH = 32
 """Tokens of a chunk."""
 CHUNKED = (25, 32)
-"""Tokens from which chunks are faster than tokens one by one on an H100: with a decay of each head, or channel."""
+"""Tokens from which chunks are faster than single tokens on an H100: with a decay per head, and per channel."""
 SLICES = (64, 32, 16)
 """Rows of a state that one block of the scan carries."""
 BLOCKS = 64
-"""Blocks of the scan that a longer slice has to leave: on an H100, 8,192 tokens of 32 heads take 731 microseconds in 64
-blocks, 889 in 128 and 1,252 in 256, those of 8 heads 398 in 64, 408 in 32 and 614 in 16."""
+"""Blocks of the scan that remain with a longer slice.
+
+On an H100, 8,192 tokens of 32 heads take 731 microseconds in 64 blocks, 889 in 128 and 1,252 in 256. 8 heads take 398
+in 64, 408 in 32 and 614 in 16.
+"""
 CLUSTERS = (8, 4, 2)
-"""Blocks of a cluster that share what is prepared of a head, on devices that have clusters."""
+"""Blocks of a cluster that share the prepared values of a head, on devices with clusters."""
 BLOCK_BYTES = 16 * 16 * 2
-"""Of bfloat16 numbers for 16 x 16 pairs of tokens."""
+"""Bytes of bfloat16 numbers for 16 x 16 pairs of tokens."""
 CHUNKS_FILE, SCAN_FILE = "gated_delta_net_chunks.cuh", "gated_delta_net_scan.cu"
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """How chunks are computed: by key size, by whether each key channel has a decay of its own, and by whether bfloat16
-    operands are pairs (relative error 2^-16 instead of 2^-8).  The sizes in bytes are those of `Record`."""
+    """A variant of the chunk kernels, by key size and by decays per key channel.
+
+    With `is_exact`, bfloat16 operands are pairs (relative error 2^-16 instead of 2^-8). `Record` in the kernel has the
+    same byte counts.
+    """
 
     size: int
     channels: bool
@@ -179,7 +199,7 @@ class Chunk:
         return f"{kernel}<{self.size}, {LENGTH}, {_flag(self.exact)}>"
 
     def prepare_bytes(self, together: int) -> int:
-        """Shared memory for so many value heads of a block."""
+        """Return the shared memory of a block that prepares `together` value heads."""
         square = 8 * LENGTH * (LENGTH + 4) + self.heads_bytes
         if self.channels:
             return square + 4 * LENGTH + 16 * LENGTH * (self.size + 4)
@@ -190,7 +210,7 @@ class Chunk:
         return f"{kernel}<{self.size}, {LENGTH}, {values}, {_flag(self.channels)}, {_flag(self.exact)}>"
 
     def scan_bytes(self, values: int, cluster: int = 1) -> int:
-        """Shared memory; clusters have as many stages as fit, with two mbarriers each."""
+        """Return the shared memory of a scan block. Clusters have as many stages as fit, with two mbarriers each."""
         stage, sums = self.keys_bytes + self.heads_bytes + 4 * LENGTH * (values + 4), 12 * LENGTH * values
         if cluster > 1:
             stages = 4 if 4 * stage + sums <= 225 * KIB else 3
@@ -202,6 +222,7 @@ class Chunk:
         return PREPARE[self][self.prepare_name]
 
     def scan(self, values: int, cluster: int) -> Kernel:
+        """Return the scan kernel for slices of `values` rows and `cluster` blocks."""
         return (SCAN if cluster == 1 else SCAN_BY_CLUSTERS)[self][self.scan_name(values, cluster)]
 
 
@@ -227,12 +248,22 @@ SCAN_BY_CLUSTERS: Mapping[Chunk, Source] = MappingProxyType(
 
 
 def in_chunks(rule: Rule, tokens: int) -> bool:
-    """Whether so many tokens go through tensor cores, chunk by chunk."""
+    """Return whether this many tokens use the chunk kernels."""
     return tokens >= CHUNKED[rule.channels] and rule.key_size in CHUNK_SIZES and rule.value_size % SLICES[-1] == 0
 
 
 def chunk_memory(launches: Launches, rule: Rule, tokens: int, chunk: Chunk) -> tuple[Operand, Operand]:
-    """Scratch for what is prepared of so many tokens: of the keys, and of the heads."""
+    """Allocate scratch for prepared chunks.
+
+    Args:
+        launches: Allocates the scratch.
+        rule: The operands.
+        tokens: Tokens that are processed by chunks.
+        chunk: The kernel variant.
+
+    Returns:
+        Scratch for the keys, and for the heads.
+    """
     count = rule.sequences * blocks(tokens, LENGTH)
     keyed = rule.value_heads if rule.channels else rule.k.shape[-2]
     keys = launches.scratch((count * keyed * chunk.keys_bytes,), DType.I8)
@@ -247,8 +278,16 @@ def launch_chunks(
     chunk: Chunk,
     values: int | None = None,
 ) -> None:
-    """All tokens by chunks; the state behind them becomes the oldest snapshot.  `values` is one of `SLICES`, or None
-    to choose."""
+    """Process all tokens by chunks. The final state becomes the oldest snapshot.
+
+    Args:
+        launches: Receives the launches.
+        rule: The operands.
+        carried: The states and snapshots.
+        memory: The scratch of `allocate_chunk_scratch`.
+        chunk: The kernel variant.
+        values: One of `SLICE_ROWS`, or `None` for an automatic choice.
+    """
     count, heads, sequences = blocks(rule.tokens, LENGTH), rule.value_heads, rule.sequences
     words = [*rows(rule.q), *rows(rule.k), *rows(rule.g), *rows(rule.beta, 2), *memory]
     together = _together(rule)
@@ -266,25 +305,25 @@ def launch_chunks(
 
 
 def _cluster(launches: Launches, slices: int) -> int:
-    """How many blocks are together, of those that have slices of one state."""
+    """Return the number of blocks with slices of one state that form a cluster."""
     return next((n for n in CLUSTERS if slices % n == 0), 1) if launches.limits.has_warpgroups else 1
 
 
 def _together(rule: Rule) -> int:
-    """Value heads of a key head that one block prepares: all, where a block for each key head fills a device."""
+    """Return the value heads of a key head that one block prepares: all, if one block per key head fills a device."""
     filled = blocks(rule.tokens, LENGTH) * rule.k.shape[-2] * rule.sequences >= FILLED
     return rule.value_heads // rule.k.shape[-2] if filled and not rule.channels else 1
 
 
 def _fits(launches: Launches, rule: Rule, chunk: Chunk) -> bool:
-    """Whether chunks fit into the shared memory of the device."""
+    """Return whether the chunk kernels fit into the shared memory of the device."""
     return launches.fits(chunk.prepare_bytes(_together(rule))) and launches.fits(
         chunk.scan_bytes(_slice(launches, rule, chunk))
     )
 
 
 def _slice(launches: Launches, rule: Rule, chunk: Chunk) -> int:
-    """The longest slice of values that fits and leaves enough blocks; what is prepared is read once for each."""
+    """Return the longest slice that fits and leaves enough blocks. Each slice reads the prepared values once."""
     possible = [n for n in SLICES if rule.value_size % n == 0]
     fitting = [n for n in possible if launches.fits(chunk.scan_bytes(n))] or possible
     rows_of_all = rule.sequences * rule.value_heads * rule.value_size
@@ -298,7 +337,16 @@ def _gated_delta_net(launches: Launches, call: Bound) -> None:
 
 
 def launch_rule(launches: Launches, call: Bound, rule: Rule, exact: bool) -> None:
-    """The rule for the states of an instruction.  With snapshots the last tokens go one by one."""
+    """Launch the delta rule with the states of an instruction.
+
+    With snapshots, the last tokens go one by one.
+
+    Args:
+        launches: Receives the launches.
+        call: The instruction, with states, slots and snapshots.
+        rule: The other operands.
+        exact: Use pairs of bfloat16 operands in chunks.
+    """
     carried = carry(launches, call, rule.sequences, rule.tokens)
     last = carried.snapshots - 1
     first = rule.tokens - last
@@ -314,7 +362,7 @@ def launch_rule(launches: Launches, call: Bound, rule: Rule, exact: bool) -> Non
 
 
 def _with_save(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
-    """A state that is saved, and the rule that changes it in place."""
+    """Fuse the save of a state and the delta rule that updates it in place."""
     save, writer = flow.call(number), changed_state(flow, number, "gated_delta_net").change
     state, call = save.operand(0), flow.call(writer)
     need(call.optional(6) is None, "states are in slots")

@@ -1,4 +1,4 @@
-"""Recurrences besides the gated delta net: selective state spaces, RWKV 6 and 7, gated linear attention."""
+"""Recurrences except the gated delta net: selective state spaces, RWKV 6 and 7, gated linear attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .states import RECURRENT, carry, is_dense, rows
 
 WARPS, COLUMN_WARPS = 8, 16
 EACH = (1, 2, 4, 8, 0)
-"""Elements of a state's row that a lane holds, or half of what it holds of a column; 0 for any number, in memory."""
+"""Elements of a state row that a lane has in registers, half of its elements of a column; 0: any number, in memory."""
 
 
 def _name(kind: str, each: int, flag: bool) -> str:
@@ -31,7 +31,7 @@ BY_KEY = _source("recurrence_by_key", tuple(2 * n for n in EACH))
 
 
 def _each(size: int) -> int:
-    """How many registers a lane needs for a row of so many keys; 0 if it has too few."""
+    """Return the registers of a lane for a row of `size` keys, or 0 if they are too many."""
     return next((n for n in EACH if 32 * n >= size), 0)
 
 
@@ -57,6 +57,7 @@ def _rwkv_wkv7(launches: Launches, call: Bound) -> None:
 def _by_value(
     launches: Launches, call: Bound, x: Operand, walked: list[Word], a: Operand | None, run: int, keys: int, rates: int
 ) -> None:
+    """Launch a recurrence with a warp for each value row of the state."""
     *leading, tokens, heads, values = x.shape
     carried = carry(launches, call, prod(leading), tokens, operand=5 if a is not None else 6)
     words = [*walked, *rows(call.out), 0 if a is None else a, *carried.begin, *carried.kept(), *carried.faults]
@@ -79,6 +80,7 @@ def _gated_linear_attn(launches: Launches, call: Bound) -> None:
 def _by_key(
     launches: Launches, call: Bound, walked: list[Operand], state: Operand, bonus: Operand | None, scale: float
 ) -> None:
+    """Launch a recurrence with a lane for each value column of the state."""
     new, v = call.dst[1], walked[1]
     need(is_dense(state) and is_dense(new), "states have to be dense")
     *leading, tokens, heads, values = v.shape

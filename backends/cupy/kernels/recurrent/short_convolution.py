@@ -1,5 +1,4 @@
-"""What surrounds the gated delta rule: the short convolution, alone or with activation, norms and gates, and the gated
-norm of its output."""
+"""Kernels around the delta rule: short convolution with activation, norms and gates, and the gated output norm."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from .states import RECURRENT, has_quads, rows
 
 THREADS = 256
 RUN = 16
-"""Tokens that a thread takes one after the other."""
+"""Tokens that a thread processes one after the other."""
 INPUT_SIZES = (16, 32, 64, 128)
 NORM_SIZES = (*INPUT_SIZES, 256)
 
@@ -32,7 +31,7 @@ NORMS = Source("short_convolution.cu", tuple(f"gated_norm<{d}>" for d in NORM_SI
 
 
 def _with_heads(x: Operand) -> Operand:
-    """x [..., rows, channels] as rows of one head."""
+    """Return x [..., rows, channels] as rows of one head."""
     t = x.tensor
     shape, strides = (*t.shape[:-1], 1, t.shape[-1]), (*t.strides[:-1], 0, t.strides[-1])
     return Operand(x.address, type(t)(t.buffer, t.offset, shape, strides, t.dtype), x.declared, x.stored)
@@ -48,9 +47,12 @@ def _ssm_conv(launches: Launches, call: Bound) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What the delta rule reads: q, k [B, T, key heads, size], v [B, T, value heads, size], log decays and learning
-    rates [B, T, value heads]; rows of the convolution [B, 3, channels], and what they were if that is asked for.  All
-    are dense but v, whose heads are."""
+    """The operands of the delta rule, which one kernel computes.
+
+    `q`, `k`: [B, T, key heads, size]. `v`: [B, T, value heads, size]. `g`, `beta`: log decays and learning rates [B, T,
+    value heads]. `next_rows`: the last rows of the convolution [B, 3, channels]. `saved_rows`: their old values, if
+    they are needed. All are contiguous except `v`, where only each token's heads are.
+    """
 
     q: Operand
     k: Operand
@@ -63,7 +65,10 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of a layer, dense: the convolution [channels, 4], -exp(A_log) and the bias of the steps [value heads]."""
+    """The contiguous weights of a layer.
+
+    `w`: the convolution [channels, 4]. `a`: -exp(A_log) [value heads]. `dt`: the bias of the steps [value heads].
+    """
 
     w: Operand
     a: Operand
@@ -71,13 +76,35 @@ class Layer:
 
 
 def launch_inputs(
-    launches: Launches, x: Operand, alpha: Operand, beta: Operand, valid: Operand | None, old: Operand, layer: Layer,
-    made: Made, eps: float, ids: Operand | None = None, fault: Sequence[Word] = (0, 0),
-) -> None:  # fmt: skip
-    """The convolution of x [B, T, channels] with SiLU, norms of keys and queries, and gates, as
-    ``frontends/models/layers/delta.py`` spells them out.  `old` [B, 3, channels] may be what `made` keeps: the last
-    rows, or those numbered by `ids` [B, 3], 0 for the first of `old`.  `alpha`, `beta` [B, T, groups, value heads of a
-    group] are what linear layers give; `valid` [B, T] is 0 for padding."""
+    launches: Launches,
+    x: Operand,
+    alpha: Operand,
+    beta: Operand,
+    valid: Operand | None,
+    old: Operand,
+    layer: Layer,
+    made: Made,
+    eps: float,
+    ids: Operand | None = None,
+    fault: Sequence[Word] = (0, 0),
+) -> None:
+    """Launch the convolution with SiLU, norms of queries and keys, and gates.
+
+    ``frontends/models/layers/delta.py`` has the decomposition.
+
+    Args:
+        launches: Receives the launch.
+        x: Input of the convolution [B, T, channels].
+        alpha: Decay logits from a linear layer [B, T, groups, value heads of a group].
+        beta: Learning-rate logits, with the shape of `alpha`.
+        valid: 0 for padding tokens [B, T].
+        old: Rows before the first token [B, 3, channels]. They may be the memory of `next_rows`.
+        layer: The weights.
+        made: The results.
+        eps: Epsilon of the norms.
+        ids: Numbers of the rows to keep [B, 3], where 0 is the first of `old`. Without them the last rows are kept.
+        fault: The fault words for wrong numbers.
+    """
     size = made.k.shape[-1]
     need(size in INPUT_SIZES and made.v.shape[-1] == size, f"heads of {size} are not convolved together")
     sequences, tokens, key_heads, _ = made.k.shape
@@ -91,7 +118,16 @@ def launch_inputs(
 
 
 def launch_gated_norm(launches: Launches, x: Operand, z: Operand, w: Operand, out: Operand, eps: float) -> None:
-    """``rms_norm(x) w silu(z)`` over the last axis of [..., T, heads, size]."""
+    """Launch ``rms_norm(x) * w * silu(z)`` over the last axis.
+
+    Args:
+        launches: Receives the launch.
+        x: The operand of the norm [..., T, heads, size].
+        z: The gate, with the shape of x.
+        w: The factors of the norm [size].
+        out: The result, with the shape of x.
+        eps: Epsilon of the norm.
+    """
     *leading, tokens, heads, size = x.shape
     need(size in NORM_SIZES, f"heads of {size} have no gated norm")
     sequences = prod(leading)
@@ -101,12 +137,12 @@ def launch_gated_norm(launches: Launches, x: Operand, z: Operand, w: Operand, ou
     launches.add(NORMS[f"gated_norm<{size}>"], grid, THREADS, words)
 
 
-# ---------------------------------------------------------------------------------------------------------- chains
+# --------------------------------------------------------------------------------------------------------- fusions
 
 
 @dataclass(frozen=True, slots=True)
 class _Gates:
-    """The instructions that make log decays and learning rates."""
+    """The instructions that compute log decays and learning rates."""
 
     shifted: int
     steps: int
@@ -132,13 +168,13 @@ def _gates(flow: Flow, rule: int) -> _Gates:
 
 
 def _dense_copy(flow: Flow, reader: int) -> int | None:
-    """What copies an operand for this instruction alone, so that it lies densely."""
+    """Find the instruction that copies an operand to contiguous memory for this reader alone."""
     maker = flow.maker(reader, 0)
     return maker if flow.call(maker).op == "cont" and flow.found(maker) == [reader] else None
 
 
 def _delta_inputs(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
-    """All between the linear layers and the rule: from the rows before the first to learning rates."""
+    """Fuse all instructions between the linear layers and the delta rule, except the rule."""
     _, conv, silu, (q, k), last, save = short_convolution(flow, number)
     rule = next((n for n in flow.readers_of(silu) if flow.call(n).op == "gated_delta_net"), silu)
     need({*flow.readers_of(silu)} == {q, k, rule}, "the convolution is read otherwise")
@@ -148,9 +184,14 @@ def _delta_inputs(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
     need(saved is None or (saved.op == "cont" and lies_as(saved.operand(0), old)), "a state is saved otherwise")
     read = flow.call(rule)
     made = Made(
-        read.operand(0), read.operand(1), read.operand(2), flow.call(gates.decay).out, flow.call(gates.beta).out,
-        kept.out, None if saved is None else saved.out,
-    )  # fmt: skip
+        read.operand(0),
+        read.operand(1),
+        read.operand(2),
+        flow.call(gates.decay).out,
+        flow.call(gates.beta).out,
+        kept.out,
+        None if saved is None else saved.out,
+    )
     launches.number = last
     fault = launches.fault(f"id {{value}} names no row of its table, which has {both.out.shape[-2]}")
     launches.number = number
@@ -161,7 +202,7 @@ def _delta_inputs(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """Instructions whose operands the kernel reads."""
+    """The instructions with operands that the kernel reads."""
 
     both: Bound
     conv: Bound
@@ -172,7 +213,7 @@ class _Chain:
 def _launch_chain(
     launches: Launches, flow: Flow, chain: _Chain, made: Made, normed: tuple[int, int, int], fault: Sequence[Word]
 ) -> None:
-    """Launch it if all operands lie as the kernel reads and writes them."""
+    """Launch the fused kernel if all operands have the required layout."""
     old, x, w, ids = chain.both.operand(0), chain.both.operand(1), chain.conv.operand(1), chain.kept.operand(1)
     sequences, tokens, key_heads, size = made.k.shape
     value_heads, channels = made.v.shape[-2], x.shape[-1]
@@ -208,8 +249,11 @@ def _launch_chain(
 def _need_apart(
     made: Made, tokens: int, x: Operand, old: Operand, others: Sequence[Operand], alpha: Operand, beta: Operand
 ) -> None:
-    """Threads write only where nobody reads any more: keeps over old rows, values over what they come from within
-    a run, and gates over theirs."""
+    """Require results that overlap no operand that other threads still read.
+
+    A thread may write `next_rows` over old rows, values over their inputs within `TOKENS_PER_THREAD` tokens, and gates
+    over their own operands.
+    """
     rest = [*others, alpha, beta]
     apart(made.kept, [x, *rest], [old])
     for out in (made.q, made.k, *([] if made.saved is None else [made.saved])):
@@ -225,7 +269,7 @@ def _need_apart(
 
 
 def _by_group(x: Operand, sequences: int, tokens: int, heads: int) -> Operand:
-    """Gates as [sequences, tokens, groups, heads of a group]: dense, or those of each group side by side."""
+    """Return gates as [sequences, tokens, groups, heads of a group], contiguous or with adjacent heads per group."""
     if x.is_dense:
         return _relaid(x, (sequences, tokens, 1, heads))
     shape = sequences, tokens, *x.shape[-2:]
@@ -235,13 +279,13 @@ def _by_group(x: Operand, sequences: int, tokens: int, heads: int) -> Operand:
 
 
 def _relaid(x: Operand, shape: tuple[int, ...]) -> Operand:
-    """Dense x under another shape."""
+    """Return a contiguous operand with another shape."""
     need(x.is_dense and x.tensor.spec.size == prod(shape), "gates do not lie by token")
     return replace(x, tensor=replace(x.tensor, shape=shape, strides=contiguous_strides(shape)))
 
 
 def _gated_norm(launches: Launches, flow: Flow, number: int) -> Sequence[int]:
-    """rms_norm(x) w silu(z)."""
+    """Fuse ``rms_norm(x) * w * silu(z)``."""
     factor = flow.reader(number, "mul")
     gated = flow.reader(factor, "mul")
     silu = flow.maker(gated, 1)

@@ -1,4 +1,4 @@
-"""Operands and states of recurrences as their kernels take them: fields of the structs in ``recurrent.cuh``."""
+"""Operands and states of recurrences, as fields of the structs in ``recurrent.cuh``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHELTER_THREADS = 256
 
 
 def rows(x: Operand, inner: int = 3) -> list[Word]:
-    """The fields of `Rows` for x [..., tokens, heads, elements], or without the last axis where `inner` is 2."""
+    """Return the fields of `Rows` for x [..., tokens, heads, elements]; with `inner` 2, x has no last axis."""
     if 0 in x.shape:
         return [x, 0, 0, 0, 0]
     lead = len(x.shape) - inner
@@ -29,20 +29,20 @@ def rows(x: Operand, inner: int = 3) -> list[Word]:
 
 
 def is_dense(x: Operand) -> bool:
-    """Whether the elements lie without gaps, whatever the strides of axes that have one entry."""
+    """Return whether the elements are contiguous; strides of axes with one entry do not count."""
     wanted = contiguous_strides(x.shape)
     return 0 in x.shape or all(n == 1 or a == b for n, a, b in zip(x.shape, x.strides, wanted, strict=True))
 
 
 def has_quads(x: Operand) -> bool:
-    """Whether every row is dense and begins at a multiple of 16 bytes."""
+    """Return whether every row is contiguous and begins at a multiple of 16 bytes."""
     *outer, elements = x.strides
     even = all(step % 4 == 0 for n, step in zip(x.shape, outer, strict=False) if n > 1)
     return x.address % 16 == 0 and elements == 1 and even
 
 
 def _even(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """The stride of several axes walked as one."""
+    """Return the stride of several axes that are merged into one."""
     step, reach = 0, 0
     for n, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if n == 1:
@@ -54,8 +54,11 @@ def _even(sizes: Sequence[int], strides: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Where each of so many sequences begins, and what is kept of it: snapshot s of sequence n is row
-    ``slots[n, s]`` of `new`, or row ``n * snapshots + s``.  The first `stored` snapshots are to be written."""
+    """The states of sequences: where each begins, and which snapshots are kept.
+
+    Snapshot s of sequence n is row ``slots[n, s]`` of `new`, or row ``n * snapshots + s``. The first `stored_snapshots`
+    are written.
+    """
 
     sequences: int
     snapshots: int
@@ -66,8 +69,10 @@ class Carried:
     faults: tuple[Word, ...]
 
     def kept(self, snapshot: int = 0) -> list[Word]:
-        """The fields of `States` whose state ``n * snapshots`` is that snapshot of sequence n, those of newer ones
-        before it left out."""
+        """Return the fields of `States` from snapshot `snapshot` on.
+
+        Its state ``n * snapshots`` is this snapshot of sequence n; newer snapshots in front of it are left out.
+        """
         left = self.snapshots - snapshot
         several = self.snapshots > 1
         if self.slots is None:
@@ -77,15 +82,22 @@ class Carried:
         return [self.new, slots, self.new.shape[0]]
 
     def after(self, snapshot: int) -> list[Word]:
-        """The fields of `Beginning` for what goes on from a snapshot."""
+        """Return the fields of `Beginning` to continue from a snapshot."""
         return [*self.kept(snapshot), self.snapshots, 0, 0]
 
 
 def carry(launches: Launches, call: Bound, sequences: int, tokens: int, operand: int = 5) -> Carried:
-    """Bind the states of a recurrence: that operand, slots behind it, the second result.
+    """Bind the states of a recurrence and append the launches that prepare them.
 
-    Launches whatever has to happen before: of a pool that becomes another buffer a copy, of one that is updated in
-    place copies of the states that one sequence reads and another writes.
+    A pool that becomes another buffer is copied. In a pool with in-place updates, states that one sequence reads and
+    another writes are copied aside.
+
+    Args:
+        launches: Receives the launches.
+        call: The instruction. Its second result has the new states.
+        sequences: The number of sequences.
+        tokens: Tokens of a sequence.
+        operand: The number of the state operand. Slots follow it.
     """
     state, new = call.operand(operand), call.dst[1]
     slots_in, slots_out = call.optional(operand + 1), call.optional(operand + 2)
