@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple, TypeAlias
 class Act(NamedTuple):
     """One action of a device for run number `run`.
 
-    ``put`` writes the inputs where the program reads them. ``run`` runs the program. ``keep`` retains what must outlive
-    the next run: the outputs, and the bytes that a rollback of this run needs.
+    ``put`` writes the inputs where the program reads them. ``run`` runs the program. ``keep`` retains the outputs and
+    the bytes for a rollback of this run, before the next run overwrites them.
     """
 
     what: Literal["put", "run", "keep"]

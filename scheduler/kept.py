@@ -55,7 +55,7 @@ def kept_plan(
         split_mode: A name of `SPLIT_MODE_NAMES`.
         tensor_split: The shares of the devices, in any unit.
         place: Placement rules, pairs (regular expression, device).
-        like: A plan over the same weights and states, whose layouts are kept.
+        like: A plan over the same weights and states with layouts to keep.
         hardware: Speeds of devices and links; without it the calibrated speeds of the group.
         host: The device that takes the weights and states that exceed the memory of the group.
         use: The workload for which split mode ``auto`` optimises.
@@ -126,7 +126,7 @@ def _lying(like: Plan) -> object:
 
 
 def _wanted(use: Use) -> object:
-    """Return what a workload contributes to the key. Two workloads of one text may have different graphs."""
+    """Return the part of the key that depends on a workload. Two workloads of one text may have different graphs."""
     return str(use), use.sizes, [graph.digest() for graph in (use.graph_of(use.sequences, 1), use.evened)]
 
 

@@ -46,7 +46,7 @@ PLAN = ArgumentKind("a Plan", lambda v: isinstance(v, Plan))
 
 
 SPLIT_NAMES = ("none", "layer", "tensor", "layer,tensor", "auto")
-"""The split modes, by which several devices share a graph; `planner.SPLIT_MODES` has the functions."""
+"""The split modes: the ways to share a graph among several devices; `planner.SPLIT_MODES` has the functions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Plan:
 
     - `lanes` has the device plan of each device: its graph and its program.
     - `leaves` and `outputs` have the layout of each input, weight, state and output.
-    - `cuts` has the sharded factors, and `reasons` what the factor search considered.
+    - `cuts` has the sharded factors, and `reasons` the alternatives that the factor search considered.
     - `hardware` has the speeds of devices and links, and `host` the speeds of the last device if they differ.
     - `placed` has the nodes that one device alone computes, with the reasons.
     - `shares` are the proportions of the tensor split, empty if none was given. Later plans like this one follow them.

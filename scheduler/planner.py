@@ -84,7 +84,7 @@ def plan(
         tensor_split: The shares of the devices, in any unit.
         place: Pairs (regular expression, device). A node runs on that device alone if the expression matches its name,
             or the name of a weight or state that it reads. The first match counts.
-        like: A plan over the same weights and states, whose layouts are kept.
+        like: A plan over the same weights and states with layouts to keep.
         threads: Threads of each device; without a number the devices share the processors.
 
     Raises:
@@ -129,7 +129,7 @@ def plan_for(
         split_mode: A name of `SPLIT_MODE_NAMES`.
         tensor_split: The shares of the devices, in any unit.
         place: Placement rules, pairs (regular expression, device).
-        like: A plan over the same weights and states, whose layouts are kept.
+        like: A plan over the same weights and states with layouts to keep.
         hardware: Speeds of devices and links.
         choose: A function that replaces the factor search.
         host: A further device for the weights and states that exceed the memory of the group; unused in mode

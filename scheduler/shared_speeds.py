@@ -22,8 +22,9 @@ from .machines.speeds import Speeds
 class SharedSpeeds:
     """The speeds of the slowest device of a group, equal on all ranks.
 
-    `slowest_speeds` is None if no rank has calibrated speeds; then `default_hardware` is used. `has_several_machines`
-    says that the devices are in more than one machine. `speeds_source` names the origin of the speeds.
+    Without calibrated speeds on any rank, `slowest_speeds` is None and `default_hardware` is used.
+    `has_several_machines` says that the devices are in more than one machine. `speeds_source` names the origin of the
+    speeds.
     """
 
     slowest: Speeds | None

@@ -35,7 +35,7 @@ def columns(rows: Sequence[Sequence[str]], right: str) -> list[str]:
 
 
 def places(devices: Sequence[str]) -> str:
-    """Return names of devices with consecutive numbers joined: ``cpu:0-3``, and for parts of one device ``cuda:0.0-1``."""
+    """Return names of devices with consecutive numbers joined: ``cpu:0-3``; parts of one device: ``cuda:0.0-1``."""
     ranges: list[tuple[str, int, int]] = []
     for name in devices:
         head, number = name.rstrip("0123456789"), int(re.findall(r"\d+", name)[-1])
