@@ -36,8 +36,8 @@ class Stage:
 
     - `op` is ``work`` for a compute span, or the op of the collective.
     - `bytes_read` are the bytes that the busiest device moves through memory, and `bytes_sent` the bytes that it sends.
-    - `unsharded_seconds` are the least seconds with every weight and state that is read whole on each device. They are
-      None if none of these is sharded.
+    - `unsharded_seconds` are the least seconds with every weight and state that is read whole on each device. The field
+      is None if all of these are whole.
     - `sending_device` is the sender of a message.
     - A compute span that `is_overlapped` does not wait for the collective before it.
     """
@@ -59,7 +59,7 @@ class StepCost:
     """The predicted cost of one instruction.
 
     `nbytes` are bytes read and written, and `bytes_sent` bytes sent to other devices. `unsharded_seconds` are the
-    seconds with all operands unsharded; None if no operand is sharded.
+    seconds with all weights and states unsharded; the field is None if all of them are whole anyway.
     """
 
     flops: float
@@ -129,7 +129,7 @@ class Prices:
     def _missing(self, node: Node) -> tuple[float, float]:
         """Return the factor of work, and the additional bytes, with the weights and states of `node` unsharded.
 
-        A weight or state of which the device has no entries does not count.
+        Weights and states with at least one entry on this device count.
         """
         times, missing = 1.0, 0.0
         for source in node.inputs:
@@ -189,7 +189,8 @@ def clocks(found: Sequence[Stage], begins: Sequence[float]) -> list[float]:
     """Return the time at which each device ends, for the time at which it begins.
 
     A device starts a compute span when it has ended the previous entry. A collective starts when all its devices have
-    arrived. An overlapped span starts when the device has arrived at the collective before it.
+    arrived, and a message when its sender has. An overlapped span starts when the device has arrived at the collective
+    before it.
 
     Args:
         found: The timeline.
@@ -262,8 +263,8 @@ class _Parts:
     """One program split at its collectives, by collective number.
 
     `entries_before_collective` has the compute span before each collective. `overlapped_entries` has the span that
-    overlaps with it, empty unless the backend can overlap. Each span comes with its ops as text, by which spans are
-    compared.
+    overlaps with it, empty unless the backend can overlap. Each span comes with its ops as text; spans of equal text
+    are merged.
     """
 
     def __init__(self, lane: Lane, prices: Prices, goes_on: bool) -> None:

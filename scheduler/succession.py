@@ -1,4 +1,4 @@
-"""Pipelined runs: the order of actions in which runs follow each other through the devices, and the predicted speedup."""
+"""Pipelined runs: the order of actions in which runs follow each other through devices, and the predicted speedup."""
 
 from __future__ import annotations
 
