@@ -1,23 +1,19 @@
 """Sharding propagation: the factor that shards each node, and the layout of every value that follows from it.
 
-A factor layout (`states`) is `Replicate`, `FactorShard`, `Partial`, `RoutedPartial` or `Local`. The first row that
-applies gives the layouts in which a node reads its operands and produces its results. ``f`` is a chosen factor that
-shards an operand already, or that may shard a weight or state which the node reads:
+The first rule that applies gives the factor layouts (`states`) of a node. ``f`` is a chosen factor that shards an
+operand already, or that may shard a weight or state of the node.
 
-    the node is                     because                             layout of operands         of results
-    on one device                   it is pinned there                  all Local                  Local
-    sharded by f, by entries        f is one index of every result      FactorShard(f) if they     FactorShard(f)
-                                                                        have f, else Replicate
-    sharded by f, by terms          f is contracted                     the same                   Partial
-    sharded by f, by rows           f is what `ids` index               FactorShard(f) of the      RoutedPartial(f, ids),
-                                                                        table, Replicate of ids,   Partial if it adds
-                                                                        partial of added operands  other operands
-    a pass for partial sums         it is linear in operands that are   Partial or RoutedPartial   the same
-                                    partial sums, and reads only these  of these, else Replicate
-    sharded by r, by entries        a partial sum that it reads is      FactorShard(r) if they     FactorShard(r)
-                                    scattered by rows r, an index of    have r, else Replicate
-                                    every result
-    replicated                      no other row applies                all Replicate              Replicate
+1. The node is pinned to one device. Operands and results are `Local`.
+2. ``f`` is one index of every result. Results are `FactorShard` of ``f``, and so are operands that have ``f``. All
+   other operands are `Replicate`.
+3. ``f`` is contracted. Operands are as in rule 2, and results are `Partial`.
+4. ``f`` is the row index of a table that `ids` looks up. The table is `FactorShard` of ``f``, and `ids` is `Replicate`.
+   The result is `RoutedPartial`, or `Partial` if the node adds other operands; these are read as partial sums.
+5. The node is linear in its operands that are partial sums. These stay partial sums, and so do the results. All other
+   operands are `Replicate`.
+6. A partial sum that the node reads is scattered by rows ``r``, one index of every result. Results are `FactorShard` of
+   ``r``, and so are operands that have ``r``. All other operands are `Replicate`.
+7. Otherwise operands and results are `Replicate`: every device computes the whole node.
 
 A factor that stands for two indices of a node (both rows of ``W Wᵀ``) cannot shard it: a device would have only a block
 on the diagonal. An operand in another layout is converted. A feed-forward layer that is sharded by its width converts
@@ -139,7 +135,7 @@ def assign(
         chosen: The factors to shard.
         pins: Nodes on one device, and leaves with a fixed layout.
         shown: Values that end whole on every device, for other pipeline stages.
-        rows: The factor by which partial sums are scattered that no node passes on.
+        rows: The factor that scatters the rows of partial sums at nodes that cannot pass them on.
         early: Partial sums that are completed at once: no node passes them on.
     """
     users = graph.users()
@@ -303,8 +299,7 @@ class Pass:
         return sum(s.spec.nbytes for s in node.inputs if factor in self.factors.of(s))
 
     def _dealt(self, node: Node, cut: Factor) -> tuple[tuple[State, ...], State]:
-        """Return the layouts of a lookup in a table that `cut` shards: those of its operands, and the layout of its
-        result.
+        """Return the layouts of the operands and of the result of a lookup in a table that `cut` shards.
 
         Each device looks up the rows of its shard. An operand that is added to the rows is read as a partial sum, so
         that it counts once.
@@ -386,7 +381,10 @@ class Pass:
         return value not in self.ends and len(places) == 1 and places[0] in names and not cut_anyway
 
     def _convert(self, value: Value, wanted: State, node: Node | None) -> None:
-        """Add the conversions that `node` needs to read `value` in layout `wanted`; a slice of a whole value is free."""
+        """Add the conversions that `node` needs to read `value` in layout `wanted`.
+
+        A slice of a value that is whole already sends no bytes.
+        """
         made = self.out.made[value]
         if not way(made, wanted) or self._is_converted(value, wanted):
             return

@@ -137,7 +137,7 @@ def tie_products(a: Sequence[Factor], b: Sequence[Factor]) -> None:
 
 
 def cut_segment(product: Sequence[Factor], at: int) -> bool:
-    """Split a segment at entry `at`; if the outermost factor has no boundary there, forbid sharding and return False."""
+    """Split a segment at entry `at`; forbid sharding and return False if the outermost factor has no boundary there."""
     inner = product_size(product[1:])
     head = product[0]
     if inner and at % inner == 0:
