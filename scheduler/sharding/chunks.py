@@ -216,7 +216,9 @@ class _Chunks:
         return False
 
     def _along(self, value: Value, own: Value, is_share: bool) -> int | None:
-        """Return the axis of `own` that has exactly the tokens, all of them or those of this device; otherwise None."""
+        """Return the axis of `own` with the tokens alone, all of them or only the tokens of this device; otherwise
+        None.
+        """
         axes = self.factors.axes(value)
         at = next((n for n, axis in enumerate(axes) if axis == [[self.tokens]]), None)
         return at if at is not None and own.shape[at] == self.dealt.length(is_share=is_share) else None

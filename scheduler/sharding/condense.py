@@ -43,7 +43,7 @@ class _Piece:
 
 
 def condense(graph: Graph) -> Condensed | None:
-    """Return `graph` with each repetition of sections twice, or None if that saves no section.
+    """Return `graph` with two sections in place of each longer repetition; None if all sections differ.
 
     The first section stands for all but the last. So every section has the same successor as in the original; the place
     of a sum over devices depends on the successor.

@@ -109,6 +109,6 @@ def collective_of(conversion: Conversion) -> tuple[str, int]:
 
 
 def _shared(nbytes: float, uncut: Iterable[Value], share: float) -> float:
-    """Return the bytes of a device that has `share` of all values except those in `uncut`, which are whole."""
+    """Return the bytes of a device that has `share` of all values except the whole ones in `uncut`."""
     whole = min(nbytes, sum(v.spec.nbytes for v in uncut))
     return whole + (nbytes - whole) * share
