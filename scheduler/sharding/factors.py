@@ -115,7 +115,7 @@ class Factors:
         return self._uses[node]
 
     def word(self, factor: Factor) -> str:
-        """Return the word of a signature for a factor, such as ``kv heads``; empty if the signature has only a letter."""
+        """Return the word of a signature for a factor, such as ``kv heads``; empty if it has only a letter."""
         return self._words.get(factor, "")
 
     # ----------------------------------------------------------------------------------------------- building

@@ -23,8 +23,7 @@ from ..plan import Placed
 from .states import Lying
 
 Place = Sequence[tuple[str, str]]
-"""Placement rules: pairs (regular expression, device) of ``--place REGEX=DEVICE``. The first rule that matches counts.
-"""
+"""Placement rules: pairs (regular expression, device) of ``--place REGEX=DEVICE``. The first match counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ NO_PINS = Pins()
 
 
 def stored_leaf(value: Value) -> Node | None:
-    """Return the weight or state that a value is, or of which it is a view; otherwise None."""
+    """Return the weight or state that a value is or shows as a view; otherwise None."""
     node = value.node
     while not node.is_leaf and op_of(node).is_view:
         node = node.inputs[0].node
@@ -154,7 +153,7 @@ def lying(graph: Graph, leaves: Mapping[str, Layout]) -> Pins:
 class Unable:
     """A node `local_node` of the graph of a device that the device does not support, with the reason.
 
-    `source_node` is the node of the user's graph for which it was emitted; None if there is no such node.
+    `source_node` is the node of the user's graph for which the planner emitted `local_node`, if there is one.
     """
 
     node: Node | None
@@ -218,7 +217,7 @@ def rescued(found: Iterable[Unable], pins: NodePins, group: Sequence[tuple[Backe
     return moved
 
 
-# --------------------------------------------------------------------------------------------------- what follows
+# --------------------------------------------------------------------------------------------------- consequences
 
 
 def closed(graph: Graph, pins: NodePins) -> dict[Node, Pin]:

@@ -310,7 +310,7 @@ def cuts_of(
 
 
 def all_cuts_of(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> frozenset[tuple[str, int, int, int]]:
-    """Return the descriptions of `describe_factors` for every leaf with a factor, for graphs over some of the leaves."""
+    """Return the descriptions of `describe_factors` by every leaf with a factor, for graphs over some of the leaves."""
     return frozenset(place for _, place in _places(graph, factors, chosen))
 
 
@@ -366,6 +366,6 @@ def deal(
 
 
 def _natural(cut: tuple[str, int, int, int]) -> tuple[object, ...]:
-    """Return a sort key by which layer 9 comes before layer 10."""
+    """Return a sort key that puts layer 9 before layer 10."""
     name = tuple((part.isdecimal(), int(part) if part.isdecimal() else part) for part in cut[0].split("."))
     return (tuple((flag, str(value).zfill(12)) for flag, value in name), *cut[1:])

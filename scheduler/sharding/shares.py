@@ -53,7 +53,7 @@ def dealt(
 ) -> tuple[tuple[int, int], ...] | None:
     """Return the indices of `factor` that each device has if the entries of an axis have the layout `lying`.
 
-    None means that no indices give this layout.
+    The result is None if the layout cannot be expressed by indices of `factor`.
 
     Args:
         axis: The segments of the axis.

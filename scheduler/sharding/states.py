@@ -11,16 +11,19 @@ shard ranges of the factor are known.
 - `FixedShard`: every device has the entries that an earlier plan gave it, which no factor of this graph describes. Only
   weights and states have this layout.
 
-A value is produced in one layout and read in another. Most pairs need one conversion; the others pass `Replicate`:
+A value is produced in one layout and read in another. These pairs need one conversion:
 
-    produced              read: Replicate  FactorShard       Partial           Local             FixedShard
-    Replicate                   -          slice             keep on one       -                 slice
-    FactorShard (another)       all-gather all-to-all        by Replicate      by Replicate      by Replicate
-    Partial, RoutedPartial      all-reduce reduce-scatter    -                 by Replicate      by Replicate
-    Local                       send       by Replicate      by Replicate      send              by Replicate
-    FixedShard (another)        all-gather by Replicate      by Replicate      by Replicate      by Replicate
+- `Replicate` to `FactorShard` or `FixedShard`: each device takes a slice.
+- `Replicate` to `Partial`: one device keeps the value, and all others have zeros.
+- `FactorShard` to `Replicate`: all-gather.
+- `FactorShard` to another `FactorShard`: all-to-all.
+- `Partial` or `RoutedPartial` to `Replicate`: all-reduce.
+- `Partial` or `RoutedPartial` to `FactorShard`: reduce-scatter.
+- `Local` to `Replicate` or to another device: messages.
+- `FixedShard` to `Replicate`: all-gather.
 
-`RoutedPartial` is never the target of a conversion: a device could not know where its partial sum has to be zero.
+All other pairs are converted to `Replicate` first. `RoutedPartial` is never the target of a conversion: a device could
+not know where its partial sum has to be zero.
 
 >>> f, g = Factor(8), Factor(6)
 >>> way(Cut(f), Cut(f)), way(Cut(f), Cut(g))

@@ -302,7 +302,7 @@ class _Composition:
         return Sharded(tuple(graphs[d] for d in devices), tuple({} for _ in devices), leaves, ordered)
 
     def _posted(self, device: int, graph: Graph, given: Mapping[str, Value]) -> Graph:
-        """Return the graph of a device with receives for values of other stages, and sends for values that they read."""
+        """Return the graph of a device with receives from other stages and sends to them."""
         received = self.received[device]
 
         def rule(node: Node) -> Value | None:
