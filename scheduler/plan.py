@@ -46,7 +46,7 @@ PLAN = ArgumentKind("a Plan", lambda v: isinstance(v, Plan))
 
 
 SPLIT_NAMES = ("none", "layer", "tensor", "layer,tensor", "auto")
-"""The split modes: the ways to share a graph among several devices; `planner.SPLIT_MODES` has the functions."""
+"""The split modes: how several devices may share a graph; `planner.SPLIT_MODES` has a function for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,8 @@ class Plan:
     - `cuts` has the sharded factors, and `reasons` the alternatives that the factor search considered.
     - `hardware` has the speeds of devices and links, and `host` the speeds of the last device if they differ.
     - `placed` has the nodes that one device alone computes, with the reasons.
-    - `shares` are the proportions of the tensor split, empty if none was given. Later plans like this one follow them.
+    - `shares` are the proportions of the tensor split; empty without a tensor split. Later plans like this one follow
+      them.
     - `spare` names devices of the group that the plan does not use.
     """
 

@@ -1,7 +1,7 @@
 """The timeline of a plan: compute spans between collectives, and the collectives, on one virtual clock.
 
 A program of a model with a hundred layers has about a thousand instructions for each device. Its timeline has a few
-hundred entries, most of them alike, so people can read it.
+hundred entries, which people can read.
 
 1. Predict the cost of each instruction (`compute_instruction_costs`).
 2. Split each program at its collectives (`_ProgramSpans`), and merge equal spans of several devices (`build_timeline`).

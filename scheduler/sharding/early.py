@@ -1,7 +1,7 @@
 """Sums taken early: one collective for a partial sum in place of one for each of several values computed from it.
 
 A partial sum passes through views and other linear ops, and a collective completes it where a reader needs all of it.
-Three slices would need three all-reduces.  One all-reduce before the slices moves the same bytes with one latency.
+Three slices would need three all-reduces. One all-reduce before the slices moves the same bytes with one latency.
 """
 
 from __future__ import annotations

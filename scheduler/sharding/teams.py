@@ -56,7 +56,7 @@ def teams_by(machine: int, devices: int) -> list[list[int]]:
     A group has the devices of one machine. If all devices are in one machine, the division is the squarest one.
 
     Args:
-        machine: The number of devices of a machine; 0 if that differs.
+        machine: The number of devices of each machine; 0 for a single machine.
         devices: The number of devices.
 
     Raises:
