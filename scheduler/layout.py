@@ -70,11 +70,19 @@ class Local:
 
 
 Layout: TypeAlias = Replicate | Partial | Shard | Local
+"""The distribution of one value over the devices of a plan."""
 REPLICATE, PARTIAL = Replicate(), Partial()
+"""The only instances of the layouts without fields."""
 
 
 def local_shape(shape: Sequence[int], layout: Layout, device: int) -> tuple[int, ...]:
-    """Return the shape of the part that `device` has of a value of this shape and layout."""
+    """Return the shape of the part that one device has of a value.
+
+    Args:
+        shape: The shape of the whole value.
+        layout: The layout of the value.
+        device: The number of the device.
+    """
     if not isinstance(layout, Shard):
         return tuple(shape)
     return (*shape[: layout.axis], layout.length(device), *shape[layout.axis + 1 :])

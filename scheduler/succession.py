@@ -26,10 +26,15 @@ class Leg(NamedTuple):
 
 
 def in_succession(plans: Sequence[Plan]) -> Order:
-    """Return the order of a run of each plan, in which a device begins a run when it has retained its part of the last.
+    """Return the pipeline order of one run of each plan.
+
+    A device begins a run when it has retained the results of its part of the previous run.
+
+    Args:
+        plans: The plan of each run, in order.
 
     Raises:
-        PlanError: Every run has a collective of all devices.
+        PlanError: Runs cannot follow each other, for example because all devices share a collective.
     """
     acts = [act for run in range(len(plans)) for act in (Act("put", run), Act("run", run), Act("keep", run))]
     order = [acts] * max((len(plan.lanes) for plan in plans), default=0)

@@ -1,8 +1,13 @@
 """Incremental propagation: derive the layouts of a set of factors from an assignment for a similar set.
 
-The factor search tries each of many factors together with the chosen ones. The layout of a node depends on the factors
-of its operands and results, on the layouts of its operands, and on the other users of these operands. A node is visited
-again only if one of these has changed. The result equals the result of `propagate_layouts`.
+The factor search tries each of many factors together with the chosen ones. A node is visited again only if one of these
+has changed:
+
+- the choice of a factor of its operands or results,
+- the layout of an operand,
+- the other users of an operand.
+
+The result equals the result of `propagate_layouts`.
 """
 
 from __future__ import annotations

@@ -66,8 +66,9 @@ def _held(nodes: Sequence[Node], elsewhere: Container[Node] = ()) -> list[float]
 def _dealt(graph: Graph, nodes: Sequence[Node], loads: Sequence[float], proportions: Sequence[float]) -> Placement:
     """Give each device consecutive nodes with about its proportion of `loads`, at points where few bytes cross.
 
-    A point is near if the load up to it differs from the wanted one by at most half the smaller share of the two
-    neighbours. The cheapest near point is taken.
+    For each boundary of two devices there is a wanted load before it. A point is near if its load differs from the
+    wanted load by at most half the smaller share of the two devices. The near point with the fewest crossing bytes is
+    taken.
     """
     live = [device for device, proportion in enumerate(proportions) if proportion > 0]
     shares = [proportions[device] / sum(proportions) for device in live]

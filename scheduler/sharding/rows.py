@@ -80,7 +80,13 @@ class Laying:
 
 
 def rows_of(plain: Assignment, factors: Factors, devices: int) -> list[Factor]:
-    """Return the factors of sums that end whole, with at least one index for each device and in no weight or state."""
+    """Return the row factors of sums that end whole, which sequence parallelism may shard.
+
+    Args:
+        plain: An assignment with whole rows.
+        factors: The factors of its graph.
+        devices: The number of devices; a row factor has at least as many indices, and no weight or state has it.
+    """
     sums = [c.value for c in plain.conversions if c.before.is_owed and c.after is REPLICATE]
     every = dict.fromkeys(f for value in sums for axis in factors.axes(value) for part in axis for f in part)
     if not (enough := [f for f in every if f.can_be_cut and f.size >= devices > 1]):

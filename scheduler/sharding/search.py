@@ -276,6 +276,11 @@ def cut_twice(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> Valu
     """Return a weight or state with two chosen factors, or with one factor in two axes; otherwise None.
 
     A leaf can be sharded along one axis only.
+
+    Args:
+        graph: The graph to shard.
+        factors: The factors of `graph`.
+        chosen: The factors to shard.
     """
     for node in graph.nodes:
         if node.op in ("weight", "state"):
@@ -310,7 +315,13 @@ def cuts_of(
 
 
 def all_cuts_of(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> frozenset[tuple[str, int, int, int]]:
-    """Return the descriptions of `describe_factors` by every leaf with a factor, for graphs over some of the leaves."""
+    """Return the descriptions of `describe_factors` by every leaf with a factor, for graphs over some of the leaves.
+
+    Args:
+        graph: The graph with the factors.
+        factors: The factors of `graph`.
+        chosen: The factors to describe.
+    """
     return frozenset(place for _, place in _places(graph, factors, chosen))
 
 
@@ -326,7 +337,13 @@ def _places(
 
 
 def factors_at(graph: Graph, factors: Factors, cuts: frozenset[tuple[str, int, int, int]]) -> frozenset[Factor]:
-    """Return the factors of `graph` with these descriptions, which `describe_factors` gave for another graph."""
+    """Return the factors of `graph` with these descriptions, which `describe_factors` gave for another graph.
+
+    Args:
+        graph: A graph over leaves of the other graph.
+        factors: The factors of `graph`.
+        cuts: The descriptions; a description without a factor here is ignored.
+    """
     leaves = {n.name: n.results[0] for n in graph.nodes if n.op in ("weight", "state")}
     named = set()
     for name, axis, at, i in cuts:

@@ -80,8 +80,9 @@ def _within(runs: Sequence[Run], start: int, stop: int) -> tuple[Run, ...]:
 
 
 GRAIN, MANY = 32, 8
-"""Kernels take 16 or 32 rows at a time, so a factor is divided into whole blocks of `ROW_GRANULARITY` indices if each
-device gets at least `MIN_GRAINS_PER_DEVICE` of them."""
+"""Large factors are divided in blocks of `ROW_GRANULARITY` indices, as kernels take 16 or 32 rows at a time.
+
+A factor is large if each device gets at least `MIN_GRAINS_PER_DEVICE` blocks."""
 
 
 class Shares:

@@ -334,6 +334,11 @@ def stages_like(graph: Graph, leaves: Mapping[str, Layout], teams: Teams) -> Pla
     """Return the stage of each node of a graph over weights and states that groups have already.
 
     A node is in a stage that has its weight or state, otherwise in the stage of its last operand.
+
+    Args:
+        graph: The graph to split.
+        leaves: The layouts of the leaves over all devices.
+        teams: The devices of each stage.
     """
     where: dict[Node, int] = {}
     for node in graph.nodes:
