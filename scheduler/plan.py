@@ -160,7 +160,7 @@ class Plan:
         return sum(REGISTRY[n.op].count_flops(n) for n in self.graph.nodes if not n.is_leaf)
 
     def collectives(self) -> int:
-        """Return the number of collectives in one run."""
+        """Return the number of collectives in one run of the first device."""
         return sum(i.op in COLLECTIVES for i in self.lanes[0].program.instructions)
 
     def digest(self) -> str:
