@@ -1,7 +1,7 @@
-"""From a graph to running programs on a group of devices: plan, proof, run, and what is said of it.
+"""The backend scheduler: plan a graph for a group of devices, verify the plan, run it and report it.
 
-`planner` makes a `Plan` (`plan.py` is the record) from what `sharding` decides and `lowering` builds; `verifier` proves
-it, `running` runs it, `telling` says it in words and JSON.  What other folders use of all this is named here.
+`planner` builds a `Plan` from the decisions of `sharding` and the programs of `lowering`. `verifier` proves the plan,
+`running` runs it, and `telling` reports it as text and JSON. This module exports the names that other folders use.
 """
 
 from importlib import import_module
@@ -86,8 +86,8 @@ _LATER = {
     **dict.fromkeys(("nbytes_text", "time_text"), ".units"),
     "check": ".verifier.program",
 }
-"""Names that are imported when they are first used, and from where: a plan that was kept needs no planner."""
-globals().pop("plan")  # the module, in whose place the function is meant
+"""The module of each name that is imported at first use. A plan that the plan cache has needs no planner."""
+globals().pop("plan")  # removes the module `plan`, so that the name gives the function
 
 
 def __getattr__(name: str) -> Any:

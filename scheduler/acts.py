@@ -1,4 +1,4 @@
-"""What devices do when runs of plans over one store follow each other through them."""
+"""The actions of devices during pipelined runs of plans over one store."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Literal, NamedTuple, TypeAlias
 
 
 class Act(NamedTuple):
-    """A device does something of run number `run`: it puts the inputs where its program reads them, runs the program,
-    or keeps what has to outlive the next run, which are outputs and what would undo this one."""
+    """One action of a device for run number `run`.
+
+    ``put`` writes the inputs where the program reads them. ``run`` runs the program. ``keep`` retains the outputs and
+    the bytes for a rollback of this run, before the next run overwrites them.
+    """
 
     what: Literal["put", "run", "keep"]
     run: int
 
 
 Order: TypeAlias = Sequence[Sequence[Act]]
-"""For each device what it does, one act after the other; devices wait for each other's letters alone."""
+"""The actions of each device in order. A device waits for another device only at messages."""

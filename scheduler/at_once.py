@@ -1,4 +1,4 @@
-"""A graph run in one call, for those who keep neither plan nor weights."""
+"""One call that plans a graph, loads its weights and runs it once."""
 
 from __future__ import annotations
 
@@ -24,10 +24,22 @@ def run(
     split_mode: str = "auto",
     threads: int | None = None,
 ) -> dict[str, Array]:
-    """Plan `graph`, load `weights`, run it once on `inputs`; its outputs by name, as float32 or integer arrays.
+    """Plan `graph`, load `weights` and run it once; return the outputs by name, as float32 or integer arrays.
 
-    Arguments are those of `plan` and `load`, which serve many runs; states begin as zeros and are lost.  Raises
-    `GraphError`, `PlanError` or `BackendError`.
+    To run a graph several times, call `plan` and `load`. States begin as zeros, and their values are lost.
+
+    Args:
+        graph: The graph to run.
+        inputs: An array for each input, by name.
+        weights: An array for each weight, by name.
+        devices: As for `plan`.
+        split_mode: As for `plan`.
+        threads: As for `plan`.
+
+    Raises:
+        GraphError: The graph is illegal.
+        PlanError: There is no such plan, or an argument is wrong.
+        BackendError: A device is missing or fails.
 
     >>> x = hocket.input("x", (3,))
     >>> hocket.run(hocket.Graph({"y": 2 * x + 1}), {"x": [1, 2, 3]})["y"]

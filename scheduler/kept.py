@@ -1,7 +1,7 @@
-"""Plans kept on disk: what was planned and proven once is read back by the next process, in a tenth of the time.
+"""The plan cache: a folder of verified plans, which a later process reads in a tenth of the time that planning takes.
 
-An entry is named by everything that a plan follows from: the graph, the devices, the options, and the source of whoever
-makes and proves plans.  What is damaged, or was kept for something else, is planned anew.
+The key of an entry is a hash of everything on which a plan depends: the graph, the devices, the options, and the source
+files that make and verify plans. A damaged entry, or an entry of another key, is planned again.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from .choosing.uses import Use
 
 PACKAGE = Path(__file__).resolve().parent.parent
+"""The folder of the package `hocket`."""
 MAKERS = ("graph", "ops", "ops/*", "backends", "backends/cpu", "backends/numpy", "scheduler", "scheduler/*")
-"""Folders of the package whose source decides what a plan is."""
+"""Folders of the package that have the source on which plans depend."""
 
 
 def kept_plan(
@@ -46,8 +47,19 @@ def kept_plan(
     host: Host | None = None,
     use: Use | None = None,
 ) -> Plan:
-    """What `plan_for` gives, read from disk where an earlier process has kept it; for what was measured of the devices
-    unless `hardware` is given."""
+    """Return the plan of `plan_for_group`, from the plan cache if an earlier process stored it there.
+
+    Args:
+        graph: The graph to plan.
+        group: The backend and the device of each member of the device group.
+        split_mode: A name of `SPLIT_MODE_NAMES`.
+        tensor_split: The shares of the devices, in any unit.
+        place: Placement rules, pairs (regular expression, device).
+        like: A plan over the same weights and states with layouts to keep.
+        hardware: Speeds of devices and links; without it the calibrated speeds of the group.
+        host: The device that takes the weights and states that exceed the memory of the group.
+        use: The workload for which split mode ``auto`` optimises.
+    """
     hardware = hardware_of(graph, group) if hardware is None else hardware
     graph = spelled_out(graph, group)
     asked = [*group, *([] if host is None else [(host.backend, host.device)])]
@@ -88,7 +100,7 @@ def kept_plan(
 
 
 def _named(plan: Plan, file: Path) -> Plan:
-    """The plan with programs that can be told by their names, so that what backends make of them is kept as well."""
+    """Name the programs of a plan, so that the binding cache of a backend finds the bindings of each program."""
     alike = first_alike(plan.lanes)
     programs = {first: replace(plan.lanes[first].program) for first in alike}
     for first, program in programs.items():
@@ -98,7 +110,7 @@ def _named(plan: Plan, file: Path) -> Plan:
 
 
 def _may_be_kept(graph: Graph, asked: Devices) -> bool:
-    """Whether a plan follows from our own source, the devices and the options alone."""
+    """Return whether the plan depends only on the source of hocket, the devices and the options."""
     return all(isinstance(b, Settled) and _is_ours(type(b)) for b, _ in asked) and all(
         node.is_leaf or node.op in BUILTIN_OPS for node in graph.nodes
     )
@@ -109,12 +121,12 @@ def _is_ours(kind: type) -> bool:
 
 
 def _lying(like: Plan) -> object:
-    """What of a plan those like it follow."""
+    """Return the parts of an earlier plan that a plan with the same layouts depends on."""
     return [*like.leaves.items()], sorted(like.cuts), like.shares, [v.node.name for v in like.graph.states]
 
 
 def _wanted(use: Use) -> object:
-    """What a layout is judged by: two uses in the same words may read other graphs."""
+    """Return the part of the key that depends on a workload. Two workloads of one text may have different graphs."""
     return str(use), use.sizes, [graph.digest() for graph in (use.graph_of(use.sequences, 1), use.evened)]
 
 
@@ -127,7 +139,10 @@ def _file(graph: Graph, asked: Devices, options: object) -> Path:
 
 
 def _sources() -> list[tuple[str, int, int]]:
-    """The source of whoever makes plans: names, sizes and times, by which Python itself knows what it has compiled."""
+    """Return path, size in bytes and modification time of each source file that plans depend on.
+
+    Python uses the same data to find out whether a compiled file is current.
+    """
     files = sorted(file for folder in MAKERS for file in PACKAGE.glob(f"{folder}/*.py"))
     return [(str(file), (of := file.stat()).st_size, of.st_mtime_ns) for file in files]
 
@@ -136,7 +151,7 @@ def _sources() -> list[tuple[str, int, int]]:
 
 
 def _written(plan: Plan, asked: Devices) -> bytes:
-    """A plan as JSON; a device's graph is left out where it is the user's."""
+    """Return a plan as JSON. The graph of a device is left out if it equals the graph of the user."""
     own, numbers = _known(plan.graph), {str(device): number for number, (_, device) in enumerate(asked)}
     alike = first_alike(plan.lanes)
     document = {
@@ -189,5 +204,8 @@ def _read(data: bytes, graph: Graph, asked: Devices) -> Plan:
 
 
 def _known(graph: Graph) -> tuple[object, ...]:
-    """What one graph has to share with another to stand in its place: also names, and the order of outputs."""
+    """Return the digest of a graph, its node names and the order of its outputs.
+
+    A plan in the cache may serve another graph only if all three are equal.
+    """
     return graph.digest(), tuple(node.name for node in graph.nodes), tuple(graph.outputs)

@@ -1,4 +1,4 @@
-"""How a value lies on a group of devices: a type, in the words of PyTorch's DTensor."""
+"""Layouts: how a value is distributed over a group of devices, in the terms of PyTorch's DTensor."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TypeAlias
 from ..graph.lazy_dataclass import dataclass
 
 Run: TypeAlias = tuple[int, int]
-"""Offset and length along one axis."""
+"""Offset and length of a range of indices along one axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every device has all of it."""
+    """Every device has the whole value."""
 
     is_owed = False
 
@@ -23,7 +23,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every device has a summand of the same shape; the sum is still owed."""
+    """Every device has a partial sum of the shape of the value; the value is the sum over the devices."""
 
     is_owed = True
 
@@ -33,20 +33,22 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Device d has the entries ``runs[d]`` of `axis`, ascending.
+    """Device `d` has the entries ``index_ranges[d]`` of `axis`, in ascending order.
 
-    Runs are exact: uneven and empty shares, segments of a concatenation, head groups.  An entry may lie on several
-    devices (a segment that was not cut), never on none.
+    The ranges are exact: they express uneven and empty shards, segments of a concatenation, and groups of heads.
+    Several devices may have the same entry, for example of a segment that is not sharded. Each entry is on at least one
+    device.
     """
 
     axis: int
     runs: tuple[tuple[Run, ...], ...]
 
     def length(self, device: int) -> int:
+        """Return the number of entries along the axis that `device` has."""
         return sum(n for _, n in self.runs[device])
 
     def count(self, device: int, n: int) -> int:
-        """How many of the first `n` entries of the axis device `device` has."""
+        """Return how many of the first `n` entries of the axis `device` has."""
         return sum(max(0, min(n, offset + length) - offset) for offset, length in self.runs[device])
 
     def __str__(self) -> str:
@@ -55,7 +57,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """These devices (one, unless a weight is needed in several places) have all of it, the others nothing."""
+    """The listed devices have the whole value; all others have none of it.
+
+    There is one such device, except for a weight that several devices read.
+    """
 
     devices: tuple[int, ...]
     is_owed = False
@@ -65,11 +70,19 @@ class Local:
 
 
 Layout: TypeAlias = Replicate | Partial | Shard | Local
+"""The distribution of one value over the devices of a plan."""
 REPLICATE, PARTIAL = Replicate(), Partial()
+"""The only instances of the layouts without fields."""
 
 
 def local_shape(shape: Sequence[int], layout: Layout, device: int) -> tuple[int, ...]:
-    """The shape of what device `device` has."""
+    """Return the shape of the part that one device has of a value.
+
+    Args:
+        shape: The shape of the whole value.
+        layout: The layout of the value.
+        device: The number of the device.
+    """
     if not isinstance(layout, Shard):
         return tuple(shape)
     return (*shape[: layout.axis], layout.length(device), *shape[layout.axis + 1 :])

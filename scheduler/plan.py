@@ -1,6 +1,7 @@
-"""The record of a plan: for each device its lane, how leaves and outputs lie on the devices, and why.
+"""The record of a plan: the graph and program of each device, the layouts of leaves and outputs, and the reasons.
 
-It imports nobody who makes, proves, runs or tells a plan; `digest`, `explain` and `str` ask the tellers when called.
+The module does not import the planner, the verifier, the runtime or the reports. `digest`, `explain` and `str` import
+the report modules when they are called.
 """
 
 from __future__ import annotations
@@ -37,18 +38,20 @@ if TYPE_CHECKING:
     from ..view import Page
 
 Cuts = frozenset[tuple[str, int, int, int]]
-"""The factors that are cut, each by a leaf that has it: (leaf, axis, segment, place)."""
+"""The sharded factors, each described by a leaf that has it: (leaf, axis, segment, position in the segment)."""
 LAYOUTS = mapping_of(TEXT, instance_of(*get_args(Layout)), "a mapping from names to layouts")
+"""The argument kind of `Plan.leaves` and `Plan.outputs`."""
 PLAN = ArgumentKind("a Plan", lambda v: isinstance(v, Plan))
+"""The argument kind of a plan."""
 
 
 SPLIT_NAMES = ("none", "layer", "tensor", "layer,tensor", "auto")
-"""How several devices may share a graph: ways that `planner` has."""
+"""The split modes: how several devices may share a graph; `planner.SPLIT_MODES` has a function for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Nodes of the user's graph, by name, that device number `device` computes for one reason."""
+    """Nodes of the user's graph, by name, that only device number `device` computes, all for one reason."""
 
     device: int
     because: str
@@ -57,7 +60,10 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The device that takes what does not fit on the others, and its speeds if they differ from theirs."""
+    """The host device, which takes the weights and states that exceed the memory of the other devices.
+
+    `hardware` has its speeds; None if they equal the speeds of the other devices.
+    """
 
     backend: Backend
     device: Device
@@ -80,13 +86,16 @@ class Host:
 )
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """What `graph` becomes on a group of devices.  Nothing is allocated yet, so a plan costs no device.
+    """The decision how `graph` runs on a device group. A plan allocates no device memory.
 
-    `leaves` and `outputs` say how each input, weight, state and output lies on the devices; `reasons` is what the
-    search considered; `placed` are the nodes that one device alone computes, and why; `cost` is predicted from the
-    programs, for devices and links like `hardware`, the last one like `host` if that is given; `shares` are those of
-    the tensor split, if one was asked for, which plans like this one follow; `spare` names devices that were given and
-    are left free.
+    - `lanes` has the device plan of each device: its graph and its program.
+    - `leaves` and `outputs` have the layout of each input, weight, state and output.
+    - `cuts` has the sharded factors, and `reasons` the alternatives that the factor search considered.
+    - `hardware` has the speeds of devices and links, and `host` the speeds of the last device if they differ.
+    - `placed` has the nodes that one device alone computes, with the reasons.
+    - `shares` are the proportions of the tensor split; empty without a tensor split. Later plans like this one follow
+      them.
+    - `spare` names devices of the group that the plan does not use.
     """
 
     graph: Graph
@@ -103,34 +112,38 @@ class Plan:
 
     @property
     def group(self) -> list[tuple[Backend, Device]]:
-        """The devices that take part, for plans over the same weights and states."""
+        """The backend and the device of each device plan, for further plans over the same weights and states."""
         return [(lane.backend, lane.device) for lane in self.lanes]
 
     @property
     def speeds(self) -> tuple[Hardware, ...]:
-        """What each device is like where all of them work."""
+        """The speeds of each device while all of them work."""
         return (*(self.hardware for _ in self.lanes[1:]), self.host or self.hardware)
 
     @cached_property
     def prices(self) -> tuple[Prices, ...]:
-        """For each device what its instructions are predicted to cost in one run."""
+        """The predicted cost of each instruction in one run, for each device.
+
+        Where the devices work one after another, each is predicted with the speeds of a device that works alone.
+        """
         alone = [speeds.alone for speeds in self.speeds]
         if len(self.lanes) == 1 or alone == [*self.speeds] or not take_turns(self.together, len(self.lanes)):
             return self._priced(self.speeds)
         return self._priced(alone)
 
     def _priced(self, speeds: Sequence[Hardware]) -> tuple[Prices, ...]:
+        """Return the instruction costs of each device for these speeds."""
         whole = {v.node.name: v.spec.nbytes for v in (*self.graph.weights, *self.graph.states)}
         return tuple(prices_of(self.lanes, speeds, whole))
 
     @cached_property
     def together(self) -> tuple[Stage, ...]:
-        """The stages as they are where all devices work at once, in runs that follow each other."""
+        """The timeline of pipelined runs, in which all devices work at the same time."""
         return tuple(stages(self.lanes, self._priced(self.speeds)))
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Work between meetings of the devices, and the meetings, with their times in one run."""
+        """The timeline of one run: compute spans and collectives, with their predicted seconds."""
         return tuple(stages(self.lanes, self.prices))
 
     @cached_property
@@ -139,40 +152,47 @@ class Plan:
         return estimate(self.stages, len(self.lanes))
 
     def memory(self) -> dict[str, int]:
-        """Bytes by kind, summed over devices."""
+        """Return the bytes by kind of memory, summed over the devices."""
         return {kind: sum(lane.memory()[kind] for lane in self.lanes) for kind in self.lanes[0].memory()}
 
     def flops(self) -> int:
-        """Floating-point operations of one run on one device, however it is cut."""
+        """Return the floating-point operations of one run of the unsharded graph on one device."""
         return sum(REGISTRY[n.op].count_flops(n) for n in self.graph.nodes if not n.is_leaf)
 
     def collectives(self) -> int:
-        """How often the devices meet in one run."""
+        """Return the number of collectives in one run of the first device."""
         return sum(i.op in COLLECTIVES for i in self.lanes[0].program.instructions)
 
     def digest(self) -> str:
-        """SHA-256 of what runs where; equal in every process that plans the same, so that ranks can compare it."""
+        """Return the SHA-256 of the device plans and layouts; ranks compare it, as equal planning gives an equal
+        digest.
+        """
         from .telling.as_json import digest
 
         return digest(self)
 
     @validate_arguments(PlanError, steps=BOOL)
     def explain(self, *, steps: bool = False) -> str:
-        """What it costs, what was considered, memory, and each stage with its reason; `steps`: each instruction."""
+        """Return a report of cost, considered alternatives, memory and timeline; `steps` adds each instruction."""
         from .telling.explain import explain
 
         return explain(self, steps=steps)
 
     @validate_arguments(PlanError, before=PLAN | NONE, tokens=integer_between(1) | NONE, title=TEXT)
     def view(self, *, before: Plan | None = None, tokens: int | None = None, title: str = "plan") -> Page:
-        """A page that shows the plan, its graph, memory and time; with `before` beside another plan.  `tokens` says how
-        many a run computes, since no graph tells that."""
+        """Return a page that shows the plan, its graph, memory and timeline.
+
+        Args:
+            before: Another plan to compare with.
+            tokens: Tokens that one run computes; a graph does not tell them.
+            title: The title of the page.
+        """
         from ..view import view_plan
 
         return view_plan(self, before=before, tokens=tokens, title=title)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the page as HTML, for a notebook."""
         return self.view()._repr_html_()
 
     def __repr__(self) -> str:

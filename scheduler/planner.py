@@ -1,7 +1,11 @@
-"""From a graph and a group of devices to a plan: the modes of splitting, each a way to answer one request.
+"""The planner: from a graph and a device group to a verified plan, by one of the split modes.
 
-Every way goes the same road: where nodes run or which factors are cut (`sharding`), the graphs of the devices
-(`sharding.emit`, `sharding.layers`), their programs (`lowering`), and the proof (`verifier`).
+Every split mode takes the same steps:
+
+1. `sharding` chooses the device of each node, or the factors to shard.
+2. `sharding.emit` and `sharding.layers` emit the graph of each device.
+3. `lowering` turns each graph into a program.
+4. `verifier` proves the plan.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from .uncollected import uncollected
 from .verifier.plan import verify_plan
 
 MOST = 2.0**63
-"""Of a share."""
+"""The largest accepted share of `tensor_split`."""
 
 
 OPTIONS = {
@@ -48,6 +52,7 @@ OPTIONS = {
     "place": list_of(pair_of(TEXT, TEXT), "a sequence of pairs (regular expression, device)"),
     "like": instance_of(Plan) | NONE,
 }
+"""The kinds of the arguments that `plan` and `plan_for_group` share."""
 
 
 @validate_arguments(PlanError, devices=TEXT | list_of(TEXT, "a sequence of texts"), threads=THREADS, **OPTIONS)
@@ -61,16 +66,31 @@ def plan(
     like: Plan | None = None,
     threads: int | None = None,
 ) -> Plan:
-    """Verify `graph` and plan it for devices by name (``"cpu:0,cpu:1"`` or a list).
+    """Verify `graph` and plan it for devices by name, ``"cpu:0,cpu:1"`` or a list.
 
-    `split_mode` is ``none`` (the first device alone), ``layer`` (consecutive nodes on each device), ``tensor`` (cut
-    wherever kernels get shorter), ``layer,tensor`` (consecutive nodes on each machine, or on each team of devices, cut
-    among its devices) or ``auto`` (whichever of these, or of independent branches on different devices, takes least
-    time, on however many of the devices, where memory and devices have a price).  `tensor_split` gives the devices'
-    shares in any unit.  `place` are pairs (regular expression, device): nodes whose name it matches, or that read a
-    weight or state it matches, run on that device alone; the first that matches counts.  `like` is a plan over the same
-    weights and states whose layout is kept.  Each device computes with so many `threads`; without a number devices
-    share the processors.  Raises `GraphError`, `PlanError` or `BackendError`.
+    Split modes:
+
+    - ``none``: the first device computes everything.
+    - ``layer``: each device computes consecutive nodes.
+    - ``tensor``: factors are sharded over all devices wherever kernels get shorter.
+    - ``layer,tensor``: each machine, or each group of devices, has consecutive nodes and shards them among its devices.
+    - ``auto``: the fastest of these modes and of independent branches on different devices, on any number of the
+      devices. Memory and devices have a price.
+
+    Args:
+        graph: The graph to plan.
+        devices: Names of the devices.
+        split_mode: One of the modes above.
+        tensor_split: The shares of the devices, in any unit.
+        place: Pairs (regular expression, device). A node runs on that device alone if the expression matches its name,
+            or the name of a weight or state that it reads. The first match counts.
+        like: A plan over the same weights and states with layouts to keep.
+        threads: Threads of each device; without a number the devices share the processors.
+
+    Raises:
+        GraphError: The graph is illegal.
+        PlanError: There is no such plan, or an argument is wrong.
+        BackendError: A device is missing or fails.
     """
     group = group_of(devices.split(",") if isinstance(devices, str) else devices, threads)
     return plan_for(graph, group, split_mode=split_mode, tensor_split=tensor_split, place=place, like=like)
@@ -99,12 +119,22 @@ def plan_for(
     host: Host | None = None,
     use: Use | None = None,
 ) -> Plan:
-    """`plan` for backends and devices that are already at hand; `choose` takes the place of the search.
+    """Plan `graph` for backends and devices that exist already; `plan` is the same for names of devices.
 
-    Where there is a `use`, the mode ``auto`` takes what is fastest for that, not for one run of `graph`.
+    In the modes ``none`` and ``auto`` the plan leaves out devices that have nothing to do.
 
-    Where the group's memory is short (and the mode is not ``tensor``), `host` takes what does not fit as one more
-    device.  In the modes ``none`` and ``auto`` devices that have nothing to do are left out of the plan.
+    Args:
+        graph: The graph to plan.
+        group: The backend and the device of each member of the device group.
+        split_mode: A name of `SPLIT_MODE_NAMES`.
+        tensor_split: The shares of the devices, in any unit.
+        place: Placement rules, pairs (regular expression, device).
+        like: A plan over the same weights and states with layouts to keep.
+        hardware: Speeds of devices and links.
+        choose: A function that replaces the factor search.
+        host: A further device for the weights and states that exceed the memory of the group; unused in mode
+            ``tensor``.
+        use: The workload for which mode ``auto`` optimises; without it, one run of `graph`.
     """
     if split_mode not in SPLIT_MODES:
         raise PlanError(f"split mode is {format_value(split_mode)}; need one of {'; '.join(SPLIT_MODES)}")
@@ -135,12 +165,15 @@ def plan_for(
 
 WAYS = (Planning.alone, Planning.layers, Planning.shards, Planning.staged, best_way)
 SPLIT_MODES: Mapping[str, Mode] = dict(zip(SPLIT_NAMES, WAYS, strict=True))
-"""The modes by name, each a way to answer a planning for several devices."""
+"""The split modes by name. Each function answers a planning request for several devices."""
 
 
 def _group_like(like: Plan, graph: Graph, group: Devices) -> Devices:
-    """The devices of `group` that take part as in `like`.  Raises `PlanError` if `like` is no plan over them and over
-    the weights and states of `graph`."""
+    """Return the devices of `group` that take part in the earlier plan `like`.
+
+    Raises:
+        PlanError: `like` is a plan over other devices, or over other weights and states than `graph` has.
+    """
     names, taken = [str(device) for _, device in group], [str(lane.device) for lane in like.lanes]
     if len(names) != len(taken):
         group = [pair for pair, name in zip(group, names, strict=True) if name not in like.spare]
@@ -161,7 +194,7 @@ def _group_like(like: Plan, graph: Graph, group: Devices) -> Devices:
 
 
 def _accepts_same_layout(earlier: Value, value: Value) -> bool:
-    """Return whether two weights are of one shape and type, or two states of one type: a state may have other sizes."""
+    """Return whether two weights have one spec, or two states one dtype and rank; the sizes of states may differ."""
     if (earlier.node.op, earlier.spec.dtype) != (value.node.op, value.spec.dtype):
         return False
     if value.node.op == "state":
@@ -170,6 +203,7 @@ def _accepts_same_layout(earlier: Value, value: Value) -> bool:
 
 
 def _proportions(tensor_split: Sequence[float], devices: int) -> Sequence[float]:
+    """Return a share for each device: all equal without `tensor_split`, zero where it names no share."""
     if not tensor_split:
         return [1.0] * devices
     if len(tensor_split) > devices or any(s < 0 for s in tensor_split) or not sum(tensor_split):

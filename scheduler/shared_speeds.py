@@ -1,7 +1,7 @@
-"""Speeds that ranks have kept of the devices of a group, which they say to each other, so that all make the same plans.
+"""The speeds with which all ranks plan: each rank sends its calibrated speeds, and all take the slowest.
 
-The ranks of a machine know it; machines may have kept different speeds, or none.  Devices wait for the slowest of them,
-so all plan with its speeds.
+Ranks of one machine read the same calibration. Machines may have different calibrations, or none. Devices wait for the
+slowest device, so all ranks plan with its speeds, and get the same plans.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from .machines.speeds import Speeds
 
 @dataclass(frozen=True, slots=True)
 class SharedSpeeds:
-    """What the slowest devices of a group reach, the same on all ranks; None where no rank has kept any.  `is_apart`
-    says that the devices are in several machines; `built_in` are the speeds where none were kept."""
+    """The speeds of the slowest device of a group, equal on all ranks.
+
+    Without calibrated speeds on any rank, `slowest_speeds` is None and `default_hardware` is used.
+    `has_several_machines` says that the devices are in more than one machine. `speeds_source` names the origin of the
+    speeds.
+    """
 
     slowest: Speeds | None
     is_apart: bool
@@ -29,7 +33,7 @@ class SharedSpeeds:
     source: str = "calibrated"
 
     def hardware(self, graph: Graph) -> Hardware:
-        """The speeds for the weights of `graph`; links between machines are built-in ones."""
+        """Return the speeds for the weights of `graph`. Between machines, the link speeds are the built-in ones."""
         if self.slowest is None:
             return self.built_in
         known = replace(self.slowest.hardware(graph), source=self.source)
@@ -39,8 +43,11 @@ class SharedSpeeds:
 
 
 def shared_speeds(group: Devices, world: World) -> SharedSpeeds:
-    """What is known of a group's devices on any rank; all ranks ask.  Each says what is kept of those of its machine:
-    only there is it known with how many threads they compute, and so by which name their speeds are kept."""
+    """Exchange the calibrated speeds of a group between all ranks; every rank must call this function.
+
+    Each rank sends the speeds of the devices of its own machine. Only there are the thread counts known, and so the
+    names under which the speeds are stored.
+    """
     hosts = [world.hosts[device.rank or 0] for _, device in group]
     own = [one for one, host in zip(group, hosts, strict=True) if host == world.hosts[world.rank]]
     kept = speeds_here(own)

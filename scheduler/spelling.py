@@ -1,4 +1,4 @@
-"""Ops that no device of a group runs, said with simpler ones that its devices do run."""
+"""Replace ops that no device of a group supports by simpler ops that its devices support."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from ..ops.decompositions import DECOMPOSITIONS, select_decompositions
 from .lowering.lane import Devices
 
 UNFUSED = "unfused"
+"""The name of the decomposition into simpler ops."""
 
 
 def spelled_out(graph: Graph, group: Devices) -> Graph:
-    """`graph` with the composition of each op that has one and that no device of `group` runs, where some device runs
-    every op of it; `graph` itself where there is none."""
+    """Return `graph` with a decomposition of each op that no device of `group` supports; `graph` itself if there is
+    none.
+
+    An op is replaced only if it has a decomposition and some device supports each op of the decomposition.
+    """
 
     def runs(node: Node) -> bool:
         return node.is_leaf or op_of(node).is_view or any(b.supports(node, device).ok for b, device in group)
@@ -28,7 +32,7 @@ def spelled_out(graph: Graph, group: Devices) -> Graph:
         operands = {name: value for name, value in named.items() if value is not None}
         if UNFUSED not in select_decompositions(node.op, operands, node.attrs):
             return None
-        if any(0 in value.shape for value in operands.values()):  # without tokens there is no chunk to begin with
+        if any(0 in value.shape for value in operands.values()):  # a decomposition into chunks needs at least one token
             return None
         results = DECOMPOSITIONS[node.op][UNFUSED](operands, node.attrs)
         made = set(Graph({str(i): value for i, value in enumerate(results)}).nodes)

@@ -1,7 +1,11 @@
-"""The programs of a plan as stages on a common clock: work between two meetings of devices, and the meetings.
+"""The timeline of a plan: compute spans between collectives, and the collectives, on one virtual clock.
 
-A stage is what people can read: a model of a hundred layers has a thousand instructions a device, but a few hundred
-stages, most of them alike.
+A program of a model with a hundred layers has about a thousand instructions for each device. Its timeline has a few
+hundred entries, which people can read.
+
+1. Predict the cost of each instruction (`compute_instruction_costs`).
+2. Split each program at its collectives (`_ProgramSpans`), and merge equal spans of several devices (`build_timeline`).
+3. Advance a clock for each device through the entries (`advance_clocks`).
 """
 
 from __future__ import annotations
@@ -22,17 +26,21 @@ from .machines.hardware import Counts, Estimate, Hardware, Work, leaf_of
 from .machines.stand_ins import NUMPY_SLOWDOWNS
 
 WORK = "work"
+"""The `op` of a compute span."""
 AT_ONCE = 0.05
-"""The part of the time in which others may do what is small, as masks, where devices are said to take turns."""
+"""The share of the time in which other devices may compute small things, such as masks, in a sequential timeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Instructions `first` to `first + count` of each of `devices`, which do the same.
+    """`instruction_count` instructions from `first_instruction` on, equal on each of `devices`; or one collective.
 
-    `op` is ``work`` or that of a collective; `reads` are bytes that go through memory on the busiest device, `moved`
-    those it sends; `uncut` is what the stage would take at least if every weight and state it reads were whole on each
-    device, None where none is cut.  Work that is `beside` does not wait for the meeting before it.
+    - `op` is ``work`` for a compute span, or the op of the collective.
+    - `bytes_read` are the bytes that the busiest device moves through memory, and `bytes_sent` the bytes that it sends.
+    - `unsharded_seconds` are the least seconds with every weight and state that is read whole on each device. The field
+      is None if all of these are whole.
+    - `sending_device` is the sender of a message.
+    - A compute span that `is_overlapped` does not wait for the collective before it.
     """
 
     op: str
@@ -49,8 +57,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What one instruction is predicted to do: floating-point operations, bytes read and written, bytes sent to other
-    devices, seconds; and the seconds it would take if nothing that it reads were cut, None where nothing is."""
+    """The predicted cost of one instruction.
+
+    `nbytes` are bytes read and written, and `bytes_sent` bytes sent to other devices. `unsharded_seconds` are the
+    seconds with all weights and states unsharded; the field is None if all of them are whole anyway.
+    """
 
     flops: float
     nbytes: float
@@ -72,15 +83,24 @@ class Prices:
         team: Sequence[int] = (0,),
         launches: Sequence[float] | None = None,
     ) -> None:
-        """`number` is that of the device, `team` are those whom it meets in collectives, itself among them; `launches`
-        are those of the instructions, where that is known already."""
+        """Store the inputs of the prediction; costs are computed at first use.
+
+        Args:
+            lane: The device plan.
+            hardware: The speeds of the device and its links.
+            whole: Bytes of each weight and state before sharding, by name.
+            counts: The work estimates of nodes, shared by several device plans.
+            number: The number of the device.
+            team: The devices that call the same collectives, this device included.
+            launches: The launches of each instruction; without them the device plan is asked.
+        """
         self.nodes, self.program = lane.graph.nodes, lane.program
         self.launches = lane.launches() if launches is None else launches
         self.stand_ins = lane.stand_ins()
         self.hardware, self.whole, self.counts, self.number, self.team = hardware, whole, counts, number, team
 
     def of(self, at: int) -> StepCost:
-        """The cost of the instruction at a position."""
+        """Return the cost of the instruction at position `at`."""
         return self._costs[at]
 
     @cached_property
@@ -91,7 +111,7 @@ class Prices:
         if find_collective_number(i.op, i.attrs) is not None:
             met = self.hardware.collective(i.op, met_bytes(i), self._there(i))
             return StepCost(0.0, 0.0, met.moved, met.seconds)
-        if i.index < 0:  # a copy of a state: of the new one over the old one, or to undo that
+        if i.index < 0:  # a copy of a state, for its update or for a rollback
             copied = Work(0.0, _copied(i), _copied(i), (OTHERS,))
             return StepCost(0.0, copied.nbytes, 0.0, self.hardware.compute(*copied, launches=self.launches[at]))
         node = self.nodes[i.index]
@@ -107,14 +127,16 @@ class Prices:
         return StepCost(own.flops, own.nbytes, 0.0, seconds(own), seconds(whole) if more else None)
 
     def _there(self, i: Instruction) -> Sequence[int]:
-        """The devices that a meeting joins."""
+        """Return the devices that take part in a collective or a message."""
         if i.op not in POINT_TO_POINT_OPS:
             return self.team
         return self.number, as_integer(i.attrs["to" if i.op == "send" else "source"])
 
     def _missing(self, node: Node) -> tuple[float, float]:
-        """How many times as much `node` would do if the weights and states it reads were not cut, and the bytes that
-        it would read besides; nothing is said of a device that has none of them."""
+        """Return the factor of work, and the additional bytes, with the weights and states of `node` unsharded.
+
+        Weights and states with at least one entry on this device count.
+        """
         times, missing = 1.0, 0.0
         for source in node.inputs:
             leaf = leaf_of(source)
@@ -127,11 +149,16 @@ class Prices:
 
 
 def prices_of(lanes: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[str, int]) -> list[Prices]:
-    """The prices of each device's program, made once for those that run the same; `speeds` are those of each device,
-    `whole` gives the bytes of weights and states before they were cut."""
+    """Return the instruction costs of each device; devices with equal programs share one object.
+
+    Args:
+        lanes: The device plans.
+        speeds: The speeds of each device.
+        whole: Bytes of each weight and state before sharding, by name.
+    """
     prices: list[Prices] = []
     counts, teams = Counts(), teams_of([lane.program for lane in lanes])
-    launches: dict[Hashable, Sequence[float]] = {}  # programs that are alike have the same
+    launches: dict[Hashable, Sequence[float]] = {}  # by structure: structurally equal programs have equal launches
     for number, first in enumerate(first_alike(lanes)):
         if first < number:
             prices.append(prices[first])
@@ -145,7 +172,7 @@ def prices_of(lanes: Sequence[Lane], speeds: Sequence[Hardware], whole: Mapping[
 
 
 def stages(lanes: Sequence[Lane], prices: Sequence[Prices]) -> list[Stage]:
-    """All stages, in the order of the meetings."""
+    """Return all entries of the timeline, in the order of the collectives."""
     goes_on = overlaps([(lane.backend, lane.device) for lane in lanes])
     own: list[_Parts] = []
     for number, first in enumerate(first_alike(lanes)):
@@ -160,13 +187,21 @@ def stages(lanes: Sequence[Lane], prices: Sequence[Prices]) -> list[Stage]:
 
 
 def finished(found: Sequence[Stage], devices: int) -> float:
-    """When the last device is done."""
+    """Return the seconds until the last device ends."""
     return max(clocks(found, [0.0] * devices), default=0.0)
 
 
 def clocks(found: Sequence[Stage], begins: Sequence[float]) -> list[float]:
-    """When each device is done that begins then: it starts a stage when it has done the one before and, to meet, all
-    are there; but work beside a meeting when it has come to that."""
+    """Return the time at which each device ends, for the time at which it begins.
+
+    A device starts a compute span when it has ended the previous entry. A collective starts when all its devices have
+    arrived, and a message when its sender has. An overlapped span starts when the device has arrived at the collective
+    before it.
+
+    Args:
+        found: The timeline.
+        begins: Seconds at which each device begins.
+    """
     worked, met = [*begins], [*begins]
     for stage in found:
         if stage.op == WORK:
@@ -183,35 +218,35 @@ def clocks(found: Sequence[Stage], begins: Sequence[float]) -> list[float]:
 
 
 def take_turns(found: Sequence[Stage], devices: int) -> bool:
-    """Whether one device at a time is at work, but for a part `AT_ONCE` of the time."""
+    """Return whether one device at a time computes, except for a share `MAX_CONCURRENT_SHARE` of the time."""
     took = finished(found, devices)
     busy = sum(s.seconds * (len(s.devices) if s.op == WORK else 1) for s in found)
     return busy <= (1 + AT_ONCE) * took
 
 
 def estimate(found: Sequence[Stage], devices: int) -> Estimate:
-    """The time of one run."""
+    """Return the predicted time of one run: compute, collectives, their number, and the overlapped seconds."""
     meetings = [s for s in found if s.op != WORK]
     sent, took = sum(s.seconds for s in meetings), finished(found, devices)
     one_by_one = took
     if any(s.beside for s in found):
         one_by_one = finished([replace(s, beside=False) for s in found], devices)
-    compute = max(0.0, one_by_one - sent)  # messages of several devices may take longer in all than the run
+    compute = max(0.0, one_by_one - sent)  # the sum over messages may exceed the time of the run
     return Estimate(compute, sent, len(meetings), one_by_one - took + max(0.0, sent - one_by_one))
 
 
 def met_bytes(i: Instruction) -> int:
-    """Bytes of the whole value that a collective is about."""
+    """Return the bytes of the unsharded value of a collective."""
     return max(t.spec.nbytes for t in (*i.src, *i.dst) if t is not None)
 
 
 def _copied(i: Instruction) -> float:
-    """Bytes read and written by an instruction that copies."""
+    """Return the bytes that a copy instruction reads and writes."""
     return 2.0 * sum(t.spec.nbytes for t in i.dst)
 
 
 def _alike(work: Mapping[int, tuple[str, Stage]]) -> list[Stage]:
-    """One stage for devices that do the same between two meetings; they differ at most in how much."""
+    """Return one entry for each group of devices with equal ops between two collectives; the longest time counts."""
     groups: dict[str, list[tuple[int, Stage]]] = defaultdict(list)
     for device, (kind, stage) in work.items():
         if stage.count:
@@ -225,14 +260,18 @@ def _alike(work: Mapping[int, tuple[str, Stage]]) -> list[Stage]:
 
 
 def _meeting(there: Sequence[int], own: Sequence[_Parts], number: int) -> Stage:
-    """The stage of one meeting; a send and its receive are one."""
+    """Return the entry of one collective on the devices `there`; a send and its receive are one entry."""
     sender = next((d for d in there if own[d].meetings[number].op == "send"), there[0])
     return replace(own[sender].meetings[number], devices=tuple(there), source=sender)
 
 
 class _Parts:
-    """One program cut at its meetings: `before` each of them a stage of work, and `beside` it another, if the device
-    `goes_on` there, with the ops it runs as its kind."""
+    """One program split at its collectives, by collective number.
+
+    `entries_before_collective` has the compute span before each collective. `overlapped_entries` has the span that
+    overlaps with it, empty unless the backend can overlap. Each span comes with its ops as text; spans of equal text
+    are merged.
+    """
 
     def __init__(self, lane: Lane, prices: Prices, goes_on: bool) -> None:
         self.program, self.prices = lane.program, prices
@@ -251,7 +290,7 @@ class _Parts:
         self.rest = self._work(start, len(self.program.instructions))
 
     def _work(self, start: int, stop: int, beside: bool = False) -> tuple[str, Stage]:
-        """The stage of the instructions from `start` to `stop`."""
+        """Return the ops and the entry of the instructions from `start` to `stop`."""
         costs = [self.prices.of(at) for at in range(start, stop)]
         reads, seconds = sum(c.nbytes for c in costs), sum(c.seconds for c in costs)
         cut = any(c.uncut is not None for c in costs)

@@ -1,4 +1,4 @@
-"""Runs of plans that follow each other through devices: in what order, and what that gains."""
+"""Pipelined runs: the order of actions in which runs follow each other through devices, and the predicted speedup."""
 
 from __future__ import annotations
 
@@ -13,22 +13,28 @@ from .stages import clocks
 from .verifier.acts import meets_all, order_faults
 
 GAIN = 1.1
-"""How many times as fast runs that follow each other have to be predicted to be, parts of a prompt or micro-batches."""
+"""The least predicted speedup for which prefill chunks or micro-batches are pipelined."""
 LONG = 64
-"""Runs after which the devices of a pipeline are as busy as they get."""
+"""The number of simulated runs after which a pipeline is in steady state."""
 
 
 class Leg(NamedTuple):
-    """The way of a run through one device, or a team of devices: seconds of the letters to it, and of its work."""
+    """The seconds of one run in one pipeline stage: messages to it, and its compute."""
 
     letters: float
     work: float
 
 
 def in_succession(plans: Sequence[Plan]) -> Order:
-    """A run of each plan behind the one before: a device begins the next when its part of the last is done and kept.
+    """Return the pipeline order of one run of each plan.
 
-    Raises `PlanError` if all of them meet.
+    A device begins a run when it has retained the results of its part of the previous run.
+
+    Args:
+        plans: The plan of each run, in order.
+
+    Raises:
+        PlanError: Runs cannot follow each other, for example because all devices share a collective.
     """
     acts = [act for run in range(len(plans)) for act in (Act("put", run), Act("run", run), Act("keep", run))]
     order = [acts] * max((len(plan.lanes) for plan in plans), default=0)
@@ -39,18 +45,18 @@ def in_succession(plans: Sequence[Plan]) -> Order:
 
 
 def followed(plan: Plan) -> int:
-    """Through how many devices, or teams of devices, runs of a plan follow each other; 1 where all of them meet."""
+    """Return the number of pipeline stages of a plan; 1 if all devices share a collective."""
     return 1 if any(meets_all([lane.program for lane in plan.lanes])) else len(_stops(plan))
 
 
 def _stops(plan: Plan) -> list[tuple[int, ...]]:
-    """The devices, or teams of devices, through which runs go, in the order of their numbers."""
+    """Return the devices of each pipeline stage, in the order of their numbers."""
     teams = dict.fromkeys(teams_of([lane.program for lane in plan.lanes]))
     return [(number,) for number in range(len(plan.lanes))] if len(teams) == 1 else [*teams]
 
 
 def legs(plan: Plan) -> list[Leg]:
-    """What a run takes on each device or team that it goes through, where all of them work at once."""
+    """Return the seconds of each pipeline stage in steady state."""
     letters, work = [0.0] * len(plan.lanes), [0.0] * len(plan.lanes)
     for stage in plan.together:
         sent = stage.op == "send"
@@ -61,13 +67,17 @@ def legs(plan: Plan) -> list[Leg]:
 
 
 def stages_text(stages: int, devices: int) -> str:
-    """``4 devices``; ``2 teams of 4 devices``."""
+    """Return the pipeline stages as text: ``4 devices``, ``2 teams of 4 devices``."""
     return f"{stages} devices" if stages == devices else f"{stages} teams of {devices // stages} devices"
 
 
 def seconds_apart(plan: Plan, under_way: int) -> float:
-    """Seconds from the end of a run to that of the next where so many runs are under way, and each begins when the
-    first of them has ended."""
+    """Return the seconds between the ends of two runs in steady state.
+
+    Args:
+        plan: The plan of each run.
+        under_way: The number of runs in progress. A run begins when the first of them ends.
+    """
     clock = [0.0] * len(plan.lanes)
     ends: list[float] = []
     for run in range(LONG):
@@ -79,8 +89,11 @@ def seconds_apart(plan: Plan, under_way: int) -> float:
 
 
 def gain(plan: Plan) -> float:
-    """How many times as fast runs are predicted to be that follow each other as runs that wait for each other: at most
-    the number of devices or teams, more only by letters that are on their way meanwhile; 1 where all devices meet."""
+    """Return the predicted speedup of pipelined runs over runs that wait for each other.
+
+    The speedup is 1 if all devices share a collective. It is at most the number of pipeline stages, or slightly more
+    where messages overlap with compute.
+    """
     if followed(plan) == 1:
         return 1.0
     apart = seconds_apart(plan, LONG)

@@ -1,4 +1,4 @@
-"""Numbers, names of devices and tables for people."""
+"""Bytes, seconds, device names and tables as text for people."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def nbytes_text(n: float) -> str:
-    """Bytes: ``4.2 MiB``."""
+    """Return bytes as text: ``4.2 MiB``."""
     for unit in ("B", "KiB", "MiB"):
         if n < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
@@ -16,7 +16,7 @@ def nbytes_text(n: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Seconds, to three digits: ``21.3 us``."""
+    """Return seconds as text with three digits: ``21.3 us``."""
     for unit in ("us", "ms"):
         seconds *= 1e6 if unit == "us" else 1e-3
         if seconds < 999.5:
@@ -25,7 +25,7 @@ def time_text(seconds: float) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], right: str) -> list[str]:
-    """Rows as text in columns; `right` names those that are aligned to the right by an ``r``."""
+    """Return the rows of a table as lines; `right` has one letter for each column, ``r`` for alignment to the right."""
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
     shown = []
     for row in rows:
@@ -35,7 +35,7 @@ def columns(rows: Sequence[Sequence[str]], right: str) -> list[str]:
 
 
 def places(devices: Sequence[str]) -> str:
-    """Names of devices, consecutive numbers of one kind drawn together: ``cpu:0-3``, of one device: ``cuda:0.0-1``."""
+    """Return names of devices with consecutive numbers joined: ``cpu:0-3``; parts of one device: ``cuda:0.0-1``."""
     ranges: list[tuple[str, int, int]] = []
     for name in devices:
         head, number = name.rstrip("0123456789"), int(re.findall(r"\d+", name)[-1])

@@ -1,1 +1,1 @@
-"""Which axes are cut and what runs where: from a graph to one graph a device, with collectives where shards meet."""
+"""The SPMD partitioner: choose the axes to shard and the device of each node, and emit one graph for each device."""

@@ -1,8 +1,13 @@
-"""A graph laid out for a few more factors than before: only nodes near them are looked at anew.
+"""Incremental propagation: derive the layouts of a set of factors from an assignment for a similar set.
 
-A search tries each of many factors beside those that it has chosen.  How a node is computed depends on the factors of
-what it reads and makes, on the states of what it reads, and on who else reads that: if none of these has changed, it is
-as it was.  What is found is just what `assign` finds.
+The factor search tries each of many factors together with the chosen ones. A node is visited again only if one of these
+has changed:
+
+- the choice of a factor of its operands or results,
+- the layout of an operand,
+- the other users of an operand.
+
+The result equals the result of `propagate_layouts`.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from .states import State
 
 
 class Layer:
-    """Lays one graph out for many sets of factors, each from one that was laid before."""
+    """Derives the layouts of one graph for many sets of factors, each from an earlier assignment."""
 
     def __init__(self, graph: Graph, factors: Factors) -> None:
         self.graph, self.factors, self.users = graph, factors, graph.users()
@@ -34,7 +39,12 @@ class Layer:
         self.uncut, self.stored = uncut.run(), uncut.stored
 
     def lay(self, chosen: frozenset[Factor], base: Assignment) -> Assignment:
-        """What `assign` gives for the `chosen` factors."""
+        """Return the assignment that `propagate_layouts` returns for the `chosen` factors.
+
+        Args:
+            chosen: The factors to shard.
+            base: An assignment of the same graph, as similar as possible.
+        """
         changed = set[Node]()
         for factor in chosen ^ base.chosen:
             changed |= self.near[factor]
@@ -43,14 +53,16 @@ class Layer:
 
 
 class _Again(Pass):
-    """One walk over the nodes that may differ from those of `base`, sources first."""
+    """One propagation over the nodes that may differ from `base`, operands first."""
 
     def __init__(self, layer: Layer, chosen: frozenset[Factor], whole: frozenset[Value], base: Assignment) -> None:
         super().__init__(layer.graph, layer.factors, chosen, layer.users, whole)
         made, by, wants, dealt = dict(base.made), dict(base.by), dict(base.wants), dict(base.dealt)
         self.out = Assignment(chosen, made, by, wants, dealt, whole=whole, base=base)
         self.place, self.now, self.last = layer.place, 0, len(layer.place)
-        self.kept: dict[Value, list[tuple[int, int, Conversion]]] = defaultdict(list)  # place of the reader, and order
+        self.kept: dict[Value, list[tuple[int, int, Conversion]]] = defaultdict(
+            list
+        )  # position of the reader, and number
         for number, conversion in enumerate(base.conversions):
             if conversion.node is not None:
                 self.kept[conversion.value].append((self.place[conversion.node], number, conversion))
@@ -58,6 +70,7 @@ class _Again(Pass):
         self.stored, self.base = layer.stored, base
 
     def rerun(self, changed: set[Node]) -> Assignment:
+        """Visit the `changed` nodes and all nodes that depend on a difference; return the new assignment."""
         nodes, out, base = self.graph.nodes, self.out, self.base
         leaves = {value.node for value in self.whole ^ base.whole}
         waiting = [self.place[node] for node in {*changed, *leaves}]

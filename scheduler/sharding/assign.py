@@ -1,25 +1,23 @@
-"""Which factor each node is computed by, and the state of every value that follows from it (see `states`).
+"""Sharding propagation: the factor that shards each node, and the layout of every value that follows from it.
 
-A node is computed in one of these ways; the first that applies says in which states it reads and makes values.  `f` is
-a chosen factor by which an operand is cut already, or by which a weight or state that it reads may be cut:
+The first rule that applies gives the factor layouts (`states`) of a node. ``f`` is a chosen factor that shards an
+operand already, or that may shard a weight or state of the node.
 
-    the node is                     because                             wanted of operands         made
-    on one device                   it is pinned there                  all Local                  Local
-    cut by f, entry by entry        f is one index of every result      Cut(f) if they have f,     Cut(f)
-                                                                        else Replicate
-    cut by f, term by term          f is summed over                    the same                   Partial
-    cut by f, row by row            f is what `ids` look up             Cut(f) of the table,       Routed(f, ids),
-                                                                        Replicate of ids, owed     Partial if it
-                                                                        of what is added to it     adds others
-    passing a sum on                it is linear in operands whose      Partial or Routed of       the same
-                                    sum is owed, and needs no more      these, else Replicate
-    cut by r, entry by entry        a sum that it reads is dealt by     Cut(r) if they have r,     Cut(r)
-                                    rows r, an index of every result    else Replicate
-    on all devices alike            none of these                       all Replicate              Replicate
+1. The node is pinned to one device. Operands and results are `Local`.
+2. ``f`` is one index of every result. Results are `FactorShard` of ``f``, and so are operands that have ``f``. All
+   other operands are `Replicate`.
+3. ``f`` is contracted. Operands are as in rule 2, and results are `Partial`.
+4. ``f`` is the row index of a table that `ids` looks up. The table is `FactorShard` of ``f``, and `ids` is `Replicate`.
+   The result is `RoutedPartial`, or `Partial` if the node adds other operands; these are read as partial sums.
+5. The node is linear in its operands that are partial sums. These stay partial sums, and so do the results. All other
+   operands are `Replicate`.
+6. A partial sum that the node reads is scattered by rows ``r``, one index of every result. Results are `FactorShard` of
+   ``r``, and so are operands that have ``r``. All other operands are `Replicate`.
+7. Otherwise operands and results are `Replicate`: every device computes the whole node.
 
-A factor that stands for two indices of a node (both rows of ``W Wᵀ``) cannot cut it: a device would have a block on
-the diagonal only.  What is not in the state that is wanted is converted: a feed-forward layer, cut by its width, has to
-convert its sum alone.
+A factor that stands for two indices of a node (both rows of ``W Wᵀ``) cannot shard it: a device would have only a block
+on the diagonal. An operand in another layout is converted. A feed-forward layer that is sharded by its width converts
+only its sum:
 
 >>> from ... import ops
 >>> from ...graph.node import input, weight
@@ -58,7 +56,10 @@ from .states import Cut, Routed, State, way
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Before `node` (None: for the graph's own ends) `value` goes from one layout to another."""
+    """Before `reader_node` runs, `value` changes from `source_layout` to `target_layout`.
+
+    `reader_node` is None for conversions of outputs and state updates.
+    """
 
     value: Value
     before: State
@@ -67,19 +68,22 @@ class Conversion:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing is sent: each device takes its slice, or one keeps the value and the others nothing."""
+        """Whether no bytes are sent: each device takes its slice, or one device keeps the value as its partial sum."""
         return self.before is REPLICATE
 
 
 @dataclass(slots=True)
 class Assignment:
-    """The state of every value, and of every node by what it is computed.
+    """The factor layout of every value and node, and the layout conversions.
 
-    `made[v]` is the state in which a value is produced; `by[n]` is the cut of a node, Replicate if every device does
-    all of it, the kind of sum if it passes one on, Local if one device does it; `wants[n]` are the states in which the
-    node reads its operands; `dealt[n]` are the numbers by which a node finds its rows of a table that is cut; `held`
-    are weights and states of which it was given where they lie; `whole` are weights that stay whole though they have a
-    chosen factor.  In one that module `again` made, all but `fresh` nodes are as in `base`.
+    - `produced_layouts`: the layout in which each value is produced.
+    - `node_layouts`: for each node its `FactorShard`, `Replicate` if every device computes all of it, the partial sum
+      that it passes on, or `Local`.
+    - `operand_layouts`: the layouts in which each node reads its operands.
+    - `index_operands`: for each node that looks up rows of a sharded table, the operand with the row numbers.
+    - `fixed_leaves`: weights and states with a layout from the pins.
+    - `replicated_weights`: weights that stay whole though they have a chosen factor.
+    - `base_assignment`: an assignment that differs from this one only at `recomputed_nodes` (`again`).
     """
 
     chosen: frozenset[Factor]
@@ -95,12 +99,15 @@ class Assignment:
 
 
 def operands(node: Node) -> list[tuple[str, Value]]:
-    """The operands that are there, by name."""
+    """Return the names and values of the operands that are present."""
     return [(n, s) for n, s in zip(op_of(node).operand_names, node.src, strict=False) if s is not None]
 
 
 def lookup(node: Node) -> tuple[str, Value, Sequence[str]]:
-    """The operand of a node that is looked up, the numbers by which, and what it is linear in together with that."""
+    """Return the name of the indexed operand, the value with the row numbers, and the names of jointly linear operands.
+
+    The jointly linear operands are the indexed operand and the operands that are added to it.
+    """
     declared = op_of(node)
     looked_up = declared.signature_for(node.attrs).indexed_dimension
     assert looked_up is not None
@@ -118,18 +125,29 @@ def assign(
     rows: Factor | None = None,
     early: Container[Value] = frozenset(),
 ) -> Assignment:
-    """Lay `graph` out over the `chosen` factors.  Always succeeds: what does not fit is converted.
+    """Propagate the chosen factors to all values; where two layouts differ, insert a layout conversion.
 
-    A weight that some node needs whole stays whole on every device (nodes that can still take a slice of it).  Values
-    that are `shown` to others end whole on every device.  Sums that no node passes on are dealt by `rows`; no node
-    passes on the sum of an `early` value.
+    A weight that one node needs whole stays whole on every device. Nodes that can use a slice of it take the slice.
+
+    Args:
+        graph: The graph to shard.
+        factors: The factors of `graph`.
+        chosen: The factors to shard.
+        pins: Nodes on one device, and leaves with a fixed layout.
+        shown: Values that end whole on every device, for other pipeline stages.
+        rows: The factor that scatters the rows of partial sums at nodes that cannot pass them on.
+        early: Partial sums that are completed at once: no node passes them on.
     """
     users = graph.users()
     return settled(lambda whole: Pass(graph, factors, chosen, users, whole, pins, rows, early).run(shown))
 
 
 def settled(laid: Callable[[frozenset[Value]], Assignment]) -> Assignment:
-    """What `laid` gives once it is told of all weights that stay whole."""
+    """Repeat the propagation until it knows every weight that stays whole, and return the last assignment.
+
+    Args:
+        laid: Propagates the layouts for a given set of replicated weights.
+    """
     whole = frozenset[Value]()
     while True:
         assignment = laid(whole)
@@ -141,7 +159,7 @@ def settled(laid: Callable[[frozenset[Value]], Assignment]) -> Assignment:
 
 
 class Pass:
-    """One walk over the graph, sources first."""
+    """One propagation over the graph, operands first."""
 
     def __init__(
         self,
@@ -158,10 +176,11 @@ class Pass:
         self.rows, self.early = rows, early
         self.out = Assignment(chosen if rows is None else chosen | {rows}, whole=whole)
         self.converted: set[tuple[Value, State]] = set()
-        self.stored: set[Value] = set()  # weights, states and views of them: where a cut saves memory and reading
+        self.stored: set[Value] = set()  # weights, states and views of them: a shard saves bytes to keep and to read
         self.ends = {*graph.outputs.values(), *graph.updates.values()}
 
     def run(self, shown: Iterable[Value] = ()) -> Assignment:
+        """Visit all nodes and return the assignment."""
         for node in self.graph.nodes:
             self._visit(node)
         self._end(shown)
@@ -174,7 +193,7 @@ class Pass:
             self._node(node)
 
     def _end(self, shown: Iterable[Value] = ()) -> None:
-        """What outputs and updates still need."""
+        """Add the conversions of outputs, of `shown` values and of state updates."""
         for value in self.graph.outputs.values():
             if self.out.made[value].is_owed:
                 self._convert(value, REPLICATE, None)
@@ -199,7 +218,7 @@ class Pass:
         self.out.made[value] = Cut(cuts[0]) if is_cut else REPLICATE
 
     def _cuts(self, value: Value) -> list[Factor]:
-        """Chosen factors of a value, the largest first: of a weight or state one at most."""
+        """Return the chosen factors of a value, the largest first; a weight or state is sharded by the first."""
         if self.factors.of(value).isdisjoint(self.out.chosen):
             return []
         ordered = (f for axis in self.factors.axes(value) for s in axis for f in s if f in self.out.chosen)
@@ -233,8 +252,10 @@ class Pass:
             self.stored.add(node.results[0])
 
     def _factor_for(self, node: Node) -> Factor | None:
-        """The chosen factor by which `node` is worth cutting: it is already cut so, or reads a weight or state so."""
-        candidates: dict[Factor, None] = {}  # in order, so that a tie is broken alike in every plan
+        """Return the factor that shards `node`: the best legal one of its sharded operands and stored operands, or
+        None.
+        """
+        candidates: dict[Factor, None] = {}  # ordered, so that every plan breaks ties equally
         for source in node.inputs:
             made = self.out.made[source]
             if isinstance(made, Cut):
@@ -248,7 +269,7 @@ class Pass:
         return max(legal, key=lambda f: (f is not self.rows, self._weight_of(node, f)), default=None)
 
     def _deals(self, node: Node, rows: Factor) -> bool:
-        """Whether `node` reads a sum that is not whole yet and can be dealt so."""
+        """Return whether `node` reads a partial sum that can be scattered by the factor `rows`."""
         uses = self.factors.uses(node)
         if rows in uses.coupled or rows is uses.looked_up or not all(rows in self.factors.of(v) for v in node.results):
             return False
@@ -256,8 +277,11 @@ class Pass:
         return any(not self._is_converted(s, REPLICATE) for s in sums)
 
     def _is_legal(self, node: Node, factor: Factor, uses: Uses) -> bool:
-        """Every result has the factor, or it is summed over or looked up: then no result has it, and no entry is on two
-        devices."""
+        """Return whether `factor` can shard `node`.
+
+        Legal are two cases. Either every result has the factor, or it is contracted or indexed and all results lack it.
+        In the second case, each term of the sum is on one device.
+        """
         has = [factor in self.factors.of(v) for v in node.results]
         if factor is uses.looked_up:
             table, _, joint = lookup(node)
@@ -271,12 +295,14 @@ class Pass:
         return all(factor in segment for axis in axes if any(factor in s for s in axis) for segment in axis)
 
     def _weight_of(self, node: Node, factor: Factor) -> int:
+        """Return the bytes of the operands of `node` that have `factor`."""
         return sum(s.spec.nbytes for s in node.inputs if factor in self.factors.of(s))
 
     def _dealt(self, node: Node, cut: Factor) -> tuple[tuple[State, ...], State]:
-        """Each device looks up what lies in its part of the table, in operands that are there where it does.
+        """Return the layouts of the operands and of the result of a lookup in a table that `cut` shards.
 
-        What is added to that is owed too: counted once.
+        Each device looks up the rows of its shard. An operand that is added to the rows is read as a partial sum, so
+        that it counts once.
         """
         table, ids, joint = lookup(node)
         self.out.dealt[node] = ids
@@ -298,15 +324,18 @@ class Pass:
 
     @staticmethod
     def _keeps(node: Node, source: Value, routed: Routed) -> bool:
-        """Whether `node` makes of what lies where `routed` says something that lies there."""
+        """Return whether `node` produces a value with the same routing from an operand with the routing `routed`."""
         specs = [None if s is None else s.spec for s in node.src]
         places = [i for i, s in enumerate(node.src) if s == source]
         count = len(routed.ids.shape)
         return all(op_of(node).keeps_leading_axes(specs, node.specs[0], node.attrs, i, count) for i in places)
 
     def _wants_whole(self, node: Node) -> tuple[tuple[State, ...], State]:
-        """All operands whole; or, where the op is linear and nobody needs the sum yet, partial sums as they are; and
-        what the results are then."""
+        """Return the layouts of operands and results without a factor.
+
+        All operands are whole, or partial sums stay as they are. They stay if the op is linear in them, all their users
+        pass them on, and the results are not larger.
+        """
         made, named = self.out.made, operands(node)
         partial = {s for s in node.inputs if made[s].is_owed and not self._is_converted(s, REPLICATE)}
         whole = tuple(REPLICATE for _ in named)
@@ -324,7 +353,7 @@ class Pass:
         return whole, REPLICATE
 
     def _routing(self, node: Node, partial: set[Value]) -> Routed | None:
-        """The state of the results of `node` where all operands in `partial` are routed alike and zeros give zeros."""
+        """Return the common routing of the operands in `partial` if zeros in all of them give zeros; otherwise None."""
         routed, *others = {self.out.made[s] for s in partial}
         if others or not isinstance(routed, Routed) or not all(self._keeps(node, s, routed) for s in partial):
             return None
@@ -336,7 +365,7 @@ class Pass:
         )
 
     def _passes(self, user: Node, value: Value) -> bool:
-        """Whether `user` could take `value` as a partial sum."""
+        """Return whether `user` can read `value` as a partial sum."""
         if user in self.pins.nodes or value in self.early:
             return False
         declared, made = op_of(user), self.out.made[value]
@@ -352,7 +381,10 @@ class Pass:
         return value not in self.ends and len(places) == 1 and places[0] in names and not cut_anyway
 
     def _convert(self, value: Value, wanted: State, node: Node | None) -> None:
-        """Note what takes `value` to the state in which `node` reads it; a slice of what is whole by now is free."""
+        """Add the conversions that `node` needs to read `value` in layout `wanted`.
+
+        A slice of a value that is whole already sends no bytes.
+        """
         made = self.out.made[value]
         if not way(made, wanted) or self._is_converted(value, wanted):
             return
@@ -364,11 +396,11 @@ class Pass:
             made = state
 
     def _is_converted(self, value: Value, state: State) -> bool:
-        """Whether it is there in this state by now."""
+        """Return whether the value exists in this layout at the current node."""
         return (value, state) in self.converted
 
     def _is_stored(self, value: Value) -> bool:
-        """Whether it is known by now as a weight, a state or a view of one."""
+        """Return whether the value is a weight, a state or a view of one that was visited already."""
         return value in self.stored
 
     def _note(self, conversion: Conversion) -> None:

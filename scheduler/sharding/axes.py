@@ -1,8 +1,12 @@
-"""The arithmetic of axes: products of factors, and what it takes to make two of them one index.
+"""The arithmetic of axes: an axis is a list of segments, and a segment is a product of factors, outer first.
 
-An axis is a list of segments, a segment a product of factors, outer first.  `tie` makes two axes the same: it merges
-factors of one size, splits a larger one where a smaller divides it, and cuts one where the other has a seam.  What
-cannot be made to agree is blocked: no plan cuts it.
+`unify_axes` makes two axes the same index in three steps:
+
+1. Merge factors of one size.
+2. Split a larger factor if a smaller one divides it.
+3. Split an axis into segments where the other axis has a segment boundary.
+
+Factors that cannot be unified are blocked: no plan shards them.
 
 >>> heads, flat = ((Factor(3), Factor(2)),), fresh(6)
 >>> tie(heads, flat)
@@ -19,7 +23,11 @@ from collections.abc import Iterable, Sequence
 
 
 class Factor:
-    """One index of the graph, or (once split or cut) the name of several; compare what `root` gives."""
+    """One index of the graph, or a name for several indices after a split; compare factors by their `root`.
+
+    A merged factor has the other factor in `up`. A factor that is a product has `parts`, and a concatenation
+    `segments`.
+    """
 
     __slots__ = ("blocked", "parts", "segments", "size", "up")
 
@@ -27,10 +35,11 @@ class Factor:
         self.size: int = size
         self.blocked: bool = blocked
         self.up: Factor | None = None
-        self.parts: tuple[Factor, Factor] | None = None  # outer and inner
-        self.segments: tuple[Factor, Factor] | None = None  # one after the other
+        self.parts: tuple[Factor, Factor] | None = None  # of a product: outer and inner
+        self.segments: tuple[Factor, Factor] | None = None  # of a concatenation
 
     def root(self) -> Factor:
+        """Return the factor into which this one was merged; itself if it was not."""
         factor = self
         while factor.up is not None:
             factor = factor.up
@@ -38,6 +47,7 @@ class Factor:
 
     @property
     def can_be_cut(self) -> bool:
+        """Whether a plan may shard this factor."""
         return self.size > 1 and not self.blocked
 
     def __repr__(self) -> str:
@@ -49,7 +59,7 @@ Axis = tuple[Segment, ...]
 
 
 def atoms(segment: Iterable[Factor]) -> list[Factor]:
-    """A product as its roots that are not split further, outer first."""
+    """Return a product as its unsplit root factors, outer first."""
     product: list[Factor] = []
     for factor in segment:
         root = factor.root()
@@ -58,7 +68,7 @@ def atoms(segment: Iterable[Factor]) -> list[Factor]:
 
 
 def segments(axis: Axis) -> list[list[Factor]]:
-    """An axis as it is now: a factor that was cut, where it is outermost, gives a segment for each of its pieces."""
+    """Return the current segments of an axis; a concatenation that is outermost gives a segment for each part."""
     products: list[list[Factor]] = []
     ahead = list(reversed(axis))
     while ahead:
@@ -71,11 +81,12 @@ def segments(axis: Axis) -> list[list[Factor]]:
 
 
 def product_size(product: Iterable[Factor]) -> int:
+    """Return the number of indices of a product of factors."""
     return math.prod(f.size for f in product)
 
 
 def block(factors: Iterable[Factor]) -> None:
-    """These can never be cut: two views of one axis disagree about them."""
+    """Forbid every plan to shard these factors, because two views of one axis disagree about them."""
     ahead = atoms(factors)
     while ahead:
         factor = ahead.pop()
@@ -85,17 +96,18 @@ def block(factors: Iterable[Factor]) -> None:
 
 
 def block_axis(axis: Axis) -> None:
+    """Forbid every plan to shard a factor of this axis."""
     for segment in axis:
         block(segment)
 
 
 def split(factor: Factor, outer: int) -> None:
-    """`factor` becomes a product of `outer` and the rest, everywhere at once."""
+    """Split `factor` everywhere into a product of `outer` and the rest."""
     factor.parts = (Factor(outer, factor.blocked), Factor(factor.size // outer, factor.blocked))
 
 
 def merge(one: Factor, two: Factor) -> None:
-    """Two roots of one size become one factor."""
+    """Merge two root factors of one size into one."""
     if one is two:
         return
     if two.segments and not one.segments:
@@ -107,7 +119,7 @@ def merge(one: Factor, two: Factor) -> None:
 
 
 def tie_products(a: Sequence[Factor], b: Sequence[Factor]) -> None:
-    """Make two products the same index: align them outer first, splitting the larger factor where it divides."""
+    """Unify two products, outer first; split the larger factor if the smaller one divides it, else forbid sharding."""
     left, right, i = atoms(a), atoms(b), 0
     while i < min(len(left), len(right)):
         x, y = left[i], right[i]
@@ -125,7 +137,7 @@ def tie_products(a: Sequence[Factor], b: Sequence[Factor]) -> None:
 
 
 def cut_segment(product: Sequence[Factor], at: int) -> bool:
-    """Cut a segment in two at element `at`; False (and blocked) where no outermost factor ends there."""
+    """Split a segment at entry `at`; forbid sharding and return False if the outermost factor has no boundary there."""
     inner = product_size(product[1:])
     head = product[0]
     if inner and at % inner == 0:
@@ -136,7 +148,7 @@ def cut_segment(product: Sequence[Factor], at: int) -> bool:
 
 
 def bounds(axis: Axis) -> list[int]:
-    """Where segments begin, and the end."""
+    """Return the first entry of each segment, and the length of the axis."""
     at = [0]
     for product in segments(axis):
         at.append(at[-1] + product_size(product))
@@ -144,7 +156,7 @@ def bounds(axis: Axis) -> list[int]:
 
 
 def refine(axis: Axis, at: Iterable[int]) -> bool:
-    """Cut `axis` so that segments begin at each of these elements; False where it cannot be done."""
+    """Split `axis` so that segments begin at each of these entries; return False if one split is impossible."""
     for point in at:
         found = _segment_around(axis, point)
         if found is not None and not cut_segment(*found):
@@ -153,7 +165,7 @@ def refine(axis: Axis, at: Iterable[int]) -> bool:
 
 
 def _segment_around(axis: Axis, point: int) -> tuple[list[Factor], int] | None:
-    """The segment with an element on both sides of `point`, and the elements before; None where segments meet."""
+    """Return the segment with entries on both sides of `point`, and the entries before it; None at a boundary."""
     before, ahead = point, list(reversed(axis))
     while ahead and before > 0:
         product = atoms(ahead.pop())
@@ -168,8 +180,8 @@ def _segment_around(axis: Axis, point: int) -> tuple[list[Factor], int] | None:
 
 
 def tie(one: Axis, two: Axis) -> None:
-    """Make two axes the same index."""
-    for _ in range(4):  # a cut in one may show in the other, where they share factors
+    """Unify two axes: make them the same index, or forbid to shard them."""
+    for _ in range(4):  # a split may change both axes, as they share factors
         if bounds(one) == bounds(two):
             break
         refine(one, bounds(two))
@@ -183,7 +195,7 @@ def tie(one: Axis, two: Axis) -> None:
 
 
 def repeated(axes: Iterable[Sequence[Sequence[Factor]]]) -> set[Factor]:
-    """Factors that stand in two of these axes, or twice in one product: as in both axes of `W Wᵀ`."""
+    """Return factors of two of these axes, or twice in one product, as in both axes of ``W Wᵀ``."""
     seen, twice = set[Factor](), set[Factor]()
     for axis in axes:
         own = set[Factor]()
@@ -197,11 +209,15 @@ def repeated(axes: Iterable[Sequence[Sequence[Factor]]]) -> set[Factor]:
 
 
 def fresh(size: int, blocked: bool = False) -> Axis:
+    """Return an axis of one new factor."""
     return ((Factor(size, blocked),),)
 
 
 def multiply(axes: Sequence[Axis]) -> Axis | None:
-    """The product of axes, outer first; None if an inner one is a concatenation, which no product can say."""
+    """Return the product of axes, outer first; None if an inner axis is a concatenation.
+
+    A product of factors cannot express a concatenation inside another index.
+    """
     wide = [a for a in axes if sum(map(product_size, segments(a))) != 1]
     if not wide:
         return fresh(1)

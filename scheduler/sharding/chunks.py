@@ -1,19 +1,19 @@
-"""Tokens in chunks: the sum of one is on its way while the next one is computed.
+"""Overlap chunks: split the tokens, so that the sum of one chunk is sent while the next chunk is computed.
 
-A sum over all devices waits for the product before it, and what follows waits for the sum.  None of them mixes tokens,
-so each can be done for some tokens first.  Then there is always work beside a sum: the product of the next chunk, or
-what follows the sum of the one before.  A chunk begins where a product with a weight ends in a sum, and goes on through
-everything that treats each token alone, up to what needs all of them; there chunks are put together again.
+A sum over all devices waits for the matmul before it, and the next op waits for the sum. Each of them can be done for
+some of the tokens first, because none of them mixes tokens. Then another chunk gives work during each sum:
 
-    whole    product  SUM        next
-    chunks   p0       p1   n0    n1        products and what follows
-                      SUM0 SUM1            beside them
+    unsplit    matmul  SUM         next
+    2 chunks   m0      m1    n0    n1
+                       SUM0  SUM1
 
-Computing one node for some of its rows is what a device does that has only these, so nothing else is to be known of
-ops, and the verifier proves it as it proves shares.
+1. A chunk begins where a matmul with a weight ends in a sum.
+2. It goes on through all nodes that treat each token separately.
+3. The chunks are joined where a node needs all tokens.
 
-Where the rows of sums are dealt (`rows`), it is each chunk that is dealt: a device has its share of every chunk,
-between the reduce-scatter of a chunk and its all-gather.
+A node computes some of its rows exactly as on a device that has only these rows. So ops declare nothing more, and the
+verifier proves chunks like shards. With sequence parallelism (`rows`), each device has its shard of every chunk,
+between the reduce-scatter and the all-gather of the chunk.
 """
 
 from __future__ import annotations
@@ -35,27 +35,31 @@ from .rows import rows_of
 from .shares import Shares, joined
 
 COUNTS = (2, 4)
-"""Into how many chunks tokens are cut, if the clock says that it pays."""
+"""The numbers of chunks that are considered; the predicted time decides."""
 FEWEST = 256
-"""Tokens of a chunk: with fewer, products wait for their weights, which each chunk reads again."""
+"""The least number of tokens of a chunk. Matmuls with fewer tokens wait for their weights, which each chunk reads
+again."""
 
 
 def tokens_of(laid: Assignment, factors: Factors) -> Factor | None:
-    """What the tokens are of sums over devices, if they are enough for two chunks."""
+    """Return the token factor of the partial sums if it is large enough for two chunks, otherwise None."""
     rows = [f for f in rows_of(laid, factors, COUNTS[0]) if f.size >= COUNTS[0] * FEWEST]
     return max(rows, key=lambda f: f.size, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Into how many chunks tokens go; and if each is to be dealt to the devices, more than how many seconds of their
-    own work that has to save."""
+    """The number of chunks, and the condition for sequence parallelism.
+
+    With `required_saving_seconds`, each chunk is sharded by tokens if that saves more seconds of compute.
+    """
 
     count: int
     saving: float | None = None
 
 
 WHOLE = Chunks(1)
+"""All tokens in one chunk."""
 
 
 def laid_in_chunks(
@@ -69,7 +73,18 @@ def laid_in_chunks(
     first: int = 0,
     whole: Container[Value] = frozenset(),
 ) -> Sharded | None:
-    """What `shard` emits, in so many chunks from sum to sum."""
+    """Emit the graphs of `partition_graph` in `count` chunks between two sums; None if that is impossible.
+
+    Args:
+        graph: The graph to partition.
+        factors: The factors of `graph`.
+        laid: The assignment of `graph`.
+        shares: The shard ranges of the factors.
+        tokens: The token factor.
+        count: The number of chunks.
+        first: The sequence number of the first collective.
+        whole: Outputs that end whole on every device.
+    """
     dealt = [shares.of(tokens)[d] for d in range(len(shares))] if tokens in laid.chosen else ()
     return in_chunks(shard(graph, factors, laid, shares, first=first, whole=whole), factors, tokens, count, dealt)
 
@@ -77,8 +92,16 @@ def laid_in_chunks(
 def in_chunks(
     sharded: Sharded, factors: Factors, tokens: Factor, count: int, dealt: Sequence[tuple[int, int]] = ()
 ) -> Sharded | None:
-    """Graphs that do in so many chunks what these do, up to each sum over devices and behind it; None where one of them
-    needs together what it has of all chunks.  Where tokens are `dealt`, device d has those from one place to another.
+    """Split the work before and after each sum over devices into `count` chunks.
+
+    None is the result if a device needs its shards of all chunks at once.
+
+    Args:
+        sharded: The graphs of all devices.
+        factors: The factors of the unsharded graph.
+        tokens: The token factor.
+        count: The number of chunks.
+        dealt: The first token and the end of the tokens of each device, if tokens are sharded.
     """
     parts: dict[Graph, _Chunks] = {}
     for device, (graph, origins) in enumerate(zip(sharded.graphs, sharded.origins, strict=True)):
@@ -94,35 +117,35 @@ def in_chunks(
 
 
 class _Dealt:
-    """Tokens in so many chunks, and which of them a device has where each chunk is dealt."""
+    """The tokens in `chunk_count` chunks, and the range of each chunk on this device if chunks are sharded."""
 
     def __init__(self, device: int, tokens: Factor, count: int, dealt: Sequence[tuple[int, int]]) -> None:
         self.device, self.tokens, self.count, size = device, tokens, count, tokens.size
         self.bounds = [*pairwise(size * n // count for n in range(count + 1))]
         self.whole = tuple([joined([(low, high - low)]) for low, high in dealt])
-        """What each device has of all tokens, as collectives say it."""
+        """The index ranges of all tokens on each device, as attributes of collectives."""
         self.runs = [
             tuple([joined([(at := (b - a) * low // size, (b - a) * high // size - at)]) for low, high in dealt])
             for a, b in self.bounds
         ]
-        """The same of each chunk."""
+        """The index ranges of each chunk on each device, from the start of the chunk."""
 
     def length(self, *, is_share: bool, number: int | None = None) -> int:
-        """How many tokens there are, or the device has of them; of a chunk or of all."""
+        """Return the number of tokens of chunk `number`, or of all; with `is_share` only the tokens of this device."""
         if is_share:
             return sum(n for _, n in (self.whole if number is None else self.runs[number])[self.device])
         return self.tokens.size if number is None else self.bounds[number][1] - self.bounds[number][0]
 
 
 class _Chunks:
-    """One graph on its way: of each of its values all of it, its chunks, or both."""
+    """One graph during the split: for each value its chunks, the whole value, or both."""
 
     def __init__(self, graph: Graph, origins: Mapping[Node, Node], factors: Factors, dealt: _Dealt) -> None:
         self.graph, self.origins, self.factors, self.dealt = graph, origins, factors, dealt
         self.tokens, self.count = dealt.tokens, dealt.count
         self.numbers: Mapping[int, int] = {}
-        self.axis: dict[Value, int] = {}  # along which tokens lie
-        self.shares: set[Value] = set()  # those with the device's tokens alone
+        self.axis: dict[Value, int] = {}  # of each value with tokens: the axis of the tokens
+        self.shares: set[Value] = set()  # values with the tokens of this device only
         self.alone = {node for node in graph.nodes if self._treats_each_alone(node)}
         self.parted = self._parted()
         numbers = ((find_collective_number(node.op, node.attrs), node) for node in graph.nodes)
@@ -131,13 +154,13 @@ class _Chunks:
         self.chunks: dict[Value, list[Value]] = {}
 
     def is_possible(self) -> bool:
-        """Whether a share of the tokens is made in chunks where it is read so, and nowhere else."""
+        """Return whether sharded tokens are produced in chunks exactly where they are read in chunks."""
         pairs = [(s, node in self.parted) for node in self.graph.nodes for s in node.inputs]
         pairs += [(value, False) for value in self.graph.roots()]
         return all((value.node in self.parted) == in_chunks for value, in_chunks in pairs if value in self.shares)
 
     def made(self, numbers: Mapping[int, int]) -> Graph:
-        """The graph, where the meeting that had a number has, or begins with, what `numbers` gives for it."""
+        """Return the graph in chunks; `numbers` maps each sequence number to the number of its first chunk."""
         self.numbers = numbers
         for node in self.graph.nodes:
             if node in self.parted:
@@ -150,8 +173,11 @@ class _Chunks:
         return Graph(outputs, {self._all_of(old): self._all_of(new) for old, new in self.graph.updates.items()})
 
     def _treats_each_alone(self, node: Node) -> bool:
-        """Whether a node does the same for each token, or sums that over devices, or is zeros in place of it; or deals
-        the tokens, or puts them together."""
+        """Return whether a node treats each token separately, or converts the layout of a value with tokens.
+
+        Such a conversion sums, scatters or gathers the tokens, or is zeros in their place. The axes of the results are
+        stored.
+        """
         if node not in self.origins and node.inputs and node.inputs[0] in self.axis:
             return self._converts(node, node.inputs[0])
         if node.is_leaf or (origin := self.origins.get(node)) is None:
@@ -172,7 +198,9 @@ class _Chunks:
         return True
 
     def _converts(self, node: Node, source: Value) -> bool:
-        """Whether a conversion sums, deals or gathers tokens, or is zeros in place of them."""
+        """Return whether a conversion sums, scatters or gathers tokens, or is zeros in their place; store its token
+        axis.
+        """
         axis, is_share, runs = self.axis[source], source in self.shares, self.dealt.whole
         kept = next(iter(runs[self.dealt.device]), (0, 0)) if runs else None
         deals = {
@@ -188,13 +216,15 @@ class _Chunks:
         return False
 
     def _along(self, value: Value, own: Value, is_share: bool) -> int | None:
-        """The axis of a value that is the tokens and nothing else, of which the device has all, or its share."""
+        """Return the axis of `own` with the tokens alone, all of them or only the tokens of this device; otherwise
+        None.
+        """
         axes = self.factors.axes(value)
         at = next((n for n, axis in enumerate(axes) if axis == [[self.tokens]]), None)
         return at if at is not None and own.shape[at] == self.dealt.length(is_share=is_share) else None
 
     def _parted(self) -> set[Node]:
-        """Nodes that are done in chunks."""
+        """Return the nodes that are computed in chunks."""
         first, parted = self._first(), set[Node]()
         for node in self.graph.nodes:
             if node in self.alone and (node in first or any(s.node in parted for s in node.inputs)):
@@ -203,7 +233,7 @@ class _Chunks:
         return parted | {node for node in read & self.alone if node.op == "slice" and node.results[0] in self.shares}
 
     def _first(self) -> set[Node]:
-        """Nodes with which chunks begin: from products with weights to sums over devices."""
+        """Return the nodes with which chunks begin: those between matmuls with weights and sums over devices."""
         found: set[Node] = set()
         sums = ("all_reduce", "reduce_scatter")
         stack = [n.inputs[0].node for n in self.graph.nodes if n.op in sums and n in self.alone]
@@ -215,7 +245,7 @@ class _Chunks:
         return found
 
     def _node(self, node: Node, number: int | None = None) -> Node:
-        """All of a node, or its chunk of that number."""
+        """Return a whole node, or its chunk `number`."""
         src = [None if s is None else self._all_of(s) if number is None else self._chunk(s, number) for s in node.src]
         attrs, name = dict(node.attrs), node.name
         if (sequence := find_collective_number(node.op, node.attrs)) is not None:
@@ -229,7 +259,7 @@ class _Chunks:
         return op_of(node).build_node(src, attrs, name)
 
     def _local(self, node: Node, number: int) -> Mapping[str, Attr]:
-        """Attributes that say a shape, or which tokens the devices have."""
+        """Return the attributes of a chunk that state a shape, or the tokens of each device."""
         result, runs = node.results[0], self.dealt.runs[number]
         if node.op in ("reduce_scatter", "all_gather"):
             return {"runs": runs}
@@ -242,7 +272,7 @@ class _Chunks:
         return {} if localise is None else localise(node.attrs, shape, lambda _, n: n)
 
     def _chunk(self, value: Value, number: int) -> Value:
-        """A chunk of a value; one that has no tokens is read whole."""
+        """Return chunk `number` of a value; a value without tokens is read whole."""
         if value in self.chunks:
             return self.chunks[value][number]
         if value not in self.axis:
@@ -252,9 +282,10 @@ class _Chunks:
         return slice_(self.whole[value], axis=self.axis[value], start=low, stop=high, name=name)
 
     def _all_of(self, value: Value) -> Value:
+        """Return a whole value; chunks are joined in pairs."""
         if value not in self.whole:
             parts = self.chunks[value]
-            while len(parts) > 1:  # in pairs, so that nothing is copied more often than it has to be
+            while len(parts) > 1:  # in pairs, for the fewest copies
                 pairs = zip(parts[::2], parts[1::2], strict=True)
                 parts = [concat(one, two, axis=self.axis[value], name=value.node.name) for one, two in pairs]
             self.whole[value] = parts[0]
@@ -262,6 +293,6 @@ class _Chunks:
 
 
 def _run(attrs: Attrs) -> tuple[int, int] | None:
-    """Offset and length of a slice that says both."""
+    """Return offset and length of a slice with two given bounds, otherwise None."""
     start, stop = attrs.get("start"), attrs.get("stop")
     return (start, stop - start) if isinstance(start, int) and isinstance(stop, int) else None

@@ -1,7 +1,9 @@
-"""A graph with each repeated part once, for a search whose time grows with the number of different parts.
+"""Collapse repeated layers to one section each, so that the factor search grows with the number of different layers.
 
-No layer is known by name.  The graph is cut where one value crosses (the residual stream of a model) besides those
-that live long (a mask that every layer reads); pieces of equal structure are twins, and one of them stands for all.
+1. Split the graph wherever exactly one value crosses, as the residual stream of a model does. Long-lived values, such
+   as a mask that every layer reads, do not count.
+2. Find repetitions of sections with structural equality. Names of layers are not used.
+3. Keep the first section of each group, which stands for all, and join the sections that are kept.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ from ...graph.node import Node, Value
 
 @dataclass(frozen=True, slots=True)
 class Condensed:
-    """`times` says how many nodes of the original each node of `graph` stands for, `twins` which leaves each leaf."""
+    """A graph in which one layer stands for several.
+
+    `node_multiplicity` is the number of original nodes of each node. `leaf_copies` has the names of the original leaves
+    of each leaf.
+    """
 
     graph: Graph
     times: Mapping[Node, int]
@@ -28,7 +34,7 @@ class Condensed:
 
 @dataclass(slots=True)
 class _Piece:
-    """Nodes between two cuts, the values that cross there, and the leaves that only these nodes read."""
+    """The nodes between two splits, the values that cross there, and the leaves that only these nodes read."""
 
     nodes: Sequence[Node]
     before: Value | None
@@ -37,14 +43,14 @@ class _Piece:
 
 
 def condense(graph: Graph) -> Condensed | None:
-    """`graph` with each run of pieces twice that comes oftener in a row; None where there is nothing to gain.
+    """Return `graph` with two sections in place of each longer repetition; None if all sections differ.
 
-    The first stands for all but the last, so that every piece is followed by what follows it in the original: on that
-    depends where a sum over devices has to be paid.
+    The first section stands for all but the last. So every section has the same successor as in the original; the place
+    of a sum over devices depends on the successor.
     """
     nodes = [
         n for n in order_with_state_updates(graph) if not n.is_leaf
-    ]  # else what only a new state needs would live to the end
+    ]  # else a value for a state update alone would live to the end
     spans = find_live_spans(graph, nodes)
     lasting = frozenset(v for v, (a, b) in spans.items() if b - a > LONG_LIVED_SHARE * len(nodes))
     pieces = _pieces(nodes, spans, lasting)
@@ -57,7 +63,7 @@ def condense(graph: Graph) -> Condensed | None:
 
 
 def _pieces(nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]], lasting: frozenset[Value]) -> list[_Piece]:
-    """The graph cut wherever exactly one value that does not last crosses."""
+    """Split the graph wherever exactly one value crosses that is not in `lasting`."""
     crossing: list[list[Value]] = [[] for _ in range(len(nodes) + 1)]
     for value, (made, read) in spans.items():
         if value not in lasting:
@@ -81,7 +87,7 @@ def _pieces(nodes: Sequence[Node], spans: Mapping[Value, tuple[int, int]], lasti
 
 
 def _structure(graph: Graph, piece: _Piece, lasting: frozenset[Value]) -> object:
-    """What twins have in common: everything but the names of nodes and of their own leaves."""
+    """Return a key that sections share if they are equal except for the names of nodes and of own leaves."""
     number = {node: i for i, node in enumerate(piece.nodes)}
     outputs = {v: name for name, v in graph.outputs.items()}
 
@@ -103,7 +109,7 @@ def _structure(graph: Graph, piece: _Piece, lasting: frozenset[Value]) -> object
 
 
 def _joined(graph: Graph, groups: Sequence[Sequence[_Piece]]) -> Condensed | None:
-    """The first piece of each group, one behind the other; None if what crosses does not fit."""
+    """Join the first section of each group; return None if the specs of the crossing values differ."""
     new: dict[Value, Value] = {}
     times: Counter[Node] = Counter()
     twins: dict[str, tuple[str, ...]] = {}

@@ -1,4 +1,4 @@
-"""What an assignment of factors would cost: the predicted time of one run of a graph over equal devices."""
+"""The predicted time of one run of a graph over equal devices, for an assignment of factors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .states import Cut
 
 
 class Costs:
-    """Predicts one run of a graph over equal devices, for any number of assignments.
+    """Predicts the time of one run over equal devices, for any number of assignments of one graph.
 
-    `times` says how many nodes a node stands for, if more than one.
+    `node_multiplicity` is the number of original nodes of each node, if more than one.
     """
 
     def __init__(self, graph: Graph, devices: int, hardware: Hardware, times: Mapping[Node, int] | None = None) -> None:
@@ -30,7 +30,7 @@ class Costs:
         self._met: dict[tuple[str, int], float] = {}
 
     def estimate(self, assignment: Assignment) -> Estimate:
-        """The predicted time of one run, in which sums are taken early where that costs no more."""
+        """Return the predicted time of one run, in which sums are taken early where that costs no more."""
         times, compute = self.times, sum(self._each(assignment)[: len(self.work)])
         sent = [c for c in assignment.conversions if not c.is_free]
         seconds, count = sum(map(self._all_times, sent)), sum(times.get(c.value.node, 1) for c in sent)
@@ -40,16 +40,18 @@ class Costs:
         return Estimate(compute, seconds, count)
 
     def _all_times(self, conversion: Conversion) -> float:
-        """Seconds of a collective, times the number of alike ones that it represents."""
+        """Return the seconds of a collective, times the multiplicity of its node."""
         return self.times.get(conversion.value.node, 1) * self.conversion_time(conversion)
 
     def held(self, assignment: Assignment) -> float:
-        """Bytes of weights and states on the device that has most of them."""
+        """Return the bytes of weights and states on the device that has most of them."""
         return sum(self._each(assignment)[len(self.work) :])
 
     def _each(self, assignment: Assignment) -> list[float]:
-        """Seconds of each node, then bytes of each weight and state.  What is as in another assignment is taken from
-        that."""
+        """Return the seconds of each node, then the bytes of each weight and state.
+
+        Costs of nodes that are as in the base assignment are taken from there.
+        """
         base = assignment.base
         if base is None:
             return [self._of(node, assignment) for node in self._places]
@@ -62,7 +64,7 @@ class Costs:
         return each
 
     def _of(self, node: Node, assignment: Assignment) -> float:
-        """Seconds of a node; bytes of a weight or state on the device that has most of it."""
+        """Return the seconds of a node, or the bytes of a weight or state on the device that has most of it."""
         if not node.is_leaf:
             return self.times.get(node, 1) * self.node_time(node, assignment)
         made = assignment.made[node.results[0]]
@@ -71,7 +73,7 @@ class Costs:
         return self.times.get(node, 1) * node.specs[0].nbytes * share
 
     def node_time(self, node: Node, assignment: Assignment) -> float:
-        """Seconds of `node` on the busiest device."""
+        """Return the seconds of `node` on the busiest device."""
         work = self.work[node]
         by = assignment.by[node]
         if isinstance(by, Cut):
@@ -91,7 +93,7 @@ class Costs:
         return self.hardware.compute(*work)
 
     def conversion_time(self, conversion: Conversion) -> float:
-        """Seconds of a collective."""
+        """Return the seconds of the collective of a conversion."""
         if conversion.is_free or self.devices == 1:
             return 0.0
         met = collective_of(conversion)
@@ -101,12 +103,12 @@ class Costs:
 
 
 def collective_of(conversion: Conversion) -> tuple[str, int]:
-    """Return the op of the collective that sets the price of a conversion, and the bytes of the whole value."""
+    """Return the op of the collective that determines the time of a conversion, and the bytes of the whole value."""
     is_all_reduce = conversion.before.is_owed and not isinstance(conversion.after, Cut)
     return "all_reduce" if is_all_reduce else "all_gather", conversion.value.spec.nbytes
 
 
 def _shared(nbytes: float, uncut: Iterable[Value], share: float) -> float:
-    """Bytes of a device that has a share of all but what is not cut."""
+    """Return the bytes of a device that has `share` of all values except the whole ones in `uncut`."""
     whole = min(nbytes, sum(v.spec.nbytes for v in uncut))
     return whole + (nbytes - whole) * share

@@ -1,7 +1,7 @@
 """Sums taken early: one collective for a partial sum in place of one for each of several values computed from it.
 
 A partial sum passes through views and other linear ops, and a collective completes it where a reader needs all of it.
-Three slices would need three all-reduces.  One all-reduce before the slices moves the same bytes with one latency.
+Three slices would need three all-reduces. One all-reduce before the slices moves the same bytes with one latency.
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ from .states import Cut, State
 def find_early_sums(
     assignment: Assignment, seconds: Callable[[Conversion], float], rows: Factor | None = None
 ) -> list[tuple[Conversion, Sequence[Conversion]]]:
-    """Return sums that cost no more than the sums of later values that they replace, each with these.
+    """Return the sums that cost no more than the later sums that they replace, each with the replaced sums.
 
-    `seconds` is the predicted time of a sum.  Considered are sums to whole values, and sums scattered by `rows`.
-    Where a sum replaces another one of the list, that one precedes it, and both savings count.
+    Considered are sums to whole values, and sums scattered by `rows`. If a sum replaces another one of the list, the
+    other one comes first, and both savings count.
+
+    Args:
+        assignment: The layouts and conversions of the graph.
+        seconds: Returns the predicted seconds of a sum.
+        rows: The factor that scatters the rows of sums.
     """
     found: list[tuple[Conversion, Sequence[Conversion]]] = []
     for after in (REPLICATE, *(() if rows is None else (Cut(rows),))):
@@ -34,7 +39,7 @@ def find_early_sums(
 def _early(
     assignment: Assignment, sums: Mapping[Value, Conversion], after: State, seconds: Callable[[Conversion], float]
 ) -> Iterator[tuple[Conversion, Sequence[Conversion]]]:
-    """Yield the same for `sums` by value; all of them give the state `after`."""
+    """Yield the early sums among `sums`, which all convert to the layout `after`."""
     below = _followers(assignment, sums)
     if not any(len(those) + (value in sums) > 1 for value, those in below.items()):
         return

@@ -1,4 +1,8 @@
-"""One graph becomes one graph per device: local shapes, sliced leaves, collectives where layouts meet."""
+"""The SPMD partitioner: write one graph for each device, with local shapes, sliced leaves and collectives.
+
+Input is a graph with a sharding assignment and the shard ranges of its factors. Devices with equal parts share one
+graph.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,9 @@ from .states import Cut, Lying, State, way
 
 @dataclass(frozen=True, eq=False)
 class Sharded:
-    """A graph for each device, and the layout in which leaves and outputs of the original lie on them.
+    """A graph for each device, and the layouts of the leaves and outputs of the original graph.
 
-    `origins` gives for each device the nodes of the original that nodes of its graph stand for.
+    `source_nodes` maps, for each device, the nodes of its graph to the original nodes.
     """
 
     graphs: tuple[Graph, ...]
@@ -44,8 +48,16 @@ def shard(
     first: int = 0,
     whole: Container[Value] = frozenset(),
 ) -> Sharded:
-    """Emit the graph of every device, with collectives numbered from `first` on; outputs that are among the values
-    `whole` end so on all of them.  With one device that is the graph itself."""
+    """Emit the graph of every device; with one device it is the graph itself.
+
+    Args:
+        graph: The graph to partition.
+        factors: The factors of `graph`.
+        assignment: The layout of each value, and the conversions.
+        shares: The shard ranges of the factors.
+        first: The sequence number of the first collective.
+        whole: Outputs that end whole on every device.
+    """
     layouts = _Layouts(graph, factors, assignment, shares, first)
     ends = {name: REPLICATE if v in whole else _ended(assignment.made[v]) for name, v in graph.outputs.items()}
     outputs = {name: layouts.of(v, ends[name]) for name, v in graph.outputs.items()}
@@ -61,12 +73,15 @@ def shard(
 
 
 def _ended(state: State) -> State:
-    """How an output lies at the end: no sum is owed any more."""
+    """Return the layout of an output: a partial sum is completed."""
     return REPLICATE if state.is_owed else state
 
 
 def _kind(device: int, assignment: Assignment, shares: Shares) -> Hashable:
-    """Equal for devices whose graphs are equal: they have as much of every factor, and no node knows its device."""
+    """Return a key that devices share if their graphs are equal.
+
+    Devices with equal keys have equally long ranges of each factor, and no node depends on the device number.
+    """
     for c in assignment.conversions:
         if isinstance(c.after, Cut | Local) or isinstance(c.before, Local):
             return device
@@ -80,7 +95,7 @@ def _kind(device: int, assignment: Assignment, shares: Shares) -> Hashable:
 def _rarely_read(
     graph: Graph, graphs: Sequence[Graph], leaves: Mapping[str, Layout], held: Container[Value]
 ) -> dict[str, Layout]:
-    """Whole weights and states that some devices turn out not to read, as what they compute is placed elsewhere."""
+    """Return the layouts of replicated weights and states that some devices do not read, because of pins."""
     read = [{n.name for n in local.nodes if n.is_leaf} for local in graphs]
     homes: dict[str, Layout] = {}
     for node in graph.nodes:
@@ -92,16 +107,16 @@ def _rarely_read(
 
 
 def unused(name: str, taken: Container[str]) -> str:
-    """`name`, or one like it that no output of the user's has."""
+    """Return `name`, with tildes appended until it is not in `taken`."""
     while name in taken:
         name += "~"
     return name
 
 
 def with_meetings(graph: Graph, met: Sequence[Value]) -> Graph:
-    """A device comes to its meetings even where nothing of its own depends on them."""
+    """Keep the collectives of a device in its graph even if the device does not use their results."""
     there, missing = set(graph.nodes), {}
-    for number, value in reversed(list(enumerate(met))):  # what comes last may read what came before
+    for number, value in reversed(list(enumerate(met))):  # the last first, as it may read earlier ones
         if value.node not in there:
             missing[unused(f"met.{number}", graph.outputs)] = value
             stack = [value.node]
@@ -113,7 +128,7 @@ def with_meetings(graph: Graph, met: Sequence[Value]) -> Graph:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Form:
-    """A value in one of the states in which devices have it; there is one of each, so that it is found by identity."""
+    """A value in one of its layouts. Each form exists once, so that dictionaries find it by identity."""
 
     value: Value
     state: State
@@ -121,7 +136,7 @@ class _Form:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What is the same on every device of a node: its op, its attributes but for those of a share, what it reads."""
+    """The part of a node that all devices share: op, attributes before localisation, and operand forms."""
 
     op: Op[Any]
     attrs: Attrs
@@ -129,11 +144,11 @@ class _Work:
 
 
 class _Layouts:
-    """Layouts of values in the states an assignment gives them; collectives are numbered here, once for all."""
+    """The layouts of all values, and the sequence numbers of all collectives and messages."""
 
     def __init__(self, graph: Graph, factors: Factors, assignment: Assignment, shares: Shares, first: int) -> None:
         self.graph, self.factors, self.assignment, self.shares = graph, factors, assignment, shares
-        self.called = assign_names(graph)  # a device's nodes go by the names that a dump of the user's graph shows
+        self.called = assign_names(graph)  # the names in a dump of the user's graph
         self.sequence: dict[tuple[Value, State], int] = {}
         self.letters: dict[Value, dict[int, int]] = {}
         count = first
@@ -143,7 +158,7 @@ class _Layouts:
                 self.sequence[value, after] = count
                 count += 1
                 continue
-            letters = self.letters.setdefault(value, {})  # to whom a value is sent that one device has, each once
+            letters = self.letters.setdefault(value, {})  # receivers of a local value, each once
             for device in after.devices if isinstance(after, Local) else range(len(shares)):
                 if device not in before.devices and device not in letters:
                     letters[device] = count
@@ -155,9 +170,9 @@ class _Layouts:
         self.work = {node: self._work(node) for node in graph.nodes if not node.is_leaf}
 
     def form(self, value: Value, state: State) -> _Form:
-        """`value` in `state`, as a device has it on which it is."""
+        """Return the form of `value` in `state` on a device that has it."""
         if isinstance(state, Local):
-            state = REPLICATE  # there it is whole
+            state = REPLICATE  # whole on that device
         elif state is PARTIAL and self.assignment.made[value].is_owed:
             state = self.assignment.made[value]
         return self._forms.setdefault((value, state), _Form(value, state))
@@ -168,20 +183,21 @@ class _Layouts:
         return _Work(declared, declared.normalise_attributes(node.attrs), reads)
 
     def shape(self, form: _Form, device: int) -> tuple[int, ...]:
-        """The shape of what a device has."""
+        """Return the shape of the part that `device` has."""
         if form not in self._shapes:
             layout = self.of(form.value, form.state)
             self._shapes[form] = tuple(local_shape(form.value.shape, layout, d) for d in range(len(self.shares)))
         return self._shapes[form][device]
 
     def of(self, value: Value, state: State) -> Layout:
+        """Return the layout of `value` in factor layout `state`."""
         if isinstance(state, Local):
             return state
         if isinstance(state, Lying):
             return state.layout
         if not isinstance(state, Cut):
             return PARTIAL if state.is_owed else REPLICATE
-        if (value, state.factor) not in self._cut:  # every device asks, at every use
+        if (value, state.factor) not in self._cut:  # cached, as every device asks at every use
             self._cut[value, state.factor] = self._shard(value, state.factor)
         return self._cut[value, state.factor]
 
@@ -203,6 +219,7 @@ class _Device:
         self.met: list[Value] = []
 
     def emit(self, graph: Graph, ends: Mapping[str, State]) -> Graph:
+        """Return the graph of the device; `ends` has the layouts of the outputs."""
         layouts, assignment = self.layouts, self.layouts.assignment
         for node in graph.nodes:
             by = assignment.made[node.results[0]] if node.is_leaf else assignment.by[node]
@@ -227,7 +244,7 @@ class _Device:
             self._as(layouts.made[old]): self._as(layouts.form(new, assignment.made[old]))
             for old, new in updated.items()
         }
-        for old in graph.states:  # one that a device has, as an earlier plan says, stays there if it is not read, too
+        for old in graph.states:  # an unread state of an earlier plan stays on the device
             if old in assignment.held and assignment.made[old] is REPLICATE and old not in graph.updates:
                 updates[self.local[layouts.made[old]]] = self.local[layouts.made[old]]
         return with_meetings(Graph(outputs, updates), self.met)
@@ -236,13 +253,13 @@ class _Device:
         return isinstance(state, Local) and self.device not in state.devices
 
     def _attend(self, source: Value) -> None:
-        """Take part in making whole what another device alone will read."""
+        """Take part in the collective that makes an operand whole for another device."""
         made = self.layouts.assignment.made[source]
         if made.is_owed or isinstance(made, Cut | Lying):
             self._whole(source)
 
     def _keep(self, value: Value, new: Value) -> None:
-        """A value is there; one device's own is sent to all who will read it."""
+        """Store the local part of a value; if only this device has the value, send it to all readers."""
         self.local[self.layouts.made[value]] = new
         made = self.layouts.assignment.made[value]
         if isinstance(made, Local) and self.device == made.devices[0]:
@@ -281,7 +298,7 @@ class _Device:
     # ---------------------------------------------------------------------------------------------- conversions
 
     def _as(self, form: _Form) -> Value:
-        """A value on this device in a state, converted at its first use."""
+        """Return a value in a layout, converted at its first use."""
         if (there := self.local.get(form)) is None:
             there = self.local[form] = self._converted(form.value, form.state)
         return there
@@ -290,7 +307,7 @@ class _Device:
         return self._as(self.layouts.form(value, REPLICATE))
 
     def _converted(self, value: Value, state: State) -> Value:
-        """`value` in a state in which it is not there yet."""
+        """Convert `value` to a layout in which the device does not have it yet."""
         made = self.layouts.assignment.made[value]
         if isinstance(made, Local) and state is REPLICATE:
             return self._received(value, made)
@@ -303,7 +320,7 @@ class _Device:
         return new
 
     def _received(self, value: Value, made: Local) -> Value:
-        """A value that one device alone has made."""
+        """Receive a value that only one device has."""
         source, number = made.devices[0], self.layouts.letters[value][self.device]
         name = f"{self.layouts.called[value.node]}.from.{source}"
         new = receive(shape=value.shape, dtype=value.dtype, source=source, sequence=number, name=name)
@@ -311,7 +328,7 @@ class _Device:
         return new
 
     def _meeting(self, value: Value, made: State, state: State) -> Value:
-        """The collective that takes `value` from one layout to another."""
+        """Emit the collective that converts `value` from layout `made` to layout `state`."""
         mine, number, label = (
             self.local[self.layouts.made[value]],
             self.layouts.sequence[value, state],
@@ -344,6 +361,6 @@ class _Device:
         return joined
 
     def _owed_once(self, value: Value) -> Value:
-        """A whole value as a summand: device 0 brings it, the others nothing."""
+        """Return a whole value as a partial sum: device 0 has the value, all others have zeros."""
         whole = self._whole(value)
         return whole if self.device == 0 else fill(whole, value=0.0, name=f"{self.layouts.called[value.node]}.zero")

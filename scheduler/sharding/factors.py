@@ -1,14 +1,18 @@
-"""Dimension factors: where values can be cut, found from the graph alone.
+"""Factors: the index ranges of a graph that can be sharded, found from the signatures of its ops.
 
-Every axis of every value is a list of segments (a concatenation such as q|k|v), every segment a product of factors,
-outer first.  Equal letters of an op's signature are one factor over the whole graph (union-find); a reshape, a head
-group, a tiled broadcast or a quantisation block splits a factor into an outer and an inner one; a slice cuts one into
-segments.  To parallelise is to choose factors: KV heads and FFN columns are tensor parallelism, experts expert
-parallelism, sequences data parallelism, and nobody has to say "attn_q.weight".
+Every axis of every value is a list of segments (a concatenation such as q|k|v). Every segment is a product of factors,
+outer first.
 
-Here rows 0 to 4 of a fused weight make q and the rest k, both in heads of two, and q meets k head by head.  So the rows
-of the weight are two segments of (head, place in the head), and the heads of both are one factor: cut by it, a device
-has a head of q and the same head of k.
+- Equal letters of a signature are one factor in the whole graph (union-find).
+- A reshape, a head group, a tiled broadcast or a quantisation block splits a factor into an outer and an inner one.
+- A slice splits a factor into segments.
+
+To parallelise is to choose factors: KV heads and FFN columns give tensor parallelism, experts give expert parallelism,
+and sequences give data parallelism. Names such as ``attn_q.weight`` are not used.
+
+Example: rows 0 to 3 of a fused weight make q and the rest k, both with two heads of two entries. An op multiplies q and
+k head by head. So the rows of the weight are two segments of (head, entry), and the heads of both are one factor. A
+device with a shard of this factor has a head of q and the same head of k.
 
 >>> from ... import ops
 >>> from ...graph.node import input, weight
@@ -22,7 +26,7 @@ has a head of q and the same head of k.
 >>> rows[0][0] is rows[1][0]
 True
 
-The idea is that of named dimensions in Mesh-TensorFlow (Shazeer et al., 2018) and of factors in Shardy.
+Named dimensions are from Mesh-TensorFlow (Shazeer et al., 2018), factors from Shardy.
 """
 
 from __future__ import annotations
@@ -56,8 +60,11 @@ from .axes import (
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """How a node uses the factors of its axes: those that must be whole (as the op says, or as they stand for two of
-    its indices at once), those that are summed over, and the one that is looked up by numbers."""
+    """The roles of the factors of a node.
+
+    `coupled_factors` must be whole: the op says so, or they stand for two indices of the node at once.
+    `contracted_factors` are summed over. `indexed_factor` has the rows of a table that the node looks up.
+    """
 
     coupled: frozenset[Factor]
     contracted: frozenset[Factor]
@@ -65,13 +72,13 @@ class Uses:
 
 
 class Factors:
-    """The axes of every value of a graph, and per node the roles of their factors."""
+    """The axes of every value of a graph, and the roles of the factors of each node."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._axes: dict[Value, tuple[Axis, ...]] = {}
         self._roles: dict[Node, list[tuple[DimensionRole, Axis]]] = {}
-        self._indices: dict[Node, list[Sequence[Axis]]] = {}  # groups of axes in each of which a factor is one index
+        self._indices: dict[Node, list[Sequence[Axis]]] = {}  # groups of axes; in each group a factor is one index
         self._ranges: dict[tuple[Value, int], tuple[Axis, str]] = {}
         self._called: list[tuple[Axis, str]] = []
         for node in graph.nodes:
@@ -85,7 +92,7 @@ class Factors:
             for a, b in zip(self._axes[state], self._axes[new], strict=True):
                 tie(a, b)
         self._settle()
-        # From here on nothing is split or cut, so every question has one answer; a search asks often.
+        # No factor is split from here on, so results can be cached; the factor search asks often.
         settled = cache(segments)  # values share axes
         self._known = {v: tuple(map(settled, axes)) for v, axes in self._axes.items()}
         self._all = {v: frozenset(f for axis in axes for s in axis for f in s) for v, axes in self._known.items()}
@@ -96,18 +103,19 @@ class Factors:
     # ------------------------------------------------------------------------------------------------ questions
 
     def axes(self, value: Value) -> tuple[list[list[Factor]], ...]:
-        """For each axis its segments, each a list of factors."""
+        """Return for each axis its segments, each a list of factors."""
         return self._known[value]
 
     def of(self, value: Value) -> frozenset[Factor]:
-        """All factors of a value."""
+        """Return all factors of a value."""
         return self._all[value]
 
     def uses(self, node: Node) -> Uses:
+        """Return the roles of the factors of a node."""
         return self._uses[node]
 
     def word(self, factor: Factor) -> str:
-        """What a factor counts, where a signature calls it by a word and no letter; else empty."""
+        """Return the word of a signature for a factor, such as ``kv heads``; empty if it has only a letter."""
         return self._words.get(factor, "")
 
     # ----------------------------------------------------------------------------------------------- building
@@ -120,7 +128,7 @@ class Factors:
         self._axes[node.results[0]] = tuple(axes)
 
     def _signed(self, node: Node, declared: Op[Any]) -> None:
-        """Tie the axes of operands and make those of results, by the names of the signature."""
+        """Unify the axes of operands and create the axes of results, by the names of the signature."""
         specs = [None if s is None else s.spec for s in node.src]
         sizes = declared.resolve_sizes(specs, node.attrs)
         signature = declared.signature_for(node.attrs)
@@ -139,7 +147,7 @@ class Factors:
                     self._equate(dim, axis, named, sizes.by_name)
                     role = DimensionRole.COUPLED if set(dim.factors) & set(whole) else dim.role
                     if dim.index and node.attrs["total"]:
-                        role = DimensionRole.COUPLED  # part of a table already
+                        role = DimensionRole.COUPLED  # the operand is a part of a table already
                     roles.append((role, axis))
                     if dim.index:
                         self._look_up(node, declared, dim, axis, size)
@@ -149,7 +157,7 @@ class Factors:
         self._indices[node] = [[*named.values(), *leading, *(axis for role, axis in summed)]]
         self._called += [(axis, name) for name, axis in named.items() if len(name) > 1]
         for name, size in sizes.by_name.items():
-            named.setdefault(name, fresh(size, blocked=True))  # no operand has it, so a shard could not know its part
+            named.setdefault(name, fresh(size, blocked=True))  # of no operand, so a device could not know its range
         for result, value in zip(signature.results, node.results, strict=True):
             own = tuple(self._product(d, named, sizes.by_name) for d in result.dims)
             self._axes[value] = (*leading, *own) if result.leading is LeadingAxes.EQUAL else own
@@ -157,7 +165,7 @@ class Factors:
                 assert sum(map(product_size, segments(axis))) == size, f"{node!r}: factors do not fit {value!r}"
 
     def _look_up(self, node: Node, declared: Op[Any], dim: Dimension, axis: Axis, size: int) -> None:
-        """What the same numbers look up is one index, and dealt alike."""
+        """Unify the axes that the same row numbers index, so that they have equal shard ranges."""
         numbers = node.src[declared.operand_names.index(dim.index)]
         assert numbers is not None
         tie(axis, self._ranges.setdefault((numbers, size), (axis, dim.factors[0]))[0])
@@ -179,7 +187,7 @@ class Factors:
         return fresh(math.prod(sum(map(product_size, segments(p))) for p in parts), blocked=True)
 
     def _leading(self, node: Node, operands: Sequence[Operand]) -> tuple[Axis, ...]:
-        """The shared leading axes, with those of every operand tied to them."""
+        """Return the shared leading axes, unified with the leading axes of every operand."""
         shared: tuple[Axis, ...] = ()
         pairs = [(o, s) for o, s in zip(operands, node.src, strict=False) if s is not None]
         for operand, source in pairs:
@@ -196,7 +204,7 @@ class Factors:
         return shared
 
     def _summed(self, node: Node, operands: Sequence[Operand]) -> list[tuple[DimensionRole, Axis]]:
-        """Leading axes that are summed away, tied between the operands that have them."""
+        """Return the leading axes that are summed over, unified between the operands that have them."""
         summed: list[Axis] = []
         for operand, source in zip(operands, node.src, strict=False):
             if source is not None and operand.leading is LeadingAxes.CONTRACTED:
@@ -221,7 +229,7 @@ class Factors:
                 tie(whole, axis)
 
     def _linked(self, node: Node, declared: Op[Any]) -> None:
-        """Axes of a view or a concatenation, by its links."""
+        """Create the axes of a view or a concatenation from its axis links."""
         assert declared.links is not None
         links = declared.links(tuple(None if s is None else s.spec for s in node.src), node.attrs)
         result = node.results[0]
@@ -248,11 +256,11 @@ class Factors:
             joined: Axis = tuple(s for axis in parts for s in axis)
             if sum(map(product_size, segments(joined))) == size and parts:
                 axes.append(joined)
-            elif len(parts) > 1 and all(bounds(p)[-1] == size for p in parts):  # same axis of several operands
+            elif len(parts) > 1 and all(bounds(p)[-1] == size for p in parts):  # the same axis of several operands
                 for p in parts[1:]:
                     tie(parts[0], p)
                 axes.append(parts[0])
-            else:  # free for a view; another op would have to know which part of it a device makes
+            else:  # a new factor; only views may shard it, as other ops do not know their range
                 axes.append(fresh(size, blocked=not declared.is_view))
         self._axes[result] = tuple(axes)
         self._roles[node] = [
@@ -275,7 +283,7 @@ class Factors:
 
     @staticmethod
     def _sliced(axis: Axis, start: int, length: int) -> Axis:
-        """The segments of `axis` from element `start` on; the whole axis if it is not longer than `length`."""
+        """Return the segments of `axis` from entry `start` on; the whole axis if it is not longer than `length`."""
         if bounds(axis)[-1] <= length:
             return axis
         if not refine(axis, (start, start + length)):
@@ -284,7 +292,7 @@ class Factors:
         return tuple(tuple(s) for at, s in kept if start <= at < start + length)
 
     def _settle(self) -> None:
-        """A factor that was cut but is an inner one somewhere cannot be cut after all."""
+        """Forbid sharding of factors that are split into segments but are an inner factor of some product."""
         for axes in self._axes.values():
             for axis in axes:
                 for product in segments(axis):
@@ -298,14 +306,14 @@ def _used(
     indices: Sequence[Sequence[Axis]],
     settled: Callable[[Axis], list[list[Factor]]],
 ) -> Uses:
-    """How a node uses its factors; `settled` gives the segments of an axis, once they are what they stay."""
+    """Return the roles of the factors of a node; `settled` gives the final segments of an axis."""
     used: dict[DimensionRole, set[Factor]] = {role: set() for role in DimensionRole}
     for axes in indices:
         used[DimensionRole.COUPLED] |= repeated(map(settled, axes))
     for role, axis in roles:
         parts = settled(axis)
         if role is DimensionRole.INDEXED and (len(parts) > 1 or len(parts[0]) > 1):
-            role = DimensionRole.COUPLED  # a device has one run of rows
+            role = DimensionRole.COUPLED  # a device has one range of rows
         used[role].update(f for s in parts for f in s)
     looked_up = next(iter(used[DimensionRole.INDEXED] - used[DimensionRole.COUPLED]), None)
     return Uses(frozenset(used[DimensionRole.COUPLED]), frozenset(used[DimensionRole.CONTRACTED]), looked_up)

@@ -1,7 +1,7 @@
-"""Whole nodes on devices: the layer split, and what is sent where one device's values are read on another.
+"""The layer split: whole nodes on devices, and messages for the values that another device reads.
 
-No layer is known by name.  The graph is cut where few bytes cross, near the points at which each device has its share
-of the weights: between layers that is one activation, inside one it would be caches.
+The graph is split near the points at which each device has its share of the weights, where the fewest bytes cross. That
+is between layers, where one activation crosses; inside a layer, KV caches would cross. Names of layers are not used.
 """
 
 from __future__ import annotations
@@ -20,18 +20,29 @@ from .emit import Sharded, unused
 Placement = Mapping[Node, int]
 """The number of the device that runs each node."""
 NOTHING_HELD: Mapping[Value, Local] = MappingProxyType({})
+"""No value has a device from an earlier plan."""
 
 
 def layer_split(graph: Graph, proportions: Sequence[float], elsewhere: Container[Node] = ()) -> Placement:
-    """Give each device consecutive nodes, with about its proportion of the bytes of weights and states, those that are
-    read `elsewhere` left aside."""
+    """Give each device consecutive nodes with about its proportion of the bytes of weights and states.
+
+    Args:
+        graph: The graph to split.
+        proportions: A number for each device.
+        elsewhere: Nodes that do not count: the weights and states that they read are left aside.
+    """
     nodes = [n for n in order_with_state_updates(graph) if not n.is_leaf]
     return _dealt(graph, nodes, _held(nodes, elsewhere), proportions)
 
 
 def even_shares(graph: Graph, devices: int, hardware: Hardware = CPU) -> tuple[float, ...]:
-    """The proportions of bytes of weights and states with which so many devices are predicted to take about equally
-    long, each for its own part of `graph`."""
+    """Return the proportions of stored bytes with which all devices are predicted to compute for an equal time.
+
+    Args:
+        graph: The graph to split.
+        devices: The number of devices.
+        hardware: The speeds of one device.
+    """
     nodes, counts = [n for n in order_with_state_updates(graph) if not n.is_leaf], Counts()
     held, seconds = _held(nodes), [hardware.compute(*counts.of(node)) for node in nodes]
     where = _dealt(graph, nodes, seconds, [1.0] * devices)
@@ -42,7 +53,7 @@ def even_shares(graph: Graph, devices: int, hardware: Hardware = CPU) -> tuple[f
 
 
 def _held(nodes: Sequence[Node], elsewhere: Container[Node] = ()) -> list[float]:
-    """For each node the bytes of weights and states that no node before it has read."""
+    """Return for each node the bytes of weights and states that it is the first to read."""
     seen: set[Value] = set()
     held = []
     for node in nodes:
@@ -53,7 +64,12 @@ def _held(nodes: Sequence[Node], elsewhere: Container[Node] = ()) -> list[float]
 
 
 def _dealt(graph: Graph, nodes: Sequence[Node], loads: Sequence[float], proportions: Sequence[float]) -> Placement:
-    """Give each device consecutive nodes with about its proportion of the loads, so that little has to be sent."""
+    """Give each device consecutive nodes with about its proportion of `loads`, at points where few bytes cross.
+
+    For each boundary of two devices there is a wanted load before it. A point is near if its load differs from the
+    wanted load by at most half the smaller share of the two devices. The near point with the fewest crossing bytes is
+    taken.
+    """
     live = [device for device, proportion in enumerate(proportions) if proportion > 0]
     shares = [proportions[device] / sum(proportions) for device in live]
     held = list(accumulate(loads))
@@ -72,9 +88,9 @@ def _dealt(graph: Graph, nodes: Sequence[Node], loads: Sequence[float], proporti
 
 
 def placed_like(graph: Graph, leaves: Mapping[str, Layout]) -> Placement:
-    """The placement of a graph over weights and states that lie on devices already.
+    """Return the placement of a graph over weights and states that devices have already.
 
-    A node runs where a weight or state of its own lies, otherwise with the last of its sources.
+    A node runs on a device that has its weight or state, otherwise on the device of its last operand.
     """
     placement: dict[Node, int] = {}
     for node in graph.nodes:
@@ -88,7 +104,7 @@ def placed_like(graph: Graph, leaves: Mapping[str, Layout]) -> Placement:
 
 
 def _crossing(graph: Graph, nodes: Sequence[Node]) -> list[int]:
-    """For each point between nodes the bytes that would have to cross it: live values, and states in use."""
+    """Return for each point between nodes the bytes of live values and used states that cross it."""
     at = {node: i for i, node in enumerate(nodes)}
     change = [0] * (len(nodes) + 2)
     spans: dict[Value, list[int]] = {}
@@ -108,8 +124,10 @@ def _crossing(graph: Graph, nodes: Sequence[Node]) -> list[int]:
 
 
 def homes(graph: Graph, placement: Placement) -> dict[Value, int]:
-    """Where each computed value is made, and where each state lives: where its new value is made, or it is first
-    read."""
+    """Return the device of each computed value and of each state.
+
+    A state is on the device that computes its new value, or else on the device that first reads it.
+    """
     home: dict[Value, int] = {}
     for node in graph.nodes:
         for value in node.results:
@@ -143,12 +161,18 @@ def place(
     held: Mapping[Value, Local] = NOTHING_HELD,
     order: Sequence[Node] = (),
 ) -> Sharded:
-    """Emit the graph of every device: its nodes, what it receives, what it sends.
+    """Emit the graph of every device: its nodes, and the messages that it receives and sends.
 
-    A value is sent at most once to each device, as soon as it is computed.  The nodes that compute are in the given
-    `order`, or by the number of messages on the way to each.  A weight is kept on every device that reads it; a state
-    lives where its new value is made (or where it is first read), and is sent from there.  What is `held` by devices
-    already stays there.
+    1. A value is sent at most once to each device, as soon as it is computed.
+    2. A weight is on every device that reads it.
+    3. A state is on the device that computes its new value, or else that first reads it; other readers receive it.
+
+    Args:
+        graph: The graph to split.
+        placement: The device of each node.
+        devices: The number of devices.
+        held: Devices of weights and states from an earlier plan, which stay.
+        order: The nodes that compute, in order; by default by the number of messages before each.
     """
     home = homes(graph, placement)
     home.update({value: layout.devices[0] for value, layout in held.items()})
@@ -163,7 +187,7 @@ def place(
 
 
 class _Emitter:
-    """Walks the graph once, adding each node to the graph of its device."""
+    """Visits each node once and adds it to the graph of its device."""
 
     def __init__(
         self,
@@ -198,11 +222,11 @@ class _Emitter:
             self._on(self.where(value), value)
 
     def where(self, value: Value) -> int:
-        """The device that has a value at the end."""
+        """Return the device that has a value at the end."""
         return self.home.get(value, 0)
 
     def _on(self, device: int, value: Value) -> Value:
-        """`value` on `device`: its own, a leaf, or received from where it is made."""
+        """Return `value` on `device`: computed there, a leaf, or received."""
         key = (device, value)
         if key not in self.local:
             home = self.home.get(value, device)

@@ -1,6 +1,8 @@
-"""Nodes that one device alone computes, each with the reason: the user says so, the others cannot, or it must be one.
+"""Pins: nodes that only one device computes, each with the reason.
 
-A pin binds in every split mode.  What is pinned decides where weights and states lie that nobody else reads.
+There are three reasons: a placement rule of the user, an op that other devices do not support, and a discrete choice
+that one device must make. A pin holds in every split mode. Weights and states that only pinned nodes read are on the
+devices of these nodes.
 """
 
 from __future__ import annotations
@@ -21,17 +23,17 @@ from ..plan import Placed
 from .states import Lying
 
 Place = Sequence[tuple[str, str]]
-"""Pairs (regular expression, device): what ``--place REGEX=DEVICE`` says; the first that matches a node counts."""
+"""Placement rules: pairs (regular expression, device) of ``--place REGEX=DEVICE``. The first match counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A node is computed on device number `device` alone."""
+    """A node that only device number `device` computes, with the reason."""
 
     device: int
     because: str
     is_rescue: bool = False
-    """It is there because of what devices can run, so it is not moved again."""
+    """Whether the reason is that other devices do not support the node; such a node is not moved again."""
 
 
 NodePins = Mapping[Node, Pin]
@@ -39,7 +41,7 @@ NodePins = Mapping[Node, Pin]
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """Pinned nodes, and the weights and states that lie on some devices only, or as an earlier plan has them."""
+    """Pinned nodes, and the layouts of leaves that are on some devices only or fixed by an earlier plan."""
 
     nodes: NodePins = field(default_factory=dict)
     leaves: Mapping[Value, Local | Replicate | Lying] = field(default_factory=dict)
@@ -49,7 +51,7 @@ NO_PINS = Pins()
 
 
 def stored_leaf(value: Value) -> Node | None:
-    """The weight or state that a value is, or is a view of."""
+    """Return the weight or state that a value is or shows as a view; otherwise None."""
     node = value.node
     while not node.is_leaf and op_of(node).is_view:
         node = node.inputs[0].node
@@ -60,10 +62,18 @@ def stored_leaf(value: Value) -> Node | None:
 
 
 def wished(graph: Graph, place: Place, devices: Sequence[str], *, strict: bool = True) -> dict[Node, Pin]:
-    """What the user placed: nodes whose name a pattern matches, and nodes that read a weight or state of such a name.
+    """Return a pin for each node that a placement rule matches.
 
-    Raises `PlanError` for a pattern that is none, a device that is not among `devices` or, if `strict`, a pattern that
-    matches nothing.
+    A rule matches the name of the node, or of a weight or state that the node reads.
+
+    Args:
+        graph: The graph to pin.
+        place: The placement rules.
+        devices: The names of all devices.
+        strict: Whether each rule must match a node.
+
+    Raises:
+        PlanError: A pattern is not a regular expression, a device is unknown, or with `strict` a rule matches no node.
     """
     pins: dict[Node, Pin] = {}
     if not place:
@@ -87,13 +97,16 @@ def wished(graph: Graph, place: Place, devices: Sequence[str], *, strict: bool =
 def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
-    except (re.error, OverflowError, RecursionError, Warning) as why:  # a warning where these are errors
+    except (re.error, OverflowError, RecursionError, Warning) as why:  # Warning: Python may be set to raise warnings
         raise PlanError(f"place={pattern!r:.80}: not a regular expression: {why}") from None
 
 
 def decided(graph: Graph, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:
-    """Discrete choices (floats in, integers out) where backends are mixed: they round differently, so near a tie they
-    would choose differently; one device chooses for all."""
+    """Pin discrete choices to device 0 if the backends of the group differ.
+
+    A discrete choice has float operands and integer results. Backends round differently, so near a tie they would
+    choose differently.
+    """
     if len({(type(backend), backend.name) for backend, _ in group}) == 1:
         return {}
     pin = Pin(0, "backends are mixed and round differently, so one of them makes discrete choices")
@@ -105,9 +118,16 @@ def _is_choice(node: Node) -> bool:
 
 
 def as_before(pins: Pins, graph: Graph, leaves: Mapping[str, Layout], earlier: Mapping[str, Layout]) -> Pins:
-    """`pins`, and also the weights and states that lie otherwise by `leaves` than by those of an `earlier` plan.
+    """Return `pins` with the weights and states that have another layout in `earlier` than in `leaves`.
 
-    They stay as they lie: two graphs may slice one weight in different pieces, and a cut of one is none of the other.
+    They keep their earlier layout. Two graphs may slice one weight differently, so a factor of one graph need not exist
+    in the other.
+
+    Args:
+        pins: The pins so far.
+        graph: The graph of the new plan.
+        leaves: The layouts of leaves in the new plan.
+        earlier: The layouts of leaves in the earlier plan.
     """
     others: dict[Value, Replicate | Lying] = {}
     for value in (*graph.weights, *graph.states):
@@ -118,7 +138,7 @@ def as_before(pins: Pins, graph: Graph, leaves: Mapping[str, Layout], earlier: M
 
 
 def lying(graph: Graph, leaves: Mapping[str, Layout]) -> Pins:
-    """Nodes that read what lies on some devices only, for an earlier plan."""
+    """Return pins for the nodes that read weights or states which an earlier plan put on some devices only."""
     homes = {n.results[0]: leaves[n.name] for n in graph.nodes if n.op in ("weight", "state") and n.name in leaves}
     held = {value: layout for value, layout in homes.items() if isinstance(layout, Local)}
     pins: dict[Node, Pin] = {}
@@ -131,7 +151,10 @@ def lying(graph: Graph, leaves: Mapping[str, Layout]) -> Pins:
 
 @dataclass(frozen=True, slots=True)
 class Unable:
-    """A device cannot run `local`, a node of its graph that stands for (or was put in for) `node` of the user's."""
+    """A node `local_node` of the graph of a device that the device does not support, with the reason.
+
+    `source_node` is the node of the user's graph for which the planner emitted `local_node`, if there is one.
+    """
 
     node: Node | None
     local: Node
@@ -142,9 +165,15 @@ class Unable:
 def unable(
     graphs: Sequence[Graph], origins: Sequence[Mapping[Node, Node]], group: Sequence[tuple[Backend, Device]]
 ) -> list[Unable]:
-    """Nodes of the devices' graphs that their devices cannot run."""
+    """Return the nodes of each device's graph that the device does not support.
+
+    Args:
+        graphs: The graph of each device.
+        origins: For each device, the user's node of each node.
+        group: The backend and the device of each member.
+    """
     refused = []
-    asked: dict[Hashable, dict[Node, str]] = {}  # by graph and grade: which nodes cannot run, and why
+    asked: dict[Hashable, dict[Node, str]] = {}  # by graph and grade of device: reasons by unsupported node
     for number, (graph, origin, (backend, device)) in enumerate(zip(graphs, origins, group, strict=True)):
         key = (graph, grade_of(backend, device))
         if key not in asked:
@@ -153,7 +182,7 @@ def unable(
             asked[key] = {n: answer.why for n, answer in answers if not answer.ok}
         if cannot := asked[key]:
             known: dict[Node, Node | None] = dict(origin)
-            for node in reversed(graph.nodes):  # what the planner put in is there for the node that reads it
+            for node in reversed(graph.nodes):  # nodes of the planner serve the node that reads them
                 for source in node.inputs:
                     known.setdefault(source.node, known.get(node))
             refused += [Unable(known.get(n), n, number, why) for n, why in cannot.items()]
@@ -161,7 +190,16 @@ def unable(
 
 
 def rescued(found: Iterable[Unable], pins: NodePins, group: Sequence[tuple[Backend, Device]]) -> dict[Node, Pin]:
-    """Each node that a device cannot run, on the first device that can.  Raises `PlanError` where none can."""
+    """Pin each unsupported node to the first device that supports it.
+
+    Args:
+        found: The unsupported nodes.
+        pins: The pins so far.
+        group: The backend and the device of each member.
+
+    Raises:
+        PlanError: All devices refuse a node, or the node was moved before.
+    """
     moved: dict[Node, Pin] = {}
     for one in found:
         if one.node in moved:
@@ -179,12 +217,15 @@ def rescued(found: Iterable[Unable], pins: NodePins, group: Sequence[tuple[Backe
     return moved
 
 
-# --------------------------------------------------------------------------------------------------- what follows
+# --------------------------------------------------------------------------------------------------- consequences
 
 
 def closed(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
-    """`pins`, and the nodes that belong to them: views that only they read, and nodes that alone read what they make
-    and nothing else that is computed or stored.  This saves copies and changes nothing else."""
+    """Return `pins` with the nodes that belong to pinned nodes, which saves copies.
+
+    1. Views that only pinned nodes of one device read.
+    2. Nodes that alone read results of pinned nodes of one device, and read no other computed or stored value.
+    """
     if not pins:
         return {}
     found, users = dict(pins), graph.users()
@@ -206,7 +247,7 @@ def closed(graph: Graph, pins: NodePins) -> dict[Node, Pin]:
 
 
 def settled(graph: Graph, pins: NodePins) -> Pins:
-    """The pins with the weights and states that only pinned nodes read: they lie where those run."""
+    """Return the pins with the weights and states that only pinned nodes read, on the devices of these nodes."""
     users = graph.users()
     homes: dict[Value, Local] = {}
     for node in graph.nodes if pins else ():
@@ -219,7 +260,7 @@ def settled(graph: Graph, pins: NodePins) -> Pins:
 
 
 def placements(graph: Graph, pins: NodePins) -> tuple[Placed, ...]:
-    """Pinned nodes by device and reason."""
+    """Return the pinned nodes by device and reason."""
     if not pins:
         return ()
     called, groups = assign_names(graph), defaultdict[tuple[int, str], list[str]](list)

@@ -1,8 +1,8 @@
-"""Rows between sums: where a sum over all devices is followed by work on its rows, each device does that for its own.
+"""Sequence parallelism: after a sum over all devices, each device computes only its rows.
 
-After an all-reduce every device has the whole sum, and all of them add the residual and take the norm of it.  A
-reduce-scatter gives each its rows of the sum; the all-gather, which follows where rows are needed whole, sends what
-the all-reduce would have sent in its second half (sequence parallelism: Korthikanti et al., 2022).
+After an all-reduce, every device has the whole sum, adds the residual and computes the norm of all rows. A
+reduce-scatter gives each device its rows of the sum instead. The all-gather follows where all rows are needed. Both
+together send the bytes of the all-reduce (Korthikanti et al., 2022).
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from .factors import Factors
 from .pins import Pins
 
 GAIN = 0.03
-"""Part of the time of a run that it has to save: what is predicted is not known better."""
+"""The least share of the predicted time that sharded rows must save; predictions are not more exact."""
 
 
 @dataclass(frozen=True)
 class Laying:
-    """A graph that is laid out over the chosen factors, as `assign` says, for so many devices: rows between sums are
-    whole on each of them, or dealt."""
+    """A graph with chosen factors on `device_count` devices: rows between sums are replicated or sharded."""
 
     graph: Graph
     factors: Factors
@@ -41,11 +40,11 @@ class Laying:
 
     @cached_property
     def plain(self) -> Assignment:
-        """All rows are whole."""
+        """The assignment with all rows whole."""
         return self._laid()
 
     def fastest(self) -> Assignment:
-        """`plain`, or the same with rows dealt where that is predicted to be faster."""
+        """Return the assignment with whole rows, or with sharded rows where that is predicted to be faster."""
         if not (candidates := rows_of(self.plain, self.factors, self.devices)):
             return self.plain
         costs = Costs(self.graph, self.devices, self.hardware)
@@ -57,8 +56,10 @@ class Laying:
         return best
 
     def with_less_work(self, rows: Factor, least: float) -> Assignment | None:
-        """These rows are dealt, if that saves more seconds of the devices' own work than `least`: where sums are
-        hidden beside work, nothing else can be saved."""
+        """Return the assignment with sharded `rows` if that saves more than `least` seconds of compute, otherwise None.
+
+        Where sums overlap with compute, only compute seconds can be saved.
+        """
         dealt, costs = self._laid(rows), Costs(self.graph, self.devices, self.hardware)
         before, after = costs.estimate(self.plain), costs.estimate(dealt)
         return dealt if before.compute - after.compute > least else None
@@ -79,7 +80,13 @@ class Laying:
 
 
 def rows_of(plain: Assignment, factors: Factors, devices: int) -> list[Factor]:
-    """Factors of sums that end whole on every device, enough for each to have some: those of no weight or state."""
+    """Return the row factors of sums that end whole, which sequence parallelism may shard.
+
+    Args:
+        plain: An assignment with whole rows.
+        factors: The factors of its graph.
+        devices: The number of devices; a row factor has at least as many indices, and no weight or state has it.
+    """
     sums = [c.value for c in plain.conversions if c.before.is_owed and c.after is REPLICATE]
     every = dict.fromkeys(f for value in sums for axis in factors.axes(value) for part in axis for f in part)
     if not (enough := [f for f in every if f.can_be_cut and f.size >= devices > 1]):

@@ -1,7 +1,9 @@
-"""Which factors to cut: a greedy search over classes of factors, each judged by the cost of the whole graph.
+"""The factor search: a greedy search over groups of factors, scored by the predicted time of the whole graph.
 
-Factors of identical layers form one class, recognised by how they are used and not by any name, so the search grows
-with the number of different subgraphs, not with the number of layers.
+1. Group the factors of repeated layers by their use (`group_factors`); names are not used. So the time of the search
+   grows with the number of different subgraphs, not with the number of layers.
+2. From no factor, add the group that saves most compute for each second of collectives, while the total time falls.
+3. Among results of about equal time, take the one with the fewest bytes on each device.
 """
 
 from __future__ import annotations
@@ -27,13 +29,18 @@ from .factors import Factors
 from .shares import Shares, dealt
 
 NO_TIMES: Mapping[Node, int] = MappingProxyType({})
+"""Every node stands for itself only."""
 NO_LEAVES: Mapping[str, Layout] = MappingProxyType({})
+"""There is no earlier plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The factors to cut, what else was considered, and what is predicted: the time of a run, how much of it is `sent`
-    to others, the time without any cut (`alone`), and the bytes of weights and states on each device."""
+    """The factors to shard, the considered alternatives, and the predictions.
+
+    `seconds` is the time of a run, and `communication_seconds` the part of it for collectives. `unsharded_seconds` is
+    the time without sharding. `stored_bytes` are the bytes of weights and states on each device.
+    """
 
     factors: frozenset[Factor]
     considered: tuple[str, ...] = ()
@@ -44,8 +51,10 @@ class Choice:
 
 
 class Search:
-    """What may be cut in a graph, over any number of devices.  Parts that repeat are judged once, and so is each set of
-    factors, however many devices it is judged for."""
+    """Searches the factors of one graph for any number of devices.
+
+    Repeated layers are scored once. Each set of factors is propagated once for all numbers of devices.
+    """
 
     def __init__(self, graph: Graph, factors: Factors) -> None:
         self.graph, self.factors = graph, factors
@@ -60,10 +69,13 @@ class Search:
         return None if small is None else (small, _Judge(small.graph, Factors(small.graph), small.times))
 
     def choose(self, devices: int, hardware: Hardware, *, eager: bool = False) -> Choice:
-        """The best set of factors for so many devices: from none, add the class that saves most per collective while
-        the total falls; of choices that take about as long, the one that leaves fewer bytes on each device.
+        """Return the best set of factors for this number of devices.
 
-        `eager` adds classes that shorten the kernels even where their collectives cost more: the user asked for shards.
+        Args:
+            devices: The number of devices.
+            hardware: The speeds of each device and of the links.
+            eager: Whether to add groups that shorten the kernels although their collectives cost more; for mode
+                ``tensor``.
         """
         if self._condensed is not None:
             small, judge = self._condensed
@@ -74,7 +86,7 @@ class Search:
 
 
 class _Judge:
-    """Sets of factors of one graph, each with the layout that follows, and what that would cost."""
+    """The search over one graph, with the assignment of each set of factors."""
 
     def __init__(self, graph: Graph, factors: Factors, times: Mapping[Node, int]) -> None:
         self.graph, self.factors, self.times = graph, factors, times
@@ -83,7 +95,9 @@ class _Judge:
         self._laid: dict[frozenset[Factor], Assignment | None] = {frozenset(): self._layer.uncut}
 
     def laid(self, chosen: frozenset[Factor], current: frozenset[Factor]) -> Assignment | None:
-        """The layout that follows from these factors, found from that of the `current` ones; None where they clash."""
+        """Return the assignment for the `chosen` factors, derived from that for the `current` ones; None if they
+        conflict.
+        """
         if chosen not in self._laid:
             base = self._laid[current]
             assert base is not None
@@ -92,7 +106,7 @@ class _Judge:
         return self._laid[chosen]
 
     def choose(self, devices: int, hardware: Hardware, eager: bool) -> Choice:
-        """What `Search.choose` says, for this graph."""
+        """Return the best set of factors of this graph, as `FactorSearch.choose_factors`."""
         costs = Costs(self.graph, devices, hardware, self.times)
         uncut = _judged(costs, self._layer.uncut)
         notes = [f"uncut, each device does all: {_shown(uncut.cost)}"]
@@ -103,13 +117,13 @@ class _Judge:
         return Choice(best.factors, tuple(notes), best.cost.total, uncut.cost.total, best.held, best.cost.collectives)
 
     def _tried(self, costs: Costs, names: Iterable[str], current: _Judged) -> dict[str, _Judged]:
-        """Each of these classes that can be cut beside what is cut already, together with that."""
+        """Return the scores of `current` with each of these groups, for groups that can be sharded together with it."""
         sets = {name: current.factors.union(self.classes[name]) for name in names}
         laid = {n: self.laid(chosen, current.factors) for n, chosen in sets.items() if chosen != current.factors}
         return {name: _judged(costs, assignment) for name, assignment in laid.items() if assignment is not None}
 
     def _grown(self, costs: Costs, uncut: _Judged, eager: bool, notes: list[str]) -> _Judged:
-        """`uncut` with one class after the other, as long as that pays."""
+        """Add one group after another to `uncut` while that pays, and note each step."""
         current = uncut
         while tried := self._tried(costs, self.classes, current):
             worth = {name: _worth(current.cost, judged.cost, eager) for name, judged in tried.items()}
@@ -134,7 +148,7 @@ class _Judge:
         return current
 
     def _lightened(self, costs: Costs, current: _Judged, most: float, notes: list[str]) -> _Judged:
-        """`current` with whatever else takes bytes off the devices in at most so many seconds."""
+        """Add each group that reduces the stored bytes, as long as a run takes at most `most` seconds."""
         left: Iterable[str] = self.classes
         while True:
             tried = self._tried(costs, left, current)
@@ -150,8 +164,10 @@ class _Judge:
 def _spread(
     graph: Graph, factors: Factors, small: Condensed, own: Factors, chosen: frozenset[Factor]
 ) -> frozenset[Factor] | None:
-    """The factors of `graph` that stand where the `chosen` ones of its condensed form do, in all twins; None if the
-    two graphs turn out to have other factors."""
+    """Return the factors of `graph` at the positions of the `chosen` ones of its collapsed form, in all repetitions.
+
+    None means that the two graphs have different factors.
+    """
     leaves = {n.name: n.results[0] for n in graph.nodes if n.op in ("weight", "state")}
     ours = {n.name: n.results[0] for n in small.graph.nodes if n.op in ("weight", "state")}
     everywhere: set[Factor] = set()
@@ -167,7 +183,7 @@ def _spread(
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """A set of factors, its predicted cost, and the bytes that each device keeps."""
+    """A set of factors, its predicted time, and the stored bytes of each device."""
 
     factors: frozenset[Factor]
     cost: Estimate
@@ -179,15 +195,15 @@ def _judged(costs: Costs, assignment: Assignment) -> _Judged:
 
 
 ALIKE = 0.02
-"""Predicted times that differ by no more than this part of them are taken to be alike: fewer bytes on each device
-decide, as no cost is put on memory, unless shards are asked for anyway.  A plan that is about as fast as one device is
-not made slower for that."""
+"""The relative difference up to which two predicted times count as equal; then fewer stored bytes decide.
+
+Memory has no price of its own. A plan that is about as fast as one device is not made slower to save bytes."""
 RELUCTANCE = 0.1
-"""How much of what its collectives cost a cut must save at least when shards are asked for."""
+"""The least seconds of kernels that a group must save for each second of collectives, if shards are asked for."""
 
 
 def _worth(now: Estimate, then: Estimate, eager: bool) -> float:
-    """Seconds of kernels saved per second of collectives added; negative if the cut does not pay."""
+    """Return seconds of kernels saved for each second of collectives added; negative if the factors do not pay."""
     saved = now.compute - then.compute
     added = max(0.0, then.collectives - now.collectives)
     pays = saved > 0 and (saved > RELUCTANCE * added if eager else then.total < now.total)
@@ -195,7 +211,7 @@ def _worth(now: Estimate, then: Estimate, eager: bool) -> float:
 
 
 def _why(chosen: _Judged, other: _Judged, is_worth_most: bool) -> str:
-    """In what one choice is better than another."""
+    """Return the words in which one choice is better than another."""
     if not is_worth_most:
         return "has fewer bytes on each device than"
     faster = chosen.cost.total <= other.cost.total
@@ -207,12 +223,15 @@ def _shown(cost: Estimate) -> str:
 
 
 def classes_of(graph: Graph, factors: Factors, times: Mapping[Node, int] = NO_TIMES) -> dict[str, list[Factor]]:
-    """Factors that cut a weight, or a state from end to end, grouped by use; those that can never be cut are left out.
+    """Return groups of factors with equal use, by name, without the factors that no plan may shard.
 
-    Rows of a state that this graph reads apart from the others are no place to cut: the next graph over the same state,
-    of a longer step, reads others, and the state stays as it lies.
+    A group shards a weight, or the whole axis of a state. Rows of a state that this graph slices are left out. A later,
+    longer step slices other rows of the same state.
 
-    `times` says how many leaves one stands for, if more than one.
+    Args:
+        graph: The graph to search.
+        factors: The factors of `graph`.
+        times: The number of original nodes of each leaf, if more than one.
     """
     uses: dict[Factor, set[str]] = defaultdict(set)
     first: dict[Factor, tuple[Node, int]] = {}
@@ -240,8 +259,11 @@ def classes_of(graph: Graph, factors: Factors, times: Mapping[Node, int] = NO_TI
 
 
 def _named(factors: Factors, one: Factor, leaf: tuple[Node, int], layers: int) -> str:
-    """A class of factors in plain words: ``kv heads of 30 layers (3 each), as in axis 1 of %blk.0.attn_output.weight``,
-    ``axis 0 of %output.weight (128 pieces)``."""
+    """Return a group of factors in words.
+
+    Examples: ``kv heads of 30 layers (3 each), as in axis 1 of %blk.0.attn_output.weight``, ``axis 0 of %output.weight
+    (128 pieces)``.
+    """
     node, axis = leaf
     where, word = f"axis {axis} of %{node.name}", factors.word(one)
     of = f" of {layers} layers" if layers > 1 else ""
@@ -251,7 +273,15 @@ def _named(factors: Factors, one: Factor, leaf: tuple[Node, int], layers: int) -
 
 
 def cut_twice(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> Value | None:
-    """A weight or state that would have two chosen factors, or one in two axes, and can be cut once only; else None."""
+    """Return a weight or state with two chosen factors, or with one factor in two axes; otherwise None.
+
+    A leaf can be sharded along one axis only.
+
+    Args:
+        graph: The graph to shard.
+        factors: The factors of `graph`.
+        chosen: The factors to shard.
+    """
     for node in graph.nodes:
         if node.op in ("weight", "state"):
             value = node.results[0]
@@ -267,9 +297,14 @@ def cut_twice(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> Valu
 def cuts_of(
     graph: Graph, factors: Factors, chosen: frozenset[Factor], leaves: Mapping[str, Layout]
 ) -> frozenset[tuple[str, int, int, int]]:
-    """`chosen` in words that hold for every graph over the same leaves: (leaf, axis, segment, place) of each.
+    """Return (leaf, axis, segment, position) of each chosen factor, which is valid for every graph over the same
+    leaves.
 
-    A leaf is cut on one axis at most: where `leaves` has its layout, a factor is named by it only if it lies so.
+    Args:
+        graph: The graph with the factors.
+        factors: The factors of `graph`.
+        chosen: The factors to describe.
+        leaves: Known layouts of leaves. A leaf that is sharded along another axis does not describe a factor.
     """
     named: dict[Factor, tuple[str, int, int, int]] = {}
     for factor, place in _places(graph, factors, chosen):
@@ -280,14 +315,20 @@ def cuts_of(
 
 
 def all_cuts_of(graph: Graph, factors: Factors, chosen: frozenset[Factor]) -> frozenset[tuple[str, int, int, int]]:
-    """What `cuts_of` gives, by every leaf that has a factor, for graphs over some of the leaves."""
+    """Return the descriptions of `describe_factors` by every leaf with a factor, for graphs over some of the leaves.
+
+    Args:
+        graph: The graph with the factors.
+        factors: The factors of `graph`.
+        chosen: The factors to describe.
+    """
     return frozenset(place for _, place in _places(graph, factors, chosen))
 
 
 def _places(
     graph: Graph, factors: Factors, chosen: frozenset[Factor]
 ) -> Iterator[tuple[Factor, tuple[str, int, int, int]]]:
-    """Where weights and states have `chosen` factors."""
+    """Yield each chosen factor with each position that it has in a weight or state."""
     for node in graph.nodes:
         if node.op in ("weight", "state"):
             for axis, parts in enumerate(factors.axes(node.results[0])):
@@ -296,7 +337,13 @@ def _places(
 
 
 def factors_at(graph: Graph, factors: Factors, cuts: frozenset[tuple[str, int, int, int]]) -> frozenset[Factor]:
-    """The factors of `graph` that `cuts_of` named in another graph over the same leaves, where it has such."""
+    """Return the factors of `graph` with these descriptions, which `describe_factors` gave for another graph.
+
+    Args:
+        graph: A graph over leaves of the other graph.
+        factors: The factors of `graph`.
+        cuts: The descriptions; a description without a factor here is ignored.
+    """
     leaves = {n.name: n.results[0] for n in graph.nodes if n.op in ("weight", "state")}
     named = set()
     for name, axis, at, i in cuts:
@@ -313,8 +360,17 @@ def deal(
     proportions: Sequence[float],
     lies: Mapping[str, Layout] = NO_LEAVES,
 ) -> Shares:
-    """Shares of all factors that are cut, dealt in the order of their leaves, so that related plans agree; what `lies`
-    on the devices already is dealt as it lies."""
+    """Return the shard ranges of all sharded factors, assigned in the order of their leaves.
+
+    The fixed order makes related plans agree. A leaf with a layout from an earlier plan keeps it.
+
+    Args:
+        graph: The graph to shard.
+        factors: The factors of `graph`.
+        cuts: The sharded factors.
+        proportions: The share of each device.
+        lies: Layouts of leaves from an earlier plan.
+    """
     shares = Shares(proportions)
     leaves = {n.name: factors.axes(n.results[0]) for n in graph.nodes if n.op in ("weight", "state")}
     for name, axis, at, place in sorted(cuts, key=_natural):
@@ -327,6 +383,6 @@ def deal(
 
 
 def _natural(cut: tuple[str, int, int, int]) -> tuple[object, ...]:
-    """Sort key in which layer 9 comes before layer 10."""
+    """Return a sort key that puts layer 9 before layer 10."""
     name = tuple((part.isdecimal(), int(part) if part.isdecimal() else part) for part in cut[0].split("."))
     return (tuple((flag, str(value).zfill(12)) for flag, value in name), *cut[1:])

@@ -1,4 +1,8 @@
-"""Which entries of an axis each device gets: a factor is dealt in given proportions, and gives runs of entries."""
+"""Shard ranges: the indices of each factor that each device has, and the index ranges of an axis that follow.
+
+`ShardRanges` divides a factor in the proportions of the devices. `compute_index_ranges` turns the indices of a factor
+into ranges of an axis.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,15 @@ from .axes import Factor, product_size
 
 
 def runs_of(axis: Sequence[Sequence[Factor]], factor: Factor, low: int, high: int) -> tuple[Run, ...]:
-    """The entries of an axis whose index of `factor` lies in [low, high); segments without it are whole."""
+    """Return the entries of an axis with an index of `factor` in ``[low, high)``; segments without the factor are
+    whole.
+
+    Args:
+        axis: The segments of the axis.
+        factor: The sharded factor.
+        low: The first index of the device.
+        high: The end of the indices of the device.
+    """
     runs: list[Run] = []
     start = 0
     for segment in axis:
@@ -26,7 +38,7 @@ def runs_of(axis: Sequence[Sequence[Factor]], factor: Factor, low: int, high: in
 
 
 def joined(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """`runs` without empty ones, neighbours merged."""
+    """Return `runs` without empty ranges, with adjacent ranges merged."""
     merged: list[Run] = []
     for offset, length in runs:
         if length and merged and sum(merged[-1]) == offset:
@@ -39,8 +51,16 @@ def joined(runs: Sequence[Run]) -> tuple[Run, ...]:
 def dealt(
     axis: Sequence[Sequence[Factor]], at: int, factor: Factor, lying: Sequence[Sequence[Run]]
 ) -> tuple[tuple[int, int], ...] | None:
-    """For each device the indices of `factor`, in segment `at` of an axis, whose entries `lying` says that it has; None
-    where these are no such indices."""
+    """Return the indices of `factor` that each device has if the entries of an axis have the layout `lying`.
+
+    The result is None if the layout cannot be expressed by indices of `factor`.
+
+    Args:
+        axis: The segments of the axis.
+        at: The number of the segment.
+        factor: A factor of the segment.
+        lying: The index ranges of each device.
+    """
     start, size = sum(map(product_size, axis[:at])), product_size(axis[at])
     indices: list[tuple[int, int]] = []
     for runs in lying:
@@ -55,19 +75,21 @@ def dealt(
 
 
 def _within(runs: Sequence[Run], start: int, stop: int) -> tuple[Run, ...]:
-    """What of them lies in [start, stop), counted from there."""
+    """Return the parts of `runs` in ``[start, stop)``, counted from `start`."""
     return joined([(max(o, start) - start, max(0, min(o + n, stop) - max(o, start))) for o, n in runs])
 
 
 GRAIN, MANY = 32, 8
-"""What has this many grains or more for each device is dealt in whole ones: kernels take 16 or 32 rows at a time."""
+"""Large factors are divided in blocks of `ROW_GRANULARITY` indices, as kernels take 16 or 32 rows at a time.
+
+A factor is large if each device gets at least `MIN_GRAINS_PER_DEVICE` blocks."""
 
 
 class Shares:
-    """Deals factors over devices in given proportions, by largest remainder.
+    """Divides factors over devices in given proportions, by largest remainder.
 
-    What rounding takes from a device in one factor is given back in a later one of the same size, so that over many
-    layers each device gets its proportion.  Asked twice for a factor, it gives the same answer.
+    A device that loses by rounding in one factor gains in a later factor of the same size. So over many layers each
+    device gets its proportion. The ranges of a factor are computed once.
     """
 
     def __init__(self, proportions: Sequence[float]) -> None:
@@ -80,7 +102,7 @@ class Shares:
         return len(self.proportions)
 
     def of(self, factor: Factor) -> tuple[tuple[int, int], ...]:
-        """For each device the indices [low, high) of `factor` that it has."""
+        """Return the indices ``[low, high)`` of `factor` of each device."""
         if factor not in self._dealt:
             grain = self._grain(factor.size)
             size, owed = factor.size // grain, self._owed.setdefault(factor.size, [0.0] * len(self))
@@ -97,10 +119,11 @@ class Shares:
         return self._dealt[factor]
 
     def keep(self, factor: Factor, indices: tuple[tuple[int, int], ...] | None) -> None:
-        """Deal a factor so, unless it is dealt already; by the proportions if nothing is given."""
+        """Assign `indices` to a factor without ranges; divide it by the proportions if `indices` is None."""
         if indices is not None:
             self._dealt.setdefault(factor, indices)
         self.of(factor)
 
     def _grain(self, size: int) -> int:
+        """Return the block size in which a factor of this size is divided."""
         return GRAIN if size % GRAIN == 0 and size >= GRAIN * MANY * len(self) else 1

@@ -1,26 +1,29 @@
-"""How a value lies on the devices while factors are chosen, and the way from one such state to another.
+"""Factor layouts: the layouts of values while factors are chosen, and the conversions between them.
 
-The states are the layouts of `scheduler.layout`, with a factor in place of the runs of entries, which follow only once
-the factor is dealt:
+Factor layouts are the layouts of `scheduler.layout` with a factor in place of index ranges. The ranges follow once the
+shard ranges of the factor are known.
 
-    Replicate     every device has all of it
-    Cut(f)        every device has the entries of its own indices of f
-    Partial       every device has a summand; the sum is owed
-    Routed(f, i)  a sum is owed of which each entry is zero on all devices but one
-    Local(d)      device d alone has all of it
-    Lying(s)      every device has the entries that an earlier plan gave it: no factor of this graph says which
+- `Replicate`: every device has the whole value.
+- `FactorShard`: every device has the entries of its indices of `factor`.
+- `Partial`: every device has a partial sum.
+- `RoutedPartial`: a partial sum in which each entry is zero on all devices except one.
+- `Local`: the listed devices have the whole value.
+- `FixedShard`: every device has the entries that an earlier plan gave it, which no factor of this graph describes. Only
+  weights and states have this layout.
 
-A value is produced in one state and read in another.  Most pairs take one conversion; the rest go through Replicate:
+A value is produced in one layout and read in another. These pairs need one conversion:
 
-    made          wanted: Replicate   Cut(f)            Partial             Local               Lying(s)
-    Replicate             -           take a slice      keep it on one      -                   take a slice
-    Cut(g)                all-gather  all-to-all        through Replicate   through Replicate   through Replicate
-    Partial, Routed       all-reduce  reduce-scatter    -                   through Replicate   through Replicate
-    Local                 send        through Replicate through Replicate   send                through Replicate
-    Lying(t)              all-gather  through Replicate through Replicate   through Replicate   through Replicate
+- `Replicate` to `FactorShard` or `FixedShard`: each device takes a slice.
+- `Replicate` to `Partial`: one device keeps the value, and all others have zeros.
+- `FactorShard` to `Replicate`: all-gather.
+- `FactorShard` to another `FactorShard`: all-to-all.
+- `Partial` or `RoutedPartial` to `Replicate`: all-reduce.
+- `Partial` or `RoutedPartial` to `FactorShard`: reduce-scatter.
+- `Local` to `Replicate` or to another device: messages.
+- `FixedShard` to `Replicate`: all-gather.
 
-Nobody wants a Routed value that was not made so: no device could know where its summand has to be zero.  Weights and
-states alone are Lying.
+All other pairs are converted to `Replicate` first. `RoutedPartial` is never the target of a conversion: a device could
+not know where its partial sum has to be zero.
 
 >>> f, g = Factor(8), Factor(6)
 >>> way(Cut(f), Cut(f)), way(Cut(f), Cut(g))
@@ -41,7 +44,7 @@ from .axes import Factor
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Each device has the entries that belong to its indices of `factor`."""
+    """Each device has the entries of its indices of `factor`."""
 
     factor: Factor
     is_owed = False
@@ -49,8 +52,11 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A partial sum of which each entry comes from one device: the one with the part of `factor` in which lies the row
-    that `ids` names at the first axes of the entry.  On all others it is zero."""
+    """A partial sum in which each entry comes from one device and is zero on all others.
+
+    The device is the one with the table row that `index_operand` names for the entry. `factor` has the rows of the
+    table. The first axes of the value are the axes of `index_operand`.
+    """
 
     factor: Factor
     ids: Value
@@ -59,19 +65,21 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class Lying:
-    """Each device has what `layout` says, which an earlier plan over the same weights and states settled."""
+    """Each device has the shard of `layout`, which an earlier plan over the same weights and states fixed."""
 
     layout: Shard
     is_owed = False
 
 
 State: TypeAlias = Replicate | Cut | Partial | Routed | Local | Lying
+"""A layout in terms of factors."""
 
 
 def way(made: State, wanted: State) -> tuple[State, ...]:
-    """The states a value goes through from `made` to `wanted`, one conversion each.
+    """Return the layouts that a value takes from `made` to `wanted`, one conversion for each.
 
-    Raises `AssertionError` for a `Routed` state in which the value was not made.
+    Raises:
+        AssertionError: `wanted` is a `RoutedPartial` other than `made`.
     """
     if made == wanted or (wanted is PARTIAL and made.is_owed):
         return ()

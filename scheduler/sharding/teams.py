@@ -1,8 +1,11 @@
-"""Stages of layers, each cut over a team of devices: the layer split and the cuts of factors, composed.
+"""The hybrid split: a layer split over groups of devices, with tensor parallelism inside each group.
 
-A stage is a graph of its own, whose inputs are what earlier stages make; it is cut among its team as a whole graph is
-among all devices.  What another stage reads ends whole on every device of the team; each device of the other team has
-it from one of them.  All meetings of a stage come before its letters, and both before those of the next stage.
+1. Each pipeline stage is a graph of its own; its inputs are values of earlier stages (`split_into_stages`).
+2. Each stage is partitioned over its group, as a whole graph over all devices.
+3. A value for another stage ends whole on every device of the group. Each device of the other group receives it from
+   one of them.
+
+All collectives of a stage come before its messages, and both come before the collectives of the next stage.
 """
 
 from __future__ import annotations
@@ -29,14 +32,18 @@ from .rows import Laying
 from .search import cuts_of, deal, factors_at
 
 Cuts = frozenset[tuple[str, int, int, int]]
+"""The sharded factors: (leaf, axis, segment, position in the segment)."""
 Teams = Sequence[Sequence[int]]
-"""The devices of each stage."""
+"""The devices of each pipeline stage."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The graph of one stage.  `taken` are its inputs that others make, `given` its outputs that others read, by name:
-    in each case the value of the whole graph."""
+    """The graph of one pipeline stage.
+
+    `input_values` are its inputs from other stages, and `output_values` its outputs for other stages. Both map names to
+    values of the whole graph.
+    """
 
     graph: Graph
     taken: Mapping[str, Value]
@@ -44,8 +51,17 @@ class Stage:
 
 
 def teams_by(machine: int, devices: int) -> list[list[int]]:
-    """Devices in teams, one after the other: those of each machine, or where all are in one machine, the squarest
-    division.  Raises `PlanError` where there is none."""
+    """Divide the devices into groups of equal size, one after another.
+
+    A group has the devices of one machine. If all devices are in one machine, the division is the squarest one.
+
+    Args:
+        machine: The number of devices of each machine; 0 for a single machine.
+        devices: The number of devices.
+
+    Raises:
+        PlanError: There is no such division.
+    """
     size = machine
     if not 0 < machine < devices:
         size = devices // max(d for d in range(1, devices + 1) if devices % d == 0 and d * d <= devices)
@@ -58,7 +74,7 @@ def teams_by(machine: int, devices: int) -> list[list[int]]:
 
 
 def teams_like(programs: Sequence[Program]) -> list[list[int]] | None:
-    """The teams of programs whose stages are each cut among several devices; None of others."""
+    """Return the groups of programs with several pipeline stages of several devices; None for other programs."""
     devices, teams = len(programs), teams_of(programs)
     if not any(1 < len(team) < devices for team in teams):
         return None
@@ -68,7 +84,7 @@ def teams_like(programs: Sequence[Program]) -> list[list[int]] | None:
 
 @dataclass(frozen=True)
 class Composed:
-    """The graphs of all devices, the cuts that are made, and whether a stage goes in chunks, or could, if whole."""
+    """The graphs of all devices, the sharded factors, and whether a stage is or can be split into overlap chunks."""
 
     sharded: Sharded
     cuts: Cuts
@@ -85,11 +101,23 @@ def compose(
     earlier: Mapping[str, Layout] | None = None,
     chunks: Chunks = WHOLE,
 ) -> Composed:
-    """The nodes in stages as `where` says, each cut as `cuts` say; those that have enough tokens, in `chunks` of them.
-    `earlier` says how weights and states lie already.  Raises `PlanError` where a value would have to go back to an
-    earlier stage."""
+    """Split a graph into pipeline stages, and partition each over its group.
+
+    Args:
+        graph: The graph to partition.
+        where: The stage of each node.
+        teams: The devices of each stage.
+        cuts: The factors to shard.
+        proportions: The share of each device.
+        hardware: The speeds of devices and links.
+        earlier: Layouts of weights and states from an earlier plan.
+        chunks: The overlap chunks of stages with enough tokens.
+
+    Raises:
+        PlanError: A value would have to go back to an earlier stage.
+    """
     stages = staged(graph, where, teams, earlier or {})
-    whole = frozenset[str]()  # leaves that several stages read, and would cut along different axes
+    whole = frozenset[str]()  # leaves that stages would shard along different axes
     while True:
         made = _Composition(graph, stages, teams, cuts, proportions, hardware, whole, earlier, chunks)
         if made.torn <= whole:
@@ -98,8 +126,17 @@ def compose(
 
 
 def staged(graph: Graph, where: Placement, teams: Teams, earlier: Mapping[str, Layout]) -> list[Stage]:
-    """The graph of every stage; states stay where they lie already.  Raises `PlanError` where a value would have to go
-    back."""
+    """Return the graph of every stage; states stay in the stage that has them already.
+
+    Args:
+        graph: The graph to split.
+        where: The stage of each node.
+        teams: The devices of each stage.
+        earlier: Layouts of weights and states from an earlier plan.
+
+    Raises:
+        PlanError: A value would have to go back to an earlier stage.
+    """
     home, called, stages = homes(graph, where), assign_names(graph), len(teams)
     for state in graph.states:
         if (lies := earlier.get(state.node.name)) is not None and not _has(lies, teams[home[state]]):
@@ -111,7 +148,7 @@ def staged(graph: Graph, where: Placement, teams: Teams, earlier: Mapping[str, L
     given: list[dict[str, Value]] = [{} for _ in range(stages)]
 
     def on(stage: int, value: Value) -> Value:
-        """`value` in a stage: its own, a leaf, or an input."""
+        """Return `value` in a stage: computed there, a leaf, or an input."""
         at = home.get(value, stage)
         if at > stage:
             raise PlanError(f"{value!r} would go back from stage {at} to {stage}; use split mode layer or tensor")
@@ -143,7 +180,10 @@ def staged(graph: Graph, where: Placement, teams: Teams, earlier: Mapping[str, L
 
 
 class _Composition:
-    """The stages cut, one after the other; `torn` are leaves that two of them have cut along different axes."""
+    """The stages, partitioned one after another.
+
+    `conflicting_leaves` are the leaves that two stages shard along different axes.
+    """
 
     def __init__(
         self,
@@ -161,8 +201,10 @@ class _Composition:
         self.asked, self.hardware, self.whole, self.earlier = cuts, hardware, whole, earlier
         self.chunks, self.has_chunks, self.number = chunks, False, 0
         self.cuts: Cuts = frozenset()
-        self.sent: list[list[tuple[str, int, int]]] = [[] for _ in proportions]  # output, to whom, under which number
-        self.received: list[dict[str, tuple[int, int]]] = [{} for _ in proportions]  # by input: from whom, and number
+        self.sent: list[list[tuple[str, int, int]]] = [[] for _ in proportions]  # output, receiver and sequence number
+        self.received: list[dict[str, tuple[int, int]]] = [
+            {} for _ in proportions
+        ]  # by input: sender and sequence number
         self.parts: list[Sharded] = []
         for number, stage in enumerate(stages):
             part = self._cut(number, stage)
@@ -172,7 +214,7 @@ class _Composition:
         self.torn = frozenset(name for name, layout in self.leaves.items() if layout is None)
 
     def _cut(self, number: int, stage: Stage) -> Sharded:
-        """One stage over its team."""
+        """Partition one stage over its group."""
         graph, team, factors = stage.graph, self.teams[number], Factors(stage.graph)
         chosen = factors_at(graph, factors, self.asked) if len(team) > 1 else frozenset()
         chosen = frozenset(f for f in chosen if f.can_be_cut)
@@ -202,7 +244,7 @@ class _Composition:
         return part
 
     def _post(self, number: int, stage: Stage) -> None:
-        """Letters of a stage to later ones, numbered."""
+        """Number the messages of a stage to later stages."""
         for name, value in stage.given.items():
             for later in range(number + 1, len(self.stages)):
                 for label in (n for n, v in self.stages[later].taken.items() if v == value):
@@ -214,7 +256,7 @@ class _Composition:
                         self.number += 1
 
     def _layout(self, leaf: Node) -> Layout | None:
-        """How a leaf lies on all devices; None where that is no layout."""
+        """Return the layout of a leaf over all devices; None if the stages shard it along different axes."""
         if leaf.op not in ("weight", "state"):
             return REPLICATE
         if self.earlier is not None and leaf.name in self.earlier:
@@ -240,7 +282,7 @@ class _Composition:
         return Shard(axis, tuple(runs))
 
     def sharded(self) -> Sharded:
-        """All devices."""
+        """Return the graphs and layouts of all devices."""
         graphs: dict[int, Graph] = {}
         outputs: dict[str, Layout] = {}
         for number, (team, part) in enumerate(zip(self.teams, self.parts, strict=True)):
@@ -260,7 +302,7 @@ class _Composition:
         return Sharded(tuple(graphs[d] for d in devices), tuple({} for _ in devices), leaves, ordered)
 
     def _posted(self, device: int, graph: Graph, given: Mapping[str, Value]) -> Graph:
-        """The graph of a device with letters in place of what other stages make, and for what they read."""
+        """Return the graph of a device with receives from other stages and sends to them."""
         received = self.received[device]
 
         def rule(node: Node) -> Value | None:
@@ -281,7 +323,7 @@ class _Composition:
 
 
 def _within(layout: Layout, shape: Sequence[int], team: Sequence[int]) -> Layout:
-    """How a leaf of this shape lies on the devices of a team."""
+    """Return the layout of a leaf of this shape within one group."""
     if isinstance(layout, Shard):
         runs = tuple(layout.runs[d] for d in team)
         return REPLICATE if set(runs) == {((0, shape[layout.axis]),)} else Shard(layout.axis, runs)
@@ -289,8 +331,15 @@ def _within(layout: Layout, shape: Sequence[int], team: Sequence[int]) -> Layout
 
 
 def stages_like(graph: Graph, leaves: Mapping[str, Layout], teams: Teams) -> Placement:
-    """The stages of a graph over weights and states that lie on teams already: a node runs where a weight or state of
-    its own lies, otherwise with the last of its sources."""
+    """Return the stage of each node of a graph over weights and states that groups have already.
+
+    A node is in a stage that has its weight or state, otherwise in the stage of its last operand.
+
+    Args:
+        graph: The graph to split.
+        leaves: The layouts of the leaves over all devices.
+        teams: The devices of each stage.
+    """
     where: dict[Node, int] = {}
     for node in graph.nodes:
         if node.is_leaf:
@@ -306,7 +355,7 @@ def stages_like(graph: Graph, leaves: Mapping[str, Layout], teams: Teams) -> Pla
 
 
 def _has(layout: Layout, team: Sequence[int]) -> bool:
-    """Whether a team has anything of what lies so."""
+    """Return whether a group has any entry of a leaf with this layout."""
     if isinstance(layout, Shard):
         return any(layout.runs[d] for d in team)
     return isinstance(layout, Replicate) or (isinstance(layout, Local) and not set(team).isdisjoint(layout.devices))
