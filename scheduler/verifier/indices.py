@@ -189,7 +189,8 @@ def agreed(one: Index, ones: Digits, two: Index, twos: Digits) -> Index | None:
         twos: Digits on which the second value does not depend.
 
     Returns:
-        Entries that are equal to `one` up to `ones`, and equal to `two` up to `twos`; None if there are none.
+        Entries that are equal to `one` up to `ones` and equal to `two` up to `twos`; None if such entries do not
+        exist.
     """
     if one == two:
         return one

@@ -1,7 +1,7 @@
 """Propagation of partial sums through nodes.
 
-The input is the partial sums of the operands, or a lookup table of which a device has only some rows. The rules come
-from the op declarations alone; the verifier takes nothing from the planner.
+The input is the partial sums of the operands, or a lookup table with only some local rows. The rules come from the
+op declarations alone; the verifier takes nothing from the planner.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _keeps(declared: Op[Any], user: Side, operand: str, summand: Summand) -> boo
 
 
 def _looked_up(declared: Op[Any], user: Side, given: Mapping[str, Owed], made: Made, values: Names) -> Owed:
-    """Return the partial sum of a lookup in a table of which the device has only some rows.
+    """Return the partial sum of a lookup in a table with only some local rows.
 
     The result has the entries that name a local row. Operands that are added may be partial sums; all other operands
     must be complete for these entries.

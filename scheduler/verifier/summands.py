@@ -140,7 +140,7 @@ def _miscounted(
 def _parts_miscounted(
     summands: Sequence[Owed], known: Mapping[tuple[int, ...], object], seen: dict[tuple[int, ...], Sequence[Owed]]
 ) -> str | None:
-    """Check each operand of a linear op. A device that has all or nothing has all or nothing of each operand."""
+    """Check each operand of a linear op. A device with the whole sum, or with zeros, has the same of each operand."""
     forms = {(s.joint, len(s.parts)) for s in summands if s is not None and s.kind == "linear"}
     kinds = {s.kind for s in summands if s is not None}
     if len(forms) > 1 or "terms" in kinds:
