@@ -9,7 +9,7 @@ Plan
     leaves: exactly the graph's leaves; each has this layout where devices read it, and all its entries on some
         device
     outputs: exactly the graph's outputs; each has this layout at the end
-    cuts: each an axis of a leaf that is sharded there or pinned; segments and places serve later plans, which are checked
+    cuts: each an axis of a leaf that is sharded there or pinned; segments and places serve later plans
     reasons: free, text for people
     hardware: speeds above zero; apart from that free, because it serves predictions
     placed: existing nodes and devices; each node is computed only there
