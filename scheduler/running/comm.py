@@ -53,6 +53,7 @@ class Teams:
         }
 
     def member(self, number: int) -> TeamMember:
+        """Return the communicator of device `number`."""
         team = self.teams[number]
         return TeamMember(self.meetings[team], team.index(number), self.letters.member(number))
 
@@ -128,4 +129,5 @@ class Alone:
         """Do nothing, because there is no receiver."""
 
     def receive(self, into: Array, source: int, sequence: int) -> None:
+        """Fill the result with zeros, because there is no sender."""
         into[...] = 0

@@ -252,6 +252,7 @@ def load(plan: Plan, weights: Mapping[str, npt.ArrayLike], *, comm: Any = None) 
 
 
 def _bind_and_compile(plan: Plan, weights: Mapping[str, npt.ArrayLike], world: World) -> Executor:
+    """Bind all weights of the plan to a new store, and make an executor."""
     store = Store([(lane.backend, lane.device) for lane in plan.lanes], world)
     for value in plan.graph.weights:
         name, spec = value.node.name, value.spec

@@ -99,6 +99,7 @@ class PackedWeights:
 
 
 def _name(text: str) -> str:
+    """Return a file name that stands for `text`: 32 hexadecimal digits of its SHA-256."""
     from hashlib import sha256  # loads OpenSSL, which processes without packed weights do not need
 
     return sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]

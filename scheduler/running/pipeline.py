@@ -172,6 +172,7 @@ class Succession:
                 self._devices.stop(None, why)
 
     def _are_done(self, runs: Iterable[_Run]) -> bool:
+        """Return whether all devices of this process have finished these runs."""
         return all(len(run.outputs) == len(self._own) for run in runs)
 
     def _undo(self, number: int, error: BaseException | None) -> None:

@@ -13,6 +13,7 @@ _adding = threading.Lock()
 
 
 def _lock_of(backend: Backend) -> threading.RLock:
+    """Return the lock of a backend, made at the first call."""
     with _adding:
         return _locks.setdefault(backend, threading.RLock())
 

@@ -69,6 +69,7 @@ def read_program(entry: Mapping[str, Any], graph: Graph) -> Program:
 
 
 def _read_instruction(graph: Graph, index: Any, op: Any, name: Any, src: Any, dst: Any, scratch: Any) -> Instruction:
+    """Build an instruction; its attributes come from its graph node, or from the op's defaults without a node."""
     operands, results = tuple(map(_read_tensor, src)), tuple(map(_present, dst))
     if type(index) is not int or not -1 <= index < len(graph.nodes):
         raise ValueError(f"step {name!r:.60} computes node {index!r:.60} of {len(graph.nodes)}")

@@ -130,6 +130,7 @@ def _running(plan: Plan) -> dict[str, Any]:
 
 
 def _plan(document: dict[str, Any]) -> Plan:
+    """Build a plan from its JSON document without verifying it."""
     graph = graph_from_json(json.dumps(document["graph"]))
     graphs = [graph_from_json(json.dumps(entry["graph"])) for entry in document["programs"]]
     programs = [read_program(entry, own) for entry, own in zip(document["programs"], graphs, strict=True)]
@@ -157,6 +158,7 @@ def _plan(document: dict[str, Any]) -> Plan:
 
 
 def _device(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> tuple[Backend, Device]:
+    """Return the backend and the device of a JSON entry; a simulated backend needs its machine."""
     kind, index = text_of(entry["kind"]), count(entry["index"])
     if entry["backend"] == SIMULATED:
         absent = simulated(kind, _read_machine(machines[kind]) if kind in machines else None)
@@ -247,6 +249,7 @@ def _check_leaf(plan: Plan, leaf: Node) -> None:
 
 
 def _check_layout(what: str, shape: tuple[int, ...], layout: Layout, devices: int) -> None:
+    """Require that a layout names existing axes, entries and devices."""
     if isinstance(layout, Shard):
         _require(layout.axis < len(shape) and len(layout.runs) == devices, f"{what} is cut where it has no axis")
         ends = [offset + n for runs in layout.runs for offset, n in runs]

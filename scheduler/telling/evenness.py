@@ -170,6 +170,7 @@ class _Reasons:
         return min(told, key=lambda option: option[0])[1] if told else "no axis of it can be cut"
 
     def _ordered(self, weight: Value) -> list[list[Factor]]:
+        """Return the factors of each axis of a weight."""
         return [[f for segment in segments for f in segment] for segments in self.factors.axes(weight)]
 
     def _option(self, weight: Value, name: str) -> tuple[float, str]:
@@ -190,6 +191,7 @@ class _Reasons:
         return longer, f"a cut along axis {axis} would make a run {time_text(abs(longer))} {said} collectives"
 
     def _assignment(self, chosen: frozenset[Factor]) -> Assignment:
+        """Return the sharding assignment if the factors `chosen` are sharded."""
         if chosen not in self._laid:
             self._laid[chosen] = assign(self.plan.graph, self.factors, chosen)
         return self._laid[chosen]

@@ -195,6 +195,7 @@ def stage_table(plan: Plan) -> list[str]:
 
 
 def _row(plan: Plan, number: int, stage: Stage, because: str) -> tuple[str, ...]:
+    """Return the table row of one timeline entry."""
     where = places([str(plan.lanes[d].device) for d in stage.devices])
     if stage.op == "send":
         where = " -> ".join(str(plan.lanes[d].device) for d in sorted(stage.devices, key=lambda d: d != stage.source))
@@ -221,6 +222,7 @@ class Reasons:
         self.shapes = {name: [spec.shape for spec in node.specs] for node, name in assign_names(plan.graph).items()}
 
     def of(self, stage: Stage) -> str:
+        """Return the reason for a timeline entry."""
         nodes = self._nodes(stage)
         if stage.op == WORK:
             return self._work(nodes, stage.devices)
@@ -271,6 +273,7 @@ class Reasons:
         return "what it reads is whole on each device"
 
     def _meeting(self, lane: Lane, stage: Stage, node: Node) -> str:
+        """Return the reason for a collective or a message."""
         if stage.op == "send":
             to = self.plan.lanes[next(d for d in stage.devices if d != stage.source)].device
             return f"{named(node.inputs[0])} is made on {lane.device} and read on {to}"
@@ -291,6 +294,7 @@ class Reasons:
         return f"; {stage.op} over {over}: {time_text(met.inside)} inside, {time_text(met.across)} across"
 
     def _axis(self, leaf: Node) -> int:
+        """Return the axis on which a leaf is sharded."""
         layout = self.plan.leaves[leaf.name]
         assert isinstance(layout, Shard)
         return layout.axis

@@ -66,6 +66,7 @@ def measured(plan: Plan, trace: Trace | str | Path) -> Measured:
 
 
 def _read(path: str | Path) -> Any:
+    """Read the JSON document of a trace file, gzipped or not."""
     with open(path, "rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
     try:
@@ -79,6 +80,10 @@ def _read(path: str | Path) -> Any:
 
 
 def _measured(plan: Plan, document: Mapping[str, Any]) -> Measured:
+    """Match a trace document with a plan and return the measured times of the plan's steps.
+
+    The document may have several plans; the plan with the most equal shapes is taken.
+    """
     about = document["otherData"]
     if about["format"] != FORMAT:
         raise PlanError(f"is a trace in the format {about['format']!s:.40}; this version reads {FORMAT}")

@@ -72,6 +72,7 @@ def meets_all(programs: Sequence[Program]) -> Iterator[str]:
 
 
 def _met(programs: Sequence[Program]) -> Met:
+    """Return the collective calls of each device with their participants."""
     lanes = [appointments(device, program) for device, program in enumerate(programs)]
     members: dict[int, dict[int, None]] = {}
     for a in (a for lane in lanes for a in lane if a.op not in POINT_TO_POINT_OPS):
@@ -81,12 +82,14 @@ def _met(programs: Sequence[Program]) -> Met:
 
 
 def _pair(letter: Appointment) -> tuple[int, ...]:
+    """Return the sender and the receiver of a message."""
     if letter.op == "send":
         return letter.device, as_integer(letter.terms["to"])
     return as_integer(letter.terms["source"]), letter.device
 
 
 def _meets_all(met: Met) -> Iterator[str]:
+    """Yield the first call that joins all devices."""
     every = (a for lane in met for a, team in lane if a.op not in POINT_TO_POINT_OPS and len(team) == len(met))
     if a := next(every, None):
         yield f"{a} joins all devices: runs follow each other only where devices meet by letters, or in teams"

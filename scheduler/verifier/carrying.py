@@ -42,6 +42,8 @@ class Carrying(Trace):
                 self.made.setdefault(meaning.number[value], (at, value.index))
 
     def faults(self) -> Iterator[str]:
+        """Yield all faults of the short graphs, and carried values that are incomplete or differ between repetitions.
+        """
         sound = True
         for why in super().faults():
             sound = False
@@ -51,6 +53,7 @@ class Carrying(Trace):
             yield from self._unlike()
 
     def _node(self, device: int, node: Node) -> Iterator[str]:
+        """Infer the facts of a node. A carried partial sum becomes one opaque term per device for its readers."""
         yield from super()._node(device, node)
         runs = self.runs[device]
         if (name := runs.carried.get(node)) is None or node not in self.held[device]:

@@ -33,6 +33,7 @@ class Memory:
         self.top = 0
 
     def write(self, extent: tuple[int, int, int], value: object) -> None:
+        """Record that a byte range holds `value`, and collect the values that it overwrites."""
         buffer, start, end = extent
         if start >= end:
             return
@@ -113,6 +114,7 @@ class Views:
         self.known: dict[Value, Seen] = {}
 
     def of(self, value: Value) -> Seen:
+        """Return the view that `value` has of its base; the views on the way are stored."""
         if (known := self.known.get(value)) is not None:
             return known
         chain = [value]
@@ -166,6 +168,7 @@ def scratch_fault(memory: Memory, scratch: Tensor | None, need: int) -> str | No
 
 
 def show(held: object) -> str:
+    """Format the content of a byte range; None is a mixture or nothing known."""
     return "something else" if held is None else repr(held)
 
 
@@ -191,6 +194,7 @@ def _is_tensor(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def meet(one: tuple[int, int, int], two: tuple[int, int, int]) -> bool:
+    """Return whether two extents (buffer, first byte, end byte) have bytes in common."""
     return one[0] == two[0] and max(one[1], two[1]) < min(one[2], two[2])
 
 

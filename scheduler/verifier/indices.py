@@ -46,6 +46,7 @@ def whole(n: int) -> Index:
 
 
 def length(index: Index) -> int:
+    """Return the number of entries of an index."""
     return sum(n for _, n in index)
 
 
@@ -163,11 +164,13 @@ def multiplied(indices: tuple[Index, ...], sizes: tuple[int, ...]) -> Index:
 
 
 def _place(listed: Entries, digit: tuple[int, int]) -> Entries:
+    """Return the part of each entry number that belongs to a digit."""
     stride, n = digit
     return listed // stride % n * stride
 
 
 def _without(listed: Entries, digits: Digits) -> Entries:
+    """Return the entry numbers with these digits set to zero."""
     for digit in digits:
         listed = listed - _place(listed, digit)
     return listed

@@ -75,14 +75,17 @@ def _same_node(a: Node, b: Node, here: Mapping[Node, int], there: Mapping[Node, 
 
 
 def _terms(attrs: Mapping[str, Attr]) -> dict[str, Attr]:
+    """Return the attributes of a collective without partners and sequence number."""
     return {name: value for name, value in attrs.items() if name not in OF_MEETINGS}
 
 
 def _places(values: tuple[Value | None, ...], place: Mapping[Node, int]) -> list[tuple[int, int] | None]:
+    """Return each value as (position of its node, result index)."""
     return [None if v is None else (place[v.node], v.index) for v in values]
 
 
 def _same_table(mine: Mapping[str, Any], theirs: Mapping[str, Any], called: Mapping[str, str]) -> bool:
+    """Return whether two tables of tensors are equal after the names of the second are translated by `called`."""
     return dict(mine) == {called.get(name, ""): tensor for name, tensor in theirs.items()} and len(mine) == len(theirs)
 
 

@@ -71,6 +71,7 @@ def meeting_faults(programs: Sequence[Program]) -> Iterator[str]:
 
 
 def _group_faults(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
+    """Yield collectives with a missing participant, different calls, or a wrong rank."""
     groups: dict[int, dict[int, Appointment]] = {}
     for appointment in (a for lane in lanes for a in lane if a.op not in POINT_TO_POINT_OPS):
         groups.setdefault(appointment.sequence, {})[appointment.device] = appointment
@@ -91,6 +92,7 @@ def _group_faults(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
 
 
 def _pair_faults(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
+    """Yield messages without a receiver or a sender, or with another spec at the receiver."""
     sent = {(a.device, a.terms["to"], a.sequence): a for lane in lanes for a in lane if a.op == "send"}
     received = {(a.terms["source"], a.device, a.sequence): a for lane in lanes for a in lane if a.op == "receive"}
     for key, a in sent.items():

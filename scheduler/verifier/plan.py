@@ -95,6 +95,7 @@ def _faults(plan: Plan, follow: Callable[..., Trace]) -> Iterator[str]:
 
 
 def _computes(node: Node) -> bool:
+    """Return whether a node runs a kernel: it is neither a leaf nor a view nor unknown."""
     return node.op in REGISTRY and not node.is_leaf and not REGISTRY[node.op].is_view
 
 
@@ -135,6 +136,7 @@ class _Whole:
         self.meaning = Meaning(plan.graph)
 
     def faults(self) -> Iterator[str]:
+        """Yield layout faults of leaves, then faults of the values, or else of outputs, updates and pins."""
         leaves: dict[tuple[int, str], Held] = {}
         for node in self.plan.graph.nodes:
             if node.is_leaf and node.op != "constant":
@@ -231,6 +233,7 @@ class _Whole:
     # ------------------------------------------------------------------------------------------------------- ends
 
     def _outputs(self, trace: Trace) -> Iterator[str]:
+        """Yield outputs that are missing or wrong on a device, and device outputs that the graph does not have."""
         for name, value in self.plan.graph.outputs.items():
             axes = self._axes(value, self.plan.outputs.get(name))
             if isinstance(axes, str):
@@ -252,6 +255,9 @@ class _Whole:
                     yield f"device {device} has an output {name!r}, which the graph does not have"
 
     def _updates(self, trace: Trace) -> Iterator[str]:
+        """Yield states that a device updates wrongly or not at all, and states that it lacks although it must show
+        them.
+        """
         wanted = {s.node.name: (s, v) for s, v in self.plan.graph.updates.items()}
         lying = {s: self._axes(s, self.plan.leaves.get(s.node.name)) for s in self.plan.graph.states}
         for device, lane in enumerate(self.plan.lanes):
@@ -276,6 +282,16 @@ class _Whole:
     def _ends_as(
         self, trace: Trace, device: int, local: Value, value: Value, wanted: tuple[Index, ...], what: str
     ) -> Iterator[str]:
+        """Yield a fault if a device value is not the entries `wanted` of a graph value; `what` is the subject of the
+        message.
+
+        Args:
+            trace: The facts of all device values.
+            device: Number of the device.
+            local: The device value.
+            value: The graph value.
+            wanted: The entries of `value` that the device must have.
+        """
         held = trace.of(device, local)
         if not any(self.meaning.holds(h, value, wanted) for h in held):
             number = self.meaning.number[value]

@@ -78,6 +78,7 @@ class _Run:
         self.ran: set[object] = set()
 
     def faults(self) -> Iterator[str]:
+        """Yield all faults of the program, in the order of its instructions."""
         yield from self._leaves()
         for step, instruction in enumerate(self.program.instructions):
             if step in self.journal.backs:
@@ -210,6 +211,7 @@ class _Run:
         return cont(new).node, (state,), update
 
     def _operands(self, node: Node, i: Instruction) -> Iterator[str]:
+        """Yield operands that are not the node's sources, and strided operands of a kernel that reads dense ones."""
         for position, (source, tensor) in enumerate(zip(node.src, i.src, strict=True)):
             if (source is None) != (tensor is None):
                 yield f"operand {position} is {'missing' if tensor is None else 'too many'}"

@@ -30,6 +30,7 @@ class Readers:
         self._groups: dict[Items, _Group] = {}
 
     def add(self, user: Side, numbers: tuple[int, ...]) -> None:
+        """Add a node of the user's graph and the numbers of its results."""
         self._groups.setdefault(self._fixed_arguments(user), _Group(self._op)).readers.append((user, numbers))
 
     def neighbours(self, mine: Side, axes: Sequence[Axes | None]) -> Iterator[Reader]:
@@ -63,6 +64,7 @@ class _Group:
         self.readers: list[Reader] = []
 
     def neighbours(self, mine: Side, axes: Sequence[Axes | None]) -> Iterator[Reader]:
+        """Yield the nodes of the group that a device's node may be; slices only if they contain its first entry."""
         (operand, *_) = axes or (None,)
         if self._op != "slice" or operand is None or len(self.readers) <= MAX_OTHERS or not mine.results[0].size:
             yield from self.readers

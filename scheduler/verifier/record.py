@@ -89,6 +89,7 @@ def leaf_faults(plan: Plan) -> Iterator[str]:
 
 
 def _has_constant(layout: Layout, device: int) -> bool:
+    """Return whether a device has a constant with this layout."""
     return isinstance(layout, Replicate) or (isinstance(layout, Local) and device in layout.devices)
 
 

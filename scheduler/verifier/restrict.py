@@ -136,14 +136,17 @@ def restricted(op: str, user: Side, mine: Side, axes: tuple[Axes | None, ...]) -
 
 
 def _nothing(user: Spec, mine: Spec) -> Axes:
+    """Return the entries of a result without elements; its sizes decide them."""
     return tuple((_some(n, m), ()) for n, m in zip(user.shape, mine.shape, strict=True))
 
 
 def _some(n: int, m: int) -> Index:
+    """Return the index of the first `m` entries."""
     return whole(n) if m == n else whole(m)
 
 
 def _same_attrs(declared: Op[Any], user: Side, mine: Side) -> None:
+    """Require equal attributes, except the attributes that may differ for a local version."""
     theirs, local = mine.settled, local_attrs(declared)
     for name, value in user.attrs:
         if name in local or (found := theirs.get(name)) is value:
@@ -171,9 +174,11 @@ class _Names:
     summed: list[Part] = field(default_factory=list)
 
     def meet(self, name: str, part: Part) -> None:
+        """Add an operand's entries of a dimension; all operands must agree."""
         self.named[name] = _met(self.named[name], part, name) if name in self.named else part
 
     def meet_all(self, kept: list[Part], parts: Sequence[Part]) -> None:
+        """Add an operand's entries of its leading axes to `kept`; all operands must agree."""
         for i, part in enumerate(parts):
             if i < len(kept):
                 kept[i] = _met(kept[i], part, f"leading axis {i}")
@@ -182,6 +187,7 @@ class _Names:
 
 
 def _met(one: Part, two: Part, what: str) -> Part:
+    """Return the entries on which two operands agree. Raises `RestrictionError` if they differ."""
     index = agreed(*one, *two)
     if index is None:
         raise Unfit(f"operands hold different entries of {what}: {show(one[0])} and {show(two[0])}")
@@ -195,6 +201,13 @@ def show(index: Index) -> str:
 
 
 def _signed(declared: Op[Any], user: Side, mine: Side, axes: tuple[Axes | None, ...]) -> Made:
+    """Infer the results of an op with a signature.
+
+    1. Split the operands' entries into the dimensions of the signature; all operands must agree on each dimension.
+    2. Require that coupled dimensions are whole.
+    3. Combine the dimensions to the entries of the results, which must have the shapes of the device's results.
+    4. Return the contracted dimensions as a partial sum.
+    """
     attrs = user.settled
     sizes, local = (
         declared.resolve_sizes(user.src, attrs).by_name,
@@ -320,6 +333,7 @@ def _check_repeats(user: Side, operands: Sequence[Any], axes: Sequence[Axes | No
 
 
 def _check_shapes(mine: Side, results: Sequence[Axes]) -> None:
+    """Require that the device's results have the shapes of these entries."""
     for spec, axes in zip(mine.results, results, strict=True):
         if spec.shape != tuple(length(i) for i, _ in axes):
             raise Unfit(f"the result is {list(spec.shape)}, its entries are {[show(i) for i, _ in axes]}")
@@ -329,6 +343,7 @@ def _check_shapes(mine: Side, results: Sequence[Axes]) -> None:
 
 
 def _linked(declared: Op[Any], user: Side, mine: Side, axes: tuple[Axes | None, ...]) -> Made:
+    """Infer the result of an op that links operand axes to result axes."""
     assert declared.links is not None
     links = declared.links(user.src, user.settled)
     starts = {(m.operand, m.source, m.result): m.start for m in declared.links(mine.src, mine.settled)}
@@ -386,6 +401,7 @@ def _regrouped(
 
 
 def _check_unlinked(links: Sequence[AxisLink], user: Side, axes: Sequence[Axes | None]) -> None:
+    """Require that operand axes without a link are whole."""
     linked = {(m.operand, a) for m in links for a in m.source}
     for operand, (spec, part) in enumerate(zip(user.src, axes, strict=True)):
         for a, n in enumerate(spec.shape if spec is not None else ()):

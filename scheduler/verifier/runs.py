@@ -118,6 +118,7 @@ class _Steps:
                 self.lies.update(zip(nodes[i.index].results, i.dst, strict=True))
 
     def faults(self) -> Iterator[str]:
+        """Yield all faults of the repetitions of one device."""
         if self.kinds != sorted(self.kinds):
             yield "steps of a run come after those of the next"
         yield from self._kept()
@@ -130,6 +131,7 @@ class _Steps:
         yield from self._overwritten(self._lasting(), carried)
 
     def _inner(self, kind: int) -> bool:
+        """Return whether instructions of this kind repeat: they are neither before nor after all repetitions."""
         return PREAMBLE < kind < self.of.short_count
 
     def _kept(self) -> Iterator[str]:
@@ -171,6 +173,7 @@ class _Steps:
                 yield f"step %{quote_node_name(i.node)} of run {kind} writes a state of another run"
 
     def _base(self, value: Value) -> Value:
+        """Return the value that has the memory of `value`."""
         return self.views.of(value).base
 
     def _carried(self) -> Mapping[Value, Extent] | str:

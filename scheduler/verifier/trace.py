@@ -102,6 +102,7 @@ class Meaning:
         return held.number == number and held.owed is None and self.alike(number, held.axes, indices)
 
     def alike(self, number: int, one: Sequence[Index], two: Sequence[Index]) -> bool:
+        """Return whether two lists of entries are equal up to the digits of a value."""
         digits = self.digits[number]
         return all(agreed(a, d, b, d) is not None for a, b, d in zip(one, two, digits, strict=True))
 
@@ -169,6 +170,7 @@ class Trace:
     # ------------------------------------------------------------------------------------------------ one device
 
     def _node(self, device: int, node: Node) -> Iterator[str]:
+        """Infer the facts of one node; yield a fault if the user's graph has no such node."""
         if node.is_leaf:
             yield from self._leaf(device, node)
             return

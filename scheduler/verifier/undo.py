@@ -210,6 +210,7 @@ class Journal:
         self.memory.lost.clear()
 
     def _back_first(self, value: object) -> bool:
+        """Return whether the undo restores the state `value` before it reads the state as a row index."""
         if not isinstance(value, Value) or value.node.op != "state":
             return False
         saved = [s for s in self.saved.values() if self.program.buffers[s.state.buffer].name == value.node.name]
@@ -229,6 +230,7 @@ class Journal:
 
 
 def _numbers_rows(index: Tensor, table: Tensor) -> bool:
+    """Return whether `index` has integers that can number the rows of `table`."""
     return index.dtype.is_integer and index.shape[:-1] == table.shape[:-2]
 
 
