@@ -76,8 +76,9 @@ class Bound:
         return Inlet(lying, write)
 
     def given(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
-        """Return the inputs of a run as arrays. Raises `PlanError` for an input that is missing, unknown or does not
-        fit.
+        """Return the inputs of a run as arrays.
+
+        Raises `PlanError` for an input that is missing, unknown or does not fit.
         """
         if type(inputs) is not dict or not inputs.keys() <= self.specs.keys():
             require(PlanError, "run", "inputs", inputs, INPUTS)

@@ -124,8 +124,7 @@ class Executor:
 
     @validate_arguments(PlanError, name=TEXT)
     def copies(self, name: str) -> list[Array]:
-        """Return an output of the last run from each device of this process that has all of it, else the assembled
-        output.
+        """Return an output of the last run from each local device that has all of it, else the assembled output.
 
         Raises `PlanError` for an unknown output.
         """
@@ -155,8 +154,9 @@ class Executor:
             self._replay(self._replays)
 
     def _replay(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
-        """Run this work of all local devices and return the results; if a trace is set, time the programs and return
-        nothing.
+        """Run this work of all local devices and return its results by device number.
+
+        If a trace is set, time the programs instead and return nothing.
         """
         with InterruptsKept():
             trace = self.trace

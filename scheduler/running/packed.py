@@ -47,8 +47,9 @@ class PackedWeights:
         self._says_why = True
 
     def recalled(self, origin: Origin, packing: str, share: str, nbytes: int) -> tuple[Array, bytes] | None:
-        """Return `nbytes` bytes of mapped read-only memory and the digest of their source; None without a complete
-        file.
+        """Return mapped read-only memory of `nbytes` bytes and the digest of its source; None if the file is missing.
+
+        A file of another size counts as missing.
         """
         try:
             with open(self._file(origin, packing, share), "rb") as file:
@@ -83,8 +84,9 @@ class PackedWeights:
 
     @staticmethod
     def _make_room(version: Path) -> None:
-        """Make the folder of a version, and remove the folders of other versions; processes that have mapped their
-        files keep them.
+        """Make the folder of a version, and remove the folders of other versions.
+
+        Processes that have mapped removed files keep them.
         """
         try:
             version.mkdir(parents=True, mode=0o700)

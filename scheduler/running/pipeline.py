@@ -86,12 +86,11 @@ def in_turn(runs: Sequence[Asked]) -> list[dict[str, Array]]:
 
 
 class Succession:
-    """A context in which runs follow each other through the devices of the plan `first`; stores must have the same
-    devices.
+    """A context in which runs follow each other through the devices of the plan `first`.
 
-    Each device begins the next run when it has finished the last run and saved its undo data. Runs with outputs
-    returned by `wait_for_outputs` are final. All other runs are rolled back at the end. With `together`, returned
-    runs are rolled back too if the context fails.
+    All stores must have the same devices. Each device begins the next run when it has finished the last run and
+    saved its undo data. Runs with outputs returned by `wait_for_outputs` are final. All other runs are rolled back
+    at the end. With `together`, returned runs are rolled back too if the context fails.
     """
 
     def __init__(self, first: Pipeline, *, together: bool = False) -> None:

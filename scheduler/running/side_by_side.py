@@ -90,8 +90,9 @@ class SideBySide:
             self.stop(number, why)
 
     def stop(self, number: int | None, why: BaseException) -> None:
-        """Record a failure of a device (or an interrupt, without a number), then wake the others, which fail because of
-        it.
+        """Record a failure, then wake the other devices, which fail because of it.
+
+        `number` is None for an interrupt.
         """
         self.failures.append((number, why))
         self.place.abort(str(why) or type(why).__name__)

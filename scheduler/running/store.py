@@ -317,9 +317,7 @@ class _DeviceStore:
     def share(
         self, wanted: BufferSpec, data: Callable[[], Array], share: object, copies: WeightCopies
     ) -> Callable[[], bytes]:
-        """Bind a weight to its source memory if the backend can read it, else to a shared copy; return the digest
-        function.
-        """
+        """Bind a weight to its source memory if the backend reads it, else to a shared copy; return its digest."""
         assert wanted.declared is not None
         declared = wanted.declared
         stored = self.backend.stored(declared, wanted.kind)

@@ -37,8 +37,9 @@ FORMAT = "hocket-plan-3"
 
 @validate_arguments(PlanError, plan=instance_of(Plan))
 def plan_to_json(plan: Plan) -> str:
-    """Return a plan as one JSON object, which `plan_from_json` reads. Devices with equal programs share one program in
-    it.
+    """Return a plan as one JSON object, which `plan_from_json` reads.
+
+    Devices with equal programs share one program in it.
     """
     document = _running(plan)
     document["reasons"] = list(plan.reasons)
@@ -60,8 +61,9 @@ def plan_to_json(plan: Plan) -> str:
 
 
 def digest(plan: Plan) -> str:
-    """Return the SHA-256 of the canonical JSON of everything that runs; reasons, predictions and memory sizes are
-    excluded.
+    """Return the SHA-256 of the canonical JSON of everything that runs.
+
+    Reasons, predictions and memory sizes are excluded.
     """
     text = json.dumps(_running(plan), allow_nan=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -197,8 +197,9 @@ class _Reasons:
         return self._laid[chosen]
 
     def _read_whole(self, weight: Value, made: Assignment) -> str:
-        """Return the reader of a weight that needs all of it; without such a reader, a flag or an earlier plan has
-        decided.
+        """Return a text about the reader that needs all of a weight.
+
+        Without such a reader, a flag or an earlier plan has decided.
         """
         reader = next((user for user in self.users[weight] if not isinstance(made.by[user], Cut)), None)
         return "it was to lie so" if reader is None else f"{reader.op} reads it whole"

@@ -70,9 +70,7 @@ def _parted(plan: Plan) -> bool:
 
 
 def reason_lines(plan: Plan) -> list[str]:
-    """Return the lines about the alternatives that the search considered, which are the plan's reasons, and the
-    results.
-    """
+    """Return the lines about the search, which are the plan's reasons, and about its results."""
     return [
         *plan.reasons,
         *made_lines(plan),
@@ -85,8 +83,9 @@ def reason_lines(plan: Plan) -> list[str]:
 
 
 def made_lines(plan: Plan) -> list[str]:
-    """Return a line with the time of the plan. It differs from the search's times, because programs contain more
-    copies.
+    """Return a line with the time of the plan.
+
+    It differs from the search's times, because the programs contain copies that the search does not see.
     """
     if not plan.cuts:
         return []

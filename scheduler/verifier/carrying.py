@@ -42,8 +42,7 @@ class Carrying(Trace):
                 self.made.setdefault(meaning.number[value], (at, value.index))
 
     def faults(self) -> Iterator[str]:
-        """Yield all faults of the short graphs, and carried values that are incomplete or differ between repetitions.
-        """
+        """Yield all faults of the short graphs, and carried values that are incomplete or vary between repetitions."""
         sound = True
         for why in super().faults():
             sound = False
@@ -99,8 +98,7 @@ class Carrying(Trace):
                     yield f"device {device}: {node!r} of run {run} is not what other runs carry there"
 
     def _place(self, number: int, run: int) -> tuple[int, int, int]:
-        """Return the position of a value in its repetition, its result index, and how many repetitions ago it was
-        computed.
+        """Return a value's position in its repetition, its result index, and how many repetitions ago it was computed.
 
         For a value from before all repetitions, return the position in the graph and -1 repetitions.
         """

@@ -16,9 +16,7 @@ CONVERSIONS = frozenset({"cont", "send", "scale", "fill", "slice", "concat"})
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A fact about a device value: it equals the entries `axes` of graph value `value_number`, or is a partial sum of
-    them.
-    """
+    """A fact about a device value: it is the entries `axes` of graph value `value_number`, or a partial sum of them."""
 
     number: int
     axes: tuple[Index, ...]

@@ -39,9 +39,7 @@ class Appointment:
 
 
 def on_wire(specs: Sequence[Spec | None]) -> tuple[object, ...]:
-    """Return the properties of specs that all devices must agree on; the bit width of a float may differ between
-    devices.
-    """
+    """Return the properties of specs that all devices must agree on; the bit width of a float may differ."""
     return tuple(None if s is None else (s.shape, "float" if s.dtype.is_float else s.dtype) for s in specs)
 
 

@@ -147,8 +147,9 @@ class _Whole:
             yield why + trace.unfinished
 
     def _places(self, trace: Trace) -> Iterator[str]:
-        """Yield the nodes that are computed on other devices than the plan says; equal nodes may run on a device of
-        either.
+        """Yield the nodes that are computed on other devices than the plan says.
+
+        Equal nodes may run on a device of either.
         """
         known = {name: node for node, name in assign_names(self.plan.graph).items()}
         allowed: dict[int, set[int]] = {}
@@ -215,8 +216,9 @@ class _Whole:
         return f"has {missing} of {n} entries on no device" if missing else None
 
     def _bind(self, node: Node, leaves: dict[tuple[int, str], Held]) -> Iterator[str]:
-        """Add the facts of a leaf, as each device receives it when it is loaded or fed, to `leaves`; yield layout
-        faults.
+        """Add the facts of a leaf to `leaves`, as each device receives it when it is loaded or fed.
+
+        Yield the faults of its layout.
         """
         value, layout = node.results[0], self.plan.leaves.get(node.name)
         axes = self._axes(value, layout)
@@ -255,9 +257,7 @@ class _Whole:
                     yield f"device {device} has an output {name!r}, which the graph does not have"
 
     def _updates(self, trace: Trace) -> Iterator[str]:
-        """Yield states that a device updates wrongly or not at all, and states that it lacks although it must show
-        them.
-        """
+        """Yield states that a device updates wrongly or not at all, and visible states that it does not have."""
         wanted = {s.node.name: (s, v) for s, v in self.plan.graph.updates.items()}
         lying = {s: self._axes(s, self.plan.leaves.get(s.node.name)) for s in self.plan.graph.states}
         for device, lane in enumerate(self.plan.lanes):
@@ -282,8 +282,9 @@ class _Whole:
     def _ends_as(
         self, trace: Trace, device: int, local: Value, value: Value, wanted: tuple[Index, ...], what: str
     ) -> Iterator[str]:
-        """Yield a fault if a device value is not the entries `wanted` of a graph value; `what` is the subject of the
-        message.
+        """Yield a fault if a device value is not the entries `wanted` of a graph value.
+
+        The subject of the message is `what`.
 
         Args:
             trace: The facts of all device values.

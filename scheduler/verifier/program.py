@@ -120,9 +120,7 @@ class _Run:
         memory.lost.clear()
 
     def _end(self) -> Iterator[str]:
-        """Yield faults at the end: nodes that did not run, missing outputs, and wrong content of buffers that outlive
-        the run.
-        """
+        """Yield nodes that did not run, missing outputs, and wrong content of buffers that outlive the run."""
         program, memory = self.program, self.memory
         for node in self.graph.nodes:
             if not node.is_leaf and not op_of(node).is_view and node not in self.ran:
@@ -142,9 +140,7 @@ class _Run:
             yield f"its arena has {program.buffers[0].nbytes} bytes, and what lies in it needs {memory.top}"
 
     def _is_left(self, held: object, buffer: BufferSpec) -> bool:
-        """Return whether a buffer may have this content at the end: the new state, else the content from before the
-        run.
-        """
+        """Return whether a buffer may have this content at the end: the new state, else the content before the run."""
         if buffer.kind != "state" or buffer.name not in self.updates:
             return isinstance(held, Value) and (held.node.op, held.node.name) == (buffer.kind, buffer.name)
         state, new = self.updates[buffer.name]

@@ -1,5 +1,4 @@
-"""The verifier of plans that repeat the repetitions of a short graph: the proof of the short plan holds for the long
-one.
+"""The verifier of plans that repeat a part of a short graph: the proof of the short plan holds for the long one.
 
 The short plan is proven like any other plan. The rest is an induction over the repetitions. Before each repetition:
 
@@ -59,9 +58,7 @@ def short_plan(plan: Plan, of: ShortenedGraph) -> Plan:
 
 
 def length_faults(plan: Plan, of: ShortenedGraph) -> Iterator[str]:
-    """Yield why the plan's graph is not the short graph with more repetitions, or why layouts differ between
-    repetitions.
-    """
+    """Yield why the plan's graph is not the short graph with more repetitions, or has other layouts in some of them."""
     runs, left_out = of.deep_repetitions, (of.deep_repetitions.count - of.short_count) * of.deep_repetitions.length
     sizes = len(of.deep_graph.nodes), len(of.short_graph.nodes)
     if plan.graph is not of.deep_graph or plan.placed:

@@ -23,9 +23,7 @@ from ...ops.collectives import find_collective_number
 from .contents import Views, extent_of, meet
 
 Carried: TypeAlias = tuple[int, str]
-"""The key of a carried node, equal in all repetitions: the position of the user's node, and the ending of the node's
-name.
-"""
+"""The key of a carried node, equal in all repetitions: the position of the user's node, and a name ending."""
 Extent: TypeAlias = tuple[int, int, int]
 
 
@@ -53,9 +51,7 @@ class Runs:
         return sorted((number, kind) for kind, number in met if number is not None)
 
     def faults(self) -> Iterator[str]:
-        """Yield nodes that read values of other repetitions that are not carried, and values that are carried only
-        sometimes.
-        """
+        """Yield nodes that read uncarried values of other repetitions, and values that only some repetitions carry."""
         for node in self.graph.nodes:
             kind = self.kind[node]
             for source in node.inputs:
@@ -196,9 +192,7 @@ class _Steps:
         return found
 
     def _lasting(self) -> Mapping[Value, Extent]:
-        """Return the extents of values from before all repetitions that are read in or after repetitions, placeholders
-        excepted.
-        """
+        """Return the extents of values from before all repetitions that are read later, except placeholders."""
         graph, kind = self.runs.graph, self.runs.kind
         read = [s for node in graph.nodes if kind[node] != PREAMBLE for s in node.inputs]
         bases = {self._base(v) for v in (*read, *graph.outputs.values()) if v.node not in self.runs.carried}

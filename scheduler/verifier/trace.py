@@ -218,8 +218,7 @@ class Trace:
     def _meanings(
         self, node: Node, mine: Side, known: Sequence[list[Held]], reasons: list[str]
     ) -> tuple[list[list[Held]], frozenset[int], set[int]]:
-        """Infer the facts of each result, the numbers that may be computed (not converted or viewed), and the complete
-        ones.
+        """Infer the facts of each result, the numbers that may be computed (not converted), and the complete numbers.
 
         If `node` is not a node of the user's graph, there are no facts, and `reasons` says why.
         """

@@ -3,8 +3,7 @@
 This holds if:
 
 1. each state is saved before its first write, and the save has all entries that are written;
-2. if rows are saved, and other rows are saved before they are written, each save restores the state of the save
-   before it;
+2. if rows are saved again before other rows are written, each undo goes back to the save before it;
 3. the saved values and the row indices outlive the run;
 4. each undo instruction reads the save and writes it back to the same place.
 """
@@ -180,9 +179,7 @@ class Journal:
                     yield f"operand {position} of {step.op} is {tensor}, and its kernel reads dense ones"
 
     def after(self, step: int, i: Instruction, node: Node | None) -> Iterator[str]:
-        """Yield the faults of a computing instruction: it may overwrite only saved entries and values that are not
-        needed.
-        """
+        """Yield the faults of a computing instruction: it must not overwrite unsaved entries or needed values."""
         where = Step(step, i.node)
         yield from self._lost(where)
         scratch = [] if i.scratch is None else [i.scratch]
