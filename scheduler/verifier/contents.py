@@ -55,8 +55,7 @@ class Memory:
         ranges[first:last] = [held for _, held in new]
 
     def holds(self, extent: tuple[int, int, int]) -> tuple[int, object]:
-        """Return the start and the value of the range that has all of `extent`; without such a range the value is None.
-        """
+        """Return the start and the value of the range that has all of `extent`; else the value is None."""
         buffer, start, end = extent
         at = bisect_right(self.starts[buffer], start) - 1
         if at < 0 or self.ranges[buffer][at][0] < end:
