@@ -37,9 +37,9 @@ class Store:
     """Weights and states of a group of devices, shared by all plans on them; states begin as zeros.
 
     With several processes, a store has the devices of its own process ``world.rank``; all processes make the same
-    calls. `nread` is the number of weight bytes that these devices have received. Packed weights are kept in the
-    files `packed`, if given. Raises `BackendError` if device memory is full, and `PlanError` for a device of a
-    missing process.
+    calls in the same order. `nread` is the number of weight bytes that these devices have received. Packed weights
+    are written to the files `packed`, if given, and are mapped from there the next time. Raises `BackendError` if
+    device memory is full, and `PlanError` for a device of a missing process.
     """
 
     @validate_arguments(PlanError, group=DEVICES)

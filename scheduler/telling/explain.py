@@ -239,7 +239,7 @@ class Reasons:
         return [lane.graph.nodes[i.index] for i in instructions if i.index >= 0]
 
     def _work(self, nodes: Sequence[Node], devices: Sequence[int]) -> str:
-        """Return the largest pinned leaf and the largest sharded leaf that an entry reads."""
+        """Return the reason for work: the largest pinned leaf and the largest sharded leaf that the entry reads."""
         because = {name: why for name, (device, why) in self.because.items() if device in devices}
         leaves = {leaf_of(s).name: leaf_of(s) for n in nodes for s in n.inputs}
         kept = [n for n in leaves.values() if n.op in ("weight", "state") and n.name in self.plan.leaves]
@@ -259,7 +259,7 @@ class Reasons:
         return "; ".join(said)
 
     def _whole(self, nodes: Sequence[Node]) -> str:
-        """Return the reason for an entry that reads no sharded weight; it may read a part of a replicated one."""
+        """Return the reason for work that reads no sharded weight; it may read a part of a replicated one."""
         read = [(s, leaf_of(s)) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
         stored = [(s, leaf) for s, leaf in read if leaf.op in ("weight", "state")]
         if part := [leaf for s, leaf in stored if s.spec.nbytes < leaf.specs[0].nbytes]:

@@ -50,8 +50,9 @@ def joined(found: Sequence[str]) -> str:
 def factors_text(factors: Factors) -> str:
     """Return a table of all factors, then the axes of every value as products of factors.
 
-    Each factor has a letter and the nodes that keep it from being sharded. Axes are written as in einops, outer
-    first; ``|`` stands between segments, and ``!`` follows a factor that cannot be sharded.
+    Each factor has a letter, the leaves with this factor, and the nodes that keep it from being sharded. Axes are
+    written as in einops, outer first; ``|`` stands between segments, and ``!`` follows a factor that cannot be
+    sharded.
     """
     called = assign_names(factors.graph)
     letters = _letters(factors)

@@ -166,7 +166,7 @@ def scratch_fault(memory: Memory, scratch: Tensor | None, need: int) -> str | No
 
 
 def show(held: object) -> str:
-    """Format the content of a byte range; None is a mixture or nothing known."""
+    """Format the content of a byte range for a message; None stands for unknown or mixed content."""
     return "something else" if held is None else repr(held)
 
 
