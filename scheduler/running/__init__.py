@@ -1,1 +1,1 @@
-"""Plans at work: weights and states on devices, devices that meet, runs."""
+"""Running of plans: weights and states on devices, communication between devices, and the execution of programs."""

@@ -1,4 +1,4 @@
-"""A plan bound to its memory: inputs go in, programs are compiled for the devices of this process, outputs come out."""
+"""A plan bound to its memory: inputs are copied in, programs compiled for the local devices, and outputs read."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from .comm import Alone, Teams, meeting_of
 from .store import Part, Store, assembled
 
 PATIENCE, SLOWER = 6.0, 20.0
-"""Another process is waited for so many seconds at most, and so many times what a run should take in all."""
+"""Maximum seconds of a wait for another process, plus this factor times the predicted seconds of a run."""
 INPUTS = mapping_of(TEXT, ANY, "a mapping from names of inputs to arrays")
 
 
 @dataclass(frozen=True, slots=True)
 class Inlet:
-    """Where the program of a device reads its inputs: their names and dtypes there, and what assigns arrays to them."""
+    """The input places of a device's program: the names and stored dtypes, and a function that writes arrays there."""
 
     lying: tuple[tuple[str, DType], ...]
     write: Callable[[Sequence[Array]], None]
 
 
 class Bound:
-    """`plan` over the weights and states of `store`: `own` are the numbers of the devices of this process."""
+    """A plan over the weights and states of a store; `local_devices` are the numbers of the devices of this process."""
 
     def __init__(self, plan: Plan, store: Store) -> None:
         self.plan, self.between = plan, store.between
@@ -50,18 +50,18 @@ class Bound:
         self.own = tuple(self._buffers)
         self.outputs: dict[str, dict[int, Part]] = {name: {} for name in self.shapes}
         for number in self.own:
-            for name in plan.lanes[number].program.outputs.keys() & self.outputs.keys():  # others are for other devices
+            for name in plan.lanes[number].program.outputs.keys() & self.outputs.keys():  # others are messages
                 t = plan.lanes[number].program.outputs[name]
                 self.outputs[name][number] = Part(self.view(number, t), t.dtype)
 
     def view(self, number: int, tensor: Any) -> Any:
-        """The array of a tensor of a device's program, in place."""
+        """Return the array of a tensor of a device's program, in place."""
         return self.plan.lanes[number].backend.view(self._buffers[number][tensor.buffer], tensor)
 
     # ------------------------------------------------------------------------------------------------- inputs
 
     def inlet(self, number: int) -> Inlet:
-        """Where the program of a device reads the inputs."""
+        """Return the input slots of a device's program."""
         lane, buffers = self.plan.lanes[number], self._buffers[number]
         tensors = [*lane.program.inputs.values()]
         lying = tuple((name, t.dtype) for name, t in lane.program.inputs.items())
@@ -76,7 +76,10 @@ class Bound:
         return Inlet(lying, write)
 
     def given(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
-        """The inputs of a run as arrays.  Raises `PlanError` for one that is missing, unknown or does not fit."""
+        """Return the inputs of a run as arrays.
+
+        Raises `PlanError` for an input that is missing, unknown or does not fit.
+        """
         if type(inputs) is not dict or not inputs.keys() <= self.specs.keys():
             require(PlanError, "run", "inputs", inputs, INPUTS)
             for name in inputs.keys() - self.specs.keys():
@@ -91,7 +94,7 @@ class Bound:
         return arrays
 
     def agree(self, given: Iterable[Mapping[str, Array]]) -> None:
-        """Raises `RanksError` unless all processes are given the same inputs."""
+        """Raise `RanksError` unless all processes have the same inputs."""
         if self.between.spans_ranks:
             check = 0
             for array in (array for arrays in given for array in arrays.values()):
@@ -101,27 +104,29 @@ class Bound:
             )
 
     def put(self, arrays: Mapping[str, Array], inlets: Iterable[Inlet]) -> None:
-        """Copy the inputs to where programs read them."""
+        """Copy the inputs to the input slots of the programs."""
         for inlet in inlets:
             inlet.write([self._lying(name, arrays[name], dtype) for name, dtype in inlet.lying])
 
     def _lying(self, name: str, array: Array, dtype: DType) -> Array:
-        """An input as it lies in memory."""
+        """Return an input in the dtype in which it is stored."""
         ready = array.dtype is dtype.storage and dtype is not DType.BF16
         return array if ready else encode_array(decode_array(array, self.specs[name].dtype), dtype)
 
     # ------------------------------------------------------------------------------------------------ outputs
 
     def holder(self, name: str) -> int | None:
-        """The device that gives an output by itself; None where it is put together."""
+        """Return the device that has all of an output; None if the output must be assembled."""
         layout = self.plan.outputs[name]
         if self.between.spans_ranks or isinstance(layout, Shard):
             return None
         return layout.devices[0] if isinstance(layout, Local) else 0
 
     def giving(self, number: int, replay: Callable[[], Any]) -> Callable[[], Mapping[str, Array]]:
-        """What runs the program of a device, and reads the outputs that it gives by itself: which those are is settled
-        once, since a token may take no more than 1 ms."""
+        """Return a function that runs a device's program and returns the outputs that only this device returns.
+
+        These outputs are chosen once, because a token may take less than 1 ms.
+        """
         parts = {name: self.outputs[name][number] for name in self.shapes if self.holder(name) == number}
         if isinstance(replay, Gives) and not any(part.dtype is DType.BF16 for part in parts.values()):
             give = replay.giving([self.plan.lanes[number].program.outputs[name] for name in parts])
@@ -134,19 +139,27 @@ class Bound:
         return run
 
     def parts(self, name: str) -> dict[int, Array]:
-        """What each device of this process that has any of an output has of it."""
+        """Return each local device's shard of an output, as numbers."""
         return {number: part.numbers() for number, part in self.outputs[name].items()}
 
     def whole(self, name: str, parts: Mapping[int, Array]) -> Array:
-        """An output, put together of what the devices of this process have of it and the others send."""
+        """Assemble an output from the shards of the local devices and of other processes."""
         return assembled(self.shapes[name], self.plan.outputs[name], parts, self.between)
 
     # ----------------------------------------------------------------------------------------------- programs
 
     def meeting(self, timeout: float, wire: DType, *, follow: bool = False) -> ThreadGroup | Teams | RankGroup:
-        """Where the devices meet: in this process, or between several, none of which is waited for much longer than the
-        whole run should take.  Where runs `follow` each other only teams share a board: letters, which a device sends
-        before its last ones are taken, go through memory of the host."""
+        """Make the communicator group of the devices, in this process or between several.
+
+        Another process is waited for little longer than the whole run should take. In pipelined runs only collective
+        groups share a signal pad. Messages go through host memory there, because a device may send one before its
+        last one is received.
+
+        Args:
+            timeout: Maximum seconds of a wait.
+            wire: The dtype of a transfer.
+            follow: Whether runs are pipelined.
+        """
         lanes, world = self.plan.lanes, self.between.world
         devices, teams = [lane.device for lane in lanes], teams_of([lane.program for lane in lanes])
         shares = not follow or len(set(teams)) > 1
@@ -164,32 +177,41 @@ class Bound:
         return near
 
     def compiled_all(self, meeting: ThreadGroup | Teams | RankGroup) -> dict[int, Callable[[], Any]]:
-        """What runs the program of each device of this process, which meets the others there."""
+        """Compile the programs of the local devices with their communicators, and return a runner for each."""
         lanes = self.plan.lanes
         replays = {
             n: self.compiled(n, lanes[n].program, meeting.member(n) if len(lanes) > 1 else Alone()) for n in self.own
         }
-        self.between.world.all_gather_bytes(b"")  # what others compile meanwhile takes longer than a run is waited for
+        self.between.world.all_gather_bytes(b"")  # a barrier: compilation takes longer than a rank waits for a run
         return replays
 
     def compiled(self, number: int, program: Program, comm: Comm) -> Callable[[], None]:
+        """Compile a program for device `number` and return its runner."""
         lane = self.plan.lanes[number]
         return lane.backend.compile(program, self._buffers[number], lane.device, comm)
 
     def undo(self, number: int, finished: int | frozenset[int] | None) -> None:
-        """Take a run back of which so many instructions of a device have finished, or those; None if nobody knows."""
+        """Roll back a run of a device.
+
+        `finished` is the number or the set of finished instructions; None if it is unknown.
+        """
         program = self.plan.lanes[number].program
         if program.undo and finished is None:
             raise BackendError("it does not say how far it came")
         self.run(number, program.undoing(finished or 0))
 
     def run(self, number: int, program: Program) -> None:
-        """Run a program in which a device meets nobody, once."""
+        """Run a program without collectives on one device, once."""
         self.compiled(number, program, Alone())()
 
 
 def finished_by(error: BaseException | None, whole: int) -> int | frozenset[int] | None:
-    """How many instructions a device had finished, or which, when a run ended, of so many; None if nobody knows."""
+    """Return the number or the set of instructions that a device has finished; None if it is unknown.
+
+    Args:
+        error: The error with which the run ended, if any.
+        whole: Number of instructions of the program.
+    """
     if error is None:
         return whole
     return error.finished_instructions if isinstance(error, StepError) else None

@@ -1,5 +1,7 @@
-"""Communicators of one process: in teams, with letters between all; of one device (the protocol is `Comm` in
-``backends.base``).  How devices of one team meet is in `distributed.thread_group`."""
+"""Communicators of one process: collective groups with messages between all devices, and a single device.
+
+The protocol is `Comm` in ``backends.base``. `distributed.thread_group` has the communicators of one group.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from ...graph.dtypes import DType
 
 
 class Letters(Protocol):
-    """Where letters go between all devices: those of a process, or of several."""
+    """The transport of messages between all devices, of one process or of several."""
 
     def member(self, number: int, /) -> Comm: ...
     def abort(self, why: str) -> None: ...
@@ -23,7 +25,7 @@ class Letters(Protocol):
 
 
 class Teams:
-    """The place where the threads of several teams meet, each team by itself, and where letters go between all."""
+    """Several collective groups of threads with one transport of messages between all devices."""
 
     def __init__(
         self,
@@ -34,8 +36,15 @@ class Teams:
         wire: DType = DType.F32,
         letters: Letters | None = None,
     ) -> None:
-        """`teams` says for each device of which it is; `devices` as for `Meeting`; `letters` go within the process
-        unless given."""
+        """Make the thread group of each collective group.
+
+        Args:
+            teams: For each device the numbers of the devices of its group.
+            timeout: Maximum seconds of a wait.
+            devices: The devices, if all belong to one backend; else empty.
+            wire: The dtype of a transfer.
+            letters: The transport of messages; by default a thread group of this process.
+        """
         self.teams = [tuple(team) for team in teams]
         self.letters = letters or ThreadGroup(len(teams), timeout, wire=wire)
         self.meetings = {
@@ -44,23 +53,26 @@ class Teams:
         }
 
     def member(self, number: int) -> TeamMember:
+        """Return the communicator of device `number`."""
         team = self.teams[number]
         return TeamMember(self.meetings[team], team.index(number), self.letters.member(number))
 
     def abort(self, why: str) -> None:
-        """Wake everybody who waits: a member failed."""
+        """Wake all waiting threads, because a member failed."""
         for meeting in (self.letters, *self.meetings.values()):
             meeting.abort(why)
 
     def clear(self) -> None:
-        """Forget what was sent, and that somebody failed: a run is over, and nobody waits.  Letters come last: those
-        between ranks do not forget that a rank failed, and wake the teams again."""
+        """Forget pending messages and failures after a run, when no thread waits.
+
+        Messages are cleared last: messages between ranks keep the failure of a rank, and abort the groups again.
+        """
         for meeting in (*self.meetings.values(), self.letters):
             meeting.clear()
 
 
 class TeamMember(ThreadGroupMember):
-    """`Comm` of one thread of a team; its letters go by the numbers of all devices."""
+    """The `Comm` of one thread of a collective group; messages use the numbers of all devices."""
 
     def __init__(self, meeting: ThreadGroup, rank: int, letters: Comm) -> None:
         super().__init__(meeting, rank)
@@ -76,14 +88,21 @@ class TeamMember(ThreadGroupMember):
 def meeting_of(
     teams: Sequence[Sequence[int]], timeout: float = 60.0, *, devices: Sequence[Device] = (), wire: DType = DType.F32
 ) -> ThreadGroup | Teams:
-    """Where the devices of one process meet: all of them, or in teams."""
+    """Make the communicator group of one process: one thread group if all devices share a group, else several.
+
+    Args:
+        teams: For each device the numbers of the devices of its group.
+        timeout: Maximum seconds of a wait.
+        devices: The devices, if all belong to one backend; else empty.
+        wire: The dtype of a transfer.
+    """
     if len(set(map(tuple, teams))) == 1:
         return ThreadGroup(len(teams), timeout, devices=devices, wire=wire)
     return Teams(teams, timeout, devices=devices, wire=wire)
 
 
 class Alone:
-    """`Comm` of a group of one: every collective is a copy."""
+    """The `Comm` of a single device: each collective is a copy."""
 
     rank: int = 0
     size: int = 1
@@ -107,7 +126,8 @@ class Alone:
             np.copyto(into[target], source[origin])
 
     def send(self, source: Array, to: int, sequence: int) -> None:
-        """Nobody is there to receive."""
+        """Do nothing, because there is no receiver."""
 
     def receive(self, into: Array, source: int, sequence: int) -> None:
+        """Fill the result with zeros, because there is no sender."""
         into[...] = 0

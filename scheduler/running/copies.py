@@ -1,4 +1,4 @@
-"""Memory that stores share: copies of one weight, and the values of plans that run one at a time."""
+"""Memory that stores share: copies of one weight, and the arena of plans that run one at a time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 class WeightCopies:
     """The copies that devices have of one weight, for all stores that bind it.
 
-    `version` names the contents of the weight: a copy of another version is filled again, in its place, so that
-    programs that are bound to it read the new contents.  Where the source lasts as long as the stores, devices may
-    read its memory instead.  `source` is held, so that its address stays part of a version.
+    `version` names the contents of the weight. A copy of another version is filled again in its place, so programs
+    that are bound to it read the new contents. If the source lives as long as the stores, devices may read its
+    memory instead of a copy. `source` keeps the source alive, so that its address stays part of a version.
     """
 
     def __init__(self, *, is_source_lasting: bool) -> None:
@@ -21,7 +21,13 @@ class WeightCopies:
         self.buffers: dict[object, tuple[object, Any]] = {}
 
     def buffer(self, key: object, alloc: Callable[[], Any], fill: Callable[[Any], object]) -> Any:
-        """The copy under `key`, with the present contents."""
+        """Return the copy under `key` with the present contents.
+
+        Args:
+            key: Names the device and the part of the weight.
+            alloc: Allocates a copy.
+            fill: Writes the present contents to a copy.
+        """
         version, buffer = self.buffers[key] if key in self.buffers else (None, alloc())
         if version != self.version or key not in self.buffers:
             fill(buffer)
@@ -30,12 +36,13 @@ class WeightCopies:
 
 
 class Arena:
-    """The memory of the values of all plans over one device, which run one at a time; it grows to the largest."""
+    """The memory of the values of all plans on one device, which run one at a time; it grows to the largest plan."""
 
     def __init__(self) -> None:
         self.nbytes, self._buffer = 0, None
 
     def buffer(self, nbytes: int, alloc: Callable[[], Any]) -> Any:
+        """Return the arena, replaced by a new one from `alloc` if it has fewer than `nbytes` bytes."""
         if nbytes > self.nbytes or self._buffer is None:
             self.nbytes, self._buffer = nbytes, alloc()
         return self._buffer

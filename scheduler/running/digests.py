@@ -1,7 +1,8 @@
-"""Digests of the weights that ranks load, which have to be equal to digests of the same bytes of rank 0.
+"""Digests of the weights that ranks load; they must equal the digests of the same bytes on rank 0.
 
-A digest is a tree: 64-bit words of a leaf are added up column by column, and BLAKE2b joins the sums of all leaves. Each
-changed word changes it. It finds damaged files and other weights; it is no proof against an adversary.
+A digest is a tree. The 64-bit words of a leaf are added column by column, and BLAKE2b joins the sums of all leaves.
+Each changed word changes the digest. It detects damaged files and wrong weights; it does not protect against an
+adversary.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from ...distributed import RanksError, World
 from ..layout import Layout, Local, Shard
 
 LEAF_BYTES = 1 << 21
-"""Bytes of a leaf, at least one entry of the first axis."""
+"""Bytes of a leaf; a leaf has at least one entry of the first axis."""
 COLUMNS = 257
-"""Columns in which the words of a leaf are added up: a prime number, so that exchanged rows change the sums, too."""
+"""Columns in which the words of a leaf are added; a prime number, so that exchanged rows change the sums."""
 DIGEST_BYTES = 16
+"""Bytes of a digest."""
 
 
 def digest_of(part: Array, release: Callable[[], object] = lambda: None) -> bytes:
     """Return the digest of the shape, the dtype and all bytes of `part`; `release` is called after each leaf.
 
-    It depends on the entries in C order, not on the strides.
+    The digest depends on the entries in C order, not on the strides.
     """
-    from hashlib import blake2b  # loads OpenSSL, which a single process need not do
+    from hashlib import blake2b  # loads OpenSSL, which a single process does not need
 
     digest = blake2b(f"{part.shape} {part.dtype}".encode(), digest_size=DIGEST_BYTES)
     rows = np.atleast_1d(part)
@@ -42,21 +44,21 @@ def digest_of(part: Array, release: Callable[[], object] = lambda: None) -> byte
 
 
 class LoadedBytes:
-    """The digests of what this rank has loaded since ranks have last compared them.
+    """The digests of the weights that this rank has loaded since the last comparison.
 
-    Rank 0 has digests of the bytes that other ranks load, from its own file or arrays.
+    Rank 0 also has digests of the bytes that other ranks load, computed from its own file or arrays.
     """
 
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
-        """`ranks`: the rank of each device of the plan."""
+        """Start without digests; `ranks` has the rank of each device of the plan."""
         self._world, self._ranks = world, ranks
         self._checked = frozenset(range(1, world.size))
         self._digests: dict[str, dict[int, str]] = {}
 
     def compare_files(self, identity: str) -> None:
-        """Skip the digests of ranks that map the very files of rank 0; all ranks call it.
+        """Skip the digests of ranks that map the same files as rank 0. All ranks must call this method.
 
-        `identity` says which files these are, on which running machine; it is empty if that is unknown.
+        `identity` names the files and the running machine; it is empty if they are unknown.
         """
         if self._world.size > 1:
             first, *others = self._world.all_gather_bytes(identity.encode())
@@ -68,20 +70,27 @@ class LoadedBytes:
         return self._world.rank in self._checked
 
     def others(self, layout: Layout) -> list[int]:
-        """The devices of other ranks that load a part of a weight, for which rank 0 has to know the digest."""
+        """Return the devices of other ranks with a part of a weight, if rank 0 must know the digest of the part."""
         if self._world.rank:
             return []
         holders = layout.devices if isinstance(layout, Local) else range(len(self._ranks))
         return [number for number in holders if self._ranks[number] in self._checked]
 
     def add(self, name: str, layout: Layout, number: int, digest: Callable[[], bytes]) -> None:
-        """Note the digest of the part of a weight that device `number` loads; equal parts are read once."""
+        """Store the digest of the part of a weight that a device loads; equal parts are read once.
+
+        Args:
+            name: Name of the weight.
+            layout: Layout of the weight.
+            number: Number of the device.
+            digest: Computes the digest.
+        """
         known = self._digests.setdefault(name, {})
         like = next((n for n in known if not isinstance(layout, Shard) or layout.runs[n] == layout.runs[number]), None)
         known[number] = digest().hex() if like is None else known[like]
 
     def agree(self) -> None:
-        """Raises `RanksError`, on every rank, if one has loaded other bytes than rank 0 has there."""
+        """Raise `RanksError` on every rank if a rank has loaded other bytes than rank 0."""
         if not self._checked or self._world.size == 1:
             return
         digests_of_rank = [

@@ -1,4 +1,4 @@
-"""Running a plan: one thread a device, inputs in, programs replayed, outputs out."""
+"""The executor of a plan: one thread per device copies inputs, runs the programs and reads outputs."""
 
 from __future__ import annotations
 
@@ -44,14 +44,20 @@ WIRE = ArgumentKind("DType.F32 or DType.BF16", lambda v: v is DType.F32 or v is 
 class Executor:
     """One plan bound to its memory.
 
-    Between devices with memories of their own large sums are sent as `wire`, float32 or bfloat16 (`Comm.wire`).  A
-    collective that waits longer than `timeout` seconds is an error.  When a device fails, all stop, states become
-    what they were before the run, and the error names the node and the device.  An interrupt waits for the end of a
-    run; a second one stops it, and where a device cannot say how far it came its states are lost.
+    If a device fails, all devices stop, and the states are restored to their values before the run. The error names
+    the node and the device. An interrupt waits for the end of a run; a second one stops it. The states of a device
+    are then lost if the device cannot say which instructions it has finished.
 
-    Threads may share it: runs take turns, with those of all executors over the same store or the same backends.  To run
-    side by side, plan and load once for each thread.  While `trace` is set, runs are timed step by step and added to it
-    under `label`.
+    Several threads may share an executor: runs wait for each other, and for runs of all executors with the same
+    store or backends. For parallel runs, plan and load once per thread. While `trace` is set, runs are timed step by
+    step and added to it under `label`.
+
+    Args:
+        plan: The plan to run.
+        store: Weights and states of the plan's devices.
+        timeout: Maximum seconds that a collective waits; after that it is an error.
+        wire: Dtype of large sums between devices with separate memories (`Comm.wire`), float32 or bfloat16.
+        label: The name of runs in traces.
     """
 
     plan: Plan
@@ -94,9 +100,10 @@ class Executor:
 
     @validate_arguments(PlanError)
     def run(self, inputs: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
-        """Outputs by name, as host arrays of their own.  States advance.
+        """Run the plan once and return the outputs by name, as new host arrays. States advance.
 
-        Raises `PlanError` for an input that is missing, unknown or does not fit, `BackendError` if a device fails.
+        Raises `PlanError` for an input that is missing, unknown or does not fit, and `BackendError` if a device
+        fails.
         """
         with self._turn:
             self._bind(inputs)
@@ -104,15 +111,23 @@ class Executor:
             return {name: self._read(name, number, given) for name, number in self._holders.items()}
 
     def _read(self, name: str, number: int | None, given: Mapping[int, Mapping[str, Array]]) -> Array:
-        """An output of device `number`, which may have `given` it, or put together."""
+        """Return one output.
+
+        Args:
+            name: Name of the output.
+            number: The device that has all of it; None if it must be assembled.
+            given: Outputs that devices have returned already, by device number.
+        """
         if number is None:
             return self._bound.whole(name, self._bound.parts(name))
         return given[number][name] if given else self._bound.outputs[name][number].copied()
 
     @validate_arguments(PlanError, name=TEXT)
     def copies(self, name: str) -> list[Array]:
-        """An output of the last run from each device of this process that has all of it, else put together.  Raises
-        `PlanError` for a name that no output has."""
+        """Return an output of the last run from each local device that has all of it, else the assembled output.
+
+        Raises `PlanError` for an unknown output.
+        """
         if name not in self._holders:
             raise PlanError(f"there is no output {quote_node_name(name):.60}; outputs: {', '.join(self._holders)}")
         parts = self._bound.parts(name)
@@ -131,13 +146,18 @@ class Executor:
         self._bound.agree([given])
 
     def replay(self) -> None:
-        """Run the programs on the inputs that are bound; an interrupt comes once they have run.  Raises `BackendError`
-        if a device fails."""
+        """Run the programs on the bound inputs; an interrupt waits for the end of the run.
+
+        Raises `BackendError` if a device fails.
+        """
         with self._turn:
             self._replay(self._replays)
 
     def _replay(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
-        """Do this work of all devices of this process; what it gave, nothing where steps were timed instead."""
+        """Run this work of all local devices and return its results by device number.
+
+        If a trace is set, time the programs instead and return nothing.
+        """
         with InterruptsKept():
             trace = self.trace
             if trace is not None and len(trace.noted) < MOST_RUNS:
@@ -152,18 +172,18 @@ class Executor:
             return self._run_all(works)
 
     def _demand_times(self) -> None:
-        """Raises `PlanError` if a backend cannot tell what its steps take."""
+        """Raise `PlanError` if a backend cannot time its steps."""
         if self._untimed is not None:
             raise PlanError(f"device {self._untimed} cannot time its steps; its backend compiles no `Measures`")
 
     def _run_all(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
-        """Run all devices of this process."""
+        """Run all devices of this process; roll back and raise if one fails."""
         given = self._devices.work(works)
         if self._devices.failures:
             try:
                 self._devices.undo(self._undo)
             except BackendError as why:
-                if self.store.between.world.failure is not None:  # of which boards say only that a device failed
+                if self.store.between.world.failure is not None:  # signal pads say only that a device failed
                     raise RanksError(str(self.store.between.world.failure)) from why
                 raise
         return given
@@ -173,17 +193,20 @@ class Executor:
         self._bound.undo(number, finished)
 
     def kernels(self, device: int = 0) -> list[str]:
-        """What a run calls on one device of the plan, in order: kernels, or ops where its backend has none to name or
-        it is a device of another process.  Raises `PlanError` for a number that no device has."""
+        """Return the kernels that a run calls on one device of the plan, in order.
+
+        Ops stand for kernels if the backend has no kernel names, or if the device belongs to another process. Raises
+        `PlanError` for an unknown device number.
+        """
         require(PlanError, "kernels", "device", device, integer_between(0, len(self.plan.lanes) - 1))
         compiled = self._replays.get(device)
         ops = [i.op for i in self.plan.lanes[device].program.instructions]
         return compiled.kernels() if isinstance(compiled, Measures) else ops
 
     def measure(self) -> Sequence[Sequence[Timed]]:
-        """Run on the inputs that are bound; for each device what it did, step by step.
+        """Run on the bound inputs and return the timed steps of each device.
 
-        Raises `PlanError` if a backend cannot tell.
+        Raises `PlanError` if a backend cannot time its steps.
         """
         with self.tracing() as trace:
             self.replay()
@@ -191,9 +214,9 @@ class Executor:
 
     @contextmanager
     def tracing(self) -> Iterator[Trace]:
-        """In this context every run is added to the trace that it gives, with the steps of this process's devices.
+        """Add every run in this context to a new trace, with the steps of this process's devices.
 
-        Raises `PlanError` if a backend cannot tell what its steps take.
+        Raises `PlanError` if a backend cannot time its steps.
         """
         self._demand_times()
         before, self.trace = self.trace, Trace()
@@ -205,12 +228,20 @@ class Executor:
 
 @validate_arguments(PlanError, plan=instance_of(Plan), weights=instance_of(Mapping))
 def load(plan: Plan, weights: Mapping[str, npt.ArrayLike], *, comm: Any = None) -> Executor:
-    """Bind `weights` (arrays by name, in the dtypes the graph declares) and make `plan` ready to run.
+    """Bind `weights` and make `plan` ready to run.
 
-    The plan says with how many threads (`hocket.plan`).  For one over devices of several processes (``cpu:0@1``) `comm`
-    is their communicator, as mpi4py's ``MPI.COMM_WORLD``: each process calls this, and every later `run`, with the same
-    plan, weights and inputs, and gets the same outputs.  Raises `PlanError`, and `BackendError`, which it also is where
-    the plans differ, or once another process has failed.
+    The plan states the thread count (`hocket.plan`). If its devices belong to several processes (``cpu:0@1``), each
+    process calls this function and every later `run` with the same plan, weights and inputs. All processes get the
+    same outputs.
+
+    Args:
+        plan: The plan.
+        weights: Arrays by name, in the dtypes that the graph declares.
+        comm: The communicator of several processes, such as mpi4py's ``MPI.COMM_WORLD``.
+
+    Raises:
+        PlanError: If a weight is missing or does not fit.
+        BackendError: If a device fails, if plans differ between processes, or if another process has failed.
     """
     world = SINGLE_PROCESS if comm is None else World(MpiLink(comm))
     try:
@@ -221,6 +252,7 @@ def load(plan: Plan, weights: Mapping[str, npt.ArrayLike], *, comm: Any = None) 
 
 
 def _bind_and_compile(plan: Plan, weights: Mapping[str, npt.ArrayLike], world: World) -> Executor:
+    """Bind all weights of the plan to a new store, and make an executor."""
     store = Store([(lane.backend, lane.device) for lane in plan.lanes], world)
     for value in plan.graph.weights:
         name, spec = value.node.name, value.spec

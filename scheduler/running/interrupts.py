@@ -1,8 +1,8 @@
-"""Ctrl-C in the middle of a run: kept until the run has ended, since half a run leaves states that nobody asked for."""
+"""Deferred interrupts: Ctrl-C during a run waits for the end of the run, because half a run leaves invalid states."""
 
 from __future__ import annotations
 
-import _signal as signal  # CPython's own functions: `signal` makes enums of their results, 25 µs a token (1 % at 2 ms)
+import _signal as signal  # CPython's own functions: `signal` converts results to enums, 25 µs per token (1 % at 2 ms)
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -10,10 +10,11 @@ from typing import Any, Self
 
 
 class InterruptsKept:
-    """In this context a SIGINT waits for the end, when its handler gets it, which by default raises KeyboardInterrupt;
-    a block that fails has ended what was to be interrupted.  A second one does not wait: whoever insists gets out.
+    """A context in which a SIGINT waits for the end of the block.
 
-    Python interrupts its main thread only, so elsewhere there is nothing to keep; nor is there in a block in a block.
+    At the end the previous handler is called; by default it raises KeyboardInterrupt. If the block fails, the signal
+    is dropped, because the block has ended. A second SIGINT does not wait. Outside the main thread, and in a nested
+    block, the context does nothing: Python interrupts only the main thread.
     """
 
     def __init__(self) -> None:
@@ -32,13 +33,13 @@ class InterruptsKept:
         return self
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """As the handler: the one before is in charge again."""
+        """Keep the signal, as the handler of SIGINT, and restore the previous handler."""
         self._kept = number, frame
         signal.signal(number, self._before)
 
     @property
     def would_interrupt(self) -> bool:
-        """Whether a SIGINT waits that will raise KeyboardInterrupt: nobody needs what the block still has to do."""
+        """Whether a waiting SIGINT will raise KeyboardInterrupt, so that the rest of the block is not needed."""
         keeper = self._around or self
         return keeper._kept is not None and keeper._before is signal.default_int_handler
 

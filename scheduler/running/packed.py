@@ -1,10 +1,9 @@
-"""Packed weights on disk: written by the first process that runs a model, mapped by those that come later, which share
-their memory and need not read the model's file.
+"""Packed weights on disk. The first process that runs a model writes them; later processes map them.
 
-A file holds what one device has of one weight, byte by byte as a backend packs it, and after these bytes the digest of
-their source, which ranks compare.  Where it lies says all that decides
-these bytes: a folder for the model's file, in it one for a version of that file and of the backend's packing, of which
-the newest replaces the others.
+These processes share the memory and need not read the model's file. A file has the part of one weight on one device,
+in the bytes into which a backend packs it. The digest of the source follows, which ranks compare. The path has
+everything that determines these bytes: a folder for the model's file, and in it a folder for the versions of the
+file and of the backend's packing. The newest version replaces the others.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ log = logging.getLogger("hocket.kernels")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the bytes of a weight come from: a file, what changes with its contents, and how far into it they lie."""
+    """The source of a weight: a file, a text that changes with its contents, and the offset of the weight in bytes."""
 
     file: str
     version: str
@@ -38,14 +37,20 @@ class Origin:
 
 
 class PackedWeights:
-    """What is kept in one folder.  `packing` names how the backend packs, and `share` what a device has of a weight."""
+    """The packed weight files of one folder.
+
+    The arguments `packing` name how the backend packs; the arguments `share` name the device's part of a weight.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._says_why = True
 
     def recalled(self, origin: Origin, packing: str, share: str, nbytes: int) -> tuple[Array, bytes] | None:
-        """Return `nbytes` of read-only memory and the digest of their source; None where no whole file has them."""
+        """Return mapped read-only memory of `nbytes` bytes and the digest of its source; None if the file is missing.
+
+        A file of another size counts as missing.
+        """
         try:
             with open(self._file(origin, packing, share), "rb") as file:
                 if os.fstat(file.fileno()).st_size != nbytes + DIGEST_BYTES:
@@ -56,8 +61,10 @@ class PackedWeights:
             return None
 
     def kept(self, origin: Origin, packing: str, share: str, packed: Array, digest: bytes) -> tuple[Array, bytes]:
-        """Mapped memory with the same bytes, which are written first, and the `digest` of their source; `packed` itself
-        where they cannot be written, which is said once."""
+        """Write packed bytes to a file, and return mapped memory of it and the `digest` of their source.
+
+        If the file cannot be written, return `packed` itself; the first time, a warning is logged.
+        """
         file = self._file(origin, packing, share)
         try:
             self._make_room(file.parent)
@@ -77,8 +84,10 @@ class PackedWeights:
 
     @staticmethod
     def _make_room(version: Path) -> None:
-        """Make the folder of a version, and remove those of others, which nobody asks for again; who has mapped their
-        files keeps them."""
+        """Make the folder of a version, and remove the folders of other versions.
+
+        Processes that have mapped removed files keep them.
+        """
         try:
             version.mkdir(parents=True, mode=0o700)
         except FileExistsError:
@@ -92,6 +101,7 @@ class PackedWeights:
 
 
 def _name(text: str) -> str:
-    from hashlib import sha256  # loads OpenSSL, which who keeps no weights need not do
+    """Return a file name that stands for `text`: 32 hexadecimal digits of its SHA-256."""
+    from hashlib import sha256  # loads OpenSSL, which processes without packed weights do not need
 
     return sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]

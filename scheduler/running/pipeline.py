@@ -1,4 +1,4 @@
-"""Runs of plans that follow each other through devices, so that all of them are busy."""
+"""Pipelined runs of plans: runs follow each other through the devices, so that all devices are busy."""
 
 from __future__ import annotations
 
@@ -26,15 +26,21 @@ from .store import Store
 from .turns import Turn
 
 Asked = tuple["Pipeline", Mapping[str, npt.ArrayLike]]
-"""A run: of which plan, and with what inputs by name."""
+"""A requested run: its plan and its inputs by name."""
 
 
 class Pipeline:
-    """One plan bound to its memory, to be run in an order in which devices do not wait for the end of a run to begin
-    their part of the next; otherwise it is like an `Executor`.
+    """One plan bound to its memory for pipelined runs; apart from that it is like an `Executor`.
 
-    The states named in `staying` are not put back when runs that have ended are taken back: what runs have written
-    there, such as cells behind the end of a sequence, nobody reads then.
+    A device begins its part of the next run without waiting for the end of the last run.
+
+    Args:
+        plan: The plan.
+        store: Weights and states of the plan's devices.
+        timeout: Maximum seconds that a collective waits.
+        wire: Dtype of large sums between devices with separate memories.
+        staying: States that a rollback of finished runs does not restore, because later runs do not read the new
+            entries. An example is a KV cache behind the end of its sequence.
     """
 
     plan: Plan
@@ -51,7 +57,7 @@ class Pipeline:
     ) -> None:
         self.plan, self.store = plan, store
         self.proven: set[tuple[Pipeline, ...]] = set()
-        """Runs, each of one of these plans, that may follow each other through its devices."""
+        """Sequences of these plans that are verified to follow each other through the devices."""
         store.require_devices(plan)
         self._turn = Turn((*store.backends, *(plan.lanes[number].backend for number in store.between.local_devices)))
         with self._turn:
@@ -63,10 +69,14 @@ class Pipeline:
 
 
 def in_turn(runs: Sequence[Asked]) -> list[dict[str, Array]]:
-    """The outputs of each run, by name, from its inputs; runs may be of several plans, over one store or several.
+    """Run several requests in a pipeline and return the outputs of each run by name.
 
-    When a device fails, or for an interrupt, states become what they were before the first of the runs.  Raises
-    `PlanError` for inputs that do not fit, and where all devices meet; `BackendError` if a device fails.
+    The runs may be of several plans, over one store or several. If a device fails or an interrupt comes, states are
+    restored to their values before the first run.
+
+    Raises:
+        PlanError: If inputs do not fit, or if a collective joins all devices.
+        BackendError: If a device fails.
     """
     if not runs:
         return []
@@ -76,11 +86,11 @@ def in_turn(runs: Sequence[Asked]) -> list[dict[str, Array]]:
 
 
 class Succession:
-    """A context in which runs follow each other through the devices of `first`: each device begins its part of the next
-    when it has done and kept its part of the last, and stores are those of the same devices.
+    """A context in which runs follow each other through the devices of the plan `first`.
 
-    What was given out by `ended` stays; whatever else has begun is taken back at the end, all of it `together` with
-    what was given out if the context fails.
+    All stores must have the same devices. Each device begins the next run when it has finished the last run and
+    saved its undo data. Runs with outputs returned by `wait_for_outputs` are final. All other runs are rolled back
+    at the end. With `together`, returned runs are rolled back too if the context fails.
     """
 
     def __init__(self, first: Pipeline, *, together: bool = False) -> None:
@@ -101,8 +111,11 @@ class Succession:
         return self
 
     def begin(self, runs: Sequence[Asked]) -> None:
-        """Let runs follow those under way.  Raises `PlanError` as `in_turn`, before any of them begins, and for a run
-        over a store that has one under way, unless all are taken back together."""
+        """Append runs to the pending ones.
+
+        Raises `PlanError` as `run_pipelined`, before any of the runs begins. Raises it also for a run over a store
+        with a pending run, unless all runs are rolled back together.
+        """
         given = [pipeline._bound.given(inputs) for pipeline, inputs in runs]
         following = [*(run.pipeline for run in self._under_way), *(pipeline for pipeline, _ in runs)]
         if not self._together and len({pipeline.store for pipeline in following}) < len(following):
@@ -119,12 +132,12 @@ class Succession:
                 device.waiting.put(run)
 
     def wait(self) -> None:
-        """Wait until devices have done their parts of all that has begun, or one has failed."""
+        """Wait until the devices have finished all pending runs, or one device has failed."""
         with self._news:
             self._news.wait_for(lambda: self._are_done(self._under_way) or self._working.done())
 
     def ended(self) -> dict[str, Array]:
-        """The outputs, by name, of the first run that is under way, once it has ended.  Raises what a device raised."""
+        """Wait for the first pending run and return its outputs by name. Raises the error of a device."""
         run = self._under_way[0]
         with self._news:
             self._news.wait_for(lambda: self._are_done([run]) or self._working.done())
@@ -138,7 +151,7 @@ class Succession:
 
     def __exit__(self, kind: object, why: BaseException | None, trace: object) -> None:
         with self._around:
-            if isinstance(why, KeyboardInterrupt) and not self._devices.failures:  # somebody insists
+            if isinstance(why, KeyboardInterrupt) and not self._devices.failures:  # a second interrupt
                 self._devices.stop(None, why)
             self._finish()
             if self._devices.failures:
@@ -147,7 +160,7 @@ class Succession:
                 self._devices.take_back(self._undo, why or PlanError("runs that nobody waited for are taken back"))
 
     def _finish(self) -> None:
-        """Wait until all devices have done what has begun, or stopped.  Raises `BackendError` if one does not stop."""
+        """Wait until all devices have finished or stopped. Raises `BackendError` if a device does not stop."""
         for device in self._own.values():
             device.waiting.put(None)
         while True:
@@ -158,13 +171,14 @@ class Succession:
                 self._devices.stop(None, why)
 
     def _are_done(self, runs: Iterable[_Run]) -> bool:
+        """Return whether all devices of this process have finished these runs."""
         return all(len(run.outputs) == len(self._own) for run in runs)
 
     def _undo(self, number: int, error: BaseException | None) -> None:
         self._own[number].undo(error)
 
     def _tell(self, run: _Run, number: int, outputs: Mapping[str, Array]) -> None:
-        """A device has done and kept its part of a run."""
+        """Record that a device has finished its part of a run and saved its undo data."""
         with self._news:
             run.outputs[number] = outputs
             self._news.notify()
@@ -174,34 +188,33 @@ class Succession:
             self._news.notify()
 
     def abort(self, why: str) -> None:
-        """Wake everybody who waits: a device failed."""
+        """Wake all waiting threads, because a device failed."""
         for device in self._own.values():
             device.stops = True
             device.waiting.put(None)
-        for pipeline in list(self._begun):  # of later ones no device begins a run
+        for pipeline in list(self._begun):  # devices begin no later runs
             pipeline._meeting.abort(why)
 
     def clear(self) -> None:
-        """Forget what was sent, and that somebody failed: all devices have ended, and nobody waits."""
+        """Forget pending messages and failures when all devices have ended."""
         for pipeline in self._begun:
             pipeline._meeting.clear()
 
 
 class _Run:
-    """A run under way: its inputs, the outputs of each device that is done, whether it is the first over its store of
-    those that are taken back together, and whether it stays whatever happens."""
+    """A pending run: its inputs, the outputs of each device that has finished, and whether it is final."""
 
     def __init__(self, pipeline: Pipeline, given: Mapping[str, Array]) -> None:
         self.pipeline, self.given, self.stays = pipeline, given, False
         self.outputs: dict[int, Mapping[str, Array]] = {}
 
     def parts(self, name: str) -> dict[int, Array]:
-        """What each device of this process has of an output."""
+        """Return each local device's shard of an output."""
         return {number: own[name] for number, own in self.outputs.items() if name in own}
 
 
 class _Kept(NamedTuple):
-    """What one device has kept of a run that has ended: what undoes it, but for the states `behind` earlier runs."""
+    """The undo data of one device for a finished run, without the states that earlier runs restore."""
 
     run: _Run
     behind: frozenset[str]
@@ -219,7 +232,7 @@ class _Lane:
 
 
 class _Device:
-    """One device at work: the runs that wait for it, None behind the last."""
+    """The worker of one device with its queue of runs; None ends the queue."""
 
     def __init__(self, number: int) -> None:
         self.number, self.stops = number, False
@@ -229,8 +242,7 @@ class _Device:
         self._has_ended = False
 
     def work(self, interrupts: InterruptsKept, tell: Callable[[_Run, int, Mapping[str, Array]], None]) -> None:
-        """Make the runs that come; what is interrupted ends with the one that has begun.  Raises what a device
-        raises."""
+        """Run the queued runs. An interrupt takes effect after the current run. Raises the error of a device."""
         while (run := self.waiting.get()) is not None and not self.stops:
             if interrupts.would_interrupt:
                 raise KeyboardInterrupt
@@ -245,7 +257,7 @@ class _Device:
             tell(run, self.number, outputs)
 
     def undo(self, error: BaseException | None) -> None:
-        """Take back all that does not stay, when the device has stopped, of `error` or because it had done all."""
+        """Roll back all runs that are not final, after the device has stopped, with its error if it failed."""
         if self._begun is not None:
             lane = self._begun.pipeline._lanes[self.number]
             lane.bound.undo(self.number, finished_by(None if self._has_ended else error, lane.whole))
@@ -253,7 +265,7 @@ class _Device:
             run.pipeline._lanes[self.number].journal.undo(saved, behind)
 
     def _keep(self, run: _Run) -> None:
-        """Keep what undoes a run that has ended, behind those over its store that may be taken back with it."""
+        """Save the undo data of a finished run, without states that earlier runs over its store restore."""
         self._kept = [kept for kept in self._kept if not kept.run.stays]
         same = [kept.run.pipeline for kept in self._kept if kept.run.pipeline.store is run.pipeline.store]
         journal = run.pipeline._lanes[self.number].journal

@@ -1,4 +1,4 @@
-"""The devices of a process at work, each on a thread; when one fails, the others are woken and stop."""
+"""Device threads of a process: each device runs on a thread. If one fails, the others are woken and stop."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ from ...graph.errors import BackendError, StepError
 
 
 class Place(Protocol):
-    """Where devices meet."""
+    """The object through which devices communicate."""
 
     def abort(self, why: str) -> None:
-        """Wake everybody who waits: a member failed."""
+        """Wake all waiting threads, because a member failed."""
 
     def clear(self) -> None:
-        """Forget what was sent, and that somebody failed: a run is over, and nobody waits."""
+        """Forget pending messages and failures after a run, when no thread waits."""
 
 
 class SideBySide:
-    """`devices` are those of a plan, of which this process has those with the numbers `own`; they meet at a `place`.
+    """The threads of the devices of this process.
 
-    `failures` are those of the last work, by the number of the device, None for an interrupt.
+    `failures` has the failures of the last work by device number; the number is None for an interrupt.
+
+    Args:
+        devices: All devices of the plan.
+        own: Numbers of the devices of this process.
+        place: The communicator group of the devices.
+        timeout: Seconds after which a device that does not stop is lost.
     """
 
     def __init__(self, devices: Sequence[Device], own: Sequence[int], place: Place, timeout: float) -> None:
@@ -34,26 +40,28 @@ class SideBySide:
         self._threads = ThreadPoolExecutor(len(own) - 1, "hocket") if len(own) > 1 else None
 
     def work(self, works: Mapping[int, Callable[[], Any]]) -> Mapping[int, Any]:
-        """Let each device do its work, the first of them on this thread; what it has given, by its number.  Returns
-        when all have ended, whether or not one has failed.  Raises `BackendError` if one does not stop, and from then
-        on."""
+        """Run the work of each device, the first on this thread, and return the results by device number.
+
+        The method returns when all devices have ended, with or without a failure. Raises `BackendError` if a device
+        does not stop; from then on, each call raises it.
+        """
         if self._lost is not None:
             raise self._lost
         self.failures.clear()
         given = self._given = {}
         own, run = list(works), self._guarded
         others = {n: self._threads.submit(run, n, works[n]) for n in own[1:]} if self._threads else {}
-        for number in own[:1]:  # no device of this process may take part
+        for number in own[:1]:  # this process may have no device of the plan
             run(number, works[number])
         for number, other in others.items():
             self._await(number, other)
         if len(self.devices) > 1:
             self.place.clear()
-        self._given = {}  # results belong to the caller alone
+        self._given = {}  # only the caller holds the results
         return given
 
     def undo(self, back: Callable[[int, BaseException | None], None]) -> NoReturn:
-        """Take back what all devices did, as `take_back`, and raise what went wrong first."""
+        """Roll back all devices, as `roll_back`, and raise the first failure."""
         why = self.failures[0][1]
         self.take_back(back, why)
         if isinstance(why, StepError) and not isinstance(why.__cause__, Exception | None):
@@ -61,29 +69,36 @@ class SideBySide:
         raise why
 
     def take_back(self, back: Callable[[int, BaseException | None], None], why: BaseException) -> None:
-        """Take back what all devices did because of `why`; `back` does so for a device of that number, and is told what
-        it failed of."""
+        """Roll back the work of all devices, because of `why`.
+
+        Args:
+            back: Rolls back the device of this number, given the failure of the device or None.
+            why: The reason, for messages.
+        """
         failed = dict(self.failures)
         for number in self.own:
             try:
                 back(number, failed.get(number))
-            except Exception as fault:  # whatever a backend raises here, the states are lost
+            except Exception as fault:  # after any error here, the states are lost
                 raise BackendError(f"{why}; and states of {self.devices[number]} are lost: {fault}") from why
 
     def _guarded(self, number: int, work: Callable[[], Any]) -> None:
-        """Run one device; on failure wake the others, who may be waiting for it."""
+        """Run one device. After a failure, wake the others, which may wait for it."""
         try:
             self._given[number] = work()
-        except BaseException as why:  # a thread's error is handed to the caller, whatever it is
+        except BaseException as why:  # the caller receives each error of a thread
             self.stop(number, why)
 
     def stop(self, number: int | None, why: BaseException) -> None:
-        """Note a failure of a device (or an interrupt), before others hear of it and fail for that reason."""
+        """Record a failure, then wake the other devices, which fail because of it.
+
+        `number` is None for an interrupt.
+        """
         self.failures.append((number, why))
         self.place.abort(str(why) or type(why).__name__)
 
     def _await(self, number: int, other: Future[None]) -> None:
-        """Wait for a device; once another has failed, not for ever."""
+        """Wait for a device; at most `timeout` seconds after another device has failed."""
         while not other.done():
             failed = bool(self.failures)
             try:

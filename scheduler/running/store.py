@@ -1,4 +1,4 @@
-"""What outlives plans: the weights and states of a group of devices."""
+"""The memory that outlives plans: weights and states of a group of devices."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from .turns import Turn
 
 
 class Store:
-    """Weights and states of a group of devices, shared by all plans that run over them; states begin as zeros.
+    """Weights and states of a group of devices, shared by all plans on them; states begin as zeros.
 
-    Of devices in several processes it has those of this one, number ``world.rank``; all do the same in the same order.
-    `nread` is how many bytes of weights these have been given.  Weights that a backend packs are kept in `packed`, if
-    that is given, and come from there the next time.  Raises `BackendError` when a device has no memory left, and
-    `PlanError` for a device of a process that is not there.
+    With several processes, a store has the devices of its own process ``world.rank``; all processes make the same
+    calls in the same order. `nread` is the number of weight bytes that these devices have received. Packed weights
+    are written to the files `packed`, if given, and are mapped from there the next time. Raises `BackendError` if
+    device memory is full, and `PlanError` for a device of a missing process.
     """
 
     @validate_arguments(PlanError, group=DEVICES)
@@ -75,10 +75,17 @@ class Store:
         release: Callable[[], object] = lambda: None,
         copies: WeightCopies | None = None,
     ) -> None:
-        """Load a weight, each device its share; `data` is as a file holds it: numbers, or bytes ``[..., row bytes]`` if
-        quantised; `origin` is where it comes from, without which it is not kept, and `release` is called whenever a
-        piece of it was read, which may be forgotten.  With `copies` devices read the memory of `data` itself where they
-        can, and share the copies that they need with other stores.  Raises `PlanError` unless it fits `spec`."""
+        """Load a weight; each device loads its shard.
+
+        Args:
+            name: Name of the weight.
+            data: The weight as a file has it: numbers, or bytes ``[..., row bytes]`` if quantised.
+            spec: Shape and dtype of the weight. Raises `PlanError` unless the data fit.
+            layout: Layout of the weight on the devices.
+            origin: The source of the weight; without it, packed bytes are not kept.
+            release: Called after each piece that was read, so that its pages may be dropped.
+            copies: Copies that stores share; with them, devices read the memory of `data` itself if they can.
+        """
         what = f"weight %{quote_node_name(name):.{MAX_MESSAGE_CHARACTERS}}"
         stored = _stored(what, data, spec)
         if why := _find_layout_error(spec, layout, len(self.group)):
@@ -112,7 +119,7 @@ class Store:
                 self.loaded_bytes.add(name, layout, number, lambda other=other: digest_of(other(), release))  # type: ignore[misc]
 
     def beside(self) -> Store:
-        """A store over the same weights, with states of its own."""
+        """Return a store with the same weights and with its own states."""
         other = Store(self.group, self.between.world, self._packed)
         for number, mine in self._devices.items():
             theirs = other._devices[number]
@@ -122,8 +129,7 @@ class Store:
         return other
 
     def in_turn(self) -> Store:
-        """A store `beside` this one that shares the memory of values, too: plans over these stores must never run at
-        the same time, as an `Executor` of each ensures."""
+        """Return a store `beside` this one that also shares the arena; plans on both must not run at the same time."""
         other = self.beside()
         for number, mine in self._devices.items():
             other._devices[number].arena = mine.arena
@@ -131,7 +137,7 @@ class Store:
 
     @validate_arguments(PlanError, name=TEXT)
     def state(self, name: str) -> StateView:
-        """A state over all devices: index and assign it as one array to reset, save or restore it."""
+        """Return a state over all devices; index and assign it as one array to reset, save or restore it."""
         if name not in self.states:
             raise PlanError(
                 f"there is no state %{quote_node_name(name):.60} yet; states appear with the first plan that has them"
@@ -142,16 +148,16 @@ class Store:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Their names."""
+        """The names of the states."""
         return tuple(self._states)
 
     def nbytes(self) -> list[dict[str, int]]:
-        """Bytes held on each device of this process, by kind."""
+        """Return the bytes in use on each device of this process, by kind."""
         return [d.nbytes() for d in self._devices.values()]
 
     @validate_arguments(PlanError, plan=instance_of(Plan))
     def require_devices(self, plan: Plan) -> None:
-        """Raises `PlanError` unless `plan` is for the devices of this store."""
+        """Raise `PlanError` unless `plan` is for the devices of this store."""
         theirs, own = (", ".join(str(d) for _, d in group) for group in (plan.group, self.group))
         if theirs != own:
             raise PlanError(
@@ -161,9 +167,9 @@ class Store:
 
     @validate_arguments(PlanError, plan=instance_of(Plan))
     def buffers(self, plan: Plan) -> dict[int, list[Any]]:
-        """For each device of this process the buffers of its program, made where they do not exist.
+        """Return the program buffers of each device of this process; missing buffers are allocated.
 
-        Raises `PlanError` if a weight was never bound, or if a leaf lies otherwise than for an earlier plan.
+        Raises `PlanError` if a weight was never bound, or if a leaf has another layout than in an earlier plan.
         """
         self.require_devices(plan)
         for leaf in (*plan.graph.weights, *plan.graph.states):
@@ -179,24 +185,24 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one device has of a state or an output: its view of the memory, and the dtype in which numbers lie there."""
+    """One device's shard of a state or an output: a view of the memory, and the stored dtype."""
 
     array: Any
     dtype: DType
 
     def numbers(self) -> Array:
-        """They themselves, where memory holds them as they are."""
+        """Return the numbers; they are the memory itself if it has them in this form."""
         return decode_array(self.array, self.dtype)
 
     def copied(self) -> Array:
-        """A host array of its own."""
+        """Return a new host array of the numbers."""
         return decode_array(np.array(self.array), self.dtype)
 
 
 class StateView:
-    """One state that may be cut over devices, as one NumPy-like array; a run of another thread is waited for.
+    """One state, possibly sharded, as one NumPy-like array; access waits for a run of another thread.
 
-    Of devices in several processes each has the `parts` of its own; to read the state, all have to.
+    Each process has the `parts` of its own devices; all processes must read the state together.
     """
 
     name: str
@@ -218,21 +224,20 @@ class StateView:
         return whole if dtype is None else whole.astype(dtype)
 
     def __getitem__(self, index: Any) -> Array:
-        """Entries at `index`, an index that NumPy understands.  Raises `PlanError` for any other."""
+        """Return the entries at a NumPy index. Raises `PlanError` for any other index."""
         return self._at(np.asarray(self), index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Assign to `index`, an index that NumPy understands; every device gets its share.  Raises `PlanError` for what
-        does not fit there."""
+        """Assign to a NumPy index; every device gets its shard. Raises `PlanError` for values that do not fit."""
         values = self._fitted(index, value)
-        if not self.spec.dtype.is_quantised:  # whose numbers come as such
+        if not self.spec.dtype.is_quantised:  # quantised values are numbers already
             values = decode_array(values, self.spec.dtype)
         with self._turn:
             for number, part in self.parts.items():
                 if not isinstance(self.layout, Shard) and not part.dtype.is_quantised:
                     part.array[index] = encode_array(values, part.dtype)
                     continue
-                whole = np.empty(self.shape, values.dtype)  # what other devices have of it is not looked at
+                whole = np.empty(self.shape, values.dtype)  # entries of other devices are not read
                 put(whole, self.layout, number, part.numbers())
                 whole[index] = values
                 part.array[...] = encode_array(_share(whole, Spec(self.shape), self.layout, number), part.dtype)
@@ -240,12 +245,12 @@ class StateView:
     def _at(self, array: Array, index: Any) -> Any:
         try:
             return array[index]
-        except Exception:  # an index of no known type may raise anything
+        except Exception:  # an index of an unknown type may raise any error
             what = f"state %{quote_node_name(self.name):.{MAX_MESSAGE_CHARACTERS}}: {self.spec}"
             raise PlanError(f"{what} has no entries [{format_value(index)}]; give an index within its shape") from None
 
     def _fitted(self, index: Any, value: Any) -> Array:
-        """`value` as numbers that can be assigned to the entries at `index`; one for all of them stays one."""
+        """Return `value` as numbers for the entries at `index`; a single number for all entries stays one number."""
         there = np.shape(self._at(np.broadcast_to(np.int8(0), self.shape), index))
         given = as_number_array(f"state %{self.name}", value)
         try:
@@ -264,7 +269,7 @@ class StateView:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one device's share of a weight is kept."""
+    """The key of the packed file of one device's shard of a weight."""
 
     weights: PackedWeights
     origin: Origin
@@ -287,10 +292,9 @@ class _DeviceStore:
         release: Callable[[], object],
         place: Place | None = None,
     ) -> Callable[[], bytes]:
-        """Load a weight, and return a function that gives the digest of its bytes.
+        """Load a weight and return the function that computes its digest; `release` is called after each loaded piece.
 
-        `data` reads the weight; it is not called where the weight is kept in its `place`. `release` follows each piece
-        that was loaded.
+        `data` reads the weight, unless a packed file at `place` has it.
         """
         assert wanted.declared is not None
         stored = self.backend.stored(wanted.declared, wanted.kind)
@@ -313,10 +317,7 @@ class _DeviceStore:
     def share(
         self, wanted: BufferSpec, data: Callable[[], Array], share: object, copies: WeightCopies
     ) -> Callable[[], bytes]:
-        """Bind a weight to its own memory, where the backend reads that, or else to a copy that stores share.
-
-        Return a function that gives the digest of its bytes.
-        """
+        """Bind a weight to its source memory if the backend reads it, else to a shared copy; return its digest."""
         assert wanted.declared is not None
         declared = wanted.declared
         stored = self.backend.stored(declared, wanted.kind)
@@ -375,7 +376,7 @@ class _DeviceStore:
 
 
 def _find_layout_error(spec: Spec, layout: Layout, count: int) -> str:
-    """Why a value cannot lie so on `count` devices; nothing if it can."""
+    """Return why a value cannot have this layout on `count` devices; an empty text if it can."""
     if isinstance(layout, Local) and not all(0 <= number < count for number in layout.devices):
         return f"its layout names a device that is none of {count}"
     if isinstance(layout, Shard):
@@ -388,7 +389,7 @@ def _find_layout_error(spec: Spec, layout: Layout, count: int) -> str:
 
 
 def _stored(what: str, data: npt.ArrayLike, spec: Spec) -> Array:
-    """What a caller gives for a weight, as a file holds it."""
+    """Return the weight of a caller as an array in the form of a file."""
     if spec.dtype.is_quantised:
         return as_block_bytes(what, data, spec)
     array = as_array_for_spec(what, data, spec)
@@ -396,7 +397,7 @@ def _stored(what: str, data: npt.ArrayLike, spec: Spec) -> Array:
 
 
 def _share(data: Array, spec: Spec, layout: Layout, device: int) -> Array:
-    """What one device gets of an array; along the last axis of a quantised one, runs of blocks."""
+    """Return one device's shard of an array; quantised arrays are sliced in whole blocks along the last axis."""
     if not isinstance(layout, Shard):
         return data
     axis, runs = layout.axis, layout.runs[device]
@@ -411,8 +412,7 @@ def _share(data: Array, spec: Spec, layout: Layout, device: int) -> Array:
 
 
 def assembled(shape: tuple[int, ...], layout: Layout, parts: Mapping[int, Any], between: DevicePlacement) -> Array:
-    """The whole value, as a host array of its own, from what the devices of this process have, by their numbers, and
-    from what the others send."""
+    """Return the whole value as a new host array, from the `parts` of local devices and from other processes."""
     if not isinstance(layout, Shard):
         owners = layout.devices if isinstance(layout, Local) else range(len(between.ranks))
         return np.array(between.broadcast_one(parts, owners))
@@ -425,7 +425,7 @@ def assembled(shape: tuple[int, ...], layout: Layout, parts: Mapping[int, Any], 
 
 
 def put(whole: Array, layout: Layout, number: int, part: Any) -> None:
-    """Put what device `number` has of a value to where it belongs."""
+    """Write the shard of device `number` to its place in the whole value."""
     if not isinstance(layout, Shard):
         whole[...] = part
         return
@@ -436,7 +436,7 @@ def put(whole: Array, layout: Layout, number: int, part: Any) -> None:
 
 
 def _rank(device: Device, world: World) -> int:
-    """The process that a device belongs to."""
+    """Return the rank of the process of a device."""
     if device.rank is None and world.size > 1:
         raise PlanError(f"device {device}: say of which of {world.size} processes, as {device}@0")
     if (device.rank or 0) >= world.size:

@@ -1,4 +1,4 @@
-"""What a plan does when: its programs on devices with a virtual clock."""
+"""A simulated run of a plan: its programs on devices with a virtual clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .comm import Alone, meeting_of
 
 
 class Tick(Protocol):
-    """One instruction on a device's clock, in seconds from the start of a run."""
+    """One instruction on a device's clock, in seconds from the start of the run."""
 
     @property
     def node(self) -> str: ...
@@ -27,12 +27,12 @@ class Tick(Protocol):
     def end(self) -> float: ...
     @property
     def waited(self) -> float:
-        """How long the device stood still before `start`, until the others were there."""
+        """Seconds that the device waited for other devices before `start`."""
 
 
 @runtime_checkable
 class ClockBackend(Protocol):
-    """A backend whose devices keep a virtual clock: the null backend."""
+    """A backend with devices that keep a virtual clock: the null backend."""
 
     @property
     def tracks(self) -> Mapping[str, Sequence[Tick]]: ...
@@ -42,18 +42,18 @@ class ClockBackend(Protocol):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The steps of each device, and the bytes each of them needs at most."""
+    """The instructions of each device with their times, and the peak bytes of each device."""
 
     tracks: tuple[tuple[Tick, ...], ...]
     peak: tuple[int, ...]
 
     @property
     def seconds(self) -> float:
-        """When the last device is done."""
+        """The time in seconds when the last device ends."""
         return max((step.end for track in self.tracks for step in track), default=0.0)
 
     def busy(self, device: int) -> float:
-        """The share of the time in which a device computes, communicates, or does both, and does not wait."""
+        """Return the share of the total time in which a device computes or communicates."""
         total, busy, until = self.seconds, 0.0, 0.0
         for step in sorted(self.tracks[device], key=lambda s: s.start):
             busy += max(0.0, step.end - max(step.start, until))
@@ -72,9 +72,10 @@ class Timeline:
 
 
 def timeline(plan: Plan, on: ClockBackend | None = None) -> Timeline:
-    """Run `plan` on the virtual clock of its own devices, or of `on`, whatever devices it was made for.
+    """Simulate a run of `plan` on the virtual clock of its own devices, or on the backend `on` for any plan.
 
-    Raises `PlanError` if neither keeps one.
+    Raises:
+        PlanError: If there is a device without a virtual clock.
     """
     backends = [on if on is not None else lane.backend for lane in plan.lanes]
     clocks = [b for b in backends if isinstance(b, ClockBackend)]

@@ -1,4 +1,4 @@
-"""What runs did when: a list of runs, each with the steps of every device."""
+"""Traces: a list of runs, each with the times of every device's instructions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from ...view import Page
 
 MOST_RUNS = 2000
-"""Runs that a trace holds.  Those of a model of a thousand steps are then a file of some hundred megabytes."""
+"""Maximum runs of a trace. With a model of a thousand instructions, the file then has some hundred megabytes."""
 
 
 class Run(NamedTuple):
-    """One run of `plan`, from `start` to `end` in seconds of `time.monotonic`; for each device its steps in order."""
+    """One traced run of `plan`, from `start` to `end` in seconds of `time.monotonic`.
+
+    `steps` has for each device its timed kernels in order.
+    """
 
     plan: Plan
     label: str
@@ -33,10 +36,9 @@ class Run(NamedTuple):
 @validate_constructor(PlanError, left_out=integer_between(0), noted=instance_of(list))
 @dataclass(slots=True)
 class Trace:
-    """Runs in the order in which they were made, up to `MOST_RUNS`; `left_out` counts those that came later, which
-    nobody timed.
+    """Runs in the order of execution, at most `MAX_TRACED_RUNS`. `left_out` counts the later runs, which are not timed.
 
-    `noted` is for executors: what they say of a run at its end, when every line of Python takes time from the next.
+    Executors append to `noted` at the end of a run, because each line of Python then delays the next run.
     """
 
     left_out: int = 0
@@ -45,20 +47,25 @@ class Trace:
 
     @property
     def runs(self) -> Sequence[Run]:
-        """The runs; backends are asked for the steps of each when this is first read behind it."""
+        """The runs. The first read after a run asks the backends for its steps."""
         for plan, label, start, end, steps in self.noted[len(self._runs) :]:
             self._runs.append(Run(plan, label, start, end, [list(own) for own in steps]))
         return self._runs
 
     def save(self, path: str | Path) -> None:
-        """Write the trace as JSON for Perfetto or Chrome, gzipped if the name ends in ``.gz``; ``hocket view --trace``
-        reads it too.  Raises `OSError`."""
+        """Write the trace as JSON for Perfetto or Chrome; ``hocket view --trace`` reads it too.
+
+        A name that ends in ``.gz`` makes a gzip file. Raises `OSError`.
+        """
         from ..telling.perfetto import save
 
         save(self, path)
 
     def view(self, *, title: str = "trace") -> Page:
-        """A page of the plan that was run most often, with what its steps took.  Raises `PlanError` if none was run."""
+        """Return a page of the plan with the most runs and the measured times of its steps.
+
+        Raises `PlanError` if the trace has no run.
+        """
         from ...view import view_plan
 
         if not self.runs:
@@ -67,5 +74,5 @@ class Trace:
         return view_plan(max(plans, key=plans.count), trace=self, title=title)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the page that a notebook shows."""
         return self.view()._repr_html_()

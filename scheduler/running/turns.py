@@ -1,4 +1,4 @@
-"""One run at a time on the same devices: threads, streams and memory of a backend serve one program at once."""
+"""Locks of devices: threads, streams and memory of a backend serve one program at a time."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ _adding = threading.Lock()
 
 
 def _lock_of(backend: Backend) -> threading.RLock:
+    """Return the lock of a backend, made at the first call."""
     with _adding:
         return _locks.setdefault(backend, threading.RLock())
 
 
 class Turn:
-    """In this context no other thread uses any of these backends; a thread that is in it may enter it again."""
+    """A context in which no other thread uses any of these backends. The same thread may enter it again."""
 
     def __init__(self, backends: Iterable[Backend]) -> None:
         locks = {id(lock): lock for lock in map(_lock_of, backends)}
-        self._locks = [locks[key] for key in sorted(locks)]  # in one order, so that nobody waits for each other
+        self._locks = [locks[key] for key in sorted(locks)]  # all in one order, which excludes deadlocks
 
     def __enter__(self) -> None:
-        if len(self._locks) == 1:  # nothing to give back, and a fifth of the time, which counts where a run takes 1 ms
+        if len(self._locks) == 1:  # a fifth of the time of the loop below, which matters for runs of 1 ms
             self._locks[0].acquire()
             return
         held: list[threading.RLock] = []
@@ -33,7 +34,7 @@ class Turn:
             for lock in self._locks:
                 lock.acquire()
                 held.append(lock)
-        except BaseException:  # Ctrl-C while it waits
+        except BaseException:  # Ctrl-C during the wait
             for lock in held:
                 lock.release()
             raise

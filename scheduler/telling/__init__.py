@@ -1,1 +1,1 @@
-"""Plans in words and in JSON, and the difference between two."""
+"""Plan reports in words and in JSON, and the difference between two plans."""

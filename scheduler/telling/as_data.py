@@ -1,4 +1,4 @@
-"""Programs and layouts as plain data, and back: every part is checked for its type where it is read."""
+"""Programs and layouts as plain data, and back; reading checks the type of each part."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..layout import PARTIAL, REPLICATE, Layout, Local, Shard
 
 
 def layout_data(layout: Layout) -> object:
+    """Return a layout as plain data."""
     match layout:
         case Shard(axis, runs):
             return {"axis": axis, "runs": runs}
@@ -25,7 +26,7 @@ def layout_data(layout: Layout) -> object:
 
 
 def program_data(program: Program) -> dict[str, Any]:
-    """The program; attributes of an instruction are those of the node that it numbers."""
+    """Return a program as plain data; the attributes of an instruction are stored only with its graph node."""
     return {
         "buffers": [[b.kind, b.name, b.nbytes, _spec(b.declared), _spec(b.stored)] for b in program.buffers],
         "instructions": list(map(_instruction, program.instructions)),
@@ -50,6 +51,8 @@ def _tensor(tensor: Tensor | None) -> object:
 
 
 def read_program(entry: Mapping[str, Any], graph: Graph) -> Program:
+    """Build a program from plain data and its graph."""
+
     def tensors(items: Mapping[str, Any]) -> Mapping[str, Tensor]:
         return MappingProxyType({name: _present(value) for name, value in items.items()})
 
@@ -66,6 +69,7 @@ def read_program(entry: Mapping[str, Any], graph: Graph) -> Program:
 
 
 def _read_instruction(graph: Graph, index: Any, op: Any, name: Any, src: Any, dst: Any, scratch: Any) -> Instruction:
+    """Build an instruction; its attributes come from its graph node, or from the op's defaults without a node."""
     operands, results = tuple(map(_read_tensor, src)), tuple(map(_present, dst))
     if type(index) is not int or not -1 <= index < len(graph.nodes):
         raise ValueError(f"step {name!r:.60} computes node {index!r:.60} of {len(graph.nodes)}")
@@ -89,6 +93,7 @@ def _read_spec(value: Any) -> Spec | None:
 
 
 def read_layout(value: Any) -> Layout:
+    """Build a layout from plain data. Raises `ValueError` for other data."""
     match value:
         case "R":
             return REPLICATE
@@ -112,14 +117,14 @@ def _numbers(values: Any) -> tuple[int, ...]:
 
 
 def count(value: Any) -> int:
-    """A number that is none below zero.  Raises `ValueError`."""
-    if type(value) is not int or value < 0:  # False is 0 to Python
+    """Return `value` if it is an integer from zero on. Raises `ValueError` for any other value."""
+    if type(value) is not int or value < 0:  # False equals 0 in Python
         raise ValueError(f"{value!r:.60} is no count")
     return value
 
 
 def text_of(value: Any) -> str:
-    """Raises `TypeError` for anything else."""
+    """Return `value` if it is a text. Raises `TypeError` for any other value."""
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.60} is no text")
     return value

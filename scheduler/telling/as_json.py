@@ -1,6 +1,6 @@
-"""Plans as JSON: written, read back and ready to run, and reduced to a digest that ranks compare.
+"""Plans as JSON: written, read back, and reduced to a digest that ranks compare.
 
-What is read back is verified like a fresh plan, since a file may be damaged or tampered with.
+A plan that is read back is verified like a new plan, because the file may be damaged or tampered with.
 """
 
 from __future__ import annotations
@@ -32,11 +32,15 @@ from ..verifier.plan import verify_plan
 from .as_data import count, layout_data, program_data, read_layout, read_program, text_of
 
 FORMAT = "hocket-plan-3"
+"""The name and the version of the format."""
 
 
 @validate_arguments(PlanError, plan=instance_of(Plan))
 def plan_to_json(plan: Plan) -> str:
-    """One JSON object; `from_json` reads it back.  Devices that run the same share one program in it."""
+    """Return a plan as one JSON object, which `plan_from_json` reads.
+
+    Devices with equal programs share one program in it.
+    """
     document = _running(plan)
     document["reasons"] = list(plan.reasons)
     document["placed"] = [asdict(placed) for placed in plan.placed]
@@ -57,15 +61,20 @@ def plan_to_json(plan: Plan) -> str:
 
 
 def digest(plan: Plan) -> str:
-    """SHA-256 of the canonical JSON of what runs; reasons, predictions and sizes of memories are no part of that."""
+    """Return the SHA-256 of the canonical JSON of everything that runs.
+
+    Reasons, predictions and memory sizes are excluded.
+    """
     text = json.dumps(_running(plan), allow_nan=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @validate_arguments(PlanError, text=TEXT)
 def plan_from_json(text: str) -> Plan:
-    """The plan that `to_json` wrote, for the same kinds of devices.  Raises `PlanError` on anything else, and
-    `BackendError` if a device is not there."""
+    """Build the plan that `plan_to_json` wrote, for the same kinds of devices, and verify it.
+
+    Raises `PlanError` for any other text, and `BackendError` if a device is missing.
+    """
     try:
         document = json.loads(text)
         if document["format"] != FORMAT:
@@ -88,8 +97,11 @@ def _one_line(why: Exception) -> str:
 
 
 def _running(plan: Plan) -> dict[str, Any]:
-    """What runs where, as plain data.  Keys keep their order, which follows from the graph: sorting them would change
-    the order of a graph's outputs, and with it the numbers of nodes without a name."""
+    """Return everything that runs, as plain data.
+
+    The keys keep the order of the graph. Sorted keys would change the order of a graph's outputs, and with it the
+    numbers of unnamed nodes.
+    """
     alike = first_alike(plan.lanes)
     own = {first: place for place, first in enumerate(dict.fromkeys(alike))}
     programs = [
@@ -120,6 +132,7 @@ def _running(plan: Plan) -> dict[str, Any]:
 
 
 def _plan(document: dict[str, Any]) -> Plan:
+    """Build a plan from its JSON document without verifying it."""
     graph = graph_from_json(json.dumps(document["graph"]))
     graphs = [graph_from_json(json.dumps(entry["graph"])) for entry in document["programs"]]
     programs = [read_program(entry, own) for entry, own in zip(document["programs"], graphs, strict=True)]
@@ -147,6 +160,7 @@ def _plan(document: dict[str, Any]) -> Plan:
 
 
 def _device(entry: Mapping[str, Any], machines: Mapping[str, Any]) -> tuple[Backend, Device]:
+    """Return the backend and the device of a JSON entry; a simulated backend needs its machine."""
     kind, index = text_of(entry["kind"]), count(entry["index"])
     if entry["backend"] == SIMULATED:
         absent = simulated(kind, _read_machine(machines[kind]) if kind in machines else None)
@@ -173,12 +187,12 @@ def _read_hardware(entry: Mapping[str, Any]) -> Hardware:
 
 
 def _figures(value: Any) -> Any:
-    """One of them, or one for each op."""
+    """Return one number, or one number for each op."""
     return {op: _positive(speed) for op, speed in value.items()} if isinstance(value, dict) else _positive(value)
 
 
 def _positive(value: Any) -> float:
-    """A finite number, zero or above: a time, a share, or a speed."""
+    """Return a finite number from zero on: a time, a share, or a speed."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
         raise ValueError(f"{value!r:.60} is no finite number from zero on")
     return float(value)
@@ -188,7 +202,7 @@ def _positive(value: Any) -> float:
 
 
 def _check(plan: Plan) -> None:
-    """Raise `PlanError` or `GraphError` unless the plan has the form of one, as its verifier presupposes."""
+    """Raise `PlanError` or `GraphError` unless the plan has the form that its verifier presupposes."""
     verify(plan.graph)
     _require(bool(plan.lanes), "it has no devices")
     _require(len({str(lane.device) for lane in plan.lanes}) == len(plan.lanes), "it names a device twice")
@@ -196,7 +210,7 @@ def _check(plan: Plan) -> None:
     for lane in plan.lanes:
         if id(lane.graph) not in done:
             done.add(id(lane.graph))
-            if lane.graph.nodes:  # a device may have nothing to do
+            if lane.graph.nodes:  # a device may have no work
                 verify(lane.graph)
             _check_stored(lane)
     _require(set(plan.leaves) == {n.name for n in plan.graph.nodes if n.is_leaf}, "its layouts are of other leaves")
@@ -218,7 +232,7 @@ def _require(condition: bool, why: str) -> None:
 
 
 def _check_stored(lane: Lane) -> None:
-    """Buffers are what this machine's backend would make of the leaves."""
+    """Require that this machine's backend stores leaves as the buffers state."""
     for buffer in lane.program.buffers:
         if buffer.declared is not None:
             stored = lane.backend.stored(buffer.declared, buffer.kind)
@@ -227,7 +241,7 @@ def _check_stored(lane: Lane) -> None:
 
 
 def _check_leaf(plan: Plan, leaf: Node) -> None:
-    """The devices hold the shapes that the layout says."""
+    """Require that the devices have the shapes that the layout states."""
     layout, spec = plan.leaves[leaf.name], leaf.specs[0]
     _check_layout(f"%{leaf.label}", spec.shape, layout, len(plan.lanes))
     for number, lane in enumerate(plan.lanes):
@@ -237,6 +251,7 @@ def _check_leaf(plan: Plan, leaf: Node) -> None:
 
 
 def _check_layout(what: str, shape: tuple[int, ...], layout: Layout, devices: int) -> None:
+    """Require that a layout names existing axes, entries and devices."""
     if isinstance(layout, Shard):
         _require(layout.axis < len(shape) and len(layout.runs) == devices, f"{what} is cut where it has no axis")
         ends = [offset + n for runs in layout.runs for offset, n in runs]

@@ -1,6 +1,6 @@
-"""The critical path of a plan: the chain of stages that decides how long a run takes.
+"""The critical path of a plan: the chain of timeline entries that decides the time of a run.
 
-Devices 0 and 1 work for 3 and 5 us, meet for 2 us, and work for 4 and 1 us::
+Example: The devices 0 and 1 work for 3 and 5 us, run a collective of 2 us, and work for 4 and 1 us:
 
     cpu:0  work 3 ──┐            ┌── work 4
     cpu:1  work 5 ──┴── meet 2 ──┴── work 1        path: work 5 (cpu:1), meet 2, work 4 (cpu:0): 11 us
@@ -14,26 +14,27 @@ from dataclasses import dataclass
 from ..stages import WORK, Stage
 
 Point = tuple[int, int]
-"""A stage by its number, and a device that does it; one for all of them where they meet."""
+"""The number of a timeline entry, and a device that runs it. In a collective, one device stands for all."""
 START: Point = (-1, -1)
+"""The point before the first entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A stage on the critical path, with the device whose work it is; None for a meeting."""
+    """An entry of the critical path, with the device if it is work; None for a collective."""
 
     stage: Stage
     device: int | None
 
 
 def critical_path(stages: Sequence[Stage], devices: int) -> list[Link]:
-    """The stages that follow each other without a gap from the start of a run to its end.
+    """Return the timeline entries that follow each other without a gap from the start of a run to its end.
 
-    Their times add up to the time of the run as `stages.estimate` gives it.  Stages that take no time are left out.
+    The sum of their times is the time of the run by `stages.estimate`. Entries that take no time are left out.
     """
-    ends: dict[Point, tuple[float, Point]] = {START: (0.0, START)}  # when, and after which other point
-    worked, met = [START] * devices, [START] * devices  # the last work of each device, and its last meeting
-    before_that = [START] * devices  # the meeting before that one
+    ends: dict[Point, tuple[float, Point]] = {START: (0.0, START)}  # end in seconds, and the point before
+    worked, met = [START] * devices, [START] * devices  # the last work and the last collective of each device
+    before_that = [START] * devices  # the collective before the last one
 
     def follow(point: Point, before: Point, seconds: float) -> None:
         end = ends[before][0] + seconds

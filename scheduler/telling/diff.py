@@ -1,4 +1,4 @@
-"""What changed from one plan to another, as lines for people."""
+"""The difference between two plans, as lines for people."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..units import nbytes_text, time_text
 
 @validate_arguments(PlanError, before=instance_of(Plan), after=instance_of(Plan))
 def difference(before: Plan, after: Plan) -> tuple[str, ...]:
-    """Lines on leaves, collectives, memory and time; none if the plans do the same.
+    """Return lines about leaves, collectives, memory and time; no lines if both plans do the same.
 
-    Names that differ in numbers only, as those of layers, are drawn together where the same happened to them.
+    Names that differ only in numbers, such as layer names, share one line if they changed in the same way.
     """
     lines = [*_leaves(before, after), *_collectives(before, after), *_memory(before, after)]
     if (was := time_text(before.cost.total)) != (now := time_text(after.cost.total)):
@@ -28,7 +28,7 @@ def difference(before: Plan, after: Plan) -> tuple[str, ...]:
 
 
 def drawn_together(names: Iterable[str]) -> list[str]:
-    """Names, those that differ in numbers only as one: ``%blk.*.ffn_up.weight (80)``."""
+    """Group names that differ only in numbers: ``%blk.*.ffn_up.weight (80)``."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[re.sub(r"\d+", "*", name)].append(name)
@@ -36,7 +36,7 @@ def drawn_together(names: Iterable[str]) -> list[str]:
 
 
 def _leaves(before: Plan, after: Plan) -> list[str]:
-    """Leaves that lie otherwise, or are in one plan only."""
+    """Return lines about leaves with another layout, or in only one plan."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in dict.fromkeys((*before.leaves, *after.leaves)):
         was, now = (str(p.leaves[name]) if name in p.leaves else "absent" for p in (before, after))
@@ -48,7 +48,7 @@ def _leaves(before: Plan, after: Plan) -> list[str]:
 
 
 def _meetings(plan: Plan) -> dict[tuple[str, str], int]:
-    """How often each collective runs, by op and name; a copy between devices counts once, where it is sent."""
+    """Return how often each collective runs, by op and name; a message counts once, at its sender."""
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for number, lane in enumerate(plan.lanes):
         for i in lane.program.instructions:
@@ -63,7 +63,7 @@ def _collectives(before: Plan, after: Plan) -> list[str]:
 
 
 def _only(word: str, here: Mapping[tuple[str, str], int], there: Mapping[tuple[str, str], int]) -> list[str]:
-    """Collectives that are here and not there, drawn together by op."""
+    """Return lines about collectives that run more often `here` than `there`, grouped by op."""
     groups: dict[str, list[str]] = defaultdict(list)
     for (op, name), count in here.items():
         groups[op] += [name] * max(0, count - there.get((op, name), 0))
@@ -71,7 +71,7 @@ def _only(word: str, here: Mapping[tuple[str, str], int], there: Mapping[tuple[s
 
 
 def _memory(before: Plan, after: Plan) -> list[str]:
-    """Bytes by device and kind that are not what they were."""
+    """Return lines about bytes that changed, by device and kind."""
     was, now = ({str(lane.device): lane.memory() for lane in p.lanes} for p in (before, after))
     lines = []
     for device in dict.fromkeys((*was, *now)):

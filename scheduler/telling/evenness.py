@@ -1,8 +1,7 @@
-"""Where the weights of a plan do not lie evenly: how much more or less than its share a device holds, and because of
-which weights.
+"""The weight balance of a plan: how far a device is from its share of the weights, and which weights are the cause.
 
-What a weight adds to a device is what it takes there beyond the device's share of it; over all weights that makes up
-the difference, to the byte.
+The excess of a weight on a device is the stored bytes minus the device's share of the weight. Over all weights, the
+sum of the excess is the difference, to the byte.
 """
 
 from __future__ import annotations
@@ -26,15 +25,17 @@ from ..sharding.states import Cut
 from ..units import nbytes_text, places, time_text
 
 EVEN = 0.02
-"""A device that is off its share by no more than this part of it is taken to have its share."""
+"""The relative deviation from its share up to which a device is balanced."""
 SHOWN = 4
-"""Causes that are told one by one."""
+"""Maximum causes that are listed one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Weights that lie unevenly for one reason: `nbytes` is what they take of the fullest device, `over` what that is
-    beyond its share of them."""
+    """Weights that are unbalanced for one reason.
+
+    `nbytes` is their size on the fullest device; `excess_bytes` is the part of it above the device's share.
+    """
 
     weights: tuple[str, ...]
     nbytes: int
@@ -44,8 +45,10 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Evenness:
-    """Bytes of weights that each device holds, its share of all that there are (even, or as was asked for), and why the
-    fullest has more."""
+    """The bytes of weights on each device, its share of all weights (even, or as requested), and the causes.
+
+    The causes explain the excess of the fullest device.
+    """
 
     devices: tuple[str, ...]
     held: tuple[int, ...]
@@ -54,7 +57,7 @@ class Evenness:
     causes: tuple[Cause, ...]
 
     def lines(self) -> list[str]:
-        """``cpu:0 holds 3.1 KiB of weights, 55% more than an even share, 2.0 KiB:`` and a line for each cause."""
+        """Return ``cpu:0 holds 3.1 KiB of weights, 55% more than an even share, 2.0 KiB:`` and a line per cause."""
         alike: dict[tuple[int, float], list[str]] = defaultdict(list)
         for device, held, share in zip(self.devices, self.held, self.shares, strict=True):
             alike[held, share].append(device)
@@ -71,8 +74,7 @@ class Evenness:
 
 
 def evenness(plan: Plan) -> Evenness | None:
-    """What there is to say of a plan in which a device is off its share of the weights by more than `EVEN`; else
-    None."""
+    """Return the weight balance if a device is off its share by more than `BALANCE_TOLERANCE`; else None."""
     own = [{b.name: b.nbytes for b in lane.program.buffers if b.kind == "weight"} for lane in plan.lanes]
     once = {v.node.name: _once(plan, v.node, [sizes.get(v.node.name, 0) for sizes in own]) for v in plan.graph.weights}
     asked = plan.shares if sum(plan.shares) else (1.0,) * len(own)
@@ -89,13 +91,13 @@ def evenness(plan: Plan) -> Evenness | None:
 
 
 def _once(plan: Plan, leaf: Node, own: Sequence[int]) -> int:
-    """Bytes of a weight as the first device that has some of it would store all of it; 0 if none has."""
+    """Return the bytes of a complete weight as the first device with a part stores it; 0 without such a device."""
     lane = next((lane for lane, nbytes in zip(plan.lanes, own, strict=True) if nbytes), None)
     return 0 if lane is None else lane.backend.stored(leaf.specs[0], "weight").nbytes
 
 
 def _causes(plan: Plan, fullest: int, own: Mapping[str, int], over: Mapping[str, float]) -> list[Cause]:
-    """The reasons for what the fullest device has beyond its shares, those that add most first."""
+    """Return the reasons for the excess of the fullest device, largest excess first."""
     reasons = _Reasons(plan, fullest)
     grouped: dict[str, list[str]] = defaultdict(list)
     for name in sorted(over, key=lambda name: -own.get(name, 0)):
@@ -108,7 +110,7 @@ def _causes(plan: Plan, fullest: int, own: Mapping[str, int], over: Mapping[str,
 
 
 class _Reasons:
-    """Why a weight takes more of a device than its share, from the layouts of a plan and the factors of its graph."""
+    """Reasons why a weight exceeds a device's share, from the layouts of a plan and the factors of its graph."""
 
     def __init__(self, plan: Plan, device: int) -> None:
         self.plan, self.device = plan, device
@@ -122,7 +124,7 @@ class _Reasons:
         self._laid: dict[frozenset[Factor], Assignment] = {}
 
     def of(self, name: str) -> str:
-        """What is to be said of a weight."""
+        """Return the reason for one weight."""
         layout = self.plan.leaves[name]
         if isinstance(layout, Shard):
             return f"cut along {self._pieces(name, layout)}{self._widened(name, layout)}"
@@ -131,7 +133,7 @@ class _Reasons:
         return f"whole on each device: {self._whole(self.leaves[name])}"
 
     def _placed(self, devices: Sequence[int]) -> str:
-        """Why weights are whole on some devices."""
+        """Return why weights are complete on some devices."""
         if self.device not in devices:
             return "whole on other devices"
         where = places([str(self.plan.lanes[d].device) for d in devices])
@@ -139,7 +141,7 @@ class _Reasons:
         return f"whole on {where}{' alone' if len(devices) == 1 else ''}{said and ': ' + said}"
 
     def _pieces(self, name: str, layout: Shard) -> str:
-        """``axis 0, 4 kv heads on 3 devices: 2, 1 and 1``."""
+        """Return ``axis 0, 4 kv heads on 3 devices: 2, 1 and 1``."""
         size, lengths = self.leaves[name].shape[layout.axis], [layout.length(d) for d in range(len(layout.runs))]
         if sum(lengths) > size:
             return f"axis {layout.axis}, a part of which is whole on several devices"
@@ -152,14 +154,14 @@ class _Reasons:
         return f"axis {layout.axis}, {size} {word} on {len(counts)} devices: {', '.join(counts[:-1])} and {counts[-1]}"
 
     def _widened(self, name: str, layout: Shard) -> str:
-        """``, stored as f32`` where a device keeps pieces in another type than the whole."""
+        """Return ``, stored as f32`` if a device stores its shard in another dtype than the whole weight."""
         leaf, backend = self.leaves[name], self.plan.lanes[self.device].backend
         local = Spec(local_shape(leaf.shape, layout, self.device), leaf.dtype)
         as_stored = backend.stored(local, "weight").dtype
         return "" if as_stored is backend.stored(leaf.spec, "weight").dtype else f", stored as {as_stored}"
 
     def _whole(self, weight: Value) -> str:
-        """Why a weight is whole on each device: what it would take to cut it by each class of factors that it has."""
+        """Return why a weight is replicated: the cost of sharding it by each class of its factors."""
         own = self.factors.of(weight)
         if not own.isdisjoint(self.chosen):
             return self._read_whole(weight, self._assignment(self.chosen))
@@ -168,11 +170,14 @@ class _Reasons:
         return min(told, key=lambda option: option[0])[1] if told else "no axis of it can be cut"
 
     def _ordered(self, weight: Value) -> list[list[Factor]]:
+        """Return the factors of each axis of a weight."""
         return [[f for segment in segments for f in segment] for segments in self.factors.axes(weight)]
 
     def _option(self, weight: Value, name: str) -> tuple[float, str]:
-        """How many seconds more a run would take if a weight were cut so, and that in words; without end if it cannot
-        be cut so."""
+        """Return the additional seconds of a run if a weight is sharded by this class, and a text about it.
+
+        The seconds are infinite if the weight cannot be sharded so.
+        """
         chosen = self.chosen.union(self.classes[name])
         axis = next(a for a, factors in enumerate(self._ordered(weight)) if not chosen.isdisjoint(factors))
         if (twice := cut_twice(self.plan.graph, self.factors, chosen)) is not None:
@@ -186,18 +191,22 @@ class _Reasons:
         return longer, f"a cut along axis {axis} would make a run {time_text(abs(longer))} {said} collectives"
 
     def _assignment(self, chosen: frozenset[Factor]) -> Assignment:
+        """Return the sharding assignment if the factors `chosen` are sharded."""
         if chosen not in self._laid:
             self._laid[chosen] = assign(self.plan.graph, self.factors, chosen)
         return self._laid[chosen]
 
     def _read_whole(self, weight: Value, made: Assignment) -> str:
-        """Who reads a weight whole that could be cut; where nobody does, a flag or an earlier plan has said so."""
+        """Return a text about the reader that needs all of a weight.
+
+        Without such a reader, a flag or an earlier plan has decided.
+        """
         reader = next((user for user in self.users[weight] if not isinstance(made.by[user], Cut)), None)
         return "it was to lie so" if reader is None else f"{reader.op} reads it whole"
 
 
 def _head(devices: Sequence[str], held: int, share: float, is_asked: bool) -> str:
-    """What devices that are alike hold, beside their share."""
+    """Return the text about devices with equal bytes: their bytes and their share."""
     verb, each = ("holds", "") if len(devices) == 1 else ("hold", " each")
     off = f"{abs(held / share - 1):.0%} {'more' if held > share else 'less'} than" if share else "all of it beyond"
     kind = "the share asked for" if is_asked else "an even share"

@@ -1,4 +1,4 @@
-"""A plan in words: what it costs, what lies where, and for each stage where it runs, how long, and because of what."""
+"""The plan report: cost, memory, and for each timeline entry its devices, its time and its reason."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ from .listing import program_text, ref
 
 
 def explain(plan: Plan, *, steps: bool = False) -> str:
-    """The summary, what the search considered, memory, which weights lie unevenly, and stages; with `steps` each
-    instruction of each device."""
+    """Return the report of a plan: summary, reasons, memory, weight balance and timeline.
+
+    With `steps`, the instructions of each device follow.
+    """
     lines = [summary(plan), *(f"  {reason}" for reason in reason_lines(plan))]
     lines += ["", *memory_table(plan), ""]
     if uneven := evenness(plan):
@@ -41,7 +43,7 @@ def explain(plan: Plan, *, steps: bool = False) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """Nodes, steps, meetings by kind, arithmetic and time, in one line."""
+    """Return nodes, steps, collectives by kind, arithmetic and time in one line."""
     views = sum(not n.is_leaf and REGISTRY[n.op].is_view for n in plan.graph.nodes)
     longest = max(len(lane.program.instructions) for lane in plan.lanes)
     counts: dict[str, int] = {}
@@ -63,12 +65,12 @@ def summary(plan: Plan) -> str:
 
 
 def _parted(plan: Plan) -> bool:
-    """Whether devices hold different parts of a weight, a state or an output."""
+    """Return whether devices have different parts of a weight, a state or an output."""
     return any(isinstance(layout, Shard | Local) for layout in (*plan.leaves.values(), *plan.outputs.values()))
 
 
 def reason_lines(plan: Plan) -> list[str]:
-    """What the search considered, which are the plan's reasons, and what came of it."""
+    """Return the lines about the search, which are the plan's reasons, and about its results."""
     return [
         *plan.reasons,
         *made_lines(plan),
@@ -82,14 +84,17 @@ def reason_lines(plan: Plan) -> list[str]:
 
 
 def made_lines(plan: Plan) -> list[str]:
-    """How the times that a search considered become that of the plan: programs have copies that it does not see."""
+    """Return a line with the time of the plan.
+
+    It differs from the search's times, because the programs contain copies that the search does not see.
+    """
     if not plan.cuts:
         return []
     return [f"with all that the programs copy: {time_text(plan.cost.total)}, {plan.cost.meetings} collectives"]
 
 
 def placement_lines(plan: Plan) -> list[str]:
-    """A line for each reason for which nodes run on one device alone."""
+    """Return a line for each reason why nodes run on one device alone."""
     lines = []
     for placed in plan.placed:
         first, *others = (f"%{name if name.isdecimal() else quote_node_name(name)}" for name in placed.nodes)
@@ -100,7 +105,7 @@ def placement_lines(plan: Plan) -> list[str]:
 
 
 def meeting_lines(plan: Plan) -> list[str]:
-    """How devices of one backend meet, where there are several ways."""
+    """Return how the devices of each backend exchange data, if the backend has several transports."""
     kinds: dict[type, list[Lane]] = {}
     for lane in plan.lanes:
         kinds.setdefault(type(lane.backend), []).append(lane)
@@ -118,7 +123,7 @@ def meeting_lines(plan: Plan) -> list[str]:
 
 
 def path_lines(plan: Plan) -> list[str]:
-    """Which device's work, and how much of meetings, decides the time of a run of several devices."""
+    """Return the shares of devices and collectives on the critical path, for several devices."""
     if len(plan.lanes) == 1 or not plan.cost.total:
         return []
     seconds: dict[str, float] = defaultdict(float)
@@ -131,7 +136,7 @@ def path_lines(plan: Plan) -> list[str]:
 
 
 def beside_lines(plan: Plan) -> list[str]:
-    """What is saved where devices compute while they meet."""
+    """Return the time saved by computation during collectives."""
     if not (hidden := plan.cost.hidden):
         return []
     lanes = {id(lane.program): lane for lane in plan.lanes}.values()
@@ -141,7 +146,7 @@ def beside_lines(plan: Plan) -> list[str]:
 
 
 def following_lines(plan: Plan) -> list[str]:
-    """What is gained where devices begin the next run when they have done their part of the last."""
+    """Return the speedup of pipelined runs."""
     times, through = gain(plan), stages_text(followed(plan), len(plan.lanes))
     if times < 1.01:
         return []
@@ -163,9 +168,9 @@ def stand_in_lines(plan: Plan) -> list[str]:
 
 
 def memory_table(plan: Plan) -> list[str]:
-    """Bytes on each device by kind, and what is left of its memory.
+    """Return the bytes on each device by kind, and the free memory.
 
-    What is kept to undo a step that fails is a part of the memory to compute in.
+    The saved bytes for the undo of a failed run are a part of the compute memory.
     """
     rows: list[tuple[str, ...]] = [("device", "weights", "states", "constants", "compute", "to undo", "free after")]
     for lane in plan.lanes:
@@ -183,7 +188,7 @@ def memory_table(plan: Plan) -> list[str]:
 
 
 def stage_table(plan: Plan) -> list[str]:
-    """One row a stage; stages that come again in the same order, as layers do, are shown once and counted."""
+    """Return one row per timeline entry; repeated sequences of entries, such as layers, are shown once and counted."""
     reasons, advice = Reasons(plan), hints(plan)
     rows = [("stage", "where", "nodes", "reads", "moved", "est", "uncut", "because")]
     table: list[tuple[str, ...]] = []
@@ -204,6 +209,7 @@ def stage_table(plan: Plan) -> list[str]:
 
 
 def _row(plan: Plan, number: int, stage: Stage, because: str) -> tuple[str, ...]:
+    """Return the table row of one timeline entry."""
     where = places([str(plan.lanes[d].device) for d in stage.devices])
     if stage.op == "send":
         where = " -> ".join(str(plan.lanes[d].device) for d in sorted(stage.devices, key=lambda d: d != stage.source))
@@ -217,12 +223,12 @@ def _row(plan: Plan, number: int, stage: Stage, because: str) -> tuple[str, ...]
 
 
 def _likeness(row: tuple[str, ...]) -> tuple[str, ...]:
-    """What two rows have in common that are the same stage of two layers: all but numbers in names."""
+    """Return the common part of the rows of two layers: all cells, without numbers in names."""
     return (*row[1:-1], re.sub(r"\d+", "N", row[-1]))
 
 
 class Reasons:
-    """Why stages are what they are, read off the graphs of the devices and the layouts of their leaves."""
+    """The reasons for timeline entries, read from the graphs of the devices and the layouts of their leaves."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -230,24 +236,25 @@ class Reasons:
         self.shapes = {name: [spec.shape for spec in node.specs] for node, name in assign_names(plan.graph).items()}
 
     def of(self, stage: Stage) -> str:
+        """Return the reason for a timeline entry."""
         nodes = self._nodes(stage)
         if stage.op == WORK:
             return self._work(nodes, stage.devices)
         return self._meeting(self.plan.lanes[stage.source], stage, nodes[0])
 
     def hints(self, stage: Stage, advice: Mapping[str, Hint]) -> list[Hint]:
-        """Of `advice` about weights, what is about those that a stage reads."""
+        """Return the hints of `advice` about weights that an entry reads."""
         read = (leaf_of(s).name for n in self._nodes(stage) for s in n.inputs) if stage.op == WORK else ()
         return list(dict.fromkeys(advice[name] for name in read if name in advice))
 
     def _nodes(self, stage: Stage) -> list[Node]:
-        """What a stage computes, of the graph of its first device."""
+        """Return the nodes that an entry computes, from the graph of its first device."""
         lane = self.plan.lanes[stage.source]
         instructions = lane.program.instructions[stage.first : stage.first + stage.count]
         return [lane.graph.nodes[i.index] for i in instructions if i.index >= 0]
 
     def _work(self, nodes: Sequence[Node], devices: Sequence[int]) -> str:
-        """The placed and the cut leaf with most bytes that the stage reads."""
+        """Return the reason for work: the largest pinned leaf and the largest sharded leaf that the entry reads."""
         because = {name: why for name, (device, why) in self.because.items() if device in devices}
         leaves = {leaf_of(s).name: leaf_of(s) for n in nodes for s in n.inputs}
         kept = [n for n in leaves.values() if n.op in ("weight", "state") and n.name in self.plan.leaves]
@@ -267,7 +274,7 @@ class Reasons:
         return "; ".join(said)
 
     def _whole(self, nodes: Sequence[Node]) -> str:
-        """What to say of a stage that reads no cut weight: it may still read only a part of one."""
+        """Return the reason for work that reads no sharded weight; it may read a part of a replicated one."""
         read = [(s, leaf_of(s)) for n in nodes if not REGISTRY[n.op].is_view for s in n.inputs]
         stored = [(s, leaf) for s, leaf in read if leaf.op in ("weight", "state")]
         if part := [leaf for s, leaf in stored if s.spec.nbytes < leaf.specs[0].nbytes]:
@@ -280,6 +287,7 @@ class Reasons:
         return "what it reads is whole on each device"
 
     def _meeting(self, lane: Lane, stage: Stage, node: Node) -> str:
+        """Return the reason for a collective or a message."""
         if stage.op == "send":
             to = self.plan.lanes[next(d for d in stage.devices if d != stage.source)].device
             return f"{named(node.inputs[0])} is made on {lane.device} and read on {to}"
@@ -292,7 +300,7 @@ class Reasons:
         return f"{named(source)} is a sum over the devices{whose}{because}{self._way(lane, stage)}"
 
     def _way(self, lane: Lane, stage: Stage) -> str:
-        """How a sum over several machines is taken, where it is first taken within each."""
+        """Return how a sum over several machines is computed, if it is first computed within each machine."""
         met = self.plan.hardware.collective(stage.op, met_bytes(lane.program.instructions[stage.first]), stage.devices)
         if not (met.inside and met.across):
             return ""
@@ -300,12 +308,13 @@ class Reasons:
         return f"; {stage.op} over {over}: {time_text(met.inside)} inside, {time_text(met.across)} across"
 
     def _axis(self, leaf: Node) -> int:
+        """Return the axis on which a leaf is sharded."""
         layout = self.plan.leaves[leaf.name]
         assert isinstance(layout, Shard)
         return layout.axis
 
     def _cut_behind(self, node: Node) -> Node | None:
-        """The nearest cut weight or state that a value is computed from."""
+        """Return the nearest sharded weight or state from which a value is computed."""
         queue, seen = [node], {node}
         for here in queue:
             leaves = [s.node for s in here.inputs if s.node.is_leaf]
@@ -321,17 +330,17 @@ class Reasons:
 
 
 def _largest(leaves: Sequence[Node]) -> tuple[Node, str]:
-    """The leaf of most bytes, and how many others there are."""
+    """Return the leaf with the most bytes, and a text with the count of the others."""
     return max(leaves, key=lambda n: n.specs[0].nbytes), f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
 
 
 def named(value: Value) -> str:
-    """A value of a device's graph by the name that a dump of the user's graph gives it."""
+    """Return a value of a device's graph by its name in a dump of the user's graph."""
     return ref(value.node.name or value.node.op) + (f"#{value.index}" if len(value.node.specs) > 1 else "")
 
 
 def _because(plan: Plan) -> dict[str, tuple[int, str]]:
-    """On which device nodes are placed and why, by their names and by those of the weights and states they read."""
+    """Return the pinned device and the reason for nodes by name, and for the weights and states that they read."""
     said = {name: (placed.device, placed.because) for placed in plan.placed for name in placed.nodes}
     reasons = dict(said)
     for node, name in assign_names(plan.graph).items() if said else ():

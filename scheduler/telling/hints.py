@@ -1,7 +1,7 @@
-"""What would pay if a weight lay elsewhere: a flag ``--place``, the bytes that it saves, and the time that it costs.
+"""Placement hints: a flag ``--place`` for a weight, the bytes that it saves, and the time that it costs.
 
-Only weights at the ends of a graph are looked at, which are whole on each device: what reads them stands before or
-behind all else, so that the plan's own model of cost says what it takes if one device does it alone.
+Only weights that are replicated and lie at the ends of a graph are considered. Their readers run before or after all
+other nodes, so the cost model of the plan predicts the time if one device runs them alone.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from ..units import nbytes_text, places, time_text
 from .layouts import layouts_of
 
 LEAST = 0.01
-"""The share of all that a device holds below which nothing is said."""
+"""Minimum share of a device's bytes that a hint must save."""
 LONGEST = 80
-"""Characters of a pattern."""
+"""Maximum characters of a pattern."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hint:
-    """What ``--place`` with this pattern and device would do: `saved` are bytes by device, and `seconds` what a run
-    takes more."""
+    """The effect of ``--place`` with this pattern and device: saved bytes by device, and extra seconds of a run."""
 
     place: str
     saved: Mapping[str, int]
     seconds: float
 
     def __str__(self) -> str:
-        """``--place 'token_embd=cpu:0' saves 28.7 MiB on cpu:1, costs 762 us a run``."""
+        """Return the hint as text: ``--place 'token_embd=cpu:0' saves 28.7 MiB on cpu:1, costs 762 us a run``."""
         devices: dict[int, list[str]] = defaultdict(list)
         for device, nbytes in self.saved.items():
             devices[nbytes].append(device)
@@ -50,8 +49,11 @@ class Hint:
 
 
 def hints(plan: Plan, layouts: Mapping[Node, str] | None = None) -> dict[str, Hint]:
-    """The best hint for each weight that has one, by name: a larger share of a device's bytes is saved than of the time
-    of a run is lost.  `layouts` are those of the plan, for who has them."""
+    """Return the best hint for each weight that has one, by name.
+
+    A hint saves a larger share of a device's bytes than it adds to the time of a run. `layouts` are the value
+    layouts of the plan, if the caller has them.
+    """
     if len(plan.lanes) == 1:
         return {}
     moves = _Moves(plan, layouts_of(plan) if layouts is None else layouts)
@@ -61,7 +63,7 @@ def hints(plan: Plan, layouts: Mapping[Node, str] | None = None) -> dict[str, Hi
 
 
 class _Moves:
-    """What it does to a plan if a weight lies on one device alone."""
+    """The changes of a plan if a weight lies on one device alone."""
 
     def __init__(self, plan: Plan, layouts: Mapping[Node, str]) -> None:
         self.plan, self.layouts, self.counts = plan, layouts, Counts()
@@ -75,10 +77,10 @@ class _Moves:
         self.runs = [runs[first] for first in alike]
 
     def of(self, leaf: Node) -> Iterator[Hint]:
-        """A hint for each device on which the weight might lie, if that pays."""
+        """Yield a hint for each device on which the weight may lie with a gain."""
         if self._share([leaf]) < LEAST or (pattern := self._pattern(leaf.name)) is None:
             return
-        first = self.devices[0]  # on whichever device, it is the same nodes
+        first = self.devices[0]  # the nodes are the same for every device
         moved = closed(self.plan.graph, wished(self.plan.graph, [(pattern, first)], self.devices)).keys()
         elsewhere = self._elsewhere(moved)
         left = [n for n in self.plan.graph.nodes if n in elsewhere and n.op == "weight"]
@@ -90,20 +92,22 @@ class _Moves:
                 yield Hint(f"{pattern}={device}", saved, seconds)
 
     def _pattern(self, name: str) -> str | None:
-        """A regular expression that finds this name and no other; None where that is too long to be typed."""
+        """Return a regular expression that finds only this name; None if it is too long to type."""
         word = re.escape(name)
         pattern = word if sum(name in other for other in self.called.values()) == 1 else f"^{word}$"
         return pattern if len(pattern) <= LONGEST and pattern.isprintable() else None
 
     def _share(self, leaves: Sequence[Node]) -> float:
-        """The part that weights have of all that a device holds, on the device where that is most."""
+        """Return the share of the weights in a device's bytes, on the device with the largest share."""
         return max(
             sum(own.get(n.name, 0) for n in leaves) / held for own, held in zip(self.own, self.held, strict=True)
         )
 
     def _elsewhere(self, moved: Set[Node]) -> Set[Node]:
-        """What others need no more when one device alone computes `moved`: these nodes, and what was whole on each
-        device and only these read."""
+        """Return the nodes that other devices do not need if one device computes `moved`.
+
+        They are `moved` and the replicated nodes that have no other readers.
+        """
         ends = {v.node for v in (*self.plan.graph.outputs.values(), *self.plan.graph.updates.values())}
         elsewhere = set(moved)
         for node in reversed(self.plan.graph.nodes):
@@ -113,10 +117,11 @@ class _Moves:
         return elsewhere
 
     def _costs(self, moved: Set[Node], elsewhere: Set[Node], to: int) -> float | None:
-        """What a run takes more at most if one device alone computes `moved` and sends what others read of it, while
-        they leave out all that is then computed `elsewhere`.
+        """Return the maximum additional seconds of a run if one device alone computes `moved`.
 
-        None unless each of these nodes rests on inputs and weights alone, or is read by none of the others.
+        That device sends the values that other devices read, and the other devices skip all nodes in `elsewhere`. It
+        is None if other devices read a moved node that depends on computed values, or if a moved node reads a value
+        that is not replicated.
         """
         seconds = 0.0
         fed: set[Node] = set()
@@ -136,7 +141,7 @@ class _Moves:
         return seconds
 
     def _readers(self, value: Value) -> Iterator[Node]:
-        """The nodes that compute with a value or with views of it."""
+        """Yield the nodes that compute with a value or with views of it."""
         values = [value]
         for here in values:
             for user in self.users[here]:
@@ -147,6 +152,6 @@ class _Moves:
 
 
 def _runs(lane: Lane, prices: Prices) -> dict[str, tuple[float, float]]:
-    """What each node of a device takes, in seconds, and in launches."""
+    """Return the seconds and the launches of each node of a device."""
     instructions = lane.program.instructions
     return {i.node: (prices.of(at).seconds, prices.launches[at]) for at, i in enumerate(instructions)}

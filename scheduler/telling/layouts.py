@@ -1,7 +1,12 @@
-"""How every value of the user's graph lies on the devices of a plan, read off the graphs that the devices run.
+"""The layouts of all values of the user's graph on the devices of a plan, read from the devices' graphs.
 
-A layout is a short text: ``R`` whole on each device, ``P`` a summand on each, ``S1(32|64)`` cut along axis 1 with so
-many entries each, ``L0,2`` whole on devices 0 and 2 only, and nothing for what no device keeps.
+A layout is a short text:
+
+- ``R``: replicated on each device;
+- ``P``: a partial sum on each device;
+- ``S1(32|64)``: sharded along axis 1, with the entry count of each device;
+- ``L0,2``: complete on the devices 0 and 2 only;
+- empty: on no device.
 """
 
 from __future__ import annotations
@@ -16,10 +21,11 @@ from ..lowering.lane import first_alike
 from ..plan import Plan
 
 SUMS = ("all_reduce", "reduce_scatter")
+"""Collectives that add partial sums."""
 
 
 def layouts_of(plan: Plan) -> dict[Node, str]:
-    """The layout of the first result of each node, in the order of the graph."""
+    """Return the layout of the first result of each node, in graph order."""
     called = assign_names(plan.graph)
     users = {name: node for node, name in called.items()}
     first = first_alike(plan.lanes)
@@ -45,7 +51,13 @@ def _leaf_text(layout: Layout) -> str:
 
 
 def _text(node: Node, local: Sequence[Node | None], owed: bool) -> str:
-    """The layout of a computed value; `local` is what each device computes for it."""
+    """Return the layout of a computed value.
+
+    Args:
+        node: The node of the user's graph.
+        local: The node that each device computes for it, or None.
+        owed: Whether the value is a partial sum if its shape is complete.
+    """
     shapes = [None if n is None else n.specs[0].shape for n in local]
     there = [shape for shape in shapes if shape is not None]
     for axis, size in enumerate(node.specs[0].shape):
@@ -57,9 +69,12 @@ def _text(node: Node, local: Sequence[Node | None], owed: bool) -> str:
 
 
 def _owed(graph: Graph, users: Mapping[str, Node], whole: Set[str]) -> set[str]:
-    """Names of a device's nodes whose values are summands: those that a sum over devices reads, and back to where the
-    terms are made, which is where something that was cut is read.  What is `whole` one device alone adds, and others
-    add zeros."""
+    """Return the names of a device's nodes that have partial sums as values.
+
+    The search starts at the operands of sums over devices and goes back to the nodes that compute the terms. It ends
+    at a node that reads a sharded value. Values in `whole` are excluded: one device alone adds them, and the others
+    add zeros.
+    """
     stack = [n.inputs[0].node for n in graph.nodes if n.op in SUMS]
     owed: set[str] = set()
     while stack:

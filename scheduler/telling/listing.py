@@ -1,4 +1,7 @@
-"""What passes make, as text: factors, layouts and graphs, memory, programs; only what planning itself settles."""
+"""Pass dumps: factors, layouts and graphs, memory, and programs of a plan as text.
+
+The dumps show only the decisions of planning itself.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +28,18 @@ from ..sharding.factors import Factors
 from ..units import columns
 
 WIDTH = 64
-"""Columns in which the life of a value is drawn; of a longer program several steps share one."""
+"""Columns in which the lifetime of a value is drawn; in a longer program several steps share a column."""
 NAMED = 3
-"""How many nodes a cell names before it counts the rest."""
+"""Maximum names in a table cell; the rest is counted."""
 
 
 def ref(name: str) -> str:
-    """A node by the name that a dump gives it; the number of an unnamed one stays bare there."""
+    """Return the reference to a node by its name in a dump; the number of an unnamed node stays bare."""
     return f"%{name if name.isdecimal() else quote_node_name(name)}"
 
 
 def joined(found: Sequence[str]) -> str:
-    """A few of `found`, and how many more there are."""
+    """Return the first few names of `found`, and the count of the others."""
     more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
     return ", ".join(found[:NAMED]) + more
 
@@ -45,9 +48,11 @@ def joined(found: Sequence[str]) -> str:
 
 
 def factors_text(factors: Factors) -> str:
-    """Each factor with a letter and with what keeps it from being cut, then the axes of every value as products.
+    """Return a table of all factors, then the axes of every value as products of factors.
 
-    Written as in einops, outer first; ``|`` stands between segments, ``!`` behind what can never be cut.
+    Each factor has a letter, the leaves with this factor, and the nodes that keep it from being sharded. Axes are
+    written as in einops, outer first; ``|`` stands between segments, and ``!`` follows a factor that cannot be
+    sharded.
     """
     called = assign_names(factors.graph)
     letters = _letters(factors)
@@ -75,7 +80,7 @@ def factors_text(factors: Factors) -> str:
 
 
 def _letters(factors: Factors) -> dict[Factor, str]:
-    """A name for every factor of more than one index, in the order in which values show them."""
+    """Return a letter for every factor of more than one index, in the order of the values."""
     free = ("".join(word) for n in itertools.count(1) for word in itertools.product(string.ascii_lowercase, repeat=n))
     letters: dict[Factor, str] = {}
     for node in factors.graph.nodes:
@@ -99,7 +104,7 @@ def _value_text(value: Value, called: Mapping[Node, str]) -> str:
 
 
 def layouts_text(leaves: Mapping[str, Layout], outputs: Mapping[str, Layout]) -> str:
-    """How leaves and outputs lie on the devices: ``S0 0+32 | 32+32`` is cut on axis 0, each device its runs."""
+    """Return the layouts of leaves and outputs. ``S0 0+32 | 32+32``: sharded on axis 0, with each device's ranges."""
     rows = [("leaf", ref(name), _layout_text(layout)) for name, layout in leaves.items()]
     rows += [("output", name, _layout_text(layout)) for name, layout in outputs.items()]
     return "\n".join(columns(rows, "lll"))
@@ -113,11 +118,11 @@ def _layout_text(layout: Layout) -> str:
 
 
 _QUOTED_NUMBER = re.compile(r'%"(\d+)"')
-"""A device's node that goes by the number of an unnamed node of the user's graph, shown there without quotes."""
+"""A device's node with the number of an unnamed node of the user's graph as its name, which is shown without quotes."""
 
 
 def graphs_text(graphs: Sequence[Graph]) -> str:
-    """The graph of each device; one that an earlier device runs too is not shown again."""
+    """Return the graph of each device; a graph that an earlier device has is not repeated."""
     first: dict[str, int] = {}
     shown = []
     for device, graph in enumerate(graphs):
@@ -132,7 +137,7 @@ def graphs_text(graphs: Sequence[Graph]) -> str:
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """Bytes of the arena that one value occupies, from the step that writes it to the last that reads it."""
+    """The arena bytes of one value, from the step that writes it to the last step that reads it."""
 
     offset: int
     nbytes: int
@@ -141,23 +146,23 @@ class Life:
     name: str
     note: str = ""
     step: int = -1
-    """The step that writes it; -1 for inputs, and for what a kernel needs meanwhile."""
+    """The step that writes it; -1 for inputs and scratch."""
     gone: int = sys.maxsize
-    """The step that writes something else there."""
+    """The step that overwrites it."""
 
     @property
     def beyond(self) -> int:
-        """The byte behind it."""
+        """The byte after the last byte of the value."""
         return self.offset + self.nbytes
 
     @property
     def end(self) -> int:
-        """The first step at which it needs no memory."""
+        """The first step that does not need its memory."""
         return min(self.last + 1, self.gone)
 
 
 def memory_text(program: Program) -> str:
-    """The arena drawn as a map, a line a value by offset and time, then the buffers that outlive a run."""
+    """Return a map of the arena, one line per value by offset and time, and a table of the other buffers."""
     steps = len(program.instructions)
     scale = -(-max(steps, 1) // WIDTH)
     rows = [("offset", "bytes", f"steps 0 to {steps - 1}" + (f", {scale} a column" if scale > 1 else ""), "value")]
@@ -174,9 +179,9 @@ def _offset(life: Life) -> int:
 
 
 def lives(program: Program) -> list[Life]:
-    """What lies in the arena when, as the instructions have it."""
+    """Return the lifetimes of all values in the arena, as the instructions use them."""
     lives = [Life(t.offset, t.spec.nbytes, -1, -1, f"input {name}") for name, t in program.inputs.items()]
-    there = sorted(lives, key=_offset)  # by place; no two overlap
+    there = sorted(lives, key=_offset)  # by offset, without overlaps
 
     def at(tensor: Tensor) -> Life | None:
         before = bisect_right(there, tensor.offset, key=_offset) - 1
@@ -209,8 +214,10 @@ def lives(program: Program) -> list[Life]:
 
 
 def memory_by_step(program: Program) -> tuple[list[int], list[int]]:
-    """Bytes of the arena in use at each step, and for what each step writes the last step that needs it (-1 where it
-    writes into a weight, state or constant)."""
+    """Return the used arena bytes at each step, and the last step that needs the first result of each step.
+
+    The last step is -1 for a step that writes to a weight, state or constant.
+    """
     steps = len(program.instructions)
     last, change = [-1] * steps, [0] * (steps + 1)
     for life in lives(program):
@@ -223,7 +230,7 @@ def memory_by_step(program: Program) -> tuple[list[int], list[int]]:
 
 
 def _buffers(program: Program) -> list[str]:
-    """Weights, states and constants: their bytes, how they are kept, and who reads and writes them."""
+    """Return a table of weights, states and constants: bytes, stored specs, and the steps that read and write them."""
     reads, writes = (defaultdict[int, list[str]](list) for _ in range(2))
     for step, i in enumerate(program.instructions):
         for tensor in (t for t in i.src if t is not None):
@@ -242,7 +249,7 @@ def _buffers(program: Program) -> list[str]:
 
 
 def program_text(program: Program) -> str:
-    """Every instruction: its op, the node it computes, where that is written, what is read from where."""
+    """Return a table of all instructions: op, node, place of the results, and places of the operands."""
     places = [b.name and ref(b.name) for b in program.buffers]
     rows = [("step", "op", "writes", "reads", "with")]
     for step, i in enumerate(program.instructions):
@@ -257,14 +264,14 @@ def program_text(program: Program) -> str:
 
 
 def _tensor_text(tensor: Tensor, places: Sequence[str]) -> str:
-    """``f32[1,64]@256`` in the arena, ``f32[128,64]@%token_embd.weight`` in a buffer of its own."""
+    """Return ``f32[1,64]@256`` for the arena, ``f32[128,64]@%token_embd.weight`` for a buffer of its own."""
     where = f"{places[tensor.buffer]}{f'+{tensor.offset}' if tensor.offset or not places[tensor.buffer] else ''}"
     _, _, strides = str(tensor).partition(" strides ")
     return f"{tensor.spec}@{where.lstrip('+')}" + (f" by {strides}" if strides else "")
 
 
 def _attrs_text(i: Instruction) -> str:
-    """Attributes other than the defaults of the op."""
+    """Return the attributes that differ from the defaults of the op."""
     defaults = REGISTRY[i.op].defaults
     return ", ".join(f"{k}={format_attribute(v)}" for k, v in i.attrs.items() if k not in defaults or defaults[k] != v)
 
@@ -273,7 +280,7 @@ def _attrs_text(i: Instruction) -> str:
 
 
 def _each(plan: Plan, text: Callable[[Program], str]) -> str:
-    """What `text` says of the program of each device; of devices of which it says the same, once."""
+    """Return the text of the program of each device; equal texts are shown once."""
     devices: dict[str, list[str]] = {}
     for lane in plan.lanes:
         devices.setdefault(text(lane.program), []).append(str(lane.device))
@@ -290,4 +297,4 @@ PASSES: Mapping[str, Callable[[Plan], str]] = MappingProxyType(
         "steps": lambda plan: _each(plan, program_text),
     }
 )
-"""What `hocket plan --show` shows of a plan, in the order in which it is made."""
+"""The dumps of `hocket plan --show`, in the order of the passes."""

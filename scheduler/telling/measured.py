@@ -1,4 +1,4 @@
-"""What the steps of a plan took, by a trace of this very plan, or of one that does the same on other shapes."""
+"""The measured times of a plan's steps, from a trace of this plan or of a plan with the same steps and other shapes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from ..running.trace import Trace
 from .perfetto import FIRST_DEVICE, FORMAT, MICRO, spec_text, trace_text
 
 LARGEST = 1 << 30
-"""Bytes of a trace that is read, unpacked."""
+"""Maximum bytes of an unpacked trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One instruction in the traced runs: its share of its kernel's median time in seconds, by the estimates of those
-    that ran together, of which there were `together`."""
+    """One instruction in the traced runs.
+
+    `seconds` is its share of the median time of its kernel. The kernel runs `steps_in_kernel` instructions, and
+    their estimates determine the shares.
+    """
 
     kernel: str
     seconds: float
@@ -34,21 +37,23 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a plan's steps took, for each device by position; None for what no kernel ran for."""
+    """The measured steps of a plan, for each device by position; None for an instruction without a kernel."""
 
     label: str
     runs: int
     seconds: float
-    """The median run."""
+    """Seconds of the median run."""
     exact: bool
-    """Whether all shapes are those of the plan, or some others, as of a shorter context."""
+    """Whether all shapes equal the plan's shapes. They may differ, for example with a shorter context."""
     devices: tuple[tuple[Step | None, ...], ...]
 
 
 def measured(plan: Plan, trace: Trace | str | Path) -> Measured:
-    """What `trace`, or the trace in a file, says of `plan`.
+    """Return the measured times of `plan` from a trace or a trace file.
 
-    Raises `PlanError` if it is no trace, or has no run of a plan with the same steps; `OSError`.
+    Raises:
+        PlanError: If the file is not a trace, or has no run of a plan with the same steps.
+        OSError: If the file cannot be read.
     """
     if isinstance(trace, Trace):
         return _measured(plan, json.loads("".join(trace_text(trace))))
@@ -61,6 +66,7 @@ def measured(plan: Plan, trace: Trace | str | Path) -> Measured:
 
 
 def _read(path: str | Path) -> Any:
+    """Read the JSON document of a trace file, gzipped or not."""
     with open(path, "rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
     try:
@@ -74,6 +80,10 @@ def _read(path: str | Path) -> Any:
 
 
 def _measured(plan: Plan, document: Mapping[str, Any]) -> Measured:
+    """Match a trace document with a plan and return the measured times of the plan's steps.
+
+    The document may have several plans; the plan with the most equal shapes is taken.
+    """
     about = document["otherData"]
     if about["format"] != FORMAT:
         raise PlanError(f"is a trace in the format {about['format']!s:.40}; this version reads {FORMAT}")
@@ -101,7 +111,7 @@ def _measured(plan: Plan, document: Mapping[str, Any]) -> Measured:
 
 
 def _micro(event: Mapping[str, Any]) -> float:
-    """How long an event lasted, in microseconds."""
+    """Return the duration of an event in microseconds."""
     lasted = float(event["dur"])
     if not 0 <= lasted < math.inf:
         raise ValueError("a time must be finite")
@@ -109,7 +119,7 @@ def _micro(event: Mapping[str, Any]) -> float:
 
 
 def _likeness(plan: Plan, steps: Sequence[Sequence[Sequence[str]]]) -> float:
-    """The share of steps whose shapes are the same too; 0 if the steps themselves are not."""
+    """Return the share of steps with equal shapes; 0 if the steps differ."""
     own = [[(i.op, i.node, spec_text(i)) for i in lane.program.instructions] for lane in plan.lanes]
     theirs = [[(op, node, spec) for op, node, spec in program] for program in steps]
     if [[s[:2] for s in program] for program in own] != [[s[:2] for s in program] for program in theirs]:

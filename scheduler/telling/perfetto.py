@@ -1,7 +1,7 @@
-"""Traces as JSON in the format of Chrome's tracing, which Perfetto and speedscope open; and what they say of a plan.
+"""Traces as JSON in the format of Chrome's tracing, which Perfetto and speedscope open.
 
-Every device is a process whose first thread is its stream of steps; its memory is two counters.  Where devices meet, an
-arrow goes from the one that came last to those that waited for it.
+Every device is a process. Its first thread is the stream of its steps, and two counters show its memory. For each
+collective, arrows go from the device that came last to the devices that waited for it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from ..running.trace import Run, Trace
 from .listing import memory_by_step
 
 FORMAT = "hocket-trace-1"
+"""The name and the version of the format of the metadata."""
 STREAM = 0
-"""The thread of a device's steps: backends have one stream for each device, or part of one."""
+"""The thread of a device's steps. A backend has one stream for each device, or for each part of a device."""
 HOST, FIRST_DEVICE = 1, 2
-"""Processes: whole runs, and the first device."""
+"""The process of the whole runs, and the process of the first device."""
 MICRO = 1e6
+"""Microseconds per second."""
 
 
 def save(trace: Trace, path: str | Path) -> None:
-    """Write a trace, gzipped if the name ends in ``.gz``.  Raises `OSError`."""
+    """Write a trace, gzipped if the name ends in ``.gz``. Raises `OSError`."""
     lines = (text.encode() for text in trace_text(trace))
     with replacing(path) as file:
         if str(path).endswith(".gz"):
@@ -41,7 +43,7 @@ def save(trace: Trace, path: str | Path) -> None:
 
 
 def trace_text(trace: Trace) -> Iterator[str]:
-    """The text of the file, piece by piece."""
+    """Yield the text of the file, piece by piece."""
     plans = list({id(run.plan): run.plan for run in trace.runs}.values())
     labels = {id(run.plan): run.label for run in reversed(trace.runs)}
     about = {"format": FORMAT, "left_out": trace.left_out, "plans": [_about(p, labels[id(p)]) for p in plans]}
@@ -56,13 +58,13 @@ def trace_text(trace: Trace) -> Iterator[str]:
 
 
 def _about(plan: Plan, label: str) -> dict[str, Any]:
-    """What finds the plan of a run again: its devices, and the steps of each."""
+    """Return the metadata that identify a plan: its devices, and the steps of each device."""
     steps = [[[i.op, i.node, spec_text(i)] for i in lane.program.instructions] for lane in plan.lanes]
     return {"label": label, "devices": [str(lane.device) for lane in plan.lanes], "steps": steps}
 
 
 def spec_text(i: Instruction) -> str:
-    """What an instruction writes: dtype and shape of its first result."""
+    """Return dtype and shape of an instruction's first result."""
     return str(i.dst[0].spec) if i.dst else ""
 
 
@@ -75,7 +77,7 @@ def _pid(device: int) -> int:
 
 
 def _names(plans: Sequence[Plan]) -> Iterator[dict[str, Any]]:
-    """What processes and threads are called."""
+    """Yield the events that name processes and threads."""
     yield _name("process_name", HOST, "hocket")
     yield _name("thread_name", HOST, "runs")
     names = {d: str(lane.device) for plan in plans for d, lane in enumerate(plan.lanes)}
@@ -89,7 +91,7 @@ def _name(what: str, pid: int, name: str) -> dict[str, Any]:
 
 
 class _Told:
-    """What is said of the runs of one plan; what is the same in all of them is made once."""
+    """The events of the runs of one plan; text that is equal in all runs is made once."""
 
     def __init__(self, plan: Plan, number: int) -> None:
         self.plan, self.number = plan, number
@@ -97,7 +99,14 @@ class _Told:
         self._known: dict[tuple[int, str, tuple[int, ...]], str] = {}
 
     def events(self, run: Run, number: int, first: float, arrows: Iterator[int]) -> Iterator[str]:
-        """The events of a run, as JSON; times are from the `first` run on."""
+        """Yield the events of a run as JSON.
+
+        Args:
+            run: The run.
+            number: Number of the run in the trace.
+            first: Start of the first run in seconds; all times are relative to it.
+            arrows: Numbers for arrows.
+        """
         at = (run.start - first) * MICRO
         args = {"run": number, "plan": self.number}
         yield _json(_slice(HOST, run.label, "run", at, (run.end - run.start) * MICRO, args))
@@ -115,7 +124,7 @@ class _Told:
                     yield _json(_counter(device, "compute memory", start, live))
                 if (met := _sequence(program, step)) is not None:
                     came = meetings.setdefault(met[0], [])
-                    if came and came[-1][0] == device:  # several kernels do it
+                    if came and came[-1][0] == device:  # several kernels run one collective
                         came[-1] = (device, came[-1][1], end, met[1])
                     else:
                         came.append((device, start, end, met[1]))
@@ -123,7 +132,7 @@ class _Told:
             yield from _arrows(came, arrows)
 
     def _same(self, device: int, step: Timed) -> str:
-        """The end of a step's event, the same in every run."""
+        """Return the end of a step's event, which is equal in all runs."""
         key = device, step.kernel, step.numbers
         if key not in self._known:
             i = [self.plan.lanes[device].program.instructions[n] for n in step.numbers]
@@ -154,7 +163,7 @@ def _counter(device: int, name: str, at: float, nbytes: int) -> dict[str, Any]:
 
 
 def _sequence(program: Program, step: Timed) -> tuple[int, bool] | None:
-    """The number of the meeting that a step belongs to, and whether it only gives."""
+    """Return the sequence number of a step's collective, and whether the step only sends; None without a collective."""
     for number in step.numbers:
         i = program.instructions[number]
         if (sequence := find_collective_number(i.op, i.attrs)) is not None:
@@ -163,7 +172,7 @@ def _sequence(program: Program, step: Timed) -> tuple[int, bool] | None:
 
 
 def _arrows(came: Sequence[tuple[int, float, float, bool]], numbers: Iterator[int]) -> Iterator[str]:
-    """From the sender, or else from the device that came last, to the others, who could only then go on."""
+    """Yield arrows from the sender, or else from the device that came last, to the devices that waited for it."""
     last = max(came, key=lambda one: (one[3], one[1]))
     for device, start, end, _ in came:
         if device == last[0]:
@@ -171,7 +180,7 @@ def _arrows(came: Sequence[tuple[int, float, float, bool]], numbers: Iterator[in
         arrow = {"name": "meeting", "cat": "meeting", "id": next(numbers), "tid": STREAM}
         goes = (
             last[1] + (min(last[2], end) - last[1]) / 3
-        )  # within both: an arrow belongs to the step that it begins in
+        )  # within both steps: an arrow belongs to the step in which it begins
         comes = (max(goes, start) + end) / 2
         yield _json({"ph": "s", "pid": _pid(last[0]), "ts": round(goes, 3), **arrow})
         yield _json({"ph": "f", "bp": "e", "pid": _pid(device), "ts": round(comes, 3), **arrow})

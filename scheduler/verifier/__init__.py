@@ -1,101 +1,103 @@
-"""The proof of a plan: that its programs, run by its devices, give what the user's graph means, whoever made them.
+"""The proof of a plan: the programs, run by their devices, compute the user's graph, independent of the planner.
 
-Everything a plan is made of is checked, or is free: no run depends on it, so that it cannot be wrong.  Stages, cost
-and digest are computed from the rest.  Field by field:
+Every field of a plan is checked or free. Free means that no run depends on the field, so it cannot be wrong.
+Timeline, cost and digest are computed from the other fields. The fields are:
 
 Plan
-    graph: obeys the rules of graphs; everything else is held against it
-    lanes: one at least, no device twice; together they compute the graph
-    leaves: just the graph's leaves; each lies as said where devices read it, and all of it somewhere
-    outputs: just the graph's outputs; each ends as said
-    cuts: each an axis of a leaf that is cut there or placed; segments and places serve later plans, whose layouts are
-        held against what lies on the devices
-    reasons: free, words for people
-    hardware: speeds above zero; free otherwise, as predictions are
-    placed: nodes and devices that there are; each node is computed there only
+    graph: obeys the rules of graphs; all other fields are compared with it
+    lanes: at least one, each device once; together they compute the graph
+    leaves: exactly the graph's leaves; each has this layout where devices read it, and all its entries on some
+        device
+    outputs: exactly the graph's outputs; each has this layout at the end
+    cuts: each an axis of a leaf that is sharded there or pinned; segments and places serve later plans
+    reasons: free, text for people
+    hardware: speeds above zero; apart from that free, because it serves predictions
+    placed: existing nodes and devices; each node is computed only there
     host: as hardware
-    shares: none, or one a device, none negative, one above zero; later plans follow them
-    spare: names of devices that take no part, none twice
+    shares: empty, or one number per device, not negative, one above zero; later plans follow them
+    spare: names of devices that take no part, each once
 Lane
     device: the backend has it
-    backend: keeps every dtype and runs every node as the program presupposes
-    graph: legal, and each node one of the user's graph on the entries its operands hold
-    program: runs that graph
+    backend: stores every dtype and runs every node as the program presupposes
+    graph: legal, and each node is a node of the user's graph on the entries of its operands
+    program: runs this graph
 Device
-    kind: that of the backend
-    index: one that the backend has, not negative
-    memory: free, what the caller says
-    memory_of: free, what the caller says
-    description: free, words for people
+    kind: the kind of the backend
+    index: an index that the backend has, not negative
+    memory: free, the caller states it
+    memory_of: free, the caller states it
+    description: free, text for people
     part: not negative
-    rank: named by all devices or by none, not negative; what runs the plan refuses one that is not there
+    rank: set for all devices or for none, not negative; the executor refuses a rank that does not exist
 Program
     buffers: the arena, then each weight, state and constant of the graph once
-    instructions: each node that computes once, and each copy of a new state; every read finds its value whole
-    inputs: just the graph's inputs, dense and apart in the arena, in the dtype that is kept
-    outputs: just the graph's outputs, each lying there at the end
-    undo: after a step that failed, every state is what it was
+    instructions: each computing node once, and each copy of a new state once; every read finds its complete value
+    inputs: exactly the graph's inputs, dense and disjoint in the arena, in the stored dtype
+    outputs: exactly the graph's outputs, each in its place at the end
+    undo: after a failed run, every state has its old value
 BufferSpec
-    kind: a leaf's, each leaf once; the first is the arena
-    name: the leaf's
-    nbytes: those of what is stored; of the arena, as far as its last value reaches, in whole lines of `ALIGNMENT`
+    kind: the kind of a leaf, each leaf once; the first is the arena
+    name: the name of the leaf
+    nbytes: the bytes of the stored leaf; for the arena the end of its last value, in multiples of `ALIGNMENT`
     declared: the leaf's spec on the device
-    stored: as the backend keeps that
+    stored: the spec in which the backend stores the leaf
 Instruction
-    op: the node's
-    src: the node's operands, as its views lie, dense where the kernel wants that
-    dst: the node's results, dense, where nothing lies that is still needed
-    attrs: the node's
-    scratch: as many bytes as the backend asks for, where nothing lies that is still needed
-    node: the name that messages give the node
-    index: a node that computes, each once; -1 for what saves or copies a state
+    op: the op of the node
+    src: the node's operands as views, dense where the kernel needs it
+    dst: the node's results, dense, in memory that is not needed any more
+    attrs: the attributes of the node
+    scratch: the bytes that the backend asks for, in memory that is not needed any more
+    node: the name of the node in messages
+    index: a computing node, each once; -1 for an instruction that saves or copies a state
 Tensor
-    buffer: where the value lies at that step
-    offset: where it begins, or its view does
-    shape: the value's
-    strides: those of the view
-    dtype: the one in which the backend keeps the value
+    buffer: the buffer that has the value at this instruction
+    offset: the first byte of the value or of its view
+    shape: the shape of the value
+    strides: the strides of the view
+    dtype: the dtype in which the backend stores the value
 Spec
-    shape: that of the leaf, the node or the buffer that has it
-    dtype: likewise
+    shape: the shape of its leaf, node or buffer
+    dtype: the dtype of its leaf, node or buffer
 Graph
-    outputs: in a device's graph the user's, or what others wait for; of the user's graph all are compared
-    updates: each state's new value, on all devices that have a part of it
+    outputs: in a device's graph the user's outputs, or messages to other devices; the user's outputs are all
+        compared
+    updates: the new value of each state, on all devices that have a part of it
     nodes: follow from outputs and updates
 Node
-    op: that of a node of the user's graph, or of a conversion that leaves its values as they are
-    src: values that are what the user's node reads
-    attrs: the user's, but for sizes and rows of a share
-    specs: those that the op infers
-    name: of a leaf its key; of others the name that instructions give
+    op: the op of a node of the user's graph, or of a conversion that keeps its values
+    src: the values that the user's node reads
+    attrs: the user's attributes, except sizes and row ranges of a shard
+    specs: the specs that the op infers
+    name: for a leaf its key; for other nodes the name that instructions use
 Value
-    node: one of the graph
+    node: a node of the graph
     index: a result that the node has
 Shard
-    axis: one of the value
-    runs: pairs within the axis, for each device, all entries on some device; what each device holds follows from them
+    axis: an axis of the value
+    runs: pairs within the axis, for each device, each entry on some device; the shard of each device follows from
+        them
 Local
-    devices: one at least, each one of the plan
+    devices: at least one, each a device of the plan
 Placed
-    device: one of the plan
-    because: free, words for people
-    nodes: of the user's graph, each once
+    device: a device of the plan
+    because: free, text for people
+    nodes: nodes of the user's graph, each once
 Hardware
-    flops: above zero, finite; free otherwise
-    bandwidth: likewise
-    launch: not negative, finite; free otherwise
-    link_bandwidth: above zero, finite; free otherwise
-    link_latency: not negative, finite; free otherwise
-    machine: not negative; free otherwise
-    across_bandwidth: above zero, finite; free otherwise
-    across_latency: not negative, finite; free otherwise
-    plain_flops: likewise
-    alone_flops: at least one, finite; free otherwise
-    alone_bandwidth: likewise
-    value_bandwidth: not negative, finite; free otherwise
-    recurrent_flops: likewise
-    unpack_bandwidth: likewise
-    op_flops: above zero, finite, all of them; free otherwise
-    op_bandwidth: likewise
-    source: free, words for people
+    flops: above zero, finite; apart from that free
+    bandwidth: above zero, finite; apart from that free
+    launch: not negative, finite; apart from that free
+    link_bandwidth: above zero, finite; apart from that free
+    link_latency: not negative, finite; apart from that free
+    machine: not negative; apart from that free
+    across_bandwidth: above zero, finite; apart from that free
+    across_latency: not negative, finite; apart from that free
+    plain_flops: not negative, finite; apart from that free
+    alone_flops: at least one, finite; apart from that free
+    alone_bandwidth: at least one, finite; apart from that free
+    value_bandwidth: not negative, finite; apart from that free
+    recurrent_flops: not negative, finite; apart from that free
+    unpack_bandwidth: not negative, finite; apart from that free
+    op_flops: above zero, finite, all of them; apart from that free
+    op_bandwidth: above zero, finite, all of them; apart from that free
+    source: free, text for people
 """

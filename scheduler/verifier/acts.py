@@ -1,9 +1,13 @@
-"""The verifier of orders in which devices make runs that follow each other: does each find what it would find alone?
+"""The verifier of pipeline orders: each run must find the same memory as a run alone.
 
-It walks through what all devices do.  Of each device it knows the run whose inputs, results and saves lie in the arena,
-and the run whose states lie in the others; and the meeting that each is about to come to: a letter, or a collective of
-its team.  Nobody is assumed to hold letters: who sends waits for who takes, so that the order is right however many are
-held.
+It walks through the actions of all devices. For each device it follows:
+
+- the run that has its inputs, results and saves in the arena;
+- the run after which the states are;
+- the next message or collective of the device's group.
+
+No message is buffered in this model: the sender waits for the receiver. So the order is right for every number of
+buffered messages.
 """
 
 from __future__ import annotations
@@ -17,13 +21,13 @@ from ..acts import Act, Order
 from .meetings import Appointment, appointments
 
 NEXT = {"put": "run", "run": "keep", "keep": "put"}
-"""What has to be done with the memory of a device before it may be used again."""
+"""The action that must follow each action before the memory of a device is used again."""
 Met = Sequence[Sequence[tuple[Appointment, tuple[int, ...]]]]
-"""The meetings of each device, and whom each of them joins: of a letter sender and receiver."""
+"""The collective calls of each device with their participants; for a message these are the sender and the receiver."""
 
 
 class Coming(NamedTuple):
-    """A meeting that a device comes to: in which run, what its program says of it, and with whom."""
+    """The next collective of a device: the run, the call of its program, and the participants."""
 
     run: int
     said: Appointment
@@ -34,7 +38,12 @@ class Coming(NamedTuple):
 
 
 def order_faults(programs: Sequence[Sequence[Program]], order: Order) -> Iterator[str]:
-    """Everything wrong with `order` as a way to make runs: for each run its programs, one a device."""
+    """Yield all faults of a pipeline order.
+
+    Args:
+        programs: For each run the program of each device.
+        order: For each device its actions.
+    """
     known = [tuple(map(id, run)) for run in programs]
     met = {key: _met(run) for key, run in dict(zip(known, programs, strict=True)).items()}
     complaints = [why for own in met.values() for why in _meets_all(own)]
@@ -58,11 +67,12 @@ def order_faults(programs: Sequence[Sequence[Program]], order: Order) -> Iterato
 
 
 def meets_all(programs: Sequence[Program]) -> Iterator[str]:
-    """A meeting that joins all of the devices that run these, if they have one."""
+    """Yield one collective that joins all devices, if the programs of the devices have one."""
     return _meets_all(_met(programs))
 
 
 def _met(programs: Sequence[Program]) -> Met:
+    """Return the collective calls of each device with their participants."""
     lanes = [appointments(device, program) for device, program in enumerate(programs)]
     members: dict[int, dict[int, None]] = {}
     for a in (a for lane in lanes for a in lane if a.op not in POINT_TO_POINT_OPS):
@@ -72,19 +82,21 @@ def _met(programs: Sequence[Program]) -> Met:
 
 
 def _pair(letter: Appointment) -> tuple[int, ...]:
+    """Return the sender and the receiver of a message."""
     if letter.op == "send":
         return letter.device, as_integer(letter.terms["to"])
     return as_integer(letter.terms["source"]), letter.device
 
 
 def _meets_all(met: Met) -> Iterator[str]:
+    """Yield the first call that joins all devices."""
     every = (a for lane in met for a, team in lane if a.op not in POINT_TO_POINT_OPS and len(team) == len(met))
     if a := next(every, None):
         yield f"{a} joins all devices: runs follow each other only where devices meet by letters, or in teams"
 
 
 def _memory_faults(device: int, acts: Sequence[Act], runs: int) -> Iterator[str]:
-    """The arena has room for one run, and states are those that the run before has left."""
+    """Yield memory faults: the arena has room for one run, and a run needs the states that the run before it left."""
     held, follows, state = -1, "put", 0
     for what, run in acts:
         where = f"device {device}: {what} {run}"
@@ -111,7 +123,7 @@ def _memory_faults(device: int, acts: Sequence[Act], runs: int) -> Iterator[str]
 
 
 def _meeting_faults(lanes: Sequence[Sequence[Coming]]) -> Iterator[str]:
-    """Walk all devices through their meetings, to each of which they come together."""
+    """Run all devices through their collectives, which all participants reach together; yield the first fault."""
     at = [0] * len(lanes)
 
     def next_of(device: int) -> Coming | None:
@@ -138,5 +150,5 @@ def _meeting_faults(lanes: Sequence[Sequence[Coming]]) -> Iterator[str]:
 
 
 def _what(coming: Coming) -> tuple[object, int]:
-    """What those who come to a meeting say alike."""
+    """Return the properties that all participants must agree on."""
     return coming.said.op in POINT_TO_POINT_OPS or coming.said.op, coming.said.sequence

@@ -1,8 +1,8 @@
-"""The trace of a short plan, whose runs are to follow each other in any order: what each carries to the next is of the
-user's graph what every other run carries, but for the run.
+"""The value trace of a short plan with repetitions that may follow each other in any order.
 
-A sum that is owed when it is carried has to add up there.  Those who read it may know no more of it: to them each
-device brings one term of as many as there are devices.
+The values that a repetition carries to the next must be the same graph values in every repetition, shifted by the
+repetition index. A partial sum must be complete where it is carried. Its readers need not know its terms: for them
+each device has one term, of as many terms as there are devices.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .summands import miscounted, terms
 from .trace import Meaning, Trace
 
 ABOVE_ALL = 1 << 62
-"""More than any axis has: no terms of a contraction are taken for those of a sum that was carried."""
+"""A start above all axis sizes, so that terms of a contraction never equal terms of a carried partial sum."""
 
 
 class Carrying(Trace):
-    """Follows the short graphs of all devices; `faults` says also what of it does not hold of all runs."""
+    """Follows the short graphs of all devices; `find_faults` also yields facts that do not hold for all repetitions."""
 
     def __init__(
         self, meaning: Meaning, graphs: Sequence[Graph], leaves: Mapping[tuple[int, str], Held], of: ShortenedGraph
@@ -35,13 +35,14 @@ class Carrying(Trace):
         known = {graph: Runs(graph, of) for graph in set(graphs)}
         self.runs = [known[graph] for graph in graphs]
         self.owed: dict[tuple[int, Carried, int], dict[int, list[Held]]] = defaultdict(dict)
-        self.names: dict[tuple[int, str, int], int] = {}  # chunks of one value may be put together
-        self.made: dict[int, tuple[int, int]] = {}  # by the number of a value: which result of which node it first is
+        self.names: dict[tuple[int, str, int], int] = {}  # equal for the chunks of one value, which may be joined
+        self.made: dict[int, tuple[int, int]] = {}  # value number: (position of the node, result)
         for at, node in enumerate(of.short_nodes):
             for value in node.results:
                 self.made.setdefault(meaning.number[value], (at, value.index))
 
     def faults(self) -> Iterator[str]:
+        """Yield all faults of the short graphs, and carried values that are incomplete or vary between repetitions."""
         sound = True
         for why in super().faults():
             sound = False
@@ -51,6 +52,7 @@ class Carrying(Trace):
             yield from self._unlike()
 
     def _node(self, device: int, node: Node) -> Iterator[str]:
+        """Infer the facts of a node. A carried partial sum becomes one opaque term per device for its readers."""
         yield from super()._node(device, node)
         runs = self.runs[device]
         if (name := runs.carried.get(node)) is None or node not in self.held[device]:
@@ -68,7 +70,7 @@ class Carrying(Trace):
         self.held[device][node] = carried
 
     def _uncounted(self) -> Iterator[str]:
-        """Sums that are carried and do not add up."""
+        """Yield carried partial sums that are not complete."""
         for (run, (place, ending), _), brought in self.owed.items():
             for number in {h.number for held in brought.values() for h in held}:
                 parts = [[h for h in held if h.number == number] for _, held in sorted(brought.items())]
@@ -76,7 +78,7 @@ class Carrying(Trace):
                     yield f"the sum that run {run} carries from place {place}{ending}: {why}"
 
     def _miscounted(self, number: int, parts: Sequence[Sequence[Held]]) -> str | None:
-        """Why what each device has of a value does not add up to it."""
+        """Return why the devices' facts of a value are not complete; None if they are."""
         if len(parts) != len(self.graphs) or any(len(held) != 1 for held in parts):
             return "not every device brings a part"
         brought = [held[0] for held in parts]
@@ -85,7 +87,7 @@ class Carrying(Trace):
         return miscounted([held.owed for held in brought], self._counted)
 
     def _unlike(self) -> Iterator[str]:
-        """What is carried from one run and is not what is carried from another."""
+        """Yield carried values that differ between repetitions."""
         for device, runs in enumerate(self.runs):
             known: dict[Carried, object] = {}
             for node, name in runs.carried.items():
@@ -96,8 +98,10 @@ class Carrying(Trace):
                     yield f"device {device}: {node!r} of run {run} is not what other runs carry there"
 
     def _place(self, number: int, run: int) -> tuple[int, int, int]:
-        """Of a value of a run its place there, which result it is, and how many runs ago it was made; of one from
-        before all runs its number, as if it were made in each."""
+        """Return a value's position in its repetition, its result index, and how many repetitions ago it was computed.
+
+        For a value from before all repetitions, return the position in the graph and -1 repetitions.
+        """
         at, index = self.made[number]
         there = self.kinds.repetition_of(at)
         if there == PREAMBLE and self.kinds.position_if_carried(at, 0) is None:

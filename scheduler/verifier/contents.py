@@ -1,4 +1,4 @@
-"""What the bytes of a device's buffers hold, followed write by write: the memory of the verifier of programs."""
+"""The content of the bytes of a device's buffers, followed write by write, for the verifier of programs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from ...ops.registry import find_storage_kind
 
 
 class Memory:
-    """What each range of each buffer holds: per buffer disjoint ranges in order, as starts and (end, value).
+    """The content of each byte range of each buffer.
 
-    `lost` are the values that lost bytes to others, until somebody asks; `top` is where the last value of the arena,
-    buffer 0, ends.
+    For each buffer, `starts` and `ranges` have disjoint ranges in order, as starts and (end, value).
+    `overwritten_values` collects the values that lost bytes, until a caller clears the list. `arena_end` is the end
+    of the last value in the arena, which is buffer 0.
     """
 
     def __init__(self, program: Program) -> None:
@@ -32,6 +33,7 @@ class Memory:
         self.top = 0
 
     def write(self, extent: tuple[int, int, int], value: object) -> None:
+        """Record that a byte range holds `value`, and collect the values that it overwrites."""
         buffer, start, end = extent
         if start >= end:
             return
@@ -44,7 +46,7 @@ class Memory:
         last = bisect_left(starts, end, first)
         new: list[tuple[int, tuple[int, object]]] = [(start, (end, value))]
         self.lost += [held for _, held in ranges[first:last]]
-        if first < last:  # what is left of a value that lost some bytes is no value
+        if first < last:  # the rest of an overwritten value is invalid
             if starts[first] < start:
                 new.insert(0, (starts[first], (start, None)))
             if ranges[last - 1][0] > end:
@@ -53,7 +55,7 @@ class Memory:
         ranges[first:last] = [held for _, held in new]
 
     def holds(self, extent: tuple[int, int, int]) -> tuple[int, object]:
-        """Where the range that has all of `extent` begins, and its value; None where no single range has it."""
+        """Return the start and the value of the range that has all of `extent`; else the value is None."""
         buffer, start, end = extent
         at = bisect_right(self.starts[buffer], start) - 1
         if at < 0 or self.ranges[buffer][at][0] < end:
@@ -61,7 +63,7 @@ class Memory:
         return self.starts[buffer][at], self.ranges[buffer][at][1]
 
     def inside(self, tensor: Tensor) -> str | None:
-        """Why `tensor` is none that lies in a buffer."""
+        """Return why `tensor` does not lie in a buffer; None if it does."""
         if not 0 <= tensor.buffer < len(self.program.buffers):
             return f"{tensor} lies in no buffer"
         if not _is_tensor(tensor.shape, tensor.strides):
@@ -72,7 +74,7 @@ class Memory:
         return None
 
     def differs(self, tensor: Tensor, seen: Seen) -> str | None:
-        """Why `tensor` is not what the graph says: this view of that value, which lies there now."""
+        """Return why `tensor` is not this view of this value in memory; None if it is."""
         if (tensor.shape, tensor.strides) != (seen.shape, seen.strides) or tensor.dtype is not seen.dtype:
             return f"{tensor} is not {seen.dtype}{list(seen.shape)} by strides {list(seen.strides)}"
         if why := self.inside(tensor):
@@ -89,8 +91,7 @@ class Memory:
 
 
 class Seen(NamedTuple):
-    """A value as a view of the value whose memory it shows; offset and strides in elements of the dtype in which that
-    is kept."""
+    """A value as a view of its base value. Offset and strides are in elements of the stored dtype."""
 
     base: Value
     offset: int
@@ -99,18 +100,19 @@ class Seen(NamedTuple):
     dtype: DType
 
     def begins(self, start: int) -> int:
-        """The byte at which it begins if its base begins at byte `start`."""
+        """Return the first byte of the view if its base begins at byte `start`."""
         return start + self.offset * self.dtype.block_bytes // self.dtype.block
 
 
 class Views:
-    """What each value of a graph shows, by the functions with which its views are declared."""
+    """The views of a graph's values, computed with the functions with which the ops declare their views."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.known: dict[Value, Seen] = {}
 
     def of(self, value: Value) -> Seen:
+        """Return the view that `value` has of its base; the views on the way are stored."""
         if (known := self.known.get(value)) is not None:
             return known
         chain = [value]
@@ -125,7 +127,7 @@ class Views:
 
 
 def _through(node: Node, source: Seen) -> Seen:
-    """A view node over what its source shows."""
+    """Return the view that a view node has of its source's base."""
     shift, shape, strides = _moved(node.op, tuple(node.attrs.items()), source.shape, source.strides)
     return Seen(source.base, source.offset + shift, shape, strides, source.dtype)
 
@@ -134,8 +136,10 @@ def _through(node: Node, source: Seen) -> Seen:
 def _moved(
     op: str, attrs: tuple[tuple[str, Attr], ...], shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """How far a view begins behind its source, its shape and strides, found on an array of single bytes that is never
-    read."""
+    """Return the offset of a view from its source, its shape and its strides, in elements.
+
+    They are computed on an array of single bytes that is never read.
+    """
     as_view = REGISTRY[op].as_view
     assert as_view is not None
     bytes_of = np.lib.stride_tricks.as_strided(np.empty(1, np.uint8), shape, strides)
@@ -145,12 +149,12 @@ def _moved(
 
 
 def kept_dtype(backend: Backend, value: Value) -> DType:
-    """The dtype in which a backend keeps a value that is no view."""
+    """Return the dtype in which a backend stores a value that is not a view."""
     return backend.stored(value.spec, find_storage_kind(value)).dtype
 
 
 def scratch_fault(memory: Memory, scratch: Tensor | None, need: int) -> str | None:
-    """What is wrong with the scratch of an instruction that needs so many bytes: a row of bytes in the arena."""
+    """Return why an instruction's scratch is not `need` bytes in the arena; None if it is."""
     if scratch is None:
         return f"needs {need} bytes of scratch" if need else None
     if len(scratch.shape) != 1 or scratch != Tensor(0, scratch.offset, scratch.shape, (1,), DType.I8):
@@ -162,18 +166,19 @@ def scratch_fault(memory: Memory, scratch: Tensor | None, need: int) -> str | No
 
 
 def show(held: object) -> str:
+    """Format the content of a byte range for a message; None stands for unknown or mixed content."""
     return "something else" if held is None else repr(held)
 
 
 def extent_of(tensor: Tensor) -> tuple[int, int, int]:
-    """(buffer, first byte, end) of everything a tensor's strides can reach."""
+    """Return (buffer, first byte, end byte) of all bytes that a tensor's strides can reach."""
     reach = _reach(tensor.shape, tensor.strides, tensor.dtype)
     return tensor.buffer, tensor.offset, tensor.offset + reach
 
 
 @lru_cache(maxsize=1 << 14)  # every layer and device asks
 def _reach(shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> int:
-    """Bytes from the first that strides can reach to the end of the last."""
+    """Return the bytes from the first element to the end of the last one that the strides can reach."""
     if 0 in shape:
         return 0
     last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
@@ -182,16 +187,17 @@ def _reach(shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType) -> in
 
 @lru_cache(maxsize=1 << 14)
 def _is_tensor(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether there is a stride for each axis, and all are numbers that fit a buffer."""
+    """Return whether there is a stride for each axis, and all sizes and strides fit a buffer."""
     return len(shape) == len(strides) and all(0 <= n <= MAX_SIZE // 16 for n in (*shape, *strides))
 
 
 def meet(one: tuple[int, int, int], two: tuple[int, int, int]) -> bool:
+    """Return whether two extents (buffer, first byte, end byte) have bytes in common."""
     return one[0] == two[0] and max(one[1], two[1]) < min(one[2], two[2])
 
 
 def is_dense(tensor: Tensor | Seen) -> bool:
-    """Whether entries follow each other; how far those of an axis of one entry lie apart means nothing."""
+    """Return whether entries follow each other; the stride of an axis with one entry has no meaning."""
     dense = contiguous_strides(tensor.shape)
     if tensor.strides == dense or 0 in tensor.shape:
         return True

@@ -1,4 +1,4 @@
-"""What holds of a device's value, and the conversions that leave a value of the user's graph what it is."""
+"""Facts about device values, and the conversions that keep a value of the user's graph."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .indices import Index, has_twice, joined, taken
 from .summands import NOTHING, Owed
 
 CONVERSIONS = frozenset({"cont", "send", "scale", "fill", "slice", "concat"})
-"""Ops that may leave the value as it is."""
+"""Ops that can keep the value, as `infer_conversion_facts` decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What holds of a device's value: it is these entries of value number `number`, or a summand of them."""
+    """A fact about a device value: it is the entries `axes` of graph value `value_number`, or a partial sum of them."""
 
     number: int
     axes: tuple[Index, ...]
@@ -24,12 +24,16 @@ class Held:
 
 
 def but(axes: tuple[Index, ...], axis: int) -> tuple[Index, ...]:
-    """The axes without what is there of one."""
+    """Return the axes with an empty index for `axis`."""
     return (*axes[:axis], (), *axes[axis + 1 :])
 
 
 def converted(node: Node, operands: Sequence[Held | None]) -> list[Held]:
-    """What `node` is as a conversion that leaves the value as it is: fewer entries, shares joined, a summand of 0."""
+    """Return the fact about the result of a conversion that keeps the value, as a list of at most one.
+
+    Such conversions are: a copy, a message, a slice (fewer entries), a concatenation of shards, and zeros as the
+    partial sum without terms.
+    """
     first, attrs = operands[0] if operands else None, node.attrs
     if first is None or node.op not in CONVERSIONS:
         return []
@@ -49,6 +53,6 @@ def converted(node: Node, operands: Sequence[Held | None]) -> list[Held]:
     if not same or but(first.axes, axis) != but(second.axes, axis):
         return []
     index = joined([first.axes[axis], second.axes[axis]])
-    if has_twice(index):  # no share has an entry twice, and there would be ever more of such
+    if has_twice(index):  # no shard has an entry twice; without this rule the number of facts would grow without end
         return []
     return [Held(first.number, (*first.axes[:axis], index, *first.axes[axis + 1 :]), first.owed)]

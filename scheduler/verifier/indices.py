@@ -1,11 +1,12 @@
-"""Which entries of an axis somebody has, exactly: the arithmetic of the verifier of plans.
+"""Exact arithmetic on the entries of an axis, for the verifier of plans.
 
-An index is the tuple of runs (first entry, length) that lists the entries in the order in which they lie; neighbours
-are merged, so equal lists are equal tuples.  A digit ``(stride, size)`` of an axis is a part of the entry's number on
-which a value does not depend: entries that differ only there are equal, and whoever has one has the other.
+An index is a tuple of ranges (first entry, length). It lists the entries in memory order. Neighbouring ranges are
+merged, so equal lists are equal tuples. A digit ``(stride, size)`` of an axis is a part of the entry number on which a
+value does not depend. Two entries that differ only in this digit are equal, so a device that has one of them has both.
 
-An axis of 12 entries is two segments of (3 heads, 2 places).  A device that has head 1 of both segments has entries 2,
-3, 8 and 9; as a product of 2, 3 and 2, here of 2, 1 and 2, that is all of the outer and inner factors, and head 1.
+Example: An axis of 12 entries is two segments of (3 heads, 2 places). A device that has head 1 of both segments has
+the entries 2, 3, 8 and 9. As a product of the factors 2, 3 and 2, the device has sizes 2, 1 and 2: all of the outer
+and inner factors, and head 1.
 
 >>> heads = joined([((2, 2),), ((8, 2),)])
 >>> heads, length(heads), entries(heads).tolist()
@@ -15,7 +16,7 @@ An axis of 12 entries is two segments of (3 heads, 2 places).  A device that has
 >>> multiplied((whole(2), ((1, 1),), whole(2)), (2, 3, 2)) == heads
 True
 
-Where the value does not depend on the segment, the digit (stride 6, size 2), one segment is as good as the other.
+If the value does not depend on the segment, which is the digit (stride 6, size 2), both segments are equal:
 
 >>> agreed(((2, 2),), ((6, 2),), ((8, 2),), ())
 ((8, 2),)
@@ -33,29 +34,32 @@ import numpy as np
 import numpy.typing as npt
 
 Index: TypeAlias = tuple[tuple[int, int], ...]
+"""Ranges (first entry, length) of an axis, in memory order."""
 Digits: TypeAlias = tuple[tuple[int, int], ...]
+"""Parts (stride, size) of the entry number on which a value does not depend."""
 Entries: TypeAlias = npt.NDArray[np.int64]
 
 
 def whole(n: int) -> Index:
-    """All entries of an axis of size `n`, in order."""
+    """Return the index of all entries of an axis of size `n`, in order."""
     return ((0, n),) if n else ()
 
 
 def length(index: Index) -> int:
+    """Return the number of entries of an index."""
     return sum(n for _, n in index)
 
 
 @lru_cache(maxsize=1024)
 def entries(index: Index) -> Entries:
-    """The entries one by one; not to be written to."""
+    """Return the entry numbers one by one. The array is cached; do not write to it."""
     if not index:
         return np.zeros(0, np.int64)
     return np.concatenate([np.arange(start, start + n, dtype=np.int64) for start, n in index])
 
 
 def index_of(listed: Entries) -> Index:
-    """The runs of a list of entries."""
+    """Return the index of a list of entries."""
     if not listed.size:
         return ()
     starts = np.concatenate([[0], np.flatnonzero(np.diff(listed) != 1) + 1])
@@ -65,7 +69,7 @@ def index_of(listed: Entries) -> Index:
 
 @lru_cache(maxsize=1 << 14)
 def taken(index: Index, start: int, stop: int, shift: int = 0) -> Index:
-    """Positions `start` to `stop` of what is there, numbered from `shift` on."""
+    """Return the entries at the positions `start` to `stop` of an index, each entry less `shift`."""
     runs, at = [], 0
     for first, n in index:
         low, high = max(start, at), min(stop, at + n)
@@ -77,7 +81,7 @@ def taken(index: Index, start: int, stop: int, shift: int = 0) -> Index:
 
 @lru_cache(maxsize=1 << 12)
 def share_entries(one: Index, two: Index) -> bool:
-    """Whether some entry is in both."""
+    """Return whether two indices have an entry in common."""
     runs = sorted([*((a, 0, n) for a, n in one), *((a, 1, n) for a, n in two)])
     ends = [0, 0]
     for start, which, n in runs:
@@ -89,7 +93,7 @@ def share_entries(one: Index, two: Index) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def covers(index: Index, n: int) -> bool:
-    """Whether the entries from 0 to `n` are there, each once, in any order."""
+    """Return whether an index has each entry from 0 to `n` exactly once, in any order."""
     at = 0
     for start, k in sorted(index):
         if start != at:
@@ -100,13 +104,13 @@ def covers(index: Index, n: int) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def has_twice(index: Index) -> bool:
-    """Whether an entry is there more than once."""
+    """Return whether an index has an entry more than once."""
     ordered = sorted(index)
     return any(sum(a) > b[0] for a, b in pairwise(ordered))
 
 
 def joined(parts: Sequence[Index]) -> Index:
-    """One after the other."""
+    """Return the index of several indices, one after the other."""
     runs: list[tuple[int, int]] = []
     for start, n in (run for part in parts for run in part):
         if runs and sum(runs[-1]) == start:
@@ -118,9 +122,15 @@ def joined(parts: Sequence[Index]) -> Index:
 
 @lru_cache(maxsize=1 << 14)
 def factored(index: Index, sizes: tuple[int, ...], local: tuple[int, ...]) -> tuple[Index, ...] | None:
-    """An axis that is a product of `sizes`, outer first, and here of `local`: the index of each factor.
+    """Split an index of a product axis into one index for each factor.
 
-    None if what is there is no product of that form.
+    Args:
+        index: The entries of the product axis.
+        sizes: The factor sizes of the whole axis, outer first.
+        local: The factor sizes of this index, outer first.
+
+    Returns:
+        The index of each factor; None if the entries are not a product of this form.
     """
     if length(index) != math.prod(local):
         return None
@@ -142,7 +152,7 @@ def factored(index: Index, sizes: tuple[int, ...], local: tuple[int, ...]) -> tu
 
 @lru_cache(maxsize=1 << 14)
 def multiplied(indices: tuple[Index, ...], sizes: tuple[int, ...]) -> Index:
-    """The index of a product of axes of these sizes, outer first."""
+    """Return the index of a product axis from the indices of its factors; factors and `sizes` are outer first."""
     if len(indices) == 1:
         return indices[0]
     if all(i == whole(n) for i, n in zip(indices, sizes, strict=True)):
@@ -154,23 +164,37 @@ def multiplied(indices: tuple[Index, ...], sizes: tuple[int, ...]) -> Index:
 
 
 def _place(listed: Entries, digit: tuple[int, int]) -> Entries:
+    """Return the part of each entry number that belongs to a digit."""
     stride, n = digit
     return listed // stride % n * stride
 
 
 def _without(listed: Entries, digits: Digits) -> Entries:
+    """Return the entry numbers with these digits set to zero."""
     for digit in digits:
         listed = listed - _place(listed, digit)
     return listed
 
 
 def common(one: Digits, two: Digits) -> Digits:
+    """Return the digits that both values have."""
     return one if one == two else tuple(d for d in one if d in two)
 
 
 @lru_cache(maxsize=1 << 14)
 def agreed(one: Index, ones: Digits, two: Index, twos: Digits) -> Index | None:
-    """The entries that two values both hold here, each up to the digits on which it does not depend; else None."""
+    """Return the entries that two values both hold, if each value may exchange the entries of its digits.
+
+    Args:
+        one: Entries of the first value.
+        ones: Digits on which the first value does not depend.
+        two: Entries of the second value.
+        twos: Digits on which the second value does not depend.
+
+    Returns:
+        Entries that are equal to `one` up to `ones` and equal to `two` up to `twos`; None if such entries do not
+        exist.
+    """
     if one == two:
         return one
     if length(one) != length(two) or not (ones or twos):
@@ -186,14 +210,21 @@ def agreed(one: Index, ones: Digits, two: Index, twos: Digits) -> Index | None:
 
 
 def is_whole(index: Index, digits: Digits, n: int) -> bool:
+    """Return whether an index is all entries of an axis of size `n`, in order, up to the digits."""
     return index == whole(n) or (bool(digits) and agreed(index, digits, whole(n), ()) is not None)
 
 
 @lru_cache(maxsize=1 << 14)
 def repeats(part: Index, digits: Digits, n: int, over: Index, size: int, tiled: bool) -> bool:
-    """Whether a kernel that repeats what is there of a smaller axis over a larger one meets the right entries.
+    """Return whether a kernel that repeats local entries of a smaller axis over a larger one reads the right entries.
 
-    `tiled` is index modulo size, otherwise each entry serves a run of neighbours.
+    Args:
+        part: Entries of the smaller axis that the device has.
+        digits: Digits of the smaller axis on which its value does not depend.
+        n: Size of the whole smaller axis.
+        over: Entries of the larger axis that the device has.
+        size: Size of the whole larger axis.
+        tiled: If True, entry i of the larger axis reads entry i modulo `n`. If False, each entry serves neighbours.
     """
     mine, theirs = length(part), length(over)
     if n == 1 or not theirs or not n:
@@ -206,12 +237,18 @@ def repeats(part: Index, digits: Digits, n: int, over: Index, size: int, tiled: 
 
 
 def outer(digits: Digits, inner: int) -> Digits:
-    """Digits of a factor as digits of the product in which `inner` entries lie within each of its own."""
+    """Return digits of a factor as digits of a product in which each entry of the factor has `inner` entries."""
     return tuple((stride * inner, n) for stride, n in digits)
 
 
 def within(digits: Digits, inner: int, size: int) -> Digits:
-    """Those digits of a product, or parts of them, that lie in the factor of this size with `inner` inside it."""
+    """Return the digits of a product that lie in one factor.
+
+    Args:
+        digits: Digits of the product. A digit may cover a part of the factor.
+        inner: Number of entries of the product within each entry of the factor.
+        size: Size of the factor.
+    """
     inside = []
     for stride, n in digits:
         low, high = max(stride, inner), min(stride * n, inner * size)

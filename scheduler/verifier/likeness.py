@@ -1,8 +1,9 @@
-"""Whether what is proven of one device's program holds of another's: everything that the proof looks at is the same
-there, node by node and step by step, but for names, and for whom it meets under which numbers.
+"""The comparison of a device's program with a proven program, so that equal programs are proven once.
 
-A program is right or wrong whatever its leaves, outputs and nodes are called, as long as instructions, buffers, inputs
-and outputs are called as they are; and whoever its device meets, since what devices bring is another proof.
+All inputs of the proof must be equal, node by node and instruction by instruction, with two exceptions:
+
+- Names of leaves, outputs and nodes, if instructions, buffers, inputs and outputs use them in the same way.
+- Collective partners and sequence numbers, which another proof checks.
 """
 
 from __future__ import annotations
@@ -17,16 +18,23 @@ from ...graph.node import Node, Value
 from ...ops.collectives import COLLECTIVES
 
 OF_MEETINGS = ("sequence", "to", "source", "rank")
-"""Attributes of collectives that no kernel on the way to the meeting depends on."""
+"""Attributes of collectives that no kernel before the collective depends on."""
 
 
 def outline(graph: Graph, program: Program) -> Hashable:
-    """Equal for programs that may be alike."""
+    """Return a key that is equal for programs that may be equal."""
     return len(program.instructions), tuple([(n.op, n.specs) for n in graph.nodes])
 
 
 def is_like(graph: Graph, program: Program, proven: Graph, by: Program) -> bool:
-    """Whether `program` runs `graph`, which is legal, if the program `by` runs the graph `proven`."""
+    """Return whether the proof of one program holds for another.
+
+    Args:
+        graph: A legal graph.
+        program: The program in question.
+        proven: The graph of the proven program.
+        by: The proven program.
+    """
     here, there = ({n: at for at, n in enumerate(g.nodes)} for g in (graph, proven))
     if len(here) != len(there) or not all(
         _same_node(a, b, here, there) for a, b in zip(graph.nodes, proven.nodes, strict=True)
@@ -56,7 +64,7 @@ def is_like(graph: Graph, program: Program, proven: Graph, by: Program) -> bool:
 
 
 def _same_node(a: Node, b: Node, here: Mapping[Node, int], there: Mapping[Node, int]) -> bool:
-    """Whether two nodes do the same with the values that stand at the same places."""
+    """Return whether two nodes do the same with the values at the same positions."""
     if a.op != b.op or a.specs != b.specs or len(a.src) != len(b.src):
         return False
     if attribute_key(a.attrs) != attribute_key(b.attrs) and (
@@ -67,14 +75,17 @@ def _same_node(a: Node, b: Node, here: Mapping[Node, int], there: Mapping[Node, 
 
 
 def _terms(attrs: Mapping[str, Attr]) -> dict[str, Attr]:
+    """Return the attributes of a collective without partners and sequence number."""
     return {name: value for name, value in attrs.items() if name not in OF_MEETINGS}
 
 
 def _places(values: tuple[Value | None, ...], place: Mapping[Node, int]) -> list[tuple[int, int] | None]:
+    """Return each value as (position of its node, result index)."""
     return [None if v is None else (place[v.node], v.index) for v in values]
 
 
 def _same_table(mine: Mapping[str, Any], theirs: Mapping[str, Any], called: Mapping[str, str]) -> bool:
+    """Return whether two tables of tensors are equal after the names of the second are translated by `called`."""
     return dict(mine) == {called.get(name, ""): tensor for name, tensor in theirs.items()} and len(mine) == len(theirs)
 
 
@@ -85,8 +96,11 @@ def _same_step(a: Instruction, b: Instruction) -> bool:
 def _is_named(
     a: Instruction, b: Instruction, graph: Graph, called: Mapping[Node, str], leaves: Mapping[str, str], by: Program
 ) -> bool:
-    """Whether a step has the name and the attributes of its node; or, if it copies or saves a state, what the other
-    has of the state that lies there."""
+    """Return whether an instruction has the name and the attributes that it must have.
+
+    They are the name and attributes of its node. A copy or save of a state has them from the proven program's state
+    in the same buffer.
+    """
     if a.index >= 0:
         node = graph.nodes[a.index]
         return a.attrs == node.attrs and a.node == called[node]

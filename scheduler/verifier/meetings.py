@@ -1,7 +1,7 @@
-"""Where the programs of a group of devices meet, in the order in which each device runs: does everybody come?
+"""The collectives of a group of devices, in the order in which each device runs them.
 
-Who has a meeting comes to it; a device meets the same others in all of its meetings, which are its team.  Letters go
-from any device to any other.
+All participants must execute each collective. A device has the same participants in all collectives, which are its
+collective group. Messages go from any device to any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...ops.collectives import COLLECTIVES, POINT_TO_POINT_OPS
 
 @dataclass(frozen=True, slots=True)
 class Appointment:
-    """One instruction in which a device meets others: what, under which number, and with what."""
+    """One collective instruction of a device: its op, sequence number, attributes, and operand and result specs."""
 
     device: int
     op: str
@@ -30,7 +30,7 @@ class Appointment:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What all devices must say alike; each has a rank of its own, and shards have sizes of their own."""
+        """The properties that all devices must agree on, except each device's rank and the sizes of shards."""
         terms = tuple((k, v) for k, v in sorted(self.terms.items()) if k != "rank")
         return self.op, terms, on_wire(self.shapes) if self.op == "all_reduce" else ()
 
@@ -39,12 +39,12 @@ class Appointment:
 
 
 def on_wire(specs: Sequence[Spec | None]) -> tuple[object, ...]:
-    """What of the specs all devices must say alike: how many bits each keeps of a float is its own affair."""
+    """Return the properties of specs that all devices must agree on; the bit width of a float may differ."""
     return tuple(None if s is None else (s.shape, "float" if s.dtype.is_float else s.dtype) for s in specs)
 
 
 def appointments(device: int, program: Program) -> list[Appointment]:
-    """The meetings of one device, in the order of its program."""
+    """Return the collective calls of one device, in program order."""
     return [_appointment(device, i) for i in program.instructions if i.op in COLLECTIVES]
 
 
@@ -56,7 +56,7 @@ def _appointment(device: int, i: Instruction) -> Appointment:
 
 
 def meeting_faults(programs: Sequence[Program]) -> Iterator[str]:
-    """Meetings at which somebody is missing or brings something else, and devices that wait for each other."""
+    """Yield collectives with missing participants or different calls, calls in the wrong order, and deadlocks."""
     lanes = [appointments(d, p) for d, p in enumerate(programs)]
     complaints = [*_group_faults(lanes), *_pair_faults(lanes)]
     for lane in lanes:
@@ -69,10 +69,11 @@ def meeting_faults(programs: Sequence[Program]) -> Iterator[str]:
 
 
 def _group_faults(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
+    """Yield collectives with a missing participant, different calls, or a wrong rank."""
     groups: dict[int, dict[int, Appointment]] = {}
     for appointment in (a for lane in lanes for a in lane if a.op not in POINT_TO_POINT_OPS):
         groups.setdefault(appointment.sequence, {})[appointment.device] = appointment
-    teams: dict[int, set[int]] = {}  # all whom a device meets
+    teams: dict[int, set[int]] = {}  # all participants of a device
     for members in groups.values():
         for device in members:
             teams.setdefault(device, set()).update(members)
@@ -89,6 +90,7 @@ def _group_faults(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
 
 
 def _pair_faults(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
+    """Yield messages without a receiver or a sender, or with another spec at the receiver."""
     sent = {(a.device, a.terms["to"], a.sequence): a for lane in lanes for a in lane if a.op == "send"}
     received = {(a.terms["source"], a.device, a.sequence): a for lane in lanes for a in lane if a.op == "receive"}
     for key, a in sent.items():
@@ -102,7 +104,7 @@ def _pair_faults(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
 
 
 def stuck(lanes: Sequence[Sequence[Appointment]]) -> Iterator[str]:
-    """Walk all devices through their meetings; what remains waits for each other."""
+    """Run all devices through their collectives, and yield the calls that wait for each other for ever."""
     at = [0] * len(lanes)
     sizes = Counter(a.sequence for lane in lanes for a in lane if a.op not in POINT_TO_POINT_OPS)
     sent: set[tuple[object, ...]] = set()

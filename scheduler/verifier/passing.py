@@ -1,6 +1,7 @@
-"""What is owed of a result if operands are summands, or a table of which a device has some rows is looked up in.
+"""Propagation of partial sums through nodes.
 
-The verifier's own account, from the declarations of ops alone.
+The input is the partial sums of the operands, or a lookup table with only some local rows. The rules come from the
+op declarations alone; the verifier takes nothing from the planner.
 """
 
 from __future__ import annotations
@@ -14,11 +15,22 @@ from .restrict import Made, Side
 from .summands import NOTHING, Owed, Summand, linear
 
 Names = tuple[int | None, ...]
-"""For each operand the number of the value it is."""
+"""For each operand the number of its value."""
 
 
 def passed(op: str, user: Side, owed: Sequence[Owed], made: Made, values: Names) -> Owed:
-    """What is owed of what a device's node makes.  Raises ValueError if it is no sum of the user's value any more."""
+    """Return the partial sum of the result of a device's node.
+
+    Args:
+        op: Name of the op.
+        user: The node of the user's graph.
+        owed: Partial sum of each operand.
+        made: Entries of the results, their contraction terms, and local table rows.
+        values: Number of the value of each operand.
+
+    Raises:
+        ValueError: If the result is not a sum of the user's value any more.
+    """
     declared = REGISTRY[op]
     given = {n: o for n, o in zip(declared.operand_names, owed, strict=False) if o is not None}
     if made.rows is not None:
@@ -40,13 +52,16 @@ def passed(op: str, user: Side, owed: Sequence[Owed], made: Made, values: Names)
 
 
 def _there(declared: Op[Any], user: Side, joint: str) -> list[str]:
-    """The operands of a joint that the user's node has."""
+    """Return the operands of a joint that the user's node has."""
     here = [n for n, s in zip(declared.operand_names, user.src, strict=False) if s is not None]
     return [n for n in here if n in joint.split("+")]
 
 
 def _routed(declared: Op[Any], user: Side, given: Mapping[str, Owed]) -> Summand | None:
-    """The same for the result: zero everywhere but where the same rows are looked up."""
+    """Return the common routed partial sum of the operands if the result has it too; else None.
+
+    The result has it if it is zero everywhere except where the same rows are looked up.
+    """
     first = next(iter(given.values()))
     if (
         first is None
@@ -60,7 +75,7 @@ def _routed(declared: Op[Any], user: Side, given: Mapping[str, Owed]) -> Summand
 
 
 def _keeps(declared: Op[Any], user: Side, operand: str, summand: Summand) -> bool:
-    """Whether what lies in the result where `summand` is not zero is made of what lies there in `operand`."""
+    """Return whether the routed entries of the result are computed from the same entries of `operand`."""
     if summand.by is None:
         return False
     return declared.keeps_leading_axes(
@@ -69,7 +84,11 @@ def _keeps(declared: Op[Any], user: Side, operand: str, summand: Summand) -> boo
 
 
 def _looked_up(declared: Op[Any], user: Side, given: Mapping[str, Owed], made: Made, values: Names) -> Owed:
-    """Entries whose row is here.  What is added to them is counted like any sum, what they are made of must be here."""
+    """Return the partial sum of a lookup in a table with only some local rows.
+
+    The result has the entries that name a local row. Operands that are added may be partial sums; all other operands
+    must be complete for these entries.
+    """
     rows = made.rows
     assert rows is not None
     if made.owed is not None:

@@ -1,11 +1,14 @@
-"""The verifier of whole plans.  It shares no code with the planner: what every device's values are is found anew from
-the devices' own graphs, by the declarations of ops, and compared with the user's graph.
+"""The verifier of whole plans. It shares no code with the planner.
 
-It demands that each node of a device is a node of the user's graph on the entries its operands hold; that sums that
-are owed meet linear ops only and are then taken once, each term once; that devices meet in one order and nobody waits
-for ever; that leaves cover what they stand for, and outputs and states end as the plan says; that what is placed on a
-device is computed there only, and every node where it can run; and, by `check`, that each device's program is a way to
-run its graph.
+From the devices' own graphs and the declarations of ops, it derives the values of every device and compares them
+with the user's graph. It verifies that:
+
+- each node of a device is a node of the user's graph on the entries of its operands;
+- partial sums are operands of linear ops only, and are then reduced once, each term once;
+- all devices execute collectives in one order, without deadlock;
+- leaves are complete, and outputs and states end as the plan says;
+- a node that is pinned to a device is computed only there, and each node on a device that supports it;
+- the program of each device runs its graph (`verify_program`).
 """
 
 from __future__ import annotations
@@ -38,32 +41,32 @@ from .undo import saving_nodes
 
 
 def verify_plan(plan: Plan) -> None:
-    """Raise `PlanError` with the first fault of `plan` as a way to run its graph on its devices."""
+    """Raise `PlanError` with the first fault of `plan`."""
     for why in plan_faults(plan):
         raise PlanError(f"plan for {', '.join(str(lane.device) for lane in plan.lanes)}: {why}")
 
 
 def plan_faults(plan: Plan) -> Iterator[str]:
-    """Everything wrong with `plan`, as text; nothing if it is right."""
+    """Yield all faults of `plan` as text; nothing if it is right."""
     of = shortened_of(plan)
     if of is None:
         yield from _faults(plan, Trace)
         return
     if complaints := [*record_faults(plan)] or [*length_faults(plan, of)]:
         yield from complaints
-        return  # what is found in the short plan says nothing of the long
+        return  # the proof of the short plan holds for the long plan only without these faults
     short = short_plan(plan, of)
     complaints = [*name_faults(short, of)] or [*_faults(short, partial(Carrying, of=of))]
     yield from complaints or repetition_faults(short, of)
 
 
 def _faults(plan: Plan, follow: Callable[..., Trace]) -> Iterator[str]:
-    """Everything wrong with a plan whose lanes are looked at step by step; `follow` makes the trace of all devices."""
+    """Yield all faults of a plan, instruction by instruction; `follow` makes the value trace of all devices."""
     sound = True
     for why in record_faults(plan):
         sound = False
         yield why
-    seen: dict[tuple[object, ...], tuple[list[str], list[Node]]] = {}  # devices that do the same have one program
+    seen: dict[tuple[object, ...], tuple[list[str], list[Node]]] = {}  # equal devices share one program
     proven: dict[tuple[object, ...], list[Lane]] = {}
     unable: dict[tuple[object, ...], list[tuple[Node, str]]] = {}
     for number, lane in enumerate(plan.lanes):
@@ -76,7 +79,7 @@ def _faults(plan: Plan, follow: Callable[..., Trace]) -> Iterator[str]:
         for why in complaints:
             sound = False
             yield f"device {number}: {why}"
-        grade = (key, grade_of(lane.backend, lane.device))  # devices with one program may differ in what they can run
+        grade = (key, grade_of(lane.backend, lane.device))  # devices that share a program may support different ops
         if grade not in unable:
             answers = [(node, lane.backend.supports(node, lane.device)) for node in nodes]
             unable[grade] = [(node, answer.why) for node, answer in answers if not answer.ok]
@@ -86,19 +89,20 @@ def _faults(plan: Plan, follow: Callable[..., Trace]) -> Iterator[str]:
     for why in meeting_faults([lane.program for lane in plan.lanes]):
         sound = False
         yield why
-    if sound:  # otherwise the graphs are not what runs
+    if sound:  # with a fault, the programs do not run the graphs
         complaints = list(leaf_faults(plan))
         yield from complaints or _Whole(plan, follow).faults()
 
 
 def _computes(node: Node) -> bool:
+    """Return whether a node runs a kernel: it is neither a leaf nor a view nor unknown."""
     return node.op in REGISTRY and not node.is_leaf and not REGISTRY[node.op].is_view
 
 
 def _lane_faults(lane: Lane, proven: dict[tuple[object, ...], list[Lane]]) -> Iterator[str]:
-    """A device's graph is legal, and its program runs it; which is known of those that are like one that is proven."""
+    """Yield the faults of a device's graph and program; a pair that equals a proven one is not checked again."""
     try:
-        if lane.graph.roots():  # a device may have nothing to do
+        if lane.graph.roots():  # a device may have no work
             verify(lane.graph)
     except GraphError as why:
         yield f"its graph is illegal: {why}"
@@ -113,25 +117,26 @@ def _lane_faults(lane: Lane, proven: dict[tuple[object, ...], list[Lane]]) -> It
 
 
 def _shows(layout: Layout, device: int, own: tuple[Index, ...]) -> bool:
-    """Whether whoever asks for a value that lies like this is shown what `device` has."""
+    """Return whether a reader of a value with this layout sees the entries of `device`."""
     if isinstance(layout, Shard):
         return 0 not in map(len, own)
     return device == (layout.devices[0] if isinstance(layout, Local) else 0)
 
 
 def _lies_elsewhere(layout: Layout, device: int) -> bool:
-    """Whether other devices have all entries of a value that is cut."""
+    """Return whether other devices have all entries of a sharded value."""
     return isinstance(layout, Shard) and not layout.runs[device] and any(layout.runs)
 
 
 class _Whole:
-    """The devices together against the user's graph."""
+    """Compares the values of all devices with the user's graph."""
 
     def __init__(self, plan: Plan, follow: Callable[..., Trace]) -> None:
         self.plan, self.devices, self.follow = plan, len(plan.lanes), follow
         self.meaning = Meaning(plan.graph)
 
     def faults(self) -> Iterator[str]:
+        """Yield layout faults of leaves, then faults of the values, or else of outputs, updates and pins."""
         leaves: dict[tuple[int, str], Held] = {}
         for node in self.plan.graph.nodes:
             if node.is_leaf and node.op != "constant":
@@ -142,7 +147,10 @@ class _Whole:
             yield why + trace.unfinished
 
     def _places(self, trace: Trace) -> Iterator[str]:
-        """Nodes that are computed elsewhere than the plan says; what is computed alike may be, if either may."""
+        """Yield the nodes that are computed on other devices than the plan says.
+
+        Equal nodes may run on a device of either.
+        """
         known = {name: node for node, name in assign_names(self.plan.graph).items()}
         allowed: dict[int, set[int]] = {}
         said: dict[int, tuple[str, int]] = {}
@@ -156,7 +164,7 @@ class _Whole:
                 number = self.meaning.number[known.pop(name).results[0]]
                 allowed.setdefault(number, set()).add(placed.device)
                 said[number] = (name, placed.device)
-        for node in (n for n in known.values() if not n.is_leaf):  # nobody said where these run
+        for node in (n for n in known.values() if not n.is_leaf):  # not pinned
             allowed.pop(self.meaning.number[node.results[0]], None)
         for numbers, where in trace.computed.items():
             if numbers <= allowed.keys() and (strange := where.difference(*(allowed[n] for n in numbers))):
@@ -172,7 +180,7 @@ class _Whole:
     # ---------------------------------------------------------------------------------------------------- layouts
 
     def _axes(self, value: Value, layout: Layout | None) -> list[tuple[Index, ...] | None] | str:
-        """For each device which entries of `value` it has; or why the layout is none."""
+        """Return for each device its entries of `value` (None without any), or why the layout is wrong."""
         full = tuple(map(whole, value.shape))
         if isinstance(layout, Local):
             if not layout.devices or not all(0 <= d < self.devices for d in layout.devices):
@@ -190,6 +198,7 @@ class _Whole:
         return [full] * self.devices
 
     def _uncovered(self, value: Value, layout: Shard) -> str | None:
+        """Return why a sharded layout is malformed or incomplete."""
         if not 0 <= layout.axis < len(value.shape) or len(layout.runs) != self.devices:
             return f"is cut along axis {layout.axis} for {len(layout.runs)} devices"
         n, dtype = value.shape[layout.axis], value.dtype
@@ -207,7 +216,10 @@ class _Whole:
         return f"has {missing} of {n} entries on no device" if missing else None
 
     def _bind(self, node: Node, leaves: dict[tuple[int, str], Held]) -> Iterator[str]:
-        """What of a leaf each device is given when it is loaded or fed."""
+        """Add the facts of a leaf to `leaves`, as each device receives it when it is loaded or fed.
+
+        Yield the faults of its layout.
+        """
         value, layout = node.results[0], self.plan.leaves.get(node.name)
         axes = self._axes(value, layout)
         if isinstance(axes, str):
@@ -217,12 +229,13 @@ class _Whole:
             yield f"input %{node.label} is given whole to every device, and the plan says {layout}"
             return
         number = self.meaning.number[value]
-        held = {a: Held(number, a) for a in {*axes} if a is not None}  # devices that hold the same share what is known
+        held = {a: Held(number, a) for a in {*axes} if a is not None}  # devices with the same entries share one fact
         leaves.update({(d, node.name): held[a] for d, a in enumerate(axes) if a is not None})
 
     # ------------------------------------------------------------------------------------------------------- ends
 
     def _outputs(self, trace: Trace) -> Iterator[str]:
+        """Yield outputs that are missing or wrong on a device, and device outputs that the graph does not have."""
         for name, value in self.plan.graph.outputs.items():
             axes = self._axes(value, self.plan.outputs.get(name))
             if isinstance(axes, str):
@@ -240,10 +253,11 @@ class _Whole:
                 used = {s for node in lane.graph.nodes for s in node.inputs}
                 used |= {v for name, v in lane.graph.outputs.items() if name not in strange}
             for name, local in strange.items():
-                if local.node.op not in COLLECTIVES or local in used:  # it is not there for others
+                if local.node.op not in COLLECTIVES or local in used:  # not an end for other devices
                     yield f"device {device} has an output {name!r}, which the graph does not have"
 
     def _updates(self, trace: Trace) -> Iterator[str]:
+        """Yield states that a device updates wrongly or not at all, and visible states that it does not have."""
         wanted = {s.node.name: (s, v) for s, v in self.plan.graph.updates.items()}
         lying = {s: self._axes(s, self.plan.leaves.get(s.node.name)) for s in self.plan.graph.states}
         for device, lane in enumerate(self.plan.lanes):
@@ -268,6 +282,17 @@ class _Whole:
     def _ends_as(
         self, trace: Trace, device: int, local: Value, value: Value, wanted: tuple[Index, ...], what: str
     ) -> Iterator[str]:
+        """Yield a fault if a device value is not the entries `wanted` of a graph value.
+
+        The subject of the message is `what`.
+
+        Args:
+            trace: The facts of all device values.
+            device: Number of the device.
+            local: The device value.
+            value: The graph value.
+            wanted: The entries of `value` that the device must have.
+        """
         held = trace.of(device, local)
         if not any(self.meaning.holds(h, value, wanted) for h in held):
             number = self.meaning.number[value]

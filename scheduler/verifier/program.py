@@ -1,8 +1,8 @@
-"""The verifier of programs.  It shares no code with the planner: it follows what each byte of memory holds.
+"""The verifier of programs. It shares no code with the planner: it follows the content of each byte of memory.
 
-Every instruction's writes replace what was in those bytes; every read must find, whole, the value that the graph says
-the node reads.  Early reuse, a wrong alias, a reader after the writer of its state, a lost output are all the same
-complaint: at this step these bytes hold something else.
+Writes of an instruction replace the content of these bytes. Each read must find the complete value that the graph
+names. One fault covers early reuse, a wrong alias, a reader after the writer of its state, and a lost output: at
+this instruction, these bytes hold another value.
 """
 
 from __future__ import annotations
@@ -25,23 +25,29 @@ LEAF_OPS = ("weight", "state", "constant")
 
 
 def check(graph: Graph, program: Program, backend: Backend) -> None:
-    """Raise `PlanError` with the first fault of `program` as a way to run `graph` on a device of `backend`."""
+    """Raise `PlanError` with the first fault of a program.
+
+    Args:
+        graph: The graph that the program must run.
+        program: The program.
+        backend: The backend of the device; it decides dtypes and scratch bytes.
+    """
     for why in faults(graph, program, backend):
         raise PlanError(f"program of {len(program.instructions)} steps: {why}")
 
 
 def faults(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
-    """Everything wrong with `program`, as text."""
+    """Yield all faults of `program` as text. The arguments are the same as for `verify_program`."""
     complaints = list(_buffer_faults(graph, program, backend))
     if not all([type(part) for part in entry] == [int, Instruction] for entry in program.undo):
         complaints.append("what undoes a step are a number and an instruction for each save")
     yield from complaints
-    if not complaints:  # otherwise numbers of buffers mean nothing
+    if not complaints:  # with faults, buffer numbers have no meaning
         yield from _Run(graph, program, backend).faults()
 
 
 def _buffer_faults(graph: Graph, program: Program, backend: Backend) -> Iterator[str]:
-    """The first buffer is the arena; then each weight, state and constant has one, as large as the backend keeps it."""
+    """Yield buffer faults: buffer 0 is the arena; each weight, state and constant has a buffer of the right size."""
     if not program.buffers or program.buffers[0] != BufferSpec("arena", "", program.buffers[0].nbytes):
         yield "its first buffer is not the arena"
         return
@@ -61,7 +67,7 @@ def _buffer_faults(graph: Graph, program: Program, backend: Backend) -> Iterator
 
 
 class _Run:
-    """One program, followed step by step."""
+    """Follows one program, instruction by instruction."""
 
     def __init__(self, graph: Graph, program: Program, backend: Backend) -> None:
         self.graph, self.program, self.backend = graph, program, backend
@@ -72,6 +78,7 @@ class _Run:
         self.ran: set[object] = set()
 
     def faults(self) -> Iterator[str]:
+        """Yield all faults of the program, in the order of its instructions."""
         yield from self._leaves()
         for step, instruction in enumerate(self.program.instructions):
             if step in self.journal.backs:
@@ -88,7 +95,7 @@ class _Run:
     # -------------------------------------------------------------------------------------------------- both ends
 
     def _leaves(self) -> Iterator[str]:
-        """Put what is there before the first step into memory."""
+        """Record the leaves in memory, as they are before the first instruction; yield faults of inputs."""
         memory, program = self.memory, self.program
         leaves = {(n.op, n.name): n.results[0] for n in self.graph.nodes if n.is_leaf}
         for number, buffer in enumerate(program.buffers[1:], 1):
@@ -113,7 +120,7 @@ class _Run:
         memory.lost.clear()
 
     def _end(self) -> Iterator[str]:
-        """Every node ran; outputs are there; what outlives the run holds what the next one is to find."""
+        """Yield nodes that did not run, missing outputs, and wrong content of buffers that outlive the run."""
         program, memory = self.program, self.memory
         for node in self.graph.nodes:
             if not node.is_leaf and not op_of(node).is_view and node not in self.ran:
@@ -133,7 +140,7 @@ class _Run:
             yield f"its arena has {program.buffers[0].nbytes} bytes, and what lies in it needs {memory.top}"
 
     def _is_left(self, held: object, buffer: BufferSpec) -> bool:
-        """Whether that may lie in a buffer when the run has ended: the new state, else what lay there before."""
+        """Return whether a buffer may have this content at the end: the new state, else the content before the run."""
         if buffer.kind != "state" or buffer.name not in self.updates:
             return isinstance(held, Value) and (held.node.op, held.node.name) == (buffer.kind, buffer.name)
         state, new = self.updates[buffer.name]
@@ -145,7 +152,7 @@ class _Run:
     # -------------------------------------------------------------------------------------------------- each step
 
     def _step(self, i: Instruction) -> Iterator[str]:
-        """Faults of an instruction that is no save; what it writes is in memory afterwards."""
+        """Yield faults of an instruction that is not a save, and record its writes."""
         work = self._work(i)
         if isinstance(work, str):
             yield work
@@ -177,8 +184,13 @@ class _Run:
             self.memory.write(extent, made)
 
     def _work(self, i: Instruction) -> tuple[Node, Sequence[Value], object] | str:
-        """What an instruction computes: a node of the graph, or the copy of a new state over the old one, as a node
-        and the values whose places it writes; and by what it is told from others.  Or why it computes nothing."""
+        """Return the work of an instruction, or why it computes nothing.
+
+        The work is a node of the graph, or the copy of a new state over the old one.
+
+        Returns:
+            The node, the values that it writes, and a key that differs for each work.
+        """
         if i.index >= 0:
             node = self.graph.nodes[i.index] if i.index < len(self.graph.nodes) else None
             if node is None or node.is_leaf or op_of(node).is_view:
@@ -195,6 +207,7 @@ class _Run:
         return cont(new).node, (state,), update
 
     def _operands(self, node: Node, i: Instruction) -> Iterator[str]:
+        """Yield operands that are not the node's sources, and strided operands of a kernel that reads dense ones."""
         for position, (source, tensor) in enumerate(zip(node.src, i.src, strict=True)):
             if (source is None) != (tensor is None):
                 yield f"operand {position} is {'missing' if tensor is None else 'too many'}"
@@ -205,7 +218,7 @@ class _Run:
                     yield f"operand {position} is {tensor}, and its kernel reads dense ones"
 
     def _misplaced(self, tensor: Tensor, value: Value) -> str | None:
-        """Why a value is not written there: into the arena, or a state that takes what it is to become."""
+        """Return why a value must not be written there; allowed are the arena, and a state that takes its new value."""
         whole = self.views.of(value)
         if (tensor.shape, tensor.strides, tensor.dtype) != (whole.shape, whole.strides, whole.dtype):
             return f"{value!r}, kept as {whole.dtype}, is written to {tensor}"
@@ -219,13 +232,13 @@ class _Run:
 
 
 def _same_entries(one: Tensor, two: Tensor) -> bool:
-    """Whether entry i of one lies where entry i of the other does."""
+    """Return whether entry i of both tensors has the same offset, if the tensors begin at the same byte."""
     triples = zip(one.shape, one.strides, two.strides, strict=False)
     return one.shape == two.shape and all(n == 1 or s == t for n, s, t in triples)
 
 
 def _overlaps(i: Instruction, node: Node, taken: list[tuple[int, int, int]]) -> Iterator[str]:
-    """No two results (or scratch) share bytes, and a result shares bytes with an operand only as declared."""
+    """Yield results or scratch that share bytes; a result may share bytes with an operand only as the op declares."""
     if any(meet(one, two) for number, one in enumerate(taken) for two in taken[:number]):
         yield "a result or the scratch overlaps another"
     declared = op_of(node)

@@ -1,7 +1,7 @@
-"""Nodes of the user's graph with one op on the same values, found by the attributes of a device's node.
+"""Nodes of the user's graph that have one op and the same operands, found by the attributes of a device's node.
 
-A value may have thousands of readers. A device's node is compared with the few that it can be: those with the same
-attributes, and of slices those that contain its first entry.
+A value may have thousands of readers. A device's node is compared only with nodes of the same attributes. Slices are
+compared only if they contain the first entry of the device's slice.
 """
 
 from __future__ import annotations
@@ -19,23 +19,29 @@ from .restrict import Axes, Items, Side, local_attrs
 Reader = tuple[Side, tuple[int, ...]]
 """A node of the user's graph and the numbers of its results."""
 MAX_OTHERS = 4
-"""Nodes with other attributes that a fault is explained by."""
+"""Maximum nodes with other attributes that serve as examples in the text of a fault."""
 
 
 class Readers:
-    """Nodes with the op `op` and equal operands, in the order in which they were added."""
+    """Nodes that have the op `op` and equal operands, in the order in which they were added."""
 
     def __init__(self, op: str) -> None:
         self._op = op
         self._groups: dict[Items, _Group] = {}
 
     def add(self, user: Side, numbers: tuple[int, ...]) -> None:
+        """Add a node of the user's graph and the numbers of its results."""
         self._groups.setdefault(self._fixed_arguments(user), _Group(self._op)).readers.append((user, numbers))
 
     def neighbours(self, mine: Side, axes: Sequence[Axes | None]) -> Iterator[Reader]:
-        """The nodes that a device's node on these entries of the operands can be; else some that say why it is none.
+        """Yield the nodes of the user's graph that a device's node may be.
 
-        Where no node has its attributes, a node without entries can be any of them.
+        If there are none, some other nodes follow, from which the caller explains the fault. A device's node without
+        entries may be any node if no node has its attributes.
+
+        Args:
+            mine: The device's node.
+            axes: Entries of each operand that the device has.
         """
         group = self._groups.get(self._fixed_arguments(mine))
         if group is not None:
@@ -45,19 +51,20 @@ class Readers:
         yield from others if all(s.size == 0 for s in mine.results) else islice(others, MAX_OTHERS)
 
     def _fixed_arguments(self, node: Side) -> Items:
-        """The attributes in which a node and its share agree."""
+        """Return the attributes that a node and its local version must have in common."""
         local = local_attrs(REGISTRY[self._op])
         return tuple(sorted(item for item in node.attrs if item[0] not in local))
 
 
 class _Group:
-    """Nodes that differ in local attributes only."""
+    """Nodes that differ only in local attributes, such as sizes."""
 
     def __init__(self, op: str) -> None:
         self._op = op
         self.readers: list[Reader] = []
 
     def neighbours(self, mine: Side, axes: Sequence[Axes | None]) -> Iterator[Reader]:
+        """Yield the nodes of the group that a device's node may be; slices only if they contain its first entry."""
         (operand, *_) = axes or (None,)
         if self._op != "slice" or operand is None or len(self.readers) <= MAX_OTHERS or not mine.results[0].size:
             yield from self.readers
@@ -71,14 +78,18 @@ class _Group:
         starts, ends, order = self._spans
         first, found = entries[0][0], list[int]()
         for at in range(bisect_right(starts, first) - 1, -1, -1):
-            if ends[at] <= first:  # no earlier one reaches it
+            if ends[at] <= first:  # no earlier slice reaches `first`
                 break
             found.append(order[at])
         yield from (self.readers[at] for at in sorted(found) or range(MAX_OTHERS))
 
     @cached_property
     def _spans(self) -> tuple[list[int], list[int], list[int]]:
-        """The slices by start: their starts, the furthest end of each and all before it, and their places."""
+        """Sort the slices by start.
+
+        Returns:
+            The starts; for each slice the largest end of it and all earlier ones; the positions in `consumers`.
+        """
         spans = [(as_integer(a["start"]), as_integer(a["stop"])) for a in (user.settled for user, _ in self.readers)]
         order = sorted(range(len(spans)), key=spans.__getitem__)
         return [spans[i][0] for i in order], list(accumulate((spans[i][1] for i in order), max)), order

@@ -1,6 +1,7 @@
-"""The verifier of what a plan says beside its graphs and programs: devices, layouts, cuts, shares, speeds, places.
+"""The verifier of the plan record: devices, layouts, sharded axes, tensor split, speeds and pins.
 
-Each statement has its form, and is about devices, leaves, outputs and nodes that there are.
+Graphs and programs have verifiers of their own. Each statement must be well formed, and must be about devices,
+leaves, outputs and nodes that exist.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..plan import Plan
 
 
 def record_faults(plan: Plan) -> Iterator[str]:
-    """Everything wrong with what `plan` says of itself, as text."""
+    """Yield all faults of the record of `plan`, as text."""
     try:
         verify(plan.graph)
     except GraphError as why:
@@ -41,7 +42,7 @@ def record_faults(plan: Plan) -> Iterator[str]:
 
 
 def _is_device_name(text: str) -> bool:
-    """Whether a device calls itself so."""
+    """Return whether `text` is the name that a device has."""
     try:
         return str(DeviceName.parse(text)) == text
     except BackendError:
@@ -49,7 +50,7 @@ def _is_device_name(text: str) -> bool:
 
 
 def _device_faults(plan: Plan) -> Iterator[str]:
-    """There is a device, each takes part once, and belongs to the backend that runs it."""
+    """Yield device faults: there is a device, each device occurs once, and it belongs to the backend that runs it."""
     if not plan.lanes:
         yield "it has no devices"
     if len({str(lane.device) for lane in plan.lanes}) != len(plan.lanes):
@@ -73,7 +74,10 @@ def _device_faults(plan: Plan) -> Iterator[str]:
 
 
 def leaf_faults(plan: Plan) -> Iterator[str]:
-    """A device has leaves of the user's graph only, as that declares them.  Graphs and layouts have no other fault."""
+    """Yield leaves of devices that are not leaves of the user's graph, or have another op or dtype there.
+
+    The caller has checked graphs and layouts.
+    """
     leaves = {n.name: n for n in plan.graph.nodes if n.is_leaf}
     for number, lane in enumerate(plan.lanes):
         for own in (n for n in lane.graph.nodes if n.is_leaf):
@@ -85,11 +89,12 @@ def leaf_faults(plan: Plan) -> Iterator[str]:
 
 
 def _has_constant(layout: Layout, device: int) -> bool:
+    """Return whether a device has a constant with this layout."""
     return isinstance(layout, Replicate) or (isinstance(layout, Local) and device in layout.devices)
 
 
 def _cut_faults(plan: Plan) -> Iterator[str]:
-    """What is said to be cut is an axis of a leaf along which the leaf is cut, unless it is placed."""
+    """Yield sharded axes that do not exist, or that differ from the axis of the leaf's layout."""
     stored = {n.name: n for n in plan.graph.nodes if n.op in ("weight", "state")}
     for cut in plan.cuts:
         if [type(part) for part in cut] != [str, int, int, int]:

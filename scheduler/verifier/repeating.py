@@ -1,12 +1,16 @@
-"""The verifier of plans whose lanes repeat runs of a short graph: what is proven of the short plan holds of the long.
+"""The verifier of plans that repeat a part of a short graph: the proof of the short plan holds for the long one.
 
-The short plan is proven as any other.  The rest is an induction over the runs: before each of them a device's memory
-holds the same values in the same places, what those are of the user's graph is the same but for the run, and sums that
-are still owed add up.  So a run may follow any other, and what is proven of its kind holds of each run that is alike.
+The short plan is proven like any other plan. The rest is an induction over the repetitions. Before each repetition:
 
-- `length_faults`: the long graph is the short one, whose runs come oftener
-- `repetition_faults`: what each device's runs read, write and keep (`runs`), and that devices meet alike in all
-- `Carrying` of `carrying`: of all devices together, what is carried from run to run
+1. the memory of a device has the same layout;
+2. each place holds the same graph value, shifted by the repetition index;
+3. all partial sums are complete.
+
+So a repetition may follow any other, and the proof of its kind holds for each equal repetition.
+
+- `find_length_faults`: the long graph is the short graph with more repetitions.
+- `find_repetition_faults`: reads, writes and saves of each device's repetitions (`runs`), and equal collectives.
+- `CarriedValueTrace` of `carrying`: the values of all devices that are carried from repetition to repetition.
 """
 
 from __future__ import annotations
@@ -25,18 +29,18 @@ from ..plan import Lane, Plan
 from .runs import Runs, run_faults
 
 NUMBERED = re.compile(r"(\d{1,9})(\..*)?", re.ASCII | re.DOTALL)
-"""How nodes of devices are called: by the number of a node of the short graph, and an ending if they convert it."""
+"""Names of device nodes: the number of a node of the short graph, and an ending if they convert it."""
 
 
 def shortened_of(plan: Plan) -> ShortenedGraph | None:
-    """What all lanes of `plan` repeat; None if each lane is to be looked at step by step."""
+    """Return the shortened graph of a plan; None if each instruction of the plan is to be checked."""
     shorts = [lane.short for lane in plan.lanes]
     first = shorts[0] if shorts else None
     return first.of if first is not None and all(s is not None and s.of is first.of for s in shorts) else None
 
 
 def short_plan(plan: Plan, of: ShortenedGraph) -> Plan:
-    """What `plan` says of the short graph."""
+    """Make the plan of the short graph from the plan of the long one."""
     lanes = [
         Lane(lane.device, lane.backend, lane.short.graph, lane.short.program)
         for lane in plan.lanes
@@ -54,7 +58,7 @@ def short_plan(plan: Plan, of: ShortenedGraph) -> Plan:
 
 
 def length_faults(plan: Plan, of: ShortenedGraph) -> Iterator[str]:
-    """Why the plan's graph is not the short one, whose runs come oftener; or why leaves of its runs lie otherwise."""
+    """Yield why the plan's graph is not the short graph with more repetitions, or has other layouts in some of them."""
     runs, left_out = of.deep_repetitions, (of.deep_repetitions.count - of.short_count) * of.deep_repetitions.length
     sizes = len(of.deep_graph.nodes), len(of.short_graph.nodes)
     if plan.graph is not of.deep_graph or plan.placed:
@@ -82,12 +86,12 @@ def length_faults(plan: Plan, of: ShortenedGraph) -> Iterator[str]:
 
 
 def _kind(of: ShortenedGraph, run: int) -> int:
-    """Of which kind a run is."""
+    """Return the kind of a repetition."""
     return PREAMBLE if run == PREAMBLE else of.short_count if run == of.deep_repetitions.count else run % of.short_count
 
 
 def _first_like(of: ShortenedGraph, number: int, run: int) -> int:
-    """Which node is like this one of a run in the first run of its kind."""
+    """Return the equivalent of node `number` in the first repetition of the same kind."""
     return (
         number
         if run in (PREAMBLE, of.deep_repetitions.count)
@@ -96,7 +100,10 @@ def _first_like(of: ShortenedGraph, number: int, run: int) -> int:
 
 
 def _standing(of: ShortenedGraph, source: int, run: int, kind: int) -> int | None:
-    """The node of the short graph that stands for node `source` of the long one where a run of that kind reads it."""
+    """Return the short node for node `source` of the long graph, as a repetition of that kind reads it.
+
+    It is None if the repetition may not read the source.
+    """
     there, length = of.deep_repetitions.repetition_of(source), of.deep_repetitions.length
     if there == run:
         return source - (run - kind) * length
@@ -108,7 +115,7 @@ def _standing(of: ShortenedGraph, source: int, run: int, kind: int) -> int | Non
 
 
 def _ends(of: ShortenedGraph, place: Mapping[Node, int]) -> Iterator[str]:
-    """Outputs belong to no run, and states change within one, the same in all runs of a kind."""
+    """Yield outputs that belong to a repetition, and states that change differently in equal repetitions."""
 
     def changes(graph: Graph) -> dict[int, set[tuple[int, int, int]]]:
         runs, found = (
@@ -138,7 +145,7 @@ def _ends(of: ShortenedGraph, place: Mapping[Node, int]) -> Iterator[str]:
 
 
 def name_faults(short: Plan, of: ShortenedGraph) -> Iterator[str]:
-    """Nodes of devices that are not called by numbers of nodes of the short graph."""
+    """Yield device nodes without the number of a short node as their name."""
     for device, lane in enumerate(short.lanes):
         for node in lane.graph.nodes:
             named = NUMBERED.fullmatch(node.name)
@@ -147,7 +154,7 @@ def name_faults(short: Plan, of: ShortenedGraph) -> Iterator[str]:
 
 
 def repetition_faults(short: Plan, of: ShortenedGraph) -> Iterator[str]:
-    """Why runs of the proven plan of the short graph may not be repeated on a device, or devices do not meet alike."""
+    """Yield why the repetitions of a proven short plan cannot be repeated, or where devices run other collectives."""
     said: dict[tuple[object, ...], list[str]] = {}
     meetings = [Runs(lane.graph, of).meetings() for lane in short.lanes[:1]]
     for device, lane in enumerate(short.lanes):

@@ -1,10 +1,11 @@
-"""An op on some of the entries of its operands: which entries of its results that gives, by the op's declaration.
+"""The result entries of an op on some entries of its operands, derived from the op's declaration.
 
-The verifier of plans asks it for every node of a device: here is the node of the user's graph, here the device's node
-with its smaller operands, and which entries those hold.  Nothing is taken from the planner.
+The verifier of plans calls this module for every node of a device. The inputs are the node of the user's graph, the
+device's node with its smaller operands, and the entries of these operands. Nothing is taken from the planner.
 
-The user multiplies a weight of 6 rows by 3 vectors of 8.  A device that holds rows 2 and 3 of the weight makes columns
-2 and 3 of the product; one that holds columns 0 to 4 of both operands makes all of it as a sum of 4 terms of 8.
+Example: The user multiplies a weight of 6 rows by 3 vectors of 8. A device with the rows 2 and 3 of the weight
+computes the columns 2 and 3 of the product. A device with the columns 0 to 3 of both operands computes all of the
+product as a partial sum of 4 of 8 terms.
 
 >>> def held(*runs: tuple[int, int]) -> Axes:
 ...     return tuple(((run,), ()) for run in runs)
@@ -55,14 +56,15 @@ from .indices import (
 from .summands import Owed, terms
 
 Part: TypeAlias = tuple[Index, Digits]
-"""What is there of an axis, and the digits on which the value does not depend."""
+"""The local entries of an axis, and the digits on which the value does not depend."""
 Axes: TypeAlias = tuple[Part, ...]
+"""The local entries of all axes of a value."""
 Items: TypeAlias = tuple[tuple[str, Attr], ...]
 LOCAL_ATTRS = frozenset({"shape", "start", "stop"})
-"""Attributes that say a size, and so differ between a node and its share, where the op declares `localise`."""
+"""Attributes that state a size. If the op declares `localise`, they may differ between a node and its local version."""
 
 PART_ATTRS = frozenset({"first", "total"})
-"""Attributes that say which rows of a table that is looked up are there (`ops.movement.sharded_tables`)."""
+"""Attributes that state the local rows of a lookup table (`ops.movement.sharded_tables`)."""
 
 
 class Unfit(Exception):  # noqa: N818  (an internal signal; it becomes the text of a fault)
@@ -71,7 +73,7 @@ class Unfit(Exception):  # noqa: N818  (an internal signal; it becomes the text 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A node as one side of the comparison: its attributes and the specs of its operands and results."""
+    """One of the two nodes that are compared: its attributes and the specs of its operands and results."""
 
     attrs: Items
     src: tuple[Spec | None, ...]
@@ -88,7 +90,10 @@ def side(node: Node) -> Side:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows `own` of the `size` that operand `table` has in the user's graph, looked up by operand `numbers`."""
+    """The local rows of a lookup table.
+
+    The operand `table_operand` has `row_count` rows in the user's graph. The operand `index_operand` names the rows.
+    """
 
     table: str
     numbers: str
@@ -98,8 +103,10 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The entries of each result, what of a contraction they sum over (`is_empty` if there is nothing to sum), and the
-    rows of a table if not all are there."""
+    """The result of a device's node: the entries of each result, the partial sum, and the local rows of a lookup table.
+
+    `table_rows` is None if all rows are local. `is_empty_sum` is set if the contraction has no terms.
+    """
 
     axes: tuple[Axes, ...]
     owed: Owed
@@ -109,38 +116,48 @@ class Made:
 
 @lru_cache(maxsize=1 << 15)
 def restricted(op: str, user: Side, mine: Side, axes: tuple[Axes | None, ...]) -> Made | str:
-    """What `mine`, a node of a device, makes of the results of `user`; or why it makes nothing of them."""
+    """Return the results of a device's node as entries of the user's results, or why it is not the user's node.
+
+    Args:
+        op: Name of the op.
+        user: The node of the user's graph.
+        mine: The device's node.
+        axes: Local entries of each operand; None for a missing operand.
+    """
     declared = REGISTRY[op]
     try:
         _same_attrs(declared, user, mine)
         return (_linked if declared.links else _signed)(declared, user, mine, axes)
     except (Unfit, SignatureMismatch) as why:
         pairs = list(zip(user.results, mine.results, strict=True))
-        if all(m.size == 0 and len(u.shape) == len(m.shape) for u, m in pairs):  # of nothing anything can be said
+        if all(m.size == 0 and len(u.shape) == len(m.shape) for u, m in pairs):  # an empty result is always right
             return Made(tuple(_nothing(u, m) for u, m in pairs), None)
         return str(why)
 
 
 def _nothing(user: Spec, mine: Spec) -> Axes:
+    """Return the entries of a result without elements; its sizes decide them."""
     return tuple((_some(n, m), ()) for n, m in zip(user.shape, mine.shape, strict=True))
 
 
 def _some(n: int, m: int) -> Index:
+    """Return the index of the first `m` entries."""
     return whole(n) if m == n else whole(m)
 
 
 def _same_attrs(declared: Op[Any], user: Side, mine: Side) -> None:
+    """Require equal attributes, except the attributes that may differ for a local version."""
     theirs, local = mine.settled, local_attrs(declared)
     for name, value in user.attrs:
         if name in local or (found := theirs.get(name)) is value:
             continue
-        if repr(found) != repr(value):  # NaN is NaN, and 0.0 is not -0.0
+        if repr(found) != repr(value):  # as text NaN equals NaN, and 0.0 differs from -0.0
             raise Unfit(f"attribute {name} is {found!r} and not {value!r}")
 
 
 @cache
 def local_attrs(declared: Op[Any]) -> frozenset[str]:
-    """The names of the attributes that may differ between a node and its share."""
+    """Return the names of the attributes that may differ between a node and its local version."""
     sizes = LOCAL_ATTRS if declared.localise is not None else frozenset[str]()
     return sizes | PART_ATTRS if any(s.indexed_dimension for s in declared.signatures.values()) else sizes
 
@@ -150,16 +167,18 @@ def local_attrs(declared: Op[Any]) -> frozenset[str]:
 
 @dataclass
 class _Names:
-    """The index of each name of a signature, as its operands agree on it."""
+    """The local entries of each dimension of a signature, on which all operands agree."""
 
     named: dict[str, Part] = field(default_factory=dict)
     lead: list[Part] = field(default_factory=list)
     summed: list[Part] = field(default_factory=list)
 
     def meet(self, name: str, part: Part) -> None:
+        """Add an operand's entries of a dimension; all operands must agree."""
         self.named[name] = _met(self.named[name], part, name) if name in self.named else part
 
     def meet_all(self, kept: list[Part], parts: Sequence[Part]) -> None:
+        """Add an operand's entries of its leading axes to `kept`; all operands must agree."""
         for i, part in enumerate(parts):
             if i < len(kept):
                 kept[i] = _met(kept[i], part, f"leading axis {i}")
@@ -168,6 +187,7 @@ class _Names:
 
 
 def _met(one: Part, two: Part, what: str) -> Part:
+    """Return the entries on which two operands agree. Raises `RestrictionError` if they differ."""
     index = agreed(*one, *two)
     if index is None:
         raise Unfit(f"operands hold different entries of {what}: {show(one[0])} and {show(two[0])}")
@@ -175,12 +195,19 @@ def _met(one: Part, two: Part, what: str) -> Part:
 
 
 def show(index: Index) -> str:
-    """Runs as text, the first few."""
+    """Format an index as text; ranges after the fourth are left out."""
     shown = ", ".join(f"{start}:{start + n}" for start, n in index[:4])
     return f"[{shown}{', …' if len(index) > 4 else ''}]"
 
 
 def _signed(declared: Op[Any], user: Side, mine: Side, axes: tuple[Axes | None, ...]) -> Made:
+    """Infer the results of an op with a signature.
+
+    1. Split the operands' entries into the dimensions of the signature; all operands must agree on each dimension.
+    2. Require that coupled dimensions are whole.
+    3. Combine the dimensions to the entries of the results, which must have the shapes of the device's results.
+    4. Return the contracted dimensions as a partial sum.
+    """
     attrs = user.settled
     sizes, local = (
         declared.resolve_sizes(user.src, attrs).by_name,
@@ -225,7 +252,10 @@ def _signed(declared: Op[Any], user: Side, mine: Side, axes: tuple[Axes | None, 
 
 
 def _rows(signature: Signature, user: Side, mine: Side, names: _Names) -> Rows | None:
-    """Which rows of a table that is looked up are there; they must be those that the device's attributes say."""
+    """Return the local rows of a lookup table; None if all rows are local.
+
+    The entries of the table must be the rows that the device's attributes state.
+    """
     if signature.indexed_dimension is None:
         return None
     table, dim = signature.indexed_dimension
@@ -250,7 +280,7 @@ def _rows(signature: Signature, user: Side, mine: Side, names: _Names) -> Rows |
 
 
 def _split(dim: Dimension, own: Part, sizes: Mapping[str, int], local: Mapping[str, int], names: _Names) -> None:
-    """Add what an operand holds of the factors of one dimension."""
+    """Add an operand's entries of one dimension to the entries of the dimension's factors."""
     index, digits = own
     theirs = tuple(int(f) if f.isdecimal() else sizes[f] for f in dim.factors)
     here = tuple(int(f) if f.isdecimal() else local.get(f, -1) for f in dim.factors)
@@ -268,7 +298,7 @@ def _split(dim: Dimension, own: Part, sizes: Mapping[str, int], local: Mapping[s
 
 
 def _product(dim: Dimension, names: _Names, sizes: Mapping[str, int], local: Mapping[str, int]) -> Part:
-    """What a result holds of one dimension; a name that no operand has is whole."""
+    """Return a result's entries of one dimension. A factor that no operand has is whole."""
     indices, digits, theirs = [], list[tuple[int, int]](), []
     for name in dim.factors:
         n = int(name) if name.isdecimal() else sizes[name]
@@ -282,7 +312,7 @@ def _product(dim: Dimension, names: _Names, sizes: Mapping[str, int], local: Map
 
 
 def _check_repeats(user: Side, operands: Sequence[Any], axes: Sequence[Axes | None], lead: list[Part]) -> None:
-    """Operands that tile, or serve runs of neighbours, meet the entries of the others that they meet in the graph."""
+    """Require that tiled or grouped operands meet the same entries of the other operands as in the user's graph."""
     shape: tuple[int, ...] = ()
     for operand, spec in zip(operands, user.src, strict=False):
         if spec is not None and operand.leading is LeadingAxes.EQUAL:
@@ -303,6 +333,7 @@ def _check_repeats(user: Side, operands: Sequence[Any], axes: Sequence[Axes | No
 
 
 def _check_shapes(mine: Side, results: Sequence[Axes]) -> None:
+    """Require that the device's results have the shapes of these entries."""
     for spec, axes in zip(mine.results, results, strict=True):
         if spec.shape != tuple(length(i) for i, _ in axes):
             raise Unfit(f"the result is {list(spec.shape)}, its entries are {[show(i) for i, _ in axes]}")
@@ -312,6 +343,7 @@ def _check_shapes(mine: Side, results: Sequence[Axes]) -> None:
 
 
 def _linked(declared: Op[Any], user: Side, mine: Side, axes: tuple[Axes | None, ...]) -> Made:
+    """Infer the result of an op that links operand axes to result axes."""
     assert declared.links is not None
     links = declared.links(user.src, user.settled)
     starts = {(m.operand, m.source, m.result): m.start for m in declared.links(mine.src, mine.settled)}
@@ -337,7 +369,11 @@ def _linked(declared: Op[Any], user: Side, mine: Side, axes: tuple[Axes | None, 
 
 
 def _moved(link: AxisLink, own: Part, n: int, size: int, start: int, here: int) -> tuple[bool, Part]:
-    """An axis of which the result has a part, or (True) that is a part of the result's."""
+    """Map the entries of one linked axis.
+
+    Returns:
+        True and the entries if the operand axis is a part of the result axis; else False and the entries.
+    """
     index, digits = own
     if n < size:
         return True, (joined([tuple((first + link.start, k) for first, k in index)]), ())
@@ -350,7 +386,7 @@ def _moved(link: AxisLink, own: Part, n: int, size: int, start: int, here: int) 
 def _regrouped(
     link: AxisLink, part: Axes, spec: Spec, user: Side, shape: tuple[int, ...], collected: dict[int, list[Any]]
 ) -> None:
-    """Axes that together are other axes: a reshape."""
+    """Map the entries of axes that a reshape combines or splits, and add them to `collected`."""
     sizes = tuple(spec.shape[a] for a in link.source)
     after = tuple(user.results[0].shape[a] for a in link.result)
     flat = multiplied(tuple(part[a][0] for a in link.source), sizes)
@@ -365,6 +401,7 @@ def _regrouped(
 
 
 def _check_unlinked(links: Sequence[AxisLink], user: Side, axes: Sequence[Axes | None]) -> None:
+    """Require that operand axes without a link are whole."""
     linked = {(m.operand, a) for m in links for a in m.source}
     for operand, (spec, part) in enumerate(zip(user.src, axes, strict=True)):
         for a, n in enumerate(spec.shape if spec is not None else ()):
@@ -373,7 +410,7 @@ def _check_unlinked(links: Sequence[AxisLink], user: Side, axes: Sequence[Axes |
 
 
 def _collected(parts: Sequence[tuple[int, bool, Part]] | None, n: int, here: int, is_view: bool) -> Part:
-    """One axis of the result from what links bring to it."""
+    """Return the entries of one result axis from the entries of all its links."""
     if not parts:
         if not is_view and here != n:
             raise Unfit(f"an axis of the result is {here} of {n} long, and must be whole")
@@ -393,12 +430,12 @@ def _collected(parts: Sequence[tuple[int, bool, Part]] | None, n: int, here: int
 
 
 def moved(axes: Axes, axis: int, index: Index) -> Axes:
-    """`axes` with another index along one axis."""
+    """Return `axes` with another index on one axis."""
     return (*axes[:axis], (index, axes[axis][1]), *axes[axis + 1 :])
 
 
 def at_positions(index: Index, positions: Index) -> Index:
-    """The entries of `index` at these positions."""
+    """Return the entries of `index` at these positions."""
     if len(positions) == 1:
         return taken(index, positions[0][0], sum(positions[0]))
     return index_of(entries(index)[entries(positions)])

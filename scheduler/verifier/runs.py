@@ -1,8 +1,11 @@
-"""Of one device: whether runs of its short program may be repeated in any order, each on leaves of its own.
+"""The check of one device: whether the repetitions of its short program may follow each other in any order.
 
-The program is proven as it is.  Beyond that, a run reads only what is its own, what lasts, and what the run before
-carries to it, which lies in the same place whichever run that is; nobody overwrites what lasts; and what a run keeps to
-the end lies behind what those before it keep, where nothing else does.
+The short program itself is proven elsewhere. In addition, this module requires:
+
+1. A repetition reads only its own values, long-lived values, and values that the repetition before carries to it.
+   Carried values have the same extent in every repetition.
+2. No instruction overwrites a long-lived value.
+3. The saved bytes of the repetitions lie one after the other at the end of the arena, and no other value lies there.
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ from ...ops.collectives import find_collective_number
 from .contents import Views, extent_of, meet
 
 Carried: TypeAlias = tuple[int, str]
-"""What carried nodes have in common in all runs: the place of the user's node, and the ending of their names."""
+"""The key of a carried node, equal in all repetitions: the position of the user's node, and a name ending."""
 Extent: TypeAlias = tuple[int, int, int]
 
 
 class Runs:
-    """In which run each node of a device's short graph is, and what is carried between runs."""
+    """The repetition of each node of a device's short graph, and the values that are carried between repetitions."""
 
     def __init__(self, graph: Graph, of: ShortenedGraph) -> None:
         self.graph, self.of = graph, of
@@ -35,7 +38,7 @@ class Runs:
         self.carried = {node: name for node, name in offered if name is not None and name in read}
 
     def name_of(self, node: Node, reader: int) -> Carried | None:
-        """As what run `reader` finds `node` among what is carried to it; None if it is none of that."""
+        """Return the key under which repetition `reader` finds `node` among its carried values; else None."""
         if self.kind[node] != reader - 1 or not PREAMBLE < reader <= self.of.short_count:
             return None
         number, ending = split_numbered_name(node.name)
@@ -43,12 +46,12 @@ class Runs:
         return None if place is None else (place, ending)
 
     def meetings(self) -> list[tuple[int, int]]:
-        """The meetings of the device: in which run, and under which number."""
+        """Return (sequence number, repetition) of each collective of the device, sorted."""
         met = ((self.kind[n], find_collective_number(n.op, n.attrs)) for n in self.graph.nodes)
         return sorted((number, kind) for kind, number in met if number is not None)
 
     def faults(self) -> Iterator[str]:
-        """Nodes that read of other runs what is not carried, and what is not carried by all runs alike."""
+        """Yield nodes that read uncarried values of other repetitions, and values that only some repetitions carry."""
         for node in self.graph.nodes:
             kind = self.kind[node]
             for source in node.inputs:
@@ -77,19 +80,26 @@ class Runs:
                 yield f"output {output!r} belongs to a run"
 
     def _stands_for_one(self, node: Node) -> bool:
-        """Whether a node before all runs stands for what a run carries."""
+        """Return whether a node before all repetitions stands for a carried value."""
         return self.of.short_repetitions.position_if_carried(split_numbered_name(node.name)[0], 0) is not None
 
 
 def run_faults(graph: Graph, program: Program, backend: Backend, of: ShortenedGraph) -> Iterator[str]:
-    """Everything that keeps runs of a proven `program` from being repeated, as text."""
+    """Yield all reasons, as text, why the repetitions of a proven program may not follow each other.
+
+    Args:
+        graph: The device's short graph.
+        program: Its proven program.
+        backend: The backend of the device.
+        of: The shortened graph of the user.
+    """
     runs = Runs(graph, of)
     complaints = list(runs.faults())
     yield from complaints or _Steps(runs, program, backend).faults()
 
 
 class _Steps:
-    """The steps of one short program by their runs."""
+    """The instructions of one short program, by repetition."""
 
     def __init__(self, runs: Runs, program: Program, backend: Backend) -> None:
         self.runs, self.of, self.program, self.views = runs, runs.of, program, Views(backend)
@@ -104,6 +114,7 @@ class _Steps:
                 self.lies.update(zip(nodes[i.index].results, i.dst, strict=True))
 
     def faults(self) -> Iterator[str]:
+        """Yield all faults of the repetitions of one device."""
         if self.kinds != sorted(self.kinds):
             yield "steps of a run come after those of the next"
         yield from self._kept()
@@ -116,10 +127,11 @@ class _Steps:
         yield from self._overwritten(self._lasting(), carried)
 
     def _inner(self, kind: int) -> bool:
+        """Return whether instructions of this kind repeat: they are neither before nor after all repetitions."""
         return PREAMBLE < kind < self.of.short_count
 
     def _kept(self) -> Iterator[str]:
-        """What runs save lies in turn at the top of the arena, and nothing else there."""
+        """Yield saves that are not one after the other at the end of the arena, and other values that lie there."""
         program = self.program
         saves = [at for at in sorted(program.saves) if self._inner(self.kinds[at])]
         kept = [extent_of(program.instructions[at].dst[0]) for at in saves]
@@ -145,7 +157,10 @@ class _Steps:
                     yield f"step %{quote_node_name(i.node)} writes where runs keep what they saved"
 
     def _buffers(self, i: Instruction, kind: int) -> Iterator[str]:
-        """A step reads leaves of its own run and those of none, and writes states of its own run."""
+        """Yield instructions that use leaves of another repetition.
+
+        An instruction reads leaves of its own repetition or of none, and writes states of its own repetition.
+        """
         for tensor in (*i.src, *i.dst):
             if tensor is not None and tensor.buffer and self.buffers[tensor.buffer] not in (kind, PREAMBLE):
                 yield f"step %{quote_node_name(i.node)} of run {kind} uses a leaf of run {self.buffers[tensor.buffer]}"
@@ -154,10 +169,11 @@ class _Steps:
                 yield f"step %{quote_node_name(i.node)} of run {kind} writes a state of another run"
 
     def _base(self, value: Value) -> Value:
+        """Return the value that has the memory of `value`."""
         return self.views.of(value).base
 
     def _carried(self) -> Mapping[Value, Extent] | str:
-        """Where what is carried lies, by the values in whose memory it does: in the same place in all runs."""
+        """Return the extent of each base value that has carried values, the same in all repetitions; or a fault."""
         places: dict[tuple[int, str, int], Extent] = {}
         found: dict[Value, Extent] = {}
         for node in self.runs.carried:
@@ -176,7 +192,7 @@ class _Steps:
         return found
 
     def _lasting(self) -> Mapping[Value, Extent]:
-        """What is made before all runs and read in or behind them, but for what stands for what a run carries."""
+        """Return the extents of values from before all repetitions that are read later, except placeholders."""
         graph, kind = self.runs.graph, self.runs.kind
         read = [s for node in graph.nodes if kind[node] != PREAMBLE for s in node.inputs]
         bases = {self._base(v) for v in (*read, *graph.outputs.values()) if v.node not in self.runs.carried}
@@ -184,7 +200,7 @@ class _Steps:
         return {v: extent_of(self.lies[v]) for v in there}
 
     def _overwritten(self, lasting: Mapping[Value, Extent], carried: Mapping[Value, Extent]) -> Iterator[str]:
-        """Runs that overwrite what lasts, or what they have made to be carried on."""
+        """Yield instructions that overwrite a long-lived value, or a value that their repetition carries on."""
         nodes, ready = self.runs.graph.nodes, dict[Value, Extent]()
         for i, kind in zip(self.program.instructions, self.kinds, strict=True):
             written = [extent_of(t) for t in (*i.dst, i.scratch) if t is not None]

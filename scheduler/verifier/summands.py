@@ -1,27 +1,29 @@
-"""What a device has of a sum that is still owed, and whether the devices together have each term once.
+"""Partial sums of devices, and the check that all devices together have each term exactly once.
 
-Two devices contract an axis of 8: device 0 over entries 0 to 5, device 1 over the others.  Together that is the sum; if
-both began at 0, three terms would be counted twice.
+Example: Two devices contract an axis of 8. Device 0 has the entries 0 to 4, device 1 has the entries 5 to 7. If device
+1 also started at entry 0, three terms would be counted twice:
 
 >>> left, right, wrong = (terms((index,), (8,)) for index in (((0, 5),), ((5, 3),), ((0, 3),)))
 >>> miscounted([left, right])
 >>> miscounted([left, wrong])
 'devices 0 and 1 both have a term'
 
-A residual that device 0 alone brings is added to it: a linear op of two sums, each of which has to come out.
+A residual that only device 0 has is added to the sum. An addition is linear in two sums, and each sum must be
+complete:
 
 >>> miscounted([linear("a+b", [left, None]), linear("a+b", [right, NOTHING])])
 >>> miscounted([linear("a+b", [left, None]), linear("a+b", [right, None])])
 'device 0 brings all of it, and devices [1] bring it again'
 
-A product is linear in each factor, but in one at a time: some terms of the one and the other terms of the other make
-no sum.
+A product is linear in each factor, but only in one factor at a time. Some terms of one factor and the other terms of
+the other factor do not form a sum:
 
 >>> miscounted([linear("a", [left]), linear("b", [right])])
 'the devices owe sums of different kinds'
 
-So summands of one value that are equal have the same terms of the same sum, and may become one: for each op on its way
-`joint` and `parts` tell by which operands the sum comes, `box` and `sizes` which terms there are where it begins.
+Two equal partial sums of one value have the same terms of the same sum, so the verifier may merge them. For each op on
+the way, `linear_operands` and `operand_sums` say which operands carry the sum. At its start, `index_box` and
+`axis_sizes` say which terms the device has.
 """
 
 from __future__ import annotations
@@ -38,10 +40,16 @@ from .indices import Index, covers, has_twice, length, share_entries
 class Summand:
     """A device's part of a sum.
 
-    ``none``: zeros.  ``terms``: the terms of a contraction whose indices lie in `box`, of `sizes` in all.  ``linear``:
-    an op that is linear in the operands that `joint` names, of which `parts` are owed (None: the value itself, all of
-    the sum).  `by`: the terms are rows that are looked up by numbers, a value and how many axes it has; then what is at
-    an index of the value's first axes is zero, unless the row named there is in `box`.
+    The kinds are:
+
+    - ``none``: zeros.
+    - ``terms``: the terms of a contraction that have their indices in `index_box`; `axis_sizes` are all indices.
+    - ``linear``: an op that is linear in the operands of the joint `linear_operands`. `operand_sums` are their partial
+      sums; None stands for the value itself, which is the whole sum.
+
+    If `routing` is set, the terms are rows that index numbers look up. `routing` is the value number of these index
+    numbers and the number of its axes. At an index of the first axes of the value, the result is zero unless
+    `index_box` has the row that is named there.
     """
 
     kind: str
@@ -56,19 +64,19 @@ class Summand:
         object.__setattr__(self, "_hash", hash((self.kind, self.box, self.sizes, self.parts, self.joint, self.by)))
 
     def __hash__(self) -> int:
-        """Found once: a residual is a sum of as many parts as there are layers before."""
+        """Return the hash, which is computed once: a residual has as many nested parts as layers before it."""
         return self._hash
 
 
 NOTHING = Summand("none")
 EMPTY = Summand("terms", ((),), (0,))
-"""What a sum of no terms also is, besides all of itself: everybody's part of it, so that its parts may be added."""
+"""A sum without terms. It is also a valid part of this sum for each device, so the parts may be added."""
 Owed = Summand | None
-"""None: the device has the value itself."""
+"""A partial sum; None if the device has the value itself."""
 
 
 def terms(box: tuple[Index, ...], sizes: tuple[int, ...]) -> Owed:
-    """A contraction over the entries of `box`: all of it, nothing of it, or some."""
+    """Make the partial sum of a contraction over the entries of `box`: all terms, no terms, or some of them."""
     if all(map(covers, box, sizes)):
         return None
     if any(not i for i in box):
@@ -77,7 +85,12 @@ def terms(box: tuple[Index, ...], sizes: tuple[int, ...]) -> Owed:
 
 
 def linear(joint: str, parts: Sequence[Owed]) -> Owed:
-    """An op that is linear in the operands that `joint` names, of which these may be owed."""
+    """Make the partial sum of a linear op.
+
+    Args:
+        joint: Names of the operands in which the op is linear, joined by ``+``.
+        parts: Partial sum of each of these operands.
+    """
     if all(p is None for p in parts):
         return None
     if all(p is NOTHING for p in parts):
@@ -86,9 +99,11 @@ def linear(joint: str, parts: Sequence[Owed]) -> Owed:
 
 
 def miscounted(summands: Sequence[Owed], counted: dict[tuple[int, ...], Sequence[Owed]] | None = None) -> str | None:
-    """Why the devices' summands of one value do not add up to it, each term once; None if they do.
+    """Return why the partial sums of one value are not complete, each term once; None if they are.
 
-    `counted` are summands that are known to add up; those of `summands` are added to it.
+    Args:
+        summands: The partial sum of each device.
+        counted: Partial sums that are known to be complete. If `summands` are complete, they are added.
     """
     seen: dict[tuple[int, ...], Sequence[Owed]] = {}
     known = {} if counted is None else counted
@@ -101,7 +116,10 @@ def miscounted(summands: Sequence[Owed], counted: dict[tuple[int, ...], Sequence
 def _miscounted(
     summands: Sequence[Owed], known: Mapping[tuple[int, ...], object], seen: dict[tuple[int, ...], Sequence[Owed]]
 ) -> str | None:
-    """The same, where `seen` is being asked about already; it keeps what it names by identity."""
+    """Return the same as `check_complete_sum`.
+
+    `seen` has the sums that are being checked already. It holds the objects, because keys are object ids.
+    """
     key = tuple(map(id, summands))
     if key in known or key in seen:
         return None
@@ -122,7 +140,7 @@ def _miscounted(
 def _parts_miscounted(
     summands: Sequence[Owed], known: Mapping[tuple[int, ...], object], seen: dict[tuple[int, ...], Sequence[Owed]]
 ) -> str | None:
-    """The same question for each part of a linear op; a device that has all or nothing has so of each part."""
+    """Check each operand of a linear op. A device with the whole sum, or with zeros, has the same of each operand."""
     forms = {(s.joint, len(s.parts)) for s in summands if s is not None and s.kind == "linear"}
     kinds = {s.kind for s in summands if s is not None}
     if len(forms) > 1 or "terms" in kinds:
@@ -135,7 +153,7 @@ def _parts_miscounted(
 
 
 def _uncovered(boxes: Sequence[tuple[int, Summand]]) -> str | None:
-    """Why boxes of indices are no disjoint cover of all of them."""
+    """Return why index boxes are not a disjoint cover of all indices; None if they are."""
     sizes, by = boxes[0][1].sizes, boxes[0][1].by
     for device, box in boxes:
         if box.sizes != sizes:
@@ -145,7 +163,7 @@ def _uncovered(boxes: Sequence[tuple[int, Summand]]) -> str | None:
         if any(map(has_twice, box.box)):
             return f"device {device} has a term twice"
     if all(has_twice(tuple(chain(*axis))) for axis in zip(*(box.box for _, box in boxes), strict=True)):
-        for (d, one), (e, two) in combinations(boxes, 2):  # no axis alone keeps all boxes apart
+        for (d, one), (e, two) in combinations(boxes, 2):  # no single axis separates all boxes
             if all(map(share_entries, one.box, two.box)):
                 return f"devices {d} and {e} both have a term"
     have = sum(math.prod(map(length, b.box)) for _, b in boxes)

@@ -1,8 +1,7 @@
-"""What each value of a device's graph is: which value of the user's graph, which entries of it, what of a sum.
+"""The value trace: for each value of a device's graph the user's value, the entries, and the partial sum.
 
-Devices are walked together, sources first; every node must be a node of the user's graph on the entries that its
-operands hold, or one of the few conversions that leave the value as it is.  A device's value may be several things at
-once (a slice the user asked for is also a share of what is sliced), so each has a list of what holds of it.
+All devices are followed together, sources first. A node must be a node of the user's graph on its operands' entries,
+or a conversion that keeps the value. A value may have several facts: a slice of the graph may also be a shard.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ from .summands import EMPTY, Owed, miscounted
 
 Key: TypeAlias = tuple[object, ...]
 MOST = 64
-"""Combinations of what operands may be that are tried for one node, times the values of the user's graph.  The search
-is complete up to there; where it ends early and a fault follows, the fault says so."""
+"""Maximum operand combinations for one node, per value of the user's graph. A fault after this limit says so."""
 
 
 class Meaning:
-    """The values of the user's graph, numbered: what is computed alike has one number, a copy that of its source."""
+    """The numbered values of the user's graph. Values that are computed alike, and copies, share a number."""
 
     def __init__(self, graph: Graph) -> None:
         self.values: list[Value] = []
@@ -71,9 +69,9 @@ class Meaning:
         return self._known[key]
 
     def sources(self, op: str, choices: Sequence[Collection[int | None]]) -> Iterator[tuple[int | None, ...]]:
-        """Operands, by their numbers, of nodes with that op, where operand i is one of ``choices[i]``.
+        """Yield the operand numbers of nodes with the op `op` that have operand i in ``choices[i]``.
 
-        Compared are only the nodes that read one of the choices of the operand with the fewest such nodes.
+        Only the readers of the operand with the fewest readers are compared.
         """
         if not choices and (op, ()) in self.users:
             yield ()
@@ -85,7 +83,7 @@ class Meaning:
                 yield sources
 
     def _digits(self, op: str, here: Side, sources: Sequence[int | None]) -> list[tuple[Digits, ...]]:
-        """For each axis of each result the digits on which it does not depend."""
+        """Return for each axis of each result the digits on which the result does not depend."""
         axes = tuple(
             None if s is None or number is None else self.with_digits(number, tuple(map(whole, s.shape)))
             for s, number in zip(here.src, sources, strict=True)
@@ -99,27 +97,28 @@ class Meaning:
         return tuple(zip(indices, self.digits[number], strict=True))
 
     def holds(self, held: Held, value: Value, indices: Sequence[Index]) -> bool:
-        """Whether `held` is these entries of `value`, nothing owed."""
+        """Return whether a fact says: these entries of `value`, no partial sum."""
         number = self.number[value]
         return held.number == number and held.owed is None and self.alike(number, held.axes, indices)
 
     def alike(self, number: int, one: Sequence[Index], two: Sequence[Index]) -> bool:
+        """Return whether two lists of entries are equal up to the digits of a value."""
         digits = self.digits[number]
         return all(agreed(a, d, b, d) is not None for a, b, d in zip(one, two, digits, strict=True))
 
 
 Place: TypeAlias = tuple[int, Node]
-"""A device's number and a node of its graph (devices may share node objects)."""
+"""A device number and a node of its graph. Devices may share node objects."""
 _Done: TypeAlias = tuple[list[list[Held]], list[set[int]]]
-"""What results of a node hold, and the sets of devices to which whoever has such a node belongs."""
+"""The facts of each result of a node, and the sets of devices to which each device with such a node is added."""
 
 
 class Trace:
-    """Follows the graphs of all devices; `faults` says what is no part of the user's graph.
+    """Follows the graphs of all devices. `find_faults` yields the nodes that are not part of the user's graph.
 
-    Afterwards `held` is what holds of each device's values.  `computed` gives for the numbers that one node of a device
-    may be computing (all or a part of them; a product with a slice of a weight is a part of that with the weight) the
-    devices that have such a node, and `complete` for each number those where a node makes all of it.
+    Afterwards `facts_by_node` has the facts of each device value. `computing_devices` maps numbers that a node may
+    compute to the devices with such a node; a product with a slice of a weight is a part of the whole product.
+    `complete_devices` maps a number to the devices that compute all of it.
     """
 
     def __init__(self, meaning: Meaning, graphs: Sequence[Graph], leaves: Mapping[tuple[int, str], Held]) -> None:
@@ -153,7 +152,7 @@ class Trace:
         moved = True
         while moved:
             moved = False
-            for device, nodes in enumerate(ahead):  # each goes on until it has to wait for another
+            for device, nodes in enumerate(ahead):  # each device continues until it must wait
                 while nodes and self._is_ready(device, nodes[-1]):
                     yield from self._node(device, nodes.pop())
                     moved = True
@@ -161,7 +160,7 @@ class Trace:
             yield "devices wait for each other in a circle"
 
     def _is_ready(self, device: int, node: Node) -> bool:
-        """Whether all whom `node` waits for have come; its device has."""
+        """Note that the device has reached `node`. Return whether all other participants have."""
         if node.op not in COLLECTIVES:
             return True
         missing = self.missing.get(_meeting(device, node), set())
@@ -171,6 +170,7 @@ class Trace:
     # ------------------------------------------------------------------------------------------------ one device
 
     def _node(self, device: int, node: Node) -> Iterator[str]:
+        """Infer the facts of one node; yield a fault if the user's graph has no such node."""
         if node.is_leaf:
             yield from self._leaf(device, node)
             return
@@ -181,15 +181,15 @@ class Trace:
                 self.held[device][node] = [self.of(source, sender.results[0])]
             return
         if node.op in COLLECTIVES and node.op != "send":
-            if members := self.groups.pop(_meeting(device, node), None):  # who comes last finds what all have then
+            if members := self.groups.pop(_meeting(device, node), None):  # the last one infers all results
                 yield from self._meet(members)
             return
         held = self.held[device]
         known = [[] if s is None else self.of(device, s) for s in node.src]
         if not all(known) and any(s is not None and not k for s, k in zip(node.src, known, strict=True)):
-            return  # a source is wrong already, and was said to be
+            return  # a source has a fault that was yielded before
         number, mine = self._side(node)
-        key = (number, *map(id, filter(None, known)))  # nodes that are alike on values that hold the same give the same
+        key = (number, *map(id, filter(None, known)))  # equal nodes on equal facts have equal results
         if (done := self._done.get(key)) is None:
             reasons: list[str] = []
             results, computed, complete = self._meanings(node, mine, known, reasons)
@@ -209,7 +209,7 @@ class Trace:
             those.add(device)
 
     def _side(self, node: Node) -> tuple[int, Side]:
-        """Op, attributes and specs of a node as a number that all who are alike share, and as a `Side`."""
+        """Return the node as an `OpInstance`, with the number that all equal instances share."""
         if node not in self._sides:
             mine = side(node)
             self._sides[node] = self._numbered.setdefault((node.op, mine), (len(self._numbered), mine))
@@ -218,8 +218,10 @@ class Trace:
     def _meanings(
         self, node: Node, mine: Side, known: Sequence[list[Held]], reasons: list[str]
     ) -> tuple[list[list[Held]], frozenset[int], set[int]]:
-        """What each result of `node` is; nothing, and why, if it is no node of the user's graph on such operands.  Then
-        the numbers it may be computing (none if it converts or views), and those of which it makes all."""
+        """Infer the facts of each result, the numbers that may be computed (not converted), and the complete numbers.
+
+        If `node` is not a node of the user's graph, there are no facts, and `reasons` says why.
+        """
         results: list[list[Held]] = [[] for _ in node.specs]
         computed, complete = set[int](), set[int]()
         for pair in self._pairs(known) if node.op in CONVERSIONS else ():
@@ -236,14 +238,14 @@ class Trace:
 
     @staticmethod
     def _pairs(known: Sequence[list[Held]]) -> Iterator[tuple[Held, ...]]:
-        """The first operand, or the first two where they are parts of one value: all that a conversion reads."""
+        """Yield the operands of a conversion: the first, or the first two if they are parts of one value."""
         if len(known) == 1:
             yield from ((held,) for held in known[0])
         elif len(known) == 2:
             yield from ((a, b) for a, b in product(*known) if a.number == b.number)
 
     def _readings(self, node: Node, known: Sequence[list[Held]]) -> Iterator[tuple[Held | None, ...]]:
-        """What the operands of `node` may be at once, so that the user's graph has such a node on these values."""
+        """Yield operand facts for which the user's graph has such a node."""
         left_out: dict[int | None, list[None]] = {None: [None]}
         choices = [self._by_number(k) if s is not None else left_out for s, k in zip(node.src, known, strict=True)]
         tried = 0
@@ -256,16 +258,16 @@ class Trace:
                 yield operands
 
     def _is_complete(self, held: Held) -> bool:
-        """Whether it is all of a value, nothing owed."""
+        """Return whether a fact is all of a value, not a partial sum."""
         shape, digits = self.meaning.values[held.number].shape, self.meaning.digits[held.number]
         return held.owed is None and all(map(is_whole, held.axes, digits, shape))
 
     def _known(self, held: list[Held]) -> list[Held]:
-        """Equal holdings are one list, which stays, so that what follows from them is found once."""
+        """Return one shared list for equal facts, so that results are inferred once."""
         return self._alike.setdefault(tuple(held), held)
 
     def _by_number(self, known: list[Held]) -> dict[int | None, list[Held]]:
-        """What holds of an operand, which `_known` gave, by the value that it then is."""
+        """Return the facts of an operand, a list from `_intern_facts`, by value number."""
         if (numbered := self._numbers.get(id(known))) is None:
             numbered = self._numbers[id(known)] = {}
             for held in known:
@@ -294,7 +296,7 @@ class Trace:
     def _matches(
         self, op: str, mine: Side, operands: Sequence[Held | None], reasons: list[str]
     ) -> Iterator[list[Held]]:
-        """What a device's node is if its operands are these: results of nodes of the user's graph."""
+        """Yield the facts of all results of a device's node if its operands have these facts."""
         meaning = self.meaning
         key = (op, tuple(None if o is None else o.number for o in operands))
         axes = tuple(None if o is None else meaning.with_digits(o.number, o.axes) for o in operands)
@@ -319,7 +321,7 @@ class Trace:
                     for number, result in zip(numbers, made.axes, strict=True)
                 ]
 
-    # ---------------------------------------------------------------------------------- all devices of one team
+    # ------------------------------------------------------------------------ all devices of one collective group
 
     def _meet(self, members: Mapping[int, Node]) -> Iterator[str]:
         one = next(iter(members.values()))
@@ -343,14 +345,14 @@ class Trace:
                 met = True
                 for kept, held in zip(after, results, strict=True):
                     self._add(kept, [held])
-                break  # another choice of the others would give the same
+                break  # other facts of the other devices give the same results
         for device, node, results_there in zip(team, nodes, after, strict=True):
             self.held[device][node] = [self._known(results_there)]
         if not met:
             yield f"{one!r}: {'; '.join(dict.fromkeys(reasons)) or 'the devices bring different values'}"
 
     def _brought(self, nodes: Sequence[Node], choices: Sequence[list[Held]]) -> Iterator[tuple[Held, ...]]:
-        """What the devices may bring together: of each what fits what device 0 brings, or any to say what is wrong."""
+        """Yield combinations of facts, one per device, that fit the first device; any fact if there is no fit."""
         (first,), attrs = choices[0], nodes[0].attrs
         sums = nodes[0].op in ("all_reduce", "reduce_scatter")
         axis = -1 if sums else as_integer(attrs["old_axis" if nodes[0].op == "all_to_all" else "axis"])
@@ -369,7 +371,7 @@ class Trace:
             yield brought
 
     def _met(self, nodes: Sequence[Node], brought: Sequence[Held]) -> list[Held] | str:
-        """What each device has after a collective, or why it makes no sense."""
+        """Return each device's fact after a collective, or why the collective is wrong."""
         first, attrs = brought[0], nodes[0].attrs
         if nodes[0].op in ("all_reduce", "reduce_scatter"):
             if not all(self.meaning.alike(first.number, first.axes, h.axes) for h in brought):
@@ -399,7 +401,7 @@ class Trace:
         return Held(number, (*axes[:axis], at_positions(axes[axis], joined([own])), *axes[axis + 1 :]))
 
     def _gathered(self, brought: Sequence[Held], axis: int, runs: Sequence[Index]) -> tuple[Index, ...] | str:
-        """The axes of a value of which every device brings what lies at its runs of one axis."""
+        """Return the entries of a value from shards of one axis, or why they do not fit."""
         number, axes = brought[0].number, brought[0].axes
         if any(h.owed is not None for h in brought):
             return "it is a sum still owed"
@@ -420,7 +422,7 @@ class Trace:
 
 
 def _meeting(device: int, node: Node) -> object:
-    """What those who meet in a node have in common: its number, and of a letter from whom and to whom it goes."""
+    """Return the key that all participants share: the sequence number, and for a message also sender and receiver."""
     number = as_integer(node.attrs["sequence"])
     if node.op == "send":
         return device, node.attrs["to"], number
@@ -428,14 +430,14 @@ def _meeting(device: int, node: Node) -> object:
 
 
 def _in_turn(graph: Graph) -> tuple[Node, ...]:
-    """The nodes of a graph, sources first; its meetings come by number, as programs must have them (`meetings`)."""
+    """Return the nodes of a graph, sources first, with collectives by sequence number."""
     meet = sorted((n for n in graph.nodes if n.op in COLLECTIVES), key=lambda n: as_integer(n.attrs["sequence"]))
     return topological_order(map(Value, (*meet, *graph.nodes)))
 
 
 @lru_cache(maxsize=1024)
 def _scattered(places: tuple[Index, ...], brought: tuple[Index, ...]) -> Index | None:
-    """The entries of an axis to which everybody brings something; None if places stay empty or two disagree."""
+    """Return the entries of an axis from each device's places; None if a place is empty or two devices disagree."""
     size = max((sum(run) for index in places for run in index), default=0)
     whole_axis = np.full(size, -1, np.int64)
     for index, mine in zip(places, brought, strict=True):

@@ -1,8 +1,11 @@
-"""The verifier of what programs save: wherever a step stops, undoing it leaves every state as it was.
+"""The verifier of saves: wherever a run stops, its undo restores every state.
 
-That holds if each state is saved before its first write, and all of it that is written; if rows of it are saved again
-before others are written, each save then goes back to the one before; if what is saved, and what numbers the rows,
-outlives the step; and if each undo reads that and writes back just there.
+This holds if:
+
+1. each state is saved before its first write, and the save has all entries that are written;
+2. if rows are saved again before other rows are written, each undo goes back to the save before it;
+3. the saved values and the row indices outlive the run;
+4. each undo instruction reads the save and writes it back to the same place.
 """
 
 from __future__ import annotations
@@ -25,12 +28,12 @@ from ...ops.movement.rows import get_rows, set_rows
 from .contents import Memory, extent_of, is_dense, kept_dtype, meet, scratch_fault, show
 
 WAYS = {cont.name: cont.name, get_rows.name: set_rows.name}
-"""What saves a state, and what puts back what it saved."""
+"""For each op that saves a state, the op that restores it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """That a step saved a state: all of it, or rows of it if there is an `index`."""
+    """A saved state: all of it, or some rows of it if there is a `row_index`."""
 
     step: int
     state: Tensor
@@ -39,7 +42,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of a program as messages call it, which most steps never need."""
+    """An instruction as messages name it; formatted only when a message needs it."""
 
     number: int
     node: str
@@ -50,7 +53,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What memory holds where a state was saved."""
+    """The memory content where a state was saved."""
 
     state: str
 
@@ -59,7 +62,7 @@ class Kept:
 
 
 def nodes_of(i: Instruction, state: Value) -> tuple[Node, Node]:
-    """What an instruction that saves `state` and the one that puts it back would be as nodes of a graph."""
+    """Return the save instruction `i` of `state`, and the instruction that restores it, as graph nodes."""
     table = input("table", _present(i.src[0]).shape, state.dtype)
     if i.op == cont.name:
         kept = cont(table)
@@ -70,7 +73,7 @@ def nodes_of(i: Instruction, state: Value) -> tuple[Node, Node]:
 
 
 def saving_nodes(graph: Graph, program: Program) -> Iterator[Node]:
-    """The nodes that `program`, which has no fault, runs besides those of its graph."""
+    """Yield the nodes that a program without faults runs in addition to its graph."""
     states = {v.node.name: v for v in graph.states}
     for at in program.saves:
         i = program.instructions[at]
@@ -78,19 +81,19 @@ def saving_nodes(graph: Graph, program: Program) -> Iterator[Node]:
 
 
 class Journal:
-    """The saves of one program, judged as its steps go by over `memory`."""
+    """Checks the saves of one program as its instructions go by; `memory` has the contents of the buffers."""
 
     def __init__(self, graph: Graph, program: Program, backend: Backend, memory: Memory) -> None:
         self.program, self.backend, self.memory = program, backend, memory
         self.states = {v.node.name: v for v in graph.states}
         self.backs = dict(program.undo)
-        self.saved: dict[int, Saved] = {}  # by buffer
-        self.needed: dict[object, int] = {}  # what undoing reads, and the last save because of which it does
+        self.saved: dict[int, Saved] = {}  # by buffer number
+        self.needed: dict[object, int] = {}  # values that the undo reads, each with the last save that needs it
         self.kept: list[tuple[int, int, int]] = []
-        self.sound: list[Instruction] = []  # what puts back, where nothing was wrong
+        self.sound: list[Instruction] = []  # restoring instructions without faults
 
     def save(self, step: int, i: Instruction) -> Iterator[str]:
-        """Faults of the instruction that saves, and of the one that puts back what it saved."""
+        """Yield the faults of a saving instruction, and of the instruction that restores the state."""
         where, back = f"step {step} (%{quote_node_name(i.node)}, which saves)", self.backs[step]
         complaints = list(self._shape(i, back)) or list(self._nodes(i, back))
         yield from (f"{where}: {why}" for why in complaints)
@@ -124,7 +127,7 @@ class Journal:
         yield from self._lost(where)
 
     def _shape(self, i: Instruction, back: Instruction) -> Iterator[str]:
-        """Faults of a save and its undo that are seen without memory."""
+        """Yield the faults of a save and its undo that need no knowledge of memory contents."""
         state, kept = (*i.src, None)[0], (*i.dst, None)[0]
         if WAYS.get(i.op) != back.op or state is None or kept is None or None in (*i.src, *back.src):
             yield f"{i.op} is no way to save, or {back.op} none to put that back"
@@ -158,7 +161,7 @@ class Journal:
             yield "it overwrites what it reads"
 
     def _nodes(self, i: Instruction, back: Instruction) -> Iterator[str]:
-        """Faults that are seen once it is known what nodes a save and its undo would be."""
+        """Yield the faults of a save and its undo as graph nodes."""
         state, kept, index = _present(i.src[0]), i.dst[0], i.src[1:]
         name = self.program.buffers[state.buffer].name
         leaf = self.states[name]
@@ -176,7 +179,7 @@ class Journal:
                     yield f"operand {position} of {step.op} is {tensor}, and its kernel reads dense ones"
 
     def after(self, step: int, i: Instruction, node: Node | None) -> Iterator[str]:
-        """Faults of a step that computes: what it overwrites must have been saved, or not be needed."""
+        """Yield the faults of a computing instruction: it must not overwrite unsaved entries or needed values."""
         where = Step(step, i.node)
         yield from self._lost(where)
         scratch = [] if i.scratch is None else [i.scratch]
@@ -193,9 +196,10 @@ class Journal:
                 yield f"{where}: overwrites more of state %{quote_node_name(buffer.name)} than the rows that were saved"
 
     def _lost(self, where: object) -> Iterator[str]:
-        """Whether what was just overwritten is needed to undo the step.
+        """Yield the overwritten values that the undo needs.
 
-        Where a state numbers the rows of others, it may change once it is saved itself: it is then put back first.
+        A state that is the row index of other states may change after it was saved itself: the undo restores it
+        first.
         """
         for value in self.memory.lost:
             if value in self.needed and not self._back_first(value):
@@ -203,13 +207,14 @@ class Journal:
         self.memory.lost.clear()
 
     def _back_first(self, value: object) -> bool:
+        """Return whether the undo restores the state `value` before it reads the state as a row index."""
         if not isinstance(value, Value) or value.node.op != "state":
             return False
         saved = [s for s in self.saved.values() if self.program.buffers[s.state.buffer].name == value.node.name]
         return bool(saved) and saved[0].index is None and saved[0].step > self.needed[value]
 
     def end(self) -> Iterator[str]:
-        """Faults of the undo as a whole."""
+        """Yield the faults of the undo as a whole."""
         steps = [at for at, _ in self.program.undo]
         if any(a >= b for a, b in pairwise(steps)) or not all(0 <= at < len(self.program.instructions) for at in steps):
             yield f"what is saved at steps {steps} is not put back in reverse order"
@@ -222,6 +227,7 @@ class Journal:
 
 
 def _numbers_rows(index: Tensor, table: Tensor) -> bool:
+    """Return whether `index` has integers that can number the rows of `table`."""
     return index.dtype.is_integer and index.shape[:-1] == table.shape[:-2]
 
 
@@ -231,12 +237,12 @@ def _present(tensor: Tensor | None) -> Tensor:
 
 
 def _exact(state: Tensor, kept: Tensor) -> bool:
-    """Whether every number of a state can be kept there."""
+    """Return whether the saved dtype can hold every number of the state exactly."""
     return kept.dtype is state.dtype or (kept.dtype is DType.F32 and state.dtype in STATE_DTYPES)
 
 
 def _changes_only(node: Node | None, result: int, i: Instruction, saved: Saved) -> bool:
-    """Whether the op of an instruction declares that it changes no other rows of the state than were saved."""
+    """Return whether the op declares that it changes only the rows of the state that were saved."""
     declared = None if node is None else op_of(node)
     changed = None if declared is None or node is None else declared.overwritten_entries(node.attrs)
     if declared is None or node is None or changed is None or result >= len(i.dst):
@@ -255,7 +261,7 @@ def _changes_only(node: Node | None, result: int, i: Instruction, saved: Saved) 
 
 
 def _rows_named(index: Tensor, ahead: tuple[int, ...]) -> npt.NDArray[np.int64] | None:
-    """For each entry of the axes `ahead` where the numbers of its rows lie, in order of address; None if unclear."""
+    """Return the sorted byte offsets of the row numbers per entry of the axes `ahead`; None if they are unclear."""
     at: npt.NDArray[np.int64] = np.full((), index.offset, np.int64)
     for n, stride in zip(index.shape, index.strides, strict=True):
         at = at[..., None] + np.arange(n) * stride * index.dtype.block_bytes
