@@ -1,4 +1,4 @@
-"""Gated units of two operands, or of the halves of one; rounded at once where products with packed weights follow."""
+"""Gated units of two operands or of the halves of one operand, quantised at once for packed products."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from .products import wanted_of
 from .rounding import Target, round_row
 
 ARGS = row_words("x z y", "between rounding[*]")
-"""Gate, up and target, bytes from thread to thread of the target, and how to round, as `rounding.Target` says."""
+"""Gate, up and result; bytes from thread to thread of the result; `QuantisedTarget.rounding_words`."""
 ROUNDING = ARGS.start("rounding")
+"""First word of `QuantisedTarget.rounding_words`."""
 
 
 @cache
 def gated(kind: str) -> Kernel:
-    """A gated unit, also rounded."""
+    """Make the kernel ``y = unit(x, z)``, which also quantises y."""
     function = GATED[kind]
 
     def body(a, thread, threads):
@@ -41,7 +42,7 @@ def gated(kind: str) -> Kernel:
 
 
 def operands_of(call: Bound) -> tuple[str, Operand, Operand]:
-    """The kind of a gated unit, its gate and what this lets through."""
+    """Return the kind, the gate and the other operand of a gated unit."""
     if call.op != "glu":
         return call.op, call.operand(0), call.operand(1)
     x, axis, n = call.operand(0), len(call.out.shape) - 1, call.out.shape[-1]
@@ -56,7 +57,10 @@ def _unit(steps: Steps, call: Bound) -> bool:
 
 
 def _rounded(steps: Steps, call: Bound) -> bool:
-    """By each thread the columns that it has, or rows; False if a step of its own rounds better, or nobody wants it."""
+    """Add a gated unit that quantises its result; return False if it does not pay or if no op reads it quantised.
+
+    Each thread computes the columns that it has of the operands. If it has none, threads share the rows.
+    """
     (kind, *sources), y, wanted = operands_of(call), call.out, wanted_of(steps, call)
     if not wanted.rounded or any(o.shape != y.shape for o in sources):
         return False
