@@ -1,4 +1,4 @@
-"""float32 matrix products with unpacked weights of float32, float16 or bfloat16, except those that AMX tiles take."""
+"""float32 matrix products with unpacked weights of float32, float16 or bfloat16. AMX tiles take large products."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def columns(a, thread, threads):
 
 
 def bind_columns(steps: Steps, call: Bound) -> bool:
-    """Add a product whose w has dense columns and a matrix for each matrix of x; False if it does not fit.
+    """Add a product of a w with dense columns and a matrix for each matrix of x; False if it does not fit.
 
     With more than `MAX_LEFTOVER_ROWS` rows of x it pays to expand the columns instead.
     """

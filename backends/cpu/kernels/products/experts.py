@@ -70,7 +70,7 @@ def _mul_mat_id(steps: Steps, call: Bound) -> bool:
 
 
 def sorted_slots(steps: Steps, call: Bound) -> Slots:
-    """Return the slots of an MoE product, sorted by expert. Add a sorting step unless an earlier step has sorted them."""
+    """Return the slots of an MoE product, sorted by expert. Add a sorting step unless an earlier step did it."""
     x, ids, experts = call.operand(1), call.operand(2), call.operand(0).shape[0]
     return Slots(_sorted(steps, call, ids, experts), experts, ids.shape[-1], x.shape[-2])
 

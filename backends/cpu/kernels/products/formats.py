@@ -212,7 +212,7 @@ def mxfp4_scales(p, b):
 
 
 def _looked_up(values: np.ndarray) -> tuple[Intrinsic, int, int]:
-    """Return the codes through a book of 16 signed values, the zero point that makes them unsigned, and the largest code."""
+    """Return the codes through a book of 16 signed values, the zero point that makes them unsigned, the largest code."""
     zero = -int(values.min())
     return codes_of((4,), table=table_of([int(v) + zero for v in values])), zero, int(values.max()) + zero
 
@@ -305,7 +305,7 @@ def k_split(row, to, lane, s):
 
 @part
 def six_high_bits(at, j):
-    """Load the two high bits of the scale of block `j`, and above them those of the minimum."""
+    """Load the two high bits of the scale of block `j`, and above them the high bits of the minimum."""
     return shift_right(load_small(at + 128 + 16 * (j // 2)), splat_int(j % 2 * 4))
 
 

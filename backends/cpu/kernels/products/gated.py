@@ -57,7 +57,7 @@ def _unit(steps: Steps, call: Bound) -> bool:
 
 
 def _rounded(steps: Steps, call: Bound) -> bool:
-    """Add a gated unit that quantises its result; return False if it does not pay or if no op reads it quantised.
+    """Add a gated unit that quantises its result; return False if a separate step is better or all readers use float32.
 
     Each thread computes the columns that it has of the operands. If it has none, threads share the rows.
     """

@@ -56,7 +56,7 @@ class Blocks:
         make_few_rows: ``(n)`` makes ``(to, group, stride, left, columns, x, near, far)`` for `n` activation rows. It
             stores the products of one group. `to` and `x` are addresses as in `Tile.chosen`. `near` and `far` are the
             prefetch distances in bytes to the first and the second cache.
-        make_few_rows_of_two: The same for two groups, the second of which may be absent. None without registers for it.
+        make_few_rows_of_two: The same for two groups; the second may be absent. None without registers for it.
     """
 
     columns: int

@@ -42,7 +42,7 @@ def pair_few(form: Format, kind: str) -> Kernel:
     """Make the kernel ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[...] @ x[...])`` for packed weights.
 
     The kernel also quantises y. `weights` are gate and up. `sums` is memory for whole groups of both products, with
-    `wide` bytes per slot. Other words are those of `grouped.make_matmul_kernel`.
+    `wide` bytes per slot. `grouped.make_matmul_kernel` explains the other words.
     """
     lie, unit = lying_of(blocks_of(form)), GATED[kind]
 
@@ -97,7 +97,7 @@ def pair_of(flow: Flow, number: int) -> Pair:
     """Match the gated matmul that contains this product.
 
     Raises:
-        NoKernelError: There is none whose weight rows are whole groups.
+        NoKernelError: There is none, or its weight rows are incomplete groups.
     """
     numbers, unit = gated_unit(flow, number, UNITS)
     products, call = [flow.call(n) for n in numbers], flow.call(unit)
@@ -174,7 +174,7 @@ def _alike(product: Bound, first: Bound) -> bool:
 
 
 def _rows_of(unit: Operand, products: Sequence[Bound]) -> int | None:
-    """Find the first weight row of a unit operand; None if it is no product, or begins within a group."""
+    """Find the first weight row of a unit operand; None for other operands, and for rows that begin within a group."""
     for product in products:
         out, skipped = product.out, (unit.address - product.out.address) // 4
         within = unit.tensor.buffer == out.tensor.buffer and 0 <= skipped <= out.shape[-1] - unit.shape[-1]

@@ -96,9 +96,9 @@ def one(columns):
 
 
 def _wide_of(weight: TiledWeight) -> Part:
-    """Make `GatedVariant.block_width` for AMX tiles, whose matrices have 16 rows of each weight.
+    """Make `GatedVariant.block_width` for AMX tiles. Their matrices have 16 rows of each weight.
 
-    It is one block, whose units stay in the nearest cache, if the activations of a chunk stay in the second cache.
+    If the activations of a chunk stay in the second cache, the width is one block: its units stay in the nearest cache.
     """
     terms, x_block, tall = weight.terms, weight.x_block, tiled.CHUNK // TALL
 

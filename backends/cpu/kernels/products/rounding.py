@@ -141,8 +141,11 @@ def rounded_bytes(rows: int, columns: int, kind: int) -> int:
 def rounded(steps: Steps, x: Operand, kind: int, *, for_all: bool) -> Sequence[Operand]:
     """Return the quantised activations of each thread. Add a step unless an earlier step has quantised them.
 
-    If all threads share the product (`for_all`), there are three methods: each thread quantises its columns of `x`; or
-    each thread quantises all of the few rows for itself; or threads share the rows.
+    If all threads share the product (`for_all`), there are three methods:
+
+    - Each thread quantises its columns of `x`.
+    - Each thread quantises all rows for itself, if they are few.
+    - Threads share the rows.
     """
     key = ("rounded", x.tensor, kind)
     if (records := steps.known(key)) is not None:

@@ -202,7 +202,7 @@ def product(weight: TiledWeight) -> Kernel:
 
 
 def bind(steps: Steps, call: Bound, stride: int) -> None:
-    """Add the steps of a product with a weight whose rows have `stride` bytes."""
+    """Add the steps of a product. `stride` is the bytes of a weight row."""
     w, x, y = call.operand(0), call.operand(1), call.out
     weight, dealt, columns = tiled_weight(w.dtype), is_dealt(steps, call), w.shape[-1]
     tiled = rounded(steps, x, weight.rounding, for_all=dealt)[0]

@@ -71,7 +71,7 @@ def scatter(a, mine, chunk, stop, first, count):
 
 @part
 def leave_out(a, mine):
-    """Zero the rows of slots whose expert is on another device, in float32 and quantised."""
+    """Zero the rows of slots of remote experts, in float32 and quantised."""
     starts, experts, rows, results = ARGS.starts(a), ARGS.experts(a), ARGS.rows(a), mine + RESULTS
     slots = starts + 4 * (experts + 2)
     if ARGS.step(a) != 0:
