@@ -1,4 +1,4 @@
-"""Rows gathered and scattered by number, and copies."""
+"""Gathered and scattered rows, copies, concatenation and padding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOVE = words("table step rows columns ids id_bytes other pace count tables betwe
 
 
 def _to_rows(dtype: DType) -> Part:
-    """A row of float32 to one of `dtype`, the nearest numbers that this has."""
+    """Make the part that copies a float32 row to a row of `dtype`, rounded to nearest."""
     if dtype in blocks.STORES:
         store_block = blocks.STORES[dtype]
 
@@ -47,7 +47,7 @@ def _to_rows(dtype: DType) -> Part:
 
 
 def _from_rows(dtype: DType) -> Part:
-    """A row of `dtype` to one of float32."""
+    """Make the part that copies a row of `dtype` to a float32 row."""
     some = CELLS[dtype].some
 
     def copy(source, target, columns):
@@ -59,11 +59,10 @@ def _from_rows(dtype: DType) -> Part:
 
 @cache
 def move_rows(scatter: bool, dtype: DType = DType.F32) -> Kernel:
-    """Row ``ids[i]`` of a table of `dtype` to row i of `other`, of float32, or the other way round, `count` for each
-    table.
+    """Make the kernel ``other[i] = table[ids[i]]``, or with `scatter` ``table[ids[i]] = other[i]``, for each table.
 
-    `step`, `pace` and `between` are bytes from row to row of a table, of `other`, and from table to table.  An id that
-    is no row stops the run.
+    There are `count` rows per table; `other` is float32. `step`, `pace` and `between` are bytes from row to row of a
+    table, from row to row of `other`, and from table to table. An invalid id stops the run.
     """
     copy = _to_rows(dtype) if scatter else _from_rows(dtype)
 
@@ -86,7 +85,7 @@ def move_rows(scatter: bool, dtype: DType = DType.F32) -> Kernel:
 
 
 def _ids_size(ids: Operand) -> int | None:
-    """Bytes of an id, if they lie densely."""
+    """Return the bytes of an id; None if ids are not dense."""
     return {DType.I32: 4, DType.I64: 8}.get(ids.dtype) if ids.is_dense else None
 
 
@@ -135,7 +134,7 @@ def _get_rows(steps: Steps, call: Bound) -> bool:
 
 
 def _is_written(table: Operand) -> bool:
-    """Whether rows of it are written as they are kept."""
+    """Return whether kernels can write rows in the type of `table`."""
     return table.dtype in STORES or (table.dtype in blocks.STORES and not table.is_packed)
 
 
@@ -153,7 +152,7 @@ def _set_rows(steps: Steps, call: Bound) -> bool:
 
 
 def _save_and_set_rows(flow: Flow, number: int) -> Chain:
-    """Rows of a table, to be kept, and others in their place."""
+    """Fuse saving rows of a table and overwriting them."""
     chain = changed_state(flow, number, "set_rows")
     save, change = map(flow.call, chain)
     table, ids, kept = save.operand(0), save.operand(1), save.out
@@ -166,9 +165,10 @@ def _save_and_set_rows(flow: Flow, number: int) -> Chain:
 
 
 def _add_save_and_set_rows(steps: Steps, save: Bound, change: Bound, numbers: ChangedState) -> None:
-    """Each thread moves the columns that it has of the new rows; the two go one by one if threads have none of these.
+    """Add both steps. Each thread moves its columns of the new rows.
 
-    Every thread looks at all ids, so all stop at one that is no row, and none sets any.
+    If threads have no columns of these, the two steps are bound separately. Every thread checks all ids, so all threads
+    stop at an invalid id and none overwrites a row.
     """
     table, ids, kept, rows = save.operand(0), save.operand(1), save.out, change.operand(1)
     bounds, size = steps.columns_of([rows]), _ids_size(ids)
@@ -176,7 +176,7 @@ def _add_save_and_set_rows(steps: Steps, save: Bound, change: Bound, numbers: Ch
         bounds is None
         or size is None
         or bounds[-1] != table.shape[1]
-        or 0 in np.diff(bounds)  # who moves nothing would not stop
+        or 0 in np.diff(bounds)  # a thread without columns would not stop
         or np.any(np.mod(bounds, table.dtype.block))
     ):
         for steps.number, bind, call in zip(numbers, (_get_rows, _set_rows), (save, change), strict=True):
@@ -194,7 +194,7 @@ def _add_save_and_set_rows(steps: Steps, save: Bound, change: Bound, numbers: Ch
 
 
 def _words_of(table: Operand, other: Operand, ids: Operand, size: int) -> list[int]:
-    """Of one table, both with two axes."""
+    """Return the words of one table. Table and `other` have two axes."""
     rows, columns = table.shape
     return MOVE(
         table=table.address,
@@ -219,7 +219,7 @@ def _add(
     writes: Sequence[Operand],
     moved: Operand,
 ) -> None:
-    """A step that moves `moved` to or from where ids say, and stops at one that is none."""
+    """Add a step that moves `moved` by ids. An invalid id stops the run."""
     steps.add(kernel, words, reads=reads, writes=writes, nbytes=moved.tensor.spec.nbytes, stops=True)
 
 
@@ -231,7 +231,7 @@ def _concat(steps: Steps, call: Bound) -> bool:
 
 
 def _pad(steps: Steps, call: Bound) -> bool:
-    """Zeros, and the copy in their middle."""
+    """Add zeros everywhere, then copy x to the middle."""
     x, out = call.operand(0), call.out
     if call.attrs["circular"]:
         return False

@@ -47,7 +47,7 @@ TURNS = MappingProxyType({DType.Q8_0: turn_eight_bits, DType.Q4_0: turn_four_bit
 
 
 def query_bytes(size: int) -> int:
-    """Return the bytes of a quantised query: codes, then for each block its scale and the correction of the code offset."""
+    """Return the bytes of a quantised query: codes; then for each block its scale and its offset correction."""
     return -(-(size + size // BLOCK * 8) // 64) * 64
 
 
@@ -77,7 +77,10 @@ def round_query(dtype: DType) -> Part:
 
 
 def turn_keys(dtype: DType) -> Part:
-    """Make ``(keys, step, last, size, to)``: transpose 16 keys for `dot_query_keys`; `last` is the index of the last key."""
+    """Make ``(keys, step, last, size, to)``: transpose 16 keys for `dot_query_keys`.
+
+    `last` is the index of the last key; keys behind it repeat it.
+    """
     turn, nbytes = TURNS[dtype], dtype.block_bytes
 
     def turn_keys(keys, step, last, size, to):

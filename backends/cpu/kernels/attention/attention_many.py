@@ -90,7 +90,13 @@ def span(jobs: int, units: int, shared: int, tokens: int, threads: int) -> int:
 
 
 def scratch_bytes(rows: int, size: int, width: int) -> int:
-    """Return the scratch bytes of a thread (`compute_scratch_layout`). `rows` is heads of a group times tokens of a unit."""
+    """Return the scratch bytes of a thread (`compute_scratch_layout`).
+
+    Args:
+        rows: Heads of a group times tokens of a unit.
+        size: Elements of a key.
+        width: Elements of a value.
+    """
     deep, wide = math.ceil(size / LANES) * LANES, math.ceil(width / BLOCK) * BLOCK
     return 4 * (TILE * (deep + wide + 2 * BLOCK) + 16 + BLOCK + rows * (deep + wide + 2))
 
@@ -273,7 +279,7 @@ def take_queries(a, heads, start, end, place):
 
 
 def _take_rows(cells: Cells) -> Part:
-    """Make ``(source, step, rows, size, to, wide)``: copy the rows of a tile to dense rows of `wide`, padded with zeros."""
+    """Make ``(source, step, rows, size, to, wide)``: copy the rows of a tile to dense, zero-padded rows of `wide`."""
     some = cells.some
 
     def take_rows(source, step, rows, size, to, wide):
@@ -327,7 +333,7 @@ def meet(a, count, union, hidden, slope, queries, state, result, place):
 
 
 def _meet_all(k: DType, v: DType) -> Part:
-    """Make the part that processes all tokens of a unit with a tile. The tile is copied if any token sees a key of it."""
+    """Make the part that processes all tokens of a unit with a tile. The tile is copied only if a token sees a key."""
     take_tile = _take_tile(k, v)
 
     def meet_all(a, heads, start, end, s, place):

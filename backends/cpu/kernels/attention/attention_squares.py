@@ -70,7 +70,7 @@ def rounding_of_weights(k: DType, v: DType) -> float | None:
 
 @cache
 def list_product(left: int, right: int) -> Part:
-    """Make ``(end, a, b, to, first, last)``: append the steps of a product of two matrices with `left` and `right` terms.
+    """Make ``(end, a, b, to, first, last)``: append the steps of a product of matrices of `left` and `right` terms.
 
     Small terms come first. Products as small as the rounding of the right side are omitted. `first` is `CLEAR_SUMS`,
     `LOAD_SUMS`, or 0 to go on. `last` is `STORE_SUMS` or 0. The part returns the new end of the list.

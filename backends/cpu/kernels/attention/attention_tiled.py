@@ -86,13 +86,19 @@ STEPS = 8
 BEGUN, STATES = 256, 320
 """Offset of the word that says whether results exist, behind the softmax state; bytes of a state."""
 SLACK = np.float32(8)
-"""Amount, in powers of two, by which a score may exceed the reference score of the weights."""
+"""Largest excess, in powers of two, of a score over the reference score of the weights."""
 ROWS = 8
 """Keys with weights between two products."""
 
 
 def scratch_bytes(rows: int, size: int, width: int) -> int:
-    """Return the scratch bytes of a thread (`compute_scratch_layout`). `rows` is heads of a group times tokens of a unit."""
+    """Return the scratch bytes of a thread (`compute_scratch_layout`).
+
+    Args:
+        rows: Heads of a group times tokens of a unit.
+        size: Elements of a key.
+        width: Elements of a value.
+    """
     deep, wide = max(1, math.ceil(size / SIDE)), math.ceil(width / SIDE)
     squares, weights = HALVES * (deep + wide + 2) + deep + 2, 2 * HALVES * HEAVY
     lists = HALVES * (STEPS * (deep + wide) + 1) * STEP + 64
@@ -194,7 +200,7 @@ def _list_scores(k: DType) -> Part:
 
 
 def _list_results(v: DType) -> Part:
-    """Make ``(end, job, values, weights, wide)``: append the steps of the results of a job; return the end of the list."""
+    """Make ``(end, job, values, weights, wide)``: append the steps of the results of a job; return the list's end."""
     list_steps = list_product(terms_of(v), WEIGHTS)
 
     def list_results(end, job, values, weights, wide):
@@ -327,7 +333,7 @@ def _meet(k: DType, v: DType) -> Part:
 
 
 def _meet_all(k: DType, v: DType) -> Part:
-    """Make the part that processes all tokens of a unit with a tile. The tile is loaded if any token sees a key of it."""
+    """Make the part that processes all tokens of a unit with a tile. The tile is loaded only if a token sees a key."""
     take_tile, meet = _take_tile(k, v), _meet(k, v)
 
     def meet_all(a, heads, start, end, s, place):

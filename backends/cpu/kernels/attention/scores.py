@@ -93,7 +93,7 @@ def greater(x, y):
 
 @part
 def finished(x, hidden, cap, slope):
-    """Return scores from scaled products: ``slope * hidden + cap * tanh(x)``. Without a cap, x replaces the last term."""
+    """Return scores from scaled products: ``slope * hidden + cap * tanh(x)``; without a cap ``slope * hidden + x``."""
     if cap > NONE:
         x = mul(tanh(x), splat(cap))
     return fma(splat(slope), hidden, x)
@@ -130,7 +130,7 @@ def seen_from(seen, keys):
 
 @part
 def seen_to(seen, keys):
-    """Find the end of the visible keys, rounded up to a multiple of 16."""
+    """Find the end of the visible keys, rounded up to a multiple of 16 or to `keys`."""
     s = (keys + LANES - 1) // LANES * LANES
     while s > 0 and seen_lanes(mask_lanes(seen, s - LANES, keys)) == 0:
         s -= LANES

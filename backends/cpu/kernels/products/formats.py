@@ -212,7 +212,7 @@ def mxfp4_scales(p, b):
 
 
 def _looked_up(values: np.ndarray) -> tuple[Intrinsic, int, int]:
-    """Return the codes through a book of 16 signed values, the zero point that makes them unsigned, the largest code."""
+    """Return the codes through a book of 16 signed values, the zero point that makes them unsigned, the top code."""
     zero = -int(values.min())
     return codes_of((4,), table=table_of([int(v) + zero for v in values])), zero, int(values.max()) + zero
 
