@@ -1,7 +1,7 @@
-"""Tiles of AMX as kernels use them: the processor's, or emulated in memory of the thread (`processor.tiles`).
+"""Operations on AMX tiles: of the processor, or emulated in memory of the thread (`processor.tiles`).
 
-The emulation rounds where the processor does: after each product that is added.  It keeps numbers below the smallest
-normal float32, which the processor takes for zero.
+The emulation rounds as the processor does: after each added product. Difference: it keeps subnormal numbers, which the
+processor replaces by zero.
 """
 
 from __future__ import annotations
@@ -22,11 +22,16 @@ Operation = Part | Intrinsic
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Operations on registers; all take the address of `amx.NBYTES` of the thread first.
+    """Operations on tile registers. The first argument of each is `memory`, `amx.NBYTES` of the thread.
 
-    ``configure(memory)`` comes first, ``release(memory)`` last.  ``clear[t](memory)``; ``load[t](memory, p, step)`` and
-    ``store[t]``: 16 rows `step` bytes apart; ``pass_by[t]`` loads what need not stay in the first cache;
-    ``multiply(c, x, w)`` is an operation ``(memory)``.
+    Attributes:
+        configure: Called with ``(memory)`` first.
+        release: Called with ``(memory)`` last.
+        clear: ``clear[t](memory)`` sets register t to 0.
+        load: ``load[t](memory, p, step)`` loads 16 rows that are `step` bytes apart.
+        load_streaming: As `load`, for data that need not stay in the first cache.
+        store: ``store[t](memory, p, step)`` stores 16 rows.
+        multiply: ``multiply(c, x, w)`` returns the operation ``(memory)``: register c += x times w.
     """
 
     configure: Operation
@@ -40,7 +45,7 @@ class Tiles:
 
 @cache
 def tiles() -> Tiles:
-    """Those of this processor; emulated ones where it has none."""
+    """Return the tile operations of this processor; emulated ones if it has none."""
     every = range(REGISTERS)
     if processor.tiles() == processor.AMX:
         clears, loads = tuple(map(amx.clear, every)), tuple(map(amx.load_tile, every))
@@ -52,6 +57,7 @@ def tiles() -> Tiles:
 
 @part
 def nothing(memory):
+    """Do nothing. It replaces `configure` and `release` without tile registers."""
     return 0
 
 

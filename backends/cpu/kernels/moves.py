@@ -85,7 +85,7 @@ def move_rows(scatter: bool, dtype: DType = DType.F32) -> Kernel:
 
 
 def _ids_size(ids: Operand) -> int | None:
-    """Return the bytes of an id; None if ids are not dense."""
+    """Return the bytes of an id; None for strided ids or other types."""
     return {DType.I32: 4, DType.I64: 8}.get(ids.dtype) if ids.is_dense else None
 
 

@@ -133,7 +133,10 @@ SCALED = row_words("x w y", "eps:f32 cosines sines pairs offset rows_of_position
 
 @cache
 def scaled_and_rotated(neighbours: bool) -> Kernel:
-    """Make the kernel ``y = rotate(rms_norm(x) * w)``, from element `offset` on. `first` is the number of the first row."""
+    """Make the kernel ``y = rotate(rms_norm(x) * w)``, with the rotation from element `offset` on.
+
+    `first` is the number of the first row.
+    """
     turned = turn(neighbours)
 
     def body(a, thread, threads):
@@ -231,7 +234,7 @@ def is_turned(call: Bound) -> bool:
 
 
 def turning_of(steps: Steps, call: Bound) -> Turning:
-    """Make the rotation plan of a `rope` or `rope_multi`. Add a step for cosines and sines unless an earlier step did it.
+    """Make the rotation plan of a `rope` or `rope_multi`. Add a step for cosines and sines unless one exists.
 
     `is_rope_supported` must hold.
     """

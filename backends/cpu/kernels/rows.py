@@ -1,4 +1,4 @@
-"""Elementwise kernels over rows. Operands have any strides; their last axis is dense, or one number for the whole row."""
+"""Elementwise kernels over rows. Operands have any strides; the last axis is dense, or one number per row."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ LONGEST = 2048
 def rows_of(
     shape: Sequence[int], operands: Sequence[Operand], *, whole_rows: bool = False, apart: bool = False
 ) -> list[int] | None:
-    """Make the walk (`make_row_args`) through `operands`, broadcast to `shape`; None if they have no such rows.
+    """Make the walk (`make_row_args`) through `operands`, broadcast to `shape`; None if it is impossible.
 
     Axes that can be merged in all operands become one. `whole_rows` keeps the last axis. `apart` allows strided
     elements.
@@ -295,7 +295,10 @@ Numbered = tuple[Kernel, Words, Mapping[str, int]]
 
 
 def add_rows(steps: Steps, of: Numbered, sources: Sequence[Operand], out: Operand) -> bool:
-    """Add the step of a kernel of this file; False if it cannot walk the operands. Strided operands are gathered first."""
+    """Add the step of a kernel of this file; False if it cannot walk the operands.
+
+    Strided operands are gathered first.
+    """
     whole = _share(of, sources, out)
     if whole is None:
         dense = [_room(steps, o, k) for k, o in enumerate(sources)]
@@ -349,7 +352,7 @@ def _collect(steps: Steps, x: Operand, to: Operand) -> bool:
 
 
 def whole_rows(steps: Steps, x: Operand, y: Operand) -> tuple[list[int], Operand] | None:
-    """Return the walk through whole rows of `x` and `y`, and the operand that replaces `x`; None if there is no walk.
+    """Return the walk through whole rows of `x` and `y`, and the operand that replaces `x`; None if it is impossible.
 
     If the elements of `x` are strided, this adds a step that gathers them.
     """

@@ -1,4 +1,4 @@
-"""The short convolution before a delta rule: by itself, and with the rows it keeps, SiLU and the norms of its heads."""
+"""The short convolution of a delta-net layer: alone, and fused with its saved rows, SiLU and the norms of its heads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..rows import lanes, put
 
 TAPS = 4
 TILE = 8
-"""Tokens whose heads stay in the first cache from the convolution to the norm."""
+"""Tokens per tile: their heads stay in the first cache from the convolution to the norm."""
 
 
 PLAIN = words("sequences tokens channels x x_between x_row w y y_between y_row")
@@ -30,7 +30,10 @@ PLAIN = words("sequences tokens channels x x_between x_row w y y_between y_row")
 
 @cache
 def convolution() -> Kernel:
-    """Four taps: weights `w` are [channels, 4]; bytes from sequence to sequence and from row to row."""
+    """Make the kernel of the convolution with four taps: ``y[t, c] = sum over j of w[c, j] * x[t + j, c]``.
+
+    `w` is [channels, 4]. ``*_between`` and ``*_row`` are bytes from sequence to sequence and from row to row.
+    """
 
     def body(a, thread, threads):
         tokens, channels = PLAIN.tokens(a), PLAIN.channels(a)
@@ -79,13 +82,17 @@ def _convolution(steps: Steps, call: Bound) -> bool:
 
 @part
 def copied(x, y, n):
+    """Copy `n` float32, a multiple of 16."""
     for c in range(0, n, LANES):
         store(y + 4 * c, load(x + 4 * c))
 
 
 @part
 def convolved(x, step, y, pace, first, last, w, old, size):
-    """Tokens from `first` to before `last` of 16 channels; `old` are the three rows before, `size` numbers apart."""
+    """Convolve tokens `first` to `last` of 16 channels, and apply SiLU.
+
+    `old` holds the three rows before, `size` numbers apart; it receives the last three rows.
+    """
     w0, w1, w2, w3 = load(w), load(w + 4 * LANES), load(w + 8 * LANES), load(w + 12 * LANES)
     k0, k1 = fourth_0(w0, w1, w2, w3), fourth_1(w0, w1, w2, w3)
     k2, k3 = fourth_2(w0, w1, w2, w3), fourth_3(w0, w1, w2, w3)
@@ -101,13 +108,13 @@ def convolved(x, step, y, pace, first, last, w, old, size):
 
 @part
 def row_id(ids, nbytes, i):
+    """Load row number `i`, of 4 or 8 bytes."""
     return load_int(ids + 4 * i) if nbytes == 4 else load_long(ids + 8 * i)
 
 
 @part
 def remembered(state, kept, old, ids, nbytes, x, step, channels, size):
-    """Of a head: the three rows of the state to where they are kept and to `old`, then those that `ids` names in their
-    place."""
+    """Save the three state rows of a head to `kept` and `old`, then overwrite them by the rows that `ids` name."""
     for j in range(3):
         for c in range(0, 4 * size, 4 * LANES):
             row = load(state + 4 * j * channels + c)
@@ -122,16 +129,17 @@ HEADS = words(
     "sequences tokens heads size state kept x x_between x_row w y y_between y_row "
     "ids id_bytes first[3] second[3] eps:f32 scratch"
 )
-"""`first` and `second` are heads that are normed, from and to before, and where to."""
+"""`first` and `second`: the first and the end head of two normed ranges, and the address of the result."""
 
 
 @cache
 def heads(norm: str) -> Kernel:
-    """Convolution and SiLU head by head, and the norm of those that have one; the rows before are kept, and replaced.
+    """Make the kernel of convolution, SiLU and head norms. The state rows are saved and overwritten.
 
-    Heads have `size` numbers.  The `state` is f32[sequences, 3, channels], `kept` where it is kept, `w` [channels, 4];
-    `ids` [sequences, 3] name the rows of the next state among those of state and x.  y is written past the normed heads
-    only.  Bytes from sequence to sequence and from row to row; scratch of each thread: 3 rows and TILE heads.
+    Heads have `size` numbers. `state` is f32[sequences, 3, channels]; `kept` receives its copy. `w` is [channels, 4].
+    `ids` [sequences, 3] name the rows of the next state among the rows of state and x. Normed heads are not written to
+    y. ``*_between`` and ``*_row`` are bytes from sequence to sequence and from row to row. Scratch of a thread: 3 rows,
+    and `TILE_TOKENS` heads.
     """
     factor = FACTORS[norm]
 
@@ -177,7 +185,7 @@ def heads(norm: str) -> Kernel:
 
 
 def _heads(flow: Flow, number: int) -> Chain:
-    """A delta-net layer's way from its projection to queries, keys and values, with the state of its convolution."""
+    """Fuse the short convolution of a delta-net layer with its state, SiLU, and the norms of queries and keys."""
     chain = short_convolution(flow, number)
     need(chain.save is not None, "the state is not saved")
     assert chain.save is not None
@@ -235,7 +243,7 @@ def _heads(flow: Flow, number: int) -> Chain:
 
 
 def _columns(x: Operand, y: Operand) -> tuple[int, int] | None:
-    """From and to before which columns of ``y`` [n, t, c] a view has as [n, t, heads, numbers]; None if it is none."""
+    """Find the column range of ``y`` [n, t, c] that a view [n, t, heads, numbers] shows; None for other views."""
     start = (x.address - y.address) // 4
     stop = start + x.shape[-1] * x.shape[-2] if len(x.shape) == 4 else -1
     fits = x.tensor.buffer == y.tensor.buffer and start >= 0 and stop <= y.shape[-1]
@@ -256,7 +264,7 @@ def _need_apart(
     others: Sequence[Bound],
     normed: Sequence[tuple[int, int]],
 ) -> None:
-    """The norms alone read their columns, and nothing is written where something else is read or written."""
+    """Require that only the norms read their columns, and that no result overlaps an operand or another result."""
     y, new = active.out, join.operand(1)
     for seen in (o for call in others for o in call.src if o is not None and o.region.overlaps(y.region)):
         low, high = _columns(seen, y) or (0, y.shape[-1])
