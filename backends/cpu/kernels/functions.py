@@ -54,8 +54,8 @@ TINY = np.finfo(np.float32).tiny
 def exp(x):
     """Return ``exp(x)``: 2**n times a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]; relative error below 2e-7.
 
-    Results are inf and 0 past the range; NaN passes both comparisons. The power is applied in two halves, each of which
-    is a normal number.
+    Results are inf and 0 past the range; NaN passes both comparisons. The power is applied in two halves. Both halves
+    are normal numbers.
     """
     held = where_less(x, splat(-104.0), splat(-104.0), where_less(splat(90.0), x, splat(90.0), x))
     n = round_to_int(mul(held, splat(1.4426950408889634)))
@@ -177,7 +177,10 @@ def gelu(x):
 
 @part
 def erfc_above_0(x):
-    """Return ``1 - erf(x)`` for x >= 0: ``exp(-x^2)`` times a polynomial in ``1 / (1 + x / 2)``; relative error 3e-7."""
+    """Return ``1 - erf(x)`` for x >= 0: ``exp(-x^2)`` times a polynomial in ``1 / (1 + x / 2)``.
+
+    The relative error is 3e-7.
+    """
     t = div(splat(ONE), fma(x, splat(HALF), splat(ONE)))
     p = fma(t, splat(-0.06020521), splat(0.28990432))
     p = fma(p, t, splat(-0.49774992))

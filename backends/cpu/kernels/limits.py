@@ -66,7 +66,10 @@ PRODUCTS = words("turns values sums")
 
 @kernel
 def multiply(a, thread, threads):
-    """Compute float32 turns of `INDEPENDENT_SUMS` products and sums of two vectors. Each thread has 64 bytes for its sums."""
+    """Compute float32 turns of `INDEPENDENT_SUMS` products and sums of two vectors.
+
+    Each thread has 64 bytes for its sums.
+    """
     u, v = load(PRODUCTS.values(a)), load(PRODUCTS.values(a) + 64)
     s0, s1, s2, s3, s4, s5 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
     s6, s7, s8, s9, sa, sb = zeros(), zeros(), zeros(), zeros(), zeros(), zeros()

@@ -95,5 +95,8 @@ def run(a, thread, threads):
 
 @kernel
 def timed(a, thread, threads):
-    """Run all steps and write their times (`run_table`). Waiting counts for the step that waits. Return as `run` does."""
+    """Run all steps and write their times (`run_table`). Return as `run` does.
+
+    Waiting time counts for the step that waits.
+    """
     return walk(a, thread, threads, ARGS.times(a))

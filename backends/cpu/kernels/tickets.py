@@ -12,7 +12,7 @@ ticket. The last ticket of each thread is behind all items:
     finish_queue(tickets, mine, piece, threads)
 
 A step of many rows may be cut into spans of rows with a queue each (`count_spans`). Each thread begins with the span of
-its rows in steps that are shared row by row. So few rows come from the caches of other processors. Then the thread
+its rows in steps that are shared row by row. Then few rows come from the caches of other processors. Later the thread
 helps with the other spans.
 """
 

@@ -189,8 +189,8 @@ def pair_many(dtype: DType, kind: str, rounding: int) -> Kernel:
     """Make the kernel ``y[i] = unit(gate @ x[i], up @ x[i])`` for `count` rows, quantised block by block.
 
     The kernel stores float32 only if `step`, the bytes from row to row of y, is not 0. `weights` are gate and up with
-    `rows` rows each. Each thread has `scratch_bytes` of `scratch`. Other words are those of
-    `grouped.make_matmul_kernel`.
+    `rows` rows each. Each thread has `compute_gated_scratch_bytes` of `scratch`.
+    `grouped.make_matmul_kernel` explains the other words.
 
     Args:
         dtype: The type of both weights.

@@ -88,7 +88,7 @@ def product_of(name: str, weight: TiledWeight, emit: Part, each: int) -> Kernel:
 
     The kernel quantises the result for its consumers. It stores float32 only if `step`, the bytes from row to row of y,
     is not 0. `weights` are two weights, or one weight and its second group of rows. `x` are activation tiles. Each
-    thread has `scratch_bytes` of `scratch`. `grouped.make_matmul_kernel` explains the others.
+    thread has `compute_moe_scratch_bytes` of `scratch`. `grouped.make_matmul_kernel` explains the others.
 
     Args:
         name: The name of the kernel.

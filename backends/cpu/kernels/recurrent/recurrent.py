@@ -1,6 +1,6 @@
 """The gated delta rule.
 
-For each head, with state S [value, key], decay f, key k, value v, query q and update rate beta:
+For each head, with state S [value, key], decay f = exp(g), key k, value v, query q and update rate beta:
 
 1. ``S = f * S``
 2. ``d = beta * (v - S k)``
@@ -57,7 +57,7 @@ ARGS = words("sequences tokens keyed heads size width q[4] k[4] v[4] g[4] beta[4
 """Words of q to out: the address, and bytes from sequence to sequence, token to token, head to head.
 
 The states are dense. `new`: the address of the first token's state, bytes from sequence to sequence and from token to
-token. The token stride is 0 if only the last state is stored. Each thread has `scratch_bytes` of memory.
+token. The token stride is 0 if only the last state is stored. Each thread has `compute_delta_net_scratch_bytes` of memory.
 """
 Q, K, V, G, BETA, OUT = (ARGS.start(name) for name in ("q", "k", "v", "g", "beta", "out"))
 
@@ -96,7 +96,7 @@ def address(a, first, n, t, h):
 
 @cache
 def alone_of(per_channel: bool) -> Part:
-    """Make ``(a, n, h, source, t, first, last, memory)``: process one token with rows `first` to `last` of the state."""
+    """Make ``(a, n, h, source, t, first, last, memory)``: process one token with state rows `first` to `last`."""
 
     def alone(a, n, h, source, t, first, last, memory):
         size, width = ARGS.size(a), ARGS.width(a)
