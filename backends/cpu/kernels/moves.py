@@ -159,8 +159,11 @@ def _save_and_set_rows(flow: Flow, number: int) -> Chain:
     into, rows, out = change.operand(0), change.operand(1), change.out
     need(ids.tensor == change.operand(2).tensor and table.tensor == into.tensor == out.tensor, "other rows are saved")
     need(all(o.has_rows and len(o.shape) == 2 for o in (table, rows, kept)), "operands have no rows")
-    need(_is_written(table) and rows.is_float and kept.is_float, "it holds other numbers")
-    need(table.strides[-1] == 1 and len(ids.shape) == 1 and _ids_size(ids) is not None, "ids lie otherwise")
+    need(_is_written(table) and rows.is_float and kept.is_float, "rows are not float32, or the table has another type")
+    need(
+        table.strides[-1] == 1 and len(ids.shape) == 1 and _ids_size(ids) is not None,
+        "the table is strided, or ids are not a dense vector",
+    )
     return Chain(chain, partial(_add_save_and_set_rows, save=save, change=change, numbers=chain))
 
 
@@ -181,7 +184,7 @@ def _add_save_and_set_rows(steps: Steps, save: Bound, change: Bound, numbers: Ch
     ):
         for steps.number, bind, call in zip(numbers, (_get_rows, _set_rows), (save, change), strict=True):
             is_bound = bind(steps, call)
-            assert is_bound, "the chain has asked for all that they need"
+            assert is_bound, "the fused pattern has checked both ops"
         return
     parts = [[o.part(1, low, high - low) for o in (table, rows, kept)] for low, high in pairwise(bounds)]
 

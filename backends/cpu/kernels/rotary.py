@@ -289,7 +289,7 @@ def _scaled_and_rotated(flow: Flow, number: int) -> Chain:
     chain = turned_heads(flow, number)
     norm, product, rope = map(flow.call, chain)
     x, factors, y = norm.operand(0), product.operand(1), rope.out
-    need(rope.op == "rope" and _number(rope, "n_dims") and is_turned(rope), "it is turned otherwise")
+    need(rope.op == "rope" and _number(rope, "n_dims") and is_turned(rope), "the rotation has no kernel")
     need(norm.out.shape == product.out.shape == y.shape and x.is_float and factors.is_float, "rows differ")
     need(_scaled(x, factors, y) is not None, "operands have no rows")
     apart(y, [factors], [x])

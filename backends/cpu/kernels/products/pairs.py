@@ -102,7 +102,7 @@ def pair_of(flow: Flow, number: int) -> Pair:
     numbers, unit = gated_unit(flow, number, UNITS)
     products, call = [flow.call(n) for n in numbers], flow.call(unit)
     (kind, *units), first, y = operands_of(call), products[0], call.out
-    need(kind in GATED, "it is another unit")
+    need(kind in GATED, "the unit has no kernel")
     need(all(is_compiled(p) and _alike(p, first) for p in products) and y.is_dense, "products differ")
     begins = [at for o in units if (at := _rows_of(o, products)) is not None and o.shape == y.shape]
     need(len(begins) == len(units), "operands are not products of whole groups of rows")
@@ -116,7 +116,7 @@ def _pair(flow: Flow, number: int) -> Chain:
     w, x, given = first.operand(0), first.operand(1), 2 if first.op == "mul_mat_id" else 1
     need(w.dtype in FORMATS, "weights are not packed")
     lying = blocks_of(FORMATS[w.dtype]).lying
-    need(math.prod(x.shape[:-given]) <= lying, "many rows meet a weight that is expanded for them")
+    need(math.prod(x.shape[:-given]) <= lying, "many rows use the expanded weight")
     return Chain(pair.numbers, partial(_add_pair, pair=pair))
 
 

@@ -29,7 +29,7 @@ def _pair(flow: Flow, number: int) -> Chain:
     """Fuse a gated MoE matmul with activations are tiles."""
     pair = pair_of(flow, number)
     first = pair.products[0]
-    need(first.op == "mul_mat_id" and tiled.kind_of(first) in TERMS, "few rows meet a weight as it lies")
+    need(first.op == "mul_mat_id" and tiled.kind_of(first) in TERMS, "few rows use the unexpanded weight")
     return Chain(pair.numbers, partial(_add, pair=pair))
 
 

@@ -251,7 +251,7 @@ def _pair_many(flow: Flow, number: int) -> Chain:
     """Fuse a gated matmul of many rows."""
     pair = pair_of(flow, number)
     w, x = pair.products[0].operand(0), pair.products[0].operand(1)
-    need(pair.products[0].op == "mul_mat" and math.prod(x.shape[:-1]) >= LEAST, "few rows meet a weight as it lies")
+    need(pair.products[0].op == "mul_mat" and math.prod(x.shape[:-1]) >= LEAST, "few rows use the unexpanded weight")
     kind = tiled.kind_of(pair.products[0])
     need(kind is not None, "activations are not rounded")
     need(kind in TERMS or blocks_of(FORMATS[w.dtype]).groups == 2, "a tile is of one group")

@@ -57,7 +57,8 @@ ARGS = words("sequences tokens keyed heads size width q[4] k[4] v[4] g[4] beta[4
 """Words of q to out: the address, and bytes from sequence to sequence, token to token, head to head.
 
 The states are dense. `new`: the address of the first token's state, bytes from sequence to sequence and from token to
-token. The token stride is 0 if only the last state is stored. Each thread has `compute_delta_net_scratch_bytes` of memory.
+token. The token stride is 0 if only the last state is stored. Each thread has `compute_delta_net_scratch_bytes` of
+memory.
 """
 Q, K, V, G, BETA, OUT = (ARGS.start(name) for name in ("q", "k", "v", "g", "beta", "out"))
 
@@ -397,8 +398,11 @@ def _kept_and_delta_net(flow: Flow, number: int) -> Chain:
     save, change = map(flow.call, chain)
     kept = save.out
     need(save.operand(0).tensor == change.operand(5).tensor, "not all of the state is saved")
-    need(kept.is_float and kept.is_dense and kept.address % 64 == 0, "what is kept lies otherwise")
-    need(is_compiled(change), "the rule is not compiled")
+    need(
+        kept.is_float and kept.is_dense and kept.address % 64 == 0,
+        "the copy of the state is not dense float32 at a multiple of 64 bytes",
+    )
+    need(is_compiled(change), "the rule has no kernel")
     apart(kept, [change.operand(i) for i in range(6)])
     return Chain(chain, partial(_add_delta_net, call=change, kept=kept))
 

@@ -193,11 +193,18 @@ def _heads(flow: Flow, number: int) -> Chain:
     norms = [flow.call(n) for n in chain.norms]
     state, new, kept, weights, ids = join.operand(0), join.operand(1), save.out, mix.operand(1), keep.operand(1)
     y, size = active.out, norms[0].out.shape[-1]
-    need(save.op == "cont" and state.tensor == save.operand(0).tensor == keep.out.tensor, "the state is kept otherwise")
     need(
-        int(str(join.attrs["axis"])) % 3 == 1 and len(join.out.shape) == len(y.shape) == 3, "rows are joined otherwise"
+        save.op == "cont" and state.tensor == save.operand(0).tensor == keep.out.tensor,
+        "the saved state is another tensor",
     )
-    need(state.shape == (y.shape[0], TAPS - 1, y.shape[2]) and weights.shape[-1] == TAPS, "there are other taps")
+    need(
+        int(str(join.attrs["axis"])) % 3 == 1 and len(join.out.shape) == len(y.shape) == 3,
+        "rows are not joined along axis 1 of 3",
+    )
+    need(
+        state.shape == (y.shape[0], TAPS - 1, y.shape[2]) and weights.shape[-1] == TAPS,
+        "the convolution needs four taps",
+    )
     need(ids.dtype in (DType.I32, DType.I64), "rows are numbered otherwise")
     floats = [state, new, kept, weights, y, *(n.out for n in norms)]
     need(all(o.is_float for o in floats) and new.strides[-1] == 1, "operands are not rows of float32")
@@ -205,7 +212,7 @@ def _heads(flow: Flow, number: int) -> Chain:
     need(size % LANES == y.shape[2] % size == kept.address % 64 == 0, "heads are not whole vectors")
     need(all(n.attrs == norms[0].attrs and n.out.shape[-1] == size for n in norms), "norms differ")
     normed = [c for n in norms if (c := _columns(n.operand(0), y)) is not None and c[0] % size == c[1] % size == 0]
-    need(len(normed) == 2, "what is normed are not heads")
+    need(len(normed) == 2, "the normed columns are not whole heads")
     others = [flow.call(n) for n in flow.readers_of(chain.active) if n not in chain.norms]
     _need_apart(join, mix, active, keep, save, norms, others, normed)
     kernel, eps = heads(kind_of(norms[0])), norms[0].float("eps")
@@ -268,7 +275,7 @@ def _need_apart(
     y, new = active.out, join.operand(1)
     for seen in (o for call in others for o in call.src if o is not None and o.region.overlaps(y.region)):
         low, high = _columns(seen, y) or (0, y.shape[-1])
-        need(not any(first < high and low < last for first, last in normed), "something else reads what is normed")
+        need(not any(first < high and low < last for first, last in normed), "another op reads the normed heads")
     need(normed[0][1] <= normed[1][0], "the norms read the same heads")
     written = [save.out, y, *(n.out for n in norms)]
     in_place = new.address == y.address and new.strides[1:] == y.strides[1:] and new.shape == y.shape

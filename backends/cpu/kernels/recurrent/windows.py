@@ -81,7 +81,7 @@ class Windows:
         whole, inner = _padded(steps.scratch(f"image {nbytes}", nbytes), x, self)
         is_filled = add_rows(steps, (fill, FILL_WORDS, {"value": float_bits(self.value)}), [], whole)
         is_copied = add_unary(steps, "copy", x, inner)
-        assert (is_filled, is_copied) == (True, True), "it was asked before whether rows can be walked"
+        assert (is_filled, is_copied) == (True, True), "`_can_read` has checked the walk"
         return whole
 
     def starts(self, image: Operand) -> Offsets:
@@ -157,8 +157,8 @@ def _convolution(flow: Flow, number: int) -> Chain:
     need(_can_read(x, windows) and matrices.lie_well(product.operand(1), product.out), "operands have no rows")
     need(not product.operand(1).region.overlaps(product.out.region), "a result lies where something is still read")
     read, entries = product.operand(0), w.shape[3]
-    need(read.is_float and read.strides[-2:] == (w.strides[1], 1), "windows are read otherwise")
-    need(read.shape[-2] == w.shape[1] and read.shape[-1] % entries == 0, "windows are not read whole")
+    need(read.is_float and read.strides[-2:] == (w.strides[1], 1), "the product reads windows with other strides")
+    need(read.shape[-2] == w.shape[1] and read.shape[-1] % entries == 0, "the product reads parts of windows")
     before = matrices.addresses_of(product)[:, 0] - w.address
     need((before % (4 * w.strides[0]) % (4 * entries) == 0).all(), "a product begins within a window")
     need((before % (4 * w.strides[0]) + 4 * read.shape[-1] <= 4 * w.strides[1]).all(), "a product ends within a window")
