@@ -47,8 +47,8 @@ ELEMENTS = slice(HEAD + OPERAND - 1, None, OPERAND)
 def row_words(operands: str, more: str = "") -> Words:
     """Make the words of a kernel over rows: `walk` (`make_row_walk`) and `more`.
 
-    The kernel reads ``ARGS.columns(a)``, the elements of a row, and ``ARGS.rows(a)``. For an operand x it reads
-    ``ARGS.x(a, i)``, the address of row i, and ``ARGS.x_step(a)``, the bytes from element to element.
+    The kernel reads ``ARGS.columns(a)`` and ``ARGS.rows(a)``. For an operand x it reads ``ARGS.x(a, i)``, the address
+    of row i, and ``ARGS.x_step(a)``, the bytes from element to element.
     """
     names = operands.split()
     parts = {"columns": columns, "rows": rows}
@@ -128,7 +128,7 @@ UNARY_WORDS = row_words("x y")
 
 @cache
 def unary(name: str) -> Kernel:
-    """Make the kernel ``y = f(x)`` for one of `UNARY_FUNCTIONS`."""
+    """Make the kernel ``y = f(x)`` for one of `UNARY`."""
     function = UNARY[name]
 
     def body(a, thread, threads):
@@ -160,7 +160,7 @@ BINARY_WORDS = row_words("x z y")
 
 @cache
 def binary(name: str) -> Kernel:
-    """Make the kernel ``y = f(x, z)`` for one of `BINARY_FUNCTIONS`."""
+    """Make the kernel ``y = f(x, z)`` for one of `BINARY`."""
     function = BINARY[name]
 
     def body(a, thread, threads):
@@ -236,8 +236,6 @@ def fill(a, thread, threads):
     return 0
 
 
-# ----------------------------------------------------------------------------------------------------- binding
-
 LONGEST = 2048
 """Largest length of the rows into which a longer run is cut, so that threads have rows to share."""
 
@@ -247,8 +245,7 @@ def rows_of(
 ) -> list[int] | None:
     """Make the walk (`make_row_args`) through `operands`, broadcast to `shape`; None if it is impossible.
 
-    Axes that can be merged in all operands become one. `whole_rows` keeps the last axis. `apart` allows strided
-    elements.
+    Axes that all operands can merge become one; `whole_rows` keeps the last one. `apart` allows strided elements.
     """
     if any(n not in (1, m) for o in operands for n, m in zip(reversed(o.shape), reversed(shape), strict=False)):
         return None  # a repeated operand
@@ -295,10 +292,7 @@ Numbered = tuple[Kernel, Words, Mapping[str, int]]
 
 
 def add_rows(steps: Steps, of: Numbered, sources: Sequence[Operand], out: Operand) -> bool:
-    """Add the step of a kernel of this file; False if it cannot walk the operands.
-
-    Strided operands are gathered first.
-    """
+    """Add the step of a kernel, after gathering strided operands; False if it cannot walk the operands."""
     whole = _share(of, sources, out)
     if whole is None:
         dense = [_room(steps, o, k) for k, o in enumerate(sources)]
@@ -352,9 +346,9 @@ def _collect(steps: Steps, x: Operand, to: Operand) -> bool:
 
 
 def whole_rows(steps: Steps, x: Operand, y: Operand) -> tuple[list[int], Operand] | None:
-    """Return the walk through whole rows of `x` and `y`, and the operand that replaces `x`; None if it is impossible.
+    """Return the walk through whole rows of `x` and `y`, and the walked `x`; None if it is impossible.
 
-    If the elements of `x` are strided, this adds a step that gathers them.
+    If `x` is strided, this adds a step that gathers it.
     """
     for source in (x, _room(steps, x, 0)):
         walk = rows_of(x.shape, [source, y], whole_rows=True) if x.is_float and x.shape else None
@@ -376,7 +370,7 @@ def _share(of: Numbered, sources: Sequence[Operand], out: Operand) -> Share | No
 
 
 def add_unary(steps: Steps, name: str, x: Operand, out: Operand) -> bool:
-    """Add one of `UNARY_FUNCTIONS`; False if it cannot walk the operands."""
+    """Add one of `UNARY`; False if it cannot walk the operands."""
     of: Numbered = (unary(name), UNARY_WORDS, {})
     if name == "copy" and _share(of, [x], out) is None:
         return _collect(steps, x, out)
@@ -384,7 +378,7 @@ def add_unary(steps: Steps, name: str, x: Operand, out: Operand) -> bool:
 
 
 def add_binary(steps: Steps, name: str, x: Operand, z: Operand, out: Operand) -> bool:
-    """Add one of `BINARY_FUNCTIONS`; False if it cannot walk the operands."""
+    """Add one of `BINARY`; False if it cannot walk the operands."""
     return add_rows(steps, (binary(name), BINARY_WORDS, {}), [x, z], out)
 
 

@@ -1,7 +1,6 @@
 """Decode attention: lanes are keys. Keys and values are read once for all heads that share them.
 
-Groups of heads walk through a cache together, so that its memory is read front to back. Keys may be split among
-threads; `join` combines the partial results.
+Groups of heads walk through a cache together: memory is read front to back. Threads may split the keys (`join`).
 """
 
 from __future__ import annotations
@@ -76,10 +75,7 @@ RUN = 32
 PIECE = 1024
 """Keys per block of scores."""
 AHEAD = 32
-"""Prefetch distance in keys, to the second cache, for keys and values.
-
-Prefetches are spread among the products. Many at once would wait for each other and delay the products.
-"""
+"""Prefetch distance in keys, to the second cache. Prefetches are spread among the products, which many would delay."""
 MOST_ROWS = 4 if vectors_in_registers() == MANY else 1
 """Rows that use keys and values at once. Each load and each conversion to float32 serves all of them."""
 VECTOR = 4 * LANES
@@ -93,11 +89,7 @@ def part_bytes(width: int) -> int:
 
 
 def scratch_bytes(rows: int, keys: int, size: int, width: int) -> int:
-    """Return the scratch bytes of a thread.
-
-    The scratch holds the scores of every row and the highest score of each lane. Behind them are float32 values, or
-    queries with products, or queries with keys in blocks.
-    """
+    """Return the scratch bytes of a thread: scores, highest scores; then values, or queries and products or keys."""
     floats = 4 * MOST_ROWS * VECTOR + rows * 4 * (-(-size // LANES) * LANES)
     blocks = attention_keys.keys_bytes(size) + rows * attention_keys.query_bytes(size)
     scores = rows * 4 * (min(PIECE, -(-keys // LANES) * LANES) + LANES)
@@ -105,10 +97,10 @@ def scratch_bytes(rows: int, keys: int, size: int, width: int) -> int:
 
 
 def _products(cells: Cells, count: int) -> Part:
-    """Make the products of `count` queries with 16 keys from key `s` on.
+    """Make the products of `count` queries with 16 keys from key `s` on: four partial sums each at `to`.
 
-    Each product is four numbers at `to`, which are summed later. A key is converted to float32 once for all queries.
-    Keys past the last one repeat it. Meanwhile the part prefetches keys `ahead` bytes further on.
+    A key is converted to float32 once for all queries. Keys past the last one repeat it. Keys `ahead` bytes further on
+    are prefetched.
     """
     whole, some, rows, line = cells.whole, cells.some, tile(count, 1), LINE // cells.nbytes
     rows_of, zeros, inner, folded, save = rows.rows, rows.zeros, rows.inner, rows.folded, rows.save
@@ -140,10 +132,7 @@ def _products(cells: Cells, count: int) -> Part:
 
 
 def _values(cells: Cells, count: int, lines: int) -> Part:
-    """Make ``states[row, c] += sum over n keys of weight[row, key] * value[key, c]`` for `count` rows and 64 columns.
-
-    Meanwhile the part prefetches `lines` cache lines of each value `ahead` bytes further on.
-    """
+    """Make ``states[row, c] += sum over n keys of weight[row, key] * value[key, c]`` for 64 columns."""
     whole, some, rows = cells.whole, cells.some, tile(count, COLUMNS // LANES)
     rows_of, outer, held, put, nbytes = rows.rows, rows.outer, rows.held, rows.put, cells.nbytes
 
@@ -178,11 +167,7 @@ def fetch(rows, step, count, nbytes):
 
 @part
 def to_weights(scores, n, lanes, state, width):
-    """Replace the scores of a row by weights, and update its online softmax state.
-
-    `lanes` holds the highest score of each lane. The state holds the highest score, the sum of weights and the weighted
-    values, all for the keys so far.
-    """
+    """Replace scores of a row by weights; update its online softmax state. `lanes`: highest score of each lane."""
     before = load_scalar(state)
     top = max(largest(load(lanes)), before)
     highest, sums = splat(top), zeros()
@@ -347,10 +332,7 @@ def _add_keys(keys: Keys) -> Part:
 
 
 def _some_values(cells: Cells) -> Part:
-    """Make the part that returns where 64 columns of `n` values lie: in the cache, or expanded in `scratch`.
-
-    It returns the address, the bytes from value to value, the first column and the end column.
-    """
+    """Make the part that locates 64 columns of `n` values: address, value stride, first column, end column."""
     if cells.expand is None:
         return part(lambda values, step, n, ahead, c, width, scratch: (values, step, c, width))
     expand, span = cells.expand, cells.span

@@ -90,13 +90,7 @@ def span(jobs: int, units: int, shared: int, tokens: int, threads: int) -> int:
 
 
 def scratch_bytes(rows: int, size: int, width: int) -> int:
-    """Return the scratch bytes of a thread (`compute_scratch_layout`).
-
-    Args:
-        rows: Heads of a group times tokens of a unit.
-        size: Elements of a key.
-        width: Elements of a value.
-    """
+    """Return the scratch bytes of a thread. `rows` is heads of a group times tokens of a unit."""
     deep, wide = math.ceil(size / LANES) * LANES, math.ceil(width / BLOCK) * BLOCK
     return 4 * (TILE * (deep + wide + 2 * BLOCK) + 16 + BLOCK + rows * (deep + wide + 2))
 
@@ -385,9 +379,7 @@ def put_results(a, heads, start, end, place):
 def in_spans(
     name: str, places: Part, take: Part, meet_all: Part, put: Part, begin: Operation, end: Operation
 ) -> Kernel:
-    """Make an attention kernel that processes some token blocks of a group of heads at a time.
-
-    The last blocks are first, because they see most keys.
+    """Make an attention kernel that processes some token blocks of a group of heads at a time, last blocks first.
 
     Args:
         name: The name of the kernel.

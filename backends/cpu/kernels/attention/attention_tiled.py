@@ -1,16 +1,10 @@
 """Prefill attention by AMX tiles: tiles of 64 keys times blocks of 32 tokens, with online softmax. Lanes are tokens.
 
 Scores ``K Q^T`` and results ``V^T P^T`` are products of matrices (`attention_squares`): keys are rows, values are
-columns. The weights of a pair of keys are adjacent.
-
-A job is a block of tokens of one head and a tile. It has three stages:
-
-1. Scores, by the tile unit.
-2. Weights, by vector code.
-3. Results, by the tile unit.
-
-While vector code computes the weights of one job, the tile unit computes the scores of the next job and the results of
-the job before. Its products are spread over the rows of weights.
+columns, and the weights of a pair of keys are adjacent. A job is a block of tokens of one head and a tile. The tile
+unit computes its scores, vector code its weights, the tile unit its results. While vector code computes the weights of
+one job, the tile unit computes the scores of the next job and the results of the job before. Its products are spread
+over the rows of weights.
 """
 
 from __future__ import annotations
@@ -76,11 +70,7 @@ DEEP, HEAVY = QUERIES * PANEL, WEIGHTS * PANEL
 """Bytes of a matrix of queries, and of a matrix of weights."""
 QUERY, RESULT, STATE, HIDDEN, WHOSE, FIRST, LAST = range(0, 56, 8)
 JOB = 64
-"""Bytes of a job.
-
-Its words are matrices of queries, results, softmax state, mask (or 0), head, and the range of halves of the tile with
-visible keys.
-"""
+"""Bytes of a job: addresses of queries, results, softmax state, mask (or 0) and head; range of visible tile halves."""
 STEPS = 8
 """Largest number of steps of a product."""
 BEGUN, STATES = 256, 320
@@ -92,13 +82,7 @@ ROWS = 8
 
 
 def scratch_bytes(rows: int, size: int, width: int) -> int:
-    """Return the scratch bytes of a thread (`compute_scratch_layout`).
-
-    Args:
-        rows: Heads of a group times tokens of a unit.
-        size: Elements of a key.
-        width: Elements of a value.
-    """
+    """Return the scratch bytes of a thread. `rows` is heads of a group times tokens of a unit."""
     deep, wide = max(1, math.ceil(size / SIDE)), math.ceil(width / SIDE)
     squares, weights = HALVES * (deep + wide + 2) + deep + 2, 2 * HALVES * HEAVY
     lists = HALVES * (STEPS * (deep + wide) + 1) * STEP + 64
@@ -268,9 +252,9 @@ def weigh(p, x, y, to, sums, more):
 
 @cache
 def _soften() -> Part:
-    """Make ``(a, mine, job, p, weights, at, end)``: convert the scores of a job at `p` to weights.
+    """Make ``(a, mine, job, p, weights, at, end)``: convert the scores of a job to weights.
 
-    Meanwhile the part runs the steps `at` to `end`, spread over the rows of weights.
+    Meanwhile the part runs the steps `at` to `end`.
     """
     take = take_steps()
 
@@ -305,10 +289,7 @@ def _soften() -> Part:
 
 
 def _meet(k: DType, v: DType) -> Part:
-    """Make the part that processes `count` jobs with a tile.
-
-    Round i computes the scores of job i, the weights of job i - 1 and the results of job i - 2.
-    """
+    """Make the part that processes jobs. Round i: scores of job i, weights of job i - 1, results of job i - 2."""
     take, start, soften = take_steps(), start_steps(), _soften()
     list_scores, list_results = _list_scores(k), _list_results(v)
 

@@ -57,10 +57,8 @@ class Format:
     """The packed layout of one quantised type.
 
     Attributes:
-        dtype: The quantised type.
         plane_bits: Code bits in each plane.
-        load_four_codes: ``(row, c)`` returns the codes of columns `c` to c + 3, one byte each. `row` is a unit of a
-            file row; `c` is a multiple of 4.
+        load_four_codes: ``(row, c)`` returns the codes of columns `c` to c + 3 of a file row's unit, one byte each.
         split_scales: ``(row, to, lane, s)`` copies the scales of file block `s` to their lane.
         load_codes: ``(p, h)`` loads the codes of 32 columns from both planes.
         load_scales: ``(p, b)`` loads the scales of columns 32 b to 32 b + 15, and of the 16 columns behind them.
@@ -286,11 +284,7 @@ def six_bits(at, j):
 
 @part
 def k_split(row, to, lane, s):
-    """Split the scales of Q4_K and Q5_K.
-
-    For each of 8 blocks: the low nibbles of scale and minimum. For each pair of blocks: their high bits. Then two
-    float16.
-    """
+    """Split Q4_K and Q5_K scales: low nibbles of 8 scales and minimums; high bits of block pairs; two float16."""
     for pair in range(4):
         high = 0
         for k in range(2):

@@ -82,7 +82,7 @@ class Pair:
         instruction_numbers: The instructions of the products and of the unit.
         matmuls: The products.
         unit: The gated unit.
-        unit_kind: A key of `GATED_FUNCTIONS`.
+        unit_kind: A key of `GATED`.
         weight_addresses: Addresses of the weight rows of the gate and of its other operand.
     """
 

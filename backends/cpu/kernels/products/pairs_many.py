@@ -78,7 +78,7 @@ def way_of(dtype: DType, kind: str, rounding: int) -> Way:
 
     Args:
         dtype: The type of both weights.
-        kind: A key of `GATED_FUNCTIONS`.
+        kind: A key of `GATED`.
         rounding: The kind of `rounding` of the activations.
     """
     if rounding in TERMS:
@@ -194,7 +194,7 @@ def pair_many(dtype: DType, kind: str, rounding: int) -> Kernel:
 
     Args:
         dtype: The type of both weights.
-        kind: A key of `GATED_FUNCTIONS`.
+        kind: A key of `GATED`.
         rounding: The kind of `rounding` of x.
     """
     way = way_of(dtype, kind, rounding)

@@ -67,11 +67,9 @@ MANY = 8
 """Tokens from which on a block of rows is transposed: two transpositions cost as much as three token pairs save."""
 DELTAS = 4 * FOUR * BLOCK
 FADES = DELTAS + 2 * 4 * BLOCK
-"""Offset in a thread's scratch: the decay of each channel, behind the products and `DELTAS_OFFSET`.
+"""Offset in a thread's scratch: decays, the four vectors, the written keys, a transposed block.
 
-1. Products of the rows of a block and four vectors.
-2. At `DELTAS_OFFSET`: the deltas of two tokens.
-3. At `DECAYS_OFFSET`: the decays, the four vectors, the written keys, a transposed block.
+Before `DELTAS_OFFSET` are the products of the rows of a block and four vectors, then the deltas of two tokens.
 """
 
 
