@@ -100,6 +100,7 @@ def _multiply(c: int, x: int, w: int) -> Part:
             total = load(memory + sums + row)
             for k in range(HEIGHT):
                 value, weight = splat_int(load_int(memory + rows + row + 4 * k)), load_ints(memory + pairs + k * WIDTH)
+                # sums[row, n] += x[row, 2 k] * w[2 k, n] + x[row, 2 k + 1] * w[2 k + 1, n]
                 total = fma(first_of_pairs(value), first_of_pairs(weight), total)
                 total = fma(second_of_pairs(value), second_of_pairs(weight), total)
             store(memory + sums + row, total)

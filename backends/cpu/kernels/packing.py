@@ -112,6 +112,7 @@ def unpack(form: Format) -> Kernel:
                 for c in range(COLUMNS):
                     u = load_byte(scratch + c // 4 * 64 + lane * 4 + c % 4)
                     at = scratch + 512 + c // 16 * 128 + 4 * lane
+                    # target[i, c] = scale * code + bias
                     store_scalar(target + i * step + 4 * (b * COLUMNS + c), load_scalar(at) * u + load_scalar(at + 64))
         return 0
 

@@ -65,7 +65,6 @@ from .scores import (
 
 ARGS = words(f"{COMMON} partial chunks beside")
 """The last words: partial results, the number of key splits, groups of heads that walk together."""
-
 LINE = 64
 """Bytes of a cache line."""
 COLUMNS = 64
@@ -97,23 +96,19 @@ def scratch_bytes(rows: int, keys: int, size: int, width: int) -> int:
 
 
 def _products(cells: Cells, count: int) -> Part:
-    """Make the products of `count` queries with 16 keys from key `s` on: four partial sums each at `to`.
-
-    A key is converted to float32 once for all queries. Keys past the last one repeat it. Keys `ahead` bytes further on
-    are prefetched.
-    """
+    """Make the products of `count` queries with 16 keys from key `s` on: four partial sums each at `to`."""
     whole, some, rows, line = cells.whole, cells.some, tile(count, 1), LINE // cells.nbytes
     rows_of, zeros, inner, folded, save = rows.rows, rows.zeros, rows.inner, rows.folded, rows.save
     nbytes = cells.nbytes
 
     def products(queries, pitch, key, step, s, keys, size, to, ahead):
-        x = rows_of(queries, pitch, count)
+        x = rows_of(queries, pitch, count)  # each key is converted to float32 once for all of them
         for i in range(s, s + LANES, 4):
-            j, k = key + min(i, keys - 1) * step, key + min(i + 1, keys - 1) * step
+            j, k = key + min(i, keys - 1) * step, key + min(i + 1, keys - 1) * step  # the last key repeats
             l, m = key + min(i + 2, keys - 1) * step, key + min(i + 3, keys - 1) * step
             a, b, c, d = zeros(), zeros(), zeros(), zeros()
-            for col in range(0, size - LANES + 1, LANES):
-                if col % line == 0:
+            for col in range(0, size - LANES + 1, LANES):  # a, b, c, d += key[col] * query[col]
+                if col % line == 0:  # prefetch later keys
                     soon = ahead + nbytes * col
                     prefetch_far(j + soon)
                     prefetch_far(k + soon)
@@ -142,8 +137,8 @@ def _values(cells: Cells, count: int, lines: int) -> Part:
         if width - col >= COLUMNS:
             for r in range(n):
                 k, l, m, o = whole(row, col), whole(row, col + 16), whole(row, col + 32), whole(row, col + 48)
-                acc = outer(acc, k, l, m, o, weights, 4 * r)
-                for line in range(lines):
+                acc = outer(acc, k, l, m, o, weights, 4 * r)  # acc[row, c] += weight[row, r] * value[r, c]
+                for line in range(lines):  # prefetch later values
                     prefetch_far(row + ahead + line * LINE)
                 row += pace
         else:

@@ -106,7 +106,7 @@ def dots(query, keys, size):
     moved, x = factors + 4 * blocks, zeros()
     for block in range(blocks):
         q, k, sums = query + BLOCK * block, keys + SQUARE * block, no_ints()
-        for i in range(8):
+        for i in range(8):  # sums[k] += q[4 i : 4 i + 4] . key[k, 4 i : 4 i + 4]
             sums = dot4(sums, load_bytes(k + 64 * i), four_everywhere(q + 4 * i))
         scale = mul(load_half(scales + 32 * block), splat_from(factors + 4 * block))
         x = fma(add(to_float(sums), splat_from(moved + 4 * block)), scale, x)

@@ -132,7 +132,7 @@ def add_products(a, row, column, b, step, n, to, pace, fades):
         p6, q6 = two_faded(to + 6 * pace, fades + 24)
         p7, q7 = two_faded(to + 7 * pace, fades + 28)
     for _ in range(n):
-        x, y = load(b), load(b + 64)
+        x, y = load(b), load(b + 64)  # p[j] += a[j, i] * b[i, :16], q[j] += a[j, i] * b[i, 16:]
         u, v = splat_from(a), splat_from(a + row)
         p0, q0, p1, q1 = fma(x, u, p0), fma(y, u, q0), fma(x, v, p1), fma(y, v, q1)
         u, v = splat_from(a + 2 * row), splat_from(a + 3 * row)

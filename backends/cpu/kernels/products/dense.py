@@ -64,7 +64,7 @@ def _add(some: Tile, groups: int) -> Part:
     outer, second, third = some.outer, WIDE * COLUMN, 2 * WIDE * COLUMN
 
     def add(acc, p, r, at):
-        return outer(acc, load(p), r, at)
+        return outer(acc, load(p), r, at)  # acc[i, row] += w[row, c] * x[i, c]
 
     def add_three(acc, p, r, at):
         return outer(acc, load(p), load(p + second), load(p + third), r, at)
@@ -133,7 +133,7 @@ def columns(a, thread, threads):
         y = COLUMNS.y(a) + b * COLUMNS.y_between(a) + i * COLUMNS.y_row(a)
         for c in range(0, rows, LANES):
             acc = zeros()
-            for k in range(n):
+            for k in range(n):  # acc[c] += w[b, c, k] * x[b, i, k]
                 acc = fma(lanes(w + k * COLUMNS.w_step(a), c, rows, 4), splat_from(x + k * COLUMNS.x_step(a)), acc)
             put(y, c, rows, acc)
     return 0

@@ -59,9 +59,10 @@ def add_of(form: Format, rows: Tile) -> Part:
     meet = rows.meet_centred if centred else rows.meet
 
     def add(acc, codes, scales, biases, r, at):
+        # acc[i, row] += w_scale[row] * x_scale[i] * (codes[row] . x_codes[i]), for both halves of the block
         acc = meet(acc, codes, scales[0], scales[1], r, at)
         if not centred:
-            acc = biased(acc, biases[0], r, at + SUMS)
+            acc = biased(acc, biases[0], r, at + SUMS)  # acc[i, row] += bias[row] * sum(x[i])
             if halves:
                 acc = biased(acc, sub(biases[1], biases[0]), r, at + SUMS + 4)
         return acc

@@ -121,14 +121,14 @@ def alone_of(per_channel: bool) -> Part:
         for row in range(first, last):
             s, z, x, y = before + row * step, after + row * step, zeros(), zeros()
             for c in range(0, step, 4 * LANES):
-                held = load(s + c)
+                held = load(s + c)  # x += S[row, c] f[c] k[c], y += S[row, c] f[c] q[c]
                 x, y = fma(held, load(keys + c), x), fma(held, load(queries + c), y)
             delta = (load_scalar(v + 4 * row) - decay * total(x)) * beta
             store_scalar(out + 4 * row, (decay * total(y) + delta * overlap) * scale)
             by = splat(delta)
             for c in range(0, step, 4 * LANES):
                 held = mul(load(s + c), load(fades + c) if per_channel else fade)
-                store(z + c, fma(by, load(k + c), held))
+                store(z + c, fma(by, load(k + c), held))  # S[row, c] = f[c] S[row, c] + delta k[c]
 
     return part(alone)
 
@@ -167,6 +167,7 @@ def two_of(per_channel: bool) -> Part:
         for row in range(first, last, FOUR):
             sums = no_products()
             for c in range(0, step, 4 * LANES):
+                # sums[r, j] += S[row + r, c] * u[j, c] for u = f k, f q, f g k', f g q'
                 sums = add_products(sums, state + row * step + c, step, meeting + c, step)
             store(memory + 4 * FOUR * (row - first), crossed(sums))
         own, next_own, key_first, key_last = splat(total(qk)), splat(total(pl)), splat(total(ql)), splat(total(pk))
@@ -192,7 +193,7 @@ def two_of(per_channel: bool) -> Part:
             s1, s2, s3 = s0 + step, s0 + 2 * step, s0 + 3 * step
             d0, d1, d2, d3 = splat_from(d), splat_from(d + 4), splat_from(d + 8), splat_from(d + 12)
             f0, f1, f2, f3 = splat_from(f), splat_from(f + 4), splat_from(f + 8), splat_from(f + 12)
-            for c in range(0, step, 4 * LANES):
+            for c in range(0, step, 4 * LANES):  # S[row, c] = f g S[row, c] + d[row] g k[c] + d'[row] k'[c]
                 x, y = load(written + c), load(next_k + c)
                 if per_channel:
                     fade = load(fades + c)

@@ -49,7 +49,7 @@ def by_key(bonus: bool) -> Kernel:
                     held, write = load(old + 4 * values * d), mul(splat_from(k + 4 * d), v)
                     changed = fma(held, splat_from(w + 4 * d), write)
                     seen = fma(splat_from(extra + 4 * d), write, held) if bonus else changed
-                    y = fma(splat_from(r + 4 * d), seen, y)
+                    y = fma(splat_from(r + 4 * d), seen, y)  # y[c] += r[d] * S[d, c]
                     store(new + 4 * values * d, changed)
                 store(out, mul(y, splat(BY_KEY.scale(a))))
         return 0

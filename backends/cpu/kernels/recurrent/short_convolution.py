@@ -99,6 +99,7 @@ def convolved(x, step, y, pace, first, last, w, old, size):
     x0, x1, x2 = load(old), load(old + 4 * size), load(old + 8 * size)
     for t in range(first, last):
         x3 = load(x + t * step)
+        # y[t, c] = silu(sum over j of w[c, j] * x[t + j - 3, c])
         store(y + t * pace, silu(fma(x0, k0, fma(x1, k1, fma(x2, k2, mul(x3, k3))))))
         x0, x1, x2 = x1, x2, x3
     store(old, x0)
