@@ -1,11 +1,6 @@
-"""The gated delta rule.
+"""The gated delta rule, for each head with state S [value, key], decay f = exp(g), update rate beta and vectors k, v, q.
 
-For each head, with state S [value, key], decay f = exp(g), key k, value v, query q and update rate beta:
-
-1. ``S = f * S``
-2. ``d = beta * (v - S k)``
-3. ``S = S + d k^T``
-4. ``out = S q / sqrt(size)``
+``S = f * S``, then ``d = beta * (v - S k)``, then ``S = S + d k^T``, then ``out = S q / sqrt(size)``.
 """
 
 from __future__ import annotations
