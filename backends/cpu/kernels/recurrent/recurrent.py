@@ -1,4 +1,4 @@
-"""The gated delta rule, for each head with state S [value, key], decay f = exp(g), update rate beta and vectors k, v, q.
+"""The gated delta rule. Each head has a state S [value, key], a decay f = exp(g) and an update rate beta.
 
 ``S = f * S``, then ``d = beta * (v - S k)``, then ``S = S + d k^T``, then ``out = S q / sqrt(size)``.
 """
