@@ -62,6 +62,7 @@ def nothing(memory):
 
 
 def _clear(tile: int) -> Part:
+    """Make the emulated operation that clears a tile register."""
     first = tile * TILE
 
     def clear(memory):
@@ -72,6 +73,7 @@ def _clear(tile: int) -> Part:
 
 
 def _load(tile: int) -> Part:
+    """Make the emulated operation that loads a tile register."""
     first = tile * TILE
 
     def load_rows(memory, p, step):
@@ -82,6 +84,7 @@ def _load(tile: int) -> Part:
 
 
 def _store(tile: int) -> Part:
+    """Make the emulated operation that stores a tile register."""
     first = tile * TILE
 
     def store_rows(memory, p, step):
@@ -93,6 +96,7 @@ def _store(tile: int) -> Part:
 
 @cache
 def _multiply(c: int, x: int, w: int) -> Part:
+    """Make the emulated product of tile registers: c += x times w, in pairs of bfloat16."""
     sums, rows, pairs = c * TILE, x * TILE, w * TILE
 
     def multiply(memory):

@@ -33,6 +33,8 @@ class Cells:
 
 
 def _cells(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> Cells:
+    """Make the operations of an unquantised type with elements of `nbytes` bytes."""
+
     def span(n):
         return nbytes * n
 
@@ -46,6 +48,7 @@ def _cells(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> Cells:
 
 
 def _cells_in_blocks(dtype: DType) -> Cells:
+    """Make the operations of a type in blocks of 32 elements."""
     block, nbytes, whole = dtype.block, dtype.block_bytes, LOADS[dtype]
 
     def span(n):

@@ -190,6 +190,7 @@ def all_reduce_slabs(a, thread, threads):
 
 
 def _all_reduce(steps: Steps, call: Bound) -> bool:
+    """Add an all-reduce: through shared buffers if there are any, else through the memory of the other devices."""
     comm: Comm | None = steps.comm
     x, y = call.operand(0), call.out
     if comm is None or (comm.slabs is None and (comm.board is None or comm.is_apart)):

@@ -73,16 +73,19 @@ def exp(x):
 
 @part
 def sigmoid(x):
+    """Return ``1 / (1 + exp(-x))``."""
     return div(splat(1.0), add(splat(1.0), exp(sub(zeros(), x))))
 
 
 @part
 def silu(x):
+    """Return ``x * sigmoid(x)``."""
     return div(x, add(splat(1.0), exp(sub(zeros(), x))))
 
 
 @part
 def relu(x):
+    """Return ``max(x, 0)``; +0 for both zeros."""
     return absolute(at_least(x, zeros()))
 
 
@@ -101,6 +104,7 @@ def expm1(x):
 
 @part
 def elu(x):
+    """Return x for x > 0, else ``exp(x) - 1``."""
     return where_less(zeros(), x, x, expm1(x))
 
 
@@ -153,6 +157,7 @@ def log1p_up_to_1(x):
 
 @part
 def softplus(x):
+    """Return ``log(1 + exp(x))`` as ``max(x, 0) + log(1 + exp(-|x|))``."""
     return add(at_least(x, zeros()), log1p_up_to_1(exp(sub(zeros(), absolute(x)))))
 
 
@@ -216,6 +221,7 @@ def gelu_erf(x):
 
 @part
 def hardsigmoid(x):
+    """Return ``clamp((x + 3) / 6, 0, 1)``."""
     return where_less(
         x, splat(-3.0), zeros(), where_less(splat(3.0), x, splat(ONE), div(add(x, splat(3.0)), splat(6.0)))
     )
@@ -223,6 +229,7 @@ def hardsigmoid(x):
 
 @part
 def hardswish(x):
+    """Return ``x * hardsigmoid(x)``."""
     return mul(x, hardsigmoid(x))
 
 
@@ -234,11 +241,13 @@ def sgn(x):
 
 @part
 def step(x):
+    """Return 1 for x > 0, else 0."""
     return where_less(zeros(), x, splat(ONE), zeros())
 
 
 @part
 def gelu_quick(x):
+    """Return ``x * sigmoid(1.702 x)``."""
     return mul(x, sigmoid(mul(splat(1.702), x)))
 
 
@@ -358,4 +367,5 @@ def clamp_to_0(x, low, high):
 
 @part
 def leaky(x, slope, _):
+    """Return x for x > 0, else ``slope * x``. The third argument is not used."""
     return where_less(zeros(), x, x, mul(x, splat(slope)))

@@ -90,6 +90,7 @@ def _ids_size(ids: Operand) -> int | None:
 
 
 def _get_rows(steps: Steps, call: Bound) -> bool:
+    """Add the gather of rows of a plain or packed table; False if kernels cannot read it."""
     table, ids, out = call.operand(0), call.operand(1), call.out
     size = _ids_size(ids)
     if size is None or not out.has_rows:
@@ -139,6 +140,7 @@ def _is_written(table: Operand) -> bool:
 
 
 def _set_rows(steps: Steps, call: Bound) -> bool:
+    """Add the scatter of rows, after a copy of the table if it is not updated in place; False if it does not fit."""
     into, rows, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
     size = _ids_size(ids)
     plain = all(o.has_rows and len(o.shape) == 2 for o in (into, rows, out))
@@ -227,6 +229,7 @@ def _add(
 
 
 def _concat(steps: Steps, call: Bound) -> bool:
+    """Add two copies to the parts of the result."""
     a, b, out = call.operand(0), call.operand(1), call.out
     axis = int(np.asarray(call.attrs["axis"])) % len(out.shape)
     parts = (out.part(axis, 0, a.shape[axis]), out.part(axis, a.shape[axis], b.shape[axis]))

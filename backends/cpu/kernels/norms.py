@@ -24,6 +24,7 @@ ONE = np.float32(1)
 
 @part
 def sum_of_squares(x, n):
+    """Return ``sum of x[c]^2`` over `n` float32."""
     first, second = zeros(), zeros()
     c = 0
     while c + 2 * LANES <= n:
@@ -39,6 +40,7 @@ def sum_of_squares(x, n):
 
 @part
 def rms_factor(squares, n, eps):
+    """Return ``1 / sqrt(squares / n + eps)``."""
     return ONE / sqrt_scalar(squares / np.float32(n) + eps)
 
 
@@ -50,6 +52,7 @@ def l2_factor(squares, n, eps):
 
 @part
 def l2_factor_added(squares, n, eps):
+    """Return ``1 / sqrt(squares + eps)``."""
     return ONE / sqrt_scalar(squares + eps)
 
 
@@ -124,6 +127,8 @@ def kind_of(call: Bound) -> str:
 
 
 def _bind(name: str) -> Binding:
+    """Make the binding of an unfused norm."""
+
     def bind(steps: Steps, call: Bound) -> bool:
         x, y = call.operand(0), call.out
         walked = whole_rows(steps, x, y) if y.shape and y.is_dense_along(-1) else None
@@ -195,6 +200,7 @@ def _rounded(steps: Steps, norm: Bound, product: Bound, factors: Operand) -> boo
 
 
 def _share(norm: Bound, x: Operand, factors: Operand, y: Operand, to: Target | None = None) -> Share | None:
+    """Make the words of `scaled_rms_norm`; None if it cannot walk the operands."""
     walk, to = rows_of(y.shape, [x, factors, y], whole_rows=True), to or Target(y, [y])
     if walk is None or walk[ELEMENTS][::2] != [4, 4]:
         return None

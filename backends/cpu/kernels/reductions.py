@@ -220,6 +220,8 @@ def causal_mask(a, thread, threads):
 
 
 def _reduced(name: str) -> Binding:
+    """Make the binding of `sum_rows`, `mean` or `reduce`."""
+
     def bind(steps: Steps, call: Bound) -> bool:
         x, y = call.operand(0), call.out
         walked = whole_rows(steps, x, y) if y.is_dense and x.shape[-1] else None

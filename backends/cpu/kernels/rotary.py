@@ -168,6 +168,7 @@ class Turning:
 
 
 def _rope(steps: Steps, call: Bound) -> bool:
+    """Add the rotation of a `rope` or `rope_multi`; False if kernels cannot compute it."""
     x, y = call.operand(0), call.out
     if not x.is_float or _rows(x, y) is None:
         return False
@@ -208,6 +209,7 @@ def _rope(steps: Steps, call: Bound) -> bool:
 
 
 def _rows(x: Operand, y: Operand) -> list[int] | None:
+    """Make the walk of a rotation; None if kernels cannot walk the operands."""
     walk = rows_of(y.shape, [x, y], whole_rows=True)
     return None if walk is None or walk[ELEMENTS] != [4, 4] else walk
 
@@ -222,6 +224,7 @@ def _in_pieces(x: Operand, cut: int) -> Operand:
 
 
 def _number(call: Bound, name: str) -> int:
+    """Return an integer attribute."""
     return int(np.asarray(call.attrs[name]))
 
 
@@ -297,6 +300,7 @@ def _scaled_and_rotated(flow: Flow, number: int) -> Chain:
 
 
 def _add_scaled_and_rotated(steps: Steps, norm: Bound, product: Bound, rope: Bound) -> None:
+    """Add the fused step of norm, factors and rotation."""
     x, factors, y, turning = norm.operand(0), product.operand(1), rope.out, turning_of(steps, rope)
 
     def share(x: Operand, factors: Operand, y: Operand, first: int) -> Share:
@@ -325,6 +329,7 @@ def _add_scaled_and_rotated(steps: Steps, norm: Bound, product: Bound, rope: Bou
 
 
 def _scaled(x: Operand, factors: Operand, y: Operand) -> list[int] | None:
+    """Make the walk of a norm and rotation; None if kernels cannot walk the operands."""
     walk = rows_of(y.shape, [x, factors, y], whole_rows=True)
     return None if walk is None or walk[ELEMENTS][::2] != [4, 4] else walk
 

@@ -93,6 +93,7 @@ def _heads(steps: Steps, call: Bound, q: Operand, k: Operand, v: Operand, mask: 
 
 
 def _number(call: Bound, name: str) -> float:
+    """Return a number among the attributes as float."""
     return float(np.asarray(call.attrs[name]))
 
 
@@ -139,6 +140,7 @@ def _is_read(x: Operand | None) -> bool:
 
 
 def _attention(steps: Steps, call: Bound) -> bool:
+    """Add attention steps: prefill kernels from `MIN_PREFILL_TOKENS` on, else decode; False if operands do not fit."""
     given, sinks, out = call.src[:4], call.optional(4), call.out
     floats = (call.operand(0), call.optional(3), sinks)
     if not all(x is None or x.is_float for x in floats) or not all(map(_is_read, given[1:3])):

@@ -82,6 +82,8 @@ def list_product(left: int, right: int) -> Part:
 
 
 def _list_step(i: int, j: int, is_first: bool, is_last: bool) -> Part:
+    """Make the part that appends one step, for terms at byte offsets `i` and `j` of the two matrices."""
+
     def list_step(end, a, b, to, first, last):
         store_long(end + A, a + i)
         store_long(end + B, b + j)
@@ -93,6 +95,8 @@ def _list_step(i: int, j: int, is_first: bool, is_last: bool) -> Part:
 
 
 def _then(before: Part, after: Part) -> Part:
+    """Return a part that appends the steps of `before`, then of `after`."""
+
     def both(end, a, b, to, first, last):
         return after(before(end, a, b, to, first, last), a, b, to, first, last)
 

@@ -82,6 +82,7 @@ def power_of(x):
 
 @part
 def round_up(n, step):
+    """Round `n` up to a multiple of `step`."""
     return (n + step - 1) // step * step
 
 

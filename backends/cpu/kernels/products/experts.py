@@ -76,6 +76,7 @@ def sorted_slots(steps: Steps, call: Bound) -> Slots:
 
 
 def _sorted(steps: Steps, call: Bound, ids: Operand, experts: int) -> Operand:
+    """Return the sorted slots. Add a sorting step unless an earlier step has sorted these ids."""
     own, every = (int(np.asarray(call.attrs[name])) for name in ("first", "total"))
     key = ("slots", ids.tensor, own, experts)
     if (sorted_before := steps.known(key)) is not None:

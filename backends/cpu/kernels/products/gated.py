@@ -52,6 +52,7 @@ def operands_of(call: Bound) -> tuple[str, Operand, Operand]:
 
 
 def _unit(steps: Steps, call: Bound) -> bool:
+    """Add a gated unit, quantised if packed products read it; False if no kernel can compute it."""
     kind, gate, up = operands_of(call)
     return kind in GATED and (_rounded(steps, call) or add_binary(steps, kind, gate, up, call.out))
 
@@ -85,6 +86,7 @@ def _rounded(steps: Steps, call: Bound) -> bool:
 
 
 def _share(sources: Sequence[Operand], to: Target) -> Share | None:
+    """Make the words of the gated kernel; None if it cannot walk the operands."""
     operands = [*sources, to.floats]
     walk = rows_of(to.floats.shape, operands, whole_rows=True) if all(o.is_float for o in operands) else None
     if walk is None or walk[ELEMENTS] != [4, 4, 4]:

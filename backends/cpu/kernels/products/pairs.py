@@ -121,6 +121,7 @@ def _pair(flow: Flow, number: int) -> Chain:
 
 
 def _add_pair(steps: Steps, pair: Pair) -> None:
+    """Add the step of a gated matmul of few rows."""
     first, call, y = pair.products[0], pair.call, pair.call.out
     w, x = first.operand(0), first.operand(1)
     form, (stride, between) = FORMATS[w.dtype], bytes_of(w)

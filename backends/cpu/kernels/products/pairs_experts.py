@@ -34,6 +34,7 @@ def _pair(flow: Flow, number: int) -> Chain:
 
 
 def _add(steps: Steps, pair: Pair) -> None:
+    """Add the step of a gated MoE matmul of many rows."""
     first, wanted = pair.products[0], wanted_of(steps, pair.call)
     kernel, slots = pair_experts(first.operand(0).dtype, pair.kind), sorted_slots(steps, first)
     records = wanted.records(steps, shared=True)

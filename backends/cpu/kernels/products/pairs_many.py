@@ -259,6 +259,7 @@ def _pair_many(flow: Flow, number: int) -> Chain:
 
 
 def _add(steps: Steps, pair: Pair) -> None:
+    """Add the step of a gated matmul of many rows."""
     first, wanted = pair.products[0], wanted_of(steps, pair.call)
     w, x = first.operand(0), first.operand(1)
     rounding, dealt, (stride, _) = tiled.kind_of(first), is_dealt(steps, first), bytes_of(w)

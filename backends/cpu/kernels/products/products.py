@@ -222,6 +222,7 @@ def wanted_of(steps: Steps, call: Bound) -> Wanted:
 
 
 def _reads_stand_ins(call: Bound, y: Operand) -> bool:
+    """Return whether a reader is a product that can read copies per thread instead of `y`."""
     x = call.optional(1)
     if x is None or x.region != y.region or not x.is_dense or not is_compiled(call):
         return False

@@ -225,14 +225,17 @@ class Wanted:
 
     @property
     def rows(self) -> int:
+        """Rows of the result."""
         return math.prod(self.value.shape[:-1])
 
     @property
     def columns(self) -> int:
+        """Columns of the result."""
         return self.value.shape[-1]
 
     @property
     def kinds(self) -> Sequence[int]:
+        """The distinct kinds of rounding."""
         return list(dict.fromkeys(kind for _, kind in self.rounded))
 
     def records(self, steps: Steps, *, shared: bool) -> Sequence[Sequence[Operand]]:
@@ -268,6 +271,7 @@ class Wanted:
         return targets
 
     def _columns_of(self, record: Operand, kind: int, first: int, last: int) -> Operand:
+        """Return the part of quantised rows that holds columns `first` to `last`."""
         skipped, width = (rounded_bytes(1, n, kind) // 4 for n in (first, last - first))
         return record.part(1, skipped, width)
 
@@ -286,5 +290,6 @@ class Wanted:
 
 
 def _laid(memory: Operand, shape: tuple[int, ...], strides: tuple[int, ...]) -> Operand:
+    """Return the memory as a float32 operand with this shape and these strides."""
     tensor = replace(memory.tensor, shape=shape, strides=strides, dtype=DType.F32)
     return Operand(memory.address, tensor)

@@ -75,6 +75,7 @@ def tiled_weight(dtype: DType) -> TiledWeight:
 
 
 def _packed(form: Format) -> Part:
+    """Make `AmxWeight.expand_blocks` of a packed type."""
     codes, scales, biases, nbytes, width = form.codes, form.scales, form.biases, form.nbytes, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
     lines = -(-nbytes // 64)
@@ -103,6 +104,7 @@ def _pairs(to, group, stride, left, first, last, n):
 
 
 def _split(dtype: DType, terms: int) -> Part:
+    """Make `AmxWeight.expand_blocks` of float16 or float32: transpose, and split into terms."""
     size = dtype.storage.itemsize
     load_some, store = load_half if dtype is DType.F16 else load, store_ordered_terms(terms)
 
@@ -160,6 +162,8 @@ def _product(i: int, j: int, new: bool, both: bool) -> Part:
 
 
 def _then(before: Part, after: Part) -> Part:
+    """Return a part that runs `before`, then `after`."""
+
     def both(mine, x, block):
         before(mine, x, block)
         after(mine, x, block)

@@ -107,12 +107,14 @@ def _is_compiled(call: Bound, walked: list[Operand], state: Operand, lanes: int)
 
 
 def _sizes(keys: Operand, values: Operand) -> dict[str, int]:
+    """Return the words of the sizes: sequences, tokens, heads, keys, values."""
     sequences = keys.shape[0] if len(keys.shape) == 4 else 1
     tokens, heads, size = keys.shape[-3:]
     return {"sequences": sequences, "tokens": tokens, "heads": heads, "keys": size, "values": values.shape[-1]}
 
 
 def _by_key(steps: Steps, call: Bound, walked: list[Operand], bonus: Operand | None, scale: int) -> bool:
+    """Add a scan with a state [key, value]; False if kernels cannot read the operands."""
     k, v, r, fading = walked
     out, state = call.dst[0], call.operand(len(walked) + (bonus is not None))
     plain = bonus is None or (bonus.is_float and bonus.is_dense)

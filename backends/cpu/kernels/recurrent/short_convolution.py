@@ -59,6 +59,7 @@ def convolution() -> Kernel:
 
 
 def _convolution(steps: Steps, call: Bound) -> bool:
+    """Add an unfused convolution with four taps; False for other shapes."""
     x, w, y = call.operand(0), call.operand(1), call.out
     plain = all(o.is_float and o.strides[-1] == 1 for o in (x, y)) and w.is_float and w.is_dense
     if not plain or w.shape[-1] != TAPS or len(x.shape) not in (2, 3):

@@ -131,6 +131,7 @@ def _can_read(x: Operand, windows: Windows) -> bool:
 
 
 def _windows(steps: Steps, call: Bound) -> bool:
+    """Add the step that copies windows; False if kernels cannot read them."""
     x, y, windows = call.operand(0), call.out, Windows.of(call.attrs)
     if not (_can_read(x, windows) and y.is_float and y.is_dense):
         return False
