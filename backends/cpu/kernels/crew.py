@@ -62,7 +62,7 @@ def share(order, crew, threads):
 def lead(order, crew, threads):
     """Run all threads and return the status of thread 0.
 
-    If threads sleep, return `THREADS_SLEEPING` before the work of thread 0. Then the caller wakes them and calls `go_on`.
+    If threads sleep, return `THREADS_SLEEPING` before the work of thread 0. The caller wakes them and calls `go_on`.
     """
     if tell(order, crew, threads) > 0:
         return SOME_SLEEP
