@@ -1,5 +1,5 @@
-"""Kernels in the Python that Numba compiles, one file a family, each with what binds its instructions to them.
+"""CPU kernels in Python that Numba compiles, one file per family, each with the functions that bind its instructions.
 
-What is marked ``@kernel`` or ``@part``, or made by `Kernel` and `part`, runs as machine code on addresses; it calls
-parts and the operations of ``simd/``.  All else is plain Python that runs once, when a program is bound.
+Functions marked ``@kernel`` or ``@part``, or made by `Kernel` and `part`, run as machine code on addresses. They call
+parts and the operations of ``simd/``. All other code is plain Python that runs once, when a program is bound.
 """

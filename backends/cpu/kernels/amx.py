@@ -1,7 +1,7 @@
-"""Tiles of AMX as kernels use them: the processor's, or emulated in memory of the thread (`processor.tiles`).
+"""Operations on AMX tiles: of the processor, or emulated in memory of the thread (`processor.tiles`).
 
-The emulation rounds where the processor does: after each product that is added.  It keeps numbers below the smallest
-normal float32, which the processor takes for zero.
+The emulation rounds as the processor does: after each added product. Difference: it keeps subnormal numbers, which the
+processor replaces by zero.
 """
 
 from __future__ import annotations
@@ -22,11 +22,16 @@ Operation = Part | Intrinsic
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Operations on registers; all take the address of `amx.NBYTES` of the thread first.
+    """Operations on tile registers. The first argument of each is `memory`, `amx.NBYTES` of the thread.
 
-    ``configure(memory)`` comes first, ``release(memory)`` last.  ``clear[t](memory)``; ``load[t](memory, p, step)`` and
-    ``store[t]``: 16 rows `step` bytes apart; ``pass_by[t]`` loads what need not stay in the first cache;
-    ``multiply(c, x, w)`` is an operation ``(memory)``.
+    Attributes:
+        configure: Called with ``(memory)`` first.
+        release: Called with ``(memory)`` last.
+        clear: ``clear[t](memory)`` sets register t to 0.
+        load: ``load[t](memory, p, step)`` loads 16 rows that are `step` bytes apart.
+        load_streaming: As `load`, for data that need not stay in the first cache.
+        store: ``store[t](memory, p, step)`` stores 16 rows.
+        multiply: ``multiply(c, x, w)`` returns the operation ``(memory)``: register c += x times w.
     """
 
     configure: Operation
@@ -40,7 +45,7 @@ class Tiles:
 
 @cache
 def tiles() -> Tiles:
-    """Those of this processor; emulated ones where it has none."""
+    """Return the tile operations of this processor; emulated ones if it has none."""
     every = range(REGISTERS)
     if processor.tiles() == processor.AMX:
         clears, loads = tuple(map(amx.clear, every)), tuple(map(amx.load_tile, every))
@@ -52,10 +57,12 @@ def tiles() -> Tiles:
 
 @part
 def nothing(memory):
+    """Do nothing. It replaces `configure` and `release` without tile registers."""
     return 0
 
 
 def _clear(tile: int) -> Part:
+    """Make the emulated operation that clears a tile register."""
     first = tile * TILE
 
     def clear(memory):
@@ -66,6 +73,7 @@ def _clear(tile: int) -> Part:
 
 
 def _load(tile: int) -> Part:
+    """Make the emulated operation that loads a tile register."""
     first = tile * TILE
 
     def load_rows(memory, p, step):
@@ -76,6 +84,7 @@ def _load(tile: int) -> Part:
 
 
 def _store(tile: int) -> Part:
+    """Make the emulated operation that stores a tile register."""
     first = tile * TILE
 
     def store_rows(memory, p, step):
@@ -87,6 +96,7 @@ def _store(tile: int) -> Part:
 
 @cache
 def _multiply(c: int, x: int, w: int) -> Part:
+    """Make the emulated product of tile registers: c += x times w, in pairs of bfloat16."""
     sums, rows, pairs = c * TILE, x * TILE, w * TILE
 
     def multiply(memory):
@@ -94,6 +104,7 @@ def _multiply(c: int, x: int, w: int) -> Part:
             total = load(memory + sums + row)
             for k in range(HEIGHT):
                 value, weight = splat_int(load_int(memory + rows + row + 4 * k)), load_ints(memory + pairs + k * WIDTH)
+                # sums[row, n] += x[row, 2 k] * w[2 k, n] + x[row, 2 k + 1] * w[2 k + 1, n]
                 total = fma(first_of_pairs(value), first_of_pairs(weight), total)
                 total = fma(second_of_pairs(value), second_of_pairs(weight), total)
             store(memory + sums + row, total)

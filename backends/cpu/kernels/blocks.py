@@ -1,5 +1,7 @@
-"""Rows of a state in blocks of 32 numbers, a float16 before the integers that it scales, as ggml has them; weights are
-packed otherwise."""
+"""Cache rows in blocks of 32 numbers, in the layout of ggml: a float16 scale before the codes.
+
+Packed weights have another layout (`products.formats`).
+"""
 
 from __future__ import annotations
 
@@ -49,21 +51,21 @@ ONE, HIGHEST, LOWEST, MIDDLE, LAST = (np.float32(x) for x in (1, 127, -8, 8.5, 1
 
 @part
 def load_q8_0(row, c):
-    """16 elements from column `c`, a multiple of 16."""
+    """Load 16 elements from column `c`, a multiple of 16."""
     block = row + c // BLOCK * 34
     return mul(to_float(load_small_signed(block + SCALE + c % BLOCK)), splat_half(block))
 
 
 @part
 def load_q4_0(row, c):
-    """As `load_q8_0`; the first half of a block lies in the low bits of its bytes, the other in the high bits."""
+    """Load 16 elements as `load_q8_0` does. Low nibbles are the first half of a block, high nibbles the second half."""
     block = row + c // BLOCK * 18
     q = and_int(shift_right(load_small(block + SCALE), splat_int(c % BLOCK // 4)), splat_int(15))
     return mul(to_float(sub_int(q, splat_int(8))), splat_half(block))
 
 
 def _expand(nbytes: int, load: Part) -> Part:
-    """``(row, c, n, to)``: the elements from column `c` to before column `n`, multiples of 32, as float32."""
+    """Make ``(row, c, n, to)``: expand columns `c` to `n`, multiples of 32, to float32."""
 
     def expand(row, c, n, to):
         for block in range(row + c // BLOCK * nbytes, row + n // BLOCK * nbytes, nbytes):
@@ -76,12 +78,13 @@ def _expand(nbytes: int, load: Part) -> Part:
 
 @part
 def inverse(scale):
+    """Return ``1 / scale``; 0 for 0."""
     return where_nonzero(scale, div(splat(ONE), scale), zeros())
 
 
 @part
 def store_q8_0(row, c, x, y):
-    """Two halves of the block at column `c`, the largest number as 127."""
+    """Store both halves of the block at column `c`. The largest magnitude becomes 127."""
     d = div(splat(largest_across(larger(absolute(x), absolute(y)))), splat(HIGHEST))
     block, factor = row + c // BLOCK * 34, inverse(d)
     store_half(block, d)
@@ -91,7 +94,7 @@ def store_q8_0(row, c, x, y):
 
 @part
 def store_q4_0(row, c, x, y):
-    """Two halves of the block at column `c`, the number of the largest magnitude as -8."""
+    """Store both halves of the block at column `c`. The number with the largest magnitude becomes -8."""
     low, high = splat(smallest_across(smaller(x, y))), splat(largest_across(larger(x, y)))
     d = div(where_less(sub(zeros(), low), high, high, low), splat(LOWEST))
     block, factor = row + c // BLOCK * 18, inverse(d)

@@ -1,4 +1,4 @@
-"""Rows of cached keys and values, as attention reads them: 16 elements at a time, as float32."""
+"""Rows of cached keys and values as attention reads them: 16 elements at a time, as float32."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ from .blocks import EXPAND, LOADS
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """A type of cache: `nbytes`, the bytes of an element, or of a block; ``span(n)``, the bytes of n elements from the
-    first of a row on; ``whole(row, c)``, the 16 elements from column c; and ``some(row, c, n)``, those of them before
-    column n, with zeros in the other lanes, whose memory is not touched.  ``expand(row, c, n, to)`` writes those from c
-    to n as float32, where that is better than to make float32 of them for each head."""
+    """The operations on cache rows of one type.
+
+    Attributes:
+        nbytes: Bytes of an element or of a block.
+        row_bytes: ``(n)`` returns the bytes of the first `n` elements of a row.
+        load_16: ``(row, c)`` loads 16 elements from column c.
+        load_first: ``(row, c, n)`` loads the elements before column n of these, and zeros. Memory behind n is not read.
+        expand_range: ``(row, c, n, to)`` expands columns c to n to float32. It is None if each head converts by itself.
+    """
 
     nbytes: int
     span: Part
@@ -28,6 +33,8 @@ class Cells:
 
 
 def _cells(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> Cells:
+    """Make the operations of an unquantised type with elements of `nbytes` bytes."""
+
     def span(n):
         return nbytes * n
 
@@ -41,6 +48,7 @@ def _cells(nbytes: int, load: Intrinsic, load_first: Intrinsic) -> Cells:
 
 
 def _cells_in_blocks(dtype: DType) -> Cells:
+    """Make the operations of a type in blocks of 32 elements."""
     block, nbytes, whole = dtype.block, dtype.block_bytes, LOADS[dtype]
 
     def span(n):

@@ -1,7 +1,7 @@
-"""Sums and shares of the devices of one machine, met without the GIL.
+"""Collectives of the devices of one machine, without the GIL.
 
-Where they share a process, the first thread of each sums its part for all; where they are several processes, each
-copies its summand to where all see it, and sums for itself.
+In one process, thread 0 of each device sums its part for all devices. In several processes, each device copies its
+operand to shared buffers and sums for itself.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from .loop import SPINS, bide
 from .packing import share
 
 ARRIVED, FAILED, SLOTS, SLOT = 0, 64, 128, 64
-"""Bytes of the board: how many have arrived in all, whether somebody failed, then for each device a line with the
-addresses of its source and its target, and one more than the number of the collective it is at; processes, which have
-no use for addresses, two such numbers, of sums in the first slabs and in the second."""
+"""Offsets into the board: arrivals in all, the failure flag, the slots; bytes of a slot.
+
+A slot per device holds the addresses of its source and its target, and its collective number plus 1. Processes store
+two such numbers instead: of the sums in the first and in the second shared buffer.
+"""
 OTHER_FAILED, LATE, OUT_OF_STEP = 2, 3, 4
-"""Why a collective stops the run."""
+"""Statuses of a collective that stops the run."""
 
 
 @part
 def meet_all(board, participants, patience):
-    """Wait for all devices, `patience` nanoseconds at most; 0 or why not."""
+    """Wait for all devices, at most `patience` nanoseconds. Return 0 or the status of the failure."""
     arrived = fetch_add(board + ARRIVED, 1) + 1
     target = (arrived + participants - 1) // participants * participants
     looks, since = 0, 0
@@ -50,7 +52,7 @@ def meet_all(board, participants, patience):
 
 @part
 def meet_at(board, rank, devices, source, target, number, patience):
-    """Say where one's operand and result are, and wait for all; 0 or why not."""
+    """Publish the operand and the result of this device, and wait for all. Return 0 or the status of the failure."""
     mine = board + SLOTS + rank * SLOT
     store_long(mine, source)
     store_long(mine + 8, target)
@@ -64,7 +66,7 @@ def meet_at(board, rank, devices, source, target, number, patience):
 
 @part
 def part_from(board, rank, devices, patience):
-    """Wait until nobody reads or writes the memory of others any more; 0 or why not."""
+    """Wait until no device accesses the memory of another device. Return 0 or the status of the failure."""
     status = meet_all(board, devices, patience)
     if status == 0:
         store_long(board + SLOTS + rank * SLOT + 16, 0)
@@ -73,7 +75,7 @@ def part_from(board, rank, devices, patience):
 
 @part
 def sum_of_all(board, devices, at, left):
-    """Up to 16 numbers, the sum of those that all devices have `at` so many bytes in their operands."""
+    """Return ``sum over d of source[d]`` for up to 16 float32 at byte `at`."""
     total = lanes_of(load_long(board + SLOTS) + at, left)
     for d in range(1, devices):
         total = add(total, lanes_of(load_long(board + SLOTS + d * SLOT) + at, left))
@@ -85,7 +87,7 @@ ARGS = words("board rank devices source target count number patience")
 
 @kernel
 def all_reduce(a, thread, threads):
-    """The sum of `count` float32 over all devices; `number` is that of the collective, `patience` in nanoseconds."""
+    """Sum `count` float32 over all devices. `number` is the number of the collective, `patience` is in nanoseconds."""
     board, rank, devices, count = ARGS.board(a), ARGS.rank(a), ARGS.devices(a), ARGS.count(a)
     status = meet_at(board, rank, devices, ARGS.source(a), ARGS.target(a), ARGS.number(a), ARGS.patience(a))
     if status != 0:
@@ -104,8 +106,7 @@ SHARE_ARGS = words("board rank devices source target outer own whole first numbe
 
 @kernel
 def reduce_scatter(a, thread, threads):
-    """For each of `outer` rows the sum over all devices of the `own` float32 from number `first` on, of `whole` in each
-    row of the operands."""
+    """Sum `own` float32, from number `first` on, over all devices, for each of `outer` rows of `whole` numbers."""
     board, rank, devices = SHARE_ARGS.board(a), SHARE_ARGS.rank(a), SHARE_ARGS.devices(a)
     source, target, own = SHARE_ARGS.source(a), SHARE_ARGS.target(a), SHARE_ARGS.own(a)
     status = meet_at(board, rank, devices, source, target, SHARE_ARGS.number(a), SHARE_ARGS.patience(a))
@@ -120,7 +121,7 @@ def reduce_scatter(a, thread, threads):
 
 @kernel
 def all_gather(a, thread, threads):
-    """Each of `outer` rows of `own` float32, written from number `first` on to that row of `whole` on all devices."""
+    """Copy `own` float32 of each of `outer` rows to number `first` of that row, of `whole` numbers, on all devices."""
     board, rank, devices = SHARE_ARGS.board(a), SHARE_ARGS.rank(a), SHARE_ARGS.devices(a)
     source, own = SHARE_ARGS.source(a), SHARE_ARGS.own(a)
     status = meet_at(board, rank, devices, source, SHARE_ARGS.target(a), SHARE_ARGS.number(a), SHARE_ARGS.patience(a))
@@ -137,6 +138,7 @@ def all_gather(a, thread, threads):
 
 @part
 def lanes_of(p, left):
+    """Load up to 16 of `left` float32 at `p`, and zeros."""
     if left >= LANES:
         return load(p)
     return load_some(p, left)
@@ -144,6 +146,7 @@ def lanes_of(p, left):
 
 @part
 def store_lanes(p, value, left):
+    """Store up to 16 of `left` float32 at `p`."""
     if left >= LANES:
         store(p, value)
     else:
@@ -155,13 +158,16 @@ SLAB_ARGS = words("board floats slab rank devices source target count number pat
 
 @kernel
 def all_reduce_slabs(a, thread, threads):
-    """The sum of `count` float32 over all devices, `slab` of them at a time; `floats` are the slabs of all devices, the
-    first and then the second.  Whoever has met the others may write to the other slab: nobody reads that any more."""
+    """Sum `count` float32 over all devices, `slab` of them at a time.
+
+    `floats` holds the first shared buffers of all devices, then the second ones. After a barrier a device may write to
+    the other buffer, because every device has finished reading it.
+    """
     board, rank, devices, slab = SLAB_ARGS.board(a), SLAB_ARGS.rank(a), SLAB_ARGS.devices(a), SLAB_ARGS.slab(a)
     source, target, count = SLAB_ARGS.source(a), SLAB_ARGS.target(a), SLAB_ARGS.count(a)
     number = SLAB_ARGS.number(a)
     first = 0
-    while first < count:  # a range with a step that is not constant may raise, for which Numba needs Python
+    while first < count:  # a range with a variable step may raise, which needs Python in Numba
         turn = load_shared(board + ARRIVED) // devices & 1
         slabs, some = SLAB_ARGS.floats(a) + 4 * slab * devices * turn, min(slab, count - first)
         for at in range(0, some, LANES):
@@ -184,6 +190,7 @@ def all_reduce_slabs(a, thread, threads):
 
 
 def _all_reduce(steps: Steps, call: Bound) -> bool:
+    """Add an all-reduce: through shared buffers if there are any, else through the memory of the other devices."""
     comm: Comm | None = steps.comm
     x, y = call.operand(0), call.out
     if comm is None or (comm.slabs is None and (comm.board is None or comm.is_apart)):
@@ -213,7 +220,7 @@ def _all_reduce(steps: Steps, call: Bound) -> bool:
 
 
 def _shares(steps: Steps, call: Bound) -> bool:
-    """A reduce-scatter or an all-gather in which each device has one run of the axis at most."""
+    """Add a reduce-scatter or an all-gather in which each device has at most one run of the axis."""
     comm: Comm | None = steps.comm
     x, y = call.operand(0), call.out
     axis, runs = as_integer(call.attrs["axis"]), as_index_ranges(call.attrs["runs"])

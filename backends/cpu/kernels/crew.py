@@ -1,8 +1,9 @@
-"""How the threads of a device begin a run together and end it, without the GIL.
+"""Start and end of a run for all threads of a device, without the GIL.
 
-The first thread leads: it writes what is to be run into the block of the crew, tells the others, does its part and
-waits until all have done theirs.  The others look for the next run for a while before they go to sleep, since a token
-of a small model takes three milliseconds, and to wake a thread of Python one of its twentieths.
+1. Thread 0 writes the run to the shared block of the thread pool and publishes it to the other threads.
+2. Thread 0 does its own work, then waits for the others.
+3. The other threads spin for the next run before they sleep. A token of a small model takes 3 ms; waking a Python
+thread takes a twentieth of it.
 """
 
 from __future__ import annotations
@@ -14,28 +15,28 @@ from ..words import words
 from .loop import SPINS, bide
 
 LINE = 64
-"""Bytes of a cache line: what several threads write lies on one of its own."""
+"""Bytes of a cache line. Each word that several threads write has its own line."""
 LOOP, WORDS, THREADS, DONE, STATES = 0, 8, 16, LINE, 2 * LINE
-"""Bytes into the block of a crew: the loop that is run, its words, how many run it; how many of the others are done;
-the state of thread i, a line each."""
+"""Offsets into the shared block: loop, its words, thread count; finished threads; a line with the state of each thread.
+"""
 WORK, ASLEEP = 1, 2
-"""Of a state: there is a run for the thread; it sleeps and has to be woken."""
+"""Flags of a thread state: a run is waiting; the thread sleeps and must be woken."""
 LOOKS = SPINS + 4000
-"""How often a thread looks for the next run, most of them while it gives its core away: about two milliseconds."""
+"""Spins of a thread before it sleeps, about 2 ms. For most of them it yields its core."""
 SOME_SLEEP = -1
-"""What `lead` returns if threads have to be woken; no kernel does."""
+"""Status of `lead` if threads must be woken. Kernels do not use it."""
 ORDER = words("loop words")
-"""What is run: the address of a loop, and of its words."""
+"""Words of a run: the addresses of a loop and of its words."""
 
 
 def crew_bytes(threads: int) -> int:
-    """Of the block of a crew."""
+    """Return the bytes of the shared block."""
     return STATES + LINE * threads
 
 
 @part
 def tell(order, crew, threads):
-    """Give a run to all other threads; how many of them sleep."""
+    """Publish a run to all other threads, and return the number of sleeping threads."""
     store_long(crew + LOOP, ORDER.loop(order))
     store_long(crew + WORDS, ORDER.words(order))
     store_long(crew + THREADS, threads)
@@ -47,7 +48,7 @@ def tell(order, crew, threads):
 
 @part
 def share(order, crew, threads):
-    """Do the first thread's part, and wait for all others; its status."""
+    """Run the work of thread 0, wait for all others, and return the status of thread 0."""
     status = call(ORDER.loop(order), ORDER.words(order), 0, threads)
     looks = 0
     while load_shared(crew + DONE) < threads - 1:
@@ -59,8 +60,10 @@ def share(order, crew, threads):
 
 @kernel
 def lead(order, crew, threads):
-    """A run of all threads; the status of the first.  `SOME_SLEEP` before it does its part, if there are threads to be
-    woken: then comes `go_on`."""
+    """Run all threads and return the status of thread 0.
+
+    If threads sleep, return `THREADS_SLEEPING` before the work of thread 0. The caller wakes them and calls `go_on`.
+    """
     if tell(order, crew, threads) > 0:
         return SOME_SLEEP
     return share(order, crew, threads)
@@ -68,13 +71,13 @@ def lead(order, crew, threads):
 
 @kernel
 def go_on(order, crew, threads):
-    """The rest of a run whose threads are awake now; its status."""
+    """Go on with a run after all threads are awake, and return its status."""
     return share(order, crew, threads)
 
 
 @kernel
 def follow(crew, thread, threads):
-    """Another thread's part of every run, until none has come for a while."""
+    """Run the work of another thread for every run, until it sleeps."""
     state, looks = crew + STATES + LINE * thread, 0
     while True:
         if load_shared(state) % ASLEEP == WORK:

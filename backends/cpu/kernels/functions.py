@@ -1,4 +1,4 @@
-"""Functions of 16 elements, as kernels over rows and others apply them; by name."""
+"""Elementwise functions of 16 lanes, by name."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ TINY = np.finfo(np.float32).tiny
 
 @part
 def exp(x):
-    """2**n times a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]; relative error below 2e-7, inf and 0 past the
-    range.
+    """Return ``exp(x)``: 2**n times a polynomial of degree 6 on [-ln 2 / 2, ln 2 / 2]; relative error below 2e-7.
 
-    The power is applied in two halves, each of which is a normal number; NaN passes both comparisons.
+    Results are inf and 0 past the range; NaN passes both comparisons. The power is applied in two halves. Both halves
+    are normal numbers.
     """
     held = where_less(x, splat(-104.0), splat(-104.0), where_less(splat(90.0), x, splat(90.0), x))
     n = round_to_int(mul(held, splat(1.4426950408889634)))
@@ -73,22 +73,25 @@ def exp(x):
 
 @part
 def sigmoid(x):
+    """Return ``1 / (1 + exp(-x))``."""
     return div(splat(1.0), add(splat(1.0), exp(sub(zeros(), x))))
 
 
 @part
 def silu(x):
+    """Return ``x * sigmoid(x)``."""
     return div(x, add(splat(1.0), exp(sub(zeros(), x))))
 
 
 @part
 def relu(x):
+    """Return ``max(x, 0)``; +0 for both zeros."""
     return absolute(at_least(x, zeros()))
 
 
 @part
 def expm1(x):
-    """``exp(x) - 1``; near 0 ``x`` times a polynomial: relative error below 2e-7."""
+    """Return ``exp(x) - 1``; near 0 it is ``x`` times a polynomial. Relative error below 2e-7."""
     p = fma(x, splat(2.48242376e-5), splat(1.99618859e-4))
     p = fma(p, x, splat(1.38891055e-3))
     p = fma(p, x, splat(8.33318298e-3))
@@ -101,14 +104,15 @@ def expm1(x):
 
 @part
 def elu(x):
+    """Return x for x > 0, else ``exp(x) - 1``."""
     return where_less(zeros(), x, x, expm1(x))
 
 
 @part
 def log(x):
-    """``n ln 2 + 2 artanh((m - 1) / (m + 1))`` with ``x = 2^n m`` and m around 1; relative error below 2e-7."""
+    """Return ``n ln 2 + 2 artanh((m - 1) / (m + 1))`` with ``x = 2^n m`` and m around 1; relative error below 2e-7."""
     small = where_less(x, splat(TINY), mul(x, splat(8388608.0)), x)
-    bits = sub_int(float_to_bits(small), splat_int(0x3F3504F3))  # that of sqrt(1 / 2)
+    bits = sub_int(float_to_bits(small), splat_int(0x3F3504F3))  # the bits of sqrt(1 / 2)
     n = to_float(shift_right_signed(bits, splat_int(23)))
     m = bits_to_float(add_int(and_int(bits, splat_int(0x7FFFFF)), splat_int(0x3F3504F3)))
     s = div(sub(m, splat(ONE)), add(m, splat(ONE)))
@@ -124,13 +128,13 @@ def log(x):
 
 @part
 def log_of_none(x):
-    """-inf of 0, NaN of what is negative or NaN."""
+    """Return -inf for 0, NaN for negative numbers and NaN."""
     return where_nonzero(x, square_root(sub(splat(-ONE), absolute(x))), splat(-INFINITY))
 
 
 @part
 def log1p(x):
-    """The logarithm of ``1 + x``, and what rounding ``1 + x`` has lost."""
+    """Return the logarithm of ``1 + x``, corrected by the rounding error of ``1 + x``."""
     whole = add(splat(ONE), x)
     lost = div(sub(x, sub(whole, splat(ONE))), whole)
     known = add(log(whole), where_less(absolute(lost), splat(INFINITY), lost, zeros()))
@@ -139,7 +143,7 @@ def log1p(x):
 
 @part
 def log1p_up_to_1(x):
-    """The logarithm of ``1 + x`` for x in [0, 1]: 2 artanh(x / (2 + x)), seven terms; error below 3e-8."""
+    """Return the logarithm of ``1 + x`` for x in [0, 1]: 2 artanh(x / (2 + x)), seven terms; error below 3e-8."""
     z = div(x, add(x, splat(TWO)))
     y = mul(z, z)
     p = fma(y, splat(1 / 13), splat(1 / 11))
@@ -153,12 +157,13 @@ def log1p_up_to_1(x):
 
 @part
 def softplus(x):
+    """Return ``log(1 + exp(x))`` as ``max(x, 0) + log(1 + exp(-|x|))``."""
     return add(at_least(x, zeros()), log1p_up_to_1(exp(sub(zeros(), absolute(x)))))
 
 
 @part
 def tanh(x):
-    """``1 - 2 / (1 + exp(2 x))``, and x itself where that would lose its digits."""
+    """Return ``1 - 2 / (1 + exp(2 x))``; a polynomial for small x, where that formula is inexact."""
     large = sub(splat(ONE), div(splat(TWO), add(splat(ONE), exp(add(x, x)))))
     y = mul(x, x)
     p = fma(y, splat(62 / 2835), splat(-17 / 315))
@@ -170,14 +175,17 @@ def tanh(x):
 
 @part
 def gelu(x):
-    """``x sigmoid(2 u)`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``."""
+    """Return ``x sigmoid(2 u)`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``."""
     u = mul(splat(1.5957691216057308), fma(mul(mul(x, x), x), splat(0.044715), x))
     return mul(x, sigmoid(u))
 
 
 @part
 def erfc_above_0(x):
-    """``1 - erf(x)`` for x from 0: ``exp(-x^2)`` times a polynomial in ``1 / (1 + x / 2)``; relative error 3e-7."""
+    """Return ``1 - erf(x)`` for x >= 0: ``exp(-x^2)`` times a polynomial in ``1 / (1 + x / 2)``.
+
+    The relative error is 3e-7.
+    """
     t = div(splat(ONE), fma(x, splat(HALF), splat(ONE)))
     p = fma(t, splat(-0.06020521), splat(0.28990432))
     p = fma(p, t, splat(-0.49774992))
@@ -192,7 +200,7 @@ def erfc_above_0(x):
 
 @part
 def erf(x):
-    """Near 0 an odd polynomial, else what `erfc_above_0` leaves."""
+    """Return erf: an odd polynomial near 0, else ``1 - erfc_nonnegative(x)``."""
     y = mul(x, x)
     p = fma(y, splat(7.84725915e-5), splat(-8.00818933e-4))
     p = fma(p, y, splat(5.18809889e-3))
@@ -206,13 +214,14 @@ def erf(x):
 
 @part
 def gelu_erf(x):
-    """Half of erfc on either side: it keeps its digits for negative x."""
+    """Return ``x / 2 * erfc(-x / sqrt(2))``, which stays exact for negative x."""
     half = mul(splat(HALF), erfc_above_0(mul(absolute(x), splat(0.7071067811865476))))
     return mul(x, where_less(x, zeros(), half, sub(splat(ONE), half)))
 
 
 @part
 def hardsigmoid(x):
+    """Return ``clamp((x + 3) / 6, 0, 1)``."""
     return where_less(
         x, splat(-3.0), zeros(), where_less(splat(3.0), x, splat(ONE), div(add(x, splat(3.0)), splat(6.0)))
     )
@@ -220,22 +229,25 @@ def hardsigmoid(x):
 
 @part
 def hardswish(x):
+    """Return ``x * hardsigmoid(x)``."""
     return mul(x, hardsigmoid(x))
 
 
 @part
 def sgn(x):
-    """+0 of either zero; x itself where it is NaN."""
+    """Return the sign: +0 for both zeros, NaN for NaN."""
     return where_less(zeros(), x, splat(ONE), where_less(x, zeros(), splat(-ONE), absolute(x)))
 
 
 @part
 def step(x):
+    """Return 1 for x > 0, else 0."""
     return where_less(zeros(), x, splat(ONE), zeros())
 
 
 @part
 def gelu_quick(x):
+    """Return ``x * sigmoid(1.702 x)``."""
     return mul(x, sigmoid(mul(splat(1.702), x)))
 
 
@@ -332,7 +344,7 @@ BINARY: dict[str, Part | Intrinsic] = {
 
 @part
 def affine(x, a, b):
-    """``a x + b``; -0 for b adds nothing to a zero of either sign."""
+    """Return ``a x + b``. If b is -0, a zero keeps its sign."""
     return fma(x, splat(a), splat(b))
 
 
@@ -343,16 +355,17 @@ def clamp(x, low, high):
 
 @part
 def clamp_from_0(x, low, high):
-    """From +0 on no result has a sign."""
+    """Clamp to low = +0 or more. No result is -0."""
     return absolute(clamp(x, low, high))
 
 
 @part
 def clamp_to_0(x, low, high):
-    """Up to -0 every result has a sign."""
+    """Clamp to high = -0 or less. No result is +0."""
     return negative(absolute(clamp(x, low, high)))
 
 
 @part
 def leaky(x, slope, _):
+    """Return x for x > 0, else ``slope * x``. The third argument is not used."""
     return where_less(zeros(), x, x, mul(x, splat(slope)))

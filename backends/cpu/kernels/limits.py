@@ -1,4 +1,4 @@
-"""What a processor can do at most: memory read and nothing else, products and nothing else."""
+"""Kernels that measure the limits of a processor: memory reads alone, and products alone."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from .amx import tiles
 from .packing import share
 
 LINES = 8
-"""Cache lines read in one turn, each into a sum of its own."""
+"""Cache lines that are read in one turn, each into its own sum."""
 CHAINS = 12
-"""Sums that do not wait for one another: more than a product takes cycles, times the units that make them."""
+"""Independent sums: more than the latency of a product in cycles times the number of product units."""
 
 
 PIECE = 128
-"""Turns that a thread reads in a row where threads read the same region together: 64 KiB."""
+"""Turns that a thread reads in a row if threads share a region: 64 KiB."""
 READ = words("memory turns streams together near far sums")
 
 
 @kernel
 def read(a, thread, threads):
-    """Add up memory, in turns of 512 bytes, of as many `streams` at a time as each thread's part is cut into.
+    """Add up memory in turns of 512 bytes; each thread reads `streams` streams at a time.
 
-    Parts of threads lie apart, or piece by piece side by side where they read `together`; `near` and `far` are how many
-    bytes ahead memory is fetched to the first and to the second cache; each thread has 64 bytes for its sums.
+    The parts of threads are separate, or interleaved chunk by chunk if `together`. `near` and `far` are prefetch
+    distances in bytes, to the first and the second cache. Each thread has 64 bytes for its sums.
     """
     lo, hi = share(READ.turns(a), thread, threads)
     near, far, streams = READ.near(a), READ.far(a), READ.streams(a)
@@ -66,7 +66,10 @@ PRODUCTS = words("turns values sums")
 
 @kernel
 def multiply(a, thread, threads):
-    """float32: turns of `CHAINS` products and sums of two vectors; each thread has 64 bytes for its sums."""
+    """Compute float32 turns of `INDEPENDENT_SUMS` products and sums of two vectors.
+
+    Each thread has 64 bytes for its sums.
+    """
     u, v = load(PRODUCTS.values(a)), load(PRODUCTS.values(a) + 64)
     s0, s1, s2, s3, s4, s5 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
     s6, s7, s8, s9, sa, sb = zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
@@ -81,7 +84,7 @@ def multiply(a, thread, threads):
 
 @kernel
 def dot(a, thread, threads):
-    """Bytes: turns of `CHAINS` products and sums of two vectors, four products in each 32-bit lane."""
+    """Compute int8 turns of `INDEPENDENT_SUMS` products and sums of two vectors, four products in each 32-bit lane."""
     u, v = load_bytes(PRODUCTS.values(a)), load_bytes(PRODUCTS.values(a) + 64)
     s0, s1, s2, s3, s4, s5 = no_ints(), no_ints(), no_ints(), no_ints(), no_ints(), no_ints()
     s6, s7, s8, s9, sa, sb = no_ints(), no_ints(), no_ints(), no_ints(), no_ints(), no_ints()
@@ -102,7 +105,7 @@ CHAINS_OF_TILES = 4
 
 @cache
 def multiply_tiles() -> Kernel:
-    """bfloat16: turns of `CHAINS_OF_TILES` products of tiles; each thread has `NBYTES` of memory."""
+    """Make the kernel of bfloat16 turns of `INDEPENDENT_TILES` tile products. Each thread has `NBYTES` of memory."""
     unit = tiles()
     configure, release, clear_0, clear_1, clear_2, clear_3 = unit.configure, unit.release, *unit.clear[:4]
     load_x, load_y, load_u, load_v = unit.load[4:]

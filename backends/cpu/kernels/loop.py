@@ -1,4 +1,4 @@
-"""The loop that runs a program: every thread of a device walks a table of its own, and does its share of each step."""
+"""The loop of a program: every thread runs the steps of its own table, and does its part of each step."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from ..simd.vectors import load_long, store_long
 from ..words import words
 
 STEP = 4
-"""Words of a step: address of the kernel, 0 where this thread has nothing to do; address of its arguments; MEETS and
-WHOLE; the number of its instruction."""
+"""Words of a step: kernel address (0: no work for this thread), argument address, flags, instruction number."""
 MEETS, WHOLE = 1, 2
-"""All threads meet before a step; the arguments are this thread's, who does all that they say."""
+"""Flags of a step: all threads wait for each other before it; the arguments are the whole work of this thread."""
 SPINS = 2000
-"""How often a thread looks before it gives its core away: longer than a meeting takes, shorter than a time slice."""
+"""Spins before a thread yields its core: longer than a barrier takes, shorter than a time slice."""
 YIELDS = 1000
-"""How often it gives its core away before it sleeps between two looks: whom it waits for may be waiting for a core, and
-the system moves a thread to one that is idle, not to one whose thread keeps giving way."""
+"""Yields before a thread sleeps between two spins.
+
+The awaited thread may need a core. The system moves threads to idle cores, not to the core of a yielding thread.
+"""
 
 ARRIVED, FAILED, STEP_FAILED = 0, 64, 72
-"""Bytes into the shared block: how many have arrived in all; the status of a thread that failed, and its step."""
+"""Offsets into the shared block: the arrivals in all; the status of a failed thread; the failed step."""
 SHARED_BYTES = 128
 
 
 @part
 def bide(looks):
-    """What a thread does that has looked so often in vain."""
+    """Wait a little after `looks` vain spins: spin, then yield, then sleep."""
     if looks > SPINS + YIELDS:
         rest()
     elif looks > SPINS:
@@ -34,7 +35,7 @@ def bide(looks):
 
 @part
 def meet(shared, threads):
-    """Wait until all threads have come; the status of one that failed, or 0."""
+    """Wait until all threads have arrived. Return the status of a failed thread, or 0."""
     arrived = fetch_add(shared + ARRIVED, 1) + 1
     target = (arrived + threads - 1) // threads * threads
     looks = 0
@@ -47,15 +48,16 @@ def meet(shared, threads):
 
 
 ARGS = words("table steps shared times")
-"""Where the tables of steps are, how many steps each has, the shared block, where to write times."""
+"""The tables of steps, the steps of a table, the shared block, and the target of times."""
 
 
 @part
 def walk(a, thread, threads, times):
-    """Every step in turn; thread 0 writes the ticks at which each began, and at which all were done, and then what the
-    clock showed at the first and at the last of these, unless `times` is 0.
+    """Run every step of this thread.
 
-    A thread may be ahead of another up to the next meeting: `steps.RUN` is why that does no harm when one stops.
+    Unless `times` is 0, thread 0 writes the ticks at the start of each step and at the end, then the clock at the first
+    and at the last of these. A thread may be ahead of another up to the next barrier. `steps.RUN` explains why that
+    does no harm if a thread stops.
     """
     count, shared = ARGS.steps(a), ARGS.shared(a)
     if times != 0 and thread == 0:
@@ -87,12 +89,14 @@ def walk(a, thread, threads, times):
 
 @kernel
 def run(a, thread, threads):
-    """Run all steps.  Returns 0, or the status of the step that stopped the run."""
+    """Run all steps. Return 0, or the status of the step that stopped the run."""
     return walk(a, thread, threads, 0)
 
 
 @kernel
 def timed(a, thread, threads):
-    """Run all steps, and write when each began and when all were done, as `walk` says; waiting counts to the step that
-    had to wait.  Returns what `run` does."""
+    """Run all steps and write their times (`run_table`). Return as `run` does.
+
+    Waiting time counts for the step that waits.
+    """
     return walk(a, thread, threads, ARGS.times(a))

@@ -1,4 +1,4 @@
-"""Rows gathered and scattered by number, and copies."""
+"""Gathered and scattered rows, copies, concatenation and padding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOVE = words("table step rows columns ids id_bytes other pace count tables betwe
 
 
 def _to_rows(dtype: DType) -> Part:
-    """A row of float32 to one of `dtype`, the nearest numbers that this has."""
+    """Make the part that copies a float32 row to a row of `dtype`, rounded to nearest."""
     if dtype in blocks.STORES:
         store_block = blocks.STORES[dtype]
 
@@ -47,7 +47,7 @@ def _to_rows(dtype: DType) -> Part:
 
 
 def _from_rows(dtype: DType) -> Part:
-    """A row of `dtype` to one of float32."""
+    """Make the part that copies a row of `dtype` to a float32 row."""
     some = CELLS[dtype].some
 
     def copy(source, target, columns):
@@ -59,11 +59,10 @@ def _from_rows(dtype: DType) -> Part:
 
 @cache
 def move_rows(scatter: bool, dtype: DType = DType.F32) -> Kernel:
-    """Row ``ids[i]`` of a table of `dtype` to row i of `other`, of float32, or the other way round, `count` for each
-    table.
+    """Make the kernel ``other[i] = table[ids[i]]``, or with `scatter` ``table[ids[i]] = other[i]``, for each table.
 
-    `step`, `pace` and `between` are bytes from row to row of a table, of `other`, and from table to table.  An id that
-    is no row stops the run.
+    There are `count` rows per table; `other` is float32. `step`, `pace` and `between` are bytes from row to row of a
+    table, from row to row of `other`, and from table to table. An invalid id stops the run.
     """
     copy = _to_rows(dtype) if scatter else _from_rows(dtype)
 
@@ -103,11 +102,12 @@ def widen_rows(dtype: DType) -> Kernel:
 
 
 def _ids_size(ids: Operand) -> int | None:
-    """Bytes of an id, if they lie densely."""
+    """Return the bytes of an id; None for strided ids or other types."""
     return {DType.I32: 4, DType.I64: 8}.get(ids.dtype) if ids.is_dense else None
 
 
 def _get_rows(steps: Steps, call: Bound) -> bool:
+    """Add the gather of rows of a plain or packed table; False if kernels cannot read it."""
     table, ids, out = call.operand(0), call.operand(1), call.out
     size = _ids_size(ids)
     if size is None or not out.has_rows:
@@ -152,11 +152,12 @@ def _get_rows(steps: Steps, call: Bound) -> bool:
 
 
 def _is_written(table: Operand) -> bool:
-    """Whether rows of it are written as they are kept."""
+    """Return whether kernels can write rows in the type of `table`."""
     return table.dtype in STORES or (table.dtype in blocks.STORES and not table.is_packed)
 
 
 def _set_rows(steps: Steps, call: Bound) -> bool:
+    """Add the scatter of rows, after a copy of the table if it is not updated in place; False if it does not fit."""
     into, rows, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
     size = _ids_size(ids)
     plain = all(o.has_rows and len(o.shape) == 2 for o in (into, rows, out))
@@ -170,22 +171,26 @@ def _set_rows(steps: Steps, call: Bound) -> bool:
 
 
 def _save_and_set_rows(flow: Flow, number: int) -> Chain:
-    """Rows of a table, to be kept, and others in their place."""
+    """Fuse saving rows of a table and overwriting them."""
     chain = changed_state(flow, number, "set_rows")
     save, change = map(flow.call, chain)
     table, ids, kept = save.operand(0), save.operand(1), save.out
     into, rows, out = change.operand(0), change.operand(1), change.out
     need(ids.tensor == change.operand(2).tensor and table.tensor == into.tensor == out.tensor, "other rows are saved")
     need(all(o.has_rows and len(o.shape) == 2 for o in (table, rows, kept)), "operands have no rows")
-    need(_is_written(table) and rows.is_float and kept.is_float, "it holds other numbers")
-    need(table.strides[-1] == 1 and len(ids.shape) == 1 and _ids_size(ids) is not None, "ids lie otherwise")
+    need(_is_written(table) and rows.is_float and kept.is_float, "rows are not float32, or the table has another type")
+    need(
+        table.strides[-1] == 1 and len(ids.shape) == 1 and _ids_size(ids) is not None,
+        "the table is strided, or ids are not a dense vector",
+    )
     return Chain(chain, partial(_add_save_and_set_rows, save=save, change=change, numbers=chain))
 
 
 def _add_save_and_set_rows(steps: Steps, save: Bound, change: Bound, numbers: ChangedState) -> None:
-    """Each thread moves the columns that it has of the new rows; the two go one by one if threads have none of these.
+    """Add both steps. Each thread moves its columns of the new rows.
 
-    Every thread looks at all ids, so all stop at one that is no row, and none sets any.
+    If threads have no columns of these, the two steps are bound separately. Every thread checks all ids, so all threads
+    stop at an invalid id and none overwrites a row.
     """
     table, ids, kept, rows = save.operand(0), save.operand(1), save.out, change.operand(1)
     bounds, size = steps.columns_of([rows]), _ids_size(ids)
@@ -193,12 +198,12 @@ def _add_save_and_set_rows(steps: Steps, save: Bound, change: Bound, numbers: Ch
         bounds is None
         or size is None
         or bounds[-1] != table.shape[1]
-        or 0 in np.diff(bounds)  # who moves nothing would not stop
+        or 0 in np.diff(bounds)  # a thread without columns would not stop
         or np.any(np.mod(bounds, table.dtype.block))
     ):
         for steps.number, bind, call in zip(numbers, (_get_rows, _set_rows), (save, change), strict=True):
             is_bound = bind(steps, call)
-            assert is_bound, "the chain has asked for all that they need"
+            assert is_bound, "the fused pattern has checked both ops"
         return
     parts = [[o.part(1, low, high - low) for o in (table, rows, kept)] for low, high in pairwise(bounds)]
 
@@ -211,7 +216,7 @@ def _add_save_and_set_rows(steps: Steps, save: Bound, change: Bound, numbers: Ch
 
 
 def _words_of(table: Operand, other: Operand, ids: Operand, size: int) -> list[int]:
-    """Of one table, both with two axes."""
+    """Return the words of one table. Table and `other` have two axes."""
     rows, columns = table.shape
     return MOVE(
         table=table.address,
@@ -236,11 +241,12 @@ def _add(
     writes: Sequence[Operand],
     moved: Operand,
 ) -> None:
-    """A step that moves `moved` to or from where ids say, and stops at one that is none."""
+    """Add a step that moves `moved` by ids. An invalid id stops the run."""
     steps.add(kernel, words, reads=reads, writes=writes, nbytes=moved.tensor.spec.nbytes, stops=True)
 
 
 def _concat(steps: Steps, call: Bound) -> bool:
+    """Add two copies to the parts of the result."""
     a, b, out = call.operand(0), call.operand(1), call.out
     axis = int(np.asarray(call.attrs["axis"])) % len(out.shape)
     parts = (out.part(axis, 0, a.shape[axis]), out.part(axis, a.shape[axis], b.shape[axis]))
@@ -270,7 +276,7 @@ def _can_widen(source: Operand, target: Operand) -> bool:
 
 
 def _pad(steps: Steps, call: Bound) -> bool:
-    """Zeros, and the copy in their middle."""
+    """Add zeros everywhere, then copy x to the middle."""
     x, out = call.operand(0), call.out
     if call.attrs["circular"]:
         return False

@@ -1,4 +1,4 @@
-"""Norms of rows."""
+"""Norms of rows, and fused norms with factors and quantisation."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ ONE = np.float32(1)
 
 @part
 def sum_of_squares(x, n):
+    """Return ``sum of x[c]^2`` over `n` float32."""
     first, second = zeros(), zeros()
     c = 0
     while c + 2 * LANES <= n:
@@ -39,17 +40,19 @@ def sum_of_squares(x, n):
 
 @part
 def rms_factor(squares, n, eps):
+    """Return ``1 / sqrt(squares / n + eps)``."""
     return ONE / sqrt_scalar(squares / np.float32(n) + eps)
 
 
 @part
 def l2_factor(squares, n, eps):
-    """At least eps below the line, as ggml has it."""
+    """Return ``1 / max(sqrt(squares), eps)``, the definition of ggml."""
     return ONE / max(sqrt_scalar(squares), eps)
 
 
 @part
 def l2_factor_added(squares, n, eps):
+    """Return ``1 / sqrt(squares + eps)``."""
     return ONE / sqrt_scalar(squares + eps)
 
 
@@ -61,7 +64,7 @@ PLAIN = row_words("x y", "eps:f32")
 
 @cache
 def norm(name: str) -> Kernel:
-    """Each row times one number that follows from its sum of squares."""
+    """Make the kernel that multiplies each row by a factor of its sum of squares (`NORM_FACTORS`)."""
     factor = FACTORS[name]
 
     def body(a, thread, threads):
@@ -79,7 +82,7 @@ def norm(name: str) -> Kernel:
 
 @kernel
 def centred_norm(a, thread, threads):
-    """Each row less its mean, over its deviation."""
+    """Compute ``(x - mean) / deviation`` of each row."""
     n, eps = PLAIN.columns(a), PLAIN.eps(a)
     lo, hi = share(PLAIN.rows(a), thread, threads)
     for i in range(lo, hi):
@@ -100,13 +103,13 @@ def centred_norm(a, thread, threads):
 
 
 SCALED = row_words("x w y", "eps:f32 between rounding[*]")
-"""`between` are bytes from thread to thread of the target; `rounding` is that of `rounding.Target`."""
+"""`between`: bytes from thread to thread of the result; `rounding`: `QuantisedTarget.rounding_words`."""
 ROUNDING = SCALED.start("rounding")
 
 
 @kernel
 def scaled_rms_norm(a, thread, threads):
-    """RMS norm, and the product with what stands beside, also rounded."""
+    """Compute ``y = rms_norm(x) * w`` of each row, and quantise y."""
     n, step, eps = SCALED.columns(a), SCALED.w_step(a), SCALED.eps(a)
     lo, hi = share(SCALED.rows(a), thread, threads)
     for i in range(lo, hi):
@@ -119,11 +122,13 @@ def scaled_rms_norm(a, thread, threads):
 
 
 def kind_of(call: Bound) -> str:
-    """Which of FACTORS a norm has."""
+    """Return the key of `NORM_FACTORS` for a norm."""
     return "l2_norm_added" if call.op == "l2_norm" and not call.attrs["clamp"] else call.op
 
 
 def _bind(name: str) -> Binding:
+    """Make the binding of an unfused norm."""
+
     def bind(steps: Steps, call: Bound) -> bool:
         x, y = call.operand(0), call.out
         walked = whole_rows(steps, x, y) if y.shape and y.is_dense_along(-1) else None
@@ -138,7 +143,7 @@ def _bind(name: str) -> Binding:
 
 
 def _scaled(flow: Flow, number: int) -> Chain:
-    """A norm, and the product with its factors."""
+    """Fuse a norm and the product with its factors."""
     chain = scaled_norm(flow, number)
     norm, product = map(flow.call, chain)
     x, factors, y = norm.operand(0), product.operand(1), product.out
@@ -151,7 +156,10 @@ def _scaled(flow: Flow, number: int) -> Chain:
 
 
 def _add_scaled(steps: Steps, norm: Bound, product: Bound, whole: Share) -> None:
-    """Rounded at once for products with packed weights; by each thread for itself where only products follow."""
+    """Add a scaled norm.
+
+    Packed products read it quantised. If only products follow, each thread computes it for itself.
+    """
     x, factors, y = norm.operand(0), product.operand(1), product.out
     if (pieces := pieces_of(steps, [x], y, whole_rows=True)) is not None:
         cut = zip(*(pieces.of(o) for o in (x, factors, y)), strict=True)
@@ -167,8 +175,7 @@ def _add_scaled(steps: Steps, norm: Bound, product: Bound, whole: Share) -> None
 
 
 def _rounded(steps: Steps, norm: Bound, product: Bound, factors: Operand) -> bool:
-    """Append the scaled norm and rounding as one step; False if rounding is better done by a step of its own, or nobody
-    wants it."""
+    """Add a scaled norm that quantises its result; False if a separate step is better or all readers use float32."""
     wanted, x, y = wanted_of(steps, product), norm.operand(0), product.out
     each = steps.threads > 1 and wanted.for_all and steps.is_repeated([y])
     shares_columns = steps.threads > 1 and wanted.for_all and wanted.rows == 1 and not each
@@ -176,7 +183,7 @@ def _rounded(steps: Steps, norm: Bound, product: Bound, factors: Operand) -> boo
         return False
     own = stand_ins(steps, product) if each and wanted.floats else None
     if each and wanted.floats and own is None and any(y.region.overlaps(o.region) for o in (x, factors)):
-        return False  # one thread would write where others still read
+        return False  # a thread would overwrite operands of other threads
     records, passing = wanted.records(steps, shared=not each), wanted.passing(steps)
     alone: Sequence[Operand | None] = [y if wanted.floats else None, *[None] * (steps.threads - 1)]
     targets = [wanted.target(*given) for given in zip(own or alone, passing, records, strict=True)]
@@ -193,6 +200,7 @@ def _rounded(steps: Steps, norm: Bound, product: Bound, factors: Operand) -> boo
 
 
 def _share(norm: Bound, x: Operand, factors: Operand, y: Operand, to: Target | None = None) -> Share | None:
+    """Make the words of `scaled_rms_norm`; None if it cannot walk the operands."""
     walk, to = rows_of(y.shape, [x, factors, y], whole_rows=True), to or Target(y, [y])
     if walk is None or walk[ELEMENTS][::2] != [4, 4]:
         return None

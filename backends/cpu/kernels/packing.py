@@ -1,4 +1,4 @@
-"""Rows as a GGUF file has them to packed groups of 16, and packed rows back to float32."""
+"""Packing of GGUF rows into groups of 16, and unpacking to float32."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from ..words import words
 from .products.formats import COLUMNS, ROWS, UNIT, Format
 
 NO_ROW = 1
-"""Status of a run that an id stopped which names no row; the id itself stands above the low byte."""
+"""Status of a run with an invalid row id. The id is stored above the low byte."""
 
 
 @part
 def share(n, thread, threads):
-    """The part of `n` things that is a thread's: (first, past the last)."""
+    """Return the range of `n` items of a thread: (first, end)."""
     each = (n + threads - 1) // threads
     return min(n, each * thread), min(n, each * (thread + 1))
 
 
 def _moved(four: Part, first: int, width: int) -> Part:
-    """``(row, c, to)``: bits `first` to `first + width` of the codes of a row's columns from `c` on to its lane of a
-    block of a plane, the first four columns to the lowest bits of the first vector."""
+    """Make ``(row, c, to)``: copy bits `first` to `first` + `width` of 32 codes to one lane of a plane.
+
+    The first four columns become the lowest bits of the first vector.
+    """
     fields, mask = 8 // width, ((1 << width) - 1) * 0x01010101
 
     def moved(row, c, to):
@@ -41,9 +43,9 @@ PACK = words("source stride target rows columns")
 
 @cache
 def pack(form: Format) -> Kernel:
-    """Rows at `source`, `stride` bytes each, to groups at `target`.
+    """Make the kernel that packs rows at `source`, `stride` bytes each, to groups at `target`.
 
-    Rows that the last group lacks are left as they are.
+    Missing rows of the last group are not written.
     """
     split, block, nbytes, width = form.split, form.dtype.block, form.nbytes, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
@@ -77,8 +79,11 @@ UNPACK = words("packed stride rows columns ids target step count scratch")
 
 @cache
 def unpack(form: Format) -> Kernel:
-    """Rows of a packed weight by number, `count` of them: `ids` are int32, `stride` the bytes of a packed row, `step`
-    those from row to row of the target; each thread has 1,024 bytes of scratch.  An id that is no row stops the run."""
+    """Make the kernel that unpacks `count` rows by id to float32.
+
+    `ids` are int32. `stride` is the bytes of a packed row, `step` the bytes from row to row of the target. Each thread
+    has 1,024 bytes of scratch. An invalid id stops the run.
+    """
     codes, scales, biases, nbytes, width = form.codes, form.scales, form.biases, form.nbytes, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
 
@@ -107,6 +112,7 @@ def unpack(form: Format) -> Kernel:
                 for c in range(COLUMNS):
                     u = load_byte(scratch + c // 4 * 64 + lane * 4 + c % 4)
                     at = scratch + 512 + c // 16 * 128 + 4 * lane
+                    # target[i, c] = scale * code + bias
                     store_scalar(target + i * step + 4 * (b * COLUMNS + c), load_scalar(at) * u + load_scalar(at + 64))
         return 0
 

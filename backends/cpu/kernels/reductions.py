@@ -1,4 +1,4 @@
-"""Sums, softmax and choices over rows."""
+"""Sums, softmax and selections over rows."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from .rows import lanes, put, row_words, whole_rows
 
 ONE, NONE, MINUS_INFINITY = np.float32(1), np.float32(0), np.float32(-np.inf)
 LOWEST = np.finfo(np.float32).min
-"""Models mask with it, and a row of nothing else has a softmax; only one of infinities has none."""
+"""The mask value of some models. A row of it has a softmax; only a row of -inf has none."""
 
 
 @part
 def lanes_or(p, c, n, otherwise):
-    """16 elements of a row; past its end `otherwise`."""
+    """Load 16 elements of a row; `otherwise` past its end."""
     if n - c >= LANES:
         return load(p + 4 * c)
     return load_some_or(p + 4 * c, n - c, splat(otherwise))
@@ -62,7 +62,7 @@ SUMS = row_words("x y")
 
 @cache
 def sums(mean: bool) -> Kernel:
-    """The sum of each row, or its mean."""
+    """Make the kernel of the sum or the mean of each row."""
 
     def body(a, thread, threads):
         n = SUMS.columns(a)
@@ -85,12 +85,12 @@ FOLDS: Mapping[str, tuple[Intrinsic, Intrinsic, float]] = MappingProxyType(
         "min": (smaller, smallest_across, np.inf),
     }
 )
-"""Two vectors joined, the lanes of one joined, and what changes neither."""
+"""For each kind: the operation on two vectors, its reduction across lanes, its neutral element."""
 
 
 @cache
 def folded(kind: str) -> Kernel:
-    """Each row as one number."""
+    """Make the kernel that reduces each row to one number."""
     join, across, start = FOLDS[kind]
     neutral = np.float32(start)
 
@@ -109,7 +109,7 @@ def folded(kind: str) -> Kernel:
 
 @cache
 def running(kind: str) -> Kernel:
-    """Each row with its numbers joined up to each of them."""
+    """Make the kernel of running reductions: ``y[c] = x[0] op ... op x[c]``."""
     join, _, start = FOLDS[kind]
     neutral = np.float32(start)
 
@@ -131,7 +131,7 @@ SOFTMAX = row_words("x y", "scale:f32")
 
 @kernel
 def softmax(a, thread, threads):
-    """The softmax of each row, scaled."""
+    """Compute ``softmax(scale * x)`` of each row."""
     n, scale = SOFTMAX.columns(a), SOFTMAX.scale(a)
     lo, hi = share(SOFTMAX.rows(a), thread, threads)
     factor = splat(scale)
@@ -147,7 +147,7 @@ def softmax(a, thread, threads):
             weights = add(weights, e)
             put(y, c, n, e)
         weight = total(weights)
-        inverse = splat(ONE / weight if weight != NONE else NONE)  # of NaN it is NaN
+        inverse = splat(ONE / weight if weight != NONE else NONE)  # NaN stays NaN
         for c in range(0, n, LANES):
             put(y, c, n, mul(lanes(y, c, n, 4), inverse))
     return 0
@@ -155,14 +155,14 @@ def softmax(a, thread, threads):
 
 @part
 def tail(x, c, n, factor):
-    """The scaled elements at the end of a row; -inf past it."""
+    """Load the scaled elements at the end of a row; -inf past it."""
     scaled = mul(load_some_or(x + 4 * c, n - c, zeros()), factor)
     return where_inside(scaled, n - c)
 
 
 @part
 def comes_before(value, other):
-    """Whether a number is larger than another one that may be NaN."""
+    """Return whether `value` is larger than `other`, which may be NaN. NaN is smallest."""
     return value > other or (other != other and value == value)
 
 
@@ -171,8 +171,11 @@ TOP_K = words("rows x step n y pace k")
 
 @kernel
 def top_k(a, thread, threads):
-    """Where the `k` largest of `n` elements of each row are: the largest first, equal ones in order, NaN last.  16 at a
-    time are passed over once there are as many as wanted.  `step` and `pace` are bytes from row to row of x and y."""
+    """Find the `k` largest of `n` elements of each row: indices, largest first, equal ones in order, NaN last.
+
+    16 elements are skipped at once if none of them can enter the k. `step` and `pace` are bytes from row to row of x
+    and y.
+    """
     x, step, n, y, pace, k = TOP_K.x(a), TOP_K.step(a), TOP_K.n(a), TOP_K.y(a), TOP_K.pace(a), TOP_K.k(a)
     lo, hi = share(TOP_K.rows(a), thread, threads)
     for i in range(lo, hi):
@@ -202,7 +205,10 @@ MASK = words("positions count cells window y")
 
 @kernel
 def causal_mask(a, thread, threads):
-    """Which `cells` each of `count` positions (int32) sees: those up to itself, within a `window` (0: unlimited)."""
+    """Compute the mask [count, cells] of int32 positions: 0 for visible cells, -inf for others.
+
+    Cells up to the position are visible, within `window` (0: unlimited).
+    """
     cells, window = MASK.cells(a), MASK.window(a)
     lo, hi = share(MASK.count(a), thread, threads)
     for i in range(lo, hi):
@@ -214,6 +220,8 @@ def causal_mask(a, thread, threads):
 
 
 def _reduced(name: str) -> Binding:
+    """Make the binding of `sum_rows`, `mean` or `reduce`."""
+
     def bind(steps: Steps, call: Bound) -> bool:
         x, y = call.operand(0), call.out
         walked = whole_rows(steps, x, y) if y.is_dense and x.shape[-1] else None

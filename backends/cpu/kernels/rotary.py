@@ -1,4 +1,4 @@
-"""Rotary embedding: cosines and sines once for all tensors that turn by the same positions, then the rotations."""
+"""Rotary embedding: cosines and sines once for all tensors with the same positions, then the rotations."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ TURNS = words("positions count run far near further frequency divisors pairs mag
 
 @kernel
 def turns(a, thread, threads):
-    """Cosines and sines [count, pairs] of int32 `positions` in runs of `run`; `far` and `near` are bytes from run to
-    run and from position to position.  For each pair: how many bytes `further` its position lies (int64), its
-    `frequency` (float64), and its `divisors` (float32; 0 for none)."""
+    """Compute cosines and sines [count, pairs] of int32 `positions`.
+
+    Positions are in runs of `run`: `far` and `near` are bytes from run to run and from position to position. Each pair
+    has `further` (int64), the bytes to its position; `frequency` (float64); and `divisors` (float32), or 0 for none.
+    """
     run, far, near, further = TURNS.run(a), TURNS.far(a), TURNS.near(a), TURNS.further(a)
     frequency, divisors = TURNS.frequency(a), TURNS.divisors(a)
     pairs, magnitude, cosines, sines = TURNS.pairs(a), TURNS.magnitude(a), TURNS.cosines(a), TURNS.sines(a)
@@ -64,7 +66,11 @@ def turns(a, thread, threads):
 
 @cache
 def turn(neighbours: bool) -> Part:
-    """``(x, y, offset, pairs, cosines, sines)``: the pairs of a row from an offset on, turned; y may be x."""
+    """Make ``(x, y, offset, pairs, cosines, sines)``: rotate the pairs of a row from element `offset` on.
+
+    ``y[l] = x[l] cos - x[h] sin, y[h] = x[l] sin + x[h] cos``. y may be x. A pair is adjacent elements (`neighbours`),
+    or elements `pairs` apart.
+    """
 
     def body(x, y, offset, pairs, cosines, sines):
         x, y = x + 4 * offset, y + 4 * offset
@@ -88,6 +94,7 @@ def turn(neighbours: bool) -> Part:
 
 @part
 def copy(x, y, n):
+    """Copy `n` float32."""
     for c in range(0, n, LANES):
         put(y, c, n, lanes(x, c, n, 4))
 
@@ -97,8 +104,10 @@ TURNED = row_words("x y", "cosines sines pairs offset rows_of_position cut first
 
 @cache
 def rotate(neighbours: bool) -> Kernel:
-    """Each row turned from element `offset` on.  A head may be cut into several rows; `first` is the number of the
-    first row among all."""
+    """Make the kernel that rotates each row from element `offset` on.
+
+    A head may be cut into `cut` rows; `first` is the number of the first row.
+    """
     turned = turn(neighbours)
 
     def body(a, thread, threads):
@@ -124,8 +133,10 @@ SCALED = row_words("x w y", "eps:f32 cosines sines pairs offset rows_of_position
 
 @cache
 def scaled_and_rotated(neighbours: bool) -> Kernel:
-    """RMS norm of each row, the product with what stands beside, and the rotation from element `offset` on; `first` is
-    the number of the first row among all."""
+    """Make the kernel ``y = rotate(rms_norm(x) * w)``, with the rotation from element `offset` on.
+
+    `first` is the number of the first row.
+    """
     turned = turn(neighbours)
 
     def body(a, thread, threads):
@@ -147,7 +158,7 @@ def scaled_and_rotated(neighbours: bool) -> Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Turning:
-    """How an instruction turns: pairs of which elements of a row, by which cosines and sines."""
+    """The rotation of a `rope`: its pairs, the first rotated element of a row, its cosines and sines."""
 
     neighbours: bool
     pairs: int
@@ -157,6 +168,7 @@ class Turning:
 
 
 def _rope(steps: Steps, call: Bound) -> bool:
+    """Add the rotation of a `rope` or `rope_multi`; False if kernels cannot compute it."""
     x, y = call.operand(0), call.out
     if not x.is_float or _rows(x, y) is None:
         return False
@@ -167,7 +179,7 @@ def _rope(steps: Steps, call: Bound) -> bool:
     turning = turning_of(steps, call)
     size, pairs, neighbours = y.shape[-1], turning.pairs, turning.neighbours
     if neighbours and turning.offset == 0 and 2 * pairs == size and x.is_dense and y.is_dense:
-        size = math.gcd(size, *(steps.columns_of([x]) or ()))  # pairs of neighbours may part
+        size = math.gcd(size, *(steps.columns_of([x]) or ()))  # each cut keeps pairs of neighbours
     cut = y.shape[-1] // size
     pieces = pieces_of(steps, [_in_pieces(x, cut)], _in_pieces(y, cut), whole_rows=True) if size % 2 == 0 else None
 
@@ -197,12 +209,13 @@ def _rope(steps: Steps, call: Bound) -> bool:
 
 
 def _rows(x: Operand, y: Operand) -> list[int] | None:
+    """Make the walk of a rotation; None if kernels cannot walk the operands."""
     walk = rows_of(y.shape, [x, y], whole_rows=True)
     return None if walk is None or walk[ELEMENTS] != [4, 4] else walk
 
 
 def _in_pieces(x: Operand, cut: int) -> Operand:
-    """A dense operand with each row as so many rows; as it is, if that is one."""
+    """Return a dense operand with each row cut into `cut` rows."""
     if cut == 1:
         return x
     size = x.shape[-1] // cut
@@ -211,11 +224,12 @@ def _in_pieces(x: Operand, cut: int) -> Operand:
 
 
 def _number(call: Bound, name: str) -> int:
+    """Return an integer attribute."""
     return int(np.asarray(call.attrs[name]))
 
 
 def is_turned(call: Bound) -> bool:
-    """Whether kernels can read the positions and factors of a `rope` or `rope_multi`."""
+    """Return whether kernels can read the positions and factors of a `rope` or `rope_multi`."""
     pos, factors, multi = call.operand(1), call.optional(2), call.op == "rope_multi"
     if factors is not None and not (factors.is_float and factors.is_dense):
         return False
@@ -223,9 +237,9 @@ def is_turned(call: Bound) -> bool:
 
 
 def turning_of(steps: Steps, call: Bound) -> Turning:
-    """How a `rope` or `rope_multi` turns whose positions and factors kernels can read.
+    """Make the rotation plan of a `rope` or `rope_multi`. Add a step for cosines and sines unless one exists.
 
-    Cosines and sines are made by a step of their own, unless an earlier one has made them.
+    `is_rope_supported` must hold.
     """
     pos, factors, multi = call.operand(1), call.optional(2), call.op == "rope_multi"
     half, mode = _number(call, "n_dims") // 2, str(call.attrs["mode"])
@@ -247,7 +261,7 @@ def _sections(call: Bound) -> tuple[int, ...]:
 def _turns(
     steps: Steps, call: Bound, frequencies: tuple[npt.NDArray[Any], float], plane: npt.NDArray[Any]
 ) -> Sequence[Operand]:
-    """A step that makes cosines and sines; `plane` says which of several rows of positions turns a pair."""
+    """Add the step that computes cosines and sines. `plane` is the row of positions of each pair."""
     (inverse, magnitude), pos, factors = frequencies, call.operand(1), call.optional(2)
     *outer, near = pos.strides
     between = 4 * outer.pop() if call.op == "rope_multi" else 0
@@ -274,11 +288,11 @@ def _turns(
 
 
 def _scaled_and_rotated(flow: Flow, number: int) -> Chain:
-    """The norm of each head, its factors, and the rotation."""
+    """Fuse the norm of each head, its factors and the rotation."""
     chain = turned_heads(flow, number)
     norm, product, rope = map(flow.call, chain)
     x, factors, y = norm.operand(0), product.operand(1), rope.out
-    need(rope.op == "rope" and _number(rope, "n_dims") and is_turned(rope), "it is turned otherwise")
+    need(rope.op == "rope" and _number(rope, "n_dims") and is_turned(rope), "the rotation has no kernel")
     need(norm.out.shape == product.out.shape == y.shape and x.is_float and factors.is_float, "rows differ")
     need(_scaled(x, factors, y) is not None, "operands have no rows")
     apart(y, [factors], [x])
@@ -286,6 +300,7 @@ def _scaled_and_rotated(flow: Flow, number: int) -> Chain:
 
 
 def _add_scaled_and_rotated(steps: Steps, norm: Bound, product: Bound, rope: Bound) -> None:
+    """Add the fused step of norm, factors and rotation."""
     x, factors, y, turning = norm.operand(0), product.operand(1), rope.out, turning_of(steps, rope)
 
     def share(x: Operand, factors: Operand, y: Operand, first: int) -> Share:
@@ -314,6 +329,7 @@ def _add_scaled_and_rotated(steps: Steps, norm: Bound, product: Bound, rope: Bou
 
 
 def _scaled(x: Operand, factors: Operand, y: Operand) -> list[int] | None:
+    """Make the walk of a norm and rotation; None if kernels cannot walk the operands."""
     walk = rows_of(y.shape, [x, factors, y], whole_rows=True)
     return None if walk is None or walk[ELEMENTS][::2] != [4, 4] else walk
 

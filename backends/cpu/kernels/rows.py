@@ -1,4 +1,4 @@
-"""Element by element over rows: operands of any strides whose last axis is dense, or one number for the whole row."""
+"""Elementwise kernels over rows. Operands have any strides; the last axis is dense, or one number per row."""
 
 from __future__ import annotations
 
@@ -39,17 +39,16 @@ from .packing import share
 HEAD = 4
 """Words of a walk before its operands: elements of a row, and three counts of rows, outer first."""
 OPERAND = 5
-"""Words of an operand: address, bytes from row to row along the three axes, bytes from element to element."""
+"""Words of an operand: address, bytes from row to row along three axes, bytes from element to element."""
 ELEMENTS = slice(HEAD + OPERAND - 1, None, OPERAND)
-"""Where a walk has the bytes from element to element of each operand."""
+"""The words of a walk that hold the bytes from element to element of each operand."""
 
 
 def row_words(operands: str, more: str = "") -> Words:
-    """Words of a kernel that goes through rows of operands: `walk`, which `rows_of` makes, and more.
+    """Make the words of a kernel over rows: `walk` (`make_row_walk`) and `more`.
 
-    The kernel reads of the walk how many elements a row has, ``ARGS.columns(a)``, how many rows there are,
-    ``ARGS.rows(a)``, and of each operand, here one called x, where row i begins, ``ARGS.x(a, i)``, and the bytes from
-    element to element, ``ARGS.x_step(a)``.
+    The kernel reads ``ARGS.columns(a)`` and ``ARGS.rows(a)``. For an operand x it reads ``ARGS.x(a, i)``, the address
+    of row i, and ``ARGS.x_step(a)``, the bytes from element to element.
     """
     names = operands.split()
     parts = {"columns": columns, "rows": rows}
@@ -69,7 +68,7 @@ def rows(a):
 
 
 def _row(at: int) -> Part:
-    """``(a, i)``: where row `i` begins of the operand whose words begin at `at`."""
+    """Make ``(a, i)``: the address of row `i` of the operand with its words from `at` on."""
 
     def row(a, i):
         outer, inner = word(a, 2), word(a, 3)
@@ -83,7 +82,7 @@ def _row(at: int) -> Part:
 
 
 def _element(at: int) -> Part:
-    """``(a)``: the bytes from element to element of the operand whose words begin at `at`."""
+    """Make ``(a)``: the bytes from element to element of the operand with its words from `at` on."""
 
     def step(a):
         return word(a, at + OPERAND - 1)
@@ -93,7 +92,7 @@ def _element(at: int) -> Part:
 
 @part
 def lanes(p, c, n, step):
-    """16 elements of a row from column `c`, or as many as there are; or its one element."""
+    """Load up to 16 elements of a row from column `c` of `n`; broadcast its one element if `step` is 0."""
     if step == 0:
         return splat_from(p)
     if n - c >= LANES:
@@ -103,6 +102,7 @@ def lanes(p, c, n, step):
 
 @part
 def put(p, c, n, value):
+    """Store up to 16 elements of a row from column `c` of `n`."""
     if n - c >= LANES:
         store(p + 4 * c, value)
     else:
@@ -120,7 +120,7 @@ def put_bf16(p, c, n, value):
 
 
 STORES: Mapping[DType, Part] = MappingProxyType({DType.F32: put, DType.F16: put_half, DType.BF16: put_bf16})
-"""How 16 elements of a row of `n` are written from column `c` on, the nearest of each type."""
+"""Functions that store up to 16 elements from column `c` of `n`, rounded to each type."""
 
 
 UNARY_WORDS = row_words("x y")
@@ -128,7 +128,7 @@ UNARY_WORDS = row_words("x y")
 
 @cache
 def unary(name: str) -> Kernel:
-    """A function of each element."""
+    """Make the kernel ``y = f(x)`` for one of `UNARY`."""
     function = UNARY[name]
 
     def body(a, thread, threads):
@@ -145,7 +145,7 @@ def unary(name: str) -> Kernel:
 
 @kernel
 def collect(a, thread, threads):
-    """Elements that lie apart, as dense rows."""
+    """Copy strided elements to dense rows."""
     n, apart = UNARY_WORDS.columns(a), splat_int(UNARY_WORDS.x_step(a))
     lo, hi = share(UNARY_WORDS.rows(a), thread, threads)
     for i in range(lo, hi):
@@ -160,7 +160,7 @@ BINARY_WORDS = row_words("x z y")
 
 @cache
 def binary(name: str) -> Kernel:
-    """A function of two elements."""
+    """Make the kernel ``y = f(x, z)`` for one of `BINARY`."""
     function = BINARY[name]
 
     def body(a, thread, threads):
@@ -186,7 +186,7 @@ NUMBERS_WORDS = row_words("x y", "first:f32 second:f32")
 
 @cache
 def with_numbers(name: str) -> Kernel:
-    """A function of each element and two numbers."""
+    """Make the kernel ``y = f(x, first, second)`` with two numbers, for one of `NUMBER_FUNCTIONS`."""
     function = WITH_NUMBERS[name]
 
     def body(a, thread, threads):
@@ -206,7 +206,7 @@ CHOICE_WORDS = row_words("t x z y")
 
 @kernel
 def choose(a, thread, threads):
-    """``t != 0 ? x : z``, of which any may be one number for the whole row."""
+    """Compute ``t != 0 ? x : z``. Each operand may be one number for the whole row."""
     n, t_step = CHOICE_WORDS.columns(a), CHOICE_WORDS.t_step(a)
     x_step, z_step = CHOICE_WORDS.x_step(a), CHOICE_WORDS.z_step(a)
     lo, hi = share(CHOICE_WORDS.rows(a), thread, threads)
@@ -223,7 +223,7 @@ FILL_WORDS = row_words("y", "value:f32")
 
 @kernel
 def fill(a, thread, threads):
-    """The same number everywhere."""
+    """Fill y with one number."""
     n, value = FILL_WORDS.columns(a), splat(FILL_WORDS.value(a))
     lo, hi = share(FILL_WORDS.rows(a), thread, threads)
     for i in range(lo, hi):
@@ -232,22 +232,19 @@ def fill(a, thread, threads):
     return 0
 
 
-# ----------------------------------------------------------------------------------------------------- binding
-
 LONGEST = 2048
-"""Elements of a row that is cut from a longer run, so that threads have rows to share."""
+"""Largest length of the rows into which a longer run is cut, so that threads have rows to share."""
 
 
 def rows_of(
     shape: Sequence[int], operands: Sequence[Operand], *, whole_rows: bool = False, apart: bool = False
 ) -> list[int] | None:
-    """The walk (`row_words`) through `operands`, broadcast to `shape`, row by row; None if they have no such rows.
+    """Make the walk (`make_row_args`) through `operands`, broadcast to `shape`; None if it is impossible.
 
-    Axes that all operands walk through alike become one; with `whole_rows` the last axis stays as it is.  With `apart`
-    elements may lie apart.
+    Axes that all operands can merge become one; `whole_rows` keeps the last one. `apart` allows strided elements.
     """
     if any(n not in (1, m) for o in operands for n, m in zip(reversed(o.shape), reversed(shape), strict=False)):
-        return None  # an operand that is tiled
+        return None  # a repeated operand
     strides = [broadcast_strides(o, shape) for o in operands]
     axes = [(n, *steps) for n, *steps in zip(shape, *strides, strict=True) if n != 1]
     last = [(shape[-1] if shape else 1, *(s[-1] if s else 0 for s in strides))] if whole_rows else []
@@ -280,21 +277,18 @@ def rows_of(
 
 
 def broadcast_strides(operand: Operand, shape: Sequence[int]) -> list[int]:
-    """Strides in elements as if `operand` had `shape`: 0 where it is repeated."""
+    """Return the strides in elements of `operand` broadcast to `shape`: 0 where it is repeated."""
     missing = len(shape) - len(operand.shape)
     own = [0 if n == 1 else s for n, s in zip(operand.shape, operand.strides, strict=True)]
     return [0] * missing + own
 
 
 Numbered = tuple[Kernel, Words, Mapping[str, int]]
-"""A kernel of this file, its words, and those besides the walk."""
+"""A kernel of this file, its words, and the values of the words behind the walk."""
 
 
 def add_rows(steps: Steps, of: Numbered, sources: Sequence[Operand], out: Operand) -> bool:
-    """Append a kernel of this file; False if the operands have no rows that it can walk.
-
-    What lies apart is collected first.
-    """
+    """Add the step of a kernel, after gathering strided operands; False if it cannot walk the operands."""
     whole = _share(of, sources, out)
     if whole is None:
         dense = [_room(steps, o, k) for k, o in enumerate(sources)]
@@ -317,7 +311,7 @@ def add_rows(steps: Steps, of: Numbered, sources: Sequence[Operand], out: Operan
 
 
 def _room(steps: Steps, x: Operand, number: int) -> Operand:
-    """Memory for what `x` holds, if its elements lie apart and can be collected; else `x` itself."""
+    """Return scratch for a dense copy of `x` if its elements are strided and can be gathered; else return `x`."""
     if not x.shape or x.shape[-1] == 1 or x.strides[-1] in (0, 1):
         return x
     nbytes = x.tensor.spec.nbytes
@@ -328,7 +322,7 @@ def _room(steps: Steps, x: Operand, number: int) -> Operand:
 
 
 def _gathering(x: Operand, to: Operand) -> list[int] | None:
-    """The walk of `collect`, if there is one."""
+    """Return the walk of `collect`, or None."""
     if not (x.is_float and to.is_float and to.tensor.spec.size):
         return None
     walk = rows_of(to.shape, [x, to], apart=True)
@@ -338,12 +332,12 @@ def _gathering(x: Operand, to: Operand) -> list[int] | None:
 
 
 def can_copy(x: Operand, to: Operand) -> bool:
-    """Whether `add_unary` copies this there."""
+    """Return whether `add_unary` can copy `x` to `to`."""
     return _gathering(x, to) is not None
 
 
 def _collect(steps: Steps, x: Operand, to: Operand) -> bool:
-    """Append the step that copies what lies apart; False if it has no rows even so."""
+    """Add the step that copies strided elements; False if there is no walk."""
     walk = _gathering(x, to)
     if walk is None:
         return False
@@ -352,9 +346,9 @@ def _collect(steps: Steps, x: Operand, to: Operand) -> bool:
 
 
 def whole_rows(steps: Steps, x: Operand, y: Operand) -> tuple[list[int], Operand] | None:
-    """The walk through whole rows of `x` and `y`, broadcast to `x`, and what is walked in the place of `x`.
+    """Return the walk through whole rows of `x` and `y`, and the walked `x`; None if it is impossible.
 
-    Where elements of `x` lie apart a step collects them.  None, and no step, if there is no such walk.
+    If `x` is strided, this adds a step that gathers it.
     """
     for source in (x, _room(steps, x, 0)):
         walk = rows_of(x.shape, [source, y], whole_rows=True) if x.is_float and x.shape else None
@@ -366,7 +360,7 @@ def whole_rows(steps: Steps, x: Operand, y: Operand) -> tuple[list[int], Operand
 
 
 def _share(of: Numbered, sources: Sequence[Operand], out: Operand) -> Share | None:
-    """The words for such a kernel; None if there are none, or nothing to do."""
+    """Return the words for a kernel; None if it cannot walk the operands or if they are empty."""
     operands = [*sources, out]
     if not all(o.is_float for o in operands) or not out.tensor.spec.size:
         return None
@@ -378,7 +372,7 @@ def _share(of: Numbered, sources: Sequence[Operand], out: Operand) -> Share | No
 
 
 def add_unary(steps: Steps, name: str, x: Operand, out: Operand) -> bool:
-    """One of UNARY; False if the operands have no rows that it can walk."""
+    """Add one of `UNARY`; False if it cannot walk the operands."""
     of: Numbered = (unary(name), UNARY_WORDS, {})
     if name == "copy" and _share(of, [x], out) is None:
         return _collect(steps, x, out)
@@ -386,7 +380,7 @@ def add_unary(steps: Steps, name: str, x: Operand, out: Operand) -> bool:
 
 
 def add_binary(steps: Steps, name: str, x: Operand, z: Operand, out: Operand) -> bool:
-    """One of BINARY; False if the operands have no rows that it can walk."""
+    """Add one of `BINARY`; False if it cannot walk the operands."""
     return add_rows(steps, (binary(name), BINARY_WORDS, {}), [x, z], out)
 
 

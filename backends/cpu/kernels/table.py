@@ -1,4 +1,4 @@
-"""Every family of kernels: how its ops are bound, and its chains."""
+"""All families of kernels: the bindings of their ops and their fused patterns."""
 
 from __future__ import annotations
 
@@ -43,4 +43,4 @@ FUSED: Mapping[str, tuple[Fused, ...]] = merged_lists(
     short_convolution.FUSED,
     windows.FUSED,
 )
-"""Chains by the op of their first instruction, tried before it is bound by itself."""
+"""Fused patterns by the op of their first instruction. They are tried before the instruction is bound alone."""

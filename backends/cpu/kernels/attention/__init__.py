@@ -1,1 +1,1 @@
-"""Attention: of few tokens, of many by vectors, and of many by tiles."""
+"""Attention kernels for decode, and for prefill by vectors or by AMX tiles."""

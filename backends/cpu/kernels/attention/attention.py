@@ -1,4 +1,4 @@
-"""How attention is bound to its kernels: a table of heads with their addresses makes all variants alike."""
+"""Binding of attention to its kernels. A table with the addresses of each head makes all variants alike."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from .attention_squares import takes
 from .scores import OUT
 
 FEW = 16
-"""Tokens from which lanes that are tokens pay."""
+"""Fewest tokens for which lanes should be tokens (prefill kernel)."""
 TOGETHER = 8
-"""Heads of a group at most."""
+"""Largest number of heads of a group."""
 LEAST = 256
-"""Keys that are worth a part of their own."""
+"""Fewest keys for a split of the keys."""
 LOG2_E = math.log2(math.e)
 
 Addresses = npt.NDArray[np.int64]
 
 
 def _at(x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Addresses:
-    """Addresses in `x` for all combinations of entries of some axes; an index past the end begins anew."""
+    """Compute the addresses in `x` for all combinations of indices along `axes`. Indices wrap around at the size."""
     addresses = np.array(x.address, np.int64)
     for axis, index in axes:
         addresses = addresses[..., None] + x.dtype.bytes_of(x.strides[axis]) * (index % x.shape[axis])
@@ -42,7 +42,7 @@ def _at(x: Operand, axes: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Addres
 
 
 def _dense(steps: Steps, purpose: str, x: Operand) -> Operand:
-    """`x`, or a copy if the elements of its rows lie apart."""
+    """Return `x`, or a dense copy if the elements of its rows are strided. `purpose` names the scratch."""
     if x.shape[-1] == 1 or x.strides[-1] == 1 or not all(x.shape):
         return x
     memory = steps.scratch(f"attention {purpose}", x.tensor.spec.nbytes)
@@ -58,14 +58,14 @@ def _dense(steps: Steps, purpose: str, x: Operand) -> Operand:
 
 
 def _elements(x: Operand, leading: Sequence[int]) -> Operand:
-    """What `x` holds at some indices of its leading axes, each element a row of its own."""
+    """Return the part of `x` at fixed leading indices, with each element as a row of its own."""
     for axis, i in enumerate(leading):
         x = x.part(axis, i, 1)
     return replace(x, tensor=replace(x.tensor, shape=(*x.shape, 1), strides=(*x.strides, 1)))
 
 
 def _heads(steps: Steps, call: Bound, q: Operand, k: Operand, v: Operand, mask: Operand | None) -> Addresses:
-    """The words of each head of each sequence, as `scores` names them."""
+    """Build the table [sequences..., heads, 7 words] in the layout of `scores`."""
     *leading, _, heads, _ = q.shape
     keys, count = k.shape[-3], len(leading)
     outer = [(i, np.arange(n)) for i, n in enumerate(leading)]
@@ -93,20 +93,31 @@ def _heads(steps: Steps, call: Bound, q: Operand, k: Operand, v: Operand, mask: 
 
 
 def _number(call: Bound, name: str) -> float:
+    """Return a number among the attributes as float."""
     return float(np.asarray(call.attrs[name]))
 
 
 def _together(shared: int) -> int:
-    """Heads of a group that a unit of work takes: they all share a key head."""
+    """Choose the heads of a unit of work. They share a key head."""
     return max(n for n in range(1, TOGETHER + 1) if shared % n == 0)
 
 
 def _cut(steps: Steps, walks: int, groups: int, k: Operand, v: Operand) -> tuple[int, int]:
-    """How many of the groups of heads of a sequence walk through its cache side by side, and into how many parts its
-    keys are cut, so that all threads have the same to do.
+    """Choose how the threads split the work of decode attention evenly.
 
-    Many walk together where a token's keys do lie together, so that memory is read from front to back: processors fetch
-    that by themselves.  Threads rather share the groups than the keys: then there are no parts to be put together.
+    Groups of heads walk together if the keys of a token are adjacent: then memory is read front to back, which
+    processors prefetch. Threads preferably share the groups rather than the keys, because then no partial results are
+    combined.
+
+    Args:
+        steps: The steps of the program.
+        walks: Sequences.
+        groups: Groups of heads of a sequence.
+        k: The keys.
+        v: The values.
+
+    Returns:
+        The groups of heads that walk together, and the number of splits of the keys.
     """
     most = max(1, k.shape[-3] // LEAST) if k.tensor.spec.nbytes >= SHARED else 1
     parts = _parts(steps, walks)
@@ -119,16 +130,17 @@ def _cut(steps: Steps, walks: int, groups: int, k: Operand, v: Operand) -> tuple
 
 
 def _parts(steps: Steps, units: int) -> int:
-    """Into how many parts all units are cut for all threads to have the same to do."""
+    """Compute the number of splits of each unit with which all threads have equal work."""
     return steps.threads // math.gcd(units, steps.threads)
 
 
 def _is_read(x: Operand | None) -> bool:
-    """Whether kernels read keys or values as they lie, or a copy that can be made of them."""
+    """Return whether kernels can read keys or values in place, or after a copy."""
     return x is not None and (x.is_float or (x.dtype in CELLS and x.is_dense_along(-1) and not x.is_packed))
 
 
 def _attention(steps: Steps, call: Bound) -> bool:
+    """Add attention steps: prefill kernels from `MIN_PREFILL_TOKENS` on, else decode; False if operands do not fit."""
     given, sinks, out = call.src[:4], call.optional(4), call.out
     floats = (call.operand(0), call.optional(3), sinks)
     if not all(x is None or x.is_float for x in floats) or not all(map(_is_read, given[1:3])):
@@ -195,7 +207,7 @@ def _attention(steps: Steps, call: Bound) -> bool:
 def _join(
     steps: Steps, call: Bound, common: Mapping[str, int], heads: Addresses, reads: Sequence[Operand], scratch: Operand
 ) -> None:
-    """Put parts together, by each thread for itself where only products follow."""
+    """Add the step that combines the partial results. Each thread does all of it if only products follow."""
     own = stand_ins(steps, call)
     if own is None:
         steps.add(attention_few.join, attention_few.ARGS(**common), reads=reads, writes=[call.out, scratch])

@@ -1,7 +1,6 @@
-"""Attention of few tokens: lanes are keys, and keys and values are read once for all heads that share them.
+"""Decode attention: lanes are keys. Keys and values are read once for all heads that share them.
 
-Groups of heads walk through a cache side by side, so that its memory is read from front to back.  Keys may be cut into
-parts, which threads share; `join` puts the parts together.
+Groups of heads walk through a cache together: memory is read front to back. Threads may split the keys (`join`).
 """
 
 from __future__ import annotations
@@ -65,34 +64,31 @@ from .scores import (
 )
 
 ARGS = words(f"{COMMON} partial chunks beside")
-"""Partial results; into how many parts the keys are cut; groups of heads that walk side by side."""
-
+"""The last words: partial results, the number of key splits, groups of heads that walk together."""
 LINE = 64
 """Bytes of a cache line."""
 COLUMNS = 64
 """Elements of a value that are summed at once."""
 RUN = 32
-"""Keys whose values are summed before the next head takes them."""
+"""Keys per head while values are summed."""
 PIECE = 1024
-"""Keys whose scores are held at once."""
+"""Keys per block of scores."""
 AHEAD = 32
-"""Keys ahead of their use at which they and their values are fetched, into the second cache.  Fetches lie between the
-products: many at once would wait for each other, and products for them."""
+"""Prefetch distance in keys, to the second cache. Prefetches are spread among the products, which many would delay."""
 MOST_ROWS = 4 if vectors_in_registers() == MANY else 1
-"""Rows that meet keys and values at once: what is loaded, and made float32, is used for all of them."""
+"""Rows that use keys and values at once. Each load and each conversion to float32 serves all of them."""
 VECTOR = 4 * LANES
 SUM, VALUES = 4, 64
-"""Bytes into a partial result: the highest score, the sum of weights, the sum of weighted values."""
+"""Offsets into a partial result: first the highest score, then the sum of weights, then the weighted values."""
 
 
 def part_bytes(width: int) -> int:
-    """Bytes of a partial result."""
+    """Return the bytes of a partial result."""
     return VALUES + 4 * (-(-width // COLUMNS) * COLUMNS)
 
 
 def scratch_bytes(rows: int, keys: int, size: int, width: int) -> int:
-    """Scores of every row, and the highest of each lane; then values as float32, or queries with products or keys in
-    blocks."""
+    """Return the scratch bytes of a thread: scores, highest scores; then values, or queries and products or keys."""
     floats = 4 * MOST_ROWS * VECTOR + rows * 4 * (-(-size // LANES) * LANES)
     blocks = attention_keys.keys_bytes(size) + rows * attention_keys.query_bytes(size)
     scores = rows * 4 * (min(PIECE, -(-keys // LANES) * LANES) + LANES)
@@ -100,21 +96,19 @@ def scratch_bytes(rows: int, keys: int, size: int, width: int) -> int:
 
 
 def _products(cells: Cells, count: int) -> Part:
-    """Products of so many queries with sixteen keys from number `s` on, each as four numbers to be folded, to `to`: a
-    key is made float32 once for all of them, and one past the last is the last.  Meanwhile keys are fetched that stand
-    so many bytes `ahead`."""
+    """Make the products of `count` queries with 16 keys from key `s` on: four partial sums each at `to`."""
     whole, some, rows, line = cells.whole, cells.some, tile(count, 1), LINE // cells.nbytes
     rows_of, zeros, inner, folded, save = rows.rows, rows.zeros, rows.inner, rows.folded, rows.save
     nbytes = cells.nbytes
 
     def products(queries, pitch, key, step, s, keys, size, to, ahead):
-        x = rows_of(queries, pitch, count)
+        x = rows_of(queries, pitch, count)  # each key is converted to float32 once for all of them
         for i in range(s, s + LANES, 4):
-            j, k = key + min(i, keys - 1) * step, key + min(i + 1, keys - 1) * step
+            j, k = key + min(i, keys - 1) * step, key + min(i + 1, keys - 1) * step  # the last key repeats
             l, m = key + min(i + 2, keys - 1) * step, key + min(i + 3, keys - 1) * step
             a, b, c, d = zeros(), zeros(), zeros(), zeros()
-            for col in range(0, size - LANES + 1, LANES):
-                if col % line == 0:
+            for col in range(0, size - LANES + 1, LANES):  # a, b, c, d += key[col] * query[col]
+                if col % line == 0:  # prefetch later keys
                     soon = ahead + nbytes * col
                     prefetch_far(j + soon)
                     prefetch_far(k + soon)
@@ -133,8 +127,7 @@ def _products(cells: Cells, count: int) -> Part:
 
 
 def _values(cells: Cells, count: int, lines: int) -> Part:
-    """Values of `n` keys with the weights of so many rows, added to 64 columns from column `col` of each.  Meanwhile
-    values are fetched that stand so many bytes `ahead`, of so many lines each."""
+    """Make ``states[row, c] += sum over n keys of weight[row, key] * value[key, c]`` for 64 columns."""
     whole, some, rows = cells.whole, cells.some, tile(count, COLUMNS // LANES)
     rows_of, outer, held, put, nbytes = rows.rows, rows.outer, rows.held, rows.put, cells.nbytes
 
@@ -144,8 +137,8 @@ def _values(cells: Cells, count: int, lines: int) -> Part:
         if width - col >= COLUMNS:
             for r in range(n):
                 k, l, m, o = whole(row, col), whole(row, col + 16), whole(row, col + 32), whole(row, col + 48)
-                acc = outer(acc, k, l, m, o, weights, 4 * r)
-                for line in range(lines):
+                acc = outer(acc, k, l, m, o, weights, 4 * r)  # acc[row, c] += weight[row, r] * value[r, c]
+                for line in range(lines):  # prefetch later values
                     prefetch_far(row + ahead + line * LINE)
                 row += pace
         else:
@@ -161,7 +154,7 @@ def _values(cells: Cells, count: int, lines: int) -> Part:
 
 @part
 def fetch(rows, step, count, nbytes):
-    """Rows that are needed soon."""
+    """Prefetch `count` rows of `nbytes` bytes, `step` bytes apart."""
     for r in range(count):
         for c in range(0, nbytes, LINE):
             prefetch_far(rows + r * step + c)
@@ -169,8 +162,7 @@ def fetch(rows, step, count, nbytes):
 
 @part
 def to_weights(scores, n, lanes, state, width):
-    """Scores of a row to weights, in place, where the highest of each lane stands in `lanes`.  Its state becomes that
-    of all keys so far: the highest score, the sum of weights, the sum of weighted values."""
+    """Replace scores of a row by weights; update its online softmax state. `lanes`: highest score of each lane."""
     before = load_scalar(state)
     top = max(largest(load(lanes)), before)
     highest, sums = splat(top), zeros()
@@ -188,7 +180,7 @@ def to_weights(scores, n, lanes, state, width):
 
 @part
 def put_row(parts, count, span, factors, sink, out, width):
-    """The result of a row from `count` parts of it; `factors` is scratch for as many numbers."""
+    """Combine `count` partial results of a row. `factors` is scratch for `count` numbers."""
     top, weight = max(sink, LOWEST), NONE
     for i in range(count):
         top = max(top, load_scalar(parts + i * span))
@@ -197,7 +189,7 @@ def put_row(parts, count, span, factors, sink, out, width):
         store_scalar(factors + 4 * i, f)
         weight += f * load_scalar(parts + i * span + SUM)
     weight += power_of(sink - top)
-    f = splat(ONE / weight if weight != NONE else NONE)  # of NaN it is NaN
+    f = splat(ONE / weight if weight != NONE else NONE)  # NaN stays NaN
     for c in range(0, width, LANES):
         acc = zeros()
         for i in range(count):
@@ -207,7 +199,7 @@ def put_row(parts, count, span, factors, sink, out, width):
 
 @part
 def put_group(a, unit, scratch):
-    """The results of a group of heads from all parts."""
+    """Combine the partial results of a group of heads."""
     tokens, shared, count, width = ARGS.tokens(a), ARGS.shared(a), ARGS.chunks(a), ARGS.width(a)
     span = VALUES + 4 * round_up(width, COLUMNS)
     for t in range(tokens):
@@ -219,15 +211,18 @@ def put_group(a, unit, scratch):
 
 
 def _as_read(cells: Cells) -> Cells:
-    """The type that heads see."""
+    """Return the type of the values that heads read: float32 if they are expanded."""
     return cells if cells.expand is None else CELLS[DType.F32]
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """How queries meet keys of a type: ``take(query, size, to)`` puts a query where ``add`` reads it, ``each(size)``
-    bytes.  ``add(a, heads, s, high, queries, memory, scores, reach, lanes)`` puts the scores of all rows for 16 keys,
-    `reach` bytes apart, and the highest of each lane; it has ``own(size)`` bytes of memory."""
+    """The operations of queries with keys of one type.
+
+    ``prepare_query(query, size, to)`` writes a query of ``query_bytes(size)``. ``store_scores(a, heads, s, high,
+    queries, memory, scores, reach, lanes)`` writes the scores of all rows for 16 keys, `reach` bytes apart, and updates
+    the highest of each lane. ``scratch_bytes(size)`` is the size of `memory`.
+    """
 
     take: Part
     each: Part
@@ -236,11 +231,12 @@ class Keys:
 
 
 def _keys_in_floats(cells: Cells) -> Keys:
+    """Make the operations with float keys."""
     one, two, three, four = (_products(cells, count) for count in range(1, 5))
 
     @part
     def finish(a, heads, row, s, count, products, to, lanes):
-        """Scores of a row from its products, which stand `count` vectors apart."""
+        """Store the scores of a row from its products, which are `count` vectors apart."""
         shared, keys, apart = ARGS.shared(a), ARGS.keys(a), count * VECTOR
         head = heads + row % shared * HEAD
         hidden = mask_lanes(load_long(head + MASK) + row // shared * ARGS.mask_step(a), s, keys)
@@ -283,7 +279,7 @@ def _keys_in_floats(cells: Cells) -> Keys:
 
 
 def _keys_in_blocks(dtype: DType) -> Keys:
-    """By integers."""
+    """Make the operations with keys in blocks: integer dot products."""
     turn_keys, span = attention_keys.turn_keys(dtype), CELLS[dtype].span
 
     @part
@@ -311,7 +307,7 @@ def _keys_in_blocks(dtype: DType) -> Keys:
 
 
 def _add_keys(keys: Keys) -> Part:
-    """Scores of all rows of a walk for keys from `low` to before `high`; the highest of each lane to `lanes`."""
+    """Make the scores of all rows of a walk for keys `low` to `high`, and the highest score of each lane in `lanes`."""
     take, each, own, add = keys.take, keys.each, keys.own, keys.add
 
     def add_keys(a, heads, low, high, scores, reach, lanes, memory):
@@ -331,8 +327,7 @@ def _add_keys(keys: Keys) -> Part:
 
 
 def _some_values(cells: Cells) -> Part:
-    """Where 64 columns from column `c` of `n` values lie: as they are kept, or in `tile` as float32.  Also the bytes
-    from value to value, and from which column to before which they are."""
+    """Make the part that locates 64 columns of `n` values: address, value stride, first column, end column."""
     if cells.expand is None:
         return part(lambda values, step, n, ahead, c, width, scratch: (values, step, c, width))
     expand, span = cells.expand, cells.span
@@ -348,7 +343,7 @@ def _some_values(cells: Cells) -> Part:
 
 
 def _add_values(cells: Cells) -> Part:
-    """The weighted values of keys from `low` to before `high`, added to the states of all rows of a walk."""
+    """Make the part that adds the weighted values of keys `low` to `high` to the states of all rows of a walk."""
     lines = 0 if cells.expand else cells.nbytes * COLUMNS // LINE
     one, two, three, four = (_values(_as_read(cells), count, lines) for count in range(1, 5))
     some_values = _some_values(cells)
@@ -385,7 +380,7 @@ def _add_values(cells: Cells) -> Part:
 
 @cache
 def attend(k: DType, v: DType) -> Kernel:
-    """A part of the keys, of type `k`, and of the values, of type `v`, with the heads of a walk at a time."""
+    """Make the decode kernel for keys of type `k` and values of type `v`. A unit is a walk and a split of the keys."""
     add_keys = _add_keys(_keys_in_blocks(k) if k.is_quantised else _keys_in_floats(CELLS[k]))
     add_values = _add_values(CELLS[v])
 
@@ -425,7 +420,7 @@ def attend(k: DType, v: DType) -> Kernel:
 
 @kernel
 def join(a, thread, threads):
-    """The parts of every group of heads put together."""
+    """Combine the partial results of every group of heads."""
     lo, hi = share(ARGS.units(a), thread, threads)
     for unit in range(lo, hi):
         put_group(a, unit, ARGS.scratch(a) + thread * ARGS.scratch_bytes(a))

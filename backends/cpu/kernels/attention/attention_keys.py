@@ -1,6 +1,6 @@
-"""Queries meet keys in blocks as integers: queries are rounded to blocks of 8 bits first, and lanes are 16 keys.
+"""Integer scores for keys in blocks: queries are quantised to 8-bit blocks; lanes are 16 keys.
 
-The integers of 16 keys are turned once for all heads that share them, four columns to a lane.
+The codes of 16 keys are transposed once for all heads that share them: four columns to a lane.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from ...simd.vectors import (
 from ..blocks import BLOCK, HIGHEST, SCALE, inverse
 
 SQUARE = 512
-"""Bytes of a turned block of 16 keys."""
+"""Bytes of a transposed block of 16 keys."""
 UP: Mapping[DType, np.float32] = MappingProxyType({DType.Q8_0: np.float32(-128), DType.Q4_0: np.float32(-8)})
-"""What has to be added to the integers that `TURNS` give."""
+"""Numbers to add to the codes that `BLOCK_TRANSPOSERS` make."""
 TURNS = MappingProxyType({DType.Q8_0: turn_eight_bits, DType.Q4_0: turn_four_bits})
 
 
 def query_bytes(size: int) -> int:
-    """Of a rounded query: its integers, and of each block the scale and the sum that corrects how keys are moved."""
+    """Return the bytes of a quantised query: codes; then for each block its scale and its offset correction."""
     return -(-(size + size // BLOCK * 8) // 64) * 64
 
 
 def keys_bytes(size: int) -> int:
-    """Of 16 keys: turned pairs of blocks, and scales."""
+    """Return the bytes of 16 keys: transposed pairs of blocks, and scales."""
     return (size // BLOCK + 1) * (SQUARE + 32)
 
 
 def round_query(dtype: DType) -> Part:
-    """A query in blocks of 8 bits, scaled by float32, for keys of such a type."""
+    """Make ``(query, size, to)``: quantise a query to 8-bit blocks with float32 scales, for keys of `dtype`."""
     up = UP[dtype]
 
     def round_query(query, size, to):
@@ -77,7 +77,10 @@ def round_query(dtype: DType) -> Part:
 
 
 def turn_keys(dtype: DType) -> Part:
-    """16 keys from an address on, of which the last has that number, to where `dots` reads them."""
+    """Make ``(keys, step, last, size, to)``: transpose 16 keys for `dot_query_keys`.
+
+    `last` is the index of the last key; keys behind it repeat it.
+    """
     turn, nbytes = TURNS[dtype], dtype.block_bytes
 
     def turn_keys(keys, step, last, size, to):
@@ -94,13 +97,16 @@ def turn_keys(dtype: DType) -> Part:
 
 @part
 def dots(query, keys, size):
-    """The products of a rounded query with 16 keys."""
+    """Return the 16 products of a quantised query and 16 keys.
+
+    ``x[k] = sum over b of query_scale[b] * key_scale[b, k] * (q[b] . key[b, k] + correction[b])``.
+    """
     blocks = size // BLOCK
     scales, factors = keys + (blocks + 1) * SQUARE, query + size
     moved, x = factors + 4 * blocks, zeros()
     for block in range(blocks):
         q, k, sums = query + BLOCK * block, keys + SQUARE * block, no_ints()
-        for i in range(8):
+        for i in range(8):  # sums[k] += q[4 i : 4 i + 4] . key[k, 4 i : 4 i + 4]
             sums = dot4(sums, load_bytes(k + 64 * i), four_everywhere(q + 4 * i))
         scale = mul(load_half(scales + 32 * block), splat_from(factors + 4 * block))
         x = fma(add(to_float(sums), splat_from(moved + 4 * block)), scale, x)

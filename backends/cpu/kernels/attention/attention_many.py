@@ -1,7 +1,9 @@
-"""Attention of many tokens: tiles of 64 keys meet blocks of 32 tokens, softmax streaming.
+"""Prefill attention by vectors: blocks of 32 tokens times tiles of 64 keys, with online softmax. Lanes are tokens.
 
-Lanes are tokens.  Scores ``K Q^T`` and results ``P V`` are the same product of small matrices, `add_products`; keys
-and values of a tile are copied first, so that rows of any stride and length become dense and padded.
+1. Copy the keys and values of a tile, so that rows are dense and padded.
+2. Compute the scores ``K Q^T`` with `add_matrix_product`.
+3. Update the softmax state of each token; scores become weights.
+4. Add ``P V`` to the results with `add_matrix_product`.
 """
 
 from __future__ import annotations
@@ -64,21 +66,23 @@ from .scores import (
 )
 
 ARGS = words(f"{COMMON} span tickets")
-"""Tokens of a unit, and what `tickets.draw` reads."""
+"""The last words: tokens of a unit, and the work queue (`tickets.take_work_item`)."""
 
 TILE = 64
-"""Keys of a tile: a bit of a word each."""
+"""Keys of a tile: one bit of a word each."""
 BLOCK = 32
 """Tokens of a block, and columns of a small matrix: two vectors."""
 ROWS = 8
 """Rows of a small matrix."""
 JOBS = 8
-"""Heads times blocks of tokens that meet a tile one after another, more or less."""
+"""Approximate number of heads times token blocks that use one copy of a tile."""
 
 
 def span(jobs: int, units: int, shared: int, tokens: int, threads: int) -> int:
-    """Tokens that a unit takes, so that at most so many `jobs` meet a tile of keys, which is copied for all of them:
-    all units as many, and fewer where threads would have too few units."""
+    """Choose the tokens of a unit: all units get the same number, a multiple of a block.
+
+    At most `jobs` blocks use one copy of a key tile. Units are smaller if threads would have too few units.
+    """
     blocks = math.ceil(tokens / BLOCK)
     fewest = math.ceil(4 * threads / max(1, units)) if threads > 1 else 1
     spans = max(math.ceil(blocks / max(1, jobs // shared)), min(blocks, fewest))
@@ -86,14 +90,17 @@ def span(jobs: int, units: int, shared: int, tokens: int, threads: int) -> int:
 
 
 def scratch_bytes(rows: int, size: int, width: int) -> int:
-    """Of a thread, as `places` lays it out; `rows`: heads of a group times tokens of a unit."""
+    """Return the scratch bytes of a thread. `rows` is heads of a group times tokens of a unit."""
     deep, wide = math.ceil(size / LANES) * LANES, math.ceil(width / BLOCK) * BLOCK
     return 4 * (TILE * (deep + wide + 2 * BLOCK) + 16 + BLOCK + rows * (deep + wide + 2))
 
 
 @part
 def copy_rows(source, step, rows, size, factor, to, count, wide, otherwise):
-    """`rows` rows of `size` numbers times a factor to `count` dense ones of `wide`; what is missing is `otherwise`."""
+    """Copy ``to[r, c] = factor * source[r, c]`` to `count` dense rows of `wide` numbers.
+
+    `rows` rows of `size` numbers exist. The other numbers are ``factor * otherwise``.
+    """
     for r in range(count):
         for c in range(0, wide, LANES):
             left, at = size - c, source + r * step + 4 * c
@@ -108,8 +115,11 @@ def copy_rows(source, step, rows, size, factor, to, count, wide, otherwise):
 
 @part
 def add_products(a, row, column, b, step, n, to, pace, fades):
-    """``to[j] = fades[j] to[j] + sum_i a[j, i] b[i]``: 8 rows j of 32 columns; `row` and `column`: bytes between
-    elements of a, `step` and `pace`: between rows of b and `to`.  Without `fades` (0) what `to` held does not count."""
+    """Compute ``to[j] = fades[j] * to[j] + sum over i of a[j, i] * b[i]`` for 8 rows j of 32 columns.
+
+    Bytes: `row` and `column` between elements of a, `step` and `pace` between rows of b and of `to`. If `fades` is 0,
+    the old `to` is not added.
+    """
     p0, p1, p2, p3, p4, p5, p6, p7 = zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros(), zeros()
     q0, q1, q2, q3, q4, q5, q6, q7 = p0, p1, p2, p3, p4, p5, p6, p7
     if fades != 0:
@@ -122,7 +132,7 @@ def add_products(a, row, column, b, step, n, to, pace, fades):
         p6, q6 = two_faded(to + 6 * pace, fades + 24)
         p7, q7 = two_faded(to + 7 * pace, fades + 28)
     for _ in range(n):
-        x, y = load(b), load(b + 64)
+        x, y = load(b), load(b + 64)  # p[j] += a[j, i] * b[i, :16], q[j] += a[j, i] * b[i, 16:]
         u, v = splat_from(a), splat_from(a + row)
         p0, q0, p1, q1 = fma(x, u, p0), fma(y, u, q0), fma(x, v, p1), fma(y, v, q1)
         u, v = splat_from(a + 2 * row), splat_from(a + 3 * row)
@@ -145,20 +155,25 @@ def add_products(a, row, column, b, step, n, to, pace, fades):
 
 @part
 def two_faded(rows, fade):
+    """Load a row of 32 numbers as two vectors: ``fade * rows[c]``."""
     f = splat_from(fade)
     return mul(load(rows), f), mul(load(rows + 64), f)
 
 
 @part
 def put_two(to, x, y):
+    """Store two vectors as a row of 32 numbers."""
     store(to, x)
     store(to + 64, y)
 
 
 @part
 def survey(seen, step, tokens, s, keys, to):
-    """Which keys of a tile each eight tokens may see, as words of bits.  Returns those that any may, and whether the
-    mask is zero throughout."""
+    """Find the visible keys of a tile for each 8 tokens, one word of bits per 8 tokens at `to`.
+
+    Returns:
+        The bits of keys that any token sees, and whether the mask is zero throughout.
+    """
     marks, union, mask = no_ints(), 0, seen + 4 * s
     whole = keys - s >= TILE and tokens >= BLOCK
     for first in range(0, BLOCK, ROWS):
@@ -181,14 +196,17 @@ def survey(seen, step, tokens, s, keys, to):
 
 @part
 def reach(bits):
-    """From the first key that is seen to past the last one, in steps of eight."""
+    """Return the range of visible keys of a tile, rounded outwards to multiples of eight."""
     return zeros_below(bits) // ROWS * ROWS, (TILE - zeros_above(bits) + ROWS - 1) // ROWS * ROWS
 
 
 @part
 def soften(p, hidden, low, high, cap, slope, state, fades):
-    """Products of a tile to weights, in place; what earlier sums fade by.  `hidden`: the mask with tokens as lanes, or
-    0.  State: the highest score and the sum of weights of each token."""
+    """Replace the scores of a tile by weights, update the state, and store the factors of earlier sums in `fades`.
+
+    `hidden` is the mask with tokens as lanes, or 0. The state holds the highest score and the sum of weights of each
+    token.
+    """
     before, other = load(state), load(state + 64)
     x, y, h, g = before, other, zeros(), zeros()
     for r in range(4 * BLOCK * low, 4 * BLOCK * high, 4 * BLOCK):
@@ -212,8 +230,11 @@ def soften(p, hidden, low, high, cap, slope, state, fades):
 
 @part
 def places(a, thread):
-    """Where a thread keeps what, in its scratch: tiles of keys, of values, of scores and of the mask; bits of keys
-    that are seen, fades; then of every block and head queries, states and results."""
+    """Return the addresses of a thread's scratch.
+
+    Tiles of keys, values, scores and mask; bits of visible keys; fades; then queries, states and results of every block
+    and head.
+    """
     deep, wide = round_up(ARGS.size(a), LANES), round_up(ARGS.width(a), BLOCK)
     rows = ARGS.shared(a) * ARGS.span(a)
     keys = ARGS.scratch(a) + thread * ARGS.scratch_bytes(a)
@@ -229,7 +250,7 @@ def places(a, thread):
 
 @part
 def take_queries(a, heads, start, end, place):
-    """Queries with tokens as lanes, and states that have seen no key but the sink."""
+    """Load the scaled queries with tokens as lanes. Set states to the sink alone and results to 0."""
     keys, _, _, _, _, _, queries, states, results = place
     step, size, deep = ARGS.q_step(a), ARGS.size(a), round_up(ARGS.size(a), LANES)
     for first in range(start, end, BLOCK):
@@ -252,7 +273,7 @@ def take_queries(a, heads, start, end, place):
 
 
 def _take_rows(cells: Cells) -> Part:
-    """The rows of a tile, `rows` of `size` elements, to dense ones of `wide`; what is missing is zero."""
+    """Make ``(source, step, rows, size, to, wide)``: copy the rows of a tile to dense, zero-padded rows of `wide`."""
     some = cells.some
 
     def take_rows(source, step, rows, size, to, wide):
@@ -265,7 +286,7 @@ def _take_rows(cells: Cells) -> Part:
 
 
 def _take_tile(k: DType, v: DType) -> Part:
-    """Keys and values of a tile."""
+    """Make the part that copies the keys and values of a tile."""
     take_keys, take_values = _take_rows(CELLS[k]), _take_rows(CELLS[v])
 
     def take_tile(a, heads, s, place):
@@ -280,7 +301,7 @@ def _take_tile(k: DType, v: DType) -> Part:
 
 @part
 def take_mask(seen, step, count, left, p, hidden):
-    """The mask of a tile with tokens as lanes, by way of memory of as many rows."""
+    """Load the mask of a tile with tokens as lanes. `p` is scratch for as many rows."""
     copy_rows(seen, step, count, left, ONE, p, BLOCK, TILE, splat(MINUS_INFINITY))
     for r in range(0, TILE, LANES):
         turn(p + 4 * r, 4 * TILE, hidden + 4 * BLOCK * r, 4 * BLOCK)
@@ -289,7 +310,7 @@ def take_mask(seen, step, count, left, p, hidden):
 
 @part
 def meet(a, count, union, hidden, slope, queries, state, result, place):
-    """A block of tokens of one head meets a tile."""
+    """Process a block of tokens of one head with a tile: scores, weights, results."""
     keys, values, p, _, bits, fades, _, _, _ = place
     size, wide = ARGS.size(a), round_up(ARGS.width(a), BLOCK)
     low, high = reach(union)
@@ -306,7 +327,7 @@ def meet(a, count, union, hidden, slope, queries, state, result, place):
 
 
 def _meet_all(k: DType, v: DType) -> Part:
-    """All tokens of a unit meet a tile, which is copied when the first of them sees any of it."""
+    """Make the part that processes all tokens of a unit with a tile. The tile is copied only if a token sees a key."""
     take_tile = _take_tile(k, v)
 
     def meet_all(a, heads, start, end, s, place):
@@ -339,6 +360,7 @@ def _meet_all(k: DType, v: DType) -> Part:
 
 @part
 def put_results(a, heads, start, end, place):
+    """Store ``results / weights`` of all tokens of a unit."""
     width, states, results = ARGS.width(a), place[7], place[8]
     wide = round_up(width, BLOCK)
     for first in range(start, end, BLOCK):
@@ -346,7 +368,7 @@ def put_results(a, heads, start, end, place):
             target = load_long(heads + h * HEAD + OUT) + first * ARGS.out_step(a)
             for t in range(min(BLOCK, end - first)):
                 weight = load_scalar(states + 128 + 4 * t)
-                f = splat(ONE / weight if weight != NONE else NONE)  # of NaN it is NaN
+                f = splat(ONE / weight if weight != NONE else NONE)  # NaN stays NaN
                 for c in range(0, width, LANES):
                     x = mul(load(results + 4 * (t * wide + c)), f)
                     put(target + t * ARGS.out_step(a), c, width, x)
@@ -357,12 +379,16 @@ def put_results(a, heads, start, end, place):
 def in_spans(
     name: str, places: Part, take: Part, meet_all: Part, put: Part, begin: Operation, end: Operation
 ) -> Kernel:
-    """Some blocks of tokens of a group of heads at a time; the last ones come first, since they see most.
+    """Make an attention kernel that processes some token blocks of a group of heads at a time, last blocks first.
 
-    ``places(a, thread)`` says where a thread keeps what; ``take(a, heads, start, stop, place)`` takes the queries of
-    tokens, ``meet_all(a, heads, start, stop, key, place)`` lets them meet the tile of keys that begins there, and
-    ``put``, like `take`, writes results.  ``begin(memory)`` comes before, ``end(memory)`` after all; both get what
-    stands first in `places`.
+    Args:
+        name: The name of the kernel.
+        places: ``(a, thread)`` returns the scratch layout; its first address is `memory`.
+        take: ``(a, heads, start, stop, place)`` loads the queries of tokens.
+        meet_all: ``(a, heads, start, stop, key, place)`` processes these tokens with the tile at `key`.
+        put: Stores results; arguments as `take`.
+        begin: Called with ``(memory)`` first.
+        end: Called with ``(memory)`` last.
     """
 
     def body(a, thread, threads):
@@ -391,6 +417,6 @@ def in_spans(
 
 @cache
 def attend(k: DType, v: DType) -> Kernel:
-    """With keys of type `k` and values of type `v`."""
+    """Make the prefill kernel by vectors for keys of type `k` and values of type `v`."""
     name = f"attention_many.attend.{k}.{v}"
     return in_spans(name, places, take_queries, _meet_all(k, v), put_results, nothing, nothing)

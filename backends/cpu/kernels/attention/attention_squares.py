@@ -1,8 +1,8 @@
-"""What attention by tiles of AMX multiplies: squares of 32 times 32 numbers in two bfloat16 each, or of float32.
+"""Matrices for attention by AMX tiles: 32 x 32 numbers in bfloat16 terms, or in float32.
 
-A square of two terms has four tiles: two of high terms, then two of low ones.  One that is multiplied from the left, of
-keys or values, has 32 rows of 32 numbers; one from the right, of queries or weights, 16 rows of pairs for 32 tokens.
-Which numbers are pairs is free, as long as both sides agree: of keys and queries those 16 columns apart.
+A matrix of two terms has four tiles: two of high terms, then two of low terms. A left matrix (keys, values) has 32 rows
+of 32 numbers. A right matrix (queries, weights) has 16 rows of pairs for 32 tokens. Both sides must agree on the pairs:
+for keys and queries they are columns 16 apart.
 """
 
 from __future__ import annotations
@@ -23,51 +23,58 @@ from ..amx import tiles
 from ..cells import CELLS
 
 SIDE = 32
+"""Rows and columns of a matrix."""
 TILE = amx.TILE
 PANEL = 2 * TILE
-"""Bytes of one term of a square: two tiles."""
+"""Bytes of one term of a matrix: two tiles."""
 SQUARE = 2 * PANEL
-"""Bytes of a square of two terms, or of float32."""
+"""Bytes of a matrix of two terms, or of float32."""
 ROW = 4 * SIDE
 """Bytes of a row of float32."""
 
 A, B, TO, HOW = range(0, 32, 8)
 STEP = 32
-"""Where a step has the terms of two squares whose product is added to a square of sums, in registers, and what else is
-to be done; its bytes."""
+"""Bytes of a step, which adds the product of two matrix terms to a matrix of sums in registers.
+
+`STEP_LEFT`, `STEP_RIGHT`, `STEP_TARGET` and `STEP_FLAGS` are the offsets of its words.
+"""
 FRESH, MORE, DONE = 1, 2, 4
-"""Of the sums: before, they begin at zero, or at what is in their place; after, they are put there."""
+"""Flags of a step: the sums begin at 0, the sums begin at the target, the sums are stored to the target."""
 QUERIES, WEIGHTS = 3, 2
-"""Terms of float32 on the right: an error of a query counts times the size of a score, that of a weight stays 2^-17 of
-it, where keys and values are rounded by 2^-12 of theirs at least."""
+"""Terms of queries and of weights.
+
+The error of a query counts times the size of a score. The error of a weight stays 2^-17 of it, while keys and values
+have errors of at least 2^-12.
+"""
 store_query, store_weight = store_terms(QUERIES), store_terms(WEIGHTS)
 
 
 EXACT = frozenset((DType.F16, DType.BF16, DType.Q4_0))
-"""Types of keys and values that two terms hold."""
+"""Types of keys and values that two terms represent exactly."""
 
 
 def takes(k: DType, v: DType) -> bool:
-    """Whether squares of these keys and values are exact."""
+    """Return whether matrices of these keys and values are exact."""
     return {k, v} <= EXACT
 
 
 def terms_of(dtype: DType) -> int:
-    """Of keys or values."""
+    """Return the terms of keys or values."""
     return 1 if dtype is DType.BF16 else 2
 
 
 def rounding_of_weights(k: DType, v: DType) -> float | None:
-    """The relative error of weights that meet values of these types in tiles, and of what is left out of products with
-    them; None where there are no tiles."""
+    """Return the relative error of softmax weights in tiles, omitted products included; None without tiles."""
     return 2.0 ** -(8 * WEIGHTS) if processor.tiles() and takes(k, v) else None
 
 
 @cache
 def list_product(left: int, right: int) -> Part:
-    """``(end, a, b, to, first, last)``: list the steps of the product of two squares, of so many terms, of which small
-    ones come first, all but those as small as what terms on the right leave out.  `first` is FRESH, MORE or, if it adds
-    to another, 0; `last` is DONE or 0.  Returns where the list ends."""
+    """Make ``(end, a, b, to, first, last)``: append the steps of a product of matrices of `left` and `right` terms.
+
+    Small terms come first. Products as small as the rounding of the right side are omitted. `first` is `CLEAR_SUMS`,
+    `LOAD_SUMS`, or 0 to go on. `last` is `STORE_SUMS` or 0. The part returns the new end of the list.
+    """
     pairs = [(i, j) for i in reversed(range(left)) for j in reversed(range(right)) if i + j < right]
     return reduce(
         _then, [_list_step(i * PANEL, j * PANEL, n == 0, n == len(pairs) - 1) for n, (i, j) in enumerate(pairs)]
@@ -75,6 +82,8 @@ def list_product(left: int, right: int) -> Part:
 
 
 def _list_step(i: int, j: int, is_first: bool, is_last: bool) -> Part:
+    """Make the part that appends one step, for terms at byte offsets `i` and `j` of the two matrices."""
+
     def list_step(end, a, b, to, first, last):
         store_long(end + A, a + i)
         store_long(end + B, b + j)
@@ -86,6 +95,8 @@ def _list_step(i: int, j: int, is_first: bool, is_last: bool) -> Part:
 
 
 def _then(before: Part, after: Part) -> Part:
+    """Return a part that appends the steps of `before`, then of `after`."""
+
     def both(end, a, b, to, first, last):
         return after(before(end, a, b, to, first, last), a, b, to, first, last)
 
@@ -94,7 +105,7 @@ def _then(before: Part, after: Part) -> Part:
 
 @cache
 def start_steps() -> Part:
-    """``(mine, step)``: the sums and terms of a step to registers."""
+    """Make ``(mine, step)``: load the sums and the terms of a step to registers."""
     unit = tiles()
     clear_0, clear_1, clear_2, clear_3 = unit.clear[:4]
     load_0, load_1, load_2, load_3, load_x, load_y, load_u, load_v = unit.load
@@ -121,10 +132,10 @@ def start_steps() -> Part:
 
 @cache
 def take_steps() -> Part:
-    """``(mine, first, last)``: steps from the first, which has been started, to before the last, which is.
+    """Make ``(mine, first, last)``: run the begun steps `first` to `last`, and begin the step `last`.
 
-    A load waits for a store before it whose address has the same low 12 bits, and the store for all products before it.
-    So a step is started before vector code stores anything more.
+    A load waits for an earlier store with the same low 12 address bits, and such a store waits for all products before
+    it. So a step begins before vector code stores anything else.
     """
     unit, start = tiles(), start_steps()
     store_0, store_1, store_2, store_3 = unit.store[:4]
@@ -151,7 +162,7 @@ def take_steps() -> Part:
 
 @part
 def end_steps(end):
-    """A last step, which is started only."""
+    """Append a last step, which is begun but not run."""
     store_long(end + A, load_long(end - STEP + A))
     store_long(end + B, load_long(end - STEP + B))
     store_long(end + HOW, 0)
@@ -159,8 +170,10 @@ def end_steps(end):
 
 @cache
 def rows_to_squares(dtype: DType, count: int) -> Part:
-    """``(source, step, rows, size, to, wide)``: `count` rows of `size` columns, that are `step` bytes apart, to `wide`
-    squares for each 32 of them; what is missing is zero."""
+    """Make ``(source, step, rows, size, to, wide)``: copy `count` rows to `wide` matrices for each 32 of them.
+
+    Rows are `step` bytes apart and have `size` columns. Missing numbers are zero.
+    """
     some, store_pair = CELLS[dtype].some, store_terms(terms_of(dtype))
 
     def take_rows(source, step, rows, size, to, wide):
@@ -177,8 +190,10 @@ def rows_to_squares(dtype: DType, count: int) -> Part:
 
 @cache
 def columns_to_squares(dtype: DType, count: int) -> Part:
-    """``(source, step, rows, size, to, wide, between)``: the same rows as columns, to a square for 32 columns, then one
-    for the next 32 of `count` rows; by way of memory of a square."""
+    """Make ``(source, step, rows, size, to, wide, between)``: transpose `count` rows to matrices of 32 columns.
+
+    The matrices of 32 columns are adjacent for all rows. `between` is scratch of one matrix.
+    """
     turn_some, turn_whole, height = _turn_some(dtype), _TURN_WHOLE.get(dtype), count // SIDE
     is_short = turn_whole is not None
     turn_all = turn_whole or turn_some
@@ -198,7 +213,7 @@ def columns_to_squares(dtype: DType, count: int) -> Part:
 
 @cache
 def _turn_some(dtype: DType) -> Part:
-    """``(source, step, rows, c, size, to, between)``: 16 columns from `c` on, as many of 32 rows as there are."""
+    """Make ``(source, step, rows, c, size, to, between)``: transpose 16 columns from `c` on of up to 32 rows."""
     some, terms = CELLS[dtype].some, terms_of(dtype)
     store_pair, end = store_terms(terms), terms * TILE
 
@@ -216,11 +231,13 @@ def _turn_some(dtype: DType) -> Part:
 
 @part
 def _turn_bf16(source, step, rows, c, size, to, between):
+    """Transpose 16 columns of 32 bfloat16 rows."""
     turn_shorts(source + 2 * c, step, to)
 
 
 @part
 def _turn_halves(source, step, rows, c, size, to, between):
+    """Transpose 16 columns of 32 float16 rows, and split them into two bfloat16 terms."""
     turn_shorts(source + 2 * c, step, between)
     for r in range(0, LANES * amx.WIDTH, amx.WIDTH):
         x, y = load_half(between + r), load_half(between + r + 32)
@@ -234,7 +251,7 @@ _TURN_WHOLE: Mapping[DType, Part] = MappingProxyType({DType.F16: _turn_halves, D
 
 @part
 def lanes_to_square(rows, factor, to):
-    """32 rows of float32 for 32 tokens, times a factor, to a square of pairs 16 rows apart."""
+    """Convert 32 float32 rows of 32 tokens, times a factor, to a matrix of pairs 16 rows apart."""
     for r in range(0, 16 * ROW, ROW):
         for group in range(2):
             at, p = to + r // 2 + group * TILE, rows + r + group * amx.WIDTH

@@ -1,11 +1,10 @@
-"""Attention of many tokens by tiles of AMX: tiles of 64 keys meet blocks of 32 tokens, softmax streaming.
+"""Prefill attention by AMX tiles: tiles of 64 keys times blocks of 32 tokens, with online softmax. Lanes are tokens.
 
-As in `attention_many` lanes are tokens.  Scores ``K Q^T`` and results ``V^T P^T`` are products of squares
-(`attention_squares`): keys are rows, values columns, and the weights of a pair of keys lie side by side as they come.
-
-A block of tokens of one head that meets a tile is a job of three stages: scores, weights, results.  While vector code
-makes the weights of one job, the unit of tiles makes the scores of the next one and the results of the one before:
-its products are spread over the rows of weights.
+Scores ``K Q^T`` and results ``V^T P^T`` are products of matrices (`attention_squares`): keys are rows, values are
+columns, and the weights of a pair of keys are adjacent. A job is a block of tokens of one head and a tile. The tile
+unit computes its scores, vector code its weights, the tile unit its results. While vector code computes the weights of
+one job, the tile unit computes the scores of the next job and the results of the job before. Its products are spread
+over the rows of weights.
 """
 
 from __future__ import annotations
@@ -65,26 +64,25 @@ from .attention_squares import TILE as GROUP
 from .scores import HEAD, LOWEST, MASK, NONE, ONE, OUT, SLOPE, K, Q, V, finished, greater, power, sink_of
 
 JOBS = 24
-"""Of a unit that meet a tile one after another, more or less."""
+"""Approximate number of jobs of a unit per tile."""
 HALVES = TILE // SIDE
 DEEP, HEAVY = QUERIES * PANEL, WEIGHTS * PANEL
-"""Bytes of a square of queries, and of one of weights."""
+"""Bytes of a matrix of queries, and of a matrix of weights."""
 QUERY, RESULT, STATE, HIDDEN, WHOSE, FIRST, LAST = range(0, 56, 8)
 JOB = 64
-"""Where a job has the squares of its queries and its results; its highest scores and sums of weights; its mask, or 0;
-its head; and from which half of the tile to before which one it sees any key.  Its bytes."""
+"""Bytes of a job: addresses of queries, results, softmax state, mask (or 0) and head; range of visible tile halves."""
 STEPS = 8
-"""Of a product at most."""
+"""Largest number of steps of a product."""
 BEGUN, STATES = 256, 320
-"""Where, behind what states hold, is said whether there are results; bytes of a state."""
+"""Offset of the word that says whether results exist, behind the softmax state; bytes of a state."""
 SLACK = np.float32(8)
-"""By how much, in powers of two, a score may be above the one that weights are relative to."""
+"""Largest excess, in powers of two, of a score over the reference score of the weights."""
 ROWS = 8
-"""Keys whose weights are made between two products."""
+"""Keys with weights between two products."""
 
 
 def scratch_bytes(rows: int, size: int, width: int) -> int:
-    """Of a thread, as `places` lays it out; `rows`: heads of a group times tokens of a unit."""
+    """Return the scratch bytes of a thread. `rows` is heads of a group times tokens of a unit."""
     deep, wide = max(1, math.ceil(size / SIDE)), math.ceil(width / SIDE)
     squares, weights = HALVES * (deep + wide + 2) + deep + 2, 2 * HALVES * HEAVY
     lists = HALVES * (STEPS * (deep + wide) + 1) * STEP + 64
@@ -94,13 +92,17 @@ def scratch_bytes(rows: int, size: int, width: int) -> int:
 
 @part
 def squares_of(n):
+    """Return the matrices for `n` rows or columns."""
     return (n + SIDE - 1) // SIDE
 
 
 @part
 def places(a, thread):
-    """Where a thread keeps what, in its scratch: registers; squares of keys and values; scores and weights of two jobs;
-    squares between; bits of keys that are seen, products; then of every job, in arrays, what it begins with."""
+    """Return the addresses of a thread's scratch.
+
+    Registers; matrices of keys and values; scores and weights of two jobs; scratch matrices; bits of visible keys;
+    steps; then arrays of queries, results, masks and states of every job.
+    """
     deep, wide = max(1, squares_of(ARGS.size(a))), squares_of(ARGS.width(a))
     jobs = ARGS.shared(a) * ARGS.span(a) // BLOCK
     mine = ARGS.scratch(a) + thread * ARGS.scratch_bytes(a)
@@ -120,7 +122,7 @@ def places(a, thread):
 
 @part
 def take_queries(a, heads, start, end, place):
-    """Squares of queries, and states that have seen no key but the sink."""
+    """Load the matrices of queries. Set states to the sink alone."""
     _, _, _, _, _, between, _, _, queries, _, _, states = place
     step, size, deep = ARGS.q_step(a), ARGS.size(a), max(1, squares_of(ARGS.size(a)))
     lanes = between + deep * SQUARE
@@ -146,7 +148,7 @@ def take_queries(a, heads, start, end, place):
 
 
 def _take_tile(k: DType, v: DType) -> Part:
-    """Keys and values of a tile."""
+    """Make the part that loads the matrices of keys and values of a tile."""
     take_keys = rows_to_squares(k, TILE)
     take_values = columns_to_squares(v, TILE)
 
@@ -162,12 +164,12 @@ def _take_tile(k: DType, v: DType) -> Part:
 
 @part
 def halves(union):
-    """From the half of a tile with the first key that is seen to past the one with the last key."""
+    """Return the range of halves of a tile with visible keys."""
     return zeros_below(union) // SIDE, (TILE - zeros_above(union) + SIDE - 1) // SIDE
 
 
 def _list_scores(k: DType) -> Part:
-    """``(end, job, keys, scores, deep)``: steps to the scores of a job; returns where the list ends."""
+    """Make ``(end, job, keys, scores, deep)``: append the steps of the scores of a job; return the end of the list."""
     list_steps = list_product(terms_of(k), QUERIES)
 
     def list_scores(end, job, keys, scores, deep):
@@ -182,7 +184,7 @@ def _list_scores(k: DType) -> Part:
 
 
 def _list_results(v: DType) -> Part:
-    """``(end, job, values, weights, wide)``: steps that add to the results of a job; returns where the list ends."""
+    """Make ``(end, job, values, weights, wide)``: append the steps of the results of a job; return the list's end."""
     list_steps = list_product(terms_of(v), WEIGHTS)
 
     def list_results(end, job, values, weights, wide):
@@ -206,7 +208,7 @@ def _list_results(v: DType) -> Part:
 
 @part
 def finish(p, n, hidden, cap, slope):
-    """Scores of `n` keys with cap and mask, in place."""
+    """Apply cap and mask to the scores of `n` keys in place."""
     for r in range(0, n * ROW, ROW):
         h = g = zeros()
         if hidden != 0:
@@ -216,7 +218,7 @@ def finish(p, n, hidden, cap, slope):
 
 @part
 def highest(p, n, x, y):
-    """The highest of so far and of the scores of `n` keys; four at a time, since each waits for the last."""
+    """Return the maxima of `x`, `y` and the scores of `n` keys. Four chains hide the latency."""
     x1 = x2 = x3 = x
     y1 = y2 = y3 = y
     for r in range(p, p + n * ROW, 4 * ROW):
@@ -229,7 +231,7 @@ def highest(p, n, x, y):
 
 @part
 def raise_state(state, x, y, result, rows):
-    """From now on weights are relative to these scores; earlier sums fade."""
+    """Set new reference scores `x`, `y` and rescale the earlier sums."""
     h, g = power(sub(load(state), x)), power(sub(load(state + 64), y))
     put_two(state, x, y)
     put_two(state + 128, mul(load(state + 128), h), mul(load(state + 192), g))
@@ -239,7 +241,7 @@ def raise_state(state, x, y, result, rows):
 
 @part
 def weigh(p, x, y, to, sums, more):
-    """Scores of two keys to weights in pairs, which are added to their sums."""
+    """Convert the scores of two keys to weights in pairs, and add the weights to `sums` and `more`."""
     u, v = power(sub(load(p), x)), power(sub(load(p + ROW), x))
     store_weight(to, PANEL, u, v)
     sums = add(sums, add(u, v))
@@ -250,8 +252,10 @@ def weigh(p, x, y, to, sums, more):
 
 @cache
 def _soften() -> Part:
-    """``(a, mine, job, p, weights, at, end)``: scores of a job at `p` to weights, with steps from `at` to before `end`
-    spread over them."""
+    """Make ``(a, mine, job, p, weights, at, end)``: convert the scores of a job to weights.
+
+    Meanwhile the part runs the steps `at` to `end`.
+    """
     take = take_steps()
 
     def soften(a, mine, job, p, weights, at, end):
@@ -285,7 +289,7 @@ def _soften() -> Part:
 
 
 def _meet(k: DType, v: DType) -> Part:
-    """Some jobs meet a tile: in each round the scores of one, the weights of the last, the results of one before."""
+    """Make the part that processes jobs. Round i: scores of job i, weights of job i - 1, results of job i - 2."""
     take, start, soften = take_steps(), start_steps(), _soften()
     list_scores, list_results = _list_scores(k), _list_results(v)
 
@@ -310,7 +314,7 @@ def _meet(k: DType, v: DType) -> Part:
 
 
 def _meet_all(k: DType, v: DType) -> Part:
-    """All tokens of a unit meet a tile, which is taken when the first of them sees any of it."""
+    """Make the part that processes all tokens of a unit with a tile. The tile is loaded only if a token sees a key."""
     take_tile, meet = _take_tile(k, v), _meet(k, v)
 
     def meet_all(a, heads, start, end, s, place):
@@ -353,6 +357,7 @@ def _meet_all(k: DType, v: DType) -> Part:
 
 @part
 def put_results(a, heads, start, end, place):
+    """Store ``results / weights`` of all tokens of a unit."""
     _, _, _, _, _, between, _, _, _, results, _, states = place
     width, step = ARGS.width(a), ARGS.out_step(a)
     for first in range(start, end, BLOCK):
@@ -379,6 +384,6 @@ def put_results(a, heads, start, end, place):
 
 @cache
 def attend(k: DType, v: DType) -> Kernel:
-    """With keys of type `k` and values of type `v`."""
+    """Make the prefill kernel by AMX tiles for keys of type `k` and values of type `v`."""
     unit, name = tiles(), f"attention_tiled.attend.{k}.{v}"
     return in_spans(name, places, take_queries, _meet_all(k, v), put_results, unit.configure, unit.release)

@@ -1,7 +1,7 @@
-"""What both kernels of attention share: their words, which keys are seen, how a score is finished, and powers of two.
+"""Common parts of the attention kernels: their words, visible keys, the end of a score, and powers of two.
 
-Scores are kept in units of log2(e), so that their exponentials are powers of two: scale, cap, slopes and sinks come
-multiplied by it.
+Scores are in units of log2(e), so that their exponentials are powers of two. Scale, cap, slopes and sinks are
+multiplied by log2(e).
 """
 
 from __future__ import annotations
@@ -35,18 +35,23 @@ COMMON = (
     "tokens units shared keys size width q_step k_step v_step mask_step out_step factor:f32 cap:f32 heads "
     "scratch scratch_bytes"
 )
-"""Words of both kernels: tokens; groups of heads, of all sequences; heads of a group; keys; elements of a key and of a
-value; bytes from token to token, or from key to key; scale and cap; the words of the heads; scratch, and how much of it
-a thread has."""
+"""Words of all attention kernels.
+
+- `tokens`, `units` (groups of heads of all sequences), `shared` (heads of a group), `keys`
+- `size` and `width`: elements of a key and of a value
+- ``*_step``: bytes from token to token or from key to key
+- `factor` and `cap`: the scale and the soft cap
+- `heads`: the head table; `scratch` and the `scratch_bytes` of a thread
+"""
 Q, K, V, MASK, OUT, SLOPE, SINK = range(0, 56, 8)
-"""Bytes into the words of a head: addresses for its first token and key, the slope as float32, where its sink is."""
+"""Offsets into a row of the head table: addresses for the first token and key, float32 slope, address of the sink."""
 HEAD = 56
-"""Bytes of a head."""
+"""Bytes of a row of the head table."""
 
 LOWEST = np.float32(-3.0e38)
-"""Below every score that is not masked."""
+"""A number below every score that is not masked."""
 ONE, NONE, MINUS_INFINITY = np.float32(1), np.float32(0), np.float32(-np.inf)
-"""Numba takes a number of Python for float64."""
+"""float32 constants, because Numba compiles a Python float to float64."""
 LOG2_E = np.float32(np.log2(np.e))
 ROUNDS = 12582912.0
 """1.5 * 2**23: added to a small number, it leaves an integer in the low bits."""
@@ -54,9 +59,9 @@ ROUNDS = 12582912.0
 
 @part
 def power(x):
-    """``2**x`` for x <= 0, relative error below 2e-7; exactly 0 from -127 downwards; NaN stays.
+    """Return ``2**x`` for x <= 0 with a relative error below 2e-7: 0 for x <= -127, NaN for NaN.
 
-    A polynomial of degree 5 on [-1/2, 1/2], 1 at 0; the integer is added to the exponent.
+    A polynomial of degree 5 on [-1/2, 1/2], which is 1 at 0. The integer part is added to the exponent.
     """
     held = where_less(x, splat(-127.0), splat(-127.0), x)
     n = add(held, splat(ROUNDS))
@@ -71,23 +76,25 @@ def power(x):
 
 @part
 def power_of(x):
+    """Return ``2**x`` of a scalar."""
     return lane_0(power(splat(x)))
 
 
 @part
 def round_up(n, step):
+    """Round `n` up to a multiple of `step`."""
     return (n + step - 1) // step * step
 
 
 @part
 def greater(x, y):
-    """The larger of each lane, of y where x is NaN."""
+    """Return the larger number of each lane; y where x or y is NaN."""
     return where_less(y, x, x, y)
 
 
 @part
 def finished(x, hidden, cap, slope):
-    """Scores of scaled products of queries and keys: capped, and the mask added."""
+    """Return scores from scaled products: ``slope * hidden + cap * tanh(x)``; without a cap ``slope * hidden + x``."""
     if cap > NONE:
         x = mul(tanh(x), splat(cap))
     return fma(splat(slope), hidden, x)
@@ -95,12 +102,13 @@ def finished(x, hidden, cap, slope):
 
 @part
 def sink_of(head):
+    """Load the sink score of a head."""
     return load_scalar(load_long(head + SINK)) * LOG2_E
 
 
 @part
 def mask_lanes(seen, s, keys):
-    """The mask of 16 keys; -inf past the last one."""
+    """Load the mask of 16 keys from key `s` on, -inf past the last key."""
     if keys - s >= LANES:
         return load(seen + 4 * s)
     return load_some_or(seen + 4 * s, keys - s, splat(MINUS_INFINITY))
@@ -108,13 +116,13 @@ def mask_lanes(seen, s, keys):
 
 @part
 def seen_lanes(mask):
-    """A bit for each key that may be seen."""
+    """Return one bit for each visible key."""
     return lanes_above(mask, splat(LOWEST))
 
 
 @part
 def seen_from(seen, keys):
-    """The first key that may be seen, or fewer than 16 before it."""
+    """Find the first visible key, rounded down to a multiple of 16."""
     s = 0
     while s < keys and seen_lanes(mask_lanes(seen, s, keys)) == 0:
         s += LANES
@@ -123,7 +131,7 @@ def seen_from(seen, keys):
 
 @part
 def seen_to(seen, keys):
-    """One past the last key that may be seen, or fewer than 16 more."""
+    """Find the end of the visible keys, rounded up to a multiple of 16 or to `keys`."""
     s = (keys + LANES - 1) // LANES * LANES
     while s > 0 and seen_lanes(mask_lanes(seen, s - LANES, keys)) == 0:
         s -= LANES
@@ -132,7 +140,7 @@ def seen_to(seen, keys):
 
 @part
 def seen_range(heads, shared, tokens, step, keys):
-    """From the first to past the last key that any token may see in any head of a group."""
+    """Find the range of keys that are visible to any token in any head of a group."""
     low, high, known = keys, 0, 0
     for h in range(shared):
         seen = load_long(heads + h * HEAD + MASK)

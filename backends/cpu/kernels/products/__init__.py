@@ -1,1 +1,1 @@
-"""Products of matrices with weights of all types: packed, float, and chosen by routing."""
+"""Matrix products with packed, float and MoE weights."""

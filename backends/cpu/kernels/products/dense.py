@@ -1,4 +1,4 @@
-"""Matrix products with weights of float32, float16 or bfloat16 as they lie, in float32, unless tiles take them."""
+"""float32 matrix products with unpacked weights of float32, float16 or bfloat16. AMX tiles take large products."""
 
 from __future__ import annotations
 
@@ -17,25 +17,30 @@ from ..rows import lanes, put
 from .grouped import Blocks, fetch, product_of
 
 WIDE, COLUMN = 768, 64
-"""Columns that are expanded at a time, and bytes of one of a group.  They fill a good part of the second cache, from
-which a tile takes them as fast as it multiplies: sums are put aside less often than if the first cache held them."""
+"""Columns that are expanded at a time, and bytes of one column of a group.
+
+The expanded columns fill a good part of the second cache. A tile loads them from there as fast as it multiplies. If
+they had to fit the first cache, sums would be stored more often.
+"""
 CHUNK, FEW, LYING = 512, 3, 6
-"""Rows of activations that meet what is expanded before it is expanded again, that do not fill a tile, and that meet a
-weight as it lies."""
+"""Activation rows per expansion; largest incomplete tile, and largest product, that uses the unexpanded weight."""
 
 
 @part
 def f32_lanes(p, c, n):
+    """Load 16 columns of a float32 weight row from column `c`, or as many as there are."""
     return lanes(p, c, n, 4)
 
 
 @part
 def f16_lanes(p, c, n):
+    """Load 16 columns of a float16 weight row from column `c` as float32."""
     return load_half(p + 2 * c)
 
 
 @part
 def bf16_lanes(p, c, n):
+    """Load 16 columns of a bfloat16 weight row from column `c` as float32."""
     return load_bf16(p + 2 * c)
 
 
@@ -44,7 +49,7 @@ SQUARES = {DType.F32: turn_floats, DType.F16: turn_halves, DType.BF16: turn_bf16
 
 
 def _expand(dtype: DType) -> Part:
-    """Rows to columns of float32."""
+    """Make `WeightTiling.expand_blocks`: transpose 16 weight rows to columns of float32."""
     turn, size = SQUARES[dtype], dtype.storage.itemsize
 
     def expand(to, group, stride, left, columns, first, count):
@@ -55,10 +60,11 @@ def _expand(dtype: DType) -> Part:
 
 
 def _add(some: Tile, groups: int) -> Part:
+    """Make `WeightTiling.add_block`: ``acc[i, g] += w[g, :, c] * x[i, c]`` for one column c."""
     outer, second, third = some.outer, WIDE * COLUMN, 2 * WIDE * COLUMN
 
     def add(acc, p, r, at):
-        return outer(acc, load(p), r, at)
+        return outer(acc, load(p), r, at)  # acc[i, row] += w[row, c] * x[i, c]
 
     def add_three(acc, p, r, at):
         return outer(acc, load(p), load(p + second), load(p + third), r, at)
@@ -67,7 +73,10 @@ def _add(some: Tile, groups: int) -> Part:
 
 
 def _few(dtype: DType, count: int) -> Part:
-    """Row after row of the weight as they lie in memory; products with a row of activations in four chains."""
+    """Make `WeightTiling.make_few_rows` of `count` activation rows, for weight rows in the order of memory.
+
+    Each row has four independent sums.
+    """
     rows = tile(count, 1)
     weights, size = LOADS[dtype], dtype.storage.itemsize
     zeros, inner, inner_some = rows.zeros, rows.inner, rows.inner_some
@@ -94,7 +103,7 @@ def _few(dtype: DType, count: int) -> Part:
 
 @cache
 def blocks_of(dtype: DType) -> Blocks:
-    """A tile is as many rows of activations and groups as there are registers for their sums."""
+    """Make the tiling of a float weight type. A tile has as many rows and groups as registers can hold sums."""
     rows, groups = (8, 3) if vectors_in_registers() == MANY else (6, 1)
     expand, add, few = _expand(dtype), _add(tile(rows, groups), groups), partial(_few, dtype)
     return Blocks(1, 4, COLUMN, WIDE, CHUNK, rows, groups, FEW, LYING, expand, add, few)
@@ -102,7 +111,7 @@ def blocks_of(dtype: DType) -> Blocks:
 
 @cache
 def product(dtype: DType) -> Kernel:
-    """Halves have a multiple of 16 columns."""
+    """Make the product kernel of a float weight type. float16 and bfloat16 weights have a multiple of 16 columns."""
     return product_of(f"dense.product.{dtype}", blocks_of(dtype))
 
 
@@ -111,10 +120,10 @@ COLUMNS = words("matrices count rows columns w w_between w_step x x_between x_ro
 
 @kernel
 def columns(a, thread, threads):
-    """``y[b, i] = w[b] @ x[b, i]`` where columns of w are dense: `count` rows of x in each of `matrices`.
+    """Compute ``y[b, i] = w[b] @ x[b, i]`` where the columns of w are dense: `count` rows of x in each of `matrices`.
 
-    Bytes: ``*_between`` from matrix to matrix, ``*_row`` from row to row, `w_step` from column to column of w, `x_step`
-    from element to element of x.
+    Words in bytes: ``*_between`` from matrix to matrix, ``*_row`` from row to row, `w_step` from column to column of w,
+    `x_step` from element to element of x.
     """
     count, rows, n = COLUMNS.count(a), COLUMNS.rows(a), COLUMNS.columns(a)
     lo, hi = share(COLUMNS.matrices(a) * count, thread, threads)
@@ -124,14 +133,17 @@ def columns(a, thread, threads):
         y = COLUMNS.y(a) + b * COLUMNS.y_between(a) + i * COLUMNS.y_row(a)
         for c in range(0, rows, LANES):
             acc = zeros()
-            for k in range(n):
+            for k in range(n):  # acc[c] += w[b, c, k] * x[b, i, k]
                 acc = fma(lanes(w + k * COLUMNS.w_step(a), c, rows, 4), splat_from(x + k * COLUMNS.x_step(a)), acc)
             put(y, c, rows, acc)
     return 0
 
 
 def bind_columns(steps: Steps, call: Bound) -> bool:
-    """Matrices, one for each matrix of x, whose columns lie densely; more rows of x are worth expanding these."""
+    """Add a product of a w with dense columns and a matrix for each matrix of x; False if it does not fit.
+
+    With more than `MAX_LEFTOVER_ROWS` rows of x it pays to expand the columns instead.
+    """
     w, x, y = call.operand(0), call.operand(1), call.out
     alike = len(w.shape) == len(x.shape) == 3 and w.shape[0] == x.shape[0] and x.shape[1] <= FEW
     if not alike or not (w.is_float and x.is_float) or w.strides[1] != 1 or y.strides[-1] != 1:
@@ -158,5 +170,5 @@ def bind_columns(steps: Steps, call: Bound) -> bool:
 
 
 def fits(w: Operand) -> bool:
-    """Whether the weight of a product lies as kernels read it."""
+    """Return whether kernels can read the weight in place."""
     return w.dtype in LOADS and w.strides[-1] == 1 and (w.dtype is DType.F32 or w.shape[-1] % LANES == 0)

@@ -1,4 +1,4 @@
-"""Products with the experts that a router chose: slots sorted by expert, then each expert's rows at once."""
+"""MoE products with packed or float weights: sort slots by expert, then multiply all rows of an expert at once."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ ARGS = words("ids count experts starts own every")
 
 @kernel
 def sort_slots(a, thread, threads):
-    """`count` slots, whose `ids` (int32) name one of `every` expert, by expert; `experts` from number
-    `own` on are here.
+    """Sort `count` slots by expert. `ids` (int32) holds one of `every` experts per slot.
 
-    At `starts`: how many slots come before each expert, before those of experts that are elsewhere, and in all; then
-    slots in that order.  An id that is no expert at all stops the run.
+    The device has `experts` experts, from number `own` on. `starts` receives the slots before each expert, the slots
+    before the remote experts, and the slots in all. The sorted slots follow. An invalid id stops the run.
     """
     ids, count, experts, starts = ARGS.ids(a), ARGS.count(a), ARGS.experts(a), ARGS.starts(a)
     own, every = ARGS.own(a), ARGS.every(a)
@@ -44,11 +43,11 @@ def sort_slots(a, thread, threads):
     for e in range(experts + 1):
         store_int(starts + 4 * (e + 1), load_int(starts + 4 * (e + 1)) + load_int(starts + 4 * e))
     slots = starts + 4 * (experts + 2)
-    for i in range(count):  # each start moves to the end of its run ...
+    for i in range(count):  # starts[e] becomes the end of expert e ...
         at = starts + 4 * here(load_int(ids + 4 * i), own, experts)
         store_int(slots + 4 * load_int(at), i)
         store_int(at, load_int(at) + 1)
-    for e in range(experts + 1, 0, -1):  # ... which is where the next run starts
+    for e in range(experts + 1, 0, -1):  # ... which is the start of expert e + 1
         store_int(starts + 4 * e, load_int(starts + 4 * (e - 1)))
     store_int(starts, 0)
     return 0
@@ -56,7 +55,7 @@ def sort_slots(a, thread, threads):
 
 @part
 def here(chosen, own, experts):
-    """The number on this device of an expert; one past the last for those that are elsewhere."""
+    """Return the index of an expert on this device; `experts` for an expert of another device."""
     return chosen - own if own <= chosen and chosen < own + experts else experts
 
 
@@ -71,12 +70,13 @@ def _mul_mat_id(steps: Steps, call: Bound) -> bool:
 
 
 def sorted_slots(steps: Steps, call: Bound) -> Slots:
-    """Slots sorted by expert, by a step of its own unless an earlier one has done it."""
+    """Return the slots of an MoE product, sorted by expert. Add a sorting step unless an earlier step did it."""
     x, ids, experts = call.operand(1), call.operand(2), call.operand(0).shape[0]
     return Slots(_sorted(steps, call, ids, experts), experts, ids.shape[-1], x.shape[-2])
 
 
 def _sorted(steps: Steps, call: Bound, ids: Operand, experts: int) -> Operand:
+    """Return the sorted slots. Add a sorting step unless an earlier step has sorted these ids."""
     own, every = (int(np.asarray(call.attrs[name])) for name in ("first", "total"))
     key = ("slots", ids.tensor, own, experts)
     if (sorted_before := steps.known(key)) is not None:

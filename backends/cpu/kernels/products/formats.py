@@ -1,11 +1,11 @@
-"""Packed weights: what kernels need to know of each quantised type.
+"""Packed weights: the layout of each quantised type and the functions that read it.
 
-Rows lie in groups of 16, a lane each, columns in blocks of 32, blocks in units of 8 or as many as are left.  A unit
-holds first its codes, then its scales, in as many bytes as the same columns take in a GGUF file: packing moves bits and
-loses none, and who multiplies reads memory from one end to the other, as processors fetch it best.  Codes are split
-into planes of 8, 4, 2 or 1 bits; byte ``4 * row + k`` of a 64-byte vector belongs to column ``4 * j + k`` of the block,
-where `j` counts first the bit fields of a byte and then the vectors.  Every weight is ``scale * code + bias`` with an
-unsigned code, and scale and bias shared by 16 or 32 columns.
+1. A group is 16 rows, one lane each. A block is 32 columns. A unit is 8 blocks, or the remaining blocks.
+2. A unit stores its codes, then its scales, in as many bytes as in a GGUF file. Packing only moves bits. A product
+reads memory front to back, which processors prefetch best.
+3. Codes are split into planes of 8, 4, 2 or 1 bits. Byte ``4 * row + k`` of a 64-byte vector holds column ``4 * j + k``
+of the block. `j` counts first the bit fields of a byte, then the vectors.
+4. Every weight is ``scale * code + bias``. Codes are unsigned. 16 or 32 columns share a scale and a bias.
 """
 
 from __future__ import annotations
@@ -54,16 +54,18 @@ ROWS, COLUMNS, UNIT = 16, 32, 8
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How one quantised type is packed, and columns of a unit are found in it.
+    """The packed layout of one quantised type.
 
-    ``four(row, c)`` are the unsigned codes of columns `c` to c + 3 of the unit that begins at `row` of a file, a byte
-    each; `c` is a multiple of 4.  ``split(row, to, lane, s)`` moves the scales of its block `s`, as a file has blocks,
-    to lane `lane` of theirs.
-
-    ``codes(p, h)`` are the code vectors of 32 columns, from where these stand in the one or two planes; ``scales(p,
-    b)`` are the scales of columns 32 b to 32 b + 15 and of the 16 after them, which differ if `halves`; ``biases(p,
-    b)`` likewise; where `zero` is not 0, ``-zero * scale``.
-    No code is larger than `largest`.
+    Attributes:
+        plane_bits: Code bits in each plane.
+        load_four_codes: ``(row, c)`` returns the codes of columns `c` to c + 3 of a file row's unit, one byte each.
+        split_scales: ``(row, to, lane, s)`` copies the scales of file block `s` to their lane.
+        load_codes: ``(p, h)`` loads the codes of 32 columns from both planes.
+        load_scales: ``(p, b)`` loads the scales of columns 32 b to 32 b + 15, and of the 16 columns behind them.
+        load_biases: ``(p, b)`` loads the biases likewise. With a zero point they are ``-zero_point * scale``.
+        zero_point: The code of weight 0; 0 if biases are stored.
+        has_half_block_scales: Whether the two scales of a block differ.
+        max_code: The largest code.
     """
 
     dtype: DType
@@ -79,7 +81,7 @@ class Format:
 
     @property
     def known(self) -> Codes:
-        """Of its codes, for who multiplies them."""
+        """Properties of the codes for dot products."""
         return Codes(self.largest, self.zero, self.halves)
 
     @property
@@ -92,25 +94,25 @@ class Format:
 
 
 NIBBLES, CRUMBS, BITS = 0x0F0F0F0F, 0x03030303, 0x01010101
-"""The lowest bits of four bytes."""
+"""Masks of the lowest 4 bits, 2 bits and 1 bit of four bytes."""
 
 
 @part
 def nibbles(row, c, head, nbytes):
-    """Of a 32-column block: the low ones are its first 16 columns."""
+    """Unpack 4 codes of a 32-column block. The low nibbles are the first 16 columns."""
     return load_four(row + c // 32 * nbytes + head + c % 16) >> c % 32 // 16 * 4 & NIBBLES
 
 
 @part
 def fifth_bits(row, c, head, nbytes):
-    """A bit for each of 32 columns in 4 bytes; a product moves four neighbours apart."""
+    """Unpack the fifth bits of 4 columns from 4 bytes with a bit per column. A product moves four neighbours apart."""
     four = load_byte(row + c // 32 * nbytes + head + c % 32 // 8) >> c % 8 & 15
     return (four * 0x204081 & BITS) << 4
 
 
 @part
 def move_half(row, to, lane):
-    """Two bytes to their lane of 16."""
+    """Copy a float16 to its lane of 16."""
     store_byte(to + 2 * lane, load_byte(row))
     store_byte(to + 2 * lane + 1, load_byte(row + 1))
 
@@ -153,7 +155,7 @@ def _one_scale(nbytes: int) -> Part:
 
 
 def _scale_and_bias(nbytes: int) -> Part:
-    """Biases stand beside their scales."""
+    """Make `PackedFormat.split_scales` for a scale and a bias. The biases follow the scales."""
 
     def split(row, to, lane, s):
         move_half(row + s * nbytes, to + s * 64, lane)
@@ -163,7 +165,7 @@ def _scale_and_bias(nbytes: int) -> Part:
 
 
 def _centred(scales: Part, zero: int) -> Part:
-    """The biases of a type whose codes have a fixed zero."""
+    """Make the biases of a type with a fixed zero point: ``-zero * scale``."""
 
     def biases(p, b):
         d, e = scales(p, b)
@@ -197,7 +199,7 @@ def mxfp4_split(row, to, lane, s):
 
 @part
 def mxfp4_scales(p, b):
-    """``2 ** (e - 128)``, since the table of values is doubled; the two smallest are subnormal."""
+    """Load ``2 ** (e - 128)``, because the code book is doubled. The two smallest scales are subnormal."""
     e = load_small(p + 16 * b)
     small = bits_to_float(shift_left(splat_int(0x200000), e))
     d = where_less(to_float(e), splat(2.0), small, bits_to_float(shift_left(sub_int(e, splat_int(1)), splat_int(23))))
@@ -208,8 +210,7 @@ def mxfp4_scales(p, b):
 
 
 def _looked_up(values: np.ndarray) -> tuple[Intrinsic, int, int]:
-    """Codes through a book of 16 signed values; made unsigned by what is added, which is returned as well, and the
-    largest of them."""
+    """Return the codes through a book of 16 signed values, the zero point that makes them unsigned, the top code."""
     zero = -int(values.min())
     return codes_of((4,), table=table_of([int(v) + zero for v in values])), zero, int(values.max()) + zero
 
@@ -223,19 +224,19 @@ mxfp4_codes, MXFP4_ZERO, MXFP4_LARGEST = _looked_up(FP4_VALUES_TIMES_2)
 
 @part
 def nibbles_of_64(row, c):
-    """Of 64 columns in 32 bytes: the low ones are the first half."""
+    """Unpack 4 codes of 64 columns in 32 bytes. The low nibbles are the first half."""
     return load_four(row + c // 64 * 32 + c % 32) >> c % 64 // 32 * 4 & NIBBLES
 
 
 @part
 def crumbs_of_128(row, c):
-    """Two bits of 128 columns in 32 bytes, lowest first."""
+    """Unpack 4 codes of 2 bits from 128 columns in 32 bytes, lowest bits first."""
     return load_four(row + c // 128 * 32 + c % 32) >> c // 32 % 4 * 2 & CRUMBS
 
 
 @part
 def bits_of_256(row, c):
-    """One bit of 256 columns in 32 bytes, lowest first."""
+    """Unpack 4 bits from 256 columns in 32 bytes, lowest bits first."""
     return load_four(row + c % 32) >> c // 32 & BITS
 
 
@@ -261,7 +262,7 @@ def q5_k_four(row, c):
 
 @part
 def q6_k_four(row, c):
-    """Nibbles of 128 columns in 64 bytes, and two bits of them in 32."""
+    """Join nibbles of 128 columns in 64 bytes and their two high bits in 32 bytes."""
     low = load_four(row + c // 128 * 64 + c % 64) >> c % 128 // 64 * 4 & NIBBLES
     return low | crumbs_of_128(row + 128, c) << 4
 
@@ -273,7 +274,7 @@ def iq4_xs_four(row, c):
 
 @part
 def six_bits(at, j):
-    """Scale (`j` 0 to 7) or minimum (8 to 15) of the 12 bytes of Q4_K and Q5_K (``get_scale_min_k4`` of ggml)."""
+    """Unpack scale (`j` 0 to 7) or minimum (8 to 15) of Q4_K and Q5_K (``get_scale_min_k4`` of ggml)."""
     half, i = j // 8 * 4, j % 8
     if i < 4:
         return load_byte(at + half + i) & 63
@@ -283,8 +284,7 @@ def six_bits(at, j):
 
 @part
 def k_split(row, to, lane, s):
-    """Of Q4_K and Q5_K: for 8 blocks the low nibbles of scale and minimum, for pairs of blocks their high bits; then
-    the two float16."""
+    """Split Q4_K and Q5_K scales: low nibbles of 8 scales and minimums; high bits of block pairs; two float16."""
     for pair in range(4):
         high = 0
         for k in range(2):
@@ -299,13 +299,13 @@ def k_split(row, to, lane, s):
 
 @part
 def six_high_bits(at, j):
-    """The byte of block `j` that holds the two highest bits of its scale, and above them those of its minimum."""
+    """Load the two high bits of the scale of block `j`, and above them the high bits of the minimum."""
     return shift_right(load_small(at + 128 + 16 * (j // 2)), splat_int(j % 2 * 4))
 
 
 @part
 def k_scales(p, b):
-    """Of Q4_K and Q5_K: the 6-bit scale of 32 columns times a float16 of 256."""
+    """Return the 6-bit scale of 32 columns times the float16 of 256 columns, of Q4_K and Q5_K."""
     low, high = and_int(load_small(p + 16 * b), splat_int(15)), and_int(six_high_bits(p, b), splat_int(3))
     d = mul(load_half(p + 192), to_float(or_int(low, shift_left(high, splat_int(4)))))
     return d, d
@@ -313,7 +313,7 @@ def k_scales(p, b):
 
 @part
 def k_biases(p, b):
-    """The negative 6-bit minimum times another float16."""
+    """Return the negative 6-bit minimum times the other float16."""
     low, four = shift_right(load_small(p + 16 * b), splat_int(4)), splat_int(4)
     high = and_int(shift_right(six_high_bits(p, b), splat_int(2)), splat_int(3))
     m = mul(mul(load_half(p + 224), splat(-1.0)), to_float(or_int(low, shift_left(high, four))))
@@ -346,7 +346,7 @@ def q2_k_biases(p, b):
 
 @part
 def q3_k_split(row, to, lane, s):
-    """6-bit scales: low nibbles of blocks j and j + 8 share a byte, high bits of j, j + 4, j + 8 and j + 12, too."""
+    """Split 6-bit scales. Low nibbles of blocks j, j + 8 share a byte; so do high bits of j, j + 4, j + 8, j + 12."""
     for j in range(8):
         store_byte(to + 16 * j + lane, load_byte(row + 96 + j))
     for j in range(4):
@@ -356,8 +356,7 @@ def q3_k_split(row, to, lane, s):
 
 @part
 def q3_k_scales(p, b):
-    """Both scales of a block are made of bytes beside each other.  What is subtracted from them is exact behind the
-    product, too."""
+    """Make both scales of a block from adjacent bytes. Subtracting 32 d after the product is exact, too."""
     low = shift_right(load_ints(p + 32 * (b % 4)), splat_int(b // 4 * 4))
     high = shift_right(load_ints(p + 128 + 32 * (b % 2)), splat_int(b // 2 * 2))
     high = shift_left(and_int(high, splat_int(0x03030303)), splat_int(4))
@@ -413,7 +412,7 @@ def _format(
     largest: int | None = None,
     halves: bool = False,
 ) -> Format:
-    """A format of which `biases` are a number where its codes have a fixed zero."""
+    """Make a format. `biases` is a number if the codes have a fixed zero point."""
     zero = biases if isinstance(biases, int) else 0
     of_blocks = biases if isinstance(biases, Part) else _centred(scales, zero)
     most = (1 << sum(widths)) - 1 if largest is None else largest

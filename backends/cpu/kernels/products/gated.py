@@ -1,4 +1,4 @@
-"""Gated units of two operands, or of the halves of one; rounded at once where products with packed weights follow."""
+"""Gated units of two operands or of the halves of one operand, quantised at once for packed products."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from .products import wanted_of
 from .rounding import Target, round_row
 
 ARGS = row_words("x z y", "between rounding[*]")
-"""Gate, up and target, bytes from thread to thread of the target, and how to round, as `rounding.Target` says."""
+"""Gate, up and result; bytes from thread to thread of the result; `QuantisedTarget.rounding_words`."""
 ROUNDING = ARGS.start("rounding")
+"""First word of `QuantisedTarget.rounding_words`."""
 
 
 @cache
 def gated(kind: str) -> Kernel:
-    """A gated unit, also rounded."""
+    """Make the kernel ``y = unit(x, z)``, which also quantises y."""
     function = GATED[kind]
 
     def body(a, thread, threads):
@@ -41,7 +42,7 @@ def gated(kind: str) -> Kernel:
 
 
 def operands_of(call: Bound) -> tuple[str, Operand, Operand]:
-    """The kind of a gated unit, its gate and what this lets through."""
+    """Return the kind, the gate and the other operand of a gated unit."""
     if call.op != "glu":
         return call.op, call.operand(0), call.operand(1)
     x, axis, n = call.operand(0), len(call.out.shape) - 1, call.out.shape[-1]
@@ -51,12 +52,16 @@ def operands_of(call: Bound) -> tuple[str, Operand, Operand]:
 
 
 def _unit(steps: Steps, call: Bound) -> bool:
+    """Add a gated unit, quantised if packed products read it; False if no kernel can compute it."""
     kind, gate, up = operands_of(call)
     return kind in GATED and (_rounded(steps, call) or add_binary(steps, kind, gate, up, call.out))
 
 
 def _rounded(steps: Steps, call: Bound) -> bool:
-    """By each thread the columns that it has, or rows; False if a step of its own rounds better, or nobody wants it."""
+    """Add a gated unit that quantises its result; return False if a separate step is better or all readers use float32.
+
+    Each thread computes the columns that it has of the operands. If it has none, threads share the rows.
+    """
     (kind, *sources), y, wanted = operands_of(call), call.out, wanted_of(steps, call)
     if not wanted.rounded or any(o.shape != y.shape for o in sources):
         return False
@@ -81,6 +86,7 @@ def _rounded(steps: Steps, call: Bound) -> bool:
 
 
 def _share(sources: Sequence[Operand], to: Target) -> Share | None:
+    """Make the words of the gated kernel; None if it cannot walk the operands."""
     operands = [*sources, to.floats]
     walk = rows_of(to.floats.shape, operands, whole_rows=True) if all(o.is_float for o in operands) else None
     if walk is None or walk[ELEMENTS] != [4, 4, 4]:

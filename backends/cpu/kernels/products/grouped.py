@@ -1,7 +1,9 @@
-"""The loops of a matrix product, whatever the weight's type: experts, rows of activations, groups of the weight.
+"""The loops of a matrix product for all weight types: experts, rows of activations, groups of weight rows.
 
-Groups of 16 rows of the weight are expanded, some columns at a time, to what a tile multiplies: that stays in the
-nearest cache while many rows of activations pass.  A few rows meet the weight as it lies, up to four at once.
+1. Split the rows of the weight into groups of 16, and the columns into blocks.
+2. Many activation rows: expand some blocks of a tile of groups, which stay in the nearest cache. Then multiply these
+blocks with all activation rows of a chunk.
+3. Few activation rows: multiply up to four of them at once with the unexpanded weight.
 """
 
 from __future__ import annotations
@@ -23,30 +25,38 @@ from ...words import words
 from ..tickets import draw, settle, span_at, span_of, spans_of, tickets_of
 
 ROWS, PAIR = LANES, 2 * LANES
-"""Rows of the weight in a group, a lane each, so that no sum crosses lanes; and in two groups."""
+"""Rows of a group of the weight, and of two groups. Each row is one lane, so that no sum crosses lanes."""
 NONE = np.float32(0)
 MANY_ROWS = 32
-"""Rows of activations from which on threads rather share a product evenly than go on with the columns that they have
-of it: it takes longer than a meeting."""
+"""Activation rows from which on threads share a product evenly instead of keeping their own columns.
+
+Such a product takes longer than a barrier.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How weights of one type meet activations.
+    """The kernels and tile sizes of the matrix products with one weight type.
 
-    A block is `columns` of a group.  ``expand(to, group, stride, left, columns, first, count)`` writes so many blocks
-    from the first to `to`, `size` bytes each, of a group whose rows are `stride` bytes long and of which `left` exist.
-    ``add(acc, p, r, at)`` adds to the sums of a tile (`rows` rows of activations by `groups`) the products with a
-    block that is expanded at `p`, and `span` bytes on for the next group, and begins at byte `at` of the rows `r`.
-    ``few(n)`` is ``(to, group, stride, left, columns, x, near, far)``, which stores the products of a group with n rows
-    of activations: `to` and `x` are addresses, as `Tile.chosen` has them, `near` and `far` how many bytes ahead the
-    weight is fetched to the first and the second cache.  ``few_of_two(n)`` is the same for two groups, of which the
-    second may not be there, where registers have room for four rows of them.
+    A block is `block_columns` columns of a group. Byte arguments `stride`, `left`: bytes of a weight row, rows that
+    exist.
 
-    At most `wide` blocks are expanded at a time, which `chunk` rows of activations meet before they are expanded again.
-    Rows that would leave a tile with `left_over` or fewer meet the weight as it lies, and so do all of them where they
-    are `lying` or fewer: what is expanded for them is used too seldom, and a group of the weight stays in the nearest
-    cache meanwhile.
+    Attributes:
+        block_columns: Columns of a block.
+        record_bytes: Bytes of an activation row for the columns of a block.
+        block_bytes: Bytes of an expanded block.
+        blocks_per_pass: Largest number of blocks that are expanded at a time.
+        rows_per_chunk: Activation rows that use the expanded blocks before the next blocks are expanded.
+        tile_rows, tile_groups: Activation rows and groups of a tile.
+        max_leftover_rows: A last tile of at most this many rows uses the unexpanded weight.
+        max_unexpanded_rows: Products of at most this many rows use the unexpanded weight. Expanding costs more there.
+        expand_blocks: ``(to, group, stride, left, columns, first, count)`` expands blocks `first` to `first` + `count`.
+        add_block: ``(acc, p, r, at) -> acc`` adds the products of the block at `p` and byte `at` of the rows `r`. The
+            block of the next group is `group_bytes` behind `p`.
+        make_few_rows: ``(n)`` makes ``(to, group, stride, left, columns, x, near, far)`` for `n` activation rows. It
+            stores the products of one group. `to` and `x` are addresses as in `Tile.chosen`. `near` and `far` are the
+            prefetch distances in bytes to the first and the second cache.
+        make_few_rows_of_two: The same for two groups; the second may be absent. None without registers for it.
     """
 
     columns: int
@@ -65,18 +75,19 @@ class Blocks:
 
     @property
     def span(self) -> int:
+        """Bytes of the expanded blocks of one group."""
         return self.wide * self.size
 
     @property
     def scratch(self) -> int:
-        """Bytes of a thread: expanded blocks, and the float32 sums of whole tiles of a chunk."""
+        """Bytes of a thread: the expanded blocks, and the float32 sums of the whole tiles of a chunk."""
         tiles = -(-self.chunk // self.rows)
         return self.groups * (self.span + tiles * self.rows * ROWS * 4)
 
 
 @part
 def clear(starts, experts, y, step, n):
-    """Zero the `n` elements of the rows whose expert is elsewhere."""
+    """Zero `n` elements of each row of `y` that belongs to an expert of another device."""
     slots = starts + 4 * (experts + 2)
     for i in range(load_int(starts + 4 * experts), load_int(starts + 4 * experts + 4)):
         row = y + load_int(slots + 4 * i) * step
@@ -86,7 +97,7 @@ def clear(starts, experts, y, step, n):
 
 @part
 def fetch(p, lines, near, far):
-    """Cache lines of a weight so many bytes ahead of `p`, to the first and to the second cache."""
+    """Prefetch `lines` cache lines at ``p + near`` to the first cache, and at ``p + far`` to the second cache."""
     for line in range(lines):
         prefetch(p + near + 64 * line)
         prefetch_far(p + far + 64 * line)
@@ -94,7 +105,7 @@ def fetch(p, lines, near, far):
 
 @part
 def fetch_part(p, nbytes, parts):
-    """One of so many `parts` of a weight, cache line by cache line, to the second cache; where the next part begins."""
+    """Prefetch one of `parts` equal parts of `nbytes` bytes at `p` to the second cache. Return the end of the part."""
     for _ in range(nbytes // parts // 64 + 1):
         prefetch_far(p)
         p += 64
@@ -103,13 +114,21 @@ def fetch_part(p, nbytes, parts):
 
 @part
 def row_of(slot, used, shared):
-    """The row of activations that a slot reads: slot i of a token takes row ``i mod shared`` of it."""
+    """Return the activation row of a slot: slot i of a token reads row ``i mod shared`` of the token."""
     return slot // used * shared + slot % used % shared
 
 
 def at_once(rows: int, least: int, few: Part) -> Part:
-    """``(i, end, ...) -> i``: so many `rows` of activations at once meet `few` groups of the weight, from slot `i` on
-    while `least` or more are left; the slot behind them."""
+    """Make a kernel part that multiplies `rows` activation rows at once.
+
+    Args:
+        rows: Activation rows of one call of `few`.
+        least: Smallest number of remaining slots for which the loop goes on.
+        few: The product of these rows with one or two groups.
+
+    Returns:
+        ``(i, end, ...) -> i``: processes slots from `i` on and returns the first slot that is left.
+    """
     chosen = tile(rows, 1).chosen
 
     def meet(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far):
@@ -125,13 +144,16 @@ def at_once(rows: int, least: int, few: Part) -> Part:
 
 @part
 def meet_none(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far):
-    """What `at_once` gives where registers have no room for so many rows."""
+    """Return `i`: the part for machines without registers for several rows of two groups."""
     return i
 
 
 def lying_of(blocks: Blocks) -> Part:
-    """``(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far)``: slots from `i` to
-    before `end` meet a weight as it lies, `PAIR` rows from `at` on, of which `left` exist."""
+    """Make the part that multiplies slots `i` to `end` with `PAIR_ROWS` rows of an unexpanded weight.
+
+    The part is ``(i, end, slots, used, shared, x, pitch, y, step, at, stride, left, columns, near, far)``. The weight
+    rows begin at `at`; `left` of them exist.
+    """
     two, one = at_once(2, 2, blocks.few(2)), at_once(1, 1, blocks.few(1))
     many = vectors_in_registers() == MANY
     four = at_once(4, 3, blocks.few(4)) if many else two
@@ -152,8 +174,11 @@ ARGS = words("w stride between rows columns x pitch starts experts used shared y
 
 
 def many_at_once(blocks: Blocks) -> Part:
-    """``(a, expanded, matrix, group, chunk, stop, coming)``: slots from `chunk` to before `stop` meet the groups of a
-    tile, which are expanded for them, while those that begin at `coming` are fetched to the second cache."""
+    """Make the part that expands the groups of a tile and multiplies them with slots `chunk` to `stop`.
+
+    The part is ``(a, expanded, matrix, group, chunk, stop, coming)``. Meanwhile the part prefetches the groups at
+    `coming` to the second cache.
+    """
     some = tile(blocks.rows, blocks.groups)
     chosen, zeros, put, save, saved = some.chosen, some.zeros, some.put, some.save, some.saved
     expand, add = blocks.expand, blocks.add
@@ -187,12 +212,14 @@ def many_at_once(blocks: Blocks) -> Part:
 
 
 def product_of(name: str, blocks: Blocks) -> Kernel:
-    """``y[i] = w[expert of slot i] @ x[row of slot i]``.
+    """Make the kernel ``y[i] = w[expert of slot i] @ x[row of slot i]``.
 
-    Bytes: `stride` of a row of w and `between` its experts, `pitch` and `step` from row to row of x and y,
-    `Blocks.scratch` for each thread.  At `starts`: how many slots come before each expert, before those of experts that
-    are elsewhere, and in all, then slots in that order (int32).  A token has so many slots `used`, and so many rows
-    `shared` by them.  Threads take groups of the weight as they come where there are `tickets` (`tickets.draw`).
+    Words in bytes: `stride` (weight row), `between` (expert), `pitch` and `step` (row of x and of y). Each thread has
+    `WeightTiling.scratch_bytes` of scratch.
+
+    `starts` (int32) holds the slots before each expert, the slots before the remote experts, and the slots in all. The
+    slots in the order of their experts follow. `used` is the slots of a token, `shared` its activation rows. If
+    `tickets` is not 0, threads take groups of the weight from a work queue (`tickets.take_work_item`).
     """
     meet, lie = many_at_once(blocks), lying_of(blocks)
     scratch, tall, tile_groups, many = blocks.scratch, blocks.rows, blocks.groups, blocks.chunk
@@ -241,7 +268,14 @@ def product_of(name: str, blocks: Blocks) -> Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Which rows meet which expert: sorted slots as `product_of` reads them, experts, slots of a token, rows of it."""
+    """The assignment of activation rows to experts.
+
+    Attributes:
+        operand: Sorted slots in the layout of `make_matmul_kernel`.
+        expert_count: Experts on this device.
+        slots_per_token: Slots of a token.
+        rows_per_token: Activation rows of a token.
+    """
 
     operand: Operand
     experts: int
@@ -250,7 +284,7 @@ class Slots:
 
 
 def in_order(steps: Steps, x: Operand) -> Slots:
-    """Rows that all meet the same weight."""
+    """Make the slots of a product in which all rows use the same weight."""
     count = math.prod(x.shape[:-1])
     return Slots(steps.constant(np.array([0, count, count, *range(count)], np.int32)), 1, 1, 1)
 
@@ -266,8 +300,19 @@ def add_product(
     pitch: int,
     to: Slots,
 ) -> None:
-    """The step: the weight's rows are `stride` bytes and its experts `between`; `x` is for each thread where it finds
-    the activations, a row every `pitch` bytes.  Threads have whole tiles of the weight's rows, so columns of y."""
+    """Add the step of a product. Each thread computes whole tiles of weight rows, which are columns of y.
+
+    Args:
+        steps: The steps of the program.
+        call: The `mul_mat` or `mul_mat_id`.
+        kernel: The result of `make_matmul_kernel`.
+        blocks: The tiling of the weight type.
+        stride: Bytes of a weight row.
+        between: Bytes of an expert.
+        x: The activations of each thread.
+        pitch: Bytes from row to row of the activations.
+        to: The slots.
+    """
     w, y = call.operand(0), call.out
     columns = w.shape[-1]
     memory = steps.scratch(f"product {blocks.scratch}", blocks.scratch * steps.threads)
@@ -308,13 +353,15 @@ def add_product(
 
 
 def is_dealt(steps: Steps, call: Bound) -> bool:
-    """Whether threads share a product."""
+    """Return whether threads share a product."""
     return steps.is_shared([call.operand(0), call.operand(1)], [call.out])
 
 
 def bounds_of(call: Bound, unit: int, threads: int) -> Sequence[int]:
-    """Which columns of the result each thread has: whole tiles, and whole heads where these are read and all threads
-    get as many."""
+    """Choose the result columns of each thread: whole tiles of `unit` columns.
+
+    If all threads get the same number of whole heads, the bounds are at heads of the readers.
+    """
     y = call.out
     rows, readers = y.shape[-1], call.readers() if threads > 1 else None
     sizes = {o.shape[-1] for r in readers or () for o in r.src if o and o.shape and o.region == y.region}
@@ -326,6 +373,6 @@ def bounds_of(call: Bound, unit: int, threads: int) -> Sequence[int]:
 
 
 def even_bounds(n: int, unit: int, threads: int) -> Sequence[int]:
-    """Where the share of each thread begins, and `n`: whole units, as many for each as can be."""
+    """Return the first column of each thread, and `n`: whole units, divided as evenly as possible."""
     each = -(-n // unit // threads) * unit
     return [min(n, each * thread) for thread in range(threads + 1)]

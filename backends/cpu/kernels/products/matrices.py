@@ -1,6 +1,7 @@
-"""Products of matrices with matrices that the graph computes: what attention written out multiplies, and convolutions.
+"""Products of two computed matrices: attention in separate ops, and convolutions.
 
-Rows of x meet one matrix of w; a table of addresses makes all ways to broadcast and to transpose alike.
+A table holds the addresses of each matrix of w and of its rows of x and y. So one kernel serves all kinds of
+broadcasting and transposition.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from .grouped import ROWS
 
 Addresses = npt.NDArray[np.int64]
 TABLE = 3
-"""Addresses of a product: its matrix of w, its first rows of x and of y."""
+"""Addresses of a product: its matrix of w, its first row of x, its first row of y."""
 ARGS = words("table products count rows columns w_row w_column x_row y_row scratch windows entries")
 
 
 @cache
 def expand_rows(dtype: DType) -> Part:
-    """``(a, to, w, row, left, first, count)``: `count` columns from the first of 16 rows, or of as many as are left."""
+    """Make ``(a, to, w, row, left, first, count)``: expand `count` columns, from `first` on, of 16 rows of w.
+
+    Only `left` rows exist.
+    """
     expand = blocks_of(dtype).expand
 
     def expand_some(a, to, w, row, left, first, count):
@@ -42,14 +46,17 @@ def expand_rows(dtype: DType) -> Part:
 
 @part
 def expand_columns(a, to, w, row, left, first, count):
-    """The same of a matrix whose columns are dense."""
+    """Expand columns as `make_expand_rows` does, of a matrix with dense columns."""
     for c in range(first, first + count):
         store(to + (c - first) * COLUMN, lanes(w + 4 * row + c * ARGS.w_column(a), 0, left, 4))
 
 
 @part
 def expand_windows(a, to, w, row, left, first, count):
-    """The same of windows of an image at `w`: row i begins ``windows[i]`` bytes on, column c ``entries[c]`` further."""
+    """Expand columns as `make_expand_rows` does, of the windows of an image at `w`.
+
+    Element [i, c] lies ``windows[i] + entries[c]`` bytes behind `w`.
+    """
     windows, entries = ARGS.windows(a) + 4 * row, ARGS.entries(a)
     start, offsets = load_int(windows), load_ints(windows)
     if left >= LANES and load_int(windows + 4 * LANES - 4) - start == 4 * LANES - 4:
@@ -62,9 +69,15 @@ def expand_windows(a, to, w, row, left, first, count):
 
 @cache
 def product(name: str, dtype: DType, expand: Part) -> Kernel:
-    """``y[b] = x[b] @ w[b].T`` for each of `products`: `count` rows of x meet `rows` rows of w, of so many `columns`.
+    """Make the kernel ``y[b] = x[b] @ w[b].T`` for each of `products`.
 
-    Bytes: `w_row`, `w_column`, `x_row` and `y_row` from one to the next; `Blocks.scratch` for each thread.
+    `count` rows of x are multiplied with `rows` rows of w; both have `columns` columns. `w_row`, `w_column`, `x_row`
+    and `y_row` are strides in bytes. Each thread has `WeightTiling.scratch_bytes`.
+
+    Args:
+        name: Part of the kernel name: the layout of w.
+        dtype: The type of w.
+        expand: The expansion of w, for example `expand_columns`.
     """
     blocks = blocks_of(dtype)
     some = tile(blocks.rows, blocks.groups)
@@ -104,7 +117,7 @@ def product(name: str, dtype: DType, expand: Part) -> Kernel:
 
 
 def bind(steps: Steps, call: Bound) -> bool:
-    """A product whose matrices lie as kernels read them; halves have a multiple of 16 columns."""
+    """Add a product of computed matrices; False if kernels cannot read them. Halves have a multiple of 16 columns."""
     w, x, y = call.operand(0), call.operand(1), call.out
     if w.dtype not in LOADS or not lie_well(x, y):
         return False
@@ -122,7 +135,16 @@ def bind(steps: Steps, call: Bound) -> bool:
 def add_products(
     steps: Steps, kernel: Kernel, call: Bound, table: Addresses, reads: Sequence[Operand], **where: int
 ) -> None:
-    """The step; `where` says where the kernel finds rows and columns of w."""
+    """Add the step of a product of computed matrices.
+
+    Args:
+        steps: The steps of the program.
+        kernel: The result of `make_batched_matmul_kernel`.
+        call: The `mul_mat`.
+        table: The result of `compute_matrix_addresses`.
+        reads: Operands that the kernel reads.
+        where: Words that locate rows and columns of w.
+    """
     w, x, y = call.operand(0), call.operand(1), call.out
     size, along = blocks_of(w.dtype).scratch, _rows_along(w, x)
     words = ARGS(
@@ -140,23 +162,23 @@ def add_products(
 
 
 def lie_well(x: Operand, y: Operand) -> bool:
-    """Whether kernels read and write these as they lie."""
+    """Return whether kernels can read `x` and write `y` in place: float32 with dense rows."""
     return x.is_float and y.is_float and x.is_dense_along(-1) and y.is_dense_along(-1)
 
 
 def _leading(w: Operand, x: Operand) -> tuple[int, ...]:
-    """The axes of x but the last as w has them: 1 where the same matrix stands for all."""
+    """Return the sizes of w along the axes of x, without the last axis. 1 means that w is broadcast."""
     return (*(1,) * (len(x.shape) - len(w.shape)), *w.shape[:-2], 1)
 
 
 def _rows_along(w: Operand, x: Operand) -> int:
-    """The longest axis of x that w has not: a product takes all of its rows."""
+    """Return the longest axis of x along which w is broadcast. One product takes all of its rows."""
     leading = _leading(w, x)
     return max((axis for axis in reversed(range(len(leading))) if leading[axis] == 1), key=x.shape.__getitem__)
 
 
 def addresses_of(call: Bound) -> Addresses:
-    """For each product where its matrix of w, and its first rows of x and of y begin."""
+    """Compute the addresses of each product [products, 3]: its matrix of w, its first row of x, its first row of y."""
     w, x, y = call.operand(0), call.operand(1), call.out
     leading, along, rank = _leading(w, x), _rows_along(w, x), len(x.shape) - 1
     shape = [1 if axis == along else n for axis, n in enumerate(x.shape[:-1])]
@@ -167,7 +189,7 @@ def addresses_of(call: Bound) -> Addresses:
 
 
 def _addresses(operand: Operand, entries: Sequence[Addresses], count: int) -> Addresses:
-    """Where `count` entries of the first axes begin."""
+    """Compute `count` addresses from the indices along the first axes."""
     addresses = np.full(count, operand.address, np.int64)
     for at, stride in zip(entries, operand.strides, strict=False):
         addresses += operand.dtype.storage.itemsize * stride * at

@@ -1,7 +1,7 @@
-"""Two products of the same activations and the gated unit of both, for few rows: neither product is written.
+"""Gated matmuls of few rows: two products of the same activations and their gated unit, in one kernel.
 
-Each thread computes its rows of one weight, then those of the other, and then the unit of what came out: weights are
-read from one end to the other, since processors fetch two streams in turn a third more slowly.
+The products themselves are not written to memory. Each thread computes its rows of the gate weight, then its rows of
+the up weight, then the unit. Each weight is read front to back, because two alternating streams are a third slower.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ ARGS = words(
     "weights[2] stride between rows columns x pitch starts experts used shared sums[2] wide y step passing near far "
     "rounding[*]"
 )
-"""`rounding` is that of `rounding.Target`."""
 ROUNDING = ARGS.start("rounding")
+"""First word of `QuantisedTarget.rounding_words`."""
 
 
 @cache
 def pair_few(form: Format, kind: str) -> Kernel:
-    """``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[...] @ x[...])``, also rounded.
+    """Make the kernel ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[...] @ x[...])`` for packed weights.
 
-    `weights` are gate and up, `sums` memory for whole groups of either product, `wide` bytes for each slot; words that
-    `grouped.product_of` has, too, mean the same.
+    The kernel also quantises y. `weights` are gate and up. `sums` is memory for whole groups of both products, with
+    `wide` bytes per slot. `grouped.make_matmul_kernel` explains the other words.
     """
     lie, unit = lying_of(blocks_of(form)), GATED[kind]
 
@@ -76,8 +76,15 @@ def pair_few(form: Format, kind: str) -> Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Products, and the unit of both: `begins` are the addresses of the rows of weights for the gate and what it lets
-    through."""
+    """Two products and their gated unit.
+
+    Attributes:
+        instruction_numbers: The instructions of the products and of the unit.
+        matmuls: The products.
+        unit: The gated unit.
+        unit_kind: A key of `GATED`.
+        weight_addresses: Addresses of the weight rows of the gate and of its other operand.
+    """
 
     numbers: Sequence[int]
     products: Sequence[Bound]
@@ -87,11 +94,15 @@ class Pair:
 
 
 def pair_of(flow: Flow, number: int) -> Pair:
-    """The pair with this product.  Raises `NoKernelError` if it is none whose rows are whole groups."""
+    """Match the gated matmul that contains this product.
+
+    Raises:
+        NoKernelError: There is none, or its weight rows are incomplete groups.
+    """
     numbers, unit = gated_unit(flow, number, UNITS)
     products, call = [flow.call(n) for n in numbers], flow.call(unit)
     (kind, *units), first, y = operands_of(call), products[0], call.out
-    need(kind in GATED, "it is another unit")
+    need(kind in GATED, "the unit has no kernel")
     need(all(is_compiled(p) and _alike(p, first) for p in products) and y.is_dense, "products differ")
     begins = [at for o in units if (at := _rows_of(o, products)) is not None and o.shape == y.shape]
     need(len(begins) == len(units), "operands are not products of whole groups of rows")
@@ -99,16 +110,18 @@ def pair_of(flow: Flow, number: int) -> Pair:
 
 
 def _pair(flow: Flow, number: int) -> Chain:
+    """Fuse a gated matmul of few rows with a packed weight."""
     pair = pair_of(flow, number)
     first = pair.products[0]
     w, x, given = first.operand(0), first.operand(1), 2 if first.op == "mul_mat_id" else 1
     need(w.dtype in FORMATS, "weights are not packed")
     lying = blocks_of(FORMATS[w.dtype]).lying
-    need(math.prod(x.shape[:-given]) <= lying, "many rows meet a weight that is expanded for them")
+    need(math.prod(x.shape[:-given]) <= lying, "many rows use the expanded weight")
     return Chain(pair.numbers, partial(_add_pair, pair=pair))
 
 
 def _add_pair(steps: Steps, pair: Pair) -> None:
+    """Add the step of a gated matmul of few rows."""
     first, call, y = pair.products[0], pair.call, pair.call.out
     w, x = first.operand(0), first.operand(1)
     form, (stride, between) = FORMATS[w.dtype], bytes_of(w)
@@ -156,12 +169,13 @@ def _add_pair(steps: Steps, pair: Pair) -> None:
 
 
 def _alike(product: Bound, first: Bound) -> bool:
+    """Return whether two products have the same activations, and weights of one type and shape."""
     w, v = product.operand(0), first.operand(0)
     return (w.dtype, w.shape, product.src[1:], product.attrs) == (v.dtype, v.shape, first.src[1:], first.attrs)
 
 
 def _rows_of(unit: Operand, products: Sequence[Bound]) -> int | None:
-    """Where the rows of a weight begin whose products are an operand of the unit; None if none, or not a group's."""
+    """Find the first weight row of a unit operand; None for other operands, and for rows that begin within a group."""
     for product in products:
         out, skipped = product.out, (unit.address - product.out.address) // 4
         within = unit.tensor.buffer == out.tensor.buffer and 0 <= skipped <= out.shape[-1] - unit.shape[-1]

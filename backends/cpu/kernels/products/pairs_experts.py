@@ -1,4 +1,4 @@
-"""Two products of prompts with routed experts and the gated unit of both, by tiles of AMX: no product is written."""
+"""Gated MoE matmuls of prompts by AMX tiles: two products and their unit in one kernel that writes neither product."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from .tiled_weights import tiled_weight
 
 @cache
 def pair_experts(dtype: DType, kind: str) -> Kernel:
-    """``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[...] @ x[...])``."""
+    """Make the kernel ``y[i] = unit(gate[expert of slot i] @ x[row of slot i], up[...] @ x[...])``."""
     return tiled_experts.product_of(f"pairs_experts.pair.{dtype}.{kind}", tiled_weight(dtype), emit_of(kind), 1)
 
 
 def _pair(flow: Flow, number: int) -> Chain:
+    """Fuse a gated MoE matmul with activations are tiles."""
     pair = pair_of(flow, number)
     first = pair.products[0]
-    need(first.op == "mul_mat_id" and tiled.kind_of(first) in TERMS, "few rows meet a weight as it lies")
+    need(first.op == "mul_mat_id" and tiled.kind_of(first) in TERMS, "few rows use the unexpanded weight")
     return Chain(pair.numbers, partial(_add, pair=pair))
 
 
 def _add(steps: Steps, pair: Pair) -> None:
+    """Add the step of a gated MoE matmul of many rows."""
     first, wanted = pair.products[0], wanted_of(steps, pair.call)
     kernel, slots = pair_experts(first.operand(0).dtype, pair.kind), sorted_slots(steps, first)
     records = wanted.records(steps, shared=True)

@@ -1,6 +1,7 @@
-"""Two products of many rows of activations and the gated unit of both: neither product is written.
+"""Gated matmuls of many rows: two products and their gated unit in one kernel that writes neither product.
 
-A tile is some rows by a group of the gate and one of what it lets through, in place of two groups of one weight.
+A tile combines activation rows with one group of the gate weight and one group of the up weight. A plain product uses
+two groups of one weight instead.
 """
 
 from __future__ import annotations
@@ -33,28 +34,34 @@ from .tiled import squares_of
 from .tiled_weights import TiledWeight, tiled_weight
 
 VECTOR, BLOCK = 4 * ROWS, 4 * COLUMNS
-"""Bytes of the units of a row in a group, and in a block, which is rounded."""
+"""Bytes of the units of a row in a group, and in a block, which is quantised at once."""
 TILES = ".tiles"
-"""Behind the name of a kernel that multiplies them."""
+"""Suffix of the names of kernels that use AMX tiles."""
 NEAR = 1 << 20
-"""Bytes of activations of a chunk that stay in the second cache."""
+"""Bytes of the activations of a chunk that stay in the second cache."""
 LEAST = 32
-"""Rows from which on a tile that is not full costs little."""
+"""Activation rows from which on an incomplete tile costs little."""
 
 ARGS = words("weights[2] stride rows columns x pitch count y step scratch tickets rounding[*]")
-"""`rounding` is that of `rounding.Target`."""
 ROUNDING = ARGS.start("rounding")
+"""First word of `QuantisedTarget.rounding_words`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How rows of activations that are rounded in some way meet two weights: ``units(a, mine, row, wide, chunk, stop,
-    y, step, ahead)`` are those of up to `wide` rows of the weights from `row` on, for rows of activations from `chunk`
-    to before `stop`, to rows of `y`, while rows that are `ahead` further on are fetched to the second cache; `mine` is
-    `scratch` bytes of the thread.  Up to `chunk` rows of activations meet what is expanded once.
+    """A method to compute gated units from quantised activations and two weights.
 
-    ``wide(columns)`` is how many blocks of 32 rows of the weights these are, `widest` at most.  ``begin(mine)`` comes
-    before all units, ``end(mine)`` after them."""
+    Attributes:
+        compute_units: ``(a, mine, row, wide, chunk, stop, y, step, ahead)`` writes the units of up to `wide` weight
+            rows from `row` on, for activation rows `chunk` to `stop`, to rows of `y`. It prefetches weight rows `ahead`
+            rows further on to the second cache. `mine` is the scratch of the thread.
+        block_width: ``(columns)`` returns the blocks of 32 weight rows per call.
+        max_block_width: Upper limit of `block_width`.
+        unit_scratch_bytes: Scratch bytes of a thread.
+        rows_per_chunk: Activation rows per expansion.
+        begin: Called with ``(mine)`` before all units.
+        end: Called with ``(mine)`` after all units.
+    """
 
     units: Part
     wide: Part
@@ -67,7 +74,13 @@ class Way:
 
 @cache
 def way_of(dtype: DType, kind: str, rounding: int) -> Way:
-    """How rows of activations of a kind of rounding meet weights of one type, for a kind of unit."""
+    """Make the gated variant of a weight type.
+
+    Args:
+        dtype: The type of both weights.
+        kind: A key of `GATED`.
+        rounding: The kind of `rounding` of the activations.
+    """
     if rounding in TERMS:
         unit = tiles()
         units, wide = tiled_units_of(dtype, kind), _wide_of(tiled_weight(dtype))
@@ -78,13 +91,15 @@ def way_of(dtype: DType, kind: str, rounding: int) -> Way:
 
 @part
 def one(columns):
-    """`Way.wide` where wider blocks gain nothing."""
+    """Return 1: `GatedVariant.block_width` where wider blocks gain nothing."""
     return 1
 
 
 def _wide_of(weight: TiledWeight) -> Part:
-    """`Way.wide` by tiles, of which a square is of 16 rows of each weight: one block, whose units stay in the nearest
-    cache, unless activations come from farther away than the second one."""
+    """Make `GatedVariant.block_width` for AMX tiles. Their matrices have 16 rows of each weight.
+
+    If the activations of a chunk stay in the second cache, the width is one block: its units stay in the nearest cache.
+    """
     terms, x_block, tall = weight.terms, weight.x_block, tiled.CHUNK // TALL
 
     def wide(columns):
@@ -94,7 +109,7 @@ def _wide_of(weight: TiledWeight) -> Part:
 
 
 def emit_of(kind: str) -> Part:
-    """`emit` of `tiled.meet_of` for groups of two weights in turn: the units of both."""
+    """Make `emit` of `tiled.make_amx_multiply` for alternating groups of two weights: store the gated units."""
     unit, stores = GATED[kind], tiles().store
     store_0, store_1, store_2, store_3 = stores[:4]
 
@@ -111,7 +126,7 @@ def emit_of(kind: str) -> Part:
 
 
 def tiled_units_of(dtype: DType, kind: str) -> Part:
-    """`Way.units` by tiles of AMX."""
+    """Make `GatedVariant.compute_units` for AMX tiles."""
     meet = tiled.meet_of(tiled_weight(dtype), emit_of(kind), 1)
 
     def units(a, mine, row, wide, chunk, stop, y, step, ahead):
@@ -125,7 +140,7 @@ def tiled_units_of(dtype: DType, kind: str) -> Part:
 
 
 def units_of(form: Format, kind: str) -> Part:
-    """`Way.units` by dot products of bytes."""
+    """Make `GatedVariant.compute_units` for integer dot products."""
     blocks, unit = blocks_of(form), GATED[kind]
     both = tile(blocks.rows, 2)
     rows_of, zeros, save, saved = both.rows, both.zeros, both.save, both.saved
@@ -171,11 +186,16 @@ def units_of(form: Format, kind: str) -> Part:
 
 @cache
 def pair_many(dtype: DType, kind: str, rounding: int) -> Kernel:
-    """``y[i] = unit(gate @ x[i], up @ x[i])`` for `count` rows, rounded block by block; as float32 only where `step`,
-    the bytes from row to row of y, is not 0.
+    """Make the kernel ``y[i] = unit(gate @ x[i], up @ x[i])`` for `count` rows, quantised block by block.
 
-    `weights` are gate and up, `rows` of either, `rounding` is how x is rounded; `scratch` is `scratch_bytes` for each
-    thread; other words that `grouped.product_of` has, too, mean the same.
+    The kernel stores float32 only if `step`, the bytes from row to row of y, is not 0. `weights` are gate and up with
+    `rows` rows each. Each thread has `compute_gated_scratch_bytes` of `scratch`.
+    `grouped.make_matmul_kernel` explains the other words.
+
+    Args:
+        dtype: The type of both weights.
+        kind: A key of `GATED`.
+        rounding: The kind of `rounding` of x.
     """
     way = way_of(dtype, kind, rounding)
     units, wide_of, many, begin, end, own = way.units, way.wide, way.chunk, way.begin, way.end, way.scratch
@@ -215,20 +235,23 @@ def pair_many(dtype: DType, kind: str, rounding: int) -> Kernel:
 
 
 def pace_of(way: Way) -> int:
-    """Bytes from row to row of units that nobody reads as float32, which do not all lie in the same places of the
-    nearest cache."""
+    """Return the bytes from row to row of units that are not stored as float32.
+
+    64 extra bytes spread the rows over the sets of the nearest cache.
+    """
     return way.widest * BLOCK + 64
 
 
 def scratch_bytes(way: Way) -> int:
-    """Of each thread: what units need, and blocks of units of each row of a chunk."""
+    """Return the scratch bytes of a thread: for the units, and blocks of units for each row of a chunk."""
     return way.scratch + way.chunk * pace_of(way)
 
 
 def _pair_many(flow: Flow, number: int) -> Chain:
+    """Fuse a gated matmul of many rows."""
     pair = pair_of(flow, number)
     w, x = pair.products[0].operand(0), pair.products[0].operand(1)
-    need(pair.products[0].op == "mul_mat" and math.prod(x.shape[:-1]) >= LEAST, "few rows meet a weight as it lies")
+    need(pair.products[0].op == "mul_mat" and math.prod(x.shape[:-1]) >= LEAST, "few rows use the unexpanded weight")
     kind = tiled.kind_of(pair.products[0])
     need(kind is not None, "activations are not rounded")
     need(kind in TERMS or blocks_of(FORMATS[w.dtype]).groups == 2, "a tile is of one group")
@@ -236,6 +259,7 @@ def _pair_many(flow: Flow, number: int) -> Chain:
 
 
 def _add(steps: Steps, pair: Pair) -> None:
+    """Add the step of a gated matmul of many rows."""
     first, wanted = pair.products[0], wanted_of(steps, pair.call)
     w, x = first.operand(0), first.operand(1)
     rounding, dealt, (stride, _) = tiled.kind_of(first), is_dealt(steps, first), bytes_of(w)

@@ -1,6 +1,6 @@
-"""Matrix products with packed weights: activations rounded to 8 bits a block, integer dot products, float32 sums.
+"""Matrix products with packed weights: activations quantised to 8 bits, integer dot products, float32 sums.
 
-Every code is unpacked once for a chunk of rows of activations.
+Each code is unpacked once for a chunk of activation rows.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .grouped import Blocks, Slots, add_product, fetch, in_order, is_dealt, prod
 from .rounding import TERMS, Wanted, rounded, rounded_bytes
 
 SCALES, BIASES, EXPANDED = 64 * VECTORS, 64 * VECTORS + 128, 64 * VECTORS + 256
-"""An expanded block: codes as bytes, scales and biases of both halves as float32; its size."""
+"""Offsets into an expanded block, and its bytes: codes as bytes, then scales and biases of both halves as float32."""
 WIDE, CHUNK = 3 * UNIT, 256
 GROUP = WIDE * EXPANDED
 
 
 def expand_of(form: Format) -> Part:
-    """Codes to bytes, and scales to float32."""
+    """Make `WeightTiling.expand_blocks`: codes become bytes, scales and biases become float32."""
     codes, scales, biases, nbytes, width = form.codes, form.scales, form.biases, form.nbytes, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
     biased = form.zero == 0
@@ -51,15 +51,18 @@ def expand_of(form: Format) -> Part:
 
 
 def add_of(form: Format, rows: Tile) -> Part:
-    """``(acc, codes, scales, biases, r, at) -> acc``: what a block of one group adds to products with the rows `r`,
-    whose records of the same columns stand at `at`."""
+    """Make ``(acc, codes, scales, biases, r, at) -> acc`` for a block of one group.
+
+    The part adds the products of the block and the rows `r`. Byte `at` of `r` holds the records of the same columns.
+    """
     biased, centred, halves = rows.biased, form.zero != 0, form.halves
     meet = rows.meet_centred if centred else rows.meet
 
     def add(acc, codes, scales, biases, r, at):
+        # acc[i, row] += w_scale[row] * x_scale[i] * (codes[row] . x_codes[i]), for both halves of the block
         acc = meet(acc, codes, scales[0], scales[1], r, at)
         if not centred:
-            acc = biased(acc, biases[0], r, at + SUMS)
+            acc = biased(acc, biases[0], r, at + SUMS)  # acc[i, row] += bias[row] * sum(x[i])
             if halves:
                 acc = biased(acc, sub(biases[1], biases[0]), r, at + SUMS + 4)
         return acc
@@ -68,7 +71,7 @@ def add_of(form: Format, rows: Tile) -> Part:
 
 
 def add_one_of(form: Format, rows: Tile) -> Part:
-    """`Blocks.add` of one group."""
+    """Make `WeightTiling.add_block` for tiles of one group."""
     add = add_of(form, rows)
 
     def add_one(acc, p, r, at):
@@ -79,7 +82,7 @@ def add_one_of(form: Format, rows: Tile) -> Part:
 
 
 def add_two_of(form: Format, rows: Tile) -> Part:
-    """``(acc, u, v, scales_u, scales_v, biases_u, biases_v, r, at) -> acc``: as `add_of`, for blocks of two groups."""
+    """Make ``(acc, u, v, scales_u, scales_v, biases_u, biases_v, r, at) -> acc``: `make_add_block` for two groups."""
     biased, centred, halves = rows.biased, form.zero != 0, form.halves
     meet = rows.meet_centred if centred else rows.meet
 
@@ -96,11 +99,12 @@ def add_two_of(form: Format, rows: Tile) -> Part:
 
 @part
 def load_two(p):
+    """Return the two vectors at `p` and ``p + 64``."""
     return load(p), load(p + 64)
 
 
 def add_pair_of(form: Format, rows: Tile) -> Part:
-    """`Blocks.add` of two groups."""
+    """Make `WeightTiling.add_block` for tiles of two groups."""
     add = add_two_of(form, rows)
 
     def add_pair(acc, p, r, at):
@@ -112,8 +116,11 @@ def add_pair_of(form: Format, rows: Tile) -> Part:
 
 
 def meet_of(form: Format, groups: int, rows: Tile) -> Part:
-    """``(acc, p, h, last, b, apart, x, at) -> acc``: blocks number `b` of the tile's groups, whose codes stand at `p`
-    and `h` and whose scales behind `last`, each group's `apart` behind those of the one before, meet the rows `x`."""
+    """Make ``(acc, p, h, last, b, apart, x, at) -> acc``: multiply block `b` of 1 or 2 packed groups with the rows `x`.
+
+    `p` and `h` are the codes of the first group in both planes; its scales are behind `last`. Groups are `apart` bytes
+    apart.
+    """
     codes, scales, biases = form.codes, form.scales, form.biases
     if groups == 1:
         add = add_of(form, rows)
@@ -132,8 +139,11 @@ def meet_of(form: Format, groups: int, rows: Tile) -> Part:
 
 
 def few_of(form: Format, groups: int, count: int) -> Part:
-    """`Blocks.few` and, for two groups at once, `Blocks.few_of_two`: codes are unpacked once for all rows, and stay in
-    registers.  What is loaded of rows meets both groups, since loads take longer than products here."""
+    """Make the product of `count` activation rows with `groups` unexpanded groups (`WeightTiling.make_few_rows`).
+
+    Codes are unpacked once for all rows and stay in registers. Each activation load serves all groups, because loads
+    take longer than products here.
+    """
     rows = tile(count, groups, form.known)
     nbytes, width, high = form.nbytes, form.planes[0], form.planes[1] if len(form.planes) > 1 else 0
     zeros, put, meet = rows.zeros, rows.put, meet_of(form, groups, rows)
@@ -145,7 +155,7 @@ def few_of(form: Format, groups: int, count: int) -> Part:
         for first in range(0, n, UNIT):
             count, passed = min(UNIT, n - first), first * nbytes
             planes = group + passed
-            ahead = planes + (groups - 1) * passed  # as much of the other group: what is fetched lies behind both
+            ahead = planes + (groups - 1) * passed  # prefetches start behind both groups
             second = planes + count * 64 * width
             last = second + count * 64 * high
             fetch(ahead, more, near, far)
@@ -160,12 +170,14 @@ def few_of(form: Format, groups: int, count: int) -> Part:
 
 @cache
 def blocks_of(form: Format) -> Blocks:
-    """A tile is as many rows of activations and groups as registers have room for: what is loaded is used at least
-    twice, since processors broadcast from memory more slowly than they multiply."""
+    """Make the tiling of a packed weight type. A tile has as many rows and groups as registers can hold.
+
+    Each load is used at least twice, because processors broadcast from memory more slowly than they multiply.
+    """
     rows, groups = (4, 2) if vectors_in_registers() == MANY else (2, 1)
     some = tile(rows, groups, form.known)
     add, slow = (add_pair_of if groups == 2 else add_one_of)(form, some), form.halves or len(form.planes) > 1
-    lying = 8 if slow else 16  # codes that are unpacked slowly are worth keeping sooner
+    lying = 8 if slow else 16  # slowly unpacked codes are expanded sooner
     expand, few = expand_of(form), partial(few_of, form, 1)
     two = partial(few_of, form, 2) if groups == 2 else None
     return Blocks(COLUMNS, RECORD, EXPANDED, WIDE, CHUNK, rows, groups, 2, lying, expand, add, few, two)
@@ -173,6 +185,7 @@ def blocks_of(form: Format) -> Blocks:
 
 @cache
 def product(form: Format) -> Kernel:
+    """Make the product kernel of a packed weight type."""
     return product_of(f"products.product.{form.dtype}", blocks_of(form))
 
 
@@ -180,9 +193,11 @@ def product(form: Format) -> Kernel:
 
 
 def stand_ins(steps: Steps, call: Bound) -> Sequence[Operand] | None:
-    """Memory for each thread, into which it may write all of a result for itself instead of into its tensor.
+    """Return one copy of a result per thread, so that each thread computes the whole result for itself.
 
-    None if something else than products reads the result, or if it is too large for every thread to compute it all.
+    Returns:
+        Scratch operands with the shape of the result. None if an op other than a product reads the result, or if it is
+        too large to be computed by every thread.
     """
     y = call.out
     if steps.threads == 1 or not steps.is_repeated([y]) or not y.is_dense:
@@ -196,7 +211,7 @@ def stand_ins(steps: Steps, call: Bound) -> Sequence[Operand] | None:
 
 
 def wanted_of(steps: Steps, call: Bound) -> Wanted:
-    """What is read of a result."""
+    """Return the consumers of a result: the quantised forms, float32, and whether threads share a product."""
     y, readers = call.out, call.readers()
     if readers is None or not y.is_dense:
         return Wanted(y, (), True, False)
@@ -207,6 +222,7 @@ def wanted_of(steps: Steps, call: Bound) -> Wanted:
 
 
 def _reads_stand_ins(call: Bound, y: Operand) -> bool:
+    """Return whether a reader is a product that can read copies per thread instead of `y`."""
     x = call.optional(1)
     if x is None or x.region != y.region or not x.is_dense or not is_compiled(call):
         return False
@@ -214,7 +230,7 @@ def _reads_stand_ins(call: Bound, y: Operand) -> bool:
 
 
 def is_compiled(call: Bound) -> bool:
-    """Whether this is a product that `bind_product` binds, of rows that may lie anywhere."""
+    """Return whether `bind_matmul` can bind this product."""
     if call.op not in ("mul_mat", "mul_mat_id"):
         return False
     w, x = call.operand(0), call.operand(1)
@@ -229,13 +245,13 @@ def is_compiled(call: Bound) -> bool:
 
 
 def slots_fit(call: Bound) -> bool:
-    """Whether ids of experts lie as kernels read them."""
+    """Return whether kernels can read the expert ids: dense int32."""
     x, ids = call.operand(1), call.operand(2)
     return ids.is_dense and ids.dtype is DType.I32 and bool(x.shape[-1])
 
 
 def bind_product(steps: Steps, call: Bound, slots: Slots) -> None:
-    """A product with a weight of any type."""
+    """Add the steps of a product with a weight of any type."""
     w, x = call.operand(0), call.operand(1)
     kind = tiled.kind_of(call)
     if kind is None:
@@ -252,7 +268,7 @@ def bind_product(steps: Steps, call: Bound, slots: Slots) -> None:
 
 
 def bytes_of(w: Operand) -> tuple[int, int]:
-    """Of a row, and of a matrix; of a packed weight one with whole groups of rows."""
+    """Return the bytes of a weight row and of a matrix. A matrix of a packed weight has whole groups of rows."""
     if w.dtype not in FORMATS:
         *between, stride, _ = (w.dtype.storage.itemsize * s for s in w.strides)
         return stride, sum(between)

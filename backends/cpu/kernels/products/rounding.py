@@ -1,11 +1,13 @@
-"""Activations rounded as products read them: alone, or while they are made.
+"""Quantisation of activations for products: as a step of its own, or in the kernel that computes them.
 
-Most read 8 bits in blocks of 16, with a scale each; those of `tiled` bfloat16, 32 rows of 32 columns side by side, in
-one term or, where the weight is not packed, in three, which hold float32.  The kind of rounding is one number: what is
-subtracted from each code of the weight, `TILED` or `SPLIT`.
+- Packed weights read 8-bit codes in blocks of 16 with one scale each.
+- AMX tiles read bfloat16, 32 rows by 32 columns at a time. With a packed weight there is one term; with another weight
+there are three terms, which hold float32.
 
-With one scale for 32 prompts were read 12 to 17 % faster (Emerald Rapids), and the perplexity of SmolLM2 was 0.5 %
-above that of exact products in place of 0.1 %.
+The kind of rounding is one number: the zero point of the weight's codes, `TILED_KIND` or `SPLIT_KIND`.
+
+With one scale for 32 values prompts were 12 to 17 % faster (Emerald Rapids). The perplexity of SmolLM2 was then 0.5 %
+above exact products instead of 0.1 %.
 """
 
 from __future__ import annotations
@@ -51,22 +53,24 @@ from .grouped import even_bounds
 
 ONE, STEP, START = np.float32(1), np.float32(1 / 127), np.float32(-ONE_AND_A_HALF)
 SHORT = 0xFFFFFFFC
-"""Scales have 22 bits, so that three times a scale, and with it `START` times it, is a float32 exactly."""
+"""Mask that keeps 22 bits of a scale. Then three times a scale, and `START_FACTOR` times it, is exact in float32."""
 SMALLEST, RAISE = np.float32(1e-38), np.float32(2.0**64)
-"""A scale below it is raised before it is inverted: its inverse would be no number."""
+"""Scales below `MIN_SCALE` are multiplied by `SCALE_RAISE_FACTOR` before their reciprocal, which would overflow."""
 
 TILED, SPLIT = -1, -2
 TERMS = {TILED: 1, SPLIT: 3}
-"""Of bfloat16 that a number is in tiles."""
+"""bfloat16 terms of each number in tiles, by kind of rounding."""
 TALL, LINE = 32, 2 * COLUMNS
-"""Rows side by side in tiles, and bytes of a block of one in one term."""
+"""Rows of activation tiles, and bytes of one row of a block in one term."""
 store_split, IN_SPLIT = store_ordered_terms(TERMS[SPLIT]), TERMS[SPLIT]
 
 
 @part
 def round_block(x, record, zero):
-    """32 values to 8 bits and what belongs to them, as `tiles.RECORD` says.  Where one is NaN so is the scale of its
-    half; where one is beyond 3e33, products of its half are NaN."""
+    """Quantise 32 values to 8-bit codes, scales and sums (`tiles.RECORD`).
+
+    If a value is NaN, the scale of its half is NaN. If a value exceeds 3e33, products of its half are NaN.
+    """
     low, high = load(x), load(x + 64)
     scales = mul(largest_magnitudes(low, high), splat(STEP))
     scales = bits_to_float(and_int(float_to_bits(scales), splat_int(SHORT)))
@@ -86,13 +90,13 @@ def round_block(x, record, zero):
 
 
 ARGS = words("source step rows columns rounding[*]")
-"""`rounding` is that of `Target`."""
 ROUNDING = ARGS.start("rounding")
+"""First word of `QuantisedTarget.rounding_words`."""
 
 
 @kernel
 def round_rows(a, thread, threads):
-    """Rows to records; `step` is bytes from row to row."""
+    """Quantise rows that are `step` bytes apart."""
     source, step, rows, columns = ARGS.source(a), ARGS.step(a), ARGS.rows(a), ARGS.columns(a)
     lo, hi = share(rows, thread, threads)
     for i in range(lo, hi):
@@ -102,14 +106,17 @@ def round_rows(a, thread, threads):
 
 @part
 def round_row(a, at, i, y, n):
-    """Round the `n` columns of row `i`, that stands at `y`, as the words from `at` on say (`Target.rounding`)."""
+    """Quantise the `n` columns of row `i`, which begins at `y`, for each target.
+
+    `at` is the first of `QuantisedTarget.rounding_words` in `a`.
+    """
     for b in range(n // COLUMNS):
         round_one(a, at, i, b, y + 4 * COLUMNS * b)
 
 
 @part
 def round_one(a, at, i, b, x):
-    """Round block `b` of row `i`, which stands at `x`, as the words from `at` on say."""
+    """Quantise block `b` of row `i`, which begins at `x`, for each target (`quantise_row`)."""
     for k in range(word(a, at)):
         to, pitch, kind = word(a, at + 1 + 3 * k), word(a, at + 2 + 3 * k), word(a, at + 3 + 3 * k)
         if kind == TILED:
@@ -125,17 +132,20 @@ def round_one(a, at, i, b, x):
 
 
 def rounded_bytes(rows: int, columns: int, kind: int) -> int:
-    """Records [rows, columns / 32], or tiles [rows / 32, columns / 32]; of columns from the first of a block on."""
+    """Return the bytes of records [rows, columns / 32] or tiles [rows / 32, columns / 32]."""
     if kind in TERMS:
         return -(-rows // TALL) * (columns // COLUMNS) * TERMS[kind] * TALL * LINE
     return rows * (columns // COLUMNS) * RECORD
 
 
 def rounded(steps: Steps, x: Operand, kind: int, *, for_all: bool) -> Sequence[Operand]:
-    """`x` rounded, where each thread finds it; by a step of its own unless an earlier one has done it.
+    """Return the quantised activations of each thread. Add a step unless an earlier step has quantised them.
 
-    For a product that all threads share they round the columns that they have of `x`, or all of few rows each for
-    itself, or share the rows.
+    If all threads share the product (`for_all`), there are three methods:
+
+    - Each thread quantises its columns of `x`.
+    - Each thread quantises all rows for itself, if they are few.
+    - Threads share the rows.
     """
     key = ("rounded", x.tensor, kind)
     if (records := steps.known(key)) is not None:
@@ -163,7 +173,7 @@ def rounded(steps: Steps, x: Operand, kind: int, *, for_all: bool) -> Sequence[O
 
 
 def _rounding(x: Operand, to: Operand, rows: int, kind: int, first: int, last: int) -> Share:
-    """Columns from `first` to before `last`: of one row, or all of them."""
+    """Make the work that quantises columns `first` to `last` of `x`. A column range is allowed for one row only."""
     source, skipped = x.part(len(x.shape) - 1, first, last - first), rounded_bytes(1, first, kind)
     target = to.part(0, skipped, rounded_bytes(rows, last - first, kind))
     rounding = (1, target.address, rounded_bytes(1, last - first, kind), kind)
@@ -171,14 +181,20 @@ def _rounding(x: Operand, to: Operand, rows: int, kind: int, first: int, last: i
     return Share(words, [source], [target])
 
 
-# ------------------------------------------------------------------------------------------ rounded where it is made
+# ------------------------------------------------------------------------------------------ quantised by its producer
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a thread leaves rows of a result: as float32, in one row's memory over and over if nobody reads them, and
-    rounded.  `between` are bytes from thread to thread of that one row; `rounding` is how to round (`round_row`): how
-    many times, and each time where to, bytes from row to row (of tiles from 32 rows to the next), and the kind."""
+    """The destination of result rows of one thread.
+
+    Attributes:
+        float_rows: float32 rows. If no op reads them, all rows use the memory of one row.
+        writes: Operands that the thread writes.
+        thread_stride_bytes: Bytes from thread to thread of this one row; 0 if all rows are stored.
+        rounding_words: The number of targets; for each target its address, row stride in bytes, and kind. For tiles the
+            stride is from 32 rows to the next 32.
+    """
 
     floats: Operand
     writes: Sequence[Operand]
@@ -187,14 +203,20 @@ class Target:
 
     @property
     def step(self) -> int:
-        """Bytes from row to row of float32."""
+        """Bytes from row to row of float32; 0 if float32 rows are not stored."""
         return self.floats.row_step if self.floats in self.writes else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is read of a result: by products with packed weights it rounded, as these tensors, each in a kind; whether
-    others read it as float32, and whether threads share one of the products."""
+    """The forms in which later ops read a result.
+
+    Attributes:
+        value: The result.
+        quantised_tensors: Tensors that packed products read quantised, each with its kind of rounding.
+        needs_floats: Whether other ops read float32.
+        is_shared_by_threads: Whether threads share one of the products.
+    """
 
     value: Operand
     rounded: Sequence[tuple[Tensor, int]]
@@ -203,19 +225,24 @@ class Wanted:
 
     @property
     def rows(self) -> int:
+        """Rows of the result."""
         return math.prod(self.value.shape[:-1])
 
     @property
     def columns(self) -> int:
+        """Columns of the result."""
         return self.value.shape[-1]
 
     @property
     def kinds(self) -> Sequence[int]:
+        """The distinct kinds of rounding."""
         return list(dict.fromkeys(kind for _, kind in self.rounded))
 
     def records(self, steps: Steps, *, shared: bool) -> Sequence[Sequence[Operand]]:
-        """For each thread memory of its own or for all, for each of `kinds`, as rows of float32; none that a source of
-        the result may still be in."""
+        """Return for each thread one float32 operand per kind for the quantised rows: shared memory, or its own.
+
+        The memory does not overlap a source of the result.
+        """
         records = []
         for kind in self.kinds:
             nbytes, width = rounded_bytes(self.rows, self.columns, kind), rounded_bytes(1, self.columns, kind) // 4
@@ -225,7 +252,7 @@ class Wanted:
         return [[own[thread] for own in records] for thread in range(steps.threads)]
 
     def target(self, floats: Operand | None, passing: Operand, records: Sequence[Operand]) -> Target:
-        """For all columns or some; `passing` takes the rows if there is no place for them all."""
+        """Make the target of one thread. Without `floats` all rows use the one row of `passing`."""
         rounding = [len(records)]
         for record, kind in zip(records, self.kinds, strict=True):
             rounding += [record.address, rounded_bytes(1, self.columns, kind), kind]
@@ -234,8 +261,7 @@ class Wanted:
         return Target(floats, [floats, *records], 0, rounding)
 
     def targets(self, steps: Steps, records: Sequence[Sequence[Operand]], bounds: Sequence[int]) -> list[Target | None]:
-        """For each thread, which makes the columns from ``bounds[i]`` to before ``bounds[i + 1]``; None if that is
-        none."""
+        """Make the target of each thread for columns ``bounds[i]`` to ``bounds[i + 1]``; None for an empty range."""
         targets: list[Target | None] = []
         axis, places = len(self.value.shape) - 1, self.passing(steps)
         for place, own, (first, last) in zip(places, records, pairwise(bounds), strict=False):
@@ -245,23 +271,25 @@ class Wanted:
         return targets
 
     def _columns_of(self, record: Operand, kind: int, first: int, last: int) -> Operand:
+        """Return the part of quantised rows that holds columns `first` to `last`."""
         skipped, width = (rounded_bytes(1, n, kind) // 4 for n in (first, last - first))
         return record.part(1, skipped, width)
 
     def passing(self, steps: Steps) -> Sequence[Operand]:
-        """For each thread memory of one row, that lies as if it were all of them."""
+        """Return for each thread the memory of one row, shaped like all rows (row stride 0)."""
         shape, nbytes = self.value.shape, 4 * self.columns
         memory = steps.scratch(f"row of {nbytes}", nbytes * steps.threads)
         strides = (*(0 for _ in shape[1:]), 1)
         return [_laid(memory.part(0, nbytes * t, nbytes), shape, strides) for t in range(steps.threads)]
 
     def remember(self, steps: Steps, records: Sequence[Sequence[Operand]]) -> None:
-        """Let products find what has been rounded."""
+        """Register the quantised rows, so that products find them."""
         for tensor, kind in self.rounded:
             at = self.kinds.index(kind)
             steps.remember(("rounded", tensor, kind), [own[at] for own in records], [self.value])
 
 
 def _laid(memory: Operand, shape: tuple[int, ...], strides: tuple[int, ...]) -> Operand:
+    """Return the memory as a float32 operand with this shape and these strides."""
     tensor = replace(memory.tensor, shape=shape, strides=strides, dtype=DType.F32)
     return Operand(memory.address, tensor)

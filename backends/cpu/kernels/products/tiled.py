@@ -1,7 +1,8 @@
-"""Products of many rows of activations with a weight by tiles of AMX: both in terms of bfloat16, sums in float32.
+"""Products of many activation rows with a weight by AMX tiles: bfloat16 terms, float32 sums.
 
-Two groups of a weight, or one of each of two weights, are expanded, some columns at a time (`tiled_weights`), and meet
-32 rows of activations after 32 others: two tiles of these times two of the weight, whose four sums stay in registers.
+1. Expand some columns of two weight groups, or of one group of each of two weights (`tiled_weights`).
+2. Multiply them with 32 activation rows after another: two activation tiles times two weight tiles.
+3. Keep the four tiles of sums in registers.
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ from .tiled_weights import BLOCK, TiledWeight, products_of_terms, tiled_weight
 SQUARE = 4 * TILE
 """Bytes of the sums of 32 rows and two groups, tile by tile."""
 WIDE, CHUNK, ROOM, MOST = 64, 512, 256, 8
-"""Terms of a group's blocks that are expanded at a time; rows of activations that meet them before they are expanded
-again; terms of blocks of two groups that are expanded together, and squares: both stay in the second cache."""
+"""Terms of a group's blocks per expansion; activation rows per expansion; expanded terms of two groups; matrices.
+
+The last two are limits, so that the expanded terms and the sums stay in the second cache.
+"""
 MANY = 256
-"""Rows of activations from which on a weight is worth expanding for them alone: a span has so many at least."""
+"""Fewest activation rows of a span: fewer do not pay for expanding the weight."""
 EXPANDED, SUMS = NBYTES, NBYTES + ROOM * BLOCK
-"""Where in its scratch a thread keeps expanded blocks, behind registers, and sums of all rows of a chunk."""
+"""Offsets into the scratch of a thread: the expanded blocks behind the registers, and the sums of a chunk."""
 SCRATCH = SUMS + CHUNK // TALL * MOST * SQUARE
 
 
 def kind_of(call: Bound) -> int | None:
-    """How a product reads its activations, as `rounding` has it; None: as they are."""
+    """Return how a product reads its activations, as a kind of `rounding`; None for float32."""
     w, packed = call.operand(0), FORMATS.get(call.operand(0).dtype)
     experts = (int(np.asarray(call.attrs["total"])) or w.shape[0]) if call.op == "mul_mat_id" else 1
     if processor.tiles() and w.shape[-1] and w.shape[-1] % COLUMNS == 0:
@@ -51,18 +54,24 @@ def kind_of(call: Bound) -> int | None:
 
 @part
 def squares_of(columns, terms):
-    """How many squares of two groups, in so many terms, meet some rows of activations before others do: as many as
-    there is room for, so that rows seldom come from far away."""
+    """Return the matrices of two groups that are expanded together: as many as the scratch can hold.
+
+    More matrices mean that activations are loaded from distant memory less often.
+    """
     return min(MOST, ROOM // (terms * min(WIDE // terms, columns // COLUMNS)))
 
 
 def meet_of(weight: TiledWeight, emit: Part, each: int) -> Part:
-    """``(mine, w, v, squares, left, stride, columns, x, pitch, chunk, stop, to, step, ahead)``: rows from `chunk` to
-    before `stop` meet two groups for each of so many `squares`: `each` of the rows at `w`, the others of those at `v`.
-    `left` rows exist.  Groups that are `ahead` bytes on, and rows of activations that come next, are fetched to the
-    second cache meanwhile.
+    """Make the part that multiplies activation rows `chunk` to `stop` with two groups for each of `squares` matrices.
 
-    ``emit(mine, sums, rows, left, to, step)`` takes what comes out for `rows` rows, in the first four registers.
+    The part is ``(mine, w, v, squares, left, stride, columns, x, pitch, chunk, stop, to, step, ahead)``. The first
+    `each` groups of a matrix are rows at `w`, the others rows at `v`. `left` weight rows exist. Meanwhile the part
+    prefetches weight rows `ahead` bytes further on, and the next activation rows, to the second cache.
+
+    Args:
+        weight: The weight type.
+        emit: ``(mine, sums, rows, left, to, step)`` stores the sums of `rows` rows from the first four registers.
+        each: Groups of a matrix that belong to `w`: 2, or 1 for two weights.
     """
     unit, expand = tiles(), weight.expand
     multiply_one, multiply_two = products_of_terms(weight, 1), products_of_terms(weight, 2)
@@ -126,7 +135,7 @@ def meet_of(weight: TiledWeight, emit: Part, each: int) -> Part:
 
 
 def put_of() -> Part:
-    """`emit` of a product: to rows of `to`."""
+    """Make `emit` of a plain product, which stores the sums to rows of `to`."""
     unit = tiles()
     store_0, store_1, store_2, store_3 = unit.store[:4]
 
@@ -155,9 +164,10 @@ ARGS = words("w stride rows columns x pitch count y step scratch tickets")
 
 @cache
 def product(weight: TiledWeight) -> Kernel:
-    """``y[i] = w @ x[i]`` for `count` rows, whose tiles are at `x`, `pitch` bytes from 32 of them to the next.
+    """Make the kernel ``y[i] = w @ x[i]`` for `count` rows.
 
-    Bytes: `stride` of a row of w, `step` from row to row of y, `SCRATCH` for each thread.
+    Words in bytes: `pitch` from 32 rows of activation tiles to the next, `stride` of a weight row, `step` from row to
+    row of y. Each thread has `SCRATCH_BYTES`.
     """
     meet, configure, release = meet_of(weight, put_of(), 2), tiles().configure, tiles().release
 
@@ -192,7 +202,7 @@ def product(weight: TiledWeight) -> Kernel:
 
 
 def bind(steps: Steps, call: Bound, stride: int) -> None:
-    """A product with a weight whose rows are `stride` bytes long."""
+    """Add the steps of a product. `stride` is the bytes of a weight row."""
     w, x, y = call.operand(0), call.operand(1), call.out
     weight, dealt, columns = tiled_weight(w.dtype), is_dealt(steps, call), w.shape[-1]
     tiled = rounded(steps, x, weight.rounding, for_all=dealt)[0]

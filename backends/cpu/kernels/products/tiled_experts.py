@@ -1,7 +1,8 @@
-"""Products of prompts with the experts that a router chose, by tiles of AMX.
+"""MoE products of prompts by AMX tiles.
 
-The rows of activations that choose an expert lie anywhere: they are copied into tiles side by side, which meet all rows
-of the expert's weights.  What comes out is put where their slots are.
+1. Gather the activation rows of an expert into tiles. They are scattered in memory.
+2. Multiply the tiles with all rows of the expert's weight.
+3. Scatter the results to their slots.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from .tiled import CHUNK, MOST, SCRATCH, meet_of, put_of, squares_of
 from .tiled_weights import BLOCK, TiledWeight, tiled_weight
 
 PACE = MOST * 2 * ROWS * 4 + 64
-"""Bytes from row to row of what comes out, so that rows do not all lie in the same places of the nearest cache."""
+"""Bytes from row to row of the results; 64 extra bytes spread the rows over the sets of the nearest cache."""
 RESULTS, ROOM = SCRATCH, SCRATCH + CHUNK * PACE
-"""Where in its scratch a thread keeps what comes out, and which row of activations belongs to each row in tiles."""
+"""Offsets into the scratch of a thread: the results, and the activation row of each row of the tiles."""
 GATHERED = ROOM + CHUNK * 4
-"""Where it keeps these tiles."""
+"""Offset of the gathered activation tiles in the scratch of a thread."""
 
 ARGS = words(
     "weights[2] stride between rows columns x pitch starts experts used shared y step scratch tickets rounding[*]"
 )
-"""`rounding` is that of `rounding.Target`."""
 ROUNDING = ARGS.start("rounding")
+"""First word of `QuantisedTarget.rounding_words`."""
 
 
 @part
 def gather(a, mine, chunk, stop):
-    """Copy the rows of activations of sorted slots from `chunk` to before `stop` into tiles of the thread."""
+    """Copy the activation rows of the sorted slots `chunk` to `stop` into tiles of the thread."""
     x, pitch, used, shared = ARGS.x(a), ARGS.pitch(a), ARGS.used(a), ARGS.shared(a)
     slots, numbers = ARGS.starts(a) + 4 * (ARGS.experts(a) + 2), mine + ROOM
     for i in range(chunk, stop):
@@ -55,7 +56,7 @@ def gather(a, mine, chunk, stop):
 
 @part
 def scatter(a, mine, chunk, stop, first, count):
-    """Put what came out for these slots to the `count` columns of their rows from `first` on, or round it, or both."""
+    """Store or quantise the results of these slots: `count` columns from column `first` on."""
     slots, y, step = ARGS.starts(a) + 4 * (ARGS.experts(a) + 2), ARGS.y(a), ARGS.step(a)
     results = mine + RESULTS
     for i in range(chunk, stop):
@@ -70,7 +71,7 @@ def scatter(a, mine, chunk, stop, first, count):
 
 @part
 def leave_out(a, mine):
-    """Zero the rows of slots whose expert is elsewhere."""
+    """Zero the rows of slots of remote experts, in float32 and quantised."""
     starts, experts, rows, results = ARGS.starts(a), ARGS.experts(a), ARGS.rows(a), mine + RESULTS
     slots = starts + 4 * (experts + 2)
     if ARGS.step(a) != 0:
@@ -83,11 +84,17 @@ def leave_out(a, mine):
 
 
 def product_of(name: str, weight: TiledWeight, emit: Part, each: int) -> Kernel:
-    """``y[i] = w[expert of slot i] @ x[row of slot i]``, or the unit of two such products, whose weights take turns in
-    tiles (`each` is 1); also rounded; as float32 only where `step`, the bytes from row to row of y, is not 0.
+    """Make the kernel ``y[i] = w[expert of slot i] @ x[row of slot i]``, or the gated unit of two such products.
 
-    `weights` are two weights, or one and its second group of rows; `x` are activations in tiles; `scratch` is
-    `scratch_bytes` for each thread; other words that `grouped.product_of` has, too, mean the same.
+    The kernel quantises the result for its consumers. It stores float32 only if `step`, the bytes from row to row of y,
+    is not 0. `weights` are two weights, or one weight and its second group of rows. `x` are activation tiles. Each
+    thread has `compute_moe_scratch_bytes` of `scratch`. `grouped.make_matmul_kernel` explains the others.
+
+    Args:
+        name: The name of the kernel.
+        weight: The weight type.
+        emit: The epilogue of `tiled.make_amx_multiply`.
+        each: Groups of a matrix that belong to the first weight: 1 for a gated unit, else 2.
     """
     meet, configure, release = meet_of(weight, emit, each), tiles().configure, tiles().release
     terms = weight.terms
@@ -129,13 +136,13 @@ def product_of(name: str, weight: TiledWeight, emit: Part, each: int) -> Kernel:
 
 
 def scratch_bytes(pitch: int) -> int:
-    """Of each thread, for activations of which 32 rows are so many bytes."""
+    """Return the scratch bytes of a thread. `pitch` is the bytes of 32 activation rows."""
     return GATHERED + CHUNK // TALL * pitch
 
 
 @cache
 def product(weight: TiledWeight) -> Kernel:
-    """One product."""
+    """Make the kernel of one MoE product."""
     return product_of(f"tiled_experts.product.{weight.dtype}", weight, put_of(), 2)
 
 
@@ -143,7 +150,7 @@ def product(weight: TiledWeight) -> Kernel:
 
 
 def bind(steps: Steps, call: Bound, slots: Slots) -> None:
-    """A product of many rows."""
+    """Add the steps of an MoE product of many rows."""
     w, y = call.operand(0), call.out
     second = w.address + ROWS * bytes_of(w)[0]
     add(steps, product(tiled_weight(w.dtype)), [call], [w.address, second], slots, Target(y, [y]))
@@ -157,7 +164,16 @@ def add(
     slots: Slots,
     to: Target,
 ) -> None:
-    """The step of products of the same activations, whose weights begin at `begins`."""
+    """Add the step of MoE products of the same activations.
+
+    Args:
+        steps: The steps of the program.
+        kernel: The result of `make_amx_moe_kernel`.
+        products: One product, or gate and up.
+        begins: Addresses of two weights, or of a weight and its second group.
+        slots: The slots by expert.
+        to: The destination of the result rows.
+    """
     w, x = products[0].operand(0), products[0].operand(1)
     dealt, columns, (stride, between) = is_dealt(steps, products[0]), w.shape[-1], bytes_of(w)
     kind = tiled_weight(w.dtype).rounding

@@ -1,8 +1,10 @@
-"""Weights as tiles of AMX take them: groups of 16 rows, expanded to blocks of 32 columns in terms of bfloat16.
+"""Weights for AMX tiles: groups of 16 rows, expanded to blocks of 32 columns in bfloat16 terms.
 
-A packed weight is one term, rounded as an activation is, by 2^-8 of it at most.  One that is not packed is as many
-terms as hold it, and meets activations in three, which hold float32.  Each term is 2^-8 of the one before it or less,
-so products of terms i and j with i + j > 2 are left out, which float32 would not show.
+- A packed weight has one term, rounded by at most 2^-8 of it, as an activation is.
+- Another weight has as many terms as it needs to be exact. Its activations have three terms, which hold float32.
+
+Each term is at most 2^-8 of the term before it. Products of terms i and j with i + j > 2 are omitted: float32 sums
+would not show them.
 """
 
 from __future__ import annotations
@@ -23,21 +25,25 @@ from .grouped import ROWS, fetch
 from .rounding import SPLIT, TERMS, TILED
 
 BLOCK = 2 * TILE
-"""Bytes of 32 columns in one term: of two groups, and of 32 rows of activations."""
+"""Bytes of one term of 32 columns: of two groups, or of 32 activation rows."""
 AHEAD = 4096
-"""How many bytes ahead a packed weight is fetched while it is expanded."""
+"""Prefetch distance in bytes while a packed weight is expanded."""
 SHOWN = 3
-"""Terms of float32."""
+"""bfloat16 terms that hold a float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class TiledWeight:
-    """One type of weight: its `terms`, the kind of `rounding` of activations that meet it, and from how many rows of
-    these on tiles take it: of an expert, on average.  From there on they are faster than products for which less has
-    to be expanded; with float16 faster from 24 rows on, up to a third slower before, but ten times as exact.
+    """A weight type for AMX tiles.
 
-    ``expand(to, group, stride, left, first, last, n)`` writes blocks of a group of `n`, from the first to before the
-    last, to `to`, term after term `BLOCK` apart; rows are `stride` bytes long, and `left` exist.
+    Attributes:
+        dtype: The type of the weight.
+        activation_kind: The kind of `rounding` of its activations.
+        term_count: bfloat16 terms of a weight.
+        min_activation_rows: Activation rows (per expert, on average) from which on tiles are faster. Exception: float16
+            is faster from 24 rows on; from 7 to 23 rows it is up to a third slower but ten times as exact.
+        expand_blocks: ``(to, group, stride, left, first, last, n)`` expands blocks `first` to `last` of the `n` of a
+            group. The terms are `BLOCK_BYTES` apart. Weight rows have `stride` bytes; `left` of them exist.
     """
 
     dtype: DType
@@ -53,13 +59,13 @@ class TiledWeight:
 
     @property
     def x_block(self) -> int:
-        """Bytes of 32 columns of 32 rows of activations."""
+        """Bytes of 32 columns of 32 activation rows."""
         return TERMS[self.rounding] * BLOCK
 
 
 @cache
 def tiled_weight(dtype: DType) -> TiledWeight:
-    """A type of weight that tiles take."""
+    """Return the tile parameters of a weight type."""
     if dtype in FORMATS:
         return TiledWeight(dtype, TILED, 1, 24, _packed(FORMATS[dtype]))
     if dtype is DType.BF16:
@@ -69,6 +75,7 @@ def tiled_weight(dtype: DType) -> TiledWeight:
 
 
 def _packed(form: Format) -> Part:
+    """Make `AmxWeight.expand_blocks` of a packed type."""
     codes, scales, biases, nbytes, width = form.codes, form.scales, form.biases, form.nbytes, form.planes[0]
     high = form.planes[1] if len(form.planes) > 1 else 0
     lines = -(-nbytes // 64)
@@ -90,13 +97,14 @@ def _packed(form: Format) -> Part:
 
 @part
 def _pairs(to, group, stride, left, first, last, n):
-    """Of bfloat16: pairs of columns lie side by side already."""
+    """Expand bfloat16: pairs of columns are adjacent already."""
     for block in range(first, last):
         turn_floats(group + block * WIDTH, stride, left, LANES, to)
         to += BLOCK
 
 
 def _split(dtype: DType, terms: int) -> Part:
+    """Make `AmxWeight.expand_blocks` of float16 or float32: transpose, and split into terms."""
     size = dtype.storage.itemsize
     load_some, store = load_half if dtype is DType.F16 else load, store_ordered_terms(terms)
 
@@ -114,8 +122,10 @@ def _split(dtype: DType, terms: int) -> Part:
 
 @cache
 def products_of_terms(weight: TiledWeight, tiles_of_x: int) -> Part:
-    """``(mine, x, block)``: add products of one or two tiles of activations, 16 rows each, and a block of a weight to
-    the first four registers."""
+    """Make ``(mine, x, block)``: add the products of 1 or 2 activation tiles and a weight block to four registers.
+
+    An activation tile has 16 rows. Small terms are added first.
+    """
     of_x = TERMS[weight.rounding]
     pairs = [(i, j) for i in reversed(range(weight.terms)) for j in reversed(range(of_x)) if i + j < SHOWN]
     news = [k == 0 or pairs[k - 1][0] != i for k, (i, _) in enumerate(pairs)]
@@ -124,10 +134,13 @@ def products_of_terms(weight: TiledWeight, tiles_of_x: int) -> Part:
 
 
 def _product(i: int, j: int, new: bool, both: bool) -> Part:
-    """Of a term of each; that of the weight is loaded if it is `new`; of activations `both` tiles, or the first."""
+    """Make the product of weight term `i` and activation term `j`, both byte offsets.
+
+    The weight term is loaded if it is `new`. `both` selects two activation tiles instead of the first.
+    """
     unit = tiles()
     load_x, load_y = unit.load[4:6]
-    load_u, load_v = unit.pass_by[6:]  # the first cache is for rows of activations: other squares meet them next
+    load_u, load_v = unit.pass_by[6:]  # other matrices need the activations in the first cache next
     multiply_0, multiply_1, multiply_2, multiply_3 = (
         unit.multiply(2 * row + group, 4 + row, 6 + group) for row in range(2) for group in range(2)
     )
@@ -149,6 +162,8 @@ def _product(i: int, j: int, new: bool, both: bool) -> Part:
 
 
 def _then(before: Part, after: Part) -> Part:
+    """Return a part that runs `before`, then `after`."""
+
     def both(mine, x, block):
         before(mine, x, block)
         after(mine, x, block)

@@ -1,1 +1,1 @@
-"""What goes token by token: gated delta nets, scans, short convolutions and windows."""
+"""Kernels that process tokens one after another: gated delta nets, scans, short convolutions and windows."""

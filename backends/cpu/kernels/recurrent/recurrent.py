@@ -1,4 +1,7 @@
-"""The gated delta rule."""
+"""The gated delta rule. Each head has a state S [value, key], a decay f = exp(g) and an update rate beta.
+
+``S = f * S``, then ``d = beta * (v - S k)``, then ``S = S + d k^T``, then ``out = S q / sqrt(size)``.
+"""
 
 from __future__ import annotations
 
@@ -42,33 +45,38 @@ from ..functions import exp
 from ..packing import share
 
 BLOCK = 32
-"""Rows of a state that see all tokens before the next rows do: they stay in the first cache."""
+"""Rows of a state that process all tokens before the next rows do: they stay in the first cache."""
 
 
 ARGS = words("sequences tokens keyed heads size width q[4] k[4] v[4] g[4] beta[4] out[4] state new[3] kept scratch")
-"""Of q to out the address, and bytes from sequence to sequence, token to token, head to head; the states are dense.
-Of the new ones the address of the first token's, and bytes from sequence to sequence and from token to token, which are
-none where only the last is asked for.  Each thread has `scratch_bytes` of memory."""
+"""Words of q to out: the address, and bytes from sequence to sequence, token to token, head to head.
+
+The states are dense. `new`: the address of the first token's state, bytes from sequence to sequence and from token to
+token. The token stride is 0 if only the last state is stored. Each thread has `compute_delta_net_scratch_bytes` of
+memory.
+"""
 Q, K, V, G, BETA, OUT = (ARGS.start(name) for name in ("q", "k", "v", "g", "beta", "out"))
 
 
 MANY = 8
-"""So many tokens see a block of rows turned over: to turn it there and back takes as long as three pairs save."""
+"""Tokens from which on a block of rows is transposed: two transpositions cost as much as three token pairs save."""
 DELTAS = 4 * FOUR * BLOCK
 FADES = DELTAS + 2 * 4 * BLOCK
-"""Where in a thread's memory stand, behind what the rows of a block make of four vectors, the deltas of two tokens, and
-how channels fade; behind that come four vectors that meet the rows, the keys that are written, and a block turned
-over."""
+"""Offset in a thread's scratch: decays, the four vectors, the written keys, a transposed block.
+
+Before `DELTAS_OFFSET` are the products of the rows of a block and four vectors, then the deltas of two tokens.
+"""
 
 
 @part
 def scratch_bytes(size):
+    """Return the scratch bytes of a thread for keys of `size` elements."""
     return FADES + (6 + BLOCK) * 4 * size
 
 
 @part
 def turn_block(source, step, to, pace, rows, columns):
-    """A block of rows, `step` bytes apart, as columns: rows `pace` bytes apart."""
+    """Transpose a block of rows that are `step` bytes apart to columns with rows `pace` bytes apart."""
     for r in range(0, rows, LANES):
         for c in range(0, columns, LANES):
             turn(source + r * step + 4 * c, step, to + c * pace + 4 * r, pace)
@@ -76,13 +84,13 @@ def turn_block(source, step, to, pace, rows, columns):
 
 @part
 def address(a, first, n, t, h):
-    """Where a sequence's token has a head's part of the tensor whose words begin at number `first`."""
+    """Return the address of a head's vector for sequence `n` and token `t`. The words begin at number `first`."""
     return word(a, first) + n * word(a, first + 1) + t * word(a, first + 2) + h * word(a, first + 3)
 
 
 @cache
 def alone_of(per_channel: bool) -> Part:
-    """``(a, n, h, source, t, first, last, memory)``: some rows of the state see one token."""
+    """Make ``(a, n, h, source, t, first, last, memory)``: process one token with state rows `first` to `last`."""
 
     def alone(a, n, h, source, t, first, last, memory):
         size, width = ARGS.size(a), ARGS.width(a)
@@ -108,24 +116,24 @@ def alone_of(per_channel: bool) -> Part:
         for row in range(first, last):
             s, z, x, y = before + row * step, after + row * step, zeros(), zeros()
             for c in range(0, step, 4 * LANES):
-                held = load(s + c)
+                held = load(s + c)  # x += S[row, c] f[c] k[c], y += S[row, c] f[c] q[c]
                 x, y = fma(held, load(keys + c), x), fma(held, load(queries + c), y)
             delta = (load_scalar(v + 4 * row) - decay * total(x)) * beta
             store_scalar(out + 4 * row, (decay * total(y) + delta * overlap) * scale)
             by = splat(delta)
             for c in range(0, step, 4 * LANES):
                 held = mul(load(s + c), load(fades + c) if per_channel else fade)
-                store(z + c, fma(by, load(k + c), held))
+                store(z + c, fma(by, load(k + c), held))  # S[row, c] = f[c] S[row, c] + delta k[c]
 
     return part(alone)
 
 
 @cache
 def two_of(per_channel: bool) -> Part:
-    """``(a, n, h, source, t, first, last, memory)``: some rows of the state, in fours, see a token and the next.
+    """Make ``(a, n, h, source, t, first, last, memory)``: process two tokens with rows of the state, four at a time.
 
-    The state is read twice and written once for both, as what the second finds follows from the state before either:
-    with fading f and g, ``(S f + d k^T) g k' = S (f g k') + d (g k . k')``.
+    The state is read twice and written once for both tokens, because the products of the second token follow from the
+    old state. With decays f and g: ``(S f + d k^T) g k' = S (f g k') + d (g k . k')``.
     """
 
     def two(a, n, h, source, t, first, last, memory):
@@ -154,6 +162,7 @@ def two_of(per_channel: bool) -> Part:
         for row in range(first, last, FOUR):
             sums = no_products()
             for c in range(0, step, 4 * LANES):
+                # sums[r, j] += S[row + r, c] * u[j, c] for u = f k, f q, f g k', f g q'
                 sums = add_products(sums, state + row * step + c, step, meeting + c, step)
             store(memory + 4 * FOUR * (row - first), crossed(sums))
         own, next_own, key_first, key_last = splat(total(qk)), splat(total(pl)), splat(total(ql)), splat(total(pk))
@@ -179,7 +188,7 @@ def two_of(per_channel: bool) -> Part:
             s1, s2, s3 = s0 + step, s0 + 2 * step, s0 + 3 * step
             d0, d1, d2, d3 = splat_from(d), splat_from(d + 4), splat_from(d + 8), splat_from(d + 12)
             f0, f1, f2, f3 = splat_from(f), splat_from(f + 4), splat_from(f + 8), splat_from(f + 12)
-            for c in range(0, step, 4 * LANES):
+            for c in range(0, step, 4 * LANES):  # S[row, c] = f g S[row, c] + d[row] g k[c] + d'[row] k'[c]
                 x, y = load(written + c), load(next_k + c)
                 if per_channel:
                     fade = load(fades + c)
@@ -193,11 +202,11 @@ def two_of(per_channel: bool) -> Part:
 
 @cache
 def two_turned_of(per_channel: bool) -> Part:
-    """``(a, n, h, source, t, first, memory)``: as `two_of`, for a block of rows that lies turned over in a thread's
-    memory: lanes are rows, so none are added up.  Fading that is one number is left out of sums over channels.
+    """Make ``(a, n, h, source, t, first, memory)``: process two tokens with a transposed block of rows.
 
-    Tokens lie pages apart, so what the next two read and write is fetched; a line of `out` that is not there yet would
-    hold up all stores of the state behind it.
+    Lanes are rows, so that no sum crosses lanes. A scalar decay is applied after the sums over channels. Tokens are
+    pages apart, so the operands of the next two tokens are prefetched, `out` included. A store to an absent line of
+    `out` would delay all later stores of the state.
     """
 
     def two_turned(a, n, h, source, t, first, memory):
@@ -276,8 +285,14 @@ def two_turned_of(per_channel: bool) -> Part:
 
 @cache
 def delta_net(per_channel: bool, tiled: bool) -> Kernel:
-    """The rule for `keyed` heads of keys with `size` elements and `heads` of values with `width`; the `state` before is
-    kept where `kept` says (0: nowhere) and becomes the `new` one."""
+    """Make the kernel of the rule for `keyed` key heads of `size` elements and `heads` value heads of `width` elements.
+
+    The kernel copies the old `state` to `kept` (0: it is not copied) and writes the `new` state.
+
+    Args:
+        per_channel: Whether each channel has its own decay.
+        tiled: Whether value head h uses key head ``h % keyed``; else ``h // (heads // keyed)``.
+    """
 
     alone, two, two_turned = (of(per_channel) for of in (alone_of, two_of, two_turned_of))
 
@@ -300,7 +315,7 @@ def delta_net(per_channel: bool, tiled: bool) -> Kernel:
             in_pairs = not is_turned and ARGS.new(a, 2) == 0 and (last - first) % FOUR == 0
             t = 0
             while t < (tokens % 2 if is_turned else tokens):
-                if in_pairs and 0 < t < tokens - 1:  # the first takes the state from where it was
+                if in_pairs and 0 < t < tokens - 1:  # the first token reads the old state
                     two(a, n, h, source, t, first, last, memory)
                     t += 2
                 else:
@@ -328,7 +343,7 @@ def _delta_net(steps: Steps, call: Bound) -> bool:
 
 
 def is_compiled(call: Bound) -> bool:
-    """Whether the kernels of this file do a `gated_delta_net`."""
+    """Return whether the kernels of this file can compute a `gated_delta_net`."""
     q, k, v, g, beta, state = (call.operand(i) for i in range(6))
     out, new = call.dst
     plain = all(o.is_float for o in (q, k, v, g, beta, state, out, new)) and state.is_dense and new.is_dense
@@ -339,7 +354,7 @@ def is_compiled(call: Bound) -> bool:
 
 
 def _add_delta_net(steps: Steps, call: Bound, kept: Operand | None) -> None:
-    """`kept` is where to keep the state as it was."""
+    """Add the step. `kept` receives a copy of the old state."""
     q, k, v, g, beta, state = (call.operand(i) for i in range(6))
     out, new = call.dst
     sequences = q.shape[0] if len(q.shape) == 4 else 1
@@ -372,20 +387,25 @@ def _add_delta_net(steps: Steps, call: Bound, kept: Operand | None) -> None:
 
 
 def _kept_and_delta_net(flow: Flow, number: int) -> Chain:
-    """A state that is kept block by block, while it is in the first cache to be changed."""
+    """Fuse saving a state and the rule: each block is saved while it is in the first cache."""
     chain = changed_state(flow, number, "gated_delta_net")
     save, change = map(flow.call, chain)
     kept = save.out
     need(save.operand(0).tensor == change.operand(5).tensor, "not all of the state is saved")
-    need(kept.is_float and kept.is_dense and kept.address % 64 == 0, "what is kept lies otherwise")
-    need(is_compiled(change), "the rule is not compiled")
+    need(
+        kept.is_float and kept.is_dense and kept.address % 64 == 0,
+        "the copy of the state is not dense float32 at a multiple of 64 bytes",
+    )
+    need(is_compiled(change), "the rule has no kernel")
     apart(kept, [change.operand(i) for i in range(6)])
     return Chain(chain, partial(_add_delta_net, call=change, kept=kept))
 
 
 def head_strides(operand: Operand, axes: int, batched: bool) -> list[int]:
-    """The address, and bytes from sequence to sequence, token to token, head to head, of (sequence, token, head, ...),
-    in which so many `axes` follow the sequence."""
+    """Return the address of an operand, and its bytes from sequence to sequence, token to token, head to head.
+
+    `axes` is the number of axes behind the sequence axis: token, head and, if it is 3, element.
+    """
     rank = len(operand.shape)
     head = rank - (axes - 1)
     steps = [4 * operand.strides[head - 1], 4 * operand.strides[head]]

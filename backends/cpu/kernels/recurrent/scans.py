@@ -1,4 +1,4 @@
-"""Recurrences whose heads keep a matrix that fades channel by channel: RWKV 6 and 7, and gated linear attention."""
+"""Scans with a matrix state per head and a decay per channel: RWKV 6 and 7, and gated linear attention."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from ..packing import share
 from .recurrent import head_strides
 
 ROWS = 16
-"""Rows of a state [value, key] that see all tokens before the next rows do."""
+"""Rows of a state [value, key] that process all tokens before the next rows do."""
 BY_KEY = words("sequences tokens heads keys values k[4] v[4] r[4] fading[4] out[4] bonus state new scale:f32")
 BY_VALUE = words("sequences tokens heads keys values r[4] fading[4] k[4] v[4] taken[4] given[4] out[4] state new")
-"""Of what has four words the address, and bytes from sequence to sequence, token to token, head to head; the others are
-dense."""
+"""Operands of four words: the address, and bytes from sequence to sequence, token to token, head to head.
+
+The other operands are dense.
+"""
 
 
 @cache
 def by_key(bonus: bool) -> Kernel:
-    """A state [key, value]: ``S = fading * S + k v^T``, ``out = scale S^T r``.  With a `bonus` for the token itself,
-    ``out = (S + bonus * k v^T)^T r`` of the state before."""
+    """Make the kernel with a state [key, value]: ``S = fading * S + k v^T``, ``out = scale * S^T r``.
+
+    With a `bonus` for the token itself: ``out = (S + bonus * k v^T)^T r`` with the old S.
+    """
 
     def body(a, thread, threads):
         tokens, heads, keys, values = BY_KEY.tokens(a), BY_KEY.heads(a), BY_KEY.keys(a), BY_KEY.values(a)
@@ -45,7 +49,7 @@ def by_key(bonus: bool) -> Kernel:
                     held, write = load(old + 4 * values * d), mul(splat_from(k + 4 * d), v)
                     changed = fma(held, splat_from(w + 4 * d), write)
                     seen = fma(splat_from(extra + 4 * d), write, held) if bonus else changed
-                    y = fma(splat_from(r + 4 * d), seen, y)
+                    y = fma(splat_from(r + 4 * d), seen, y)  # y[c] += r[d] * S[d, c]
                     store(new + 4 * values * d, changed)
                 store(out, mul(y, splat(BY_KEY.scale(a))))
         return 0
@@ -55,7 +59,7 @@ def by_key(bonus: bool) -> Kernel:
 
 @kernel
 def by_value(a, thread, threads):
-    """A state [value, key]: ``S = S fading + (S taken) given^T + v k^T``, ``out = S r``."""
+    """Compute with a state [value, key]: ``S = S * fading + (S taken) given^T + v k^T``, ``out = S r``."""
     tokens, heads, keys, values = BY_VALUE.tokens(a), BY_VALUE.heads(a), BY_VALUE.keys(a), BY_VALUE.values(a)
     blocks = (values + ROWS - 1) // ROWS
     lo, hi = share(BY_VALUE.sequences(a) * heads * blocks, thread, threads)
@@ -96,19 +100,21 @@ def by_value(a, thread, threads):
 
 
 def _is_compiled(call: Bound, walked: list[Operand], state: Operand, lanes: int) -> bool:
-    """Whether rows are dense, of whole vectors where `lanes` are, and there are tokens at all."""
+    """Return whether kernels can read all operands: dense rows, whole vectors along `lanes`, at least one token."""
     new, shape = call.dst[1], walked[0].shape
     dense = all(o.is_float and o.strides[-1] == 1 for o in walked) and state.is_dense and new.is_dense
     return dense and state.is_float and len(shape) in (3, 4) and shape[-3] > 0 and lanes > 0 and not lanes % LANES
 
 
 def _sizes(keys: Operand, values: Operand) -> dict[str, int]:
+    """Return the words of the sizes: sequences, tokens, heads, keys, values."""
     sequences = keys.shape[0] if len(keys.shape) == 4 else 1
     tokens, heads, size = keys.shape[-3:]
     return {"sequences": sequences, "tokens": tokens, "heads": heads, "keys": size, "values": values.shape[-1]}
 
 
 def _by_key(steps: Steps, call: Bound, walked: list[Operand], bonus: Operand | None, scale: int) -> bool:
+    """Add a scan with a state [key, value]; False if kernels cannot read the operands."""
     k, v, r, fading = walked
     out, state = call.dst[0], call.operand(len(walked) + (bonus is not None))
     plain = bonus is None or (bonus.is_float and bonus.is_dense)

@@ -1,4 +1,4 @@
-"""The short convolution before a delta rule: by itself, and with the rows it keeps, SiLU and the norms of its heads."""
+"""The short convolution of a delta-net layer: alone, and fused with its saved rows, SiLU and the norms of its heads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ..rows import lanes, put
 
 TAPS = 4
 TILE = 8
-"""Tokens whose heads stay in the first cache from the convolution to the norm."""
+"""Tokens per tile: their heads stay in the first cache from the convolution to the norm."""
 
 
 PLAIN = words("sequences tokens channels x x_between x_row w y y_between y_row")
@@ -45,7 +45,10 @@ PLAIN = words("sequences tokens channels x x_between x_row w y y_between y_row")
 
 @cache
 def convolution() -> Kernel:
-    """Four taps: weights `w` are [channels, 4]; bytes from sequence to sequence and from row to row."""
+    """Make the kernel of the convolution with four taps: ``y[t, c] = sum over j of w[c, j] * x[t + j, c]``.
+
+    `w` is [channels, 4]. ``*_between`` and ``*_row`` are bytes from sequence to sequence and from row to row.
+    """
 
     def body(a, thread, threads):
         tokens, channels = PLAIN.tokens(a), PLAIN.channels(a)
@@ -96,6 +99,7 @@ def convolve_taps(a, thread, threads):
 
 
 def _convolution(steps: Steps, call: Bound) -> bool:
+    """Add an unfused convolution with four taps; False for other shapes."""
     x, w, y = call.operand(0), call.operand(1), call.out
     plain = all(o.is_float and o.strides[-1] == 1 for o in (x, y)) and w.is_float and w.is_dense_along(-1)
     taps = w.shape[-1]
@@ -126,19 +130,24 @@ def _convolution(steps: Steps, call: Bound) -> bool:
 
 @part
 def copied(x, y, n):
+    """Copy `n` float32, a multiple of 16."""
     for c in range(0, n, LANES):
         store(y + 4 * c, load(x + 4 * c))
 
 
 @part
 def convolved(x, step, y, pace, first, last, w, old, size):
-    """Tokens from `first` to before `last` of 16 channels; `old` are the three rows before, `size` numbers apart."""
+    """Convolve tokens `first` to `last` of 16 channels, and apply SiLU.
+
+    `old` holds the three rows before, `size` numbers apart; it receives the last three rows.
+    """
     w0, w1, w2, w3 = load(w), load(w + 4 * LANES), load(w + 8 * LANES), load(w + 12 * LANES)
     k0, k1 = fourth_0(w0, w1, w2, w3), fourth_1(w0, w1, w2, w3)
     k2, k3 = fourth_2(w0, w1, w2, w3), fourth_3(w0, w1, w2, w3)
     x0, x1, x2 = load(old), load(old + 4 * size), load(old + 8 * size)
     for t in range(first, last):
         x3 = load(x + t * step)
+        # y[t, c] = silu(sum over j of w[c, j] * x[t + j - 3, c])
         store(y + t * pace, silu(fma(x0, k0, fma(x1, k1, fma(x2, k2, mul(x3, k3))))))
         x0, x1, x2 = x1, x2, x3
     store(old, x0)
@@ -148,13 +157,13 @@ def convolved(x, step, y, pace, first, last, w, old, size):
 
 @part
 def row_id(ids, nbytes, i):
+    """Load row number `i`, of 4 or 8 bytes."""
     return load_int(ids + 4 * i) if nbytes == 4 else load_long(ids + 8 * i)
 
 
 @part
 def remembered(state, kept, old, ids, nbytes, x, step, channels, size):
-    """Of a head: the three rows of the state to where they are kept and to `old`, then those that `ids` names in their
-    place."""
+    """Save the three state rows of a head to `kept` and `old`, then overwrite them by the rows that `ids` name."""
     for j in range(3):
         for c in range(0, 4 * size, 4 * LANES):
             row = load(state + 4 * j * channels + c)
@@ -169,16 +178,17 @@ HEADS = words(
     "sequences tokens heads size state kept x x_between x_row w y y_between y_row "
     "ids id_bytes first[3] second[3] eps:f32 scratch"
 )
-"""`first` and `second` are heads that are normed, from and to before, and where to."""
+"""`first` and `second`: the first and the end head of two normed ranges, and the address of the result."""
 
 
 @cache
 def heads(norm: str) -> Kernel:
-    """Convolution and SiLU head by head, and the norm of those that have one; the rows before are kept, and replaced.
+    """Make the kernel of convolution, SiLU and head norms. The state rows are saved and overwritten.
 
-    Heads have `size` numbers.  The `state` is f32[sequences, 3, channels], `kept` where it is kept, `w` [channels, 4];
-    `ids` [sequences, 3] name the rows of the next state among those of state and x.  y is written past the normed heads
-    only.  Bytes from sequence to sequence and from row to row; scratch of each thread: 3 rows and TILE heads.
+    Heads have `size` numbers. `state` is f32[sequences, 3, channels]; `kept` receives its copy. `w` is [channels, 4].
+    `ids` [sequences, 3] name the rows of the next state among the rows of state and x. Normed heads are not written to
+    y. ``*_between`` and ``*_row`` are bytes from sequence to sequence and from row to row. Scratch of a thread: 3 rows,
+    and `TILE_TOKENS` heads.
     """
     factor = FACTORS[norm]
 
@@ -224,7 +234,7 @@ def heads(norm: str) -> Kernel:
 
 
 def _heads(flow: Flow, number: int) -> Chain:
-    """A delta-net layer's way from its projection to queries, keys and values, with the state of its convolution."""
+    """Fuse the short convolution of a delta-net layer with its state, SiLU, and the norms of queries and keys."""
     chain = short_convolution(flow, number)
     need(chain.save is not None, "the state is not saved")
     assert chain.save is not None
@@ -232,11 +242,18 @@ def _heads(flow: Flow, number: int) -> Chain:
     norms = [flow.call(n) for n in chain.norms]
     state, new, kept, weights, ids = join.operand(0), join.operand(1), save.out, mix.operand(1), keep.operand(1)
     y, size = active.out, norms[0].out.shape[-1]
-    need(save.op == "cont" and state.tensor == save.operand(0).tensor == keep.out.tensor, "the state is kept otherwise")
     need(
-        int(str(join.attrs["axis"])) % 3 == 1 and len(join.out.shape) == len(y.shape) == 3, "rows are joined otherwise"
+        save.op == "cont" and state.tensor == save.operand(0).tensor == keep.out.tensor,
+        "the saved state is another tensor",
     )
-    need(state.shape == (y.shape[0], TAPS - 1, y.shape[2]) and weights.shape[-1] == TAPS, "there are other taps")
+    need(
+        int(str(join.attrs["axis"])) % 3 == 1 and len(join.out.shape) == len(y.shape) == 3,
+        "rows are not joined along axis 1 of 3",
+    )
+    need(
+        state.shape == (y.shape[0], TAPS - 1, y.shape[2]) and weights.shape[-1] == TAPS,
+        "the convolution needs four taps",
+    )
     need(ids.dtype in (DType.I32, DType.I64), "rows are numbered otherwise")
     floats = [state, new, kept, weights, y, *(n.out for n in norms)]
     need(all(o.is_float for o in floats) and new.strides[-1] == 1, "operands are not rows of float32")
@@ -244,7 +261,7 @@ def _heads(flow: Flow, number: int) -> Chain:
     need(size % LANES == y.shape[2] % size == kept.address % 64 == 0, "heads are not whole vectors")
     need(all(n.attrs == norms[0].attrs and n.out.shape[-1] == size for n in norms), "norms differ")
     normed = [c for n in norms if (c := _columns(n.operand(0), y)) is not None and c[0] % size == c[1] % size == 0]
-    need(len(normed) == 2, "what is normed are not heads")
+    need(len(normed) == 2, "the normed columns are not whole heads")
     others = [flow.call(n) for n in flow.readers_of(chain.active) if n not in chain.norms]
     _need_apart(join, mix, active, keep, save, norms, others, normed)
     kernel, eps = heads(kind_of(norms[0])), norms[0].float("eps")
@@ -282,7 +299,7 @@ def _heads(flow: Flow, number: int) -> Chain:
 
 
 def _columns(x: Operand, y: Operand) -> tuple[int, int] | None:
-    """From and to before which columns of ``y`` [n, t, c] a view has as [n, t, heads, numbers]; None if it is none."""
+    """Find the column range of ``y`` [n, t, c] that a view [n, t, heads, numbers] shows; None for other views."""
     start = (x.address - y.address) // 4
     stop = start + x.shape[-1] * x.shape[-2] if len(x.shape) == 4 else -1
     fits = x.tensor.buffer == y.tensor.buffer and start >= 0 and stop <= y.shape[-1]
@@ -303,11 +320,11 @@ def _need_apart(
     others: Sequence[Bound],
     normed: Sequence[tuple[int, int]],
 ) -> None:
-    """The norms alone read their columns, and nothing is written where something else is read or written."""
+    """Require that only the norms read their columns, and that no result overlaps an operand or another result."""
     y, new = active.out, join.operand(1)
     for seen in (o for call in others for o in call.src if o is not None and o.region.overlaps(y.region)):
         low, high = _columns(seen, y) or (0, y.shape[-1])
-        need(not any(first < high and low < last for first, last in normed), "something else reads what is normed")
+        need(not any(first < high and low < last for first, last in normed), "another op reads the normed heads")
     need(normed[0][1] <= normed[1][0], "the norms read the same heads")
     written = [save.out, y, *(n.out for n in norms)]
     in_place = new.address == y.address and new.strides[1:] == y.strides[1:] and new.shape == y.shape

@@ -1,7 +1,7 @@
-"""Windows that slide over images: read where they lie, by offsets that are known when a program is bound.
+"""Sliding windows of images, read in place by offsets that are known when a program is bound.
 
-The product of windows with a weight, a convolution, is one kernel that reads windows as it expands them, so that they
-are never written; what pads an image is written around a copy of it.
+A convolution is the product of windows and a weight. One kernel expands the windows as it reads them, so that they are
+not written to memory. Padding is written around a copy of the image.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ ARGS = words("x images between count columns windows entries y")
 
 @kernel
 def gather(a, thread, threads):
-    """Row i of each of `images`, `between` bytes apart, of `count`: what lies ``windows[i] + entries[c]`` bytes after
-    the image begins, for each column c."""
+    """Copy ``y[n, i, c] = x[n]`` at byte ``windows[i] + entries[c]``.
+
+    There are `images` images, `between` bytes apart, with `count` windows of `columns` entries.
+    """
     count, columns, entries = ARGS.count(a), ARGS.columns(a), ARGS.entries(a)
     lo, hi = share(ARGS.images(a) * count, thread, threads)
     for i in range(lo, hi):
@@ -48,7 +50,7 @@ def gather(a, thread, threads):
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """What slides over an image: entries of a window, steps from window to window and from entry to entry, padding."""
+    """The shape of sliding windows: entries, strides and dilations along each axis, and the padding of the image."""
 
     size: Sequence[int]
     stride: Sequence[int]
@@ -59,6 +61,7 @@ class Windows:
 
     @classmethod
     def of(cls, attrs: Attrs) -> Windows:
+        """Return the shape that the attributes of a `windows` op describe."""
         value = attrs["value"]
         assert isinstance(value, int | float)
         size, stride, dilation = (integers_attribute(attrs, name) for name in ("size", "stride", "dilation"))
@@ -67,7 +70,10 @@ class Windows:
         )
 
     def image(self, steps: Steps, x: Operand, y: Operand) -> Operand:
-        """`x` with what pads it, which windows are read from while `y` is written: a copy where that needs one."""
+        """Return `x` with its padding. If needed, add steps that make a padded copy.
+
+        A copy is needed for padding, and if `x` overlaps the result `y`.
+        """
         if not any((*self.left, *self.right)) and not x.region.overlaps(y.region):
             return x
         shape = (*x.shape[:2], *self.padded(x.shape[2:]))
@@ -75,37 +81,38 @@ class Windows:
         whole, inner = _padded(steps.scratch(f"image {nbytes}", nbytes), x, self)
         is_filled = add_rows(steps, (fill, FILL_WORDS, {"value": float_bits(self.value)}), [], whole)
         is_copied = add_unary(steps, "copy", x, inner)
-        assert (is_filled, is_copied) == (True, True), "it was asked before whether rows can be walked"
+        assert (is_filled, is_copied) == (True, True), "`_can_read` has checked the walk"
         return whole
 
     def starts(self, image: Operand) -> Offsets:
-        """Where in an image its windows begin."""
+        """Compute the byte offset of each window in an image."""
         counts = self.counts(image.shape[2:])
         return _offsets(counts, [step * s for step, s in zip(image.strides[2:], self.stride, strict=True)])
 
     def entries(self, image: Operand, channels: int) -> Offsets:
-        """Where in a window its entries are, of so many channels."""
+        """Compute the byte offset of each entry of a window with `channels` channels."""
         taps = [step * d for step, d in zip(image.strides[2:], self.dilation, strict=True)]
         return _offsets((channels, *self.size), (image.strides[1], *taps))
 
     def counts(self, axes: Sequence[int]) -> list[int]:
-        """How many windows there are along the axes of a padded image."""
+        """Count the windows along each axis of a padded image."""
         steps = zip(axes, self.size, self.stride, self.dilation, strict=True)
         return [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in steps]
 
     def padded(self, axes: Sequence[int]) -> tuple[int, ...]:
+        """Compute the sizes of a padded image."""
         return tuple(n + a + b for n, a, b in zip(axes, self.left, self.right, strict=True))
 
 
 def _offsets(shape: Sequence[int], steps: Sequence[int]) -> Offsets:
-    """Bytes to each entry of a grid in row-major order; the last again until vectors are full."""
+    """Compute the bytes to each entry of a grid in row-major order. The last entry repeats until vectors are full."""
     at = np.indices(shape).reshape(len(shape), -1)
     bytes_on = 4 * np.sum([i * step for i, step in zip(at, steps, strict=True)], axis=0)
     return np.pad(bytes_on, (0, -len(bytes_on) % LANES), mode="edge").astype(np.int32)
 
 
 def _padded(memory: Operand, x: Operand, windows: Windows) -> tuple[Operand, Operand]:
-    """Memory as an image with what pads it, and the part of that which holds `x`."""
+    """Return memory as a padded image, and the part of it that holds `x`."""
     shape = (*x.shape[:2], *windows.padded(x.shape[2:]))
     tensor = replace(memory.tensor, shape=shape, strides=contiguous_strides(shape), dtype=DType.F32)
     whole = inner = Operand(memory.address, tensor)
@@ -115,7 +122,7 @@ def _padded(memory: Operand, x: Operand, windows: Windows) -> tuple[Operand, Ope
 
 
 def _can_read(x: Operand, windows: Windows) -> bool:
-    """Whether kernels can read windows of this, and copy it where that is needed."""
+    """Return whether kernels can read windows of `x`, and copy `x` if needed."""
     if not x.is_float or not x.tensor.spec.size:
         return False
     _, inner = _padded(x, x, windows)
@@ -124,6 +131,7 @@ def _can_read(x: Operand, windows: Windows) -> bool:
 
 
 def _windows(steps: Steps, call: Bound) -> bool:
+    """Add the step that copies windows; False if kernels cannot read them."""
     x, y, windows = call.operand(0), call.out, Windows.of(call.attrs)
     if not (_can_read(x, windows) and y.is_float and y.is_dense):
         return False
@@ -144,14 +152,14 @@ def _windows(steps: Steps, call: Bound) -> bool:
 
 
 def _convolution(flow: Flow, number: int) -> Chain:
-    """Windows, of some channels each, and their products."""
+    """Fuse windows and their product. A product may read some of the channels."""
     slide, product = flow.call(number), flow.call(flow.reader(number, "mul_mat"))
     w, x, windows = slide.out, slide.operand(0), Windows.of(slide.attrs)
     need(_can_read(x, windows) and matrices.lie_well(product.operand(1), product.out), "operands have no rows")
     need(not product.operand(1).region.overlaps(product.out.region), "a result lies where something is still read")
     read, entries = product.operand(0), w.shape[3]
-    need(read.is_float and read.strides[-2:] == (w.strides[1], 1), "windows are read otherwise")
-    need(read.shape[-2] == w.shape[1] and read.shape[-1] % entries == 0, "windows are not read whole")
+    need(read.is_float and read.strides[-2:] == (w.strides[1], 1), "the product reads windows with other strides")
+    need(read.shape[-2] == w.shape[1] and read.shape[-1] % entries == 0, "the product reads parts of windows")
     before = matrices.addresses_of(product)[:, 0] - w.address
     need((before % (4 * w.strides[0]) % (4 * entries) == 0).all(), "a product begins within a window")
     need((before % (4 * w.strides[0]) + 4 * read.shape[-1] <= 4 * w.strides[1]).all(), "a product ends within a window")
@@ -159,7 +167,7 @@ def _convolution(flow: Flow, number: int) -> Chain:
 
 
 def _add_convolution(steps: Steps, slide: Bound, product: Bound) -> None:
-    """For each product the address in the windows, which are not written, becomes one in the image."""
+    """Add the product. Each address in the windows, which are not written, becomes an address in the image."""
     x, w, windows = slide.operand(0), slide.out, Windows.of(slide.attrs)
     image, table = windows.image(steps, x, product.out), matrices.addresses_of(product)
     number, within = np.divmod((table[:, 0] - w.address) // 4, w.strides[0])
