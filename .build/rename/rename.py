@@ -279,6 +279,8 @@ class ModuleEdits(ast.NodeVisitor):
             new = self.renamer.globals.get(name)
             if new and name.rpartition(".")[2] == alias.name:
                 self.replace(alias.lineno, alias.col_offset, alias.name, new)
+                if alias.asname == alias.name and alias.end_lineno and alias.end_col_offset:  # a re-export
+                    self.replace(alias.end_lineno, alias.end_col_offset - len(alias.name), alias.name, new)
                 if not alias.asname and new in self.tree.names:
                     self.renamer.problems.append(f"{self.module}:{alias.lineno}: {new} exists here already")
 
