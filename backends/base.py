@@ -40,10 +40,7 @@ OWN: Mapping[str, str] = MappingProxyType(
         "reference": "hocket.backends.reference.backend:ReferenceBackend",
     }
 )
-"""The backends of this package by device kind, in the notation of entry points.
-
-For these kinds no package metadata has to be read.
-"""
+"""The backends of this package by device kind, in the notation of entry points; they need no package metadata."""
 
 
 KIND = re.compile(r"\w[\w.-]*", re.ASCII)
@@ -332,7 +329,7 @@ class Backend(Protocol):
         """
 
     def view(self, buffer: Any, tensor: Tensor) -> Any:
-        """Return the array of `tensor` within `buffer`, without a copy; it can be indexed, assigned and copied to the
+        """Return the array of `tensor` within `buffer` without a copy; it can be indexed, assigned and copied to the
         host.
         """
 
@@ -355,11 +352,7 @@ class Backend(Protocol):
 
 
 def run_calls(program: Program, on: Device, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:
-    """Make the calls of a program in order, each given with the number of its instruction.
-
-    Raises:
-        StepError: A call has failed or was interrupted.
-    """
+    """Make the calls of a program in order, each given with the number of its instruction; a failure is a `StepError`."""
     at = 0
     try:
         for number, call in calls:
