@@ -50,7 +50,7 @@ class Meets(Protocol):
 
 @runtime_checkable
 class Settled(Protocol):
-    """A backend with answers that depend only on its source, its settings and the device, so that plans can be cached."""
+    """A backend with answers that depend only on its source, settings and device, so that plans can be cached."""
 
     def settings(self) -> str:
         """Return the choices that were made when the backend was created, such as the thread count."""
@@ -66,7 +66,7 @@ class Packs(Protocol):
 
 @runtime_checkable
 class Divides(Protocol):
-    """A backend that can load a large weight in slices, so that few bytes of the file are in memory next to the result."""
+    """A backend that can load a large weight in slices, so that few bytes of the file are in memory at once."""
 
     def pieces(self, data: Array, declared: Spec, buffer: Any) -> Iterable[tuple[Array, Spec, Any]]:
         """Yield (data, spec, buffer) of each slice, to be loaded in turn; the result equals that of one `load`.
@@ -83,7 +83,7 @@ class Shares(Protocol):
     """A backend that can read a weight in the memory of the caller."""
 
     def buffer_over(self, data: Array, declared: Spec) -> Any | None:
-        """Return the memory of `data` as a buffer; None if the backend stores a weight of `declared` in another form."""
+        """Return the memory of `data` as a buffer; None if the backend stores such a weight in another form."""
 
 
 @runtime_checkable

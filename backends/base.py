@@ -352,7 +352,7 @@ class Backend(Protocol):
 
 
 def run_calls(program: Program, on: Device, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:
-    """Make the calls of a program in order, each given with the number of its instruction; a failure is a `StepError`."""
+    """Make the calls of a program in order, each with the number of its instruction; a failure is a `StepError`."""
     at = 0
     try:
         for number, call in calls:

@@ -19,7 +19,7 @@ def new_board(size: int) -> npt.NDArray[np.int64]:
 
 
 def runs_of(board: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return a view of the run number of each member; all members go through the same runs, but not at the same time."""
+    """Return a view of the run number of each member; members go through the same runs at different times."""
     return board[FIRST + RUN :: EACH]
 
 

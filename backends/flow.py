@@ -27,7 +27,7 @@ class Flow:
         self._scratch = [_all_of(i.scratch) for i in program.instructions]
         numbered = enumerate(program.instructions)
         self.fixed = frozenset(n for n, i in numbered if i.op in COLLECTIVES or not any(t.spec.size for t in i.dst))
-        """Instructions that nothing moves past, and no chain has: collectives, and those that compute nothing."""
+        """Instructions that no other may pass and no fusion contains: collectives, and instructions without results."""
         self._order: list[tuple[int, ...]] = [(number,) for number in range(len(program.instructions))]
         self._place = list(range(len(program.instructions)))
         self._touched: dict[int, Touched] = {}

@@ -56,7 +56,7 @@ def exchanged(attrs: Attrs) -> list[Pairs]:
 
 
 def _exchange(attrs: Attrs, theirs: tuple[tuple[int, int], ...]) -> Iterator[tuple[Index, Index]]:
-    """Yield pairs (index into the own new shard, index into the other shard) for a device with the old ranges `theirs`."""
+    """Yield pairs (index into the own new shard, index into the other shard) for the old ranges `theirs`."""
     old, new = as_integer(attrs["old_axis"]), as_integer(attrs["axis"])
     for start, offset, n in _placed(own_index_ranges(attrs)):
         for their_start, their_offset, their_n in _placed(theirs):
