@@ -45,7 +45,7 @@ FILLED = ("weight", "constant")
 
 
 class CpuBackend(NumpyBackend):
-    """Runs on the processor of this machine as ``cpu:0`` and virtual devices, with `threads` threads for each device."""
+    """Runs on the processor of this machine as ``cpu:0`` and virtual devices, with `threads` threads on each."""
 
     name = "cpu"
 

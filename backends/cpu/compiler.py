@@ -279,8 +279,8 @@ def _translated(wanted: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
     import llvmlite.binding as llvm
     from numba import cfunc
 
-    # What is not inlined has a wrapper that can raise: it needs symbols of Numba, which a warm start has not got, and
-    # without them not even the system's are bound.
+    # A function that is not inlined has a wrapper that can raise. The wrapper needs symbols of Numba, which a warm
+    # start does not have, and then not even the symbols of the system are bound.
     function = cfunc("intp(intp, intp, intp)", nogil=True, forceinline=True, **OPTIONS)(_resolved(wanted.body))
     assembly = function.inspect_llvm().replace(function.native_name, _symbol(wanted)).replace(FOREIGN, "")
     if "call void @numba_do_raise" in assembly:
