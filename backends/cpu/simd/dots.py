@@ -49,7 +49,7 @@ def _pairs() -> tuple[int, str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Properties of the codes of a weight: the largest code, the zero point, and whether half blocks have own scales."""
+    """Properties of weight codes: the largest code, the zero point, and whether half blocks have own scales."""
 
     largest: int = 255
     zero: int = 0
