@@ -69,7 +69,7 @@ class Divides(Protocol):
     """A backend that can load a large weight in slices, so that few bytes of the file are in memory at once."""
 
     def pieces(self, data: Array, declared: Spec, buffer: Any) -> Iterable[tuple[Array, Spec, Any]]:
-        """Yield (data, spec, buffer) of each slice, to be loaded in turn; the result equals that of one `load`.
+        """Yield (data, spec, buffer) of each slice, to be loaded in turn; the result is the same as after one `load`.
 
         Args:
             data: The weight as a file holds it.
@@ -234,4 +234,4 @@ class Simulates(Protocol):
         """Return a backend for devices of that model that answers the questions of the planner and runs nothing."""
 
     def predicted(self, kind: str) -> Predicted | None:
-        """Return the known speeds of a kind of device, in addition to its data sheet; None if there are none."""
+        """Return the known speeds of a kind of device, in addition to its data sheet; None if nothing is known."""

@@ -25,7 +25,7 @@ from .once import once
 
 Array: TypeAlias = npt.NDArray[Any]
 ALIGNMENT = 64
-"""Every buffer, value and scratch begins at a multiple of so many bytes: a cache line, and the widest vector."""
+"""Every buffer, value and scratch begins at a multiple of this many bytes: a cache line, and the widest vector."""
 GROUP = "hocket.backends"
 """The entry-point group in which packages register backends; the name of an entry is the device kind."""
 OWN: Mapping[str, str] = MappingProxyType(
@@ -200,7 +200,7 @@ class Program:
         return sum(t.spec.nbytes for at in self.saves for t in self.instructions[at].dst)
 
     def undoing(self, finished: int | frozenset[int]) -> Program:
-        """Build the program that rolls back a run of which some instructions have finished.
+        """Build the program that rolls back a run after some instructions have finished.
 
         Args:
             finished: The number of finished instructions, or their positions.
@@ -233,7 +233,7 @@ class Comm(Protocol):
 
     rank: int
     size: int
-    everybody: int  # devices of the whole plan, whose numbers messages carry: above `size` if there are several groups
+    everybody: int  # devices of the whole plan, numbered in messages; above `size` if there are several groups
     is_apart: bool
     """Whether the members belong to several processes, so that an address of one member is invalid for another."""
     timeout: float  # seconds
@@ -244,7 +244,7 @@ class Comm(Protocol):
     `FAILURE_WORD` is set when a member fails, in any process. Members count their runs in `view_run_numbers`.
     """
     slabs: Slabs | None
-    """Shared buffers of members in several processes of one machine; None if they share no memory."""
+    """Shared buffers of members in several processes of one machine; else None."""
     devices: Sequence[Device]
     """The devices of the members; known if there is a signal pad or if there are shared buffers."""
     wire: DType

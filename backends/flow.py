@@ -93,7 +93,7 @@ class Flow:
         raise NoKernelError("an operand comes from outside")
 
     def save(self, state: Operand, before: int) -> int | None:
-        """Return the last instruction before `before` that saves a state or rows of it; None if there is none."""
+        """Return the last instruction before `before` that saves a state or rows of it, or None."""
         saves = self._saves_of.get(state.tensor.buffer, [])
         at = bisect_left(saves, before)
         return saves[at - 1] if at else None

@@ -68,7 +68,7 @@ class Operand:
 
     @property
     def is_packed(self) -> bool:
-        """Whether blocks lie as a backend packs those of weights; blocks of old and new states lie row by row."""
+        """Whether blocks have the packed layout of weights; blocks of old and new states lie row by row."""
         return self.tensor.dtype.is_quantised and self.stored is not None and self.kind != "state"
 
     @property
@@ -128,7 +128,7 @@ class Operand:
                 return None
         return self.tensor.dtype.bytes_of(axes[-1][1] if axes else n)
 
-    @cached_property  # an instruction compares it with those of all instructions shortly before
+    @cached_property  # each instruction compares its regions with the regions of earlier instructions
     def region(self) -> Region:
         t = self.tensor
         if self.is_packed:

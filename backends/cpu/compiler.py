@@ -233,7 +233,7 @@ def _files(wanted: Kernel) -> Iterator[Path]:
 
 
 def _stored(wanted: Kernel) -> bytes | None:
-    """Return the code that came with the package or that an earlier process cached; None if there is no valid file."""
+    """Return the code that came with the package or that an earlier process cached; else None."""
     return next((code for file in _files(wanted) if (code := recalled(file)) is not None), None)
 
 
@@ -253,7 +253,7 @@ def ship(kernels: Iterable[Kernel]) -> int:
 # --------------------------------------------------------------------------------------------------- compiling
 
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}, "no_rewrites": True, "_nrt": False}
-"""Numba's options for kernels, which use no objects and have no array expressions to rewrite."""
+"""Numba's options for kernels, which use neither objects nor array expressions."""
 INLINED = {**OPTIONS, "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 """Numba's options for subroutines, which only kernels call."""
 
@@ -367,4 +367,4 @@ _WITH_OPERANDS: tuple[Callable[[Any], Body], ...] = (
 
 
 REPLAY = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
-"""The C signature by which Python calls a kernel; the GIL is released during the call."""
+"""The C signature of kernels, for calls from Python; the GIL is released during the call."""

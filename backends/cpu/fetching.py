@@ -1,6 +1,6 @@
 """Prefetch distances of weights that are read once: measured at first use, and cached with the kernels.
 
-Processors differ in what their hardware prefetches, and dtypes in the time of products. No distance is best everywhere,
+Processors differ in their hardware prefetch, and dtypes in the time of products. No distance is best everywhere,
 and a bad one costs up to half of the speed. Several rows of activations need a distance of their own: hardware prefetch
 is early enough for one row, and too late for four.
 """
@@ -55,7 +55,7 @@ def ahead(dtype: DType, *, several: bool = False) -> tuple[int, int]:
 
 
 def measure_for(program: Program, buffers: Sequence[np.ndarray]) -> None:
-    """Tune the dtypes of which a program has many weights and for which there is no cached result.
+    """Tune every dtype that has many weights in a program and has no cached result.
 
     The products use the weights themselves, because a copy would take memory that the model does not need.
     """

@@ -59,7 +59,7 @@ class _Run:
 class Reading:
     """Memory that several threads read together, in every pattern; it should exceed every cache.
 
-    The patterns are those in `READ_PATTERNS` and a product of one token with a Q8_0 weight of a quarter of the size,
+    The patterns are `READ_PATTERNS` and a product of one token with a Q8_0 weight of a quarter of the size,
     with every prefetch distance. The best pattern counts, so that no kernel exceeds the limit.
     """
 

@@ -3,7 +3,7 @@
 It loads objects of x86-64 on Linux. LLVM could do it, but takes 40 MB of memory and more time than all other work of a
 warm start. An object has three parts:
 
-- Sections, of which some are loaded.
+- Sections; some of them are loaded.
 - Symbols, each in a section or a function of the system.
 - Relocations: places in sections that need an address or a distance.
 

@@ -1,4 +1,4 @@
-"""The target processor of kernels: that of this machine, one with fewer features, or a target of the wheels.
+"""The target processor of kernels: this machine's, one with fewer features, or a target of the wheels.
 
 - ``HOCKET_WITHOUT=avx512,avxvnni`` disables every feature with such a prefix, to run the kernels of lesser processors.
 - ``HOCKET_TARGET=x86-64-v3`` selects one of `PRECOMPILED_TARGETS` instead of this machine.
@@ -116,7 +116,7 @@ def _host_file() -> Path | None:
 
 
 def fitting() -> tuple[Target, ...]:
-    """Return the targets with kernels that run here: this processor, then those of `PRECOMPILED_TARGETS`."""
+    """Return the targets with kernels that run here: this processor, then `PRECOMPILED_TARGETS` in their order."""
     mine = target()
     others = (t for t in SHIPPED if sys.platform == "linux" and t != mine and t.runs_on(mine))
     return (mine, *others)

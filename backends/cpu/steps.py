@@ -91,8 +91,8 @@ class Steps:
       alone.
     - `add_queued`: threads take work items from a queue, for a step that takes long.
     - `add_per_thread`: each thread has its own part. A step on columns of a product continues with the columns that the
-      thread wrote (`find_column_bounds`). Each thread computes for itself what all threads need next
-      (`take_private_memory`).
+      thread wrote (`find_column_bounds`). Each thread computes for itself the values
+      that all threads need next (`take_private_memory`).
     """
 
     threads: int
@@ -125,7 +125,7 @@ class Steps:
             words: Its argument words.
             reads: All operands, except private memory.
             writes: All results, except private memory.
-            nbytes: Bytes that the step moves; by default those of `reads` and `writes`.
+            nbytes: Bytes that the step moves; by default all bytes of `reads` and `writes`.
             stops: Whether the step may stop the run.
         """
         part, moved = Share(words, reads, writes), _moved(reads, writes) if nbytes is None else nbytes
@@ -243,7 +243,7 @@ class Steps:
         self.remember(("own", value.region), made, [value])
 
     def stand_ins(self, value: Operand) -> Sequence[Operand] | None:
-        """Return the operand of each thread that holds the contents of `value`; None if there is none."""
+        """Return the operand of each thread that holds the contents of `value`, or None."""
         own = self.known(("own", value.region))
         return None if own is None else [like(o, value) for o in own]
 

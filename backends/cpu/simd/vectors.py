@@ -129,7 +129,7 @@ def word(b, block, index):
 
 @intrinsic(FLOAT, ADDRESS, ADDRESS)
 def float_word(b, block, index):
-    """Load the float32 whose bits are the low half of a word."""
+    """Load the float32 that has the low half of a word as its bits."""
     return b.bitcast(b.trunc(b.load(b.gep(_pointer(b, block, _i64), [index])), _i32), _f32)
 
 
