@@ -91,8 +91,8 @@ class Steps:
       alone.
     - `add_queued`: threads take work items from a queue, for a step that takes long.
     - `add_per_thread`: each thread has its own part. A step on columns of a product continues with the columns that the
-      thread wrote (`find_column_bounds`). Each thread computes for itself the values
-      that all threads need next (`take_private_memory`).
+      thread wrote (`find_column_bounds`). Each thread computes for itself the values that all threads need next
+      (`take_private_memory`).
     """
 
     threads: int
