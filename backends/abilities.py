@@ -234,4 +234,4 @@ class Simulates(Protocol):
         """Return a backend for devices of that model that answers the questions of the planner and runs nothing."""
 
     def predicted(self, kind: str) -> Predicted | None:
-        """Return the known speeds of a kind of device, in addition to its data sheet; None if nothing is known."""
+        """Return the known speeds of a kind of device, in addition to its data sheet, or None."""

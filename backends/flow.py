@@ -38,8 +38,9 @@ class Flow:
     # -------------------------------------------------------------------------------------------- from value to value
 
     def readers_of(self, number: int) -> list[int]:
-        """Return all instructions that read the result of one. Raises `NoKernelError` if it is retained or has no
-        reader.
+        """Return all instructions that read the result of one.
+
+        Raises `NoKernelError` if the result is retained or has no reader.
         """
         readers = self.found(number)
         need(readers, "a result is kept, or nobody reads it")
@@ -50,8 +51,9 @@ class Flow:
         return self.readers.of(number)
 
     def reader(self, number: int, op: str, index: int = 0) -> int:
-        """Return the only reader of a result, if it is `op` and reads all of it as operand `index`. Raises
-        `NoKernelError`.
+        """Return the only reader of a result, if its op is `op` and its operand `index` is the whole result.
+
+        Raises `NoKernelError`.
         """
         readers = self.readers_of(number)
         need(len(readers) == 1 and self.call(readers[0]).op == op, f"it is not read by {op} alone")
@@ -59,10 +61,9 @@ class Flow:
         return readers[0]
 
     def any_reader(self, number: int, op: str) -> int:
-        """Return the first reader with that op that reads the whole result as its first operand. Raises
-        `NoKernelError`.
+        """Return the first reader with that op that has the whole result as its first operand.
 
-        The bytes of the result must not be overwritten in between.
+        Raises `NoKernelError` if there is none, or if the bytes of the result are overwritten in between.
         """
         readers = self.readers_of(number)
         later = next((n for n in readers if self.call(n).op == op and self.makes(number, n, 0)), None)
@@ -143,8 +144,8 @@ class Flow:
                 self._place[number] = place
 
     def _parted(self, numbers: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
-        """Split the instructions between the first and the last of `numbers` into those before and those behind the
-        group.
+        """Split the instructions around a group, from its first to its last member, into those before and those behind
+        it.
 
         An instruction goes behind the group if it must not pass a member, or must not pass an instruction behind the
         group. Returns None if an instruction would have to be on both sides, or if a member cannot move.

@@ -50,11 +50,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function ``body(arguments, thread, threads) -> status`` that runs on every thread and does the work of that
-    thread.
+    """A function ``body(arguments, thread, threads) -> status`` that runs on every thread of a device.
 
-    `arguments` is the address of a block of 64-bit words. The status is 0 unless the run has to stop. Kernels with
-    equal names are the same kernel.
+    Each thread does its part of the work. `arguments` is the address of a block of 64-bit words. The status is 0 unless
+    the run has to stop. Kernels with equal names are the same kernel.
     """
 
     name: str

@@ -21,8 +21,9 @@ class Pieces:
     """The same bounds, always in columns."""
 
     def of(self, x: Operand) -> list[Operand | None]:
-        """Return the slice of each thread, None for a thread without work; an operand that broadcasts is returned
-        whole.
+        """Return the slice of each thread, None for a thread without work.
+
+        An operand that broadcasts along the axis is returned whole.
         """
         axis = len(x.shape) + self.axis
         alike = axis < 0 or x.shape[axis] == 1 != self.ends[-1]

@@ -20,11 +20,11 @@ from .compiler import ALIGNMENT, Kernel
 from .kernels import tickets
 
 RUN = Region(0, -1, 0)
-"""Region that stands for "the run continues": a step that may stop the run writes it, a step that writes a state reads
-it.
+"""Region that stands for "the run continues".
 
-So no thread writes a state after another thread has stopped the run at an earlier instruction; a rollback would not
-restore that state. Work queues read it, too: all threads of a step either take work items or leave the queue untouched.
+A step that may stop the run writes it, and a step that writes a state reads it. So no thread writes a state after
+another thread has stopped the run at an earlier instruction; a rollback would not restore that state. Work queues read
+it, too: all threads of a step either take work items or leave the queue untouched.
 """
 
 
@@ -140,8 +140,9 @@ class Steps:
         self._append(kernel, {thread: part for thread, part in enumerate(parts) if part is not None}, False)
 
     def add_pieces(self, kernel: Kernel, share: Callable[[int], Share]) -> None:
-        """Append a step with work items that threads take from a queue; `share` makes the work from the queue's
-        address.
+        """Append a step with work items that threads take from a queue.
+
+        `share` returns the work of all threads for the address of the queue.
         """
         self._append(kernel, {ALL: share(self.memory(tickets.NBYTES).address)}, False, drawn=True)
 
@@ -159,9 +160,7 @@ class Steps:
             self._columns[out.region] = bounds
 
     def columns_of(self, operands: Sequence[Operand]) -> Sequence[int] | None:
-        """Return the column bounds of the first operand that threads wrote by columns since the last barrier, else
-        None.
-        """
+        """Return the column bounds of the first operand that threads wrote by columns since the last barrier, or None."""
         bounds = (self._columns.get(o.region) for o in operands)
         return next((b for b in bounds if b is not None), None)
 

@@ -1,5 +1,4 @@
-"""The argument words of a kernel by name: one declaration for the kernel that reads them and the binding that fills
-them.
+"""The argument words of a kernel by name: one declaration for the kernel and for the binding.
 
     ARGS = declare_args("rows columns source target pitch[2] eps:f32")
 

@@ -192,9 +192,7 @@ class _Clock:
 
 
 def price(i: Instruction, speeds: Speeds, devices: int) -> float:
-    """Return the seconds of one instruction after its start; a receive takes none, because the sender counts the
-    transfer.
-    """
+    """Return the seconds of one instruction after its start; a receive takes none, as its sender counts the transfer."""
     if i.op == "receive":
         return 0.0
     if i.op in COLLECTIVES:

@@ -47,10 +47,9 @@ def summed(x: Array, w: Array, out: Array) -> None:
 
 
 def mul_mat_id(call: Call) -> Calls:
-    """Bind the product with experts: gather the rows of each used expert, multiply them at once and scatter the
-    results.
+    """Bind the product with experts; the result is zero where the expert is on another device.
 
-    The result is zero where the expert is on another device.
+    The rows of each used expert are gathered, multiplied at once and scattered.
     """
     w, x, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
     if not x.shape[-1]:

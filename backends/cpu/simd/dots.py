@@ -1,5 +1,4 @@
-"""Sums of byte products, unsigned codes of a weight times signed activations, by the best instructions of the
-processor.
+"""Sums of products of unsigned weight codes and signed activations, by the best instructions of the processor.
 
 1. Some processors add four such products to a sum at once.
 2. Others do so only for two signed numbers.

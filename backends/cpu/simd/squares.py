@@ -1,5 +1,6 @@
-"""Transposes of the integers of 16 rows of blocks into columns of four for `dot4`: unsigned, shifted by half their
-range.
+"""Transposes of the integers of 16 rows of blocks into columns of four, as `dot4` takes them.
+
+The integers become unsigned: they are shifted by half their range.
 """
 
 from __future__ import annotations

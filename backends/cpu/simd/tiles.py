@@ -106,8 +106,9 @@ def codes_of(widths: tuple[int, ...], table: Intrinsic | None = None) -> Intrins
 
 
 def _fields(b: Any, plane: Any, width: int, to: int = 0) -> list[Any]:
-    """Return vectors of fields: vector j is field ``j % fields`` of each byte of plane vector ``j // fields``, from bit
-    `to`.
+    """Return eight vectors of fields of a plane, with the fields moved to bit `to` of each byte.
+
+    Vector j is field ``j % fields`` of each byte of plane vector ``j // fields``.
     """
     fields = 8 // width
     vectors = [simd.load_bytes.body(b, _at(b, plane, 64 * i)) for i in range(width)]
