@@ -329,7 +329,7 @@ class Backend(Protocol):
         """
 
     def view(self, buffer: Any, tensor: Tensor) -> Any:
-        """Return the array of `tensor` within `buffer` without a copy, for indexing, assignment and copies to the host."""
+        """Return the array of `tensor` within `buffer` without a copy; it can be indexed, assigned and copied."""
 
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
         """Write a weight into its buffer; `data` holds it as a file does (blocks of bytes for quantised types)."""

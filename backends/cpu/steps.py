@@ -160,7 +160,7 @@ class Steps:
             self._columns[out.region] = bounds
 
     def columns_of(self, operands: Sequence[Operand]) -> Sequence[int] | None:
-        """Return the column bounds of the first operand that threads wrote by columns since the last barrier, or None."""
+        """Return the column bounds of the first operand that threads wrote by columns since a barrier, or None."""
         bounds = (self._columns.get(o.region) for o in operands)
         return next((b for b in bounds if b is not None), None)
 

@@ -192,7 +192,7 @@ class _Clock:
 
 
 def price(i: Instruction, speeds: Speeds, devices: int) -> float:
-    """Return the seconds of one instruction after its start; a receive takes none, as its sender counts the transfer."""
+    """Return the seconds of one instruction after its start; a receive takes none, as the sender counts it."""
     if i.op == "receive":
         return 0.0
     if i.op in COLLECTIVES:
