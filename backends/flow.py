@@ -144,8 +144,7 @@ class Flow:
                 self._place[number] = place
 
     def _parted(self, numbers: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
-        """Split the instructions around a group, from its first to its last member, into those before and those behind
-        it.
+        """Split the instructions from the first to the last member of a group into a part before and a part behind it.
 
         An instruction goes behind the group if it must not pass a member, or must not pass an instruction behind the
         group. Returns None if an instruction would have to be on both sides, or if a member cannot move.

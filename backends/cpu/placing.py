@@ -53,7 +53,7 @@ ABSOLUTE, NEAR, NEAR_CALL, DISTANCE, FROM_TABLE, ENTRY, TO_TABLE, CALL_FROM_TABL
 
 
 class Section(NamedTuple):
-    """A section header; relocations are in a section `about` another, and `link` is the section of symbol names."""
+    """A section header; relocations have a `target_section`, and `link` is the section of symbol names."""
 
     name: int
     kind: int
@@ -78,7 +78,7 @@ class Symbol(NamedTuple):
 
 
 class Relocation(NamedTuple):
-    """A relocation; `at` counts from the start of the loaded code, `symbol` is an index."""
+    """A relocation; `position` counts from the start of the loaded code, `symbol` is an index."""
 
     at: int
     kind: int
