@@ -246,7 +246,7 @@ def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
                 for half in halves:
                     factors, starts = ones(b, rows, at, SCALES + 4 * half), ones(b, rows, at, STARTS + 4 * half)
                     floats = [(i, simd.bits_to_float.body(b, ints[half, i, g])) for i, g in places]
-                    # `STARTS_OFFSET` are exact, so this is up to one rounding.
+                    # The values at `STARTS_OFFSET` are exact, so this is up to one rounding.
                     products.append([simd.fma.body(b, x, factors[i], starts[i]) for i, x in floats])
                 if len(halves) == HALVES and not known.halves:  # one scale: some processors have units that only add
                     products = [[b.fadd(*pair) for pair in zip(*products, strict=True)]]
