@@ -1,4 +1,4 @@
-"""Backends: code that runs programs on devices of one kind, found through the entry-point group ``hocket.backends``."""
+"""Backends, which run programs on devices of one kind; found through the entry-point group ``hocket.backends``."""
 
 from .base import Backend as Backend
 from .base import Device as Device

@@ -1,4 +1,4 @@
-"""What a backend, or what it compiles, may be able to do besides: `isinstance` asks whether it is."""
+"""Optional protocols of backends and of compiled programs; code asks for them with `isinstance`."""
 
 from __future__ import annotations
 
@@ -16,61 +16,66 @@ class Tolerant(Protocol):
     """A backend with kernels of coarser arithmetic than float32."""
 
     def tolerance(self, node: Node) -> float | None:
-        """The relative error of one operation of `node`, as 2**-8 where 8 bits are kept; None for float32's."""
+        """Return the relative error of one operation of `node`, such as 2**-8 for 8 bits; None for float32."""
 
 
 @runtime_checkable
 class Rounds(Protocol):
-    """A backend that rounds activations for the sake of weights of fewer bits, unless it is told not to."""
+    """A backend that rounds activations where weights have fewer bits, unless the caller asks for exact products."""
 
     def exactly(self) -> Backend:
-        """The same devices, on which every product is one of float32."""
+        """Return a backend for the same devices that computes every matrix product in float32."""
 
 
 @runtime_checkable
 class Graded(Protocol):
-    """A backend that can say without being asked for each node which of its devices are able to run the same."""
+    """A backend that reports classes of equal devices, so that support is tested once per class."""
 
     def grade(self, on: Device) -> Hashable:
-        """Equal for devices that are able to run the same nodes."""
+        """Return a key that is equal for devices that can run the same nodes."""
 
 
 def grade_of(backend: Backend, on: Device) -> Hashable:
-    """Equal for devices that are able to run the same nodes: each its own, where the backend does not say."""
+    """Return a key that is equal for devices that can run the same nodes; each device has its own key by default."""
     return id(backend), backend.grade(on) if isinstance(backend, Graded) else str(on)
 
 
 @runtime_checkable
 class Meets(Protocol):
-    """A backend whose devices can meet in several ways."""
+    """A backend with devices that can communicate in several ways."""
 
     def meeting(self, devices: Sequence[Device]) -> str:
-        """How these devices meet, and why so: what follows "they meet"."""
+        """Return the transport of these devices and the reason for it, as a phrase that follows "they meet"."""
 
 
 @runtime_checkable
 class Settled(Protocol):
-    """A backend whose answers to a planner follow from its source, its settings and the device: plans can be kept."""
+    """A backend with answers that depend only on its source, settings and device, so that plans can be cached."""
 
     def settings(self) -> str:
-        """What was chosen when it was made, as the number of threads."""
+        """Return the choices that were made when the backend was created, such as the thread count."""
 
 
 @runtime_checkable
 class Packs(Protocol):
-    """A backend that packs quantised weights, in memory of this machine, which may be mapped from a file."""
+    """A backend that packs quantised weights into host memory, which may be mapped from a file."""
 
     def packing(self) -> str:
-        """What names how it packs: where it is the same, so are the bytes of a weight."""
+        """Return an identifier of the packed form: equal identifiers mean equal bytes of a weight."""
 
 
 @runtime_checkable
 class Divides(Protocol):
-    """A backend that can load a large weight a piece at a time, so that little of what it reads is in memory beside
-    what it keeps."""
+    """A backend that can load a large weight in slices, so that few bytes of the file are in memory at once."""
 
     def pieces(self, data: Array, declared: Spec, buffer: Any) -> Iterable[tuple[Array, Spec, Any]]:
-        """What to `load` in turn, each its part of the buffer, in place of the whole: the same bytes are there then."""
+        """Yield (data, spec, buffer) of each slice, to be loaded in turn; the result is the same as after one `load`.
+
+        Args:
+            data: The weight as a file holds it.
+            declared: Spec of the weight in the graph.
+            buffer: Buffer of the whole weight.
+        """
 
 
 @runtime_checkable
@@ -78,7 +83,7 @@ class Shares(Protocol):
     """A backend that can read a weight in the memory of the caller."""
 
     def buffer_over(self, data: Array, declared: Spec) -> Any | None:
-        """The memory of `data` as a buffer; None where the backend keeps a weight of `declared` in another form."""
+        """Return the memory of `data` as a buffer; None if the backend stores such a weight in another form."""
 
 
 @runtime_checkable
@@ -91,25 +96,30 @@ class Threaded(Protocol):
 
 @runtime_checkable
 class Carries(Protocol):
-    """A backend with memory that the host reaches by copies, of which one with much takes less than many."""
+    """A backend with memory that the host reaches by copies, where one large copy is faster than many small ones."""
 
     def writer(self, buffers: Sequence[Any], tensors: Sequence[Tensor]) -> Callable[[Sequence[Array]], None]:
-        """What assigns an array to each of these tensors of a program with those buffers, before what is run later; the
-        caller's arrays are free at once.  It may write between them, where no multiple of `ALIGNMENT` is."""
+        """Return a function that writes one array to each of these tensors, before later runs.
+
+        The function may overwrite bytes between the tensors, up to the next multiple of `ALIGNMENT`. The caller may
+        reuse its arrays as soon as the function returns.
+        """
 
 
 @runtime_checkable
 class Gives(Protocol):
-    """A compiled program that can bring results with its end."""
+    """A compiled program that can copy outputs to the host as part of the run."""
 
     def giving(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Array]]:
-        """What runs it, and gives what these tensors of it then hold, as host arrays of their own."""
+        """Return a function that runs the program and returns these tensors as new host arrays."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A kernel in a run: which instructions of the program it computed, by position, and when it began and ended, in
-    seconds of `time.monotonic`.  Waiting for others counts to the kernel that had to wait."""
+    """A kernel of one run: the positions of its instructions, its start and its end in seconds of `time.monotonic`.
+
+    A wait for other devices counts towards the kernel that had to wait.
+    """
 
     kernel: str
     numbers: tuple[int, ...]
@@ -123,20 +133,21 @@ class Timed:
 
 @runtime_checkable
 class Measures(Protocol):
-    """A compiled program that can tell what a run does."""
+    """A compiled program that can report the kernels of a run and their times."""
 
     def kernels(self) -> list[str]:
-        """The names of the kernels that a run calls, in order; another name where something else stands in for one."""
+        """Return the names of the kernels that a run calls, in order; a substitute for a kernel has another name."""
 
     def measured(self) -> Iterable[Timed]:
-        """Run once, failing as a plain run does: when each of these kernels ran, which may be read after the next run
-        has begun."""
+        """Run once and return the time of each kernel; errors are the same as in a plain run.
+
+        The times may be read after the next run has begun.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a kernel is written: a file of a package and a line, as ``hocket/cli.py:12``; and `text`, which is
-    empty where it is long."""
+    """The location of the source of a kernel, such as ``hocket/cli.py:12``, and its `text`, empty for a long source."""
 
     place: str
     text: str = ""
@@ -144,7 +155,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """A kernel that a program calls, and the instructions that it computes, by position."""
+    """A kernel that a program calls, and the positions of the instructions that it computes."""
 
     kernel: str
     source: Source
@@ -157,31 +168,33 @@ STAND_IN = "NumPy"
 
 @runtime_checkable
 class Foretells(Protocol):
-    """A backend that can say what a program will call before there is memory for it."""
+    """A backend that can list the kernels of a program before there is memory for it."""
 
     def foretold(self, program: Program, on: Device) -> Sequence[Called]:
-        """The kernels in the order in which they run.  What is known only when devices meet is left out."""
+        """Return the kernels in the order of a run, except for kernels that depend on the other devices of a group."""
 
 
 @runtime_checkable
 class Gathers(Protocol):
-    """A backend that runs instructions together where their memory allows it, and so has a say in how that is dealt."""
+    """A backend that fuses instructions where their memory allows it, and so affects the distribution of a graph."""
 
     def gathered(self, program: Program, on: Device) -> Sequence[Sequence[int]]:
-        """The instructions by position, in the order in which they would run; those that run together are one entry."""
+        """Return the positions of the instructions in the order of a run; fused instructions are one entry."""
 
 
 @runtime_checkable
 class Overlaps(Protocol):
-    """A backend whose devices may compute while they meet."""
+    """A backend with devices that may compute during a collective."""
 
     def overlaps(self, devices: Sequence[Device]) -> bool:
-        """Whether devices that meet each other go on with what need not wait for a collective (`beside`)."""
+        """Return whether devices of this group run independent instructions during a collective (see ``beside.py``)."""
 
 
 def overlaps(group: Sequence[tuple[Backend, Device]]) -> bool:
-    """Whether the devices of a group compute while they meet; where they are of several backends, they meet through
-    memory of the host, where everybody waits at once."""
+    """Return whether the devices of a group compute during a collective.
+
+    Devices of several backends do not: they communicate through host memory, and all of them wait.
+    """
     first = group[0][0]
     is_one = all(type(backend) is type(first) for backend, _ in group)
     return is_one and isinstance(first, Overlaps) and first.overlaps([device for _, device in group])
@@ -189,8 +202,12 @@ def overlaps(group: Sequence[tuple[Backend, Device]]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """What kernels should reach, by dtype of the weights or by op: bytes/s with few tokens, FLOP/s with many, for ops
-    whose time that sets; and what sets the time of each, as ``memory``, where that is known."""
+    """Speeds that kernels should reach, by the dtype of the weights or by op.
+
+    `bandwidth` is in bytes/s, for few tokens. `flops` is in FLOP/s, for many tokens. An op has an entry where that
+    speed limits its time. `vector_limits` and `prompt_limits` name the bottleneck of each op for few and for many
+    tokens, such as ``memory``, if it is known.
+    """
 
     bandwidth: Mapping[str, float]
     flops: Mapping[str, float]
@@ -199,13 +216,15 @@ class Reached:
 
 
 OTHERS = "others"
-"""Stands for ops that read no weights and are not named."""
+"""Key of all ops that have no entry of their own and read no weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What is known of a kind of device beside its data sheet: of products with weights by dtype of these, and of other
-    ops by name."""
+    """Known speeds of a kind of device, in addition to its data sheet.
+
+    `products` has matrix products by the dtype of the weights. `ops` has the other ops by name.
+    """
 
     products: Reached
     ops: Reached
@@ -213,10 +232,10 @@ class Predicted:
 
 @runtime_checkable
 class Simulates(Protocol):
-    """A backend that plans can be made for where its devices are missing."""
+    """A backend for which plans can be made without its devices."""
 
     def absent(self, model: str) -> Backend:
-        """What plans ask of a backend, for devices of that model, of which there need be none; nothing runs on them."""
+        """Return a backend for devices of that model that answers the questions of the planner and runs nothing."""
 
     def predicted(self, kind: str) -> Predicted | None:
-        """What is known of devices of a kind beside their data sheet."""
+        """Return the known speeds of a kind of device, in addition to its data sheet, or None."""

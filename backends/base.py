@@ -1,4 +1,4 @@
-"""What a backend is, and the program it is given: plain data, one flat list of instructions for one device."""
+"""The protocol of backends, and the program that a backend compiles: a flat list of instructions for one device."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .once import once
 
 Array: TypeAlias = npt.NDArray[Any]
 ALIGNMENT = 64
-"""Bytes: every buffer, value and scratch begins at a multiple of a cache line, which is the widest vector, too."""
+"""Every buffer, value and scratch begins at a multiple of this many bytes: a cache line, and the widest vector."""
 GROUP = "hocket.backends"
-"""The entry-point group in which packages register backends; an entry's name is the device kind."""
+"""The entry-point group in which packages register backends; the name of an entry is the device kind."""
 OWN: Mapping[str, str] = MappingProxyType(
     {
         "cpu": "hocket.backends.cpu.backend:CpuBackend",
@@ -40,16 +40,16 @@ OWN: Mapping[str, str] = MappingProxyType(
         "reference": "hocket.backends.reference.backend:ReferenceBackend",
     }
 )
-"""Our own backends by device kind, as entry points name theirs: those of packages need not be looked at for them."""
+"""The backends of this package by device kind, in the notation of entry points; they need no package metadata."""
 
 
 KIND = re.compile(r"\w[\w.-]*", re.ASCII)
-"""The kind of a device, which is the name of an entry point."""
+"""The kind of a device, which is also the name of an entry point."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceName:
-    """The name of a device: ``cpu:0``, a part of it as ``cuda:0.1``, one of process 1 as ``cpu:0@1``."""
+    """The name of a device: ``cpu:0``, ``cuda:0.1`` for a part of a device, ``cpu:0@1`` for a device of process 1."""
 
     kind: str
     index: int
@@ -62,7 +62,7 @@ class DeviceName:
 
     @classmethod
     def parse(cls, text: str) -> DeviceName:
-        """Read a name; the index is 0 if the name has none.  Raises `BackendError`."""
+        """Parse a device name; a name without an index has index 0. Raises `BackendError`."""
         if not text:
             raise BackendError("the name of a device is empty; need a kind and a number, as in cpu:0")
         here, at, rank = text.partition("@")
@@ -90,11 +90,14 @@ def _is_number(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One thing that runs programs: ``cpu:0``; or a part of one, ``cuda:0.1``, which shares its memory with the others;
-    or ``cpu:0@1``, one of the process that is number `rank` of several.
+    """A device that runs programs, such as ``cpu:0``.
 
-    `memory` is in bytes and of the whole, None where unknown.  Devices with the same `memory_of` share one memory, as
-    all virtual ones of this machine do; one that names none shares its memory with its own parts only.
+    - ``cuda:0.1`` is a part of a device. All parts share the memory of that device.
+    - ``cpu:0@1`` is a device of the process with number `rank`.
+
+    `memory` is in bytes and counts the whole device; None means unknown. Devices with the same `memory_of` share one
+    memory, as all virtual devices of this machine do. A device without `memory_of` shares its memory with its parts
+    only.
     """
 
     kind: str
@@ -111,7 +114,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Whether a device can run a node, and why (not)."""
+    """Whether a device can run a node, and the reason."""
 
     ok: bool
     why: str = ""
@@ -119,7 +122,7 @@ class Support:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Where a value lies: a buffer of the program, the byte where it starts, its strides in elements."""
+    """The location of a value: a buffer of the program, the offset in bytes, and the strides in elements."""
 
     buffer: int
     offset: int
@@ -138,9 +141,10 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """Memory a program needs: ``arena`` (intermediate values), ``weight``, ``state`` or ``constant``.
+    """A buffer that a program needs; `kind` is ``arena`` (intermediate values), ``weight``, ``state`` or ``constant``.
 
-    `declared` is the spec in the graph, `stored` the one the backend keeps it in; both None for the arena.
+    `declared_spec` is the spec in the graph. `stored_spec` is the spec in which the backend stores the leaf. Both are
+    None for the arena.
     """
 
     kind: str
@@ -152,10 +156,10 @@ class BufferSpec:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One kernel call: what it reads, what it writes, the arena bytes it may scribble on meanwhile.
+    """One kernel call: its operands, its results, and the arena bytes that it may overwrite as scratch.
 
-    `node` is the name that messages give the step; `index` is where the node stands that the step computes, among the
-    nodes of the device's graph: -1 where none does, for the copies that the planner adds.
+    `node` is the name of the instruction in messages. `index` is the position of its node in the graph of the device;
+    -1 marks a copy that the planner added.
     """
 
     op: str
@@ -169,11 +173,12 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Everything one device does in one run; devices that do the same have one program.
+    """All instructions of one device in one run; devices with equal work share one program.
 
-    The first buffer is the arena, the others are leaves of the graph, each once.
-    `undo` takes a run back that failed.  Each entry is the position of an instruction that saves what later ones
-    overwrite in a state, and the instruction that puts it back; those whose save has finished are run in reverse.
+    The first buffer is the arena. The other buffers are leaves of the graph, each once.
+
+    `undo` rolls a failed run back. Each entry has the position of an instruction that saves part of a state, and the
+    instruction that restores it. A rollback runs the restoring instructions of all finished saves in reverse order.
     """
 
     buffers: tuple[BufferSpec, ...]
@@ -182,78 +187,105 @@ class Program:
     outputs: Mapping[str, Tensor]
     undo: tuple[tuple[int, Instruction], ...] = ()
     kept: str = field(default="", init=False, compare=False, repr=False)
-    """A name of its own, under which more may be kept of it; what `replace` makes of it has none."""
+    """A unique name under which data about this program is cached; a copy made by `replace` has none."""
 
     @property
     def saves(self) -> frozenset[int]:
-        """Positions of the instructions that compute nothing of the graph, but save what `undo` puts back."""
+        """The positions of the instructions that compute nothing of the graph but save states for `undo`."""
         return frozenset(at for at, _ in self.undo)
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of the arena that are kept until the end for `undo`."""
+        """Arena bytes that are retained until the end of the run for `undo`."""
         return sum(t.spec.nbytes for at in self.saves for t in self.instructions[at].dst)
 
     def undoing(self, finished: int | frozenset[int]) -> Program:
-        """What takes a run back of which so many instructions had finished, or those at these positions."""
+        """Build the program that rolls back a run after some instructions have finished.
+
+        Args:
+            finished: The number of finished instructions, or their positions.
+        """
         done = range(finished) if isinstance(finished, int) else finished
         return replace(self, instructions=tuple(back for at, back in reversed(self.undo) if at in done), undo=())
 
     def nbytes(self, kind: str) -> int:
-        """Bytes of all buffers of one kind."""
+        """Return the bytes of all buffers of one kind."""
         return sum(b.nbytes for b in self.buffers if b.kind == kind)
 
 
 @dataclass(frozen=True, slots=True)
 class Slabs:
-    """Memory of several processes in which compiled code sums float32: a `board` of words, like `Comm.board`, and in
-    `floats`, ``[2, devices, n]``, two slabs for each device, used in turn."""
+    """Memory that several processes share, in which compiled code sums float32.
+
+    `signal_pad` has 64-bit words like `Comm.signal_pad`. `float_buffers` [2, devices, n] has two buffers for each
+    device, which are used in turn.
+    """
 
     board: npt.NDArray[np.int64]
     floats: npt.NDArray[np.float32]
 
 
 class Comm(Protocol):
-    """One device's end of a group.  All members call the same operations in the same order.
+    """The communicator of one device of a group. All members call the same operations in the same order.
 
-    Raises `BackendError` when a member does not come in time, has failed, or brings another `sequence` number.
+    Raises `BackendError` if a member is late, has failed, or calls with another `sequence` number.
     """
 
     rank: int
     size: int
-    everybody: int  # devices that letters are numbered among: more than `size` where there are several such groups
+    everybody: int  # devices of the whole plan, numbered in messages; above `size` if there are several groups
     is_apart: bool
-    """Whether members are in several processes, where no address of another means anything."""
+    """Whether the members belong to several processes, so that an address of one member is invalid for another."""
     timeout: float  # seconds
     board: npt.NDArray[np.int64] | None
-    """Memory that the members of a process share for collectives of compiled code, ``16 + 8 * size`` words that begin
-    as zeros; None where they share none, or where not all of them are compiled.  Word `BOARD_FAILED` is set when a
-    member fails, wherever it is; a member that counts its runs does so in `runs_of`."""
+    """The signal pad: ``16 + 8 * size`` words that begin as zeros, shared by the members of one process.
+
+    Compiled collectives use it. It is None if the members share no memory, or if some of them are not compiled. Word
+    `FAILURE_WORD` is set when a member fails, in any process. Members count their runs in `view_run_numbers`.
+    """
     slabs: Slabs | None
-    """What members in several processes of one machine share instead; None where they share none."""
+    """Shared buffers of members in several processes of one machine; else None."""
     devices: Sequence[Device]
-    """The members' devices; they are known where there is a board, or are slabs."""
+    """The devices of the members; known if there is a signal pad or if there are shared buffers."""
     wire: DType
-    """What large sums of float32 may be sent in between devices with memories of their own: `F32`, or `BF16`, each of
-    whose roundings takes up to 2**-8 of a value.  With N devices a sum is then off by at most ``(N + 1) * 2**-8`` of
-    the sum of absolute values, and is the same on all of them."""
+    """The dtype in which large float32 sums may be sent between devices with separate memories: `F32` or `BF16`.
+
+    Rounding to `BF16` changes a value by up to 2**-8 of it. With N devices the error of a sum is at most ``(N + 1) *
+    2**-8`` of the sum of absolute values. The sum is equal on all devices.
+    """
 
     def all_reduce(self, source: Array, into: Array, scratch: Array, sequence: int) -> None:
-        """Write the sum of all sources into `into` (which may be `source`); `scratch` has the shape of `source`."""
+        """Write the sum of all sources into `into`, which may be `source`; `scratch` has the shape of `source`."""
 
     def all_gather(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
-        """Copy from every device's source into `into`; ``parts[d]`` are pairs (index into `into`, index into the
-        source of device d).  What a device does not need it leaves out: this is the all-to-all, too."""
+        """Copy slices of every source into `into`; this is the all-to-all, too.
+
+        Args:
+            source: The array of this device.
+            into: The array that receives the slices.
+            parts: For each device d the pairs (index into `into`, index into the source of device d). A device leaves
+                out the slices that it does not need.
+            sequence: Number of the collective, equal on all members.
+        """
 
     def reduce_scatter(self, source: Array, into: Array, parts: Sequence[Any], sequence: int) -> None:
-        """Write the sums of parts of all sources into `into`: pairs (index into `into`, index into any source)."""
+        """Write the sums of slices of all sources into `into`.
+
+        Args:
+            source: The array of this device.
+            into: The array that receives the sums.
+            parts: Pairs (index into `into`, index into any source).
+            sequence: Number of the collective, equal on all members.
+        """
 
     def send(self, source: Array, to: int, sequence: int) -> None:
-        """Send what `source` holds now to device `to`, which takes what this one sends in the same order; wait while it
-        has taken none of several letters."""
+        """Send the present contents of `source` to device `to`, which receives messages in the order of sending.
+
+        The call waits while the receiver has several messages that it has not taken.
+        """
 
     def receive(self, into: Array, source: int, sequence: int) -> None:
-        """Copy what device `source` sends under `sequence`, once it has."""
+        """Wait for the message `sequence` of device `source` and copy it into `into`."""
 
 
 class Backend(Protocol):
@@ -262,60 +294,75 @@ class Backend(Protocol):
     name: str
 
     def with_threads(self, threads: int) -> Backend:
-        """The backend with so many threads for each device; itself, if that is not for it to choose."""
+        """Return the backend with that thread count for each device; itself if it does not choose threads."""
 
     def devices(self) -> Sequence[Device]:
-        """The devices that are there now (a kind that allows virtual ones accepts further numbers)."""
+        """Return the devices that exist now; a kind with virtual devices accepts further indices."""
 
     def device(self, index: int) -> Device:
-        """Device number `index`.  Raises `BackendError` if it does not exist, saying what to install or choose."""
+        """Return device number `index`. Raises `BackendError` with a remedy if it does not exist."""
 
     def supports(self, node: Node, on: Device) -> Support:
-        """Whether `node` can run there."""
+        """Return whether `node` can run on that device, and the reason."""
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
-        """The shape and dtype in which a value of `spec` is kept in memory; `kind` is the op of a leaf, ``state`` also
-        for one of which entries were replaced, or ``value``."""
+        """Return the shape and dtype in which a value of `spec` is stored.
+
+        Args:
+            spec: The spec in the graph.
+            kind: The op of a leaf, or ``value``. It is ``state`` also for a state with replaced entries.
+        """
 
     def scratch(self, node: Node) -> int:
-        """Bytes of temporary memory that `node` needs while it runs."""
+        """Return the bytes of scratch that `node` needs."""
 
     def reads_strided(self, node: Node, operand: int) -> bool:
-        """Whether the kernel of `node` can read that operand with any strides."""
+        """Return whether the kernel of `node` can read that operand with any strides."""
 
     def alloc(self, nbytes: int, on: Device, lasting: bool = False) -> Any:
-        """A zeroed buffer; a `lasting` one is kept as long as those beside it, as weights and states are.  Raises
-        `BackendError` when memory is out."""
+        """Allocate a zeroed buffer. Raises `BackendError` if there is not enough memory.
+
+        Args:
+            nbytes: Size in bytes.
+            on: The device.
+            lasting: Whether the buffer lives as long as the weights and states.
+        """
 
     def view(self, buffer: Any, tensor: Tensor) -> Any:
-        """The array of `tensor` within `buffer`, in place: it can be indexed, assigned and copied to the host."""
+        """Return the array of `tensor` within `buffer` without a copy; it can be indexed, assigned and copied."""
 
     def load(self, data: Array, declared: Spec, buffer: Any) -> None:
-        """Put a weight into its buffer; `data` holds it as a file does (blocks of bytes for quantised types)."""
+        """Write a weight into its buffer; `data` holds it as a file does (blocks of bytes for quantised types)."""
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
-        """A function that runs `program` once on those buffers, given in the order of ``program.buffers``; its
-        collectives meet the other devices through `comm`.
+        """Return a function that runs `program` once.
 
-        Where an instruction fails it raises `StepError`: all before it have finished, none behind it has begun.
+        Args:
+            program: The instructions.
+            buffers: Buffers in the order of ``program.buffers``.
+            on: The device.
+            comm: Communicator for the collectives of the program.
+
+        Raises:
+            StepError: By the returned function, if an instruction fails. All earlier instructions have finished, and no
+                later instruction has begun.
         """
 
 
 def run_calls(program: Program, on: Device, calls: Iterable[tuple[int, Callable[[], object]]]) -> None:
-    """Make the calls of a program on device `on` in order, each given with the number of its instruction.  One that
-    fails is a `StepError`."""
+    """Make the calls of a program in order, each with the number of its instruction; a failure is a `StepError`."""
     at = 0
     try:
         for number, call in calls:
             at = number
             call()
-    except BaseException as why:  # an interrupt, too, leaves a step half done
+    except BaseException as why:  # an interrupt, too, leaves an instruction half done
         said = str(why) if isinstance(why, HocketError) else " ".join(f"{type(why).__name__}: {why}".split())
         raise StepError(program.instructions[at].node, str(on), at, said) from why
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides in elements of a dense row-major array."""
+    """Return the strides in elements of a dense row-major array."""
     return _dense_strides(tuple(shape))
 
 
@@ -329,7 +376,7 @@ def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def host_view(buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
-    """`tensor` as a NumPy array within host memory; of a quantised dtype the bytes of its blocks, in rows."""
+    """Return `tensor` as a NumPy array within host memory; a quantised dtype gives rows of block bytes."""
     dtype, shape, strides = tensor.dtype, tensor.shape, [tensor.dtype.bytes_of(s) for s in tensor.strides]
     if dtype.is_quantised:
         shape, strides = (*shape[:-1], dtype.bytes_of(shape[-1])), [*strides[:-1], 1]
@@ -338,8 +385,10 @@ def host_view(buffer: npt.NDArray[np.uint8], tensor: Tensor) -> Array:
 
 @once
 def registered() -> Mapping[str, str]:
-    """Backends by device kind, ours and those of packages, as this process finds them first: reading the metadata of
-    all packages takes 15 to 50 ms.  Raises `BackendError` if two packages claim one kind."""
+    """Return all backends by device kind, of this package and of others, read once per process.
+
+    To read the metadata of all packages takes 15 to 50 ms. Raises `BackendError` if two packages claim one kind.
+    """
     from importlib.metadata import entry_points  # 15 ms that our own backends need not pay
 
     entries = dict(OWN)
@@ -352,7 +401,7 @@ def registered() -> Mapping[str, str]:
 
 @validate_arguments(BackendError, kind=TEXT)
 def load(kind: str) -> Backend:
-    """The backend for a device kind.  Raises `BackendError` with the known kinds, or why it does not load."""
+    """Return the backend of a device kind. Raises `BackendError` with the known kinds or the import error."""
     known = OWN if kind in OWN else registered()
     if kind not in known:
         hint = did_you_mean(kind, known, min_ratio=0.7) or f"; known kinds: {', '.join(sorted(known))}"
@@ -366,10 +415,10 @@ def load(kind: str) -> Backend:
 
 @validate_arguments(BackendError, name=TEXT)
 def find(name: str) -> tuple[Backend, Device]:
-    """Backend and device of a name like ``cpu:0`` (or ``cpu``, its first), of a part, as ``cuda:0.1``, or of one of
-    several processes, as ``cpu:0@1``: what is known of that device is then what is known of one like it here.
+    """Return the backend and the device of a name such as ``cpu:0``, ``cpu``, ``cuda:0.1`` or ``cpu:0@1``.
 
-    Raises `BackendError`.
+    A name without an index means the first device. A device of another process has the properties of the same device in
+    this process. Raises `BackendError`.
     """
     called = DeviceName.parse(name)
     backend = load(called.kind)
@@ -381,7 +430,7 @@ THREADS = integer_between(1, 1 << 16) | NONE
 
 @validate_arguments(BackendError, names=list_of(TEXT, "a sequence of texts"), threads=THREADS)
 def group_of(names: Sequence[str], threads: int | None = None) -> list[tuple[Backend, Device]]:
-    """Backends and devices by name, each with so many threads; without a number they share the processors.
+    """Return backends and devices by name, each with `threads` threads; by default the devices share the processors.
 
     Raises `BackendError`.
     """
@@ -390,5 +439,5 @@ def group_of(names: Sequence[str], threads: int | None = None) -> list[tuple[Bac
 
 
 def threads_for(devices: int, asked: int | None = None) -> int:
-    """The threads of each of so many devices of this machine: those asked for, or their share of the processors."""
+    """Return the threads of each of `devices` devices of this machine: `asked`, or an equal share of the processors."""
     return asked or max(1, (os.cpu_count() or 1) // max(1, devices))

@@ -1,11 +1,12 @@
-"""What may run beside a collective: the instructions behind it that leave alone what it reads and writes.
+"""Instructions that may overlap with a collective: later ones that do not conflict with its reads and writes.
 
-A collective begins where it stands in a program, when all before it has run.  A device that can do both at once goes on
-with what follows, up to the first instruction that reads or writes what the collective writes, or writes what it reads:
-there it waits.  At most one collective is on its way, so the next one waits as well, and so does the end of the run.
+A collective begins at its place in the program, after all earlier instructions. A device that can overlap continues
+with the instructions after it. The device waits before the first instruction that reads or writes the results of the
+collective, or writes its operands. It also waits before the next collective and at the end of the run: at most one
+collective is in progress.
 
-Where a device waits follows from the bytes that instructions touch and is written down nowhere: no plan can state a
-wrong place, and to wait at once is the same program.
+The waits follow from the bytes that instructions access, and no plan states them. So no plan can be wrong here, and a
+device that waits at once runs the same program.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from .operands import Operand, Region
 
 
 def beside(program: Program, groups: Iterable[Sequence[int]] | None = None) -> Mapping[int, tuple[int, ...]]:
-    """For each collective beside which something runs, by position, what that is, in the order in which it runs.
+    """Return, for each collective with overlapped instructions, their positions in the order of the run.
 
-    `groups` are the instructions in the order of a run, those that are launched together in one entry: of them all wait
-    where one has to.  They run one by one as they stand where no groups are given.
+    Args:
+        program: The program of one device.
+        groups: The instructions in the order of the run; instructions of one launch are one entry. If one instruction
+            of a group has to wait, the group waits. By default the instructions run one by one in program order.
     """
     steps = program.instructions
     touched = cache(lambda number: _touched(program, steps[number]))
@@ -41,12 +44,12 @@ def beside(program: Program, groups: Iterable[Sequence[int]] | None = None) -> M
 
 
 def can_run_beside(op: str) -> bool:
-    """Whether something may run beside that op: a collective in which a whole team meets."""
+    """Return whether instructions may overlap with that op: a collective of a whole device group."""
     return op in COLLECTIVES and op not in POINT_TO_POINT_OPS
 
 
 def disturbs(meeting: Touched, other: Touched) -> bool:
-    """Whether what touches `other` has to wait for a collective."""
+    """Return whether an instruction with the accesses `other` has to wait for a collective."""
     (read, written), (reads, writes) = meeting, other
     return _meet(written, [*reads, *writes]) or _meet(read, writes)
 

@@ -1,4 +1,4 @@
-"""What is kept on disk for later processes, as kernels and plans: where, how much, and what is said about it."""
+"""The disk cache for later processes, such as kernels and plans: its folder, its size limit and its log messages."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from pathlib import Path
 from ..graph.files import PRIVATE, replacing
 
 COMPILING, COMPILED = "compiling %s", "compiled %s"
-"""What is logged, at level INFO, before and after a kernel is compiled."""
+"""Logged at level INFO before and after a kernel is compiled."""
 MISSING = "%d kernels to compile"
-"""And before several are."""
+"""Logged at level INFO before several kernels are compiled."""
 UNWRITABLE = "kernels and plans cannot be kept in %s (%s), so each start makes them anew; choose another --cache-dir"
-"""At level WARNING, once."""
+"""Logged once, at level WARNING."""
 ROOMS = ("bindings", "cubins", "kernels", "merges", "plans", "processors")
-"""Folders of what can be made anew."""
+"""Folders with files that can be created again."""
 MOST = 512 << 20
-"""Bytes that are kept there in all; what has been used least lately makes room."""
+"""Maximum bytes of all cached files; the least recently used files are deleted."""
 DAY = 86_400
 """Seconds after which a file that is read is marked as used again."""
 CHECK = 32
-"""Bytes of the digest before what is kept."""
+"""Bytes of the digest at the start of each file."""
 log = logging.getLogger("hocket.kernels")
 
 
 def cache_folder() -> Path:
-    """Where all of it is kept: $HOCKET_CACHE_DIR, else the user's cache folder."""
+    """Return the root of the cache: $HOCKET_CACHE_DIR, else the cache folder of the user."""
     if chosen := os.environ.get("HOCKET_CACHE_DIR"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hocket"
 
 
 def recalled(file: Path) -> bytes | None:
-    """What `keep` put there; None if there is nothing, or it is damaged, or was kept under another name."""
+    """Return the data that `write_cached` wrote; None if the file is missing, damaged or renamed."""
     try:
         data = file.read_bytes()
     except OSError:
@@ -50,9 +50,9 @@ def recalled(file: Path) -> bytes | None:
 
 
 def keep(file: Path, data: bytes) -> None:
-    """Keep data for later processes, if the folder can be written; if not, that is said once.
+    """Write data for later processes; if the folder cannot be written, log that once.
 
-    It is written beside and renamed, so that any number of processes may do so at once.
+    The file is written under another name and then renamed, so that several processes may write it at the same time.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -67,9 +67,11 @@ def keep(file: Path, data: bytes) -> None:
 
 @cache
 def make_room(folder: Path, most: int) -> None:
-    """Leave out what has been used least lately, until so many bytes are left: at the first thing that a process keeps,
-    so what it keeps itself may lie beyond.  Others may do the same, and read meanwhile: what they open stays readable,
-    and what they miss they make anew."""
+    """Delete the least recently used files until at most `most` bytes are left.
+
+    A process does this when it first writes a file, so its own files may exceed the limit. Other processes may delete
+    and read at the same time. A file that is open stays readable, and a missing file is created again.
+    """
     files: list[tuple[float, int, str]] = []
     for room in ROOMS:
         with suppress(OSError), os.scandir(folder / room) as entries:
@@ -87,7 +89,7 @@ def make_room(folder: Path, most: int) -> None:
 
 
 def _digest(file: Path, data: bytes) -> bytes:
-    """Of the data and the name, which says what they are for."""
+    """Return the digest of the data and the file name, which identifies the purpose of the data."""
     from hashlib import sha256  # loads OpenSSL, which `import hocket` need not do
 
     return sha256(file.name.encode() + b"\0" + data).digest()

@@ -1,7 +1,7 @@
-"""How an op is bound on the host: a binding is given arrays once and returns the calls that compute them.
+"""Binding of ops on the host: a binding is given arrays once and returns the calls that compute them.
 
-A call is a function without arguments (mostly `functools.partial` of a ufunc with ``out=``), so that replay is a flat
-list and allocates nothing; temporaries come from the scratch that the memory planner placed.
+A call is a function without arguments, mostly a `functools.partial` of a ufunc with ``out=``. So a run is a flat list
+of calls and allocates nothing. Temporaries come from the scratch that the memory planner placed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .base import Array, Comm, Device, Program, run_calls
 F32 = npt.NDArray[np.float32]
 Calls = list[Callable[[], object]]
 NumberedCalls = Sequence[tuple[int, Callable[[], object]]]
-"""What is called in order, each with the number of its instruction."""
+"""Calls in order, each with the number of its instruction."""
 
 
 @dataclass(slots=True)
 class Call:
-    """The arrays of one instruction, and its float32 scratch, handed out piece by piece."""
+    """The arrays of one instruction, and its float32 scratch, which is handed out in slices."""
 
     src: list[Array | None]
     dst: list[Array]
@@ -46,7 +46,7 @@ class Call:
         return self.dst[0]
 
     def operand(self, index: int) -> Array:
-        """An operand that is always there."""
+        """Return an operand that is always present."""
         array = self.src[index]
         assert array is not None
         return array
@@ -60,7 +60,7 @@ class Call:
         return value
 
     def take(self, *shape: int) -> F32:
-        """The next piece of scratch."""
+        """Return the next unused slice of scratch, with that shape."""
         n = math.prod(shape)
         piece = self.scratch[self._taken : self._taken + n].reshape(shape)
         self._taken += n
@@ -69,14 +69,17 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """How an op is bound: `bind` gives the calls, `scratch` the float32 elements of temporary memory for a node."""
+    """The binding of an op: `bind` returns the calls, `scratch` the float32 elements of scratch for a node."""
 
     bind: Callable[[Call], Calls]
     scratch: Callable[[Node], int]
 
 
 def through_reference(op: Op[Any]) -> Binding:
-    """The op's reference run in float32: right for every op, allocating, so only for those that are rarely hot."""
+    """Return a binding that runs the reference of an op in float32.
+
+    It is right for every op but allocates, so it is for ops that take little time.
+    """
 
     def bind(call: Call) -> Calls:
         def run() -> None:
@@ -93,7 +96,7 @@ def no_scratch(node: Node) -> int:
 
 
 def one_result(node: Node) -> int:
-    """Scratch as large as the first result."""
+    """Return the number of elements of the first result, as scratch."""
     return node.specs[0].size
 
 
@@ -106,7 +109,7 @@ def plain(bind: Callable[[Call], Calls]) -> Binding:
 
 
 class Replay:
-    """A program ready to run: its calls, one after the other."""
+    """A program ready to run: its calls, in order."""
 
     def __init__(self, program: Program, on: Device, calls: NumberedCalls) -> None:
         self.program, self.on, self.calls = program, on, calls
@@ -119,11 +122,11 @@ class Replay:
             run_calls(self.program, self.on, calls)
 
     def kernels(self) -> list[str]:
-        """The ops that a run computes, in order."""
+        """Return the ops that a run computes, in order."""
         return [self.program.instructions[number].op for number in dict.fromkeys(n for n, _ in self.calls)]
 
     def measured(self) -> Iterator[Timed]:
-        """Run once; when each of these ops was computed, for whom asks after the run."""
+        """Run once and return when each op was computed."""
         times: list[tuple[int, float, float]] = []
 
         def timed(number: int, call: Callable[[], object]) -> None:

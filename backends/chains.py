@@ -1,19 +1,17 @@
-"""Chains of instructions for which backends have kernels: which instructions belong to one, found by dataflow.
+"""Fused patterns for which backends have kernels: their instructions, found by dataflow.
 
-| chain | ops |
-|---|---|
-| `scaled_norm` | ``rms_norm``, ``mul`` |
-| `turned_heads` | ``rms_norm``, ``mul``, ``rope`` or ``rope_multi`` |
-| `gated_unit` | one or two products, and the unit of them |
-| `routed` | what turns scores into probabilities, perhaps ``add``, ``top_k``, ``get_rows``; perhaps the sum of the
-  chosen, ``clamp`` and ``div``; perhaps ``scale`` |
-| `summed_experts` | ``mul_mat_id``, the ``mul_mat`` with shares that adds up what the experts answer |
-| `with_other` | those; ``add`` of another product, which may be multiplied by a ``sigmoid`` |
-| `changed_state` | a save, and what changes the state: ``get_rows``, ``set_rows``; ``cont``, ``gated_delta_net`` |
-| `short_convolution` | ``concat``, ``ssm_conv``, ``silu``, two ``l2_norm``, ``get_rows``, and the save of the state |
+- `ScaledNorm`: ``rms_norm``, ``mul``.
+- `NormedRope`: ``rms_norm``, ``mul``, ``rope`` or ``rope_multi``.
+- `GatedUnit`: one or two products, and their gated unit.
+- `ExpertRouting`: the op that turns scores into probabilities, perhaps ``add``, ``top_k``, ``get_rows``; perhaps the
+  sum of the chosen, ``clamp`` and ``div``; perhaps ``scale``.
+- `ExpertSum`: ``mul_mat_id``, and the ``mul_mat`` with shares that adds the results of the experts.
+- `ExpertSumWithShared`: the same, and ``add`` of another product, perhaps multiplied by a ``sigmoid``.
+- `SavedStateUpdate`: a save and the update of the state: ``get_rows``, ``set_rows``; or ``cont``, ``gated_delta_net``.
+- `ConvolutionPattern`: ``concat``, ``ssm_conv``, ``silu``, two ``l2_norm``, ``get_rows``, and the save of the state.
 
-Each function begins at one instruction and follows what reads and makes values.  It raises `NoKernelError` where
-something else reads what only the chain may.  Shapes, types and where operands lie are for each backend to ask.
+Each function begins at one instruction and follows the readers and producers of values. It raises `NoKernelError` if an
+instruction outside reads a value that only the pattern may read. Backends check shapes, dtypes and layouts.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ class ScaledNorm(NamedTuple):
 
 
 def scaled_norm(flow: Flow, norm: int) -> ScaledNorm:
-    """The chain that begins with a norm."""
+    """Match the pattern that begins with a norm."""
     return ScaledNorm(norm, flow.reader(norm, "mul"))
 
 
@@ -48,7 +46,7 @@ class TurnedHeads(NamedTuple):
 
 
 def turned_heads(flow: Flow, norm: int) -> TurnedHeads:
-    """The chain that begins with a norm."""
+    """Match the pattern that begins with a norm."""
     factor = flow.reader(norm, "mul")
     rope = flow.readers_of(factor)[0]
     need(flow.call(rope).op in ROPES and flow.reader(factor, flow.call(rope).op) == rope, "it is not turned")
@@ -56,14 +54,20 @@ def turned_heads(flow: Flow, norm: int) -> TurnedHeads:
 
 
 class GatedUnit(NamedTuple):
-    """``unit(gate, up)`` of two products, or of two parts of one."""
+    """``unit(gate, up)`` of two products, or of two halves of one."""
 
     products: tuple[int, ...]
     unit: int
 
 
 def gated_unit(flow: Flow, product: int, units: Container[str]) -> GatedUnit:
-    """The chain with this product whose unit is one of `units`, which alone reads what the products make."""
+    """Match the gated unit of a product.
+
+    Args:
+        flow: The dataflow.
+        product: The product.
+        units: Ops of the unit. The unit must be the only reader of the products.
+    """
     unit = flow.readers_of(product)[0]
     need(flow.call(unit).op in units, "no gated unit reads it")
     products = tuple(dict.fromkeys(flow.maker(unit, index) for index in range(len(flow.call(unit).src))))
@@ -73,8 +77,11 @@ def gated_unit(flow: Flow, product: int, units: Container[str]) -> GatedUnit:
 
 
 class Routed(NamedTuple):
-    """Which experts are chosen by their probabilities, to which a bias may be added, and their shares: the
-    probabilities of the chosen, perhaps divided by their sum within limits, perhaps scaled."""
+    """The choice of experts by their probabilities, and the shares of the chosen experts.
+
+    A bias may be added for the choice. The shares are the probabilities of the chosen experts, perhaps divided by their
+    clamped sum, perhaps scaled.
+    """
 
     gate: int
     biased: int | None
@@ -87,12 +94,12 @@ class Routed(NamedTuple):
 
     @property
     def numbers(self) -> list[int]:
-        """Those that are there; the last one makes the shares."""
+        """The instructions that are present; the last one computes the shares."""
         return [n for n in self if n is not None]
 
 
 def routed(flow: Flow, gate: int) -> Routed:
-    """The chain that begins with what makes probabilities."""
+    """Match the pattern that begins with the op that computes probabilities."""
     readers = {flow.call(n).op: n for n in flow.readers_of(gate)}
     need(len(flow.readers_of(gate)) == len(readers) == 2 and "get_rows" in readers, "it is read otherwise")
     shares = readers.pop("get_rows")
@@ -114,19 +121,19 @@ def routed(flow: Flow, gate: int) -> Routed:
 
 
 class SummedExperts(NamedTuple):
-    """Products with the weights of a token's experts, each times its share, added up."""
+    """Products with the weights of the experts of a token, multiplied by their shares and added."""
 
     product: int
     total: int
 
 
 def summed_experts(flow: Flow, product: int) -> SummedExperts:
-    """The chain that begins with the products; that the sum reads them the other way round is not asked here."""
+    """Match the pattern that begins with the products; the order in which the sum reads them is not checked."""
     return SummedExperts(product, flow.reader(product, "mul_mat"))
 
 
 class WithOther(NamedTuple):
-    """The same, and the product of one more expert: as it is, or times a sigmoid."""
+    """An expert sum plus the product of one more expert, which a sigmoid may multiply."""
 
     product: int
     total: int
@@ -141,7 +148,7 @@ class WithOther(NamedTuple):
 
 
 def with_other(flow: Flow, product: int) -> WithOther:
-    """The chain that begins with the products of the experts that a router chose."""
+    """Match the pattern that begins with the products of the chosen experts."""
     total = summed_experts(flow, product).total
     both = flow.readers_of(total)[0]
     index = 0 if flow.makes(total, both, 0) else 1
@@ -158,14 +165,14 @@ def with_other(flow: Flow, product: int) -> WithOther:
 
 
 class ChangedState(NamedTuple):
-    """A state, or rows of it, saved and then changed."""
+    """A state, or rows of it, that is saved and then updated."""
 
     save: int
     change: int
 
 
 def changed_state(flow: Flow, save: int, op: str) -> ChangedState:
-    """The chain that begins with a save, and ends with the op that is the next to write into the state."""
+    """Match a save and the next write into the state, which must be `op`."""
     need(save in flow.saves, "it saves nothing")
     writers = flow.writers(flow.call(save).operand(0), save)
     need(writers and flow.call(writers[0]).op == op, f"the state is not changed by {op}")
@@ -173,8 +180,11 @@ def changed_state(flow: Flow, save: int, op: str) -> ChangedState:
 
 
 class ShortConvolution(NamedTuple):
-    """The convolution before a delta rule: the rows before and the new ones, joined, convolved, activated; the norms of
-    two of its parts, from the first columns on; the rows kept for the next step, and the save of those before."""
+    """The convolution before a delta rule.
+
+    It joins old and new rows, convolves and activates them, and normalises two slices of the columns. `state_update`
+    are the rows for the next step; `save` saves the old rows.
+    """
 
     join: int
     mix: int
@@ -185,7 +195,7 @@ class ShortConvolution(NamedTuple):
 
 
 def short_convolution(flow: Flow, join: int) -> ShortConvolution:
-    """The chain that begins with the join; others may read what is activated."""
+    """Match the pattern that begins with the concatenation; other instructions may read the activation."""
     readers = {flow.call(n).op: n for n in flow.readers_of(join)}
     need(len(flow.readers_of(join)) == 2 and readers.keys() == {"ssm_conv", "get_rows"}, "it is read otherwise")
     mix, keep = readers["ssm_conv"], readers["get_rows"]

@@ -1,8 +1,8 @@
-"""A program from value to value, and which instructions may run together: the ground on which compiled backends fuse.
+"""The dataflow of a program and the grouping of its instructions: the basis on which compiled backends fuse.
 
-A fused binding looks at a program through a `Flow`, by what reads and makes values and never by which instruction
-stands beside which: so the order of a program does not decide what is fused.  Whatever a binding asks that is otherwise
-than its kernels need raises `NoKernelError`, and the instructions are bound one by one.
+A fusion looks at the producers and readers of values through a `Dataflow`, never at neighbouring instructions. So the
+order of a program does not affect fusion. A query with an answer that no kernel supports raises `NoKernelError`; the
+instructions are then bound one by one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .operands import Bound, NoKernelError, Operand, Region, need
 
 
 class Flow:
-    """A program from value to value, and the order in which its instructions run: one by one, or several together."""
+    """The dataflow of a program, and the order of its instructions, which run one by one or in groups."""
 
     def __init__(self, program: Program, readers: Readers) -> None:
         self.readers, self.saves = readers, program.saves
         self._scratch = [_all_of(i.scratch) for i in program.instructions]
         numbered = enumerate(program.instructions)
         self.fixed = frozenset(n for n, i in numbered if i.op in COLLECTIVES or not any(t.spec.size for t in i.dst))
-        """Instructions that nothing moves past, and no chain has: collectives, and those that compute nothing."""
+        """Instructions that no other may pass and no fusion contains: collectives, and instructions without results."""
         self._order: list[tuple[int, ...]] = [(number,) for number in range(len(program.instructions))]
         self._place = list(range(len(program.instructions)))
         self._touched: dict[int, Touched] = {}
@@ -38,24 +38,33 @@ class Flow:
     # -------------------------------------------------------------------------------------------- from value to value
 
     def readers_of(self, number: int) -> list[int]:
-        """All instructions that read what this one computes; nothing else does."""
+        """Return all instructions that read the result of one.
+
+        Raises `NoKernelError` if the result is retained or has no reader.
+        """
         readers = self.found(number)
         need(readers, "a result is kept, or nobody reads it")
         return readers or []
 
     def found(self, number: int) -> list[int] | None:
-        """The instructions that read what this one computes; None if the result is kept."""
+        """Return the instructions that read the result of one; None if the result is retained."""
         return self.readers.of(number)
 
     def reader(self, number: int, op: str, index: int = 0) -> int:
-        """The only instruction that reads what this one computes, all of it, as that operand."""
+        """Return the only reader of a result, if its op is `op` and its operand `index` is the whole result.
+
+        Raises `NoKernelError`.
+        """
         readers = self.readers_of(number)
         need(len(readers) == 1 and self.call(readers[0]).op == op, f"it is not read by {op} alone")
         need(self.makes(number, readers[0], index), "another operand is read")
         return readers[0]
 
     def any_reader(self, number: int, op: str) -> int:
-        """The first of these that reads all that this instruction computes, in place of nothing else."""
+        """Return the first reader with that op that has the whole result as its first operand.
+
+        Raises `NoKernelError` if there is none, or if the bytes of the result are overwritten in between.
+        """
         readers = self.readers_of(number)
         later = next((n for n in readers if self.call(n).op == op and self.makes(number, n, 0)), None)
         if later is None:
@@ -67,12 +76,12 @@ class Flow:
         return later
 
     def makes(self, number: int, later: int, index: int) -> bool:
-        """Whether that operand of a later instruction is all that this one computes."""
+        """Return whether operand `index` of instruction `later` is the whole result of instruction `number`."""
         source, out = self.call(later).optional(index), self.call(number).out
         return source is not None and source.region == out.region and source.tensor.spec.size == out.tensor.spec.size
 
     def maker(self, number: int, index: int) -> int:
-        """The instruction that computes that operand, or that of which it is a part."""
+        """Return the instruction that computes operand `index`, or a value that contains it. Raises `NoKernelError`."""
         operand = self.call(number).optional(index)
         need(operand, "there is no such operand")
         assert operand is not None
@@ -85,44 +94,44 @@ class Flow:
         raise NoKernelError("an operand comes from outside")
 
     def save(self, state: Operand, before: int) -> int | None:
-        """The last instruction that saves all of what `state` is, or rows of it, before that one; None if none does."""
+        """Return the last instruction before `before` that saves a state or rows of it, or None."""
         saves = self._saves_of.get(state.tensor.buffer, [])
         at = bisect_left(saves, before)
         return saves[at - 1] if at else None
 
     @cached_property
     def _saves_of(self) -> Mapping[int, list[int]]:
-        """The instructions that save something of each buffer, in order."""
+        """The state saves of each buffer, in order."""
         found: dict[int, list[int]] = defaultdict(list)
         for number in sorted(self.saves):
             found[self.call(number).operand(0).tensor.buffer].append(number)
         return found
 
     def writers(self, state: Operand, after: int) -> list[int]:
-        """The instructions that write into the memory of a state, after that one."""
+        """Return the instructions after `after` that write into the memory of a state."""
         writers = self.readers.writers(state.region.buffer)
         return list(dict.fromkeys(n for n, region in writers if n > after and region.overlaps(state.region)))
 
     # ---------------------------------------------------------------------------------------------------------- order
 
     def groups(self) -> Iterator[tuple[int, ...]]:
-        """The instructions in the order in which they run; those that run together in one tuple, in program order."""
+        """Yield the instructions in the order of a run; a group that runs together is one tuple, in program order."""
         return (group for group in self._order if group)
 
     def together(self) -> dict[int, tuple[int, ...]]:
-        """For each instruction those that run together with it, in program order."""
+        """Return the group of each instruction, in program order."""
         return {number: group for group in self.groups() for number in group}
 
     def is_free(self, number: int) -> bool:
-        """Whether it may become part of a chain: it belongs to none yet, and may move."""
+        """Return whether an instruction may join a fusion: it is in no group yet and may move."""
         return number not in self.fixed and len(self._order[self._place[number]]) == 1
 
     def can_meet(self, numbers: Sequence[int]) -> bool:
-        """Whether instructions can run together, if others move before or behind them."""
+        """Return whether instructions can run as one group after others have moved before or behind them."""
         return self._parted(numbers) is not None
 
     def gather(self, numbers: Sequence[int]) -> None:
-        """Let instructions that can meet run together from now on."""
+        """Make one group of instructions for which `can_group` holds."""
         parted = self._parted(numbers)
         assert parted is not None
         self._touched |= self._together(numbers)
@@ -135,10 +144,10 @@ class Flow:
                 self._place[number] = place
 
     def _parted(self, numbers: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
-        """What runs from the first to the last of them, as what then runs before them and what runs behind them; None
-        if something would have to do both, or they cannot move.
+        """Split the instructions from the first to the last member of a group into a part before and a part behind it.
 
-        What must not pass one of them, or something that runs behind them, runs behind them as well.
+        An instruction goes behind the group if it must not pass a member, or must not pass an instruction behind the
+        group. Returns None if an instruction would have to be on both sides, or if a member cannot move.
         """
         if not all(map(self.is_free, numbers)):
             return None
@@ -158,11 +167,11 @@ class Flow:
         return before, behind
 
     def _disturbs(self, groups: Sequence[Sequence[int]], group: Sequence[int], touched: Mapping[int, Touched]) -> bool:
-        """Whether `group` must not pass one of the others."""
+        """Return whether `group` must not pass one of the others."""
         return any(self._disturb(one, other, touched) for some in groups for one in some for other in group)
 
     def _together(self, numbers: Sequence[int]) -> dict[int, Touched]:
-        """What each of them still reads and writes: not what only they read of each other."""
+        """Return the accesses of each instruction, except for results that only `numbers` read."""
         touched = {n: self._alone(n) for n in numbers}
         for n in numbers:
             readers = self.found(n) if len(self.call(n).dst) == 1 else None
@@ -180,14 +189,14 @@ class Flow:
         return read, [*written, *self._scratch[number]]
 
     def _disturb(self, one: int, other: int, touched: Mapping[int, Touched]) -> bool:
-        """Whether it matters which of them runs first."""
+        """Return whether the order of two instructions matters."""
         if one in self.fixed or other in self.fixed:
             return True
         (read, written), (read_there, written_there) = (touched.get(n) or self._alone(n) for n in (one, other))
         return _meet(written, [*read_there, *written_there]) or _meet(read, written_there)
 
     def finished(self, number: int) -> int | frozenset[int]:
-        """The instructions that have run where this one fails, as `StepError.finished_instructions` gives them."""
+        """Return the instructions that have run when one fails, as `StepError.finished_instructions` states them."""
         done = frozenset(n for group in self._order[: self._place[number]] for n in group)
         return number if done == {*range(number)} else done
 
@@ -203,8 +212,14 @@ def _all_of(scratch: Tensor | None) -> list[Region]:
 
 
 def apart(out: Operand, sources: Iterable[Operand | None], same: Iterable[Operand | None] = ()) -> None:
-    """Need that a kernel may write `out` while it reads the sources: they lie elsewhere, and each of `same`, whose
-    elements are read by the very thread that writes those of `out`, elsewhere or exactly there."""
+    """Require that a kernel may write `out` while it reads its operands. Raises `NoKernelError`.
+
+    Args:
+        out: The result.
+        sources: Operands that must not overlap the result.
+        same: Operands that must not overlap the result or must be exactly the same elements. The thread that writes an
+            element of `out` is the only one that reads these elements.
+    """
     for source in sources:
         need(source is None or not source.region.overlaps(out.region), "a result lies where something is still read")
     for source in same:
@@ -213,7 +228,7 @@ def apart(out: Operand, sources: Iterable[Operand | None], same: Iterable[Operan
 
 
 def lies_as(one: Operand, other: Operand) -> bool:
-    """Whether both are the same elements in the same order."""
+    """Return whether both operands are the same elements in the same order."""
     alike = (one.shape, one.strides) == (other.shape, other.strides)
     dense = one.is_dense and other.is_dense and one.tensor.spec.size == other.tensor.spec.size
     return one.address == other.address and (alike or dense)

@@ -1,4 +1,4 @@
-"""What all backends in host memory share: buffers are byte arrays, views are NumPy arrays."""
+"""Shared parts of all backends in host memory: buffers are byte arrays, views are NumPy arrays."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from .base import Array, Device, Tensor, contiguous_strides, host_view
 
 ALIGNMENT = 64
 HOST = "host"
-"""What `Device.memory_of` calls the memory of this machine."""
+"""The value of `Device.memory_of` for the memory of this machine."""
 CHUNK = 32 * 1024 * 1024
-"""Bytes that are asked of the system at once for buffers that last.  NumPy asks for large pages where it asks for much:
-through small ones weights come 7 to 8 % more slowly from memory."""
+"""Bytes of one allocation for long-lived buffers.
+
+NumPy asks for large pages for large arrays. With small pages weights are read 7 to 8 % more slowly.
+"""
 
 
 class HostBackend(ABC):
-    """Devices of one kind are all this machine, so any number of virtual ones exist."""
+    """A backend with devices on this machine; any number of virtual devices exist."""
 
     name: str
     _left: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
-    """What is left of the last chunk."""
+    """The unused rest of the last allocation."""
 
     def with_threads(self, threads: int) -> Self:
         return self
@@ -42,7 +44,7 @@ class HostBackend(ABC):
 
     @abstractmethod
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
-        """The shape and dtype in which a value is kept."""
+        """Return the shape and dtype in which a value is stored."""
 
     def reads_strided(self, node: Node, operand: int) -> bool:
         return True
@@ -69,7 +71,7 @@ class HostBackend(ABC):
         target[...] = encode_array(plain.reshape(stored.shape), stored.dtype)
 
     def buffer_over(self, data: Array, declared: Spec) -> npt.NDArray[np.uint8] | None:
-        """The bytes of `data`, if they are dense, aligned and of the type and shape that a weight has in memory."""
+        """Return the bytes of `data` if they are dense, aligned and equal to the stored form of a weight, else None."""
         fits = self.stored(declared, "weight") == declared and not declared.dtype.is_quantised and data.nbytes > 0
         if not fits or data.ctypes.data % ALIGNMENT or not data.flags.c_contiguous:
             return None
@@ -83,7 +85,7 @@ def _zeros(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def _physical_memory() -> int | None:
-    """Bytes of memory of this machine, where the system says."""
+    """Return the bytes of memory of this machine; None if the system does not report them."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

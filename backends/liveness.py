@@ -1,4 +1,4 @@
-"""Who reads what an instruction computes, before something else stands in its place."""
+"""The readers of every result of a program, up to the instruction that overwrites its bytes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .base import Program, Tensor
 from .operands import Bound, Operand, Region
 
 Touched = tuple[list[Region], list[Region]]
-"""What an instruction reads, and what it writes."""
+"""The regions that an instruction reads, and the regions that it writes."""
 
 
 class Readers:
-    """The instructions of a program, bound; and which of them read a result."""
+    """The bound instructions of a program, and the readers of every result."""
 
     def __init__(self, program: Program, bind: Callable[[int], Bound], kept: Sequence[Region]) -> None:
-        """`kept` is what is read after the last instruction."""
+        """Store the program and how to bind it; `kept` are the regions that are read after the last instruction."""
         self.program, self.kept = program, kept
         self._bind = bind
         self._bound: dict[int, Bound] = {}
@@ -37,17 +37,19 @@ class Readers:
         return self._touched[number]
 
     def calls(self, number: int) -> list[Bound] | None:
-        """The instructions of `of`."""
+        """Return the instructions with the numbers of `find_readers`."""
         numbers = self.of(number)
         return None if numbers is None else [self.bound(n) for n in numbers]
 
     def of(self, number: int) -> list[int] | None:
-        """The numbers of all instructions that read the first result of one, in order; None if it is read after the
-        last, or lies in memory that is kept, or with gaps."""
+        """Return the numbers of all readers of the first result of an instruction, in order.
+
+        Returns None if the result is read after the last instruction, lies in retained memory, or has gaps.
+        """
         return self._readers.get(number)
 
     def writers(self, buffer: int) -> Sequence[tuple[int, Region]]:
-        """What is written into a buffer in order, each with the number of the instruction that does it."""
+        """Return the regions that are written into a buffer, in order, each with the number of its instruction."""
         return self._writers.get(buffer, ())
 
     @cached_property
@@ -60,7 +62,7 @@ class Readers:
 
     @cached_property
     def _readers(self) -> Mapping[int, list[int]]:
-        """Found in one walk, on which it is known what each byte holds."""
+        """Readers by instruction, found in one pass that tracks the producer of each byte."""
         readers: dict[int, list[int]] = {}
         held: dict[int, list[Held]] = defaultdict(list)
         for number in range(len(self.program.instructions)):
@@ -69,7 +71,7 @@ class Readers:
                 readers[maker].append(number)
             is_traced = written and not written[0].pitch and self.bound(number).out.declared is None
             for at, region in enumerate(written):
-                if not region.pitch:  # what has gaps leaves something of what was there
+                if not region.pitch:  # a region with gaps leaves some bytes unchanged
                     _write(region, held[region.buffer], number if is_traced and at == 0 else None)
             if is_traced:
                 readers[number] = []
@@ -80,12 +82,14 @@ class Readers:
 
 
 Held = tuple[int, int, int]
-"""Bytes, from one to before another, and the number of the instruction that made what they hold.  Those of a buffer are
-in order, and no two overlap."""
+"""Bytes [start, stop) and the number of the instruction that produced their contents.
+
+The entries of a buffer are in order and do not overlap.
+"""
 
 
 def _within(region: Region, held: Sequence[Held]) -> slice:
-    """Which of `held` a region overlaps."""
+    """Return the slice of the entries that a region overlaps."""
     first = bisect_right(held, region.low, key=itemgetter(1))
     return slice(first, bisect_left(held, region.high, first, key=itemgetter(0)))
 
@@ -95,7 +99,7 @@ def _makers(region: Region, held: Sequence[Held]) -> list[int]:
 
 
 def _write(region: Region, held: list[Held], maker: int | None) -> None:
-    """Let `held` be what is there after `maker` has written a region; None if it is not to be found again."""
+    """Update the entries of a buffer after a write; `maker` is None if the readers of the result are not tracked."""
     start, end, within = region.low, region.high, _within(region, held)
     over = held[within]
     before = [(low, start, old) for low, _, old in over[:1] if low < start]
@@ -104,7 +108,7 @@ def _write(region: Region, held: list[Held], maker: int | None) -> None:
 
 
 def readers_of(program: Program, operand: Callable[[Tensor], Operand]) -> Readers:
-    """The instructions of a program; `operand` gives a tensor its address."""
+    """Build the reader table of a program; `operand` gives a tensor its address."""
 
     def bind(number: int) -> Bound:
         i = program.instructions[number]

@@ -1,6 +1,6 @@
-"""Collectives through host memory: each meets its group through the `Comm` that the program was compiled with.
+"""Collectives through host memory, by the `Comm` with which the program was compiled.
 
-What every backend of this machine uses, and a backend of devices that have no way of their own.
+All backends of this machine use them, and backends with devices that have no transport of their own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def all_to_all(call: Call) -> Calls:
 
 
 def gathered(attrs: Attrs) -> list[Pairs]:
-    """For each device where its entries go, and where it has them."""
+    """Return, for each device, pairs (index into the result, index into the source of the device)."""
     axis = as_integer(attrs["axis"])
     return [
         [(_at({axis: (offset, n)}), _at({axis: (start, n)})) for start, offset, n in _placed(runs)]
@@ -43,7 +43,7 @@ def gathered(attrs: Attrs) -> list[Pairs]:
 
 
 def scattered(attrs: Attrs) -> Pairs:
-    """Where the device's own sums go, and where every device has the summands."""
+    """Return pairs (index into the result, index into the source of any device)."""
     axis = as_integer(attrs["axis"])
     return [
         (_at({axis: (start, n)}), _at({axis: (offset, n)})) for start, offset, n in _placed(own_index_ranges(attrs))
@@ -51,12 +51,12 @@ def scattered(attrs: Attrs) -> Pairs:
 
 
 def exchanged(attrs: Attrs) -> list[Pairs]:
-    """For each device where what it has of the own new shard goes, and where it has it."""
+    """Return, for each device, pairs (index into the own new shard, index into the old shard of the device)."""
     return [list(_exchange(attrs, theirs)) for theirs in as_index_ranges(attrs["old_runs"])]
 
 
 def _exchange(attrs: Attrs, theirs: tuple[tuple[int, int], ...]) -> Iterator[tuple[Index, Index]]:
-    """What a device with the old runs `theirs` has of my new shard: (where in mine, where in theirs)."""
+    """Yield pairs (index into the own new shard, index into the other shard) for the old ranges `theirs`."""
     old, new = as_integer(attrs["old_axis"]), as_integer(attrs["axis"])
     for start, offset, n in _placed(own_index_ranges(attrs)):
         for their_start, their_offset, their_n in _placed(theirs):
@@ -73,7 +73,7 @@ def _exchange(attrs: Attrs, theirs: tuple[tuple[int, int], ...]) -> Iterator[tup
 
 
 def _placed(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
-    """Runs of a shard as (where in the shard, where in the whole, length)."""
+    """Yield the index ranges of a shard as (start in the shard, start in the whole axis, length)."""
     start = 0
     for offset, n in runs:
         yield start, offset, n
@@ -81,7 +81,7 @@ def _placed(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]
 
 
 def _at(ranges: Mapping[int, tuple[int, int]]) -> Index:
-    """The index that takes (start, length) along some axes and all of the others."""
+    """Return the index that selects (start, length) along some axes and everything along the others."""
     index = [slice(None)] * (max(ranges) + 1)
     for axis, (start, n) in ranges.items():
         index[axis] = slice(start, start + n)

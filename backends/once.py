@@ -1,4 +1,4 @@
-"""Things of which a process may have one only: code that is loaded, a library that is opened."""
+"""Objects that a process may create only once: loaded code and opened libraries."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ T = TypeVar("T")
 
 
 class once(Generic[T]):  # noqa: N801  # a decorator
-    """Keeps what a function returned for each key, as `functools.cache` does, and calls it once even where threads ask
-    for the same key at the same time: one makes the value, the others wait for it.
+    """Decorator that caches results by arguments and calls the function once, even if threads ask at the same time.
 
-    `functools.cache` lets each of them make one and keeps the last; the others are freed, though somebody may already
-    use the address of what they hold.
+    One thread makes the value and the others wait. With `functools.cache` each of them would make a value and the last
+    one would stay. The others would be freed while a thread may still use their addresses.
     """
 
     def __init__(self, make: Callable[..., T]) -> None:
@@ -33,10 +32,10 @@ class once(Generic[T]):  # noqa: N801  # a decorator
             return self._made[key]
 
     def __contains__(self, key: tuple[Hashable, ...]) -> bool:
-        """Whether there is a value for the arguments `key`."""
+        """Return whether there is a value for the arguments `key`."""
         return key in self._made
 
     def cache_clear(self) -> None:
-        """Forget all values and their keys.  Only for what nobody uses any more."""
+        """Forget all values and their keys; they must no longer be in use."""
         self._made.clear()
         self._locks.clear()

@@ -1,4 +1,4 @@
-"""Operands of an instruction at their addresses, as backends with kernels of their own bind them."""
+"""Operands of an instruction at their addresses, for backends that bind kernels of their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .base import Tensor, contiguous_strides
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Bytes of one buffer, from `low` to before `high`: all of them, or `width` every `pitch` bytes."""
+    """Bytes [low, high) of one buffer: all of them, or `width` bytes in every `pitch`."""
 
     buffer: int
     low: int
@@ -37,8 +37,11 @@ class Region:
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor at its address.  Of a weight, state or constant also what its whole buffer is declared as, and holds;
-    of any buffer its `kind`."""
+    """A tensor at its address.
+
+    For a leaf, `declared_spec` and `stored_spec` are the specs of its whole buffer in the graph and in memory. `kind`
+    is the kind of the buffer.
+    """
 
     address: int
     tensor: Tensor
@@ -52,7 +55,7 @@ class Operand:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """In elements."""
+        """Strides in elements."""
         return self.tensor.strides
 
     @property
@@ -65,17 +68,22 @@ class Operand:
 
     @property
     def is_packed(self) -> bool:
-        """Whether blocks lie as a backend packs those of weights; those of states, old and new, lie row by row."""
+        """Whether blocks have the packed layout of weights; blocks of old and new states lie row by row."""
         return self.tensor.dtype.is_quantised and self.stored is not None and self.kind != "state"
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is all of its buffer, and no view of it."""
+        """Whether this is its whole buffer and not a view of a part."""
         t = self.tensor
         return self.declared is not None and t.shape == self.declared.shape and t.offset == 0 and self.is_dense
 
     def starts_row(self, multiple: int, nbytes: int) -> bool:
-        """Whether this is all of its buffer, or rows of a matrix, `nbytes` each, from a multiple of `multiple` on."""
+        """Return whether this is its whole buffer, or dense rows of a matrix from a multiple of `multiple` rows.
+
+        Args:
+            multiple: Row count.
+            nbytes: Bytes of a row.
+        """
         t = self.tensor
         rows = self.declared is not None and len(t.shape) == 2 and t.shape[1:] == self.declared.shape[1:]
         return self.is_whole or (rows and self.is_dense and t.offset % (multiple * nbytes) == 0)
@@ -87,11 +95,11 @@ class Operand:
         return 0 in self.shape or all(n == 1 or s == d for n, s, d in zip(self.shape, self.strides, dense, strict=True))
 
     def is_dense_along(self, axis: int) -> bool:
-        """Whether elements follow each other along an axis."""
+        """Return whether elements follow each other along an axis."""
         return self.shape[axis] == 1 or self.strides[axis] == 1
 
     def part(self, axis: int, start: int, count: int) -> Operand:
-        """`count` entries of an axis from `start`."""
+        """Return `count` entries of an axis from `start`."""
         t = self.tensor
         skipped = t.dtype.bytes_of(start * t.strides[axis])
         shape = (*t.shape[:axis], count, *t.shape[axis + 1 :])
@@ -100,12 +108,12 @@ class Operand:
 
     @property
     def has_rows(self) -> bool:
-        """Whether all rows are dense and lie evenly."""
+        """Whether all rows are dense and have the same distance."""
         return self._row_step() is not None
 
     @property
     def row_step(self) -> int:
-        """Bytes from row to row of an operand that has rows."""
+        """Bytes from row to row of an operand for which `has_even_rows` holds."""
         step = self._row_step()
         assert step is not None
         return step
@@ -120,7 +128,7 @@ class Operand:
                 return None
         return self.tensor.dtype.bytes_of(axes[-1][1] if axes else n)
 
-    @cached_property  # a step asks it of everything that ran shortly before
+    @cached_property  # each instruction compares its regions with the regions of earlier instructions
     def region(self) -> Region:
         t = self.tensor
         if self.is_packed:
@@ -135,7 +143,7 @@ class Operand:
 
 
 class NoKernelError(BackendError):
-    """A binding cannot do an instruction; the message says why, and is the answer of `supports`."""
+    """No kernel fits an instruction; the message states the reason, which is also the answer of `supports`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +155,14 @@ class Bound:
     dst: tuple[Operand, ...]
     attrs: Attrs
     readers: Callable[[], Sequence[Bound] | None] = lambda: None
-    """All instructions that read the result; None if others may, too: it is kept, or goes out of the program."""
+    """Returns all instructions that read the result; None if the result is retained or is an output of the program."""
 
     @property
     def out(self) -> Operand:
         return self.dst[0]
 
     def operand(self, index: int) -> Operand:
-        """An operand that is always there."""
+        """Return an operand that is always present."""
         operand = self.src[index]
         assert operand is not None
         return operand
@@ -163,14 +171,14 @@ class Bound:
         return self.src[index] if index < len(self.src) else None
 
     def float(self, name: str) -> int:
-        """An attribute as a word: the bits of a float32."""
+        """Return an attribute as a word with the bits of a float32."""
         value = self.attrs[name]
         assert isinstance(value, int | float)
         return float_bits(value)
 
 
 def float_bits(value: float) -> int:
-    """The word that `float_word` reads as `value`."""
+    """Return the word that `load_float_word` reads as `value`."""
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 

@@ -1,4 +1,4 @@
-"""Where the source of a kernel stands, for people who ask."""
+"""Locations of the sources of kernels, for reports."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from .abilities import Source
 
 LONGEST = 4096
-"""Characters of a source that are told with its place."""
+"""Maximum characters of a source that is reported with its location."""
 
 
 @lru_cache(maxsize=4096)
 def source_of(function: Callable[..., Any]) -> Source:
-    """Where a Python function is written."""
+    """Return the location and the text of a Python function."""
     plain: Any = inspect.unwrap(function.func if isinstance(function, partial) else function)
     place = f"{plain.__module__.replace('.', '/')}.py:{plain.__code__.co_firstlineno}"
     try:
         return Source(place, short(inspect.getsource(plain)))
-    except OSError:  # it was typed in
+    except OSError:  # typed into an interpreter
         return Source(place)
 
 
 def short(text: str) -> str:
-    """A source that may be told, without what its lines have in common in front."""
+    """Return a source without its common indentation; empty if it is too long."""
     return inspect.cleandoc(text) if len(text) <= LONGEST else ""

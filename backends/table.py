@@ -1,4 +1,4 @@
-"""Tables of kernels made of tables of families."""
+"""Kernel tables that are merged from the tables of kernel families."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def merged(*tables: Mapping[str, T]) -> Mapping[str, T]:
-    """One table from several.  Raises `ValueError` if two of them have the same key: one would hide the other."""
+    """Merge tables into one. Raises `ValueError` if two of them have the same key."""
     whole: dict[str, T] = {}
     for table in tables:
         if twice := sorted(whole.keys() & table.keys()):
@@ -25,14 +25,14 @@ def merged(*tables: Mapping[str, T]) -> Mapping[str, T]:
 
 
 def merged_lists(*tables: Mapping[str, tuple[T, ...]]) -> Mapping[str, tuple[T, ...]]:
-    """One table from several, in which all that they have under a key follows each other."""
+    """Merge tables into one, and join the entries of equal keys in order."""
     keys = dict.fromkeys(key for table in tables for key in table)
     return MappingProxyType({key: tuple(x for table in tables for x in table.get(key, ())) for key in keys})
 
 
 @cache
 def brought(op: str, backend: str) -> Any:
-    """The binding for a backend that an op of another package brings with it, or None.  Raises `BackendError`."""
+    """Return the binding for a backend that the package of an op provides, or None. Raises `BackendError`."""
     where = REGISTRY[op].kernels.get(backend) if op in REGISTRY else None
     try:
         return where and resolve_name(where)

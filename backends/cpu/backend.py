@@ -1,6 +1,6 @@
-"""The CPU backend: weights packed as files quantise them, compiled kernels replayed without the GIL.
+"""The CPU backend: weights packed in the quantised types of their files, and compiled kernels replayed without the GIL.
 
-What has no compiled kernel runs in NumPy, on float32 copies of the weights it reads.
+Ops without a compiled kernel run in NumPy, on float32 copies of the weights that they read.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from .replay import Replay
 from .simd.vectors import LANES
 
 ROUNDED = frozenset(("mul_mat", "mul_mat_id"))
-"""Ops whose activations are rounded to 8 bits, in blocks of 16, where their weight is packed."""
+"""Ops that round activations to 8 bits, in blocks of 16, if their weight is packed."""
 PACKERS = os.cpu_count() or 1
-"""Threads that pack weights, whatever the number of those that run kernels."""
+"""Threads that pack weights, independent of the number of threads that run kernels."""
 WORTH_SHARING = 1 << 22
-"""Bytes of a matrix that several threads pack: to wake them, and wait, takes as long as a megabyte."""
+"""Minimum bytes of a matrix that several threads pack; to wake them and wait takes as long as a megabyte."""
 PIECE = 1 << 24
-"""Bytes of a weight that are loaded at once: enough that threads are woken seldom, and few beside a model."""
+"""Bytes of a weight that are loaded at once: enough to wake threads rarely, and few compared with a model."""
 HALVES = (DType.F16, DType.BF16)
 SHORTER = frozenset(STATE_DTYPES) - {DType.F32}
 FILLED = ("weight", "constant")
-"""Leaves that `load` fills."""
+"""Kinds of leaves that `load` writes."""
 
 
 class CpuBackend(NumpyBackend):
-    """Runs on this machine's processor as ``cpu:0``, and any number of virtual devices; `threads` for each device."""
+    """Runs on the processor of this machine as ``cpu:0`` and virtual devices, with `threads` threads on each."""
 
     name = "cpu"
 
@@ -61,8 +61,12 @@ class CpuBackend(NumpyBackend):
         return f"{self.threads} threads"
 
     def stored(self, spec: Spec, kind: str = "value") -> Spec:
-        """Weights that are matrices keep their type, quantised ones in whole groups of rows; so do states that are rows
-        of fewer bits, as caches are; all else is float32."""
+        """Return the shape and dtype in which a value is stored.
+
+        - Weights that are matrices keep their dtype; quantised ones are padded to whole groups of rows.
+        - States that are rows of a narrow dtype, such as caches, keep their dtype.
+        - All other values are float32.
+        """
         if kind == "state" and len(spec.shape) == 2 and spec.dtype in STATE_DTYPES:
             return spec
         if kind in FILLED and len(spec.shape) >= 2:
@@ -74,11 +78,11 @@ class CpuBackend(NumpyBackend):
         return super().stored(spec)
 
     def reads_strided(self, node: Node, operand: int) -> bool:
-        """Operands of collectives are dense: all devices have to choose the same, compiled code or Python."""
+        """Return False for collectives: all devices must make the same choice between compiled code and Python."""
         return node.op not in COLLECTIVES
 
     def tolerance(self, node: Node) -> float | None:
-        """The relative error of what is rounded on its way; None for arithmetic in float32."""
+        """Return the relative error of activations that are rounded; None for arithmetic in float32."""
         if node.op == "attention":
             from .kernels.attention.attention_squares import rounding_of_weights
 
@@ -86,7 +90,7 @@ class CpuBackend(NumpyBackend):
         return 2.0**-8 if node.op in ROUNDED and node.inputs[0].dtype in FORMATS else None
 
     def pieces(self, data: Array, declared: Spec, buffer: Any) -> Iterator[tuple[Array, Spec, Any]]:
-        """Cut along the first axis: whole groups of the rows of a matrix, or some matrices of several."""
+        """Split a weight along its first axis: whole groups of the rows of a matrix, or some matrices of several."""
         stored = self.stored(declared, "weight")
         if len(declared.shape) < 2 or stored.nbytes <= PIECE:
             yield data, declared, buffer
@@ -125,7 +129,7 @@ class CpuBackend(NumpyBackend):
                 list(self._packers.map(lambda t, a=words: kernel(a.ctypes.data, t, PACKERS), range(PACKERS)))
 
     def packing(self) -> str:
-        """The sources of this package's kernels, which a new version of it changes."""
+        """Return a digest of the kernel sources, which a new version of this package changes."""
         return source_digest().hex()
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Replay:
@@ -143,7 +147,7 @@ class CpuBackend(NumpyBackend):
             return copies[tensor]
 
         def in_python(i: Instruction) -> list[Callable[[], object]]:
-            """For kernels that know float32 alone, rows of fewer bits are copied there and back."""
+            """Make the NumPy calls of an instruction; rows of narrow dtypes are copied to float32 and back."""
             kept = [t for t in (*i.src, *i.dst) if t and t.dtype in SHORTER and kinds[t.buffer] not in FILLED]
             floats = {t: np.empty(t.shape, np.float32) for t in kept}
             calls = self.calls(i, buffers, lambda t: floats[t] if t in floats else view(t), comm)
@@ -177,7 +181,7 @@ def _narrow(floats: Array, kept: Array, dtype: DType) -> None:
 
 
 def _dequantised(program: Program, buffers: Sequence[Any], tensor: Tensor) -> Array:
-    """A view of a packed weight as float32, for kernels that know no other type."""
+    """Return a view of a packed weight as float32, for kernels that support no other dtype."""
     spec = program.buffers[tensor.buffer].declared
     assert spec is not None
     *leading, rows, columns = spec.shape

@@ -1,4 +1,4 @@
-"""A program bound: which instructions run together, compiled segments, and Python calls for what has no kernel."""
+"""Binding of a program: fused instructions, compiled segments, and Python calls for instructions without a kernel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,19 @@ def bound(
     comm: Comm,
     in_python: Callable[[Instruction], list[Callable[[], object]]],
 ) -> Replay:
-    """A program ready to run; `in_python` gives the calls for an instruction that has no kernel."""
+    """Bind a program to its buffers.
+
+    Args:
+        program: The program.
+        buffers: Its buffers in host memory.
+        on: The device.
+        crew: The worker threads of the device.
+        comm: The communicator of the device.
+        in_python: Makes the calls of an instruction that has no kernel.
+
+    Returns:
+        The program, ready to run.
+    """
     addresses = [b.ctypes.data for b in buffers]
     flow, steps = _flow(program, addresses), Steps(crew.threads, comm)
     work: Work = []
@@ -48,7 +60,10 @@ def bound(
 
 
 def foreseen(program: Program, threads: int) -> tuple[Relocatable | None, Sequence[Kernel]]:
-    """The tables of a program wherever it will lie, and its kernels; None if that has to be known first."""
+    """Bind a program without buffers, and return its relocatable table and its kernels.
+
+    The table is None if the binding depends on addresses, other devices, other packages or Python calls.
+    """
     ours = all(i.op in BUILTIN_OPS and i.op not in COLLECTIVES for i in program.instructions)
     memory = Nowhere(made_up(len(program.buffers) + 1)[-1])
     parts = [*_parts(_nowhere(program), Steps(threads, owned=memory))] if ours else []
@@ -59,14 +74,17 @@ def foreseen(program: Program, threads: int) -> tuple[Relocatable | None, Sequen
 
 
 def arranged(program: Program) -> Flow:
-    """The flow of a program, with chains gathered as `bound` does."""
+    """Return the dataflow of a program with the same fusions as `bind_program`."""
     flow = _nowhere(program)
     _chains(flow)
     return flow
 
 
 def foretold(program: Program, threads: int, in_python: Callable[[Instruction], Source]) -> Iterator[Called]:
-    """What `bound` would call, found at addresses where nothing lies; how devices meet is not known before they do."""
+    """List the kernels that `bind_program` would call, bound at placeholder addresses.
+
+    Collectives are left out, because their kernels depend on the other devices.
+    """
     flow = _nowhere(program)
     parts = list(_parts(flow, Steps(threads)))
     together = flow.together()
@@ -78,19 +96,19 @@ def foretold(program: Program, threads: int, in_python: Callable[[Instruction], 
 
 
 def kernels_of(program: Program, threads: int) -> Iterator[Kernel]:
-    """The kernels that `bound` would call."""
+    """Yield the kernels that `bind_program` would call."""
     return (
         step.kernel for part in _parts(_nowhere(program), Steps(threads)) if not isinstance(part, int) for step in part
     )
 
 
 def _nowhere(program: Program) -> Flow:
-    """The flow of a program at addresses where nothing lies."""
+    """Return the dataflow of a program at placeholder addresses."""
     return _flow(program, made_up(len(program.buffers)))
 
 
 def _flow(program: Program, addresses: Sequence[int]) -> Flow:
-    """The flow of a program whose buffers begin at these addresses."""
+    """Return the dataflow of a program with buffers at these addresses."""
 
     def operand(tensor: Tensor) -> Operand:
         spec = program.buffers[tensor.buffer]
@@ -100,7 +118,7 @@ def _flow(program: Program, addresses: Sequence[int]) -> Flow:
 
 
 def _parts(flow: Flow, steps: Steps) -> Iterator[list[Step] | int]:
-    """What runs in order: steps of compiled code that follow each other, and instructions that have no kernel."""
+    """Yield consecutive steps of compiled code as lists, and the numbers of instructions without a kernel, in order."""
     chains = _chains(flow)
     for group in flow.groups():
         steps.number = group[0]
@@ -116,7 +134,7 @@ def _parts(flow: Flow, steps: Steps) -> Iterator[list[Step] | int]:
 
 
 def _bind(steps: Steps, call: Bound) -> bool:
-    """Bind an instruction by itself; False if there is no kernel for it."""
+    """Bind one instruction; return False if it has no kernel."""
     if not any(t.tensor.spec.size for t in call.dst) and call.op not in COLLECTIVES:
         return True
     bind: Binding | None = BINDINGS.get(call.op) or brought(call.op, "cpu")
@@ -124,7 +142,7 @@ def _bind(steps: Steps, call: Bound) -> bool:
 
 
 def _chains(flow: Flow) -> dict[Sequence[int], Chain]:
-    """The longest chain that begins with each instruction, by the group of instructions that now run together."""
+    """Return the longest fusion that begins at each instruction, by the group of its instructions."""
     chains: dict[Sequence[int], Chain] = {}
     for number in range(len(flow.readers.program.instructions)):
         longest = max(_begun(flow, number), key=lambda chain: len(chain.numbers), default=None)
@@ -135,7 +153,7 @@ def _chains(flow: Flow) -> dict[Sequence[int], Chain]:
 
 
 def _begun(flow: Flow, number: int) -> Iterator[Chain]:
-    """The chains that begin with an instruction, and that nothing has to run between."""
+    """Yield the fusions that begin at an instruction and can run as one group."""
     for find in FUSED.get(flow.call(number).op, ()) if flow.is_free(number) else ():
         try:
             chain = find(flow, number)

@@ -1,4 +1,4 @@
-"""The largest of many numbers, chosen by a compiled kernel: what sampling asks of the logits of a vocabulary."""
+"""Selection of the largest of many numbers by a compiled kernel, for sampling from the logits of a vocabulary."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .kernels.reductions import TOP_K, top_k
 
 
 def largest(x: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
-    """Where the `count` largest of ``x`` f32[n] are, 0 < count <= n: the largest first, of equals the first.
+    """Return the indices of the `count` largest of ``x`` f32[n], largest first, and the first of equal ones first.
 
-    For a small `count`: its square is the time for numbers that come in rising order.
+    `count` is between 1 and n and should be small: numbers in rising order take time proportional to its square.
     """
     x, places = np.ascontiguousarray(x, np.float32), np.empty(count, np.int32)
     block = TOP_K(rows=1, x=x.ctypes.data, step=0, n=x.size, y=places.ctypes.data, pace=0, k=count)
@@ -22,8 +22,11 @@ def largest(x: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
 
 
 def descending(x: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """Where all of ``x`` f32[n] are in that order.  Words of number and place sort faster than places stably."""
-    bits = (np.float32(0) - x).view(np.int32)  # and not -x, which would tell the two zeros apart
+    """Return the indices of ``x`` f32[n] in descending order, the first of equal ones first.
+
+    Words that combine number and index sort faster than a stable sort of indices.
+    """
+    bits = (np.float32(0) - x).view(np.int32)  # not -x, which would distinguish the two zeros
     keys = bits ^ (bits >> 31 & np.int32(0x7FFFFFFF))
     words = keys.astype(np.int64) << 32 | np.arange(x.size)
     words.sort()

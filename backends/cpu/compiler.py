@@ -1,8 +1,8 @@
-"""From a kernel written in Python to an address: Numba and LLVM make its code once a machine, a file keeps it.
+"""Compilation of kernels written in Python: Numba and LLVM make machine code once per machine, and a file caches it.
 
-A warm start imports neither Numba nor, on x86-64, LLVM.  The name of a file is a hash of all kernel
-sources, the processor and the versions of the compilers, so nothing stale is ever run; files are written beside and
-renamed, so that any number of processes may start at once; where the folder cannot be written, code stays in memory.
+A warm start imports neither Numba nor, on x86-64, LLVM. The name of a file is a hash of all kernel sources, the
+processor and the versions of the compilers, so no stale code is run. A file is written under another name and then
+renamed, so any number of processes may start at once. If the folder cannot be written, code stays in memory.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 Body = Callable[..., Any]
 ALIGNMENT = 64
-"""Of what kernels read and write: a vector, and a cache line."""
+"""Alignment in bytes of all data that kernels access: one vector, which is also a cache line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A function that kernels call; it becomes part of their code."""
+    """A function that kernels call; the compiler inlines it."""
 
     body: Body
 
@@ -50,10 +50,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Kernel:
-    """``body(arguments, thread, threads) -> status``: runs on every thread of a device and does that thread's share.
+    """A function ``body(arguments, thread, threads) -> status`` that runs on every thread of a device.
 
-    `arguments` is the address of a block of 64-bit words; the status is 0 unless the run has to stop.  Kernels of one
-    name are one kernel.
+    Each thread does its part of the work. `arguments` is the address of a block of 64-bit words. The status is 0 unless
+    the run has to stop. Kernels with equal names are the same kernel.
     """
 
     name: str
@@ -79,7 +79,7 @@ log = logging.getLogger("hocket.kernels")
 
 @once
 def _loaded(wanted: Kernel) -> tuple[int, object]:
-    """The address of a kernel, compiled if no earlier process has; and what keeps its code alive."""
+    """Return the address of a kernel, compiled if it is not cached, and an object that keeps its code alive."""
     with _compiling:
         code = _stored(wanted)
         if code is None and wanted.body is _known_by_name:
@@ -88,11 +88,11 @@ def _loaded(wanted: Kernel) -> tuple[int, object]:
 
 
 def _placed(wanted: Kernel, code: bytes) -> tuple[int, object]:
-    """The address of a kernel, and what keeps its code alive.
+    """Return the address of a kernel, and an object that keeps its code alive.
 
-    Where LLVM places it each has an engine of its own: it mixes up the offset tables of several objects in one.  The
-    module that an engine is made with is taken out again, since to compile even an empty one takes ten times as long as
-    all else.
+    If LLVM loads the code, each kernel has its own engine, because LLVM mixes up the offset tables of several objects
+    in one engine. The module of a new engine is removed again: to compile even an empty one takes ten times as long as
+    the rest.
     """
     if placing.is_placed_here(code):
         return placing.placed(code, _symbol(wanted)), None
@@ -108,7 +108,7 @@ def _placed(wanted: Kernel, code: bytes) -> tuple[int, object]:
 
 
 def make_ready(kernels: Iterable[Kernel]) -> None:
-    """Compile those that nobody has yet, having said how many they are."""
+    """Compile the kernels that are not cached, after logging their number."""
     missing = [k for k in dict.fromkeys(kernels) if (k,) not in _loaded and not _is_stored(k)]
     if missing:
         log.info(MISSING, len(missing))
@@ -117,7 +117,7 @@ def make_ready(kernels: Iterable[Kernel]) -> None:
 
 
 def stored_addresses(names: Sequence[str]) -> Mapping[str, int] | None:
-    """The addresses of kernels of this package by their names; None if the code of one is not stored."""
+    """Return the addresses of kernels of this package by name; None if the code of one is not cached."""
     try:
         return {name: Kernel(name, _known_by_name).address for name in names}
     except LookupError:
@@ -125,7 +125,7 @@ def stored_addresses(names: Sequence[str]) -> Mapping[str, int] | None:
 
 
 def _known_by_name(a: int, thread: int, threads: int) -> int:
-    """Stands for the body of a kernel that has been compiled, and is known by its name alone."""
+    """Stand for the body of a cached kernel that is only known by its name."""
     raise LookupError("it is never compiled")
 
 
@@ -134,7 +134,7 @@ def _symbol(wanted: Kernel) -> str:
 
 
 def _machine() -> llvm.TargetMachine:
-    """A new one each time, since the engine that gets it disposes of it."""
+    """Make a target machine; each engine needs a new one, because it disposes of it."""
     import llvmlite.binding as llvm
 
     wanted = processor.target()
@@ -160,12 +160,12 @@ def _initialise(triple: str) -> None:
 
 
 SHIPPED = Path(__file__).parent / "compiled"
-"""Kernels that came with the package, or were compiled when it was installed: a folder for each target."""
+"""Kernels that came with the package or were compiled at installation: one folder for each target."""
 
 
 @cache
 def _sources() -> bytes:
-    """The source of all kernels, and of what makes code of it."""
+    """Return the digest of the sources of all kernels and of the compiler."""
     here = Path(__file__)
     folders = ("simd", "kernels")
     sources = sorted([here, here.parent / "words.py", *(p for f in folders for p in (here.parent / f).rglob("*.py"))])
@@ -176,7 +176,7 @@ def _sources() -> bytes:
 
 
 def _version_of_numba() -> str:
-    """As the folder beside it is named: to import Numba, or what reads metadata of packages, would take longer."""
+    """Return the version from the name of Numba's metadata folder; importing Numba or package metadata takes longer."""
     spec = find_spec("numba")
     beside = sorted(Path(spec.origin).parents[1].glob("numba-*.dist-info")) if spec and spec.origin else []
     if len(beside) == 1:
@@ -187,19 +187,19 @@ def _version_of_numba() -> str:
 
 
 def source_digest() -> bytes:
-    """Everything that decides the code of kernels, and what their words are."""
+    """Return a digest of everything that affects the code of kernels and their argument words."""
     return _sources() + _surroundings()
 
 
 @cache
 def _surroundings() -> bytes:
-    """Everything that decides the code of kernels compiled here."""
+    """Return everything outside the sources that affects the code of kernels compiled here."""
     where = (processor.target(), processor.tiles(), sys.platform)
     return repr((*where, _version_of_numba(), llvmlite.__version__)).encode()
 
 
 def _file(wanted: Kernel) -> Path | None:
-    """Where the code of a kernel is kept; None for one that was typed in, of which there is no source to tell by."""
+    """Return the cache file of a kernel; None for a kernel without a source file."""
     assert isinstance(wanted.body, FunctionType)
     try:
         outside = b"" if _is_ours(wanted.body) else _text_of(wanted.body.__code__.co_filename)
@@ -218,12 +218,12 @@ def _is_ours(body: Body) -> bool:
 
 @cache
 def _text_of(file: str) -> bytes:
-    """The file of a kernel of another package; changes of parts that it takes from other files there go unseen."""
+    """Return the source file of a kernel of another package; changes in files that it imports are not seen."""
     return Path(file).read_bytes()
 
 
 def _files(wanted: Kernel) -> Iterator[Path]:
-    """Where code of a kernel may be that runs here, the best first."""
+    """Yield the files that may have code of a kernel for this processor, the best first."""
     shipped = [SHIPPED / target.name / _name(wanted) for target in processor.fitting()] if _is_ours(wanted.body) else []
     yield from shipped[:1]
     if file := _file(wanted):
@@ -232,7 +232,7 @@ def _files(wanted: Kernel) -> Iterator[Path]:
 
 
 def _stored(wanted: Kernel) -> bytes | None:
-    """The code that came with the package or that an earlier process wrote; None if there is none, or it is damaged."""
+    """Return the code that came with the package or that an earlier process cached; else None."""
     return next((code for file in _files(wanted) if (code := recalled(file)) is not None), None)
 
 
@@ -241,7 +241,7 @@ def _is_stored(wanted: Kernel) -> bool:
 
 
 def ship(kernels: Iterable[Kernel]) -> int:
-    """Compile kernels for the target, to come with the package; how many they are."""
+    """Compile kernels for the target into the package, and return their number."""
     folder, wanted = SHIPPED / processor.target().name, [*dict.fromkeys(kernels)]
     for one in wanted:
         if recalled(folder / _name(one)) is None:
@@ -252,13 +252,13 @@ def ship(kernels: Iterable[Kernel]) -> int:
 # --------------------------------------------------------------------------------------------------- compiling
 
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}, "no_rewrites": True, "_nrt": False}
-"""How Numba compiles kernels: they hold no objects and have no expressions of arrays to rewrite."""
+"""Numba's options for kernels, which use neither objects nor array expressions."""
 INLINED = {**OPTIONS, "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-"""Their parts, which nothing else calls."""
+"""Numba's options for subroutines, which only kernels call."""
 
 
 def _compiled(wanted: Kernel) -> bytes:
-    """Compile a kernel, and keep its code for later processes."""
+    """Compile a kernel and cache its code for later processes."""
     log.info(COMPILING, wanted.name)
     code = _code(wanted)
     if file := _file(wanted):
@@ -268,18 +268,18 @@ def _compiled(wanted: Kernel) -> bytes:
 
 
 def _code(wanted: Kernel) -> bytes:
-    """Object code for the target, which has one symbol of ours."""
+    """Return object code for the target, with one symbol of this package."""
     module, machine = _translated(wanted)
     return bytes(machine.emit_object(module))
 
 
 def _translated(wanted: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
-    """What Numba makes of a kernel, and the machine for which LLVM makes code of it."""
+    """Return the LLVM module that Numba makes of a kernel, and the machine for which LLVM compiles it."""
     import llvmlite.binding as llvm
     from numba import cfunc
 
-    # What is not inlined has a wrapper that can raise: it needs symbols of Numba, which a warm start has not got, and
-    # without them not even the system's are bound.
+    # A function that is not inlined has a wrapper that can raise. The wrapper needs symbols of Numba, which a warm
+    # start does not have, and then not even the symbols of the system are bound.
     function = cfunc("intp(intp, intp, intp)", nogil=True, forceinline=True, **OPTIONS)(_resolved(wanted.body))
     assembly = function.inspect_llvm().replace(function.native_name, _symbol(wanted)).replace(FOREIGN, "")
     if "call void @numba_do_raise" in assembly:
@@ -294,7 +294,7 @@ def _translated(wanted: Kernel) -> tuple[llvm.ModuleRef, llvm.TargetMachine]:
 
 
 def _resolved(body: Body) -> Body:
-    """`body` with its names for intrinsics and parts bound to what Numba understands."""
+    """Return `body` with its names for intrinsics and subroutines bound to Numba's objects."""
     assert isinstance(body, FunctionType)
     names = {**body.__globals__}
     for name in body.__code__.co_names:
@@ -322,7 +322,7 @@ def _for_numba(thing: Any) -> Any:
 
 @cache
 def _numba_type(name: str) -> Any:
-    """Numba's type by our name; vectors, and several of them as one, are types of our own."""
+    """Return Numba's type for a type name; vectors and tuples of vectors are types of our own."""
     from numba import types
     from numba.extending import models, register_model
 
@@ -366,4 +366,4 @@ _WITH_OPERANDS: tuple[Callable[[Any], Body], ...] = (
 
 
 REPLAY = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
-"""How Python calls a kernel; the GIL is free meanwhile."""
+"""The C signature of kernels, for calls from Python; the GIL is released during the call."""

@@ -1,4 +1,4 @@
-"""The threads of one device: started once, they follow the one that calls through every run."""
+"""The thread pool of one device: its threads start once and take part in every run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ I64 = npt.NDArray[np.int64]
 
 
 def _serve(queue: SimpleQueue[bool], block: I64, number: int, threads: int) -> None:
-    """The life of a thread: woken once in a while, it follows until nothing comes any more."""
+    """Run a worker thread: after each wake-up, follow the calling thread until no more work comes."""
     at, followed = block.ctypes.data, REPLAY(follow.address)
     while queue.get():
         followed(at, number, threads)
@@ -29,8 +29,10 @@ def _dismiss(queues: Sequence[SimpleQueue[bool]]) -> None:
 
 
 class Crew:
-    """The threads of one device besides the one that calls; they start with the first work that is worth sharing, and
-    end with the crew.  Who calls from several threads takes turns."""
+    """The worker threads of one CPU device, in addition to the calling thread.
+
+    They start with the first work that needs them and end with the pool. Calls from several threads are serialised.
+    """
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -39,7 +41,7 @@ class Crew:
 
     @property
     def kernels(self) -> Sequence[Kernel]:
-        """That begin and end its runs."""
+        """The kernels that begin and end the runs of the pool."""
         return (lead, go_on, follow) if self.threads > 1 else ()
 
     def _start(self) -> None:
@@ -55,7 +57,7 @@ class Crew:
         weakref.finalize(self, _dismiss, self._queues)
 
     def run(self, order: int) -> int:
-        """Run what stands at `order` (`kernels.crew.ORDER`) on all threads; the status of the first."""
+        """Run the work at `order` (`kernels.crew.ORDER`) on all threads, and return the status of the first."""
         with self._turn:
             if not self._queues:
                 self._start()

@@ -1,8 +1,8 @@
-"""How far ahead of its use a weight is fetched that is read once: measured at first use, and kept with the kernels.
+"""Prefetch distances of weights that are read once: measured at first use, and cached with the kernels.
 
-Processors differ in what they fetch by themselves, and types in how long products take meanwhile: no distance is best
-everywhere, and a bad one costs up to half of the speed.  Several rows of activations at once need one of their own:
-what a processor fetches by itself is soon enough for one row, and too late for four.
+Processors differ in their hardware prefetch, and dtypes in the time of products. No distance is best everywhere,
+and a bad one costs up to half of the speed. Several rows of activations need a distance of their own: hardware prefetch
+is early enough for one row, and too late for four.
 """
 
 from __future__ import annotations
@@ -24,33 +24,41 @@ from ..cache import cache_folder, keep, recalled
 from .compiler import REPLAY, source_digest
 
 CHOICES = ((8192, 16384), (0, 0), (4096, 4096), (8192, 8192), (2048, 8192))
-"""Bytes ahead to the first and to the second cache.  The first is taken unless another is seen to be better; where both
-are alike the second fetch costs little, and where they are none lines are asked for before the block that needs them.
+"""Bytes ahead of use for the first and for the second cache.
+
+The first pair is the default. With equal distances the second prefetch costs little. With zero distances, lines are
+requested before the block that needs them.
 """
 BETTER = 1.03
-"""By how much."""
+"""Minimum ratio of speeds at which another pair replaces the default."""
 WORTH = 64 << 20
-"""Bytes of weights of a type in a program for which it is measured: fewer stay in a cache."""
+"""Minimum bytes of weights of a dtype in a program for a measurement; fewer bytes stay in a cache."""
 MOST = 128 << 20
-"""Bytes of them that are read for it."""
+"""Maximum bytes of weights that a measurement reads."""
 ROUNDS = 15
 AT_ONCE = (1, 4)
-"""Rows of activations that meet a weight in what is measured: a single one, and several."""
+"""Numbers of activation rows that are measured: one, and several."""
 GROUP = 64
-"""Rows that lie together at most, however a type is packed."""
+"""Maximum rows of a group in any packed form."""
 log = logging.getLogger("hocket.kernels")
 
 
 def ahead(dtype: DType, *, several: bool = False) -> tuple[int, int]:
-    """Bytes ahead of its use at which a weight of that type is fetched, to the first and to the second cache, where it
-    meets one row of activations or several at once."""
+    """Return the prefetch distances of a weight in bytes, for the first and for the second cache.
+
+    Args:
+        dtype: The dtype of the weight.
+        several: Whether several rows of activations are multiplied at once.
+    """
     kept = recalled(_file(dtype))
     return CHOICES[kept[several] if kept else 0]
 
 
 def measure_for(program: Program, buffers: Sequence[np.ndarray]) -> None:
-    """Choose for the types of which a program has many weights, where nobody has, by products with these weights: a
-    copy of them would be memory that the model has no use for."""
+    """Tune every dtype that has many weights in a program and has no cached result.
+
+    The products use the weights themselves, because a copy would take memory that the model does not need.
+    """
     weights = defaultdict[DType, list[np.ndarray]](list)
     for spec, memory in zip(program.buffers, buffers, strict=True):
         if spec.kind == "weight" and spec.stored is not None and len(spec.stored.shape) > 1 and spec.nbytes:
@@ -63,14 +71,14 @@ def measure_for(program: Program, buffers: Sequence[np.ndarray]) -> None:
 
 
 def choose(dtype: DType, matrices: Sequence[np.ndarray]) -> None:
-    """Measure all choices, on one thread, and keep the best for later processes."""
+    """Measure all distances on one thread, and cache the best for later processes."""
     before = accumulate((matrix.nbytes for matrix in matrices), initial=0)
     some = [matrix[: _rows(matrix, MOST - read)] for matrix, read in zip(matrices, before, strict=False) if read < MOST]
     keep(_file(dtype), bytes(_best(dtype, some, rows) for rows in AT_ONCE))
 
 
 def _best(dtype: DType, matrices: Sequence[np.ndarray], rows: int) -> int:
-    """The number of the choice whose fastest run is the fastest: whatever disturbs a run makes it slower."""
+    """Return the index of the pair with the fastest run; disturbances only make a run slower."""
     reading = Product(dtype, matrices, 1, rows)
     reading.seconds()
     seconds = np.min([reading.seconds() for _ in range(ROUNDS)], axis=0)
@@ -81,14 +89,14 @@ def _best(dtype: DType, matrices: Sequence[np.ndarray], rows: int) -> int:
 
 
 def _rows(matrix: np.ndarray, nbytes: int) -> int:
-    """So many rows have so many bytes, in whole groups as packed weights lie."""
+    """Return how many rows have `nbytes` bytes, in whole groups."""
     return max(1, nbytes // matrix.shape[1] // GROUP) * GROUP
 
 
 class Product:
-    """Weights of one type times some rows of activations, all the same; the results are nobody's.
+    """Timed products of weights of one dtype with rows of zeros; the results are discarded.
 
-    Each is an array of rows of bytes; those that lie in groups, as packed weights do, are whole groups.
+    Each weight is an array of rows of bytes. Packed weights are whole groups of rows.
     """
 
     def __init__(self, dtype: DType, matrices: Sequence[np.ndarray], threads: int, at_once: int = 1) -> None:
@@ -136,7 +144,7 @@ class Product:
         self._pool, self._threads = ThreadPoolExecutor(threads), threads
 
     def seconds(self) -> list[float]:
-        """Of one run with each choice."""
+        """Return the seconds of one run with each pair of distances."""
         return [self._seconds(blocks) for blocks in self._blocks]
 
     def _seconds(self, blocks: Sequence[np.ndarray]) -> float:

@@ -1,6 +1,7 @@
-"""Bindings kept on disk beside plans: what was bound once is moved to where the buffers of the next process lie.
+"""Bindings that are cached on disk next to plans, and relocated to the buffers of the next process.
 
-Kernels and what binds them are not even imported then.  What is damaged, or whose kernels are gone, is bound anew.
+With a cached binding, neither kernels nor the code that binds them is imported. A damaged file, or one with missing
+kernels, is replaced by a new binding.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from .replay import Replay, Segment
 
 
 def kept_replay(program: Program, buffers: Sequence[np.ndarray], on: Device, crew: Crew, comm: Comm) -> Replay | None:
-    """A program ready to run, from a binding kept on disk or to be kept; None for a program of which none is kept, or
-    that needs more than compiled code of this package for one device."""
+    """Return a program ready to run from a cached binding, or bind it and cache the result.
+
+    Returns None if the program is not cached or needs more than compiled code of this package for one device.
+    """
     file, addresses = file_of(program, crew.threads), [b.ctypes.data for b in buffers]
     if file is None or any(address % ALIGNMENT for address in addresses):
         return None
@@ -53,7 +56,7 @@ def _flow_of(program: Program) -> Flow:
 
 
 def file_of(program: Program, threads: int) -> Path | None:
-    """Where the binding of a program is kept; None for a program that nobody keeps."""
+    """Return the cache file of the binding of a program; None for a program that is not cached."""
     if not program.kept:
         return None
     from hashlib import sha256

@@ -1,6 +1,6 @@
-"""The limits of this machine, measured: bytes a second from memory, operations a second in registers.
+"""Measured limits of this machine: bytes/s of memory, and operations/s of registers.
 
-A limit is the best of several runs, since whatever disturbs a run makes it slower.
+A limit is the best of several runs, because disturbances only make a run slower.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ PATTERNS = (
     {"streams": 8, "together": 0, "near": 0, "far": 0},
     {"streams": 8, "together": 0, "near": 2048, "far": 8192},
 )
-"""Ways to read memory and do nothing else, in words of `limits.READ`.  Which is best differs between processors."""
+"""Patterns that only read memory, as words of `limits.READ`; the best one differs between processors."""
 WIDTH = 1024 // DType.Q8_0.block * DType.Q8_0.block_bytes
 """Bytes of a row of 1,024 weights of Q8_0."""
 TURNS = 1_000_000
 
 
 class _Run:
-    """A kernel on so many threads, which stay between runs."""
+    """A kernel on several threads, which stay alive between runs."""
 
     def __init__(self, kernel: Kernel, words: Sequence[int], threads: int) -> None:
         self._block, self._call = np.array(words, np.int64), REPLAY(kernel.address)
@@ -49,7 +49,7 @@ class _Run:
         return time.perf_counter() - start
 
     def fastest(self) -> float:
-        """Seconds of the fastest run after one to warm up."""
+        """Return the seconds of the fastest run after one warm-up run."""
         return min([self.seconds() for _ in range(1 + RUNS)][1:])
 
     def _part(self, thread: int) -> None:
@@ -57,10 +57,10 @@ class _Run:
 
 
 class Reading:
-    """Memory that so many threads read together, in every way; it should exceed every cache.
+    """Memory that several threads read together, in every pattern; it should exceed every cache.
 
-    The ways are those of `PATTERNS`, and a product of one token with a weight of Q8_0, a quarter as large, fetched as
-    far ahead as `fetching` has choices: the best counts, so that no kernel is nearer to the limit than it is.
+    The patterns are `READ_PATTERNS` and a product of one token with a Q8_0 weight of a quarter of the size,
+    with every prefetch distance. The best pattern counts, so that no kernel exceeds the limit.
     """
 
     def __init__(self, threads: int, nbytes: int = 1 << 30) -> None:
@@ -73,13 +73,13 @@ class Reading:
         self._product = Product(DType.Q8_0, [weight], threads)
 
     def rate(self) -> float:
-        """Bytes a second, now."""
+        """Measure the bytes/s now."""
         seconds = min(run.seconds() for run in self._runs)
         return max(self._memory[0].nbytes / seconds, self._product.nbytes / min(self._product.seconds()))
 
 
 def last_cache_bytes() -> int:
-    """Bytes of the largest cache of the first processor, 0 where the system does not tell."""
+    """Return the bytes of the largest cache of the first processor; 0 if the system does not report it."""
     sizes = [0]
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         with suppress(OSError, ValueError):
@@ -89,18 +89,18 @@ def last_cache_bytes() -> int:
 
 
 def multiply_peak(threads: int) -> float:
-    """float32 operations a second of fused products and sums."""
+    """Measure the float32 operations/s of fused multiply-adds."""
     values = np.full(32, 0.5, np.float32)
     return 2 * _products(limits.multiply, values, threads)
 
 
 def dot_peak(threads: int) -> float | None:
-    """Operations a second of 8-bit dot products; None where the processor has no instruction for them."""
+    """Measure the operations/s of 8-bit dot products; None if the processor has no such instruction."""
     return 2 * 4 * _products(limits.dot, np.ones(128, np.uint8), threads) if has_fours() else None
 
 
 def tiles_peak(threads: int) -> float | None:
-    """bfloat16 operations a second of products of tiles; None where the processor has no tiles."""
+    """Measure the bfloat16 operations/s of tile products; None if the processor has no tiles."""
     if processor.tiles() != processor.AMX:
         return None
     memory, turns = np.zeros(amx.NBYTES * threads, np.uint8), TURNS // 4
@@ -110,7 +110,7 @@ def tiles_peak(threads: int) -> float | None:
 
 
 def _products(kernel: Kernel, values: np.ndarray, threads: int) -> float:
-    """Products of 32-bit lanes a second."""
+    """Measure the multiplications/s of 32-bit lanes."""
     sums = np.zeros(16 * threads, np.float32)
     run = _Run(kernel, limits.PRODUCTS(turns=TURNS, values=values.ctypes.data, sums=sums.ctypes.data), threads)
     return 16 * limits.CHAINS * TURNS * threads / run.fastest()

@@ -1,4 +1,4 @@
-"""What each thread has of a value whose columns a product dealt: columns of it, or heads that are so many columns."""
+"""The parts of a value that the threads own after a matmul was split by columns: columns, or heads."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from .steps import Steps
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Thread i has the columns (axis -1) or heads (axis -2) from ``ends[i]`` to before ``ends[i + 1]``."""
+    """Thread i owns the columns (axis -1) or heads (axis -2) from ``axis_bounds[i]`` to ``axis_bounds[i + 1]``."""
 
     axis: int
     ends: Sequence[int]
     bounds: Sequence[int]
-    """The same, always in columns."""
+    """The same bounds, always in columns."""
 
     def of(self, x: Operand) -> list[Operand | None]:
-        """The piece of each thread, None where it has nothing; all of an operand that is broadcast along the axis."""
+        """Return the slice of each thread, None for a thread without work.
+
+        An operand that broadcasts along the axis is returned whole.
+        """
         axis = len(x.shape) + self.axis
         alike = axis < 0 or x.shape[axis] == 1 != self.ends[-1]
         pairs = list(pairwise(self.ends))
@@ -29,9 +32,13 @@ class Pieces:
 
 
 def pieces_of(steps: Steps, sources: Sequence[Operand], out: Operand, *, whole_rows: bool = False) -> Pieces | None:
-    """How threads that have columns of one of the sources go on with them; None if they have to meet anyway.
+    """Return the split with which threads continue on their columns of a source; None if a barrier is needed.
 
-    With `whole_rows` no row of `out` may be cut.
+    Args:
+        steps: The steps so far.
+        sources: Operands of the next step.
+        out: Result of the next step.
+        whole_rows: Whether no row of `out` may be split.
     """
     bounds = steps.columns_of(sources)
     if bounds is None or not out.shape:

@@ -1,9 +1,13 @@
-"""Object code in memory, with addresses filled in.
+"""Loader for object code: it copies the code into memory and fills in addresses.
 
-That of x86-64 on Linux is placed here: LLVM could do it, and takes 40 MB of memory and longer than all else that a warm
-start does.  An object has sections, of which some are loaded; symbols, each of which lies in a section or is a function
-of the system; and relocations, places in sections that want an address, or a distance.  Code finds functions of the
-system by a table of addresses, which lies behind the sections:
+It loads objects of x86-64 on Linux. LLVM could do it, but takes 40 MB of memory and more time than all other work of a
+warm start. An object has three parts:
+
+- Sections; some of them are loaded.
+- Symbols, each in a section or a function of the system.
+- Relocations: places in sections that need an address or a distance.
+
+Code finds functions of the system in a table of addresses behind the sections:
 
     0x0000 .ltext    call by entry 0 of the table, which lies 0x1240 - 0x0010 behind this place
     0x1200 .rodata
@@ -43,13 +47,13 @@ SYMBOLS, RELOCATIONS, EMPTY = 2, 4, 8
 WRITABLE, LOADED = 1, 2
 """Flags of sections."""
 UNWINDING, TABLE = ".eh_frame", "_GLOBAL_OFFSET_TABLE_"
-"""A section that nobody reads, since no kernel raises; and the symbol that is the table."""
+"""A section that is not loaded, because kernels do not raise; and the symbol of the address table."""
 ABSOLUTE, NEAR, NEAR_CALL, DISTANCE, FROM_TABLE, ENTRY, TO_TABLE, CALL_FROM_TABLE = KNOWN = 1, 2, 4, 24, 25, 27, 29, 31
 """Kinds of relocations: R_X86_64_64, PC32, PLT32, PC64, GOTOFF64, GOT64, GOTPC64 and PLTOFF64 (psABI, 4.4.1)."""
 
 
 class Section(NamedTuple):
-    """As it stands in an object; relocations are `about` a section, `link` is the section of the names of symbols."""
+    """A section header; relocations have a `target_section`, and `link` is the section of symbol names."""
 
     name: int
     kind: int
@@ -64,7 +68,7 @@ class Section(NamedTuple):
 
 
 class Symbol(NamedTuple):
-    """As it stands in an object."""
+    """A symbol table entry."""
 
     name: int
     info: int
@@ -74,7 +78,7 @@ class Symbol(NamedTuple):
 
 
 class Relocation(NamedTuple):
-    """`at` counts from the beginning of all; `symbol` is a number."""
+    """A relocation; `position` counts from the start of the loaded code, `symbol` is an index."""
 
     at: int
     kind: int
@@ -83,17 +87,19 @@ class Relocation(NamedTuple):
 
 
 def is_placed_here(code: bytes) -> bool:
-    """Whether it is object code of x86-64, in a process of that kind on Linux, for which `placed` is."""
+    """Return whether this is object code of x86-64, in an x86-64 process on Linux, so that `load_function` loads it."""
     is_elf = len(code) >= _HEADER.itemsize and code.startswith(MAGIC)
     fits = sys.platform == "linux" and platform.machine() == "x86_64" and sys.maxsize > 1 << 32
     return fits and is_elf and int(np.frombuffer(code, _HEADER, 1)["machine"][0]) == X86_64
 
 
 def placed(code: bytes, wanted: str) -> int:
-    """The address of a function of an object, which stays in memory to the end: threads may be in it while Python ends.
+    """Load an object and return the address of a function.
 
-    Raises `BackendError` for what kernels do not have: data that they write, other relocations, functions that the
-    system has not.
+    The code stays in memory, because threads may run it while Python ends.
+
+    Raises:
+        BackendError: The object has writable data, other kinds of relocations, or functions that the system lacks.
     """
     there = _Object(code)
     entries = {number: there.end + 8 * n for n, number in enumerate(there.looked_up())}
@@ -119,7 +125,7 @@ def placed(code: bytes, wanted: str) -> int:
 
 
 class _Object:
-    """The sections of an object that are loaded, laid one behind the other from 0 to `end`."""
+    """An object file with its loaded sections in consecutive memory from 0 to `end`."""
 
     def __init__(self, code: bytes) -> None:
         header = np.frombuffer(code, _HEADER, 1)[0]
@@ -159,15 +165,15 @@ class _Object:
                 yield Relocation(self._starts[of.about] + at, kind, symbol, more)
 
     def loaded(self) -> Iterator[tuple[int, bytes]]:
-        """Where sections begin, and what is in them."""
+        """Yield the start and the contents of each section."""
         return ((start, self._content(at)) for at, start in self._starts.items())
 
     def looked_up(self) -> list[int]:
-        """The numbers of the symbols that have entries in the table."""
+        """Return the indices of the symbols that have entries in the table."""
         return [*dict.fromkeys(r.symbol for r in self.relocations if r.kind == ENTRY)]
 
     def address(self, number: int, base: int) -> int:
-        """Of a symbol, where the object begins at `base`."""
+        """Return the address of a symbol if the object begins at `base`."""
         symbol = self._symbols[number]
         if symbol.section in self._starts:
             return base + self._starts[symbol.section] + symbol.value
@@ -188,7 +194,7 @@ def _write(content: npt.NDArray[np.uint8], at: int, value: int, nbytes: int) -> 
 
 @cache
 def _system() -> ctypes.CDLL:
-    """What the process has loaded."""
+    """Open the libraries that the process has loaded."""
     system = ctypes.CDLL(None, use_errno=True)
     system.mmap.restype = ctypes.c_void_p
     return system
@@ -203,7 +209,7 @@ def _of_system(name: str) -> int:
 
 
 def _pages(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Memory of its own, which nobody gives back."""
+    """Allocate pages that are never freed."""
     flags, access = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE
     at = _system().mmap(None, ctypes.c_size_t(nbytes), access, flags, -1, ctypes.c_long(0))
     if at == ctypes.c_void_p(-1).value:

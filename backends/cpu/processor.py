@@ -1,9 +1,8 @@
-"""The processor that kernels are compiled for: this machine's, a lesser one, or one of those that wheels have them for.
+"""The target processor of kernels: this machine's, one with fewer features, or a target of the wheels.
 
-``HOCKET_WITHOUT=avx512,avxvnni`` leaves out every feature whose name begins so: kernels run as they would where the
-processor lacks them.  ``HOCKET_TARGET=x86-64-v3`` takes one of `SHIPPED` instead of this machine's.
-``HOCKET_AMX=emulated`` lets kernels for tiles of AMX run in plain vector code where the processor has none: slowly, to
-test them.
+- ``HOCKET_WITHOUT=avx512,avxvnni`` disables every feature with such a prefix, to run the kernels of lesser processors.
+- ``HOCKET_TARGET=x86-64-v3`` selects one of `PRECOMPILED_TARGETS` instead of this machine.
+- ``HOCKET_AMX=emulated`` runs kernels for AMX tiles as plain vector code, slowly, for tests without AMX.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ..cache import cache_folder, keep, recalled
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A processor as LLVM knows it, and whether each of its features may be used."""
+    """A processor in LLVM's terms, and whether each of its features may be used."""
 
     name: str
     triple: str
@@ -38,11 +37,11 @@ class Target:
     features: Mapping[str, bool]
 
     def flattened(self) -> str:
-        """Features as LLVM reads them."""
+        """Return the features in LLVM's notation."""
         return ",".join(f"{'+' if there else '-'}{name}" for name, there in self.features.items())
 
     def runs_on(self, other: Target) -> bool:
-        """Whether that processor runs what is compiled for this one."""
+        """Return whether another processor can run code that is compiled for this one."""
         same = self.triple.partition("-")[0] == other.triple.partition("-")[0]
         return same and all(other.features.get(name) for name, there in self.features.items() if there)
 
@@ -63,12 +62,12 @@ SHIPPED = (
     _of("x86-64-v3", "x86_64-unknown-linux-gnu", "x86-64-v3", V3),
     _of("aarch64", "aarch64-unknown-linux-gnu", "generic", "fp-armv8 neon"),
 )
-"""What wheels have kernels for, on Linux; the best first."""
+"""Targets with kernels in the Linux wheels, the best first."""
 
 
 @cache
 def target() -> Target:
-    """What kernels are compiled for.  Raises `BackendError` for a name that is none of `SHIPPED`."""
+    """Return the compile target. Raises `BackendError` for a name that is not in `PRECOMPILED_TARGETS`."""
     if asked := os.environ.get("HOCKET_TARGET"):
         known = {t.name: t for t in SHIPPED}
         if asked not in known:
@@ -83,7 +82,7 @@ def target() -> Target:
 
 
 class Host(NamedTuple):
-    """This machine's processor as LLVM knows it."""
+    """The processor of this machine in LLVM's terms."""
 
     triple: str
     cpu: str
@@ -92,8 +91,7 @@ class Host(NamedTuple):
 
 @cache
 def _host() -> Host:
-    """What LLVM says, or has said to an earlier process of a processor of which the system tells the same: to load LLVM
-    takes 40 MB of memory."""
+    """Return the processor, from LLVM or from the cache of an earlier process; loading LLVM takes 40 MB of memory."""
     file = _host_file()
     with suppress(TypeError, ValueError):
         if file is not None and (data := recalled(file)) is not None:
@@ -107,7 +105,7 @@ def _host() -> Host:
 
 
 def _host_file() -> Path | None:
-    """Where it is kept; None where the system does not tell of its processor."""
+    """Return the cache file for the processor; None if the system does not describe its processor."""
     try:
         first = Path("/proc/cpuinfo").read_text("utf-8", "replace").partition("\n\n")[0]
     except OSError:
@@ -118,25 +116,25 @@ def _host_file() -> Path | None:
 
 
 def fitting() -> tuple[Target, ...]:
-    """The targets whose kernels run here: this processor itself, then those of `SHIPPED`."""
+    """Return the targets with kernels that run here: this processor, then `PRECOMPILED_TARGETS` in their order."""
     mine = target()
     others = (t for t in SHIPPED if sys.platform == "linux" and t != mine and t.runs_on(mine))
     return (mine, *others)
 
 
 def is_native() -> bool:
-    """Whether kernels are compiled for a processor of this machine's kind."""
+    """Return whether kernels are compiled for the architecture of this machine."""
     return target().triple.partition("-")[0] == _host().triple.partition("-")[0]
 
 
 AMX, EMULATED = "amx", "emulated"
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILES = 158, 0x1023, 18
-"""A system call of Linux on x86-64, what it is asked for, and the number of the registers of tiles."""
+"""A system call of Linux on x86-64, its request code, and the number of the tile registers."""
 
 
 @cache
 def tiles() -> str | None:
-    """Who multiplies tiles of bfloat16: `AMX`, plain vector code (`EMULATED`), or nobody."""
+    """Return how bfloat16 tiles are multiplied: `AMX`, `EMULATED` (plain vector code), or None."""
     if asked := os.environ.get("HOCKET_AMX"):
         if asked != EMULATED:
             raise BackendError(f"HOCKET_AMX is {asked!r:.60}; it may be {EMULATED}, or leave it out")
@@ -146,12 +144,12 @@ def tiles() -> str | None:
 
 
 def _may_use_tiles() -> bool:
-    """Ask the system for the registers of tiles, which it saves for processes alone that have asked."""
+    """Request the tile registers from the system, which saves them only for processes that ask."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     return ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILES) == 0
 
 
 def features() -> Mapping[str, bool]:
-    """What LLVM calls the processor's features, and whether kernels may use them."""
+    """Return LLVM's features of the target, and whether kernels may use them."""
     return target().features

@@ -1,6 +1,6 @@
-"""Programs of one device compiled: tables that a loop without the GIL replays, and Python calls for what has no kernel.
+"""Compiled programs of one device: step tables that a loop replays without the GIL, and Python calls.
 
-Threads of a device walk tables of equal length, each doing its share.
+The threads of a device walk through tables of equal length. Each thread does its part of every step.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ STATUS = {
 
 
 class Loop(NamedTuple):
-    """Compiled code that calls steps one after the other, the words it gets, and both as a crew takes them: addresses
-    are kept, since asking for one takes a microsecond, which a token of a small model feels."""
+    """A compiled loop over steps, with its words and its order for the thread pool.
+
+    Addresses are stored, because reading one takes a microsecond, which is noticeable in a token of a small model.
+    """
 
     call: Callable[[int, int, int], int]
     words: int
@@ -53,8 +55,15 @@ def tabulated(
     place: Callable[[I64], int],
     none: tuple[int, int] = (0, 0),
 ) -> I64:
-    """The table [threads, steps, STEP] of steps; `kernel` and `place` say where their code and words are, `none` what
-    stands there for a thread that has nothing to do."""
+    """Build the table [threads, steps, STEP] of some steps.
+
+    Args:
+        steps: The steps.
+        threads: Thread count.
+        kernel: Returns the entry for the kernel of a step, such as its address.
+        place: Returns the entry for argument words, such as their address.
+        none: Both entries for a thread without work.
+    """
     table = np.zeros((threads, len(steps), STEP), np.int64)
     for thread, row in np.ndindex(table.shape[:2]):
         step = steps[row]
@@ -69,7 +78,7 @@ class Segment:
 
     def __init__(self, kernels: Sequence[str], table: I64, memory: object) -> None:
         self.kernels, self.numbers = kernels, table[0, :, 3].tolist()
-        self._memory = memory  # words know addresses only
+        self._memory = memory  # words have addresses only
         self.threads = len(table) if table[1:, :, 0].any() else 1
         self.table = np.ascontiguousarray(table[: self.threads])
         self.shared = np.zeros(SHARED_BYTES // 8, np.int64)
@@ -78,27 +87,30 @@ class Segment:
 
     @classmethod
     def of(cls, steps: Sequence[Step], threads: int, memory: object) -> Segment:
-        """Steps whose words are where they will be; `memory` is what these name besides buffers."""
+        """Build a segment from steps; `memory` holds everything that their words point to except buffers."""
         make_ready([run, *(step.kernel for step in steps)])
         table = tabulated(steps, threads, lambda step: step.kernel.address, lambda words: int(words.ctypes.data))
         return cls([step.kernel.name for step in steps], table, (steps, memory))
 
     @cached_property
     def timed(self) -> Segment:
-        """The same steps, whose loop writes into `times` when the first thread began each, as `when` reads it."""
+        """The same segment with a loop that writes the start of each step into `times`, for `parse_step_times`."""
         twin = copy(self)
         twin._loop = self._loop_at(timed.address, self.times.ctypes.data)
         return twin
 
     @staticmethod
     def when(times: bytes) -> Array:
-        """The seconds at which steps began, and at which all were done, of what the loop wrote: the ticks of a counter,
-        and the nanoseconds of the clock at the first and the last of them."""
+        """Return the seconds at which each step began, and at which the last one ended.
+
+        `times` has the counter value of each of these moments, then the clock in nanoseconds at the first and the last
+        one.
+        """
         *ticks, start, end = np.frombuffer(times, np.int64).tolist()
         return 1e-9 * np.interp(ticks, (ticks[0], ticks[-1]), (start, end))
 
     def run(self, crew: Crew) -> None:
-        """Run on as many threads as there are parts.  Raises `StoppedError` if a kernel stopped the run."""
+        """Run on all threads that have work. Raises `KernelStoppedError` if a kernel stopped the run."""
         loop = self._loop
         status = crew.run(loop.order) if self.threads > 1 else loop.call(loop.words, 0, 1)
         if status:
@@ -107,7 +119,7 @@ class Segment:
             raise StoppedError(number, status)
 
     def _loop_at(self, address: int, times: int) -> Loop:
-        """The loop of that address over these steps; `times` is where it writes when each began, 0 for nowhere."""
+        """Return the loop at that address over these steps; `times` is the address for start times, 0 for none."""
         table, shared = self.table.ctypes.data, self.shared.ctypes.data
         words = np.array(ARGS(table=table, steps=len(self.kernels), shared=shared, times=times), np.int64)
         order = np.array(ORDER(loop=address, words=words.ctypes.data), np.int64)
@@ -115,7 +127,7 @@ class Segment:
 
 
 class StoppedError(BackendError):
-    """A kernel stopped the run; `number` is that of its instruction."""
+    """A kernel stopped the run at instruction `instruction_number`."""
 
     def __init__(self, number: int, status: int) -> None:
         super().__init__(STATUS[status & 255].format(value=status >> 8))
@@ -123,18 +135,18 @@ class StoppedError(BackendError):
 
 
 def missing(comm: Comm, sequence: object) -> str:
-    """Who did not come to a collective."""
+    """Return a message that names the devices which did not arrive at a collective."""
     board = comm.board if comm.slabs is None else comm.slabs.board
     assert board is not None
     at = board[collective.SLOTS // 8 :].reshape(comm.size, -1)[:, 2:4] - 1
     late = ", ".join(str(comm.devices[d]) if comm.slabs else str(d) for d in range(comm.size) if sequence not in at[d])
-    who = f"device {late}" if late else "a device"  # it may have come since
+    who = f"device {late}" if late else "a device"  # it may have arrived since
     return f"collective {sequence} on device {comm.rank} of {comm.size}: {who} did not arrive within {comm.timeout:g} s"
 
 
 Calls = list[tuple[int, Callable[[], object]]]
 Work = list[tuple[int, Segment | Callable[[], object]]]
-"""What to run in order, each with the number of its (first) instruction."""
+"""The items of a run in order, each with the number of its first instruction."""
 
 
 class Replay:
@@ -150,10 +162,10 @@ class Replay:
         comm: Comm,
         memory: Sequence[object],
     ) -> None:
-        """`flow` says which instructions run together, for whom asks."""
+        """Store the program and its items; `flow` builds the dataflow on the first failure or timed run."""
         self.program, self.on, self.work, self.crew, self.comm = program, on, work, crew, comm
         self._arranged = flow
-        self._memory = memory  # compiled steps know addresses only
+        self._memory = memory  # compiled steps have addresses only
         self._calls = [(n, partial(one.run, crew) if isinstance(one, Segment) else one) for n, one in work]
 
     @cached_property
@@ -168,7 +180,7 @@ class Replay:
             run_calls(self.program, self.on, calls)
         except StepError as error:
             if (why := error.__cause__) is not None and not isinstance(why, Exception):
-                raise why from None  # an interrupt: nobody knows how much of a segment has run
+                raise why from None  # an interrupt: the number of finished steps is unknown
             if not isinstance(why, StoppedError):
                 if isinstance(error.finished_instructions, int):
                     error.finished_instructions = self._flow.finished(error.finished_instructions)
@@ -178,21 +190,21 @@ class Replay:
             raise StepError(at.node, str(self.on), self._flow.finished(why.number), said) from why
 
     def kernels(self) -> list[str]:
-        """The names of the kernels that a run calls, in order."""
+        """Return the names of the kernels that a run calls, in order."""
         names = (one.kernels if isinstance(one, Segment) else [STAND_IN] for _, one in self.work)
         return [*chain.from_iterable(names)]
 
     def measured(self) -> Iterable[Timed]:
-        """Run once; when each of these kernels ran, which is made of what the clocks wrote once somebody asks.
+        """Run once and return the time of each kernel, computed from the clock buffers after the run.
 
-        After a token all memory but that of its weights is cold, and a line of Python takes five times as long.
+        After a token, all memory except the weights is cold, and a line of Python takes five times as long.
         """
         self._run(self._timed_calls)
         return self._told([*map(bytes, self._clocks)])
 
     @cached_property
     def _clocks(self) -> list[memoryview]:
-        """Where each part of the work writes when it began its steps, and when they were done."""
+        """Buffers into which each item writes the start of its steps and its end."""
         return [(one.times if isinstance(one, Segment) else np.zeros(2, np.int64)).data for _, one in self.work]
 
     @cached_property
@@ -214,7 +226,7 @@ class Replay:
 
 
 def _clocked(clock: memoryview, call: Callable[[], object]) -> None:
-    """Run what is no compiled code, and write when it began and ended, in nanoseconds."""
+    """Make a Python call and write its start and its end in nanoseconds."""
     clock[0] = time.monotonic_ns()
     call()
     clock[1] = time.monotonic_ns()

@@ -1,4 +1,4 @@
-"""A program on its way to the table that compiled code replays: steps, who does them, and where threads meet."""
+"""Building of step tables, which compiled code replays: steps, the work of each thread, and barriers."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ from .compiler import ALIGNMENT, Kernel
 from .kernels import tickets
 
 RUN = Region(0, -1, 0)
-"""Whether the run goes on, as if it lay in memory: a step that may stop it writes this, one that writes a state reads
-it.  So no thread writes a state that would not be put back, because another has stopped at an earlier instruction; and
-none draws tickets of a step to which another does not come, who would have to lay out new ones."""
+"""Region that stands for "the run continues".
+
+A step that may stop the run writes it, and a step that writes a state reads it. So no thread writes a state after
+another thread has stopped the run at an earlier instruction; a rollback would not restore that state. Work queues read
+it, too: all threads of a step either take work items or leave the queue untouched.
+"""
 
 
 SHARED = 32 * 1024
-"""Bytes that a step has to move before threads share it."""
+"""Minimum bytes that a step moves if threads share it."""
 REPEATED = 16 * 1024
-"""Each thread goes through so few bytes for itself: to wait until another has done it would take longer."""
+"""Maximum bytes of a step that every thread repeats for itself, because a barrier would take longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one thread does of a step: the words of the kernel, and all it touches besides memory of its own."""
+    """The part of a step that one thread does: the words of the kernel, and all accesses except private memory."""
 
     words: Sequence[int]
     reads: Sequence[Operand]
@@ -42,8 +45,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call of a kernel: the words of each thread, None for those that have nothing to do; whether each does all
-    that its words say, or the kernel cuts it up; whether threads meet before it; the number of its instruction."""
+    """One kernel call: the words of each thread; None for a thread without work.
+
+    `is_presplit` means that the words of a thread state its own part; if not, the kernel splits the work. `has_barrier`
+    means that threads wait for each other before the step. `instruction_number` is the number of its instruction.
+    """
 
     kernel: Kernel
     words: Sequence[npt.NDArray[np.int64] | None]
@@ -53,39 +59,40 @@ class Step:
 
 
 class Owned:
-    """Memory that belongs to tables."""
+    """Memory that belongs to step tables."""
 
     def __init__(self) -> None:
         self._arrays: list[npt.NDArray[np.uint8]] = []
 
     def take(self, nbytes: int) -> int:
-        """The address of zeros, aligned to a cache line."""
+        """Return the address of zeroed memory, aligned to a cache line."""
         raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
         self._arrays.append(raw)
         return int(raw.ctypes.data + -raw.ctypes.data % ALIGNMENT)
 
     def fill(self, address: int, data: bytes) -> None:
-        """Let memory that was taken hold `data`."""
+        """Write `data` to allocated memory."""
         ctypes.memmove(address, data, len(data))
 
 
 ALL = -1
-"""In place of a thread: each of them touches it."""
+"""Stands for all threads, where a thread number is expected."""
 Touched = list[tuple[Region, int]]
 
 
 @dataclass(slots=True)
 class Steps:
-    """Steps of a table, and memory that belongs to it and the tables before and after.
+    """Builder of the steps of a table, with the memory that its tables own.
 
-    Threads meet before a step in which one of them touches what another may still be writing, or writes what another
-    may still be reading.  Few meetings come of how a step is done:
+    A barrier stands before a step in which a thread accesses bytes that another thread may still be writing, or writes
+    bytes that another thread may still be reading. The way a step is split keeps barriers rare:
 
-    * by all threads, as the kernel cuts it up, if it moves many bytes (`add`);
-    * by the first alone, if it moves few (`add`);
-    * by all threads, piece by piece as they come, if it takes long (`add_pieces`);
-    * in parts (`deal`): what goes through the columns of a product goes on with the columns that a thread has of it
-      (`columns_of`), and what all threads need next each makes for itself (`copies`).
+    - `add`: all threads share a step that moves many bytes; the kernel splits it. The first thread does a small step
+      alone.
+    - `add_queued`: threads take work items from a queue, for a step that takes long.
+    - `add_per_thread`: each thread has its own part. A step on columns of a product continues with the columns that the
+      thread wrote (`find_column_bounds`). Each thread computes for itself the values that all threads need next
+      (`take_private_memory`).
     """
 
     threads: int
@@ -111,37 +118,54 @@ class Steps:
         nbytes: int | None = None,
         stops: bool = False,
     ) -> None:
-        """Append a step; `reads` and `writes` are everything it touches besides memory of its own, `nbytes` how much of
-        that it moves, if not all; `stops` says that it may stop the run."""
+        """Append a step.
+
+        Args:
+            kernel: The kernel.
+            words: Its argument words.
+            reads: All operands, except private memory.
+            writes: All results, except private memory.
+            nbytes: Bytes that the step moves; by default all bytes of `reads` and `writes`.
+            stops: Whether the step may stop the run.
+        """
         part, moved = Share(words, reads, writes), _moved(reads, writes) if nbytes is None else nbytes
         self._append(kernel, {ALL if self.threads > 1 and moved >= SHARED else 0: part}, stops)
 
     def is_shared(self, reads: Sequence[Operand], writes: Sequence[Operand]) -> bool:
-        """Whether threads share what touches this."""
+        """Return whether threads share a step with these accesses."""
         return self.threads > 1 and _moved(reads, writes) >= SHARED
 
     def deal(self, kernel: Kernel, parts: Sequence[Share | None]) -> None:
-        """Append a step of which each thread does a part that is its own; None for one that has none."""
+        """Append a step in which each thread does its own part; None for a thread without work."""
         self._append(kernel, {thread: part for thread, part in enumerate(parts) if part is not None}, False)
 
     def add_pieces(self, kernel: Kernel, share: Callable[[int], Share]) -> None:
-        """Append a step whose pieces threads take as they come: `share` is all of it, given where they draw tickets."""
+        """Append a step with work items that threads take from a queue.
+
+        `share` returns the work of all threads for the address of the queue.
+        """
         self._append(kernel, {ALL: share(self.memory(tickets.NBYTES).address)}, False, drawn=True)
 
     def deal_columns(self, kernel: Kernel, parts: Sequence[Share | None], out: Operand, bounds: Sequence[int]) -> None:
-        """Append a step of which thread i does a part that writes the columns of `out` from ``bounds[i]`` to before
-        ``bounds[i + 1]``; None for a thread that has none."""
+        """Append a step in which thread i writes the columns ``bounds[i]`` to ``bounds[i + 1]`` of `out`.
+
+        Args:
+            kernel: The kernel.
+            parts: The work of each thread; None for a thread without work.
+            out: The result.
+            bounds: Column bounds, one more than threads.
+        """
         self.deal(kernel, parts)
         if self.threads > 1:
             self._columns[out.region] = bounds
 
     def columns_of(self, operands: Sequence[Operand]) -> Sequence[int] | None:
-        """The columns that each thread has of one of `operands` since they last met, as bounds; None if of none."""
+        """Return the column bounds of the first operand that threads wrote by columns since a barrier, or None."""
         bounds = (self._columns.get(o.region) for o in operands)
         return next((b for b in bounds if b is not None), None)
 
     def is_repeated(self, reads: Sequence[Operand]) -> bool:
-        """Whether each thread should do for itself what makes little of this."""
+        """Return whether each thread should repeat a small computation on these operands for itself."""
         return sum(o.tensor.spec.nbytes for o in reads) <= REPEATED
 
     def _waits(self, read: Touched, written: Touched) -> bool:
@@ -168,26 +192,25 @@ class Steps:
         self.forget([region for region, _ in written])
 
     def take(self) -> list[Step]:
-        """The steps so far; those that follow will be of another table."""
+        """Return the steps so far and begin another table."""
         taken, self.steps = self.steps, []
         self._written, self._read, self._columns = [], [], {}
         return taken
 
     def memory(self, nbytes: int) -> Operand:
-        """Memory that lives as long as the tables, aligned to a cache line."""
+        """Allocate memory that lives as long as the tables, aligned to a cache line."""
         self._private -= 1
         return Operand(self.owned.take(nbytes), Tensor(self._private, 0, (nbytes,), (1,), DType.I8))
 
     def scratch(self, purpose: str, nbytes: int) -> Operand:
-        """Memory for a purpose, shared by all steps that ask for it; a later step overwrites what an earlier one
-        left."""
+        """Return the scratch for a purpose, shared by all steps that ask for it; later steps overwrite it."""
         memory = self._scratch.get((purpose, nbytes))
         if memory is None:
             memory = self._scratch[purpose, nbytes] = self.memory(nbytes)
         return memory
 
     def constant(self, array: npt.NDArray[Any]) -> Operand:
-        """Memory that holds what `array` does; the same for all who ask for the same bytes."""
+        """Return memory with the contents of `array`; equal bytes share one memory."""
         data = array.tobytes()
         if data not in self._constants:
             self._constants[data] = memory = self.memory(len(data))
@@ -195,7 +218,7 @@ class Steps:
         return self._constants[data]
 
     def copies(self, purpose: str, nbytes: int, *, shared: bool = False) -> Sequence[Operand]:
-        """Memory of its own for each thread, or one for all, that holds nothing which is still known."""
+        """Return memory for each thread, or one memory for all if `shared`, that holds no registered operand."""
         held = {o.tensor.buffer for known, _ in self._made.values() for o in known}
         for number in count():
             whose = ["all"] * self.threads if shared else [f"thread {t}" for t in range(self.threads)]
@@ -205,26 +228,26 @@ class Steps:
         raise AssertionError("never")
 
     def known(self, key: Hashable) -> Sequence[Operand] | None:
-        """What an earlier step left under `key`, for each thread, if its sources still hold what they held then."""
+        """Return the operands of each thread under `key`; None if they or their sources have been overwritten."""
         known = self._made.get(key)
         return None if known is None else known[0]
 
     def remember(self, key: Hashable, made: Sequence[Operand], sources: Sequence[Operand]) -> None:
-        """Let later steps use `made` as long as nobody writes over it or over what it was made of."""
+        """Register `made` under `key` for later steps, until `made` or `sources` are overwritten."""
         self._made[key] = (made, [o.region for o in (*made, *sources)])
 
     def stand_in(self, made: Sequence[Operand], value: Operand) -> None:
-        """Let `made`, one for each thread, hold what `value` would, in whose place nothing is written."""
+        """Register `made`, one operand for each thread, as the contents of `value`, which is not written."""
         self.forget([value.region])
         self.remember(("own", value.region), made, [value])
 
     def stand_ins(self, value: Operand) -> Sequence[Operand] | None:
-        """What each thread has instead of `value`."""
+        """Return the operand of each thread that holds the contents of `value`, or None."""
         own = self.known(("own", value.region))
         return None if own is None else [like(o, value) for o in own]
 
     def forget(self, written: Sequence[Region]) -> None:
-        """What was made of these, or lies there, is no longer known."""
+        """Forget the registered operands and column bounds that these regions overlap."""
         for region in [r for r in self._columns if any(w.overlaps(r) for w in written)]:
             del self._columns[region]
         gone = [k for k, (_, regions) in self._made.items() if any(w.overlaps(r) for w in written for r in regions)]
@@ -233,18 +256,18 @@ class Steps:
 
 
 def like(memory: Operand, value: Operand) -> Operand:
-    """`memory` as a tensor that lies as `value` does."""
+    """Return `memory` as an operand with the shape, strides and dtype of `value`."""
     t = value.tensor
     return Operand(memory.address, replace(memory.tensor, shape=t.shape, strides=t.strides, dtype=t.dtype))
 
 
 def _moved(reads: Sequence[Operand], writes: Sequence[Operand]) -> int:
-    """Bytes of what is not scratch."""
+    """Return the bytes of all operands except scratch."""
     return sum(o.region.high - o.region.low for o in (*reads, *writes) if o.tensor.buffer >= 0)
 
 
 def _touches(parts: Mapping[int, Share], stops: bool, drawn: bool) -> tuple[Touched, Touched]:
-    """What each thread reads, and what it writes."""
+    """Return the regions that each thread reads, and the regions that it writes."""
     read = [(o.region, thread) for thread, part in parts.items() for o in part.reads]
     written = [(o.region, thread) for thread, part in parts.items() for o in part.writes]
     for thread, part in parts.items():
@@ -256,17 +279,19 @@ def _touches(parts: Mapping[int, Share], stops: bool, drawn: bool) -> tuple[Touc
 
 
 Binding = Callable[[Steps, Bound], bool]
-"""Appends the steps of one instruction; False if the kernels cannot do it, and NumPy has to do all of it."""
+"""Appends the steps of one instruction; returns False if no kernel fits, and then NumPy computes the instruction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Instructions that are bound together, and what appends their steps: nothing can keep it from that."""
+    """Fused instructions and the function that appends their steps, which always succeeds."""
 
     numbers: Sequence[int]
     bind: Callable[[Steps], None]
 
 
 Fused = Callable[[Flow, int], Chain]
-"""The chain that begins with an instruction.  Raises `NoKernelError` if none begins there that the kernels can do.
-What only the chain reads of itself is not written."""
+"""Finds the fusion that begins with an instruction. Raises `NoKernelError` if no kernel fits.
+
+Intermediate values that only the fused instructions read are not written.
+"""

@@ -1,16 +1,17 @@
-"""The words of a kernel by name: one declaration for the code that reads them and for the binding that fills them.
+"""The argument words of a kernel by name: one declaration for the kernel and for the binding.
 
-    ARGS = words("rows columns source target pitch[2] eps:f32")
+    ARGS = declare_args("rows columns source target pitch[2] eps:f32")
 
     @kernel
-    def body(a, thread, threads):
-        p = ARGS.source(a) + 3 * ARGS.pitch(a, 1)
+    def body(a, thread, threads): p = ARGS.source(a) + 3 * ARGS.pitch(a, 1)
 
     steps.add(body, ARGS(rows=4, columns=64, source=x.address, target=y.address, pitch=(256, 64), eps=bits), ...)
 
-In a kernel a name is a load from a constant place in the block of arguments.  `name[n]` are n words under one name, the
-second argument says which, and ``name[*]`` any number of them at the end; `name:f32` is read as the float32 whose bits
-are the low half of its word.
+In a kernel, a name is a load from a constant position in the argument block:
+
+- `name[n]` declares n words; the second argument is the index of the word.
+- ``name[*]`` declares any number of words, at the end of the block.
+- `name:f32` is the float32 with the bits in the low half of its word.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FIELD = re.compile(r"(?P<name>[a-z]\w*)(\[(?P<count>\d+|\*)\])?(?P<float>:f32)?"
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Words from number `start` on: so many, or any number at the end of the block (None)."""
+    """The words from index `start`: `count` words, or any number at the end of the block (None)."""
 
     start: int
     count: int | None
@@ -37,16 +38,18 @@ class Field:
 
 @dataclass(frozen=True, eq=False)
 class Words:
-    """The words of one kernel: ``ARGS.name(a)`` is a word in compiled code, ``ARGS.name(a, i)`` word i of several;
-    ``ARGS(name=…)`` gives them all in their order in Python."""
+    """The argument words of one kernel.
+
+    In compiled code ``ARGS.name(a)`` loads a word, and ``ARGS.name(a, i)`` word i of several. In Python
+    ``ARGS(name=…)`` returns all words in their order.
+    """
 
     fields: Mapping[str, Field]
     parts: Mapping[str, Any]
-    """What kernels may call by further names: parts that read several words."""
+    """Subroutines under further names, which read several words."""
 
     def __call__(self, **values: int | Sequence[int]) -> list[int]:
-        """The block of arguments.  Raises `TypeError` for a name that is missing or unknown, or has another number of
-        words."""
+        """Return the argument block. Raises `TypeError` for a missing or unknown name or a wrong number of words."""
         if values.keys() != self.fields.keys():
             missing, unknown = sorted(self.fields.keys() - values.keys()), sorted(values.keys() - self.fields.keys())
             raise TypeError(f"words of a kernel: missing {missing}, unknown {unknown}; need {', '.join(self.fields)}")
@@ -60,7 +63,7 @@ class Words:
         return block
 
     def start(self, name: str) -> int:
-        """The number of the first word of that name."""
+        """Return the index of the first word of that name."""
         return self.fields[name].start
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -75,7 +78,7 @@ RESERVED = ("fields", "parts", "start")
 
 
 def words(declared: str, parts: Mapping[str, Any] = MappingProxyType({})) -> Words:
-    """Words from their names, in order, separated by spaces.  Raises `ValueError` for what is no declaration."""
+    """Declare words by their names, in order, separated by spaces. Raises `ValueError` for an invalid declaration."""
     fields: dict[str, Field] = {}
     start = 0
     for text in declared.split():
@@ -91,7 +94,7 @@ def words(declared: str, parts: Mapping[str, Any] = MappingProxyType({})) -> Wor
 
 
 def _read(start: int, alone: bool, as_float: bool) -> Intrinsic:
-    """The load of a word, or of word i of several from there."""
+    """Return the load of one word, or of word i of several."""
     load, result = (float_word, FLOAT) if as_float else (word, ADDRESS)
 
     def one(b: Any, block: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Devices without memory, on a virtual clock."""
+"""Devices without memory on a virtual clock."""

@@ -1,8 +1,8 @@
-"""Devices without memory: programs run on a virtual clock that a model of cost moves on.
+"""Devices without memory: programs run on a virtual clock, which a cost model advances.
 
-Everything of a plan is exercised but the arithmetic: allocation is counted, collectives meet through the same `Comm`
-as on real devices and take the latest clock of the group.  What a run leaves is a track of steps for each device.
-Results have the right shape and mean nothing.
+The backend exercises every part of a plan except arithmetic. Allocations are counted. Collectives use the same `Comm`
+as real devices and synchronise the clocks of the group. A run leaves a track of clock events for each device. Results
+have the right shape and no meaning.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ..beside import beside
 
 
 class Speeds(Protocol):
-    """A model of cost; `hocket.scheduler.Hardware` is one."""
+    """A cost model, such as `hocket.scheduler.Hardware`."""
 
     def compute(self, flops: float, nbytes: float) -> float:
-        """Seconds of a kernel."""
+        """Return the seconds of a kernel."""
 
     def meeting(self, nbytes: float) -> float:
-        """Seconds of a collective in which each device sends so many bytes."""
+        """Return the seconds of a collective in which each device sends `nbytes` bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """A device that computes and moves so much a second, with a fixed time for each step."""
+    """Constant speeds in FLOP/s and bytes/s, and constant seconds for each instruction."""
 
     flops: float = 100e9
     bandwidth: float = 20e9
@@ -52,7 +52,7 @@ class Steady:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One instruction on the clock: it waited for others until `start`, and then took until `end`."""
+    """One instruction on the clock: idle until `start`, then running until `end`."""
 
     node: str
     op: str
@@ -62,16 +62,18 @@ class Step:
 
 
 class NullBuffer:
-    """Bytes that are counted and not there."""
+    """A buffer that is counted but not allocated."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
 
 class NullBackend:
-    """Runs anywhere as ``null:0`` (and any number of further ones).  `goes_on`: a run begins on the clock when the last
-    one on that device has ended, and not at 0, and its steps follow those in the track.  `computes_beside`: its devices
-    compute while they meet others."""
+    """Runs anywhere as ``null:0`` and any number of further devices.
+
+    With `goes_on`, the clock and the track of a run continue from the previous run on that device; by default the clock
+    starts at 0. With `computes_beside`, devices compute during collectives.
+    """
 
     name = "null"
 
@@ -120,12 +122,12 @@ class NullBackend:
         return NullBuffer(nbytes)
 
     def view(self, buffer: NullBuffer, tensor: Tensor) -> Array:
-        """An array of that shape whose elements are all one element of its own."""
+        """Return an array of the right shape with all elements in one place."""
         dtype = np.dtype(np.uint8) if tensor.dtype.is_quantised else tensor.dtype.storage
         return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), tensor.shape, (0,) * len(tensor.shape))
 
     def load(self, data: Array, declared: Spec, buffer: NullBuffer) -> None:
-        """Nothing is kept."""
+        """Discard the weight."""
 
     def compile(self, program: Program, buffers: Sequence[Any], on: Device, comm: Comm) -> Callable[[], None]:
         priced = [(i, price(i, self.speeds, comm.size)) for i in program.instructions]
@@ -142,8 +144,10 @@ class NullBackend:
 
 
 class _Clock:
-    """The time on one device, from 0 at the start of a run, or from the end of what it did before; `met` is when the
-    collective ends that is on its way."""
+    """The time on one device, from 0 or from the end of its last run.
+
+    `collective_end` is the end of the collective in progress.
+    """
 
     def __init__(self, comm: Comm, before: Sequence[Step]) -> None:
         self.comm, self.now = comm, max((step.end for step in before), default=0.0)
@@ -151,7 +155,14 @@ class _Clock:
         self.track: list[Step] = [*before]
 
     def run(self, i: Instruction, seconds: float, waits: bool, goes_on: bool) -> None:
-        """Run an instruction, which `waits` for the collective before it; the device `goes_on` beside it."""
+        """Run an instruction of `seconds`.
+
+        Args:
+            i: The instruction.
+            seconds: Its cost.
+            waits: Whether it waits for the collective in progress.
+            goes_on: Whether later instructions overlap with it.
+        """
         came = self.now
         if waits:
             self.now = max(self.now, self.met)
@@ -161,12 +172,12 @@ class _Clock:
             self.met = start + seconds
             return
         self.now = start + seconds
-        if i.op == "send":  # what is sent is there once it is sent
+        if i.op == "send":  # the message arrives when the send ends
             to, number = as_integer(i.attrs["to"]), as_integer(i.attrs["sequence"])
             self.comm.send(np.array([self.now]), to, number)
 
     def _meet(self, op: str, attrs: Mapping[str, Any]) -> float:
-        """When everybody is there: the clocks of the group are what the devices tell each other."""
+        """Return the latest clock of the group, which the devices exchange."""
         number = as_integer(attrs["sequence"])
         if op == "send":
             return self.now
@@ -181,7 +192,7 @@ class _Clock:
 
 
 def price(i: Instruction, speeds: Speeds, devices: int) -> float:
-    """Seconds of one instruction once it has begun; a receiver gets what was paid for by the sender."""
+    """Return the seconds of one instruction after its start; a receive takes none, as the sender counts it."""
     if i.op == "receive":
         return 0.0
     if i.op in COLLECTIVES:
@@ -194,6 +205,6 @@ def price(i: Instruction, speeds: Speeds, devices: int) -> float:
 
 
 def _node(i: Instruction) -> Node:
-    """An instruction as a node again, which is what ops count."""
+    """Return an instruction as a node, for the work estimate of its op."""
     src = tuple(None if t is None else Node("input", (), {}, (t.spec,), "x").results[0] for t in i.src)
     return Node(i.op, src, i.attrs, tuple(t.spec for t in i.dst))

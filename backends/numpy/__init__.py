@@ -1,1 +1,1 @@
-"""The exact NumPy backend: every kernel a few ufuncs over arrays that are bound once."""
+"""The exact NumPy backend: each kernel is a few ufuncs over arrays that are bound once."""

@@ -1,4 +1,4 @@
-"""Attention head by head, so that scratch is one matrix of scores; and its mask."""
+"""Attention, head by head, so that scratch is one matrix of scores; and its mask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .norms import softmax_calls
 
 
 def causal_mask(call: Call) -> Calls:
-    """Distances as float32 (exact below 2^24), compared and written without temporaries but one boolean matrix."""
+    """Bind the causal mask: distances are float32 (exact below 2^24), and the only temporary is one boolean matrix."""
     pos, out = call.operand(0), call.out
     cells, window = int(call.number("cells")), int(call.number("window"))
     column = np.arange(cells, dtype=np.int32)
@@ -35,7 +35,7 @@ def causal_mask(call: Call) -> Calls:
 
 
 def attention(call: Call) -> Calls:
-    """Sums are as those of `mul_mat`, so that they do not depend on where heads lie in memory."""
+    """Bind attention; sums are computed as in `mul_mat`, so they do not depend on the memory layout of the heads."""
     q, k, v = call.operand(0), call.operand(1), call.operand(2)
     mask, sinks, out = call.optional(3), call.optional(4), call.out
     tokens, heads = q.shape[-3], q.shape[-2]
@@ -72,7 +72,7 @@ def _scaled(scores: Array, call: Call) -> Calls:
 
 
 def _tile_of(mask: Array, leading: tuple[int, ...], index: tuple[int, ...]) -> Array:
-    """The mask of one leading index and head; its own leading axes tile."""
+    """Return the mask of one leading index and head; the leading axes of the mask repeat."""
     mine = mask.shape[:-2]
     tail = index[len(leading) - len(mine) :]
     return mask[tuple(i % n for i, n in zip(tail, mine, strict=True))]

@@ -1,7 +1,7 @@
-"""The processor in plain NumPy, exact: float32 throughout, every kernel bound to its arrays once and replayed.
+"""The processor in plain NumPy: exact float32 arithmetic, with kernels that are bound to their arrays once.
 
-Values declared in a narrower dtype are kept in float32 (quantised weights are expanded at load), so results are at
-least as exact as declared; only `cast` rounds, since that is what it is for.
+Values of a narrower dtype are stored as float32, and quantised weights are expanded when they are loaded. So results
+are at least as exact as declared. Only `cast` rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..host import HostBackend
 
 
 class NumpyBackend(HostBackend):
-    """Runs on this machine's processor as ``numpy:0`` (and any number of virtual devices)."""
+    """Runs on the processor of this machine as ``numpy:0`` and any number of virtual devices."""
 
     name = "numpy"
 
@@ -57,8 +57,15 @@ class NumpyBackend(HostBackend):
     def calls(
         self, i: Instruction, buffers: Sequence[Any], view: Callable[[Tensor], Array], comm: Comm
     ) -> list[Callable[[], object]]:
-        """What computes one instruction; `view` gives the array of a tensor."""
-        from .table import kernel  # who runs compiled kernels alone has no use for it
+        """Return the calls that compute one instruction.
+
+        Args:
+            i: The instruction.
+            buffers: Buffers of the program.
+            view: Returns the array of a tensor.
+            comm: Communicator of the device.
+        """
+        from .table import kernel  # not needed by programs of compiled kernels only
 
         src = [None if t is None else view(t) for t in i.src]
         dst = [view(t) for t in i.dst]

@@ -18,12 +18,12 @@ from ..calls import Binding, Call, Calls, copy, one_result, plain
 
 
 def results(count: int, node: Node) -> int:
-    """Scratch `count` times as large as the first result."""
+    """Return the elements of `count` times the first result, as scratch."""
     return count * node.specs[0].size
 
 
 def tiles(b: Array, *whole: Array) -> list[Array]:
-    """Views of `b` and of the `whole` arrays, which it tiles into, that broadcast against each other."""
+    """Return views of `b` and of the `whole` arrays that broadcast against each other; `b` repeats within `whole`."""
     shape: list[int] = []
     small: list[int] = []
     padded = (1,) * (whole[0].ndim - b.ndim) + b.shape
@@ -43,7 +43,7 @@ SIGN, OTHER_BITS = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 
 def bind_maximum(call: Call) -> Calls:
-    """A maximum has a sign only where both operands have one."""
+    """Bind the maximum; a result is negative or -0 only if both operands have a sign."""
     b, a, out, both = (x.view(np.int32) for x in _choice_operands(call))
     return [
         partial(np.bitwise_and, a, b, out=both),
@@ -54,7 +54,7 @@ def bind_maximum(call: Call) -> Calls:
 
 
 def bind_minimum(call: Call) -> Calls:
-    """A minimum has a sign where either operand has one."""
+    """Bind the minimum; a result is negative or -0 if one of the operands has a sign."""
     b, a, out, either = (x.view(np.int32) for x in _choice_operands(call))
     return [
         partial(np.bitwise_or, a, b, out=either),
@@ -65,7 +65,7 @@ def bind_minimum(call: Call) -> Calls:
 
 
 def _choice_operands(call: Call) -> list[Array]:
-    """`b`, `a`, the result and scratch, as `tiles` splits them."""
+    """Return `b`, `a`, the result and scratch, as `as_broadcast_views` splits them."""
     return tiles(call.operand(1), call.operand(0), call.out, call.take(*call.out.shape))
 
 
@@ -76,7 +76,7 @@ def compare(call: Call) -> Calls:
 
 
 def where(call: Call) -> Calls:
-    """`b` everywhere, then `a` where it is wanted."""
+    """Bind the choice: copy `b`, then `a` where the condition holds."""
     truth, a, b, out = (call.operand(0), call.operand(1), call.operand(2), call.out)
     wanted = np.empty(truth.shape, bool)
     first, wide, chosen = tiles(a, out, wanted)
@@ -93,7 +93,7 @@ def unary(ufunc: Callable[..., Any], call: Call) -> Calls:
 
 
 def sigmoid_calls(x: Array, out: Array) -> Calls:
-    """``1 / (1 + exp(-x))``; exp overflows to inf for very negative x, which gives the right 0."""
+    """Return calls for ``1 / (1 + exp(-x))``; for very negative x, exp overflows to inf, which gives the right 0."""
     return [
         partial(np.negative, x, out=out),
         partial(np.exp, out, out=out),
@@ -126,13 +126,13 @@ def softplus(call: Call) -> Calls:
 
 
 def relu(call: Call) -> Calls:
-    """The sum makes +0 of -0, which `np.maximum` may give."""
+    """Bind relu; the addition of zero turns -0, which `np.maximum` may return, into +0."""
     zero, out = np.float32(0), call.out
     return [partial(np.maximum, call.operand(0), zero, out=out), partial(np.add, out, zero, out=out)]
 
 
 def gelu_calls(x: Array, inner: Array, out: Array) -> Calls:
-    """``x / (1 + exp(-2 u))`` with `inner` as scratch; `out` is written last, so it may be `x`."""
+    """Return calls for ``x / (1 + exp(-2 u))`` with scratch `inner`; `out` is written last, so it may be `x`."""
     return [
         partial(np.multiply, x, x, out=inner),
         partial(np.multiply, inner, np.float32(0.044715), out=inner),
@@ -158,8 +158,10 @@ TAIL = (
 
 
 def gelu_erf_calls(call: Call, out: Array) -> Calls:
-    """``x h`` for x below 0, else ``x (1 - h)``, with ``h = erfc(|x| / sqrt(2)) / 2``, into `out`, which is written
-    last; takes three results of scratch."""
+    """Return calls for ``x h`` if x < 0, else ``x (1 - h)``, with ``h = erfc(|x| / sqrt(2)) / 2``.
+
+    `out` is written last. The calls take three results of scratch.
+    """
     x = call.operand(0)
     size, t, tail = (call.take(*call.out.shape) for _ in range(3))
     calls: Calls = [
@@ -200,7 +202,7 @@ def geglu_erf(call: Call) -> Calls:
 
 
 def clamped_swiglu(shift: float, call: Call) -> Calls:
-    """``g / (1 + exp(-alpha g)) * (clip(up) + shift)`` for g the gate clamped from above."""
+    """Bind ``g / (1 + exp(-alpha g)) * (clip(up) + shift)``; g is the gate, clamped from above."""
     gate, up = call.operand(0), call.operand(1)
     limit = np.float32(call.number("limit"))
     alpha = call.number("alpha") if "alpha" in call.attrs else 1.0
@@ -245,7 +247,7 @@ def cast(call: Call) -> Calls:
     if dtype is DType.F32 or (source.dtype == out.dtype and dtype.is_integer):
         return [partial(np.copyto, out, source, casting="unsafe")]
 
-    def run() -> None:  # rare, so it may allocate: the reference's own rounding
+    def run() -> None:  # the rounding of the reference; rarely used, so it may allocate
         out[...] = round_to_dtype(source, dtype)
 
     return [run]
@@ -273,7 +275,7 @@ UFUNCS: Mapping[str, Callable[..., Any]] = {
     "ceil": np.ceil,
     "trunc": np.trunc,
 }
-"""Ops of one operand that NumPy computes in one pass."""
+"""Ops of one operand that are one NumPy ufunc."""
 
 KERNELS: Mapping[str, Binding] = {
     "add": plain(partial(binary, np.add)),

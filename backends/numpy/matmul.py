@@ -1,4 +1,4 @@
-"""Matrix products through BLAS."""
+"""Matrix products by BLAS."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..base import Array
 from ..calls import Binding, Call, Calls, plain
 
 WIDENED = 1 << 22
-"""Entries of a matrix that are widened to float64 at a time."""
+"""Maximum entries of a matrix that are converted to float64 at a time."""
 BLOCK = 256
-"""Rows that one expert takes at a time, so that scratch does not grow with the batch."""
+"""Maximum rows that one expert takes at a time, so that scratch does not grow with the batch."""
 
 
 def mul_mat(call: Call) -> Calls:
-    """``x @ w.T``; leading axes of `w` serve runs of neighbours, so those of `x` split into (entry, run).
+    """Bind ``x @ w.T``; each leading entry of `w` serves a run of adjacent entries of `x`.
 
-    Terms are summed in float64 and rounded once, so that results hardly depend on how devices share the terms.
+    Terms are summed in float64 and rounded once, so results hardly depend on how devices share the terms.
     """
     w, x, out = call.operand(0), call.operand(1), call.out
     if w.ndim == 2 and x.ndim > 2:  # one matrix for all rows: one large product instead of many
@@ -41,14 +41,16 @@ def mul_mat(call: Call) -> Calls:
 
 
 def summed(x: Array, w: Array, out: Array) -> None:
-    """``x @ w.T`` with sums in float64."""
+    """Compute ``x @ w.T`` with sums in float64."""
     wide = np.matmul(x.astype(np.float64), np.swapaxes(w.astype(np.float64), -1, -2))
     np.copyto(out, wide, casting="same_kind")
 
 
 def mul_mat_id(call: Call) -> Calls:
-    """Expert by expert, those that are used only: their rows gathered, multiplied at once and scattered; zeros where
-    the expert lies on another device."""
+    """Bind the product with experts; the result is zero where the expert is on another device.
+
+    The rows of each used expert are gathered, multiplied at once and scattered.
+    """
     w, x, ids, out = call.operand(0), call.operand(1), call.operand(2), call.out
     if not x.shape[-1]:
         return [partial(np.copyto, out, np.float32(0))]  # sums of nothing
@@ -68,7 +70,7 @@ def mul_mat_id(call: Call) -> Calls:
 
 
 def _rows(x: Array) -> tuple[Array, Calls]:
-    """`x` as a matrix; where its strides do not allow that, a copy that is renewed first."""
+    """Return `x` as a matrix; if its strides do not allow a view, a copy and the calls that renew it."""
     with suppress(ValueError):
         return x.reshape(-1, x.shape[-1], copy=False), []
     dense = np.empty(x.shape, x.dtype)

@@ -1,4 +1,4 @@
-"""Gather, scatter, concatenate, repeat."""
+"""Data movement: gather, scatter, concatenate, repeat."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .elementwise import tiles
 
 
 def get_rows(call: Call) -> Calls:
-    """``take`` with mode "clip" writes straight into `out` (mode "raise" would buffer), so ids are checked first."""
+    """Bind the gather of rows; ids are checked first, because ``take`` writes without a buffer only in mode "clip"."""
     table, ids, out = call.operand(0), call.operand(1), call.out
     calls: Calls = [partial(_check_ids, ids, table.shape[-2])]
     for i in np.ndindex(table.shape[:-2]):
         if table.dtype == out.dtype:
             calls.append(partial(np.take, table[i], ids[i], axis=0, out=out[i], mode="clip"))
-        else:  # an integer table, whose rows come out as numbers
+        else:  # the rows of an integer table are converted to float
             calls.append(partial(_take_converted, table[i], ids[i], out[i]))
     return calls
 

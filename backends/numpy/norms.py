@@ -67,9 +67,15 @@ def l2_norm(call: Call) -> Calls:
 
 
 def softmax_calls(scores: Array, top: Array, total: Array, sinks: Array | None) -> Calls:
-    """Softmax over the last axis in place; `top` and `total` are scratch of one element a row.
+    """Return calls for an in-place softmax over the last axis.
 
-    A row that is -inf throughout gives zeros, so its maximum is replaced by the lowest finite number.
+    Args:
+        scores: The scores, which become the result.
+        top: Scratch of one element per row.
+        total: Scratch of one element per row.
+        sinks: Attention sinks, or None.
+
+    A row of -inf gives zeros: its maximum is replaced by the lowest finite number.
     """
     lowest = np.float32(np.finfo(np.float32).min)
     calls: Calls = [
@@ -106,7 +112,7 @@ def softmax(call: Call) -> Calls:
 
 
 def by_slope(scores: Array, slopes: Array) -> list[tuple[Array, np.float32]]:
-    """Views of ``scores[..., heads, t, s]`` whose heads share one ALiBi slope."""
+    """Return views of ``scores[..., heads, t, s]`` with one ALiBi slope each."""
     if (slopes == slopes[:1]).all():
         return [(scores, slopes[0])] if len(slopes) else []
     return [(scores[..., h : h + 1, :, :], slope) for h, slope in enumerate(slopes)]

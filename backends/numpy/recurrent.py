@@ -30,7 +30,7 @@ def ssm_conv(call: Call) -> Calls:
 
 
 def gated_delta_net(call: Call) -> Calls:
-    """Per token five small array operations on the whole state [..., heads, value, key]."""
+    """Bind the delta rule: five small array operations per token on the whole state [..., heads, value, key]."""
     q, v, g = call.operand(0), call.operand(2), call.operand(3)
     keep = _Keep(call, tokens=v.shape[-3])
     tiled, key_heads = call.attrs["heads"] == "tiled", q.shape[-2]
@@ -53,7 +53,7 @@ def gated_delta_net(call: Call) -> Calls:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The state and the temporaries of one token; all but `decay` with the head axis split by key head."""
+    """The state and the temporaries of one token; all but `decay` have the head axis split by key head."""
 
     s: Array
     decay: Array
@@ -84,10 +84,10 @@ def _delta_token(call: Call, t: int, tiled: bool, step: _Step) -> Calls:
 
 
 class _Keep:
-    """Where the running state `s` of a recurrence lies, where it comes from and where its snapshots go.
+    """The running state of a recurrence: its memory, its initial contents and its snapshots.
 
-    Without a pool it lies in the result, so nothing is moved; with one, in scratch, because a row may be read by one
-    sequence and written by another.
+    Without a pool of states it lies in the result, so nothing is copied. With a pool it lies in scratch, because one
+    sequence may read a row that another sequence writes.
     """
 
     def __init__(self, call: Call, tokens: int) -> None:
@@ -117,7 +117,7 @@ class _Keep:
         return [*calls, *(self._save(0) if not self.tokens else ())]
 
     def after(self, t: int) -> Calls:
-        """What keeps the state after token `t`."""
+        """Return the calls that save the state after token `t`."""
         back = self.tokens - 1 - t
         return self._save(back) if back < self.snapshots else []
 
@@ -130,7 +130,7 @@ class _Keep:
 
 
 def _gather(pool: Array, slots: Array, out: Array) -> None:
-    """``take`` with mode "clip" writes straight into `out`; with "raise" it would buffer."""
+    """Gather the states of `slots`; ``take`` writes into `out` without a buffer only in mode "clip"."""
     np.take(pool, require_row_numbers(slots, len(pool), "slots_in"), axis=0, out=out, mode="clip")
 
 
@@ -143,12 +143,15 @@ def _grouped(x: Array, key_heads: int, tiled: bool, trailing: int) -> Array:
 
 
 def _shared(x: Array, tiled: bool) -> Array:
-    """Keys [..., h, d] as they meet grouped values: a new axis of size 1 where the repeats are."""
+    """Return keys [..., h, d] with an axis of size 1 that broadcasts over the repeats of split values."""
     return x[..., None, :, :] if tiled else x[..., :, None, :]
 
 
 def widely(op: Op[Any]) -> Binding:
-    """The op's reference in float64: for recurrences that are rarely hot, since their sums may cancel."""
+    """Return a binding that runs the reference of an op in float64, for recurrences with sums that may cancel.
+
+    It allocates, so it is for ops that take little time.
+    """
 
     def bind(call: Call) -> Calls:
         def run() -> None:

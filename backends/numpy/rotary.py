@@ -1,4 +1,4 @@
-"""Rotary position embedding: angles in float64 (they are few), rotation in float32."""
+"""Rotary position embedding: the few angles are computed in float64, the rotation in float32."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rope(call: Call) -> Calls:
         partial(np.add, a, b, out=b),
         partial(np.multiply, x[..., high], sin_of, out=a),
     ]
-    # Only now may `out` be written: it can be `x` itself.
+    # `out` may be `x`, so it is written only after all reads of `x`.
     if not np.shares_memory(x, out):
         calls += [
             partial(np.copyto, out[..., still], x[..., still])

@@ -1,4 +1,4 @@
-"""All kernels of the backend by op: our own, and the reference itself for ops that are rarely hot."""
+"""All kernels of the backend by op; ops without a kernel run their reference."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ OWN: Mapping[str, Binding] = merged(
 
 @cache
 def kernel(op: str) -> Binding:
-    """How an op is computed: by a kernel of ours, one that the op brings with it, or its reference."""
+    """Return the binding of an op: a kernel of this package, one that the op provides, or its reference."""
     return OWN.get(op) or brought(op, "numpy") or through_reference(REGISTRY[op])
 
 
 def source(op: str) -> Source:
-    """Where what computes an op is written."""
+    """Return the location of the function that computes an op."""
     own = OWN.get(op) or brought(op, "numpy")
     return source_of(own.bind if own else REGISTRY[op].reference)

@@ -1,1 +1,1 @@
-"""The float64 references of the ops as a backend."""
+"""A backend that runs the float64 references of the ops."""

@@ -1,4 +1,4 @@
-"""The float64 references as a backend: slow, exact, the oracle of the others (``--devices reference:0``)."""
+"""The float64 references as a backend, slow and exact, with which others are compared (``--devices reference:0``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..meeting import KERNELS
 
 
 class ReferenceBackend(HostBackend):
-    """Keeps every number in float64 and runs the reference function of each op."""
+    """Stores every number as float64 and runs the reference function of each op."""
 
     name = "reference"
 
@@ -45,7 +45,7 @@ class ReferenceBackend(HostBackend):
 
 
 def _meet(instruction: Instruction, src: list[Any], dst: list[Array], comm: Comm) -> Callable[[], None] | None:
-    """The call of a collective, made as the NumPy backend makes it; None for an op that is computed alone."""
+    """Bind a collective as the NumPy backend does; return None for any other op."""
     if instruction.op not in COLLECTIVES:
         return None
     scratch = np.empty(dst[0].size, dst[0].dtype)

@@ -1,8 +1,8 @@
-"""Tiles of AMX: eight registers of 16 rows of 64 bytes, and products of bfloat16 that are added up in float32.
+"""AMX tiles: eight registers of 16 rows of 64 bytes, and products of bfloat16 that are summed in float32.
 
-``multiply(c, x, w)`` adds to tile c, 16 rows of 16 float32, the products of 16 rows of 32 activations in tile x with
-32 columns of 16 rows of a weight in tile w.  These lie there as pairs: row k is columns 2k and 2k + 1, row by row of
-the weight.
+``add_tile_products(c, x, w)`` multiplies 16 rows of 32 activations in tile x by 32 columns of 16 weight rows in tile w,
+and adds the results to tile c, 16 rows of 16 float32. Tile w holds pairs: its row k has the columns 2k and 2k + 1 of
+every weight row.
 
 >>> import numpy as np
 >>> x, w = np.arange(64.0).reshape(2, 32), np.arange(96.0).reshape(3, 32)  # 2 rows of activations, 3 of a weight
@@ -10,8 +10,8 @@ the weight.
 >>> bool(np.all(np.einsum("ikp,knp->in", x.reshape(2, 16, 2), pairs) == x @ w.T))
 True
 
-Operations take the address of `NBYTES` of memory of the thread: there `configure` writes what registers hold, and
-there processors without tiles keep them (`kernels.amx`).
+Operations take the address of `TILE_MEMORY_BYTES` of memory of the thread. `configure_tiles` writes the register shapes
+there. Processors without tiles keep the tiles there (`kernels.amx`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from llvmlite import ir
 from .vectors import ADDRESS, NOTHING, Intrinsic, intrinsic
 
 HEIGHT, WIDTH = 16, 64
-"""Rows of a tile, and bytes of one."""
+"""Rows of a tile, and bytes of a row."""
 TILE, REGISTERS = HEIGHT * WIDTH, 8
 NBYTES = REGISTERS * TILE + 64
 
 _i8, _i64 = map(ir.IntType, (8, 64))
 _CHAR = _i8.as_pointer()
 PALETTE = [1, *[0] * 15, *[WIDTH, 0] * REGISTERS, *[0] * 16, *[HEIGHT] * REGISTERS, *[0] * 8]
-"""The shape of all registers, as ``ldtilecfg`` reads it."""
+"""The shapes of all registers, as ``ldtilecfg`` reads them."""
 
 
 def _call(b: Any, name: str, *values: Any) -> None:
@@ -56,7 +56,7 @@ def release(b, memory):
 
 @cache
 def clear(tile: int) -> Intrinsic:
-    """``(memory)``: zeros."""
+    """``(memory)``: fill a tile with zeros."""
     return intrinsic(NOTHING, ADDRESS)(lambda b, memory: _call(b, "llvm.x86.tilezero", ir.Constant(_i8, tile)))
 
 
@@ -70,19 +70,19 @@ def _moved(name: str, tile: int) -> Intrinsic:
 
 @cache
 def load_tile(tile: int) -> Intrinsic:
-    """``(memory, p, step)``: rows `step` bytes apart."""
+    """``(memory, p, step)``: load rows that are `step` bytes apart."""
     return _moved("llvm.x86.tileloadd64", tile)
 
 
 @cache
 def pass_tile_by(tile: int) -> Intrinsic:
-    """As `load_tile`, of rows that the first cache need not keep."""
+    """``(memory, p, step)``: load rows as `load_tile` does, without keeping them in the first cache."""
     return _moved("llvm.x86.tileloaddt164", tile)
 
 
 @cache
 def store_tile(tile: int) -> Intrinsic:
-    """``(memory, p, step)``: rows `step` bytes apart."""
+    """``(memory, p, step)``: store rows that are `step` bytes apart."""
     return _moved("llvm.x86.tilestored64", tile)
 
 

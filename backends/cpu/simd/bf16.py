@@ -1,4 +1,4 @@
-"""Pairs of bfloat16 in 32 bits each: of two vectors of float32, lane by lane, the first in the lower half."""
+"""Pairs of bfloat16 in 32 bits: lane i holds lane i of two float32 vectors, the first one in the lower half."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TWICE = ir.VectorType(_i16, 2 * LANES)
 
 
 class _Brain(ir.Type):
-    """bfloat16, which llvmlite cannot name."""
+    """The bfloat16 type, which llvmlite does not have."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -33,7 +33,7 @@ _BRAINS = ir.VectorType(_Brain(), 2 * LANES)
 
 
 def rounded_in_order(b: Any, low: Any, high: Any) -> Any:
-    """16 bits each of two vectors, one behind the other, rounded to the nearest, even ones on a tie; NaN stays."""
+    """Round two vectors to bfloat16, one after the other: to nearest, ties to even; NaN stays NaN."""
     if not features().get("avx512bf16"):
         halves = [b.trunc(b.lshr(_upper(b, v), ints_of(16)), ir.VectorType(_i16, LANES)) for v in (low, high)]
         return b.shuffle_vector(*halves, _order([*range(2 * LANES)]))
@@ -42,7 +42,7 @@ def rounded_in_order(b: Any, low: Any, high: Any) -> Any:
 
 
 def widened(b: Any, shorts: Any) -> tuple[Any, Any]:
-    """Both vectors of float32 that 32 bfloat16 in order are."""
+    """Return two float32 vectors with the values of 32 bfloat16 in order."""
     halves = (b.shuffle_vector(shorts, shorts, _order([*range(i, i + LANES)])) for i in (0, LANES))
     low, high = (b.bitcast(b.shl(b.zext(half, _I), ints_of(16)), _F) for half in halves)
     return low, high
@@ -53,7 +53,7 @@ def _order(lanes: list[int]) -> ir.Constant:
 
 
 def rounded_pairs(b: Any, first: Any, second: Any) -> Any:
-    """Both rounded as `rounded_in_order` does, in pairs."""
+    """Round two vectors as `round_to_bf16` does, and return them as pairs."""
     if not features().get("avx512bf16"):
         return b.or_(b.lshr(_upper(b, first), ints_of(16)), _upper(b, second))
     shorts = rounded_in_order(b, first, second)
@@ -62,7 +62,7 @@ def rounded_pairs(b: Any, first: Any, second: Any) -> Any:
 
 
 def _upper(b: Any, v: Any) -> Any:
-    """The bits of float32 whose lower halves are zero."""
+    """Return the bits of float32 values that are rounded so that their lower halves are zero."""
     bits = b.bitcast(v, _I)
     odd = b.and_(b.lshr(bits, ints_of(16)), ints_of(1))
     near = b.add(bits, b.add(odd, ints_of(0x7FFF)))
@@ -82,15 +82,17 @@ def second_of_pairs(b, pairs):
 
 @intrinsic(NOTHING, ADDRESS, FLOATS, FLOATS)
 def store_rounded(b, p, low, high):
-    """32 float32 as bfloat16, in order."""
+    """Store 32 float32 as bfloat16, in order."""
     shorts = rounded_in_order(b, low, high)
     b.store(shorts, b.inttoptr(p, shorts.type.as_pointer()), align=2)
 
 
 @intrinsic(NOTHING, ADDRESS, CODES, *[FLOATS] * 4)
 def store_weights(b, to, codes, low, high, more, most):
-    """``scale code + bias`` of 32 columns of 16 rows, rounded, as a tile has them.  `low` and `high` are the scales of
-    both halves of the columns, `more` and `most` their biases."""
+    """Store ``scale code + bias`` of 32 columns of 16 rows as bfloat16, in the order of an AMX tile.
+
+    `low` and `high` are the scales of both halves of the columns; `more` and `most` are their biases.
+    """
     for j, vector in enumerate(members(b, codes)):
         scale, bias = (low, more) if j < 4 else (high, most)
         numbers = b.bitcast(vector, _I)

@@ -1,4 +1,4 @@
-"""Vectors of 64 bytes: looked up in tables, multiplied and added by fours."""
+"""Vectors of 64 bytes: table lookups, and sums of four products."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ FOURS: Mapping[str, tuple[str, int]] = MappingProxyType(
         "i8mm": ("llvm.aarch64.neon.usdot.v4i32.v16i8", 16),
     }
 )
-"""By feature of a processor the instruction that adds four products of an unsigned and a signed byte to a lane, and how
-many bytes it takes."""
+"""By CPU feature: the instruction that adds four products of an unsigned and a signed byte to a lane, and its bytes."""
 LOOKS: Mapping[str, tuple[str, int]] = MappingProxyType(
     {
         "avx512bw": ("llvm.x86.avx512.pshuf.b.512", 64),
@@ -31,27 +30,37 @@ LOOKS: Mapping[str, tuple[str, int]] = MappingProxyType(
         "neon": ("llvm.aarch64.neon.tbl1.v16i8", 16),
     }
 )
-"""That which looks bytes up in 16 others."""
+"""By CPU feature: the instruction that looks bytes up in a table of 16, and its bytes."""
 MOVES: Mapping[str, tuple[str, int]] = MappingProxyType(
     {"avx512bw": ("llvm.x86.vgf2p8affineqb.512", 64), "avx2": ("llvm.x86.vgf2p8affineqb.256", 32)}
 )
-"""That which multiplies each byte, as eight bits, by a matrix of bits, on a processor with ``gfni``.  A matrix is eight
-bytes: the last says which bits of a byte add up to the lowest bit of the result, the first which to the highest."""
+"""By CPU feature: the instruction that multiplies each byte, as 8 bits, by a bit matrix; it needs ``gfni``, too.
+
+A matrix is eight bytes. The last byte selects the bits that add up to the lowest bit of the result, the first byte
+those for the highest bit.
+"""
 
 
 def best(of: Mapping[str, tuple[str, int]]) -> tuple[str, int] | None:
-    """The first instruction that the processor has, if it has any."""
+    """Return the first instruction that the processor has, with its bytes, or None."""
     return next((known for feature, known in of.items() if features().get(feature)), None)
 
 
 def has_fours() -> bool:
-    """Whether the processor adds four products at once."""
+    """Return whether the processor adds four products at once."""
     return best(FOURS) is not None
 
 
 def in_parts(b: Any, name: str, element: ir.Type, size: int, *values: Any) -> Any:
-    """The result, of such elements, of an instruction that takes so many bytes of each vector, on longer ones; numbers
-    and shorter vectors it takes as they are."""
+    """Apply an instruction that takes `size` bytes of each vector to longer vectors, and join the results.
+
+    Args:
+        b: The builder.
+        name: Name of the instruction in LLVM.
+        element: Element type of the result.
+        size: Bytes of each vector that the instruction takes.
+        values: The operands. Scalars and vectors of at most `size` bytes are passed unchanged.
+    """
     result = ir.VectorType(element, 8 * size // element.width)
     parts = [
         simd.called(b, name, result, *(_part(b, v, i, size) for v in values)) for i in range(_nbytes(values[0]) // size)
@@ -62,7 +71,7 @@ def in_parts(b: Any, name: str, element: ir.Type, size: int, *values: Any) -> An
 
 
 def moved_bits(b: Any, x: Any, at: int, width: int, to: int) -> Any:
-    """So many bits from bit `at` of each byte on, as those from bit `to` on, and zeros beside them."""
+    """Move `width` bits of each byte from bit `at` to bit `to`, and clear the other bits."""
     if at != to and features().get("gfni") and (known := best(MOVES)) is not None:
         name, size = known
         rows = [1 << bit - to + at if to <= bit < to + width else 0 for bit in reversed(range(8))]
@@ -72,13 +81,13 @@ def moved_bits(b: Any, x: Any, at: int, width: int, to: int) -> Any:
 
 
 def _nbytes(value: Any) -> int:
-    """Of a vector; of a number 0."""
+    """Return the bytes of a vector; 0 for a scalar."""
     kind = value.type
     return kind.count * kind.element.width // 8 if isinstance(kind, ir.VectorType) else 0
 
 
 def _part(b: Any, value: Any, i: int, size: int) -> Any:
-    """Piece `i`, of so many bytes, of what is longer."""
+    """Return slice `i` of `size` bytes; a shorter value is returned unchanged."""
     if _nbytes(value) <= size:
         return value
     count = 8 * size // value.type.element.width
@@ -95,26 +104,26 @@ def _lanes(order: range) -> ir.Constant:
 
 @intrinsic(BYTES, ADDRESS)
 def four_everywhere(b, a):
-    """The four bytes at an address, in every lane of four."""
+    """Load four bytes and repeat them in every group of four bytes."""
     four = b.load(b.inttoptr(a, _i32.as_pointer()), align=1)
     one = b.insert_element(ir.Constant(_I, ir.Undefined), four, ir.Constant(_i32, 0))
     return b.bitcast(b.shuffle_vector(one, one, ir.Constant(_I, [0] * _I.count)), _B)
 
 
 def table_of(values: list[int]) -> Intrinsic:
-    """16 bytes, four times over, as `look_up` wants them."""
+    """Return an intrinsic for a table of 16 bytes, repeated four times, as `look_up` needs it."""
     return intrinsic(BYTES)(lambda b: ir.Constant(_B, values * 4))
 
 
 @intrinsic(BYTES, BYTES)
 def magnitudes(b, x):
-    """Of signed bytes, as unsigned ones."""
+    """Return the magnitudes of signed bytes, as unsigned bytes."""
     return simd.called(b, "llvm.abs.v64i8", _B, x, ir.Constant(ir.IntType(1), 0))
 
 
 @intrinsic(BYTES, BYTES, BYTES)
 def look_up(b, table, index):
-    """Entry ``index[i]`` (0 to 15) of the table that each 16 bytes of `table` hold."""
+    """Return entry ``index[i]`` (0 to 15) of the table that each 16 bytes of `table` hold."""
     if (known := best(LOOKS)) is not None:
         name, size = known
         return in_parts(b, name, _B.element, size, table, index)
@@ -127,7 +136,7 @@ def look_up(b, table, index):
 
 @intrinsic(INTS, INTS, BYTES, BYTES)
 def dot4(b, acc, u, s):
-    """Add to each lane the sum of four neighbours of unsigned `u` times signed `s`."""
+    """Add to each lane the sum of four adjacent products of unsigned `u` and signed `s`."""
     if (known := best(FOURS)) is not None:
         name, size = known
         return in_parts(b, name, _i32, size, acc, u, s)

@@ -1,4 +1,4 @@
-"""Dot products of each of four rows with each of four others, which are loaded once for all."""
+"""Dot products of each of four rows with each of four other rows, which are loaded once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def no_products(b):
 
 @intrinsic(PRODUCTS, PRODUCTS, *[ADDRESS] * 4)
 def add_products(b, sums, rows, step, others, pace):
-    """What 16 columns add: rows lie `step` bytes apart, the others `pace` bytes."""
+    """Add the products of 16 columns; rows are `step` bytes apart, the other rows `pace` bytes."""
     left, right = _column(b, rows, step), _column(b, others, pace)
     pairs = [(x, y) for x in left for y in right]
     return bundle(b, [fma.body(b, x, y, s) for (x, y), s in zip(pairs, members(b, sums), strict=True)])
@@ -34,7 +34,7 @@ def _column(b: Any, first: Any, step: Any) -> list[Any]:
 
 @intrinsic(FLOATS, PRODUCTS)
 def crossed(b, sums):
-    """The sum of each product's lanes: those of the first row with all others, then of the second."""
+    """Sum the lanes of each product: the first row with all others, then the second row."""
     folds: tuple[Intrinsic, ...] = (fold_8, fold_4, fold_2, fold_1)
     vectors = members(b, sums)
     for fold in folds:

@@ -1,6 +1,6 @@
-"""Sums of rows that lie one after the other, each row times a number: with four numbers for a row at once.
+"""Weighted sums of consecutive rows, with four weights per row at once.
 
-What is summed are columns of a matrix that was turned over, a lane each, so that no lanes have to be added up.
+A lane is a column of a transposed matrix, so no lanes have to be added.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from .vectors import (
 
 FOUR = 4
 SUMS = several(FLOATS, 4 * FOUR)
-"""As many as there may be; where registers are few the rest is not used."""
+"""The largest number of sums; with few registers some stay unused."""
 
 
 def _form() -> tuple[int, int]:
-    """How many rows are taken at once, so that an instruction need not wait for the sum before, and of how many
-    vectors."""
+    """Return the rows that are added in one step, and the vectors of each row.
+
+    With two rows an instruction does not wait for the sum before it.
+    """
     return (2, 2) if vectors_in_registers() == MANY else (1, 1)
 
 
@@ -49,7 +51,7 @@ def rows_at_once(b):
 
 @intrinsic(ADDRESS)
 def bytes_at_once(b):
-    """Of each row."""
+    """Return the bytes of each row in one step."""
     return _number(64 * _form()[1])
 
 
@@ -60,7 +62,7 @@ def no_sums(b):
 
 @intrinsic(SUMS, SUMS, *[ADDRESS] * 6)
 def add_rows(b, sums, at, pace, first, second, third, fourth):
-    """What the next rows add, which begin at `at`, `pace` bytes apart; the numbers of each kind are neighbours."""
+    """Add the next rows, which begin at `at`, `pace` bytes apart; the weights of each kind are adjacent."""
     rows, vectors = _form()
     known = members(b, sums)
     for row in range(rows):
@@ -76,7 +78,7 @@ def add_rows(b, sums, at, pace, first, second, third, fourth):
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, SUMS)
 def store_sums(b, to, pace, sums):
-    """Those of each kind of number, `pace` bytes apart."""
+    """Store the sums of each kind of weight, `pace` bytes apart."""
     rows, vectors = _form()
     known = members(b, sums)
     for kind in range(FOUR):

@@ -1,9 +1,13 @@
-"""Sums of products of bytes, unsigned codes of a weight times signed activations, as each processor adds them up best.
+"""Sums of products of unsigned weight codes and signed activations, by the best instructions of the processor.
 
-Some add four such products to a sum at once, others only four of two signed numbers, and others multiply bytes to sums
-of two in 16 bits, of which a few can be added before they are widened: the larger codes are, the fewer.  Of codes up to
-255 not even one sum is safe, nor are they signed bytes; what is subtracted from them in the end is subtracted first
-then.  Without any such instruction bytes are widened to 16 bits before they are multiplied.
+1. Some processors add four such products to a sum at once.
+2. Others do so only for two signed numbers.
+3. Others multiply bytes into 16-bit sums of two products. A few such sums can be added before they are widened: the
+   larger the codes, the fewer.
+4. Without such instructions, bytes are widened to 16 bits before they are multiplied.
+
+For codes up to 255 not even one 16-bit sum is safe, and the codes are not signed bytes. Then the zero point is
+subtracted from the codes first and not from the sum.
 """
 
 from __future__ import annotations
@@ -23,17 +27,19 @@ _i8, _i16, _i32 = (ir.IntType(n) for n in (8, 16, 32))
 LARGEST = 127
 """The largest magnitude of an activation."""
 SIGN = "llvm.x86.avx2.psign.b"
-"""It negates bytes where others are negative; AVX-512 has none, and to widen all bytes is faster than two there."""
+"""Negates bytes where others are negative. AVX-512 has no such instruction, and to widen all bytes is faster there."""
 SDOT = "llvm.aarch64.neon.sdot.v4i32.v16i8"
-"""It takes 16 bytes of two signed numbers."""
+"""Takes 16 bytes of two signed numbers."""
 PAIRS: Mapping[str, tuple[int, str, str]] = MappingProxyType(
     {
         "avx512bw": (64, "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"),
         "avx2": (32, "llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd"),
     }
 )
-"""By feature: bytes that an instruction takes, the one for sums of two products in 16 bits, and the one that adds two
-such sums in 32."""
+"""By CPU feature: the bytes of an operand, the instruction for 16-bit sums of two products, and the one that widens.
+
+The second instruction adds two 16-bit sums into 32 bits.
+"""
 
 
 def _pairs() -> tuple[int, str, str] | None:
@@ -42,8 +48,7 @@ def _pairs() -> tuple[int, str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """What is known of the codes of a weight: the largest, what is subtracted from each, and whether halves of a block
-    have scales of their own."""
+    """Properties of weight codes: the largest code, the zero point, and whether half blocks have own scales."""
 
     largest: int = 255
     zero: int = 0
@@ -51,12 +56,12 @@ class Codes:
 
     @property
     def sums(self) -> int:
-        """How many sums of two products 16 bits have room for."""
+        """The number of sums of two products that fit into 16 bits."""
         return 0x7FFF // (2 * LARGEST * self.largest)
 
     @property
     def signed(self) -> bool:
-        """Whether products are of codes less `zero`, on this processor."""
+        """Whether products use codes minus the zero point on this processor."""
         fits = 0 < self.zero <= LARGEST + 1 and self.largest - self.zero <= LARGEST
         if has_fours() or not fits:
             return False
@@ -64,7 +69,7 @@ class Codes:
 
 
 class Products:
-    """Sums of products by place, while code that adds them up is emitted; they begin at `sums`."""
+    """Sums of products by place, while code that computes them is emitted; `sums` are their initial values."""
 
     def __init__(self, b: Any, codes: Codes, sums: dict[Any, Any]) -> None:
         self.b, self.codes, self.sums = b, codes, sums
@@ -74,8 +79,10 @@ class Products:
         self._shorts: dict[Any, tuple[int, Any]] = {}
 
     def weight(self, codes: Any) -> tuple[Any, Any]:
-        """A vector of codes as `add` takes it, which several rows of activations may meet: factors of theirs, and the
-        signs of those that have lost them."""
+        """Return a vector of codes in the form that `add` takes: factors, and the signs that the factors have lost.
+
+        Several rows of activations may use the result.
+        """
         if not self._signed:
             return codes, None
         less = self.b.sub(codes, bytes_of(self.codes.zero))
@@ -100,7 +107,7 @@ class Products:
             self._widen(place)
 
     def done(self) -> dict[Any, Any]:
-        """The sums."""
+        """Return the sums."""
         for place in list(self._shorts):
             self._widen(place)
         return self.sums

@@ -1,4 +1,4 @@
-"""Two vectors folded into one that has a number for each: the first in eight lanes, the second in the others."""
+"""Two vectors folded into one with one number for each: eight lanes hold the first number, eight lanes the second."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _fold(b: Any, x: Any, y: Any, fold: Callable[[Any, Any], Any]) -> Any:
 
 @intrinsic(FLOATS, FLOATS, FLOATS)
 def largest_magnitudes(b, x, y):
-    """NaN where one is, whose bits are the largest integer."""
+    """Fold to the largest magnitude of each vector; NaN if a lane is NaN, because its bits are the largest integer."""
     mask = ir.Constant(_I, [0x7FFFFFFF] * LANES)
     x, y = (b.and_(b.bitcast(v, _I), mask) for v in (x, y))
     return b.bitcast(_fold(b, x, y, lambda u, v: b.select(b.icmp_signed(">", u, v), u, v)), _F)
@@ -36,29 +36,30 @@ def largest_magnitudes(b, x, y):
 
 @intrinsic(INTS, INTS, INTS)
 def totals(b, x, y):
-    """Sums of all lanes."""
+    """Fold to the sum of all lanes of each vector."""
     return _fold(b, x, y, b.add)
 
 
 @intrinsic(FLOATS, FLOATS)
 def of_first(b, x):
-    """What belongs to the first, in every lane."""
+    """Repeat the number of the first vector in every lane."""
     return b.shuffle_vector(x, x, _lanes([0] * LANES))
 
 
 @intrinsic(FLOATS, FLOATS)
 def of_second(b, x):
+    """Repeat the number of the second vector in every lane."""
     return b.shuffle_vector(x, x, _lanes([HALF] * LANES))
 
 
 @intrinsic(FLOATS, FLOATS)
 def both_and_second(b, x):
-    """The sum of both numbers, then the second."""
+    """Return the sum of both numbers in the first half, and the second number in the second half."""
     swapped = b.shuffle_vector(x, x, _lanes([*range(HALF, LANES), *range(HALF)]))
     return b.shuffle_vector(b.fadd(x, swapped), x, _lanes([*range(HALF), *range(LANES + HALF, 2 * LANES)]))
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS)
 def store_pair(b, a, x):
-    """Both numbers as float32."""
+    """Store both numbers as float32."""
     simd.store_long.body(b, a, b.bitcast(b.shuffle_vector(x, x, _lanes([0, HALF])), ir.IntType(64)))

@@ -1,4 +1,4 @@
-"""Lanes in another order: every fourth, even and odd ones, neighbours added up, rows as columns."""
+"""Reordering of lanes: every fourth lane, even and odd lanes, sums of adjacent lanes, transposes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _I, _i32, _i64 = llvm_type(INTS), ir.IntType(32), llvm_type(ADDRESS)
 
 
 def _picked(order: Sequence[int]) -> Intrinsic:
-    """Lanes of two vectors in a given order; those of the second are numbered from 16 on."""
+    """Make an intrinsic for the lanes of two vectors in a given order; lanes of the second have numbers from 16 on."""
     lanes = ir.Constant(_I, list(order))
     return intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.shuffle_vector(x, y, lanes))
 
@@ -37,7 +37,7 @@ first_pairs, last_pairs = (_picked([i + j for i in range(s, s + 8) for j in (0, 
 
 
 def _fourth(j: int) -> Intrinsic:
-    """Every fourth of 64 numbers in four vectors, from number `j`."""
+    """Make an intrinsic for every fourth of 64 numbers in four vectors, from number `j`."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS, FLOATS, FLOATS)
     def take(b, p, q, r, s):
@@ -52,7 +52,7 @@ fourth_0, fourth_1, fourth_2, fourth_3 = (_fourth(j) for j in range(4))
 
 
 def _fold(distance: int) -> Intrinsic:
-    """Sums of lanes `distance` apart, of x in each pair of runs first, then of y."""
+    """Make an intrinsic that adds lanes `distance` apart, first of x and then of y in each pair of runs."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS)
     def fold(b, x, y):
@@ -68,7 +68,7 @@ fold_8, fold_4, fold_2, fold_1 = map(_fold, (8, 4, 2, 1))
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
 def turn(b, source, step, to, pace):
-    """16 rows of 16 numbers, `step` bytes apart, as columns: 16 rows `pace` bytes apart."""
+    """Transpose 16 rows of 16 numbers, `step` bytes apart, into 16 rows `pace` bytes apart."""
 
     def at(base: Any, stride: Any, i: int) -> Any:
         return b.add(base, b.mul(stride, ir.Constant(_i64, i)))
@@ -78,8 +78,11 @@ def turn(b, source, step, to, pace):
 
 
 def _turn_some(load_row: Callable[[Any, Any, Any], Any]) -> Intrinsic:
-    """``(source, step, rows, columns, to)``: up to 16 rows `step` bytes apart, of up to 16 columns, as 16 dense columns
-    of float32.  The last row stands for rows that are not there, zeros for columns."""
+    """Make ``(source, step, rows, columns, to)``: transpose up to 16 rows of up to 16 columns into 16 float32 columns.
+
+    Rows are `step` bytes apart; the columns are dense. The last row replaces missing rows, zeros replace missing
+    columns.
+    """
 
     @intrinsic(NOTHING, *[ADDRESS] * 5)
     def turn_some(b, source, step, rows, columns, to):
@@ -99,7 +102,7 @@ turn_bf16 = _turn_some(lambda b, a, _: load_bf16.body(b, a))
 
 
 def turned(b: Any, rows: Sequence[Any]) -> list[Any]:
-    """16 vectors, of which each holds a lane of all that are given."""
+    """Return 16 vectors, each with one lane of all given vectors."""
     rows, lanes = list(rows), range(LANES)
     for distance in (8, 4, 2, 1):
         low = ir.Constant(_I, [i if not i & distance else i - distance + LANES for i in lanes])

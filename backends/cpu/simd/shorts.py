@@ -1,5 +1,7 @@
-"""Numbers of 16 bits each, in memory float16 or bfloat16 (the upper half of a float32), in registers float32: the first
-of 16, or one."""
+"""Numbers of 16 bits in memory, float16 or bfloat16 (the upper half of a float32), which are float32 in registers.
+
+Operations take the first of 16 numbers, or one number.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def _ints(value: int) -> ir.Constant:
 
 
 def _first(b: Any, count: Any) -> Any:
-    """Lanes below `count`."""
+    """Return the mask of the lanes below `count`."""
     every = b.insert_element(ir.Constant(_I, ir.Undefined), b.trunc(count, _i32), ir.Constant(_i32, 0))
     every = b.shuffle_vector(every, every, _ints(0))
     return b.icmp_signed("<", ir.Constant(_I, list(range(LANES))), every)
@@ -44,19 +46,19 @@ def _store(b: Any, a: Any, shorts: Any, count: Any) -> None:
 
 @intrinsic(FLOATS, ADDRESS, ADDRESS)
 def load_some_half(b, a, count):
-    """The first `count` float16; the other lanes are zero, and their memory is not touched."""
+    """Load the first `count` float16; the other lanes are zero, and their memory is not accessed."""
     return b.fpext(b.bitcast(_load(b, a, count), _HALVES), _F)
 
 
 @intrinsic(FLOATS, ADDRESS, ADDRESS)
 def load_some_bf16(b, a, count):
-    """The first `count` bfloat16; the other lanes are zero, and their memory is not touched."""
+    """Load the first `count` bfloat16; the other lanes are zero, and their memory is not accessed."""
     return b.bitcast(b.shl(b.zext(_load(b, a, count), _I), _ints(16)), _F)
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
 def store_some_half(b, a, v, count):
-    """The first `count` lanes as float16: the nearest, even ones on a tie."""
+    """Store the first `count` lanes as float16, rounded to nearest, ties to even."""
     _store(b, a, b.bitcast(b.fptrunc(v, _HALVES), _SHORTS), count)
 
 
@@ -89,13 +91,13 @@ def round_to_bf16(b, v):
 
 @intrinsic(FLOATS, ADDRESS)
 def splat_half(b, a):
-    """One float16 in every lane."""
+    """Load one float16 and repeat it in every lane."""
     one = b.load(b.inttoptr(a, ir.HalfType().as_pointer()), align=2)
     return splat.body(b, b.fpext(one, ir.FloatType()))
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS)
 def store_half(b, a, v):
-    """The first lane as float16."""
+    """Store the first lane as float16."""
     half = b.fptrunc(lane_0.body(b, v), ir.HalfType())
     b.store(half, b.inttoptr(a, half.type.as_pointer()), align=2)

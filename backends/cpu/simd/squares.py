@@ -1,4 +1,7 @@
-"""Integers of 16 rows of blocks as columns of four, as `dot4` takes them: unsigned, moved up by half their range."""
+"""Transposes of the integers of 16 rows of blocks into columns of four, as `dot4` takes them.
+
+The integers become unsigned: they are shifted by half their range.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ def _joined(b: Any, x: Any, y: Any) -> Any:
 
 
 def _eight_bits(b: Any, first: Any, second: Any) -> Any:
-    """Signed bytes of two blocks, plus 128."""
+    """Load the signed bytes of two blocks, plus 128."""
     return b.xor(_joined(b, _run(b, first, 32), _run(b, second, 32)), bytes_of(128))
 
 
 def _four_bits(b: Any, first: Any, second: Any) -> Any:
-    """Halves of bytes of two blocks, which mean 8 less: the low ones are the first half of a block."""
+    """Load the 4-bit integers of two blocks, plus 8: low halves of bytes are the first half of a block."""
     four = ir.VectorType(_i8, 16)
     low, high = (ir.Constant(four, [n] * 16) for n in (15, 4))
     runs = (_run(b, first, 16), _run(b, second, 16))
@@ -37,8 +40,10 @@ def _four_bits(b: Any, first: Any, second: Any) -> Any:
 
 
 def _turn(load_two: Callable[[Any, Any, Any], Any]) -> Intrinsic:
-    """``(source, step, last, second, to)``: the integers of two blocks of 16 rows, as 16 columns; `step` bytes lie from
-    row to row, `second` from block to block.  A row past the last is the last."""
+    """Make ``(source, step, last, second, to)``: transpose the integers of two blocks of 16 rows into 16 columns.
+
+    Rows are `step` bytes apart, blocks `second` bytes. Row `last` replaces missing rows.
+    """
 
     @intrinsic(NOTHING, *[ADDRESS] * 5)
     def turn_blocks(b, source, step, last, second, to):
@@ -56,7 +61,7 @@ turn_eight_bits, turn_four_bits = _turn(_eight_bits), _turn(_four_bits)
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
 def gather_halves(b, source, step, last, to):
-    """16 float16, `step` bytes apart, one after the other; one past the last is the last."""
+    """Copy 16 float16, `step` bytes apart, to consecutive memory; number `last` replaces missing ones."""
     short = ir.IntType(16).as_pointer()
     for i in range(LANES):
         number = ir.Constant(_i64, i)

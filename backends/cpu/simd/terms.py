@@ -1,7 +1,7 @@
-"""Float32 as a sum of bfloat16: the nearest to it, the nearest to what that leaves, and so on.
+"""Float32 as a sum of bfloat16 terms: the nearest bfloat16, then the nearest to the remainder, and so on.
 
-Two are off by 2^-17 of a number at most, three by nothing that float32 would show.  Two are exact of float16, whose 11
-bits two times 8 hold.
+Two terms have an error of at most 2^-17 of a number, and three have none that float32 would show. Two terms are exact
+for float16, because two times 8 bits hold its 11 bits.
 
 >>> import numpy as np
 >>> def nearest(x):
@@ -30,7 +30,7 @@ _PAIRS = ir.VectorType(ir.IntType(32), LANES)
 
 @cache
 def store_terms(count: int) -> Intrinsic:
-    """``(to, step, first, second)``: two vectors as pairs of bfloat16, `count` terms `step` bytes apart."""
+    """Make ``(to, step, first, second)``: store two vectors as bfloat16 pairs, `count` terms `step` bytes apart."""
 
     @intrinsic(NOTHING, ADDRESS, ADDRESS, FLOATS, FLOATS)
     def store(b, to, step, first, second):
@@ -47,8 +47,10 @@ def store_terms(count: int) -> Intrinsic:
 
 @cache
 def store_ordered_terms(count: int) -> Intrinsic:
-    """``(to, step, low, high)``: 32 numbers as bfloat16, in order, `count` terms `step` bytes apart.  What rounds to
-    infinity has one term, the others are zero."""
+    """Make ``(to, step, low, high)``: store 32 numbers as bfloat16 in order, `count` terms `step` bytes apart.
+
+    A number that rounds to infinity has one term; its other terms are zero.
+    """
 
     @intrinsic(NOTHING, ADDRESS, ADDRESS, FLOATS, FLOATS)
     def store(b, to, step, low, high):
@@ -65,14 +67,14 @@ def store_ordered_terms(count: int) -> Intrinsic:
 
 
 def _finite(b: Any, v: Any) -> Any:
-    """What is finite, zero for all else."""
+    """Return finite lanes unchanged, and zero for the others."""
     infinite = ir.Constant(v.type, [float("inf")] * LANES)
     return b.select(b.fcmp_ordered("<", absolute.body(b, v), infinite), v, ir.Constant(v.type, [0.0] * LANES))
 
 
 @intrinsic(NOTHING, ADDRESS, ADDRESS, ADDRESS)
 def turn_shorts(b, source, step, to):
-    """32 rows of 16 numbers of 16 bits, `step` bytes apart, as columns: 16 dense rows."""
+    """Transpose 32 rows of 16 numbers of 16 bits, `step` bytes apart, into 16 dense rows."""
 
     def row(i: int) -> Any:
         at = b.add(source, b.mul(step, ir.Constant(source.type, i)))

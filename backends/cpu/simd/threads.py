@@ -1,4 +1,4 @@
-"""Between threads: shared words, the clock, and calls of kernels."""
+"""Operations between threads: shared words, clocks, and calls of kernels."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ store_shared = intrinsic(NOTHING, ADDRESS, ADDRESS)(
 
 @intrinsic(ADDRESS)
 def give_way(b):
-    """Let another thread have the core."""
+    """Let another thread use the core."""
     return b.sext(_call(b, "sched_yield", _i32), _i64)
 
 
 @intrinsic(ADDRESS)
 def rest(b):
-    """Sleep for 50 microseconds, or what the system makes of it, so that the core is seen to be free."""
+    """Sleep for at least 50 microseconds, so that the system sees an idle core."""
     return b.sext(_call(b, "usleep", _i32, ir.Constant(_i32, 50)), _i64)
 
 
 @intrinsic(ADDRESS)
 def now(b):
-    """Nanoseconds of a clock that only goes forward (``CLOCK_MONOTONIC``)."""
+    """Return the nanoseconds of a clock that only moves forward (``CLOCK_MONOTONIC``)."""
     with b.goto_entry_block():
         time = b.alloca(ir.ArrayType(_i64, 2))
     clock = ir.Constant(_i32, 6 if sys.platform == "darwin" else 1)
@@ -46,8 +46,10 @@ def now(b):
 
 @intrinsic(ADDRESS)
 def ticks(b):
-    """A counter that goes forward evenly, in a unit of its own: on x86 that of the processor, which is read five times
-    as fast as the clock; elsewhere the clock."""
+    """Return a counter that advances evenly, in a unit of its own.
+
+    On x86 it is the cycle counter, which is read five times as fast as the clock. Other processors use the clock.
+    """
     if target().triple.startswith("x86_64"):
         return b.call(b.module.declare_intrinsic("llvm.readcyclecounter", (), ir.FunctionType(_i64, [])), [])
     return now.body(b)

@@ -1,8 +1,8 @@
-"""Several vectors as one value, and products of a packed block with several rows of activations at once.
+"""Several vectors as one value, and products of a packed block with several rows of activations.
 
-The code of a weight stands for ``d (code - zero)``, that of an activation for ``s x``, with one d and one s for 16 or
-32 columns.  Dot products add up ``code x`` in integers; the record of the activations holds what they begin with, from
-which ``zero`` times the sum of x is taken already.  Of four columns:
+A weight code stands for ``d (code - zero)``, an activation code for ``s x``. One d and one s apply to 16 or 32 columns.
+Dot products add up ``code x`` in integers. Their initial value is in the record of the activations, where ``zero``
+times the sum of x is already subtracted. With four columns:
 
 >>> import numpy as np
 >>> codes, zero, x = np.array([9, 15, 0, 8]), 8, np.array([3, -2, 7, 1])
@@ -13,11 +13,11 @@ which ``zero`` times the sum of x is taken already.  Of four columns:
 >>> int(((codes - zero) * x).sum())
 -67
 
-So the bits of the sum, read as a float32, are the sum plus a constant, and a fused product and sum with ``s`` and
-``-ONE_AND_A_HALF s`` takes that away: no conversion from integers is needed.
+The bits of the sum, read as a float32, are the sum plus a constant. A fused multiply-add with ``s`` and
+``-ONE_AND_A_HALF s`` subtracts the constant, so no conversion from integers is needed.
 
-Halves and rows take turns, dot product by dot product: an instruction that adds to the result of the last one waits
-for it, and only others have work meanwhile.
+Dot products alternate between halves and rows. An instruction that adds to the result of the previous one waits for it,
+and only independent instructions can run meanwhile.
 """
 
 from __future__ import annotations
@@ -36,21 +36,27 @@ from .order import fold_4, fold_8
 from .vectors import ADDRESS, BYTES, FLOATS, LANES, NOTHING, Intrinsic, intrinsic, several
 
 VECTORS, HALVES = 8, 2
-"""Vectors of codes in 32 columns, and parts of these columns that may have a scale of their own."""
+"""Vectors of codes in 32 columns, and parts of these columns that may have their own scale."""
 CODES = several(BYTES, VECTORS)
 _CHAR = ir.IntType(8).as_pointer()
 
 RECORD, SCALES, STARTS, SUMS = 56, 32, 40, 48
-"""Bytes of 32 rounded activations, and where in them stand, behind the codes: the scales of both halves; these times
-minus `ONE_AND_A_HALF`; then two numbers.  For weights with biases these are float32 sums of the activations, of all
-columns and of the second half.  For others they are int32, what the products of either half begin with."""
+"""Bytes of the record of 32 rounded activations, and the offsets of its fields behind the codes.
+
+The fields are the scales of both halves, these scales times minus `ONE_AND_A_HALF`, and two numbers. For weights with
+biases the numbers are float32 sums of the activations: of all columns, and of the second half. For other weights they
+are int32, the initial values of the dot products of both halves.
+"""
 
 ONE_AND_A_HALF, ITS_BITS = 1.5 * 2**23, 0x4B400000
-"""Sums of products begin at this float32, whose lowest bit counts as one: so their bits are a float32, and they need no
-conversion, which would wait for the unit that multiplies."""
+"""The initial value of sums of products: a float32 with a lowest bit that counts as one, and its bits.
+
+So the bits of a sum are a float32 and need no conversion, which would wait for the unit that multiplies.
+"""
 
 
 def bundle(b: Any, values: Sequence[Any]) -> Any:
+    """Return several values as one."""
     whole = ir.Constant(ir.ArrayType(values[0].type, len(values)), ir.Undefined)
     for i, value in enumerate(values):
         whole = b.insert_value(whole, value, i)
@@ -58,11 +64,15 @@ def bundle(b: Any, values: Sequence[Any]) -> Any:
 
 
 def members(b: Any, whole: Any) -> list[Any]:
+    """Return the parts of such a value."""
     return [b.extract_value(whole, i) for i in range(whole.type.count)]
 
 
 def _at(b: Any, address: Any, offset: int) -> Any:
-    """So many bytes on.  As a pointer on its way: sums of integers LLVM turns around, until each is a register."""
+    """Return an address plus `offset` bytes.
+
+    The sum is computed as a pointer. LLVM would reorder integer sums until each takes a register.
+    """
     pointer = b.gep(b.inttoptr(address, _CHAR), [ir.Constant(address.type, offset)], inbounds=True)
     return b.ptrtoint(pointer, address.type)
 
@@ -76,8 +86,12 @@ def _record(b: Any, row: Any, at: Any, offset: int = 0) -> Any:
 
 
 def codes_of(widths: tuple[int, ...], table: Intrinsic | None = None) -> Intrinsic:
-    """``(p, h) -> codes``: of as many bits each as the first width says from the plane at `p`, with those of a second
-    one on top from the plane at `h`, or looked up in a table."""
+    """Make ``(p, h) -> codes``, which loads the codes of 32 columns.
+
+    Args:
+        widths: Bits of each code in the plane at `p`, and perhaps bits on top of them in the plane at `h`.
+        table: Table in which the codes are looked up.
+    """
 
     @intrinsic(CODES, ADDRESS, ADDRESS)
     def codes(b, p, h):
@@ -92,7 +106,10 @@ def codes_of(widths: tuple[int, ...], table: Intrinsic | None = None) -> Intrins
 
 
 def _fields(b: Any, plane: Any, width: int, to: int = 0) -> list[Any]:
-    """Vector j is field ``j % fields`` of each byte of vector ``j // fields`` of the plane, from bit `to` on."""
+    """Return eight vectors of fields of a plane, with the fields moved to bit `to` of each byte.
+
+    Vector j is field ``j % fields`` of each byte of plane vector ``j // fields``.
+    """
     fields = 8 // width
     vectors = [simd.load_bytes.body(b, _at(b, plane, 64 * i)) for i in range(width)]
     return [moved_bits(b, vectors[j // fields], j % fields * width, width, to) for j in range(VECTORS)]
@@ -117,20 +134,23 @@ ANY = Codes()
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Intrinsics for some rows of activations, whose addresses are one value, and one or two groups of the weight,
-    whose codes, scales and biases are arguments of their own.
+    """Intrinsics for some rows of activations by one or two groups of 16 weight rows.
 
-    ``rows(p, step, n)``: every `step` bytes from `p`, the last of `n` again where fewer are left.
-    ``chosen(slots, n, used, shared, p, step)``: of the rows that slots of a mixture read.
-    ``meet(acc, codes..., first..., second..., rows, at)``: add products with the records at `at` times the scales of
-    the first and of the second half of the columns; ``meet_centred``: of codes less what is subtracted from each.
-    ``biased(acc, biases..., rows, at)``: what biases add, times the float32 at `at`.
-    ``outer(acc, weights..., rows, at)``: add products of one column of float32 weights with the float32 at `at`.
-    ``inner(acc, weights, rows, at)``: add products of lanes with 16 float32 at `at`; ``inner_some(..., left)``: with
-    as many as are left; ``joined(acc, acc)``: both sums; ``put_totals(rows, at, acc)``: store the sum of all lanes;
-    ``folded(acc, acc, acc, acc)``: of four sums four lanes each, to be folded with those of twelve others.
-    ``put(rows, acc, left)``: store the lanes of which `left` exist; ``held(rows)``: sums that stand there; ``save(p,
-    acc)``, ``saved(p)``: all side by side.
+    The addresses of the rows are one value. The codes, scales and biases of each group are arguments of their own.
+
+    - ``row_addresses(p, step, n)``: every `step` bytes from `p`; the last of `n` rows replaces missing ones.
+    - ``row_addresses_by_slot(slots, n, used, shared, p, step)``: rows that the slots of a mixture read.
+    - ``add_dot_products(acc, codes..., first..., second..., rows, at)``: add products with the records at `at`, times
+      the scales of both halves of the columns. ``add_centred_dot_products`` subtracts the zero point from the codes.
+    - ``add_biases(acc, biases..., rows, at)``: add the biases times the float32 at `at`.
+    - ``add_outer_product(acc, weights..., rows, at)``: add one column of float32 weights times the float32 at `at`.
+    - ``add_inner_product(acc, weights, rows, at)``: add products of lanes with 16 float32 at `at`.
+    - ``add_partial_inner_product(..., left)``: the same with `left` float32.
+    - ``add_tiles(acc, acc)``: the sum of two tiles.
+    - ``fold_four_tiles(acc, acc, acc, acc)``: reduce the lanes of four tiles to four lanes each.
+    - ``store_lane_sums(rows, at, acc)``: store the sum of all lanes.
+    - ``store_rows(rows, acc, left)``: store the first `left` lanes. ``load_rows(rows)`` loads all lanes.
+    - ``spill(p, acc)`` and ``reload(p)``: store and load a whole tile at `p`.
     """
 
     rows: Intrinsic
@@ -153,13 +173,18 @@ class Tile:
 
 @cache
 def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
-    """A tile of `count` rows of activations by `groups` of 16 rows of the weight, of which `codes` are known.  The sums
-    of the first row come first."""
+    """Make a tile of `count` activation rows by `groups` of 16 weight rows; the sums of the first row come first.
+
+    Args:
+        count: Rows of activations.
+        groups: Groups of 16 rows of the weight.
+        codes: Properties of the weight codes.
+    """
     known = codes
     rows_of = several(ADDRESS, count)
     sums_of = several(FLOATS, count * groups)
     places = [(i, g) for i in range(count) for g in range(groups)]
-    # Where registers have no room for the integers of both halves, the first go to the sums before the others come.
+    # If the registers do not hold the integers of both halves, the first half is added before the second is computed.
     together = [(0, 1)] if simd.vectors_in_registers() == simd.MANY or len(places) == 1 else [(0,), (1,)]
 
     def smaller(b: Any, i: int, n: Any) -> Any:
@@ -197,7 +222,7 @@ def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
         return [simd.splat_from.body(b, _record(b, row, at, offset)) for row in members(b, rows)]
 
     def dots(b: Any, vectors: Sequence[Any], records: Sequence[Any], halves: Sequence[int], begun: bool) -> Any:
-        """By half, row and group, with the records' columns of some halves."""
+        """Return the dot products of some halves by half, row and group."""
         first = {half: [_first(b, record, SUMS + 4 * half if begun else None) for record in records] for half in halves}
         products = Products(b, known, {(half, i, g): first[half][i] for half in halves for i, g in places})
         for j in range(VECTORS // HALVES):
@@ -221,7 +246,7 @@ def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
                 for half in halves:
                     factors, starts = ones(b, rows, at, SCALES + 4 * half), ones(b, rows, at, STARTS + 4 * half)
                     floats = [(i, simd.bits_to_float.body(b, ints[half, i, g])) for i, g in places]
-                    # `STARTS` are exact, so this is up to one rounding.
+                    # The values at `STARTS_OFFSET` are exact, so this is up to one rounding.
                     products.append([simd.fma.body(b, x, factors[i], starts[i]) for i, x in floats])
                 if len(halves) == HALVES and not known.halves:  # one scale: some processors have units that only add
                     products = [[b.fadd(*pair) for pair in zip(*products, strict=True)]]
@@ -320,7 +345,7 @@ def tile(count: int, groups: int, codes: Codes = ANY) -> Tile:
 
 
 def _first(b: Any, record: Any, start: int | None) -> Any:
-    """What a chain of dot products begins with: no products, or the int32 that stands `start` bytes into its record."""
+    """Return the initial value of dot products: the constant, or the int32 at offset `start` of the record."""
     if start is None:
         return simd.ints_of(ITS_BITS)
     return simd.splat_int.body(b, simd.load_int.body(b, _at(b, record, start)))

@@ -1,10 +1,9 @@
-"""Vectors as kernels write them: 16 float32 or int32 lanes, 64 bytes, loaded from addresses.
+"""Vector operations of kernels: 16 float32 or int32 lanes, 64 bytes, loaded from addresses.
 
-Each operation is a few lines of LLVM's builder.  They are plain vector code, legal on every target (LLVM splits what
-the processor has not).  Nothing here imports Numba:
-`compiler` makes functions of these declarations when a kernel has to be compiled.  So an operation has two faces:
-kernels call it with values, ``store(p, v)``, and other operations call its body with a builder before these,
-``store.body(b, p, v)``.
+Each operation is a few lines for LLVM's builder. They are plain vector code, valid on every target: LLVM splits vectors
+that are too long for the processor. Nothing here imports Numba. `compiler` makes functions of these declarations when a
+kernel has to be compiled. Kernels call an operation with values, ``store(p, v)``. Other operations call its body with a
+builder before the values, ``store.body(b, p, v)``.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _TYPES = {ADDRESS: _i64, FLOAT: _f32, DOUBLE: ir.DoubleType(), FLOATS: _F, INTS:
 
 
 def several(kind: str, count: int) -> str:
-    """The type of `count` values of a type as one."""
+    """Return the type name of `count` values as one value."""
     return f"{kind}*{count}"
 
 
@@ -38,7 +37,7 @@ def llvm_type(name: str) -> ir.Type:
 
 @dataclass(frozen=True, slots=True)
 class Intrinsic:
-    """An operation: types of result and operands by name, and the body in terms of an LLVM builder."""
+    """An operation: the type names of its result and operands, and its body for an LLVM builder."""
 
     result: str
     operands: tuple[str, ...]
@@ -49,12 +48,12 @@ class Intrinsic:
 
 
 def intrinsic(result: str, *operands: str) -> Callable[[Callable[..., Any]], Intrinsic]:
-    """Decorator for a body ``(builder, *values) -> value``."""
+    """Return a decorator for a body ``(builder, *values) -> value``."""
     return lambda body: Intrinsic(result, operands, body)
 
 
 FEW, MANY = 8, 32
-"""How many vectors the registers hold of a processor whose own vectors are shorter, and of one with AVX-512."""
+"""Vectors of 64 bytes that the registers hold, without and with AVX-512."""
 
 
 def vectors_in_registers() -> int:
@@ -100,21 +99,21 @@ def _call(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
 
 
 FOREIGN = "hocket.of."
-"""What stands before an instruction of another kind of processor, while Numba makes code for this one."""
+"""Prefix of an instruction of another architecture while Numba makes code for this one."""
 
 
 def called(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
-    """The result of an instruction that LLVM knows by name."""
+    """Call an instruction by its name in LLVM."""
     if is_native():
         return _call(b, name, result, *values)
     import llvmlite.binding as llvm
 
-    llvm.add_symbol(FOREIGN + name, 1)  # Numba links what is never called
+    llvm.add_symbol(FOREIGN + name, 1)  # Numba links functions that are never called
     return _call(b, FOREIGN + name, result, *values)
 
 
 def _mask(b: Any, count: Any) -> Any:
-    """Lanes below `count` (an address-sized integer)."""
+    """Return the mask of the lanes below `count` (an address-sized integer)."""
     lanes = ir.Constant(_I, list(range(LANES)))
     return b.icmp_signed("<", lanes, _splat(b, b.trunc(count, _i32), _I))
 
@@ -124,13 +123,13 @@ def _mask(b: Any, count: Any) -> Any:
 
 @intrinsic(ADDRESS, ADDRESS, ADDRESS)
 def word(b, block, index):
-    """Word `index` of an argument block."""
+    """Load word `index` of an argument block."""
     return b.load(b.gep(_pointer(b, block, _i64), [index]))
 
 
 @intrinsic(FLOAT, ADDRESS, ADDRESS)
 def float_word(b, block, index):
-    """The float32 whose bits are the low half of a word."""
+    """Load the float32 that has the low half of a word as its bits."""
     return b.bitcast(b.trunc(b.load(b.gep(_pointer(b, block, _i64), [index])), _i32), _f32)
 
 
@@ -158,7 +157,7 @@ store_bytes = intrinsic(NOTHING, ADDRESS, BYTES)(lambda b, a, v: _store(b, a, v,
 
 @intrinsic(FLOATS, ADDRESS)
 def load_bf16(b, a):
-    """16 bfloat16: the upper halves of float32."""
+    """Load 16 bfloat16, the upper halves of float32."""
     wide = b.zext(_load(b, a, ir.VectorType(_i16, 16), 2), _I)
     return b.bitcast(b.shl(wide, _const(_I, 16)), _F)
 
@@ -168,19 +167,19 @@ load_ints = intrinsic(INTS, ADDRESS)(lambda b, a: _load(b, a, _I, 4))
 
 @intrinsic(INTS, ADDRESS)
 def load_small(b, a):
-    """16 unsigned bytes, a lane each."""
+    """Load 16 unsigned bytes, one per lane."""
     return b.zext(_load(b, a, ir.VectorType(_i8, 16), 1), _I)
 
 
 @intrinsic(INTS, ADDRESS)
 def load_small_signed(b, a):
-    """16 signed bytes, a lane each."""
+    """Load 16 signed bytes, one per lane."""
     return b.sext(_load(b, a, ir.VectorType(_i8, 16), 1), _I)
 
 
 @intrinsic(FLOATS, ADDRESS, ADDRESS)
 def load_some(b, a, count):
-    """The first `count` lanes; the others are zero, and their memory is not touched."""
+    """Load the first `count` lanes; the others are zero, and their memory is not accessed."""
     mask = _mask(b, count)
     where = _pointer(b, a, _F)
     return _call(b, "llvm.masked.load.v16f32.p0", _F, where, ir.Constant(_i32, 4), mask, _const(_F, 0.0))
@@ -188,14 +187,14 @@ def load_some(b, a, count):
 
 @intrinsic(FLOATS, ADDRESS, ADDRESS, FLOATS)
 def load_some_or(b, a, count, otherwise):
-    """The first `count` lanes, the others from `otherwise`."""
+    """Load the first `count` lanes and take the others from `otherwise`."""
     where = _pointer(b, a, _F)
     return _call(b, "llvm.masked.load.v16f32.p0", _F, where, ir.Constant(_i32, 4), _mask(b, count), otherwise)
 
 
 @intrinsic(FLOATS, ADDRESS, INTS)
 def load_apart(b, a, offsets):
-    """A lane each from so many bytes after an address."""
+    """Load each lane from its own offset in bytes after an address."""
     wide = ir.VectorType(_i64, LANES)
     at = b.inttoptr(b.add(_splat(b, a, wide), b.sext(offsets, wide)), ir.VectorType(_f32.as_pointer(), LANES))
     every = ir.Constant(ir.VectorType(ir.IntType(1), LANES), [1] * LANES)
@@ -204,7 +203,7 @@ def load_apart(b, a, offsets):
 
 @intrinsic(INTS, ADDRESS, ADDRESS)
 def numbers_from(b, first, end):
-    """Numbers from the first on, a lane each; the last before the end again where there are no more."""
+    """Return consecutive indices from `first`, one per lane; the last one before `end` replaces later ones."""
     numbers = b.add(_splat(b, b.trunc(first, _i32), _I), ir.Constant(_I, list(range(LANES))))
     last = _splat(b, b.sub(b.trunc(end, _i32), ir.Constant(_i32, 1)), _I)
     return b.select(b.icmp_signed("<", numbers, last), numbers, last)
@@ -212,21 +211,21 @@ def numbers_from(b, first, end):
 
 @intrinsic(NOTHING, ADDRESS, FLOATS, ADDRESS)
 def store_some(b, a, v, count):
-    """Only the first `count` lanes."""
+    """Store only the first `count` lanes."""
     where = _pointer(b, a, _F)
     _call(b, "llvm.masked.store.v16f32.p0", ir.VoidType(), v, where, ir.Constant(_i32, 4), _mask(b, count))
 
 
 @intrinsic(NOTHING, ADDRESS, FLOATS)
 def store_past(b, a, v):
-    """To an address that is a multiple of 64, past the caches: for what nobody reads soon."""
+    """Store past the caches, to an address that is a multiple of 64: for values that are not read soon."""
     stored = b.store(v, _pointer(b, a, _F), align=64)
     stored.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(_i32, 1)]))
 
 
 @intrinsic(NOTHING, ADDRESS, INTS)
 def store_small(b, a, v):
-    """The low bytes of 16 lanes."""
+    """Store the low bytes of 16 lanes."""
     _store(b, a, b.trunc(v, ir.VectorType(_i8, 16)), 1)
 
 
@@ -238,7 +237,7 @@ def prefetch(b, a):
 
 @intrinsic(NOTHING, ADDRESS)
 def prefetch_far(b, a):
-    """Into the second cache."""
+    """Prefetch into the second cache."""
     values = [_pointer(b, a, _i8), *(ir.Constant(_i32, n) for n in (0, 2, 1))]
     _call(b, "llvm.prefetch.p0", ir.VoidType(), *values)
 
@@ -254,11 +253,13 @@ mul = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.fmul(x, y))
 div = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: b.fdiv(x, y))
 fma = intrinsic(FLOATS, FLOATS, FLOATS, FLOATS)(lambda b, x, y, z: _call(b, "llvm.fma.v16f32", _F, x, y, z))
 maximum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.maxnum.v16f32", _F, x, y))
-"""The larger of two numbers, the other one if one is NaN: for maxima whose NaN shows elsewhere."""
+"""The larger of two numbers, or the other one if one is NaN: for maxima that need not propagate NaN."""
 minimum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.minnum.v16f32", _F, x, y))
 at_least = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, low: b.select(b.fcmp_ordered(">", low, x), low, x))
-"""`x`, or `low` where that is larger; NaN stays NaN.  One instruction, ``max(low, x)``, which gives its second operand
-unless the first is larger."""
+"""`x`, or `low` if it is larger; NaN stays NaN.
+
+This is one instruction, ``max(low, x)``, which returns its second operand unless the first is larger.
+"""
 at_most = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, high: b.select(b.fcmp_ordered("<", high, x), high, x))
 ieee_maximum = intrinsic(FLOATS, FLOATS, FLOATS)(lambda b, x, y: _call(b, "llvm.maximum.v16f32", _F, x, y))
 """The larger of two numbers, NaN if one is; +0 is larger than -0."""
@@ -278,8 +279,7 @@ round_to_int = intrinsic(INTS, FLOATS)(lambda b, x: b.fptosi(_call(b, "llvm.rint
 
 @intrinsic(INTS, FLOATS)
 def round_small(b, x):
-    """The nearest integers to numbers below 2**22, even ones on a tie: what is left of the mantissa of their sum with
-    1.5 * 2**23."""
+    """Round numbers below 2**22 to integers, ties to even, by the mantissa of their sum with 1.5 * 2**23."""
     shifted = b.fadd(x, _const(_F, 1.5 * 2**23))
     return b.sub(b.bitcast(shifted, _I), _const(_I, 0x4B400000))
 
@@ -291,18 +291,18 @@ def zeros(b):
 
 @intrinsic(FLOATS, FLOATS, FLOATS, FLOATS, FLOATS)
 def where_less(b, x, y, then, otherwise):
-    """Lanes of `then` where ``x < y``, else of `otherwise` (also for NaN)."""
+    """Select lanes of `then` where ``x < y``, else of `otherwise` (also for NaN)."""
     return b.select(b.fcmp_ordered("<", x, y), then, otherwise)
 
 
 @intrinsic(FLOATS, FLOATS, FLOATS, FLOATS)
 def where_nonzero(b, x, then, otherwise):
-    """Lanes of `then` where x is not 0 (NaN is not), else of `otherwise`."""
+    """Select lanes of `then` where x is not 0 (also for NaN), else of `otherwise`."""
     return b.select(b.fcmp_unordered("!=", x, _const(_F, 0.0)), then, otherwise)
 
 
 def _of_two(sign: str) -> Intrinsic:
-    """The number of two for which ``x sign y``, NaN if one is."""
+    """Make an intrinsic for the number of two for which ``x sign y`` holds; NaN if one of them is NaN."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS)
     def chosen(b, x, y):
@@ -315,7 +315,7 @@ larger, smaller = _of_two(">"), _of_two("<")
 
 
 def comparison(sign: str) -> Intrinsic:
-    """1 where ``x sign y``, else 0; of NaN nothing but ``!=`` holds."""
+    """Make an intrinsic that is 1 where ``x sign y`` holds, else 0; for NaN only ``!=`` holds."""
 
     @intrinsic(FLOATS, FLOATS, FLOATS)
     def holds(b, x, y):
@@ -327,7 +327,7 @@ def comparison(sign: str) -> Intrinsic:
 
 @intrinsic(FLOATS, INTS)
 def power_of_two(b, n):
-    """``2**n`` for n from -126 to 127."""
+    """Return ``2**n`` for n from -126 to 127."""
     return b.bitcast(b.shl(b.add(n, _const(_I, 127)), _const(_I, 23)), _F)
 
 
@@ -336,18 +336,18 @@ halve = intrinsic(INTS, INTS)(lambda b, n: b.ashr(n, _const(_I, 1)))
 
 @intrinsic(FLOATS, FLOATS, ADDRESS)
 def where_inside(b, x, count):
-    """The first `count` lanes, -inf in the others."""
+    """Keep the first `count` lanes and set the others to -inf."""
     return b.select(_mask(b, count), x, _const(_F, float("-inf")))
 
 
 @intrinsic(FLOATS, FLOATS, ADDRESS)
 def first_lanes(b, x, count):
-    """The first `count` lanes, 0 in the others."""
+    """Keep the first `count` lanes and set the others to 0."""
     return b.select(_mask(b, count), x, _const(_F, 0.0))
 
 
 def _across(join: Callable[..., Any]) -> Intrinsic:
-    """All lanes joined, in the order of a tree."""
+    """Make an intrinsic that reduces all lanes in the order of a tree."""
 
     @intrinsic(FLOAT, FLOATS)
     def across(b, x):
@@ -368,25 +368,25 @@ largest_across, smallest_across = _across(larger.body), _across(smaller.body)
 
 @intrinsic(ADDRESS, FLOATS, FLOATS)
 def lanes_above(b, x, y):
-    """A bit for each lane, from the lowest: whether ``x > y``."""
+    """Return one bit for each lane, from the lowest: whether ``x > y``."""
     return b.zext(b.bitcast(b.fcmp_ordered(">", x, y), _i16), _i64)
 
 
 @intrinsic(ADDRESS, FLOATS, FLOATS)
 def lanes_not_below(b, x, y):
-    """A bit for each lane, from the lowest: whether ``x > y`` or one of them is NaN."""
+    """Return one bit for each lane, from the lowest: whether ``x > y`` or one of them is NaN."""
     return b.zext(b.bitcast(b.fcmp_unordered(">", x, y), _i16), _i64)
 
 
 @intrinsic(ADDRESS, ADDRESS)
 def zeros_below(b, n):
-    """Zero bits below the lowest that is set; 64 of 0."""
+    """Count the zero bits below the lowest set bit; 64 for 0."""
     return _call(b, "llvm.cttz.i64", _i64, n, ir.Constant(ir.IntType(1), 0))
 
 
 @intrinsic(ADDRESS, ADDRESS)
 def zeros_above(b, n):
-    """Zero bits above the highest that is set; 64 of 0."""
+    """Count the zero bits above the highest set bit; 64 for 0."""
     return _call(b, "llvm.ctlz.i64", _i64, n, ir.Constant(ir.IntType(1), 0))
 
 
