@@ -41,19 +41,19 @@ def test_layers_are_taken_where_micro_batches_keep_devices_busy_that_a_slow_link
     assert any(map(taken.match, plan.reasons)), plan.reasons
 
 
-def test_cuts_are_taken_where_links_are_fast(tmp_path):
+def test_models_are_sharded_where_links_are_fast(tmp_path):
     plan, _ = layout(tmp_path, "h200:4,nvlink", 16)
     assert any(reason.startswith("taken: cut") for reason in plan.reasons), plan.reasons
 
 
-def test_without_a_use_a_layout_is_judged_by_one_run(tmp_path):
+def test_without_a_workload_a_layout_is_scored_by_one_run(tmp_path):
     _, use = layout(tmp_path, "a100:2,ethernet", 16)
     graph, simulation = use.graph_of(16, 1), simulate("a100:2,ethernet")
     plan = plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph))
     assert not any("judged by" in reason or "micro-batches" in reason for reason in plan.reasons)
 
 
-def test_what_a_use_is_said_to_take_is_what_proven_plans_take(tmp_path):
+def test_the_predicted_time_of_a_workload_is_the_time_of_verified_plans(tmp_path):
     plan, use = layout(tmp_path, "a100:2,ethernet", 16, mode="layer")
     seconds, how = score_plan(plan, use)
     step = plan_for(use.graph_of(8, 1), plan.group, hardware=plan.hardware, like=plan).cost.total

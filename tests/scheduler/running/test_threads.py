@@ -48,17 +48,17 @@ def test_threads_that_plan_load_and_run_crash_nothing_and_get_right_numbers():
     assert not done.returncode, done.stdout + done.stderr
 
 
-def test_what_is_made_once_is_made_once_however_many_ask():
-    made = []
+def test_a_shared_object_is_built_once_however_many_threads_ask():
+    built = []
 
     @once
     def slowly(key: int) -> object:
-        made.append(key)
+        built.append(key)
         time.sleep(0.02)
         return object()
 
     assert len(set(map(id, at_once(lambda _: slowly(3))))) == 1
-    assert made == [3]
+    assert built == [3]
     assert slowly(4) is not slowly(3)
 
 

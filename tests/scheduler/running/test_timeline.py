@@ -28,23 +28,23 @@ def null_group(n: int, **options):
 
 
 def test_a_plan_for_null_devices_runs_through_the_executor_like_any_other():
-    made = plan_for(decoder(), null_group(2), split_mode="tensor")
-    out = Executor(made, _bound(made)).run({"x": np.zeros((3, 8)), "ids": [0, 1, 2]})
+    plan = plan_for(decoder(), null_group(2), split_mode="tensor")
+    out = Executor(plan, _bind_plan(plan)).run({"x": np.zeros((3, 8)), "ids": [0, 1, 2]})
     assert {name: a.shape for name, a in out.items()} == {"logits": (3, 10), "z": (3, 8)}
 
 
-def _bound(made):
-    store = Store([(lane.backend, lane.device) for lane in made.lanes])
-    for v in made.graph.weights:
-        store.bind(v.node.name, np.zeros(v.shape, np.float32), v.spec, made.leaves[v.node.name])
+def _bind_plan(plan):
+    store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.lanes])
+    for v in plan.graph.weights:
+        store.bind(v.node.name, np.zeros(v.shape, np.float32), v.spec, plan.leaves[v.node.name])
     return store
 
 
-@pytest.mark.parametrize("made", [tensor_plan, layer_plan, gather_plan])
-def test_time_passes_without_gaps_and_devices_leave_a_collective_together(made):
-    events = timeline(made(), NullBackend(CPU))
-    for track, lane in zip(events.tracks, made().lanes, strict=True):
-        assert [s.node for s in track] == [i.node for i in lane.program.instructions]
+@pytest.mark.parametrize("make_plan", [tensor_plan, layer_plan, gather_plan])
+def test_time_passes_without_gaps_and_devices_leave_a_collective_together(make_plan):
+    events = timeline(make_plan(), NullBackend(CPU))
+    for track, device_plan in zip(events.tracks, make_plan().lanes, strict=True):
+        assert [s.node for s in track] == [i.node for i in device_plan.program.instructions]
         now = 0.0
         for s in track:
             assert s.start == pytest.approx(now + s.waited)
@@ -53,7 +53,7 @@ def test_time_passes_without_gaps_and_devices_leave_a_collective_together(made):
     ends = [{s.node: s.end for s in track if s.op in ("all_reduce", "all_gather")} for track in events.tracks]
     assert ends[0] == ends[1]
     assert all(0 < events.busy(d) <= 1 for d in range(2))
-    assert events.peak == tuple(sum(lane.memory().values()) for lane in made().lanes)
+    assert events.peak == tuple(sum(device_plan.memory().values()) for device_plan in make_plan().lanes)
 
 
 def test_in_a_layer_split_the_second_device_waits_for_the_first():
@@ -91,10 +91,10 @@ def test_a_plan_for_devices_without_a_virtual_clock_is_refused():
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
 @pytest.mark.parametrize("seed", range(1000, 1025))
 def test_every_interleaving_gives_the_result_of_one_device(seed, mode):
-    made, whole, values = random_plan(seed, mode)
-    one = load(whole, {v.node.name: raw(values[v.node.name], v.dtype) for v in made.graph.weights})
-    many = Interleaved(made, bound(made.graph, values, made.leaves))
-    feed = {v.node.name: values[v.node.name] for v in made.graph.inputs}
+    plan, whole, values = random_plan(seed, mode)
+    one = load(whole, {v.node.name: raw(values[v.node.name], v.dtype) for v in plan.graph.weights})
+    many = Interleaved(plan, bound(plan.graph, values, plan.leaves))
+    feed = {v.node.name: values[v.node.name] for v in plan.graph.inputs}
     for turn in range(3):
         want, got = one.run(feed), many.run(feed, turn, poison=None if turn == 2 else 0xFF)
         for name in want:

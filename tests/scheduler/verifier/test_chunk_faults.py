@@ -71,16 +71,16 @@ def on_both(edit: Edit) -> Callable[[], Plan]:
 
 def chunk_of_another() -> Plan:
     """The second chunk of `b` is of `a`."""
-    made: dict[str, Value] = {}
+    values: dict[str, Value] = {}
 
     def note(node, src):
-        made["a"] = ops.mul_mat(*src, name=node.name)
-        return made["a"]
+        values["a"] = ops.mul_mat(*src, name=node.name)
+        return values["a"]
 
-    def mixed(node, src):
-        return all_reduce(ops.concat(rows(src[0], 0, 3), rows(made["a"], 3, 6), axis=0), name=node.name, **node.attrs)
+    def mix_chunks(node, src):
+        return all_reduce(ops.concat(rows(src[0], 0, 3), rows(values["a"], 3, 6), axis=0), name=node.name, **node.attrs)
 
-    return nodes(summed_plan(), 0, 1, a=note, b__sum=mixed)
+    return nodes(summed_plan(), 0, 1, a=note, b__sum=mix_chunks)
 
 
 def factor_in_turn(of_a: Callable[[int], bool]) -> Callable[[], Plan]:

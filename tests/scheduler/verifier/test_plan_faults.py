@@ -30,7 +30,7 @@ from ...given.plans.faults import (
 )
 
 
-def cut(axis: int, *runs: tuple[tuple[int, int], ...]) -> Shard:
+def shard(axis: int, *runs: tuple[tuple[int, int], ...]) -> Shard:
     return Shard(axis, runs)
 
 
@@ -106,11 +106,11 @@ SUMS: Mapping[str, PlannedFault] = {
     ),
     "two devices have the same terms": (
         "weight %down has 6 of 12 entries on no device",
-        lambda: laid(tensor_plan(), down=cut(1, ((0, 6),), ((0, 6),))),
+        lambda: laid(tensor_plan(), down=shard(1, ((0, 6),), ((0, 6),))),
     ),
     "devices have terms in common": (
         "weight %down has 3 of 12 entries on no device",
-        lambda: laid(tensor_plan(), down=cut(1, ((0, 6),), ((3, 6),))),
+        lambda: laid(tensor_plan(), down=shard(1, ((0, 6),), ((3, 6),))),
     ),
     "some terms are missing": (
         r"%z\.sum .* 3 of 12 terms are missing",
@@ -128,11 +128,11 @@ SUMS: Mapping[str, PlannedFault] = {
     ),
     "terms of weight and activation belong to others": (
         r"device 0: %o .* different entries of k: \[8:16\] and \[0:8\]",
-        lambda: laid(tensor_plan(), wo=cut(1, ((8, 8),), ((0, 8),))),
+        lambda: laid(tensor_plan(), wo=shard(1, ((8, 8),), ((0, 8),))),
     ),
 }
 
-MEETINGS: Mapping[str, PlannedFault] = {
+COLLECTIVE_FAULTS: Mapping[str, PlannedFault] = {
     "two meetings are exchanged on one device": (
         r"all_reduce 0 \(%z\.sum\) of device 1 runs after all_reduce 1 \(%mixed\.sum\)",
         lambda: renumbered(tensor_plan(), 1, {0: 1, 1: 0}),
@@ -223,47 +223,47 @@ MEETINGS: Mapping[str, PlannedFault] = {
 LAYOUTS: Mapping[str, PlannedFault] = {
     "shards of a fused weight are exchanged": (
         r"%new\.cache\.k .* different entries of d: \[0:4\] and \[4:8\]",
-        lambda: laid(tensor_plan(), wkv=cut(0, ((4, 4), (12, 4)), ((0, 4), (8, 4)))),
+        lambda: laid(tensor_plan(), wkv=shard(0, ((4, 4), (12, 4)), ((0, 4), (8, 4)))),
     ),
     "a fused weight is cut in halves": (
         r"device 0: %new\.cache\.v .* no such node on these values",
-        lambda: laid(tensor_plan(), wkv=cut(0, ((0, 8),), ((8, 8),))),
+        lambda: laid(tensor_plan(), wkv=shard(0, ((0, 8),), ((8, 8),))),
     ),
     "parts of a fused weight are in another order": (
         r"device 0: .*reshape\(%k.* no such node on these values",
-        lambda: laid(tensor_plan(), wkv=cut(0, ((8, 4), (0, 4)), ((12, 4), (4, 4)))),
+        lambda: laid(tensor_plan(), wkv=shard(0, ((8, 4), (0, 4)), ((12, 4), (4, 4)))),
     ),
     "query heads follow another key head": (
         r"%attended .* \[0:1, 2:3\] is no product \(kv_heads query_heads\)",
-        lambda: laid(tensor_plan(), wq=cut(0, ((0, 4), (8, 4)), ((4, 4), (12, 4)))),
+        lambda: laid(tensor_plan(), wq=shard(0, ((0, 4), (8, 4)), ((4, 4), (12, 4)))),
     ),
     "heads are shifted by half a head": (
         r"reshape\(%q.* \[2:10\] is not \[4, 4\] cut along axes",
-        lambda: laid(tensor_plan(), wq=cut(0, ((2, 8),), ((10, 6), (0, 2)))),
+        lambda: laid(tensor_plan(), wq=shard(0, ((2, 8),), ((10, 6), (0, 2)))),
     ),
     "a cache lies the other way round": (
         r"%new\.cache\.k .* different entries of d: \[4:8\] and \[0:4\]",
-        lambda: laid(tensor_plan(), cache__k=cut(1, ((4, 4),), ((0, 4),))),
+        lambda: laid(tensor_plan(), cache__k=shard(1, ((4, 4),), ((0, 4),))),
     ),
     "the head's shards are exchanged": (
         r"output 'logits' on device 0 should be .*'\[0:5\]'\] .* and is .*'\[5:10\]'\]",
-        lambda: laid(tensor_plan(), head=cut(0, ((5, 5),), ((0, 5),))),
+        lambda: laid(tensor_plan(), head=shard(0, ((5, 5),), ((0, 5),))),
     ),
     "a weight is cut along another axis": (
         r"%wkv .* bound to entries \['\[0:16\]', '\[0:8\]'\]",
-        lambda: laid(tensor_plan(), wkv=cut(1, ((0, 8),), ((0, 8),))),
+        lambda: laid(tensor_plan(), wkv=shard(1, ((0, 8),), ((0, 8),))),
     ),
     "some rows of a weight lie nowhere": (
         "weight %gate has 6 of 12 entries on no device",
-        lambda: laid(tensor_plan(), gate=cut(0, ((0, 6),), ((0, 6),))),
+        lambda: laid(tensor_plan(), gate=shard(0, ((0, 6),), ((0, 6),))),
     ),
     "runs of a weight lie outside it": (
         "weight %head has runs outside its 10 entries",
-        lambda: laid(tensor_plan(), head=cut(0, ((0, 5),), ((6, 5),))),
+        lambda: laid(tensor_plan(), head=shard(0, ((0, 5),), ((6, 5),))),
     ),
     "runs of a weight are too short": (
         r"device 0: %head .* bound to entries \['\[0:6\]', '\[0:8\]'\]",
-        lambda: laid(tensor_plan(), head=cut(0, ((0, 6),), ((6, 4),))),
+        lambda: laid(tensor_plan(), head=shard(0, ((0, 6),), ((6, 4),))),
     ),
     "a weight is bound whole": (
         r"device 0: %gate .* bound to entries \['\[0:12\]', '\[0:8\]'\]",
@@ -271,13 +271,13 @@ LAYOUTS: Mapping[str, PlannedFault] = {
     ),
     "a whole weight is bound in shards": (
         r"device 1: %norm .* bound to entries \['\[4:8\]'\]",
-        lambda: laid(tensor_plan(), norm=cut(0, ((0, 4),), ((4, 4),))),
+        lambda: laid(tensor_plan(), norm=shard(0, ((0, 4),), ((4, 4),))),
     ),
     "a weight is bound as a sum": ("weight %bo has the layout P", lambda: laid(tensor_plan(), bo=PARTIAL)),
     "a weight has no layout": ("its layouts are of other leaves", lambda: laid(tensor_plan(), gate=None)),
     "an input is bound in shards": (
         r"input %x is given whole to every device, and the plan says S0\(3\|0\)",
-        lambda: laid(tensor_plan(), x=cut(0, ((0, 3),), ())),
+        lambda: laid(tensor_plan(), x=shard(0, ((0, 3),), ())),
     ),
     "a weight lies on the other device": (
         "device 0: weight %wo is not bound there",
@@ -289,7 +289,7 @@ LAYOUTS: Mapping[str, PlannedFault] = {
     ),
     "an output's shards are exchanged": (
         r"output 'logits' on device 0 should be .*'\[5:10\]'\] .* and is .*'\[0:5\]'\]",
-        lambda: ending(tensor_plan(), logits=cut(1, ((5, 5),), ((0, 5),))),
+        lambda: ending(tensor_plan(), logits=shard(1, ((5, 5),), ((0, 5),))),
     ),
     "a cut output is said to be whole": (
         r"output 'logits' on device 0 should be .*'\[0:10\]'\] .* and is .*'\[0:5\]'\]",
@@ -297,7 +297,7 @@ LAYOUTS: Mapping[str, PlannedFault] = {
     ),
     "a whole output is said to be cut": (
         r"output 'z' on device 1 should be .*'\[4:8\]'\] .* and is .*'\[0:8\]'\]",
-        lambda: ending(tensor_plan(), z=cut(1, ((0, 4),), ((4, 4),))),
+        lambda: ending(tensor_plan(), z=shard(1, ((0, 4),), ((4, 4),))),
     ),
     "an output is said to lie on the other device": (
         "output 'z' is missing on device 0",
@@ -404,12 +404,12 @@ def _rows_of_keys(graph: Graph) -> Graph:
     )
 
 
-FAULTS = {**SUMS, **MEETINGS, **LAYOUTS, **NODES}
+FAULTS = {**SUMS, **COLLECTIVE_FAULTS, **LAYOUTS, **NODES}
 
 
-@pytest.mark.parametrize("made", [tensor_plan, layer_plan, gather_plan, experts_plan, placed_plan])
-def test_the_plans_in_which_faults_are_planted_are_right(made):
-    assert not list(plan_faults(made()))
+@pytest.mark.parametrize("make_plan", [tensor_plan, layer_plan, gather_plan, experts_plan, placed_plan])
+def test_the_plans_in_which_faults_are_planted_are_right(make_plan):
+    assert not list(plan_faults(make_plan()))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

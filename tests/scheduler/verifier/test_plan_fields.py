@@ -25,7 +25,7 @@ from ...given.plans.mutations import put
 from ...given.plans.oracle import run_faults
 
 
-def documented() -> dict[str, str]:
+def read_documented_fields() -> dict[str, str]:
     """What the verifier's docstring says of each field, by ``Class.field``."""
     rows: dict[str, str] = {}
     owner = ""
@@ -47,7 +47,7 @@ def fields() -> dict[str, list[str]]:
 
 
 def test_the_docstring_of_the_verifier_names_every_field_of_everything_in_a_plan():
-    assert documented().keys() == fields().keys() | {"Graph.nodes"}  # which no caller can set
+    assert read_documented_fields().keys() == fields().keys() | {"Graph.nodes"}  # which no caller can set
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -57,7 +57,9 @@ def test_the_plans_that_are_broken_run_right(name):
 
 def test_a_field_that_is_wrong_is_found_or_the_plan_runs_right():
     dice, tally = random.Random(5), Tally()
-    checked = {field for field, said in documented().items() if not said.startswith("free")} - {"Graph.nodes"}
+    checked = {field for field, text in read_documented_fields().items() if not text.startswith("free")} - {
+        "Graph.nodes"
+    }
     for field, names in fields().items():
         for name in dice.sample(names * 3, len(names) * 3):  # what one record holds may leave little to be wrong
             for mutant in one_field(name, field, dice):
@@ -67,7 +69,7 @@ def test_a_field_that_is_wrong_is_found_or_the_plan_runs_right():
     assert not tally.missed
     assert not tally.raised
     assert sorted(checked - tally.refused.keys()) == []
-    free = documented().keys() - checked
+    free = read_documented_fields().keys() - checked
     assert sorted(free & tally.refused.keys()) == []
 
 
