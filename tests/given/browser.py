@@ -31,20 +31,20 @@ def browser(profile: Path, width: int = 1440, height: int = 900) -> Iterator[Any
     for flag in (*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    opened = webdriver.Chrome(options=options, service=Service(driver))
+    page = webdriver.Chrome(options=options, service=Service(driver))
     try:
-        resize(opened, width, height)
-        yield opened
+        resize(page, width, height)
+        yield page
     finally:
-        opened.quit()
+        page.quit()
 
 
-def resize(opened: Any, width: int, height: int = 900) -> None:
+def resize(page: Any, width: int, height: int = 900) -> None:
     """Show pages as wide and high as that, whatever the window's least size is."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
-def complaints(opened: Any) -> list[str]:
+def complaints(page: Any) -> list[str]:
     """What the page has written to the console."""
-    return [entry["message"] for entry in opened.get_log("browser")]
+    return [entry["message"] for entry in page.get_log("browser")]

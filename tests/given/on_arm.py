@@ -21,7 +21,7 @@ import numpy as np
 
 SYSROOT, PAGE = "/usr/aarch64-linux-gnu", 4096
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
-DONE, WANTED, CHANGED = range(3)
+DONE, REQUESTED, CHANGED = range(3)
 SOURCE = Path(__file__).with_name("arm_guest.c")
 
 
@@ -38,9 +38,9 @@ class Guest:
     def load(self, code: bytes, symbol: str) -> int:
         """The address there of a kernel in an object file."""
         self._many += 1
-        made, library = self._folder / "kernel.o", self._folder / f"{self._many}.so"
-        made.write_bytes(code)
-        subprocess.run([COMPILER, "-shared", "-o", library, made, "-lm"], check=True)
+        object_file, library = self._folder / "kernel.o", self._folder / f"{self._many}.so"
+        object_file.write_bytes(code)
+        subprocess.run([COMPILER, "-shared", "-o", library, object_file, "-lm"], check=True)
         with self._turn:
             self._put(b"L" + b"".join(text.encode().ljust(256, b"\0") for text in (str(library), symbol)))
             return self._answered()
@@ -52,16 +52,16 @@ class Guest:
             return self._answered()
 
     def _answered(self) -> int:
-        given: dict[int, bytes] = {}
+        addresses: dict[int, bytes] = {}
         while True:
             kind, value = struct.unpack("=2q", self._get(16))
             if kind == DONE:
                 return value
-            if kind == WANTED:
-                given[value] = os.pread(self._memory, PAGE, value)
-                self._put(given[value])
+            if kind == REQUESTED:
+                addresses[value] = os.pread(self._memory, PAGE, value)
+                self._put(addresses[value])
             else:
-                self._change(value, given[value], self._get(PAGE))
+                self._change(value, addresses[value], self._get(PAGE))
 
     def _change(self, page: int, before: bytes, after: bytes) -> None:
         """Write the bytes that differ: others of a page may be of objects of Python, which have changed meanwhile."""
@@ -92,7 +92,7 @@ def main(features: str, arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         guest = Guest(Path(folder))
         processor.target = lambda: target
-        compiler._placed = lambda wanted, code: (guest.load(code, compiler._symbol(wanted)), code)
+        compiler._placed = lambda required, code: (guest.load(code, compiler._symbol(required)), code)
         compiler.REPLAY = lambda address: partial(guest.call, address)
         from hocket import cli
 

@@ -103,7 +103,7 @@ def works() -> dict[str, Work]:
     return {f.__name__: f for f in (anew, from_one_plan, one_executor, one_state, own_session, one_session)}
 
 
-def go(number: int, start: threading.Barrier, until: float, tasks: Mapping[str, Work], told: list[Any]) -> None:
+def go(number: int, start: threading.Barrier, until: float, tasks: Mapping[str, Work], reports: list[Any]) -> None:
     draw, done = random.Random(number), Counter[str]()
     start.wait()
     try:
@@ -112,8 +112,8 @@ def go(number: int, start: threading.Barrier, until: float, tasks: Mapping[str, 
             tasks[name](draw)
             done[name] += 1
     except BaseException as why:  # told to the main thread
-        told.append(why)
-    told.append(done)
+        reports.append(why)
+    reports.append(done)
 
 
 def first(draw: random.Random) -> None:
@@ -127,15 +127,17 @@ def one_process(threads: int, seconds: float) -> None:
     """Raises what a thread raised; a crash ends the process."""
     done: Counter[str] = Counter()
     for tasks in ({"first": first}, None):
-        told: list[Any] = []
+        reports: list[Any] = []
         ready, until = tasks or works(), time.monotonic() + (seconds if tasks is None else 0.2)
         start = threading.Barrier(threads)
-        crew = [threading.Thread(target=go, args=(i, start, until, ready, told), daemon=True) for i in range(threads)]
-        for thread in crew:
+        threads_started = [
+            threading.Thread(target=go, args=(i, start, until, ready, reports), daemon=True) for i in range(threads)
+        ]
+        for thread in threads_started:
             thread.start()
-        for thread in crew:
+        for thread in threads_started:
             thread.join()
-        for why in told:
+        for why in reports:
             if isinstance(why, BaseException):
                 raise why
             done += why
@@ -164,12 +166,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--cold", action="store_true", help="compile kernels anew")
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.child is None:
-        return processes(given.threads, given.seconds, given.cold)
+    args = parser.parse_args()
+    if args.child is None:
+        return processes(args.threads, args.seconds, args.cold)
     faulthandler.enable()
     faulthandler.dump_traceback_later(3600, exit=True)
-    one_process(given.threads, given.child)
+    one_process(args.threads, args.child)
     return 0
 
 

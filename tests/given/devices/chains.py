@@ -85,7 +85,7 @@ def products(dtype: DType) -> Callable[[bool], Graph]:
     return graph
 
 
-def chosen(k: int, scores: Value) -> Value:
+def choose_experts(k: int, scores: Value) -> Value:
     return ops.top_k(ops.reshape(scores, shape=(scores.shape[0], scores.shape[-1])), k=k)
 
 
@@ -94,7 +94,7 @@ def router(
 ) -> Callable[[bool], Graph]:
     def graph(forbidden: bool) -> Graph:
         shares = gating(input("x", (3, 1, count)))
-        ids = chosen(used, ops.add(shares, weight("b", (count,))) if biased else shares)
+        ids = choose_experts(used, ops.add(shares, weight("b", (count,))) if biased else shares)
         taken = ops.reshape(ops.get_rows(ops.reshape(shares, shape=(3, count, 1)), ids), shape=(3, 1, used))
         if normalised:
             taken = ops.div(taken, ops.clamp(ops.sum_rows(taken), min=0.25, max=float("inf")))
@@ -109,7 +109,7 @@ def experts(dtype: DType) -> Callable[[bool], Graph]:
     """Two tokens, each to three of twelve."""
 
     def graph(forbidden: bool) -> Graph:
-        x, ids = input("x", (2, 1, 128)), chosen(3, input("scores", (2, 12)))
+        x, ids = input("x", (2, 1, 128)), choose_experts(3, input("scores", (2, 12)))
         gate, up = (ops.mul_mat_id(weight(n, (12, 40, 128), dtype), x, ids) for n in ("gate", "up"))
         return both(ops.swiglu(gate, up), up, forbidden)
 
@@ -120,7 +120,7 @@ def all_experts(dtype: DType, rows: int = 40, columns: int = 160) -> Callable[[b
     """The units of two experts of twelve, and of one that both tokens have."""
 
     def graph(forbidden: bool) -> Graph:
-        x, ids = ops.scale(input("x", (2, columns)), scale=2.0), chosen(2, input("scores", (2, 12)))
+        x, ids = ops.scale(input("x", (2, columns)), scale=2.0), choose_experts(2, input("scores", (2, 12)))
         row = ops.reshape(x, shape=(2, 1, columns))
         y = ops.swiglu(*(ops.mul_mat_id(weight(n, (12, rows, columns), dtype), row, ids) for n in ("gate", "up")))
         gate, up = (ops.mul_mat(weight(n, (rows, columns), dtype), x) for n in ("shared_gate", "shared_up"))
@@ -136,7 +136,7 @@ def answers(
     count = 4 * used
 
     def graph(forbidden: bool) -> Graph:
-        x, ids = input("x", (2, used, columns)), chosen(used, input("scores", (2, count)))
+        x, ids = input("x", (2, used, columns)), choose_experts(used, input("scores", (2, count)))
         y = ops.mul_mat_id(weight("down", (count, rows, columns), dtype), x, ids)
         inner = ops.reshape(ops.mul_mat(ops.transpose(y), input("shares", (2, 1, used))), shape=(2, rows))
         if other:
@@ -149,19 +149,23 @@ def answers(
     return graph
 
 
-def placed(tokens: int, normed: bool, stored: bool, mode: str = "neox", dtype: str = "f32") -> Callable[[bool], Graph]:
+def norm_and_rope(
+    tokens: int, normed: bool, stored: bool, mode: str = "neox", dtype: str = "f32"
+) -> Callable[[bool], Graph]:
     """Heads through norm and RoPE, perhaps into a cache."""
 
     def graph(forbidden: bool) -> Graph:
         x = input("x", (1, tokens, 2, 24))
         inner = ops.mul(ops.rms_norm(x, eps=1e-6), weight("w", (24,))) if normed else ops.neg(x)
-        turned = ops.rope(inner, input("pos", (1, tokens), "i32"), n_dims=16, mode=mode, offset=4)
+        rotated_heads = ops.rope(inner, input("pos", (1, tokens), "i32"), n_dims=16, mode=mode, offset=4)
         if not stored:
-            return both(turned, inner, forbidden)
+            return both(rotated_heads, inner, forbidden)
         cache = state("cache", (9, 48), dtype)
-        new = ops.set_rows(cache, ops.reshape(turned, shape=(tokens, 48)), input("ids", (tokens,), "i32"), name="new")
+        new = ops.set_rows(
+            cache, ops.reshape(rotated_heads, shape=(tokens, 48)), input("ids", (tokens,), "i32"), name="new"
+        )
         read = new if dtype == "f32" else ops.cast(new, dtype="f32")
-        return both(ops.neg(read), turned if forbidden else inner, forbidden, {cache: new})
+        return both(ops.neg(read), rotated_heads if forbidden else inner, forbidden, {cache: new})
 
     return graph
 
@@ -172,20 +176,20 @@ def attending(tokens: int, normed: bool, dtype: str, size: int = 24, mode: str =
     def graph(forbidden: bool) -> Graph:
         positions, ids = input("pos", (1, tokens), "i32"), input("ids", (tokens,), "i32")
 
-        def turned(name: str, heads: int) -> Value:
+        def rotated_heads(name: str, heads: int) -> Value:
             x = input(name, (1, tokens, heads, size))
             x = ops.mul(ops.rms_norm(x, eps=1e-6), weight(f"{name}_w", (size,))) if normed else ops.neg(x)
             return ops.rope(x, positions, n_dims=size // 16 * 16, mode=mode)
 
-        def kept(name: str, y: Value) -> Value:
+        def store_in_cache(name: str, y: Value) -> Value:
             cache = state(name, (9, 2 * size), dtype)
             rows = ops.reshape(y, shape=(tokens, 2 * size))
             caches[cache] = new = ops.set_rows(cache, rows, ids, name=f"new_{name}")
             return ops.reshape(new, shape=(1, 9, 2, size))
 
         caches: dict[Value, Value] = {}
-        q, k, v = turned("q", 4), turned("k", 2), ops.neg(input("v", (1, tokens, 2, size)))
-        y = ops.attention(q, kept("keys", k), kept("values", v), scale=0.2)
+        q, k, v = rotated_heads("q", 4), rotated_heads("k", 2), ops.neg(input("v", (1, tokens, 2, size)))
+        y = ops.attention(q, store_in_cache("keys", k), store_in_cache("values", v), scale=0.2)
         return both(y, k, forbidden, caches)
 
     return graph
@@ -220,13 +224,13 @@ CHAINS = {
     "answers, packed, and a gated one": Chain(answers(DType.Q5_1, "gated", 160), (2, 7), near=1e-5),
     "answers, float, and a gated one": Chain(answers(DType.BF16, "gated", 100), (2, 7), near=1e-5),
     "answers of many, float": Chain(answers(DType.F32, used=14), (2, 3), near=1e-5),
-    "heads": Chain(placed(3, True, False), (1, 3)),
-    "heads of neighbours": Chain(placed(3, True, False, "normal"), (1, 3)),
-    "heads into a cache": Chain(placed(3, True, True), (3, 6)),
-    "a head into a cache": Chain(placed(1, True, True), (2, 6)),
-    "turned heads into a cache": Chain(placed(1, False, True), (3, 5)),
-    "heads into a cache of halves": Chain(placed(3, True, True, dtype="f16"), (4, 7)),
-    "a head into a cache of halves": Chain(placed(1, True, True, dtype="bf16"), (3, 7)),
+    "heads": Chain(norm_and_rope(3, True, False), (1, 3)),
+    "heads of neighbours": Chain(norm_and_rope(3, True, False, "normal"), (1, 3)),
+    "heads into a cache": Chain(norm_and_rope(3, True, True), (3, 6)),
+    "a head into a cache": Chain(norm_and_rope(1, True, True), (2, 6)),
+    "turned heads into a cache": Chain(norm_and_rope(1, False, True), (3, 5)),
+    "heads into a cache of halves": Chain(norm_and_rope(3, True, True, dtype="f16"), (4, 7)),
+    "a head into a cache of halves": Chain(norm_and_rope(1, True, True, dtype="bf16"), (3, 7)),
     "heads of attention": Chain(attending(3, True, "f32"), (5, 12)),
     "heads of attention to halves": Chain(attending(1, True, "f16"), (3, 12)),
     "turned heads of attention": Chain(attending(1, False, "bf16"), (5, 10)),
@@ -286,12 +290,12 @@ def ran(graph: Graph, fused: bool, devices: int = 1, backend: DriverBackend | No
         group = [(backend, backend.device(i)) for i in range(devices)]
         run = load(plan_for(graph, group, split_mode="tensor" if devices > 1 else "auto"), weights)
     for _ in range(3):
-        given = {
+        inputs = {
             v.node.name: rng.permutation(9)[: v.spec.size].reshape(v.shape) if v.dtype is DType.I32
             else rng.standard_normal(v.shape).astype(np.float32)
             for v in graph.inputs
         }  # fmt: skip
-        outcome.outputs.append(run.run(given))
+        outcome.outputs.append(run.run(inputs))
         outcome.states.append(np.concatenate([np.asarray(run.store.state(s.node.name)) for s in graph.states] or [[]]))
     outcome.launches = len(driver.launches)
     return outcome

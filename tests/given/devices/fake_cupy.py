@@ -68,9 +68,9 @@ class FakeArray:
         raise TypeError("implicit conversion to a NumPy array is not allowed")
 
     def __getitem__(self, index):
-        held = self.held[index]
-        offset = held.__array_interface__["data"][0] - self.data.block.memory.ctypes.data
-        return FakeArray(held.shape, held.dtype, Pointer(self.data.block, offset), held.strides)
+        items = self.held[index]
+        offset = items.__array_interface__["data"][0] - self.data.block.memory.ctypes.data
+        return FakeArray(items.shape, items.dtype, Pointer(self.data.block, offset), items.strides)
 
     def __setitem__(self, index, value):
         assert isinstance(value, FakeArray)
@@ -78,17 +78,17 @@ class FakeArray:
 
 
 def zeros(shape, dtype):
-    made = FakeArray(shape, dtype)
-    Stream.current().put(lambda: made.held.fill(0))
-    return made
+    result = FakeArray(shape, dtype)
+    Stream.current().put(lambda: result.held.fill(0))
+    return result
 
 
 def dense(array):
     if array.flags.c_contiguous:
         return array
-    made = FakeArray(array.shape, array.dtype)
-    Stream.current().put(lambda: np.copyto(made.held, array.held))
-    return made
+    result = FakeArray(array.shape, array.dtype)
+    Stream.current().put(lambda: np.copyto(result.held, array.held))
+    return result
 
 
 class StreamError(Exception):
@@ -232,16 +232,16 @@ class EarlyLibrary:
 
     def cuLaunchKernelEx(self, config, function, parameters, extra):  # noqa: N802
         config = config._obj
-        given = {a.id: tuple(a.value) for a in config.attributes[: config.count]}
-        assert given.keys() <= {4, 6}, "clusters, programmatic stream serialization"
-        assert given
+        attributes = {a.id: tuple(a.value) for a in config.attributes[: config.count]}
+        assert attributes.keys() <= {4, 6}, "clusters, programmatic stream serialization"
+        assert attributes
         assert extra is None
         if not self.status:
             name = self.cupy.functions[function.value].name
-            if 6 in given:
-                assert given[6] == (1, 0, 0)
+            if 6 in attributes:
+                assert attributes[6] == (1, 0, 0)
                 self.launched.append(name)
-            self.clusters[name] = given.get(4, ALONE)
+            self.clusters[name] = attributes.get(4, ALONE)
             sizes = *config.grid, *config.block, config.shared_bytes
             driver = self.cupy.cuda.driver
             driver.launchKernel(function.value, *sizes, config.stream, parameters.value, 0, self.clusters[name])
@@ -275,7 +275,7 @@ class Event:
         assert self.passed.wait(HOUR)
 
 
-def elapsed(start, end):
+def compute_milliseconds(start, end):
     """Milliseconds."""
     assert start.has_time
     assert end.has_time
@@ -306,7 +306,7 @@ def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
         at = ctypes.c_void_p.from_address(parameters).value
         assert extra == 0
         sizes = (gx, gy, gz), (bx, by, bz), shared
-        Stream.known[stream].put(_emulated(emulated, functions[function], sizes, at, cluster))
+        Stream.known[stream].put(_make_emulated_launch(emulated, functions[function], sizes, at, cluster))
 
     def copy(into, source, nbytes, kind, stream):
         ends = {HOST_TO_DEVICE: [source], DEVICE_TO_HOST: [into], DEVICE_TO_DEVICE: []}[kind]
@@ -320,7 +320,7 @@ def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
         return staged[-1]
 
     @contextmanager
-    def entered(index):
+    def enter_device(index):
         before, current.index = getattr(current, "index", 0), index
         try:
             yield device
@@ -370,10 +370,10 @@ def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
     cuda = SimpleNamespace(
         runtime=runtime,
         driver=driver,
-        Device=entered,
+        Device=enter_device,
         Stream=HipStream if is_hip else Stream,
         Event=Event,
-        get_elapsed_time=elapsed,
+        get_elapsed_time=compute_milliseconds,
         alloc_pinned_memory=alloc_pinned,
         memory=SimpleNamespace(OutOfMemoryError=MemoryError),
         function=SimpleNamespace(Module=Module),
@@ -391,7 +391,7 @@ def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
     )
 
 
-def _emulated(driver, kernel, sizes, at, cluster):
+def _make_emulated_launch(driver, kernel, sizes, at, cluster):
     """A launch whose words lie at an address; they are copied now, as CUDA does."""
     size = _words(kernel)
     words = tuple(np.ctypeslib.as_array((ctypes.c_uint64 * size).from_address(at)).tolist())

@@ -187,11 +187,11 @@ def _add_up(parts):
     n, dtype = parts[0][2:]
     arrays = [[_at(address, n, dtype) for address in part[:2]] for part in parts]
     total = np.empty(n, TYPES[dtype])
-    for first, piece in enumerate(np.array_split(np.arange(n), len(parts))):
-        order = [arrays[(first + k) % len(parts)][0][piece] for k in range(len(parts))]
-        total[piece] = order[0]
+    for first, block in enumerate(np.array_split(np.arange(n), len(parts))):
+        order = [arrays[(first + k) % len(parts)][0][block] for k in range(len(parts))]
+        total[block] = order[0]
         for x in order[1:]:
-            total[piece] = _plus(total[piece], x, dtype)
+            total[block] = _plus(total[block], x, dtype)
     for _, target in arrays:
         target[...] = total
 

@@ -29,7 +29,7 @@ TILES = text_of("attention.cuh")
 BETWEEN = TILES.partition("8 * (c ^ (row & 7)); }\n")[2].partition("8 * ((")[0]
 """What stands between two formulas."""
 
-ASKED = {
+MEMORY_FAULTS = {
     "loads 32 numbers apart": (
         "rows.cu",
         "return x[c * a.step] * x[c * a.step]; });\n    const float factor = F::",
@@ -151,7 +151,7 @@ sectors, more wavefronts or more requests than are allowed, or fewer copies unde
 BY_WARPS = frozenset({"keys and values in the same banks"})
 """What is planted in attention by single warps, which devices without warpgroups run and no page records."""
 
-COMPILED = {
+MACHINE_CODE_FAULTS = {
     "bytes multiplied one by one": (
         "cuda.cuh",
         "return __dp4a(a, b, sum);",
@@ -258,7 +258,7 @@ OF_QWEN = (
     *("_gated_unit", "_of_the_same_rows", "_sum_norm_and_factor", "_norm_and_factor"),
     *("_delta_inputs", "_gated_norm", "_with_save", "_times_sigmoid"),
 )
-LAUNCHED = {
+EXPECTED_LAUNCHES = {
     "qwen35": (34, OF_QWEN),
     "qwen3next": (40, ("_route", "_unit_of_all_experts", "_sum_with_other", "_heads_of_attention")),
     "qwen3moe": (27, ("_route", "_unit_of_experts", "_sum_of_experts")),

@@ -14,7 +14,7 @@ PAGE = ROOT / "benchmarks" / "kernels_cuda.md"
 """What kernels ask of memory; docs/add-a-cuda-kernel.md says how it is written."""
 
 
-def worse(now, before):
+def find_resource_regressions(now, before):
     """In what a row is worse than the one that is recorded."""
     if now.registers > before.registers + SLACK:
         yield f"{now.registers} registers in place of {before.registers}"
@@ -47,7 +47,7 @@ def at_once():
     return {m[1]: (int(m[2]), int(m[3] or 0)) for m in row.finditer(PAGE.read_text("utf-8"))}
 
 
-def unlike_page(counted):
+def find_access_regressions(counted):
     """What a launch asks for more often than is recorded, and what it does less of at the same time."""
     known, (threads, copies) = requests(), at_once().get(counted.kernel, (0, 0))
     for row in build_access_rows(counted):

@@ -27,7 +27,7 @@ def _gelu_of_half(site: Site):
     return site.right([half(site.src[0])])
 
 
-def _swapped(site: Site):
+def _swap_operands(site: Site):
     return site.right([site.src[1], site.src[0]])
 
 
@@ -119,11 +119,11 @@ FAULTS = (
     wrong("trunc", "rounds", lambda s: np.rint(s.exact(0))),
     wrong("sqr", "keeps the sign", lambda s: s.exact(0) * np.abs(s.exact(0))),
     wrong("sqrt", "by a float16 estimate", lambda s: half(np.sqrt(s.exact(0)))),
-    wrong("swiglu", "gate and up exchanged", _swapped),
+    wrong("swiglu", "gate and up exchanged", _swap_operands),
     wrong("swiglu", "a gate of zero lets a trace through", lambda s: _nearly_zero(s, 0), symptom=NO_ZEROS),
     wrong("swiglu_clamp", "an up of zero lets a trace through", lambda s: _nearly_zero(s, 1)),
     wrong("silu", "a trace for zero", lambda s: _nearly_zero(s, 0), symptom=NO_ZEROS),
-    wrong("geglu", "gate and up exchanged", _swapped),
+    wrong("geglu", "gate and up exchanged", _swap_operands),
     wrong("reglu", "negative gates let through", lambda s: s.exact(0) * s.exact(1)),
     wrong("swiglu_oai", "gate clamped from below too", _clamp_both),
     wrong("swiglu_oai", "alpha of silu", lambda s: s.right(alpha=1.0)),

@@ -11,21 +11,21 @@ def _unwritten_tail(site: Site):
     """The last elements that fill no vector of 8 are never written."""
 
     def run() -> None:
-        kept = site.dst[0].copy()
+        old_entries = site.dst[0].copy()
         site.real()
         tail = site.dst[0].size % 8
         if tail:
-            site.dst[0].reshape(-1)[-tail:] = kept.reshape(-1)[-tail:]
+            site.dst[0].reshape(-1)[-tail:] = old_entries.reshape(-1)[-tail:]
 
     return run
 
 
 def _one_unwritten(site: Site):
     def run() -> None:
-        kept = site.dst[0].copy()
+        old_entries = site.dst[0].copy()
         site.real()
         if site.dst[0].size:
-            site.dst[0].reshape(-1)[-1] = kept.reshape(-1)[-1]
+            site.dst[0].reshape(-1)[-1] = old_entries.reshape(-1)[-1]
 
     return run
 
@@ -83,15 +83,15 @@ def _wrong_from(first_wrong: int):
     return plant
 
 
-def _first_inputs_kept(site: Site):
+def _first_results_reused(site: Site):
     """Results are computed once and handed out again."""
-    kept: list = []
+    results: list = []
 
     def run() -> None:
-        if not kept:
+        if not results:
             site.real()
-            kept.extend(d.copy() for d in site.dst)
-        for target, old in zip(site.dst, kept, strict=True):
+            results.extend(d.copy() for d in site.dst)
+        for target, old in zip(site.dst, results, strict=True):
             target[...] = old
 
     return run
@@ -101,10 +101,10 @@ def _accumulates(site: Site):
     """Adds to what the result held, which a fresh allocation has as zeros."""
 
     def run() -> None:
-        kept = site.dst[0].copy()
+        old_entries = site.dst[0].copy()
         site.real()
         if not np.shares_memory(site.src[0], site.dst[0]):
-            site.dst[0][...] += kept
+            site.dst[0][...] += old_entries
 
     return run
 
@@ -171,7 +171,7 @@ FAULTS = (
     after("mul_mat", "scales its weight in place", _weight_changed, symptom=WEIGHT_WRITTEN),
     Fault("scale", "wrong on the second run", _wrong_from(2)),
     Fault("attention", "wrong on the third run", _wrong_from(3), symptom=UNSTEADY),
-    Fault("rope", "hands out the first results again", _first_inputs_kept),
+    Fault("rope", "hands out the first results again", _first_results_reused),
     Fault("swiglu", "adds to what the result held", _accumulates, symptom=UNSTEADY),
     Fault("rms_norm", "finds stale numbers in its scratch", _stale_scratch, symptom=UNSTEADY),
     Fault("rms_norm", "in place, reads what it has overwritten", _inplace_read_late),

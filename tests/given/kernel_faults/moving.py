@@ -54,7 +54,7 @@ def _offset_by_one(site: Site):
     )
 
 
-def _truncated(site: Site):
+def _truncate_bf16(site: Site):
     """bf16 by cutting bits off instead of rounding."""
     if site.attrs["dtype"] is not DType.BF16 or site.src[0].dtype.kind != "f":
         return None
@@ -71,7 +71,7 @@ def _through_half(site: Site):
     return half(site.src[0]) if site.attrs["dtype"] is DType.F32 and site.src[0].dtype.kind == "f" else None
 
 
-def _interleaved(site: Site):
+def _interleave_repeats(site: Site):
     """Repeats each entry in turn instead of the whole."""
     shape = site.dst[0].shape
     x = np.expand_dims(site.exact(0), tuple(range(len(shape) - site.src[0].ndim)))
@@ -98,8 +98,8 @@ def _acc_overwrites(site: Site):
     return REGISTRY["set"].run_reference([site.exact(0), site.exact(1)], dict(site.attrs))
 
 
-def _first_entries(site: Site, most: int) -> None:
-    site.dst[0].reshape(-1)[most:] = 0
+def _first_entries(site: Site, limit: int) -> None:
+    site.dst[0].reshape(-1)[limit:] = 0
 
 
 FAULTS = (
@@ -109,11 +109,11 @@ FAULTS = (
     after("set_rows", "store wider than the row", _clobbers_next),
     wrong("set_rows", "ids of the first entry for all", _ids_of_first),
     wrong("concat", "second half one too far", _offset_by_one),
-    wrong("cast", "bf16 cut instead of rounded", _truncated),
+    wrong("cast", "bf16 cut instead of rounded", _truncate_bf16),
     wrong("cast", "rounds to integers", _rounds, symptom=WRONG_INTEGER),
     wrong("cast", "through float16", _through_half),
     wrong("cont", "through float16", lambda s: half(s.src[0]) if s.src[0].dtype.kind == "f" else None),
-    wrong("repeat", "entries in turn instead of the whole", _interleaved, symptom=WRONG_INTEGER),
+    wrong("repeat", "entries in turn instead of the whole", _interleave_repeats, symptom=WRONG_INTEGER),
     wrong(
         "pad",
         "left and right exchanged",

@@ -54,10 +54,10 @@ def _last_tile_row(site: Site) -> None:
 
 
 def _bf16_operands(site: Site):
-    def cut(x):
+    def truncate_to_bf16(x):
         return (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
 
-    return site.right([site.src[0], cut(site.exact(1))])
+    return site.right([site.src[0], truncate_to_bf16(site.exact(1))])
 
 
 def _first_expert(site: Site):
@@ -81,7 +81,7 @@ def _experts_clamped(site: Site):
     return site.right([*site.src[:2], np.clip(site.exact(2), first, first + own - 1)]) if own else None
 
 
-def _other_rows_kept(site: Site):
+def _other_rows_unwritten(site: Site):
     """Entries of experts on other devices stay what they were."""
     out, ids = site.right()[0], site.exact(2)
     first, own = int(site.attrs["first"]), site.src[0].shape[0]
@@ -173,7 +173,7 @@ FAULTS = (
     wrong("mul_mat_id", "ids of the first token for all", _ids_of_first_token),
     wrong("mul_mat_id", "part of the experts taken to begin at the first", lambda s: s.right(first=0)),
     wrong("mul_mat_id", "experts elsewhere clamped into the part", _experts_clamped),
-    wrong("mul_mat_id", "entries of experts elsewhere left as they were", _other_rows_kept, symptom=UNSTEADY),
+    wrong("mul_mat_id", "entries of experts elsewhere left as they were", _other_rows_unwritten, symptom=UNSTEADY),
     wrong("attention", "head groups tiled instead of neighbours", _heads_tiled),
     wrong("attention", "last cell not read", _last_cell),
     wrong("attention", "a row masked entirely is the mean", _masked_rows_mean),

@@ -90,7 +90,7 @@ def _decayed_in_float16(x):
         return x.astype(np.float16).astype(np.float64)
 
 
-def _shifted(site: Site):
+def _shift_window(site: Site):
     """The window begins one token late."""
     x = site.exact(0)
     return site.right([np.roll(x, -1, axis=-2), site.src[1]])
@@ -109,7 +109,7 @@ def _state_lost(site: Site):
 
 FAULTS: tuple[Fault, ...] = (
     wrong("ssm_conv", "taps reversed", _operand(1, lambda w: w[:, ::-1])),
-    wrong("ssm_conv", "window one token late", _shifted),
+    wrong("ssm_conv", "window one token late", _shift_window),
     wrong("gated_delta_net", "heads interleaved for tiled", _other_heads),
     wrong("gated_delta_net", "gate on the wrong axis", _gate_on_values),
     wrong("gated_delta_net", "state transposed", _state_transposed),

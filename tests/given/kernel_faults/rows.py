@@ -15,10 +15,10 @@ def _rms(site: Site, count=None, eps=None, outside=False):
     return x / (np.sqrt(mean) + e) if outside else x / np.sqrt(mean + e)
 
 
-def _columns(site: Site, most: int):
+def _columns(site: Site, limit: int):
     """Columns past the block size do not count."""
     x = site.exact(0)
-    mean = (x[..., :most] ** 2).sum(-1, keepdims=True) / x.shape[-1]
+    mean = (x[..., :limit] ** 2).sum(-1, keepdims=True) / x.shape[-1]
     return x / np.sqrt(mean + site.attrs["eps"])
 
 

@@ -55,7 +55,7 @@ def weights(name: str, shape: tuple[int, ...], seed: int) -> npt.NDArray[np.floa
     return x.astype(np.float32)
 
 
-def written(name: str, folder: Path) -> Path:
+def write_model(name: str, folder: Path) -> Path:
     """The whole model as a file in ``folder``."""
     with np.load(FOLDER / f"{name}.npz") as packed:
         head, tensors, seed = packed["head"].tobytes(), json.loads(packed["tensors"].tobytes()), int(packed["seed"])

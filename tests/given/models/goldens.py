@@ -39,7 +39,7 @@ F64 = npt.NDArray[np.float64]
 
 
 def layers_with_experts(name: str) -> int:
-    return sum(tensor.endswith("ffn_gate_inp.weight") for tensor in opened(name).tensors)
+    return sum(tensor.endswith("ffn_gate_inp.weight") for tensor in open_fixture(name).tensors)
 
 
 def path_of(name: str) -> Path:
@@ -51,7 +51,7 @@ def decode_graph(name: str) -> Graph:
     return open_model(path_of(name), header_only=True).graph(Step(1, 1, 64, 64, 1))
 
 
-def opened(name: str) -> Gguf:
+def open_fixture(name: str) -> Gguf:
     return open_gguf(path_of(name))
 
 
@@ -65,7 +65,7 @@ def golden(name: str) -> tuple[list[int], F64]:
     return tokens_of(name), np.load(FIXTURES / name / "logits.npy").astype(np.float64)
 
 
-def limit(name: str) -> float:
+def allowed_nmse(name: str) -> float:
     """The NMSE that a backend may have which rounds activations to 8 bits before they meet quantised weights."""
     row = INDEX[name]
     return float(row["tol_half" if any(t[0] in "QIM" for t in row["types"]) else "tol_f32"])
@@ -84,7 +84,7 @@ def nmse(got: npt.ArrayLike, want: npt.ArrayLike) -> float:
 
 
 @cache
-def alone(name: str, exact: bool = False) -> npt.NDArray[np.float32]:
+def single_device_logits(name: str, exact: bool = False) -> npt.NDArray[np.float32]:
     """The logits of one device, all tokens in one batch."""
     session = Session(open_model(path_of(name)), on=Group(exact=exact, **FLOAT_CACHES))
     return session.evaluate([tokens_of(name)], every_position=True)[0]

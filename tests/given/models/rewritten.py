@@ -55,10 +55,10 @@ def with_blocks_ahead(path: Path, source: Path, pull: float, count: int = 1, see
             tensors |= {f"{new}nextn.{n.removeprefix('output_').replace('hc', 'hc_head')}": a for n, a in heads.items()}
         else:
             tensors[f"{new}nextn.shared_head_norm.weight"] = norm(width)
-    return written(path, source, tensors, like, block_count=first + count, nextn_predict_layers=count)
+    return write_fixture(path, source, tensors, like, block_count=first + count, nextn_predict_layers=count)
 
 
-def written(path: Path, source: str | Path, tensors: Tensors, like: int = -1, **keys: int) -> Model:
+def write_fixture(path: Path, source: str | Path, tensors: Tensors, like: int = -1, **keys: int) -> Model:
     """A fixture, or the model of another file, with these tensors and counts in its metadata, written and opened; what
     the metadata say of each block they say of new ones as of the one they are `like`."""
     fields = GGUFReader(path_of(source) if isinstance(source, str) else source).fields

@@ -31,19 +31,19 @@ def from_qwen(kind: str) -> bool:
 def shapes(kind: str, *, fused: bool = True, gate: bool = True) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The tensors of a file: the rows of a matrix are what it gives.  RWKV 6 may have shares one by one instead of
     ``fused``, models made from Qwen by RWKV 7 may have no gate."""
-    made, seven = from_qwen(kind), kind.endswith("7")
+    from_qwen_model, seven = from_qwen(kind), kind.endswith("7")
     yield "token_embd.weight", (WORDS, WIDTH)
     yield "output.weight", (WORDS, WIDTH)
-    norms = ["output_norm"] if made else ["output_norm", "token_embd_norm"]
+    norms = ["output_norm"] if from_qwen_model else ["output_norm", "token_embd_norm"]
     for i in range(LAYERS):
-        norms += [f"blk.{i}.attn_norm", f"blk.{i}.{'ffn_norm' if made else 'attn_norm_2'}"]
+        norms += [f"blk.{i}.attn_norm", f"blk.{i}.{'ffn_norm' if from_qwen_model else 'attn_norm_2'}"]
         mix = f"blk.{i}.time_mix_"
         few = SHARED * SIZE if kind == "rwkv6qwen2" else WIDTH
         yield mix + "receptance.weight", (WIDTH, WIDTH)
         yield mix + "key.weight", (few, WIDTH)
         yield mix + "value.weight", (few, WIDTH)
         yield mix + "output.weight", (WIDTH, WIDTH)
-        if not made:
+        if not from_qwen_model:
             yield mix + "ln.weight", (WIDTH,)
             yield mix + "ln.bias", (WIDTH,)
         if seven:
@@ -66,11 +66,11 @@ def shapes(kind: str, *, fused: bool = True, gate: bool = True) -> Iterator[tupl
             yield mix + "decay.weight", (WIDTH,)
             yield mix + "decay_w1.weight", (RANK, WIDTH)
             yield mix + "decay_w2.weight", (WIDTH, RANK)
-            if made:
+            if from_qwen_model:
                 yield from ((f"{mix}{k}.bias", (n,)) for k, n in (("receptance", WIDTH), ("key", few), ("value", few)))
             else:
                 yield mix + "first.weight", (HEADS, SIZE)
-        if made:
+        if from_qwen_model:
             yield from ((f"blk.{i}.ffn_{k}.weight", (INNER, WIDTH)) for k in ("gate", "up"))
             yield f"blk.{i}.ffn_down.weight", (WIDTH, INNER)
         else:
@@ -82,13 +82,13 @@ def shapes(kind: str, *, fused: bool = True, gate: bool = True) -> Iterator[tupl
                 yield f"blk.{i}.channel_mix_receptance.weight", (WIDTH, WIDTH)
     for norm in norms:
         yield f"{norm}.weight", (WIDTH,)
-        if not made:
+        if not from_qwen_model:
             yield f"{norm}.bias", (WIDTH,)
 
 
 def tensors(kind: str, **form: bool) -> dict[str, npt.NDArray[np.float32]]:
     """Weights by chance, in which every part matters."""
-    rng, made = np.random.default_rng(7), {}
+    rng, arrays = np.random.default_rng(7), {}
     for name, shape in shapes(kind, **form):
         x = rng.standard_normal(shape)
         last = name.split(".")[-2]
@@ -100,8 +100,8 @@ def tensors(kind: str, **form: bool) -> dict[str, npt.NDArray[np.float32]]:
             x = 1.0 + 0.2 * x
         elif len(shape) > 1 and last not in ("token_embd", "time_mix_first"):
             x = x / np.sqrt(shape[-1])
-        made[name] = x.astype(np.float32)
-    return made
+        arrays[name] = x.astype(np.float32)
+    return arrays
 
 
 VOCABULARY = ["<s>", "a", "b", "ab", "abc", " ", "\\n", "\\t", "\\r", "\\\\", "\\'", '"', "\\xe4", "\\xbd", "\\xa0"]
@@ -109,7 +109,7 @@ VOCABULARY += ["\\xe4\\xbd\\xa0", "\\n\\n", "c", "bcd", "\\x00", "User", " the",
 """Tokens as files of RWKV have them: bytes in Python's spelling."""
 
 
-def written(kind: str, path: Path, **form: bool) -> Path:
+def write_rwkv_model(kind: str, path: Path, **form: bool) -> Path:
     """A model as a file; one that was made from Qwen has no vocabulary here."""
     writer = GGUFWriter(path, kind)
     writer.add_context_length(256)

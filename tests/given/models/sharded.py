@@ -24,7 +24,7 @@ RESULTS = FOLDER / "sharded.json"
 COUNTS = (2, 3)
 
 
-def measured(name: str) -> dict[str, float]:
+def measure_errors(name: str) -> dict[str, float]:
     """The NMSE of each number of devices."""
     own = name in rwkv.KINDS
     tokens = rwkv.TOKENS if own else golden(name)[0]
@@ -44,7 +44,7 @@ def write(names: list[str]) -> None:
     """Measure these models; a model is kept as soon as it is measured."""
     results = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
     for name in names:
-        results[name] = measured(name)
+        results[name] = measure_errors(name)
         sys.stdout.write(f"{name} {results[name]}\n")
         sys.stdout.flush()
         rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(results[key])}" for key in sorted(results))

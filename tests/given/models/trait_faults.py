@@ -194,7 +194,7 @@ def architecture(model: str) -> str:
     return model.rsplit("-", 1)[0]
 
 
-def noticed(fault: Fault, folder: Path) -> bool:
+def is_noticed(fault: Fault, folder: Path) -> bool:
     """Whether the fixture, a file in `folder` by now, is refused, cannot be computed, or has other logits."""
     tokens, want = golden(fault.model)
     with patch.object(models, "ARCHITECTURES", {architecture(fault.model): fault.row}):
@@ -218,7 +218,7 @@ def main() -> int:
             path = written(name, Path(folder))
             for fault in faults(name):
                 planted += 1
-                if not noticed(fault, Path(folder)):
+                if not is_noticed(fault, Path(folder)):
                     missed.append(str(fault))
             path.unlink()
     sys.stdout.write("".join(f"{fault}\n" for fault in missed))

@@ -47,7 +47,7 @@ def make_importable() -> None:
                 _LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
-def made(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
+def make_model(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
     """A model and a picture.  What begins as zeros or ones is random as well, so that nothing is hidden behind it."""
     make_importable()
     from torchvision import models

@@ -23,11 +23,11 @@ class DeadlockError(Exception):
     """Every device that is not done waits for another."""
 
 
-class Talk:
+class InterleavedComm:
     """`Comm` of one device: notes what is wanted and returns at once."""
 
-    def __init__(self, rank: int, size: int, mail: dict[tuple[int, int, int], Any]) -> None:
-        self.rank, self.size, self.mail = rank, size, mail
+    def __init__(self, rank: int, size: int, messages: dict[tuple[int, int, int], Any]) -> None:
+        self.rank, self.size, self.mail = rank, size, messages
         self.wish: Wish | None = None
 
     def all_reduce(self, source, into, scratch, sequence):
@@ -46,29 +46,31 @@ class Talk:
         self.wish = ("receive", sequence, (into, source))
 
 
-class Interleaved:
+class InterleavedPlan:
     """A plan with its memory; `run` is one run with the devices' turns drawn from a seed."""
 
     def __init__(self, plan: Plan, bind: Callable[[Store], None]) -> None:
         self.plan = plan
-        self.store = Store([(lane.backend, lane.device) for lane in plan.lanes])
+        self.store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.lanes])
         bind(self.store)
         self.buffers = list(self.store.buffers(plan).values())
         self.mail: dict[tuple[int, int, int], Any] = {}
-        self.talks = [Talk(d, len(plan.lanes), self.mail) for d in range(len(plan.lanes))]
+        self.talks = [InterleavedComm(d, len(plan.lanes), self.mail) for d in range(len(plan.lanes))]
         self.steps = []
-        for lane, buffers, talk in zip(plan.lanes, self.buffers, self.talks, strict=True):
-            programs = [dataclasses.replace(lane.program, instructions=(i,)) for i in lane.program.instructions]
-            self.steps.append([lane.backend.compile(p, buffers, lane.device, talk) for p in programs])
+        for device_plan, buffers, talk in zip(plan.lanes, self.buffers, self.talks, strict=True):
+            programs = [
+                dataclasses.replace(device_plan.program, instructions=(i,)) for i in device_plan.program.instructions
+            ]
+            self.steps.append([device_plan.backend.compile(p, buffers, device_plan.device, talk) for p in programs])
 
     def run(self, inputs: Mapping[str, Any], seed: int, poison: int | None = 0xFF) -> dict[str, Any]:
         """Outputs by name.  `poison` fills fresh memory; None means noise.  Raises `DeadlockError`."""
         dice = random.Random(seed)
-        for lane, buffers in zip(self.plan.lanes, self.buffers, strict=True):
+        for device_plan, buffers in zip(self.plan.lanes, self.buffers, strict=True):
             arena = buffers[0]
             arena[...] = np.random.default_rng(seed).integers(0, 256, arena.size) if poison is None else poison
-            for name, tensor in lane.program.inputs.items():
-                lane.backend.view(buffers[tensor.buffer], tensor)[...] = inputs[name]
+            for name, tensor in device_plan.program.inputs.items():
+                device_plan.backend.view(buffers[tensor.buffer], tensor)[...] = inputs[name]
         at = [0] * len(self.steps)
         while any(i < len(steps) for i, steps in zip(at, self.steps, strict=True)):
             able = [d for d, steps in enumerate(self.steps) if at[d] < len(steps) and self.talks[d].wish is None]
@@ -118,8 +120,8 @@ class Interleaved:
 
     def _outputs(self) -> dict[str, Any]:
         views = [
-            {name: lane.backend.view(buffers[t.buffer], t) for name, t in lane.program.outputs.items()}
-            for lane, buffers in zip(self.plan.lanes, self.buffers, strict=True)
+            {name: device_plan.backend.view(buffers[t.buffer], t) for name, t in device_plan.program.outputs.items()}
+            for device_plan, buffers in zip(self.plan.lanes, self.buffers, strict=True)
         ]
         return {
             name: assembled(

@@ -62,7 +62,7 @@ def difference(got: np.ndarray, want: np.ndarray) -> str:
     return "" if worst <= WORST and nmse <= NMSE else f"differs by {worst:.1e}, NMSE of the worst row {nmse:.1e}"
 
 
-def compared(got: list[Mapping[str, np.ndarray]], want: list[Mapping[str, np.ndarray]]) -> str:
+def compare_results(got: list[Mapping[str, np.ndarray]], want: list[Mapping[str, np.ndarray]]) -> str:
     for what, mine, theirs in zip(("first run", "second run", "states"), got, want, strict=True):
         for name, array in theirs.items():
             if why := difference(np.asarray(mine[name]), np.asarray(array)):
@@ -85,31 +85,31 @@ def options(graph: Graph, dice: random.Random) -> Iterator[tuple[str, int, dict[
     for mode in ("none", "layer", "tensor", "auto", "cut", "cut", "placed"):
         n = dice.randint(1, 5)
         shares = [dice.choice([0, 1, 1, 2, 5]) for _ in range(dice.randint(0, n - 1))] + [1]
-        given: dict[str, object] = {"tensor_split": shares if dice.random() < 0.7 else ()}
+        options_of_plan: dict[str, object] = {"tensor_split": shares if dice.random() < 0.7 else ()}
         if mode in ("tensor", "auto"):
-            given["hardware"] = SLOW if dice.random() < 0.8 else Hardware()
+            options_of_plan["hardware"] = SLOW if dice.random() < 0.8 else Hardware()
         if mode == "cut":
             own = random.Random(dice.random())
-            given["choose"] = lambda g, f, own=own: some_that_fit(g, f, own)
+            options_of_plan["choose"] = lambda g, f, own=own: some_that_fit(g, f, own)
         elif mode == "placed":
-            given |= {"split_mode": dice.choice(("tensor", "auto", "layer", "none")), "hardware": SLOW}
-            given["place"] = [(f"^{placed}$", f"reference:{dice.randrange(n)}")]
+            options_of_plan |= {"split_mode": dice.choice(("tensor", "auto", "layer", "none")), "hardware": SLOW}
+            options_of_plan["place"] = [(f"^{placed}$", f"reference:{dice.randrange(n)}")]
         else:
-            given["split_mode"] = mode
-        yield f"{mode} {n} {given['tensor_split']} {given.get('place', '')}", n, given
+            options_of_plan["split_mode"] = mode
+        yield f"{mode} {n} {options_of_plan['tensor_split']} {options_of_plan.get('place', '')}", n, options_of_plan
     own, n = random.Random(dice.random()), dice.choice((4, 6))
-    given = {"split_mode": "layer,tensor", "hardware": SLOW, "choose": lambda g, f: some_that_fit(g, f, own)}
-    yield f"layer,tensor {n}", n, given
+    options_of_plan = {"split_mode": "layer,tensor", "hardware": SLOW, "choose": lambda g, f: some_that_fit(g, f, own)}
+    yield f"layer,tensor {n}", n, options_of_plan
 
 
-def ways_tried(graph: Graph, seed: int) -> Iterator[tuple[str, str]]:
+def try_all_modes(graph: Graph, seed: int) -> Iterator[tuple[str, str]]:
     """Each way to plan `graph`, and what is wrong with it; empty if nothing is."""
     dice, values = random.Random(seed), values_of(graph, seed)
     want = results(plan_for(graph, [find("reference:0")]), values)
-    for name, n, given in options(graph, dice):
+    for name, n, options_of_plan in options(graph, dice):
         try:
-            made = plan_for(graph, [find(f"reference:{d}") for d in range(n)], **given)
-            yield name, compared(results(made, values), want)
+            new_plan = plan_for(graph, [find(f"reference:{d}") for d in range(n)], **options_of_plan)
+            yield name, compare_results(results(new_plan, values), want)
         except HocketError as why:
             fault = str(why)
             yield name, "" if any(why in fault for why in MAY_BE_REFUSED) else f"refused: {fault}"

@@ -67,10 +67,10 @@ def be_patient(fault: str) -> None:
         world.SILENCE_TIMEOUT_SECONDS = SOON if rank == 1 and fault in GONE else HOUR
         listen(self, rank, now)
 
-    def taken(self, source, channel, timeout=None):
+    def take_late(self, source, channel, timeout=None):
         return take(self, source, channel, timeout if source == 1 and fault in LATE else timeout and HOUR)
 
-    world.World._read_heartbeat, world.World.receive_packet = heard, taken
+    world.World._read_heartbeat, world.World.receive_packet = heard, take_late
 
 
 def main(fault: str, words: list[str]) -> int:
@@ -78,12 +78,12 @@ def main(fault: str, words: list[str]) -> int:
     if fault in AT_A_TOKEN and MINE:
         plain, numbers = generate.broadcast_token, count()
 
-        def agreed(session, token):
+        def agree_or_fail(session, token):
             if next(numbers) == MOMENT:
                 AT_A_TOKEN[fault]()
             return plain(session, token)
 
-        generate.broadcast_token = agreed
+        generate.broadcast_token = agree_or_fail
     if fault == "another hocket" and MINE:
         cli.__version__ = hocket.__version__ + ".1"
     if fault == "another numpy" and MINE:

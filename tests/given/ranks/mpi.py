@@ -20,7 +20,7 @@ needs_mpi = pytest.mark.skipif(
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessResult:
     code: int
     out: str
     err: str
@@ -35,7 +35,7 @@ def mpiexec(ranks, *words):
     """Run ``python WORDS`` in so many processes, which reach each other through this machine only."""
     command = [str(MPIEXEC), "-iface", "lo", "-n", str(ranks), sys.executable, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HOUR, stdin=subprocess.DEVNULL, check=False)
-    return Ended(done.returncode, done.stdout, done.stderr)
+    return ProcessResult(done.returncode, done.stdout, done.stderr)
 
 
 def hocket_in(ranks, *words, fault="none"):

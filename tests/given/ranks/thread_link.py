@@ -19,9 +19,9 @@ from ..waits import HOUR
 class ThreadLink:
     """One thread's end; `mail` is shared by all of them."""
 
-    def __init__(self, rank, size, mail, memory, *, hosts=1):
+    def __init__(self, rank, size, messages, memory, *, hosts=1):
         self.rank, self.size, self.host = rank, size, f"machine{rank % hosts}"
-        self._mail, self._memory = mail, memory
+        self._mail, self._memory = messages, memory
 
     def send(self, to, channel, packet):
         self._mail[self.rank, to, channel].append(packet.copy())
@@ -43,10 +43,10 @@ class ThreadLink:
 
 def in_threads(size, run, *, hosts=1):
     """What ``run(world)`` gives on each of `size` ranks, once all have left; raises what the first of them raised."""
-    mail, memory = defaultdict(deque), {"lock": threading.Lock()}
+    messages, memory = defaultdict(deque), {"lock": threading.Lock()}
 
     def one(rank):
-        world = World(ThreadLink(rank, size, mail, memory, hosts=hosts))
+        world = World(ThreadLink(rank, size, messages, memory, hosts=hosts))
         try:
             result = run(world)
             world.leave()
