@@ -12,13 +12,13 @@ from hocket.ops import REGISTRY
 from hocket.ops.quantisation import decode_array, encode_array
 
 from ..given.models.goldens import nmse
-from ..given.state_ways import inputs_of, ways
+from ..given.state_ways import inputs_of, state_graphs
 
 TYPES = ["f16", "bf16", "q8_0", "q4_0"]
 DEVICES = ["cpu:0", "cpu:0,cpu:1", "cpu:0,cpu:1,cpu:2"]
 
 
-WAYS = [(name, dtype) for dtype in TYPES for name, _ in ways(dtype)]
+WAYS = [(name, dtype) for dtype in TYPES for name, _ in state_graphs(dtype)]
 LOWEST = {"q4_0": -8, "q8_0": -127}
 """Where each block of 32 has such a number, the others down to it and up to one less lie on its grid."""
 
@@ -27,7 +27,7 @@ LOWEST = {"q4_0": -8, "q8_0": -127}
 @pytest.mark.parametrize(("way", "dtype"), WAYS)
 def test_a_state_holds_what_its_type_can_hold(way, dtype, devices):
     """All numbers are multiples of 1/32 below 4, so nothing is rounded, and the definition has the same bits."""
-    graph = dict(ways(dtype))[way]
+    graph = dict(state_graphs(dtype))[way]
     given = inputs_of(graph, LOWEST.get(dtype, -99))
     right, run = (hocket.load(hocket.plan(graph, on), {}) for on in ("reference:0", devices))
     for _ in range(3):

@@ -27,9 +27,9 @@ from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 from hocket.ops.quantisation import dequantise
 
-from ..given.packed_rows import RECORD, call, packed, rounded, target_of
+from ..given.packed_rows import RECORD, call, pack_rows, quantise_rows, target_of
 from ..given.random_rows import random_rows
-from ..given.waits import until
+from ..given.waits import wait_until
 
 RNG = np.random.default_rng(5)
 
@@ -39,8 +39,8 @@ RNG = np.random.default_rng(5)
 def test_packing_loses_nothing(dtype: DType):
     rows, columns = 37, 512 if dtype.block > 32 else 544  # the last unit is not whole
     raw = random_rows(dtype, rows, columns, RNG)
-    weight = packed(dtype, raw, columns)
-    assert np.array_equal(weight, packed(dtype, raw, columns, threads=3))
+    weight = pack_rows(dtype, raw, columns)
+    assert np.array_equal(weight, pack_rows(dtype, raw, columns, threads=3))
     ids, out, scratch = (
         RNG.permutation(rows).astype(np.int32),
         np.zeros((rows, columns), np.float32),
@@ -57,7 +57,7 @@ def test_packing_loses_nothing(dtype: DType):
 def test_activations_are_rounded_to_127_steps_of_the_largest_in_a_block(zero: int):
     x = RNG.standard_normal((5, 96)).astype(np.float32)
     x[1, :32], x[1, 40:48], x[2] = 0.0, 0.0, x[2] * np.float32(1e-38)
-    _, meant = rounded(x, zero)
+    _, meant = quantise_rows(x, zero)
     step = np.abs(x.reshape(5, -1, 16)).max(-1, keepdims=True) / 127
     assert (np.abs(meant - x).reshape(5, -1, 16) <= 0.5001 * step + 1e-45).all()
 
@@ -77,7 +77,7 @@ def test_a_number_that_is_none_makes_its_whole_block_so(bad: float):
 def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, count: int):
     rows, columns = 72, 768 if dtype.block > 32 else 864  # the last unit is not whole
     raw, x = random_rows(dtype, rows, columns, RNG), RNG.standard_normal((count, columns)).astype(np.float32)
-    weight, (q, meant) = packed(dtype, raw, columns), rounded(x, FORMATS[dtype].zero)
+    weight, (q, meant) = pack_rows(dtype, raw, columns), quantise_rows(x, FORMATS[dtype].zero)
     y = np.full((count, rows), np.nan, np.float32)
     form, blocks = FORMATS[dtype], products.blocks_of(FORMATS[dtype])
     slots, scratch = np.array([0, count, count, *range(count)], np.int32), np.zeros(2 * blocks.scratch, np.uint8)
@@ -171,7 +171,7 @@ def test_threads_of_a_device_end_with_it():
     assert len(helpers()) == 2
     del run, backend
     gc.collect()
-    until(lambda: not helpers())
+    wait_until(lambda: not helpers())
 
 
 def test_threads_of_a_device_follow_awake_or_asleep_whoever_calls():
@@ -181,7 +181,7 @@ def test_threads_of_a_device_follow_awake_or_asleep_whoever_calls():
     runs = [hocket.load(plan, weights) for _ in range(3)]
     wanted = runs[0].run(given)["y"]
     assert np.array_equal(runs[0].run(given)["y"], wanted), "awake"
-    until(lambda: (backend._crew._states[1:4] == ASLEEP).all())
+    wait_until(lambda: (backend._crew._states[1:4] == ASLEEP).all())
     assert np.array_equal(runs[1].run(given)["y"], wanted), "asleep"
     with ThreadPoolExecutor(3) as callers:
         results = callers.map(lambda run: [run.run(given)["y"] for _ in range(30)], runs)

@@ -18,7 +18,7 @@ from hocket.backends.cpu.simd import amx
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import bf16_to_f32, dequantise
 
-from ..given.packed_rows import call, met_by_tiles, packed, room, round_to_bf16, target_of
+from ..given.packed_rows import aligned_scratch, call, pack_rows, round_to_bf16, target_of, tile_operands
 from ..given.random_rows import random_rows
 
 RNG = np.random.default_rng(11)
@@ -41,7 +41,7 @@ def test_rows_are_rounded_side_by_side():
 def test_rows_are_rounded_in_several_ways_at_once(kinds: tuple[int, ...]):
     """As a norm's are where products with several types of weights read them."""
     x = RNG.standard_normal((37, 96)).astype(np.float32)
-    targets = [room(rounded_bytes(*x.shape, kind)) for kind in kinds]
+    targets = [aligned_scratch(rounded_bytes(*x.shape, kind)) for kind in kinds]
     words = [(target, rounded_bytes(1, 96, kind), kind) for target, kind in zip(targets, kinds, strict=True)]
     for target in targets:
         target[:] = 0
@@ -68,8 +68,8 @@ def test_a_product_is_that_of_weights_and_activations_in_tiles(dtype: DType, row
     """Rows that fill no tile, several panels of the weight, more columns than are expanded at once, two chunks or
     spans; by threads that take pieces as they come, of which the first one or the last does all."""
     raw, x = random_rows(dtype, rows, columns, RNG), RNG.standard_normal((count, columns)).astype(np.float32)
-    weight, threads = packed(dtype, raw, columns), 3
-    scratch, tickets = room(threads * tiled.SCRATCH), np.zeros(NBYTES, np.uint8)
+    weight, threads = pack_rows(dtype, raw, columns), 3
+    scratch, tickets = aligned_scratch(threads * tiled.SCRATCH), np.zeros(NBYTES, np.uint8)
     taken = tiled_weight(dtype)
     tiles, pitch = target_of(x, taken.rounding), rounded_bytes(1, columns, taken.rounding)
     words = (weight, raw.shape[1], rows, columns, tiles, pitch, count)
@@ -82,7 +82,7 @@ def test_a_product_is_that_of_weights_and_activations_in_tiles(dtype: DType, row
         assert not tickets.any(), "the last thread lays out new tickets"
         products.append(y)
     assert np.array_equal(*products, equal_nan=True)
-    w, v = met_by_tiles(dtype, dequantise(raw, dtype)), met_by_tiles(dtype, x)
+    w, v = tile_operands(dtype, dequantise(raw, dtype)), tile_operands(dtype, x)
     size = np.abs(v) @ np.abs(w).T
     assert (np.abs(y[:, :rows] - v @ w.T) <= 2e-6 * size + 1e-30).all(), "but for the order of float32 sums"
     assert np.isnan(y[:, rows:]).all(), "nothing is written beside the result"

@@ -18,18 +18,18 @@ from hocket.scheduler import load, plan_for
 
 from ..given.devices.emulation import WRONG_RESULTS, finding, needs_compiler
 from ..given.models.goldens import nmse, path_of, tokens_of
-from ..given.state_ways import inputs_of, ways
+from ..given.state_ways import inputs_of, state_graphs
 
 pytestmark = needs_compiler
 TYPES = ["f16", "bf16"]
 ONE = "cuda-emulated:0"
-WAYS = [(name, dtype) for dtype in TYPES for name, _ in ways(dtype)]
+WAYS = [(name, dtype) for dtype in TYPES for name, _ in state_graphs(dtype)]
 
 
 @pytest.mark.parametrize(("way", "dtype"), WAYS)
 def test_a_state_holds_what_its_type_can_hold(way: str, dtype: str) -> None:
     """Nothing is rounded, and the definition has the same bits, but for the order in which a product adds up."""
-    graph = dict(ways(dtype))[way]
+    graph = dict(state_graphs(dtype))[way]
     given = inputs_of(graph)
     right, run = (hocket.load(hocket.plan(graph, on), {}) for on in ("reference:0", ONE))
     assert run.store.nbytes()[0]["state"] == 2 * 9 * 64

@@ -22,7 +22,7 @@ from ..given.devices.emulation import needs_compiler
 from ..given.devices.fake_cupy import fake_cupy
 from ..given.devices.products import tiles_of
 from ..given.models.goldens import ROOT
-from ..given.waits import HOUR
+from ..given.waits import WAIT_SECONDS
 
 BENCHMARKS = str(ROOT / "benchmarks")
 sys.path.insert(0, BENCHMARKS)
@@ -237,7 +237,7 @@ def broken(tmp_path, monkeypatch):
     script = tmp_path / "broken.py"
     script.write_text(BROKEN, "utf-8")
     monkeypatch.setattr(gpu, "__file__", str(script))
-    monkeypatch.setattr(gpu, "STARTUP", HOUR)
+    monkeypatch.setattr(gpu, "STARTUP", WAIT_SECONDS)
     return Patient()
 
 
@@ -245,7 +245,7 @@ class Patient:
     """A part whose fourth case alone may take no more than two seconds."""
 
     def __init__(self):
-        self.limits = iter([HOUR, HOUR, HOUR, 2.0, HOUR, HOUR])
+        self.limits = iter([WAIT_SECONDS, WAIT_SECONDS, WAIT_SECONDS, 2.0, WAIT_SECONDS, WAIT_SECONDS])
 
     @property
     def limit(self):

@@ -26,7 +26,7 @@ from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load, plan, plan_for
 from hocket.scheduler.machines.simulated import simulate
 
-from ..given.devices.devices_meet import CASES, Rig, same, through_the_host
+from ..given.devices.devices_meet import CASES, CollectiveRig, same, through_the_host
 from ..given.devices.emulation import needs_compiler
 from ..given.devices.fake_cupy import fake_cupy
 from ..given.devices.fake_nccl import FakeNccl
@@ -117,7 +117,7 @@ def test_launches_of_a_program_follow_each_other_and_their_faults_are_reported(c
 @pytest.mark.parametrize("case", ["a few", "all_gather", "send"])
 def test_devices_meet_with_rccl(case, cupy, monkeypatch):
     parts = CASES[case](2)
-    wanted, rig = through_the_host(monkeypatch, parts), Rig(hip.HipBackend(), parts)
+    wanted, rig = through_the_host(monkeypatch, parts), CollectiveRig(hip.HipBackend(), parts)
     for _ in range(2):
         same(rig.run(), wanted)
     assert cupy.cuda.nccl.calls

@@ -35,7 +35,7 @@ from hocket.graph import Graph, input
 from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for
 
-from ..given.devices.devices_meet import Rig, reduced, same
+from ..given.devices.devices_meet import CollectiveRig, all_reduce_case, same
 from ..given.devices.emulation import needs_compiler
 from ..given.devices.fake_cupy import StreamError, fake_cupy
 from ..given.devices.fake_nccl import FakeNccl
@@ -197,8 +197,8 @@ def test_devices_that_reach_each_other_already_still_do(cupy):
 @needs_compiler
 def test_nobody_watches_a_stream_in_which_no_library_waits(cupy, monkeypatch):
     monkeypatch.setattr(HangWatchdog, "wait", fails)
-    parts = reduced(2, (40,))
-    rig = Rig(cuda.CudaBackend(), parts)
+    parts = all_reduce_case(2, (40,))
+    rig = CollectiveRig(cuda.CudaBackend(), parts)
     assert all(replay._meetings.transport.library is not None for replay in rig.replays)
     same(rig.run(), [[parts[0][0].source + parts[1][0].source]] * 2)
 

@@ -28,7 +28,7 @@ from hocket.scheduler.machines.catalogue import MACHINES
 from hocket.scheduler.machines.hardware import Counts
 from hocket.scheduler.machines.simulated import simulate
 
-from ..given.devices.emulation import Written, needs_compiler
+from ..given.devices.emulation import EditedSource, needs_compiler
 from ..given.devices.tools import needs
 
 pytestmark = pytest.mark.long()
@@ -54,7 +54,7 @@ template <int KIND> __global__ void walked(const __grid_constant__ Walked a) {
 }
 """
 NAMES = tuple(f"walked<{kind}>" for kind in range(4))
-SOURCE = Written(
+SOURCE = EditedSource(
     "planted.cu",
     NAMES,
     body="".join(f'#line 1 "prelude.cuh"\n{text_of(name)}' for name in Source("", ()).files[:-1]) + PLANTED,

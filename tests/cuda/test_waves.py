@@ -15,7 +15,7 @@ from hocket.conformance import Outcome, parse_case, run_case
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 
-from ..given.devices.emulation import FaultyDriver, Written, needs_compiler
+from ..given.devices.emulation import EditedSource, FaultyDriver, needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.long()]
 MATRICES, SUMS = "mul_mat(w=f16[64,256], x=f32[70,256])", "rms_norm(x=f32[3,4,130])"
@@ -65,7 +65,7 @@ def halves(how, mask="ALL_LANES"):
     """What a block of one wave makes of 0, 1, 2, ..."""
     before = "".join(text_of(name) for name in ("types.cuh", HIP, "prelude.cuh"))
     body = before + HALVES.replace("ALL_LANES", mask)
-    made = Written("halves.cu", (f"halves<{how}>",), instructions=HIP, body=body)
+    made = EditedSource("halves.cu", (f"halves<{how}>",), instructions=HIP, body=body)
     driver = EmulatedHipDriver()
     device = driver.device(0)
     memory = [driver.alloc(4 * 64, device) for _ in range(2)]

@@ -18,7 +18,7 @@ from hocket.frontends.pooling import RANK, pooling
 from hocket.frontends.session import Group, Session
 
 from ..given.models import architectures
-from ..given.models.goldens import FIXTURES, TINY, golden, limit, nmse, opened, path_of
+from ..given.models.goldens import FIXTURES, TINY, allowed_nmse, golden, nmse, open_fixture, path_of
 from ..given.models.spelled import write_llama
 
 
@@ -102,7 +102,7 @@ def test_stop_strings_end_the_text_before_them(model):
 def test_logits_and_scores_are_the_goldens():
     tokens, want = golden("qwen3")
     with hocket.Model(FIXTURES / "qwen3" / "model.gguf", exact=True) as model:
-        assert nmse(model.logits(tokens), want) <= limit("qwen3")
+        assert nmse(model.logits(tokens), want) <= allowed_nmse("qwen3")
         wanted = want[:-1] - np.log(np.exp(want[:-1].astype(np.float64)).sum(-1, keepdims=True))
         assert np.allclose(model.score(tokens), wanted[np.arange(len(tokens) - 1), tokens[1:]], atol=1e-3)
 
@@ -111,7 +111,7 @@ def test_logits_and_scores_are_the_goldens():
 def test_embeddings_are_what_the_output_matrix_reads(devices):
     """The matrix, times each token's vector, gives the logits; their mean is the embedding."""
     tokens, want = golden("qwen3")
-    gguf = opened("qwen3")
+    gguf = open_fixture("qwen3")
     table = gguf.tensors["output.weight" if "output.weight" in gguf.tensors else "token_embd.weight"]
     with hocket.Model(FIXTURES / "qwen3" / "model.gguf", devices=devices, split_mode="tensor", exact=True) as model:
         one = np.stack([model.embed([tokens[: i + 1]], normalise=False)[0] * (i + 1) for i in range(4)])
@@ -124,7 +124,7 @@ def test_embeddings_are_what_the_output_matrix_reads(devices):
 
 def test_an_encoder_makes_a_vector_of_a_whole_text_and_has_no_logits(tmp_path):
     tokens, want = architectures.golden("bert-encoder")
-    path = architectures.written("bert-encoder", tmp_path)
+    path = architectures.write_model("bert-encoder", tmp_path)
     session = Session(open_model(path), on=Group(exact=True), batch=4)
     (rows,) = session.evaluate([tokens], every_position=True, hidden=True)
     assert nmse(rows[-len(want) :], want) <= 1e-10
@@ -248,7 +248,7 @@ def test_embed_names_the_line_that_has_no_text(capsys, monkeypatch):
 
 
 def test_an_error_names_the_tokens_and_the_limit_of_an_encoder(tmp_path):
-    path = architectures.written("bert-encoder", tmp_path)
+    path = architectures.write_model("bert-encoder", tmp_path)
     with hocket.Model(path) as model:
         length = model.context + 5
         with pytest.raises(hocket.ModelError, match=f"text 1 of 1 has {length} tokens, .* holds {model.context}"):

@@ -17,7 +17,7 @@ from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Group, Session
 
-from ..given.models.architectures import written
+from ..given.models.architectures import write_model
 from ..given.models.goldens import nmse, path_of
 
 TOKENS = [5, 17, 33, 2, 60, 41, 8, 19, 77, 3]
@@ -67,7 +67,7 @@ def test_what_several_devices_save_one_can_load(saved, group, tmp_path):
 @pytest.mark.parametrize("model", ["deepseek4-moe", "deepseek2-moe", "glm5-next-moe", "qwen4exp-moe"])
 @pytest.mark.parametrize("context", [24, 64, 101])
 def test_compressed_caches_go_on_in_a_context_of_another_size(model, context, tmp_path):
-    compressed = open_model(written(model, tmp_path))
+    compressed = open_model(write_model(model, tmp_path))
     first = Session(compressed, on=DEVICE_GROUPS["one"], context=40, sequences=2)
     tokens = [TOKENS[:3], [*TOKENS, *TOKENS[3:]]]
     first.evaluate(tokens)

@@ -25,7 +25,7 @@ from ..given.ranks import meetings
 from ..given.ranks.meetings import CASES, run_cases, sends_along_a_chain, sums_in_the_narrowest_dtype
 from ..given.ranks.mpi import left_behind, mpiexec, needs_mpi
 from ..given.ranks.thread_link import ThreadLink, in_threads
-from ..given.waits import HOUR
+from ..given.waits import WAIT_SECONDS
 
 
 def cases(*left_out):
@@ -44,14 +44,14 @@ def run_on(members, case):
 
 @cases()
 def test_devices_of_one_process_meet(case):
-    meeting = ThreadGroup(3, HOUR)
+    meeting = ThreadGroup(3, WAIT_SECONDS)
     run_on([meeting.member(rank) for rank in range(3)], case)
 
 
 @cases(sends_along_a_chain)
 def test_devices_of_one_process_meet_in_teams(case):
     """Letters go by the numbers of all devices, so that a chain of a team is none."""
-    teams = Teams([(0, 2), (1, 3), (0, 2), (1, 3)], HOUR)
+    teams = Teams([(0, 2), (1, 3), (0, 2), (1, 3)], WAIT_SECONDS)
     run_on([teams.member(number) for number in range(4)], case)
 
 
@@ -73,7 +73,7 @@ def test_cuda_devices_meet(case, cuda_like):
 @needs_compiler
 @cases(sums_in_the_narrowest_dtype, sends_along_a_chain)
 def test_cuda_devices_meet_in_teams(case, cuda_like):
-    teams = [JoinedDevices(cuda_like, numbers, everybody=4) for numbers in ((0, 2), (1, 3))]
+    teams = [JoinedDevices(cuda_like, numbers, group_size=4) for numbers in ((0, 2), (1, 3))]
     run_on([team.member(rank) for team in teams for rank in range(2)], case)
 
 
@@ -112,7 +112,7 @@ def test_no_byte_goes_to_another_rank_twice(op, times, monkeypatch):
     monkeypatch.setattr(ThreadLink, "send", noted)
 
     def run(world):
-        place = meetings.meeting(world, (2, 2))
+        place = meetings.make_communicator(world, (2, 2))
         into, parts = np.empty(4 * count, np.float32), [[(slice(0, count), slice(0, count))]] * 4
 
         def meet(member):

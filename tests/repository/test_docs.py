@@ -24,7 +24,7 @@ from hocket.frontends.session import Group, Session
 from hocket.ops.page import build_page
 from hocket.scheduler import planner
 
-from ..given.models.goldens import ROOT, golden, limit, nmse, opened
+from ..given.models.goldens import ROOT, allowed_nmse, golden, nmse, open_fixture
 
 DOCS = ROOT / "docs"
 
@@ -177,9 +177,9 @@ def test_the_row_of_the_guide_gives_the_logits_of_llama_cpp_and_another_does_not
     tokens, want = golden("qwen3")
     for family, is_right in ((written, True), (replace(written, qk_norm="after"), False)):
         monkeypatch.setattr(models, "ARCHITECTURES", {"qwen3": family})
-        session = Session(models.load_model(opened("qwen3")), on=Group(exact=True))
+        session = Session(models.load_model(open_fixture("qwen3")), on=Group(exact=True))
         got = session.evaluate([tokens], every_position=True)[0]
-        assert (nmse(got, want) <= limit("qwen3")) == is_right
+        assert (nmse(got, want) <= allowed_nmse("qwen3")) == is_right
 
 
 def test_the_graphs_on_the_page_of_formats_are_read():

@@ -18,12 +18,12 @@ from hocket.scheduler.sharding.factors import Factors
 
 from ..given.graphs.random_graphs import seeded_graph
 from ..given.graphs.wide_graphs import OPS, SAMPLES, wide_graph
-from ..given.plans.ways import SLOW, compared, results, values_of, ways_tried
+from ..given.plans.ways import SLOW, compare_results, results, try_all_modes, values_of
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_plan_of_a_random_graph_gives_what_one_device_gives(seed):
-    faults = [f"{mode}: {fault}" for mode, fault in ways_tried(wide_graph(seed), seed) if fault]
+    faults = [f"{mode}: {fault}" for mode, fault in try_all_modes(wide_graph(seed), seed) if fault]
     assert not faults
 
 
@@ -90,7 +90,7 @@ def test_a_graph_that_was_once_refused_is_planned_and_right(case, mode):
     one = results(plan_for(graph, [find("reference:0")]), values)
     group = [find(f"reference:{d}") for d in range(3)]
     plan = plan_for(graph, group, split_mode=mode, hardware=SLOW, tensor_split=(2, 1, 1))
-    assert not compared(results(plan, values), one)
+    assert not compare_results(results(plan, values), one)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -107,4 +107,4 @@ def test_whatever_factors_a_caller_chooses_the_plan_is_right(seed):
     values = values_of(graph, seed)
     group = [find(f"reference:{i}") for i in range(3)]
     got = results(plan_for(graph, group, choose=any_two), values)
-    assert not compared(got, results(plan_for(graph, group[:1]), values))
+    assert not compare_results(got, results(plan_for(graph, group[:1]), values))

@@ -12,7 +12,7 @@ from hocket.frontends.commands.plan import read_step_graph
 from hocket.frontends.models import Step, load_model
 
 from ..given.graphs.pictured import PICTURED, vision_transformer
-from ..given.models.goldens import opened
+from ..given.models.goldens import open_fixture
 from ..given.models.large_headers import qwen_80b
 
 
@@ -45,7 +45,7 @@ def test_graphviz_draws_any_graph_that_is_folded(name):
 
 
 def test_states_of_layers_are_updated_in_the_one_that_is_drawn():
-    dot = to_dot(load_model(opened("llama")).graph(Step(1, 1, 16, 16, 1)))
+    dot = to_dot(load_model(open_fixture("llama")).graph(Step(1, 1, 16, 16, 1)))
     assert dot.count('label="update"') >= 2
     drawn(dot)
 

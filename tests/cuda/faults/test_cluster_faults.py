@@ -22,7 +22,7 @@ from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for
 
-from ...given.devices.disordered import Disordered
+from ...given.devices.disordered import RacyDriver
 from ...given.devices.emulation import WRONG_RESULTS, FaultyDriver, finding, needs_compiler
 from ...given.devices.products import dense, tiles_of
 
@@ -129,7 +129,7 @@ def test_without_a_mistake_nothing_is_found():
 
 def disorders(*edit: str) -> list[str]:
     """Two blocks of a cluster have six stages, of which four have room."""
-    driver = Disordered(FILE, *edit) if edit else AccessLogDriver()
+    driver = RacyDriver(FILE, *edit) if edit else AccessLogDriver()
     backend = AccessLogBackend(driver)
     node = ops.mul_mat(weight("w", (130, 328), DType.BF16), input("x", (130, 328)), exact=False)
     with by_clusters():

@@ -23,10 +23,10 @@ from hocket.graph import DType
 
 from ...given.devices.attention import by_warps
 from ...given.devices.chains import COUNTED, ran
-from ...given.devices.delta_launches import aligned, operand
-from ...given.devices.emulation import Written, needs_compiler
+from ...given.devices.delta_launches import copy_aligned, operand
+from ...given.devices.emulation import EditedSource, needs_compiler
 from ...given.devices.products import tiles_of
-from ...given.devices.recorded import MORE, unlike_page
+from ...given.devices.recorded import MORE, find_access_regressions
 
 pytestmark = [needs_compiler, pytest.mark.long()]
 SIZE, SUMMED = 1024, 1 << 15
@@ -42,7 +42,7 @@ template <class Number> __global__ void walked(const __grid_constant__ Walked a)
 }
 """
 NAMES = ("walked<float>", "walked<double>")
-SOURCE = Written(
+SOURCE = EditedSource(
     "walked.cu",
     NAMES,
     body="".join(text_of(name) for name in Source("", ()).files[:-1]) + PLANTED,
@@ -121,7 +121,7 @@ def test_kernels_of_the_main_path_ask_for_no_more_than_they_must(case):
     """As often as is recorded, and with as much under way; docs/add-a-cuda-kernel.md says how the page is written."""
     found = collect_counters([case])
     assert found
-    assert [why for counted in found for why in (*list_violations(counted), *unlike_page(counted))] == []
+    assert [why for counted in found for why in (*list_violations(counted), *find_access_regressions(counted))] == []
 
 
 @pytest.mark.parametrize("kernel", COUNTED)
@@ -134,7 +134,7 @@ def test_kernels_of_chains_ask_for_no_more_than_they_must(kernel):
 
 def test_a_sum_over_devices_asks_for_no_more_than_it_must():
     """Of a device that reads half of either summand, and writes it to both results."""
-    x, y, sum_x, sum_y = (aligned(np.ones(SUMMED, np.float32)) for _ in range(4))
+    x, y, sum_x, sum_y = (copy_aligned(np.ones(SUMMED, np.float32)) for _ in range(4))
     room = np.zeros(1 << 20, np.uint8)  # for signals, the board and what is pushed: the sum touches none
     offers = [collective.Offer(operand(x), operand(sum_x)), collective.Offer(operand(y), operand(sum_y))]
     peers = tuple(collective.Peer(room.ctypes.data, 0, room.ctypes.data, {0: offer}) for offer in offers)

@@ -16,8 +16,17 @@ from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case
 
-from ...given.devices.delta_launches import ORDERS, Problem, bind, problem, reference, run, with_slots, worst
-from ...given.devices.disordered import Disordered
+from ...given.devices.delta_launches import (
+    ORDERS,
+    Problem,
+    bind,
+    compute_worst_errors,
+    problem,
+    reference,
+    run,
+    with_slots,
+)
+from ...given.devices.disordered import RacyDriver
 from ...given.devices.emulation import needs_compiler, with_fault
 
 pytestmark = needs_compiler
@@ -69,7 +78,9 @@ def found(make: Callable[[], Problem], file: str = "", good: str = "", bad: str 
             run(items, order)
         except LaunchError as why:
             return str(why)
-        whole = max(worst(got, right)[0] for got, right in zip((bound.out, bound.new), wanted, strict=True))
+        whole = max(
+            compute_worst_errors(got, right)[0] for got, right in zip((bound.out, bound.new), wanted, strict=True)
+        )
         if not whole <= 1e-7:
             return f"the error is {whole:.1e}"
         outs.append(bound.out)
@@ -308,7 +319,7 @@ PROMPT = (
 def test_what_blocks_of_a_cluster_share_is_in_order(name: str | None, monkeypatch):
     """Numbers are right without: blocks are never far from each other."""
     monkeypatch.setattr(binding, "BLOCKS", 2)
-    driver = Disordered(CLUSTERS, *HIDDEN[name]) if name else AccessLogDriver()
+    driver = RacyDriver(CLUSTERS, *HIDDEN[name]) if name else AccessLogDriver()
     backend = AccessLogBackend(driver)
     assert run_case(parse_test_case(PROMPT), backend, backend.device(0)).outcome is Outcome.PASS
     pairs = list_races(driver.take_log(), driver.memory)

@@ -12,7 +12,7 @@ from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import StepError
 from hocket.scheduler import load, plan_for
 
-from ...given.devices.edited import EditedDriver, written
+from ...given.devices.edited import EditedDriver, edit_kernels
 from ...given.devices.emulation import needs_compiler
 from ...given.random_rows import random_rows
 
@@ -64,12 +64,12 @@ PLANTED = {
 
 @pytest.mark.parametrize("what", PLANTED)
 def test_what_is_done_too_early_is_found(what):
-    found = faults_of(written(*PLANTED[what]))
+    found = faults_of(edit_kernels(*PLANTED[what]))
     assert found
     assert not what.endswith("never waits") or any("never waits for the launches before" in why for why in found)
 
 
 def test_a_kernel_that_asks_for_memory_that_is_not_its_own_is_stopped():
-    edit = written("dense.cu", "prefetch(w[r] + line)", "prefetch(w[r] + (line << 32))")
+    edit = edit_kernels("dense.cu", "prefetch(w[r] + line)", "prefetch(w[r] + (line << 32))")
     with pytest.raises(StepError, match="touches memory"):
         faults_of(edit)

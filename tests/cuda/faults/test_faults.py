@@ -19,7 +19,7 @@ from hocket.conformance.generate_cases import quick_cases
 from hocket.graph import DType
 from hocket.ops import REGISTRY
 
-from ...given.devices.emulation import FaultyDriver, Written, needs_compiler
+from ...given.devices.emulation import EditedSource, FaultyDriver, needs_compiler
 
 pytestmark = needs_compiler
 BEFORE = [text_of(name) for name in ("types.cuh", "cuda.cuh", "prelude.cuh")]
@@ -68,7 +68,7 @@ FAULTS = {
 }
 CASES = [(*how, fault, said) for how, faults in FAULTS.items() for fault, said in {"NONE": None, **faults}.items()]
 NAMES = tuple(f"{kernel}<{fault}>" for kernel, *_, fault, _ in CASES)
-SOURCE = Written("planted.cu", NAMES, body="".join((*BEFORE, '#line 1 "planted.cu"\n', PLANTED)))
+SOURCE = EditedSource("planted.cu", NAMES, body="".join((*BEFORE, '#line 1 "planted.cu"\n', PLANTED)))
 
 
 def wanted(kernel, x):

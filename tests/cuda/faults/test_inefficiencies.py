@@ -22,9 +22,9 @@ from hocket.frontends.commands.plan import read_step_graph
 from hocket.scheduler import plan, plan_for, simulate
 
 from ...given.devices.attention import by_warps
-from ...given.devices.emulation import needs_compiler, replaced
-from ...given.devices.inefficiencies import ADD, ASKED, BY_WARPS, COMPILED, LAUNCHED, NARROW
-from ...given.devices.recorded import unlike_page, worse
+from ...given.devices.emulation import needs_compiler, replace_in_source
+from ...given.devices.inefficiencies import ADD, BY_WARPS, EXPECTED_LAUNCHES, MACHINE_CODE_FAULTS, MEMORY_FAULTS, NARROW
+from ...given.devices.recorded import find_access_regressions, find_resource_regressions
 from ...given.devices.tools import needs
 from ...given.models.goldens import decode_graph
 from ...given.models.large_headers import qwen_80b
@@ -44,7 +44,7 @@ class Planting(CountingDriver):
         kernel = launch.kernel
         if self.file not in kernel.source.files:
             return launch
-        return replace(launch, kernel=replaced(kernel.alone, *self.texts)[kernel.name])
+        return replace(launch, kernel=replace_in_source(kernel.alone, *self.texts)[kernel.name])
 
 
 def launches_of(driver, case):
@@ -57,16 +57,16 @@ def launches_of(driver, case):
 
 @pytest.mark.long
 @needs_compiler
-@pytest.mark.parametrize("what", ASKED)
+@pytest.mark.parametrize("what", MEMORY_FAULTS)
 def test_what_is_asked_of_memory_in_vain_is_counted(what):
-    file, good, bad, case = ASKED[what]
+    file, good, bad, case = MEMORY_FAULTS[what]
     assert case in MAIN_PATH_CASES, "nobody counts that unless it is planted"
     assert good.count("\n") == bad.count("\n"), "what is allowed is found by the lines"
     is_recorded = what not in BY_WARPS
     with nullcontext() if is_recorded else by_warps():
         counted = launches_of(Planting(file, good, bad), case)
     assert [why for of in counted for why in list_violations(of)] + [
-        why for of in counted * is_recorded for why in unlike_page(of)
+        why for of in counted * is_recorded for why in find_access_regressions(of)
     ]
 
 
@@ -87,7 +87,7 @@ def test_tiles_of_keys_that_come_one_at_a_time_are_counted():
 def test_blocks_of_other_sizes_are_counted(threads, monkeypatch):
     monkeypatch.setattr(elementwise, "THREADS", threads)
     (launch,) = collect_counters([ADD])
-    assert [*unlike_page(launch)] == [f"{launch.kernel}: blocks of {threads} threads in place of 256"]
+    assert [*find_access_regressions(launch)] == [f"{launch.kernel}: blocks of {threads} threads in place of 256"]
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +97,14 @@ def _compiler():
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_compiler")
-@pytest.mark.parametrize("what", COMPILED)
+@pytest.mark.parametrize("what", MACHINE_CODE_FAULTS)
 def test_machine_code_that_does_more_is_found(what):
-    file, good, bad, kernel = COMPILED[what]
+    file, good, bad, kernel = MACHINE_CODE_FAULTS[what]
     name = kernel.partition(": ")[2]
     (source,) = (s for s in SOURCES if name in s.names and f"{s.file}: {name}" == kernel)
     assert file in source.files
-    ((row, spilled),) = measured(replaced(source[name].alone, good, bad), "sm_90a").values()
-    assert spilled or list(worse(row, recorded().kernels[kernel]["sm_90a"]))
+    ((row, spilled),) = measured(replace_in_source(source[name].alone, good, bad), "sm_90a").values()
+    assert spilled or list(find_resource_regressions(row, recorded().kernels[kernel]["sm_90a"]))
 
 
 def taken(planned):
@@ -130,14 +130,16 @@ def test_layers_of_qwen3_next_take_few_launches(tmp_path):
     assert attention <= 12
 
 
-@pytest.mark.parametrize("model", LAUNCHED)
+@pytest.mark.parametrize("model", EXPECTED_LAUNCHES)
 def test_a_token_takes_no_more_launches_than_before(model):
-    assert launches(model) <= LAUNCHED[model][0], "fewer are welcome: write them into the table"
+    assert launches(model) <= EXPECTED_LAUNCHES[model][0], "fewer are welcome: write them into the table"
 
 
-@pytest.mark.parametrize(("model", "chain"), [(m, chain) for m, (_, chains) in LAUNCHED.items() for chain in chains])
+@pytest.mark.parametrize(
+    ("model", "chain"), [(m, chain) for m, (_, chains) in EXPECTED_LAUNCHES.items() for chain in chains]
+)
 def test_launches_that_are_not_saved_are_counted(model, chain, monkeypatch):
     left = {op: tuple(f for f in chains if f.__name__ != chain) for op, chains in FUSED.items()}
     assert left != FUSED
     monkeypatch.setattr(programs, "FUSED", left)
-    assert launches(model) > LAUNCHED[model][0]
+    assert launches(model) > EXPECTED_LAUNCHES[model][0]

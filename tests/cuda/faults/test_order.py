@@ -24,19 +24,30 @@ from hocket.graph.errors import BackendError
 from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load, plan_for
 
-from ...given.devices.devices_meet import CASES, Part, Rig, gathered, reduced, summands
-from ...given.devices.edited import EditedDriver, written
+from ...given.devices.devices_meet import (
+    CASES,
+    CollectiveRig,
+    DeviceStep,
+    all_gather_case,
+    all_reduce_case,
+    make_summands_of_devices,
+)
+from ...given.devices.edited import EditedDriver, edit_kernels
 from ...given.devices.emulation import barriers, needs_compiler
 from ...given.plans.grouped import everything_that_fits, weights_of
 
 pytestmark = [needs_compiler, pytest.mark.long()]
 PARTS = {
     **CASES,
-    "in a row": lambda n: [[Part("all_reduce", x, (40,), inplace=k < 2) for k in range(3)] for x in summands(n, (40,))],
-    "larger": lambda n: [
-        [Part("all_reduce", x, (11_000,), inplace=k < 1) for k in range(2)] for x in summands(n, (11_000,))
+    "in a row": lambda n: [
+        [DeviceStep("all_reduce", x, (40,), inplace=k < 2) for k in range(3)]
+        for x in make_summands_of_devices(n, (40,))
     ],
-    "narrow": lambda n: reduced(n, (129, 129)),
+    "larger": lambda n: [
+        [DeviceStep("all_reduce", x, (11_000,), inplace=k < 1) for k in range(2)]
+        for x in make_summands_of_devices(n, (11_000,))
+    ],
+    "narrow": lambda n: all_reduce_case(n, (129, 129)),
 }
 
 
@@ -55,7 +66,7 @@ def faults_of(case, n, edit=list, *, dropped=("", 0), runs=1, times=1):
     other, as those of a team do."""
     driver = EditedDriver(edit, dropped)
     wire, parts = DType.BF16 if case == "narrow" else DType.F32, PARTS[case](n)
-    rig = Rig(AccessLogBackend(driver), parts, wire=wire, everybody=n + (times > 1))
+    rig = CollectiveRig(AccessLogBackend(driver), parts, wire=wire, group_size=n + (times > 1))
     faults = []
     for _ in range(runs):
         try:
@@ -159,47 +170,47 @@ def pushed_to_one_half(steps):
 
 def gathered_and_changed(n):
     """What others gather is overwritten at once."""
-    return [[own[0], Part("neg", own[0].source, own[0].source.shape, over=True)] for own in gathered(n)]
+    return [[own[0], DeviceStep("neg", own[0].source, own[0].source.shape, over=True)] for own in all_gather_case(n)]
 
 
 PARTS = {**PARTS, "gathered and changed": gathered_and_changed}
 MEET = "g.signals[peer][words + APART * g.rank]"
 PLANTED = {
-    "a relaxed load": ("in a row", written("cuda.cuh", '"acquire.sys"', '"relaxed.sys"')),
-    "a load in the scope of a device": ("in a row", written("cuda.cuh", '"acquire.sys"', '"acquire.gpu"')),
-    "a load in the scope of a block": ("all_gather", written("cuda.cuh", '"acquire.sys"', '"acquire.cta"')),
-    "a relaxed store": ("in a row", written("cuda.cuh", '"release.sys"', '"relaxed.sys"')),
-    "a store in the scope of a device": ("all_to_all", written("cuda.cuh", '"release.sys"', '"release.gpu"')),
-    "a store in the scope of a block": ("send", written("cuda.cuh", '"release.sys"', '"release.cta"')),
+    "a relaxed load": ("in a row", edit_kernels("cuda.cuh", '"acquire.sys"', '"relaxed.sys"')),
+    "a load in the scope of a device": ("in a row", edit_kernels("cuda.cuh", '"acquire.sys"', '"acquire.gpu"')),
+    "a load in the scope of a block": ("all_gather", edit_kernels("cuda.cuh", '"acquire.sys"', '"acquire.cta"')),
+    "a relaxed store": ("in a row", edit_kernels("cuda.cuh", '"release.sys"', '"relaxed.sys"')),
+    "a store in the scope of a device": ("all_to_all", edit_kernels("cuda.cuh", '"release.sys"', '"release.gpu"')),
+    "a store in the scope of a block": ("send", edit_kernels("cuda.cuh", '"release.sys"', '"release.cta"')),
     "a plain load of a ticket": (
         "in a row",
-        written("collective.cu", "load_acquire(word);", "*(volatile const u64 *)word;"),
+        edit_kernels("collective.cu", "load_acquire(word);", "*(volatile const u64 *)word;"),
     ),
     "a plain store of a ticket": (
         "in a row",
-        written("collective.cu", f"store_release(&{MEET}, mine)", f"*(volatile u64 *)&{MEET} = mine"),
+        edit_kernels("collective.cu", f"store_release(&{MEET}, mine)", f"*(volatile u64 *)&{MEET} = mine"),
     ),
     "a wait for the first device only": (
         "in a row",
-        written("collective.cu", "if (peer < g.devices) {", "if (peer < 1) {"),
+        edit_kernels("collective.cu", "if (peer < g.devices) {", "if (peer < 1) {"),
     ),
     "a wait for all devices but one": (
         "in a row",
-        written("collective.cu", "if (peer < g.devices) {", "if (peer + 1 < g.devices) {"),
+        edit_kernels("collective.cu", "if (peer < g.devices) {", "if (peer + 1 < g.devices) {"),
     ),
     "no meeting before what was pushed is summed": (
         "in a row",
-        written("collective.cu", "if (!meet(a.group, 0, PUSHED + a.turn)) return;", ""),
+        edit_kernels("collective.cu", "if (!meet(a.group, 0, PUSHED + a.turn)) return;", ""),
     ),
     "sums that are pushed to the same half": ("in a row", pushed_to_one_half),
-    "no first meeting of a sum": ("larger", written("collective.cu", " || !meet(a.group, 0)", "")),
-    "no second meeting of a sum": ("larger", written("collective.cu", "    meet(a.group, 1);\n", "")),
+    "no first meeting of a sum": ("larger", edit_kernels("collective.cu", " || !meet(a.group, 0)", "")),
+    "no second meeting of a sum": ("larger", edit_kernels("collective.cu", "    meet(a.group, 1);\n", "")),
     "a sum before its meeting": ("many", late("meet_all")),
     "no first meeting of a large sum": ("many", without("meet_all", 0)),
     "no second meeting of a large sum": ("many", without("meet_all", -1)),
     "parts of a sum that overlap": (
         "larger",
-        written(
+        edit_kernels(
             "collective.cu",
             "high = packs * (a.group.rank + 1) / devices",
             "high = packs * (a.group.rank + 1) / devices + 1",
@@ -212,7 +223,9 @@ PLANTED = {
     "no meeting before a scattered sum": ("reduce_scatter", without("meet_all", 0)),
     "a sender that does not tell in order": (
         "send",
-        written("collective.cu", "store_release(&g.signals[a.other]", 'STORE_WORD("relaxed.sys", &g.signals[a.other]'),
+        edit_kernels(
+            "collective.cu", "store_release(&g.signals[a.other]", 'STORE_WORD("relaxed.sys", &g.signals[a.other]'
+        ),
     ),
     "no wait for a sender": ("send", without("await_one")),
     "a wait for a sender that comes late": ("send", late("await_one")),

@@ -11,7 +11,7 @@ import pytest
 
 from hocket.backends.cupy.device.driver import text_of
 
-from ...given.devices.inefficiencies import ASKED, COMPILED
+from ...given.devices.inefficiencies import MACHINE_CODE_FAULTS, MEMORY_FAULTS
 from ..kernels import test_attention, test_delta_layer, test_float_products, test_recurrences, test_sorting
 from ..several_devices import test_collectives, test_wire
 from . import (
@@ -38,7 +38,7 @@ TABLES = {
         *((test_delta_faults.CLUSTERS, *fault) for fault in test_delta_faults.HIDDEN.values()),
     ),
     "float products": (("products.cu", *plant) for plant in test_float_products.PLANTS.values()),
-    "inefficiencies": (*ASKED.values(), *COMPILED.values()),
+    "inefficiencies": (*MEMORY_FAULTS.values(), *MACHINE_CODE_FAULTS.values()),
     "products": test_product_faults.PLANTS.values(),
     "recurrences": (("recurrences.cu", *plant) for plant in test_recurrences.PLANTS.values()),
     "several": ((plant.file, plant.old, plant.new) for plant in test_faults.PLANTS),

@@ -20,7 +20,7 @@ from hocket.ops.quantisation import dequantise
 from hocket.scheduler import load, plan_for
 
 from ...given.devices.emulation import IN_FLIGHT, PAST_END, WRONG_RESULTS, finding, needs_compiler
-from ...given.devices.products import dense, product, unpacked
+from ...given.devices.products import dense, product, run_unpacked_product
 from ...given.random_rows import random_rows
 
 pytestmark = needs_compiler
@@ -52,7 +52,7 @@ def dense_product(columns: int, rows: int = 70, shares: int = 0) -> Callable[[Dr
 
 def unpacked_product(dtype: DType, columns: int) -> Callable[[DriverBackend], bool]:
     def is_right(backend: DriverBackend) -> bool:
-        results, want, size = unpacked(dtype, 70, columns, 130, backend)
+        results, want, size = run_unpacked_product(dtype, 70, columns, 130, backend)
         same = all(np.array_equal(f, results[0]) for f in results)
         return same and bool((np.abs(results[0] - want) <= 2e-5 * size).all())
 

@@ -14,7 +14,7 @@ from hocket.backends.cupy.emulation.access_budget import list_violations
 from hocket.backends.cupy.emulation.access_counters import run_counted
 from hocket.backends.cupy.kernels.recurrent.short_convolution import Layer, Made, launch_gated_norm, launch_inputs
 
-from ...given.devices.delta_launches import NOTHING, ORDERS, aligned, operand, run, worst
+from ...given.devices.delta_launches import NOTHING, ORDERS, compute_worst_errors, copy_aligned, operand, run
 from ...given.devices.emulation import needs_compiler, with_fault
 
 pytestmark = needs_compiler
@@ -51,7 +51,7 @@ def parts(size: int, key_heads: int, value_heads: int, batch: int, tokens: int) 
     }
     drawn = {name: rng.normal(0, 1, shape) for name, shape in shapes.items()} | {"valid": valid}
     drawn["a"] = -np.exp(drawn["a"])
-    return Parts(size, key_heads, value_heads, {n: aligned(x.astype(np.float32)) for n, x in drawn.items()})
+    return Parts(size, key_heads, value_heads, {n: copy_aligned(x.astype(np.float32)) for n, x in drawn.items()})
 
 
 def expected(p: Parts) -> dict[str, np.ndarray]:
@@ -69,7 +69,7 @@ def expected(p: Parts) -> dict[str, np.ndarray]:
 
 
 def bind_inputs(p: Parts, in_place: bool = False) -> tuple[list, dict[str, np.ndarray]]:
-    made = {name: aligned(np.full(x.shape, NOTHING, np.float32)) for name, x in expected(p).items()}
+    made = {name: copy_aligned(np.full(x.shape, NOTHING, np.float32)) for name, x in expected(p).items()}
     if in_place:
         made["kept"] = p["old"]
     launches = Launches(keep=lambda array: array.ctypes.data)
@@ -83,7 +83,7 @@ def difference(p: Parts, order: int = 0, edit: Callable = lambda launch: launch,
     wanted = expected(p)
     items, made = bind_inputs(p, in_place)
     run([edit(launch) for launch in items], order)
-    return max(worst(made[name], wanted[name])[0] for name in wanted)
+    return max(compute_worst_errors(made[name], wanted[name])[0] for name in wanted)
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
@@ -109,14 +109,17 @@ def test_inputs_ask_memory_for_no_more_than_they_must():
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
 def test_the_gated_norm_is_norm_weight_and_gate(size: int):
     rng = np.random.default_rng(size)
-    x, z = (aligned(rng.normal(0, 1, (2, 3, 5, size)).astype(np.float32)) for _ in range(2))
-    w, out = aligned(rng.normal(0, 1, size).astype(np.float32)), aligned(np.full(x.shape, NOTHING, np.float32))
+    x, z = (copy_aligned(rng.normal(0, 1, (2, 3, 5, size)).astype(np.float32)) for _ in range(2))
+    w, out = (
+        copy_aligned(rng.normal(0, 1, size).astype(np.float32)),
+        copy_aligned(np.full(x.shape, NOTHING, np.float32)),
+    )
     launches = Launches(keep=lambda array: array.ctypes.data)
     launch_gated_norm(launches, *map(operand, (x, z, w, out)), EPS)
     run(launches.items)
     wide = x.astype(np.float64)
     wanted = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + EPS) * w * z / (1 + np.exp(-z.astype(np.float64)))
-    assert worst(out, wanted)[0] < LIMIT
+    assert compute_worst_errors(out, wanted)[0] < LIMIT
 
 
 FAULTS = {

@@ -15,14 +15,14 @@ from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 from ...given.devices.delta_launches import (
     ORDERS,
     Problem,
-    aligned,
     bind,
     check,
+    compute_worst_errors,
+    copy_aligned,
     problem,
     reference,
     run,
     with_slots,
-    worst,
 )
 from ...given.devices.emulation import needs_compiler
 from ...given.devices.tools import needs
@@ -172,8 +172,8 @@ def test_a_state_is_updated_in_its_own_memory(tokens: int):
     bound = bind(p, in_place=True)
     assert bound.new is p.state
     run(bound.items)
-    assert worst(bound.out, wanted_out)[0] < EXACT
-    assert worst(bound.new, wanted_state)[0] < EXACT
+    assert compute_worst_errors(bound.out, wanted_out)[0] < EXACT
+    assert compute_worst_errors(bound.new, wanted_state)[0] < EXACT
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -185,11 +185,11 @@ def test_states_of_a_pool_are_found_and_left_where_the_slots_say(tokens: int, sn
     p = with_slots(p, 9, [5, 2, 2], out)
     wanted_out, wanted_pool = reference(p)
     for order in ORDERS:
-        pool = aligned(p.state)
+        pool = copy_aligned(p.state)
         bound = bind(replace(p, state=pool), in_place=in_place)
         run(bound.items, order)
-        assert not tokens or worst(bound.out, wanted_out)[0] < EXACT
-        assert worst(bound.new, wanted_pool)[0] < EXACT
+        assert not tokens or compute_worst_errors(bound.out, wanted_out)[0] < EXACT
+        assert compute_worst_errors(bound.new, wanted_pool)[0] < EXACT
         untouched = sorted(set(range(9)) - set(np.ravel(out)))
         assert np.array_equal(bound.new[untouched], p.state[untouched])
 
@@ -228,7 +228,7 @@ def test_sizes_of_keys_and_values_are_free(size: int, values: int, tokens: int, 
 
 def _apart(x: np.ndarray, gap: int) -> np.ndarray:
     """The same numbers, of which each element lies `gap` away from the last."""
-    room = aligned(np.full((*x.shape[:-1], x.shape[-1] * gap), np.nan, np.float32))
+    room = copy_aligned(np.full((*x.shape[:-1], x.shape[-1] * gap), np.nan, np.float32))
     room[..., ::gap] = x
     return room[..., ::gap]
 

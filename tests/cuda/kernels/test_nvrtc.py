@@ -16,7 +16,7 @@ from hocket.backends.cupy.table import SOURCES
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 
-from ...given.devices.recorded import worse
+from ...given.devices.recorded import find_resource_regressions
 from ...given.devices.tools import needs
 
 
@@ -54,7 +54,7 @@ def test_a_source_compiles_and_takes_what_is_recorded(number, arch):
     for name, (row, spilled) in found.items():
         assert not spilled, f"{name} spills {spilled} bytes for {arch}"
         assert name in table, f"{name} is not in resources.json; write it anew"
-        for why in worse(row, table[name][arch]):
+        for why in find_resource_regressions(row, table[name][arch]):
             pytest.fail(f"{name} for {arch}: {why}")
 
 
@@ -113,11 +113,11 @@ PLANTED = {
 def test_what_is_planted_in_machine_code_is_found():
     ((before, spilled),) = measured(Planted(SOUND), "sm_90a").values()
     assert not spilled
-    assert not list(worse(before, before))
+    assert not list(find_resource_regressions(before, before))
     for what, text in PLANTED.items():
         assert text != SOUND
         ((now, spilled),) = measured(Planted(text), "sm_90a").values()
-        said = [*worse(now, before), *["spilled"] * bool(spilled)]
+        said = [*find_resource_regressions(now, before), *["spilled"] * bool(spilled)]
         wanted = {"narrowed": "bits", "more": "loop", "fit": "warps", "spilled": "spilled"}[what.split()[-1]]
         assert any(wanted in why for why in said), (what, before, now, spilled)
 

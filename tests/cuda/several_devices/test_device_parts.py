@@ -21,7 +21,7 @@ from hocket.scheduler import load, plan, plan_for
 from hocket.scheduler.choosing.fits import memory_problem, pools
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
-from ...given.devices.devices_meet import CASES, Rig, reduced, same, through_the_host
+from ...given.devices.devices_meet import CASES, CollectiveRig, all_reduce_case, same, through_the_host
 from ...given.devices.emulation import needs_compiler
 from ...given.devices.fake_cupy import fake_cupy
 from ...given.models.goldens import path_of
@@ -104,7 +104,7 @@ def test_parts_run_side_by_side_on_the_processor():
 def test_parts_of_one_gpu_meet_through_the_host(case, backend, monkeypatch):
     """A kernel that waits for one of the same GPU may keep it from starting."""
     parts = CASES[case](2)
-    rig = Rig(backend, parts, devices=[device for _, device in parts_of(backend, 2)])
+    rig = CollectiveRig(backend, parts, devices=[device for _, device in parts_of(backend, 2)])
     for _ in range(2):
         same(rig.run(), through_the_host(monkeypatch, parts))
     assert not backend.driver.are_peers(rig.meeting.devices)
@@ -116,7 +116,7 @@ def test_parts_of_one_gpu_meet_through_the_host(case, backend, monkeypatch):
 
 @needs_compiler
 def test_a_part_that_never_comes_is_named(backend):
-    rig = Rig(backend, reduced(2, (40,)), devices=[device for _, device in parts_of(backend, 2)])
+    rig = CollectiveRig(backend, all_reduce_case(2, (40,)), devices=[device for _, device in parts_of(backend, 2)])
     right = rig.run()
     with pytest.raises(BackendError, match=r"on cuda:0\.0: collective 10 on device 0 of 2: device 1 did not arrive"):
         rig.run_without(1)

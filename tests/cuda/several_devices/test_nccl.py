@@ -20,11 +20,19 @@ from hocket.graph import Graph, input, state, weight
 from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for
 
-from ...given.devices.devices_meet import CASES, Part, Rig, reduced, same, summands, through_the_host
+from ...given.devices.devices_meet import (
+    CASES,
+    CollectiveRig,
+    DeviceStep,
+    all_reduce_case,
+    make_summands_of_devices,
+    same,
+    through_the_host,
+)
 from ...given.devices.emulation import needs_compiler
 from ...given.devices.fake_nccl import backend_of
 from ...given.plans.grouped import everything_that_fits
-from ...given.waits import HOUR, until
+from ...given.waits import WAIT_SECONDS, wait_until
 
 pytestmark = needs_compiler
 
@@ -35,7 +43,7 @@ def _time_to_give_up(monkeypatch):
     give_up = watch.HangWatchdog._abort
 
     def without_haste(self):
-        self.comm.timeout = HOUR
+        self.comm.timeout = WAIT_SECONDS
         give_up(self)
 
     monkeypatch.setattr(watch.HangWatchdog, "_abort", without_haste)
@@ -70,7 +78,7 @@ def alike(found, wanted):
 def test_devices_that_nccl_joins_compute_what_the_host_does_in_one_graph(case, n, joined, monkeypatch):
     backend, nccl = joined
     parts = CASES[case](n)
-    wanted, rig = through_the_host(monkeypatch, parts), Rig(backend, parts)
+    wanted, rig = through_the_host(monkeypatch, parts), CollectiveRig(backend, parts)
     for _ in range(3):
         results = rig.run()
         is_sum = parts[0][0].op == "all_reduce"
@@ -86,20 +94,23 @@ def test_devices_that_nccl_joins_compute_what_the_host_does_in_one_graph(case, n
 
 
 def test_operands_that_are_not_dense_are_packed(joined, monkeypatch):
-    x = summands(2, (4, 6))
+    x = make_summands_of_devices(2, (4, 6))
     parts = [
-        [Part("all_reduce", x[0], (4, 6), strides=(1, 4)), Part("all_reduce", x[0], (4, 6))],
-        [Part("all_reduce", x[1], (4, 6)), Part("all_reduce", x[1], (4, 6))],
+        [DeviceStep("all_reduce", x[0], (4, 6), strides=(1, 4)), DeviceStep("all_reduce", x[0], (4, 6))],
+        [DeviceStep("all_reduce", x[1], (4, 6)), DeviceStep("all_reduce", x[1], (4, 6))],
     ]
-    rig = Rig(joined[0], parts)
+    rig = CollectiveRig(joined[0], parts)
     same(rig.run(), through_the_host(monkeypatch, parts))
     assert [len(replay._calls) for replay in rig.replays] == [1, 1]
 
 
 def test_what_is_large_goes_with_nccl_and_what_is_small_over_peer_addresses(both, monkeypatch):
     backend, nccl = both
-    parts = [[Part("all_reduce", x, (1003,)), Part("all_reduce", x[:9], (9,))] for x in summands(2, (1003,))]
-    rig = Rig(backend, parts)
+    parts = [
+        [DeviceStep("all_reduce", x, (1003,)), DeviceStep("all_reduce", x[:9], (9,))]
+        for x in make_summands_of_devices(2, (1003,))
+    ]
+    rig = CollectiveRig(backend, parts)
     for _ in range(3):
         same(rig.run(), through_the_host(monkeypatch, parts))
     assert nccl.calls == ["sum", "sum"]  # once, when they were recorded, on each device
@@ -108,7 +119,7 @@ def test_what_is_large_goes_with_nccl_and_what_is_small_over_peer_addresses(both
 
 def test_all_programs_of_a_group_share_one_communicator(joined):
     backend, nccl = joined
-    rigs = [Rig(backend, reduced(2, (size,))) for size in (5, 6)]
+    rigs = [CollectiveRig(backend, all_reduce_case(2, (size,))) for size in (5, 6)]
     for rig in rigs * 2:
         rig.run()
     assert len(nccl.made) == 2
@@ -121,13 +132,13 @@ def test_all_programs_of_a_group_share_one_communicator(joined):
 @pytest.mark.parametrize("links", ["joined", "both"])
 def test_a_device_that_never_comes_is_named_and_the_group_is_lost(links, teller, request):
     backend, nccl = request.getfixturevalue(links)
-    rig = Rig(backend, reduced(3, (400,)))
+    rig = CollectiveRig(backend, all_reduce_case(3, (400,)))
     rig.run()
     late = (
         rf"collective 10 on device {teller} of 3: device 1 did not arrive within 0\.3 s; load the model anew to go on$"
     )
     with pytest.raises(BackendError, match=late) as caught:
-        rig.run_without(1, teller=teller)
+        rig.run_without(1, reporting_rank=teller)
     assert "\n" not in str(caught.value)
     assert {rank for rank, _ in rig.failures} == {0, 2}
     with pytest.raises(BackendError, match=r"cuda:[02]: devices were lost in an earlier run; load the model anew"):
@@ -137,12 +148,12 @@ def test_a_device_that_never_comes_is_named_and_the_group_is_lost(links, teller,
 
 def settled(nccl, ranks):
     """The communicators that were aborted are gone, and no graph was in the way."""
-    until(lambda: all(c.is_over and not c.graphs for c in nccl.made if c.rank in ranks))
+    wait_until(lambda: all(c.is_over and not c.graphs for c in nccl.made if c.rank in ranks))
 
 
 def test_a_device_that_fails_ends_the_waits_of_all_others(joined):
     backend, nccl = joined
-    rig = Rig(backend, reduced(3, (5,)))
+    rig = CollectiveRig(backend, all_reduce_case(3, (5,)))
     rig.run()
 
     def broken(rank):
@@ -161,7 +172,7 @@ def test_a_device_that_fails_ends_the_waits_of_all_others(joined):
 def test_a_device_that_breaks_is_named_and_ends_the_waits_of_all_others(links, request):
     """As after an illegal address: nothing of its stream runs any more, and every call says so."""
     backend, nccl = request.getfixturevalue(links)
-    rig = Rig(backend, reduced(3, (400,)))
+    rig = CollectiveRig(backend, all_reduce_case(3, (400,)))
     rig.run()
 
     def breaks(rank):
@@ -181,7 +192,7 @@ def test_a_device_that_breaks_is_named_and_ends_the_waits_of_all_others(links, r
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_a_device_that_never_stops_is_named_and_nobody_waits_for_it(stuck, joined):
     backend, _ = joined
-    rig = Rig(backend, reduced(2, (9,)))
+    rig = CollectiveRig(backend, all_reduce_case(2, (9,)))
     rig.run()
     free = threading.Event()
 
@@ -191,13 +202,13 @@ def test_a_device_that_never_stops_is_named_and_nobody_waits_for_it(stuck, joine
             backend.driver.stream(Device("cuda", stuck)).put(free.wait)
 
     with pytest.raises(BackendError, match=f"device {stuck} did not arrive within 0\\.4 s; load the model anew"):
-        rig.run_without(stuck, teller=1 - stuck, patience=0.4, begin=True, ahead=hang)
+        rig.run_without(stuck, reporting_rank=1 - stuck, patience=0.4, begin=True, ahead=hang)
     assert {str(why) for rank, why in rig.failures if rank == stuck} == {f"cuda:{stuck} does not stop; end the process"}
     free.set()
 
 
 def test_a_device_that_does_not_come_to_the_first_run_costs_nothing_but_that_run(joined):
-    rig = Rig(joined[0], reduced(2, (4,)))
+    rig = CollectiveRig(joined[0], all_reduce_case(2, (4,)))
     with pytest.raises(BackendError, match=r"device 1 did not arrive within 0\.3 s"):
         rig.run_without(1)
     rig.run()
@@ -206,7 +217,7 @@ def test_a_device_that_does_not_come_to_the_first_run_costs_nothing_but_that_run
 def test_a_long_wait_for_the_device_itself_is_no_failure(joined):
     """Patience counts in collectives alone: it is over before the devices come to one."""
     backend, _ = joined
-    rig = Rig(backend, reduced(2, (4,)))
+    rig = CollectiveRig(backend, all_reduce_case(2, (4,)))
     right = rig.run()
     free, waiting = threading.Event(), threading.Barrier(2)
 
@@ -218,29 +229,31 @@ def test_a_long_wait_for_the_device_itself_is_no_failure(joined):
 
     def let_go():
         for replay in rig.replays:
-            replay._comm.timeout = HOUR
+            replay._comm.timeout = WAIT_SECONDS
         free.set()
 
     same(rig.run(ahead=held), right)
 
 
 def test_sizes_that_do_not_match_are_refused_before_anything_hangs(joined):
-    x = summands(2, (4,))
+    x = make_summands_of_devices(2, (4,))
     with pytest.raises(BackendError, match=r"the plans of the devices do not match|another device|did not end"):
-        Rig(joined[0], [[Part("all_reduce", x[0], (4,))], [Part("all_reduce", x[1][:3], (3,))]]).run()
+        CollectiveRig(
+            joined[0], [[DeviceStep("all_reduce", x[0], (4,))], [DeviceStep("all_reduce", x[1][:3], (3,))]]
+        ).run()
 
 
 def test_a_collective_that_never_ends_although_all_came_is_an_error(joined, monkeypatch):
-    rig = Rig(joined[0], reduced(2, (4,)))
+    rig = CollectiveRig(joined[0], all_reduce_case(2, (4,)))
     rig.run()
     for c in joined[1].made:
         monkeypatch.setattr(c, "_sum", lambda *_, c=c: c._await(lambda: False))
     with pytest.raises(BackendError, match=r"collective 10 on device 1 of 2: it did not end within 0\.3 s"):
-        rig.run_without(teller=1)
+        rig.run_without(reporting_rank=1)
 
 
 def test_what_nccl_notes_of_itself_ends_the_run(joined, monkeypatch):
-    rig = Rig(joined[0], reduced(2, (4,)))
+    rig = CollectiveRig(joined[0], all_reduce_case(2, (4,)))
     rig.run()
 
     def broken():
@@ -249,7 +262,7 @@ def test_what_nccl_notes_of_itself_ends_the_run(joined, monkeypatch):
     first = joined[1].made[0]
     monkeypatch.setattr(first, "check_async_error", broken)
     with pytest.raises(BackendError, match="unhandled system error"):
-        rig.run_without(1 - first.rank, teller=first.rank, patience=HOUR)
+        rig.run_without(1 - first.rank, reporting_rank=first.rank, patience=WAIT_SECONDS)
 
 
 def test_a_communicator_that_others_do_not_join_is_an_error_in_time(joined):
@@ -272,9 +285,9 @@ def test_a_device_that_comes_too_late_leaves_the_states_as_they_were(joined):
     before = np.array(run.store.state("old"))
     assert (before == 1).all()
     first, second = run._replays[0], run._replays[1]
-    first._comm.timeout, second._comm.timeout = 0.3, HOUR
+    first._comm.timeout, second._comm.timeout = 0.3, WAIT_SECONDS
     giving = run._giving
-    run._giving = {0: giving[0], 1: lambda: until(lambda: run._devices.place.failure) or giving[1]()}
+    run._giving = {0: giving[0], 1: lambda: wait_until(lambda: run._devices.place.failure) or giving[1]()}
     with pytest.raises(BackendError, match=r"device 1 did not arrive within 0\.3 s"):
         run.run({"x": np.ones((2, 8))})
     run._giving = giving

@@ -20,7 +20,7 @@ from hocket.scheduler import Executor, Pipeline, Store, in_turn, load, plan_for
 from ...given.devices.emulation import needs_compiler
 from ...given.devices.fake_nccl import backend_of
 from ...given.ranks.thread_link import in_threads
-from ...given.waits import HOUR, until
+from ...given.waits import WAIT_SECONDS, wait_until
 
 pytestmark = needs_compiler
 WIDTH = 64
@@ -60,7 +60,7 @@ def stored(plan, world):
 
 
 def executor_of(plan, world):
-    return Executor(plan, stored(plan, world), timeout=HOUR)
+    return Executor(plan, stored(plan, world), timeout=WAIT_SECONDS)
 
 
 def wanted():
@@ -96,7 +96,7 @@ def test_who_waits_for_a_device_of_a_rank_that_failed_stops(fails, joined):
         if world.rank:
             raise ArithmeticError("planted")
         if fails == "while the last one ends":
-            until(lambda: world.failure is not None)
+            wait_until(lambda: world.failure is not None)
             executor._devices.place.clear()
         with pytest.raises(BackendError) as caught:
             executor.replay()

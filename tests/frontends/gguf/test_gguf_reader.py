@@ -21,7 +21,7 @@ from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import Gguf, MetadataArray, open_gguf
 from hocket.graph.dtypes import DType
 
-from ...given.calls import calls_of
+from ...given.calls import count_calls
 from ...given.models.goldens import FIXTURES, path_of
 
 SMALL = path_of("qwen3-q4_0")
@@ -208,7 +208,7 @@ def test_importing_the_reader_does_not_import_the_gguf_package() -> None:
 def test_no_word_of_a_vocabulary_is_touched_when_a_file_is_opened(tmp_path: Path) -> None:
     def calls(count: int) -> int:  # words are looked through in large pieces
         words = array(STRING, count, b"".join(text(f"▁token{i}") for i in range(count)))
-        file, number = calls_of(lambda: opened(tmp_path, model((pair("tokens", ARRAY, words),))))
+        file, number = count_calls(lambda: opened(tmp_path, model((pair("tokens", ARRAY, words),))))
         assert file.strings("tokens")[-1] == f"▁token{count - 1}"
         return number
 

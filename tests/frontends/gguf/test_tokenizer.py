@@ -26,7 +26,7 @@ from hocket.frontends.gguf.tokenization.tokenizer import (
     tokenizer_from_metadata,
 )
 
-from ...given.calls import calls_of
+from ...given.calls import count_calls
 from ...given.models.goldens import GOLDENS, ROOT
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -315,7 +315,7 @@ def test_words_are_cut_where_the_pre_tokenizer_says(pre: str) -> None:
 @pytest.mark.parametrize("text", ["a" * 200_000, " " * 200_000, "中" * 70_000, "<|end" * 40_000, "A" * 200_000])
 def test_a_long_text_takes_calls_in_proportion(text: str) -> None:
     TOKENIZER.encode("a")  # the first time takes calls for the vocabulary
-    ids, calls = calls_of(lambda: TOKENIZER.encode(text, parse_special=True))
+    ids, calls = count_calls(lambda: TOKENIZER.encode(text, parse_special=True))
     assert TOKENIZER.decode(ids) == text
     assert calls < 4 * len(text)
 

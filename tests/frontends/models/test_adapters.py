@@ -18,7 +18,7 @@ from hocket.frontends.open import open_adapted, open_model
 from hocket.frontends.session import Group, Session
 
 from ...given.models.goldens import TINY, nmse, path_of
-from ...given.models.rewritten import Array, tensors_of, written
+from ...given.models.rewritten import Array, tensors_of, write_fixture
 
 DEVICE_GROUPS = [
     ("reference:0", "none"),
@@ -86,7 +86,7 @@ def test_two_adapters_equal_the_merged_model(
 ) -> None:
     rng = np.random.default_rng(1)
     tensors = {t: array.astype(np.float16).astype(np.float32) for t, array in tensors_of(name).items()}
-    base = written(tmp_path / "base.gguf", name, tensors)
+    base = write_fixture(tmp_path / "base.gguf", name, tensors)
     matrices = [t for t, array in tensors.items() if array.ndim > 1 and "conv" not in t and t.startswith(chosen or "")]
     merged, files = dict(tensors), []
     for names, alpha, scale in ((matrices, 8.0, 0.25), (matrices[::3], 0.0, -0.5)):
@@ -95,7 +95,7 @@ def test_two_adapters_equal_the_merged_model(
             merged[t] = (merged[t] + scale * (alpha / RANK or 1.0) * change(t, pair)).astype(np.float32)
         both = {t: array for pair in pairs.values() for t, array in pair.items()}
         files.append((adapter(tmp_path / f"{alpha}.gguf", base.architecture, both, alpha), scale))
-    expected = logits(written(tmp_path / "merged.gguf", name, merged))
+    expected = logits(write_fixture(tmp_path / "merged.gguf", name, merged))
     adapted = open_adapted(base.gguf.path, lora=files)
     for group in groups:
         assert nmse(logits(adapted, *group), expected) < SAME, group
@@ -117,7 +117,7 @@ def test_control_vectors_equal_biases_behind_blocks(span: tuple[int, int] | None
     tensors["blk.2.ffn_down.bias"] = two / 2 - 2 * three
     if span is None:
         tensors["blk.1.ffn_down.bias"] = one / 2
-    expected = logits(written(tmp_path / "biased.gguf", "qwen35", tensors))
+    expected = logits(write_fixture(tmp_path / "biased.gguf", "qwen35", tensors))
     steered = open_adapted(path_of("qwen35"), control_vectors=files, control_layers=span)
     assert nmse(logits(steered, *DEVICE_GROUPS[0]), expected) < SAME
 

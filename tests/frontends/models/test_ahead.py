@@ -24,7 +24,7 @@ from hocket.frontends.session import Group, Session
 from hocket.graph import input
 
 from ...given.models import architectures
-from ...given.models.exact import SAME, Run
+from ...given.models.exact import SAME, ExactRun
 from ...given.models.goldens import F64, TINY, nmse, path_of
 from ...given.models.rewritten import with_blocks_ahead
 
@@ -36,13 +36,13 @@ TOKENS = [5, 17, 3, 40, 9, 22, 31]
 
 
 def source_of(name: str, folder: Path) -> Path:
-    return path_of(name) if name == "qwen35" else architectures.written(name, folder)
+    return path_of(name) if name == "qwen35" else architectures.write_model(name, folder)
 
 
 class Guessers:
     """The blocks that guess, each run by itself over whole texts in float64, with nothing of how steps feed them."""
 
-    def __init__(self, model: Model, run: Run) -> None:
+    def __init__(self, model: Model, run: ExactRun) -> None:
         assert model.hyper.ahead is not None
         self.model, self.run, self.hyper = model, run, model.hyper.ahead
         self.streams = self.hyper.handed // self.hyper.width
@@ -108,7 +108,7 @@ def test_each_block_reads_a_token_with_what_the_one_before_made_of_the_token_bef
     name: str, blocks: int, tmp_path: Path
 ) -> None:
     model = with_blocks_ahead(tmp_path / "ahead.gguf", source_of(name, tmp_path), 1.0, blocks).guessing()
-    run, count, read = Run(model), len(TOKENS), len(TOKENS) - blocks - 1
+    run, count, read = ExactRun(model), len(TOKENS), len(TOKENS) - blocks - 1
     logits = run(Step(1, read, 32, 32, read, "both"), Batch([TOKENS[:read]], [0], [(0, i) for i in range(read)]))
     hidden = run.outputs["hidden"]
     assert hidden.shape == (read, model.handed)
@@ -196,7 +196,7 @@ def test_a_model_without_such_a_block_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no block that guesses further tokens \(MTP\); name a draft model"):
         open_model(path_of("qwen3")).guessing()
     with pytest.raises(ModelError, match=r"does not run the blocks of kimi-k3 .*; name a draft model with draft=FILE"):
-        with_blocks_ahead(tmp_path / "ahead.gguf", architectures.written("kimi-k3-moe", tmp_path), 1.0).guessing()
+        with_blocks_ahead(tmp_path / "ahead.gguf", architectures.write_model("kimi-k3-moe", tmp_path), 1.0).guessing()
 
 
 @pytest.mark.long(cases=1)
@@ -220,7 +220,7 @@ def test_tokens_are_taken_back_without_reading_any_anew(name: str, tmp_path: Pat
 
 
 def test_a_stack_that_is_run_again_has_no_states_of_guesses(tmp_path: Path) -> None:
-    gguf = open_model(architectures.written("nanbeige-dense", tmp_path)).gguf
+    gguf = open_model(architectures.write_model("nanbeige-dense", tmp_path)).gguf
     model = load_model(replace(gguf, metadata={**gguf.metadata, "nanbeige.num_loops": 2}))
     assert model.layers == 2 * model.hyper.stored
     session = Session(model, on=EXACT, context=64)
@@ -228,7 +228,7 @@ def test_a_stack_that_is_run_again_has_no_states_of_guesses(tmp_path: Path) -> N
 
 
 def test_a_block_that_keeps_more_than_a_cache_is_refused(tmp_path: Path) -> None:
-    model = with_blocks_ahead(tmp_path / "ahead.gguf", architectures.written("deepseek4-moe", tmp_path), 1.0)
+    model = with_blocks_ahead(tmp_path / "ahead.gguf", architectures.write_model("deepseek4-moe", tmp_path), 1.0)
     metadata = {**model.gguf.metadata, "deepseek4.attention.compress_ratios": 4}
     gguf = replace(model.gguf, metadata=metadata)
     with pytest.raises(ModelError, match="keeps what cannot be taken back; name a draft model with draft=FILE"):

@@ -16,7 +16,7 @@ from hocket.scheduler import plan
 from hocket.scheduler.layout import Shard
 
 from ...given.models.goldens import nmse, path_of
-from ...given.models.rewritten import Array, Tensors, tensors_of, written
+from ...given.models.rewritten import Array, Tensors, tensors_of, write_fixture
 
 ATTENTION = {"llama": (0, 1), "llama-moe": (0, 1), "qwen3": (0, 1), "qwen3moe": (0, 1), "qwen35": (2,)}
 """The layers of each fixture that have attn_q, attn_k and attn_v."""
@@ -72,21 +72,21 @@ def test_q_k_and_v_in_one_tensor_or_in_three_are_the_same_model(
     for layer in ATTENTION[name]:
         tensors = joined(tensors, layer)
     want = logits(open_model(path_of(name)))
-    assert nmse(logits(written(tmp_path / "model.gguf", name, tensors), devices, mode), want) <= SAME
+    assert nmse(logits(write_fixture(tmp_path / "model.gguf", name, tensors), devices, mode), want) <= SAME
 
 
 def test_a_fused_bias_is_that_of_the_parts(tmp_path: Path) -> None:
     tensors, rng = tensors_of("llama"), np.random.default_rng(0)
     for part, n in (("q", 64), ("k", 32), ("v", 32)):
         tensors[f"blk.1.attn_{part}.bias"] = rng.normal(size=n).astype(np.float32)
-    want = logits(written(tmp_path / "parts.gguf", "llama", tensors))
+    want = logits(write_fixture(tmp_path / "parts.gguf", "llama", tensors))
     assert nmse(want, logits(open_model(path_of("llama")))) > 1e-3
     whole = joined(joined(tensors, 1), 1, "bias")
-    assert nmse(logits(written(tmp_path / "whole.gguf", "llama", whole)), want) <= SAME
+    assert nmse(logits(write_fixture(tmp_path / "whole.gguf", "llama", whole)), want) <= SAME
 
 
 def test_a_fused_projection_is_cut_inside_each_part(tmp_path: Path) -> None:
-    model = written(tmp_path / "model.gguf", "llama", joined(tensors_of("llama"), 0))
+    model = write_fixture(tmp_path / "model.gguf", "llama", joined(tensors_of("llama"), 0))
     made = plan(model.graph(Step(1, 1, 64, 64, 1)), "cpu:0,cpu:1", split_mode="tensor")
     layout = made.leaves["blk.0.attn_qkv.weight"]
     assert isinstance(layout, Shard)
@@ -97,14 +97,14 @@ def test_a_file_with_the_whole_and_a_part_is_refused(tmp_path: Path) -> None:
     tensors = tensors_of("qwen3")
     both = {**joined(tensors, 0), "blk.0.attn_k.weight": tensors["blk.0.attn_k.weight"]}
     with pytest.raises(ModelError, match=r"blk\.0\.attn_k\.weight'\] are not part of this architecture"):
-        written(tmp_path / "model.gguf", "qwen3", both).graph(Step(1, 1, 8, 8, 1))
+        write_fixture(tmp_path / "model.gguf", "qwen3", both).graph(Step(1, 1, 8, 8, 1))
 
 
 @pytest.mark.parametrize(("devices", "mode"), DEVICE_GROUPS, ids=["one", "tensor", "layer"])
 def test_an_early_file_of_qwen3_next_is_the_same_model(devices: str, mode: str, tmp_path: Path) -> None:
     tensors = early(early(tensors_of("qwen3next"), 0), 1)
     want = logits(open_model(path_of("qwen3next")))
-    assert nmse(logits(written(tmp_path / "model.gguf", "qwen3next", tensors), devices, mode), want) <= SAME
+    assert nmse(logits(write_fixture(tmp_path / "model.gguf", "qwen3next", tensors), devices, mode), want) <= SAME
 
 
 def test_interleaved_rates_are_cut_by_key_heads() -> None:

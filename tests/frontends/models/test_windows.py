@@ -13,7 +13,7 @@ from hocket.frontends.rewinding import back, mark
 from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Group, Session
 
-from ...given.models.architectures import written
+from ...given.models.architectures import write_model
 from ...given.models.goldens import F64, nmse
 
 EXACT, BATCH = Group(exact=True), 8
@@ -25,7 +25,7 @@ def session(model: Model, batch: int = BATCH, *, on: Group = EXACT, sequences: i
 
 def opened(name: str, folder: Path) -> tuple[Model, int, list[int]]:
     """A model, the window of its layers, and four times as many tokens."""
-    model = open_model(written(name, folder))
+    model = open_model(write_model(name, folder))
     window = max(model.hyper.windows.values())
     return model, window, np.random.default_rng(3).integers(1, model.vocabulary_size, 4 * window).tolist()
 

@@ -26,11 +26,11 @@ needs_transformers = pytest.mark.skipif(
 @pytest.mark.long
 @needs_transformers
 def test_models_of_transformers_equal_pytorch_on_one_to_four_devices(torch_model):
-    from ...given.models.torch_models import exported, made, tensors_of
+    from ...given.models.torch_models import export_model, make_model, tensors_of
 
-    model, arguments = made(torch_model)
+    model, arguments = make_model(torch_model)
     expected = tensors_of(model(**arguments))
-    program = hocket.from_torch(exported(model, arguments))
+    program = hocket.from_torch(export_model(model, arguments))
     alone = tensors_of(program.on("cpu:0")(**arguments))
     assert max(map(nmse, alone, expected)) <= 1e-10
     for count in (2, 3, 4):
@@ -63,9 +63,9 @@ def test_models_that_break_in_each_layer_compute_with_their_own_parameters(torch
 
     from hocket.frontends.torch.dynamo import compiled
 
-    from ...given.models.torch_models import made, tensors_of
+    from ...given.models.torch_models import make_model, tensors_of
 
-    (first, arguments), (second, _) = made(torch_model), made(torch_model)
+    (first, arguments), (second, _) = make_model(torch_model), make_model(torch_model)
     with torch.no_grad():
         for parameter in second.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
@@ -130,10 +130,10 @@ def on_devices(graph, count, **options):
 @needs_transformers
 @pytest.mark.parametrize("name", BY_HAND)
 def test_layers_meet_no_oftener_than_by_the_plan_of_transformers_and_share_weights_evenly_or_say_why(name):
-    from ...given.models.torch_models import exported, made
+    from ...given.models.torch_models import export_model, make_model
 
-    model, arguments = made(f"{name}ForCausalLM")
-    graph = hocket.from_torch(exported(model, arguments)).graph
+    model, arguments = make_model(f"{name}ForCausalLM")
+    graph = hocket.from_torch(export_model(model, arguments)).graph
     for count in DEVICE_COUNTS.get(name, (2, 3, 4)):
         plan = on_devices(graph, count)
         if name == "DeepseekV3":  # by hand its attention is whole, of which the next test is
@@ -154,11 +154,11 @@ def test_layers_meet_no_oftener_than_by_the_plan_of_transformers_and_share_weigh
 @needs_transformers
 def test_attention_that_is_whole_by_hand_is_cut_as_that_takes_less_time_and_fewer_bytes():
     """One sum a layer more pays: both are judged by the cost of their programs, and on the same graph."""
-    from ...given.models.torch_models import exported, made
+    from ...given.models.torch_models import export_model, make_model
 
-    model, arguments = made("DeepseekV3ForCausalLM")
+    model, arguments = make_model("DeepseekV3ForCausalLM")
     assert not any("attn" in part for part in model.config.base_model_tp_plan)
-    graph = hocket.from_torch(exported(model, arguments)).graph
+    graph = hocket.from_torch(export_model(model, arguments)).graph
     for count in (2, 3, 4):
         ours, theirs = on_devices(graph, count), on_devices(graph, count, choose=cuts_by_hand(model))
         assert ours.collectives() == theirs.collectives() + model.config.num_hidden_layers

@@ -26,9 +26,9 @@ NAMES = (
 def test_models_of_torchvision_equal_pytorch_on_one_to_four_devices(name):
     import torch
 
-    from ...given.models.vision_models import made
+    from ...given.models.vision_models import make_model
 
-    model, picture = made(name)
+    model, picture = make_model(name)
     with torch.no_grad():
         expected = model(picture)
     program = hocket.from_torch(torch.export.export(model, (picture,)))

@@ -18,7 +18,7 @@ from hocket.backends.cupy.kernels.collective import SIGNAL_WORDS, mark_of
 from hocket.distributed.thread_group import ThreadGroup
 from hocket.graph.dtypes import DType
 
-from ..waits import HOUR, until
+from ..waits import WAIT_SECONDS, wait_until
 
 DTYPES = {np.dtype(d.storage): d for d in (DType.F32, DType.I8, DType.I16, DType.I32, DType.I64)}
 
@@ -53,7 +53,7 @@ class CollectiveRig:
     A run that takes longer than `limit` seconds is ended: where a fault was planted, that may be less than an hour.
     """
 
-    def __init__(self, backend, parts, limit=HOUR, *, wire=DType.F32, devices=None, group_size=0):
+    def __init__(self, backend, parts, limit=WAIT_SECONDS, *, wire=DType.F32, devices=None, group_size=0):
         self.backend, self.parts, self.limit = backend, parts, limit
         devices = devices or [backend.device(rank) for rank in range(len(parts))]
         self.meeting = ThreadGroup(len(parts), limit, devices=devices, wire=wire)
@@ -91,7 +91,7 @@ class CollectiveRig:
             ahead(rank)
             if rank == reporting_rank:
                 others = [other for other in present if other != reporting_rank]
-                until(
+                wait_until(
                     lambda: (
                         self.meeting.failure or all(self._has_come(d, reporting_rank, seen[d], last) for d in others)
                     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hocket.backends.cupy.emulation.access_log import AccessLogDriver
 
-from .emulation import Written
+from .emulation import EditedSource
 
 
 class EditedDriver(AccessLogDriver):
@@ -29,7 +29,9 @@ def edit_kernels(file, good, bad):
             return launch
         assert source.text.count(good) == 1, good
         body = source.text.replace(good, bad)
-        source_with_fault = Written(source.file, (launch.kernel.name,), instructions=source.instructions, body=body)
+        source_with_fault = EditedSource(
+            source.file, (launch.kernel.name,), instructions=source.instructions, body=body
+        )
         return replace(launch, kernel=source_with_fault[launch.kernel.name])
 
     return lambda steps: [replace_kernel(step) for step in steps]

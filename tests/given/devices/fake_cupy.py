@@ -23,7 +23,7 @@ from hocket.backends.cupy.device.driver import ALONE, Kernel, Launch
 from hocket.backends.cupy.device.limits import OF_HIP as LIMITS
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver, EmulatedHipDriver
 
-from ..waits import HOUR
+from ..waits import WAIT_SECONDS
 from .fake_graph import Graph
 
 GARBAGE = 0xA5
@@ -189,7 +189,7 @@ class Stream:
         if event.capture is None:
             assert not self.is_capturing, "a capture depends on what is outside of it"
             passed = event.passed
-            self.put(lambda: passed.wait(HOUR))
+            self.put(lambda: passed.wait(WAIT_SECONDS))
             return
         assert self.capture in (None, event.capture), "an event of another capture"
         if self.capture is None:
@@ -205,7 +205,7 @@ class Stream:
     def synchronize(self):
         assert not self.is_capturing
         with self.changed:
-            assert self.changed.wait_for(lambda: not self.is_busy, HOUR), "the stream does not end"
+            assert self.changed.wait_for(lambda: not self.is_busy, WAIT_SECONDS), "the stream does not end"
             self._check()
 
     def _check(self):
@@ -272,7 +272,7 @@ class Event:
         stream.put(pass_it)
 
     def synchronize(self):
-        assert self.passed.wait(HOUR)
+        assert self.passed.wait(WAIT_SECONDS)
 
 
 def compute_milliseconds(start, end):

@@ -17,7 +17,7 @@ import numpy as np
 from hocket.backends.cupy import cuda
 from hocket.backends.cupy.table import SOURCES
 
-from ..waits import until
+from ..waits import wait_until
 from .fake_cupy import Stream, fake_cupy
 
 TYPES = {0: np.int8, 2: np.int32, 4: np.int64, 7: np.float32, 9: np.uint16}
@@ -128,7 +128,7 @@ class Communicator:
                 if "done" not in came:
                     came.pop(self.rank, None)
             self.world.changed.notify_all()
-        until(lambda: not self.graphs)
+        wait_until(lambda: not self.graphs)
 
     def __del__(self):
         if self.graphs:

@@ -19,7 +19,7 @@ from hocket.graph import Spec, StepError
 from hocket.scheduler import Executor, Store, plan_for
 
 from ..models.goldens import path_of, tokens_of
-from ..waits import HOUR
+from ..waits import WAIT_SECONDS
 
 
 class PlantedError(Exception):
@@ -100,7 +100,7 @@ def _random_state(state: Any, rng: np.random.Generator) -> Any:
 
 
 def make_faulty_run(backend: Any, plan: Any, store: Store, feed: dict[str, Any], rng: np.random.Generator) -> FaultyRun:
-    run = Executor(plan, store, timeout=HOUR)
+    run = Executor(plan, store, timeout=WAIT_SECONDS)
     random_states = {v.node.name: _random_state(v, rng) for v in plan.graph.states}
     broken = FaultyRun(backend, run, feed, random_states)
     broken.reset()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from .devices_meet import DTYPES, Part, Rig
+from .devices_meet import DTYPES, CollectiveRig, DeviceStep
 
 
 class JoinedDevices:
@@ -35,7 +35,7 @@ class JoinedDevices:
         all_runs = tuple(runs for _, runs in operands)
         parts = [[replace(p, attrs={**p.attrs, "runs": all_runs}) if "axis" in p.attrs else p] for p, _ in operands]
         devices = [self.devices[member] for member in collective.members]
-        rig = Rig(self.backend, parts, devices=devices, everybody=self.everybody)
+        rig = CollectiveRig(self.backend, parts, devices=devices, group_size=self.everybody)
         collective.results = rig.run()
         are_dense = all(p.source is None or p.source.flags.c_contiguous for p, _ in operands)
         is_launched = all(len(replay._calls) == 1 for replay in rig.replays)
@@ -82,7 +82,7 @@ class JoinedDevice:
 
 def _part(op, source, into, attrs, *, inplace=False):
     strides = None if source is None else tuple(stride // source.itemsize for stride in source.strides)
-    return Part(op, source, into.shape, attrs, inplace, strides=strides)
+    return DeviceStep(op, source, into.shape, attrs, inplace, strides=strides)
 
 
 def _find_axis(indices):

@@ -12,7 +12,7 @@ from hocket import ops
 from hocket.frontends.gguf import Gguf
 from hocket.frontends.models import Batch, Model, Step, load_model
 
-from .goldens import F64, opened
+from .goldens import F64, open_fixture
 
 SAME = 1e-20
 """NMSE of float64 results that differ in the order of additions alone."""
@@ -55,7 +55,7 @@ def compute_logits_in_one_batch(run: ExactRun, tokens: list[int], context: int =
 
 def open_with_metadata(name: str, **keys: object) -> Gguf:
     """The fixture with other metadata; ``__`` in a keyword stands for a dot, None removes the key."""
-    model = opened(name)
+    model = open_fixture(name)
     arch = model.metadata["general.architecture"]
     metadata = {**model.metadata, **{f"{arch}.{key.replace('__', '.')}": value for key, value in keys.items()}}
     return replace(model, metadata={key: value for key, value in metadata.items() if value is not None})

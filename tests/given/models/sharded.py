@@ -17,7 +17,7 @@ from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 
 from . import rwkv
-from .architectures import ALL, FOLDER, golden, written
+from .architectures import ALL, FOLDER, golden, write_model
 from .goldens import F64, nmse
 
 RESULTS = FOLDER / "sharded.json"
@@ -29,7 +29,9 @@ def measure_errors(name: str) -> dict[str, float]:
     own = name in rwkv.KINDS
     tokens = rwkv.TOKENS if own else golden(name)[0]
     with tempfile.TemporaryDirectory() as folder:
-        model = open_model(rwkv.written(name, Path(folder) / "model.gguf") if own else written(name, Path(folder)))
+        model = open_model(
+            rwkv.write_rwkv_model(name, Path(folder) / "model.gguf") if own else write_model(name, Path(folder))
+        )
 
         def logits(group: Group) -> F64:
             session = Session(model, on=group)

@@ -26,7 +26,7 @@ from hocket.frontends.models.family import Family
 from hocket.frontends.open import open_model
 from hocket.graph import GraphError
 
-from .architectures import ALL, ROWS, golden, written
+from .architectures import ALL, ROWS, golden, write_model
 from .goldens import F64, nmse
 
 MAX_NMSE = 1e-6
@@ -215,7 +215,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         planted, missed = 0, list[str]()
         for name in ALL:
-            path = written(name, Path(folder))
+            path = write_model(name, Path(folder))
             for fault in faults(name):
                 planted += 1
                 if not is_noticed(fault, Path(folder)):

@@ -20,10 +20,10 @@ from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.verifier.plan import plan_faults
 
 from ..graphs.random_graphs import seeded_graph
-from .chunked import chunked_plan, gated
+from .chunked import chunked_plan, make_gated_layers
 from .faults import SLOW, decoder, experts
 from .grouped import cached_product, everything_that_fits
-from .mutations import Pool, Site, everywhere, put, sites, variants
+from .mutations import FieldSite, Pool, everywhere, put, sites, variants
 from .oracle import Truth, faulty_group, run_faults, truth_of
 
 
@@ -88,7 +88,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "states cut": lambda: plan_for(counters(), faulty_group(2, "mixed"), choose=shard_by_seed(2), tensor_split=(2, 1)),
     "states layers": lambda: plan_for(counters(), faulty_group(2, "numpy"), split_mode="layer"),
     "cache": lambda: plan_for(cached_product(3), faulty_group(2), choose=shard_by_seed(5)),
-    "dealt chunks": lambda: chunked_plan(gated(512), faulty_group(2), 2, dealt=True),
+    "dealt chunks": lambda: chunked_plan(make_gated_layers(512), faulty_group(2), 2, is_distributed=True),
 }
 BY_HAND = tuple(PLANS)
 FEW = ("cut", "host", "states cut")
@@ -101,10 +101,10 @@ def truth(name: str) -> Truth:
 
 
 @cache
-def sites_of(name: str) -> tuple[dict[str, list[Site]], Pool]:
+def sites_of(name: str) -> tuple[dict[str, list[FieldSite]], Pool]:
     """The sites of a plan by the field that they are of."""
     places = sites(plan_by_name(name))
-    by_field: dict[str, list[Site]] = {}
+    by_field: dict[str, list[FieldSite]] = {}
     for site in places:
         by_field.setdefault(site.field, []).append(site)
     return by_field, Pool(places)
@@ -132,7 +132,7 @@ def one_field(name: str, field_: str, dice: random.Random) -> Iterator[Mutant]:
         yield Mutant(name, field_, how, change(plan_by_name(name), site, value))
 
 
-def _put(plan: Plan, site: Site, value: Any) -> Plan:
+def _put(plan: Plan, site: FieldSite, value: Any) -> Plan:
     return put(plan, site.path, value)
 
 

@@ -14,7 +14,7 @@ from hocket import ops
 from hocket.graph import Graph, input, state, weight
 from hocket.scheduler import CPU, Plan, Store, in_turn, plan_for
 
-from ..devices.faulty import FaultyReference, raises
+from ..devices.faulty import FaultyReference, raise_planted_error
 from .grouped import everything_that_fits
 
 ROWS, WIDTH, RUNS = 3, 4, 5
@@ -71,7 +71,7 @@ def same(one, two):
     return all(np.array_equal(one[name], two[name]) for name in one)
 
 
-def plant_fault(backend, device, number: int, run: int, what: Callable[[], None] = raises) -> None:
+def plant_fault(backend, device, number: int, run: int, what: Callable[[], None] = raise_planted_error) -> None:
     """In that run an instruction of a device does `what`: before it runs, or in the first run behind it."""
 
     def skips() -> None:

@@ -1,8 +1,8 @@
 """Mutations of plans: every field of every record that a plan reaches, with every kind of wrong value.
 
 A `FieldSite` is one field of one record, found by introspection. `variants` yields the values that the field might hold
-instead; `put` returns the plan with another value there. Nothing here knows the meaning of a field, so that a field that
-is added later is mutated like the others.
+instead; `put` returns the plan with another value there. Nothing here knows the meaning of a field, so that fields that
+are added later are mutated like the others.
 """
 
 from __future__ import annotations

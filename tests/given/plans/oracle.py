@@ -20,8 +20,8 @@ from hocket.scheduler import Executor, Plan, Store
 
 from ..devices.faulty import FaultyReference, _Faulty
 from ..graphs.random_graphs import bindings
-from ..waits import HOUR
-from .grouped import raw
+from ..waits import WAIT_SECONDS
+from .grouped import as_file_bytes
 
 NAN = 0xFF
 """As bytes: NaN in every float type, -1 in every integer type."""
@@ -67,7 +67,7 @@ def _evaluate_references(graph: Graph, values: Mapping[str, Any], states: Mappin
                 dtype = node.specs[0].dtype
                 array = constant_array(node) if node.op == "constant" else {**values, **states}[node.name]
                 if node.op == "weight":
-                    array = raw(array, dtype)
+                    array = as_file_bytes(array, dtype)
                     array = (
                         array
                         if dtype.is_integer
@@ -130,8 +130,8 @@ def _executor(plan: Plan, truth: Truth) -> Executor:
     store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.lanes])
     for v in truth.graph.weights:
         name = v.node.name
-        store.bind(name, raw(truth.values[name], v.dtype), v.spec, plan.leaves[name])
-    return Executor(plan, store, timeout=HOUR)
+        store.bind(name, as_file_bytes(truth.values[name], v.dtype), v.spec, plan.leaves[name])
+    return Executor(plan, store, timeout=WAIT_SECONDS)
 
 
 def _poison(run: Executor) -> None:

@@ -16,7 +16,7 @@ from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.search import classes_of, cut_twice
 
 from ..graphs.random_graphs import bindings
-from .grouped import raw
+from .grouped import as_file_bytes
 
 SLOW = Hardware(flops=1e3, bandwidth=1e3, launch=0, link_latency=1e-9)
 """Devices so slow that every cut pays."""
@@ -36,7 +36,7 @@ def values_of(graph: Graph, seed: int) -> Mapping[str, np.ndarray]:
 def results(plan: Plan, values: Mapping[str, np.ndarray]) -> list[Mapping[str, np.ndarray]]:
     """Outputs of two runs in turn, the second by a plan over the same weights and states; and the states at the end."""
     graph = plan.graph
-    run = load(plan, {v.node.name: raw(values[v.node.name], v.dtype) for v in graph.weights})
+    run = load(plan, {v.node.name: as_file_bytes(values[v.node.name], v.dtype) for v in graph.weights})
     for v in graph.states:
         run.store.state(v.node.name)[...] = values[v.node.name]
     feed = {v.node.name: values[v.node.name] for v in graph.inputs}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ..waits import HOUR
+from ..waits import WAIT_SECONDS
 from . import faults
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
@@ -34,7 +34,9 @@ class ProcessResult:
 def mpiexec(ranks, *words):
     """Run ``python WORDS`` in so many processes, which reach each other through this machine only."""
     command = [str(MPIEXEC), "-iface", "lo", "-n", str(ranks), sys.executable, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HOUR, stdin=subprocess.DEVNULL, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=WAIT_SECONDS, stdin=subprocess.DEVNULL, check=False
+    )
     return ProcessResult(done.returncode, done.stdout, done.stderr)
 
 

@@ -13,7 +13,7 @@ from hocket.distributed import World
 from hocket.distributed import world as ranks_world
 from hocket.scheduler.running import bound
 
-from ..waits import HOUR
+from ..waits import WAIT_SECONDS
 
 
 class ThreadLink:
@@ -56,6 +56,6 @@ def in_threads(size, run, *, hosts=1):
             raise
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as threads:
-        patch.setattr(ranks_world, "SILENCE_TIMEOUT_SECONDS", HOUR)
-        patch.setattr(bound, "PATIENCE", HOUR)
+        patch.setattr(ranks_world, "SILENCE_TIMEOUT_SECONDS", WAIT_SECONDS)
+        patch.setattr(bound, "PATIENCE", WAIT_SECONDS)
         return [one.result() for one in [threads.submit(one, rank) for rank in range(size)]]

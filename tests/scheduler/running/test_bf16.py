@@ -14,7 +14,7 @@ from hocket.ops import REGISTRY
 from hocket.ops.quantisation import bf16_to_f32, decode_array, encode_array, f32_to_bf16
 from hocket.scheduler import load, plan_for
 
-from ...given.arrays import close
+from ...given.arrays import assert_elements_close
 
 
 class NarrowBackend(ReferenceBackend):
@@ -62,7 +62,7 @@ def test_bf16_is_bound_and_read_as_numbers_or_as_bits(make_backend, bits):
     np.testing.assert_array_equal(np.asarray(run.store.state("cache")), new)
     np.testing.assert_array_equal(out["cache"], new)
     np.testing.assert_array_equal(out["x"], x)
-    close(out["y"], x.astype(np.float64) @ w.astype(np.float64).T, rtol=2.0**-7)
+    assert_elements_close(out["y"], x.astype(np.float64) @ w.astype(np.float64).T, rtol=2.0**-7)
     run.store.state("cache")[2] = give(x[0])
     np.testing.assert_array_equal(run.store.state("cache")[2], x[0])
 

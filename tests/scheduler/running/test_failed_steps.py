@@ -23,11 +23,18 @@ from hocket.graph import BackendError, Graph, StepError, input, state, weight
 from hocket.ops import REGISTRY
 from hocket.scheduler import Executor, Store, load, plan, plan_for
 
-from ...given.devices.faulty import Bench, FaultyCpu, FaultyReference, bench, fail_everywhere, model_bench
+from ...given.devices.faulty import (
+    FaultyCpu,
+    FaultyReference,
+    FaultyRun,
+    fail_everywhere,
+    make_faulty_model_run,
+    make_faulty_run,
+)
 from ...given.graphs.random_graphs import bindings, seeded_graph
 from ...given.models.goldens import path_of, tokens_of
 from ...given.plans.grouped import everything_that_fits, weights_of
-from ...given.waits import HOUR, until
+from ...given.waits import WAIT_SECONDS, wait_until
 
 
 @pytest.mark.long(cases=1)
@@ -36,7 +43,7 @@ from ...given.waits import HOUR, until
     ("name", "tokens"), [("llama", 1), ("llama", 7), ("qwen35", 1), ("qwen35", 7), ("qwen35moe", 1)]
 )
 def test_wherever_a_model_fails_its_states_are_those_before_the_step(name, devices, mode, tokens):
-    bench = model_bench(name, devices, mode, tokens)
+    bench = make_faulty_model_run(name, devices, mode, tokens)
     assert fail_everywhere(bench) > 40
     saved = [len(device_plan.program.undo) for device_plan in bench.run.plan.lanes]
     assert sum(saved) >= len(bench.run.plan.graph.updates)
@@ -55,7 +62,7 @@ def test_wherever_a_random_graph_fails_its_states_are_those_before_the_step(seed
     values = bindings(graph, np.random.default_rng(seed))
     store = load(plan, weights_of(graph, values)).store
     feed = {v.node.name: values[v.node.name] for v in graph.inputs}
-    assert fail_everywhere(bench(backend, plan, store, feed, np.random.default_rng(seed)))
+    assert fail_everywhere(make_faulty_run(backend, plan, store, feed, np.random.default_rng(seed)))
 
 
 # ----------------------------------------------------------------------------------------- what a step saves
@@ -110,7 +117,7 @@ def test_a_state_that_numbers_rows_of_another_and_changes_is_put_back_before_it(
     group = [(backend, backend.device(0))]
     new_plan = plan_for(graph, group)
     feed = {"row": np.ones((1, 4)), "next": [7]}
-    run = bench(backend, new_plan, Store(group), feed, np.random.default_rng(0))
+    run = make_faulty_run(backend, new_plan, Store(group), feed, np.random.default_rng(0))
     run.states["at"] = np.array([2])
     run.reset()
     assert [back.node for _, back in new_plan.lanes[0].program.undo] == ["cache.undo", "at.undo"]
@@ -176,17 +183,17 @@ def test_a_kernel_that_fails_says_its_node_its_device_and_how_many_steps_had_fin
     assert run.run({"ids": [1, 2]})["y"].shape == (2, 4)
 
 
-def stalling(what, patience: float) -> Bench:
+def stalling(what, patience: float) -> FaultyRun:
     """A model on two devices, the second of which does `what` before its first instruction."""
-    bench = model_bench("llama", 2, "tensor", 1)
+    bench = make_faulty_model_run("llama", 2, "tensor", 1)
     bench.run = Executor(bench.run.plan, bench.run.store, timeout=patience)
     bench.backend.plan_fault(bench.run.plan.lanes[1].device, 0, late=False, what=what)
     return bench
 
 
 def test_a_device_that_does_not_arrive_is_named_with_the_collective_and_the_step_is_taken_back():
-    bench = stalling(lambda: until(lambda: bench.run._devices.place.failure), patience=0.2)
-    bench.run._devices.timeout = HOUR  # in which the device that came too late has to stop
+    bench = stalling(lambda: wait_until(lambda: bench.run._devices.place.failure), patience=0.2)
+    bench.run._devices.timeout = WAIT_SECONDS  # in which the device that came too late has to stop
     before = bench.held()
     why = r"on cpu:0: collective 0 on device 0 of 2: device 1 did not arrive within 0\.2 s$"
     with pytest.raises(StepError, match=why):
@@ -214,7 +221,7 @@ def test_an_interrupt_takes_the_step_back_too():
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    bench = model_bench("llama", 1, "none", 1)
+    bench = make_faulty_model_run("llama", 1, "none", 1)
     before = bench.held()
     bench.backend.plan_fault(bench.run.plan.lanes[0].device, 40, late=True, what=interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -280,7 +287,7 @@ def test_a_backend_that_does_not_say_how_far_it_came_has_lost_its_states():
 
 def test_the_devices_compute_as_before_when_all_is_over():
     """The group meets anew after a failure: sequence numbers and letters of the failed run are forgotten."""
-    bench = model_bench("qwen35", 3, "tensor", 7)
+    bench = make_faulty_model_run("qwen35", 3, "tensor", 7)
     expected = bench.outputs()
     for _ in range(3):
         bench.reset()
@@ -343,7 +350,7 @@ def test_a_prefill_that_fails_in_its_second_batch_keeps_the_first(faulty, monkey
 
 
 def test_an_undo_runs_what_was_saved_and_nothing_else():
-    bench = model_bench("qwen35", 1, "none", 1)
+    bench = make_faulty_model_run("qwen35", 1, "none", 1)
     program = bench.run.plan.lanes[0].program
     assert program.undoing(0) == replace(program, instructions=(), undo=())
     first, second = program.undo[:2]

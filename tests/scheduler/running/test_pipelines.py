@@ -19,40 +19,40 @@ from hocket.scheduler import Executor, Pipeline, Store, even_shares, in_turn, pl
 from hocket.scheduler.machines.hardware import Hardware
 
 from ...given.devices.faulty import FaultyReference
-from ...given.plans.chained import ROWS, RUNS, WIDTH, chain, feeds, follow, held, planted, same, stored
-from ...given.waits import HOUR, until
+from ...given.plans.chained import ROWS, RUNS, WIDTH, chain, copy_states, feeds, follow, make_store, plant_fault, same
+from ...given.waits import WAIT_SECONDS, wait_until
 
 GROUP_SIZES = pytest.mark.parametrize("group_size", [1, 2], ids=["devices", "teams"])
 
 
 @pytest.mark.parametrize(("devices", "group_size"), [(1, 1), (2, 1), (4, 1), (2, 2), (2, 3), (3, 2)])
 def test_pipelined_runs_give_the_results_of_single_runs(devices, group_size):
-    plan, _ = chain(devices, team=group_size)
-    alone, theirs = stored(plan), stored(plan)
-    executor = Executor(plan, alone, timeout=HOUR)
+    plan, _ = chain(devices, group_size=group_size)
+    alone, theirs = make_store(plan), make_store(plan)
+    executor = Executor(plan, alone, timeout=WAIT_SECONDS)
     expected = [executor.run(feed) for feed in feeds()]
-    results = follow(Pipeline(plan, theirs, timeout=HOUR), feeds())
+    results = follow(Pipeline(plan, theirs, timeout=WAIT_SECONDS), feeds())
     assert [one.keys() for one in results] == [{"y"}] * RUNS
     assert all(same(one, two) for one, two in zip(expected, results, strict=True))
-    assert same(held(alone), held(theirs))
+    assert same(copy_states(alone), copy_states(theirs))
 
 
 @GROUP_SIZES
 def test_runs_of_several_plans_follow_each_other_over_the_same_states(group_size):
-    plan, backend = chain(2, team=group_size)
+    plan, backend = chain(2, group_size=group_size)
     other = plan_for(plan.graph, plan.group, like=plan)
-    alone, theirs = stored(plan), stored(plan)
-    executor = Executor(plan, alone, timeout=HOUR)
+    alone, theirs = make_store(plan), make_store(plan)
+    executor = Executor(plan, alone, timeout=WAIT_SECONDS)
     expected = [executor.run(feed) for feed in feeds()]
-    pipelines = [Pipeline(one, theirs, timeout=HOUR) for one in (plan, other)]
+    pipelines = [Pipeline(one, theirs, timeout=WAIT_SECONDS) for one in (plan, other)]
     runs = [(pipelines[run > 1], feed) for run, feed in enumerate(feeds())]
-    before = held(theirs)
-    planted(backend, plan.lanes[1].device, 4, 3)
+    before = copy_states(theirs)
+    plant_fault(backend, plan.lanes[1].device, 4, 3)
     with pytest.raises(StepError, match="PlantedError"):
         in_turn(runs)
-    assert same(held(theirs), before)
+    assert same(copy_states(theirs), before)
     assert all(same(one, two) for one, two in zip(expected, in_turn(runs), strict=True))
-    assert same(held(alone), held(theirs))
+    assert same(copy_states(alone), copy_states(theirs))
 
 
 @GROUP_SIZES
@@ -62,10 +62,10 @@ def test_however_slow_a_device_is_runs_do_not_mix(slow, depth, group_size, monke
     """One device, or the last of a team, begins its second run when all others have gone as far as they get without
     it: of its team, into that run."""
     monkeypatch.setattr(thread_group, "MAX_PENDING_MESSAGES", depth)
-    plan, _ = chain(3, team=group_size)
-    executor = Executor(plan, stored(plan), timeout=HOUR)
+    plan, _ = chain(3, group_size=group_size)
+    executor = Executor(plan, make_store(plan), timeout=WAIT_SECONDS)
     expected = [executor.run(feed) for feed in feeds()]
-    pipeline, calls = Pipeline(plan, stored(plan), timeout=HOUR), [0] * (3 * group_size)
+    pipeline, calls = Pipeline(plan, make_store(plan), timeout=WAIT_SECONDS), [0] * (3 * group_size)
     last = slow * group_size + group_size - 1
     stages = [number // group_size for number in range(3 * group_size)]
     ahead = [min(RUNS, 1 + depth + 1) if stage < slow else 2 if stage == slow else 1 for stage in stages]
@@ -73,7 +73,7 @@ def test_however_slow_a_device_is_runs_do_not_mix(slow, depth, group_size, monke
     def count_runs(number, replay):
         def run():
             if calls[number] == 1 and number == last:
-                until(lambda: all(calls[d] >= ahead[d] for d in range(len(calls)) if d != last))
+                wait_until(lambda: all(calls[d] >= ahead[d] for d in range(len(calls)) if d != last))
             calls[number] += 1
             replay()
 
@@ -88,22 +88,22 @@ def test_however_slow_a_device_is_runs_do_not_mix(slow, depth, group_size, monke
 @GROUP_SIZES
 @pytest.mark.parametrize("run", [0, RUNS - 2])
 def test_wherever_a_run_fails_states_are_those_before_the_first(run, group_size):
-    plan, backend = chain(2, team=group_size)
-    store, rng = stored(plan), np.random.default_rng(2)
-    pipeline = Pipeline(plan, store, timeout=HOUR)
+    plan, backend = chain(2, group_size=group_size)
+    store, rng = make_store(plan), np.random.default_rng(2)
+    pipeline = Pipeline(plan, store, timeout=WAIT_SECONDS)
     for name in store.states:
         if not name.startswith("at"):
             store.state(name)[...] = rng.standard_normal(store.state(name).shape)
-    before = held(store)
+    before = copy_states(store)
     for device_plan in plan.lanes:
         for number, i in enumerate(device_plan.program.instructions):
-            planted(backend, device_plan.device, number, run)
+            plant_fault(backend, device_plan.device, number, run)
             with pytest.raises(StepError, match="PlantedError") as caught:
                 follow(pipeline, feeds())
             assert (caught.value.node, caught.value.device) == (i.node, str(device_plan.device))
-            assert same(held(store), before), i
+            assert same(copy_states(store), before), i
     follow(pipeline, feeds())
-    assert not same(held(store), before)
+    assert not same(copy_states(store), before)
 
 
 def test_a_state_of_which_one_plan_writes_rows_and_another_all_is_taken_back():
@@ -117,25 +117,25 @@ def test_a_state_of_which_one_plan_writes_rows_and_another_all_is_taken_back():
     first = plan_for(Graph(out, {table: rows, **more}), group, split_mode="layer", place=place)
     other = plan_for(Graph(out, {table: whole, **more}), group, like=first)
     store = Store(group)
-    setting, scaling = (Pipeline(plan, store, timeout=HOUR) for plan in (first, other))
+    setting, scaling = (Pipeline(plan, store, timeout=WAIT_SECONDS) for plan in (first, other))
     for name in store.states:
         store.state(name)[...] = 1 + np.arange(store.state(name).shape[0])[:, None]
-    before, feed = held(store), {"x": np.ones((2, WIDTH)), "at": [0, 1]}
-    planted(backend, group[0][1], 1, 2)
+    before, feed = copy_states(store), {"x": np.ones((2, WIDTH)), "at": [0, 1]}
+    plant_fault(backend, group[0][1], 1, 2)
     with pytest.raises(StepError, match="PlantedError"):
         in_turn([(setting, feed), (scaling, {}), (setting, feed)])
-    assert same(held(store), before)
+    assert same(copy_states(store), before)
 
 
 def test_unrestored_states_are_not_saved_from_run_to_run_and_all_others_are_restored():
     plan, backend = chain(2)
-    store, staying = stored(plan), {"cache.0", "cache.1"}
-    pipeline, other = (Pipeline(plan, store, timeout=HOUR, staying=names) for names in (staying, ()))
-    before = held(store)
-    planted(backend, plan.lanes[1].device, 4, RUNS - 1)
+    store, staying = make_store(plan), {"cache.0", "cache.1"}
+    pipeline, other = (Pipeline(plan, store, timeout=WAIT_SECONDS, staying=names) for names in (staying, ()))
+    before = copy_states(store)
+    plant_fault(backend, plan.lanes[1].device, 4, RUNS - 1)
     with pytest.raises(StepError, match="PlantedError"):
         follow(pipeline, feeds())
-    after = held(store)
+    after = copy_states(store)
     assert {name for name in before if not np.array_equal(before[name], after[name])} == staying
     fewer, all_ = (
         sum(map(len, device_plan.journal.kept(frozenset()).values()))
@@ -146,8 +146,8 @@ def test_unrestored_states_are_not_saved_from_run_to_run_and_all_others_are_rest
 
 def test_runs_whose_states_were_lost_are_not_taken_back_with_later_ones():
     plan, backend = chain(2)
-    store = stored(plan)
-    pipeline = Pipeline(plan, store, timeout=HOUR)
+    store = make_store(plan)
+    pipeline = Pipeline(plan, store, timeout=WAIT_SECONDS)
     device_plan, replay, runs = pipeline._lanes[0], pipeline._lanes[0].replay, []
 
     def loses_power() -> None:
@@ -161,11 +161,11 @@ def test_runs_whose_states_were_lost_are_not_taken_back_with_later_ones():
         follow(pipeline, feeds())
     for name in store.states:
         store.state(name)[...] = 1
-    before = held(store)
-    planted(backend, plan.lanes[0].device, 2, 1)
+    before = copy_states(store)
+    plant_fault(backend, plan.lanes[0].device, 2, 1)
     with pytest.raises(StepError, match="PlantedError"):
         follow(pipeline, feeds())
-    assert same(held(store), before)
+    assert same(copy_states(store), before)
 
 
 @pytest.fixture(autouse=True)
@@ -185,15 +185,15 @@ def interrupt() -> None:
         signal.pthread_kill(main, signal.SIGURG)
         return signal.getsignal(signal.SIGINT) is not old_handler
 
-    until(is_noticed)
+    wait_until(is_noticed)
 
 
 def test_an_interrupt_stops_all_devices_and_takes_all_runs_back():
     plan, backend = chain(2)
-    store = stored(plan)
-    pipeline, before = Pipeline(plan, store, timeout=HOUR), held(store)
+    store = make_store(plan)
+    pipeline, before = Pipeline(plan, store, timeout=WAIT_SECONDS), copy_states(store)
     first = plan.lanes[0]
-    planted(backend, first.device, 2, 2, interrupt)
+    plant_fault(backend, first.device, 2, 2, interrupt)
     begun = []
     device_plan = pipeline._lanes[0]
     replay = device_plan.replay
@@ -201,7 +201,7 @@ def test_an_interrupt_stops_all_devices_and_takes_all_runs_back():
     with pytest.raises(KeyboardInterrupt):
         follow(pipeline, feeds())
     assert len(begun) == 3, "the run that was interrupted is the last"
-    assert same(held(store), before)
+    assert same(copy_states(store), before)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -210,10 +210,10 @@ def test_an_interrupt_with_a_handler_of_the_user_waits_for_the_end():
     heard = []
     before = signal.signal(signal.SIGINT, lambda *_: heard.append(len(begun)))
     try:
-        pipeline, begun = Pipeline(plan, stored(plan), timeout=HOUR), []
+        pipeline, begun = Pipeline(plan, make_store(plan), timeout=WAIT_SECONDS), []
         replay = pipeline._lanes[0].replay
         pipeline._lanes[0].replay = lambda: (begun.append(0), replay())
-        planted(backend, plan.lanes[0].device, 2, 2, interrupt)
+        plant_fault(backend, plan.lanes[0].device, 2, 2, interrupt)
         assert len(follow(pipeline, feeds())) == RUNS
     finally:
         signal.signal(signal.SIGINT, before)
@@ -222,20 +222,20 @@ def test_an_interrupt_with_a_handler_of_the_user_waits_for_the_end():
 
 def test_a_failure_before_the_first_run_changes_nothing():
     plan, _ = chain(2)
-    store = stored(plan)
-    pipeline, before = Pipeline(plan, store, timeout=HOUR), held(store)
+    store = make_store(plan)
+    pipeline, before = Pipeline(plan, store, timeout=WAIT_SECONDS), copy_states(store)
     wrong = feeds()
     wrong[-1] = {**wrong[-1], "x": np.ones((ROWS, 1))}
     with pytest.raises(PlanError, match="input %x"):
         follow(pipeline, wrong)
-    assert same(held(store), before)
+    assert same(copy_states(store), before)
 
 
 # ------------------------------------------------------------------------------------------------------- letters
 
 
 def test_a_message_holds_the_bytes_of_its_sending_and_none_overtakes():
-    group, value = ThreadGroup(2, HOUR), np.zeros(2, np.float32)
+    group, value = ThreadGroup(2, WAIT_SECONDS), np.zeros(2, np.float32)
     sender, receiver = group.member(0), group.member(1)
     for number in range(MAX_PENDING_MESSAGES):
         value[:] = number
@@ -248,7 +248,7 @@ def test_a_message_holds_the_bytes_of_its_sending_and_none_overtakes():
 
 
 def test_a_sender_waits_while_the_receiver_has_too_many_messages():
-    group, value = ThreadGroup(2, HOUR), np.zeros(2, np.float32)
+    group, value = ThreadGroup(2, WAIT_SECONDS), np.zeros(2, np.float32)
     sent = []
 
     def send() -> None:
@@ -258,7 +258,7 @@ def test_a_sender_waits_while_the_receiver_has_too_many_messages():
 
     with ThreadPoolExecutor(1) as threads:
         done = threads.submit(send)
-        until(lambda: len(sent) == MAX_PENDING_MESSAGES)
+        wait_until(lambda: len(sent) == MAX_PENDING_MESSAGES)
         group.member(1).receive(np.empty(2, np.float32), 0, 0)
         done.result()
     assert sent == [*range(MAX_PENDING_MESSAGES + 1)]
@@ -275,7 +275,7 @@ def test_a_message_without_receiver_or_sender_is_an_error_and_not_a_hang():
 
 
 def test_a_message_in_the_place_of_another_is_refused():
-    group, value = ThreadGroup(2, HOUR), np.zeros(2, np.float32)
+    group, value = ThreadGroup(2, WAIT_SECONDS), np.zeros(2, np.float32)
     group.member(0).send(value, 1, 4)
     with pytest.raises(BackendError, match="copy 5 to device 1 of 2: device 0 sent copy 4; the plans of the devices"):
         group.member(1).receive(value, 0, 5)
@@ -294,7 +294,7 @@ def test_on_a_virtual_clock_four_devices_are_all_busy():
         for stage in range(8):
             x = ops.mul_mat(weight(f"w.{stage}", (512, 512)), x, name=f"y.{stage}")
         plan = plan_for(Graph({"y": x}), group, split_mode="layer")
-        follow(Pipeline(plan, stored(plan), timeout=HOUR), [{"x": np.zeros((64, 512))}] * 32)
+        follow(Pipeline(plan, make_store(plan), timeout=WAIT_SECONDS), [{"x": np.zeros((64, 512))}] * 32)
         return max(track[-1].end for track in backend.tracks.values())
 
     one, four = seconds(1), seconds(4)

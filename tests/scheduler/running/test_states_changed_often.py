@@ -16,7 +16,7 @@ from hocket.ops import REGISTRY
 from hocket.scheduler import Plan, Store, plan_for
 from hocket.scheduler.verifier.plan import plan_faults
 
-from ...given.devices.faulty import Bench, FaultyReference, bench, fail_everywhere
+from ...given.devices.faulty import FaultyReference, FaultyRun, fail_everywhere, make_faulty_run
 
 ROWS, WIDTH = 8, 4
 
@@ -52,17 +52,17 @@ def changed_often(seed: int) -> tuple[Graph, dict[str, np.ndarray]]:
     return graph, {v.node.name: feed[v.node.name] for v in graph.inputs}
 
 
-def make_bench(seed: int) -> tuple[Bench, Graph]:
+def make_bench(seed: int) -> tuple[FaultyRun, Graph]:
     graph, feed = changed_often(seed)
     backend = FaultyReference()
     plan = plan_for(graph, [(backend, backend.device(0))])
-    of = bench(backend, plan, Store(plan.group), feed, np.random.default_rng(seed))
+    of = make_faulty_run(backend, plan, Store(plan.group), feed, np.random.default_rng(seed))
     of.states["counter"] = np.array([0, 1], np.int32)
     of.reset()
     return of, graph
 
 
-def expected_results(graph: Graph, of: Bench) -> dict[str, np.ndarray]:
+def expected_results(graph: Graph, of: FaultyRun) -> dict[str, np.ndarray]:
     """What the graph gives where nothing shares memory: each op by itself, in order."""
     leaves = {**of.feed, **of.states}
     known = {}
@@ -85,7 +85,7 @@ def test_states_that_are_changed_often_are_right_and_taken_back(seed):
     assert fail_everywhere(of)
 
 
-def in_place(of: Bench) -> int:
+def in_place(of: FaultyRun) -> int:
     """How many results are written where a state lies."""
     program = of.run.plan.lanes[0].program
     saves = {at for at, _ in program.undo}

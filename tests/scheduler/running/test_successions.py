@@ -17,16 +17,16 @@ from hocket.scheduler import Executor, Pipeline, Plan, Succession, dealing, plan
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.units import time_text
 
-from ...given.plans.chained import RUNS, chain, feeds, held, planted, same, stored
+from ...given.plans.chained import RUNS, chain, copy_states, feeds, make_store, plant_fault, same
 from ...given.plans.faults import tensor_plan
-from ...given.waits import HOUR
+from ...given.waits import WAIT_SECONDS
 
 
 def in_groups(plan: Plan, groups: int = 2) -> list[Pipeline]:
     """The plan over the same weights, with states of its own for each group."""
-    first = stored(plan)
+    first = make_store(plan)
     stores = [first, *(first.beside() for _ in range(groups - 1))]
-    return [Pipeline(plan, store, timeout=HOUR) for store in stores]
+    return [Pipeline(plan, store, timeout=WAIT_SECONDS) for store in stores]
 
 
 def next_feed(results: dict[str, Any], feed: dict[str, Any]) -> dict[str, Any]:
@@ -51,34 +51,34 @@ def decode_in_groups(groups: list[Pipeline], steps: int = RUNS) -> list[list[Any
 
 def expected_of_group(plan: Plan, group: int, steps: int = RUNS) -> tuple[list[Any], Any]:
     """What a group gives by itself, and the states that it leaves."""
-    store = stored(plan)
-    executor, feed, expected = Executor(plan, store, timeout=HOUR), feeds()[group], []
+    store = make_store(plan)
+    executor, feed, expected = Executor(plan, store, timeout=WAIT_SECONDS), feeds()[group], []
     for step in range(steps):
         expected.append(executor.run(feed))
         feed = next_feed(expected[-1], feeds()[min(step + 1, RUNS - 1)])
-    return expected, held(store)
+    return expected, copy_states(store)
 
 
 @pytest.mark.parametrize(
     ("devices", "groups", "group_size"), [(1, 2, 1), (2, 2, 1), (3, 2, 1), (2, 4, 1), (2, 2, 2), (2, 3, 2)]
 )
 def test_groups_whose_steps_wait_for_their_last_give_what_each_gives_alone(devices, groups, group_size):
-    plan, _ = chain(devices, team=group_size)
+    plan, _ = chain(devices, group_size=group_size)
     pipelines = in_groups(plan, groups)
     for group, results in enumerate(decode_in_groups(pipelines)):
         expected, states = expected_of_group(plan, group)
         assert all(same(one, two) for one, two in zip(expected, results, strict=True))
-        assert same(held(pipelines[group].store), states)
+        assert same(copy_states(pipelines[group].store), states)
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
 @pytest.mark.parametrize("late", [0, 1, 5])
 def test_returned_results_stay_when_a_later_run_fails(late, group_size):
-    plan, backend = chain(2, team=group_size)
+    plan, backend = chain(2, group_size=group_size)
     pipelines, results, begun = in_groups(plan), [0, 0], [0, 0]
     states = [[expected_of_group(plan, group, steps)[1] for steps in range(1, RUNS + 1)] for group in range(2)]
-    nothing = held(pipelines[0].store)
-    planted(backend, plan.lanes[-1].device, 4, late)
+    nothing = copy_states(pipelines[0].store)
+    plant_fault(backend, plan.lanes[-1].device, 4, late)
 
     def go_on() -> None:
         with Succession(pipelines[0]) as runs:
@@ -96,14 +96,14 @@ def test_returned_results_stay_when_a_later_run_fails(late, group_size):
         go_on()
     assert sum(results) == late
     for group, count in enumerate(results):
-        assert same(held(pipelines[group].store), states[group][count - 1] if count else nothing)
+        assert same(copy_states(pipelines[group].store), states[group][count - 1] if count else nothing)
     assert len(decode_in_groups(pipelines)[0]) == RUNS, "they go on"
 
 
 def test_runs_without_a_waiting_caller_are_rolled_back():
     plan, _ = chain(2)
     pipelines = in_groups(plan)
-    before = held(pipelines[1].store)
+    before = copy_states(pipelines[1].store)
 
     def leave() -> None:
         with Succession(pipelines[0]) as runs:
@@ -113,14 +113,14 @@ def test_runs_without_a_waiting_caller_are_rolled_back():
 
     with pytest.raises(ArithmeticError):
         leave()
-    assert same(held(pipelines[1].store), before)
-    assert same(held(pipelines[0].store), expected_of_group(plan, 0, 1)[1])
+    assert same(copy_states(pipelines[1].store), before)
+    assert same(copy_states(pipelines[0].store), expected_of_group(plan, 0, 1)[1])
 
 
 def test_a_run_over_a_store_with_a_pending_run_is_refused():
     plan, _ = chain(2)
     (pipeline,) = in_groups(plan, 1)
-    before = held(pipeline.store)
+    before = copy_states(pipeline.store)
 
     def begin() -> None:
         with Succession(pipeline) as runs:
@@ -129,7 +129,7 @@ def test_a_run_over_a_store_with_a_pending_run_is_refused():
 
     with pytest.raises(PlanError, match="a run over the same store is under way"):
         begin()
-    assert same(held(pipeline.store), before)
+    assert same(copy_states(pipeline.store), before)
 
 
 # --------------------------------------------------------------------------------------------- the virtual clock

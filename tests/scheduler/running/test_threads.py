@@ -24,7 +24,7 @@ from hocket.scheduler.running.turns import Turn
 
 from ...given import threads
 from ...given.models.goldens import FIXTURES, open_model
-from ...given.waits import until
+from ...given.waits import wait_until
 
 STARTS = 8
 
@@ -137,7 +137,7 @@ def test_an_interrupt_ends_waiting_for_a_turn_and_leaves_it_to_others():
             free.wait()
 
     def interrupt(waiting: int) -> None:
-        until(lambda: sys._current_frames()[waiting].f_code is Turn.__enter__.__code__)
+        wait_until(lambda: sys._current_frames()[waiting].f_code is Turn.__enter__.__code__)
         os.kill(os.getpid(), signal.SIGINT)
 
     holder = threading.Thread(target=hold)

@@ -14,9 +14,9 @@ from hocket.scheduler.machines.hardware import CPU, Hardware
 from hocket.scheduler.running.timeline import timeline
 
 from ...given.graphs.random_graphs import bindings
-from ...given.plans.faults import decoder, gather_plan, layer_plan, renumbered, tensor_plan
-from ...given.plans.grouped import bound, devices, random_plan, raw
-from ...given.plans.interleaved import DeadlockError, Interleaved
+from ...given.plans.faults import decoder, gather_plan, layer_plan, renumber_collectives, tensor_plan
+from ...given.plans.grouped import as_file_bytes, bind_leaves, devices, random_plan
+from ...given.plans.interleaved import DeadlockError, InterleavedPlan
 
 
 def null_group(n: int, **options):
@@ -92,8 +92,8 @@ def test_a_plan_for_devices_without_a_virtual_clock_is_refused():
 @pytest.mark.parametrize("seed", range(1000, 1025))
 def test_every_interleaving_gives_the_result_of_one_device(seed, mode):
     plan, whole, values = random_plan(seed, mode)
-    one = load(whole, {v.node.name: raw(values[v.node.name], v.dtype) for v in plan.graph.weights})
-    many = Interleaved(plan, bound(plan.graph, values, plan.leaves))
+    one = load(whole, {v.node.name: as_file_bytes(values[v.node.name], v.dtype) for v in plan.graph.weights})
+    many = InterleavedPlan(plan, bind_leaves(plan.graph, values, plan.leaves))
     feed = {v.node.name: values[v.node.name] for v in plan.graph.inputs}
     for turn in range(3):
         want, got = one.run(feed), many.run(feed, turn, poison=None if turn == 2 else 0xFF)
@@ -108,8 +108,8 @@ def test_every_interleaving_gives_the_result_of_one_device(seed, mode):
 def test_an_interleaving_shows_a_deadlock():
     group = [find(name) for name in devices(2, "reference")]
     whole = plan_for(decoder(), group, split_mode="layer")
-    broken = renumbered(whole, 1, {0: 5})
+    broken = renumber_collectives(whole, 1, {0: 5})
     values = bindings(whole.graph, np.random.default_rng(0))
-    run = Interleaved(broken, bound(whole.graph, values, whole.leaves))
+    run = InterleavedPlan(broken, bind_leaves(whole.graph, values, whole.leaves))
     with pytest.raises(DeadlockError):
         run.run({"x": values["x"], "ids": [0, 1, 2]}, seed=0)

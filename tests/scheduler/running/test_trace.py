@@ -22,7 +22,7 @@ from hocket.scheduler.telling.perfetto import trace_text
 from ...given.browser import browser
 from ...given.devices.emulation import needs_compiler
 from ...given.graphs.random_graphs import bindings
-from ...given.importer import asked
+from ...given.importer import run_queries
 from ...given.plans.faults import SLOW, decoder
 from ...given.plans.grouped import weights_of
 
@@ -171,7 +171,7 @@ def test_perfettos_importer_takes_a_trace_without_a_complaint(mode, tmp_path):
     count = Counter(e["ph"] for e in events)
     steps = sorted((2 + d, s.kernel, s.numbers) for run in trace.runs for d, own in enumerate(run.steps) for s in own)
     with browser(tmp_path / "profile") as page:
-        found = asked(
+        found = run_queries(
             page,
             path.read_bytes(),
             [
@@ -196,4 +196,4 @@ def test_perfettos_importer_complains_of_what_is_no_trace(tmp_path):
     _, trace = run_with_trace("reference", "tensor")
     text = "".join(trace_text(trace))
     with browser(tmp_path / "profile") as page, pytest.raises(ValueError, match="Invalid number"):
-        asked(page, text.replace('"dur": ', '"dur": x').encode(), [])
+        run_queries(page, text.replace('"dur": ', '"dur": x').encode(), [])

@@ -23,10 +23,10 @@ from hocket.scheduler.verifier.plan import plan_faults
 from hocket.scheduler.verifier.summands import terms
 
 from ...given.graphs import layered
-from ...given.plans.chunked import chunked_plan, gated
-from ...given.plans.grouped import bound
-from ...given.plans.interleaved import Interleaved
-from ...given.plans.ways import compared, values_of
+from ...given.plans.chunked import chunked_plan, make_gated_layers
+from ...given.plans.grouped import bind_leaves
+from ...given.plans.interleaved import InterleavedPlan
+from ...given.plans.ways import compare_results, values_of
 from ...given.plans.ways import results as run_results
 
 SLOW_LINK = Hardware(flops=1e6, bandwidth=1e9, launch=0.0, link_bandwidth=5e4, link_latency=1e-6)
@@ -66,7 +66,7 @@ def results(plan, seed):
     count = np.arange(TOKENS, dtype=np.int32)
     feed = {"pos": count[None], "slots": count, "wanted": count[-1:]}
     feed["x"] = rng.standard_normal((TOKENS, layered.E)).astype(np.float32)
-    run = Interleaved(plan, bound(plan.graph, values, plan.leaves))
+    run = InterleavedPlan(plan, bind_leaves(plan.graph, values, plan.leaves))
     return run.run(feed, seed) | {name: np.array(run.store.state(name)) for name in run.store.states}
 
 
@@ -146,13 +146,17 @@ def test_distributed_chunks_of_repeated_layers_are_those_of_a_plan_lowered_step_
 def test_chunks_over_any_shares_give_what_one_device_gives(rows_name, count, shares):
     backend = ReferenceBackend()
     plan = chunked_plan(
-        gated(7), [(backend, backend.device(d)) for d in range(len(shares))], count, dealt=rows_name, shares=shares
+        make_gated_layers(7),
+        [(backend, backend.device(d)) for d in range(len(shares))],
+        count,
+        is_distributed=rows_name,
+        shares=shares,
     )
     assert [*plan_faults(plan)] == []
     assert len(nodes_of_op(plan, "all_gather" if rows_name else "all_reduce")) == 2 * count
     values = values_of(plan.graph, 1)
     alone = plan_for(plan.graph, [(backend, backend.device(0))])
-    assert not compared(run_results(plan, values), run_results(alone, values))
+    assert not compare_results(run_results(plan, values), run_results(alone, values))
 
 
 def test_stages_of_layers_take_their_sums_in_chunks():
@@ -168,7 +172,7 @@ def test_stages_of_layers_take_their_sums_in_chunks():
     values = values_of(plan.graph, 1)
     expected = run_results(plan_layers(ReferenceBackend(), 1, layers=4), values)
     for each_plan in (plan, again):
-        assert not compared(run_results(each_plan, values), expected)
+        assert not compare_results(run_results(each_plan, values), expected)
 
 
 def test_the_virtual_clock_gains_what_the_plan_says():
@@ -245,7 +249,7 @@ def test_a_wrong_share_of_a_chunk_is_refused(name, planted, monkeypatch):
     backend = ReferenceBackend()
     group = [(backend, backend.device(d)) for d in range(2)]
     try:
-        plan = chunked_plan(gated(8), group, 2, dealt=True)
+        plan = chunked_plan(make_gated_layers(8), group, 2, is_distributed=True)
     except PlanError:
         return
     assert [*plan_faults(plan)]

@@ -26,7 +26,7 @@ from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
 from ...given.graphs.random_graphs import seeded_graph
-from ...given.models.goldens import FLOAT_CACHES, alone, nmse, path_of, tokens_of
+from ...given.models.goldens import FLOAT_CACHES, nmse, path_of, single_device_logits, tokens_of
 from ...given.plans.faults import SLOW, decoder, placed_plan
 from ...given.plans.grouped import devices, equal_to_one, group_of
 
@@ -50,7 +50,7 @@ PLACES = {
 def test_a_model_with_placed_parts_gives_the_logits_of_one_device(name, mode, place):
     model = load_model(open_gguf(path_of(name)))
     tokens = tokens_of(name)
-    one = alone(name)
+    one = single_device_logits(name)
     many = Session(model, on=Group(devices(3), mode, (), place, **FLOAT_CACHES))
     half = len(tokens) // 2
     parts = [tokens[:half], *([t] for t in tokens[half:])]

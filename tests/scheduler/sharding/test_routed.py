@@ -26,7 +26,7 @@ from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.search import classes_of
 from hocket.scheduler.sharding.states import Routed
 
-from ...given.models.goldens import MIXTURES, golden, layers_with_experts, nmse, opened
+from ...given.models.goldens import MIXTURES, golden, layers_with_experts, nmse, open_fixture
 from ...given.models.large_headers import qwen_80b
 from ...given.plans.grouped import devices, everything_that_fits, group_of, reductions, run_of
 
@@ -54,7 +54,7 @@ def plan_whole_experts(graph: Graph, n: int, shares: Sequence[float] = (), kind:
 def test_distributed_whole_experts_give_the_logits_of_one_device_in_one_batch_and_token_by_token(
     name: str, n: int
 ) -> None:
-    model, tokens = load_model(opened(name)), golden(name)[0][:24]
+    model, tokens = load_model(open_fixture(name)), golden(name)[0][:24]
     batch, step = Step(1, 24, 32, 32, 24), Step(1, 1, 32, 32, 1)
     weights = {v.node.name: model.gguf.tensor(v.node.name).dequantise() for v in model.graph(batch).weights}
     runs = [[load(plan_whole_experts(model.graph(s), k), weights) for s in (batch, step)] for k in (1, n)]
@@ -72,7 +72,7 @@ def test_distributed_whole_experts_give_the_logits_of_one_device_in_one_batch_an
 @pytest.mark.parametrize("rows", [1, 24])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_distributed_whole_experts_need_one_collective_per_layer_to_be_combined(name: str, rows: int, n: int) -> None:
-    plan = plan_whole_experts(load_model(opened(name)).graph(Step(1, rows, 32, 32, rows)), n)
+    plan = plan_whole_experts(load_model(open_fixture(name)).graph(Step(1, rows, 32, 32, rows)), n)
     assert reductions(plan) == [("all_reduce", (rows, 64))] * layers_with_experts(name)
     for number, device_plan in enumerate(plan.lanes):
         local = {node.name: node.specs[0].shape for node in device_plan.graph.nodes if node.op == "weight"}

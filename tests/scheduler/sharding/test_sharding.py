@@ -26,9 +26,9 @@ from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.shares import Shares, joined, runs_of
 
 from ...given.graphs.random_graphs import bindings, seeded_graph
-from ...given.models.goldens import DENSE, FIXTURES, FLOAT_CACHES, INDEX, alone, nmse, path_of, tokens_of
-from ...given.plans.grouped import devices, everything_that_fits, raw
-from ...given.waits import HOUR
+from ...given.models.goldens import DENSE, FIXTURES, FLOAT_CACHES, INDEX, nmse, path_of, single_device_logits, tokens_of
+from ...given.plans.grouped import as_file_bytes, devices, everything_that_fits
+from ...given.waits import WAIT_SECONDS
 
 # ---------------------------------------------------------------------------------------------------------- models
 
@@ -44,7 +44,7 @@ def test_a_model_on_several_devices_gives_the_logits_of_one(name, mode, n, split
     tokens = tokens_of(name)
     golden = np.load(FIXTURES / name / "logits.npy")
     exact = "q4" in name  # what is rounded to 8 bits would differ wherever a sum differs in its last bit
-    one = alone(name, exact)
+    one = single_device_logits(name, exact)
     many = Session(model, on=Group(devices(n), mode, split, exact=exact, **FLOAT_CACHES))
     batch = many.evaluate([tokens], every_position=True)[0]
     many.reset(0)
@@ -109,7 +109,7 @@ def test_a_random_graph_sharded_wherever_possible_equals_one_device(seed):
     whole = plan_for(graph, group[:1])
     results = []
     for each_plan in (whole, sharded):
-        run = load(each_plan, {v.node.name: raw(bound[v.node.name], v.dtype) for v in graph.weights})
+        run = load(each_plan, {v.node.name: as_file_bytes(bound[v.node.name], v.dtype) for v in graph.weights})
         for v in graph.states:
             run.store.state(v.node.name)[...] = bound[v.node.name]
         feed = {v.node.name: bound[v.node.name] for v in graph.inputs}
@@ -224,7 +224,7 @@ def run_collective(
     from hocket.backends.calls import Call
     from hocket.backends.numpy.table import kernel
 
-    threads = ThreadGroup(len(sources), HOUR)
+    threads = ThreadGroup(len(sources), WAIT_SECONDS)
     outs = [np.full(shape, np.nan) for shape in shapes]
 
     def run(rank: int) -> None:

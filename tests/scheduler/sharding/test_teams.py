@@ -18,7 +18,7 @@ from hocket.scheduler.sharding.teams import teams_by
 from hocket.scheduler.verifier.plan import plan_faults
 
 from ...given.plans.faults import SLOW, decoder
-from ...given.plans.ways import compared, results, values_of
+from ...given.plans.ways import compare_results, results, values_of
 
 MODE = "layer,tensor"
 
@@ -54,7 +54,7 @@ def test_sharded_stages_give_the_results_of_one_device(make, devices, shares):
     values = values_of(graph, 1)
     plan = plan_stages(graph, "reference", devices, tensor_split=shares)
     assert {len(members) for members in teams_of([device_plan.program for device_plan in plan.lanes])} == {devices // 2}
-    assert not compared(results(plan, values), results(plan_for(graph, group("reference", 1)), values))
+    assert not compare_results(results(plan, values), results(plan_for(graph, group("reference", 1)), values))
 
 
 def test_a_state_that_no_node_reads_stays_with_its_group():
@@ -69,7 +69,7 @@ def test_a_state_that_no_node_reads_stays_with_its_group():
     values = {**values_of(graph, 3), "i": np.array([0, 6, 2])}
     plan = plan_stages(graph, "reference", choose=lambda g, f: frozenset(f.axes(wide)[1][0]))
     assert plan.leaves["kept"] == Local((2, 3)), "the graph has to be one whose new value is made before"
-    assert not compared(results(plan, values), results(plan_for(graph, group("reference", 1)), values))
+    assert not compare_results(results(plan, values), results(plan_for(graph, group("reference", 1)), values))
 
 
 def test_devices_that_only_send_messages_are_one_group_and_still_run_collectives_in_their_memory():
@@ -104,7 +104,7 @@ def test_a_weight_that_two_stages_shard_on_different_axes_is_whole_on_both():
     last = ops.mul_mat(weight("c", (8, 32)), ops.silu(ops.mul_mat(weight("d", (32, 8)), first)))
     graph = Graph({"y": ops.mul_mat(ops.transpose(shared), last)})
     plan, values = plan_stages(graph, "reference"), values_of(graph, 2)
-    assert not compared(results(plan, values), results(plan_for(graph, group("reference", 1)), values))
+    assert not compare_results(results(plan, values), results(plan_for(graph, group("reference", 1)), values))
 
 
 def test_a_plan_in_json_is_the_same_plan():

@@ -43,7 +43,7 @@ def find_faults(plan, order, runs=3):
 
 def plan_in_groups():
     """Two stages, each cut among three devices."""
-    return chain(2, team=3)[0]
+    return chain(2, group_size=3)[0]
 
 
 @pytest.mark.parametrize("make_plan", [passed_on, layer_plan, plan_in_groups], ids=["chain", "decoder", "teams"])

@@ -12,12 +12,12 @@ from hocket.scheduler import verifier
 
 from ...given.plans.campaign import (
     FEW,
-    Tally,
-    given,
-    lowered_again,
+    CampaignCounts,
+    edit_node_and_lower,
+    move_step,
+    move_value,
     one_field,
-    reordered,
-    shifted,
+    plan_by_name,
     sites_of,
     truth,
 )
@@ -52,11 +52,11 @@ def test_the_docstring_of_the_verifier_names_every_field_of_everything_in_a_plan
 
 @pytest.mark.parametrize("name", FEW)
 def test_the_plans_that_are_broken_run_right(name):
-    assert run_faults(given(name), truth(name)) is None
+    assert run_faults(plan_by_name(name), truth(name)) is None
 
 
 def test_a_field_that_is_wrong_is_found_or_the_plan_runs_right():
-    dice, tally = random.Random(5), Tally()
+    dice, tally = random.Random(5), CampaignCounts()
     checked = {field for field, text in read_documented_fields().items() if not text.startswith("free")} - {
         "Graph.nodes"
     }
@@ -73,9 +73,9 @@ def test_a_field_that_is_wrong_is_found_or_the_plan_runs_right():
     assert sorted(free & tally.refused.keys()) == []
 
 
-@pytest.mark.parametrize("kind", [shifted, reordered, lowered_again])
+@pytest.mark.parametrize("kind", [move_value, move_step, edit_node_and_lower])
 def test_what_is_changed_in_several_places_at_once_is_found_or_the_plan_runs_right(kind):
-    dice, tally = random.Random(6), Tally()
+    dice, tally = random.Random(6), CampaignCounts()
     for name in FEW:
         for mutant in kind(name, dice):
             tally.judge(mutant)
@@ -86,7 +86,7 @@ def test_what_is_changed_in_several_places_at_once_is_found_or_the_plan_runs_rig
 
 def test_the_oracle_finds_a_plan_that_runs_wrong():
     """A step left out, which the verifier is not asked about."""
-    plan = given("cut")
+    plan = plan_by_name("cut")
     program = plan.lanes[0].program
     path = (("field", "lanes"), ("item", 0), ("field", "program"))
     less = dataclasses.replace(program, instructions=program.instructions[:-1])
