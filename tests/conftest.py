@@ -23,7 +23,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 settings.register_profile("hocket", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hocket")
 
-MOST_CASES = 2
+MAX_CASES = 2
 """So many cases of one test, or fewer, are run without --all or --most; of a long one as many as its mark says."""
 
 
@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-architecture", action="store_true", help="compile CUDA kernels for all architectures")
     parser.addoption("--all", action="store_true", help="run long tests, as if their files were named")
     parser.addoption("--nightly", action="store_true", help="with --all: every case of the slowest tests, too")
-    parser.addoption("--most", type=int, metavar="N", help=f"cases of a test ({MOST_CASES}; with --all every one)")
+    parser.addoption("--most", type=int, metavar="N", help=f"cases of a test ({MAX_CASES}; with --all every one)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,11 +52,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what is long.  Of a test with many cases some stay, so that each kind is tried."""
     cases: Counter[str] = Counter()
     counts = Counter(item.nodeid.partition("[")[0] for item in items)
-    most = config.option.most or (len(items) if config.option.all else MOST_CASES)
+    max_cases = config.option.most or (len(items) if config.option.all else MAX_CASES)
     stays, leaves = [], []
     for item in items:
         mark, test = item.get_closest_marker("long"), item.nodeid.partition("[")[0]
-        limit = min(most, mark.kwargs.get("cases", 0)) if mark and not config.option.all else most
+        limit = min(max_cases, mark.kwargs.get("cases", 0)) if mark and not config.option.all else max_cases
         if (nightly := item.get_closest_marker("nightly")) and not config.option.nightly:
             limit = min(limit, nightly.kwargs["cases"])
         every = -(-counts[test] // limit) if limit else 0

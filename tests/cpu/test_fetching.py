@@ -41,7 +41,7 @@ class Measured:
 
 
 @pytest.fixture(autouse=True)
-def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _without_speeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(fetching, "Product", Measured)
     monkeypatch.setattr(Measured, "asked", 0)
@@ -60,7 +60,7 @@ def choose() -> None:
     fetching.choose(DType.Q8_0, [np.zeros((64, 34), np.uint8)])
 
 
-def test_the_best_is_kept_for_its_type():
+def test_the_best_distance_is_stored_for_its_type():
     choose()
     assert fetching.ahead(DType.Q8_0) == fetching.CHOICES[3]
     assert fetching.ahead(DType.Q4_0) == DEFAULT

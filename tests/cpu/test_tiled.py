@@ -38,7 +38,7 @@ def test_rows_are_rounded_side_by_side():
 
 
 @pytest.mark.parametrize("kinds", [*permutations([SPLIT, TILED, 8])], ids=str)
-def test_rows_are_rounded_in_several_ways_at_once(kinds: tuple[int, ...]):
+def test_rows_are_rounded_in_several_formats_at_once(kinds: tuple[int, ...]):
     """As a norm's are where products with several types of weights read them."""
     x = RNG.standard_normal((37, 96)).astype(np.float32)
     targets = [aligned_scratch(rounded_bytes(*x.shape, kind)) for kind in kinds]

@@ -61,7 +61,7 @@ class Prompt:
 @pytest.mark.parametrize(("tokens", "shared"), [(90, 1), (90, 2), (400, 2)])
 @pytest.mark.parametrize("dtype", [*FORMATS, DType.BF16, DType.F16, DType.F32], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(48, 768), (272, 2304)])
-def test_each_slot_meets_its_expert(dtype: DType, rows: int, columns: int, tokens: int, shared: int):
+def test_each_slot_is_multiplied_by_its_expert(dtype: DType, rows: int, columns: int, tokens: int, shared: int):
     """More slots of an expert than are gathered at once, an expert without any, and slots whose expert is elsewhere."""
     prompt = Prompt(dtype, rows, columns, tokens, shared)
     y, weight = np.full((2 * tokens, rows + 3), np.nan, np.float32), pack_rows(dtype, prompt.raw[0], columns)
@@ -75,7 +75,7 @@ def test_each_slot_meets_its_expert(dtype: DType, rows: int, columns: int, token
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("dtype", [DType.Q4_0, DType.Q6_K, DType.MXFP4, DType.F16], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(96, 768), (288, 2304)])
-def test_units_of_slots_are_rounded_where_they_are_made(dtype: DType, rows: int, columns: int):
+def test_units_of_slots_are_rounded_where_they_are_computed(dtype: DType, rows: int, columns: int):
     prompt = Prompt(dtype, rows, columns, 300, 1)
     weights, y = [pack_rows(dtype, raw, columns) for raw in prompt.raw], np.full((600, rows), np.nan, np.float32)
     tiles, pitch = aligned_scratch(rounded_bytes(600, rows, TILED)), rounded_bytes(1, rows, TILED)

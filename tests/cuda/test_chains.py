@@ -99,7 +99,7 @@ def test_a_model_has_the_logits_of_llama_cpp_with_chains_and_without(name, devic
 # ---------------------------------------------------------------------------------------------------- what goes wrong
 
 
-def test_a_number_that_names_no_row_is_told_of_the_instruction_that_has_it():
+def test_a_number_that_names_no_row_is_reported_with_its_instruction():
     graph = CHAINS["a head into a cache"].graph(False)
     backend = EmulatedBackend()
     run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": np.ones(24, np.float32)})
@@ -110,7 +110,7 @@ def test_a_number_that_names_no_row_is_told_of_the_instruction_that_has_it():
 
 
 def test_a_launch_of_a_chain_that_fails_names_one_of_its_instructions_and_takes_back_what_ran(monkeypatch):
-    def broken(launches, flow, number):
+    def with_wrong_numbers(launches, flow, number):
         numbers = plain(launches, flow, number)
         last = launches.items.pop()
         words = tuple(word + (at == 0) for at, word in enumerate(last.words))
@@ -118,7 +118,7 @@ def test_a_launch_of_a_chain_that_fails_names_one_of_its_instructions_and_takes_
         return numbers
 
     plain, *_ = programs.FUSED["sigmoid"]
-    monkeypatch.setattr(programs, "FUSED", {**programs.FUSED, "sigmoid": (broken,)})
+    monkeypatch.setattr(programs, "FUSED", {**programs.FUSED, "sigmoid": (with_wrong_numbers,)})
     cache, x = state("cache", (8, 48)), input("x", (1, 48))
     new = ops.set_rows(cache, x, input("ids", (1,), "i32"), name="new")
     y = ops.mul(ops.sum_rows(new), ops.sigmoid(input("z", (8, 1)), name="gate"), name="gated")

@@ -57,10 +57,10 @@ def lacking(launch: Launch, row: Row, kind: Kind) -> Iterator[str]:
     if kind.registers is not None and registers > kind.registers:
         yield f"{registers} registers of {kind.registers}"
     shared = row.shared + launch.shared_bytes
-    most = kind.limits.shared if launch.shared_bytes > EVERYWHERE else EVERYWHERE  # else the driver asks for no more
-    if shared > most:
-        yield f"{shared} bytes of shared memory of {most}"
-    if any(size > most for size, most in zip(launch.grid, GRID, strict=True)):
+    limit = kind.limits.shared if launch.shared_bytes > EVERYWHERE else EVERYWHERE  # else the driver asks for no more
+    if shared > limit:
+        yield f"{shared} bytes of shared memory of {limit}"
+    if any(size > limit for size, limit in zip(launch.grid, GRID, strict=True)):
         yield f"{launch.grid} blocks"
 
 

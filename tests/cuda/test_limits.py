@@ -49,8 +49,8 @@ def rule(channels: bool, exact: bool) -> Graph:
     q, k = (input(name, (1, TOKENS, 1, 128)) for name in "qk")
     v, g = input("v", (1, TOKENS, 1, 16)), input("g", (1, TOKENS, 1, 128 if channels else 1))
     beta, state = input("beta", (1, TOKENS, 1)), input("state", (1, 1, 16, 128))
-    made = ops.gated_delta_net(q, k, v, g, beta, state, exact=exact)
-    return Graph({"y": made[0]})
+    outputs = ops.gated_delta_net(q, k, v, g, beta, state, exact=exact)
+    return Graph({"y": outputs[0]})
 
 
 def values(graph: Graph) -> dict[str, np.ndarray]:
@@ -96,7 +96,7 @@ def test_a_launch_that_no_block_has_the_memory_for_is_no_kernel():
     Launches(keep=lambda array: 0).add(kernel, 1, 32, (), 110_000)
 
 
-def test_a_device_that_nobody_knew_has_what_all_have():
+def test_an_unknown_device_has_the_limits_of_all():
     assert [limits_of(n) for n in ("90", "120", "999")] == [MOST, Limits(99 * KIB), Limits(EVERYWHERE)]
     assert min(SHARED.values()) > EVERYWHERE
 
@@ -140,12 +140,12 @@ def test_kernels_that_size_much_memory_declare_little():
 @pytest.fixture
 def cupy(monkeypatch):
     """A stand-in for CuPy, of which the driver of CUDA devices is made."""
-    made = fake_cupy(SOURCES, nccl=FakeNccl)
-    monkeypatch.setattr(cuda, "_cupy", lambda: made)
-    monkeypatch.setattr(cuda, "_nccl", lambda: made.cuda.nccl)
+    fake = fake_cupy(SOURCES, nccl=FakeNccl)
+    monkeypatch.setattr(cuda, "_cupy", lambda: fake)
+    monkeypatch.setattr(cuda, "_nccl", lambda: fake.cuda.nccl)
     monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
     cuda._module.cache_clear()
-    yield made
+    yield fake
     cuda._module.cache_clear()
 
 
@@ -153,7 +153,7 @@ def fails(*_: object) -> None:
     raise StreamError("CUDA_ERROR_INVALID_VALUE:\ninvalid argument")
 
 
-SAID = "CUDA_ERROR_INVALID_VALUE: invalid argument; if that goes on, start the process anew"
+CUDA_ERROR = "CUDA_ERROR_INVALID_VALUE: invalid argument; if that goes on, start the process anew"
 
 
 @needs_compiler
@@ -163,26 +163,26 @@ def test_memory_that_a_driver_refuses_is_one_line(cupy):
     launch = Launch(source[source.names[0]], (1, 1, 1), (32, 1, 1), 50 << 10, (), (), 0)
     with pytest.raises(BackendError) as caught:
         cuda.CudaDriver().record([launch], Device("cuda", 0))
-    assert str(caught.value) == f"cuda:0 cannot record launches: {SAID}"
+    assert str(caught.value) == f"cuda:0 cannot record launches: {CUDA_ERROR}"
 
 
 @pytest.mark.parametrize(
-    ("call", "act", "what"),
+    ("call", "action", "what"),
     [
         ("getDeviceProperties", lambda driver: driver.device(0), "cuda:0 cannot say what it is"),
-        ("memcpyAsync", lambda driver: loaded(driver), "cuda:0 cannot copy from the host"),
+        ("memcpyAsync", lambda driver: load_tensors(driver), "cuda:0 cannot copy from the host"),
         ("hostRegister", lambda driver: driver.share(np.ones(1), True), "cuda devices cannot share memory of the host"),
     ],
     ids=["properties", "copies", "pinning"],
 )
-def test_an_error_of_the_runtime_is_one_line(cupy, call, act, what):
+def test_an_error_of_the_runtime_is_one_line(cupy, call, action, what):
     setattr(cupy.cuda.runtime, call, fails)
     with pytest.raises(BackendError) as caught:
-        act(cuda.CudaDriver())
-    assert str(caught.value) == f"{what}: {SAID}"
+        action(cuda.CudaDriver())
+    assert str(caught.value) == f"{what}: {CUDA_ERROR}"
 
 
-def loaded(driver: cuda.CudaDriver) -> None:
+def load_tensors(driver: cuda.CudaDriver) -> None:
     on = Device("cuda", 0)
     driver._staging(on).put(np.ones(4, np.uint8), driver.alloc(16, on).array[:4])
 
@@ -195,7 +195,7 @@ def test_devices_that_reach_each_other_already_still_do(cupy):
 
 
 @needs_compiler
-def test_nobody_watches_a_stream_in_which_no_library_waits(cupy, monkeypatch):
+def test_a_stream_without_waits_of_a_library_is_not_watched(cupy, monkeypatch):
     monkeypatch.setattr(HangWatchdog, "wait", fails)
     parts = all_reduce_case(2, (40,))
     rig = CollectiveRig(cuda.CudaBackend(), parts)

@@ -28,8 +28,8 @@ def test_a_model_has_the_logits_of_llama_cpp(name, group):
     session, many = Session(open_model(path_of(name)), on=group), len(tokens) - STEPS
     parts = [tokens[:many], *([token] for token in tokens[many:])]
     logits = np.concatenate([session.evaluate([part], every_position=True)[0] for part in parts])
-    for found, wanted in ((logits, want), (logits[many:], want[many:])):
-        assert nmse(found.ravel(), wanted.ravel()) <= allowed_nmse(name)  # the limit is one over all rows
+    for found, expected in ((logits, want), (logits[many:], want[many:])):
+        assert nmse(found.ravel(), expected.ravel()) <= allowed_nmse(name)  # the limit is one over all rows
 
 
 @pytest.mark.long(cases=1)
@@ -43,6 +43,6 @@ def test_an_exact_model_computes_in_float32_throughout(name):
         parts = [tokens[:-STEPS], *([token] for token in tokens[-STEPS:])]
         return np.concatenate([session.evaluate([part], every_position=True)[0] for part in parts])
 
-    wanted = logits("numpy:0", True)
-    off = {exact: nmse(logits("cuda-emulated:0", exact).ravel(), wanted.ravel()) for exact in (True, False)}
+    expected = logits("numpy:0", True)
+    off = {exact: nmse(logits("cuda-emulated:0", exact).ravel(), expected.ravel()) for exact in (True, False)}
     assert off[True] < 1e-11 < off[False]

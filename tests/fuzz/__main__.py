@@ -29,7 +29,7 @@ MEMORY = 8 << 30
 """Bytes of address space for a process."""
 
 
-def parsed() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.fuzz", description="damage inputs, and see how they are read"
     )
@@ -51,7 +51,7 @@ def parsed() -> argparse.Namespace:
     return args
 
 
-def supervised(name: str, args: argparse.Namespace) -> bool:
+def run_supervised(name: str, args: argparse.Namespace) -> bool:
     """Run a target in a process of its own; whether it ended well."""
     options = [f"--{key}={getattr(args, key)}" for key in ("cases", "seconds", "seed", "keep", "engine")]
     log, current = args.keep / f"{name}.log", args.keep / f"{name}-current"
@@ -100,13 +100,13 @@ def fuzz_by_branches(
 
     seeds = sound(report.target)
 
-    def damage(data: bytes, most: int, number: int) -> bytes:
+    def damage(data: bytes, max_length: int, number: int) -> bytes:
         rng = random.Random(number)
         if rng.random() < 0.2:
-            return bytes(atheris.Mutate(data, most))
+            return bytes(atheris.Mutate(data, max_length))
         for _ in range(rng.choice((1, 1, 2, 4))):
             data = report.target.damage(data, rng.choice(seeds), rng)
-        return data[:most]
+        return data[:max_length]
 
     def read(data: bytes) -> None:
         if not goes_on():
@@ -142,15 +142,15 @@ def finish(report: Report, keep: Path) -> None:
 
 
 def main() -> int:
-    args = parsed()
+    args = parse_arguments()
     args.keep.mkdir(parents=True, exist_ok=True)
     if args.read is not None:
-        from .engine import judge
+        from .engine import read_input
         from .targets import TARGETS as READERS
 
-        print(judge(READERS[args.targets[0]], args.read.read_bytes()))
+        print(read_input(READERS[args.targets[0]], args.read.read_bytes()))
         return 0
-    run = here if args.here else supervised
+    run = here if args.here else run_supervised
     ended_well = [run(name, args) for name in args.targets]
     return 0 if all(ended_well) else 1
 

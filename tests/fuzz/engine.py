@@ -120,7 +120,7 @@ def deadline(seconds: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def judge(target: Target, data: bytes, *, measured: bool = True, lines: Lines | None = None) -> Verdict:
+def read_input(target: Target, data: bytes, *, measured: bool = True, lines: Lines | None = None) -> Verdict:
     """Read an input; count the bytes that takes if it is `measured`, else watch its `lines` if given.
 
     Both make it slower, so what seems late then is read again without.
@@ -128,18 +128,18 @@ def judge(target: Target, data: bytes, *, measured: bool = True, lines: Lines | 
     try:
         with deadline(SECONDS):
             if measured:
-                return _measured(target, data)
+                return _read_and_measure(target, data)
             if lines is not None:
                 with lines.watched():
                     return _read(target, data)
             return _read(target, data)
     except Late:
         if measured or lines is not None:
-            return judge(target, data, measured=False)
+            return read_input(target, data, measured=False)
         return Verdict(fault=f"takes more than {SECONDS:g} s")
 
 
-def _measured(target: Target, data: bytes) -> Verdict:
+def _read_and_measure(target: Target, data: bytes) -> Verdict:
     tracemalloc.start()
     try:
         verdict = _read(target, data)
@@ -187,13 +187,13 @@ class Report:
     def take(self, data: bytes, lines: Lines | None = None) -> bool:
         """Judge an input; whether it is of a new kind.  Memory is measured of those, and of every eighth."""
         reached = len(lines.seen) if lines is not None else 0
-        verdict = judge(self.target, data, measured=False, lines=lines)
+        verdict = read_input(self.target, data, measured=False, lines=lines)
         self.cases += 1
         end = kind_of(verdict.fault or verdict.refusal or "")
         is_new = end not in self.kinds or (lines is not None and len(lines.seen) > reached)
         self.kinds[end] += 1
         if verdict.fault is None and (is_new or self.cases % 8 == 0):
-            verdict = judge(self.target, data)
+            verdict = read_input(self.target, data)
             self.measured += 1
             self.spare = max(self.spare, verdict.peak - self.target.times * len(data))
         if verdict.fault is not None:
@@ -214,7 +214,7 @@ def sound(target: Target) -> list[bytes]:
     seeds = list(target.seeds())
     for data in seeds:
         _read(target, data)  # what is imported and compiled once is nobody's memory
-        verdict = judge(target, data)
+        verdict = read_input(target, data)
         assert verdict == Verdict(peak=verdict.peak), f"a seed of {target.name}: {verdict}"
     return seeds
 
@@ -223,7 +223,7 @@ def fuzz(report: Report, seed: int, goes_on: Callable[[], bool], about_to_read: 
     """Damage sound inputs and what reaches new lines, as long as `goes_on` says so."""
     rng, lines, corpus = random.Random(f"{report.target.name} {seed}"), Lines(), sound(report.target)
     for data in corpus:
-        judge(report.target, data, measured=False, lines=lines)
+        read_input(report.target, data, measured=False, lines=lines)
     while goes_on():
         data = corpus[-1 - int(len(corpus) * rng.random() ** 1.5)]  # what was kept last, more often
         for _ in range(rng.choice((1, 1, 1, 2, 3, 5))):

@@ -148,9 +148,9 @@ def test_the_cpu_kernel_of_the_guide_works_as_it_is_written(threads, monkeypatch
     graph, backend = hocket.Graph({"y": ops.leaky_relu(x, negative_slope=0.1)}), CpuBackend(threads)
     run = hocket.load(planner.plan_for(graph, [(backend, backend.device(0))]), {})
     assert run.kernels() == ["guide.leaky"]
-    given = np.random.default_rng(1).standard_normal((301, 77)).astype(np.float32)
-    wanted = np.where(given > 0, given, given * np.float32(0.1))
-    assert np.array_equal(run.run({"x": given})["y"], wanted)
+    array = np.random.default_rng(1).standard_normal((301, 77)).astype(np.float32)
+    expected = np.where(array > 0, array, array * np.float32(0.1))
+    assert np.array_equal(run.run({"x": array})["y"], expected)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
@@ -166,9 +166,9 @@ def test_the_split_mode_of_the_guide_works_as_it_is_written(monkeypatch):
     code = re.findall(r"```python\n(.*?)```", (DOCS / "add-a-split.md").read_text("utf-8"), re.DOTALL)
     space: dict[str, object] = {"print": lambda *_: None}
     exec(compile("\n".join(code), "add-a-split.md", "exec"), space)
-    made = space["plan"]
-    assert isinstance(made, hocket.Plan)
-    assert {name: str(layout) for name, layout in made.leaves.items()} == {"x": "R", "w": "S0(128|128)"}
+    new_plan = space["plan"]
+    assert isinstance(new_plan, hocket.Plan)
+    assert {name: str(layout) for name, layout in new_plan.leaves.items()} == {"x": "R", "w": "S0(128|128)"}
 
 
 def test_the_row_of_the_guide_gives_the_logits_of_llama_cpp_and_another_does_not(monkeypatch):

@@ -49,7 +49,7 @@ def test_every_package_is_listed_and_has_an_init_file():
     assert not [folder for folder in folders if not (ROOT / folder / "__init__.py").is_file()]
 
 
-def test_what_tests_share_lies_in_given():
+def test_files_shared_by_tests_are_in_given():
     """A test module imports from no other."""
     for path in sorted((ROOT / "tests").rglob("*.py")):
         modules = [n.module or "" for n in ast.walk(ast.parse(path.read_bytes())) if isinstance(n, ast.ImportFrom)]
@@ -149,12 +149,12 @@ def writing_calls(text: str) -> set[str]:
     safe = {ast.unparse(i.optional_vars) for i in items if ast.unparse(i.context_expr).startswith("replacing(")}
     found = set()
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        given = [*call.args, *(k.value for k in call.keywords)]
-        modes = [a.value for a in given if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        arguments = [*call.args, *(k.value for k in call.keywords)]
+        modes = [a.value for a in arguments if isinstance(a, ast.Constant) and isinstance(a.value, str)]
         name = re.sub(r"^\(.*\)(?=\.\w+$)", "", ast.unparse(call.func))
         opens = OPENING.fullmatch(name) and any(re.fullmatch(r"(?=.*[wax+])[rwaxbt+]{1,3}", mode) for mode in modes)
         owner = [call.func.value] if isinstance(call.func, ast.Attribute) else []
-        if (opens or WRITING.fullmatch(name)) and not safe & set(map(ast.unparse, (*given, *owner))):
+        if (opens or WRITING.fullmatch(name)) and not safe & set(map(ast.unparse, (*arguments, *owner))):
             found.add(name)
     return found
 
@@ -222,17 +222,17 @@ def test_the_installed_package_is_this_one():
 
 def test_attributes_of_public_classes_say_their_types():
     """pyright does not know what `__init__` assigns without a type, nor then whatever mentions the class."""
-    rooms = (hocket, hocket.scheduler)
-    public = {f for room in rooms for n in dir(room) if isinstance(f := getattr(room, n), type) and _is_ours(f)}
+    packages = (hocket, hocket.scheduler)
+    public = {f for room in packages for n in dir(room) if isinstance(f := getattr(room, n), type) and _is_ours(f)}
     assert {hocket.Executor, hocket.Store} <= public
     untold = []
     for kind in public:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-        told = {ast.unparse(n.target).removeprefix("self.") for n in ast.walk(tree) if isinstance(n, ast.AnnAssign)}
+        declared = {ast.unparse(n.target).removeprefix("self.") for n in ast.walk(tree) if isinstance(n, ast.AnnAssign)}
         for target in (t for line in ast.walk(tree) if isinstance(line, ast.Assign) for t in line.targets):
             for one in target.elts if isinstance(target, ast.Tuple) else [target]:
                 if isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self" and one.attr[0] != "_":
-                    untold += [f"{kind.__name__}.{one.attr}"] if one.attr not in told else []
+                    untold += [f"{kind.__name__}.{one.attr}"] if one.attr not in declared else []
     assert not untold
 
 

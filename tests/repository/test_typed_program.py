@@ -74,13 +74,13 @@ def programs(tmp_path):
     return tmp_path
 
 
-def judge(errors: set[tuple[str, int]], said: object) -> None:
+def check_errors(errors: set[tuple[str, int]], output: object) -> None:
     """Errors are in the programs that are wrong, and of the calls of ops in each line that is."""
-    assert {name for name, _ in errors} == {"wrong_ops.py", *(f"wrong_{n}.py" for n in range(len(WRONG)))}, said
-    assert {line for name, line in errors if name == "wrong_ops.py"} == {*WRONG_LINES}, said
+    assert {name for name, _ in errors} == {"wrong_ops.py", *(f"wrong_{n}.py" for n in range(len(WRONG)))}, output
+    assert {line for name, line in errors if name == "wrong_ops.py"} == {*WRONG_LINES}, output
 
 
-def told(folder, *command) -> str:
+def run_checker(folder, *command) -> str:
     """What a checker says."""
     done = subprocess.run([sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr  # it found errors, those that are there
@@ -90,8 +90,8 @@ def told(folder, *command) -> str:
 def test_mypy_finds_what_is_wrong_and_nothing_else(programs):
     (programs / "mypy.ini").write_text("[mypy]\nstrict = true\nfollow_imports = silent\nmypy_path = types\n")
     files = sorted(path.name for path in programs.glob("*.py"))
-    said = told(programs, "mypy", "--no-error-summary", *files).splitlines()
-    judge({(line.split(":")[0], int(line.split(":")[1])) for line in said if ": error: " in line}, said)
+    output = run_checker(programs, "mypy", "--no-error-summary", *files).splitlines()
+    check_errors({(line.split(":")[0], int(line.split(":")[1])) for line in output if ": error: " in line}, output)
 
 
 def test_pyright_finds_what_is_wrong_and_nothing_else(programs):
@@ -99,6 +99,6 @@ def test_pyright_finds_what_is_wrong_and_nothing_else(programs):
         pytest.skip("pyright is not installed")
     settings = {"include": ["*.py"], "extraPaths": ["types"], "typeCheckingMode": "strict"}
     (programs / "pyrightconfig.json").write_text(json.dumps(settings))
-    said = told(programs, "pyright", "--outputjson", "--pythonpath", sys.executable)
-    found = [one for one in json.loads(said)["generalDiagnostics"] if one["severity"] == "error"]
-    judge({(one["file"].rpartition("/")[2], one["range"]["start"]["line"] + 1) for one in found}, said)
+    output = run_checker(programs, "pyright", "--outputjson", "--pythonpath", sys.executable)
+    found = [one for one in json.loads(output)["generalDiagnostics"] if one["severity"] == "error"]
+    check_errors({(one["file"].rpartition("/")[2], one["range"]["start"]["line"] + 1) for one in found}, output)

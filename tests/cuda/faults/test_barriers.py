@@ -104,7 +104,7 @@ def few_tiles(monkeypatch):
 CASES = [(file, n, case) for file, cases in REACHED.items() for case, numbers in cases.items() for n in numbers]
 
 
-def judged(file, case, dropped=("", 0)):
+def check_case(file, case, dropped=("", 0)):
     """The result of the case, and what was in no order."""
     driver = AccessLogDriver(dropped)
     backend = AccessLogBackend(driver)
@@ -116,7 +116,7 @@ def judged(file, case, dropped=("", 0)):
 @pytest.mark.long
 @pytest.mark.parametrize(("file", "case"), sorted({(file, case) for file, _, case in CASES}))
 def test_with_all_barriers_accesses_are_in_order(file, case):
-    result, pairs = judged(file, case)
+    result, pairs = check_case(file, case)
     assert (result.outcome, pairs) == (Outcome.PASS, [])
 
 
@@ -124,7 +124,7 @@ def test_with_all_barriers_accesses_are_in_order(file, case):
 @pytest.mark.long
 @pytest.mark.parametrize(("file", "number", "case"), CASES)
 def test_a_barrier_that_is_dropped_is_missed(file, number, case):
-    result, pairs = judged(file, case, (file, barriers(file)[number]))
+    result, pairs = check_case(file, case, (file, barriers(file)[number]))
     if (file, number) in WITHOUT_ACCESSES:
         assert WITHOUT_ACCESSES[file, number] in result.why
         return

@@ -29,7 +29,7 @@ def is_right(name: str, backend: DriverBackend) -> bool:
 ROUTER, BIASED, SCALED = "router", "router with a bias", "router of shares as they are"
 PACKED, GATED, FLOAT = "answers, packed", "answers, packed, and a gated one", "answers, float, and a gated one"
 UNITS, FLOAT_UNITS = "unit of all experts, packed", "unit of all experts, float"
-MANY, HEADS, TURNED = "answers of many, float", "heads of attention to halves", "turned heads of attention"
+MANY, HEADS, ROTATED = "answers of many, float", "heads of attention to halves", "turned heads of attention"
 PLANTS = {
     "the sum is that of one lane": ("routing.cu", "sum = warp_sum(sum);", "", ROUTER),
     "the chosen stay to be chosen": ("routing.cu", "if (item[i] == first) item[i] = LAST;", "", ROUTER),
@@ -125,7 +125,7 @@ PLANTS = {
         "place(a.key, blockIdx.x - a.values",
         HEADS,
     ),
-    "queries are those of keys": ("rotary.cu", "if (blockIdx.x < a.keys)", "if (blockIdx.x < a.keys - 1)", TURNED),
+    "queries are those of keys": ("rotary.cu", "if (blockIdx.x < a.keys)", "if (blockIdx.x < a.keys - 1)", ROTATED),
 }
 
 

@@ -99,8 +99,8 @@ STOPPED = {
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", STOPPED)
 def test_a_mistake_in_a_product_is_found(name):
-    file, old, new, said = STOPPED[name]
-    with pytest.raises(BackendError, match=said):
+    file, old, new, message = STOPPED[name]
+    with pytest.raises(BackendError, match=message):
         is_right(DriverBackend(FaultyDriver(file, old, new)))
 
 
@@ -116,7 +116,7 @@ MISPLACED = {
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", MISPLACED)
-def test_what_lies_in_the_wrong_place_gives_other_numbers(name):
+def test_values_in_the_wrong_place_give_other_numbers(name):
     assert finding(FILE, *MISPLACED[name], is_right) == WRONG_RESULTS
 
 

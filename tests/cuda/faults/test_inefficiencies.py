@@ -103,11 +103,11 @@ def test_machine_code_that_does_more_is_found(what):
     name = kernel.partition(": ")[2]
     (source,) = (s for s in SOURCES if name in s.names and f"{s.file}: {name}" == kernel)
     assert file in source.files
-    ((row, spilled),) = measured(replace_in_source(source[name].alone, good, bad), "sm_90a").values()
-    assert spilled or list(find_resource_regressions(row, recorded().kernels[kernel]["sm_90a"]))
+    ((row, spills),) = measured(replace_in_source(source[name].alone, good, bad), "sm_90a").values()
+    assert spills or list(find_resource_regressions(row, recorded().kernels[kernel]["sm_90a"]))
 
 
-def taken(planned):
+def count_launches(planned):
     """How many launches a plan for one device takes."""
     (lane,) = planned.lanes
     return len(lane.backend.foretold(lane.program, lane.device))
@@ -115,14 +115,14 @@ def taken(planned):
 
 def launches(model):
     """How many a decoded token takes."""
-    return taken(plan(decode_graph(model), ("cuda-emulated:0",)))
+    return count_launches(plan(decode_graph(model), ("cuda-emulated:0",)))
 
 
 def test_layers_of_qwen3_next_take_few_launches(tmp_path):
     def of_layers(count):
         graph, _ = read_step_graph(qwen_80b(tmp_path / f"{count}.gguf", count), context=4096, tokens=1)
         simulated = simulate("h200")
-        return taken(plan_for(graph, simulated.group[:1], hardware=simulated.hardware_for(graph)))
+        return count_launches(plan_for(graph, simulated.group[:1], hardware=simulated.hardware_for(graph)))
 
     delta = of_layers(3) - of_layers(2)
     attention = of_layers(8) - of_layers(4) - 3 * delta  # what the first attention launches for all of them is in both

@@ -81,7 +81,7 @@ def faults_of(case, n, edit=list, *, dropped=("", 0), runs=1, times=1):
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("case", PARTS)
-def test_devices_meet_in_order(case, n, narrow):
+def test_devices_run_collectives_in_order(case, n, narrow):
     assert faults_of(case, n, runs=3) == []
 
 
@@ -158,14 +158,14 @@ def late(kernel):
 def pushed_to_one_half(steps):
     """In place of two in turn."""
 
-    def moved(launch):
+    def push_to_one_half(launch):
         inboxes = slice(2, 2 + MOST_DEVICES)
         words = list(launch.words)
         turn = words[2 + MOST_DEVICES + 2]
         words[inboxes] = [word - turn * PUSHED if word else 0 for word in words[inboxes]]
         return replace(launch, words=tuple(words))
 
-    return [moved(step) if "pushed" in step.kernel.name else step for step in steps]
+    return [push_to_one_half(step) if "pushed" in step.kernel.name else step for step in steps]
 
 
 def gathered_and_changed(n):
@@ -174,7 +174,7 @@ def gathered_and_changed(n):
 
 
 PARTS = {**PARTS, "gathered and changed": gathered_and_changed}
-MEET = "g.signals[peer][words + APART * g.rank]"
+BARRIER_WORD = "g.signals[peer][words + APART * g.rank]"
 PLANTED = {
     "a relaxed load": ("in a row", edit_kernels("cuda.cuh", '"acquire.sys"', '"relaxed.sys"')),
     "a load in the scope of a device": ("in a row", edit_kernels("cuda.cuh", '"acquire.sys"', '"acquire.gpu"')),
@@ -188,7 +188,9 @@ PLANTED = {
     ),
     "a plain store of a ticket": (
         "in a row",
-        edit_kernels("collective.cu", f"store_release(&{MEET}, mine)", f"*(volatile u64 *)&{MEET} = mine"),
+        edit_kernels(
+            "collective.cu", f"store_release(&{BARRIER_WORD}, mine)", f"*(volatile u64 *)&{BARRIER_WORD} = mine"
+        ),
     ),
     "a wait for the first device only": (
         "in a row",
@@ -247,6 +249,6 @@ BARRIERS = [("collective.cu", 0, "in a row"), ("collective.cu", 2, "in a row")]
 
 
 @pytest.mark.parametrize(("file", "number", "case"), BARRIERS)
-def test_a_barrier_of_a_meeting_that_is_dropped_is_missed(file, number, case):
+def test_a_dropped_barrier_of_a_collective_is_missed(file, number, case):
     with suppress(SeenError):
         assert faults_of(case, 3, dropped=(file, barriers(file)[number]))

@@ -62,5 +62,5 @@ def test_what_a_mistake_is_planted_in_is_there(plants):
     assert not list(missing(plants))
 
 
-def test_a_text_that_is_not_there_is_said():
+def test_a_missing_text_is_reported():
     assert list(missing([("moves.cu", "no such text", ""), ("moves.cu", "each_column(", "each_column(")]))

@@ -33,9 +33,9 @@ def product(
     rows: int, columns: int, tokens: int, dtype: DType = DType.F16, shares: int = 1
 ) -> Callable[[DriverBackend], bool]:
     def is_right(backend: DriverBackend) -> bool:
-        made, error = (dense, 2.0**-19) if dtype is DType.F16 else (run_unpacked_product, 2e-5)
+        run_product, error = (dense, 2.0**-19) if dtype is DType.F16 else (run_unpacked_product, 2e-5)
         with by_warpgroups(shares):
-            results, want, size = made(dtype, rows, columns, tokens, backend)
+            results, want, size = run_product(dtype, rows, columns, tokens, backend)
         same = all(np.array_equal(y, results[0]) for y in results)
         return same and bool((np.abs(results[0] - want) <= error * size).all())
 

@@ -38,8 +38,10 @@ def _compiler():
 
 def of_decoding(source: Source) -> Source:
     """The source with those kernels only."""
-    kept = () if source.file in OF_PROMPTS else tuple(name for name in source.names if not name.startswith("many<"))
-    return replace(source, names=kept)
+    decode_names = (
+        () if source.file in OF_PROMPTS else tuple(name for name in source.names if not name.startswith("many<"))
+    )
+    return replace(source, names=decode_names)
 
 
 def pytest_generate_tests(metafunc):
@@ -52,10 +54,10 @@ def pytest_generate_tests(metafunc):
 @pytest.mark.long
 @pytest.mark.usefixtures("_compiler")
 def test_a_source_compiles(source):
-    made = hiprtc.compile(source, ARCHITECTURE)
-    assert made.image.startswith(b"\x7fELF")
-    assert b".wavefront_size\x40" in made.image, "waves have other than 64 lanes"
-    kernels = set(re.findall(rb"\w+\.kd(?=\0)", made.image))
+    code = hiprtc.compile(source, ARCHITECTURE)
+    assert code.image.startswith(b"\x7fELF")
+    assert b".wavefront_size\x40" in code.image, "waves have other than 64 lanes"
+    kernels = set(re.findall(rb"\w+\.kd(?=\0)", code.image))
     assert len(kernels) >= len(source.names), f"of {len(source.names)} kernels {len(kernels)} are in the code"
 
 

@@ -126,11 +126,15 @@ def test_weights_of_16_bits_lose_no_more_than_their_terms(dtype, shape):
         RNG.standard_normal((rows, columns)).astype(np.float32),
         RNG.standard_normal((tokens, columns)).astype(np.float32),
     )
-    kept = w.astype(np.float16) if dtype is DType.F16 else (w.view(np.uint32) >> 16).astype(np.uint16)
-    exact = kept.astype(np.float64) if dtype is DType.F16 else (kept.astype(np.uint32) << 16).view(np.float32)
+    rounded_weight = w.astype(np.float16) if dtype is DType.F16 else (w.view(np.uint32) >> 16).astype(np.uint16)
+    exact = (
+        rounded_weight.astype(np.float64)
+        if dtype is DType.F16
+        else (rounded_weight.astype(np.uint32) << 16).view(np.float32)
+    )
     backend = EmulatedBackend()
     graph = Graph({"y": ops.mul_mat(weight("w", (rows, columns), dtype), input("x", (tokens, columns)))})
-    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": kept})
+    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": rounded_weight})
     want, size = x.astype(np.float64) @ exact.T, np.abs(x) @ np.abs(exact).T
     assert (np.abs(run.run({"x": x})["y"] - want) <= (2.0**-16 if tokens > 4 else 2e-6) * size).all()
 

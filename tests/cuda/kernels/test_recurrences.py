@@ -42,7 +42,7 @@ def test_states_may_have_any_size(op, keys, values, tokens):
         assert passes(f"{op}({CASES[op].format(t=tokens, d=keys, e=values, a=rates)})")
 
 
-def test_states_in_memory_are_kept_as_they_were_some_tokens_ago():
+def test_states_in_memory_are_saved_as_they_were_some_tokens_ago():
     assert passes(f"ssm_scan({SNAPSHOTS.format(s=2)}, snapshots=3)")
     assert passes(f"ssm_scan({SNAPSHOTS.format(s=2)}, snapshots=7)")
 

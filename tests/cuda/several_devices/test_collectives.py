@@ -49,17 +49,17 @@ pytestmark = needs_compiler
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_devices_that_meet_in_their_launches_get_the_bits_of_the_host(case, n, monkeypatch):
+def test_collectives_in_launches_give_the_bits_of_the_host(case, n, monkeypatch):
     parts = CASES[case](n)
     rig = CollectiveRig(EmulatedBackend(), parts)
-    wanted = through_the_host(monkeypatch, parts)
+    expected = through_the_host(monkeypatch, parts)
     for _ in range(5):
-        same(rig.run(), wanted)
+        same(rig.run(), expected)
     assert all(len(replay._calls) == 1 for replay in rig.replays)  # one recorded program
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64])
-def test_integers_are_summed_in_every_way(dtype, monkeypatch):
+def test_integers_are_summed_by_every_algorithm(dtype, monkeypatch):
     """Pushed to all, by one block, by many, and in the parts that devices keep."""
     sizes = [60, 48 << 10, 72 << 10]
     sums = [all_reduce_case(3, (nbytes // np.dtype(dtype).itemsize,), dtype) for nbytes in sizes]
@@ -86,7 +86,7 @@ def test_many_collectives_in_a_row_keep_their_order():
         same([rig.run()[0]], [[((parts[0][k].source + parts[1][k].source) + parts[2][k].source) for k in range(20)]])
 
 
-def test_operands_that_are_not_dense_meet_through_the_host_on_all_devices(monkeypatch):
+def test_operands_that_are_not_dense_go_through_the_host_on_all_devices(monkeypatch):
     x = make_summands_of_devices(2, (4, 6))
     parts = [
         [DeviceStep("all_reduce", x[0], (4, 6), strides=(1, 4)), DeviceStep("all_reduce", x[0], (4, 6))],
@@ -100,17 +100,19 @@ def test_operands_that_are_not_dense_meet_through_the_host_on_all_devices(monkey
 # ---------------------------------------------------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize("teller", [0, 2])
+@pytest.mark.parametrize("reporting_rank", [0, 2])
 @pytest.mark.parametrize("size", [40, 40000])
-def test_a_device_that_never_comes_is_named_and_all_others_stop(size, teller):
+def test_a_device_that_never_comes_is_named_and_all_others_stop(size, reporting_rank):
     rig = CollectiveRig(EmulatedBackend(), all_reduce_case(3, (size,)))
     right = rig.run()
     with pytest.raises(BackendError):
-        rig.run_without(1, reporting_rank=teller)
-    said = {rank: str(why) for rank, why in rig.failures}
-    assert said.keys() == {0, 2}
-    assert said[teller].endswith(f"collective 10 on device {teller} of 3: device 1 did not arrive within 0.3 s")
-    assert said[2 - teller].endswith((": another device failed", ": device 1 did not arrive within 3600 s"))
+        rig.run_without(1, reporting_rank=reporting_rank)
+    messages = {rank: str(why) for rank, why in rig.failures}
+    assert messages.keys() == {0, 2}
+    assert messages[reporting_rank].endswith(
+        f"collective 10 on device {reporting_rank} of 3: device 1 did not arrive within 0.3 s"
+    )
+    assert messages[2 - reporting_rank].endswith((": another device failed", ": device 1 did not arrive within 3600 s"))
     same(rig.run(), right)
 
 
@@ -133,13 +135,13 @@ def test_a_device_that_fails_stops_all_others_and_the_next_run_is_right():
     rig = CollectiveRig(EmulatedBackend(), all_reduce_case(4, (5,)))
     right = rig.run()
 
-    def broken(rank):
+    def fail_on_one_rank(rank):
         if rank == 2:
             raise RuntimeError("planted")
 
     for _ in range(3):
         with pytest.raises(RuntimeError, match="planted"):
-            rig.run(ahead=broken)
+            rig.run(ahead=fail_on_one_rank)
         others = {str(why).partition(": ")[2] for rank, why in rig.failures if rank != 2}
         assert others == {f"collective 10 on device {rank} of 4: another device failed" for rank in (0, 1, 3)}
         same(rig.run(), right)
@@ -178,15 +180,15 @@ SEEDS = [seed for seed in range(120) if _can_run(seed)][:12]
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_random_graph_cut_wherever_it_can_be_gives_the_bits_of_the_host(seed, monkeypatch):
+def test_a_random_graph_sharded_wherever_possible_gives_the_bits_of_the_host(seed, monkeypatch):
     graph, dice, backend = seeded_graph(seed), random.Random(seed), EmulatedBackend()
     group = [(backend, backend.device(d)) for d in range(dice.choice([2, 3, 4]))]
-    made = plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, dice))
+    plan = plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, dice))
     values = bindings(graph, np.random.default_rng(seed))
     feed = {v.node.name: values[v.node.name] for v in graph.inputs}
 
     def outputs():
-        run = load(made, weights_of(graph, values))
+        run = load(plan, weights_of(graph, values))
         return [{name: out.tobytes() for name, out in run.run(feed).items()} for _ in range(3)]
 
     over_peers = outputs()
@@ -238,7 +240,7 @@ def devices(request, monkeypatch):
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_real_devices_meet_in_one_graph_where_they_reach_each_other(case, n, devices, monkeypatch):
+def test_real_devices_run_collectives_in_one_graph_where_they_reach_each_other(case, n, devices, monkeypatch):
     backend, runtime, are_peers = devices
     parts = CASES[case](n)
     rig = CollectiveRig(backend, parts)
@@ -337,21 +339,21 @@ def _right(parts, limit=WAIT_SECONDS):
     """Sums are right whoever comes last, in any order of threads; a device that does not come, or fails, is told, and
     nothing is written then.  What is not right may hang: no run takes longer than `limit` seconds."""
     rig = CollectiveRig(EmulatedBackend(), parts, limit)
-    wanted = [parts[0][k].source + parts[1][k].source + parts[2][k].source for k in range(len(parts[0]))]
+    expected = [parts[0][k].source + parts[1][k].source + parts[2][k].source for k in range(len(parts[0]))]
     for run in range(9):
         _forget(rig)
-        same(rig.run(ahead=lambda rank, run=run: time.sleep(0.05 * (rank == run % 3))), [wanted] * 3)
+        same(rig.run(ahead=lambda rank, run=run: time.sleep(0.05 * (rank == run % 3))), [expected] * 3)
     _forget(rig)
     with pytest.raises(BackendError):
         rig.run_without(2)
     assert "device 2 did not arrive within 0.3 s" in str(dict(rig.failures)[0])
     assert all(np.isnan(target).all() for rank in (0, 1) for target in _targets(rig, rank))
-    same(rig.run(), [wanted] * 3)
+    same(rig.run(), [expected] * 3)
     _come_in_different_orders(limit)
     with pytest.raises(ZeroDivisionError):
         rig.run(ahead=lambda rank: 1 / (rank - 2))
     assert all("another device failed" in str(why) for rank, why in rig.failures if rank != 2)
-    same(rig.run(), [wanted] * 3)
+    same(rig.run(), [expected] * 3)
 
 
 def _targets(rig, rank):

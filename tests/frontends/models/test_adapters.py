@@ -123,7 +123,7 @@ def test_control_vectors_equal_biases_behind_blocks(span: tuple[int, int] | None
 
 
 @pytest.mark.long
-def test_commands_and_python_apply_adapters_alike(tmp_path: Path) -> None:
+def test_commands_and_python_apply_adapters_equally(tmp_path: Path) -> None:
     base, rng = open_model(TINY), np.random.default_rng(3)
     name = "blk.1.ffn_down.weight"
     lora = adapter(
@@ -169,12 +169,12 @@ WRONG: dict[str, tuple[dict[str, Array], dict[str, str], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_adapters_cost_one_line(case: str, tmp_path: Path) -> None:
-    tensors, keys, said = WRONG[case]
+    tensors, keys, message = WRONG[case]
     keys = dict(keys)
     path = adapter(tmp_path / "x.gguf", keys.pop("general.architecture", "llama"), tensors, **keys)
     with pytest.raises(ModelError) as refusal:
         open_adapted(path_of("llama"), lora=[path])
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
     assert str(path) in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
@@ -188,7 +188,7 @@ def test_matrices_that_are_not_read_as_such_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("some", "span", "said"),
+    ("some", "span", "message"),
     [
         ({1: 32}, None, r"direction.1 is f32\[32\]; need f32\[64\]"),
         ({0: 64}, None, r"'direction.0'; need direction.1 to direction.2"),
@@ -199,11 +199,11 @@ def test_matrices_that_are_not_read_as_such_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_control_vectors_cost_one_line(
-    some: dict[int, int] | None, span: tuple[int, int] | None, said: str, tmp_path: Path
+    some: dict[int, int] | None, span: tuple[int, int] | None, message: str, tmp_path: Path
 ) -> None:
     vectors = {n: np.zeros(width, np.float32) for n, width in (some or {}).items()}
     files = [] if some is None else [directions(tmp_path / "v.gguf", vectors)]
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         open_adapted(path_of("qwen35"), control_vectors=files, control_layers=span)
 
 

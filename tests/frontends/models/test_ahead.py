@@ -67,13 +67,13 @@ class Guessers:
         frame = Frame(Step(1, count, 32, 32, count, "both"))
         kind = DECODERS[family.residuals] if self.streams > 1 else Decoder
         decoder = kind(self.hyper, self.model.weights, frame)
-        given = input("given", shape if self.streams > 1 else (count, width))
-        behind = decoder.block(self.model.layers + k, self.hyper.blocks[k], given)
+        hidden_input = input("given", shape if self.streams > 1 else (count, width))
+        behind = decoder.block(self.model.layers + k, self.hyper.blocks[k], hidden_input)
         graph = frame.graph({"behind": behind, "read": decoder.read_out(behind, name)})
         feeds = self.model.inputs(Step(1, count, 32, 32, 1, "guess"), Batch([tokens], [0]))
         feeds = {leaf.node.name: feeds[leaf.node.name] for leaf in graph.inputs if leaf.node.name != "given"}
         weights = {leaf.node.name: self.tensor(leaf.node.name) for leaf in graph.weights}
-        outputs, _ = ops.evaluate(graph, {**weights, **feeds, "given": x.reshape(given.shape)})
+        outputs, _ = ops.evaluate(graph, {**weights, **feeds, "given": x.reshape(hidden_input.shape)})
         behind, read = outputs["behind"], outputs["read"]
         if self.streams == 1:
             centred = self.model.architecture == "nemotron_h_moe"
@@ -104,7 +104,7 @@ def later(rows: F64) -> F64:
         ("hy_v4-moe", 2),
     ],
 )
-def test_each_block_reads_a_token_with_what_the_one_before_made_of_the_token_before(
+def test_each_block_reads_a_token_with_the_result_of_the_previous_block_for_the_previous_token(
     name: str, blocks: int, tmp_path: Path
 ) -> None:
     model = with_blocks_ahead(tmp_path / "ahead.gguf", source_of(name, tmp_path), 1.0, blocks).guessing()
@@ -148,7 +148,7 @@ def test_each_block_reads_a_token_with_what_the_one_before_made_of_the_token_bef
         ("mimo2-moe", 3, 2),
     ],
 )
-def test_guesses_of_the_model_change_no_token(name: str, devices: int, blocks: int, tmp_path: Path) -> None:
+def test_drafts_of_the_model_change_no_token(name: str, devices: int, blocks: int, tmp_path: Path) -> None:
     group = Group(tuple(f"cpu:{i}" for i in range(devices)), "tensor" if devices > 1 else "auto", exact=True)
     model = with_blocks_ahead(tmp_path / "ahead.gguf", source_of(name, tmp_path), 30.0, blocks)
     plain, guessing = Session(model, on=group, context=64), Session(model.guessing(), on=group, context=64)
@@ -163,15 +163,15 @@ def test_guesses_of_the_model_change_no_token(name: str, devices: int, blocks: i
 
 
 @pytest.mark.long
-def test_run_guesses_with_the_model_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_drafts_with_the_model_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(with_blocks_ahead(tmp_path / "ahead.gguf", Path(TINY), 30.0).gguf.path)
     plain = ["run", path, "-p", "Once", "-n", "9", "--temp", "0", "--exact", "-c", "64"]
     assert main(plain) == 0
     want = capsys.readouterr().out
     assert main([*plain, "--draft-max", "2"]) == 0
-    said = capsys.readouterr()
-    assert said.out == want
-    assert " tokens accepted, " in said.err
+    output = capsys.readouterr()
+    assert output.out == want
+    assert " tokens accepted, " in output.err
     with hocket.Model(path, exact=True, context=64, draft_max=2) as model:
         (text,) = model.generate_batch(["Once"], max_tokens=9, temperature=0)
         assert "".join(model.generate("Once", max_tokens=9, temperature=0)) == text
@@ -182,7 +182,7 @@ def test_run_guesses_with_the_model_itself(tmp_path: Path, capsys: pytest.Captur
         hocket.Model(TINY, draft_max=2)
 
 
-def test_a_saved_state_holds_nothing_of_guesses(tmp_path: Path) -> None:
+def test_a_saved_state_holds_nothing_of_drafts(tmp_path: Path) -> None:
     model = with_blocks_ahead(tmp_path / "ahead.gguf", path_of("qwen35"), 30.0)
     guessing, plain = Session(model.guessing(), on=EXACT, context=64), Session(model, on=EXACT, context=64)
     guessing.evaluate([TOKENS], reversible=True)
@@ -204,11 +204,11 @@ def test_a_model_without_such_a_block_is_refused(tmp_path: Path) -> None:
 def test_tokens_are_taken_back_without_reading_any_anew(name: str, tmp_path: Path) -> None:
     model = open_model(source_of(name, tmp_path))
     want, got = (Session(model, on=EXACT, context=64) for _ in range(2))
-    for kept in (1, 3, 4):
-        want.evaluate([TOKENS[:kept]])
+    for token_count in (1, 3, 4):
+        want.evaluate([TOKENS[:token_count]])
         got.evaluate([TOKENS[:4]], every_position=True, reversible=True)
         ran = got.steps
-        take_back(got, kept)
+        take_back(got, token_count)
         assert got.steps == ran
         assert got.lengths == want.lengths
         for state in want.states:
@@ -219,7 +219,7 @@ def test_tokens_are_taken_back_without_reading_any_anew(name: str, tmp_path: Pat
         take_back(got, 1)
 
 
-def test_a_stack_that_is_run_again_has_no_states_of_guesses(tmp_path: Path) -> None:
+def test_a_repeated_stack_has_no_states_of_drafts(tmp_path: Path) -> None:
     gguf = open_model(architectures.write_model("nanbeige-dense", tmp_path)).gguf
     model = load_model(replace(gguf, metadata={**gguf.metadata, "nanbeige.num_loops": 2}))
     assert model.layers == 2 * model.hyper.stored

@@ -213,10 +213,10 @@ def test_a_model_that_sees_all_tokens_at_once_has_no_steps(tmp_path: Path) -> No
 
 def test_a_context_in_which_attention_would_have_to_choose_is_refused(tmp_path: Path) -> None:
     model = open_model(write_model("minimax-m3-moe", tmp_path))
-    most = model.hyper.attended
-    model.graph(Step(1, 1, 256, most, 1))
-    with pytest.raises(ModelError, match=f"use a context size of at most {most}"):
-        model.graph(Step(1, 1, 256, most + 1, 1))
+    max_tokens = model.hyper.attended
+    model.graph(Step(1, 1, 256, max_tokens, 1))
+    with pytest.raises(ModelError, match=f"use a context size of at most {max_tokens}"):
+        model.graph(Step(1, 1, 256, max_tokens + 1, 1))
 
 
 def test_an_optional_tensor_that_is_not_used_changes_nothing(tmp_path: Path) -> None:
@@ -260,9 +260,9 @@ def test_hashes_need_the_tokens_before(tmp_path: Path) -> None:
     step = Step(1, 1, 16, 16, 1)
     with pytest.raises(ModelError, match="of which this model needs the last 2; give them as `before`"):
         model.inputs(step, Batch([[5]], [4]))
-    given = model.inputs(step, Batch([[5]], [4], before=[[3, 4]]))["ngram_rows"]
+    hash_rows = model.inputs(step, Batch([[5]], [4], before=[[3, 4]]))["ngram_rows"]
     # Multipliers 1, 3, 5; four tables of 128 rows, two for each length.
-    assert given.tolist() == [(5 ^ 12), 128 + (5 ^ 12), 256 + (5 ^ 12 ^ 15), 384 + (5 ^ 12 ^ 15)]
+    assert hash_rows.tolist() == [(5 ^ 12), 128 + (5 ^ 12), 256 + (5 ^ 12 ^ 15), 384 + (5 ^ 12 ^ 15)]
     ended = model.inputs(step, Batch([[5]], [4], before=[[3, 0]]))["ngram_rows"]
     assert ended.tolist() == [5, 133, 261, 389]
 
@@ -279,7 +279,7 @@ def test_a_saved_sequence_goes_on_with_the_hashes_of_its_last_tokens(tmp_path: P
     assert nmse(session.evaluate([[8]])[0], want) > 1e-3
 
 
-def test_every_model_has_been_cut_over_devices() -> None:
+def test_every_model_has_been_sharded_over_devices() -> None:
     results = json.loads(RESULTS.read_text("utf-8"))
     assert set(results) == {*ALL, *rwkv.KINDS}
     assert all(set(errors) == set(map(str, COUNTS)) and max(errors.values()) <= 1e-10 for errors in results.values())

@@ -81,9 +81,9 @@ def test_ragged_sequences_side_by_side_equal_each_alone(name: str) -> None:
     for bucket, counts in ((8, (8, 5, 0)), (4, (1, 4, 2)), (1, (1, 0, 1)), (4, (4, 0, 0))):
         new = [text[at : at + n] for text, at, n in zip(texts, lengths, counts, strict=True)]
         step = Step(3, bucket, 16, 32, 3 * bucket)
-        wanted = [(i, t) for i, n in enumerate(counts) for t in range(n)]
-        logits = run(step, Batch(new, lengths, wanted))
-        for (i, _), row in zip(wanted, logits, strict=False):
+        outputs = [(i, t) for i, n in enumerate(counts) for t in range(n)]
+        logits = run(step, Batch(new, lengths, outputs))
+        for (i, _), row in zip(outputs, logits, strict=False):
             got[i].append(row)
         lengths = [at + n for at, n in zip(lengths, counts, strict=True)]
     assert lengths == [14, 9, 3]
@@ -124,7 +124,7 @@ def test_a_model_built_twice_gives_the_same_graph(name: str) -> None:
     assert set(model.graph(step).weights) == set(two.weights)
 
 
-def test_only_wanted_rows_reach_the_last_feed_forward() -> None:
+def test_only_output_rows_reach_the_last_feed_forward() -> None:
     graph = load_model(open_fixture("llama")).graph(Step(1, 16, 16, 16, 2))
     products = {node.name: node.specs[0].shape[0] for node in graph.nodes if node.op == "mul_mat"}
     assert products["blk.0.ffn_up"] == products["blk.1.attn_q"] == 16
@@ -294,9 +294,9 @@ def test_rope_scaling_reaches_every_rotation(keys: dict[str, object], attrs: dic
         assert {name: node.attrs[name] for name in attrs} == attrs
 
 
-def test_the_attention_scale_can_be_given_and_zero_means_unset() -> None:
-    for given, scale in ((0.5, 0.5), (0.0, 0.25), (None, 0.25)):
-        graph = load_model(open_with_metadata("llama", attention__scale=given)).graph(STEP)
+def test_the_attention_scale_can_be_set_and_zero_means_unset() -> None:
+    for metadata_scale, scale in ((0.5, 0.5), (0.0, 0.25), (None, 0.25)):
+        graph = load_model(open_with_metadata("llama", attention__scale=metadata_scale)).graph(STEP)
         assert {n.attrs["scale"] for n in graph.nodes if n.op == "attention"} == {scale}
 
 
@@ -346,8 +346,8 @@ def test_inputs_of_a_ragged_batch_are_padded() -> None:
     for name, value in want.items():
         np.testing.assert_array_equal(got[name], value)
         assert got[name].dtype == (np.float32 if name == "valid" else np.int32)
-    wanted = step_inputs(step, Batch([[5, 6, 7], [8]], [2, 0], [(0, 1)]), taps=4)
-    assert wanted["out_ids"].tolist() == [1, 0, 0]
+    expected = step_inputs(step, Batch([[5, 6, 7], [8]], [2, 0], [(0, 1)]), taps=4)
+    assert expected["out_ids"].tolist() == [1, 0, 0]
     with pytest.raises(ValueError, match="read-only"):
         got["out_ids"][0] = 1  # the next token gets it again
 

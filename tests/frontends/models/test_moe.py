@@ -80,9 +80,9 @@ def test_ragged_sequences_side_by_side_equal_each_alone(name: str) -> None:
     run, lengths, got = ExactRun(model), [0, 0, 0], [[], [], []]
     for bucket, counts in ((8, (7, 5, 0)), (4, (1, 2, 2)), (4, (4, 0, 1))):
         new = [text[at : at + n] for text, at, n in zip(texts, lengths, counts, strict=True)]
-        wanted = [(i, t) for i, n in enumerate(counts) for t in range(n)]
-        logits = run(Step(3, bucket, 16, 32, 3 * bucket), Batch(new, lengths, wanted))
-        for (i, _), row in zip(wanted, logits, strict=False):
+        outputs = [(i, t) for i, n in enumerate(counts) for t in range(n)]
+        logits = run(Step(3, bucket, 16, 32, 3 * bucket), Batch(new, lengths, outputs))
+        for (i, _), row in zip(outputs, logits, strict=False):
             got[i].append(row)
         lengths = [at + n for at, n in zip(lengths, counts, strict=True)]
     for one, single in zip(got, want, strict=True):
@@ -170,7 +170,7 @@ def test_all_experts_may_be_used(name: str) -> None:
     assert nmse(session.evaluate([tokens[:6]], every_position=True)[0].astype(np.float64), got) <= 1e-9
 
 
-def test_the_divisor_of_the_shares_is_held_above_that_of_llama_cpp() -> None:
+def test_the_divisor_of_the_shares_has_the_lower_bound_of_llama_cpp() -> None:
     (clamp, *_) = [n for n in load_model(open_fixture("qwen3moe")).graph(STEP).nodes if n.op == "clamp"]
     assert clamp.attrs["min"] == 6.103515625e-05
 
@@ -200,7 +200,7 @@ def columns(graph: Graph, factors: Factors) -> frozenset[Factor]:
     return frozenset(f for v in down for segment in factors.axes(v)[-1] for f in segment if not f.blocked)
 
 
-def cut_inside(model: Model, step: Step, n: int) -> Plan:
+def plan_sharded_experts(model: Model, step: Step, n: int) -> Plan:
     """A plan in which the experts' columns are cut, and nothing else: devices that meet late deal no rows of sums."""
     late = Hardware(link_latency=1e-3)
     return plan_for(model.graph(step), [find(name) for name in devices(n)], choose=columns, hardware=late)
@@ -209,31 +209,34 @@ def cut_inside(model: Model, step: Step, n: int) -> Plan:
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("rows", [1, 24])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_experts_cut_inside_meet_once_a_layer_when_they_are_combined(name: str, rows: int, n: int) -> None:
+def test_experts_sharded_inside_need_one_collective_per_layer_to_be_combined(name: str, rows: int, n: int) -> None:
     """What is reduced is the weighted sum [T, E], the shared expert in it, and not the answers [T, used, E]."""
-    made = cut_inside(load_model(open_fixture(name)), Step(1, rows, 32, 32, rows), n)
-    assert reductions(made) == [("all_reduce", (rows, 64))] * layers_with_experts(name)
-    local = {node.name: node.specs[0].shape for node in made.lanes[0].graph.nodes if node.op == "weight"}
+    new_plan = plan_sharded_experts(load_model(open_fixture(name)), Step(1, rows, 32, 32, rows), n)
+    assert reductions(new_plan) == [("all_reduce", (rows, 64))] * layers_with_experts(name)
+    local = {node.name: node.specs[0].shape for node in new_plan.lanes[0].graph.nodes if node.op == "weight"}
     assert local["blk.0.ffn_down_exps.weight"] == (8, 64, 16 // n)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_the_search_cuts_experts_where_a_batch_makes_it_pay(name: str) -> None:
+def test_the_search_shards_experts_where_a_batch_makes_it_pay(name: str) -> None:
     model = load_model(open_fixture(name))
-    made = plan(model.graph(Step(1, 128, 256, 256, 128)), devices(2), split_mode="tensor")
-    assert any("_exps" in leaf for leaf, *_ in made.cuts)
-    assert reductions(made) == [("all_reduce", (128, 64))] * (2 * model.layers)
+    new_plan = plan(model.graph(Step(1, 128, 256, 256, 128)), devices(2), split_mode="tensor")
+    assert any("_exps" in leaf for leaf, *_ in new_plan.cuts)
+    assert reductions(new_plan) == [("all_reduce", (128, 64))] * (2 * model.layers)
 
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_experts_cut_inside_give_the_logits_of_one_device(name: str, n: int) -> None:
+def test_experts_sharded_inside_give_the_logits_of_one_device(name: str, n: int) -> None:
     model, tokens = load_model(open_fixture(name)), golden(name)[0][:24]
     step = Step(1, 24, 32, 32, 24)
     feed = model.inputs(step, Batch([tokens], [0], [(0, i) for i in range(24)]))
     weights = {v.node.name: model.gguf.tensor(v.node.name).dequantise() for v in model.graph(step).weights}
-    one, many = (load(made, weights).run(feed)["logits"] for made in (cut_inside(model, step, k) for k in (1, n)))
+    one, many = (
+        load(each_plan, weights).run(feed)["logits"]
+        for each_plan in (plan_sharded_experts(model, step, k) for k in (1, n))
+    )
     assert nmse(many.astype(np.float64), one.astype(np.float64)) <= 1e-10
 
 
@@ -245,7 +248,7 @@ def test_devices_agree_on_the_experts_where_scores_are_equal() -> None:
     for leaf in model.graph(step).weights:
         array = model.gguf.tensor(leaf.node.name).dequantise()
         weights[leaf.node.name] = np.zeros_like(array) if "ffn_gate_inp" in leaf.node.name else array
-    one, two = (load(cut_inside(model, step, n), weights).run(feed)["logits"] for n in (1, 2))
+    one, two = (load(plan_sharded_experts(model, step, n), weights).run(feed)["logits"] for n in (1, 2))
     assert nmse(two.astype(np.float64), one.astype(np.float64)) <= 1e-10
 
 
@@ -304,7 +307,7 @@ def test_a_tensor_of_another_kind_of_routing_is_refused() -> None:
             load_model(replace(model, tensors={**model.tensors, name: bias})).graph(STEP)
 
 
-def test_a_scale_of_the_shares_can_be_given_and_zero_means_none() -> None:
+def test_a_scale_of_the_shares_can_be_set_and_zero_means_none() -> None:
     plain = load_model(open_fixture("qwen3moe")).graph(STEP)
     for unset in (0.0, 1.0):
         assert (

@@ -26,7 +26,7 @@ def rows_cases():
     from torch.nn import functional as F
 
     w = torch.randn(6, 3, 3, 3)
-    narrow, grouped, turned = torch.randn(5, 6, 3), torch.randn(6, 1, 3, 3), torch.randn(3, 2, 3, 3)
+    narrow, grouped, transposed = torch.randn(5, 6, 3), torch.randn(6, 1, 3, 3), torch.randn(3, 2, 3, 3)
     ids = torch.tensor([[0, 3, 1], [2, 2, 0]])
     table = torch.randn(8, 5)
     return {
@@ -118,8 +118,8 @@ def rows_cases():
             x.view(2, 3, 4, 2, 8), w.view(6, 3, 3, 1, 3), m[1], padding=(1, 0, 1)
         ),
         "transposed": lambda x, m, i, t: (
-            F.conv_transpose2d(x, turned, m[0, :2], 2, 1, 1)
-            + F.conv_transpose2d(x, turned, None, 2, 0, 0, 1, 1)[:, :, :16, :16]
+            F.conv_transpose2d(x, transposed, m[0, :2], 2, 1, 1)
+            + F.conv_transpose2d(x, transposed, None, 2, 0, 0, 1, 1)[:, :, :16, :16]
         ),
         "pools": lambda x, m, i, t: (
             F.max_pool2d(x, 3, 2, 1) + F.avg_pool2d(x, 3, 2, 1) + F.avg_pool2d(x, 3, 2, 1, count_include_pad=False)
@@ -147,7 +147,7 @@ def rows_cases():
     }
 
 
-def called(cases):
+def module_of_cases(cases):
     """A module that gives all of `cases`."""
     import torch
 
@@ -170,7 +170,7 @@ def rows():
     """All cases as one program, the arguments and what PyTorch gives."""
     import torch
 
-    args, model = arguments(), called(rows_cases())
+    args, model = arguments(), module_of_cases(rows_cases())
     return hocket.from_torch(torch.export.export(model, args, strict=False)), args, model(*args)
 
 
@@ -189,7 +189,7 @@ def test_every_row_gives_what_pytorch_gives(rows, devices):
 
 
 @pytest.mark.long
-def test_a_model_is_cut_over_devices_and_shares_the_memory_of_its_weights():
+def test_a_model_is_sharded_over_devices_and_shares_the_memory_of_its_weights():
     import torch
 
     model, x = encoder_layer(), torch.randn(2, 5, 32)
@@ -269,13 +269,15 @@ class TestFiles:
         from hocket.frontends.torch.archive import read_program
 
         path, *_ = saved
-        told = tmp_path / "told"
-        harm = b"cos\nsystem\n(S'touch " + str(told).encode() + b"'\ntR."
+        marker = tmp_path / "told"
+        harm = b"cos\nsystem\n(S'touch " + str(marker).encode() + b"'\ntR."
         read_program(str(self.changed(path, "sample_inputs/model.pt", lambda data: harm)))
-        assert not told.exists()
+        assert not marker.exists()
         for target in ("torch.os.system", "torch.load", "_operator.call", "torch.ops.higher_order.cond"):
             with pytest.raises(ModelError, match="ATen ops alone"):
-                read_program(str(self.changed(path, "models/model.json", lambda d, t=target: _called(d, t))))
+                read_program(
+                    str(self.changed(path, "models/model.json", lambda d, t=target: replace_call_target(d, t)))
+                )
         pickled = self.changed(
             path, "model_weights_config.json", lambda d: d.replace(b'"use_pickle": false', b'"use_pickle": true')
         )
@@ -293,11 +295,11 @@ class TestFiles:
                 read_program(str(self.changed(path, member, edit)))
 
 
-def _called(program, target):
+def replace_call_target(program, target):
     """The JSON of a program whose first node calls something else."""
-    told = json.loads(program)
-    told["graph_module"]["graph"]["nodes"][0]["target"] = target
-    return json.dumps(told).encode()
+    document = json.loads(program)
+    document["graph_module"]["graph"]["nodes"][0]["target"] = target
+    return json.dumps(document).encode()
 
 
 class TestRefused:

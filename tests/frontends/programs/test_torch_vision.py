@@ -35,5 +35,5 @@ def test_models_of_torchvision_equal_pytorch_on_one_to_four_devices(name):
     one = program.on("cpu:0")
     assert nmse(one(picture), expected) <= 1e-10
     for count in (2, 3, 4):
-        cut = program.on(",".join(f"cpu:{i}" for i in range(count)), split_mode="tensor")
-        assert nmse(cut(picture), one(picture)) <= 1e-10
+        sharded = program.on(",".join(f"cpu:{i}" for i in range(count)), split_mode="tensor")
+        assert nmse(sharded(picture), one(picture)) <= 1e-10
