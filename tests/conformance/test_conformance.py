@@ -213,14 +213,14 @@ def test_the_tolerance_grows_with_the_reduction_and_with_coarser_arithmetic():
 def test_what_cases_leave_behind_does_not_pile_up(monkeypatch):
     """Python rarely collects cycles during a command, and emulated devices have a limit of mappings."""
 
-    class KeptOperands:
+    class CachedOperands:
         pass
 
     alive, max_alive = weakref.WeakSet(), 0
 
     def leaving(case, backend, device):
         nonlocal max_alive
-        case_cache = KeptOperands()
+        case_cache = CachedOperands()
         case_cache.itself = case_cache
         alive.add(case_cache)
         max_alive = max(max_alive, len(alive))

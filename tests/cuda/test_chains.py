@@ -17,7 +17,7 @@ from hocket.frontends.session import Group, Session
 from hocket.graph import BackendError, DType, Graph, StepError, input, state
 from hocket.scheduler import load, plan_for
 
-from ..given.devices.chains import CHAINS, all_experts, answers, ran, router, same
+from ..given.devices.chains import CHAINS, all_experts, answers, assert_equal_runs, router, run_graph
 from ..given.devices.emulation import needs_compiler
 from ..given.models.goldens import FLOAT_CACHES, allowed_nmse, golden, nmse, path_of, tokens_of
 
@@ -28,19 +28,19 @@ WEIGHTS = (DType.F32, DType.F16, DType.BF16, *PACKINGS)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_is_what_its_instructions_are_one_by_one(name, monkeypatch):
     chain = CHAINS[name]
-    fused = ran(chain.graph(False), True)
-    single = ran(chain.graph(False), False)
+    fused = run_graph(chain.graph(False), True)
+    single = run_graph(chain.graph(False), False)
     assert (fused.launches, single.launches) == chain.launches
-    same(fused, single, chain.near)
+    assert_equal_runs(fused, single, chain.tolerance)
 
 
 @pytest.mark.parametrize("name", [name for name, chain in CHAINS.items() if chain.forbids])
 def test_what_something_else_reads_is_written(name, monkeypatch):
     chain = CHAINS[name]
-    fused = ran(chain.graph(True), True)
-    single = ran(chain.graph(True), False)
+    fused = run_graph(chain.graph(True), True)
+    single = run_graph(chain.graph(True), False)
     assert fused.launches - single.launches > chain.launches[0] - chain.launches[1], "the chain is shorter, or none"
-    same(fused, single, chain.near)
+    assert_equal_runs(fused, single, chain.tolerance)
 
 
 @pytest.mark.long(cases=1)
@@ -48,24 +48,24 @@ def test_what_something_else_reads_is_written(name, monkeypatch):
 @pytest.mark.parametrize("graph", [answers, all_experts])
 def test_experts_of_any_type_are_what_their_instructions_are_one_by_one(graph, dtype):
     chain = graph(dtype, columns=256)(False)
-    fused, single = ran(chain, True), ran(chain, False)
+    fused, single = run_graph(chain, True), run_graph(chain, False)
     assert fused.launches < single.launches
-    same(fused, single, 1e-4)
+    assert_equal_runs(fused, single, 1e-4)
 
 
 @pytest.mark.parametrize("count", [5, 40, 100, 200, 300, 600])
 def test_a_router_of_any_number_of_experts_is_what_its_instructions_are(count):
     graph = router(ops.softmax, count=count)(False)
-    fused = ran(graph, True)
+    fused = run_graph(graph, True)
     assert fused.launches == 1
-    same(fused, ran(graph, False), 1e-6)
+    assert_equal_runs(fused, run_graph(graph, False), 1e-6)
 
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", ["gated unit, float", "products, float", "sum, norm and factor"])
 def test_chains_of_two_devices_are_those_of_one(name):
     graph = CHAINS[name].graph(False)
-    same(ran(graph, True, devices=2), ran(graph, False), 1e-5)
+    assert_equal_runs(run_graph(graph, True, devices=2), run_graph(graph, False), 1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------- models

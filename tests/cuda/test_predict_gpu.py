@@ -40,8 +40,8 @@ class Sent:
     def __exit__(self, *why):
         pass
 
-    def map(self, function, given):
-        return (pickle.loads(pickle.dumps(function(of))) for of in given)
+    def map(self, function, items):
+        return (pickle.loads(pickle.dumps(function(of))) for of in items)
 
 
 @pytest.mark.long

@@ -75,7 +75,7 @@ class Lines:
         self._kept: list[CodeType] = []  # so that no number is given to another
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         before = sys.gettrace()
         sys.settrace(self._call)
         try:
@@ -130,7 +130,7 @@ def read_input(target: Target, data: bytes, *, measured: bool = True, lines: Lin
             if measured:
                 return _read_and_measure(target, data)
             if lines is not None:
-                with lines.watched():
+                with lines.watch():
                     return _read(target, data)
             return _read(target, data)
     except Late:

@@ -140,8 +140,8 @@ def _rows(result: bytes) -> list[tuple[Any, ...]]:
             raise ValueError(value.decode())
     columns, cells = sum(number == 1 for number, _ in fields), list[Any]()
     for batch in (dict(_fields(value)) for number, value in fields if number == 3):
-        kept = {INTEGER: _integers(batch.get(2, b"")), TEXT: iter(batch.get(5, b"").decode().split("\0"))}
-        cells += [next(kept[kind]) for kind in batch.get(1, b"")]
+        streams = {INTEGER: _integers(batch.get(2, b"")), TEXT: iter(batch.get(5, b"").decode().split("\0"))}
+        cells += [next(streams[kind]) for kind in batch.get(1, b"")]
     return list(zip(*[iter(cells)] * columns, strict=True))
 
 

@@ -43,15 +43,15 @@ class Guest:
         subprocess.run([COMPILER, "-shared", "-o", library, object_file, "-lm"], check=True)
         with self._turn:
             self._put(b"L" + b"".join(text.encode().ljust(256, b"\0") for text in (str(library), symbol)))
-            return self._answered()
+            return self._receive_answer()
 
     def call(self, kernel: int, words: int, thread: int, threads: int) -> int:
         """The status of a kernel, which has read and changed memory of this process."""
         with self._turn:
             self._put(b"C" + struct.pack("=4q", kernel, words, thread, threads))
-            return self._answered()
+            return self._receive_answer()
 
-    def _answered(self) -> int:
+    def _receive_answer(self) -> int:
         addresses: dict[int, bytes] = {}
         while True:
             kind, value = struct.unpack("=2q", self._get(16))

@@ -49,7 +49,7 @@ def test_every_package_is_listed_and_has_an_init_file():
     assert not [folder for folder in folders if not (ROOT / folder / "__init__.py").is_file()]
 
 
-def test_files_shared_by_tests_are_in_given():
+def test_files_that_tests_share_have_their_own_folder():
     """A test module imports from no other."""
     for path in sorted((ROOT / "tests").rglob("*.py")):
         modules = [n.module or "" for n in ast.walk(ast.parse(path.read_bytes())) if isinstance(n, ast.ImportFrom)]

@@ -59,7 +59,7 @@ def test_machines_are_joined_only_where_that_helps(seconds, taken):
     assert min(candidates, key=lambda w: w.priced(1.0)).devices == taken
 
 
-def test_plans_are_built_of_the_best_candidates_until_one_meets_its_estimate():
+def test_plans_are_built_of_the_best_candidates_until_one_reaches_its_estimate():
     slow, plain, short = (
         make_candidate("slow", 2, 1.0, 1.0),
         make_candidate("quick", 2, 0.0, 1.0),

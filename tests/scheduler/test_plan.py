@@ -253,7 +253,7 @@ def test_repeats_are_found_and_nothing_is_lost():
     assert list(find_repetitions("")) == []
 
 
-def test_devices_in_a_row_are_shown_together():
+def test_devices_in_a_row_are_listed_together():
     assert places(["cpu:0", "cpu:1", "cpu:2", "cpu:5", "cuda:0"]) == "cpu:0-2 cpu:5 cuda:0"
 
 

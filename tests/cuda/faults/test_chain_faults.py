@@ -11,7 +11,7 @@ from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
 from hocket.backends.cupy.emulation.race_detector import list_races
 
-from ...given.devices.chains import CHAINS, ran, same
+from ...given.devices.chains import CHAINS, assert_equal_runs, run_graph
 from ...given.devices.emulation import PAST_END, WRONG_RESULTS, barriers, finding, needs_compiler
 
 pytestmark = needs_compiler
@@ -20,7 +20,9 @@ pytestmark = needs_compiler
 def is_right(name: str, backend: DriverBackend) -> bool:
     chain = CHAINS[name]
     try:
-        same(ran(chain.graph(False), True, backend=backend), ran(chain.graph(False), False), chain.near)
+        assert_equal_runs(
+            run_graph(chain.graph(False), True, backend=backend), run_graph(chain.graph(False), False), chain.tolerance
+        )
     except AssertionError:
         return False
     return True
@@ -152,7 +154,7 @@ BARRIERS = [(file, n, chain) for file, chains in REACHED.items() for chain, numb
 
 def disorders(chain: str, dropped: tuple[str, int] = ("", 0)) -> list[str]:
     driver = AccessLogDriver(dropped)
-    ran(CHAINS[chain].graph(False), True, backend=AccessLogBackend(driver))
+    run_graph(CHAINS[chain].graph(False), True, backend=AccessLogBackend(driver))
     return list_races(driver.take_log(), driver.memory)
 
 

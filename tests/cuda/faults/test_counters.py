@@ -22,7 +22,7 @@ from hocket.conformance.reports.emulator_checks import collect_counters
 from hocket.graph import DType
 
 from ...given.devices.attention import by_warps
-from ...given.devices.chains import COUNTED, ran
+from ...given.devices.chains import MEMORY_REQUESTS, run_graph
 from ...given.devices.delta_launches import copy_aligned, operand
 from ...given.devices.emulation import EditedSource, needs_compiler
 from ...given.devices.products import tiles_of
@@ -124,10 +124,10 @@ def test_kernels_of_the_main_path_ask_for_no_more_than_they_must(case):
     assert [why for counted in found for why in (*list_violations(counted), *find_access_regressions(counted))] == []
 
 
-@pytest.mark.parametrize("kernel", COUNTED)
+@pytest.mark.parametrize("kernel", MEMORY_REQUESTS)
 def test_kernels_of_chains_ask_for_no_more_than_they_must(kernel):
-    driver, (graph, requests) = CountingDriver(), COUNTED[kernel]
-    ran(graph(False), True, backend=DriverBackend(driver))
+    driver, (graph, requests) = CountingDriver(), MEMORY_REQUESTS[kernel]
+    run_graph(graph(False), True, backend=DriverBackend(driver))
     assert list_violations(driver.counters[kernel]) == []
     assert sum(site.requests for site in driver.counters[kernel].sites) <= MORE * requests
 

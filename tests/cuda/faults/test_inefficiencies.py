@@ -38,9 +38,9 @@ class Planting(CountingDriver):
         self.file, self.texts = file, (good, bad)
 
     def record(self, steps, on):
-        return super().record([self.planted(launch) for launch in steps], on)
+        return super().record([self.plant_in(launch) for launch in steps], on)
 
-    def planted(self, launch):
+    def plant_in(self, launch):
         kernel = launch.kernel
         if self.file not in kernel.source.files:
             return launch

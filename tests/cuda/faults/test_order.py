@@ -30,7 +30,7 @@ from ...given.devices.devices_meet import (
     DeviceStep,
     all_gather_case,
     all_reduce_case,
-    make_summands_of_devices,
+    make_partial_sums,
 )
 from ...given.devices.edited import EditedDriver, edit_kernels
 from ...given.devices.emulation import barriers, needs_compiler
@@ -40,12 +40,11 @@ pytestmark = [needs_compiler, pytest.mark.long()]
 PARTS = {
     **CASES,
     "in a row": lambda n: [
-        [DeviceStep("all_reduce", x, (40,), inplace=k < 2) for k in range(3)]
-        for x in make_summands_of_devices(n, (40,))
+        [DeviceStep("all_reduce", x, (40,), inplace=k < 2) for k in range(3)] for x in make_partial_sums(n, (40,))
     ],
     "larger": lambda n: [
         [DeviceStep("all_reduce", x, (11_000,), inplace=k < 1) for k in range(2)]
-        for x in make_summands_of_devices(n, (11_000,))
+        for x in make_partial_sums(n, (11_000,))
     ],
     "narrow": lambda n: all_reduce_case(n, (129, 129)),
 }

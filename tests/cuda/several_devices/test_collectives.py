@@ -30,7 +30,7 @@ from ...given.devices.devices_meet import (
     CollectiveRig,
     DeviceStep,
     all_reduce_case,
-    make_summands_of_devices,
+    make_partial_sums,
     reduce_scatter_case,
     same,
     send_receive_case,
@@ -79,7 +79,7 @@ def test_all_devices_have_the_same_bits_whoever_comes_last():
 def test_many_collectives_in_a_row_keep_their_order():
     parts = [
         [DeviceStep("all_reduce", x + k, (9,), inplace=k % 2 == 0) for k in range(20)]
-        for x in make_summands_of_devices(3, (9,))
+        for x in make_partial_sums(3, (9,))
     ]
     rig = CollectiveRig(EmulatedBackend(), parts)
     for _ in range(3):
@@ -87,7 +87,7 @@ def test_many_collectives_in_a_row_keep_their_order():
 
 
 def test_operands_that_are_not_dense_go_through_the_host_on_all_devices(monkeypatch):
-    x = make_summands_of_devices(2, (4, 6))
+    x = make_partial_sums(2, (4, 6))
     parts = [
         [DeviceStep("all_reduce", x[0], (4, 6), strides=(1, 4)), DeviceStep("all_reduce", x[0], (4, 6))],
         [DeviceStep("all_reduce", x[1], (4, 6)), DeviceStep("all_reduce", x[1], (4, 6))],
@@ -148,7 +148,7 @@ def test_a_device_that_fails_stops_all_others_and_the_next_run_is_right():
 
 
 def test_plans_that_do_not_match_are_an_error():
-    x = make_summands_of_devices(2, (4,))
+    x = make_partial_sums(2, (4,))
     parts = [[DeviceStep("all_reduce", x[0], (4,))], [DeviceStep("all_reduce", x[1], (4,), {"sequence": 11})]]
     with pytest.raises(BackendError, match="the plans of the devices do not match"):
         CollectiveRig(EmulatedBackend(), parts).run()
@@ -160,7 +160,7 @@ def test_devices_at_different_collectives_are_an_error():
 
 def _come_in_different_orders(limit):
     """Both know both collectives."""
-    x = make_summands_of_devices(2, (4,))
+    x = make_partial_sums(2, (4,))
     orders = ((1, 2), (2, 1))
     parts = [[DeviceStep("all_reduce", x[d], (4,), {"sequence": s}) for s in orders[d]] for d in range(2)]
     with pytest.raises(BackendError, match=r"is at another one: the plans of the devices do not match|another device"):
@@ -373,10 +373,7 @@ SIZES = (1003, 12_003)
 def _all_right(limit=WAIT_SECONDS):
     for size in SIZES:
         _right(
-            [
-                [DeviceStep("all_reduce", x + k, (size,)) for k in range(3)]
-                for x in make_summands_of_devices(3, (size,))
-            ],
+            [[DeviceStep("all_reduce", x + k, (size,)) for k in range(3)] for x in make_partial_sums(3, (size,))],
             limit,
         )
 

@@ -25,7 +25,7 @@ from ...given.devices.devices_meet import (
     CollectiveRig,
     DeviceStep,
     all_reduce_case,
-    make_summands_of_devices,
+    make_partial_sums,
     same,
     through_the_host,
 )
@@ -94,7 +94,7 @@ def test_devices_that_nccl_joins_compute_what_the_host_does_in_one_graph(case, n
 
 
 def test_operands_that_are_not_dense_are_packed(nccl_backend, monkeypatch):
-    x = make_summands_of_devices(2, (4, 6))
+    x = make_partial_sums(2, (4, 6))
     parts = [
         [DeviceStep("all_reduce", x[0], (4, 6), strides=(1, 4)), DeviceStep("all_reduce", x[0], (4, 6))],
         [DeviceStep("all_reduce", x[1], (4, 6)), DeviceStep("all_reduce", x[1], (4, 6))],
@@ -108,7 +108,7 @@ def test_what_is_large_goes_with_nccl_and_what_is_small_over_peer_addresses(both
     backend, nccl = both
     parts = [
         [DeviceStep("all_reduce", x, (1003,)), DeviceStep("all_reduce", x[:9], (9,))]
-        for x in make_summands_of_devices(2, (1003,))
+        for x in make_partial_sums(2, (1003,))
     ]
     rig = CollectiveRig(backend, parts)
     for _ in range(3):
@@ -129,22 +129,25 @@ def test_all_programs_of_a_group_share_one_communicator(nccl_backend):
 
 
 @pytest.mark.parametrize("reporting_rank", [0, 2])
-@pytest.mark.parametrize("links", ["joined", "both"])
+@pytest.mark.parametrize("links", ["nccl_backend", "both"])
 def test_a_device_that_never_comes_is_named_and_the_group_is_lost(links, reporting_rank, request):
     backend, nccl = request.getfixturevalue(links)
     rig = CollectiveRig(backend, all_reduce_case(3, (400,)))
     rig.run()
-    late = rf"collective 10 on device {reporting_rank} of 3: device 1 did not arrive within 0\.3 s; load the model anew to go on$"
+    late = (
+        rf"collective 10 on device {reporting_rank} of 3: device 1 did not arrive within 0\.3 s; "
+        r"load the model anew to go on$"
+    )
     with pytest.raises(BackendError, match=late) as caught:
         rig.run_without(1, reporting_rank=reporting_rank)
     assert "\n" not in str(caught.value)
     assert {rank for rank, _ in rig.failures} == {0, 2}
     with pytest.raises(BackendError, match=r"cuda:[02]: devices were lost in an earlier run; load the model anew"):
         rig.run()
-    check_settlement(nccl, {0, 2})
+    check_aborts(nccl, {0, 2})
 
 
-def check_settlement(nccl, ranks):
+def check_aborts(nccl, ranks):
     """The communicators that were aborted are gone, and no graph was in the way."""
     wait_until(lambda: all(c.is_over and not c.graphs for c in nccl.made if c.rank in ranks))
 
@@ -163,10 +166,10 @@ def test_a_device_that_fails_ends_the_waits_of_all_others(nccl_backend):
     others = {str(why).partition(": ")[2] for rank, why in rig.failures if rank != 2}
     tail = "another device failed; load the model anew to go on"
     assert others == {f"collective 10 on device {rank} of 3: {tail}" for rank in (0, 1)}
-    check_settlement(nccl, {0, 1})
+    check_aborts(nccl, {0, 1})
 
 
-@pytest.mark.parametrize("links", ["joined", "both"])
+@pytest.mark.parametrize("links", ["nccl_backend", "both"])
 def test_a_device_that_breaks_is_named_and_ends_the_waits_of_all_others(links, request):
     """As after an illegal address: nothing of its stream runs any more, and every call says so."""
     backend, nccl = request.getfixturevalue(links)
@@ -184,7 +187,7 @@ def test_a_device_that_breaks_is_named_and_ends_the_waits_of_all_others(links, r
         rig.run(ahead=breaks)
     assert {rank for rank, _ in rig.failures} == {0, 1, 2}
     assert all("another device failed" in str(why) for rank, why in rig.failures if rank != 1)
-    check_settlement(nccl, {0, 2})
+    check_aborts(nccl, {0, 2})
 
 
 @pytest.mark.parametrize("stuck", [0, 1])
@@ -234,7 +237,7 @@ def test_a_long_wait_for_the_device_itself_is_no_failure(nccl_backend):
 
 
 def test_sizes_that_do_not_match_are_refused_before_anything_hangs(nccl_backend):
-    x = make_summands_of_devices(2, (4,))
+    x = make_partial_sums(2, (4,))
     with pytest.raises(BackendError, match=r"the plans of the devices do not match|another device|did not end"):
         CollectiveRig(
             nccl_backend[0], [[DeviceStep("all_reduce", x[0], (4,))], [DeviceStep("all_reduce", x[1][:3], (3,))]]

@@ -25,7 +25,7 @@ END = "the talk has ended"
 STORY = "Write a very long story about a dragon and a knight."
 
 
-def is_prompt_shown(screen: str) -> bool:
+def ends_with_prompt(screen: str) -> bool:
     """Whether the last line waits for what is typed."""
     return screen.rpartition("\n")[2] == ">"
 
@@ -68,7 +68,7 @@ class Terminal:
     def prompts(self, count: int) -> str:
         """The screen, once so many lines have been asked for, and nothing more has been typed."""
         return self.until(
-            lambda screen: is_prompt_shown(screen) and sum(line[:1] == ">" for line in screen.split("\n")) == count
+            lambda screen: ends_with_prompt(screen) and sum(line[:1] == ">" for line in screen.split("\n")) == count
         )
 
     def close(self) -> None:

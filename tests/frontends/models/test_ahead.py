@@ -52,7 +52,7 @@ class Guessers:
     def tensor(self, name: str) -> F64:
         return self.model.gguf.tensor(name).dequantise().astype(np.float64)
 
-    def normed(self, name: str, x: F64, *, centred: bool = False) -> F64:
+    def normalise(self, name: str, x: F64, *, centred: bool = False) -> F64:
         x = x - x.mean(-1, keepdims=True) if centred else x
         return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + self.hyper.norm.eps) * self.tensor(f"{name}.weight")
 
@@ -61,8 +61,8 @@ class Guessers:
         count, width, family = len(tokens), self.hyper.width, self.hyper.family
         name = f"blk.{self.model.layers + k}.nextn"
         shape = (count, self.streams, width)
-        token = np.broadcast_to(self.normed(f"{name}.enorm", self.table[tokens])[:, None], shape)
-        both = np.concatenate([token, self.normed(f"{name}.hnorm", before.reshape(shape))], axis=-1)
+        token = np.broadcast_to(self.normalise(f"{name}.enorm", self.table[tokens])[:, None], shape)
+        both = np.concatenate([token, self.normalise(f"{name}.hnorm", before.reshape(shape))], axis=-1)
         x = both @ self.tensor(f"{name}.eh_proj.weight").T
         frame = Frame(Step(1, count, 32, 32, count, "both"))
         kind = DECODERS[family.residuals] if self.streams > 1 else Decoder
@@ -77,7 +77,7 @@ class Guessers:
         behind, read = outputs["behind"], outputs["read"]
         if self.streams == 1:
             centred = self.model.architecture == "nemotron_h_moe"
-            read = self.normed(f"{name}.shared_head_norm", behind, centred=centred)
+            read = self.normalise(f"{name}.shared_head_norm", behind, centred=centred)
         handed = behind if self.streams > 1 or self.model.architecture in HAND_ON_RESIDUALS else read
         return handed.reshape(count, -1), read @ self.output.T
 
@@ -122,7 +122,7 @@ def test_each_block_reads_a_token_with_the_result_of_the_previous_block_for_the_
     # streams.
     rows = hidden[:, : model.handed // blocks]
     if guessers.streams == 1:
-        what_output_reads = guessers.normed("output_norm", rows) if model.architecture in HAND_ON_RESIDUALS else rows
+        what_output_reads = guessers.normalise("output_norm", rows) if model.architecture in HAND_ON_RESIDUALS else rows
         assert nmse(what_output_reads @ guessers.output.T, logits) <= SAME
     want = []
     for k in range(blocks):

@@ -234,7 +234,7 @@ class TestFiles:
     """Programs in files of `torch.export.save`, some of which were tampered with."""
 
     @pytest.fixture(scope="class")
-    def saved(self, tmp_path_factory):
+    def saved_program(self, tmp_path_factory):
         import torch
 
         model, x = encoder_layer(), torch.randn(1, 3, 32)
@@ -242,7 +242,7 @@ class TestFiles:
         torch.export.save(torch.export.export(model, (x,)), path)
         return path, model, x
 
-    def changed(self, path, member, edit):
+    def change_member(self, path, member, edit):
         """A copy in which `edit` made something else of the bytes of a member."""
         copy = path.with_name(f"changed-{len(list(path.parent.iterdir()))}.pt2")
         with zipfile.ZipFile(path) as old, zipfile.ZipFile(copy, "w") as new:
@@ -252,11 +252,11 @@ class TestFiles:
         return copy
 
     @pytest.mark.long
-    def test_a_program_is_read_and_planned_by_the_commands(self, saved, capsys):
+    def test_a_program_is_read_and_planned_by_the_commands(self, saved_program, capsys):
         from hocket.cli import main
         from hocket.frontends.torch.archive import read_program
 
-        path, model, x = saved
+        path, model, x = saved_program
         assert nmse(hocket.from_torch(read_program(str(path))).on("cpu:0")(x), model(x)) < 1e-10
         assert main(["plan", str(path), "--devices", "cpu:0,cpu:1"]) == 0
         assert "nodes" in capsys.readouterr().out
@@ -265,20 +265,20 @@ class TestFiles:
         assert main(["check", "--backend", "numpy", "--from-graph", str(path)]) == 0
 
     @pytest.mark.long
-    def test_what_would_run_code_is_refused_or_not_read(self, saved, tmp_path):
+    def test_what_would_run_code_is_refused_or_not_read(self, saved_program, tmp_path):
         from hocket.frontends.torch.archive import read_program
 
-        path, *_ = saved
+        path, *_ = saved_program
         marker = tmp_path / "told"
         harm = b"cos\nsystem\n(S'touch " + str(marker).encode() + b"'\ntR."
-        read_program(str(self.changed(path, "sample_inputs/model.pt", lambda data: harm)))
+        read_program(str(self.change_member(path, "sample_inputs/model.pt", lambda data: harm)))
         assert not marker.exists()
         for target in ("torch.os.system", "torch.load", "_operator.call", "torch.ops.higher_order.cond"):
             with pytest.raises(ModelError, match="ATen ops alone"):
                 read_program(
-                    str(self.changed(path, "models/model.json", lambda d, t=target: replace_call_target(d, t)))
+                    str(self.change_member(path, "models/model.json", lambda d, t=target: replace_call_target(d, t)))
                 )
-        pickled = self.changed(
+        pickled = self.change_member(
             path, "model_weights_config.json", lambda d: d.replace(b'"use_pickle": false', b'"use_pickle": true')
         )
         with pytest.raises(ModelError, match="pickled"):
@@ -286,13 +286,13 @@ class TestFiles:
 
     @pytest.mark.long
     @pytest.mark.parametrize("member", ["models/model.json", "model_weights_config.json", "weights/weight_0"])
-    def test_a_damaged_file_is_one_line(self, saved, member):
+    def test_a_damaged_file_is_one_line(self, saved_program, member):
         from hocket.frontends.torch.archive import read_program
 
-        path, *_ = saved
+        path, *_ = saved_program
         for edit in (lambda d: d[: len(d) // 2], lambda d: b"", lambda d: b"[1]"):
             with pytest.raises(ModelError, match=r"^[^\n]+$"):
-                read_program(str(self.changed(path, member, edit)))
+                read_program(str(self.change_member(path, member, edit)))
 
 
 def replace_call_target(program, target):

@@ -27,7 +27,7 @@ class Chain:
     graph: Callable[[bool], Graph]
     launches: tuple[int, int]
     """Fused, and one by one."""
-    near: float = 0.0
+    tolerance: float = 0.0
     """The relative error against one by one; the same bits if it is 0."""
     forbids: bool = True
 
@@ -204,26 +204,26 @@ def row(forbidden: bool) -> Graph:
 CHAINS = {
     "norm and factor": Chain(norm, (1, 2)),
     "sum, norm and factor": Chain(sum_and_norm(), (3, 5)),
-    "gated norm": Chain(gated_norm, (1, 4), near=1e-6),
+    "gated norm": Chain(gated_norm, (1, 4), tolerance=1e-6),
     "times sigmoid": Chain(times(ops.sigmoid), (1, 2)),
     "times silu": Chain(times(ops.silu), (1, 2)),
     "gated unit, packed": Chain(unit(ops.swiglu, DType.Q4_0), (1, 3)),
     "gated unit, float": Chain(unit(ops.geglu, DType.F32), (1, 3)),
     "products, packed": Chain(products(DType.Q4_0), (2, 4), forbids=False),
     "products, float": Chain(products(DType.F32), (2, 4), forbids=False),
-    "router": Chain(router(ops.softmax), (1, 6), near=1e-6),
-    "router of many": Chain(router(ops.softmax, count=600), (1, 6), near=1e-6),
-    "router with a bias": Chain(router(ops.sigmoid, biased=True), (1, 7), near=1e-6),
-    "router of shares as they are": Chain(router(ops.sigmoid, normalised=False), (1, 4), near=1e-6),
+    "router": Chain(router(ops.softmax), (1, 6), tolerance=1e-6),
+    "router of many": Chain(router(ops.softmax, count=600), (1, 6), tolerance=1e-6),
+    "router with a bias": Chain(router(ops.sigmoid, biased=True), (1, 7), tolerance=1e-6),
+    "router of shares as they are": Chain(router(ops.sigmoid, normalised=False), (1, 4), tolerance=1e-6),
     "unit of experts, packed": Chain(experts(DType.Q4_0), (2, 4)),
     "unit of experts, float": Chain(experts(DType.F32), (2, 4)),
-    "unit of all experts, packed": Chain(all_experts(DType.Q4_0), (3, 8), near=1e-5),
-    "unit of all experts, float": Chain(all_experts(DType.F16), (3, 8), near=1e-5),
-    "answers, packed": Chain(answers(DType.Q4_0), (2, 3), near=1e-5),
-    "answers, packed, and another": Chain(answers(DType.Q4_K, "plain", 768, 2), (2, 5), near=1e-4),
-    "answers, packed, and a gated one": Chain(answers(DType.Q5_1, "gated", 160), (2, 7), near=1e-5),
-    "answers, float, and a gated one": Chain(answers(DType.BF16, "gated", 100), (2, 7), near=1e-5),
-    "answers of many, float": Chain(answers(DType.F32, used=14), (2, 3), near=1e-5),
+    "unit of all experts, packed": Chain(all_experts(DType.Q4_0), (3, 8), tolerance=1e-5),
+    "unit of all experts, float": Chain(all_experts(DType.F16), (3, 8), tolerance=1e-5),
+    "answers, packed": Chain(answers(DType.Q4_0), (2, 3), tolerance=1e-5),
+    "answers, packed, and another": Chain(answers(DType.Q4_K, "plain", 768, 2), (2, 5), tolerance=1e-4),
+    "answers, packed, and a gated one": Chain(answers(DType.Q5_1, "gated", 160), (2, 7), tolerance=1e-5),
+    "answers, float, and a gated one": Chain(answers(DType.BF16, "gated", 100), (2, 7), tolerance=1e-5),
+    "answers of many, float": Chain(answers(DType.F32, used=14), (2, 3), tolerance=1e-5),
     "heads": Chain(norm_and_rope(3, True, False), (1, 3)),
     "heads of neighbours": Chain(norm_and_rope(3, True, False, "normal"), (1, 3)),
     "heads into a cache": Chain(norm_and_rope(3, True, True), (3, 6)),
@@ -238,7 +238,7 @@ CHAINS = {
 }
 
 
-COUNTED = {
+MEMORY_REQUESTS = {
     "rows.cu: scaled_norm": (sum_and_norm(512), 312),
     "short_convolution.cu: gated_norm<64>": (gated_norm, 17),
     "elementwise.cu: binary<function::swiglu>": (times(ops.silu, 64), 18),
@@ -255,7 +255,7 @@ COUNTED = {
 """Chains in sizes like those of models, by the kernel that they launch, and how many requests of memory it makes."""
 
 
-class Watched(EmulatedDriver):
+class RecordingDriver(EmulatedDriver):
     """Remembers what is recorded."""
 
     def __init__(self) -> None:
@@ -268,15 +268,15 @@ class Watched(EmulatedDriver):
 
 
 @dataclass
-class Ran:
+class RunResult:
     outputs: list[dict[str, np.ndarray]] = field(default_factory=list)
     states: list[np.ndarray] = field(default_factory=list)
     launches: int = 0
 
 
-def ran(graph: Graph, fused: bool, devices: int = 1, backend: DriverBackend | None = None) -> Ran:
+def run_graph(graph: Graph, fused: bool, devices: int = 1, backend: DriverBackend | None = None) -> RunResult:
     """Three runs of a graph with the same numbers, however it is bound."""
-    rng, outcome, driver = np.random.default_rng(3), Ran(), Watched()
+    rng, outcome, driver = np.random.default_rng(3), RunResult(), RecordingDriver()
     backend = backend or DriverBackend(driver)
     weights = {}
     for w in graph.weights:
@@ -301,7 +301,7 @@ def ran(graph: Graph, fused: bool, devices: int = 1, backend: DriverBackend | No
     return outcome
 
 
-def same(one: Ran, other: Ran, near: float) -> None:
+def assert_equal_runs(one: RunResult, other: RunResult, tolerance: float) -> None:
     numbers = [*((o[k], p[k]) for o, p in zip(one.outputs, other.outputs, strict=True) for k in o)]
     for got, want in [*numbers, *zip(one.states, other.states, strict=True)]:
         np.testing.assert_allclose(got, want, rtol=near, atol=near)

@@ -175,7 +175,7 @@ def _program(parts):
     return Program((arena,), tuple(instructions), {}, {}), tensors
 
 
-def make_summands_of_devices(n, shape, dtype=np.float32, seed=0):
+def make_partial_sums(n, shape, dtype=np.float32, seed=0):
     """One array a device; sums of floats depend on their order."""
     rng = np.random.default_rng(seed)
     if np.dtype(dtype).kind == "f":
@@ -184,7 +184,7 @@ def make_summands_of_devices(n, shape, dtype=np.float32, seed=0):
 
 
 def all_reduce_case(n, shape, dtype=np.float32, **options):
-    return [[DeviceStep("all_reduce", x, shape, **options)] for x in make_summands_of_devices(n, shape, dtype)]
+    return [[DeviceStep("all_reduce", x, shape, **options)] for x in make_partial_sums(n, shape, dtype)]
 
 
 def all_gather_case(n):
@@ -193,7 +193,7 @@ def all_gather_case(n):
     own = [sum(length for _, length in device) for device in runs]
     attrs = {"axis": 1, "runs": runs}
     whole = max(o + length for device in runs for o, length in device)
-    return [[DeviceStep("all_gather", make_summands_of_devices(1, (3, k), seed=k)[0], (3, whole), attrs)] for k in own]
+    return [[DeviceStep("all_gather", make_partial_sums(1, (3, k), seed=k)[0], (3, whole), attrs)] for k in own]
 
 
 def reduce_scatter_case(n, dtype=np.float32):
@@ -209,7 +209,7 @@ def reduce_scatter_case(n, dtype=np.float32):
                 strides=(1, 4),
             )
         ]
-        for d, x in enumerate(make_summands_of_devices(n, (3, whole), dtype))
+        for d, x in enumerate(make_partial_sums(n, (3, whole), dtype))
     ]
 
 
@@ -218,13 +218,13 @@ def all_to_all_case(n):
     new = (((0, 1),), ((1, 3),), ((4, 1),), ((5, 0),))[:n]
     attrs = {"old_axis": 1, "old_runs": old, "axis": 0, "runs": new}
     width = max(o + k for device in old for o, k in device)
-    own = [make_summands_of_devices(1, (5, sum(k for _, k in old[d])), seed=d)[0] for d in range(n)]
+    own = [make_partial_sums(1, (5, sum(k for _, k in old[d])), seed=d)[0] for d in range(n)]
     return [[DeviceStep("all_to_all", own[d], (new[d][0][1], width), {**attrs, "rank": d})] for d in range(n)]
 
 
 def send_receive_case(n):
     """Each sends to the next, which is not in step with it."""
-    x = make_summands_of_devices(n, (4, 3), np.int32)
+    x = make_partial_sums(n, (4, 3), np.int32)
     parts = []
     for d in range(n):
         own = []

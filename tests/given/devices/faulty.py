@@ -85,7 +85,7 @@ class FaultyRun:
         for name, array in self.states.items():
             self.run.store.state(name)[...] = array
 
-    def held(self) -> dict[str, bytes]:
+    def copy_states(self) -> dict[str, bytes]:
         """The states as each device holds them, bit by bit."""
         store = self.run.store
         parts = {name: store.state(name).parts for name in store.states}
@@ -127,9 +127,9 @@ def make_faulty_model_run(name: str, devices: int, mode: str, tokens: int) -> Fa
 
 def fail_everywhere(bench: FaultyRun) -> int:
     """Let every instruction of every device fail, every other after it has written; returns how many did."""
-    before, fails = bench.held(), 0
+    before, fails = bench.copy_states(), 0
     outputs = bench.outputs()
-    after = bench.held()
+    after = bench.copy_states()
     for device_plan in bench.run.plan.lanes:
         for number, i in enumerate(device_plan.program.instructions):
             bench.reset()
@@ -139,8 +139,8 @@ def fail_everywhere(bench: FaultyRun) -> int:
             assert str(caught.value) == f"%{i.node} on {device_plan.device}: PlantedError: planted"
             assert (caught.value.node, caught.value.device) == (i.node, str(device_plan.device))
             assert caught.value.finished_instructions == number
-            assert bench.held() == before
+            assert bench.copy_states() == before
             fails += 1
             assert bench.outputs() == outputs
-            assert bench.held() == after
+            assert bench.copy_states() == after
     return fails

@@ -55,20 +55,20 @@ class JoinedDevice:
         self.keeps_order = isinstance(place.backend.driver.library(place.devices), str)
         self.place, self.rank, self.devices, self.size = place, rank, place.devices, len(place.devices)
 
-    def _meet(self, into, part, runs=()):
+    def _run_collective(self, into, part, runs=()):
         into[...] = self.place.result(tuple(range(self.size)), self.rank, part, runs)
 
     def all_reduce(self, source, into, scratch, sequence):
-        self._meet(into, _part("all_reduce", source, into, {"sequence": sequence}, inplace=source is into))
+        self._run_collective(into, _part("all_reduce", source, into, {"sequence": sequence}, inplace=source is into))
 
     def all_gather(self, source, into, parts, sequence):
         axis, runs = _find_axis([target for target, _ in parts[self.rank]])
-        self._meet(into, _part("all_gather", source, into, {"sequence": sequence, "axis": axis}), runs)
+        self._run_collective(into, _part("all_gather", source, into, {"sequence": sequence, "axis": axis}), runs)
 
     def reduce_scatter(self, source, into, parts, sequence):
         axis, runs = _find_axis([origin for _, origin in parts])
         attrs = {"sequence": sequence, "axis": axis, "rank": self.rank}
-        self._meet(into, _part("reduce_scatter", source, into, attrs), runs)
+        self._run_collective(into, _part("reduce_scatter", source, into, attrs), runs)
 
     def send(self, source, to, sequence):
         pair = tuple(sorted((self.rank, to)))

@@ -59,13 +59,13 @@ class Builder(PlainBuilder):
         known = self.floats(lambda v: len(v.shape) >= low)
         if known and self.random.random() < 0.85:
             return self.random.choice(known[-8:] if self.random.random() < 0.6 else known)
-        return self.grown(tuple(self.size() for _ in range(self.random.randint(low, max(low, 3)))))
+        return self.grow_value(tuple(self.size() for _ in range(self.random.randint(low, max(low, 3)))))
 
     def like(self, shape: tuple[int, ...]) -> Value:
         known = self.floats(lambda v: v.shape == shape)
-        return self.random.choice(known) if known and self.random.random() < 0.6 else self.grown(shape)
+        return self.random.choice(known) if known and self.random.random() < 0.6 else self.grow_value(shape)
 
-    def grown(self, shape: tuple[int, ...]) -> Value:
+    def grow_value(self, shape: tuple[int, ...]) -> Value:
         """A new float value of `shape`: a leaf, or a product of which an axis can be cut or a sum is owed."""
         how = self.random.randrange(7)
         if how == 0 or not shape:
@@ -75,7 +75,7 @@ class Builder(PlainBuilder):
         if how == 2 and self.random.random() < 0.5:
             return state(self.key(), shape)
         if how == 3 and len(shape) >= 2:  # cut along an outer axis
-            other = self.grown((*shape[:-2], shape[-1], shape[-2]))
+            other = self.grow_value((*shape[:-2], shape[-1], shape[-2]))
             return ops.cont(ops.transpose(other)) if self.random.random() < 0.7 else ops.transpose(other)
         k = self.size() or 4
         rows = shape[:-1] if len(shape) > 1 else (1,)
@@ -419,7 +419,7 @@ def wide_graph(seed: int) -> Graph:
     """The graph of a seed, with one op in turn and whatever chance adds before and after."""
     b = Builder(seed)
     for _ in range(b.random.randint(0, 2)):
-        b.keep(b.grown(tuple(b.size() for _ in range(b.random.randint(1, 3)))))
+        b.keep(b.grow_value(tuple(b.size() for _ in range(b.random.randint(1, 3)))))
     for left in reversed(range(b.random.randint(2, 14))):
         try:
             if left == 1:

@@ -131,7 +131,7 @@ class FaultyBackend(NumpyBackend):
         runs = []
         for call in program.instructions:
             real = super().compile(replace(program, instructions=(call,)), buffers, on, comm)
-            runs.append(self._planted(call, real, buffers) if call.op == self.fault.op else real)
+            runs.append(self._run_with_fault(call, real, buffers) if call.op == self.fault.op else real)
 
         def replay() -> None:
             for run in runs:
@@ -139,7 +139,7 @@ class FaultyBackend(NumpyBackend):
 
         return replay
 
-    def _planted(self, call, real, buffers):
+    def _run_with_fault(self, call, real, buffers):
         src = [None if t is None else self.view(buffers[t.buffer], t) for t in call.src]
         dst = [self.view(buffers[t.buffer], t) for t in call.dst]
         planted = self.fault.plant(FaultSite(call, src, dst, buffers, real))

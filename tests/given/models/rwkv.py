@@ -177,13 +177,13 @@ class Reference:
             x = x + mix(i, h, self.before[i][0], first)
             self.before[i][0] = h
             h = self.norm(f"blk.{i}.{'ffn_norm' if from_qwen(self.kind) else 'attn_norm_2'}", x)
-            x = x + self.fed(i, h, self.before[i][1])
+            x = x + self.feed_forward(i, h, self.before[i][1])
             self.before[i][1] = h
             if self.kind == "rwkv6" and (i + 1) % RESCALE == 0:
                 x = x / 2.0
         return self.w["output.weight"] @ self.norm("output_norm", x)
 
-    def fed(self, i: int, x: F64, before: F64) -> F64:
+    def feed_forward(self, i: int, x: F64, before: F64) -> F64:
         w = {name.removeprefix(f"blk.{i}."): array for name, array in self.w.items()}
         if from_qwen(self.kind):
             gate = w["ffn_gate.weight"] @ x

@@ -279,7 +279,7 @@ class CampaignCounts:
     missed: list[str] = field(default_factory=list)
     raised: list[str] = field(default_factory=list)
 
-    def judge(self, mutant: Mutant) -> None:
+    def check_mutant(self, mutant: Mutant) -> None:
         description = f"{mutant.origin}: {mutant.where} {mutant.how}"
         try:
             why = next(plan_faults(mutant.plan), None)
@@ -323,8 +323,8 @@ def campaign(names: list[str], rounds: int, seed: int) -> CampaignCounts:
         for _ in range(rounds):
             for field_ in sites_of(name)[0]:
                 for mutant in one_field(name, field_, dice):
-                    tally.judge(mutant)
+                    tally.check_mutant(mutant)
             for kind in (move_value, move_step, edit_node_and_lower):
                 for mutant in kind(name, dice):
-                    tally.judge(mutant)
+                    tally.check_mutant(mutant)
     return tally

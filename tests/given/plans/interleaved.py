@@ -96,7 +96,7 @@ class InterleavedPlan:
         wishes = [t.wish for t in self.talks]
         if all(w is not None and w[0] != "receive" for w in wishes):
             assert len({w[:2] for w in wishes}) == 1, f"devices meet at {[w[:2] for w in wishes]}"
-            self._meet(wishes)
+            self._run_collective(wishes)
             granted = True
             for device, talk in enumerate(self.talks):
                 talk.wish = None
@@ -105,7 +105,7 @@ class InterleavedPlan:
             raise DeadlockError(f"devices stand at steps {at} and wait")
 
     @staticmethod
-    def _meet(wishes: list[Any]) -> None:
+    def _run_collective(wishes: list[Any]) -> None:
         kind, sources = wishes[0][0], [np.array(w[2][0]) for w in wishes]
         for _, _, (_, into, *rest) in wishes:
             if kind == "all_reduce":

@@ -63,14 +63,14 @@ def be_patient(fault: str) -> None:
         world.SHUTDOWN_GRACE_SECONDS = HOUR
     listen, take = world.World._read_heartbeat, world.World.receive_packet
 
-    def heard(self, rank, now):
+    def listen_slowly(self, rank, now):
         world.SILENCE_TIMEOUT_SECONDS = SOON if rank == 1 and fault in GONE else HOUR
         listen(self, rank, now)
 
     def take_late(self, source, channel, timeout=None):
         return take(self, source, channel, timeout if source == 1 and fault in LATE else timeout and HOUR)
 
-    world.World._read_heartbeat, world.World.receive_packet = heard, take_late
+    world.World._read_heartbeat, world.World.receive_packet = listen_slowly, take_late
 
 
 def main(fault: str, words: list[str]) -> int:

@@ -194,11 +194,11 @@ def stalling(what, patience: float) -> FaultyRun:
 def test_a_device_that_does_not_arrive_is_named_with_the_collective_and_the_step_is_taken_back():
     bench = stalling(lambda: wait_until(lambda: bench.run._devices.place.failure), patience=0.2)
     bench.run._devices.timeout = WAIT_SECONDS  # in which the device that came too late has to stop
-    before = bench.held()
+    before = bench.copy_states()
     why = r"on cpu:0: collective 0 on device 0 of 2: device 1 did not arrive within 0\.2 s$"
     with pytest.raises(StepError, match=why):
         bench.run.run(bench.feed)
-    assert bench.held() == before
+    assert bench.copy_states() == before
     bench.run = Executor(bench.run.plan, bench.run.store)
     expected = bench.outputs()
     bench.reset()
@@ -222,11 +222,11 @@ def test_an_interrupt_takes_the_step_back_too():
         raise KeyboardInterrupt
 
     bench = make_faulty_model_run("llama", 1, "none", 1)
-    before = bench.held()
+    before = bench.copy_states()
     bench.backend.plan_fault(bench.run.plan.lanes[0].device, 40, late=True, what=interrupt)
     with pytest.raises(KeyboardInterrupt):
         bench.run.run(bench.feed)
-    assert bench.held() == before
+    assert bench.copy_states() == before
 
 
 @pytest.mark.parametrize("devices", [("cpu:0",), ("cpu:0", "cpu:1")], ids=["one", "two"])

@@ -48,9 +48,9 @@ class Experts:
         by = Cut(self.expert) if produced.is_owed else produced
         if produced.is_owed:
             out.dealt[node] = self.ids
-        is_cut_state = isinstance(by, Cut)
+        is_shard_state = isinstance(by, Cut)
         out.wants[node] = tuple(
-            REPLICATE if is_cut_state and by.factor not in self.factors.of(s) else by for s in node.inputs
+            REPLICATE if is_shard_state and by.factor not in self.factors.of(s) else by for s in node.inputs
         )
         out.made |= dict.fromkeys(node.inputs, REPLICATE) | {self.table: out.wants[node][0]}
         out.made |= {self.product: produced, self.doubled: required}

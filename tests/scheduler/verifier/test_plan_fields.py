@@ -63,7 +63,7 @@ def test_a_field_that_is_wrong_is_found_or_the_plan_runs_right():
     for field, names in fields().items():
         for name in dice.sample(names * 3, len(names) * 3):  # what one record holds may leave little to be wrong
             for mutant in one_field(name, field, dice):
-                tally.judge(mutant)
+                tally.check_mutant(mutant)
             if tally.refused[field] or field not in checked:
                 break
     assert not tally.missed
@@ -78,7 +78,7 @@ def test_what_is_changed_in_several_places_at_once_is_found_or_the_plan_runs_rig
     dice, tally = random.Random(6), CampaignCounts()
     for name in FEW:
         for mutant in kind(name, dice):
-            tally.judge(mutant)
+            tally.check_mutant(mutant)
     assert not tally.missed
     assert not tally.raised
     assert tally.refused
