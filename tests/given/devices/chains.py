@@ -304,4 +304,4 @@ def run_graph(graph: Graph, fused: bool, devices: int = 1, backend: DriverBacken
 def assert_equal_runs(one: RunResult, other: RunResult, tolerance: float) -> None:
     numbers = [*((o[k], p[k]) for o, p in zip(one.outputs, other.outputs, strict=True) for k in o)]
     for got, want in [*numbers, *zip(one.states, other.states, strict=True)]:
-        np.testing.assert_allclose(got, want, rtol=near, atol=near)
+        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
