@@ -16,7 +16,7 @@ from hocket.backends.cache import cache_folder
 # Tests run in as many processes as there are processors, which leaves one to the threads of each.
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(name, "1")
-# What hocket calibrate measured here for its user would decide which plans tests see.  Workers inherit the folder.
+# Speeds that `hocket calibrate` measured for the user would decide which plans tests see. Workers inherit the folder.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["HOCKET_CACHE_DIR"] = str(cache_folder() / "tests")
 # A busy host is no fault of an example.
@@ -24,7 +24,7 @@ settings.register_profile("hocket", deadline=None, suppress_health_check=[Health
 settings.load_profile("hocket")
 
 MAX_CASES = 2
-"""So many cases of one test, or fewer, are run without --all or --most; of a long one as many as its mark says."""
+"""The number of cases of one test that run without --all or --most; the mark of a long test may lower it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what is in its background so
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line(
         "markers",
@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is long.  Of a test with many cases some stay, so that each kind is tried."""
+    """Deselect long tests. Of a test with many cases some stay, so that each kind is tried."""
     cases: Counter[str] = Counter()
     counts = Counter(item.nodeid.partition("[")[0] for item in items)
     max_cases = config.option.most or (len(items) if config.option.all else MAX_CASES)

@@ -173,7 +173,7 @@ def test_an_error_in_one_row_of_4000_is_found():
     got = want.copy()
     got[1234] *= 1.001
     pooled = ((got - want) ** 2).sum() / (want**2).sum()
-    assert pooled < 5e-4  # what test-backend-ops would let pass
+    assert pooled < 5e-4  # test-backend-ops would let this error pass
     assert "[1234, " in compare_to_reference(got, want).why
     assert not compare_to_reference(want, want).why
 

@@ -1,4 +1,4 @@
-"""Speeds of ops beside what the machine can do."""
+"""Speeds of ops, next to the limits of the machine."""
 
 import pytest
 

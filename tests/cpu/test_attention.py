@@ -30,9 +30,9 @@ VARIANTS = {
     "rows masked entirely, sinks": {"hidden": True, "sinks": True},
 }
 ERROR = 4e-6
-"""What float32 costs values of size 1 that are averaged."""
+"""The float32 error of averaged values of size 1."""
 TERMS_ERROR = 2.0**-15
-"""What it costs that weights have two terms, where values are of size 4 at most."""
+"""The error of weights in two terms, for values of size 4 or less."""
 TILED = ("f16", "bf16", "q4_0")
 """Caches that tiles multiply, where a processor has them."""
 
@@ -167,7 +167,9 @@ def test_no_keys_at_all_give_zeros(tokens):
 @pytest.mark.parametrize("cache", TILED)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_reads_caches_of_fewer_bits(variant, cache):
-    """By tiles where the processor has them: blocks that are not full, tiles that nobody sees, several units."""
+    """Check caches of fewer bits, by tiles where the processor has them: partial blocks, invisible tiles, several
+    units.
+    """
     settings = {**VARIANTS[variant], "cache": cache, "error": TERMS_ERROR}
     assert close(40, (6, 2), 300, (32, 32) if cache == "q4_0" else (40, 24), 2, **settings)
 

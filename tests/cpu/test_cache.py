@@ -1,4 +1,4 @@
-"""What is kept on disk: how much of it, and what makes room, while other processes read and keep."""
+"""The disk cache: its size and the eviction of entries, while other processes read and write."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_rows_are_rounded_to_the_nearest(dtype):
 
 
 def in_eight_bits(x):
-    """Each 32 numbers as integers, ties away from zero, of which the largest is 127."""
+    """Return groups of 32 numbers as integers up to 127, ties away from zero."""
     blocks = x.reshape(-1, 32)
     scale = np.abs(blocks).max(1, keepdims=True) / np.float32(127)
     q = blocks * (np.float32(1) / scale)

@@ -1,4 +1,4 @@
-"""Chains of instructions with one kernel: the bits of the single ones, and only where nobody else reads between."""
+"""Chains of instructions with one kernel: the bits of single kernels, fused only if no other node reads in between."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Values = Mapping[str, np.ndarray]
 
 
 def load_on(graph: hocket.Graph, values: Values, backend: str | int):
-    """On the CPU backend with so many threads, or on another."""
+    """Load a graph on the CPU backend with this thread count, or on another backend."""
     chosen = CpuBackend(backend) if isinstance(backend, int) else hocket.backends.find(backend)[0]
     return hocket.load(hocket.scheduler.plan_for(graph, [(chosen, chosen.device(0))]), values)
 
@@ -72,7 +72,7 @@ def test_a_rotation_in_place_leaves_what_does_not_turn(mode: str, pairs: int):
 
 
 def head(shape: tuple[int, int, int], n_dims: int, mode: str, seen: str = "") -> hocket.Graph:
-    """What a head of queries goes through; `seen` is the value that something else reads, too."""
+    """Build the ops on a head of queries; `seen` names the value that another node reads, too."""
     rows, heads, size = shape
     x = ops.mul_mat(hocket.weight("w", (heads * size, 32), "q8_0"), hocket.input("x", (rows, 32)))
     x = ops.reshape(x, shape=(1, *shape))
@@ -137,7 +137,7 @@ def delta_layer(sequences: int, tokens: int, seen: str = "") -> hocket.Graph:
 
 
 def run_twice(graph: hocket.Graph, threads: int) -> tuple[list[bytes], list[str]]:
-    """What two runs in a row leave in outputs and states, and the kernels."""
+    """Return the outputs and states of two runs in a row, and the kernels."""
     rng = np.random.default_rng(3)
     run = load_on(graph, {"w": rng.standard_normal((CHANNELS, 4)).astype(np.float32)}, threads)
     found, specs = [], {v.node.name: v.spec for v in graph.inputs}

@@ -27,7 +27,7 @@ def _compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compare(graph: Graph, shares: tuple[float, ...], collectives: list[str], **values: object) -> None:
-    """What devices give is what one gives, and they meet in `collectives`."""
+    """Check that several devices give the results of one, and run these `collectives`."""
     dice = np.random.default_rng(3)
     weights = {v.node.name: dice.normal(size=v.shape).astype(np.float32) for v in graph.weights}
     feed = {v.node.name: dice.normal(size=v.shape).astype(np.float32) for v in graph.inputs}

@@ -1,4 +1,4 @@
-"""Which instructions of a program may run together, and in what order all then run."""
+"""The instructions of a program that may run together, and the resulting order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Bindings kept on disk: moved to where buffers lie they compute what a new binding does, and nothing else is run."""
+"""Bindings in the disk cache: relocated to new buffers they compute the results of a new binding, and run no other
+code.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled kernels of the CPU backend, each against what NumPy says it must compute."""
+"""The compiled kernels of the CPU backend, each against its definition in NumPy."""
 
 import doctest
 import gc
@@ -279,7 +279,7 @@ def test_features_that_are_left_out_are_not_used(monkeypatch: pytest.MonkeyPatch
 
 
 def test_code_with_tiles_of_the_processor_is_not_taken_where_they_are_emulated(monkeypatch: pytest.MonkeyPatch):
-    """What was compiled at installation is found by the name of the target alone."""
+    """Check that kernels compiled at installation are found by the name of the target alone."""
     native = processor.target.__wrapped__().name
     monkeypatch.setenv("HOCKET_AMX", processor.EMULATED)
     assert processor.target.__wrapped__().name != native

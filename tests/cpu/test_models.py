@@ -1,4 +1,4 @@
-"""Whole models on the CPU backend, whose activations are rounded to 8 bits before they meet quantised weights."""
+"""Whole models on the CPU backend, which rounds activations to 8 bits before products with quantised weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of a program does not decide what is fused: any order that computes the same gives the same kernels."""
+"""The order of a program does not decide the fusion: every valid order gives the same kernels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def overlap(some: list[Bytes], others: list[Bytes]) -> bool:
 
 
 def predecessors(program: Program) -> list[set[int]]:
-    """Of each instruction those that have to run before it: one of the two writes what the other reads or writes."""
+    """Return the instructions that must run before each one, because they share bytes and one of the two writes."""
     reads = [[bytes_of(program, t) for t in i.src if t is not None] for i in program.instructions]
     writes = [[bytes_of(program, t) for t in (*i.dst, i.scratch) if t is not None] for i in program.instructions]
     return [
@@ -56,7 +56,7 @@ def shuffle_instructions(program: Program, rng: np.random.Generator) -> Program:
 
 
 class Shuffled(Session):
-    """A session whose programs run in another order."""
+    """A session with shuffled programs."""
 
     seed: int | None = None
 

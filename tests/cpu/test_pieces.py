@@ -1,4 +1,4 @@
-"""Weights that are loaded a piece at a time: the bytes of the whole, and what was read of a file is given back."""
+"""Weights that are loaded in slices: they have the bytes of the whole, and the memory of read slices is released."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def random_file_bytes(spec: Spec) -> np.ndarray:
 
 
 def stored_bytes(store: Store, name: str = "w") -> list[bytes]:
-    """What each device keeps of a weight."""
+    """Return the stored bytes of a weight on each device."""
     return [bytes(device.held["weight", name][1]) for device in store._devices.values()]
 
 

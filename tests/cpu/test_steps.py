@@ -78,17 +78,17 @@ def test_a_model_computes_the_same_bits_without_fused_kernels(name: str, threads
 
     fused = logits()
     monkeypatch.setattr(binding, "FUSED", {})
-    monkeypatch.setattr(kept, "file_of", lambda *args: None)  # what is kept has them
+    monkeypatch.setattr(kept, "file_of", lambda *args: None)  # the cache has them
     assert np.array_equal(fused, logits())
 
 
 WIDE = vectors_in_registers() == MANY or processor.tiles() is not None
-"""Whether a tile is of two groups, as a gate and what it lets through."""
+"""Whether a tile has two groups of vectors, as a gate and its gated values need."""
 BAD = {"none": 1.0, "nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 
 
 def rows_with_outlier(rows: int, columns: int = 192, bad: float = 1.0) -> np.ndarray:
-    """Rows of which the last has one number that may be none, and the first is so small that it is raised."""
+    """Return rows; the last one contains `bad`, and the first one is so small that its scale is raised."""
     x = RNG.standard_normal((rows, columns)).astype(np.float32)
     x[0] *= np.float32(1e-20) if rows > 1 else 1
     x[-1, columns // 2] = bad
@@ -245,7 +245,7 @@ def test_threads_synchronise_twice_in_a_gated_unit_of_one_token():
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_no_thread_writes_a_state_before_it_is_certain_that_no_other_has_stopped(threads: int):
-    """The first thread stops at an id while others could go on to write what they have of a row into the state."""
+    """Check a run in which the first thread stops at an id while other threads could write their part into the state."""
     first, cache = hocket.state("first", (8, 32)), hocket.state("cache", (4, 512))
     w, x, ids = hocket.weight("w", (512, 32)), hocket.input("x", (1, 32)), hocket.input("ids", (1,), "i32")
     new = ops.set_rows(cache, ops.mul_mat(w, x), hocket.input("at", (1,), "i32"))

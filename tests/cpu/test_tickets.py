@@ -1,4 +1,4 @@
-"""Pieces that threads take as they come: each is done once, whoever is late, and again in the next run."""
+"""Work items that threads draw from a queue: each is done once per run, whichever thread is late."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def count_work_items(a, thread, threads):
 
 
 def run(of: Kernel, args: np.ndarray, delays: list[float]) -> None:
-    """One thread for each delay, which comes so much later than it could."""
+    """Run one thread for each delay; a thread starts later by its delay."""
     call = REPLAY(of.address)
 
     def come(thread: int, delay: float) -> None:

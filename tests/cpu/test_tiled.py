@@ -51,7 +51,7 @@ def test_rows_are_rounded_in_several_formats_at_once(kinds: tuple[int, ...]):
 
 
 def test_three_terms_hold_what_float32_does():
-    """Of numbers that are far apart; what rounds to infinity is infinite, and NaN stays."""
+    """Check numbers of very different size. Values that round to infinity are infinite, and NaN stays."""
     x = (RNG.standard_normal((37, 96)) * 2.0 ** RNG.integers(-60, 60, (37, 96))).astype(np.float32)
     x[3, 5], x[36, 95], x[0, 0], x[1, 1] = np.nan, -np.inf, np.inf, 3.4e38
     tiles = target_of(x, SPLIT).view(np.uint16).reshape(2, 3, TERMS[SPLIT], TALL, LINE // 2)
@@ -65,8 +65,11 @@ def test_three_terms_hold_what_float32_does():
 @pytest.mark.parametrize("dtype", [*FORMATS, DType.BF16, DType.F16, DType.F32], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(72, 768), (16, 256), (300, 2304)])
 def test_a_product_is_that_of_weights_and_activations_in_tiles(dtype: DType, rows: int, columns: int, count: int):
-    """Rows that fill no tile, several panels of the weight, more columns than are expanded at once, two chunks or
-    spans; by threads that take pieces as they come, of which the first one or the last does all."""
+    """Check rows that fill no tile, several weight panels, more columns than are expanded at once, and two chunks
+    or spans.
+
+    Threads draw work items; the first or the last thread does all of them.
+    """
     raw, x = random_rows(dtype, rows, columns, RNG), RNG.standard_normal((count, columns)).astype(np.float32)
     weight, threads = pack_rows(dtype, raw, columns), 3
     scratch, tickets = aligned_scratch(threads * tiled.SCRATCH), np.zeros(NBYTES, np.uint8)

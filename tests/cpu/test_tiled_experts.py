@@ -19,13 +19,16 @@ EXPERTS, THREADS = 5, 3
 
 
 def sorted_by(ids: np.ndarray) -> np.ndarray:
-    """What `experts.sort_slots` leaves: where the slots of each expert begin, then slots; `EXPERTS` is elsewhere."""
+    """Return the result of `experts.sort_slots`: the first slot of each expert, then the slots.
+
+    `EXPERTS` means elsewhere.
+    """
     counts = np.bincount(ids, minlength=EXPERTS + 1)
     return np.concatenate([[0], np.cumsum(counts), np.argsort(ids, kind="stable")]).astype(np.int32)
 
 
 class Prompt:
-    """Tokens with two slots each that choose experts, unevenly: one of them nobody, one most of them."""
+    """Tokens with two slots each that choose experts unevenly: one expert has no token, one has most tokens."""
 
     def __init__(self, dtype: DType, rows: int, columns: int, tokens: int, shared: int):
         self.dtype, self.rows, self.columns, self.shared = dtype, rows, columns, shared
@@ -34,7 +37,7 @@ class Prompt:
         self.raw = [random_rows(dtype, EXPERTS * rows, columns, RNG) for _ in range(2)]
 
     def products(self, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each slot, zero for one whose expert is elsewhere; and the same of magnitudes."""
+        """Return the product of each slot, zero for an expert elsewhere; and the same product of magnitudes."""
         w = tile_operands(self.dtype, dequantise(raw, self.dtype)).reshape(EXPERTS, self.rows, self.columns)
         x = tile_operands(self.dtype, self.x)[
             np.arange(len(self.ids)) // 2 * self.shared + np.arange(len(self.ids)) % self.shared
@@ -62,7 +65,7 @@ class Prompt:
 @pytest.mark.parametrize("dtype", [*FORMATS, DType.BF16, DType.F16, DType.F32], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(48, 768), (272, 2304)])
 def test_each_slot_is_multiplied_by_its_expert(dtype: DType, rows: int, columns: int, tokens: int, shared: int):
-    """More slots of an expert than are gathered at once, an expert without any, and slots whose expert is elsewhere."""
+    """Check experts with more slots than are gathered at once, without slots, and on other devices."""
     prompt = Prompt(dtype, rows, columns, tokens, shared)
     y, weight = np.full((2 * tokens, rows + 3), np.nan, np.float32), pack_rows(dtype, prompt.raw[0], columns)
     second = weight[16 * prompt.raw[0].shape[1] :]

@@ -18,7 +18,7 @@ ARGS = words("target pitch[2] factor:f32 rest[*]")
 
 @kernel
 def copy_words(a, thread, threads):
-    """Writes what it reads of its words."""
+    """Write the argument words that the kernel reads."""
     to = ARGS.target(a)
     store_long(to, ARGS.pitch(a, 0))
     store_long(to + 8, ARGS.pitch(a, 1))

@@ -28,7 +28,7 @@ STATE_GRAPHS = [(name, dtype) for dtype in TYPES for name, _ in state_graphs(dty
 
 @pytest.mark.parametrize(("graph_name", "dtype"), STATE_GRAPHS)
 def test_a_state_holds_what_its_type_can_hold(graph_name: str, dtype: str) -> None:
-    """Nothing is rounded, and the definition has the same bits, but for the order in which a product adds up."""
+    """Check exact values: the definition has the same bits, except for the order of additions in a product."""
     graph = dict(state_graphs(dtype))[graph_name]
     inputs = inputs_of(graph)
     right, run = (hocket.load(hocket.plan(graph, on), {}) for on in ("reference:0", ONE))
@@ -42,7 +42,7 @@ def test_a_state_holds_what_its_type_can_hold(graph_name: str, dtype: str) -> No
 
 
 def rounds_as_numpy(dtype: str, backend: DriverBackend) -> bool:
-    """Whether rows that are written are those that NumPy rounds, to the bit."""
+    """Return whether written rows have the bits of NumPy's rounding."""
     rng, kind = np.random.default_rng(0), DType(dtype)
     rows = (rng.standard_normal((8, 37)) * 10.0 ** rng.integers(-6, 4, (8, 37))).astype(np.float32)
     rows[0, :6] = [np.inf, -np.inf, np.nan, 0.0, -0.0, 3e38]

@@ -96,7 +96,7 @@ def test_a_model_has_the_logits_of_llama_cpp_with_chains_and_without(name, devic
     assert few < (0.7 if devices == 1 else 0.8) * many
 
 
-# ---------------------------------------------------------------------------------------------------- what goes wrong
+# ------------------------------------------------------------------------------------------------------------- errors
 
 
 def test_a_number_that_names_no_row_is_reported_with_its_instruction():

@@ -56,7 +56,7 @@ def run_three(driver):
 
 
 def run_clusters(backend, monkeypatch):
-    """A product whose rows of weights two blocks of a cluster share out."""
+    """Run a product with weight rows that two blocks of a cluster share."""
     tried.cache_clear()
     monkeypatch.setattr(tiled, "shape_of_tiles", lambda *_, **__: (tiled.CLUSTERED, 1))
     graph = Graph({"y": ops.mul_mat(weight("w", (256, 64), DType.BF16), input("x", (9, 64)))})

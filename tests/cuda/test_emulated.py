@@ -1,5 +1,4 @@
-"""The CUDA backend, run on emulated devices: its kernels against the references, its programs, what it says when it
-cannot."""
+"""The CUDA backend on emulated devices: its kernels against the references, its programs and its error messages."""
 
 from __future__ import annotations
 
@@ -37,8 +36,10 @@ from ..given.models.goldens import FIXTURES, nmse, path_of
 @needs_compiler
 @pytest.mark.parametrize("name", sorted(BINDINGS.keys() | COLLECTIVES))
 def test_every_kernel_does_what_its_op_means(name):
-    """Forty cases of the quick run, which ``hocket check --backend cuda-emulated`` makes whole in two minutes; one may
-    have no reference, or more of something than a kernel takes, but none may lack a kernel."""
+    """Check forty cases of the quick run. ``hocket check --backend cuda-emulated`` runs all cases in two minutes.
+
+    A case may have no reference, or exceed a limit of a kernel, but each op must have a kernel.
+    """
     backend, cases = EmulatedBackend(), quick_cases(REGISTRY[name])
     for case in cases[:: max(1, len(cases) // 40)]:
         result = run_case(case, backend, backend.device(0))
@@ -198,7 +199,7 @@ def test_a_program_of_several_launches_is_one_graph_and_its_faults_are_reported(
 
 @needs_compiler
 def test_a_run_waits_once_and_copies_its_inputs_together(devices, monkeypatch):
-    """Besides, each result and what was noted of faults."""
+    """Check that a run also copies each result and the recorded errors once."""
     cupy, counted = devices.driver.cupy, []
     copy, wait, table = cupy.cuda.runtime.memcpyAsync, Stream.synchronize, weight("table", (4, 2))
     rows = ops.get_rows(table, input("ids", (3,), "i32"))
@@ -243,7 +244,7 @@ def test_the_command_takes_a_model_fast(tmp_path):
     assert nmse(logits[1], logits[0]) <= 1e-3
 
 
-# ------------------------------------------------------------------------------------------------- what takes how long
+# ----------------------------------------------------------------------------------------------------- measured times
 
 
 def counting(group, **options):

@@ -36,9 +36,9 @@ finally:
 
 PARTS = sorted(gpu.PARTS)
 THROUGH_CUPY = ("device", "compile", "delta-decode", "products", "models", "sharded")
-"""Parts that use all of what the stand-in does; the others make the same calls."""
+"""Parts that use every function of the stand-in; the others make the same calls."""
 OF_OTHERS = ("peers", "llama.cpp")
-"""Parts that need what is not installed here."""
+"""Parts that need packages or devices that are not installed here."""
 
 
 def rows_of(part: str, bench: Bench) -> list[dict[str, object]]:
@@ -183,7 +183,7 @@ FLASHINFER = {
     "gdn_decode": gated_delta_rule_decode_pretranspose,
     "decode": single_decode_with_kv_cache,
 }
-"""By module of the package what its manual lists, with its parameters."""
+"""The functions in the package's manual with their parameters, by module."""
 
 
 @pytest.mark.long
@@ -242,7 +242,7 @@ def broken_part(tmp_path, monkeypatch):
 
 
 class Patient:
-    """A part whose fourth case alone may take no more than two seconds."""
+    """A part with a fourth case that has a limit of two seconds."""
 
     def __init__(self):
         self.limits = iter([WAIT_SECONDS, WAIT_SECONDS, WAIT_SECONDS, 2.0, WAIT_SECONDS, WAIT_SECONDS])

@@ -138,7 +138,7 @@ def test_a_block_has_64_kib_of_memory_without_asking(cupy):
     driver.record([Launch(kernel, (1, 1, 1), (32, 1, 1), EVERYWHERE + 1024, (), (), 0)], on)
 
 
-# ---------------------------------------------------------------------------------------------------- what is said
+# ----------------------------------------------------------------------------------------------------------- messages
 
 
 def test_what_has_not_run_on_a_device_is_listed_so(cupy, capsys):
@@ -173,7 +173,7 @@ def test_without_cupy_for_these_devices_there_are_none(module, driver, message, 
 
 
 class Cupy:
-    """Says what a device is."""
+    """A stand-in for CuPy that describes one device."""
 
     def __init__(self, arch):
         self.cuda = fake_cupy((), is_hip=True).cuda

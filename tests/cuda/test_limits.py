@@ -1,4 +1,4 @@
-"""What a device does not have decides which kernels run there, and what a driver says arrives in one line."""
+"""Limits of a device decide which kernels run there, and errors of a driver arrive in one line."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def values(graph: Graph) -> dict[str, np.ndarray]:
 
 
 class Noting(EmulatedDriver):
-    """Keeps what was launched."""
+    """A driver that records launches."""
 
     def record(self, steps, on):
         self.launched = list(steps)
@@ -122,7 +122,7 @@ def test_a_multiprocessor_holds_as_many_blocks_as_fit(threads, registers, shared
 
 
 def test_kernels_that_size_much_memory_declare_little():
-    """What `Launches.fits` leaves for them."""
+    """Check that kernels of variable size leave the shared memory of `Launches.fits` free."""
     chunked = {
         name for c in gated_delta_net.CHUNKS for name in (c.prepare_name, *map(c.scan_name, gated_delta_net.SLICES))
     }
@@ -134,12 +134,12 @@ def test_kernels_that_size_much_memory_declare_little():
     assert all(row.shared <= DECLARED for rows in sized.values() for row in rows.values())
 
 
-# --------------------------------------------------------------------------------------------------- what drivers say
+# -------------------------------------------------------------------------------------------------- errors of drivers
 
 
 @pytest.fixture
 def cupy(monkeypatch):
-    """A stand-in for CuPy, of which the driver of CUDA devices is made."""
+    """Install a stand-in for CuPy, from which the driver of CUDA devices is built."""
     fake = fake_cupy(SOURCES, nccl=FakeNccl)
     monkeypatch.setattr(cuda, "_cupy", lambda: fake)
     monkeypatch.setattr(cuda, "_nccl", lambda: fake.cuda.nccl)
@@ -204,7 +204,7 @@ def test_a_stream_without_waits_of_a_library_is_not_watched(cupy, monkeypatch):
 
 
 def test_the_newest_compiler_is_taken(monkeypatch, tmp_path):
-    """The wheel of CUDA 12 has another folder than that of 13, which comes after it in the alphabet."""
+    """Check two wheels: the folder of CUDA 12 comes before the one of CUDA 13 in the alphabet."""
     files = ("cuda_nvrtc/lib/libnvrtc.so.12", "cu13/lib/libnvrtc.so.13", "cu13/lib/libnvrtc.alt.so.13")
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,10 @@ def test_a_model_has_the_logits_of_llama_cpp(name, group):
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", [name for name in INDEX if name.startswith("qwen3-")])
 def test_an_exact_model_computes_in_float32_throughout(name):
-    """As NumPy does, whatever the file keeps weights in; the default rounds what meets them."""
+    """Check that it computes as NumPy does for any weight dtype.
+
+    By default activations of quantised weights are rounded.
+    """
     tokens = golden(name)[0][:20]
 
     def logits(device, exact):

@@ -1,4 +1,4 @@
-"""What a launch does on a GPU that is not here: how often each block of machine code runs, and how long that takes."""
+"""The predicted work of a launch on an absent GPU: the counts of machine-code blocks, and their time."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _tools():
 
 
 def count_launch(kernel, times, step=0):
-    """What a block of 128 threads does whose loop runs so many times."""
+    """Return the block counts of a block of 128 threads that runs its loop `times` times."""
     driver = CountingDriver()
     memory = [driver.alloc(4096, driver.device(0)) for _ in range(2)]
     operands = [Operand(driver.address(m), Tensor(i, 0, (1024,), (1,), DType.F32)) for i, m in enumerate(memory)]
@@ -249,13 +249,16 @@ def test_a_plan_is_scored_by_the_rates_of_its_weights():
 
 
 def seconds(simulation, graph):
-    """What the node that makes the result is predicted to take, without its launch."""
+    """Return the predicted seconds of the node of the result, without its launch."""
     node = graph.outputs["y"].node
     return simulation.hardware_for(graph).compute(*Counts().of(node), launches=0.0)
 
 
 def test_an_op_without_weights_is_scored_by_its_own_rates():
-    """Attention of one token by its bytes, of many by their arithmetic; what has no line of its own as the others."""
+    """Check attention of one token by its bytes and of many tokens by its arithmetic.
+
+    Ops without a line use the others.
+    """
 
     def attention_graph(tokens):
         keys = input("k", (8192, 8, 128), DType.F16), input("v", (8192, 8, 128), DType.F16)

@@ -1,4 +1,4 @@
-"""Models of PyTorch on emulated CUDA devices: every op of theirs has a kernel there, and gives what PyTorch gives."""
+"""Models of PyTorch on emulated CUDA devices: every op has a kernel there and gives the results of PyTorch."""
 
 from __future__ import annotations
 

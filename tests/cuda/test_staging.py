@@ -1,4 +1,4 @@
-"""What host and device give each other goes through pinned memory, in order, and stays whole."""
+"""Copies between host and device go through pinned memory, in order, and stay intact."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ON = Device("cuda", 0)
 
 @pytest.fixture
 def driver(monkeypatch):
-    """Of devices whose every step takes a while."""
+    """Return a driver of devices with slow streams."""
     fake = fake_cupy(())
     monkeypatch.setattr(cuda, "_cupy", lambda: fake)
     monkeypatch.setattr(staging, "HALF", HALF)
@@ -123,7 +123,7 @@ def tensors_of(*places):
 
 @pytest.fixture
 def copies(driver, monkeypatch):
-    """Those that are begun, in bytes."""
+    """Return a list that collects the bytes of each copy that begins."""
     begun, runtime = [], driver.cupy.cuda.runtime
     copy = runtime.memcpyAsync
     monkeypatch.setattr(runtime, "memcpyAsync", lambda *args: (begun.append(args[2]), copy(*args)))
@@ -131,7 +131,7 @@ def copies(driver, monkeypatch):
 
 
 def words_after_write(driver, tensors, arrays):
-    """The words of the memory in which they lie, all of which were -1."""
+    """Return the memory words of the tensors after a write; all words were -1 before."""
     buffer = driver.alloc(1024, ON)
     whole = driver.view(buffer, Tensor(0, 0, (256,), (1,), DType.I32))
     whole[...] = np.full(256, -1, np.int32)

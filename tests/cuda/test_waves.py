@@ -1,4 +1,4 @@
-"""Kernels with the instructions of AMD's devices, whose waves of 64 lanes are two warps of ours each, emulated."""
+"""Kernels with AMD instructions, emulated; a wave of 64 lanes is two warps."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ CASES = (
     "argsort(x=f32[3,300])",
     "cumsum(x=f32[3,300])",
 )
-"""One for each way in which lanes work together: states, few queries, packed and dense weights, matrices, sums of warps
-and of blocks, votes, sums of what stands before."""
+"""One case for each cooperation of lanes.
+
+They cover states, few queries, packed and dense weights, matrices, sums of warps and of blocks, votes, and prefix
+sums.
+"""
 
 
 def outcome(driver, case):
@@ -62,7 +65,7 @@ template <int HOW> __global__ void halves(const __grid_constant__ Halves a) {
 
 
 def halves(how, mask="ALL_LANES"):
-    """What a block of one wave makes of 0, 1, 2, ..."""
+    """Return the results of a block of one wave for 0, 1, 2, ..."""
     before = "".join(text_of(name) for name in ("types.cuh", HIP, "prelude.cuh"))
     body = before + HALVES.replace("ALL_LANES", mask)
     source = EditedSource("halves.cu", (f"halves<{how}>",), instructions=HIP, body=body)

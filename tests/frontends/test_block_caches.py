@@ -1,4 +1,4 @@
-"""Caches in blocks of 32 numbers: what they hold, what they cost, over devices, and as saved states."""
+"""Caches in blocks of 32 numbers: their precision and size, over devices, and as saved states."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def group(kind: str, **more: object) -> Group:
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize(("kind", "worst"), [("q8_0", 1e-3), ("q4_0", 0.3)])
 def test_blocks_hold_nearly_what_float32_does(kind: str, worst: float, tmp_path: Path) -> None:
-    """Random weights amplify what is rounded; a saved state goes to float32 and back unchanged."""
+    """Check random weights, which amplify rounding; a saved state goes to float32 and back unchanged."""
     model = open_model(path_of("qwen3"))
     blocks, floats = Session(model, on=group(kind)), Session(model, on=group("f32"))
     dtype = DType(kind)

@@ -60,7 +60,7 @@ def test_a_file_that_has_changed_is_packed_anew_and_the_old_weights_are_removed(
     data = bytearray(file.read_bytes())
     tensor = max(open_model(file).tensors.values(), key=lambda t: t.nbytes)
     data[tensor.offset : tensor.offset + tensor.nbytes // 2] = bytes(tensor.nbytes // 2)
-    file.unlink()  # what is mapped of it stays as it was
+    file.unlink()  # its mapped bytes stay
     file.write_bytes(data)
     changed = session(file)
     assert np.array_equal(logits(changed), logits(session(file, keep=False)))

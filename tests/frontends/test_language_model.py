@@ -1,4 +1,4 @@
-"""`hocket.Model`: what its docstrings show, and that calls neither disturb each other nor themselves."""
+"""`hocket.Model`: the examples of its docstrings, and calls that disturb neither each other nor themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences in micro-batches give what they give together, whatever happens to them, and keep all devices busy."""
+"""Sequences in micro-batches give the results of one batch, also after errors, and keep all devices busy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODELS = ["llama", "qwen35", "qwen3moe"]
 
 
 def in_batches(root, *sizes):
-    """Micro-batches of so many sequences each, whether or not that is faster."""
+    """Return micro-batches of these sizes, even where they are slower."""
     sessions = [Session(root.model, like=root, sequences=size, context=64, batch=16) for size in sizes]
     return Microbatches(sessions, Dealing(sizes, ((1, 2.0), (len(sizes), 1.0)), 2, 2))
 
@@ -54,7 +54,7 @@ def texts_of(name, sequences, length=4):
 
 
 def read_by(session, prompts, new):
-    """What prompts and steps after them give, each step under way in all micro-batches: rows of each sequence."""
+    """Return the results of prompts and later steps by sequence; each step is pending in all micro-batches."""
     rows = [[one] for one in session.evaluate(prompts)]
     with decoding(session) as steps:
         for group, place in enumerate(steps.places):

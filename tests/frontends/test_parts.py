@@ -33,7 +33,7 @@ def _short(monkeypatch):
 
 
 def copy_written_states(session):
-    """Of caches and other states all that tokens have written: the spare row takes what pads."""
+    """Return the parts of states that tokens have written, without the spare row for padding."""
     return {name: np.asarray(session.store.state(name))[:-1] for name in session.states if session.is_cache(name)}
 
 
@@ -169,7 +169,7 @@ def test_the_plan_of_a_prompt_says_in_how_many_parts_it_is_read_and_why(words, f
 
 
 def prompt_lines(capsys, *words):
-    """What `hocket plan` says of how a prompt is read, T for its times."""
+    """Return the lines of `hocket plan` about the prefill, with T for its times."""
     assert main(["plan", str(TINY), "--phase", "prefill", "--ctx-size", "256", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     return [re.sub(r"\S+ [mu]s", "T", line) for line in lines if line.startswith("prompt: ")]

@@ -44,7 +44,7 @@ def saved_state(tmp_path):
 def test_a_session_goes_on_over_any_number_of_devices(saved_state, group):
     path, expected = saved_state
     session = Session(open_model(None), on=group, context=64)
-    session.evaluate([[1, 2, 3]])  # what it knew before is forgotten
+    session.evaluate([[1, 2, 3]])  # its earlier tokens are forgotten
     assert load_state(session, path) == [TOKENS[:6]]
     assert session.lengths == [6]
     got = session.evaluate([TOKENS[6:]], every_position=True)[0]

@@ -19,9 +19,9 @@ from ..given.models.goldens import DENSE, FLOAT_CACHES, INDEX, nmse, path_of, to
 
 
 def noise(name: str) -> float:
-    """NMSE below which float32 results differ in the order of additions alone: four times what float32 costs at all.
+    """Return the NMSE limit of float32 results that differ only in the order of additions: four times float32's error.
 
-    Random weights amplify rounding; mistakes show as 1e-6 and more.  Equality in float64 is tested with the models.
+    Random weights amplify rounding; mistakes show as 1e-6 and more. Equality in float64 is tested with the models.
     """
     return 4 * float(INDEX[name]["nmse_float32"])
 
@@ -165,7 +165,7 @@ def test_the_context_is_chosen_before_the_weights_are_loaded() -> None:
 
 
 def test_caches_are_of_16_bits_unless_asked_for_or_exact(tmp_path: Path) -> None:
-    """A saved state goes from one to the other: what 16 bits hold, 32 do."""
+    """Check that a saved state changes between the formats: every 16-bit value fits into 32 bits."""
     model, tokens = open_with_tokens("llama")
     halves, floats = Session(model), Session(model, on=FAST)
     assert [s.store.nbytes()[0]["state"] for s in (halves, floats)] == [n := halves.store.nbytes()[0]["state"], 2 * n]

@@ -1,8 +1,9 @@
-"""Damaged inputs for what reads files: ``python -m tests.fuzz gguf --cases 10000``, in the root of the project.
+"""Damaged inputs for file readers: ``python -m tests.fuzz gguf --cases 10000``, in the root of the project.
 
-Every target runs in a process of its own, which may crash or get stuck.  With atheris (``pip install atheris``) that
-chooses what to damage next, by the branches and comparisons that inputs reach; else lines of code do.  An input that
-was read wrong is written to ``--keep`` and ends the command with 1.
+Every target runs in a process of its own, which may crash or get stuck. With atheris (``pip install atheris``) the
+branches and comparisons that inputs reach choose the next damage; without it lines of code do.
+
+An input that was read wrong is written to ``--keep`` and ends the command with 1.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def run_supervised(name: str, args: argparse.Namespace) -> bool:
 
 def here(name: str, args: argparse.Namespace) -> bool:
     """Run a target in this process; whether nothing was read wrong."""
-    if args.engine == "atheris":  # it sees what is imported from now on
+    if args.engine == "atheris":  # it instruments later imports
         import atheris
 
         atheris.instrument_imports(include=["hocket"]).__enter__()
@@ -131,7 +132,7 @@ def fuzz_by_branches(
 
 
 def finish(report: Report, keep: Path) -> None:
-    """Say what came of a run, and keep what was read wrong."""
+    """Print the result of a run, and save the inputs that were read wrong."""
     (keep / f"{report.target.name}-current").unlink(missing_ok=True)
     print(report)
     for number, (words, data) in enumerate(report.faults.values()):

@@ -96,7 +96,7 @@ class Pairs(list[Any]):
 
 
 def json_damaged(data: bytes, other: bytes, rng: random.Random) -> bytes:
-    """One value or key of a document left out, doubled, replaced, nested or exchanged; of what is none, a byte."""
+    """Omit, double, replace, nest or exchange a value or key of a document; damage a byte if it is no document."""
     if rng.random() < 0.05:
         return bytes_damaged(data, other, rng)
     try:

@@ -1,7 +1,7 @@
-"""The fields of a GGUF file: what each means, and where it lies.
+"""The fields of a GGUF file, with their meaning and position.
 
-This reads the format on its own, so that it can damage a field on purpose and tell what a damaged file says.  It takes
-time and memory as the file asks, so it reads only what fits the file.
+This reader is independent of the package, so that it can damage a field on purpose and read a damaged file. A file
+decides the time and memory of this reader, so it reads only content that fits the file.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ CODES = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B",
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Bytes of the header with one meaning: ``u32``, ``u64``, ``text`` (whose length lies in the 8 bytes before it)
-    or ``number``."""
+    """Bytes of the header with one meaning.
+
+    Kinds: ``u32``, ``u64``, ``text`` (its length is in the 8 bytes before it) and ``number``.
+    """
 
     kind: str
     start: int
@@ -30,8 +32,11 @@ class Field:
 
 @dataclass(slots=True)
 class Header:
-    """What a file says, as far as it can be read: pairs as (type, value), where a string is its bytes and an array is
-    (type, [values]); tensors as (name, shape of the file, ggml type, offset)."""
+    """The readable content of a file.
+
+    Pairs are (type, value): a string is its bytes, an array is (type, [values]). Tensors are (name, shape of the
+    file, ggml type, offset).
+    """
 
     version: int = 0
     pairs: list[tuple[bytes, int, Any]] = field(default_factory=list)
@@ -97,7 +102,7 @@ class _Cursor:
 
 
 def header_of(data: bytes) -> Header:
-    """What `data` says; where it breaks off or makes no sense, only what comes before."""
+    """Return the content of `data`; after an invalid field, only the content before it."""
     cursor = _Cursor(data)
     with suppress(struct.error, ValueError, KeyError):
         cursor.read()

@@ -1,4 +1,4 @@
-"""What reads hostile input, from which sound inputs damage begins, and how a reading is checked."""
+"""The readers of hostile input, their sound inputs, and the check of each reading."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def model_files() -> list[bytes]:
 
 
 def _with_vocabulary(data: bytes, vocabulary: bytes) -> bytes:
-    """A model without its own tokenizer and with that of another file."""
+    """Return a model with the tokenizer of another file."""
     lent = [pair for pair in entries_of(vocabulary) if pair[8:].startswith((b"tokenizer.", b"odd."))]
     own = [pair for pair in entries_of(data) if not pair[8:].startswith(b"tokenizer.")]
     return with_pairs(data, [*own, *lent])
@@ -100,7 +100,7 @@ def _vocabulary_file(kind: str) -> bytes:
 
 
 def read_model_file(data: bytes) -> None:
-    """Open it whole and for its header alone, compare it with what it says, and go on as far as a prompt does."""
+    """Open the whole file and its header alone, compare both with its content, and go on to a prompt."""
     path = folder() / "model.gguf"
     path.write_bytes(data)
     refusals: list[HocketError] = []
@@ -245,7 +245,7 @@ def plans() -> list[bytes]:
 
 
 def read_plan(data: bytes) -> None:
-    """What is accepted is written and read back alike, can be explained, and computes what its graph says."""
+    """Check that an accepted plan is written and read back unchanged, has an explanation, and computes its graph."""
     plan = plan_from_json(data.decode("utf-8", "replace"))
     assert plan_from_json(plan_to_json(plan)).digest() == plan.digest(), "it reads back as another plan"
     assert plan.explain()
@@ -349,7 +349,7 @@ def _archive(members: dict[str, bytes], compression: int) -> bytes:
 
 
 def read_saved_state(data: bytes) -> None:
-    """What is refused changes nothing; what is accepted is what is saved again."""
+    """Check that a refused state changes nothing, and that an accepted state is saved again unchanged."""
     own, path = session(), folder() / "state.npz"
     path.write_bytes(data)
     before = _copy_session(own)
@@ -423,7 +423,7 @@ def read_template(data: bytes) -> None:
     assert chat[0]["role"] == "user", "a template changed the messages"
 
 
-# Beside what it reads, a plan that runs has a pool of 32 MiB for weights on each of its devices and on the reference.
+# Apart from its input, a running plan has a pool of 32 MiB for weights on each of its devices and on the reference.
 TARGETS = {
     target.name: target
     for target in (

@@ -14,7 +14,7 @@ FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
-"""What keeps a browser from looking for anything but the page."""
+"""Flags that keep a browser from network accesses other than the page."""
 
 
 @contextmanager
@@ -40,11 +40,11 @@ def browser(profile: Path, width: int = 1440, height: int = 900) -> Iterator[Any
 
 
 def resize(page: Any, width: int, height: int = 900) -> None:
-    """Show pages as wide and high as that, whatever the window's least size is."""
+    """Set the size of pages, below the minimum size of a window as well."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def complaints(page: Any) -> list[str]:
-    """What the page has written to the console."""
+    """Return the messages of the page on the console."""
     return [entry["message"] for entry in page.get_log("browser")]

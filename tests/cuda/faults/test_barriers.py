@@ -82,7 +82,7 @@ WITHOUT_ACCESSES = {
     # g++ calls once for a load and a store of one address in a basic block, so `G[i] = sum += G[i]` is only a load.
     ("gated_delta_net_prepare.cu", 8): "the replay of the same inputs over other leftovers gives other bits",
 }
-# Other tests drop these: those of chains, and of devices that meet.
+# Other tests drop the barriers of chains and of collectives.
 ELSEWHERE = [*test_chain_faults.BARRIERS, *test_order.BARRIERS]
 
 
@@ -105,7 +105,7 @@ CASES = [(file, n, case) for file, cases in REACHED.items() for case, numbers in
 
 
 def check_case(file, case, dropped=("", 0)):
-    """The result of the case, and what was in no order."""
+    """Return the result of the case and the unordered accesses."""
     driver = AccessLogDriver(dropped)
     backend = AccessLogBackend(driver)
     with by_warps() if file == "attention_short.cu" else nullcontext():

@@ -1,5 +1,8 @@
-"""Mistakes planted in kernels that only chains launch: each is found by the emulation, or by results that differ from
-those of the instructions one by one; and their accesses are in an order that their barriers make."""
+"""Faults planted in kernels that only chains launch.
+
+The emulation finds each fault, or the results differ from the results of single instructions. The barriers of the
+kernels order all accesses.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Mistakes planted in products by clusters of blocks: other numbers show them, the emulation stops them, or an order of
-accesses is missing; and what the emulation says of clusters that cannot be."""
+"""Faults planted in products by clusters of blocks.
+
+Other numbers show them, the emulation stops them, or an order of accesses is missing. The messages about impossible
+clusters are tested as well.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from ...given.devices.products import dense, tiles_of
 pytestmark = needs_compiler
 FILE = "clusters.cu"
 ROWS, COLUMNS, TOKENS = 200, 328, 140
-"""Two blocks of a cluster, six stages of which four have room."""
+"""Two blocks of a cluster with six stages; four stages have room."""
 
 
 def by_clusters() -> AbstractContextManager[None]:
@@ -128,7 +131,7 @@ def test_without_a_mistake_nothing_is_found():
 
 
 def disorders(*edit: str) -> list[str]:
-    """Two blocks of a cluster have six stages, of which four have room."""
+    """Return the unordered accesses of a cluster of two blocks with six stages; four stages have room."""
     driver = RacyDriver(FILE, *edit) if edit else AccessLogDriver()
     backend = AccessLogBackend(driver)
     node = ops.mul_mat(weight("w", (130, 328), DType.BF16), input("x", (130, 328)), exact=False)

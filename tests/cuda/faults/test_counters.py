@@ -1,4 +1,4 @@
-"""What kernels ask of memory: those of the main path no more than they must, and what is planted is found."""
+"""Memory requests of kernels: the main path stays within its access budget, and planted faults are found."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SOURCE = EditedSource(
 
 
 def count_walk(load=1, first=0, store=1, put=1, get=1, kernel=NAMES[0]):
-    """What a warp is counted for that walks with these steps, in elements."""
+    """Return the access counters of a warp that walks with these steps, in elements."""
     driver = CountingDriver()
     device = driver.device(0)
     memory = [driver.alloc(4 * SIZE + 4, device) for _ in range(2)]
@@ -135,7 +135,7 @@ def test_kernels_of_chains_ask_for_no_more_than_they_must(kernel):
 def test_a_sum_over_devices_asks_for_no_more_than_it_must():
     """Of a device that reads half of either summand, and writes it to both results."""
     x, y, sum_x, sum_y = (copy_aligned(np.ones(SUMMED, np.float32)) for _ in range(4))
-    room = np.zeros(1 << 20, np.uint8)  # for signals, the board and what is pushed: the sum touches none
+    room = np.zeros(1 << 20, np.uint8)  # for signals, the signal pad and pushed data; the sum touches none of it
     offers = [collective.Offer(operand(x), operand(sum_x)), collective.Offer(operand(y), operand(sum_y))]
     peers = tuple(collective.Peer(room.ctypes.data, 0, room.ctypes.data, {0: operands}) for operands in offers)
     launches = Launches(keep=lambda array: 0)
@@ -199,7 +199,7 @@ def test_attention_by_warpgroups_reads_no_more_than_it_must():
     (found,) = collect_counters([PROMPT])
     assert found.launch.kernel.name == "attend_warpgroups<bf16_bits, 128, 128, 128, 8>"
     read = [site for site in found.sites if site.source_line.startswith("wgmma.cuh")]
-    # Of each warpgroup: scores, 64 x 16 and 128 x 16 numbers eight times; sums, whose weights are in registers.
+    # Per warpgroup: scores, 64 x 16 and 128 x 16 numbers eight times; sums, which have their weights in registers.
     numbers = 2 * 8 * ((64 + 128) * 16 + 128 * 16)
     assert sum(site.cost for site in read) == sum(site.minimum_cost for site in read) == numbers * 2 // 128
 

@@ -1,4 +1,4 @@
-"""Faults planted in the delta net's CUDA kernels, each of which has to be found: by the emulation or by the numbers."""
+"""Faults planted in the CUDA kernels of the delta net: the emulation or the numbers must reveal each of them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def make_swapped_problem() -> Problem:
 def find_symptom(
     make: Callable[[], Problem], file: str = "", good: str = "", bad: str = "", limits: Limits = A100
 ) -> str:
-    """What gives a fault away; nothing if nothing does."""
+    """Return the symptom of a planted fault; an empty text if there is none."""
     outs = []
     expected = reference(make())
     for order in ORDERS:
@@ -286,7 +286,7 @@ IN_CLUSTERS = {
 
 
 def many_chunks() -> Problem:
-    """Six, of which four have room; two sequences."""
+    """Build a problem of six chunks, with room for four; two sequences."""
     return problem(2, 64, 1, 1, 180, batch=2)
 
 

@@ -1,4 +1,4 @@
-"""Launches begin while the ones before them run: whatever a kernel does to memory before it waits for them is found."""
+"""Launches begin while earlier launches run: every memory access before the wait is found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RNG = np.random.default_rng(5)
 
 
 def faults_of(edit=list):
-    """What is in no order in two runs of products with packed and with plain weights, of what other launches made."""
+    """Return the unordered accesses to results of other launches, in two runs of packed and plain products."""
     packed, plain = weight("packed", (640, 256), DType.Q4_0), weight("plain", (100, 640), DType.BF16)
     hidden = ops.rms_norm(ops.mul_mat(packed, ops.exp(input("x", (1, 256)))), eps=1e-6)
     graph = Graph({"y": ops.rms_norm(ops.mul_mat(plain, hidden), eps=1e-6)})

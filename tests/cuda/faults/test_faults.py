@@ -25,7 +25,7 @@ pytestmark = needs_compiler
 BEFORE = [text_of(name) for name in ("types.cuh", "cuda.cuh", "prelude.cuh")]
 PLANTED = Path(__file__).with_name("planted.cu").read_text("utf-8")
 
-# kernel, threads, blocks, elements of x and of out, and its faults: name, what is said (a wrong result if nothing is)
+# kernel, threads, blocks, elements of x and of out, and its faults: name, message (None for a wrong result)
 FAULTS = {
     ("reversed", 64, 1, 64, 64): {
         "NO_BARRIER": "",
@@ -74,7 +74,7 @@ SOURCE = EditedSource("planted.cu", NAMES, body="".join((*BEFORE, '#line 1 "plan
 
 
 def expected_result(kernel, x):
-    """What the kernel makes of `x` when it is right."""
+    """Return the result of a correct kernel for `x`."""
     if kernel == "reversed":
         return x[::-1]
     if kernel == "summed":

@@ -1,5 +1,7 @@
-"""What makes kernels slower and not wrong is found without a device: by what they ask of memory, by their machine code,
-or by how many of them are launched."""
+"""Faults that make kernels slower but not wrong are found without a device.
+
+They show in memory requests, in machine code, or in the number of launches.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ class Planting(CountingDriver):
 
 
 def launches_of(driver, case):
-    """What the launches of a case do."""
+    """Return the access counters of the launches of a case."""
     backend = DriverBackend(driver)
     result = run_case(parse_case(case), backend, backend.device(0))
     assert result.outcome is Outcome.PASS, f"it is wrong, not slow: {result.why}"
@@ -125,7 +127,7 @@ def test_layers_of_qwen3_next_take_few_launches(tmp_path):
         return count_launches(plan_for(graph, simulated.group[:1], hardware=simulated.hardware_for(graph)))
 
     delta = of_layers(3) - of_layers(2)
-    attention = of_layers(8) - of_layers(4) - 3 * delta  # what the first attention launches for all of them is in both
+    attention = of_layers(8) - of_layers(4) - 3 * delta  # the first attention's launches for all of them are in both
     assert delta <= 11
     assert attention <= 12
 

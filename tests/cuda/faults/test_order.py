@@ -1,6 +1,7 @@
-"""What devices do to each other's memory is in an order that their signals make: not by luck, and not by x86.
+"""Accesses to the memory of other devices are ordered by signals, not by luck and not by x86.
 
-Everything that is planted here gives the right sums in the emulation."""
+Every fault that is planted here gives the right sums in the emulation.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +62,9 @@ class SeenError(Exception):
 
 
 def faults_of(case, n, edit=list, *, dropped=("", 0), runs=1, times=1):
-    """What is in no order, in runs whose threads take turns in different ways, of which so many `times` follow each
-    other, as those of a team do."""
+    """Return the unordered accesses of runs with different orders of threads; `times` runs follow each other as
+    in a group.
+    """
     driver = EditedDriver(edit, dropped)
     wire, parts = DType.BF16 if case == "narrow" else DType.F32, PARTS[case](n)
     rig = CollectiveRig(AccessLogBackend(driver), parts, wire=wire, group_size=n + (times > 1))
@@ -95,7 +97,7 @@ def test_a_sum_that_is_pushed_before_that_of_the_last_run_is_read_is_found():
 
 
 def test_a_graph_on_two_devices_is_in_order():
-    """Its arenas use memory again, and the second run uses that of the first."""
+    """Check a graph with reused arena bytes; the second run reuses the arena of the first."""
     rng = np.random.default_rng(0)
     x = input("x", (5, 8))
     for layer in range(2):
@@ -168,7 +170,7 @@ def pushed_to_one_half(steps):
 
 
 def gathered_and_changed(n):
-    """What others gather is overwritten at once."""
+    """Build a graph that overwrites a gathered value at once."""
     return [[own[0], DeviceStep("neg", own[0].source, own[0].source.shape, over=True)] for own in all_gather_case(n)]
 
 

@@ -1,6 +1,6 @@
-"""What mistakes are planted in stands in the kernels, once: without a compiler, and of every mistake.
+"""The text of each planted fault occurs exactly once in the kernels; this needs no compiler.
 
-Tests that plant them take some of a table in a run, so that a kernel may change under the others.
+Tests that plant faults take a part of a table in each run, so that a kernel may change without their notice.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TABLES = {
 
 
 def missing(plants: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """What stands not once in its file, or becomes what it is."""
+    """Yield the texts that do not occur exactly once in their file, and edits without effect."""
     for file, old, new, *_ in plants:
         count = text_of(file).count(old)
         if count != 1 or old == new:

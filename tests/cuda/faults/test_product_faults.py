@@ -37,7 +37,7 @@ def packed_product(dtype: DType, rows: int, columns: int, tokens: int) -> Callab
 
 
 def dense_product(columns: int, rows: int = 70, shares: int = 0) -> Callable[[DriverBackend], bool]:
-    """In tall tiles whose columns several blocks share, if any do."""
+    """Return a test of tall tiles; `shares` blocks may share their columns."""
 
     def is_right(backend: DriverBackend) -> bool:
         tall = patch.object(tiled, "shape_of_tiles", lambda *_, **__: (tiled.TALL, shares))

@@ -190,7 +190,7 @@ def test_numbers_of_any_size_keep_their_digits():
 
 
 def test_shared_memory_fits_every_device():
-    """Those that have products of warpgroups have more."""
+    """Check the limit of devices without warpgroup products; other devices have more."""
     assert all(t.shared_bytes + 1024 <= (227 if t.by_warpgroups else 99) * 1024 for t in binding.TILED)
 
 

@@ -1,4 +1,4 @@
-"""What surrounds the delta rule in a layer, on emulated CUDA devices: convolution, norms and gates, and gated norm."""
+"""The neighbours of the delta rule in a layer, on emulated CUDA devices: convolution, norms and gates, gated norm."""
 
 from __future__ import annotations
 

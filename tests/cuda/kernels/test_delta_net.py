@@ -30,7 +30,7 @@ from ...given.devices.tools import needs
 pytestmark = needs_compiler
 
 STEPS, EXACT, FAST = 1e-12, 2e-9, 1e-4
-"""What each kind of kernel is held to: the requirement is 1e-7 for the first two."""
+"""The allowed error of each kind of kernel; the first two require 1e-7."""
 A100 = limits_of("80")
 SCANS = pytest.mark.parametrize(
     ("limits", "kernel"), [(A100, "delta_scan"), (MOST, "delta_scan_clusters")], ids=["alone", "clusters"]
@@ -179,7 +179,7 @@ def test_a_state_is_updated_in_its_own_memory(tokens: int):
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("tokens", "snapshots"), [(0, 1), (1, 1), (2, 3), (5, 2), (70, 1), (70, 2)])
 def test_states_of_a_pool_are_found_and_left_where_the_slots_say(tokens: int, snapshots: int, in_place: bool):
-    """Sequences swap their slots, one reads what another one writes, two begin with the same state."""
+    """Check sequences that swap their slots, that read a slot another one writes, and that begin with the same state."""
     p = problem(4, 64, 1, 1, tokens, batch=3, snapshots=snapshots)
     out = {1: [2, 5, 0], 2: [[2, 1], [5, 3], [0, 6]], 3: [[2, 1, 7], [5, 3, 8], [0, 6, 4]]}[snapshots]
     p = with_slots(p, 9, [5, 2, 2], out)
@@ -227,7 +227,7 @@ def test_sizes_of_keys_and_values_are_free(size: int, values: int, tokens: int, 
 
 
 def _apart(x: np.ndarray, gap: int) -> np.ndarray:
-    """The same numbers, of which each element lies `gap` away from the last."""
+    """Return the same numbers with `gap` between neighbouring elements."""
     room = copy_aligned(np.full((*x.shape[:-1], x.shape[-1] * gap), np.nan, np.float32))
     room[..., ::gap] = x
     return room[..., ::gap]

@@ -23,7 +23,7 @@ pytestmark = needs_compiler
 
 
 def is_right(rows, columns, tokens, matrices=1, dtype=DType.F32, *, is_transposed=False, backend=None):
-    """Four runs, in each of which threads take turns in another order."""
+    """Return whether four runs with different orders of threads are right."""
     rng = np.random.default_rng(0)
     backend = backend or DriverBackend(EmulatedDriver())
     w = rng.integers(-3, 4, (matrices, rows, columns)).astype(np.float32)
@@ -63,7 +63,7 @@ def test_columns_of_few_rows_are_shared_out_among_warps(rows, columns, tokens, d
 
 
 def sum_is_right(rows, columns, tokens, dtype=DType.F32, backend=None):
-    """Of weights whose rows neighbour each other, as the answers of experts are added up."""
+    """Check sums over neighbouring rows of weights, as for the answers of experts."""
     rng = np.random.default_rng(2)
     backend = backend or DriverBackend(EmulatedDriver())
     w = rng.integers(-3, 4, (3, columns, rows)).astype(np.float32)

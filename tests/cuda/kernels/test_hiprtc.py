@@ -1,5 +1,7 @@
-"""Kernels that decoding needs compile for a device of AMD whose waves have 64 lanes; with ``--every-architecture`` all
-do."""
+"""Kernels of decoding compile for an AMD device with waves of 64 lanes.
+
+With ``--every-architecture`` all kernels do.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ OF_PROMPTS = (
     "tiled.cu",
     "warpgroups.cu",
 )
-"""Files whose kernels multiply matrices; those of packed.cu that do are called ``many``."""
+"""Files with kernels that multiply matrices; in packed.cu their names begin with ``many``."""
 
 
 @pytest.fixture(scope="module")

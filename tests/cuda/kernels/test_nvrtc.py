@@ -26,7 +26,7 @@ def _compiler():
 
 
 def test_the_table_is_of_these_sources():
-    """Whoever wrote it has compiled them for every architecture; ``python -m hocket.backends.cupy.resources`` does."""
+    """Check that ``python -m hocket.backends.cupy.resources`` wrote the table from these sources."""
     table = recorded()
     assert list(table.digests) == [digest(source) for source in SOURCES], "write resources.json anew"
     expected = {f"{s.file}: {name}": architectures(s) for s in SOURCES for name in s.names}

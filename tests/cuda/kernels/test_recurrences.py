@@ -1,5 +1,7 @@
-"""Recurrences besides the gated delta net on emulated devices: states of any size, in registers or in memory; mistakes
-planted in the kernels are found."""
+"""Recurrences other than the gated delta net, on emulated devices.
+
+States of any size are in registers or in memory. Faults planted in the kernels are found.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def rows(shape):
 
 
 def find_largest(node, x, backend=None):
-    """Four runs, in each of which threads take turns in another order."""
+    """Return the results of four runs with different orders of threads."""
     backend = backend or DriverBackend(EmulatedDriver())
     run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {})
     first, *others = (run.run({"x": x})["y"].copy() for _ in range(4 if x.size < 20_000 else 1))

@@ -1,4 +1,4 @@
-"""Products of many tokens in 16-bit terms on CUDA devices, emulated: against float64, less what terms leave out."""
+"""Products of many tokens in 16-bit terms on emulated CUDA devices, compared with float64 less the omitted terms."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SUMMED = 2e-6
 
 
 class Noting(EmulatedDriver):
-    """Keeps the names of what was launched."""
+    """A driver that records the names of launched kernels."""
 
     def __init__(self, limits: Limits = MOST) -> None:
         super().__init__(limits=limits)
@@ -98,7 +98,7 @@ def test_packed_weights_are_multiplied_as_bfloat16(dtype, once, limits, kernel, 
     if limits.has_warpgroups and once == 130:
         kernel = "unpacked<{}>"
     monkeypatch.setattr(tiled, "UNPACKED", once)
-    monkeypatch.setattr(tiled, "FULL", 2)  # a tile and a bit, whose columns two blocks share
+    monkeypatch.setattr(tiled, "FULL", 2)  # a tile and a bit, shared by two blocks
     monkeypatch.setattr(tiled, "SHARED_COLUMNS", 64)
     columns += 0 if dtype.block > 32 else 32
     driver = Noting(limits)

@@ -1,5 +1,7 @@
-"""The kit on the largest tiles of products, for which its cases are too small: on devices that have no products of
-warpgroups, and on those that do."""
+"""The conformance kit on the largest tiles of products, which are too large for its own cases.
+
+It runs on devices with and without warpgroup products.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ pytestmark = [needs_compiler, pytest.mark.long()]
 
 @dataclass(frozen=True)
 class TileVariant:
-    """Tiles of weights of 16 bits, blocks that may share one, and tiles of packed weights; of devices of a compute
-    capability, whose kernels have names that begin so."""
+    """Tiles of 16-bit weights, blocks that may share one, and tiles of packed weights.
+
+    `kernel` is the beginning of the kernel names on devices of this compute capability.
+    """
 
     capability: str
     kernel: str
@@ -57,7 +61,7 @@ CASES = [
 
 
 class Noting(EmulatedDriver):
-    """Keeps the names of what was launched."""
+    """A driver that records the names of launched kernels."""
 
     def __init__(self, capability: str) -> None:
         super().__init__(limits=limits_of(capability))

@@ -1,4 +1,4 @@
-"""Kernels beside collectives: they are in order whichever runs first, and an event that is missing is found."""
+"""Kernels that overlap collectives: they are ordered whichever runs first, and a missing event is found."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def inputs():
 
 
 def running(backend):
-    """A plan, and its run of that number: each has other inputs, so that what an earlier one left is wrong."""
+    """Return a plan and a function that runs it by number.
+
+    Each number has other inputs, so that stale values are wrong.
+    """
     plan, (weights, feed) = branches_on(backend), inputs()
     run = load(plan, weights_of(plan.graph, weights))
     return plan, lambda number=0: run.run({"x": feed["x"] + number})
@@ -199,7 +202,7 @@ def no_join(stream, event, wait):
 
 
 def wrong_fork(stream, event, wait):
-    """That of the launch before."""
+    """Record the event of the previous launch."""
     if stream.priority is not None:
         event.behind = frozenset().union(*(event.capture.nodes[n][1] for n in event.behind))
     wait(stream, event)

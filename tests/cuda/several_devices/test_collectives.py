@@ -260,7 +260,7 @@ _START = """            decltype(widened(pack.at[0])) total[N];
 #pragma unroll
             for (int e = 0; e < N; e++) total[e] = widened(pack.at[e]);
             """
-# What is written in the file, and what in its stead.
+# The text in the file and its replacement.
 PLANTS = {
     "nobody waits for the operands": (
         "|| !meet(a.group, 0)) return;",
@@ -336,8 +336,11 @@ PLANTS = {
 
 
 def _right(parts, limit=WAIT_SECONDS):
-    """Sums are right whoever comes last, in any order of threads; a device that does not come, or fails, is told, and
-    nothing is written then.  What is not right may hang: no run takes longer than `limit` seconds."""
+    """Check that sums are right in any order of devices and threads.
+
+    A device that does not come, or that fails, is reported, and no result is written then. A fault may hang: a run
+    that takes longer than `limit` seconds ends.
+    """
     rig = CollectiveRig(EmulatedBackend(), parts, limit)
     expected = [parts[0][k].source + parts[1][k].source + parts[2][k].source for k in range(len(parts[0]))]
     for run in range(9):
@@ -367,7 +370,7 @@ def _forget(rig):
 
 
 SIZES = (1003, 12_003)
-"""Elements of sums that are pushed, and of those that are not."""
+"""Elements of a sum that is pushed, and of one that is not."""
 
 
 def _all_right(limit=WAIT_SECONDS):

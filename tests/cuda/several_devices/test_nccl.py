@@ -39,7 +39,7 @@ pytestmark = needs_compiler
 
 @pytest.fixture(autouse=True)
 def _time_to_give_up(monkeypatch):
-    """Patience is for devices that do not come: whoever gives up has an hour to do so."""
+    """Set the time to give up to an hour: patience limits only the wait for absent devices."""
     give_up = watch.HangWatchdog._abort
 
     def without_haste(self):
@@ -58,14 +58,14 @@ def nccl_backend(monkeypatch):
 
 @pytest.fixture
 def both(monkeypatch):
-    """The same where they reach each other's memory, too, and what is large is so soon."""
+    """Build a backend of devices that also reach each other's memory, with a low limit for large sums."""
     monkeypatch.setattr(transport, "MIN_LIBRARY_BYTES", 1024)
     yield backend_of(monkeypatch, are_peers=True)
     cuda._module.cache_clear()
 
 
 def are_equal_results(found, expected):
-    """Bits on all devices; of sums nearly those of the host, whose order is another one."""
+    """Return whether all devices have equal bits; sums may differ from the host by their order."""
     for own, others in zip(found, expected, strict=True):
         for x, y in zip(own, others, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-3)
@@ -298,7 +298,7 @@ def test_a_device_that_comes_too_late_leaves_the_states_as_they_were(nccl_backen
     assert (np.array(run.store.state("old")) == before).all()
 
 
-# ------------------------------------------------------------------------------------------------- what is chosen
+# -------------------------------------------------------------------------------------------- choice of the transport
 
 
 def words(backend, names=((0, None), (1, None))):

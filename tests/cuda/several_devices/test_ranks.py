@@ -39,7 +39,7 @@ def only_nccl(monkeypatch):
 
 
 def layers():
-    """Four layers, each of which ends with a sum where it is cut, and a state that grows by the result."""
+    """Build four layers. Each ends with a sum where it is sharded, and with a state that grows by the result."""
     x = input("x", X.shape)
     for k in range(4):
         up = ops.mul_mat(weight(f"up{k}", (WIDTH, WIDTH)), x, name=f"layer.{k}.up")

@@ -1,4 +1,4 @@
-"""Large sums that go over the wire in bfloat16: what they are off by, and that nothing else changes."""
+"""Large sums that are sent in bfloat16: their error is bounded, and other results do not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hocket bench`: what it counts, what it prints, and what it says of a kernel's time."""
+"""`hocket bench`: its counts, its output, and its report of kernel times."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ FLIPS = 2000
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> None:
-    """What the first command imports shall not count as memory of the second."""
+    """Run one command first, so that its imports do not count as memory of the second."""
     assert command("logits", path_of("llama"), "--tokens", "1", "--out", os.devnull)[0] == 0
 
 

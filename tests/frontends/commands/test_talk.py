@@ -26,7 +26,7 @@ STORY = "Write a very long story about a dragon and a knight."
 
 
 def ends_with_prompt(screen: str) -> bool:
-    """Whether the last line waits for what is typed."""
+    """Return whether the last line waits for input."""
     return screen.rpartition("\n")[2] == ">"
 
 
@@ -66,7 +66,7 @@ class Terminal:
         return screen
 
     def prompts(self, count: int) -> str:
-        """The screen, once so many lines have been asked for, and nothing more has been typed."""
+        """Return the screen after this number of prompts, with no further input."""
         return self.until(
             lambda screen: ends_with_prompt(screen) and sum(line[:1] == ">" for line in screen.split("\n")) == count
         )

@@ -1,4 +1,4 @@
-"""What people see of a run from the command line: traces, watched values, comparisons with another device."""
+"""The views of a run on the command line: traces, watched values, comparisons with another device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates: what they print, and what the sandbox keeps them from."""
+"""Chat templates: their output, and the limits of the sandbox."""
 
 from __future__ import annotations
 

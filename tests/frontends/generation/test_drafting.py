@@ -20,7 +20,7 @@ GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=1.0)
 
 
 class Wrong(ModelDrafter):
-    """Guesses of which the first `right` are left as they are, in turn one more; the others are none."""
+    """A drafter with `right` correct draft tokens, one more in each turn; the others are wrong."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)

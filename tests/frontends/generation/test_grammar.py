@@ -1,4 +1,4 @@
-"""Texts follow a grammar or a schema from their first token to their last, whatever the model would rather say."""
+"""Texts follow a grammar or a schema from their first token to their last, against the preference of the model."""
 
 from __future__ import annotations
 

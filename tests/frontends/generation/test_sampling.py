@@ -63,7 +63,7 @@ def test_each_filter_keeps_what_its_definition_says() -> None:
     assert survivors(logits, top_p=1e-9) == [1]
     assert survivors(logits, min_p=0.45) == [1, 3, 2]
     assert survivors(logits, min_p=0.99) == [1]
-    # top-p counts what top-k has left: 0.4 / 0.7 is enough for 0.5.
+    # top-p counts the remainder of top-k: 0.4 / 0.7 is enough for 0.5.
     assert survivors(logits, top_k=2, top_p=0.5) == [1]
 
 
@@ -228,7 +228,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def talk(tiny: tuple[Model, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Conversation]:
-    """Conversations with a model that has been given a template; ``session.heard`` collects what is evaluated."""
+    """Return a builder of conversations with a chat template; ``session.heard`` collects the evaluated tokens."""
 
     def start(template: str = TEMPLATE, **settings: int) -> Conversation:
         model, tokenizer = tiny

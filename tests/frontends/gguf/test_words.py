@@ -26,7 +26,8 @@ CHARACTERS = zlib.decompress(
         "zn7@yx+jH4#<Pml"
     )
 )
-"""What sentencepiece makes of rules: tabs, ideographic and unbreakable spaces are spaces, Ａ is A, ﬁ is fi, é is e."""
+"""The normalisation of sentencepiece: tabs, ideographic and unbreakable spaces become spaces, Ａ is A, ﬁ is fi, é is e.
+"""
 PIECES = {
     "<pad>": 0.0,
     "</s>": 0.0,

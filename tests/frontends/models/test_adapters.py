@@ -1,4 +1,4 @@
-"""LoRA adapters and control vectors: the same numbers as a model whose file has the changes, however it is dealt."""
+"""LoRA adapters and control vectors: the same numbers as a model file with the changes, over any devices."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Guessers:
         return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + self.hyper.norm.eps) * self.tensor(f"{name}.weight")
 
     def __call__(self, k: int, tokens: list[int], before: F64) -> tuple[F64, F64]:
-        """What block k hands on, and its logits, for each token with what is `before` it."""
+        """Return the hidden state after block k and its logits, for each token with the hidden state `before` it."""
         count, width, family = len(tokens), self.hyper.width, self.hyper.family
         name = f"blk.{self.model.layers + k}.nextn"
         shape = (count, self.streams, width)
@@ -83,7 +83,7 @@ class Guessers:
 
 
 def later(rows: F64) -> F64:
-    """What is before each token, and before one more."""
+    """Return the rows before each token, and before one more."""
     return np.concatenate([np.zeros_like(rows[:1]), rows])
 
 
@@ -118,8 +118,8 @@ def test_each_block_reads_a_token_with_the_result_of_the_previous_block_for_the_
         guessed.append(run(step, Batch([TOKENS[at : at + 1]], [at], seen=seen)))
         seen = run.outputs["hidden"]
     guessers = Guessers(model, run)
-    # The first is handed what the output matrix reads, MiMo's and Step's the residual before the last norm, others all
-    # streams.
+    # The first block reads the operand of the output matrix, with MiMo and Step the residual before the last norm,
+    # else all streams.
     rows = hidden[:, : model.handed // blocks]
     if guessers.streams == 1:
         what_output_reads = guessers.normalise("output_norm", rows) if model.architecture in HAND_ON_RESIDUALS else rows
@@ -157,7 +157,7 @@ def test_drafts_of_the_model_change_no_token(name: str, devices: int, blocks: in
     assert list(generate_tokens(guessing, TOKENS, limit=30, sampling=GREEDY, ahead=ahead)) == want
     assert guessing.lengths == plain.lengths
     for state in plain.states:
-        if "cache" not in state:  # whose cells behind the end are not read
+        if "cache" not in state:  # cells behind the end are not read
             assert nmse(np.ravel(guessing.store.state(state))[None], np.ravel(plain.store.state(state))[None]) <= 1e-11
     assert 0 < ahead.counts.accepted_tokens < ahead.counts.drafted_tokens
 

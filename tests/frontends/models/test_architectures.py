@@ -1,5 +1,7 @@
-"""Every row of the table of architectures against the logits of llama.cpp, or of encoders against what PyTorch makes
-of texts; and what is said of some models."""
+"""Every row of the table of architectures against the logits of llama.cpp, and encoders against PyTorch.
+
+The messages about some models are tested as well.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ ENCODERS = [name for name in ALL if ARCHITECTURES[name.rsplit("-", 1)[0]].runs =
 
 
 def exact(model: Model, parts: list[list[int]]) -> F64:
-    """Logits at every position, or what an encoder makes of each token, in float64, of a text that comes in parts."""
+    """Return float64 logits at every position, or an encoder's embedding of each token, of a text in parts."""
     weights: dict[str, F64] = {}
     states: dict[str, F64] = {}
     rows, known = [], list[int]()

@@ -38,7 +38,9 @@ def join_projections(tensors: Tensors, layer: int, kind: str = "weight") -> Tens
 
 
 def by_key_head(heads: int, *parts: Array) -> Array:
-    """Rows of several matrices dealt to key heads: those of the first head from each matrix, then of the second."""
+    """Return rows of several matrices in the order of key heads: the rows of the first head from each matrix,
+    then the next.
+    """
     by_heads = [part.reshape(heads, -1, part.shape[-1]) for part in parts]
     return np.concatenate(by_heads, axis=1).reshape(-1, parts[0].shape[-1])
 
@@ -108,7 +110,7 @@ def test_an_early_file_of_qwen3_next_is_the_same_model(devices: str, mode: str, 
 
 
 def test_interleaved_rates_are_split_by_key_heads() -> None:
-    """Rows of the matrix are (key head, beta or alpha, repeat): what a key head has stays together."""
+    """Check rows in the order (key head, beta or alpha, repeat): the rows of a key head stay together."""
     model = open_model(path_of("qwen3next"))
     new_plan = plan(model.graph(Step(1, 1, 64, 64, 1)), "cpu:0,cpu:1", split_mode="tensor")
     for name, runs in {

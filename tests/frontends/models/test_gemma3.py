@@ -1,4 +1,4 @@
-"""What Gemma 3 has that other families do not: GeGLU, windows with a rotation of their own, capped logits."""
+"""The parts of Gemma 3 that other families lack: GeGLU, windows with their own rotation, capped logits."""
 
 from __future__ import annotations
 

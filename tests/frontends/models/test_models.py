@@ -147,7 +147,7 @@ def test_the_work_of_building_a_graph_grows_with_its_layers_alone() -> None:
     assert calls(32) < 4 * calls(8)
 
 
-# ------------------------------------------------------------------------------------------------ what files may say
+# -------------------------------------------------------------------------------------------------- metadata of files
 
 
 def array_of(folder: Path, values: list[int] | list[bool]) -> object:

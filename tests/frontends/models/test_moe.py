@@ -195,7 +195,7 @@ def test_a_mixture_on_several_devices_gives_the_logits_of_one(name: str, mode: s
 
 
 def columns(graph: Graph, factors: Factors) -> frozenset[Factor]:
-    """The columns of all experts: what a device holds is a slice of each of them."""
+    """Return the columns of all experts: a device holds a slice of each expert."""
     down = [Value(v.node) for v in graph.weights if "ffn_down" in v.node.name]
     return frozenset(f for v in down for segment in factors.axes(v)[-1] for f in segment if not f.blocked)
 
@@ -210,7 +210,7 @@ def plan_sharded_experts(model: Model, step: Step, n: int) -> Plan:
 @pytest.mark.parametrize("rows", [1, 24])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_sharded_inside_need_one_collective_per_layer_to_be_combined(name: str, rows: int, n: int) -> None:
-    """What is reduced is the weighted sum [T, E], the shared expert in it, and not the answers [T, used, E]."""
+    """Check that the reduced value is the weighted sum [T, E] with the shared expert, not the answers [T, used, E]."""
     new_plan = plan_sharded_experts(load_model(open_fixture(name)), Step(1, rows, 32, 32, rows), n)
     assert reductions(new_plan) == [("all_reduce", (rows, 64))] * layers_with_experts(name)
     local = {node.name: node.specs[0].shape for node in new_plan.lanes[0].graph.nodes if node.op == "weight"}
@@ -252,7 +252,7 @@ def test_devices_agree_on_the_experts_where_scores_are_equal() -> None:
     assert nmse(two.astype(np.float64), one.astype(np.float64)) <= 1e-10
 
 
-# ------------------------------------------------------------------------------------------------ what files may say
+# -------------------------------------------------------------------------------------------------- metadata of files
 
 
 @pytest.mark.parametrize(

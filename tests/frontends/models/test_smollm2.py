@@ -84,7 +84,7 @@ def test_the_twenty_likeliest_tokens_equal_those_of_llama_cpp(case: dict[str, An
     assert np.abs(logits[exact["top20_ids"]] - want).max() <= CLOSE / 10
     ranked = np.argsort(-logits, kind="stable")[: len(want)]
     gaps = np.concatenate([[np.inf], -np.diff(want), [0]])
-    # The rank of a token is certain where both its neighbours are far; nothing is known of what follows the last.
+    # The rank of a token is certain where both its neighbours are far; the last one has an unknown neighbour.
     certain = np.flatnonzero((gaps[:-1] > CLOSE) & (gaps[1:] > CLOSE))
     assert ranked[certain].tolist() == np.array(exact["top20_ids"])[certain].tolist()
 

@@ -1,4 +1,4 @@
-"""Layers that see the last tokens alone keep no more of them, whatever the context; results stay the same."""
+"""Layers with an attention window store only its last tokens, for any context; results stay the same."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_recurrences_are_written_out(op):
 
 @pytest.fixture
 def outside(tmp_path):
-    """A model in a folder whose weights are in a file beside it, and a way to change what it says of them."""
+    """Return a model with weights in an external file, and a function that changes its entries about them."""
     import onnx
 
     folder = tmp_path / "model"
@@ -180,7 +180,7 @@ def test_no_file_outside_the_folder_is_read(outside, entries):
 
 
 def hostile():
-    """By name: the bytes of a model that is wrong, and what is said of it."""
+    """Return the bytes of wrong models with their error messages, by name."""
     from onnx import TensorProto, helper
 
     whole = layers().SerializeToString()
@@ -262,7 +262,7 @@ def test_a_wrong_call_is_one_line(arguments):
 # ------------------------------------------------------------------------------------------- ONNX's own node tests
 
 SETTINGS = {"scales", "roi", "start", "limit", "delta", "constant_value", "ratio"}
-"""Inputs of floats that say how an op works, not on what."""
+"""Float inputs that are settings of an op, not operands."""
 
 
 INNER = re.compile(r"\n|\.cc:|Assertion|unexpected keyword|\bError\b")
@@ -285,7 +285,9 @@ def in_our_types(case):
 
 
 def verdict(case):
-    """``right``, ``fixed`` if small inputs that say shapes had to be known, ``refused``, or what is wrong."""
+    """Return ``right``, ``fixed`` if small shape inputs had to be constants, ``refused``, or a description of the
+    error.
+    """
     from onnx import TensorProto, numpy_helper
 
     inputs, expected = (
@@ -308,7 +310,7 @@ def verdict(case):
     for ours, theirs in zip(got, expected, strict=True):
         if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
             return f"{ours.dtype}{ours.shape} for {theirs.dtype}{theirs.shape}"
-        rtol = {"float16": 1e-2, "bfloat16": 2e-2}.get(theirs.dtype.name, 1e-3)  # 1e-3 is what onnx itself takes
+        rtol = {"float16": 1e-2, "bfloat16": 2e-2}.get(theirs.dtype.name, 1e-3)  # 1e-3 is the limit of onnx itself
         a, b = (np.asarray(x, np.float64) for x in (ours, theirs))
         if not np.allclose(a, b, rtol, 1e-5 if rtol == 1e-3 else rtol / 10, equal_nan=True):
             return f"differs by {np.abs(a - b).max()}"

@@ -167,7 +167,7 @@ def arguments():
 
 @pytest.fixture(scope="module")
 def rows():
-    """All cases as one program, the arguments and what PyTorch gives."""
+    """Return all cases as one program, the arguments and the results of PyTorch."""
     import torch
 
     args, model = arguments(), module_of_cases(rows_cases())
@@ -231,7 +231,7 @@ def test_a_buffer_that_changes_is_a_state():
 
 
 class TestFiles:
-    """Programs in files of `torch.export.save`, some of which were tampered with."""
+    """Programs in files of `torch.export.save`; some files were tampered with."""
 
     @pytest.fixture(scope="class")
     def saved_program(self, tmp_path_factory):
@@ -296,14 +296,14 @@ class TestFiles:
 
 
 def replace_call_target(program, target):
-    """The JSON of a program whose first node calls something else."""
+    """Return the JSON of a program with another function in its first node."""
     document = json.loads(program)
     document["graph_module"]["graph"]["nodes"][0]["target"] = target
     return json.dumps(document).encode()
 
 
 class TestRefused:
-    """Each with one line that says what is wrong and what to do."""
+    """Programs that are refused with one line, which names the problem and the remedy."""
 
     def program(self, function, *args, **more):
         import torch

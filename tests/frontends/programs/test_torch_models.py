@@ -1,4 +1,4 @@
-"""Models of `transformers` that nobody here wrote: equal to PyTorch on one device, and to that on several."""
+"""Models of `transformers`, unchanged: one device gives the results of PyTorch, and several devices give the same."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ BY_HAND = (
 DEVICE_COUNTS = {"Qwen3Next": (3,)}
 """Counts of devices other than 2, 3 and 4.  PyTorch writes its delta rule as 63 steps, and a plan takes 25 seconds."""
 COLLECTIVE_STYLES = ("rowwise", "rowwise_split_input", "colwise_gather_output", "moe_tp_experts")
-"""What it says there of a module whose output is then summed or gathered over the devices."""
+"""The styles of modules with an output that is then summed or gathered over the devices."""
 
 
 def read_manual_style(model, name):
-    """What that plan says of a module or a parameter; None if nothing."""
+    """Return the style of a module or a parameter in that plan; None if it has none."""
     return model.config.base_model_tp_plan.get(re.sub(r"\d+", "*", name.partition(".")[2].removesuffix(".weight")))
 
 
@@ -112,7 +112,7 @@ def count_manual_collectives(model):
 
 
 def choose_manual_shards(model):
-    """What `choose` of a plan is for the cuts of the plan by hand."""
+    """Return the `choose` function of a plan with the manual shards."""
 
     def choose(graph, factors):
         styles = {w: read_manual_style(model, w.node.name) for w in graph.weights}
@@ -136,7 +136,7 @@ def test_layers_have_no_more_collectives_than_the_plan_of_transformers_and_share
     graph = hocket.from_torch(export_model(model, arguments)).graph
     for count in DEVICE_COUNTS.get(name, (2, 3, 4)):
         plan = on_devices(graph, count)
-        if name == "DeepseekV3":  # by hand its attention is whole, of which the next test is
+        if name == "DeepseekV3":  # its manual attention is whole; the next test covers it
             plan = on_devices(graph, count, choose=choose_manual_shards(model))
         assert 0 < plan.collectives() <= count_manual_collectives(model)
         weight_bytes, share = (

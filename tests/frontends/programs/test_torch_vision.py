@@ -1,4 +1,4 @@
-"""Models of `torchvision` that nobody here wrote: equal to PyTorch on one device, and to that on several."""
+"""Models of `torchvision`, unchanged: one device gives the results of PyTorch, and several devices give the same."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from ..random_rows import random_rows
 
 @dataclass(frozen=True)
 class Chain:
-    """A graph of one chain; `forbidden` is one in which something else reads what only the chain should."""
+    """A graph of one chain; in `forbidden` another node reads a value that only the chain should read."""
 
     graph: Callable[[bool], Graph]
     launches: tuple[int, int]
@@ -252,11 +252,11 @@ MEMORY_REQUESTS = {
     "rotary.cu: place_heads<float>": (attending(1, True, "f32", 64, "neox"), 125),
     "rotary.cu: place_heads<half_bits>": (attending(1, True, "f16", 64, "neox"), 125),
 }
-"""Chains in sizes like those of models, by the kernel that they launch, and how many requests of memory it makes."""
+"""The memory requests of chains in model-like sizes, by the kernel that they launch."""
 
 
 class RecordingDriver(EmulatedDriver):
-    """Remembers what is recorded."""
+    """A driver that remembers recorded launches."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from hocket.graph.dtypes import DType
 DTYPES = {"f": DType.F32, "i": DType.I32}
 ORDERS = (0, 1, 7)
 NOTHING = -123.0
-"""What results hold before a run."""
+"""The content of results before a run."""
 
 
 def copy_aligned(array: np.ndarray) -> np.ndarray:
