@@ -245,7 +245,7 @@ def test_threads_synchronise_twice_in_a_gated_unit_of_one_token():
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_no_thread_writes_a_state_before_it_is_certain_that_no_other_has_stopped(threads: int):
-    """Check a run in which the first thread stops at an id while other threads could write their part into the state."""
+    """Check a first thread that stops at an id while other threads could write their part into the state."""
     first, cache = hocket.state("first", (8, 32)), hocket.state("cache", (4, 512))
     w, x, ids = hocket.weight("w", (512, 32)), hocket.input("x", (1, 32)), hocket.input("ids", (1,), "i32")
     new = ops.set_rows(cache, ops.mul_mat(w, x), hocket.input("at", (1,), "i32"))

@@ -31,7 +31,7 @@ OF_A_WARP = 256
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of device: the architecture of its code, the limits of a block, multiprocessors and registers per block."""
+    """A kind of device: the architecture of its code, block limits, multiprocessors and registers per block."""
 
     arch: str
     limits: Limits

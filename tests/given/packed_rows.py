@@ -19,7 +19,7 @@ def call(kernel: compiler.Kernel, *words: object, thread: int = 0, threads: int 
 
 
 def pack_rows(dtype: DType, raw: np.ndarray, columns: int, threads: int = 1) -> np.ndarray:
-    """Rows as kernels read them: packed, or as they lie."""
+    """Return rows in the layout of the kernels: packed, or unchanged."""
     if dtype not in FORMATS:
         return raw.reshape(-1)
     target = np.zeros(-(-len(raw) // 16) * 16 * raw.shape[1], np.uint8)

@@ -1,4 +1,4 @@
-"""Graphs that update a state and read it, each in its own way, with inputs of which nothing is rounded."""
+"""Graphs that update a state and read it, each by another op, with inputs that need no rounding."""
 
 from __future__ import annotations
 

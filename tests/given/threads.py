@@ -1,7 +1,7 @@
 """Threads that plan, load and run at once, in processes of a few seconds each: no crash, and right numbers.
 
-Run ``python tests/given/threads.py --threads 8 --seconds 60``.  What a process loads once it loads in its first
-second, hence many short ones; with ``--cold`` the first of them finds no compiled kernel.
+Run ``python tests/given/threads.py --threads 8 --seconds 60``. A process loads shared code in its first second, hence
+the short processes; with ``--cold`` the first of them finds no compiled kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GROUPS = ("cpu:0", "numpy:0", "reference:0", "cpu:0,cpu:1", "numpy:0,numpy:1", "
 MODEL = Path(__file__).parents[1] / "fixtures" / "llama" / "model.gguf"
 TOKENS = ([5, 9, 2], [7])
 RARE = "own_session"
-"""What takes a second where others take a hundredth."""
+"""The task that takes a second where others take a hundredth."""
 ROUND = 6.0
 """Seconds of a process."""
 Work = Callable[[random.Random], None]
@@ -60,7 +60,7 @@ def check(run: hocket.Executor, weights: Mapping[str, np.ndarray], draw: random.
 
 
 def works() -> dict[str, Work]:
-    """What a thread may do; plans, executors, a model and a session are shared by all."""
+    """Return the tasks of a thread; plans, executors, a model and a session are shared by all."""
     graph, weights = layer(96)
     plans = [hocket.plan(graph, devices, split_mode="tensor") for devices in GROUPS]
     shared = [hocket.load(plan, weights) for plan in plans[:1] + plans[3:]]
@@ -117,14 +117,14 @@ def go(number: int, start: threading.Barrier, until: float, tasks: Mapping[str, 
 
 
 def first(draw: random.Random) -> None:
-    """What the very first calls of a process do: everything is loaded by several threads at once."""
+    """Make the very first calls of a process: several threads load everything at once."""
     graph, weights = layer(draw.randrange(16, 200))
     for devices in ("cpu:0", "cpu:0,cpu:1"):
         check(hocket.load(hocket.plan(graph, devices, split_mode="tensor"), weights), weights, draw)
 
 
 def one_process(threads: int, seconds: float) -> None:
-    """Raises what a thread raised; a crash ends the process."""
+    """Run the threads of one process, and raise the first error of a thread; a crash ends the process."""
     done: Counter[str] = Counter()
     for tasks in ({"first": first}, None):
         reports: list[Any] = []

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 WAIT_SECONDS = 3600.0
-"""Seconds.  What takes as long hangs: pytest ends it then, and shows where (``faulthandler_timeout``)."""
+"""Seconds. A longer wait is a hang: pytest ends it then, and shows where (``faulthandler_timeout``)."""
 
 
 def wait_until(holds: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""DOT, networkx, digests, rewriting, and what crosses to other programs."""
+"""DOT, networkx, digests, rewriting, and exports to other programs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_networkx_edge_knows_operand_and_result():
 
 
 def test_json_follows_the_standard():
-    """No NaN and no Infinity, which JSON lacks though Python writes them."""
+    """Check that there are no NaN or Infinity tokens, which JSON lacks though Python writes them."""
     graph = Graph({"y": ops.scale(input("x", (2,)), scale=float("inf"), bias=float("nan"))})
 
     def refuse(word: str) -> None:

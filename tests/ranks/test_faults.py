@@ -1,4 +1,4 @@
-"""A rank that goes wrong: all others end, soon, with a line that says which and where, and nobody is left behind."""
+"""A rank that fails: all others end soon, with a line that names the rank and its machine, and no process remains."""
 
 from __future__ import annotations
 

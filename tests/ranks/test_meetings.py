@@ -99,8 +99,10 @@ def test_devices_run_collectives_over_mpi(each, tmp_path):
 
 @pytest.mark.parametrize(("op", "times"), [("all_reduce", 1), ("reduce_scatter", 1), ("all_gather", 2)])
 def test_no_byte_goes_to_another_rank_twice(op, times, monkeypatch):
-    """Of a value that both devices of a rank have a summand of, the sum goes to the other rank, in two pieces; of what
-    each of them has alone, both parts."""
+    """Check that the sum of two summands of a rank goes to the other rank once, in two slices.
+
+    Of separate values both parts go to the other rank.
+    """
     count, sent = 1 << 12, {}
     post = ThreadLink.send
 

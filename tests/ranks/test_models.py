@@ -1,4 +1,4 @@
-"""Models in several processes: what one device computes, whatever the split, and each rank reads its own part."""
+"""Models in several processes give the results of one device in every split mode, and each rank reads its own part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speeds that ranks have kept: all of them make the same plans, by what any of them knows."""
+"""Saved speeds of ranks: all ranks make the same plans, from the speeds that any rank has."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GRAPH = build_matmul_graph(DType.F32, 1, 8)
 
 @pytest.fixture
 def ranks_with(tmp_path, monkeypatch):
-    """What ``run(world)`` gives on each rank, where each has a folder of its own with the speeds that it has kept."""
+    """Return a runner of ``run(world)`` on each rank; each rank has a folder of its own with its saved speeds."""
     here = threading.local()
     monkeypatch.setattr(calibrated, "speeds_file", lambda: tmp_path / str(here.rank))
 
@@ -57,7 +57,7 @@ def calibrated_hardware(speeds, graph=GRAPH, source="calibrated"):
 
 
 def make_speeds_file(speeds, count=2):
-    """As a machine keeps the speeds of so many devices at once."""
+    """Return the saved file of a machine for `count` devices at once."""
     return None if speeds is None else {group_name(pair(range(count))): speeds}
 
 
@@ -91,8 +91,10 @@ def test_ranks_plan_the_same_by_the_speeds_of_the_slowest(saved, known, ranks_wi
 
 
 def test_machines_are_each_asked_for_the_speeds_of_their_own_devices(ranks_with):
-    """One has two devices, each of a rank, the other has one: each keeps speeds by another name.  Nobody has measured
-    the link between them."""
+    """Check two machines with other names for their speeds.
+
+    One has two devices on two ranks, the other has one. The link between them has no measured speed.
+    """
     saved = [make_speeds_file(QUICK), make_speeds_file(replace(SLOW, launch=9e-6), 1), None]
     hardware = ranks_with(saved, lambda world: shared_speeds(pair((0, 1, 2)), world).hardware(GRAPH), hosts=2)
     known = calibrated_hardware(saved[1][group_name(pair((1,)))])

@@ -116,7 +116,7 @@ def without_code(path: Path) -> str:
 
 
 def anchors(path: Path) -> set[str]:
-    """What links may name of a page: its headings, as pages are shown."""
+    """Return the link targets of a page: the anchors of its headings."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", path.read_text("utf-8"), flags=re.S | re.M), re.M)
     return {re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 

@@ -13,7 +13,7 @@ def make_rules(permitted: dict[str, tuple[str, ...]], *exceptions: imports.Impor
 
 
 def build_graph(**sources: str) -> ImportGraph:
-    """Return the graph of modules whose names have `__` for a dot, with a root and their folders."""
+    """Return the graph of modules with their root and folders; `__` in a name stands for a dot."""
     paths = {f"{name.replace('__', '/')}.py": text for name, text in sources.items()}
     folders = {"", *("/".join(path.split("/")[:n]) + "/" for path in paths for n in range(1, path.count("/") + 1))}
     return ImportGraph.from_sources({**{f"{folder}__init__.py": "" for folder in folders}, **paths})
@@ -136,7 +136,7 @@ INDEPENDENT = {
     "scheduler.lowering": ("sharding", "choosing", "verifier", "running", "planner"),
     "scheduler.choosing": ("running", "telling", "planner"),
 }
-"""Rooms of the scheduler that must never import these others, whatever the table says."""
+"""Rooms of the scheduler that must never import these others, for any table."""
 
 
 @pytest.mark.parametrize("folder", INDEPENDENT)

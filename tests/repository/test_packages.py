@@ -1,4 +1,4 @@
-"""What is packed: the sdist is the repository, the wheel is the package, and both work from another folder."""
+"""The packages: the sdist is the repository, the wheel is the package, and both work from another folder."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from ..given.models.goldens import ROOT
 
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<printed>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 OF_THE_MACHINE = re.compile(r" *[\d.]+ [KMGT]iB$", re.MULTILINE)
-"""What is free on a device, the last column of `explain`."""
+"""The free memory of a device, the last column of `explain`."""
 
 
 def as_it_prints(page: str) -> str:
-    """A page in which each block has below it what it prints, when all are run in order as one program."""
+    """Return a page with the output below each block, when all run in order as one program."""
     space: dict[str, object] = {"__name__": "page"}
 
     def rewritten(block: re.Match[str]) -> str:

@@ -72,7 +72,7 @@ HEAVY = (
 
 
 def fresh(code: str) -> str:
-    """What `code` prints in a process of its own."""
+    """Return the output of `code` in a process of its own."""
     command = [sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT.parent).stdout
 
@@ -83,7 +83,7 @@ def test_importing_hocket_loads_no_heavy_module():
 
 
 def test_importing_hocket_loads_little_more_than_numpy():
-    """Of ours what builds graphs, of Python's own library a few modules; `python -X importtime` says what they cost."""
+    """Check the modules of hocket and of the standard library; `python -X importtime` prints their cost."""
     names = fresh("import sys, numpy; n = set(sys.modules); import hocket; print(*(set(sys.modules) - n))").split()
     ours = [name for name in names if name.startswith("hocket")]
     assert len(ours) <= 60, ours
@@ -221,7 +221,9 @@ def test_the_installed_package_is_this_one():
 
 
 def test_attributes_of_public_classes_say_their_types():
-    """pyright does not know what `__init__` assigns without a type, nor then whatever mentions the class."""
+    """Check that attributes have declared types: pyright cannot infer untyped assignments of `__init__`, nor
+    their users.
+    """
     packages = (hocket, hocket.scheduler)
     public = {f for room in packages for n in dir(room) if isinstance(f := getattr(room, n), type) and _is_ours(f)}
     assert {hocket.Executor, hocket.Store} <= public
@@ -247,7 +249,7 @@ CLOCKS |= {f"{name}_ns" for name in CLOCKS}
 
 
 def reads_clock(node: ast.AST, known: set[str]) -> bool:
-    """Whether an expression asks a clock, or has a name of what did."""
+    """Return whether an expression reads a clock, or a name with the result of one."""
     for part in ast.walk(node):
         match part:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="time"), attr=name) | ast.Name(id=name)) if (
@@ -265,7 +267,7 @@ def timed_asserts(text: str) -> list[int]:
     for function in ast.walk(ast.parse(text)):
         if isinstance(function, ast.FunctionDef):
             known: set[str] = set()
-            for node in ast.walk(function):  # breadth first: in the order of lines, but for blocks
+            for node in ast.walk(function):  # breadth first: in the order of lines, except for blocks
                 if isinstance(node, ast.Assign) and reads_clock(node.value, known):
                     known |= {n.id for n in ast.walk(ast.Tuple(node.targets)) if isinstance(n, ast.Name)}
             lines += [n.lineno for n in ast.walk(function) if isinstance(n, ast.Assert) and reads_clock(n.test, known)]

@@ -1,4 +1,4 @@
-"""The command: what its process is told before NumPy is there, and what it need not import."""
+"""The command: the settings of its process before NumPy loads, and the modules that it need not import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs call of hocket has types that mypy and pyright know, strictly: they find what is wrong, and no more.
+"""The public functions have types that mypy and pyright check strictly: they find all errors, and no others.
 
 A checker reads the whole package, so it is run once over all programs.
 """
@@ -31,7 +31,7 @@ WRONG = {
     "temperature=0.7": 'temperature="hot"',
     "token.logprob": "token.probability",
 }
-"""Parts of the program, and what in their place is an error."""
+"""Parts of the program, and replacements that are errors."""
 
 OPS_RIGHT = """import numpy as np
 import hocket
@@ -81,9 +81,9 @@ def check_errors(errors: set[tuple[str, int]], output: object) -> None:
 
 
 def run_checker(folder, *command) -> str:
-    """What a checker says."""
+    """Return the output of a checker."""
     done = subprocess.run([sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr  # it found errors, those that are there
+    assert done.returncode == 1, done.stdout + done.stderr  # it found errors, exactly the expected ones
     return done.stdout
 
 

@@ -28,13 +28,13 @@ from ..given.models.goldens import FIXTURES
 MAX_MESSAGE_LENGTH = 700
 """Characters of a message."""
 DECLARING = {"op", "op_of", "Op"}
-"""For authors of ops, whose mistakes are ours."""
+"""For authors of ops; their mistakes are ours."""
 MAPPINGS = {"Options"}
 """A dict to Python; who is given it looks at its entries."""
 
 
 class Awkward:
-    """It has no text, no truth and no array."""
+    """A value without text, truth or array."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no text")
@@ -277,7 +277,7 @@ CASES, MODELS = dict(cases()), dict(cases_of_models())
 
 def faults(call: Callable[..., Any], right: Mapping[str, Any], wrong: tuple[Any, ...] = WRONG) -> Iterator[str]:
     """Answers to wrong arguments that are no error of hocket's, or none of one short line."""
-    call(**right)  # what is right works
+    call(**right)  # right arguments work
     for name in right:
         for value in (*wrong, *relatives()):
             try:
@@ -285,7 +285,7 @@ def faults(call: Callable[..., Any], right: Mapping[str, Any], wrong: tuple[Any,
             except hocket.HocketError as why:
                 if "\n" in str(why) or len(str(why)) > MAX_MESSAGE_LENGTH:
                     yield f"{name}={label(value)}: {len(str(why))} characters: {str(why)[:100]!r}"
-            except Exception as why:  # raw errors are what this test looks for
+            except Exception as why:  # this test looks for raw errors
                 yield f"{name}={label(value)}: {type(why).__name__}: {str(why)[:100]}"
 
 
@@ -314,7 +314,7 @@ def test_a_wrong_file_of_a_saved_state_is_an_error_of_hockets_own(tmp_path):
 
 
 def test_a_wrong_program_is_an_error_of_hockets_own():
-    """What is right takes an extra package, which what is wrong does not import."""
+    """Check wrong programs only: right ones need an extra package, which the checks do not import."""
     for name in WITH_EXTRAS:
         for value in (*WRONG, *relatives()):
             with pytest.raises(hocket.HocketError, match=r"^[^\n]+$"):
@@ -341,7 +341,7 @@ def test_a_wrong_operand_or_attribute_is_an_error_of_hockets_own(name):
 
 
 def not_called_so() -> Iterator[tuple[str, Callable[[], object]]]:
-    """What is said of it, and a call that Python would answer with a TypeError."""
+    """Yield an error message, and a call that Python would answer with a TypeError."""
     yield "plan: there is no argument 'device'; did you mean devices", lambda: hocket.plan(graph, device="cpu:0")
     yield "plan: too many positional arguments; arguments: graph, ", lambda: hocket.plan(graph, "cpu:0", "tensor")
     yield "load: missing a required argument: 'weights'; arguments: plan, ", lambda: hocket.load(plan())

@@ -1,4 +1,4 @@
-"""What the mode auto takes: memory and devices have their price, and what was left aside is said."""
+"""The mode auto: memory and devices have their price, and rejected candidates are reported."""
 
 from __future__ import annotations
 
@@ -123,13 +123,13 @@ def test_a_device_of_any_kind_may_be_left_free(kind, mode, monkeypatch):
 
 
 def test_estimates_are_corrected_by_the_error_of_the_first_one():
-    """A search that promised a thousandth of what the plan takes promises the others as little."""
+    """Check a search with an estimate of a thousandth of the plan's time: the other estimates are scaled likewise."""
     (first, one), (second, two) = make_candidate("first", 2, 1e-9, 1.0), make_candidate("second", 2, 1.01e-9, 1.0)
     plan = best_of([replace(first, searched=True), replace(second, searched=True)], 1.0)
     assert (one, two) == (["first"], [])
     assert plan.reasons[-1].startswith("left aside: second, on 2 devices: about")
     assert plan.reasons[-1].endswith("1.0% slower")
-    best_of([replace(first, searched=True), second], 1.0)  # what was no search is taken at its word
+    best_of([replace(first, searched=True), second], 1.0)  # other estimates are taken at their word
     assert two == ["second"]
 
 
@@ -165,7 +165,7 @@ def test_a_candidate_is_planned_after_one_with_overlap_only_if_full_overlap_woul
 
 
 def with_hidden(plan, seconds):
-    """The plan as if so much of its collectives ran beside work."""
+    """Return the plan as if this part of its collectives were hidden by work."""
     object.__setattr__(plan, "cost", Estimate(1.0, seconds, 1, seconds))
     return plan
 
@@ -200,7 +200,7 @@ def test_devices_that_do_not_help_are_left_free_and_the_first_line_says_so(tmp_p
 @pytest.mark.parametrize("devices", ["h200:1", "h200:4,nvlink", "rtx4090:2", "h100:2,ethernet", "cpu:2"])
 @pytest.mark.parametrize("model", [llama_70b, qwen_80b])
 def test_auto_is_no_slower_than_what_is_chosen_by_hand(tmp_path, model, devices, tokens):
-    """But for what copies weights to every device and gains less than a tenth."""
+    """Check all plans except those with copies of weights on every device that gain less than a tenth."""
     graph, _ = read_step_graph(model(tmp_path / "model.gguf", layers=4), context=1024, tokens=tokens)
     simulation = simulate(devices)
     auto = plan_for(graph, simulation.group, hardware=simulation.hardware).cost.total

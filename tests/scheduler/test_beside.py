@@ -1,4 +1,4 @@
-"""Work beside collectives: where a device waits, that nothing disturbs what is on its way, and what is saved."""
+"""Work during collectives: the waits of a device, undisturbed transfers, and the saved time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..given.plans.grouped import bind_leaves, everything_that_fits
 from ..given.plans.interleaved import InterleavedPlan
 
 SEEDS = (1, 11, 13, 14, 16, 20, 30, 32, 34, 41, 42, 43, 45, 46, 51, 53, 54, 57)
-"""Random graphs whose plans have something to do beside a collective."""
+"""Random graphs with plans that overlap a collective."""
 
 
 class Overlapping(ReferenceBackend):
@@ -109,7 +109,7 @@ def test_a_collective_that_comes_as_late_as_it_may_gives_the_same_bits(seed):
 
 
 def test_a_wait_that_comes_too_late_is_seen(monkeypatch):
-    """Planted: a device that does not look at what is read beside a collective."""
+    """Plant a fault: a device that ignores the operands of an overlapped collective."""
 
     def disturbs(collective, other):
         return any(a.overlaps(b) for touched in collective for a in touched for b in other[1])
@@ -141,11 +141,11 @@ def test_what_would_write_where_a_collective_reads_or_writes_waits_for_it(what):
     assert first not in beside(dataclasses.replace(program, instructions=tuple(steps)))
 
 
-# ------------------------------------------------------------------------------------------------------ what is saved
+# --------------------------------------------------------------------------------------------------------- saved time
 
 
 def test_the_worked_example_waits_for_whichever_takes_longer():
-    """Work of 3, a meeting of 5 beside work of 4, then work of 1: 3 + 5 + 1 in place of 13."""
+    """Check work of 3, a collective of 5 during work of 4, then work of 1: 3 + 5 + 1 instead of 13."""
     work = Stage(WORK, (0, 1), 0, 1, 0.0, 0.0, 3.0)
     reduction = Stage("all_reduce", (0, 1), 0, 1, 0.0, 0.0, 5.0)
     stages = [

@@ -200,7 +200,7 @@ def test_what_a_clock_says_becomes_speeds_that_predict_it():
 
 
 def test_of_what_is_read_again_caches_hold_as_much_as_the_clock_says():
-    """A clock by which a cache holds the last 110 MB, and what it holds is read four times as quickly."""
+    """Check a clock with a cache that holds the last 110 MB, and reads them four times as quickly."""
     cache: list[tuple[object, int]] = []
 
     def clock(runs):
@@ -329,7 +329,7 @@ def test_devices_that_work_together_synchronise_as_quickly_as_their_sums():
 
 
 def test_a_device_whose_fellows_wait_is_as_much_faster_as_the_clock_says():
-    """A clock by which two devices share one processor, and half of the memory is lost to their quarrel."""
+    """Check a clock with two devices on one processor, and half of the memory bandwidth lost to contention."""
 
     def clock(runs):
         plan = runs[0].plan

@@ -1,4 +1,4 @@
-"""What `explain` says of weights that do not lie evenly: it adds up, and it is in the plan."""
+"""The report of `explain` about uneven weights: it adds up, and it is in the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hints say what planning with the flag that they name would give."""
+"""Hints state the effect of planning with the flag that they name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hocket.scheduler.telling.hints import hints
 from ..given.models.goldens import decode_graph
 
 FAST = Hardware(link_latency=1e-6)
-"""So that small models are cut whatever is placed: a hint does not foresee other cuts."""
+"""Fast links, so that small models are sharded for any placement: a hint does not predict other splits."""
 
 
 def lookup(name="words", rows=500):
-    """A table that is looked up, two layers, and a weight whose name has that of the table in it."""
+    """Build a lookup table, two layers, and a weight with the name of the table in its own."""
     x = ops.get_rows(weight(name, (rows, 64)), input("number", (3,), "i32"))
     for i in range(2):
         up = ops.silu(ops.mul_mat(weight(f"up.{i}", (256, 64)), x))

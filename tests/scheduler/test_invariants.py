@@ -1,4 +1,4 @@
-"""What holds for every plan of any graph: each test is named by it.  What holds for cuts has a file of its own."""
+"""Invariants of every plan of any graph: each test is named by its invariant. Sharding has a file of its own."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_an_arena_holds_what_is_live_at_once_and_no_more_than_everything(seed, m
 @BOTH
 @MANY
 def test_every_read_finds_what_its_source_wrote_whole(seed, mode):
-    """Byte by byte and by names alone, without the verifier: nobody wrote there since the node that made the value."""
+    """Check byte by byte and by names alone, without the verifier: only the node of the value wrote there."""
     plan, _, _ = random_plan(seed, mode)
     for device_plan in plan.lanes:
         called = assign_names(device_plan.graph)
@@ -210,7 +210,7 @@ def test_every_read_finds_what_its_source_wrote_whole(seed, mode):
                     arena[slice(*_reach(tensor))] = number[value]
         ends = [(device_plan.graph.outputs[name], tensor) for name, tensor in device_plan.program.outputs.items()]
         _check_location(arena, [v for v, _ in ends], [t for _, t in ends], number)
-        for at in device_plan.program.saves:  # what undoes the run is there to its end
+        for at in device_plan.program.saves:  # the saves that undo the run are present to its end
             assert (arena[slice(*_reach(device_plan.program.instructions[at].dst[0]))] == -2 - at).all()
 
 
@@ -219,7 +219,7 @@ def _state(graph: Graph, name: str) -> Value:
 
 
 def _reach(tensor) -> tuple[int, int]:
-    """First byte and end of what a tensor's strides reach."""
+    """Return the first byte and the end of a tensor's strides."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
     return tensor.offset, tensor.offset + ((last + 1) * tensor.dtype.storage.itemsize if tensor.spec.size else 0)
 

@@ -1,4 +1,4 @@
-"""Plans kept on disk: what is read back is what was planned, and nothing else is ever taken for it."""
+"""Plans in the disk cache: a plan that is read back is the one that was saved, and no other entry is ever used."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_another_graph_group_or_option_has_another_plan(plans, tmp_path, monkeyp
 
 
 class Foreign(CpuBackend):
-    """Of another package, whose source nobody here knows."""
+    """A backend of another package, with unknown source."""
 
 
 def test_plans_for_backends_of_others_are_not_cached(plans, tmp_path):

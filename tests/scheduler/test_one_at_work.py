@@ -1,4 +1,4 @@
-"""A device whose fellows wait has more of what they share, and plans are priced so."""
+"""A device with waiting neighbours has more of the shared resources, and plans are priced so."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARED = Hardware(flops=1e9, bandwidth=1e9, launch=0.0, link_bandwidth=1e12, lin
 GROUP = [find("numpy:0"), find("numpy:1")]
 
 
-@pytest.mark.parametrize("rows", [1, 256])  # what waits for memory, and what waits for arithmetic
+@pytest.mark.parametrize("rows", [1, 256])  # bound by memory, and bound by arithmetic
 def test_two_devices_that_share_one_processor_are_left_for_one_that_has_all_of_it(rows):
     graph = build_matmul_graph(DType.F32, 4, rows)
     apart = plan_for(graph, GROUP, hardware=SHARED)

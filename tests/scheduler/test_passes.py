@@ -1,4 +1,7 @@
-"""What each pass makes of each small model, as text that was read by eye: `pytest --update-golden` writes it anew."""
+"""The result of each pass on each small model, as text that was read by eye.
+
+`pytest --update-golden` writes it anew.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ MODELS = {
 
 
 def passes(graph: Graph) -> Iterator[tuple[str, str]]:
-    """The name of each pass and what it makes of `graph` for two devices."""
+    """Yield the name of each pass and its result for `graph` on two devices."""
     simulation = simulate("cpu:2")
     backend, device = simulation.group[0]
     yield "1-built", format_graph(graph)

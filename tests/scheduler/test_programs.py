@@ -26,7 +26,7 @@ from ..given.plans.ways import SLOW
 
 
 def counter(step: int = 1):
-    """A graph whose state grows by one each run, and which also gives the old value."""
+    """Build a graph with a state that grows by one each run; its output is the old value."""
     old = state("n", (2,))
     return old, ops.add(old, constant("one", [1.0, 1.0]), name="next")
 
@@ -97,9 +97,9 @@ def test_runs_share_bytes_and_keep_theirs_in_turn_above_what_lasts():
         Lifetime(256, -1, 5),  # an input that all runs read
         Lifetime(512, 1, 2),  # of run 0 alone
         Lifetime(640, 3, 4),  # of run 1 alone
-        Lifetime(128, 1, 7),  # kept by run 0
-        Lifetime(384, 3, 7),  # kept by run 1
-        Lifetime(128, 0, 0),  # of what is before
+        Lifetime(128, 1, 7),  # saved by run 0
+        Lifetime(384, 3, 7),  # saved by run 1
+        Lifetime(128, 0, 0),  # earlier values
     ]
     arena = place_by_runs(expected, [-1, 0, 0, 1, 1, 2, 2])
     assert arena.offsets == (0, 256, 256, 256 + 640, 256 + 640 + 128, 256)

@@ -1,4 +1,4 @@
-"""Into which parts a prompt is cut whose parts follow each other through devices."""
+"""The prefill chunks of a prompt that are pipelined through devices."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ SIZES = (64, 96, 128, 192, 256, 384, 512)
 
 
 def fake_time_model(monkeypatch, *, run=0.0, token=1.0, seen=0.0, devices=2, message_seconds=0.0, last=1.0):
-    """Devices that take so many seconds for a run, for each of its tokens, and for each cell that one of these sees;
-    the last of them so many times as long."""
+    """Install devices with these seconds per run, per token, and per cell that a token sees.
+
+    `last` is the factor of the last device.
+    """
 
     def stage_times(plan):
         each = run + plan.tokens * (token + seen * plan.cells)

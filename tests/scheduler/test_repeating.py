@@ -1,4 +1,4 @@
-"""Plans that repeat runs of a short graph are those that would be made step by step, and are proven."""
+"""Plans that repeat a shortened graph equal plans that are lowered step by step, and are verified."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def allow_any_gain(monkeypatch):
 
 
 def step_by_step(plan: Plan) -> Plan:
-    """The same plan, of which nobody knows that it repeats itself."""
+    """Return the same plan without its repetition."""
     return dataclasses.replace(plan, lanes=tuple(dataclasses.replace(device_plan) for device_plan in plan.lanes))
 
 
@@ -73,7 +73,7 @@ def test_a_plan_over_weights_that_lie_already_repeats_itself_too(name):
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_plan_lowered_step_by_step_takes_the_shares_of_loaded_weights(name, monkeypatch):
-    """Shares of runs that repeat come again sooner than rounding gives back what it took."""
+    """Check that shares of repeated runs recur sooner than rounding evens out."""
     plan = plan_graph(name)
     monkeypatch.setattr(repeating, "WORTH", float("inf"))
     again = plan_for(plan.graph, plan.group, hardware=SLOW, like=plan)
@@ -116,7 +116,7 @@ def test_runs_that_cannot_be_repeated_are_planned_one_by_one_and_the_plan_says_w
 
 @pytest.mark.parametrize(("name", "devices"), [("decoder", 2), ("perceptron", 3), ("decoder", 1)])
 def test_kernels_of_repeated_runs_are_those_of_a_plan_lowered_step_by_step(name, devices, monkeypatch):
-    """Products are launched together in both, and nobody looks at the long program to know it."""
+    """Check that products are launched together in both, without a look at the long program."""
     graph, group = GRAPHS[name][0], simulate(f"h200:{devices},nvlink").group
     plan = plan_for(graph, group, split_mode="tensor")
     assert any("program" not in vars(device_plan) for device_plan in plan.lanes)

@@ -1,4 +1,4 @@
-"""Plans for hardware that is not there, and for models of which there is only a header."""
+"""Plans for absent hardware, and for models with only a header."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..given.models.large_headers import LARGE, llama_70b, llama_405b, qwen_80b
 
 @pytest.fixture(scope="module", params=LARGE)
 def large(request, tmp_path_factory):
-    """A large model of which there is only the header."""
+    """Write a large model with only the header."""
     return LARGE[request.param](tmp_path_factory.mktemp("header") / f"{request.param}.gguf")
 
 
@@ -167,5 +167,5 @@ def test_a_plan_says_what_sets_the_time_of_products():
     assert [match and match.group(1, 2) for match in found] == [
         (kind, name) for kind in ("h200", "rtx4090") for name in ("q8_0", "attention", "others")
     ]
-    for group in (3, 4):  # what has no time of its own for many tokens is the same for few
+    for group in (3, 4):  # types without a time of their own for many tokens are the same for few
         assert [bool(match and match[group]) for match in found] == 2 * [True, True, False]

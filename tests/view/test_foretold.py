@@ -1,4 +1,4 @@
-"""What a backend says that a plan will call is what a run of it calls."""
+"""The predicted kernels of a backend are the ones that a run calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def weights(graph):
 
 
 def drop_unknown_fields(kernels):
-    """What can be known before devices meet; an instruction may be several calls of NumPy."""
+    """Return the fields that are known before collectives; an instruction may be several calls of NumPy."""
     own = [k for k in kernels if "all_" not in k]
     return [k for at, k in enumerate(own) if not k == own[at - 1] == "NumPy"]
 

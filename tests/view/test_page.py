@@ -1,4 +1,4 @@
-"""The data of a page say what the plan says, names are only text, and the page is small."""
+"""The data of a page equal the plan, names are only text, and the page is small."""
 
 from __future__ import annotations
 

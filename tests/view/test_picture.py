@@ -1,4 +1,4 @@
-"""The pictures in the README and in the docs are of what the tool draws today."""
+"""The pictures in the README and in the docs equal the output of the present tool."""
 
 from __future__ import annotations
 

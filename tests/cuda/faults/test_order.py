@@ -1,4 +1,4 @@
-"""Accesses to the memory of other devices are ordered by signals, not by luck and not by x86.
+"""Signals order the accesses to the memory of other devices, neither luck nor x86.
 
 Every fault that is planted here gives the right sums in the emulation.
 """

@@ -179,7 +179,7 @@ def test_a_state_is_updated_in_its_own_memory(tokens: int):
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("tokens", "snapshots"), [(0, 1), (1, 1), (2, 3), (5, 2), (70, 1), (70, 2)])
 def test_states_of_a_pool_are_found_and_left_where_the_slots_say(tokens: int, snapshots: int, in_place: bool):
-    """Check sequences that swap their slots, that read a slot another one writes, and that begin with the same state."""
+    """Check sequences that swap slots, read a slot that another one writes, and begin with the same state."""
     p = problem(4, 64, 1, 1, tokens, batch=3, snapshots=snapshots)
     out = {1: [2, 5, 0], 2: [[2, 1], [5, 3], [0, 6]], 3: [[2, 1, 7], [5, 3, 8], [0, 6, 4]]}[snapshots]
     p = with_slots(p, 9, [5, 2, 2], out)

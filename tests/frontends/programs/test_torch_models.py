@@ -103,7 +103,7 @@ COLLECTIVE_STYLES = ("rowwise", "rowwise_split_input", "colwise_gather_output", 
 
 
 def read_manual_style(model, name):
-    """Return the style of a module or a parameter in that plan; None if it has none."""
+    """Return the style of a module or a parameter in that plan, or None."""
     return model.config.base_model_tp_plan.get(re.sub(r"\d+", "*", name.partition(".")[2].removesuffix(".weight")))
 
 

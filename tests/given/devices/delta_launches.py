@@ -43,8 +43,10 @@ def run(items: Sequence[Launch], order: int = 0) -> None:
 
 @dataclass(frozen=True)
 class Problem:
-    """Operands of the rule, float32: q, k [B,T,Hk,d], v [B,T,Hv,e], g [B,T,Hv,1 or d], beta [B,T,Hv], and states
-    [B or slots,Hv,e,d]."""
+    """Operands of the delta rule, float32.
+
+    Shapes: q, k [B,T,Hk,d], v [B,T,Hv,e], g [B,T,Hv,1 or d], beta [B,T,Hv], and states [B or slots,Hv,e,d].
+    """
 
     q: np.ndarray
     k: np.ndarray
@@ -67,9 +69,12 @@ class Problem:
 
 
 def problem(seed: int, size: int, key_heads: int, heads: int, tokens: int, batch: int = 1, **kind) -> Problem:
-    """Data as ggml's tests draw it; options: `channels` (a decay per key channel), `permuted`, `values` (their size),
-    `strong` (the share of decays as strong as ggml's; others leave something of a state for the next chunks), `hard`
-    (keys almost parallel, all written in full, no decay), and fields of `Problem`."""
+    """Return random operands as in ggml's tests.
+
+    Options: `channels` (a decay per key channel), `permuted`, `values` (their size), and fields of `Problem`.
+    `strong` is the share of decays as strong as ggml's; the others leave something of a state for the next chunks.
+    `hard` means keys almost parallel, all written in full, without decay.
+    """
     rng = np.random.default_rng(seed)
     channels, permuted = kind.pop("channels", False), kind.pop("permuted", False)
     values, strong, hard = kind.pop("values", size), kind.pop("strong", 0.01), kind.pop("hard", False)
@@ -203,7 +208,7 @@ def check(p: Problem, bound: BoundProblem, limit: float, order: int = 0) -> floa
 
 
 def with_slots(p: Problem, slots: int, slots_in: Sequence[int], slots_out: object = None, seed: int = 1) -> Problem:
-    """The problem on a pool of so many states."""
+    """Return the problem on a pool of `slots` states."""
     pool = np.random.default_rng(seed).uniform(-1, 1, (slots, *p.state.shape[1:])).astype(np.float32)
     out = None if slots_out is None else np.array(slots_out, np.int32)
     return replace(p, state=copy_aligned(pool), slots_in=np.array(slots_in, np.int32), slots_out=out)

@@ -25,10 +25,10 @@ DTYPES = {np.dtype(d.storage): d for d in (DType.F32, DType.I8, DType.I16, DType
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """One device's side of a collective: its operand (None for none), the shape of its result.
+    """One device's side of a collective: its operand (None if absent) and the shape of its result.
 
-    `inplace`: the result lies where the operand does, `over`: where that of the part before does; `strides` of the
-    operand in elements, dense if None.
+    `inplace`: the result is at the address of the operand. `over`: it is at the address of the previous result.
+    `strides` of the operand in elements, dense if None.
     """
 
     op: str
@@ -42,15 +42,15 @@ class DeviceStep:
 
 
 TICKETS, APART = (16, 272, 273), 16
-"""Of the words by which others tell a device that they have come: the first of each kind, how far they lie apart."""
+"""The arrival words that devices write for others: the first word of each kind, and the distance of two words."""
 
 
 class CollectiveRig:
-    """`parts[rank]` are what a device does in order; each starts from its own source.  `devices` are those of these
-    numbers, unless given.
+    """A group of device threads that run collectives; `parts[rank]` are the steps of a device in order.
 
-    Where there are more devices, `everybody`, they are a team of these, whose runs may follow each other.
-    A run that takes longer than `limit` seconds is ended: where a fault was planted, that may be less than an hour.
+    Each step starts from its own source. `devices` are the first device numbers by default. With more devices,
+    `group_size`, they are one group of several, and their runs may follow each other. A run that takes longer than
+    `limit` seconds is ended: where a fault was planted, that may be less than an hour.
     """
 
     def __init__(self, backend, parts, limit=WAIT_SECONDS, *, wire=DType.F32, devices=None, group_size=0):
@@ -68,8 +68,10 @@ class CollectiveRig:
             self.replays.append(backend.compile(program, buffers, devices[rank], member))
 
     def run(self, ahead=lambda rank: None, *, times=1):
-        """Results of all devices; `ahead` runs before a device begins, which then runs so many `times` without waiting
-        for others to end.  Raises what went wrong first."""
+        """Return the results of all devices, or raise the first error.
+
+        `ahead` runs before a device begins. Each device runs `times` times without waiting for others to end.
+        """
         return self._run(range(len(self.parts)), ahead, times)
 
     def run_without(self, *absent, reporting_rank=0, patience=0.3, begin=False, ahead=lambda rank: None):
@@ -117,7 +119,7 @@ class CollectiveRig:
         return self._ticket(rank, reporting_rank) != seen or (mark is not None and mark.run > last)
 
     def _ticket(self, rank, reporting_rank):
-        """What the device wrote last into memory of `reporting_rank`; zeros where it writes nothing there."""
+        """Return the words that the device wrote last into memory of `reporting_rank`, or zeros."""
         address = getattr(self.replays[reporting_rank]._meetings, "_signals", None)
         words = (ctypes.c_int64 * SIGNAL_WORDS).from_address(address) if address else [0] * SIGNAL_WORDS
         return [words[first + APART * rank] for first in TICKETS]

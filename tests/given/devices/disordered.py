@@ -1,4 +1,4 @@
-"""Kernels with a mistake in them, whose accesses are noted: results may be right where nothing orders these."""
+"""Kernels with a planted fault and an access log: results may be right although accesses are unordered."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from .emulation import EditedSource
 
 
 class EditedDriver(AccessLogDriver):
-    """What it launches is what `edit` makes of the launches that it is given, without a barrier that is dropped."""
+    """A driver that launches the result of `edit` for the recorded launches, without a dropped barrier."""
 
     def __init__(self, edit, dropped=("", 0)):
         super().__init__(dropped)

@@ -1,4 +1,4 @@
-"""What tests of the emulated CUDA devices share: what they need of the machine, and kernels with mistakes in them."""
+"""Helpers for tests of emulated CUDA devices: requirements on the machine, and kernels with planted faults."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def barriers(file: str) -> list[int]:
 
 @dataclass(frozen=True)
 class EditedSource(Source):
-    """A source whose text a test has written or changed."""
+    """A source with a text that a test has written or changed."""
 
     body: str = ""
 

@@ -1,7 +1,7 @@
-"""A stand-in for CuPy: what `hocket.backends.cupy` calls of it, over host memory and emulated launches.
+"""A stand-in for CuPy: the calls of `hocket.backends.cupy`, over host memory and emulated launches.
 
-It knows the order of calls that CUDA asks for: what is put into a stream runs later, on a thread of the stream;
-launches within a capture wait for the graph; asynchronous copies need pinned memory.  It knows nothing of speed.
+It follows the order of calls that CUDA requires. Calls in a stream run later, on a thread of the stream; launches
+within a capture wait for the graph; asynchronous copies need pinned memory. It does not model speed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GARBAGE = 0xA5
 
 
 class Block:
-    """Memory of the pool, which gives it to nobody before the stream it was made for has come to where it was freed."""
+    """Memory of the pool, which is reused only after its stream has reached the point of its release."""
 
     def __init__(self, nbytes):
         self.memory, self.stream = EmulatedDriver().alloc(max(16, nbytes), None), Stream.current()
@@ -100,7 +100,7 @@ class StreamError(Exception):
 
 
 class Stream:
-    """What is put into it runs in order, `lag` seconds after it could."""
+    """A stream that runs its calls in order, each at least `lag` seconds late."""
 
     lag: ClassVar[float] = 0.0
     linger: ClassVar[float] = 0.2
@@ -185,7 +185,7 @@ class Stream:
         return graph
 
     def wait_event(self, event):
-        """Within a capture it becomes a part of that, and what is put into it from now on is behind the event."""
+        """Wait for an event; within a capture, add it to the graph, and order all later calls behind it."""
         if event.capture is None:
             assert not self.is_capturing, "a capture depends on what is outside of it"
             passed = event.passed
@@ -288,7 +288,7 @@ OF_HIP = {"gcnArchName": b"gfx90a:sramecc+:xnack-", "sharedMemPerBlock": LIMITS.
 
 
 def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
-    """The module, or with `is_hip` that for ROCm; `sources` is what kernels may be launched of."""
+    """Return the module, or with `is_hip` the one for ROCm; kernels may be launched from `sources`."""
     emulated = (EmulatedHipDriver if is_hip else EmulatedDriver)(0)
     enabled, pinned, current = set(), set(), threading.local()
     staged: list[np.ndarray] = []
@@ -392,7 +392,7 @@ def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
 
 
 def _make_emulated_launch(driver, kernel, sizes, at, cluster):
-    """A launch whose words lie at an address; they are copied now, as CUDA does."""
+    """Return a launch with argument words at an address; the words are copied now, as CUDA does."""
     size = _words(kernel)
     words = tuple(np.ctypeslib.as_array((ctypes.c_uint64 * size).from_address(at)).tolist())
     return driver.record([Launch(kernel, *sizes, words, (), 0, cluster)], None)

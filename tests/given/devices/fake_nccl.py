@@ -1,8 +1,10 @@
 """A stand-in for ``cupy.cuda.nccl``: communicators of threads, which wait for each other for ever, as NCCL does.
 
-Within a group no call waits for another.  Calls run in their stream, or in a graph; those that do not match (another
-size, another type, a device that never calls) never end, until the communicator is aborted.  The sum of all devices is
-taken in an order that differs from place to place, as around a ring, and is the same on all of them.
+Within a group no call waits for another. Calls run in their stream, or in a graph. Calls that do not match (another
+size, another type, an absent device) never end until the communicator is aborted.
+
+The sum of all devices has an order that differs between ranges of elements, as around a ring, and is the same on all
+devices.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class NcclError(RuntimeError):
 
 
 class World:
-    """What the communicators of one identity share."""
+    """The shared state of the communicators with one identity."""
 
     def __init__(self, size):
         self.size, self.changed = size, threading.Condition()

@@ -23,7 +23,7 @@ from ..waits import WAIT_SECONDS
 
 
 class PlantedError(Exception):
-    """What an instruction raises that was told to fail."""
+    """The error of an instruction with a planted fault."""
 
 
 def raise_planted_error() -> None:
@@ -31,8 +31,11 @@ def raise_planted_error() -> None:
 
 
 class _Faulty:
-    """Each instruction is compiled by itself.  `plan_fault` says of one that it does something before it runs, or when
-    it has written what it writes; once, so that what takes the step back does not fail, too."""
+    """A backend that compiles each instruction by itself and runs planted faults.
+
+    `plan_fault` plants an action before an instruction runs or after it has written its result. The action runs once,
+    so that the rollback of the step does not fail, too.
+    """
 
     where: tuple[str, int] | None = None
     late = False
@@ -65,11 +68,11 @@ class _Faulty:
 
 
 class FaultyCpu(_Faulty, CpuBackend):
-    """The CPU backend, but for its faults."""
+    """The CPU backend with planted faults."""
 
 
 class FaultyReference(_Faulty, ReferenceBackend):
-    """The reference backend, but for its faults."""
+    """The reference backend with planted faults."""
 
 
 @dataclasses.dataclass

@@ -10,7 +10,7 @@ from .devices_meet import DTYPES, CollectiveRig, DeviceStep
 
 
 class JoinedDevices:
-    """Where devices of these numbers meet; with `everybody` they are a team of so many."""
+    """A group of the devices with these numbers; `group_size` counts all devices of a larger group."""
 
     def __init__(self, backend, numbers, group_size=0):
         self.backend, self.everybody = backend, group_size
@@ -21,7 +21,7 @@ class JoinedDevices:
         return JoinedDevice(self, rank)
 
     def result(self, members, me, part, runs=()):
-        """What the member `me` of these has then; `runs` are its own of what is cut."""
+        """Return the result of the member `me`; `runs` are its own ranges of a sharded value."""
         with self._lock:
             collective = self._begun.setdefault(members, _Collective(self, members))
         collective.brought[me] = part, runs
@@ -86,6 +86,6 @@ def _part(op, source, into, attrs, *, inplace=False):
 
 
 def _find_axis(indices):
-    """The axis of which a device has these runs, the last that is indexed."""
+    """Return the last axis that is indexed by runs."""
     ranges = [index[-1] for index in indices]
     return len(indices[0]) - 1, tuple((r.start, r.stop - r.start) for r in ranges if r.start < r.stop)

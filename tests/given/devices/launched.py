@@ -12,7 +12,7 @@ from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.resources import recorded
 
 LAUNCHED_KERNELS: set[str] = set()
-"""By the tests of this process, and, where these are all, by those of the processes that it has started."""
+"""Kernels that tests of this process have launched, and in the main process the kernels of its workers as well."""
 
 
 def pytest_configure() -> None:

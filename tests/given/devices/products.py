@@ -29,8 +29,10 @@ Choice = tuple[tiled.Tile, int]
 
 @contextmanager
 def tiles_of(choose: Callable[[Operand, bool], Choice]) -> Iterator[None]:
-    """Products of many tokens take what is chosen for a weight, and for whether all its matrices have as many tokens,
-    however few tiles that are."""
+    """Choose the tiles of products with many tokens by `choose`, for any number of tiles.
+
+    `choose` gets a weight, and whether all its matrices have equally many tokens.
+    """
     tried.cache_clear()  # it knows how much scratch other tiles take
     chosen = patch.object(tiled, "shape_of_tiles", lambda _launches, w, _entries, _n, is_even: choose(w, is_even))
     try:
@@ -59,7 +61,7 @@ def quantise_rows(x: np.ndarray, driver: EmulatedDriver) -> tuple[np.ndarray, np
 
 
 def product(dtype: DType, rows: int, columns: int, tokens: int, backend: EmulatedBackend):
-    """A product, and what it must be: exact in the rounded activations."""
+    """Return a product and its expected result, exact for the rounded activations."""
     rng = np.random.default_rng((rows, columns, tokens))
     raw, x = random_rows(dtype, rows, columns, rng), rng.standard_normal((tokens, columns)).astype(np.float32)
     graph = Graph({"y": ops.mul_mat(weight("w", (rows, columns), dtype), input("x", (tokens, columns)))})
@@ -78,14 +80,14 @@ def to_half_bits(array: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def half_bits_to_float64(array: np.ndarray) -> np.ndarray:
-    """What `to_half_bits` gives, as float64."""
+    """Return the numbers of `to_half_bits` as float64."""
     if array.dtype == np.float16:
         return array.astype(np.float64)
     return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 def dense(dtype: DType, rows: int, columns: int, tokens: int, backend: DriverBackend, is_exact: bool = True):
-    """A product with weights of 16 bits in four orders of threads, what it must be, and the size of its terms.
+    """Return a 16-bit product in four orders of threads, its expected result, and the size of its terms.
 
     Rows of x are of different sizes.
     """
@@ -99,9 +101,9 @@ def dense(dtype: DType, rows: int, columns: int, tokens: int, backend: DriverBac
 
 
 def run_unpacked_product(dtype: DType, rows: int, columns: int, tokens: int, backend: DriverBackend):
-    """A product with packed weights that become bfloat16, as x does, in four orders of threads.
+    """Return a product with packed weights that become bfloat16, as x does, in four orders of threads.
 
-    Also what it must be, and the size of its terms.
+    Also return the expected result and the size of its terms.
     """
     rng = np.random.default_rng((rows, columns, tokens))
     raw, x = random_rows(dtype, rows, columns, rng), rng.standard_normal((tokens, columns)).astype(np.float32)

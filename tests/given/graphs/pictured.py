@@ -1,4 +1,4 @@
-"""Graphs that are no language models, for whatever draws graphs: a vision transformer, a mixer, an encoder-decoder."""
+"""Graphs other than language models, for tests of views: a vision transformer, a mixer, an encoder-decoder."""
 
 from __future__ import annotations
 

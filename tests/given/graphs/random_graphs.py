@@ -22,7 +22,7 @@ Pick = Callable[[int, int], int]
 
 SIZES = (0, 1, 2, 3, 5, 7, 13, 32)
 LARGEST = 4096
-"""Elements of a value; what would be larger is not built, so that references stay fast."""
+"""The size limit of a value in elements; larger ones are not built, so that references stay fast."""
 
 PLAIN_NAMES = ("up", "norm", "blk.0.attn_q", "out", "up")
 HOSTILE_NAMES = (
@@ -68,7 +68,7 @@ class Builder:
         return name
 
     def leaf(self, shape: Sequence[int], dtypes: Sequence[str] = ("f32", "f16", "bf16")) -> Value:
-        """A new input, weight, state or constant of floats, or what `dtypes` says."""
+        """Return a new input, weight, state or constant of one of `dtypes`."""
         kind, dtype = self.pick(0, 7), str(self.choose(dtypes))
         if kind == 0 and dtype in ("f32", "f16"):
             values = np.linspace(-1.0, 1.0, math.prod(shape)).reshape(shape)
@@ -244,7 +244,7 @@ def add_convolution(b: Builder) -> None:
 
 
 def recurrent(b: Builder) -> None:
-    """A node with two results, one of which is the new value of a state."""
+    """Add a node with two results; one is the new value of a state."""
     t, h, r, d, e = b.pick(0, 3), b.pick(1, 3), b.pick(1, 3), b.pick(1, 5), b.pick(1, 5)
     q, k, v = b.like((t, h, d)), b.leaf((t, h, d)), b.leaf((t, h * r, e))
     g, beta = b.leaf((t, h * r, (1, d)[b.pick(0, 1)]), ("f32",)), b.leaf((t, h * r), ("f32",))

@@ -1,8 +1,10 @@
-"""Graphs of a seed that go after the planner: every op of the registry on operands that are cut, owed, sliced or
-shared, and the shapes of networks in which one factor meets itself.
+"""Graphs of a seed that test the planner.
 
-`wide_graph(7)` is always the same graph.  It begins with values that can be cut, grows by steps, and every op comes
-with the shapes of its own samples.  Sizes are few, so that axes of different values meet.
+They have every op of the registry on operands that are sharded, partial sums, sliced or shared, and network shapes
+that use one factor twice.
+
+`wide_graph(7)` is always the same graph. It begins with values that can be sharded, grows by steps, and every op
+comes with the shapes of its own samples. There are few sizes, so that axes of different values match.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class Builder(PlainBuilder):
         return self.random.choice(known) if known and self.random.random() < 0.6 else self.grow_value(shape)
 
     def grow_value(self, shape: tuple[int, ...]) -> Value:
-        """A new float value of `shape`: a leaf, or a product of which an axis can be cut or a sum is owed."""
+        """Return a new float value of `shape`: a leaf, or a product with an axis to shard or a partial sum."""
         how = self.random.randrange(7)
         if how == 0 or not shape:
             return input(self.key(), shape)
@@ -148,7 +150,7 @@ def add_split_and_join(b: Builder) -> None:
 
 
 def slice_of_a_weight(b: Builder) -> None:
-    """The product of a part of a weight, and that of all of it."""
+    """Add the product of a slice of a weight, and the product of the whole."""
     x = b.any_value(2)
     w = b.leaf_weight((b.size() + 1, x.shape[-1]))
     start = b.random.randint(0, w.shape[0])
@@ -283,7 +285,7 @@ def add_mixer(b: Builder) -> None:
 
 
 def down_and_up(b: Builder) -> None:
-    """A U-net: pairs are merged, processed and parted again, and the way round is laid beside."""
+    """Add a U-net: pairs are merged, processed and split again, and the bypass is concatenated."""
     t, e = 2 * (b.size() or 1), b.size() or 1
     x = b.like((t, e))
     low = ops.silu(ops.mul_mat(b.leaf_weight((e, 2 * e)), ops.reshape(x, shape=(t // 2, 2 * e))))
@@ -335,10 +337,10 @@ def any_op(b: Builder) -> None:
 
 
 def sample(b: Builder, op: Op, text: str) -> None:
-    """The node of a sample whose operands are made here, in the range that the op declares."""
+    """Add the node of a sample with new operands, in the range that the op declares."""
     parts = parse_case(text)
     if any(isinstance(spec, Spec) and spec.dtype in (DType.Q8_1, DType.Q8_K) for spec in parts.values()):
-        return  # nobody dequantises these
+        return  # these are never dequantised
     operands: dict[str, Value] = {}
     for name, spec in parts.items():
         if not isinstance(spec, Spec):
@@ -416,7 +418,7 @@ STEPS = (
 
 
 def wide_graph(seed: int) -> Graph:
-    """The graph of a seed, with one op in turn and whatever chance adds before and after."""
+    """Return the graph of a seed, with one op in turn and random additions before and after."""
     b = Builder(seed)
     for _ in range(b.random.randint(0, 2)):
         b.keep(b.grow_value(tuple(b.size() for _ in range(b.random.randint(1, 3)))))

@@ -56,7 +56,7 @@ def _matching_infinity(site: FaultSite) -> None:
 
 
 def _nearly_zero(site: FaultSite, operand: int):
-    """Too little to be wrong, and too much for what another device is to add."""
+    """Add a number that is too small to be wrong, and too large for a partial sum of another device."""
     return np.where(site.exact(operand) == 0, 1e-30, site.right()[0])
 
 

@@ -108,7 +108,7 @@ def _first_results_reused(site: FaultSite):
 
 
 def _accumulates(site: FaultSite):
-    """Adds to what the result held, which a fresh allocation has as zeros."""
+    """Add to the old content of the result, which is zero in a fresh allocation."""
 
     def run() -> None:
         old_entries = site.dst[0].copy()
@@ -147,7 +147,7 @@ def _inplace_read_late(site: FaultSite):
             return
         x = site.dst[0].reshape(-1, site.dst[0].shape[-1])
         eps = float(site.attrs["eps"])
-        for j in range(x.shape[-1]):  # each divides by what the row has become
+        for j in range(x.shape[-1]):  # each divides by the changed row
             x[:, j] /= np.sqrt((x * x).mean(-1) + eps)
 
     return run

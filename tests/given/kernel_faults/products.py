@@ -19,7 +19,7 @@ def _product_half(site: FaultSite):
 
 
 def _k_tail(site: FaultSite, block: int):
-    """What fills no block of k is left out."""
+    """Omit the rest that fills no block of k."""
     w, x = site.exact(0), site.exact(1)
     k = w.shape[-1] // block * block
     return site.right([w[..., :k], x[..., :k]]) if 0 < k < w.shape[-1] else None
@@ -76,13 +76,13 @@ def _ids_of_first_token(site: FaultSite):
 
 
 def _experts_clamped(site: FaultSite):
-    """What other devices have goes to the nearest expert of one's own."""
+    """Send slots of other devices to the nearest expert of this device."""
     first, own = int(site.attrs["first"]), site.src[0].shape[0]
     return site.right([*site.src[:2], np.clip(site.exact(2), first, first + own - 1)]) if own else None
 
 
 def _other_rows_unwritten(site: FaultSite):
-    """Entries of experts on other devices stay what they were."""
+    """Leave entries of experts on other devices unwritten."""
     out, ids = site.right()[0], site.exact(2)
     first, own = int(site.attrs["first"]), site.src[0].shape[0]
     if not site.attrs["total"]:

@@ -44,7 +44,7 @@ def _norm_unbiased(site: FaultSite):
 
 
 def _group_floor(site: FaultSite):
-    """Channels of a group rounded down; what is left over is copied."""
+    """Round down the channels of a group; the remaining ones are copied."""
     x, groups = site.exact(0), int(site.attrs["groups"])
     run = max(1, x.shape[-3] // groups)
     usable = x.shape[-3] // run * run
@@ -84,7 +84,7 @@ def _mask_scaled(site: FaultSite):
 
 
 def _sum_tail(site: FaultSite):
-    """What fills no vector of 4 is left out of the sum."""
+    """Omit the rest that fills no vector of 4 from the sum."""
     x = site.exact(0)
     n = x.shape[-1] // 4 * 4 or x.shape[-1]
     return x[..., :n].sum(-1, keepdims=True)

@@ -81,7 +81,7 @@ class KernelFault:
 
 
 def fault_in_result(op: str, name: str, compute: Callable, *, symptom: str = TOO_FAR) -> KernelFault:
-    """A fault in what is computed: `compute(site)` gives the results, or None where this call is right."""
+    """Build a fault in the computation: `compute(site)` returns the results, or None where this call is right."""
 
     def plant(site: FaultSite) -> Callable[[], None]:
         def run() -> None:
@@ -121,7 +121,7 @@ def round_to_half(x):
 
 
 class FaultyBackend(NumpyBackend):
-    """The CPU backend, but for one op; `broken` is what the fault itself raised, which is a mistake in the suite."""
+    """The NumPy backend with a fault in one op; `broken` is an error of the fault itself, a mistake in the suite."""
 
     def __init__(self, fault: KernelFault) -> None:
         self.fault = fault

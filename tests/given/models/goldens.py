@@ -22,12 +22,12 @@ FIXTURES, GOLDENS = TESTS / "fixtures", TESTS / "goldens"
 TINY = str(ROOT / "data" / "hocket-tiny-q8_0.gguf")
 """The model that the package ships."""
 TINY_GOLDENS = GOLDENS / "hocket_tiny"
-"""What llama.cpp makes of it."""
+"""The goldens of llama.cpp for it."""
 
 INDEX: dict[str, dict[str, Any]] = {
     row["file"].split("/")[0]: row for row in json.loads((FIXTURES / "index.json").read_text("utf-8"))
 }
-"""What is known of each model: its types, and how far from the golden logits others were, and may be."""
+"""The known facts of each model: its types, and the measured and allowed distance from the golden logits."""
 
 _FLOAT = {name: row for name, row in INDEX.items() if set(row["types"]) == {"F16", "F32"}}
 DENSE = tuple(name for name, row in _FLOAT.items() if row["router_gap"] is None)
@@ -72,11 +72,11 @@ def allowed_nmse(name: str) -> float:
 
 
 FLOAT_CACHES = {"cache_type_k": "f32", "cache_type_v": "f32"}
-"""Of a `Group` whose results are compared with exact ones."""
+"""Options of a `Group` with results that are compared with exact ones."""
 
 
 def nmse(got: npt.ArrayLike, want: npt.ArrayLike) -> float:
-    """The larger of the error over all rows and the error of the worst row, both over the squares of what is wanted."""
+    """Return the larger NMSE of all rows and of the worst row, relative to the squares of `want`."""
     x, y = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert x.shape == y.shape
     error, power = np.square(x - y).sum(-1), np.square(y).sum(-1)

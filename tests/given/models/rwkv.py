@@ -1,9 +1,12 @@
-"""RWKV 6 and 7, and the models that were made from Qwen with their layers: tiny files, and what they compute by the
-recurrences of the papers, token by token in float64.
+"""RWKV 6 and 7, and the models made from Qwen with their layers, as tiny files with float64 references.
 
-Peng et al., Eagle and Finch: RWKV with matrix-valued states and dynamic recurrence, 2024; RWKV-7 Goose with expressive
-dynamic state evolution, 2025.  Transformers has neither, and llama.cpp's test of architectures leaves them out.  Names
-of tensors are those of the ``gguf`` package.
+The references follow the recurrences of two papers token by token:
+
+1. Peng et al., Eagle and Finch: RWKV with matrix-valued states and dynamic recurrence, 2024.
+2. Peng et al., RWKV-7 Goose with expressive dynamic state evolution, 2025.
+
+Transformers has neither, and llama.cpp's test of architectures leaves them out. Names of tensors come from the
+``gguf`` package.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ TOKENS = [5, 17, 3, 40, 9, 22, 31, 1, 9]
 KINDS = ("rwkv6", "rwkv7", "rwkv6qwen2", "arwkv7")
 WIDTH, SIZE, LAYERS, WORDS, INNER, RANK, EPS = 64, 16, 3, 48, 80, 4, 1e-5
 HEADS, SHARED = WIDTH // SIZE, 2
-"""Heads, and those of keys and values where heads share them."""
+"""Heads, and key and value heads where heads share them."""
 RESCALE = 2
 
 
@@ -29,8 +32,10 @@ def from_qwen(kind: str) -> bool:
 
 
 def shapes(kind: str, *, fused: bool = True, gate: bool = True) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The tensors of a file: the rows of a matrix are what it gives.  RWKV 6 may have shares one by one instead of
-    ``fused``, models made from Qwen by RWKV 7 may have no gate."""
+    """Yield the tensors of a file: the rows of a matrix are its outputs.
+
+    RWKV 6 may have separate shares instead of ``fused``. Models made from Qwen by RWKV 7 may have no gate.
+    """
     from_qwen_model, seven = from_qwen(kind), kind.endswith("7")
     yield "token_embd.weight", (WORDS, WIDTH)
     yield "output.weight", (WORDS, WIDTH)
@@ -142,7 +147,7 @@ def write_rwkv_model(kind: str, path: Path, **form: bool) -> Path:
     return path
 
 
-# ------------------------------------------------------------------------------------------------- what they compute
+# --------------------------------------------------------------------------------------------------------- references
 
 
 def sigmoid(x: F64) -> F64:
@@ -158,7 +163,7 @@ class Reference:
         self.states = [np.zeros((HEADS, SIZE, SIZE)) for _ in range(LAYERS)]
         """Of each head S[key, value]."""
         self.before = [[np.zeros(WIDTH), np.zeros(WIDTH)] for _ in range(LAYERS)]
-        """What time mix and channel mix saw of the token before."""
+        """The inputs of time mix and channel mix at the previous token."""
 
     def norm(self, name: str, x: F64) -> F64:
         if from_qwen(self.kind):

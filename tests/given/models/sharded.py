@@ -1,9 +1,11 @@
-"""How far the logits of each architecture's tiny models, cut over devices, are from those of one device.
+"""The error of tiny models of each architecture, sharded over devices, against one device.
+
 
     python -m tests.given.models.sharded [NAMES]      measures anew, all or those named, and writes ``sharded.json``
 
-The file says for each model and number of devices the larger NMSE, over all rows or of the worst, which docs/models.md
-shows.  All tokens of a model's golden are run in one batch, exactly, in split mode tensor.
+
+The file has the larger NMSE of all rows and of the worst row for each model and number of devices; docs/models.md
+shows it. All tokens of a model's golden are run in one batch, exactly, in split mode tensor.
 """
 
 from __future__ import annotations

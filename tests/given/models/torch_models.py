@@ -1,4 +1,4 @@
-"""Models of `transformers` with small random configurations: the class, its configuration, what it is called with."""
+"""Models of `transformers` with small random configurations: the class, its configuration and its arguments."""
 
 from __future__ import annotations
 
@@ -191,13 +191,13 @@ def make_model(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     model = cls(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # what begins as zeros or ones would hide mistakes
+        for parameter in model.parameters():  # parameters of zeros or ones would hide mistakes
             parameter.add_(0.02 * torch.randn_like(parameter))
     return model, {**arguments(), **({"use_cache": False} if "use_cache" in forward_names(model) else {})}
 
 
 def forward_names(model: torch.nn.Module) -> set[str]:
-    """The names of what the model is called with."""
+    """Return the names of the model's arguments."""
     import inspect
 
     return set(inspect.signature(model.forward).parameters)

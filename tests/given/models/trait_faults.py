@@ -1,9 +1,11 @@
 """One mistake at a time in the table of architectures: a trait of a row is forgotten, so that it has its default.
 
-    python -m hocket.tests.given.models.trait_faults      plants them all, prints those that no fixture notices
 
-Many that are not noticed change nothing in these files: what a row says beside their metadata, and windows or factors
-beyond their few tokens.
+    python -m hocket.tests.given.models.trait_faults      plants them all, prints the unnoticed ones
+
+
+Most unnoticed faults change nothing in these files: traits that the metadata repeat, and windows or factors beyond
+their few tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from .architectures import ALL, ROWS, golden, write_model
 from .goldens import F64, nmse
 
 MAX_NMSE = 1e-6
-"""An error above it is noticed: a hundred times that of a right row, and twenty times what rounding a GELU leaves."""
+"""A larger error is noticed: a hundred times the error of a right row, and twenty times the error of a rounded GELU."""
 PLANTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "attn_norm": ("qwen4exp-moe",),
@@ -177,7 +179,7 @@ class Fault:
 
 
 def faults(model: str) -> Iterator[Fault]:
-    """What can be forgotten in the row of a fixture."""
+    """Yield the faults of a fixture's row: each trait that can be forgotten."""
     row = ARCHITECTURES[architecture(model)]
     for field in fields(Family):
         value = getattr(row, field.name)

@@ -112,7 +112,7 @@ def sites_of(name: str) -> tuple[dict[str, list[FieldSite]], Pool]:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A plan with something wrong, and what: where it comes from, the field or the kind of change, how."""
+    """A plan with a fault, and its description: the origin, the field or the kind of change, and the change."""
 
     origin: str
     where: str
@@ -267,12 +267,12 @@ FAULTS_THAT_AFFECT_UNDO = {
     "order",
     "graph",
 }
-"""Changes after which steps are let fail besides: what undoes them may have changed."""
+"""Changes after which steps also fail: they may have changed the undo programs."""
 
 
 @dataclass
 class CampaignCounts:
-    """What became of the mutants, by where they were changed: refused, or right all the same; and those missed."""
+    """Counts of mutants by the place of the change: refused, or right all the same; and the missed ones."""
 
     refused: Counter[str] = field(default_factory=Counter)
     harmless: Counter[str] = field(default_factory=Counter)
@@ -317,7 +317,7 @@ def _runs_as(one: Plan, two: Plan) -> bool:
 
 
 def campaign(names: list[str], rounds: int, seed: int) -> CampaignCounts:
-    """Break each plan `rounds` times in every field and in every way; ends with what became of that."""
+    """Mutate each plan `rounds` times in every field and by every kind of change; return the counts."""
     tally, dice = CampaignCounts(), random.Random(seed)
     for name in names:
         for _ in range(rounds):

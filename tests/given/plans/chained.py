@@ -1,4 +1,4 @@
-"""Plans whose devices are a chain, with states of every kind on each of them."""
+"""Plans with a chain of devices, with states of every kind on each of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ ROWS, WIDTH, RUNS = 3, 4, 5
 
 
 def chain(devices: int, backend: Any = None, *, group_size: int = 1) -> tuple[Plan, Any]:
-    """A plan of so many stages, each with states that are written whole, or in rows that inputs or another state
-    number; and the backend that runs it.  A stage is on one device, or cut among a `group_size`."""
+    """Return a plan of `devices` stages and the backend that runs it.
+
+    Each stage has states that are written whole, or in rows that inputs or another state number. A stage is on one
+    device, or sharded over a group of `group_size`.
+    """
     x, slot, following = input("x", (ROWS, WIDTH)), input("slot", (ROWS,), "i32"), input("next", (1,), "i32")
     updates = {}
     for d in range(devices):

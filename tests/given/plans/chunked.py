@@ -1,4 +1,4 @@
-"""Plans in chunks of tokens, each of which is dealt to the devices or not, however few tokens there are."""
+"""Plans in chunks of tokens, distributed over the devices or not, for any number of tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_gated_layers(tokens: int, layers: int = 2) -> Graph:
 def chunked_plan(
     graph: Graph, group: Devices, count: int, *, is_distributed: bool, shares: Sequence[float] = ()
 ) -> Plan:
-    """`graph` cut by the inner widths of its layers, with tokens in so many chunks from sum to sum."""
+    """Plan `graph` sharded by the inner widths of its layers, with tokens in `count` chunks from sum to sum."""
     factors = Factors(graph)
     chosen = frozenset(f for v in graph.weights for f in factors.of(v) if f.size == INNER)
     plain = assign(graph, factors, chosen)

@@ -66,7 +66,7 @@ def layer_plan() -> Plan:
 
 @cache
 def placed_plan() -> Plan:
-    """The decoder cut over two devices, but for a gate that one computes alone and a norm that the other does."""
+    """Return the decoder sharded over two devices, with a gate on one device alone and a norm on the other."""
     group, place = [find("cpu:0"), find("cpu:1")], [("^(gate|up)", "cpu:1"), ("normed3", "cpu:0")]
     return plan_for(decoder(), group, split_mode="tensor", hardware=SLOW, place=place)
 
@@ -84,7 +84,9 @@ def gather_plan() -> Plan:
 
 
 def experts() -> Graph:
-    """A mixture of six experts with a bias, one of them after what needs all of it, and a bias of what is whole."""
+    """Build a mixture of six experts with biases: of an expert, after a value that needs all of it, and of a
+    whole value.
+    """
     x, ids, others = input("x", (T, 1, E)), input("ids", (T, 2), "i32"), input("others", (T, 2), "i32")
     g, u = (ops.mul_mat_id(weight(n, (6, F, E)), x, ids, name=f"{n}ed") for n in ("gate", "up"))
     g = ops.add_id(g, weight("bg", (6, F)), ids, name="biased")
@@ -217,7 +219,7 @@ def step(plan: Plan, device: int, name: str, change: Callable[[Any], Any]) -> Pl
 
 
 def with_undo_changes(plan: Plan, device: int, change: Callable[[dict[int, Any]], None]) -> Plan:
-    """`plan` with what undoes the step of a device changed: instructions by the position of their saves."""
+    """Return `plan` with changed undo instructions of a device, by the position of their saves."""
     undo = dict(plan.lanes[device].program.undo)
     change(undo)
     return with_program_changes(plan, device, undo=tuple(undo.items()))
@@ -271,7 +273,7 @@ def without_step(plan: Plan, device: int, name: str) -> Plan:
 
 
 def at_offset(i, offset: int):
-    """An instruction whose result lies elsewhere in its buffer."""
+    """Return an instruction with its result at another offset of its buffer."""
     return dataclasses.replace(i, dst=(dataclasses.replace(i.dst[0], offset=offset),))
 
 

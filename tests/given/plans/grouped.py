@@ -1,4 +1,4 @@
-"""Plans of random graphs over several reference devices, and what it takes to run them."""
+"""Plans of random graphs over several reference devices, and functions that run them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A plan run in one thread, its devices taking turns by lot: deadlocks and reads before writes cannot hide.
+"""A plan run in one thread with random turns of its devices, so that deadlocks and early reads cannot hide.
 
-Each instruction is compiled by itself with the backend's own kernels.  A collective only says what it wants; it is done
-once all devices have said so.  Arenas are filled with NaN (or noise) before every run.
+Each instruction is compiled by itself with the backend's own kernels. A collective only posts its request; it is done
+once all devices have posted theirs. Arenas are filled with NaN (or noise) before every run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DeadlockError(Exception):
 
 
 class InterleavedComm:
-    """`Comm` of one device: notes what is wanted and returns at once."""
+    """The `Comm` of one device: it records the request and returns at once."""
 
     def __init__(self, rank: int, size: int, messages: dict[tuple[int, int, int], Any]) -> None:
         self.rank, self.size, self.mail = rank, size, messages
@@ -83,7 +83,7 @@ class InterleavedPlan:
         return self._outputs()
 
     def _grant(self, at: list[int], moved: bool) -> None:
-        """Do what can be done: a letter that is there, a collective at which everybody is."""
+        """Do all possible requests: a message that has arrived, a collective that all devices have reached."""
         granted = False
         for device, talk in enumerate(self.talks):
             if talk.wish is not None and talk.wish[0] == "receive":

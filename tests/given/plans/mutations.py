@@ -47,7 +47,9 @@ FOREIGN_RECORDS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class FieldSite:
-    """A field of a record within a plan: the class that declares it, where the record is, and what the field holds."""
+    """A field of a record within a plan: the class that declares it, the path of the record, and the value of the
+    field.
+    """
 
     owner: str
     name: str
@@ -76,7 +78,7 @@ def _sites(value: Any, path: Path) -> Iterator[FieldSite]:
             for number, spec in enumerate(node.specs):
                 yield from _sites(spec, (*path, ("node", at), ("field", "specs"), ("item", number)))
     elif dataclasses.is_dataclass(value):
-        for f in (f for f in dataclasses.fields(value) if f.init):  # what no caller can set is no fault of one
+        for f in (f for f in dataclasses.fields(value) if f.init):  # callers cannot set the others
             yield _site(value, f.name, path)
             yield from _sites(getattr(value, f.name), (*path, ("field", f.name)))
     elif isinstance(value, Mapping):
@@ -137,7 +139,7 @@ def everywhere(plan: Plan, site: FieldSite, value: Any) -> Plan:
 
 
 class Pool:
-    """What the fields of a plan hold elsewhere, by field: a wrong value that looks right."""
+    """The values of the fields of a plan by field: wrong values that look right."""
 
     def __init__(self, found: Sequence[FieldSite]) -> None:
         self.by_field: dict[str, list[Any]] = defaultdict(list)
@@ -149,7 +151,7 @@ class Pool:
 
 
 def variants(site: FieldSite, pool: Pool, dice: random.Random) -> list[tuple[str, Any]]:
-    """Other values for a site, each with a word for what is wrong."""
+    """Return other values for a site, each with a word for the kind of error."""
     wrong = [*_of(site.value, site.hint, dice), ("that of another", pool.other(site.field, dice))]
     if site.hint.endswith("| None"):
         wrong.append(("missing", None))

@@ -29,7 +29,7 @@ RUNS = 2
 
 
 class FaultyNumpy(_Faulty, NumpyBackend):
-    """The NumPy backend, but for its faults: it needs scratch."""
+    """The NumPy backend with planted faults: it needs scratch memory."""
 
 
 def faulty_group(n: int, kind: str = "reference"):
@@ -41,7 +41,7 @@ def faulty_group(n: int, kind: str = "reference"):
 
 @dataclass(frozen=True)
 class Truth:
-    """What a graph gives in each of a few runs over the same inputs: outputs and then states."""
+    """The results of a graph in several runs over the same inputs: outputs and then states."""
 
     graph: Graph
     values: Mapping[str, np.ndarray]
@@ -84,10 +84,12 @@ def _evaluate_references(graph: Graph, values: Mapping[str, Any], states: Mappin
 
 
 def run_faults(plan: Plan, truth: Truth, *, failing: int = 4) -> str | None:
-    """What is wrong when `plan` runs, None if it runs right and up to `failing` steps of each device are undone."""
+    """Return a description of the error when `plan` runs, None if it is right and `failing` steps per device are
+    undone.
+    """
     try:
         return _run_faults(plan, truth, failing)
-    except Exception as why:  # whatever a wrong plan raises
+    except Exception as why:  # any error of a wrong plan
         return f"{type(why).__name__}: {why}"
 
 

@@ -1,4 +1,4 @@
-"""Ways to plan a graph, and whether each gives what one device gives."""
+"""All modes to plan a graph, and whether each gives the results of one device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAY_BE_REFUSED = (
     "finds nothing to cut within a stage",
     "would go back from stage",
 )
-"""What a random graph or a random wish may not allow."""
+"""Messages about requests that a random graph or random options do not allow."""
 
 
 def values_of(graph: Graph, seed: int) -> Mapping[str, np.ndarray]:
@@ -80,7 +80,7 @@ def some_that_fit(graph: Graph, factors: Factors, dice: random.Random) -> frozen
 
 
 def options(graph: Graph, dice: random.Random) -> Iterator[tuple[str, int, dict[str, object]]]:
-    """Plans of all kinds: their name, the number of devices, and what `plan_for` is given."""
+    """Yield plans of all kinds: their name, the number of devices, and the options of `plan_for`."""
     placed = dice.choice([n.name for n in graph.nodes if n.name] or ["y"])
     for mode in ("none", "layer", "tensor", "auto", "cut", "cut", "placed"):
         n = dice.randint(1, 5)
@@ -103,7 +103,7 @@ def options(graph: Graph, dice: random.Random) -> Iterator[tuple[str, int, dict[
 
 
 def try_all_modes(graph: Graph, seed: int) -> Iterator[tuple[str, str]]:
-    """Each way to plan `graph`, and what is wrong with it; empty if nothing is."""
+    """Yield each mode to plan `graph`, with its error; the error is empty if the plan is right."""
     dice, values = random.Random(seed), values_of(graph, seed)
     want = results(plan_for(graph, [find("reference:0")]), values)
     for name, n, options_of_plan in options(graph, dice):

@@ -54,7 +54,7 @@ AT_A_TOKEN = {
 
 
 def be_patient(fault: str) -> None:
-    """Whoever failed waits until all others have spoken; the patience with rank 1 alone may end, `SOON`."""
+    """Let the failed rank wait until all others have reported; only the patience with rank 1 may end, `SOON`."""
     launcher.START_TIMEOUT_SECONDS = launcher.FAILED_RANK_LINGER_SECONDS = world.FAILED_RANK_LINGER_SECONDS = (
         rank_command.SILENCE_TIMEOUT_SECONDS
     ) = HOUR

@@ -1,7 +1,7 @@
-"""What every communicator has to do, whatever carries its bytes: each case is one member's part, and checks its result.
+"""The contract of every communicator over any transport: each case is one member's part, and checks its result.
 
-As a script it runs all cases over MPI, with one device of each rank or as many as it is told: ``mpiexec -n 3 python
-meetings.py WORD 2 1 2`` (a word that tells its processes from others).
+As a script it runs all cases over MPI, with one device of each rank or the given numbers: ``mpiexec -n 3 python
+meetings.py WORD 2 1 2`` (a word that marks its processes).
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def sums_much(comm):
 
 
 def sums(comm, shape, sequence):
-    """All have the same bits: in the order of the members, of those of one rank first, unless a library has its own."""
+    """Check that all have the same bits: summed in the order of members, within a rank first, unless a library
+    has its own.
+    """
     into = np.empty(shape, np.float32)
     comm.all_reduce(source(comm.rank, shape), into, np.empty(shape, np.float32), sequence)
     within: dict[object, np.ndarray] = {}
@@ -89,7 +91,7 @@ def scatters_a_sum(comm):
 
 
 def sends_along_a_chain(comm):
-    """More than fits into what a link takes at once."""
+    """Send more than a link buffers at once."""
     into = source(0, (700_000,))
     if comm.rank:
         into = np.empty(700_000, np.float32)
@@ -117,7 +119,7 @@ CASES = (
 
 
 def make_communicator(world, each=(1, 1, 1, 1)):
-    """Where so many devices of each rank meet."""
+    """Build the communicator of these numbers of devices per rank."""
     ranks = [rank for rank in range(world.size) for _ in range(each[rank])]
     devices = [Device("numpy", i, rank=rank) for i, rank in enumerate(ranks)]
     return RankGroup(DevicePlacement(world, ranks), devices, HOUR, DType.F32)

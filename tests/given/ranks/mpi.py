@@ -27,12 +27,12 @@ class ProcessResult:
 
     @property
     def lines(self) -> list[str]:
-        """What hocket said on stderr."""
+        """Return the lines of hocket on stderr."""
         return [line for line in self.err.splitlines() if line.startswith("hocket: ")]
 
 
 def mpiexec(ranks, *words):
-    """Run ``python WORDS`` in so many processes, which reach each other through this machine only."""
+    """Run ``python WORDS`` in `ranks` processes, which reach each other through this machine only."""
     command = [str(MPIEXEC), "-iface", "lo", "-n", str(ranks), sys.executable, *map(str, words)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=WAIT_SECONDS, stdin=subprocess.DEVNULL, check=False

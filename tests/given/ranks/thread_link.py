@@ -42,7 +42,7 @@ class ThreadLink:
 
 
 def in_threads(size, run, *, hosts=1):
-    """What ``run(world)`` gives on each of `size` ranks, once all have left; raises what the first of them raised."""
+    """Return the results of ``run(world)`` on each of `size` ranks, once all have left, or raise the first error."""
     messages, memory = defaultdict(deque), {"lock": threading.Lock()}
 
     def one(rank):

@@ -1,4 +1,4 @@
-"""A wrong kernel is found by its node, on one device and on three; statistics are those of the whole value."""
+"""A wrong kernel is found by its node, on one device and on three; statistics cover the whole value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMPUTED = {name: value for name, value in values_of(GRAPH).items() if not ops.o
 
 
 class Spoiled(NumpyBackend):
-    """NumPy, but for one node on one device: after it ran, its result is a little larger."""
+    """The NumPy backend with an error at one node on one device: its result is a little larger."""
 
     def __init__(self, node: str, device: int, unless_seen: str = "") -> None:
         self.node, self.index, self.unless_seen = node, device, unless_seen

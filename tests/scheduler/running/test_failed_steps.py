@@ -65,7 +65,7 @@ def test_wherever_a_random_graph_fails_its_states_are_those_before_the_step(seed
     assert fail_everywhere(make_faulty_run(backend, plan, store, feed, np.random.default_rng(seed)))
 
 
-# ----------------------------------------------------------------------------------------- what a step saves
+# ---------------------------------------------------------------------------------------------------- saves of a step
 
 
 def instructions(graph: Graph):
@@ -184,7 +184,7 @@ def test_a_kernel_that_fails_says_its_node_its_device_and_how_many_steps_had_fin
 
 
 def stalling(what, patience: float) -> FaultyRun:
-    """A model on two devices, the second of which does `what` before its first instruction."""
+    """Return a model on two devices; the second one calls `what` before its first instruction."""
     bench = make_faulty_model_run("llama", 2, "tensor", 1)
     bench.run = Executor(bench.run.plan, bench.run.store, timeout=patience)
     bench.backend.plan_fault(bench.run.plan.lanes[1].device, 0, late=False, what=what)

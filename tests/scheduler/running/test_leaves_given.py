@@ -1,4 +1,4 @@
-"""Arrays that callers give for leaves: what does not fit is refused, by all backends in the same words."""
+"""Arrays for leaves: all backends refuse wrong arrays in the same words."""
 
 from __future__ import annotations
 

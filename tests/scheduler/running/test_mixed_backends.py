@@ -107,7 +107,7 @@ def _run_threads(group, run):
 
 
 def test_backends_that_keep_other_dtypes_agree_in_every_collective():
-    """What goes over the wire is rounded to the narrowest dtype in the group; then all compute the same numbers."""
+    """Check that sent values are rounded to the narrowest dtype in the group, so that all compute the same numbers."""
     rng, dtypes = np.random.default_rng(0), (np.float32, np.float64, np.float32)
     sources = [rng.standard_normal((4, 6)).astype(d) for d in dtypes]
     want = (sources[0] + sources[1].astype(np.float32)) + sources[2]

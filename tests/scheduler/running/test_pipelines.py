@@ -1,4 +1,4 @@
-"""Runs that follow each other through devices give what they give one by one, and are all taken back if one fails."""
+"""Pipelined runs give the results of single runs, and are all undone if one fails."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_wherever_a_run_fails_states_are_those_before_the_first(run, group_size)
 
 
 def test_a_state_of_which_one_plan_writes_rows_and_another_all_is_taken_back():
-    """What the second run overwrites the first does not put back, as it has kept two rows."""
+    """Check that the first run does not restore the bytes that the second run overwrites, since it saved two rows."""
     backend, table, total = FaultyReference(), state("table", (8, WIDTH)), state("total", (ROWS, WIDTH))
     x, at = input("x", (2, WIDTH)), input("at", (2,), "i32")
     group = [(backend, backend.device(d)) for d in range(2)]
@@ -302,7 +302,7 @@ def test_on_a_virtual_clock_four_devices_are_all_busy():
 
 
 def test_layers_are_distributed_by_time_where_bytes_would_mislead():
-    """A table of which few rows are read is most of the bytes, and little of the time."""
+    """Check a table that has most of the bytes, but little of the time, since few of its rows are read."""
     x = ops.get_rows(weight("table", (4096, 64)), input("ids", (64,), "i32"), name="rows")
     for number in range(4):
         x = ops.mul_mat(weight(f"w.{number}", (64, 64)), x, name=f"y.{number}")

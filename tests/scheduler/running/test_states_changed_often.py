@@ -22,8 +22,11 @@ ROWS, WIDTH = 8, 4
 
 
 def changed_often(seed: int) -> tuple[Graph, dict[str, np.ndarray]]:
-    """A table whose rows are set, all of which is scaled, and that is read, in any order; sometimes what it was in
-    between is an output, or is read again later.  Its rows are numbered by inputs, or by a counter that grows."""
+    """Build a table with rows that are set, a scaling of the whole, and reads, in any order.
+
+    Sometimes an intermediate value is an output, or is read again later. Its rows are numbered by inputs, or by a
+    counter that grows.
+    """
     dice, rng = random.Random(seed), np.random.default_rng(seed)
     table, counter = state("table", (ROWS, WIDTH)), state("counter", (2,), "i32")
     now, count, outputs, feed, earlier = table, counter, {}, {"one": np.array([1])}, [table]
@@ -63,7 +66,7 @@ def make_bench(seed: int) -> tuple[FaultyRun, Graph]:
 
 
 def expected_results(graph: Graph, of: FaultyRun) -> dict[str, np.ndarray]:
-    """What the graph gives where nothing shares memory: each op by itself, in order."""
+    """Return the results of the graph without shared memory: each op by itself, in order."""
     leaves = {**of.feed, **of.states}
     known = {}
     for node in graph.nodes:
@@ -96,7 +99,7 @@ def in_place(of: FaultyRun) -> int:
 
 
 def test_states_are_usually_changed_in_place_each_time():
-    """Not where what was in between is an output, or is read again later."""
+    """Check the exception: an intermediate value that is an output, or that is read again later."""
     changes = ("rows", "whole", "count")
     counts = []
     for seed in range(60):
@@ -116,7 +119,7 @@ def rows_twice() -> Plan:
 
 
 def with_steps(order: Sequence[int]) -> str:
-    """What the verifier says of the plan above with these of its steps: save, rows, save, rows, y."""
+    """Return the verifier's message about the plan above with these steps: save, rows, save, rows, y."""
     plan = rows_twice()
     (device_plan,) = plan.lanes
     steps, backs = device_plan.program.instructions, dict(device_plan.program.undo)

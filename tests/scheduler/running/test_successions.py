@@ -1,4 +1,4 @@
-"""Runs that wait for what others give follow each other all the same: of each group one is under way."""
+"""Runs that wait for results of earlier ones are pipelined with runs of other groups: one of each group is pending."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def in_groups(plan: Plan, groups: int = 2) -> list[Pipeline]:
 
 
 def next_feed(results: dict[str, Any], feed: dict[str, Any]) -> dict[str, Any]:
-    """What goes in next depends on what came out."""
+    """Return the next inputs, which depend on the results."""
     return {**feed, "x": np.tanh(results["y"])}
 
 
 def decode_in_groups(groups: list[Pipeline], steps: int = RUNS) -> list[list[Any]]:
-    """What each group gives in so many steps, of which as many are under way as there are groups."""
+    """Return the results of each group in `steps` steps; one step of each group is pending."""
     results: list[list[Any]] = [[] for _ in groups]
     with Succession(groups[0]) as runs:
         for number, group in enumerate(groups):
@@ -50,7 +50,7 @@ def decode_in_groups(groups: list[Pipeline], steps: int = RUNS) -> list[list[Any
 
 
 def expected_of_group(plan: Plan, group: int, steps: int = RUNS) -> tuple[list[Any], Any]:
-    """What a group gives by itself, and the states that it leaves."""
+    """Return the results of a single group, and its final states."""
     store = make_store(plan)
     executor, feed, expected = Executor(plan, store, timeout=WAIT_SECONDS), feeds()[group], []
     for step in range(steps):
@@ -136,8 +136,10 @@ def test_a_run_over_a_store_with_a_pending_run_is_refused():
 
 
 def sequences_on(stages: int, hardware: Hardware, group_size: int = 1) -> tuple[NullBackend, Callable[[int], Plan]]:
-    """Devices of that kind, and the plan of a step in which so many sequences get a token: each stage, of one device or
-    cut among a `group_size`, has as many layers."""
+    """Return devices of that kind, and the plan of a step that gives each sequence a token.
+
+    Each stage is one device or sharded over a group of `group_size`, and has equally many layers.
+    """
     hardware = replace(hardware, machine=group_size) if group_size > 1 else hardware
     backend = NullBackend(hardware, goes_on=True)
     group = [(backend, backend.device(d)) for d in range(stages * group_size)]
@@ -158,8 +160,10 @@ BUSY = Hardware(flops=1e9, bandwidth=1e12, launch=0.0, link_latency=0.0)
 
 
 def measure_on_clock(backend: NullBackend, pipelines: list[Pipeline], steps: int) -> float:
-    """Seconds that so many steps of all groups take on the clock of devices, where a step begins when its group's last
-    one has ended."""
+    """Return the seconds of `steps` steps of all groups on the devices' clock.
+
+    A step begins when the previous step of its group has ended.
+    """
     devices, begun, ends = len(pipelines[0].plan.lanes), [0], []
 
     def waits(replay):

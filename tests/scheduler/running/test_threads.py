@@ -1,4 +1,4 @@
-"""Threads that share what a process has: code, backends, executors, sessions."""
+"""Threads that share the objects of a process: code, backends, executors, sessions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STARTS = 8
 
 
 def at_once(work: Callable[[int], object]) -> list[object]:
-    """What `work` gives in threads that begin together."""
+    """Return the results of `work` in threads that begin together."""
     start = threading.Barrier(STARTS)
 
     def go(number: int) -> object:
@@ -146,7 +146,7 @@ def test_an_interrupt_ends_waiting_for_a_turn_and_leaves_it_to_others():
     threading.Thread(target=interrupt, args=(threading.get_ident(),)).start()
     with pytest.raises(KeyboardInterrupt), Turn([first, second]):
         pass
-    with ThreadPoolExecutor(1) as pool:  # nothing is held of what was waited for
+    with ThreadPoolExecutor(1) as pool:  # no lease of an awaited result remains
         assert pool.submit(lambda: Turn([first]).__enter__()).exception() is None
     free.set()
     holder.join()

@@ -1,4 +1,4 @@
-"""Plans on a virtual clock, and plans whose devices take turns by lot."""
+"""Plans on a virtual clock, and plans with random turns of their devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace has every step of every device once, between the ends of its run, and is what Perfetto reads."""
+"""A trace has every step of every device once, between the ends of its run, and Perfetto can read it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_times_of_a_trace_are_found_for_a_plan_with_the_same_steps_and_no_other(
     lasted = sum(one.end - one.start for one in trace.runs) / RUNS
     for steps in times.devices:
         assert all(s is not None and s.seconds >= 0 and s.kernel for s in steps)
-        assert 0 < sum(s.seconds for s in steps) <= 2 * lasted  # as n medians of n times are, whatever these are
+        assert 0 < sum(s.seconds for s in steps) <= 2 * lasted  # as n medians of n times are, for any times
     other, _ = run_with_trace("cpu", "layer")
     with pytest.raises(PlanError, match="none of its 1 plans has the steps of this one"):
         measured(other.plan, trace)
@@ -186,7 +186,7 @@ def test_perfettos_importer_takes_a_trace_without_a_complaint(mode, tmp_path):
                 "join process using (upid) group by pid order by pid",
             ],
         )
-    # The importer turns an arrow round whose receiver has waited since before the sender began.
+    # The importer reverses an arrow to a receiver that has waited since before the sender began.
     assert found[:5] == [[(count["X"],)], [(count["C"],)], [(count["s"],)], [], [(0,)]]
     assert found[5] == [(1, "hocket"), (2, "reference:0"), (3, "reference:1")]
     assert found[6] == sorted(Counter([1] * RUNS + [pid for pid, *_ in steps]).items())

@@ -1,4 +1,4 @@
-"""Tokens in chunks from sum to sum: the same bits, always something beside a sum, proven, and only where it pays."""
+"""Tokens in chunks from sum to sum: the same bits, always work during a sum, verified, and only where it pays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ...given.plans.ways import results as run_results
 SLOW_LINK = Hardware(flops=1e6, bandwidth=1e9, launch=0.0, link_bandwidth=5e4, link_latency=1e-6)
 LONG_LAUNCHES = Hardware(flops=1e6, bandwidth=1e9, launch=1e-3, link_bandwidth=1e6, link_latency=1e-6)
 WORK_ON_ROWS = Hardware(flops=1e6, bandwidth=3e5, launch=0.0, link_bandwidth=1e5, link_latency=1e-6)
-"""Devices that take long for what they do alike, such as norms."""
+"""Devices that take long for replicated work, such as norms."""
 TOKENS = 8
 
 
@@ -207,7 +207,7 @@ def swap_chunks(self, value, number):
 
 
 def shift_tokens(self, value, number):
-    """What is not in chunks yet is read at the tokens of another."""
+    """Read a value without chunks at the tokens of another chunk."""
     return PLAIN(self, value, number if value in self.chunks else 0)
 
 

@@ -1,4 +1,4 @@
-"""Short memory: shares by what devices have, and the host, which takes what does not fit on the others."""
+"""Short memory: shares by the memory of devices, and the host, which takes weights that do not fit elsewhere."""
 
 from __future__ import annotations
 

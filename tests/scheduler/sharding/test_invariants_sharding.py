@@ -1,4 +1,4 @@
-"""What holds for every cut of any graph, and cuts at which other schedulers are known to fail."""
+"""Invariants of every sharding of any graph, and splits at which other schedulers are known to fail."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
 
 @st.composite
 def shards(draw):
-    """A shape, and a layout whose runs are segments dealt to up to eight devices."""
+    """Draw a shape, and a layout with runs of segments for up to eight devices."""
     shape = draw(SHAPES)
     axis, n = draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 8))
     runs: list[list[tuple[int, int]]] = [[] for _ in range(n)]
@@ -107,7 +107,7 @@ def test_shards_cover_and_lie_in_whole_blocks():
 
 
 def one_op_graph(op, sample: str) -> Graph | None:
-    """A node whose operands are all weights, so that every axis may be cut; None where one is quantised."""
+    """Build a node with weights as operands, so that every axis may be sharded; None where one is quantised."""
     parts = parse_case(sample)
     operands = {k: v for k, v in parts.items() if isinstance(v, Spec)}
     if not operands or any(s.dtype.is_quantised for s in operands.values()):
@@ -123,7 +123,7 @@ ALONE = [name for name in sorted(REGISTRY) if name not in COLLECTIVES]
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", ALONE)
 def test_every_op_sharded_along_any_allowed_factor_is_the_op(name):
-    """Each class of factors alone, over three devices with unequal shares; the result is that of one device."""
+    """Check each class of factors alone, over three devices with unequal shares; the result equals one device's."""
     op, rng = REGISTRY[name], np.random.default_rng(0)
     samples = [s for s in op.samples if (g := one_op_graph(op, s)) is not None and all(v.spec.size for v in g.weights)]
     for sample in dict.fromkeys((*samples[:3], *samples[-3:])):
@@ -146,7 +146,7 @@ def test_every_op_sharded_along_any_allowed_factor_is_the_op(name):
 
 @MANY
 def test_devices_without_a_share_change_nothing(seed):
-    """Zero shares before, between and after: bit for bit what the others compute alone."""
+    """Check zero shares before, between and after the others: the bits of the other devices alone."""
     graph = seeded_graph(seed)
     values = bindings(graph, np.random.default_rng(seed))
     results = []
@@ -321,7 +321,7 @@ def test_twenty_four_heads_over_four_key_heads_at_49_to_51(slow, n):
 
 
 def test_a_latent_cache_that_is_read_through_offsets(slow):
-    """As in MLA: one latent row holds what keys and values are made of, and a rotated part that all heads share."""
+    """Check MLA: one latent row holds the source of keys and values, and a rotated part that all heads share."""
     t, h, latent, rope, d = 3, 4, 16, 8, 6
     ids = input("ids", (t,), "i32")
     row = ops.mul_mat(weight("kv_a", (latent + rope, 12)), input("x", (t, 12)))

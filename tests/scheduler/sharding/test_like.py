@@ -1,4 +1,4 @@
-"""Plans over weights and states that lie on the devices already: graphs that read them otherwise than the first did."""
+"""Plans over weights and states on the devices: graphs that read them in another way than the first one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS, COLUMNS = 24, 12
 
 
 def graph_of(seed: int) -> Graph:
-    """A graph over the weights and states that those of all seeds have, each read in pieces of its own."""
+    """Build a graph over the weights and states that all seeds share, with its own slices of each."""
     rng = random.Random(seed)
     x = input("x", (3, COLUMNS))
     tall = [weight("w", (ROWS, COLUMNS)), state("kept", (ROWS, COLUMNS))]

@@ -40,7 +40,7 @@ PLACES = {
 }
 
 
-# ------------------------------------------------------------------------------------------------- what the user says
+# ---------------------------------------------------------------------------------------- placement rules of the user
 
 
 @pytest.mark.long(cases=1)
@@ -186,7 +186,7 @@ def _random_patterns(graph, place):
     return [(p, d) for p, d in place if any(re.search(p, name) for name in called)]
 
 
-# ------------------------------------------------------------------------------------------------ what devices can run
+# ----------------------------------------------------------------------------------------------- abilities of devices
 
 
 class Limited(ReferenceBackend):
@@ -206,7 +206,7 @@ def limited_group(n, refuses):
 
 
 NEEDED = COLLECTIVES | {"cont"}
-"""What the planner itself puts in, and expects of every device."""
+"""Ops that the planner itself inserts, and expects of every device."""
 
 
 @pytest.mark.parametrize("seed", range(4000, 4080))

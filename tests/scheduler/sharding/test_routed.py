@@ -1,4 +1,4 @@
-"""Experts dealt whole over devices: each answer comes from one of them, and what is combined meets once."""
+"""Whole experts distributed over devices: each answer comes from one device, and one collective combines them."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ def bindings(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     arrays = {v.node.name: rng.normal(size=v.shape) for v in (*graph.weights, *graph.inputs)}
     for v in graph.inputs:
-        if v.dtype.is_integer:  # whatever the largest table that they number has
+        if v.dtype.is_integer:  # up to the largest table that they number
             tables = [n.inputs[n.inputs.index(v) - 2 if n.op == "mul_mat_id" else 1] for n in graph.users()[v]]
             arrays[v.node.name] = rng.integers(0, min(t.shape[0] for t in tables), v.shape)
     return arrays
 
 
 def equal(plan: Plan, seed: int = 0) -> None:
-    """The plan gives what one device gives."""
+    """Check that the plan gives the results of one device."""
     values = bindings(plan.graph, seed)
     one = plan_for(plan.graph, [(plan.lanes[0].backend, plan.lanes[0].device)], split_mode="none")
     for name, want in run_of(one, values).items():
@@ -162,7 +162,7 @@ def test_tables_of_other_numbers_are_distributed_on_their_own():
     factors = Factors(graph)
     assert len(whole_experts(graph, factors)) == 2
     plan = plan_whole_experts(graph, 3, kind="reference")
-    assert plan.collectives() == 2  # what the first experts say goes to others
+    assert plan.collectives() == 2  # answers of the first experts go to others
     equal(plan)
 
 

@@ -1,4 +1,4 @@
-"""Rows of sums dealt to the devices, which do for their own what all of them did for all."""
+"""Rows of sums distributed over the devices, which work on their own rows instead of on all."""
 
 from __future__ import annotations
 

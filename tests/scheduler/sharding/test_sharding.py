@@ -43,7 +43,7 @@ def test_a_model_on_several_devices_gives_the_logits_of_one(name, mode, n, split
     model = load_model(open_gguf(path_of(name)))
     tokens = tokens_of(name)
     golden = np.load(FIXTURES / name / "logits.npy")
-    exact = "q4" in name  # what is rounded to 8 bits would differ wherever a sum differs in its last bit
+    exact = "q4" in name  # rounding to 8 bits would differ wherever a sum differs in its last bit
     one = single_device_logits(name, exact)
     many = Session(model, on=Group(devices(n), mode, split, exact=exact, **FLOAT_CACHES))
     batch = many.evaluate([tokens], every_position=True)[0]
@@ -60,9 +60,9 @@ def test_a_model_on_several_devices_gives_the_logits_of_one(name, mode, n, split
     [("llama", 4), ("llama-rope-freqs", 4), ("gemma3", 12), ("qwen2", 4), ("qwen3", 4), ("qwen35", 6)],
 )
 def test_a_decoder_has_two_reductions_per_layer(name, max_count):
-    """One reduction after the mixer, one after the feed-forward; the residual and the logits cost none.
+    """Check one reduction after the mixer, and one after the feed-forward; the residual and the logits cost none.
 
-    Messages are quick, since what a small model does with a window is not worth one of the usual latency.
+    Messages are quick, since the work of a small model on a window does not justify the usual latency.
     """
     graph = load_model(open_gguf(path_of(name))).graph(Step(1, 1, 256, 512, 1))
     group = [find(device) for device in devices(2)]
@@ -73,7 +73,9 @@ def test_a_decoder_has_two_reductions_per_layer(name, max_count):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3next", "qwen35"])
 def test_a_layer_split_sends_one_value_to_the_next_device(name):
-    """States stay with the layer that reads them, those of convolutions too, though their new values end the graph."""
+    """Check that states stay with the layer that reads them, also convolution states with new values at the
+    graph's end.
+    """
     model = load_model(open_gguf(path_of(name)))
     new_plan = plan(model.graph(Step(1, 1, 64, 64, 1)), devices(2), split_mode="layer")
     sent = [i.node for device_plan in new_plan.lanes for i in device_plan.program.instructions if i.op == "send"]
@@ -218,7 +220,7 @@ def test_a_device_may_get_nothing():
 def run_collective(
     attrs: list[dict], op: str, sources: list[np.ndarray], shapes: list[tuple[int, ...]]
 ) -> list[np.ndarray]:
-    """What each device of a group gets from one collective of the NumPy backend."""
+    """Return the results of each device of a group for one collective of the NumPy backend."""
     from concurrent.futures import ThreadPoolExecutor
 
     from hocket.backends.calls import Call

@@ -1,4 +1,4 @@
-"""Programs that are like a proven one: they are lowered and proven once, and whatever is wrong in another is seen."""
+"""Programs that equal a verified one: they are lowered and verified once, and faults in another one are seen."""
 
 from __future__ import annotations
 

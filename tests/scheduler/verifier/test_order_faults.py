@@ -19,7 +19,7 @@ from ...given.plans.faults import layer_plan, tensor_plan
 
 
 def passed_on(stages: int = 3):
-    """A plan with a weight and a state on each of so many devices, through which a value goes."""
+    """Build a plan with a weight and a state on each of `stages` devices, through which a value goes."""
     x = input("x", (4, 8))
     updates = {}
     for stage in range(stages):
@@ -88,7 +88,7 @@ def test_a_run_finds_the_states_that_the_one_before_it_has_left():
 
 
 def test_an_overtaking_message_is_found_in_stateless_programs():
-    """One device sends a letter twice in each run: in the second the next one takes what was left of the first."""
+    """Check a device that sends a message twice in each run: the second one contains the leftover of the first."""
     plan = passed_on()
     stateless = [dataclasses.replace(p, undo=()) for p in programs_of(plan)]
     messages = [[i for i in p.instructions if i.op in ("send", "receive")] for p in stateless]
@@ -119,7 +119,7 @@ def test_a_run_without_retained_results_is_found():
 
 
 def test_messages_to_and_fro_are_no_fault_and_no_gain():
-    """What comes back to the first device keeps it from the next run."""
+    """Check that a message back to the first device delays its next run."""
     x = input("x", (64, 64))
     for number in range(4):
         x = ops.mul_mat(weight(f"w.{number}", (64, 64)), x, name=f"y.{number}")
@@ -131,7 +131,7 @@ def test_messages_to_and_fro_are_no_fault_and_no_gain():
 
 
 def test_devices_that_wait_for_each_other_are_found():
-    """The first sends the second what that takes only when it has itself been heard."""
+    """Check a device that sends a message to one that receives it only after its own message has arrived."""
     plan = passed_on(2)
     (sent,) = (i for i in plan.lanes[0].program.instructions if i.op == "send")
     (taken,) = (i for i in plan.lanes[1].program.instructions if i.op == "receive")

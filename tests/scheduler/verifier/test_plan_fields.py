@@ -26,7 +26,7 @@ from ...given.plans.oracle import run_faults
 
 
 def read_documented_fields() -> dict[str, str]:
-    """What the verifier's docstring says of each field, by ``Class.field``."""
+    """Return the verifier's documentation of each field, by ``Class.field``."""
     rows: dict[str, str] = {}
     owner = ""
     for line in (verifier.__doc__ or "").splitlines():
@@ -61,7 +61,7 @@ def test_a_field_that_is_wrong_is_found_or_the_plan_runs_right():
         "Graph.nodes"
     }
     for field, names in fields().items():
-        for name in dice.sample(names * 3, len(names) * 3):  # what one record holds may leave little to be wrong
+        for name in dice.sample(names * 3, len(names) * 3):  # a record may leave few wrong values
             for mutant in one_field(name, field, dice):
                 tally.check_mutant(mutant)
             if tally.refused[field] or field not in checked:

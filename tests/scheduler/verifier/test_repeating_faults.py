@@ -79,7 +79,7 @@ def place_of(name: str, run: int = 0) -> int:
 
 
 def of_another(change: Callable[[ShortenedGraph], ShortenedGraph], **changes: Any) -> Plan:
-    """The plan whose lanes repeat runs of another graph, or other runs."""
+    """Return the plan with device plans that repeat another graph, or other runs."""
     of = change(shorts(plan_graph())[0].of)
     return with_shorts(plan_graph(), [Short(s.graph, s.program, of) for s in shorts(plan_graph())], **changes)
 
@@ -147,7 +147,7 @@ def lowered_as_if_nothing_came_again() -> Plan:
 
 
 def with_exchanged_saves() -> Plan:
-    """What two runs save changes places."""
+    """Return the plan in which the saves of two runs are exchanged."""
 
     def change(program: Program) -> Program:
         one, two = (program.instructions[at].dst[0].offset for at in sorted(program.saves)[4:6])
@@ -166,7 +166,7 @@ def with_exchanged_saves() -> Plan:
 
 
 def long_graph(name: str, **attrs: Any) -> Plan:
-    """The plan for a graph of which one node is another."""
+    """Return the plan for a graph with another node in place of one."""
 
     def rule(node: Node) -> Any:
         if node.name != name:

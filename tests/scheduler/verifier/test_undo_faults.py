@@ -49,7 +49,7 @@ def saves(name: str, device: int = 0):
 
 
 def overwritten(name: str, by: str) -> Plan:
-    """A later step writes over what was saved, or over the numbers of rows."""
+    """Return a plan in which a later step overwrites the saved bytes, or the row numbers."""
     tensor = saves(name).dst[0]
     return step(tensor_plan(), 0, by, lambda i: at_offset(i, tensor.offset))
 
