@@ -1,8 +1,6 @@
 """The command line of hocket with the kernels of ``cpu`` for AArch64, which QEMU runs.
 
-
     python on_arm.py 'dotprod i8mm' check --backend cpu -j 1
-
 
 The command runs in one process, as with native kernels. Kernels are loaded into a process of QEMU. All memory that
 they touch is fetched from this process, and their changes come back, so that everything except the code of kernels is

@@ -1,14 +1,12 @@
 """The imports of the package as a graph, and the table of permitted imports, `import_rules.toml`.
 
-
 ```
 python tests/repository/imports.py             print the forbidden imports
 python tests/repository/imports.py --update    write the rules anew from the present imports, without the exceptions
 ```
 
-
 A *room* is a folder without folders of its own, or a single module of a folder that has some. Rooms have an order: no
-room imports one that imports it. Exceptions are the imports against this order, and those that close a circle of
+room imports one that imports it. Exceptions are the imports against this order, and imports that close a circle of
 modules.
 """
 

@@ -200,7 +200,7 @@ def test_devices_that_do_not_help_are_left_free_and_the_first_line_says_so(tmp_p
 @pytest.mark.parametrize("devices", ["h200:1", "h200:4,nvlink", "rtx4090:2", "h100:2,ethernet", "cpu:2"])
 @pytest.mark.parametrize("model", [llama_70b, qwen_80b])
 def test_auto_is_no_slower_than_what_is_chosen_by_hand(tmp_path, model, devices, tokens):
-    """Check all plans except those with copies of weights on every device that gain less than a tenth."""
+    """Check all plans except copies of weights on every device that gain less than a tenth."""
     graph, _ = read_step_graph(model(tmp_path / "model.gguf", layers=4), context=1024, tokens=tokens)
     simulation = simulate(devices)
     auto = plan_for(graph, simulation.group, hardware=simulation.hardware).cost.total

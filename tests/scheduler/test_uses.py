@@ -66,7 +66,7 @@ def test_the_predicted_time_of_a_workload_is_the_time_of_verified_plans(tmp_path
 @pytest.mark.parametrize("sequences", [1, 16])
 @pytest.mark.parametrize("machine", ["h200:4,nvlink", "rtx4090:2,pcie4", "a100:4,ethernet", "h200:2,nvlink x 2,ib400"])
 def test_auto_is_no_slower_for_a_use_than_what_is_chosen_by_hand(tmp_path, machine, sequences):
-    """Check all plans except those with copies of weights on every device that gain less than a tenth."""
+    """Check all plans except copies of weights on every device that gain less than a tenth."""
     auto, use = layout(tmp_path, machine, sequences)
     own = score_plan(auto, use)[0]
     for count in {1, 2, len(simulate(machine).group)}:

@@ -1,15 +1,13 @@
 """Tiny models of many architectures, as llama.cpp's own test of them writes: headers, and goldens of llama.cpp.
 
-``fixtures/architectures/NAME.npz`` holds a file up to its data: names, shapes and offsets of its tensors, tokens from
-position 0, and llama.cpp's logits (float32 cache, one batch) at the last of them. Weights follow from names and a
-seed, so that every part of a network matters.
+``fixtures/architectures/NAME.npz`` holds a file up to its data: names, shapes and offsets of its tensors. It also
+holds tokens from position 0, and llama.cpp's logits (float32 cache, one batch) at the last of them. Weights follow from
+names and a seed, so that every part of a network matters.
 
 Only ``gemma4-mixed``, which that test lacks, holds a whole file, and the logits of a float64 reference, since
 llama.cpp rounds its GELU.
 
-
     python tests/given/models/architectures.py SUITE      packs them anew from a folder with heads, goldens and index
-
 """
 
 from __future__ import annotations

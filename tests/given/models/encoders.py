@@ -1,8 +1,6 @@
 """Tiny models of random weights, with the results of PyTorch: fixtures of `architectures`.
 
-
     python -m hocket.tests.given.models.encoders [NAMES]      needs transformers, torch and gguf
-
 
 Most are encoders. llama.cpp has no graph of GPT-J, and its Chameleon with Swin norms differs from the original.
 Goldens are in float64, of transformers' own modules where it has the model. Parts that it lacks (ALiBi and two norms

@@ -1,8 +1,6 @@
 """The error of tiny models of each architecture, sharded over devices, against one device.
 
-
     python -m tests.given.models.sharded [NAMES]      measures anew, all or those named, and writes ``sharded.json``
-
 
 The file has the larger NMSE of all rows and of the worst row for each model and number of devices; docs/models.md
 shows it. All tokens of a model's golden are run in one batch, exactly, in split mode tensor.

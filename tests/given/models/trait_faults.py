@@ -1,8 +1,6 @@
 """One mistake at a time in the table of architectures: a trait of a row is forgotten, so that it has its default.
 
-
     python -m hocket.tests.given.models.trait_faults      plants them all, prints the unnoticed ones
-
 
 Most unnoticed faults change nothing in these files: traits that the metadata repeat, and windows or factors beyond
 their few tokens.
