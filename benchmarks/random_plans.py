@@ -18,7 +18,7 @@ from time import monotonic
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.given.graphs.wide_graphs import wide_graph
-    from tests.given.plans.ways import ways_tried
+    from tests.given.plans.ways import try_all_modes
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
@@ -31,7 +31,7 @@ def main() -> int:
             break
         graph = wide_graph(seed)
         ops.update({n.op for n in graph.nodes})
-        for way, fault in ways_tried(graph, seed):
+        for way, fault in try_all_modes(graph, seed):
             plans += 1
             if fault:
                 faults += 1

@@ -16,15 +16,15 @@ from hocket.backends.cache import cache_folder
 # Tests run in as many processes as there are processors, which leaves one to the threads of each.
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(name, "1")
-# What hocket calibrate measured here for its user would decide which plans tests see.  Workers inherit the folder.
+# Speeds that `hocket calibrate` measured for the user would decide which plans tests see. Workers inherit the folder.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["HOCKET_CACHE_DIR"] = str(cache_folder() / "tests")
 # A busy host is no fault of an example.
 settings.register_profile("hocket", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hocket")
 
-MOST_CASES = 2
-"""So many cases of one test, or fewer, are run without --all or --most; of a long one as many as its mark says."""
+MAX_CASES = 2
+"""The number of cases of one test that run without --all or --most; the mark of a long test may lower it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,11 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-architecture", action="store_true", help="compile CUDA kernels for all architectures")
     parser.addoption("--all", action="store_true", help="run long tests, as if their files were named")
     parser.addoption("--nightly", action="store_true", help="with --all: every case of the slowest tests, too")
-    parser.addoption("--most", type=int, metavar="N", help=f"cases of a test ({MOST_CASES}; with --all every one)")
+    parser.addoption("--most", type=int, metavar="N", help=f"cases of a test ({MAX_CASES}; with --all every one)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what is in its background so
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line(
         "markers",
@@ -49,14 +49,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is long.  Of a test with many cases some stay, so that each kind is tried."""
+    """Deselect long tests. Of a test with many cases some stay, so that each kind is tried."""
     cases: Counter[str] = Counter()
     counts = Counter(item.nodeid.partition("[")[0] for item in items)
-    most = config.option.most or (len(items) if config.option.all else MOST_CASES)
+    max_cases = config.option.most or (len(items) if config.option.all else MAX_CASES)
     stays, leaves = [], []
     for item in items:
         mark, test = item.get_closest_marker("long"), item.nodeid.partition("[")[0]
-        limit = min(most, mark.kwargs.get("cases", 0)) if mark and not config.option.all else most
+        limit = min(max_cases, mark.kwargs.get("cases", 0)) if mark and not config.option.all else max_cases
         if (nightly := item.get_closest_marker("nightly")) and not config.option.nightly:
             limit = min(limit, nightly.kwargs["cases"])
         every = -(-counts[test] // limit) if limit else 0

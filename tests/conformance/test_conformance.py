@@ -92,21 +92,21 @@ def test_the_quick_run_shows_every_dtype_layout_input_kind_attribute_and_check(n
     full, quick = full_cases(REGISTRY[name]), quick_cases(REGISTRY[name])
     assert len(quick) < len(full)
 
-    def shown(chosen):
+    def covered_features(chosen):
         pairs = {(c.layout, c.inputs) for c in chosen if c.check == "reference"}
         dtypes = {(c.layout, k, s.dtype) for c in chosen for k, s in c.operands}
         return pairs, dtypes, {a for c in chosen for a in c.attrs}, {c.check for c in chosen}
 
-    for everything, some in zip(shown(full), shown(quick), strict=True):
+    for everything, some in zip(covered_features(full), covered_features(quick), strict=True):
         assert everything == some
 
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_dtype_is_tried_on_operands_that_have_elements(name):
     quick = [c for c in quick_cases(REGISTRY[name]) if c.check == "reference"]
-    shown = {(k, s.dtype) for c in quick for k, s in c.operands}
+    covered = {(k, s.dtype) for c in quick for k, s in c.operands}
     tried = {(k, s.dtype) for c in quick for k, s in c.operands if not c.is_empty}
-    only_empty = {(k, t) for k, t in shown - tried if not (name == "transpose" and t.is_quantised)}
+    only_empty = {(k, t) for k, t in covered - tried if not (name == "transpose" and t.is_quantised)}
     assert only_empty == set()  # rows of blocks can be transposed only where there are none
 
 
@@ -121,7 +121,7 @@ def test_samples_of_an_op_are_among_its_points_and_points_are_legal():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_operand_lies_as_its_layout_says(layout):
+def test_an_operand_has_the_strides_of_its_layout(layout):
     case = parse_case(f"add(a=f32[3,4,5], b=f32[3,4,5], layout={layout})")
     program = device_plan_for(build_case_graph(case).graph, *CPU).program
     (a, b), out = program.instructions[-1].src, program.instructions[-1].dst[0]
@@ -157,7 +157,7 @@ def test_a_stray_byte_is_named_with_its_distance():
     assert "3 bytes past the end" in (guarded.find_stray_write(guarded.arena_bytes()) or "")
 
 
-def judged(got, want, dtype="f32"):
+def compare_to_reference(got, want, dtype="f32"):
     budget = ErrorBudget(np.full(want.shape, 1e-6), np.full(want.shape, 1e-7))
     return compare(got, want, budget, make_spec(want.shape, dtype), REGISTRY["add"])
 
@@ -173,37 +173,37 @@ def test_an_error_in_one_row_of_4000_is_found():
     got = want.copy()
     got[1234] *= 1.001
     pooled = ((got - want) ** 2).sum() / (want**2).sum()
-    assert pooled < 5e-4  # what test-backend-ops would let pass
-    assert "[1234, " in judged(got, want).why
-    assert not judged(want, want).why
+    assert pooled < 5e-4  # test-backend-ops would let this error pass
+    assert "[1234, " in compare_to_reference(got, want).why
+    assert not compare_to_reference(want, want).why
 
 
 def test_matching_infinities_hide_nothing():
     want = np.array([[1.0, np.inf, 2.0], [3.0, -np.inf, 4.0]])
-    assert not judged(want.copy(), want).why
+    assert not compare_to_reference(want.copy(), want).why
     got = want.copy()
     got[1, 0] = 3.5
-    assert "at [1, 0]: got 3.5" in judged(got, want).why
+    assert "at [1, 0]: got 3.5" in compare_to_reference(got, want).why
     for wrong in (np.nan, -np.inf, 7.0):
         got = want.copy()
         got[0, 1] = wrong
-        assert judged(got, want).why
+        assert compare_to_reference(got, want).why
 
 
 def test_a_number_too_large_for_its_dtype_may_be_infinite():
     want = np.array([[1e5, -1e5, 1.0]])
-    assert not judged(np.array([[np.inf, -np.inf, 1.0]]), want, "f16").why
-    assert judged(np.array([[-np.inf, -np.inf, 1.0]]), want, "f16").why
-    assert judged(np.array([[np.inf, -np.inf, 1.0]]), want, "f32").why
+    assert not compare_to_reference(np.array([[np.inf, -np.inf, 1.0]]), want, "f16").why
+    assert compare_to_reference(np.array([[-np.inf, -np.inf, 1.0]]), want, "f16").why
+    assert compare_to_reference(np.array([[np.inf, -np.inf, 1.0]]), want, "f32").why
 
 
 def test_the_tolerance_grows_with_the_reduction_and_with_coarser_arithmetic():
     def limit(text, arithmetic=None):
         case = parse_case(text)
         operands = {n: as_reference_array(a, case.specs[n]) for n, a in generate_operands(case).items()}
-        made = ExpectedResult(case, operands, *([arithmetic] if arithmetic else []))
+        expected = ExpectedResult(case, operands, *([arithmetic] if arithmetic else []))
         scale = np.abs(operands["x"]) @ np.abs(operands["w"]).T
-        return float(np.median(made.budgets([Spec((7, 5))])[0].element / scale))
+        return float(np.median(expected.budgets([Spec((7, 5))])[0].element / scale))
 
     short, long = limit("mul_mat(w=f32[5,16], x=f32[7,16])"), limit("mul_mat(w=f32[5,4096], x=f32[7,4096])")
     assert short < long < 20 * short
@@ -213,17 +213,17 @@ def test_the_tolerance_grows_with_the_reduction_and_with_coarser_arithmetic():
 def test_what_cases_leave_behind_does_not_pile_up(monkeypatch):
     """Python rarely collects cycles during a command, and emulated devices have a limit of mappings."""
 
-    class Kept:
+    class CachedOperands:
         pass
 
-    alive, most = weakref.WeakSet(), 0
+    alive, max_alive = weakref.WeakSet(), 0
 
     def leaving(case, backend, device):
-        nonlocal most
-        kept = Kept()
-        kept.itself = kept
-        alive.add(kept)
-        most = max(most, len(alive))
+        nonlocal max_alive
+        case_cache = CachedOperands()
+        case_cache.itself = case_cache
+        alive.add(case_cache)
+        max_alive = max(max_alive, len(alive))
         return run_case(case, backend, device)
 
     monkeypatch.setattr(suite, "run_case", leaving)
@@ -232,7 +232,7 @@ def test_what_cases_leave_behind_does_not_pile_up(monkeypatch):
         found = run_suite(Suite(op="add", jobs=1))
     finally:
         gc.enable()
-    assert len(found) > 2 * suite.CASES_PER_TASK >= 2 * most
+    assert len(found) > 2 * suite.CASES_PER_TASK >= 2 * max_alive
 
 
 def test_metamorphic_checks_follow_from_the_signature():
@@ -346,7 +346,7 @@ def test_failures_come_by_op_smallest_first_with_what_they_share():
     assert set(targets) <= set(re.findall(r'id="([^"]+)"', page))
 
 
-def test_nothing_is_said_of_what_failures_share_where_nothing_passes():
+def test_common_traits_of_failures_are_not_reported_where_nothing_passes():
     (group,) = group_failures(results_of(Outcome.FAIL, Outcome.FAIL, Outcome.UNSUPPORTED))
     assert (group.traits, list(group.sentences())) == ((), ["2 of 2 cases that ran fail"])
 
@@ -388,9 +388,9 @@ def test_the_command_writes_reports_that_compare(tmp_path, capsys):
 )
 def test_wrong_usage_is_one_line_and_exit_2(arguments, capsys):
     assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("hocket check: ")
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("hocket check: ")
+    assert message.count("\n") == 1
 
 
 def test_inputs_of_a_failure_are_saved_with_a_line_that_repeats_it(tmp_path, capsys):
@@ -399,12 +399,12 @@ def test_inputs_of_a_failure_are_saved_with_a_line_that_repeats_it(tmp_path, cap
     assert main(["--case", case, "--xfail", str(tmp_path / "expected"), "--save", str(tmp_path / "saved")]) == 1
     assert f"hocket check --backend cpu --case '{case}'" in capsys.readouterr().out
     (saved,) = (tmp_path / "saved").glob("neg-*.npz")
-    with np.load(saved) as held:
-        assert str(held["case"]) == case
-        np.testing.assert_array_equal(held["operand_x"], generate_operands(parse_case(case))["x"].astype(np.float32))
-        np.testing.assert_array_equal(held["expected_0"], -held["operand_x"])
-        np.testing.assert_array_equal(held["got_0"], held["expected_0"])
-        assert "take its line out" in str(held["why"])
+    with np.load(saved) as arrays:
+        assert str(arrays["case"]) == case
+        np.testing.assert_array_equal(arrays["operand_x"], generate_operands(parse_case(case))["x"].astype(np.float32))
+        np.testing.assert_array_equal(arrays["expected_0"], -arrays["operand_x"])
+        np.testing.assert_array_equal(arrays["got_0"], arrays["expected_0"])
+        assert "take its line out" in str(arrays["why"])
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Speeds of ops beside what the machine can do."""
+"""Speeds of ops, next to the limits of the machine."""
 
 import pytest
 
@@ -11,20 +11,20 @@ from hocket.conformance.reports import op_speed
 @pytest.mark.long
 def test_speed_is_measured_beside_the_limits_of_the_machine(capsys):
     assert main(["--perf", "--case", "rms_norm(x=f32[64,256])"]) == 0
-    said = capsys.readouterr().out
-    assert "GB/s" in said.splitlines()[0]
-    assert "GFLOP/s" in said.splitlines()[1]
-    assert "rms_norm(x=f32[64,256]" in said
+    text = capsys.readouterr().out
+    assert "GB/s" in text.splitlines()[0]
+    assert "GFLOP/s" in text.splitlines()[1]
+    assert "rms_norm(x=f32[64,256]" in text
 
 
 def test_the_limit_of_a_product_is_that_of_its_weights_type(monkeypatch):
     flops = {"f32": 100, "q4_0": 800}
 
-    def measured(case, backend, device):
+    def measure_case(case, backend, device):
         dtype = case.operands[0][1].dtype.text
         return op_speed.OpSpeed(case, 1.0, 0.0, nbytes=10, flops=flops[dtype] if case.op == "mul_mat" else 0, cold=True)
 
-    monkeypatch.setattr(op_speed, "measure", measured)
+    monkeypatch.setattr(op_speed, "measure", measure_case)
     limits = op_speed.MeasuredLimits(*find("cpu"))
     packed = parse_case("mul_mat(w=q4_0[64,256], x=f32[16,256])")
     plain = parse_case("scale(x=f32[64,256], scale=2.0)")

@@ -12,7 +12,7 @@ from hocket.conformance.generate_cases import quick_cases
 from hocket.ops import REGISTRY
 
 from ..given.kernel_faults import FAULTS
-from ..given.kernel_faults.site import Fault, FaultyBackend
+from ..given.kernel_faults.site import FaultyBackend, KernelFault
 
 DEVICE = Device("cpu", 0)
 
@@ -23,7 +23,7 @@ def test_no_fault_is_planted_twice():
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_a_planted_fault_is_found(fault: Fault):
+def test_a_planted_fault_is_found(fault: KernelFault):
     backend = FaultyBackend(fault)
     for case in quick_cases(REGISTRY[fault.op]):
         result = run_case(case, backend, DEVICE)

@@ -30,9 +30,9 @@ VARIANTS = {
     "rows masked entirely, sinks": {"hidden": True, "sinks": True},
 }
 ERROR = 4e-6
-"""What float32 costs values of size 1 that are averaged."""
+"""The float32 error of averaged values of size 1."""
 TERMS_ERROR = 2.0**-15
-"""What it costs that weights have two terms, where values are of size 4 at most."""
+"""The error of weights in two terms, for values of size 4 or less."""
 TILED = ("f16", "bf16", "q4_0")
 """Caches that tiles multiply, where a processor has them."""
 
@@ -64,38 +64,40 @@ def close(
         "k": (batch, keys, shared, sizes[0]),
         "v": (batch, keys, shared, sizes[1]),
     }
-    given = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    inputs = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     if mask:
         distance = np.arange(keys - tokens, keys)[:, None] - np.arange(keys)
         seen = (distance >= 0) & (distance < (window or keys))
         own = {"one": (), "each": (many,), "tiled": (2,)}[mask_heads]
         values = rng.standard_normal((batch, *own, tokens, keys)) if own or max_bias else 0.0
-        given["mask"] = np.where(np.broadcast_to(seen, (batch, *own, tokens, keys)), values, -np.inf).astype(np.float32)
+        inputs["mask"] = np.where(np.broadcast_to(seen, (batch, *own, tokens, keys)), values, -np.inf).astype(
+            np.float32
+        )
         if hidden:
-            given["mask"][..., [0, tokens - 1], :] = -np.inf
+            inputs["mask"][..., [0, tokens - 1], :] = -np.inf
     if sinks:
-        given["sinks"] = rng.standard_normal(many).astype(np.float32)
+        inputs["sinks"] = rng.standard_normal(many).astype(np.float32)
     attrs = {"scale": max(1, sizes[0]) ** -0.5, "softcap": softcap, "max_bias": max_bias, "mask_heads": mask_heads}
-    kept = {name: given.pop(name) for name in ("k", "v")} if cache != "f32" else {}
+    cache_inputs = {name: inputs.pop(name) for name in ("k", "v")} if cache != "f32" else {}
     leaves = [
-        _rows(name, kept[name].shape, cache)
-        if name in kept
-        else _head_by_head(name, given[name].shape)
+        _rows(name, cache_inputs[name].shape, cache)
+        if name in cache_inputs
+        else _head_by_head(name, inputs[name].shape)
         if apart and name in ("k", "v")
-        else hocket.input(name, given[name].shape)
-        if name in given
+        else hocket.input(name, inputs[name].shape)
+        if name in inputs
         else None
         for name in ("q", "k", "v", "mask", "sinks")
     ]
     backend = CpuBackend(threads)
     graph = hocket.Graph({"y": ops.attention(*leaves, **attrs)})
     run = hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), {})
-    for name, rows in kept.items():
+    for name, rows in cache_inputs.items():
         run.store.state(name)[...] = rows.reshape(run.store.state(name).shape)
-        kept[name] = np.array(run.store.state(name)).reshape(rows.shape)
-    bound = {name: x.swapaxes(1, 2) if apart and name in ("k", "v") else x for name, x in given.items()}
+        cache_inputs[name] = np.array(run.store.state(name)).reshape(rows.shape)
+    bound = {name: x.swapaxes(1, 2) if apart and name in ("k", "v") else x for name, x in inputs.items()}
     found, again = (run.run(bound)["y"] for _ in range(2))
-    known = {**given, **kept}
+    known = {**inputs, **cache_inputs}
     exact = [known[name].astype(np.float64) if name in known else None for name in ("q", "k", "v", "mask", "sinks")]
     kernels = {step.kernel for step in run.measure()[0]}
     assert "NumPy" not in kernels
@@ -147,9 +149,9 @@ def test_threads_share_the_keys_of_a_long_cache(keys, threads):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("kept", [{"cache": "f32"}, {"cache": "f16"}, {"apart": True}])
-def test_groups_of_heads_walk_through_a_long_cache_all_or_some_or_alone(kept, threads):
-    assert close(2, (8, 4), 1500, (64, 40), threads, batch=1, **kept)
+@pytest.mark.parametrize("cache_inputs", [{"cache": "f32"}, {"cache": "f16"}, {"apart": True}])
+def test_groups_of_heads_walk_through_a_long_cache_all_or_some_or_alone(cache_inputs, threads):
+    assert close(2, (8, 4), 1500, (64, 40), threads, batch=1, **cache_inputs)
 
 
 def test_tokens_far_into_a_cache_skip_what_a_window_hides():
@@ -165,7 +167,9 @@ def test_no_keys_at_all_give_zeros(tokens):
 @pytest.mark.parametrize("cache", TILED)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_reads_caches_of_fewer_bits(variant, cache):
-    """By tiles where the processor has them: blocks that are not full, tiles that nobody sees, several units."""
+    """Check caches of fewer bits, by tiles where the processor has them: partial blocks, invisible tiles, several
+    units.
+    """
     settings = {**VARIANTS[variant], "cache": cache, "error": TERMS_ERROR}
     assert close(40, (6, 2), 300, (32, 32) if cache == "q4_0" else (40, 24), 2, **settings)
 

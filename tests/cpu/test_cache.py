@@ -1,4 +1,4 @@
-"""What is kept on disk: how much of it, and what makes room, while other processes read and keep."""
+"""The disk cache: its size and the eviction of entries, while other processes read and write."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     make_room.cache_clear()
 
 
-def aged(file: Path, hours: float, nbytes: int = 1000) -> Path:
+def write_with_age(file: Path, hours: float, nbytes: int = 1000) -> Path:
     keep(file, bytes(nbytes - 32))
     then = time.time() - hours * HOUR_SECONDS
     os.utime(file, (then, then))
     return file
 
 
-def test_what_was_used_least_lately_makes_room(folder: Path):
-    rooms = ("kernels", "plans", "bindings", "merges", "cubins")
-    files = [aged(folder / rooms[i % 5] / f"{i}.o", 10 - i) for i in range(10)]
-    others = [aged(folder / name, 99) for name in ("emulated/one.so", "history", "models/mine.gguf")]
+def test_the_oldest_entry_makes_room(folder: Path):
+    folders = ("kernels", "plans", "bindings", "merges", "cubins")
+    files = [write_with_age(folder / folders[i % 5] / f"{i}.o", 10 - i) for i in range(10)]
+    others = [write_with_age(folder / name, 99) for name in ("emulated/one.so", "history", "models/mine.gguf")]
     make_room(folder, 4500)
     assert [file.exists() for file in files] == [False] * 6 + [True] * 4
     assert all(file.exists() for file in others)
@@ -42,8 +42,8 @@ def test_what_was_used_least_lately_makes_room(folder: Path):
     assert not any(file.exists() for file in files)
 
 
-def test_the_first_thing_that_is_kept_makes_room(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    old, new = (aged(folder / "plans" / name, hours) for name, hours in (("old", 9), ("new", 2)))
+def test_the_first_write_makes_room(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    old, new = (write_with_age(folder / "plans" / name, hours) for name, hours in (("old", 9), ("new", 2)))
     monkeypatch.setattr("hocket.backends.cache.MOST", 2500)
     make_room.cache_clear()
     keep(folder / "plans" / "newest", bytes(968))
@@ -51,7 +51,7 @@ def test_the_first_thing_that_is_kept_makes_room(folder: Path, monkeypatch: pyte
 
 
 def test_what_is_read_counts_as_used(folder: Path):
-    often, never = (aged(folder / "kernels" / name, 3 * DAY / HOUR_SECONDS) for name in ("often", "never"))
+    often, never = (write_with_age(folder / "kernels" / name, 3 * DAY / HOUR_SECONDS) for name in ("often", "never"))
     assert recalled(often) == bytes(968)
     make_room(folder, 1000)
     assert (often.exists(), never.exists()) == (True, False)

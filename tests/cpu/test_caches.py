@@ -12,27 +12,27 @@ from hocket.ops import REGISTRY
 from hocket.ops.quantisation import decode_array, encode_array
 
 from ..given.models.goldens import nmse
-from ..given.state_ways import inputs_of, ways
+from ..given.state_ways import inputs_of, state_graphs
 
 TYPES = ["f16", "bf16", "q8_0", "q4_0"]
 DEVICES = ["cpu:0", "cpu:0,cpu:1", "cpu:0,cpu:1,cpu:2"]
 
 
-WAYS = [(name, dtype) for dtype in TYPES for name, _ in ways(dtype)]
+STATE_GRAPHS = [(name, dtype) for dtype in TYPES for name, _ in state_graphs(dtype)]
 LOWEST = {"q4_0": -8, "q8_0": -127}
 """Where each block of 32 has such a number, the others down to it and up to one less lie on its grid."""
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize(("way", "dtype"), WAYS)
-def test_a_state_holds_what_its_type_can_hold(way, dtype, devices):
+@pytest.mark.parametrize(("graph_name", "dtype"), STATE_GRAPHS)
+def test_a_state_holds_what_its_type_can_hold(graph_name, dtype, devices):
     """All numbers are multiples of 1/32 below 4, so nothing is rounded, and the definition has the same bits."""
-    graph = dict(ways(dtype))[way]
-    given = inputs_of(graph, LOWEST.get(dtype, -99))
+    graph = dict(state_graphs(dtype))[graph_name]
+    inputs = inputs_of(graph, LOWEST.get(dtype, -99))
     right, run = (hocket.load(hocket.plan(graph, on), {}) for on in ("reference:0", devices))
     for _ in range(3):
-        wanted, results = right.run(given), run.run(given)
-        assert all(np.array_equal(results[name], wanted[name]) for name in wanted)
+        expected, results = right.run(inputs), run.run(inputs)
+        assert all(np.array_equal(results[name], expected[name]) for name in expected)
         assert np.array_equal(run.store.state("s"), right.store.state("s"))
         assert np.any(np.array(run.store.state("s")))
 
@@ -49,12 +49,12 @@ def test_rows_are_rounded_to_the_nearest(dtype):
     run = hocket.load(hocket.plan(Graph({"y": new}, {old: new}), "cpu:0"), {})
     with np.errstate(over="ignore"):
         run.run({"rows": rows, "ids": np.arange(8, dtype=np.int32)})
-        wanted = decode_array(encode_array(rows, kind), kind)
-    assert np.array_equal(np.array(run.store.state("s"))[:8], wanted, equal_nan=True)
+        expected = decode_array(encode_array(rows, kind), kind)
+    assert np.array_equal(np.array(run.store.state("s"))[:8], expected, equal_nan=True)
 
 
 def in_eight_bits(x):
-    """Each 32 numbers as integers, ties away from zero, of which the largest is 127."""
+    """Return groups of 32 numbers as integers up to 127, ties away from zero."""
     blocks = x.reshape(-1, 32)
     scale = np.abs(blocks).max(1, keepdims=True) / np.float32(127)
     q = blocks * (np.float32(1) / scale)
@@ -72,30 +72,30 @@ def in_eight_bits(x):
         *[((64, 96), "q8_0", "q4_0"), ((32, 128), "q8_0", "q4_0"), ((96, 32), "q4_0", "q8_0")],
     ],
 )
-def test_attention_reads_keys_and_values_as_they_are_kept(sizes, keys, values, tokens):
+def test_attention_reads_keys_and_values_as_they_are_stored(sizes, keys, values, tokens):
     """Compiled, over both: no copy in float32 is made."""
     (size, width), cells, rng = sizes, 70, np.random.default_rng(0)
     k, v = state("k", (2 * cells + 1, 3 * size), keys), state("v", (2 * cells + 1, 3 * width), values)
     q, mask = input("q", (2, tokens, 6, size)), input("mask", (2, tokens, cells))
 
-    def seen(x, columns):
+    def slice_visible(x, columns):
         known = ops.slice_(x, axis=0, start=0, stop=2 * cells)
         return ops.reshape(known, shape=(2, cells, 3, columns))
 
-    graph = Graph({"y": ops.attention(q, seen(k, size), seen(v, width), mask, scale=0.3)})
+    graph = Graph({"y": ops.attention(q, slice_visible(k, size), slice_visible(v, width), mask, scale=0.3)})
     run = hocket.load(hocket.plan(graph, "cpu:0"), {})
     for name in ("k", "v"):
         run.store.state(name)[...] = rng.standard_normal(run.store.state(name).shape)
-    given = {"q": rng.standard_normal(q.shape).astype(np.float32)}
-    given["mask"] = np.where(rng.random(mask.shape) < 0.3, -np.inf, 0.0).astype(np.float32)
-    kept = [
+    inputs = {"q": rng.standard_normal(q.shape).astype(np.float32)}
+    inputs["mask"] = np.where(rng.random(mask.shape) < 0.3, -np.inf, 0.0).astype(np.float32)
+    states = [
         np.array(run.store.state(name), np.float64)[: 2 * cells].reshape(2, cells, 3, columns)
         for name, columns in (("k", size), ("v", width))
     ]
-    y = run.run(given)["y"]
+    y = run.run(inputs)["y"]
     assert "NumPy" not in {step.kernel for step in run.measure()[0]}
     if keys in LOWEST and tokens < 16:  # which meet keys as integers
-        given["q"] = in_eight_bits(given["q"])
-    q64, mask64 = (given[name].astype(np.float64) for name in ("q", "mask"))
+        inputs["q"] = in_eight_bits(inputs["q"])
+    q64, mask64 = (inputs[name].astype(np.float64) for name in ("q", "mask"))
     rounding = CpuBackend().tolerance(graph.outputs["y"].node) or 0.0
-    assert nmse(y, REGISTRY["attention"].reference(q64, *kept, mask64, scale=0.3)) <= max(1e-11, rounding**2)
+    assert nmse(y, REGISTRY["attention"].reference(q64, *states, mask64, scale=0.3)) <= max(1e-11, rounding**2)

@@ -1,4 +1,4 @@
-"""Chains of instructions with one kernel: the bits of the single ones, and only where nobody else reads between."""
+"""Chains of instructions with one kernel: the bits of single kernels, fused only if no other node reads in between."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ RNG = np.random.default_rng(11)
 Values = Mapping[str, np.ndarray]
 
 
-def loaded(graph: hocket.Graph, values: Values, backend: str | int):
-    """On the CPU backend with so many threads, or on another."""
+def load_on(graph: hocket.Graph, values: Values, backend: str | int):
+    """Load a graph on the CPU backend with this thread count, or on another backend."""
     chosen = CpuBackend(backend) if isinstance(backend, int) else hocket.backends.find(backend)[0]
     return hocket.load(hocket.scheduler.plan_for(graph, [(chosen, chosen.device(0))]), values)
 
 
-def drawn(*shape: int) -> np.ndarray:
+def random_array(*shape: int) -> np.ndarray:
     return RNG.standard_normal(shape).astype(np.float32)
 
 
@@ -52,11 +52,11 @@ def test_every_rotation_is_compiled_and_computes_what_numpy_does(attrs: dict, fa
     n_dims = 36 if attrs["mode"] == "vision" else 66
     y = (ops.rope_multi if multi else ops.rope)(x, pos, divisors, n_dims=n_dims, **attrs)
     graph, values = hocket.Graph({"y": y}), {"f": RNG.uniform(1, 8, 40).astype(np.float32)} if factors else {}
-    inputs = {"x": drawn(*x.shape), "pos": RNG.integers(0, 999, pos.shape).astype(np.int32)}
-    run = loaded(graph, values, threads)
+    inputs = {"x": random_array(*x.shape), "pos": RNG.integers(0, 999, pos.shape).astype(np.int32)}
+    run = load_on(graph, values, threads)
     assert "NumPy" not in run.kernels()
-    wanted = loaded(graph, values, "numpy:0").run(inputs)["y"]
-    np.testing.assert_allclose(run.run(inputs)["y"], wanted, rtol=2e-6, atol=2e-6)
+    expected = load_on(graph, values, "numpy:0").run(inputs)["y"]
+    np.testing.assert_allclose(run.run(inputs)["y"], expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("mode", ["normal", "neox"])
@@ -64,15 +64,15 @@ def test_every_rotation_is_compiled_and_computes_what_numpy_does(attrs: dict, fa
 def test_a_rotation_in_place_leaves_what_does_not_turn(mode: str, pairs: int):
     x, pos = hocket.input("x", (5, 3, 90)), hocket.input("pos", (5,), "i32")
     graph = hocket.Graph({"y": ops.rope(ops.neg(x), pos, n_dims=2 * pairs, offset=4, mode=mode)})
-    inputs = {"x": drawn(5, 3, 90), "pos": np.arange(5, dtype=np.int32)}
-    got, wanted = (loaded(graph, {}, b).run(inputs)["y"] for b in (1, "numpy:0"))
-    np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=2e-6)
+    inputs = {"x": random_array(5, 3, 90), "pos": np.arange(5, dtype=np.int32)}
+    got, expected = (load_on(graph, {}, b).run(inputs)["y"] for b in (1, "numpy:0"))
+    np.testing.assert_allclose(got, expected, rtol=2e-6, atol=2e-6)
     assert np.array_equal(got[..., :4], -inputs["x"][..., :4])
     assert np.array_equal(got[..., 4 + 2 * pairs :], -inputs["x"][..., 4 + 2 * pairs :])
 
 
 def head(shape: tuple[int, int, int], n_dims: int, mode: str, seen: str = "") -> hocket.Graph:
-    """What a head of queries goes through; `seen` is the value that something else reads, too."""
+    """Build the ops on a head of queries; `seen` names the value that another node reads, too."""
     rows, heads, size = shape
     x = ops.mul_mat(hocket.weight("w", (heads * size, 32), "q8_0"), hocket.input("x", (rows, 32)))
     x = ops.reshape(x, shape=(1, *shape))
@@ -86,15 +86,15 @@ def head(shape: tuple[int, int, int], n_dims: int, mode: str, seen: str = "") ->
 @pytest.mark.parametrize("seen", ["", "x", "normed", "scaled"])
 @pytest.mark.parametrize("mode", ["normal", "neox"])
 @pytest.mark.parametrize(("shape", "n_dims"), [((1, 4, 64), 64), ((1, 3, 48), 32), ((37, 2, 80), 66), ((9, 5, 16), 6)])
-def test_a_head_is_normed_and_turned_to_the_same_bits_by_one_kernel(
+def test_a_head_is_normed_and_rotated_to_the_same_bits_by_one_kernel(
     shape: tuple[int, int, int], n_dims: int, mode: str, seen: str, monkeypatch
 ):
     graph = head(shape, n_dims, mode, seen)
-    values = {"w": random_rows(DType.Q8_0, shape[1] * shape[2], 32, RNG), "scale": drawn(shape[2])}
-    inputs = {"x": drawn(shape[0], 32), "pos": RNG.integers(0, 99, (1, shape[0])).astype(np.int32)}
-    runs = [loaded(graph, values, threads) for threads in (1, 2, 3)]
+    values = {"w": random_rows(DType.Q8_0, shape[1] * shape[2], 32, RNG), "scale": random_array(shape[2])}
+    inputs = {"x": random_array(shape[0], 32), "pos": RNG.integers(0, 99, (1, shape[0])).astype(np.int32)}
+    runs = [load_on(graph, values, threads) for threads in (1, 2, 3)]
     monkeypatch.setattr(binding, "FUSED", {})
-    single = loaded(graph, values, 1).run(inputs)
+    single = load_on(graph, values, 1).run(inputs)
     for run in runs:
         one = any(name.startswith("rotary.scaled_and_rotated") for name in run.kernels())
         assert one == (seen in ("", "x"))
@@ -136,10 +136,10 @@ def delta_layer(sequences: int, tokens: int, seen: str = "") -> hocket.Graph:
     return hocket.Graph(outputs, {old: ops.get_rows(both, ids), state: after})
 
 
-def stepped(graph: hocket.Graph, threads: int) -> tuple[list[bytes], list[str]]:
-    """What two runs in a row leave in outputs and states, and the kernels."""
+def run_twice(graph: hocket.Graph, threads: int) -> tuple[list[bytes], list[str]]:
+    """Return the outputs and states of two runs in a row, and the kernels."""
     rng = np.random.default_rng(3)
-    run = loaded(graph, {"w": rng.standard_normal((CHANNELS, 4)).astype(np.float32)}, threads)
+    run = load_on(graph, {"w": rng.standard_normal((CHANNELS, 4)).astype(np.float32)}, threads)
     found, specs = [], {v.node.name: v.spec for v in graph.inputs}
     for _ in range(2):
         inputs = {n: rng.standard_normal(s.shape).astype(np.float32) for n, s in specs.items()}
@@ -157,9 +157,9 @@ def test_a_delta_layer_computes_the_same_bits_with_and_without_fused_kernels(
     sequences: int, tokens: int, seen: str, monkeypatch
 ):
     graph = delta_layer(sequences, tokens, seen)
-    fused = {threads: stepped(graph, threads) for threads in (1, 2, 5)}
+    fused = {threads: run_twice(graph, threads) for threads in (1, 2, 5)}
     monkeypatch.setattr(binding, "FUSED", {})
-    alone, single = stepped(graph, 1)
+    alone, single = run_twice(graph, 1)
     assert all(found == alone for found, _ in fused.values())
     for _, names in fused.values():
         one = "short_convolution.heads.l2_norm_added" in names
@@ -169,8 +169,8 @@ def test_a_delta_layer_computes_the_same_bits_with_and_without_fused_kernels(
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_that_is_none_leaves_the_state_of_a_convolution_as_it_was(threads: int):
-    run = loaded(delta_layer(2, 40, "new"), {"w": drawn(CHANNELS, 4)}, threads)
-    inputs = {"x": drawn(2, 40, CHANNELS), "g": -np.ones((2, 40, 4, 1)), "beta": np.ones((2, 40, 4))}
+    run = load_on(delta_layer(2, 40, "new"), {"w": random_array(CHANNELS, 4)}, threads)
+    inputs = {"x": random_array(2, 40, CHANNELS), "g": -np.ones((2, 40, 4, 1)), "beta": np.ones((2, 40, 4))}
     assert "short_convolution.heads.l2_norm_added" in run.kernels()
     run.run({**inputs, "rows": np.array([[40, 41, 42], [0, 1, 2]])})
     before = [np.asarray(run.store.state(name)[...]).copy() for name in ("conv", "delta")]

@@ -19,20 +19,20 @@ QUICK = Hardware(flops=1e12, bandwidth=1e9, launch=1e-6, link_bandwidth=1e12, li
 
 @pytest.fixture(autouse=True)
 def _compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> None:
+    def refuse_fallback(*_: object) -> None:
         raise AssertionError("a collective left compiled code")
 
     for name in ("all_reduce", "all_gather", "reduce_scatter"):
-        monkeypatch.setattr(ThreadGroupMember, name, refused)
+        monkeypatch.setattr(ThreadGroupMember, name, refuse_fallback)
 
 
-def compare(graph: Graph, shares: tuple[float, ...], met: list[str], **given: object) -> None:
-    """What devices give is what one gives, and they meet in `met`."""
+def compare(graph: Graph, shares: tuple[float, ...], collectives: list[str], **values: object) -> None:
+    """Check that several devices give the results of one, and run these `collectives`."""
     dice = np.random.default_rng(3)
     weights = {v.node.name: dice.normal(size=v.shape).astype(np.float32) for v in graph.weights}
     feed = {v.node.name: dice.normal(size=v.shape).astype(np.float32) for v in graph.inputs}
-    plan = plan_for(graph, group_of(len(shares), "cpu"), tensor_split=shares, **given)
-    assert [n.op for n in plan.lanes[0].graph.nodes if n.op.startswith(("all_", "reduce_sc"))] == met
+    plan = plan_for(graph, group_of(len(shares), "cpu"), tensor_split=shares, **values)
+    assert [n.op for n in plan.lanes[0].graph.nodes if n.op.startswith(("all_", "reduce_sc"))] == collectives
     (want,) = load(plan_for(graph, group_of(1, "cpu")), weights).run(feed).values()
     run = load(plan, weights)
     for _ in range(3):

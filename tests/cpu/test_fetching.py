@@ -1,4 +1,4 @@
-"""How far ahead weights are fetched: chosen by what is measured, once, and only where there is much to fetch."""
+"""The prefetch distance of weights: measured once, and only for programs with many weight bytes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ DEFAULT = fetching.CHOICES[0]
 
 
 class Measured:
-    """Stands for `fetching.Product`: the last run takes as long as it is told, in those before it what
-    is fast is disturbed most."""
+    """A stand-in for `fetching.Product` with given times.
+
+    In all runs except the last one, fast variants are disturbed most.
+    """
 
     asked = 0
     read = 0
@@ -41,7 +43,7 @@ class Measured:
 
 
 @pytest.fixture(autouse=True)
-def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _without_speeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(fetching, "Product", Measured)
     monkeypatch.setattr(Measured, "asked", 0)
@@ -49,7 +51,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def measure(*rows: int) -> None:
-    """For a program with weights of so many rows, which lie in one another: nobody reads them here."""
+    """Measure for a program with weights of these row counts. The weights share memory, which is never read here."""
     specs = [Spec((n, 1024), DType.Q8_0) for n in rows]
     memory = np.zeros(max(spec.nbytes for spec in specs) + 64, np.uint8)
     weights = tuple(BufferSpec("weight", f"w{n}", s.nbytes, s, s) for n, s in zip(rows, specs, strict=True))
@@ -60,7 +62,7 @@ def choose() -> None:
     fetching.choose(DType.Q8_0, [np.zeros((64, 34), np.uint8)])
 
 
-def test_the_best_is_kept_for_its_type():
+def test_the_best_distance_is_stored_for_its_type():
     choose()
     assert fetching.ahead(DType.Q8_0) == fetching.CHOICES[3]
     assert fetching.ahead(DType.Q4_0) == DEFAULT

@@ -1,4 +1,4 @@
-"""Which instructions of a program may run together, and in what order all then run."""
+"""The instructions of a program that may run together, and the resulting order."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hocket.backends.operands import Operand
 from hocket.graph import DType
 
 
-def flow_of(*instructions: tuple[str, str], meets: int = -1) -> Flow:
+def flow_of(*instructions: tuple[str, str], collective_index: int = -1) -> Flow:
     """Instructions that read some of sixteen places of memory, and write one: ``("ab", "c")``; one may meet others."""
 
     def tensor(name: str) -> Tensor:
         return Tensor(0, 64 * (ord(name) - ord("a")), (16,), (1,), DType.F32)
 
-    ops = ["all_reduce" if number == meets else "neg" for number in range(len(instructions))]
+    ops = ["all_reduce" if number == collective_index else "neg" for number in range(len(instructions))]
     program = Program(
         (BufferSpec("arena", "arena", 1024),),
         tuple(
@@ -39,7 +39,7 @@ def order(flow: Flow, *chains: Sequence[int]) -> list[tuple[int, ...]] | None:
     return [*flow.groups()]
 
 
-def test_instructions_meet_in_the_place_of_the_last_of_them():
+def test_instructions_are_joined_in_the_place_of_the_last_of_them():
     assert order(flow_of(("a", "b"), ("c", "d"), ("bd", "e")), [0, 2]) == [(1,), (0, 2)]
 
 
@@ -47,7 +47,7 @@ def test_what_writes_over_an_operand_moves_behind_a_chain():
     assert order(flow_of(("a", "b"), ("b", "d"), ("a", "e"), ("de", "f")), [0, 2]) == [(0, 2), (1,), (3,)]
 
 
-def test_what_lies_between_parts_into_what_makes_operands_and_what_writes_over_them():
+def test_instructions_between_parts_are_split_into_producers_and_overwriters_of_operands():
     flow = flow_of(("a", "b"), ("c", "a"), ("a", "d"), ("f", "e"), ("be", "g"), ("dg", "h"))
     assert order(flow, [0, 4]) == [(3,), (0, 4), (1,), (2,), (5,)]
 
@@ -66,8 +66,8 @@ def test_memory_that_only_a_chain_would_have_written_may_hold_something_else():
     assert order(flow, [0, 1, 3]) == [(2,), (0, 1, 3), (4,)]
 
 
-def test_nothing_moves_past_a_meeting():
-    assert order(flow_of(("a", "b"), ("c", "d"), ("bd", "e"), meets=1), [0, 2]) is None
+def test_nothing_moves_past_a_collective():
+    assert order(flow_of(("a", "b"), ("c", "d"), ("bd", "e"), collective_index=1), [0, 2]) is None
 
 
 def test_what_belongs_to_a_chain_belongs_to_no_other():

@@ -1,4 +1,6 @@
-"""Bindings kept on disk: moved to where buffers lie they compute what a new binding does, and nothing else is run."""
+"""Bindings in the disk cache: relocated to new buffers they compute the results of a new binding, and run no other
+code.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ def attending() -> hocket.Graph:
     """Attention over a state, which has tables of addresses, and a rotary embedding, which has tables of numbers."""
     x, places = hocket.input("x", (4, 2, 64)), hocket.input("places", (4,), "i32")
     state = hocket.state("kept", (8, 128))
-    kept = ops.set_rows(state, ops.reshape(x, shape=(4, 128)), places)
-    keys = ops.reshape(kept, shape=(8, 2, 64))
+    new_cache = ops.set_rows(state, ops.reshape(x, shape=(4, 128)), places)
+    keys = ops.reshape(new_cache, shape=(8, 2, 64))
     seen = ops.attention(ops.rope(x, places, n_dims=64), keys, keys, hocket.input("mask", (4, 8)), scale=0.125)
     w = hocket.weight("w", (256, 128))
-    return hocket.Graph({"y": ops.mul_mat(w, ops.reshape(seen, shape=(4, 128)))}, {state: kept})
+    return hocket.Graph({"y": ops.mul_mat(w, ops.reshape(seen, shape=(4, 128)))}, {state: new_cache})
 
 
 INPUTS = {
@@ -40,12 +42,12 @@ INPUTS = {
 W = RNG.standard_normal((256, 128)).astype(np.float32)
 
 
-def computed(threads: int, *, is_kept: bool = True) -> np.ndarray:
+def compute_logits(threads: int, *, is_cached: bool = True) -> np.ndarray:
     backend, device = find("cpu:0")
     plan = kept_plan(attending(), [(backend.with_threads(threads), device)])
-    if not is_kept:
+    if not is_cached:
         plan = hocket.scheduler.plan_for(attending(), plan.group)
-    assert bool(plan.lanes[0].program.kept) is is_kept
+    assert bool(plan.lanes[0].program.kept) is is_cached
     store = Store(plan.group)
     store.bind("w", W, plan.graph.weights[0].spec, plan.leaves["w"])
     run = Executor(plan, store)
@@ -62,32 +64,32 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_kept_binding_computes_the_bits_of_a_new_one(folder: Path, threads: int, monkeypatch: pytest.MonkeyPatch):
-    new = computed(threads, is_kept=False)
+def test_a_cached_binding_computes_the_bits_of_a_new_one(folder: Path, threads: int, monkeypatch: pytest.MonkeyPatch):
+    new = compute_logits(threads, is_cached=False)
     assert np.abs(new).max() > 0
     assert not folder.exists()
-    assert np.array_equal(computed(threads), new)
+    assert np.array_equal(compute_logits(threads), new)
     assert len([*folder.iterdir()]) == 1
-    monkeypatch.setattr(binding, "foreseen", lambda *given: pytest.fail("bound anew"))
-    assert np.array_equal(computed(threads), new)
+    monkeypatch.setattr(binding, "foreseen", lambda *_: pytest.fail("bound anew"))
+    assert np.array_equal(compute_logits(threads), new)
 
 
-def test_a_damaged_binding_is_made_anew(folder: Path):
-    whole = computed(1)
+def test_a_damaged_binding_is_built_again(folder: Path):
+    whole = compute_logits(1)
     (file,) = folder.iterdir()
     data = file.read_bytes()
     for damaged in (b"", data[:-8], data[:600] + bytes([data[600] ^ 1]) + data[601:]):
         file.write_bytes(damaged)
-        assert np.array_equal(computed(1), whole)
+        assert np.array_equal(compute_logits(1), whole)
         assert file.read_bytes() == data
 
 
-def test_a_binding_whose_kernels_are_gone_is_made_anew(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    whole = computed(1)
-    monkeypatch.setattr(kept, "stored_addresses", lambda names: given.pop(0)(names))
-    given = [lambda names: None]
-    assert np.array_equal(computed(1), whole)
-    assert not given
+def test_a_binding_with_missing_kernels_is_built_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    whole = compute_logits(1)
+    monkeypatch.setattr(kept, "stored_addresses", lambda names: arguments.pop(0)(names))
+    arguments = [lambda names: None]
+    assert np.array_equal(compute_logits(1), whole)
+    assert not arguments
     assert compiler.stored_addresses(["rows.no_such_kernel"]) is None
 
 
@@ -104,15 +106,15 @@ def test_what_is_read_is_what_was_written(folder: Path):
     assert read(b'{"names": 3}\n') is None
 
 
-def test_a_word_that_could_be_an_address_and_is_none_is_not_kept():
-    def moved(word: int) -> bool:
+def test_a_word_that_looks_like_an_address_is_not_cached():
+    def is_relocated(word: int) -> bool:
         memory = Nowhere(made_up(3)[-1])
         steps = Steps(1, owned=memory)
         steps.add(unary("copy"), [word], reads=[], writes=[])
         return relocatable(steps.take(), 1, memory, [64, 128]) is not None
 
-    assert all(map(moved, (0, 1 << 40, -5, ZONE, ZONE + 64, made_up(2)[1] + 128, made_up(3)[2])))
-    assert not any(map(moved, (ZONE - 1, ZONE + 65, made_up(2)[1] - 8, made_up(2)[1] + 129, made_up(4)[3])))
+    assert all(map(is_relocated, (0, 1 << 40, -5, ZONE, ZONE + 64, made_up(2)[1] + 128, made_up(3)[2])))
+    assert not any(map(is_relocated, (ZONE - 1, ZONE + 65, made_up(2)[1] - 8, made_up(2)[1] + 129, made_up(4)[3])))
 
 
 @pytest.mark.long

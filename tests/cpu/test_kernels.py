@@ -1,4 +1,4 @@
-"""The compiled kernels of the CPU backend, each against what NumPy says it must compute."""
+"""The compiled kernels of the CPU backend, each against its definition in NumPy."""
 
 import doctest
 import gc
@@ -27,9 +27,9 @@ from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 from hocket.ops.quantisation import dequantise
 
-from ..given.packed_rows import RECORD, call, packed, rounded, target_of
+from ..given.packed_rows import RECORD, call, pack_rows, quantise_rows, target_of
 from ..given.random_rows import random_rows
-from ..given.waits import until
+from ..given.waits import wait_until
 
 RNG = np.random.default_rng(5)
 
@@ -39,8 +39,8 @@ RNG = np.random.default_rng(5)
 def test_packing_loses_nothing(dtype: DType):
     rows, columns = 37, 512 if dtype.block > 32 else 544  # the last unit is not whole
     raw = random_rows(dtype, rows, columns, RNG)
-    weight = packed(dtype, raw, columns)
-    assert np.array_equal(weight, packed(dtype, raw, columns, threads=3))
+    weight = pack_rows(dtype, raw, columns)
+    assert np.array_equal(weight, pack_rows(dtype, raw, columns, threads=3))
     ids, out, scratch = (
         RNG.permutation(rows).astype(np.int32),
         np.zeros((rows, columns), np.float32),
@@ -57,7 +57,7 @@ def test_packing_loses_nothing(dtype: DType):
 def test_activations_are_rounded_to_127_steps_of_the_largest_in_a_block(zero: int):
     x = RNG.standard_normal((5, 96)).astype(np.float32)
     x[1, :32], x[1, 40:48], x[2] = 0.0, 0.0, x[2] * np.float32(1e-38)
-    _, meant = rounded(x, zero)
+    _, meant = quantise_rows(x, zero)
     step = np.abs(x.reshape(5, -1, 16)).max(-1, keepdims=True) / 127
     assert (np.abs(meant - x).reshape(5, -1, 16) <= 0.5001 * step + 1e-45).all()
 
@@ -77,11 +77,11 @@ def test_a_number_that_is_none_makes_its_whole_block_so(bad: float):
 def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, count: int):
     rows, columns = 72, 768 if dtype.block > 32 else 864  # the last unit is not whole
     raw, x = random_rows(dtype, rows, columns, RNG), RNG.standard_normal((count, columns)).astype(np.float32)
-    weight, (q, meant) = packed(dtype, raw, columns), rounded(x, FORMATS[dtype].zero)
+    weight, (q, meant) = pack_rows(dtype, raw, columns), quantise_rows(x, FORMATS[dtype].zero)
     y = np.full((count, rows), np.nan, np.float32)
     form, blocks = FORMATS[dtype], products.blocks_of(FORMATS[dtype])
     slots, scratch = np.array([0, count, count, *range(count)], np.int32), np.zeros(2 * blocks.scratch, np.uint8)
-    drawn = np.zeros(tickets.NBYTES, np.uint8)
+    ticket_bytes = np.zeros(tickets.NBYTES, np.uint8)
     for thread in range(2):
         words = (
             weight,
@@ -100,7 +100,7 @@ def test_a_packed_product_is_exact_in_its_rounded_activations(dtype: DType, coun
             scratch,
             64,
             128,
-            drawn,
+            ticket_bytes,
         )
         assert call(products.product(form), *words, thread=thread, threads=2) == 0
     w = dequantise(raw, dtype).astype(np.float64)
@@ -171,21 +171,21 @@ def test_threads_of_a_device_end_with_it():
     assert len(helpers()) == 2
     del run, backend
     gc.collect()
-    until(lambda: not helpers())
+    wait_until(lambda: not helpers())
 
 
 def test_threads_of_a_device_follow_awake_or_asleep_whoever_calls():
     graph = hocket.Graph({"y": ops.mul_mat(hocket.weight("w", (512, 512), DType.Q8_0), hocket.input("x", (3, 512)))})
-    backend, given = CpuBackend(4), {"x": np.ones((3, 512))}
+    backend, inputs = CpuBackend(4), {"x": np.ones((3, 512))}
     plan, weights = hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), weights_of(graph)
     runs = [hocket.load(plan, weights) for _ in range(3)]
-    wanted = runs[0].run(given)["y"]
-    assert np.array_equal(runs[0].run(given)["y"], wanted), "awake"
-    until(lambda: (backend._crew._states[1:4] == ASLEEP).all())
-    assert np.array_equal(runs[1].run(given)["y"], wanted), "asleep"
+    expected = runs[0].run(inputs)["y"]
+    assert np.array_equal(runs[0].run(inputs)["y"], expected), "awake"
+    wait_until(lambda: (backend._crew._states[1:4] == ASLEEP).all())
+    assert np.array_equal(runs[1].run(inputs)["y"], expected), "asleep"
     with ThreadPoolExecutor(3) as callers:
-        results = callers.map(lambda run: [run.run(given)["y"] for _ in range(30)], runs)
-        assert all(np.array_equal(y, wanted) for ys in results for y in ys)
+        results = callers.map(lambda run: [run.run(inputs)["y"] for _ in range(30)], runs)
+        assert all(np.array_equal(y, expected) for ys in results for y in ys)
 
 
 # ------------------------------------------------------------------------------------------------ stored kernels
@@ -219,7 +219,7 @@ def finish(process: subprocess.Popen) -> tuple[str, bool]:
 
 
 @pytest.mark.long
-def test_kernels_are_compiled_once_and_a_damaged_file_is_made_anew(tmp_path):
+def test_kernels_are_compiled_once_and_a_damaged_file_is_built_again(tmp_path):
     first = [start(tmp_path) for _ in range(3)]  # at once: none may see half a file
     answers = {finish(p) for p in first}
     assert len(answers) == 1
@@ -245,14 +245,14 @@ def test_a_terminal_shows_which_kernel_is_compiled_and_nothing_afterwards(tmp_pa
     with show_compile_progress(terminal), show_compile_progress(other):
         for name in ("test.one", "test.two"):
             assert call(compiler.Kernel(name, lambda a, thread, threads: threads)) == 1
-    shown = [part.strip() for part in terminal.getvalue().split("\r")]
-    assert "compiling kernels: 1 of 1, first run only (test.one)" in shown
-    assert "compiling kernels: 2 of 2, first run only (test.two)" in shown
-    assert shown[-1] == ""
+    lines = [part.strip() for part in terminal.getvalue().split("\r")]
+    assert "compiling kernels: 1 of 1, first run only (test.one)" in lines
+    assert "compiling kernels: 2 of 2, first run only (test.two)" in lines
+    assert lines[-1] == ""
     assert not other.getvalue()
 
 
-def test_a_folder_that_cannot_be_written_is_said_in_one_line_once(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_reported_in_one_line_once(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path / "file"))
     _say_unwritable.cache_clear()
@@ -260,9 +260,9 @@ def test_a_folder_that_cannot_be_written_is_said_in_one_line_once(tmp_path, monk
     with show_compile_progress(terminal):
         for name in ("test.three", "test.four"):
             assert call(compiler.Kernel(name, lambda a, thread, threads: threads)) == 1
-    said = [line for line in terminal.getvalue().split("\n") if "cannot be kept in" in line]
-    assert len(said) == 1
-    assert "file (Not a directory), so each start makes them anew; choose another --cache-dir" in said[0]
+    messages = [line for line in terminal.getvalue().split("\n") if "cannot be kept in" in line]
+    assert len(messages) == 1
+    assert "file (Not a directory), so each start makes them anew; choose another --cache-dir" in messages[0]
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path):
@@ -279,7 +279,7 @@ def test_features_that_are_left_out_are_not_used(monkeypatch: pytest.MonkeyPatch
 
 
 def test_code_with_tiles_of_the_processor_is_not_taken_where_they_are_emulated(monkeypatch: pytest.MonkeyPatch):
-    """What was compiled at installation is found by the name of the target alone."""
+    """Check that kernels compiled at installation are found by the name of the target alone."""
     native = processor.target.__wrapped__().name
     monkeypatch.setenv("HOCKET_AMX", processor.EMULATED)
     assert processor.target.__wrapped__().name != native
@@ -295,11 +295,11 @@ def test_kernels_for_other_processors_run_where_their_features_are(monkeypatch: 
     assert processor.fitting() == (wide, v3)
     monkeypatch.undo()
     with pytest.raises(hocket.BackendError, match="one of avx512-vnni-bf16, x86-64-v3, aarch64"):
-        named("x86-64-v2", monkeypatch)
-    assert named("aarch64", monkeypatch) == arm
+        target_of_name("x86-64-v2", monkeypatch)
+    assert target_of_name("aarch64", monkeypatch) == arm
 
 
-def named(target: str, monkeypatch: pytest.MonkeyPatch) -> processor.Target:
+def target_of_name(target: str, monkeypatch: pytest.MonkeyPatch) -> processor.Target:
     monkeypatch.setenv("HOCKET_TARGET", target)
     return processor.target.__wrapped__()
 
@@ -360,11 +360,11 @@ def test_the_worked_example_of_tiles_holds():
 def test_a_kernel_that_may_raise_is_refused():
     """The step of its range may be zero."""
 
-    def walked(a, thread, threads):
+    def walk_with_error(a, thread, threads):
         steps = 0
         for _ in range(thread, a, threads):
             steps += 1
         return steps
 
     with pytest.raises(BackendError, match=r"walked may raise, and nothing would catch it; give range\(\) a step"):
-        compiler._code(compiler.Kernel("walked", walked))
+        compiler._code(compiler.Kernel("walked", walk_with_error))

@@ -1,4 +1,4 @@
-"""The order of a program does not decide what is fused: any order that computes the same gives the same kernels."""
+"""The order of a program does not decide the fusion: every valid order gives the same kernels."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def bytes_of(program: Program, t: Tensor) -> Bytes:
     return t.buffer, t.offset, t.offset + (reach * t.dtype.storage.itemsize if all(t.shape) else 0)
 
 
-def meet(some: list[Bytes], others: list[Bytes]) -> bool:
+def overlap(some: list[Bytes], others: list[Bytes]) -> bool:
     return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in some for b in others)
 
 
 def predecessors(program: Program) -> list[set[int]]:
-    """Of each instruction those that have to run before it: one of the two writes what the other reads or writes."""
+    """Return the instructions that must run before each one, because they share bytes and one of the two writes."""
     reads = [[bytes_of(program, t) for t in i.src if t is not None] for i in program.instructions]
     writes = [[bytes_of(program, t) for t in (*i.dst, i.scratch) if t is not None] for i in program.instructions]
     return [
-        {m for m in range(n) if meet(writes[m], reads[n] + writes[n]) or meet(reads[m], writes[n])}
+        {m for m in range(n) if overlap(writes[m], reads[n] + writes[n]) or overlap(reads[m], writes[n])}
         for n in range(len(program.instructions))
     ]
 
 
-def shuffled(program: Program, rng: np.random.Generator) -> Program:
+def shuffle_instructions(program: Program, rng: np.random.Generator) -> Program:
     """The same instructions in a random order in which each still follows all that it has to; saves move as well."""
     waiting, order = dict(enumerate(predecessors(program))), list[int]()
     while waiting:
@@ -56,18 +56,18 @@ def shuffled(program: Program, rng: np.random.Generator) -> Program:
 
 
 class Shuffled(Session):
-    """A session whose programs run in another order."""
+    """A session with shuffled programs."""
 
     seed: int | None = None
 
     def plan(self, step: Step) -> Plan:
-        made = super().plan(step)
+        bound_step = super().plan(step)
         if self.seed is None:
-            return made
+            return bound_step
         rng = np.random.default_rng(self.seed)
-        lanes = tuple(replace(lane, program=shuffled(lane.program, rng)) for lane in made.lanes)
-        assert lanes[0].program.instructions != made.lanes[0].program.instructions
-        return replace(made, lanes=lanes)
+        lanes = tuple(replace(lane, program=shuffle_instructions(lane.program, rng)) for lane in bound_step.lanes)
+        assert lanes[0].program.instructions != bound_step.lanes[0].program.instructions
+        return replace(bound_step, lanes=lanes)
 
 
 def ran(name: str, seed: int | None, threads: int) -> tuple[np.ndarray, list[list[str]]]:
@@ -102,7 +102,7 @@ def test_a_delta_layer_is_one_row_of_fused_kernels_wherever_its_states_are_saved
 def test_another_order_is_one_in_which_each_instruction_still_finds_what_it_reads():
     session = Shuffled(open_model(FIXTURES / "qwen35" / "model.gguf"))
     program = session.plan(session.step(1, 8)).lanes[0].program
-    moved = shuffled(program, np.random.default_rng(1))
+    moved = shuffle_instructions(program, np.random.default_rng(1))
     places = {id(i): n for n, i in enumerate(moved.instructions)}
     far = [abs(places[id(i)] - n) for n, i in enumerate(program.instructions)]
     assert max(far) > 10, "the test would hold of itself"
@@ -117,13 +117,13 @@ def test_a_step_that_fails_in_any_order_leaves_all_states_as_they_were(bad: int,
     ids = [input(f"ids{i}", (1,), "i32") for i in range(3)]
     updates = {c: ops.set_rows(c, x, i) for c, x, i in zip(caches, rows, ids, strict=True)}
     backend = CpuBackend(2)
-    made = plan_for(
+    new_plan = plan_for(
         Graph({f"y{i}": ops.neg(new) for i, new in enumerate(updates.values())}, updates),
         [(backend, backend.device(0))],
     )
     rng = np.random.default_rng(seed)
-    (lane,) = made.lanes
-    run = load(replace(made, lanes=(replace(lane, program=shuffled(lane.program, rng)),)), {})
+    (lane,) = new_plan.lanes
+    run = load(replace(new_plan, lanes=(replace(lane, program=shuffle_instructions(lane.program, rng)),)), {})
     inputs = {f"x{i}": rng.standard_normal((1, 64)) for i in range(3)} | {f"ids{i}": [i] for i in range(3)}
     run.run(inputs)
     before = [np.asarray(run.store.state(f"cache{i}")).copy() for i in range(3)]

@@ -39,7 +39,7 @@ for dtype in (DType.Q8_0, DType.Q4_K, DType.IQ4_NL):
 
 
 def pass_all(*words: str, **surroundings: str) -> None:
-    """Python with these words checks some cases, all of which pass."""
+    """Run Python with these words, and check that it checks some cases and that all pass."""
     done = subprocess.run([sys.executable, *words], env={**os.environ, **surroundings}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\b[1-9]\d* pass$", done.stdout.strip()), done.stdout

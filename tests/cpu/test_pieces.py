@@ -1,4 +1,4 @@
-"""Weights that are loaded a piece at a time: the bytes of the whole, and what was read of a file is given back."""
+"""Weights that are loaded in slices: they have the bytes of the whole, and the memory of read slices is released."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYOUTS: tuple[Layout, ...] = (
 """Rows in two runs and in one; columns."""
 
 
-def stored(spec: Spec) -> np.ndarray:
+def random_file_bytes(spec: Spec) -> np.ndarray:
     """Any bytes, as a file holds them."""
     data = np.random.default_rng(4).integers(0, 256, spec.nbytes, np.uint8)
     if spec.dtype.is_quantised:
@@ -37,8 +37,8 @@ def stored(spec: Spec) -> np.ndarray:
     return (data.view(np.uint8) & 63).view(spec.dtype.storage).reshape(spec.shape)  # no NaN
 
 
-def held(store: Store, name: str = "w") -> list[bytes]:
-    """What each device keeps of a weight."""
+def stored_bytes(store: Store, name: str = "w") -> list[bytes]:
+    """Return the stored bytes of a weight on each device."""
     return [bytes(device.held["weight", name][1]) for device in store._devices.values()]
 
 
@@ -49,28 +49,28 @@ def store_of(devices: int = 1, packed: PackedWeights | None = None) -> Store:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [*cpu.FORMATS, DType.F32, DType.F16, DType.BF16, DType.I32], ids=str)
-def test_a_weight_in_pieces_has_the_bytes_of_the_whole(
+def test_a_sliced_weight_has_the_bytes_of_the_whole(
     dtype: DType, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ):
     spec, backend = Spec((*shape, COLUMNS), dtype), CpuBackend()
-    data, size = stored(spec), backend.stored(spec, "weight").nbytes
+    data, size = random_file_bytes(spec), backend.stored(spec, "weight").nbytes
     whole, pieced = (backend.alloc(size, backend.device(0)) for _ in range(2))
     assert len([*backend.pieces(data, spec, whole)]) == 1, "a small weight is no work for several"
     backend.load(data, spec, whole)
     monkeypatch.setattr(cpu, "PIECE", 1)
-    pieces = [*backend.pieces(data, spec, pieced)]
-    assert len(pieces) == (-(-shape[0] // 16) if len(shape) == 1 else shape[0])
-    assert sum(part.nbytes for _, _, part in pieces) == size
-    for piece in pieces:
-        backend.load(*piece)
+    slices = [*backend.pieces(data, spec, pieced)]
+    assert len(slices) == (-(-shape[0] // 16) if len(shape) == 1 else shape[0])
+    assert sum(part.nbytes for _, _, part in slices) == size
+    for part in slices:
+        backend.load(*part)
     assert whole.any()
     assert bytes(pieced) == bytes(whole)
 
 
-def test_pieces_are_of_the_size_that_is_asked_for_or_the_least_there_is(monkeypatch: pytest.MonkeyPatch):
+def test_slices_are_of_the_requested_or_the_smallest_possible_size(monkeypatch: pytest.MonkeyPatch):
     spec, backend = Spec((1000, COLUMNS), DType.Q8_0), CpuBackend()
     row = spec.nbytes // 1000
-    data, buffer = stored(spec), backend.alloc(backend.stored(spec, "weight").nbytes, backend.device(0))
+    data, buffer = random_file_bytes(spec), backend.alloc(backend.stored(spec, "weight").nbytes, backend.device(0))
     for nbytes, rows in (1, 16), (16 * row, 16), (100 * row, 96), (2000 * row, 1000):
         monkeypatch.setattr(cpu, "PIECE", nbytes)
         assert len(next(iter(backend.pieces(data, spec, buffer)))[0]) == rows
@@ -78,34 +78,38 @@ def test_pieces_are_of_the_size_that_is_asked_for_or_the_least_there_is(monkeypa
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", [DType.Q4_K, DType.Q8_0, DType.F16], ids=str)
-def test_shares_of_devices_are_loaded_in_pieces_each_of_which_is_given_back(
+def test_shares_of_devices_are_loaded_in_slices_that_are_all_released(
     dtype: DType, layout: Layout, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """As they are, and kept on disk."""
     spec = Spec((53, COLUMNS), dtype)
-    data, origin = stored(spec), Origin("model", "1", 0)
+    data, origin = random_file_bytes(spec), Origin("model", "1", 0)
     whole = store_of(2)
     whole.bind("w", data, spec, layout)
     monkeypatch.setattr(cpu, "PIECE", 1)
     rows = [53, 53] if not isinstance(layout, Shard) or layout.axis else [37, 16]
     released: list[None] = []
-    for packed, is_read in (None, True), (kept := PackedWeights(tmp_path), True), (kept, not dtype.is_quantised):
+    for packed, is_read in (
+        (None, True),
+        (packed_folder := PackedWeights(tmp_path), True),
+        (packed_folder, not dtype.is_quantised),
+    ):
         released.clear()
         store = store_of(2, packed)
         store.bind("w", data, spec, layout, origin, lambda: released.append(None))
-        assert held(store) == held(whole)
+        assert stored_bytes(store) == stored_bytes(whole)
         assert bool(released) is is_read, "what was kept is not read"
         if packed is None:
             assert store.nread == whole.nread
             assert len(released) == sum(-(-n // 16) for n in rows)
 
 
-def test_a_value_without_axes_and_one_without_elements_are_one_piece(monkeypatch: pytest.MonkeyPatch):
+def test_a_value_without_axes_and_one_without_elements_are_one_slice(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cpu, "PIECE", 0)
     for shape in (), (7,), (0, 32):
         store = store_of()
         store.bind("w", np.ones(shape, np.float32), Spec(shape))
-        assert held(store) == [np.ones(shape, np.float32).tobytes()]
+        assert stored_bytes(store) == [np.ones(shape, np.float32).tobytes()]
 
 
 def resident(file: Path) -> int:
@@ -121,8 +125,8 @@ def resident(file: Path) -> int:
 def test_little_of_a_file_is_in_memory_while_a_large_weight_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     spec, path = Spec((1 << 15, 1024), DType.Q8_0), tmp_path / "weights"
     path.write_bytes(bytes(spec.nbytes))
-    with open(path, "rb") as opened:
-        data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    with open(path, "rb") as weight_file:
+        data = mmap.mmap(weight_file.fileno(), 0, access=mmap.ACCESS_READ)
     file, sizes = MappedFile(path, data, len(data), 0), list[int]()
     raw = np.frombuffer(data, np.uint8).reshape(1 << 15, -1)
 

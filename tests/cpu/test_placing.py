@@ -21,7 +21,7 @@ pytestmark = [
         sys.platform != "linux" or platform.machine() != "x86_64", reason="not x86-64 on Linux: LLVM places its code"
     ),
 ]
-WANTED = "wanted"
+SYMBOL = "wanted"
 TEXT = """
 long labs(long); long strtol(const char *, char **, int);
 static const long powers[] = {1, 10, 100, 1000};
@@ -32,7 +32,7 @@ long wanted(long a, long b, long c) { return labs(a) + apart(b) + strtol(digits,
 LARGE = ("-mcmodel=large", "-fPIC")
 
 
-def compiled(text, tmp_path, *options):
+def compile_code(text, tmp_path, *options):
     (tmp_path / "code.c").write_text(text)
     file = tmp_path / "code.o"
     command = ["g++", "-x", "c", "-O1", "-c", "-fno-stack-protector", *options, "-o", file, tmp_path / "code.c"]
@@ -40,21 +40,21 @@ def compiled(text, tmp_path, *options):
     return file.read_bytes()
 
 
-def called(code, *given):
+def call_code(code, *arguments):
     function = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_long, ctypes.c_long, ctypes.c_long)
-    return function(placing.placed(code, WANTED))(*given)
+    return function(placing.placed(code, SYMBOL))(*arguments)
 
 
 @pytest.mark.parametrize("optimised", ["-O0", "-O2"])
 def test_code_calls_the_system_and_its_own_parts_and_reads_its_constants(tmp_path, optimised):
-    code = compiled(TEXT, tmp_path, *LARGE, optimised)
+    code = compile_code(TEXT, tmp_path, *LARGE, optimised)
     assert placing.is_placed_here(code)
-    assert called(code, -5, 2, 3) == 5 + 100 + 1234 + 1000
-    assert called(code, 7, 0, 1) == 7 + 1 + 1234 + 10, "of another copy"
+    assert call_code(code, -5, 2, 3) == 5 + 100 + 1234 + 1000
+    assert call_code(code, 7, 0, 1) == 7 + 1 + 1234 + 10, "of another copy"
 
 
 def test_code_without_relocations_is_placed(tmp_path):
-    assert called(compiled("long wanted(long a, long b, long c) { return a * b + c; }", tmp_path), 6, 7, 8) == 50
+    assert call_code(compile_code("long wanted(long a, long b, long c) { return a * b + c; }", tmp_path), 6, 7, 8) == 50
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_code_without_relocations_is_placed(tmp_path):
 )
 def test_what_kernels_do_not_have_is_refused(text, why, tmp_path):
     with pytest.raises(BackendError, match=why):
-        called(compiled(text, tmp_path, *LARGE), 1, 2, 3)
+        call_code(compile_code(text, tmp_path, *LARGE), 1, 2, 3)
 
 
 def test_other_code_is_left_to_llvm(tmp_path, monkeypatch):
-    code = compiled(TEXT, tmp_path, *LARGE)
+    code = compile_code(TEXT, tmp_path, *LARGE)
     of_arm = code[:18] + (183).to_bytes(2, "little") + code[20:]
     for other in (b"", code[:40], b"MZ" + code[2:], of_arm):
         assert not placing.is_placed_here(other)
@@ -79,12 +79,12 @@ def test_other_code_is_left_to_llvm(tmp_path, monkeypatch):
     assert not placing.is_placed_here(code)
 
 
-def test_what_llvm_said_of_the_processor_is_kept_for_this_one(tmp_path, monkeypatch):
+def test_the_processor_that_llvm_reports_is_cached_for_this_one(tmp_path, monkeypatch):
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
-    said = processor._host.__wrapped__()
+    reported = processor._host.__wrapped__()
     (file,) = (tmp_path / "processors").iterdir()
     monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
-    assert processor._host.__wrapped__() == said, "LLVM was not asked"
+    assert processor._host.__wrapped__() == reported, "LLVM was not asked"
     file.write_bytes(file.read_bytes().replace(b"true", b"null"))
     with pytest.raises(ImportError):
         processor._host.__wrapped__()
@@ -97,7 +97,7 @@ def test_a_system_that_does_not_tell_of_its_processor_is_asked_each_time(tmp_pat
     assert not (tmp_path / "processors").exists()
 
 
-def test_what_is_kept_names_features_as_llvm_does(tmp_path, monkeypatch):
+def test_cached_features_have_the_names_of_llvm(tmp_path, monkeypatch):
     import llvmlite.binding as llvm
 
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))

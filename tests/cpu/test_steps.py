@@ -39,15 +39,15 @@ def layers(count: int, rows: int, dtype: DType) -> hocket.Graph:
 
 
 def values_of(graph: hocket.Graph) -> dict[str, np.ndarray]:
-    def drawn(w: hocket.Value) -> np.ndarray:
+    def random_weight(w: hocket.Value) -> np.ndarray:
         if w.dtype.is_quantised:
             return random_rows(w.dtype, math.prod(w.shape[:-1]), w.shape[-1], RNG).reshape(*w.shape[:-1], -1)
         return RNG.standard_normal(w.shape).astype(w.dtype.storage)
 
-    return {w.node.name: drawn(w) for w in graph.weights}
+    return {w.node.name: random_weight(w) for w in graph.weights}
 
 
-def loaded(graph: hocket.Graph, values: dict[str, np.ndarray], threads: int):
+def load_with_threads(graph: hocket.Graph, values: dict[str, np.ndarray], threads: int):
     backend = CpuBackend(threads)
     return hocket.load(hocket.scheduler.plan_for(graph, [(backend, backend.device(0))]), values)
 
@@ -55,12 +55,14 @@ def loaded(graph: hocket.Graph, values: dict[str, np.ndarray], threads: int):
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("dtype", [DType.Q8_0, DType.F16, DType.F32], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 40, 530])
-def test_threads_with_pieces_and_copies_of_their_own_compute_the_bits_of_one(rows: int, dtype: DType, monkeypatch):
+def test_threads_with_work_items_and_copies_of_their_own_compute_the_bits_of_one(rows: int, dtype: DType, monkeypatch):
     graph = layers(3, rows, dtype)
     values, x = values_of(graph), RNG.standard_normal((rows, 192))
-    results = [loaded(graph, values, threads).run({"x": x})["y"] for threads in (1, 2, 3, 7) for _ in range(3)]
+    results = [
+        load_with_threads(graph, values, threads).run({"x": x})["y"] for threads in (1, 2, 3, 7) for _ in range(3)
+    ]
     monkeypatch.setattr(binding, "FUSED", {})
-    results += [loaded(graph, values, threads).run({"x": x})["y"] for threads in (1, 2)]
+    results += [load_with_threads(graph, values, threads).run({"x": x})["y"] for threads in (1, 2)]
     assert np.isfinite(results[0]).all()
     assert all(np.array_equal(f, results[0]) for f in results)
 
@@ -76,17 +78,17 @@ def test_a_model_computes_the_same_bits_without_fused_kernels(name: str, threads
 
     fused = logits()
     monkeypatch.setattr(binding, "FUSED", {})
-    monkeypatch.setattr(kept, "file_of", lambda *given: None)  # what is kept has them
+    monkeypatch.setattr(kept, "file_of", lambda *args: None)  # the cache has them
     assert np.array_equal(fused, logits())
 
 
 WIDE = vectors_in_registers() == MANY or processor.tiles() is not None
-"""Whether a tile is of two groups, as a gate and what it lets through."""
+"""Whether a tile has two groups of vectors, as a gate and its gated values need."""
 BAD = {"none": 1.0, "nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 
 
-def drawn(rows: int, columns: int = 192, bad: float = 1.0) -> np.ndarray:
-    """Rows of which the last has one number that may be none, and the first is so small that it is raised."""
+def rows_with_outlier(rows: int, columns: int = 192, bad: float = 1.0) -> np.ndarray:
+    """Return rows; the last one contains `bad`, and the first one is so small that its scale is raised."""
     x = RNG.standard_normal((rows, columns)).astype(np.float32)
     x[0] *= np.float32(1e-20) if rows > 1 else 1
     x[-1, columns // 2] = bad
@@ -96,11 +98,11 @@ def drawn(rows: int, columns: int = 192, bad: float = 1.0) -> np.ndarray:
 def kernels_of(graph: hocket.Graph, inputs: dict[str, object], threads: int) -> list[str]:
     """The names of the kernels that run a graph with random weights, which must compute the bits that others do."""
     values = values_of(graph)
-    run = loaded(graph, values, threads)
+    run = load_with_threads(graph, values, threads)
     fused = run.run(inputs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(binding, "FUSED", {})
-        plain = loaded(graph, values, 1).run(inputs)
+        plain = load_with_threads(graph, values, 1).run(inputs)
     for name, array in plain.items():
         assert np.array_equal(fused[name].view(np.uint32), array.view(np.uint32)), name
     return [name.removesuffix(TILES).replace("tiled.", "products.") for name in run.kernels()]
@@ -111,7 +113,7 @@ def kernels_of(graph: hocket.Graph, inputs: dict[str, object], threads: int) -> 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 20, 70])
 def test_norms_and_units_that_are_rounded_at_once_are_the_same_bits(rows: int, threads: int, bad: float):
-    names = kernels_of(layers(2, rows, DType.Q8_0), {"x": drawn(rows, bad=bad)}, threads)
+    names = kernels_of(layers(2, rows, DType.Q8_0), {"x": rows_with_outlier(rows, bad=bad)}, threads)
     unit = ["products.product.q8_0"] * 2 + ["gated.gated.swiglu"]
     if rows == 20 and threads == 2 and not WIDE:  # each thread has 272 columns, which end within a block of 32
         unit[2:] = ["rows.binary.swiglu", "rounding.round_rows"]
@@ -131,7 +133,7 @@ def test_a_unit_is_computed_with_its_products_whatever_type_they_have(dtype: DTy
     gate, up = (hocket.weight(n, (736, 1024), dtype) for n in ("gate", "up"))
     down = hocket.weight("down", (64, 736), DType.Q8_0)
     y = ops.mul_mat(down, ops.geglu(ops.mul_mat(gate, x), ops.mul_mat(up, x)))
-    names = kernels_of(hocket.Graph({"y": y}), {"x": drawn(rows, 1024)}, threads)
+    names = kernels_of(hocket.Graph({"y": y}), {"x": rows_with_outlier(rows, 1024)}, threads)
     if rows < 8 or WIDE:
         pair = "pairs.pair" if rows < 8 else "pairs_many.pair_many"
         assert names == ["rounding.round_rows", f"{pair}.{dtype}.geglu", "products.product.q8_0"]
@@ -148,7 +150,7 @@ def test_halves_of_one_product_are_a_unit_where_both_begin_with_a_group(
 ):
     x, w = hocket.input("x", (rows, 64)), hocket.weight("w", (2 * half, 64), DType.Q8_0)
     y = ops.glu(ops.mul_mat(w, x), kind="reglu", swapped=swapped)
-    names = kernels_of(hocket.Graph({"y": y}), {"x": drawn(rows, 64)}, threads)
+    names = kernels_of(hocket.Graph({"y": y}), {"x": rows_with_outlier(rows, 64)}, threads)
     assert ("pairs.pair.q8_0.reglu" in names) == (rows < 20 and half % 16 == 0)
     assert ("pairs_many.pair_many.q8_0.reglu" in names) == (WIDE and rows == 50 and half % 16 == 0)
 
@@ -165,7 +167,7 @@ def test_units_of_routed_experts_are_computed_with_their_products(rows: int, thr
     unit = ops.swiglu(ops.mul_mat_id(gate, h, ids, **where), ops.mul_mat_id(up, h, ids, **where))
     graph = hocket.Graph({"y": ops.mul_mat_id(down, unit, ids, **where)})
     chosen = np.array([[0, 4, 3, 4], [2, 2, 2, 2], [1, 4, 0, 2]] * 30, np.int32)[:rows]
-    names = kernels_of(graph, {"x": drawn(rows, 64), "ids": chosen}, threads)
+    names = kernels_of(graph, {"x": rows_with_outlier(rows, 64), "ids": chosen}, threads)
     assert ("pairs.pair.q4_0.swiglu" in names) == (rows < 90)
     assert ("pairs_experts.pair.q4_0.swiglu" in names) == (rows == 90 and processor.tiles() is not None)
     assert names.count("rounding.round_rows") == 1
@@ -195,7 +197,7 @@ def test_whatever_else_reads_a_norm_or_a_unit_finds_it(reader: str, rows: int, t
     h = ops.mul(ops.rms_norm(x, eps=1e-6), hocket.weight("scale", (192,)))
     unit = ops.swiglu(ops.mul_mat(gate, h), ops.mul_mat(up, h))
     outputs = {"y": ops.add(x, ops.mul_mat(down, unit)), **read(h, "norm"), **read(unit, "unit")}
-    names = kernels_of(hocket.Graph(outputs), {"x": drawn(rows)}, threads)
+    names = kernels_of(hocket.Graph(outputs), {"x": rows_with_outlier(rows)}, threads)
     assert ("rounding.round_rows" in names) == (reader == "output")
 
 
@@ -204,12 +206,12 @@ def test_a_product_that_others_read_is_not_hidden_in_a_unit(reader: str):
     x = hocket.input("x", (1, 192))
     both = {n: ops.mul_mat(hocket.weight(n, (544, 192), DType.Q8_0), x) for n in ("gate", "up")}
     graph = hocket.Graph({"y": ops.swiglu(both["gate"], both["up"]), "z": ops.neg(both[reader])})
-    assert kernels_of(graph, {"x": drawn(1)}, 2).count("products.product.q8_0") == 2
+    assert kernels_of(graph, {"x": rows_with_outlier(1)}, 2).count("products.product.q8_0") == 2
 
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("rows", [2, 3])
-def test_what_is_rounded_is_kept_while_others_of_equal_size_are_rounded(rows: int, again: bool):
+def test_rounded_rows_stay_valid_while_others_of_equal_size_are_rounded(rows: int, again: bool):
     """Norms, units and products all have as many columns, and lie where their sources did or are read again later."""
     x = hocket.input("x", (rows, 192))
     outputs = {}
@@ -223,10 +225,10 @@ def test_what_is_rounded_is_kept_while_others_of_equal_size_are_rounded(rows: in
         if again:
             outputs |= {f"y{i}": ops.neg(ops.mul_mat(b, first)), f"z{i}": ops.neg(ops.mul_mat(c, h))}
     for threads in (1, 2):
-        kernels_of(hocket.Graph(outputs | {"x": x}), {"x": drawn(rows)}, threads)
+        kernels_of(hocket.Graph(outputs | {"x": x}), {"x": rows_with_outlier(rows)}, threads)
 
 
-def test_threads_meet_twice_in_a_gated_unit_of_one_token():
+def test_threads_synchronise_twice_in_a_gated_unit_of_one_token():
     """Before the norm, which needs all of the sum, and before the last product, which needs all of the unit."""
     compiled: list[replay.Replay] = []
 
@@ -243,12 +245,12 @@ def test_threads_meet_twice_in_a_gated_unit_of_one_token():
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_no_thread_writes_a_state_before_it_is_certain_that_no_other_has_stopped(threads: int):
-    """The first thread stops at an id while others could go on to write what they have of a row into the state."""
+    """Check a first thread that stops at an id while other threads could write their part into the state."""
     first, cache = hocket.state("first", (8, 32)), hocket.state("cache", (4, 512))
     w, x, ids = hocket.weight("w", (512, 32)), hocket.input("x", (1, 32)), hocket.input("ids", (1,), "i32")
     new = ops.set_rows(cache, ops.mul_mat(w, x), hocket.input("at", (1,), "i32"))
     updates = {first: ops.set_rows(first, x, ids), cache: new}
-    run = loaded(hocket.Graph({"y": ops.neg(x)}, updates), {"w": np.ones((512, 32), np.float32)}, threads)
+    run = load_with_threads(hocket.Graph({"y": ops.neg(x)}, updates), {"w": np.ones((512, 32), np.float32)}, threads)
     for bad in ({"ids": [99], "at": [2]}, {"ids": [1], "at": [4]}):
         for _ in range(50):
             with pytest.raises(hocket.BackendError, match="names no row"):
@@ -272,21 +274,21 @@ def test_what_may_stop_the_run_and_what_writes_a_state_are_apart_unless_one_thre
 
 
 @pytest.mark.parametrize("threads", [2, 3])
-def test_a_run_that_was_stopped_leaves_no_piece_of_the_next_one_undone(threads: int):
+def test_a_run_that_was_stopped_leaves_no_work_item_of_the_next_one_undone(threads: int):
     """The first thread stops at an id while others could take pieces of a product that does not depend on it."""
     table, w, x = hocket.state("table", (8, 64)), hocket.weight("w", (544, 64), DType.Q8_0), hocket.input("x", (40, 64))
     first, ids = hocket.input("first", (1, 64)), hocket.input("ids", (1,), "i32")
     graph = hocket.Graph({"y": ops.mul_mat(w, x)}, {table: ops.set_rows(table, first, ids)})
-    values, inputs = values_of(graph), {"x": drawn(40, 64), "first": drawn(1, 64)}
-    right = loaded(graph, values, 1).run({**inputs, "ids": [1]})["y"]
-    run = loaded(graph, values, threads)
+    values, inputs = values_of(graph), {"x": rows_with_outlier(40, 64), "first": rows_with_outlier(1, 64)}
+    right = load_with_threads(graph, values, 1).run({**inputs, "ids": [1]})["y"]
+    run = load_with_threads(graph, values, threads)
     for _ in range(20):
         with pytest.raises(hocket.BackendError, match="names no row"):
             run.run({**inputs, "ids": [99]})
         assert np.array_equal(run.run({**inputs, "ids": [1]})["y"], right)
 
 
-def test_a_step_in_pieces_waits_for_what_may_stop_the_run():
+def test_a_step_in_work_items_waits_for_errors_that_may_stop_the_run():
     steps = Steps(2)
     memory = [steps.memory(64) for _ in range(3)]
     steps.add(unary("copy"), [], reads=[], writes=[memory[0]], stops=True)

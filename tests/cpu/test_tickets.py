@@ -1,4 +1,4 @@
-"""Pieces that threads take as they come: each is done once, whoever is late, and again in the next run."""
+"""Work items that threads draw from a queue: each is done once per run, whichever thread is late."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ ARGS = words("tickets pieces done")
 
 
 @kernel
-def count_pieces(a, thread, threads):
+def count_work_items(a, thread, threads):
     """Add 1 to the word of each piece that this thread does."""
     tickets = ARGS.tickets(a)
-    piece, mine = 0, draw(tickets, 0)
+    item, mine = 0, draw(tickets, 0)
     for _ in range(ARGS.pieces(a)):
-        if piece == mine:
-            fetch_add(ARGS.done(a) + 8 * piece, 1)
-            mine = draw(tickets, piece + 1)
-        piece += 1
-    settle(tickets, mine, piece, threads)
+        if item == mine:
+            fetch_add(ARGS.done(a) + 8 * item, 1)
+            mine = draw(tickets, item + 1)
+        item += 1
+    settle(tickets, mine, item, threads)
     return 0
 
 
-def run(of: Kernel, given: np.ndarray, delays: list[float]) -> None:
-    """One thread for each delay, which comes so much later than it could."""
+def run(of: Kernel, args: np.ndarray, delays: list[float]) -> None:
+    """Run one thread for each delay; a thread starts later by its delay."""
     call = REPLAY(of.address)
 
     def come(thread: int, delay: float) -> None:
         time.sleep(delay)
-        call(given.ctypes.data, thread, len(delays))
+        call(args.ctypes.data, thread, len(delays))
 
     threads = [threading.Thread(target=come, args=each) for each in enumerate(delays)]
     for one in threads:
@@ -46,18 +46,18 @@ def run(of: Kernel, given: np.ndarray, delays: list[float]) -> None:
 
 
 @pytest.mark.parametrize("delays", [[0.0, 0.01], [0.01, 0.0], [0.0, 0.01, 0.0], [0.0] * 4], ids=str)
-@pytest.mark.parametrize("pieces", [0, 1, 3, 5000])
-def test_every_piece_is_done_once_in_each_run_whoever_is_late(pieces: int, delays: list[float]):
-    tickets, done = np.zeros(NBYTES // 8, np.int64), np.zeros(max(1, pieces), np.int64)
-    given = np.array(ARGS(tickets=tickets.ctypes.data, pieces=pieces, done=done.ctypes.data), np.int64)
+@pytest.mark.parametrize("item_count", [0, 1, 3, 5000])
+def test_every_work_item_is_done_once_in_each_run_whichever_thread_is_late(item_count: int, delays: list[float]):
+    tickets, done = np.zeros(NBYTES // 8, np.int64), np.zeros(max(1, item_count), np.int64)
+    args = np.array(ARGS(tickets=tickets.ctypes.data, pieces=item_count, done=done.ctypes.data), np.int64)
     for runs in range(1, 5):
-        run(count_pieces, given, delays)
-        assert (done[:pieces] == runs).all()
+        run(count_work_items, args, delays)
+        assert (done[:item_count] == runs).all()
         assert not tickets.any()
 
 
-def test_one_thread_without_tickets_does_every_piece():
+def test_one_thread_without_tickets_does_every_work_item():
     done = np.zeros(7, np.int64)
-    given = np.array(ARGS(tickets=0, pieces=7, done=done.ctypes.data), np.int64)
-    run(count_pieces, given, [0.0])
+    args = np.array(ARGS(tickets=0, pieces=7, done=done.ctypes.data), np.int64)
+    run(count_work_items, args, [0.0])
     assert (done == 1).all()

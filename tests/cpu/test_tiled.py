@@ -18,7 +18,7 @@ from hocket.backends.cpu.simd import amx
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import bf16_to_f32, dequantise
 
-from ..given.packed_rows import call, met_by_tiles, packed, room, round_to_bf16, target_of
+from ..given.packed_rows import aligned_scratch, call, pack_rows, round_to_bf16, target_of, tile_operands
 from ..given.random_rows import random_rows
 
 RNG = np.random.default_rng(11)
@@ -38,10 +38,10 @@ def test_rows_are_rounded_side_by_side():
 
 
 @pytest.mark.parametrize("kinds", [*permutations([SPLIT, TILED, 8])], ids=str)
-def test_rows_are_rounded_in_several_ways_at_once(kinds: tuple[int, ...]):
+def test_rows_are_rounded_in_several_formats_at_once(kinds: tuple[int, ...]):
     """As a norm's are where products with several types of weights read them."""
     x = RNG.standard_normal((37, 96)).astype(np.float32)
-    targets = [room(rounded_bytes(*x.shape, kind)) for kind in kinds]
+    targets = [aligned_scratch(rounded_bytes(*x.shape, kind)) for kind in kinds]
     words = [(target, rounded_bytes(1, 96, kind), kind) for target, kind in zip(targets, kinds, strict=True)]
     for target in targets:
         target[:] = 0
@@ -51,7 +51,7 @@ def test_rows_are_rounded_in_several_ways_at_once(kinds: tuple[int, ...]):
 
 
 def test_three_terms_hold_what_float32_does():
-    """Of numbers that are far apart; what rounds to infinity is infinite, and NaN stays."""
+    """Check numbers of very different size. Values that round to infinity are infinite, and NaN stays."""
     x = (RNG.standard_normal((37, 96)) * 2.0 ** RNG.integers(-60, 60, (37, 96))).astype(np.float32)
     x[3, 5], x[36, 95], x[0, 0], x[1, 1] = np.nan, -np.inf, np.inf, 3.4e38
     tiles = target_of(x, SPLIT).view(np.uint16).reshape(2, 3, TERMS[SPLIT], TALL, LINE // 2)
@@ -65,11 +65,14 @@ def test_three_terms_hold_what_float32_does():
 @pytest.mark.parametrize("dtype", [*FORMATS, DType.BF16, DType.F16, DType.F32], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(72, 768), (16, 256), (300, 2304)])
 def test_a_product_is_that_of_weights_and_activations_in_tiles(dtype: DType, rows: int, columns: int, count: int):
-    """Rows that fill no tile, several panels of the weight, more columns than are expanded at once, two chunks or
-    spans; by threads that take pieces as they come, of which the first one or the last does all."""
+    """Check rows that fill no tile, several weight panels, more columns than are expanded at once, and two chunks
+    or spans.
+
+    Threads draw work items; the first or the last thread does all of them.
+    """
     raw, x = random_rows(dtype, rows, columns, RNG), RNG.standard_normal((count, columns)).astype(np.float32)
-    weight, threads = packed(dtype, raw, columns), 3
-    scratch, tickets = room(threads * tiled.SCRATCH), np.zeros(NBYTES, np.uint8)
+    weight, threads = pack_rows(dtype, raw, columns), 3
+    scratch, tickets = aligned_scratch(threads * tiled.SCRATCH), np.zeros(NBYTES, np.uint8)
     taken = tiled_weight(dtype)
     tiles, pitch = target_of(x, taken.rounding), rounded_bytes(1, columns, taken.rounding)
     words = (weight, raw.shape[1], rows, columns, tiles, pitch, count)
@@ -82,7 +85,7 @@ def test_a_product_is_that_of_weights_and_activations_in_tiles(dtype: DType, row
         assert not tickets.any(), "the last thread lays out new tickets"
         products.append(y)
     assert np.array_equal(*products, equal_nan=True)
-    w, v = met_by_tiles(dtype, dequantise(raw, dtype)), met_by_tiles(dtype, x)
+    w, v = tile_operands(dtype, dequantise(raw, dtype)), tile_operands(dtype, x)
     size = np.abs(v) @ np.abs(w).T
     assert (np.abs(y[:, :rows] - v @ w.T) <= 2e-6 * size + 1e-30).all(), "but for the order of float32 sums"
     assert np.isnan(y[:, rows:]).all(), "nothing is written beside the result"

@@ -11,7 +11,7 @@ from hocket.backends.cpu.kernels.tickets import NBYTES
 from hocket.graph.dtypes import DType
 from hocket.ops.quantisation import bf16_to_f32, dequantise
 
-from ..given.packed_rows import call, met_by_tiles, packed, room, round_to_bf16, target_of
+from ..given.packed_rows import aligned_scratch, call, pack_rows, round_to_bf16, target_of, tile_operands
 from ..given.random_rows import random_rows
 
 RNG = np.random.default_rng(12)
@@ -19,13 +19,16 @@ EXPERTS, THREADS = 5, 3
 
 
 def sorted_by(ids: np.ndarray) -> np.ndarray:
-    """What `experts.sort_slots` leaves: where the slots of each expert begin, then slots; `EXPERTS` is elsewhere."""
+    """Return the result of `experts.sort_slots`: the first slot of each expert, then the slots.
+
+    `EXPERTS` means elsewhere.
+    """
     counts = np.bincount(ids, minlength=EXPERTS + 1)
     return np.concatenate([[0], np.cumsum(counts), np.argsort(ids, kind="stable")]).astype(np.int32)
 
 
 class Prompt:
-    """Tokens with two slots each that choose experts, unevenly: one of them nobody, one most of them."""
+    """Tokens with two slots each that choose experts unevenly: one expert has no token, one has most tokens."""
 
     def __init__(self, dtype: DType, rows: int, columns: int, tokens: int, shared: int):
         self.dtype, self.rows, self.columns, self.shared = dtype, rows, columns, shared
@@ -34,9 +37,9 @@ class Prompt:
         self.raw = [random_rows(dtype, EXPERTS * rows, columns, RNG) for _ in range(2)]
 
     def products(self, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each slot, zero for one whose expert is elsewhere; and the same of magnitudes."""
-        w = met_by_tiles(self.dtype, dequantise(raw, self.dtype)).reshape(EXPERTS, self.rows, self.columns)
-        x = met_by_tiles(self.dtype, self.x)[
+        """Return the product of each slot, zero for an expert elsewhere; and the same product of magnitudes."""
+        w = tile_operands(self.dtype, dequantise(raw, self.dtype)).reshape(EXPERTS, self.rows, self.columns)
+        x = tile_operands(self.dtype, self.x)[
             np.arange(len(self.ids)) // 2 * self.shared + np.arange(len(self.ids)) % self.shared
         ]
         y, size = np.zeros((2, len(self.ids), self.rows))
@@ -49,7 +52,7 @@ class Prompt:
         """By a thread that does all, and two for which it leaves nothing."""
         kind = tiled_weight(self.dtype).rounding
         stride, pitch = self.raw[0].shape[1], rounded_bytes(1, self.columns, kind)
-        scratch, tickets = room(THREADS * tiled_experts.scratch_bytes(pitch)), np.zeros(NBYTES, np.uint8)
+        scratch, tickets = aligned_scratch(THREADS * tiled_experts.scratch_bytes(pitch)), np.zeros(NBYTES, np.uint8)
         words = (*weights, stride, self.rows * stride, self.rows, self.columns, target_of(self.x, kind), pitch)
         words = (*words, sorted_by(self.ids), EXPERTS, 2, self.shared, y, y.strides[0], scratch, tickets, *rounding)
         for thread in range(THREADS):
@@ -61,10 +64,10 @@ class Prompt:
 @pytest.mark.parametrize(("tokens", "shared"), [(90, 1), (90, 2), (400, 2)])
 @pytest.mark.parametrize("dtype", [*FORMATS, DType.BF16, DType.F16, DType.F32], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(48, 768), (272, 2304)])
-def test_each_slot_meets_its_expert(dtype: DType, rows: int, columns: int, tokens: int, shared: int):
-    """More slots of an expert than are gathered at once, an expert without any, and slots whose expert is elsewhere."""
+def test_each_slot_is_multiplied_by_its_expert(dtype: DType, rows: int, columns: int, tokens: int, shared: int):
+    """Check experts with more slots than are gathered at once, without slots, and on other devices."""
     prompt = Prompt(dtype, rows, columns, tokens, shared)
-    y, weight = np.full((2 * tokens, rows + 3), np.nan, np.float32), packed(dtype, prompt.raw[0], columns)
+    y, weight = np.full((2 * tokens, rows + 3), np.nan, np.float32), pack_rows(dtype, prompt.raw[0], columns)
     second = weight[16 * prompt.raw[0].shape[1] :]
     prompt.run(tiled_experts.product(tiled_weight(dtype)), (weight, second), y, (0,))
     want, size = prompt.products(prompt.raw[0])
@@ -75,10 +78,10 @@ def test_each_slot_meets_its_expert(dtype: DType, rows: int, columns: int, token
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("dtype", [DType.Q4_0, DType.Q6_K, DType.MXFP4, DType.F16], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(96, 768), (288, 2304)])
-def test_units_of_slots_are_rounded_where_they_are_made(dtype: DType, rows: int, columns: int):
+def test_units_of_slots_are_rounded_where_they_are_computed(dtype: DType, rows: int, columns: int):
     prompt = Prompt(dtype, rows, columns, 300, 1)
-    weights, y = [packed(dtype, raw, columns) for raw in prompt.raw], np.full((600, rows), np.nan, np.float32)
-    tiles, pitch = room(rounded_bytes(600, rows, TILED)), rounded_bytes(1, rows, TILED)
+    weights, y = [pack_rows(dtype, raw, columns) for raw in prompt.raw], np.full((600, rows), np.nan, np.float32)
+    tiles, pitch = aligned_scratch(rounded_bytes(600, rows, TILED)), rounded_bytes(1, rows, TILED)
     prompt.run(pairs_experts.pair_experts(dtype, "reglu"), weights, y, (1, tiles, pitch, TILED))
     (gate, gate_size), (up, up_size) = (prompt.products(raw) for raw in prompt.raw)
     bound = 3e-6 * (np.abs(gate) * up_size + np.abs(up) * gate_size + 1e-5 * gate_size * up_size) + 1e-30

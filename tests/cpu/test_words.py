@@ -17,8 +17,8 @@ ARGS = words("target pitch[2] factor:f32 rest[*]")
 
 
 @kernel
-def told(a, thread, threads):
-    """Writes what it reads of its words."""
+def copy_words(a, thread, threads):
+    """Write the argument words that the kernel reads."""
     to = ARGS.target(a)
     store_long(to, ARGS.pitch(a, 0))
     store_long(to + 8, ARGS.pitch(a, 1))
@@ -28,17 +28,17 @@ def told(a, thread, threads):
     return 0
 
 
-def test_a_kernel_reads_under_a_name_what_was_given_under_it():
+def test_a_kernel_reads_each_argument_by_its_name():
     target = np.zeros(6, np.int64)
-    given = ARGS(rest=(3, -5, 6, -7), factor=float_bits(0.25), pitch=(4, -9), target=target.ctypes.data)
-    block = np.array(given, np.int64)
-    assert REPLAY(told.address)(block.ctypes.data, 0, 1) == 0
+    args = ARGS(rest=(3, -5, 6, -7), factor=float_bits(0.25), pitch=(4, -9), target=target.ctypes.data)
+    block = np.array(args, np.int64)
+    assert REPLAY(copy_words.address)(block.ctypes.data, 0, 1) == 0
     assert target[[0, 1, 3, 4, 5]].tolist() == [4, -9, -5, 6, -7]
     assert ctypes.c_float.from_address(target.ctypes.data + 16).value == 0.25
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("args", "why"),
     [
         ({"target": 1, "pitch": (1, 2), "rest": ()}, "missing ['factor'], unknown []"),
         ({"target": 1, "pitch": (1, 2), "rest": (), "factor": 1, "step": 3}, "missing [], unknown ['step']"),
@@ -46,9 +46,9 @@ def test_a_kernel_reads_under_a_name_what_was_given_under_it():
         ({"target": 1, "pitch": 1, "rest": (), "factor": 1}, "word 'pitch' of a kernel: got 1 words, need 2"),
     ],
 )
-def test_words_that_are_missing_unknown_or_too_many_are_refused_when_they_are_bound(given, why):
+def test_words_that_are_missing_unknown_or_too_many_are_refused_when_they_are_bound(args, why):
     with pytest.raises(TypeError) as caught:
-        ARGS(**given)
+        ARGS(**args)
     assert why in str(caught.value)
 
 

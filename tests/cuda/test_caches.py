@@ -18,31 +18,31 @@ from hocket.scheduler import load, plan_for
 
 from ..given.devices.emulation import WRONG_RESULTS, finding, needs_compiler
 from ..given.models.goldens import nmse, path_of, tokens_of
-from ..given.state_ways import inputs_of, ways
+from ..given.state_ways import inputs_of, state_graphs
 
 pytestmark = needs_compiler
 TYPES = ["f16", "bf16"]
 ONE = "cuda-emulated:0"
-WAYS = [(name, dtype) for dtype in TYPES for name, _ in ways(dtype)]
+STATE_GRAPHS = [(name, dtype) for dtype in TYPES for name, _ in state_graphs(dtype)]
 
 
-@pytest.mark.parametrize(("way", "dtype"), WAYS)
-def test_a_state_holds_what_its_type_can_hold(way: str, dtype: str) -> None:
-    """Nothing is rounded, and the definition has the same bits, but for the order in which a product adds up."""
-    graph = dict(ways(dtype))[way]
-    given = inputs_of(graph)
+@pytest.mark.parametrize(("graph_name", "dtype"), STATE_GRAPHS)
+def test_a_state_holds_what_its_type_can_hold(graph_name: str, dtype: str) -> None:
+    """Check exact values: the definition has the same bits, except for the order of additions in a product."""
+    graph = dict(state_graphs(dtype))[graph_name]
+    inputs = inputs_of(graph)
     right, run = (hocket.load(hocket.plan(graph, on), {}) for on in ("reference:0", ONE))
     assert run.store.nbytes()[0]["state"] == 2 * 9 * 64
     for _ in range(3):
-        wanted, results = right.run(given), run.run(given)
-        for name in wanted:
-            np.testing.assert_allclose(results[name], wanted[name], rtol=1e-5 if way == "a matrix" else 0)
+        expected, results = right.run(inputs), run.run(inputs)
+        for name in expected:
+            np.testing.assert_allclose(results[name], expected[name], rtol=1e-5 if graph_name == "a matrix" else 0)
         assert np.array_equal(run.store.state("s"), right.store.state("s"))
         assert np.any(np.array(run.store.state("s")))
 
 
-def rounded(dtype: str, backend: DriverBackend) -> bool:
-    """Whether rows that are written are those that NumPy rounds, to the bit."""
+def rounds_as_numpy(dtype: str, backend: DriverBackend) -> bool:
+    """Return whether written rows have the bits of NumPy's rounding."""
     rng, kind = np.random.default_rng(0), DType(dtype)
     rows = (rng.standard_normal((8, 37)) * 10.0 ** rng.integers(-6, 4, (8, 37))).astype(np.float32)
     rows[0, :6] = [np.inf, -np.inf, np.nan, 0.0, -0.0, 3e38]
@@ -53,21 +53,21 @@ def rounded(dtype: str, backend: DriverBackend) -> bool:
     run = load(plan_for(graph, [(backend, backend.device(0))]), {})
     run.run({"rows": rows, "ids": np.arange(8, dtype=np.int32)})
     with np.errstate(over="ignore"):
-        wanted = decode_array(encode_array(rows, kind), kind)
-    return np.array_equal(np.array(run.store.state("s"))[:8], wanted, equal_nan=True)
+        expected = decode_array(encode_array(rows, kind), kind)
+    return np.array_equal(np.array(run.store.state("s"))[:8], expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_rows_are_rounded_to_the_nearest(dtype: str) -> None:
-    assert rounded(dtype, EmulatedBackend())
+    assert rounds_as_numpy(dtype, EmulatedBackend())
 
 
 @pytest.mark.long(cases=1)
-@pytest.mark.parametrize(("dtype", "kind", "kept"), [("f16", "half", "0xffffe000u"), ("bf16", "bf16", "0xffff0000u")])
-def test_rows_that_are_cut_off_are_found(dtype: str, kind: str, kept: str) -> None:
-    good, cut = f"to->bits = float_to_{kind}(x)", f"__uint_as_float(__float_as_uint(x) & {kept})"
-    bad = f"to->bits = float_to_{kind}({cut})"
-    assert finding("cells.cuh", good, bad, lambda backend: rounded(dtype, backend)) == WRONG_RESULTS
+@pytest.mark.parametrize(("dtype", "kind", "mask"), [("f16", "half", "0xffffe000u"), ("bf16", "bf16", "0xffff0000u")])
+def test_truncated_rows_are_found(dtype: str, kind: str, mask: str) -> None:
+    good, truncating = f"to->bits = float_to_{kind}(x)", f"__uint_as_float(__float_as_uint(x) & {mask})"
+    bad = f"to->bits = float_to_{kind}({truncating})"
+    assert finding("cells.cuh", good, bad, lambda backend: rounds_as_numpy(dtype, backend)) == WRONG_RESULTS
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -95,17 +95,17 @@ def test_a_saved_state_goes_to_other_types_and_back(dtype: str, tmp_path) -> Non
         return Session(model, on=Group((on,), cache_type_k=kind, cache_type_v=kind))
 
     short, wide, cpu = session(ONE, dtype), session(ONE, "f32"), session("cpu:0", dtype)
-    held, floats = (s.store.nbytes()[0]["state"] for s in (short, wide))
-    assert 2 * held == floats
+    halves_bytes, floats = (s.store.nbytes()[0]["state"] for s in (short, wide))
+    assert 2 * halves_bytes == floats
     want = wide.evaluate([tokens], every_position=True)[0]
     worst = {"f16": 1e-5, "bf16": 1e-3}[dtype]
     assert 0 < nmse(short.evaluate([tokens], every_position=True)[0], want) <= worst
-    kept = np.array(short.store.state("cache_v.0"))[:12]
+    stored_rows = np.array(short.store.state("cache_v.0"))[:12]
     for number, (saved, loaded) in enumerate([(short, cpu), (cpu, wide), (wide, short)]):
         save_state(saved, [tokens], tmp_path / f"{number}")
         loaded.reset(0)
         assert load_state(loaded, tmp_path / f"{number}") == [tokens]
-        assert np.array_equal(np.array(loaded.store.state("cache_v.0"))[:12], kept)
+        assert np.array_equal(np.array(loaded.store.state("cache_v.0"))[:12], stored_rows)
 
 
 def test_caches_are_f16_unless_results_are_to_be_exact() -> None:
@@ -124,8 +124,8 @@ def test_a_prompt_that_is_to_be_exact_rounds_nothing_to_the_type_of_its_caches(d
         return Session(model, on=Group((ONE,), exact=exact, cache_type_k=dtype, cache_type_v=dtype))
 
     one_by_one, exact, usual = (session(exact) for exact in (True, True, False))
-    wanted = np.concatenate([one_by_one.evaluate([[token]], every_position=True)[0] for token in tokens])
-    errors = [nmse(s.evaluate([tokens], every_position=True)[0], wanted) for s in (exact, usual)]
+    expected = np.concatenate([one_by_one.evaluate([[token]], every_position=True)[0] for token in tokens])
+    errors = [nmse(s.evaluate([tokens], every_position=True)[0], expected) for s in (exact, usual)]
     kernels = [" ".join(s.executor(s.step(64, len(tokens)))._replays[0].kernels()) for s in (exact, usual)]
     assert ["attend_warpgroups" in names for names in kernels] == [False, True]
     assert errors[0] < {"f16": 1e-8, "bf16": 1e-7}[dtype] < errors[1]

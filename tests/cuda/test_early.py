@@ -36,12 +36,12 @@ ASKING_FIRST = {
 @pytest.fixture
 def cupy(monkeypatch):
     """A stand-in for CuPy, on a device and with a driver that begin launches early."""
-    made = fake_cupy(SOURCES)
-    made.cuda.runtime.driverGetVersion = lambda: early.FIRST_DRIVER
-    monkeypatch.setattr(cuda, "_cupy", lambda: made)
+    fake = fake_cupy(SOURCES)
+    fake.cuda.runtime.driverGetVersion = lambda: early.FIRST_DRIVER
+    monkeypatch.setattr(cuda, "_cupy", lambda: fake)
     monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
     cuda._module.cache_clear()
-    yield made
+    yield fake
     cuda._module.cache_clear()
 
 
@@ -56,7 +56,7 @@ def run_three(driver):
 
 
 def run_clusters(backend, monkeypatch):
-    """A product whose rows of weights two blocks of a cluster share out."""
+    """Run a product with weight rows that two blocks of a cluster share."""
     tried.cache_clear()
     monkeypatch.setattr(tiled, "shape_of_tiles", lambda *_, **__: (tiled.CLUSTERED, 1))
     graph = Graph({"y": ops.mul_mat(weight("w", (256, 64), DType.BF16), input("x", (9, 64)))})
@@ -111,8 +111,8 @@ def test_clusters_are_launched_early_or_not(is_first, cupy, monkeypatch):
     monkeypatch.setattr(early, "opened", lambda: library)
     driver = cuda.CudaDriver(begins_early=not is_first)
     run_clusters(DriverBackend(driver), monkeypatch)
-    wanted = {"clustered<bf16_bits, 2>": (1, 2, 1)}
-    assert library.clusters == wanted
+    expected = {"clustered<bf16_bits, 2>": (1, 2, 1)}
+    assert library.clusters == expected
     assert library.launched == ([] if is_first else ["clustered<bf16_bits, 2>"])
 
 
@@ -123,7 +123,7 @@ def test_clusters_need_the_library_of_the_driver(cupy, monkeypatch):
         run_clusters(DriverBackend(cuda.CudaDriver()), monkeypatch)
 
 
-def test_what_the_driver_is_given_lies_as_in_its_header():
+def test_driver_attributes_have_the_layout_of_its_header():
     """cuda.h of CUDA 13: CUlaunchConfig, CUlaunchAttribute."""
     assert (ctypes.sizeof(early.Config), ctypes.sizeof(early.Attribute)) == (56, 72)
     fields = {name: getattr(early.Config, name).offset for name, _ in early.Config._fields_}

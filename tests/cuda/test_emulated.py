@@ -1,5 +1,4 @@
-"""The CUDA backend, run on emulated devices: its kernels against the references, its programs, what it says when it
-cannot."""
+"""The CUDA backend on emulated devices: its kernels against the references, its programs and its error messages."""
 
 from __future__ import annotations
 
@@ -37,8 +36,10 @@ from ..given.models.goldens import FIXTURES, nmse, path_of
 @needs_compiler
 @pytest.mark.parametrize("name", sorted(BINDINGS.keys() | COLLECTIVES))
 def test_every_kernel_does_what_its_op_means(name):
-    """Forty cases of the quick run, which ``hocket check --backend cuda-emulated`` makes whole in two minutes; one may
-    have no reference, or more of something than a kernel takes, but none may lack a kernel."""
+    """Check forty cases of the quick run. ``hocket check --backend cuda-emulated`` runs all cases in two minutes.
+
+    A case may have no reference, or exceed a limit of a kernel, but each op must have a kernel.
+    """
     backend, cases = EmulatedBackend(), quick_cases(REGISTRY[name])
     for case in cases[:: max(1, len(cases) // 40)]:
         result = run_case(case, backend, backend.device(0))
@@ -89,7 +90,7 @@ def test_operands_are_read_as_they_lie(layout):
         "w=iq2_xxs[3,4,256], x=f32[2,2,256], ids=i32[2,0], layout=broadcast",
     ],
 )
-def test_what_has_no_elements_lies_as_it_has_to(operands):
+def test_values_without_elements_have_valid_strides(operands):
     backend = EmulatedBackend()
     assert run_case(parse_case(f"mul_mat_id({operands})"), backend, backend.device(0)).outcome is Outcome.PASS
 
@@ -107,9 +108,9 @@ def test_weights_of_16_bits_stay_as_they_are():
 def test_a_constant_of_16_bits_is_read_as_what_it_is():
     table = np.arange(12, dtype=np.float16).reshape(3, 4)
     graph = Graph({"y": ops.add(input("x", (3, 4)), constant("c", table))})
-    made = load(plan(graph, ("cuda-emulated:0",)), {})
+    run = load(plan(graph, ("cuda-emulated:0",)), {})
     x = np.ones((3, 4), np.float32)
-    assert (made.run({"x": x})["y"] == x + table).all()
+    assert (run.run({"x": x})["y"] == x + table).all()
 
 
 # -------------------------------------------------------------------------------------------------- exact or fast
@@ -150,11 +151,11 @@ def test_several_devices_compute_what_one_does(mode):
     graph = Graph({"y": ops.softmax(ops.reshape(ops.mul_mat(weight("down", (8, 12)), hidden), shape=(1, 5, 8)))})
     rng = np.random.default_rng(0)
     weights = {w.node.name: rng.standard_normal(w.shape).astype(np.float32) for w in graph.weights}
-    given = {"x": rng.standard_normal((5, 8)).astype(np.float32)}
+    inputs = {"x": rng.standard_normal((5, 8)).astype(np.float32)}
     many = load(plan(graph, ("cuda-emulated:0", "cuda-emulated:1", "cuda-emulated:2"), split_mode=mode), weights)
-    exact = load(plan(graph, ("reference:0",)), weights).run(given)["y"]
+    exact = load(plan(graph, ("reference:0",)), weights).run(inputs)["y"]
     for _ in range(3):
-        np.testing.assert_allclose(many.run(given)["y"], exact, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(many.run(inputs)["y"], exact, rtol=1e-5, atol=1e-7)
 
 
 # --------------------------------------------------------------------------------------------- the driver of devices
@@ -183,47 +184,47 @@ def test_the_driver_of_devices_makes_the_launches_of_the_emulated_one(name, devi
 
 @needs_compiler
 def test_a_program_of_several_launches_is_one_graph_and_its_faults_are_reported(devices):
-    table, kept = weight("table", (4, 2), "f16"), state("kept", (3, 2))
-    new = ops.add(kept, ops.get_rows(table, input("ids", (3,), "i32"), name="rows"))
-    graph = Graph({"y": ops.scale(new, scale=2.0)}, updates={kept: new})
+    table, old_state = weight("table", (4, 2), "f16"), state("kept", (3, 2))
+    new = ops.add(old_state, ops.get_rows(table, input("ids", (3,), "i32"), name="rows"))
+    graph = Graph({"y": ops.scale(new, scale=2.0)}, updates={old_state: new})
     group = [(devices, devices.device(0))]
-    made = load(plan_for(graph, group), {"table": np.arange(8, dtype=np.float16).reshape(4, 2)})
-    assert made.run({"ids": [0, 1, 2]})["y"].tolist() == [[0, 2], [4, 6], [8, 10]]
+    run = load(plan_for(graph, group), {"table": np.arange(8, dtype=np.float16).reshape(4, 2)})
+    assert run.run({"ids": [0, 1, 2]})["y"].tolist() == [[0, 2], [4, 6], [8, 10]]
     with pytest.raises(BackendError, match="%rows on cuda:0: id -1 names no row"):
-        made.run({"ids": [0, -1, 2]})
-    assert made.run({"ids": [0, 0, 0]})["y"].tolist() == [[0, 4], [4, 8], [8, 12]]
+        run.run({"ids": [0, -1, 2]})
+    assert run.run({"ids": [0, 0, 0]})["y"].tolist() == [[0, 4], [4, 8], [8, 12]]
     with pytest.raises(BackendError, match="there is no device cuda:4; this machine has 4"):
         devices.device(4)
 
 
 @needs_compiler
 def test_a_run_waits_once_and_copies_its_inputs_together(devices, monkeypatch):
-    """Besides, each result and what was noted of faults."""
+    """Check that a run also copies each result and the recorded errors once."""
     cupy, counted = devices.driver.cupy, []
     copy, wait, table = cupy.cuda.runtime.memcpyAsync, Stream.synchronize, weight("table", (4, 2))
     rows = ops.get_rows(table, input("ids", (3,), "i32"))
     both = ops.add(ops.mul(rows, input("a", (3, 2))), input("b", (3, 2)))
-    made = load(
+    run = load(
         plan_for(Graph({"y": both, "z": ops.neg(both)}), [(devices, devices.device(0))]), {"table": np.ones((4, 2))}
     )
-    monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", lambda *given: (counted.append(given[3]), copy(*given)))
+    monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", lambda *args: (counted.append(args[3]), copy(*args)))
     monkeypatch.setattr(Stream, "synchronize", lambda stream: (counted.append("wait"), wait(stream)))
     for n in range(3):
         counted.clear()
-        given = made.run({"ids": [0, 1, 2], "a": np.full((3, 2), n), "b": np.ones((3, 2))})
-        assert (given["y"] == n + 1).all()
-        assert (given["z"] == -n - 1).all()
+        args = run.run({"ids": [0, 1, 2], "a": np.full((3, 2), n), "b": np.ones((3, 2))})
+        assert (args["y"] == n + 1).all()
+        assert (args["z"] == -n - 1).all()
         runtime = cupy.cuda.runtime
         assert counted == [runtime.memcpyHostToDevice, *[runtime.memcpyDeviceToHost] * 3, "wait"]
-    with made.tracing():
-        assert (made.run({"ids": [0, 1, 2], "a": np.full((3, 2), 7), "b": np.ones((3, 2))})["z"] == -8).all()
+    with run.tracing():
+        assert (run.run({"ids": [0, 1, 2], "a": np.full((3, 2), 7), "b": np.ones((3, 2))})["z"] == -8).all()
 
 
 def test_a_session_that_may_be_fast_asks_for_it_and_says_no_where_it_is_to_be_exact():
     model = open_model(path_of("qwen35"))
     for fast in (False, True):
-        made = Session(model, on=Group(("numpy:0",), fast=fast))
-        (lane,) = made.plan(made.step(4, 4)).lanes
+        session = Session(model, on=Group(("numpy:0",), fast=fast))
+        (lane,) = session.plan(session.step(4, 4)).lanes
         asked = {i.op: i.attrs["exact"] for i in lane.program.instructions if "exact" in i.attrs}
         assert asked.items() >= {"gated_delta_net": not fast, "mul_mat": not fast}.items()
     with pytest.raises(ModelError, match="leave out one of the two"):
@@ -243,14 +244,14 @@ def test_the_command_takes_a_model_fast(tmp_path):
     assert nmse(logits[1], logits[0]) <= 1e-3
 
 
-# ------------------------------------------------------------------------------------------------- what takes how long
+# ----------------------------------------------------------------------------------------------------- measured times
 
 
 def counting(group, **options):
     """A state that grows, ready to run."""
-    kept, x = state("kept", (3, 8)), input("x", (3, 8))
-    new = ops.add(kept, ops.mul_mat(weight("w", (8, 8)), x))
-    graph = Graph({"y": ops.rms_norm(new, eps=1e-6)}, updates={kept: new})
+    old_state, x = state("kept", (3, 8)), input("x", (3, 8))
+    new = ops.add(old_state, ops.mul_mat(weight("w", (8, 8)), x))
+    graph = Graph({"y": ops.rms_norm(new, eps=1e-6)}, updates={old_state: new})
     return load(plan_for(graph, group, **options), {"w": np.eye(8, dtype=np.float32)})
 
 
@@ -258,24 +259,24 @@ def counting(group, **options):
 @pytest.mark.parametrize("real", [False, True], ids=["emulated", "cuda"])
 def test_a_run_is_measured_launch_by_launch(real, devices):
     backend = devices if real else EmulatedBackend()
-    made, names = counting([(backend, backend.device(0))]), []
+    run, names = counting([(backend, backend.device(0))]), []
     for _ in range(2):
-        made.bind({"x": np.ones((3, 8))})
-        (steps,) = made.measure()
+        run.bind({"x": np.ones((3, 8))})
+        (steps,) = run.measure()
         assert all(step.seconds > 0 for step in steps)
         names.append([step.kernel for step in steps])
     assert len(names[0]) >= 2
     assert names[0] == names[1]
-    made.run({"x": np.ones((3, 8))})
-    assert (np.asarray(made.store.state("kept")) == 3).all()  # each of them was one run
+    run.run({"x": np.ones((3, 8))})
+    assert (np.asarray(run.store.state("kept")) == 3).all()  # each of them was one run
 
 
 @needs_compiler
 def test_what_devices_do_together_is_measured_too():
     backend = EmulatedBackend()
-    made = counting([(backend, backend.device(i)) for i in range(2)], split_mode="tensor")
-    made.bind({"x": np.ones((3, 8))})
-    steps = made.measure()
+    run = counting([(backend, backend.device(i)) for i in range(2)], split_mode="tensor")
+    run.bind({"x": np.ones((3, 8))})
+    steps = run.measure()
     assert len(steps) == 2
     assert all(step.seconds >= 0 for device in steps for step in device)
     assert {step.kernel.partition("<")[0] for step in steps[0]} & {"begin_run", "all_reduce"}, steps[0]
@@ -293,16 +294,16 @@ def test_the_command_shows_what_takes_how_long_on_a_device(capsys):
 
 @needs_compiler
 def test_a_number_that_names_no_row_fails_the_run_and_takes_it_back():
-    kept = state("kept", (4, 2))
-    new = ops.add(kept, ops.get_rows(weight("table", (4, 2)), input("ids", (4,), "i32"), name="rows"), name="new")
-    graph = Graph({"y": new}, updates={kept: new})
-    made = load(plan(graph, ("cuda-emulated:0",)), {"table": np.ones((4, 2), np.float32)})
-    made.run({"ids": [0, 1, 2, 3]})
+    old_state = state("kept", (4, 2))
+    new = ops.add(old_state, ops.get_rows(weight("table", (4, 2)), input("ids", (4,), "i32"), name="rows"), name="new")
+    graph = Graph({"y": new}, updates={old_state: new})
+    run = load(plan(graph, ("cuda-emulated:0",)), {"table": np.ones((4, 2), np.float32)})
+    run.run({"ids": [0, 1, 2, 3]})
     with pytest.raises(BackendError) as caught:
-        made.run({"ids": [0, 1, 7, 3]})
+        run.run({"ids": [0, 1, 7, 3]})
     assert str(caught.value) == "%rows on cuda-emulated:0: id 7 names no row of its table, which has 4"
-    assert (np.asarray(made.store.state("kept")) == 1).all()
-    assert (made.run({"ids": [0, 1, 2, 3]})["y"] == 2).all()
+    assert (np.asarray(run.store.state("kept")) == 1).all()
+    assert (run.run({"ids": [0, 1, 2, 3]})["y"] == 2).all()
 
 
 @needs_compiler
@@ -313,17 +314,17 @@ def test_a_kernel_that_fails_names_node_device_kernel_and_thread(monkeypatch):
         launches.items.append(dataclasses.replace(last, words=(last.words[0] + 1, *last.words[1:])))
 
     monkeypatch.setattr(table, "BINDINGS", {**BINDINGS, "neg": one_more})
-    made = load(plan(Graph({"y": ops.neg(input("x", (8,)), name="minus")}), ("cuda-emulated:0",)), {})
+    run = load(plan(Graph({"y": ops.neg(input("x", (8,)), name="minus")}), ("cuda-emulated:0",)), {})
     with pytest.raises(BackendError) as caught:
-        made.run({"x": np.zeros(8, np.float32)})
-    said = str(caught.value)
-    assert said.startswith(
+        run.run({"x": np.zeros(8, np.float32)})
+    message = str(caught.value)
+    assert message.startswith(
         "%minus on cuda-emulated:0: elementwise.cu: unary<function::neg>, block (0, 0, 0), thread (8,"
     )
-    assert said.endswith("0 bytes past the end of word 12 and 23")
+    assert message.endswith("0 bytes past the end of word 12 and 23")
 
 
-def test_without_a_compiler_it_is_said_what_to_install(monkeypatch):
+def test_without_a_compiler_the_error_names_the_package_to_install(monkeypatch):
     monkeypatch.setattr(building.shutil, "which", lambda name: None)
     with pytest.raises(BackendError, match="install g\\+\\+"):
         find("cuda-emulated:0")
@@ -335,11 +336,11 @@ def test_a_cuda_device_that_is_not_there_is_explained():
     try:
         find("cuda:0")
     except BackendError as why:
-        said = str(why)
+        message = str(why)
     else:
         pytest.skip("this machine has a CUDA device, so that none is missing")
-    assert "pip install" in said or "cuda-emulated:0 runs anywhere" in said
-    assert "\n" not in said
+    assert "pip install" in message or "cuda-emulated:0 runs anywhere" in message
+    assert "\n" not in message
 
 
 @needs_compiler

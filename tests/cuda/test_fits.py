@@ -1,4 +1,4 @@
-"""What kernels take is there on devices of each kind: for every launch of the kit's quick cases and of models."""
+"""The resources of kernels fit devices of each kind, for every launch of the kit's quick cases and of models."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ OF_A_WARP = 256
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of device: for which architecture its code is, what a block may ask for, multiprocessors, and the
-    registers of a block."""
+    """A kind of device: the architecture of its code, block limits, multiprocessors and registers per block."""
 
     arch: str
     limits: Limits
@@ -43,13 +42,13 @@ class Kind:
 PROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
 KINDS = {
     **{arch: Kind(arch, limits_of(arch.strip("sm_a")), n) for arch, n in PROCESSORS.items()},
-    # What is declared in a source is the same there; registers the compiler deals by the threads of a block.
+    # Declared shared memory is the same there; the compiler distributes registers by the threads of a block.
     "gfx942": Kind("sm_90a", OF_HIP, 304, None),
 }
 
 
 def lacking(launch: Launch, row: Row, kind: Kind) -> Iterator[str]:
-    """What a launch has too much of."""
+    """Yield the resources that a launch exceeds."""
     threads = prod(launch.block)
     if threads > row.threads:
         yield f"{threads} threads of {row.threads}"
@@ -57,15 +56,15 @@ def lacking(launch: Launch, row: Row, kind: Kind) -> Iterator[str]:
     if kind.registers is not None and registers > kind.registers:
         yield f"{registers} registers of {kind.registers}"
     shared = row.shared + launch.shared_bytes
-    most = kind.limits.shared if launch.shared_bytes > EVERYWHERE else EVERYWHERE  # else the driver asks for no more
-    if shared > most:
-        yield f"{shared} bytes of shared memory of {most}"
-    if any(size > most for size, most in zip(launch.grid, GRID, strict=True)):
+    limit = kind.limits.shared if launch.shared_bytes > EVERYWHERE else EVERYWHERE  # else the driver asks for no more
+    if shared > limit:
+        yield f"{shared} bytes of shared memory of {limit}"
+    if any(size > limit for size, limit in zip(launch.grid, GRID, strict=True)):
         yield f"{launch.grid} blocks"
 
 
 class Fitting:
-    """Collects what does not fit where it is launched."""
+    """A driver that collects the launches that do not fit."""
 
     def __init__(self) -> None:
         self.table = recorded().kernels
@@ -74,7 +73,7 @@ class Fitting:
         self.found: set[str] = set()
 
     def add(self, what: object, graph: Graph) -> None:
-        """Each launch of a graph, on each kind of device whose kernels take it."""
+        """Add each launch of a graph, on each kind of device with kernels for it."""
         for limits, backend in self.backends.items():
             (on,) = backend.devices()
             if not all(backend.supports(node, on).ok for node in graph.nodes if node.op in BINDINGS):

@@ -22,7 +22,7 @@ from ..given.devices.emulation import needs_compiler
 from ..given.devices.fake_cupy import fake_cupy
 from ..given.devices.products import tiles_of
 from ..given.models.goldens import ROOT
-from ..given.waits import HOUR
+from ..given.waits import WAIT_SECONDS
 
 BENCHMARKS = str(ROOT / "benchmarks")
 sys.path.insert(0, BENCHMARKS)
@@ -36,9 +36,9 @@ finally:
 
 PARTS = sorted(gpu.PARTS)
 THROUGH_CUPY = ("device", "compile", "delta-decode", "products", "models", "sharded")
-"""Parts that use all of what the stand-in does; the others make the same calls."""
+"""Parts that use every function of the stand-in; the others make the same calls."""
 OF_OTHERS = ("peers", "llama.cpp")
-"""Parts that need what is not installed here."""
+"""Parts that need packages or devices that are not installed here."""
 
 
 def rows_of(part: str, bench: Bench) -> list[dict[str, object]]:
@@ -47,14 +47,14 @@ def rows_of(part: str, bench: Bench) -> list[dict[str, object]]:
     return [row for row in rows[:-1] if "begins" not in row]
 
 
-def bench_of(folder, **given) -> Bench:
+def bench_of(folder, **options) -> Bench:
     """With the smallest sizes, on the emulation."""
     driver = EmulatedDriver(0)
     on = driver.device(0)
-    return Bench(driver, machine_for(driver, on), on, tiny=True, folder=folder, **given)
+    return Bench(driver, machine_for(driver, on), on, tiny=True, folder=folder, **options)
 
 
-def judged(part: str, rows: list[dict[str, object]]) -> None:
+def check_rows(part: str, rows: list[dict[str, object]]) -> None:
     """Every case says something, nothing fails, and times and errors are such."""
     assert rows
     for row in rows:
@@ -71,7 +71,7 @@ def judged(part: str, rows: list[dict[str, object]]) -> None:
 @needs_compiler
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_runs_on_the_emulation(part, tmp_path):
-    judged(part, rows_of(part, bench_of(tmp_path)))
+    check_rows(part, rows_of(part, bench_of(tmp_path)))
 
 
 @pytest.mark.long
@@ -98,14 +98,14 @@ def test_every_case_of_full_size_has_a_name_of_its_own(part):
 @pytest.fixture
 def cupy(monkeypatch):
     """A stand-in for CuPy that emulates launches."""
-    made = fake_cupy(SOURCES)
-    monkeypatch.setattr(cuda, "_cupy", lambda: made)
+    fake = fake_cupy(SOURCES)
+    monkeypatch.setattr(cuda, "_cupy", lambda: fake)
     monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     which = shutil.which  # a real nvidia-smi would speak of another device
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "nvidia-smi" else which(name))
     cuda._module.cache_clear()
-    yield made
+    yield fake
     cuda._module.cache_clear()
 
 
@@ -117,25 +117,25 @@ def test_parts_make_the_calls_of_cupy_that_there_are(part, tmp_path, cupy):
     machine = machine_for(driver, driver.device(0), cupy)
     assert isinstance(machine, CudaMachine)
     rows = rows_of(part, Bench(driver, machine, driver.device(0), tiny=True, folder=tmp_path))
-    judged(part, rows)
+    check_rows(part, rows)
     in_turn = [row for row in rows if str(row.get("what")).endswith("launches in turn")]
     assert bool(in_turn) is (part == "models")
 
 
 @needs_compiler
 def test_devices_of_amd_say_what_they_are(tmp_path, monkeypatch):
-    made = fake_cupy(SOURCES, is_hip=True)
-    monkeypatch.setattr(cuda, "_cupy", lambda: made)
+    fake = fake_cupy(SOURCES, is_hip=True)
+    monkeypatch.setattr(cuda, "_cupy", lambda: fake)
     monkeypatch.setattr(hiprtc, "version", lambda: (7, 0))
     driver = hip.HipDriver()
-    about = machine_for(driver, driver.device(0), made).about()
+    about = machine_for(driver, driver.device(0), fake).about()
     assert about["hiprtc"] == "7.0"
     assert about["architecture"].startswith("gfx90a:")
 
 
 # ------------------------------------------------------------------------------------------------------------ peers
 
-SAID = """#!{python}
+LLAMA_SCRIPT = """#!{python}
 import sys
 said = {{
     "GATED_DELTA_NET": "type=f32,head_count=4,head_size=64,n_seq_tokens={{n}},n_seqs=1,v_repeat=1,permuted=0,kda=0,K=1",
@@ -154,17 +154,17 @@ for n in (1, 512):
 @needs_compiler
 def test_what_llama_cpp_measures_stands_beside_ours(tmp_path):
     program = tmp_path / llama_cpp.PROGRAM
-    program.write_text(SAID.format(python=sys.executable), "utf-8")
+    program.write_text(LLAMA_SCRIPT.format(python=sys.executable), "utf-8")
     program.chmod(0o755)
     bench = bench_of(tmp_path, llama=tmp_path)
     rows = rows_of("llama.cpp", bench)
-    judged("llama.cpp", rows)
+    check_rows("llama.cpp", rows)
     assert [row["case"] for row in rows] == [op for op in llama_cpp.WANTED for _ in (1, 512)]
     assert all(row["theirs µs"] == 257.15 for row in rows)
     assert all(row["theirs / ours"] == 257.15 / row["ours µs"] for row in rows if row["case"] != "FLASH_ATTN_EXT")
     program.write_text(f"#!{sys.executable}\nprint('CUDA9 is not there')\n", "utf-8")
-    said = [row["error"] for row in gpu.run_part(gpu.PARTS["llama.cpp"], bench) if "error" in row]
-    assert said == [
+    errors = [row["error"] for row in gpu.run_part(gpu.PARTS["llama.cpp"], bench) if "error" in row]
+    assert errors == [
         "RuntimeError: test-backend-ops measured no GATED_DELTA_NET on CPU (exit code 0) and said: CUDA9 is not there"
     ]
 
@@ -183,7 +183,7 @@ FLASHINFER = {
     "gdn_decode": gated_delta_rule_decode_pretranspose,
     "decode": single_decode_with_kv_cache,
 }
-"""By module of the package what its manual lists, with its parameters."""
+"""The functions in the package's manual with their parameters, by module."""
 
 
 @pytest.mark.long
@@ -197,7 +197,7 @@ def test_peers_are_called_as_their_manuals_say(tmp_path, monkeypatch):
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     rows = rows_of("peers", bench_of(tmp_path))
-    judged("peers", rows)
+    check_rows("peers", rows)
     assert not [row for row in rows if "left out" in row]
     compared = [row for row in rows if "theirs µs" in row]
     assert {str(row["case"]).partition(",")[0] for row in compared} == {"flash-linear-attention", "FlashInfer"}
@@ -233,19 +233,19 @@ gpu.main()
 
 
 @pytest.fixture
-def broken(tmp_path, monkeypatch):
+def broken_part(tmp_path, monkeypatch):
     script = tmp_path / "broken.py"
     script.write_text(BROKEN, "utf-8")
     monkeypatch.setattr(gpu, "__file__", str(script))
-    monkeypatch.setattr(gpu, "STARTUP", HOUR)
+    monkeypatch.setattr(gpu, "STARTUP", WAIT_SECONDS)
     return Patient()
 
 
 class Patient:
-    """A part whose fourth case alone may take no more than two seconds."""
+    """A part with a fourth case that has a limit of two seconds."""
 
     def __init__(self):
-        self.limits = iter([HOUR, HOUR, HOUR, 2.0, HOUR, HOUR])
+        self.limits = iter([WAIT_SECONDS, WAIT_SECONDS, WAIT_SECONDS, 2.0, WAIT_SECONDS, WAIT_SECONDS])
 
     @property
     def limit(self):
@@ -254,8 +254,8 @@ class Patient:
 
 @pytest.mark.long
 @needs_compiler
-def test_a_case_that_fails_dies_or_hangs_costs_no_other(broken, monkeypatch):
-    monkeypatch.setitem(gpu.PARTS, "broken", broken)
+def test_a_case_that_fails_dies_or_hangs_costs_no_other(broken_part, monkeypatch):
+    monkeypatch.setitem(gpu.PARTS, "broken", broken_part)
     rows = list(gpu.rows_of("broken", ["--kind", "cuda-emulated"], math.inf))
     assert rows == [
         {"case": "good", "x": 1},
@@ -269,8 +269,8 @@ def test_a_case_that_fails_dies_or_hangs_costs_no_other(broken, monkeypatch):
 
 
 @needs_compiler
-def test_a_part_ends_when_its_time_is_over(broken, monkeypatch):
-    monkeypatch.setitem(gpu.PARTS, "broken", broken)
+def test_a_part_ends_when_its_time_is_over(broken_part, monkeypatch):
+    monkeypatch.setitem(gpu.PARTS, "broken", broken_part)
     rows = list(gpu.rows_of("broken", ["--kind", "cuda-emulated"], 0.0))
     assert rows == [{"case": "start", "left out": "the time of the part is over"}]
 
@@ -309,15 +309,15 @@ def test_what_was_predicted_stands_beside_what_is_measured():
     assert foretold.kind_of("NVIDIA H200 NVL") == "h200"
     assert foretold.kind_of("NVIDIA GeForce RTX 4090") == "rtx4090"
     assert foretold.kind_of("none: emulated") == ""
-    near, far = {"case": title, "µs": times["h200"] * 1.2}, {"case": title, "µs": times["h200"] / 2}
-    rows = [foretold.beside(row, title, "h200") for row in (near, far)]
+    in_range, far = {"case": title, "µs": times["h200"] * 1.2}, {"case": title, "µs": times["h200"] / 2}
+    rows = [foretold.beside(row, title, "h200") for row in (in_range, far)]
     assert [row["predicted µs"] for row in rows] == [times["h200"]] * 2
     assert list(foretold.wrong(rows)) == [f"{title}: predicted 2.00 times what was measured"]
     assert "## Predicted wrongly" in gpu.written([{"part": "products", **row} for row in rows])
     for other in ({"µs": 1.0, "ours": False}, {"error": "none"}):
         assert foretold.beside(other, title, "h200") == other
-    assert foretold.beside(near, "another case", "h200") == near
-    assert foretold.beside(near, title, "") == near
+    assert foretold.beside(in_range, "another case", "h200") == in_range
+    assert foretold.beside(in_range, title, "") == in_range
 
 
 def test_shapes_that_are_predicted_are_cases_that_are_measured():

@@ -26,7 +26,7 @@ from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load, plan, plan_for
 from hocket.scheduler.machines.simulated import simulate
 
-from ..given.devices.devices_meet import CASES, Rig, same, through_the_host
+from ..given.devices.devices_meet import CASES, CollectiveRig, same, through_the_host
 from ..given.devices.emulation import needs_compiler
 from ..given.devices.fake_cupy import fake_cupy
 from ..given.devices.fake_nccl import FakeNccl
@@ -53,24 +53,24 @@ def check_cases(backend, cases):
 
 
 @needs_compiler
-def test_emulated_devices_meet_through_memory_of_the_host():
+def test_emulated_devices_run_collectives_through_memory_of_the_host():
     x, up, down = input("x", (3, 32)), weight("up", (64, 32)), weight("down", (32, 64))
     graph, backend = Graph({"y": ops.mul_mat(down, ops.silu(ops.mul_mat(up, x)))}), EmulatedHipBackend()
     group = [(backend, backend.device(index)) for index in range(2)]
     rng = np.random.default_rng(0)
     values = {v.node.name: rng.standard_normal(v.shape).astype(np.float32) for v in (x, up, down)}
-    cut = plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, random.Random(0)))
-    assert any(i.op in COLLECTIVES for i in cut.lanes[0].program.instructions)
-    two, one = (load(made, weights_of(graph, values)) for made in (cut, plan(graph, ("reference:0",))))
-    given = {"x": values["x"]}
-    np.testing.assert_allclose(two.run(given)["y"], one.run(given)["y"], rtol=1e-4, atol=1e-4)
+    sharded = plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, random.Random(0)))
+    assert any(i.op in COLLECTIVES for i in sharded.lanes[0].program.instructions)
+    two, one = (load(each_plan, weights_of(graph, values)) for each_plan in (sharded, plan(graph, ("reference:0",))))
+    inputs = {"x": values["x"]}
+    np.testing.assert_allclose(two.run(inputs)["y"], one.run(inputs)["y"], rtol=1e-4, atol=1e-4)
     assert backend.meeting([device for _, device in group]).startswith("through memory of the host")
 
 
 # ------------------------------------------------------------------------------------------------ the driver of devices
 
 
-def compiled(source, arch, compiler):
+def fake_compile(source, arch, compiler):
     """In place of machine code the number of the source."""
     assert (source.instructions, arch, compiler) == (HIP, "gfx90a:sramecc+:xnack-", hiprtc)
     (number,) = (i for i, s in enumerate(SOURCES) if (s.file, s.names) == (source.file, source.names))
@@ -80,13 +80,13 @@ def compiled(source, arch, compiler):
 @pytest.fixture
 def cupy(monkeypatch):
     """A stand-in for CuPy for ROCm, and for RCCL."""
-    made = fake_cupy(SOURCES, nccl=FakeNccl, is_hip=True)
-    monkeypatch.setattr(cuda, "_cupy", lambda: made)
-    monkeypatch.setattr(cuda, "_nccl", lambda: made.cuda.nccl)
-    monkeypatch.setattr(hip, "cubin", compiled)
+    fake = fake_cupy(SOURCES, nccl=FakeNccl, is_hip=True)
+    monkeypatch.setattr(cuda, "_cupy", lambda: fake)
+    monkeypatch.setattr(cuda, "_nccl", lambda: fake.cuda.nccl)
+    monkeypatch.setattr(hip, "cubin", fake_compile)
     monkeypatch.setattr(cuda, "library_for", lambda *_: pytest.fail("launches are asked to begin early"))
     cuda._module.cache_clear()
-    yield made
+    yield fake
     cuda._module.cache_clear()
 
 
@@ -102,28 +102,28 @@ def test_the_driver_makes_the_launches_of_the_emulated_one(name, cupy):
 def test_launches_of_a_program_follow_each_other_and_their_faults_are_reported(cupy):
     """A graph is captured nowhere, which the stand-in would refuse."""
     backend = hip.HipBackend()
-    table, kept = weight("table", (4, 2), "f16"), state("kept", (3, 2))
-    new = ops.add(kept, ops.get_rows(table, input("ids", (3,), "i32"), name="rows"))
-    graph = Graph({"y": ops.scale(new, scale=2.0)}, updates={kept: new})
+    table, old_state = weight("table", (4, 2), "f16"), state("kept", (3, 2))
+    new = ops.add(old_state, ops.get_rows(table, input("ids", (3,), "i32"), name="rows"))
+    graph = Graph({"y": ops.scale(new, scale=2.0)}, updates={old_state: new})
     values = {"table": np.arange(8, dtype=np.float16).reshape(4, 2)}
-    made = load(plan_for(graph, [(backend, backend.device(0))]), values)
-    assert made.run({"ids": [0, 1, 2]})["y"].tolist() == [[0, 2], [4, 6], [8, 10]]
+    run = load(plan_for(graph, [(backend, backend.device(0))]), values)
+    assert run.run({"ids": [0, 1, 2]})["y"].tolist() == [[0, 2], [4, 6], [8, 10]]
     with pytest.raises(BackendError, match="%rows on hip:0: id -1 names no row"):
-        made.run({"ids": [0, -1, 2]})
-    assert made.run({"ids": [0, 0, 0]})["y"].tolist() == [[0, 4], [4, 8], [8, 12]]
+        run.run({"ids": [0, -1, 2]})
+    assert run.run({"ids": [0, 0, 0]})["y"].tolist() == [[0, 4], [4, 8], [8, 12]]
 
 
 @needs_compiler
 @pytest.mark.parametrize("case", ["a few", "all_gather", "send"])
-def test_devices_meet_with_rccl(case, cupy, monkeypatch):
+def test_devices_run_collectives_with_rccl(case, cupy, monkeypatch):
     parts = CASES[case](2)
-    wanted, rig = through_the_host(monkeypatch, parts), Rig(hip.HipBackend(), parts)
+    expected, rig = through_the_host(monkeypatch, parts), CollectiveRig(hip.HipBackend(), parts)
     for _ in range(2):
-        same(rig.run(), wanted)
+        same(rig.run(), expected)
     assert cupy.cuda.nccl.calls
 
 
-def test_how_devices_meet_is_told(cupy):
+def test_the_transport_of_devices_is_reported(cupy):
     driver, two = hip.HipDriver(), [Device("hip", index) for index in range(2)]
     assert choose_transport(two, driver).description == "with RCCL 2.27.3: they do not reach each other's memory"
     parts = [Device("hip", 0, part=part) for part in range(2)]
@@ -138,7 +138,7 @@ def test_a_block_has_64_kib_of_memory_without_asking(cupy):
     driver.record([Launch(kernel, (1, 1, 1), (32, 1, 1), EVERYWHERE + 1024, (), (), 0)], on)
 
 
-# ---------------------------------------------------------------------------------------------------- what is said
+# ----------------------------------------------------------------------------------------------------------- messages
 
 
 def test_what_has_not_run_on_a_device_is_listed_so(cupy, capsys):
@@ -153,7 +153,7 @@ def missing():
 
 
 @pytest.mark.parametrize(
-    ("module", "driver", "said"),
+    ("module", "driver", "message"),
     [
         (lambda: fake_cupy(()), hip.HipDriver, "hip devices need another CuPy than this one for CUDA: pip install"),
         (lambda: fake_cupy((), is_hip=True), cuda.CudaDriver, "cuda devices need another CuPy than this one for ROCm"),
@@ -161,11 +161,11 @@ def missing():
     ],
     ids=["for CUDA", "for ROCm", "none"],
 )
-def test_without_cupy_for_these_devices_there_are_none(module, driver, said, monkeypatch):
+def test_without_cupy_for_these_devices_there_are_none(module, driver, message, monkeypatch):
     monkeypatch.setattr(cuda, "_cupy", module)
     with pytest.raises(BackendError) as caught:
         driver().devices()
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
@@ -173,7 +173,7 @@ def test_without_cupy_for_these_devices_there_are_none(module, driver, said, mon
 
 
 class Cupy:
-    """Says what a device is."""
+    """A stand-in for CuPy that describes one device."""
 
     def __init__(self, arch):
         self.cuda = fake_cupy((), is_hip=True).cuda
@@ -187,7 +187,7 @@ def gfx90a(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "_cupy", lambda: Cupy(b"gfx90a:sramecc+:xnack-"))
 
 
-def test_a_source_is_compiled_for_the_device_and_kept(gfx90a, monkeypatch):
+def test_a_source_is_compiled_for_the_device_and_cached(gfx90a, monkeypatch):
     source = Source("rotary.cu", ("timesteps",))
     image, lowered = hip.HipDriver().compiled(source, 0)
     assert image.startswith(b"\x7fELF")
@@ -206,12 +206,12 @@ def test_a_kernel_without_a_name_is_an_error(gfx90a, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- planning
 
 
-def test_plans_are_made_for_devices_of_amd_that_are_not_there():
+def test_plans_are_built_for_absent_devices_of_amd():
     x = input("x", (1, 64))
     graph = Graph({"y": ops.rms_norm(ops.mul_mat(weight("w", (64, 64), "q8_0"), x))})
     simulation = simulate("mi300x:8")
     assert simulation.hardware_for(graph).bandwidth == 5.3e12
-    made = plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph))
-    assert made.lanes[0].memory()["weight"] == 64 * 64 // 32 * 34
+    plan = plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph))
+    assert plan.lanes[0].memory()["weight"] == 64 * 64 // 32 * 34
     (backend, device), *_ = simulation.group
-    assert "few<" in " ".join(called.kernel for called in backend.foretold(made.lanes[0].program, device))
+    assert "few<" in " ".join(called.kernel for called in backend.foretold(plan.lanes[0].program, device))

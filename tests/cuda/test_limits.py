@@ -1,4 +1,4 @@
-"""What a device does not have decides which kernels run there, and what a driver says arrives in one line."""
+"""Limits of a device decide which kernels run there, and errors of a driver arrive in one line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hocket.graph import Graph, input
 from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for
 
-from ..given.devices.devices_meet import Rig, reduced, same
+from ..given.devices.devices_meet import CollectiveRig, all_reduce_case, same
 from ..given.devices.emulation import needs_compiler
 from ..given.devices.fake_cupy import StreamError, fake_cupy
 from ..given.devices.fake_nccl import FakeNccl
@@ -49,8 +49,8 @@ def rule(channels: bool, exact: bool) -> Graph:
     q, k = (input(name, (1, TOKENS, 1, 128)) for name in "qk")
     v, g = input("v", (1, TOKENS, 1, 16)), input("g", (1, TOKENS, 1, 128 if channels else 1))
     beta, state = input("beta", (1, TOKENS, 1)), input("state", (1, 1, 16, 128))
-    made = ops.gated_delta_net(q, k, v, g, beta, state, exact=exact)
-    return Graph({"y": made[0]})
+    outputs = ops.gated_delta_net(q, k, v, g, beta, state, exact=exact)
+    return Graph({"y": outputs[0]})
 
 
 def values(graph: Graph) -> dict[str, np.ndarray]:
@@ -60,7 +60,7 @@ def values(graph: Graph) -> dict[str, np.ndarray]:
 
 
 class Noting(EmulatedDriver):
-    """Keeps what was launched."""
+    """A driver that records launches."""
 
     def record(self, steps, on):
         self.launched = list(steps)
@@ -96,7 +96,7 @@ def test_a_launch_that_no_block_has_the_memory_for_is_no_kernel():
     Launches(keep=lambda array: 0).add(kernel, 1, 32, (), 110_000)
 
 
-def test_a_device_that_nobody_knew_has_what_all_have():
+def test_an_unknown_device_has_the_limits_of_all():
     assert [limits_of(n) for n in ("90", "120", "999")] == [MOST, Limits(99 * KIB), Limits(EVERYWHERE)]
     assert min(SHARED.values()) > EVERYWHERE
 
@@ -122,7 +122,7 @@ def test_a_multiprocessor_holds_as_many_blocks_as_fit(threads, registers, shared
 
 
 def test_kernels_that_size_much_memory_declare_little():
-    """What `Launches.fits` leaves for them."""
+    """Check that kernels of variable size leave the shared memory of `Launches.fits` free."""
     chunked = {
         name for c in gated_delta_net.CHUNKS for name in (c.prepare_name, *map(c.scan_name, gated_delta_net.SLICES))
     }
@@ -134,18 +134,18 @@ def test_kernels_that_size_much_memory_declare_little():
     assert all(row.shared <= DECLARED for rows in sized.values() for row in rows.values())
 
 
-# --------------------------------------------------------------------------------------------------- what drivers say
+# -------------------------------------------------------------------------------------------------- errors of drivers
 
 
 @pytest.fixture
 def cupy(monkeypatch):
-    """A stand-in for CuPy, of which the driver of CUDA devices is made."""
-    made = fake_cupy(SOURCES, nccl=FakeNccl)
-    monkeypatch.setattr(cuda, "_cupy", lambda: made)
-    monkeypatch.setattr(cuda, "_nccl", lambda: made.cuda.nccl)
+    """Install a stand-in for CuPy, from which the driver of CUDA devices is built."""
+    fake = fake_cupy(SOURCES, nccl=FakeNccl)
+    monkeypatch.setattr(cuda, "_cupy", lambda: fake)
+    monkeypatch.setattr(cuda, "_nccl", lambda: fake.cuda.nccl)
     monkeypatch.setattr(cuda, "cubin", lambda source, arch: (str(SOURCES.index(source)), {n: n for n in source.names}))
     cuda._module.cache_clear()
-    yield made
+    yield fake
     cuda._module.cache_clear()
 
 
@@ -153,7 +153,7 @@ def fails(*_: object) -> None:
     raise StreamError("CUDA_ERROR_INVALID_VALUE:\ninvalid argument")
 
 
-SAID = "CUDA_ERROR_INVALID_VALUE: invalid argument; if that goes on, start the process anew"
+CUDA_ERROR = "CUDA_ERROR_INVALID_VALUE: invalid argument; if that goes on, start the process anew"
 
 
 @needs_compiler
@@ -163,26 +163,26 @@ def test_memory_that_a_driver_refuses_is_one_line(cupy):
     launch = Launch(source[source.names[0]], (1, 1, 1), (32, 1, 1), 50 << 10, (), (), 0)
     with pytest.raises(BackendError) as caught:
         cuda.CudaDriver().record([launch], Device("cuda", 0))
-    assert str(caught.value) == f"cuda:0 cannot record launches: {SAID}"
+    assert str(caught.value) == f"cuda:0 cannot record launches: {CUDA_ERROR}"
 
 
 @pytest.mark.parametrize(
-    ("call", "act", "what"),
+    ("call", "action", "what"),
     [
         ("getDeviceProperties", lambda driver: driver.device(0), "cuda:0 cannot say what it is"),
-        ("memcpyAsync", lambda driver: loaded(driver), "cuda:0 cannot copy from the host"),
+        ("memcpyAsync", lambda driver: load_tensors(driver), "cuda:0 cannot copy from the host"),
         ("hostRegister", lambda driver: driver.share(np.ones(1), True), "cuda devices cannot share memory of the host"),
     ],
     ids=["properties", "copies", "pinning"],
 )
-def test_an_error_of_the_runtime_is_one_line(cupy, call, act, what):
+def test_an_error_of_the_runtime_is_one_line(cupy, call, action, what):
     setattr(cupy.cuda.runtime, call, fails)
     with pytest.raises(BackendError) as caught:
-        act(cuda.CudaDriver())
-    assert str(caught.value) == f"{what}: {SAID}"
+        action(cuda.CudaDriver())
+    assert str(caught.value) == f"{what}: {CUDA_ERROR}"
 
 
-def loaded(driver: cuda.CudaDriver) -> None:
+def load_tensors(driver: cuda.CudaDriver) -> None:
     on = Device("cuda", 0)
     driver._staging(on).put(np.ones(4, np.uint8), driver.alloc(16, on).array[:4])
 
@@ -195,16 +195,16 @@ def test_devices_that_reach_each_other_already_still_do(cupy):
 
 
 @needs_compiler
-def test_nobody_watches_a_stream_in_which_no_library_waits(cupy, monkeypatch):
+def test_a_stream_without_waits_of_a_library_is_not_watched(cupy, monkeypatch):
     monkeypatch.setattr(HangWatchdog, "wait", fails)
-    parts = reduced(2, (40,))
-    rig = Rig(cuda.CudaBackend(), parts)
+    parts = all_reduce_case(2, (40,))
+    rig = CollectiveRig(cuda.CudaBackend(), parts)
     assert all(replay._meetings.transport.library is not None for replay in rig.replays)
     same(rig.run(), [[parts[0][0].source + parts[1][0].source]] * 2)
 
 
 def test_the_newest_compiler_is_taken(monkeypatch, tmp_path):
-    """The wheel of CUDA 12 has another folder than that of 13, which comes after it in the alphabet."""
+    """Check two wheels: the folder of CUDA 12 comes before the one of CUDA 13 in the alphabet."""
     files = ("cuda_nvrtc/lib/libnvrtc.so.12", "cu13/lib/libnvrtc.so.13", "cu13/lib/libnvrtc.alt.so.13")
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,7 @@
-"""What stands in for CuPy and NCCL has only what these have, so that no call of the driver goes nowhere; that needs
-CuPy, but no GPU."""
+"""The stand-ins for CuPy and NCCL have only attributes of the real packages.
+
+No call of the driver then goes astray. The test needs CuPy, but no GPU.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ METHODS = {
     "cuda.function.Module": ("load", "get_function"),
     "cuda.nccl.NcclCommunicator": ("allReduce", "send", "recv", "check_async_error", "abort"),
 }
-"""What the driver calls of objects, by the names of their types."""
+"""Methods that the driver calls, by the type name of the object."""
 
 
 def unknown(stand_in: Any, real: Any, path: str = "") -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The script that writes what the model of time says, on one shape and one type of weights: to its end."""
+"""The script that writes predicted GPU times, run to its end on one shape and one weight type."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ ADDED = "add 4096×4096"
 
 
 class Sent:
-    """Stands for processes: what comes of a function is what could be sent.  A fork of a process in which kernels have
-    run waits for their threads for ever."""
+    """A stand-in for a process pool that pickles functions and results.
+
+    A fork of a process that has run kernels would wait for their threads for ever.
+    """
 
     def __init__(self, count):
         pass
@@ -40,14 +42,14 @@ class Sent:
     def __exit__(self, *why):
         pass
 
-    def map(self, function, given):
-        return (pickle.loads(pickle.dumps(function(of))) for of in given)
+    def map(self, function, items):
+        return (pickle.loads(pickle.dumps(function(of))) for of in items)
 
 
 @pytest.mark.long
 @needs_compiler
 def test_what_is_predicted_is_written(tmp_path, monkeypatch):
-    """What it writes is what is committed."""
+    """Check that the script writes the committed file."""
     needs(nvrtc.nvrtc, disassembly.disassembler)
     of_all = predict_gpu.shapes
     monkeypatch.setattr(predict_gpu, "ProcessPoolExecutor", Sent)

@@ -1,4 +1,4 @@
-"""What a launch does on a GPU that is not here: how often each block of machine code runs, and how long that takes."""
+"""The predicted work of a launch on an absent GPU: the counts of machine-code blocks, and their time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hocket.scheduler.machines.catalogue import MACHINES
 from hocket.scheduler.machines.hardware import Counts
 from hocket.scheduler.machines.simulated import simulate
 
-from ..given.devices.emulation import Written, needs_compiler
+from ..given.devices.emulation import EditedSource, needs_compiler
 from ..given.devices.tools import needs
 
 pytestmark = pytest.mark.long()
@@ -54,7 +54,7 @@ template <int KIND> __global__ void walked(const __grid_constant__ Walked a) {
 }
 """
 NAMES = tuple(f"walked<{kind}>" for kind in range(4))
-SOURCE = Written(
+SOURCE = EditedSource(
     "planted.cu",
     NAMES,
     body="".join(f'#line 1 "prelude.cuh"\n{text_of(name)}' for name in Source("", ()).files[:-1]) + PLANTED,
@@ -62,7 +62,7 @@ SOURCE = Written(
 ONE, SERIAL, CHAIN, SOME = NAMES
 
 
-def test_what_a_longer_launch_does_beyond_another_comes_as_often_as_is_said():
+def test_the_extra_work_of_a_longer_launch_is_repeated_as_predicted():
     short = LaunchWork(2, 64, 99, 1024, 300.0, 10.0, 0.0, 0.0, 40.0, 500.0, 500.0, 2.0)
     longer = replace(short, block_count=4, warp_instructions=500.0, cache_bytes=800.0, dependent_loads=3.0)
     assert short.extrapolate(longer, 0) == short
@@ -78,8 +78,8 @@ def _tools():
     needs(nvrtc.nvrtc, disassembly.disassembler)
 
 
-def launched(kernel, times, step=0):
-    """What a block of 128 threads does whose loop runs so many times."""
+def count_launch(kernel, times, step=0):
+    """Return the block counts of a block of 128 threads that runs its loop `times` times."""
     driver = CountingDriver()
     memory = [driver.alloc(4096, driver.device(0)) for _ in range(2)]
     operands = [Operand(driver.address(m), Tensor(i, 0, (1024,), (1,), DType.F32)) for i, m in enumerate(memory)]
@@ -104,14 +104,14 @@ def loops(kernel, counted, arch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("times", [1, 5, 37])
 def test_a_loop_runs_as_often_as_it_does(arch, times):
-    assert loops(ONE, launched(ONE, times), arch) == [(pytest.approx(4 * times), 1)]
+    assert loops(ONE, count_launch(ONE, times), arch) == [(pytest.approx(4 * times), 1)]
 
 
 @needs_compiler
 @pytest.mark.usefixtures("_tools")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_loop_that_is_unrolled_runs_less_often(arch):
-    assert sum(ran * loads for ran, loads in loops(SERIAL, launched(SERIAL, 37), arch)) == pytest.approx(
+    assert sum(ran * loads for ran, loads in loops(SERIAL, count_launch(SERIAL, 37), arch)) == pytest.approx(
         4 * 37, rel=0.2
     )
 
@@ -120,14 +120,17 @@ def test_a_loop_that_is_unrolled_runs_less_often(arch):
 @pytest.mark.usefixtures("_tools")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_loop_that_one_warp_of_four_enters_runs_for_it_alone(arch):
-    assert sum(ran for ran, _ in loops(SOME, launched(SOME, 20), arch)) == pytest.approx(20)
+    assert sum(ran for ran, _ in loops(SOME, count_launch(SOME, 20), arch)) == pytest.approx(20)
 
 
 @needs_compiler
 @pytest.mark.usefixtures("_tools")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_loads_that_need_one_another_wait_for_one_another(arch):
-    apart, chain = estimate_launch_work(launched(SERIAL, 32), arch), estimate_launch_work(launched(CHAIN, 32), arch)
+    apart, chain = (
+        estimate_launch_work(count_launch(SERIAL, 32), arch),
+        estimate_launch_work(count_launch(CHAIN, 32), arch),
+    )
     assert 32 <= chain.dependent_loads <= 34
     assert apart.dependent_loads <= 32 / 8 + 2
 
@@ -182,7 +185,7 @@ def test_what_takes_longest_sets_the_time():
     )
 
 
-def test_the_processor_with_most_blocks_sets_the_time_of_instructions():
+def test_the_busiest_processor_sets_the_time_of_instructions():
     gpu = GPUS["h200"]
     even, uneven = (
         estimate_launch_time(LaunchWork(blocks, 128, 32, 0, blocks * 1e6, *[0.0] * 7), gpu) for blocks in (132, 133)
@@ -227,7 +230,7 @@ def test_speeds_are_below_the_data_sheet():
             assert {*reached.vector_limits.values(), *reached.prompt_limits.values()} <= limits
 
 
-def test_a_plan_is_judged_by_what_its_weights_reach():
+def test_a_plan_is_scored_by_the_rates_of_its_weights():
     def graph(dtype):
         return Graph({"y": mul_mat(weight("w", (256, 256), dtype), input("x", (1, 256)))})
 
@@ -246,26 +249,33 @@ def test_a_plan_is_judged_by_what_its_weights_reach():
 
 
 def seconds(simulation, graph):
-    """What the node that makes the result is predicted to take, without its launch."""
+    """Return the predicted seconds of the node of the result, without its launch."""
     node = graph.outputs["y"].node
     return simulation.hardware_for(graph).compute(*Counts().of(node), launches=0.0)
 
 
-def test_an_op_without_weights_is_judged_by_what_it_reaches():
-    """Attention of one token by its bytes, of many by their arithmetic; what has no line of its own as the others."""
+def test_an_op_without_weights_is_scored_by_its_own_rates():
+    """Check attention of one token by its bytes and of many tokens by its arithmetic.
 
-    def attended(tokens):
+    Ops without a line use the others.
+    """
+
+    def attention_graph(tokens):
         keys = input("k", (8192, 8, 128), DType.F16), input("v", (8192, 8, 128), DType.F16)
         return Graph({"y": ops.attention(input("q", (tokens, 32, 128)), *keys, scale=0.1)})
 
     simulation = simulate("h200:2,nvlink")
     known, sheet = load_predicted_speeds()["h200"].ops, simulation.hardware
-    one, many, summed = attended(1), attended(8192), Graph({"y": ops.add(*(input(n, (4096, 4096)) for n in "ab"))})
+    one, many, summed = (
+        attention_graph(1),
+        attention_graph(8192),
+        Graph({"y": ops.add(*(input(n, (4096, 4096)) for n in "ab"))}),
+    )
     for graph, op, part in ((one, "attention", 1), (many, "attention", 0), (summed, OTHERS, 1)):
         work = Counts().of(graph.outputs["y"].node)[part]
-        speed, said = ((known.flops, sheet.flops), (known.bandwidth, sheet.bandwidth))[part]
+        speed, sheet_speed = ((known.flops, sheet.flops), (known.bandwidth, sheet.bandwidth))[part]
         assert seconds(simulation, graph) == pytest.approx(work / speed[op])
-        assert seconds(simulation, graph) > work / said
+        assert seconds(simulation, graph) > work / sheet_speed
     mixed = simulate("h200:1,rtx4090:1,pcie4")
     assert (
         mixed.hardware_for(one).op_bandwidth["attention"]

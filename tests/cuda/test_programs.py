@@ -1,4 +1,4 @@
-"""Models of PyTorch on emulated CUDA devices: every op of theirs has a kernel there, and gives what PyTorch gives."""
+"""Models of PyTorch on emulated CUDA devices: every op has a kernel there and gives the results of PyTorch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ pytestmark = [
 @pytest.mark.parametrize("devices", ["cuda-emulated:0", "cuda-emulated:0,cuda-emulated:1"])
 @pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "DebertaV2Model", "Wav2Vec2Model", "SwinModel"])
 def test_a_model_equals_pytorch(name, devices):
-    from ..given.models.torch_models import exported, made, tensors_of
+    from ..given.models.torch_models import export_model, make_model, tensors_of
 
-    model, arguments = made(name)
+    model, arguments = make_model(name)
     expected = tensors_of(model(**arguments))
-    runner = hocket.from_torch(exported(model, arguments)).on(devices, split_mode="tensor")
+    runner = hocket.from_torch(export_model(model, arguments)).on(devices, split_mode="tensor")
     assert {lane.backend.name for lane in runner.plan.lanes} == {"cuda-emulated"}
     assert max(map(nmse, tensors_of(runner(**arguments)), expected)) <= 1e-10

@@ -1,4 +1,4 @@
-"""What host and device give each other goes through pinned memory, in order, and stays whole."""
+"""Copies between host and device go through pinned memory, in order, and stay intact."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ON = Device("cuda", 0)
 
 @pytest.fixture
 def driver(monkeypatch):
-    """Of devices whose every step takes a while."""
-    made = fake_cupy(())
-    monkeypatch.setattr(cuda, "_cupy", lambda: made)
+    """Return a driver of devices with slow streams."""
+    fake = fake_cupy(())
+    monkeypatch.setattr(cuda, "_cupy", lambda: fake)
     monkeypatch.setattr(staging, "HALF", HALF)
     monkeypatch.setattr(Stream, "lag", 0.002)
     return cuda.CudaDriver()
@@ -60,7 +60,7 @@ def test_what_was_assigned_may_change_at_once(driver):
 
 
 @pytest.fixture
-def held(driver):
+def paused_event(driver):
     """The event that lets the device go on."""
     event = threading.Event()
     driver.stream(ON).put(event.wait)
@@ -68,32 +68,32 @@ def held(driver):
     event.set()
 
 
-def test_pinned_memory_that_is_taken_again_too_early_is_found(driver, held, monkeypatch):
+def test_pinned_memory_that_is_taken_again_too_early_is_found(driver, paused_event, monkeypatch):
     monkeypatch.setattr(Event, "synchronize", lambda self: None)
-    assert not _many(driver, held.set)
+    assert not _many(driver, paused_event.set)
 
 
-def test_assigning_does_not_wait_for_the_device(driver, held):
+def test_assigning_does_not_wait_for_the_device(driver, paused_event):
     target = view_of(driver, (4,))
     target[...] = np.arange(4, dtype=np.int32)
     assert target.array.held.tolist() != [0, 1, 2, 3]
-    held.set()
+    paused_event.set()
     assert np.asarray(target).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("index", [..., 1, slice(1, 3), (slice(None), 2), (..., slice(0, 4, 2))])
 @pytest.mark.parametrize("strides", [None, (1, 7), (9, 2)])
 def test_parts_and_arrays_with_strides_are_as_of_numpy(index, strides, driver):
-    target, wanted = view_of(driver, (5, 4), strides), np.arange(20, dtype=np.int32).reshape(5, 4)
-    target[...] = wanted
-    values = -wanted[index] - 1
+    target, expected = view_of(driver, (5, 4), strides), np.arange(20, dtype=np.int32).reshape(5, 4)
+    target[...] = expected
+    values = -expected[index] - 1
     target[index] = values
-    wanted[index] = values
-    assert (np.asarray(target) == wanted).all()
-    assert (target[index] == wanted[index]).all()
+    expected[index] = values
+    assert (np.asarray(target) == expected).all()
+    assert (target[index] == expected[index]).all()
     target[index] = 7
-    wanted[index] = 7
-    assert (np.asarray(target) == wanted).all()
+    expected[index] = 7
+    assert (np.asarray(target) == expected).all()
 
 
 def test_an_array_of_nothing_and_one_of_no_axes_pass(driver):
@@ -123,15 +123,15 @@ def tensors_of(*places):
 
 @pytest.fixture
 def copies(driver, monkeypatch):
-    """Those that are begun, in bytes."""
+    """Return a list that collects the bytes of each copy that begins."""
     begun, runtime = [], driver.cupy.cuda.runtime
     copy = runtime.memcpyAsync
-    monkeypatch.setattr(runtime, "memcpyAsync", lambda *given: (begun.append(given[2]), copy(*given)))
+    monkeypatch.setattr(runtime, "memcpyAsync", lambda *args: (begun.append(args[2]), copy(*args)))
     return begun
 
 
-def written(driver, tensors, arrays):
-    """The words of the memory in which they lie, all of which were -1."""
+def words_after_write(driver, tensors, arrays):
+    """Return the memory words of the tensors after a write; all words were -1 before."""
     buffer = driver.alloc(1024, ON)
     whole = driver.view(buffer, Tensor(0, 0, (256,), (1,), DType.I32))
     whole[...] = np.full(256, -1, np.int32)
@@ -145,30 +145,30 @@ def written(driver, tensors, arrays):
 def test_arrays_side_by_side_go_in_one_copy(driver, copies):
     tensors = tensors_of((64, (3,), None), (0, (2, 4), None), (128, (), None))
     arrays = [np.arange(n, dtype=np.int32).reshape(t.shape) for n, t in zip((3, 8, 1), tensors, strict=True)]
-    written(driver, tensors, arrays)
+    words_after_write(driver, tensors, arrays)
     assert copies.count(132) == 1
 
 
-def test_what_lies_between_arrays_that_do_not_touch_stays(driver):
+def test_bytes_between_separate_arrays_stay(driver):
     tensors = tensors_of((0, (16,), None), (128, (2,), None), (192, (2,), None), (512, (0, 3), None))
-    words = written(driver, tensors, [np.full(t.shape, 7, np.int32) for t in tensors])
+    words = words_after_write(driver, tensors, [np.full(t.shape, 7, np.int32) for t in tensors])
     assert (words[16:32] == -1).all(), "another value may be there"
     assert (words[50:] == -1).all(), "as behind the last"
 
 
 def test_an_array_with_strides_beside_dense_ones_changes_nothing_between_its_entries(driver):
     tensors = tensors_of((0, (4,), None), (64, (4,), (3,)), (128, (4,), None))
-    words = written(driver, tensors, [np.full(t.shape, 7, np.int32) for t in tensors])
+    words = words_after_write(driver, tensors, [np.full(t.shape, 7, np.int32) for t in tensors])
     assert words[16:28].tolist() == [7, -1, -1] * 3 + [7, -1, -1]
 
 
 def test_arrays_larger_than_the_pinned_memory_in_all_go_in_several_copies(driver):
     tensors = tensors_of(*((64 * n, (16,), None) for n in range(6)), (384, (100,), None))
     arrays = [np.full(t.shape, n, np.int32) for n, t in enumerate(tensors)]
-    written(driver, tensors, arrays)
+    words_after_write(driver, tensors, arrays)
 
 
-def test_what_was_written_may_change_at_once_and_comes_in_order_with_launches(driver, held):
+def test_what_was_written_may_change_at_once_and_comes_in_order_with_launches(driver, paused_event):
     tensors = tensors_of((0, (4,), None), (64, (4,), None))
     buffer, arrays = driver.alloc(1024, ON), [np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32)]
     seen = []
@@ -178,14 +178,14 @@ def test_what_was_written_may_change_at_once_and_comes_in_order_with_launches(dr
     driver.stream(ON).put(lambda: seen.append(view.array.held.tolist()))
     arrays[1][...] = 9
     assert seen == []
-    held.set()
+    paused_event.set()
     assert np.asarray(view).tolist() == [0, 1, 2, 3]
     assert [s == [0, 1, 2, 3] for s in seen] == [False, True]
 
 
-def results(driver, most=3):
+def results(driver, limit=3):
     """Reads two arrays that hold a number, once it has been put there."""
-    tensors, buffer = tensors_of((0, (most, 2), None), (64, (4,), (3,))), driver.alloc(1024, ON)
+    tensors, buffer = tensors_of((0, (limit, 2), None), (64, (4,), (3,))), driver.alloc(1024, ON)
     views = [driver.view(buffer, t) for t in tensors]
     read = driver.reader([buffer], tensors)
 
@@ -207,11 +207,11 @@ def test_results_are_read_after_one_wait_for_those_that_are_dense(driver, monkey
 
 def test_results_stay_what_they_are_while_anybody_has_them_or_a_view_of_them(driver):
     of = results(driver)
-    kept = [[array[-1:] for array in of(n)] for n in range(9)]
-    assert all((array == n).all() for n, arrays in enumerate(kept) for array in arrays)
+    results_so_far = [[array[-1:] for array in of(n)] for n in range(9)]
+    assert all((array == n).all() for n, arrays in enumerate(results_so_far) for array in arrays)
 
 
-def test_memory_of_results_that_nobody_has_is_taken_again(driver):
+def test_memory_of_released_results_is_reused(driver):
     of = results(driver)
     addresses = {of(n)[0].ctypes.data for n in range(9)}
     assert len(addresses) == 1

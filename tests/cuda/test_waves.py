@@ -1,4 +1,4 @@
-"""Kernels with the instructions of AMD's devices, whose waves of 64 lanes are two warps of ours each, emulated."""
+"""Kernels with AMD instructions, emulated; a wave of 64 lanes is two warps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hocket.conformance import Outcome, parse_case, run_case
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 
-from ..given.devices.emulation import FaultyDriver, Written, needs_compiler
+from ..given.devices.emulation import EditedSource, FaultyDriver, needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.long()]
 MATRICES, SUMS = "mul_mat(w=f16[64,256], x=f32[70,256])", "rms_norm(x=f32[3,4,130])"
@@ -31,8 +31,11 @@ CASES = (
     "argsort(x=f32[3,300])",
     "cumsum(x=f32[3,300])",
 )
-"""One for each way in which lanes work together: states, few queries, packed and dense weights, matrices, sums of warps
-and of blocks, votes, sums of what stands before."""
+"""One case for each cooperation of lanes.
+
+They cover states, few queries, packed and dense weights, matrices, sums of warps and of blocks, votes, and prefix
+sums.
+"""
 
 
 def outcome(driver, case):
@@ -62,39 +65,39 @@ template <int HOW> __global__ void halves(const __grid_constant__ Halves a) {
 
 
 def halves(how, mask="ALL_LANES"):
-    """What a block of one wave makes of 0, 1, 2, ..."""
+    """Return the results of a block of one wave for 0, 1, 2, ..."""
     before = "".join(text_of(name) for name in ("types.cuh", HIP, "prelude.cuh"))
     body = before + HALVES.replace("ALL_LANES", mask)
-    made = Written("halves.cu", (f"halves<{how}>",), instructions=HIP, body=body)
+    source = EditedSource("halves.cu", (f"halves<{how}>",), instructions=HIP, body=body)
     driver = EmulatedHipDriver()
     device = driver.device(0)
     memory = [driver.alloc(4 * 64, device) for _ in range(2)]
     memory[0].view(np.float32)[:] = np.arange(64)
     launches = Launches(keep=lambda array: 0)
     operands = [Operand(driver.address(m), Tensor(i, 0, (64,), (1,), DType.F32)) for i, m in enumerate(memory)]
-    launches.add(made[f"halves<{how}>"], 1, 64, operands)
+    launches.add(source[f"halves<{how}>"], 1, 64, operands)
     driver.record(launches.items, device)()
     return memory[1].view(np.float32).copy()
 
 
-def test_a_half_of_a_wave_may_go_its_own_way():
+def test_a_half_of_a_wave_may_branch_alone():
     x = np.arange(64, dtype=np.float32)
     assert np.array_equal(halves(0), np.where(x < 32, x[:32].sum(), x))
     assert np.array_equal(halves(4), x >= 32)
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         (1, "shuffle at two places of the code"),
         (2, "deadlock"),
         (3, "shuffle over 64 lanes, of which the half of a wave has 32"),
     ],
 )
-def test_what_a_wave_cannot_do_is_an_error(how, said):
+def test_what_a_wave_cannot_do_is_an_error(how, message):
     with pytest.raises(LaunchError) as caught:
         halves(how)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_mask_of_some_lanes_does_not_compile():

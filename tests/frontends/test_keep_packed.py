@@ -36,61 +36,61 @@ def logits(of: Session) -> np.ndarray:
     return of.evaluate([tokens_of(NAME)[:8]], every_position=True)[0]
 
 
-def kept(folder: Path) -> list[Path]:
+def find_packed_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/*/*.packed"))
 
 
 @pytest.mark.parametrize(("devices", "mode"), [("cpu:0", "auto"), ("cpu:0,cpu:1", "tensor"), ("cpu:0,cpu:1", "layer")])
-def test_weights_that_were_kept_are_mapped_and_compute_the_same_bits(file: Path, folder: Path, devices: str, mode: str):
+def test_stored_packed_weights_are_mapped_and_compute_the_same_bits(file: Path, folder: Path, devices: str, mode: str):
     plain = session(file, keep=False, devices=devices, mode=mode)
-    assert not kept(folder)
+    assert not find_packed_files(folder)
     first, again = (session(file, devices=devices, mode=mode) for _ in range(2))
-    assert kept(folder)
+    assert find_packed_files(folder)
     packed = [t.nbytes for t in plain.model.tensors.values() if t.dtype.is_quantised]
     assert plain.store.nread >= first.store.nread >= sum(packed)
     assert again.store.nread <= plain.store.nread - sum(packed), "only what is not packed is read"
-    wanted = logits(plain)
+    expected = logits(plain)
     for other in first, again:
-        assert np.array_equal(logits(other), wanted)
+        assert np.array_equal(logits(other), expected)
 
 
 def test_a_file_that_has_changed_is_packed_anew_and_the_old_weights_are_removed(file: Path, folder: Path):
     session(file)
-    before = kept(folder)
+    before = find_packed_files(folder)
     data = bytearray(file.read_bytes())
     tensor = max(open_model(file).tensors.values(), key=lambda t: t.nbytes)
     data[tensor.offset : tensor.offset + tensor.nbytes // 2] = bytes(tensor.nbytes // 2)
-    file.unlink()  # what is mapped of it stays as it was
+    file.unlink()  # its mapped bytes stay
     file.write_bytes(data)
     changed = session(file)
     assert np.array_equal(logits(changed), logits(session(file, keep=False)))
-    assert len(kept(folder)) == len(before)
-    assert not set(kept(folder)) & set(before)
+    assert len(find_packed_files(folder)) == len(before)
+    assert not set(find_packed_files(folder)) & set(before)
 
 
-def test_a_kept_weight_that_is_too_short_is_written_again(file: Path, folder: Path):
-    wanted = logits(session(file))
-    sizes = {path: path.stat().st_size for path in kept(folder)}
+def test_a_stored_weight_that_is_too_short_is_written_again(file: Path, folder: Path):
+    expected = logits(session(file))
+    sizes = {path: path.stat().st_size for path in find_packed_files(folder)}
     for path in list(sizes)[::2]:
         os.truncate(path, sizes[path] // 2)
-    assert np.array_equal(logits(session(file)), wanted)
-    assert {path: path.stat().st_size for path in kept(folder)} == sizes
+    assert np.array_equal(logits(session(file)), expected)
+    assert {path: path.stat().st_size for path in find_packed_files(folder)} == sizes
 
 
-def test_what_cannot_be_kept_is_said_once_and_packed_in_memory(
+def test_weights_that_cannot_be_stored_are_reported_once_and_packed_in_memory(
     file: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ):
     folder.parent.mkdir()
     folder.write_text("a file where a folder should be")
     with caplog.at_level(logging.WARNING):
         got = logits(session(file))
-    said = [r.message for r in caplog.records if "packed weights cannot be kept" in r.message]
-    assert len(said) == 1
-    assert str(folder) in said[0]
+    messages = [r.message for r in caplog.records if "packed weights cannot be kept" in r.message]
+    assert len(messages) == 1
+    assert str(folder) in messages[0]
     assert np.array_equal(got, logits(session(file, keep=False)))
 
 
-def test_a_weight_is_kept_whole_or_not_at_all(file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_weight_is_stored_whole_or_not_at_all(file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch):
     def full(number: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -99,4 +99,4 @@ def test_a_weight_is_kept_whole_or_not_at_all(file: Path, folder: Path, monkeypa
         got = logits(session(file))
     assert not list(folder.glob("*/*/*")), "nothing is left of what was begun"
     assert np.array_equal(got, logits(session(file)))
-    assert kept(folder)
+    assert find_packed_files(folder)

@@ -1,4 +1,4 @@
-"""`hocket.Model`: what its docstrings show, and that calls neither disturb each other nor themselves."""
+"""`hocket.Model`: the examples of its docstrings, and calls that disturb neither each other nor themselves."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hocket.frontends.pooling import RANK, pooling
 from hocket.frontends.session import Group, Session
 
 from ..given.models import architectures
-from ..given.models.goldens import FIXTURES, TINY, golden, limit, nmse, opened, path_of
+from ..given.models.goldens import FIXTURES, TINY, allowed_nmse, golden, nmse, open_fixture, path_of
 from ..given.models.spelled import write_llama
 
 
 @pytest.fixture(scope="module")
 def model():
-    with hocket.Model(context=128, threads=1) as opened_model:
-        yield opened_model
+    with hocket.Model(context=128, threads=1) as new_model:
+        yield new_model
 
 
 def test_what_docstrings_show_is_what_happens(model, tmp_path, monkeypatch):
@@ -58,9 +58,9 @@ def test_a_draft_changes_no_text_and_its_memory_counts(model):
 
 
 def test_a_notebook_shows_a_model_as_a_table(model):
-    shown = model._repr_html_()
-    assert "<th>context</th><td>128 tokens</td>" in shown
-    assert "<th>cpu:0</th><td>weight 3.9 MiB, " in shown
+    html = model._repr_html_()
+    assert "<th>context</th><td>128 tokens</td>" in html
+    assert "<th>cpu:0</th><td>weight 3.9 MiB, " in html
 
 
 def test_generations_that_overlap_do_not_disturb_each_other(model):
@@ -79,12 +79,12 @@ def test_a_prompt_that_goes_on_is_read_from_where_the_last_one_ended(model, monk
     read = []
     evaluate = Session.evaluate
 
-    def counted(session, tokens, **options):
+    def evaluate_and_count(session, tokens, **options):
         read.append(sum(map(len, tokens)))
         return evaluate(session, tokens, **options)
 
     list(model.generate(ids[:3], max_tokens=1))
-    monkeypatch.setattr(Session, "evaluate", counted)
+    monkeypatch.setattr(Session, "evaluate", evaluate_and_count)
     assert "".join(model.generate(ids, max_tokens=4, temperature=0)) == whole
     assert read[0] == len(ids) - 3
 
@@ -102,16 +102,16 @@ def test_stop_strings_end_the_text_before_them(model):
 def test_logits_and_scores_are_the_goldens():
     tokens, want = golden("qwen3")
     with hocket.Model(FIXTURES / "qwen3" / "model.gguf", exact=True) as model:
-        assert nmse(model.logits(tokens), want) <= limit("qwen3")
-        wanted = want[:-1] - np.log(np.exp(want[:-1].astype(np.float64)).sum(-1, keepdims=True))
-        assert np.allclose(model.score(tokens), wanted[np.arange(len(tokens) - 1), tokens[1:]], atol=1e-3)
+        assert nmse(model.logits(tokens), want) <= allowed_nmse("qwen3")
+        expected = want[:-1] - np.log(np.exp(want[:-1].astype(np.float64)).sum(-1, keepdims=True))
+        assert np.allclose(model.score(tokens), expected[np.arange(len(tokens) - 1), tokens[1:]], atol=1e-3)
 
 
 @pytest.mark.parametrize("devices", ["numpy:0", "numpy:0,numpy:1"])
 def test_embeddings_are_what_the_output_matrix_reads(devices):
     """The matrix, times each token's vector, gives the logits; their mean is the embedding."""
     tokens, want = golden("qwen3")
-    gguf = opened("qwen3")
+    gguf = open_fixture("qwen3")
     table = gguf.tensors["output.weight" if "output.weight" in gguf.tensors else "token_embd.weight"]
     with hocket.Model(FIXTURES / "qwen3" / "model.gguf", devices=devices, split_mode="tensor", exact=True) as model:
         one = np.stack([model.embed([tokens[: i + 1]], normalise=False)[0] * (i + 1) for i in range(4)])
@@ -124,7 +124,7 @@ def test_embeddings_are_what_the_output_matrix_reads(devices):
 
 def test_an_encoder_makes_a_vector_of_a_whole_text_and_has_no_logits(tmp_path):
     tokens, want = architectures.golden("bert-encoder")
-    path = architectures.written("bert-encoder", tmp_path)
+    path = architectures.write_model("bert-encoder", tmp_path)
     session = Session(open_model(path), on=Group(exact=True), batch=4)
     (rows,) = session.evaluate([tokens], every_position=True, hidden=True)
     assert nmse(rows[-len(want) :], want) <= 1e-10
@@ -158,7 +158,7 @@ def test_it_says_in_one_line_what_it_is_and_what_it_holds(model):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         (lambda m: m.generate(3), "prompt is 3"),
         (lambda m: m.generate("a", max_token=3), "no option 'max_token'; did you mean max_tokens"),
@@ -179,8 +179,8 @@ def test_it_says_in_one_line_what_it_is_and_what_it_holds(model):
         (lambda m: hocket.Model(context=0), "context size is 0"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(model, wrong, said):
-    with pytest.raises(hocket.ModelError, match=said):
+def test_errors_are_reported_in_one_line(model, wrong, message):
+    with pytest.raises(hocket.ModelError, match=message):
         wrong(model)
 
 
@@ -197,11 +197,11 @@ def test_a_closed_model_says_so():
 def test_embed_writes_what_the_model_embeds(capsys, monkeypatch):
     texts = ["a ball", "a dance"]
     with hocket.Model(TINY) as model:
-        wanted = model.embed(texts)
+        expected = model.embed(texts)
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(texts)))
     assert main(["embed", TINY]) == 0
     vectors = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    np.testing.assert_allclose(vectors, wanted, rtol=1e-6)
+    np.testing.assert_allclose(vectors, expected, rtol=1e-6)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["embed", TINY]) == 2
     assert "got no text; give some with -p" in capsys.readouterr().err
@@ -248,7 +248,7 @@ def test_embed_names_the_line_that_has_no_text(capsys, monkeypatch):
 
 
 def test_an_error_names_the_tokens_and_the_limit_of_an_encoder(tmp_path):
-    path = architectures.written("bert-encoder", tmp_path)
+    path = architectures.write_model("bert-encoder", tmp_path)
     with hocket.Model(path) as model:
         length = model.context + 5
         with pytest.raises(hocket.ModelError, match=f"text 1 of 1 has {length} tokens, .* holds {model.context}"):

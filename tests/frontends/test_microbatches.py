@@ -1,4 +1,4 @@
-"""Sequences in micro-batches give what they give together, whatever happens to them, and keep all devices busy."""
+"""Sequences in micro-batches give the results of one batch, also after errors, and keep all devices busy."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from ..given.models.goldens import TINY, nmse, path_of, tokens_of
 from ..given.ranks.thread_link import in_threads
 
 LAYERS = Group(("cpu:0", "cpu:1"), "layer", threads=1)
-TEAMS = Group(("cpu:0", "cpu:1", "cpu:2", "cpu:3"), "layer,tensor", threads=1)
-SPLITS = pytest.mark.parametrize("on", [LAYERS, TEAMS], ids=["layer", "layer,tensor"])
+STAGES_OF_GROUPS = Group(("cpu:0", "cpu:1", "cpu:2", "cpu:3"), "layer,tensor", threads=1)
+SPLITS = pytest.mark.parametrize("on", [LAYERS, STAGES_OF_GROUPS], ids=["layer", "layer,tensor"])
 GREEDY = Sampling(temperature=0)
 MODELS = ["llama", "qwen35", "qwen3moe"]
 
 
 def in_batches(root, *sizes):
-    """Micro-batches of so many sequences each, whether or not that is faster."""
+    """Return micro-batches of these sizes, even where they are slower."""
     sessions = [Session(root.model, like=root, sequences=size, context=64, batch=16) for size in sizes]
     return Microbatches(sessions, Dealing(sizes, ((1, 2.0), (len(sizes), 1.0)), 2, 2))
 
 
-def rooted(name, on=LAYERS):
+def make_root_session(name, on=LAYERS):
     return Session(open_model(path_of(name)), on=on, context=64)
 
 
@@ -54,7 +54,7 @@ def texts_of(name, sequences, length=4):
 
 
 def read_by(session, prompts, new):
-    """What prompts and steps after them give, each step under way in all micro-batches: rows of each sequence."""
+    """Return the results of prompts and later steps by sequence; each step is pending in all micro-batches."""
     rows = [[one] for one in session.evaluate(prompts)]
     with decoding(session) as steps:
         for group, place in enumerate(steps.places):
@@ -73,49 +73,49 @@ def read_by(session, prompts, new):
 def test_exact_results_are_those_of_one_device(name, on):
     prompts, new = texts_of(name, 5)
     alone = Session(open_model(path_of(name)), on=Group(exact=True), context=64, sequences=5, batch=16)
-    wanted = read_by(alone, prompts, new)
-    given = read_by(in_batches(rooted(name, replace(on, exact=True)), 3, 2), prompts, new)
-    assert all(nmse(one, two) <= 1e-10 for one, two in zip(given, wanted, strict=True))
+    expected = read_by(alone, prompts, new)
+    results = read_by(in_batches(make_root_session(name, replace(on, exact=True)), 3, 2), prompts, new)
+    assert all(nmse(one, two) <= 1e-10 for one, two in zip(results, expected, strict=True))
 
 
 @SPLITS
 @pytest.mark.parametrize("name", MODELS)
 def test_each_micro_batch_gives_the_bits_that_it_gives_alone(name, on):
     prompts, new = texts_of(name, 4)
-    root = rooted(name, on)
+    root = make_root_session(name, on)
     both = in_batches(root, 2, 2)
-    given = read_by(both, prompts, new)
+    results = read_by(both, prompts, new)
     for place in both.places:
         alone = Session(root.model, like=root, sequences=2, context=64, batch=16)
         own = slice(place.start, place.stop)
-        wanted = read_by(alone, prompts[own], new[own])
-        assert all(one.tobytes() == two.tobytes() for one, two in zip(given[own], wanted, strict=True))
+        expected = read_by(alone, prompts[own], new[own])
+        assert all(one.tobytes() == two.tobytes() for one, two in zip(results[own], expected, strict=True))
     assert both.lengths == [len(prompt) + 5 for prompt in prompts]
 
 
 def test_ranks_decode_micro_batches_as_one_device_does():
     prompts, new = texts_of("llama", 4)
     model = open_model(path_of("llama"))
-    wanted = read_by(Session(model, on=Group(("numpy:0",)), context=64, sequences=4, batch=16), prompts, new)
+    expected = read_by(Session(model, on=Group(("numpy:0",)), context=64, sequences=4, batch=16), prompts, new)
 
     def run(world):
         root = Session(model, on=Group(("numpy:0",), "layer"), context=64, world=world)
         return read_by(in_batches(root, 2, 2), prompts, new)
 
-    for given in in_threads(2, run):
-        assert all(nmse(one, two) <= 1e-10 for one, two in zip(given, wanted, strict=True))
+    for results in in_threads(2, run):
+        assert all(nmse(one, two) <= 1e-10 for one, two in zip(results, expected, strict=True))
 
 
 def test_sequences_may_idle_and_read_prompts_of_any_length(monkeypatch):
     monkeypatch.setattr(parts, "FEWEST", 4)
-    monkeypatch.setattr(parts, "sizes_of", lambda most: (4,))
-    tokens, root = tokens_of("llama"), rooted("llama")
+    monkeypatch.setattr(parts, "sizes_of", lambda max_tokens: (4,))
+    tokens, root = tokens_of("llama"), make_root_session("llama")
     texts = [tokens[:11], [], tokens[5:8], tokens[3:7]]
-    wanted = Session(root.model, like=root, sequences=4, context=64).evaluate(texts, every_position=True)
+    expected = Session(root.model, like=root, sequences=4, context=64).evaluate(texts, every_position=True)
     both = in_batches(root, 2, 2)
-    given = both.evaluate(texts, every_position=True)
-    assert [one.shape for one in given] == [one.shape for one in wanted]
-    assert all(nmse(one, two) <= 1e-3 for one, two in zip(given, wanted, strict=True) if len(two))
+    results = both.evaluate(texts, every_position=True)
+    assert [one.shape for one in results] == [one.shape for one in expected]
+    assert all(nmse(one, two) <= 1e-3 for one, two in zip(results, expected, strict=True) if len(two))
     assert both.lengths == [11, 0, 3, 4]
     assert [len(one) for one in both.evaluate([[], [], [], []])] == [0, 0, 0, 0]
     with pytest.raises(ModelError, match="sequence 3 would have 66 tokens"):
@@ -127,7 +127,7 @@ def test_sequences_may_idle_and_read_prompts_of_any_length(monkeypatch):
 def broken_batches(monkeypatch, on):
     backend = FaultyCpu()
     monkeypatch.setattr(devices_of, "find", lambda name: (backend, find(name)[1]))
-    return backend, in_batches(rooted("qwen35", on), 2, 2)
+    return backend, in_batches(make_root_session("qwen35", on), 2, 2)
 
 
 @SPLITS
@@ -147,16 +147,16 @@ def test_a_step_that_fails_is_taken_back_for_all_sequences(monkeypatch, on):
         broken.evaluate([own[:1] for own in new])
     assert again, "it fails in the second micro-batch"
     assert broken.lengths == lengths
-    wanted = read_by(in_batches(rooted("qwen35", on), 2, 2), prompts, new)
+    expected = read_by(in_batches(make_root_session("qwen35", on), 2, 2), prompts, new)
     with decoding(broken) as steps:
         steps.begin(0, [own[:1] for own in new[:2]])
         steps.begin(1, [own[:1] for own in new[2:]])
-        given = [*steps.ended(), *steps.ended()]
-    assert all(one.tobytes() == two[1:2].tobytes() for one, two in zip(given, wanted, strict=True))
+        results = [*steps.ended(), *steps.ended()]
+    assert all(one.tobytes() == two[1:2].tobytes() for one, two in zip(results, expected, strict=True))
 
 
 @SPLITS
-def test_what_was_given_out_stays_when_a_later_step_fails(monkeypatch, on):
+def test_returned_results_stay_when_a_later_step_fails(monkeypatch, on):
     backend, broken = broken_batches(monkeypatch, on)
     last = broken.sessions[0].group[-1][1]
     prompts, new = texts_of("qwen35", 4)
@@ -177,15 +177,15 @@ def test_what_was_given_out_stays_when_a_later_step_fails(monkeypatch, on):
     with pytest.raises(StepError, match=str(last)):
         go_on()
     assert broken.lengths == [length + 1 for length in before]
-    given = broken.evaluate([own[1:2] for own in new])
-    wanted = read_by(in_batches(rooted("qwen35", on), 2, 2), prompts, new)
-    assert all(one.tobytes() == two[2:3].tobytes() for one, two in zip(given, wanted, strict=True))
+    results = broken.evaluate([own[1:2] for own in new])
+    expected = read_by(in_batches(make_root_session("qwen35", on), 2, 2), prompts, new)
+    assert all(one.tobytes() == two[2:3].tobytes() for one, two in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [((2, 2), (4,)), ((4,), (1, 3)), ((3, 1), (2, 2))])
 @pytest.mark.parametrize("name", ["qwen35", "gemma3"])
 def test_a_saved_state_goes_on_in_any_micro_batches(name, saved, loaded, tmp_path):
-    root, path = rooted(name), tmp_path / "state"
+    root, path = make_root_session(name), tmp_path / "state"
     prompts, new = texts_of(name, 4)
 
     def sequences(sizes):
@@ -202,18 +202,18 @@ def test_a_saved_state_goes_on_in_any_micro_batches(name, saved, loaded, tmp_pat
 
 def test_traced_steps_run_one_by_one_and_are_all_in_the_trace():
     prompts, new = texts_of("llama", 4)
-    both, plain = (in_batches(rooted("llama"), 2, 2) for _ in range(2))
-    wanted = read_by(plain, prompts, new)
+    both, plain = (in_batches(make_root_session("llama"), 2, 2) for _ in range(2))
+    expected = read_by(plain, prompts, new)
     with both.tracing() as trace:
-        given = read_by(both, prompts, new)
+        results = read_by(both, prompts, new)
     assert len(trace.runs) == 2 * (1 + 5)
-    assert all(one.tobytes() == two.tobytes() for one, two in zip(given, wanted, strict=True))
+    assert all(one.tobytes() == two.tobytes() for one, two in zip(results, expected, strict=True))
 
 
 def test_a_traced_step_that_fails_is_taken_back_for_all_sequences(monkeypatch):
     prompts, new = texts_of("qwen35", 4)
-    broken, plain = (in_batches(rooted("qwen35"), 2, 2) for _ in range(2))
-    wanted = read_by(plain, prompts, new)
+    broken, plain = (in_batches(make_root_session("qwen35"), 2, 2) for _ in range(2))
+    expected = read_by(plain, prompts, new)
     broken.evaluate(prompts)
     lengths = broken.lengths
 
@@ -225,41 +225,41 @@ def test_a_traced_step_that_fails_is_taken_back_for_all_sequences(monkeypatch):
         with pytest.raises(ArithmeticError):
             broken.evaluate([own[:1] for own in new])
     assert broken.lengths == lengths
-    given = broken.evaluate([own[:1] for own in new])
-    assert all(one.tobytes() == two[1:2].tobytes() for one, two in zip(given, wanted, strict=True))
+    results = broken.evaluate([own[:1] for own in new])
+    assert all(one.tobytes() == two[1:2].tobytes() for one, two in zip(results, expected, strict=True))
 
 
-def test_what_is_drawn_is_what_each_sequence_would_draw_alone():
-    root, limits = rooted("llama"), GenerationParams(9, GREEDY)
+def test_sampled_tokens_are_those_of_each_sequence_alone():
+    root, limits = make_root_session("llama"), GenerationParams(9, GREEDY)
     prompts, _ = texts_of("llama", 5)
-    wanted = []
+    expected = []
     for prompt in prompts:
         alone = Session(root.model, like=root, context=64)
-        wanted.append([one.token for one in sample_tokens(alone, [prompt], limits, known=[[]])])
+        expected.append([one.token for one in sample_tokens(alone, [prompt], limits, known=[[]])])
     both, known = in_batches(root, 2, 2, 1), [[] for _ in prompts]
-    drawn = list(sample_tokens(both, prompts, limits, known=known))
-    assert [[one.token for one in drawn if one.sequence == i] for i in range(5)] == wanted
-    assert known == [[*prompt, *new] for prompt, new in zip(prompts, wanted, strict=True)]
+    sampled = list(sample_tokens(both, prompts, limits, known=known))
+    assert [[one.token for one in sampled if one.sequence == i] for i in range(5)] == expected
+    assert known == [[*prompt, *new] for prompt, new in zip(prompts, expected, strict=True)]
     assert both.lengths == [len(tokens) - 1 for tokens in known]
 
 
-def test_a_reader_who_leaves_leaves_nothing_under_way():
-    both, known = in_batches(rooted("llama"), 1, 1), [[], []]
+def test_an_abandoned_reader_leaves_nothing_pending():
+    both, known = in_batches(make_root_session("llama"), 1, 1), [[], []]
     prompts, _ = texts_of("llama", 2)
-    drawing = sample_tokens(both, prompts, GenerationParams(9, GREEDY), known=known)
+    token_stream = sample_tokens(both, prompts, GenerationParams(9, GREEDY), known=known)
     for _ in range(3):
-        next(drawing)
-    drawing.close()
+        next(token_stream)
+    token_stream.close()
     assert all(length < len(tokens) for length, tokens in zip(both.lengths, known, strict=True))
-    given = both.evaluate([tokens[length:] for length, tokens in zip(both.lengths, known, strict=True)])
+    results = both.evaluate([tokens[length:] for length, tokens in zip(both.lengths, known, strict=True)])
     alone = Session(both.model, like=both.sessions[0], sequences=2, context=64, batch=16)
-    assert all(nmse(one, two) <= 1e-3 for one, two in zip(given, alone.evaluate(known), strict=True))
+    assert all(nmse(one, two) <= 1e-3 for one, two in zip(results, alone.evaluate(known), strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------ where it pays
 
 
-def test_sequences_are_dealt_only_where_a_gain_is_predicted():
+def test_sequences_are_split_only_where_a_gain_is_predicted():
     root = Session(open_model(None), on=LAYERS, context=64)
     both = dealt(root, 16, context=64)
     assert isinstance(both, Microbatches)
@@ -271,12 +271,14 @@ def test_sequences_are_dealt_only_where_a_gain_is_predicted():
     assert isinstance(dealt(tensor, 16, context=64), Session)
 
 
-def test_the_commands_say_whether_sequences_are_dealt(capsys):
+def test_the_commands_report_whether_sequences_are_split(capsys):
     layers = ("--devices", "cpu:0,cpu:1", "--split-mode", "layer")
     assert main(["plan", str(TINY), "-np", "16", "--ctx-size", "64", *layers]) == 0
-    said = capsys.readouterr().out.splitlines()
-    dealt_so = r"sequences: 16 sequences run in 2 micro-batches that follow each other through 2 devices, predicted to "
-    assert any(re.fullmatch(dealt_so + r"take \S+ [mu]s a step; as one \S+ [mu]s", line) for line in said)
+    lines = capsys.readouterr().out.splitlines()
+    split_line = (
+        r"sequences: 16 sequences run in 2 micro-batches that follow each other through 2 devices, predicted to "
+    )
+    assert any(re.fullmatch(split_line + r"take \S+ [mu]s a step; as one \S+ [mu]s", line) for line in lines)
     assert main(["plan", str(TINY), "-np", "2", "--phase", "prefill"]) == 2
     assert "-np with --phase prefill" in capsys.readouterr().err
 
@@ -285,9 +287,9 @@ def test_the_commands_say_whether_sequences_are_dealt(capsys):
 def test_the_benchmark_of_several_sequences_deals_them(capsys):
     words = ("-np", "1,16", "-p", "4", "-n", "3", "-r", "1", "-t", "1", "-o", "json")
     assert main(["bench", str(TINY), *words, "--devices", "cpu:0,cpu:1", "--split-mode", "layer"]) == 0
-    given = capsys.readouterr()
-    assert [row["pl"] for row in json.loads(given.out)] == [1, 16]
-    assert "hocket: 16 sequences run in 2 micro-batches that follow each other" in given.err
+    results = capsys.readouterr()
+    assert [row["pl"] for row in json.loads(results.out)] == [1, 16]
+    assert "hocket: 16 sequences run in 2 micro-batches that follow each other" in results.err
 
 
 @pytest.mark.long
@@ -296,5 +298,5 @@ def test_texts_of_a_batch_are_what_each_would_be_alone():
     options = {"max_tokens": 6, "temperature": 0}
     with hocket.Model(devices="cpu:0,cpu:1", split_mode="layer", threads=1, context=64) as model:
         texts = model.generate_batch(prompts, **options)
-        assert any(isinstance(held.session, Microbatches) for held in model._idle)
+        assert any(isinstance(lease.session, Microbatches) for lease in model._idle)
         assert texts == ["".join(model.generate(prompt, **options)) for prompt in prompts]

@@ -22,18 +22,18 @@ from ..given.models.goldens import TINY, nmse, path_of, tokens_of
 
 ONE, LAYERS = Group(threads=1), Group(("cpu:0", "cpu:1"), "layer", threads=1)
 FOUR = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
-TEAMS = Group(FOUR, "layer,tensor", threads=1)
+STAGES_OF_GROUPS = Group(FOUR, "layer,tensor", threads=1)
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
     """Parts of four tokens, so that texts of tests have several."""
     monkeypatch.setattr(parts, "FEWEST", 4)
-    monkeypatch.setattr(parts, "sizes_of", lambda most: (4,))
+    monkeypatch.setattr(parts, "sizes_of", lambda max_tokens: (4,))
 
 
-def held(session):
-    """Of caches and other states all that tokens have written: the spare row takes what pads."""
+def copy_written_states(session):
+    """Return the parts of states that tokens have written, without the spare row for padding."""
     return {name: np.asarray(session.store.state(name))[:-1] for name in session.states if session.is_cache(name)}
 
 
@@ -42,28 +42,31 @@ def test_parts_that_follow_each_other_give_what_they_give_one_by_one(name):
     model, tokens = open_model(path_of(name)), tokens_of(name)
     alone, follow = Session(model, on=ONE, batch=4, context=64), Session(model, on=LAYERS, context=64)
     for start, stop in ((0, 15), (15, 16), (16, 27)):
-        wanted = alone.evaluate([tokens[start:stop]], every_position=True)[0]
-        given = follow.evaluate([tokens[start:stop]], every_position=True)[0]
-        assert given.tobytes() == wanted.tobytes()
+        expected = alone.evaluate([tokens[start:stop]], every_position=True)[0]
+        results = follow.evaluate([tokens[start:stop]], every_position=True)[0]
+        assert results.tobytes() == expected.tobytes()
     assert len(follow._pipelines) == 1, "both prompts have the same parts and reach as far"
     assert follow.lengths == alone.lengths == [27]
-    ours, theirs = held(follow), held(alone)
+    ours, theirs = copy_written_states(follow), copy_written_states(alone)
     assert ours.keys() == theirs.keys()
     assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen35", "qwen3moe"])
-def test_parts_that_follow_each_other_through_teams_give_what_they_give_one_by_one(name):
+def test_pipelined_prefill_chunks_give_the_results_of_single_ones(name):
     model, tokens = open_model(path_of(name)), tokens_of(name)
-    alone, follow = Session(model, on=TEAMS, batch=4, context=64), Session(model, on=TEAMS, context=64)
+    alone, follow = (
+        Session(model, on=STAGES_OF_GROUPS, batch=4, context=64),
+        Session(model, on=STAGES_OF_GROUPS, context=64),
+    )
     for start, stop in ((0, 15), (15, 16), (16, 27)):
         with alone.tracing():  # part by part
-            wanted = alone.evaluate([tokens[start:stop]], every_position=True)[0]
-        given = follow.evaluate([tokens[start:stop]], every_position=True)[0]
-        assert given.tobytes() == wanted.tobytes()
+            expected = alone.evaluate([tokens[start:stop]], every_position=True)[0]
+        results = follow.evaluate([tokens[start:stop]], every_position=True)[0]
+        assert results.tobytes() == expected.tobytes()
     assert follow._pipelines
     assert not alone._pipelines
-    ours, theirs = held(follow), held(alone)
+    ours, theirs = copy_written_states(follow), copy_written_states(alone)
     assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -81,20 +84,20 @@ def test_sequences_of_any_lengths_follow_each_other_together():
     texts = [tokens[:11], [], tokens[5:8], tokens[3:7]]
     alone = Session(model, on=ONE, batch=4, context=64, sequences=4).evaluate(texts)
     follow = Session(model, on=LAYERS, context=64, sequences=4)
-    given = follow.evaluate(texts)
-    assert [rows.shape for rows in given] == [rows.shape for rows in alone]
-    assert all(one.tobytes() == two.tobytes() for one, two in zip(given, alone, strict=True))
+    results = follow.evaluate(texts)
+    assert [rows.shape for rows in results] == [rows.shape for rows in alone]
+    assert all(one.tobytes() == two.tobytes() for one, two in zip(results, alone, strict=True))
     assert follow.lengths == [11, 0, 3, 4]
 
 
-def test_what_comes_before_a_prompt_is_made_for_it():
+def test_plans_for_a_prompt_are_built_before_it():
     model, tokens = open_model(path_of("llama")), tokens_of("llama")[:12]
     session = Session(model, on=LAYERS, context=64)
     session.prepare(len(tokens))
-    made = dict(session._pipelines)
-    assert {step.gives for step in made} == {"hidden", "logits"}, "only the last part reads the output matrix"
+    pipelines = dict(session._pipelines)
+    assert {step.gives for step in pipelines} == {"hidden", "logits"}, "only the last part reads the output matrix"
     session.evaluate([tokens])
-    assert session._pipelines == made
+    assert session._pipelines == pipelines
 
 
 def test_what_needs_the_part_before_or_is_watched_is_read_part_by_part():
@@ -109,7 +112,7 @@ def test_what_needs_the_part_before_or_is_watched_is_read_part_by_part():
     assert not Session(model, on=Group(("cpu:0", "cpu:1"), "tensor"), context=64)._follow_each_other(12)
 
 
-@pytest.mark.parametrize("on", [LAYERS, TEAMS], ids=["layer", "layer,tensor"])
+@pytest.mark.parametrize("on", [LAYERS, STAGES_OF_GROUPS], ids=["layer", "layer,tensor"])
 def test_a_prompt_that_fails_in_the_middle_leaves_everything_as_it_was(monkeypatch, on):
     backend = FaultyCpu()
     monkeypatch.setattr(devices_of, "find", lambda name: (backend, find(name)[1]))
@@ -129,24 +132,24 @@ def test_a_prompt_that_fails_in_the_middle_leaves_everything_as_it_was(monkeypat
     assert len(again) == 2, "it fails in the third part"
     assert broken.lengths == [3]
     for new in (tokens[8:12], tokens[3:20]):  # fewer, and others, than were written behind the end
-        wanted = whole.evaluate([new])[0]
-        assert broken.evaluate([new])[0].tobytes() == wanted.tobytes()
+        expected = whole.evaluate([new])[0]
+        assert broken.evaluate([new])[0].tobytes() == expected.tobytes()
 
 
 # --------------------------------------------------------------------------------------------------- how many tokens
 
 
 @pytest.mark.parametrize(
-    ("most", "sizes"),
+    ("max_tokens", "sizes"),
     [(512, (64, 96, 128, 192, 256, 384, 512)), (100, (64, 96, 100)), (64, (64,)), (20, (20,))],
 )
-def test_a_part_has_few_sizes(monkeypatch, most, sizes):
+def test_a_part_has_few_sizes(monkeypatch, max_tokens, sizes):
     monkeypatch.setattr(parts, "FEWEST", FEWEST)
-    assert sizes_of(most) == sizes
+    assert sizes_of(max_tokens) == sizes
 
 
 @pytest.mark.parametrize(
-    ("words", "fewest", "said"),
+    ("words", "fewest", "message"),
     [
         ("2 layer 256", 64, "in 4 parts of 64, that follow each other through 2 devices, {T}; as one T"),
         ("2 layer 999", 64, "in 4 parts of 64, that follow each other through 2 devices, {T}; as one T"),
@@ -156,20 +159,20 @@ def test_a_part_has_few_sizes(monkeypatch, most, sizes):
         ("2 tensor 256", 64, "as one, {T}; all devices meet, so that none can begin with other tokens"),
     ],
 )
-def test_the_plan_of_a_prompt_says_in_how_many_parts_it_is_read_and_why(words, fewest, said, capsys, monkeypatch):
+def test_the_plan_of_a_prompt_says_in_how_many_parts_it_is_read_and_why(words, fewest, message, capsys, monkeypatch):
     monkeypatch.setattr(parts, "FEWEST", fewest)
     monkeypatch.setattr(parts, "sizes_of", sizes_of)
     count, mode, batch = words.split()
     asked = ("--devices", ",".join(FOUR[: int(count)]), "--split-mode", mode, "-b", batch)
     (line,) = prompt_lines(capsys, *asked)
-    assert line.startswith(f"prompt: {min(int(batch), 256)} tokens are read {said.format(T='predicted to take T')}")
+    assert line.startswith(f"prompt: {min(int(batch), 256)} tokens are read {message.format(T='predicted to take T')}")
 
 
 def prompt_lines(capsys, *words):
-    """What `hocket plan` says of how a prompt is read, T for its times."""
+    """Return the lines of `hocket plan` about the prefill, with T for its times."""
     assert main(["plan", str(TINY), "--phase", "prefill", "--ctx-size", "256", *words]) == 0
-    said = capsys.readouterr().out.splitlines()
-    return [re.sub(r"\S+ [mu]s", "T", line) for line in said if line.startswith("prompt: ")]
+    lines = capsys.readouterr().out.splitlines()
+    return [re.sub(r"\S+ [mu]s", "T", line) for line in lines if line.startswith("prompt: ")]
 
 
 def test_what_gains_too_little_is_read_as_one_and_one_device_has_nothing_to_say(capsys, monkeypatch):

@@ -17,7 +17,7 @@ from hocket.frontends.open import open_model
 from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Group, Session
 
-from ..given.models.architectures import written
+from ..given.models.architectures import write_model
 from ..given.models.goldens import nmse, path_of
 
 TOKENS = [5, 17, 33, 2, 60, 41, 8, 19, 77, 3]
@@ -30,7 +30,7 @@ DEVICE_GROUPS = {
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved_state(tmp_path):
     """A state after six tokens of the embedded model, and the logits of the four that follow."""
     session = Session(open_model(None), on=DEVICE_GROUPS["one"])
     session.evaluate([TOKENS[:6]])
@@ -41,58 +41,58 @@ def saved(tmp_path):
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("group", DEVICE_GROUPS.values(), ids=DEVICE_GROUPS)
-def test_a_session_goes_on_over_any_number_of_devices(saved, group):
-    path, wanted = saved
+def test_a_session_goes_on_over_any_number_of_devices(saved_state, group):
+    path, expected = saved_state
     session = Session(open_model(None), on=group, context=64)
-    session.evaluate([[1, 2, 3]])  # what it knew before is forgotten
+    session.evaluate([[1, 2, 3]])  # its earlier tokens are forgotten
     assert load_state(session, path) == [TOKENS[:6]]
     assert session.lengths == [6]
     got = session.evaluate([TOKENS[6:]], every_position=True)[0]
-    assert nmse(got, wanted) < 1e-11
+    assert nmse(got, expected) < 1e-11
 
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("group", DEVICE_GROUPS.values(), ids=DEVICE_GROUPS)
-def test_what_several_devices_save_one_can_load(saved, group, tmp_path):
-    _, wanted = saved
+def test_what_several_devices_save_one_can_load(saved_state, group, tmp_path):
+    _, expected = saved_state
     session = Session(open_model(None), on=group)
     session.evaluate([TOKENS[:6]])
     save_state(session, [TOKENS[:6]], tmp_path / "other.npz")
     fresh = Session(open_model(None), on=DEVICE_GROUPS["one"])
     load_state(fresh, tmp_path / "other.npz")
     got = fresh.evaluate([TOKENS[6:]], every_position=True)[0]
-    assert nmse(got, wanted) < 1e-11
+    assert nmse(got, expected) < 1e-11
 
 
 @pytest.mark.parametrize("model", ["deepseek4-moe", "deepseek2-moe", "glm5-next-moe", "qwen4exp-moe"])
 @pytest.mark.parametrize("context", [24, 64, 101])
 def test_compressed_caches_go_on_in_a_context_of_another_size(model, context, tmp_path):
-    compressed = open_model(written(model, tmp_path))
+    compressed = open_model(write_model(model, tmp_path))
     first = Session(compressed, on=DEVICE_GROUPS["one"], context=40, sequences=2)
     tokens = [TOKENS[:3], [*TOKENS, *TOKENS[3:]]]
     first.evaluate(tokens)
     save_state(first, tokens, tmp_path / "state")
-    wanted = first.evaluate([TOKENS[:5], TOKENS[:6]], every_position=True)
+    expected = first.evaluate([TOKENS[:5], TOKENS[:6]], every_position=True)
     second = Session(compressed, on=DEVICE_GROUPS["two"], context=context, sequences=2)
     second.evaluate([[1, 2], TOKENS])
     assert load_state(second, tmp_path / "state") == tokens
     got = second.evaluate([TOKENS[:5], TOKENS[:6]], every_position=True)
-    assert all(nmse(one, other) < 1e-9 for one, other in zip(got, wanted, strict=True))
+    assert all(nmse(one, other) < 1e-9 for one, other in zip(got, expected, strict=True))
 
 
-def test_a_state_of_another_model_is_refused(saved):
+def test_a_state_of_another_model_is_refused(saved_state):
     session = Session(load_model(open_gguf(path_of("qwen35"))))
     with pytest.raises(ModelError, match="another model"):
-        load_state(session, saved[0])
+        load_state(session, saved_state[0])
 
 
-def test_a_state_that_does_not_fit_the_context_is_refused(saved):
+def test_a_state_that_does_not_fit_the_context_is_refused(saved_state):
     with pytest.raises(ModelError, match="has 6 tokens, but the context holds 4"):
-        load_state(Session(open_model(None), context=4), saved[0])
+        load_state(Session(open_model(None), context=4), saved_state[0])
 
 
-def test_a_damaged_file_is_refused_and_changes_nothing(saved, tmp_path):
-    path, _ = saved
+def test_a_damaged_file_is_refused_and_changes_nothing(saved_state, tmp_path):
+    path, _ = saved_state
     data = path.read_bytes()
     session = Session(open_model(None))
     session.evaluate([[1, 2, 3]])
@@ -110,8 +110,8 @@ def test_a_damaged_file_is_refused_and_changes_nothing(saved, tmp_path):
         np.testing.assert_array_equal(session.store.state(name), array)
 
 
-def test_a_save_that_fails_leaves_the_old_file(saved, monkeypatch):
-    path, _ = saved
+def test_a_save_that_fails_leaves_the_old_file(saved_state, monkeypatch):
+    path, _ = saved_state
     before = path.read_bytes()
 
     def full(*args: object, **kwargs: object) -> None:
@@ -149,13 +149,13 @@ def test_a_text_that_goes_on_later_is_the_text_in_one_go(tmp_path, capsys, tempe
         assert main(["run", "--temp", temperature, "--seed", "7", "--exact", *words]) == 0
         return capsys.readouterr().out.removesuffix("\n")
 
-    saved, again = str(tmp_path / "one"), str(tmp_path / "two")
+    saved_state, again = str(tmp_path / "one"), str(tmp_path / "two")
     whole = text("-p", "It is a truth", "-n", "12")
-    parts = text("-p", "It is a truth", "-n", "5", "--save-state", saved)
-    parts += text("-n", "4", "--load-state", saved, "--save-state", again, "--devices", "cpu:0,cpu:1")
+    parts = text("-p", "It is a truth", "-n", "5", "--save-state", saved_state)
+    parts += text("-n", "4", "--load-state", saved_state, "--save-state", again, "--devices", "cpu:0,cpu:1")
     assert parts + text("-n", "3", "--load-state", again) == whole
-    told = text("-p", parts + " she said", "-n", "3")
-    assert parts + text("-p", " she said", "-n", "3", "--load-state", again) == told
+    continuation = text("-p", parts + " she said", "-n", "3")
+    assert parts + text("-p", " she said", "-n", "3", "--load-state", again) == continuation
 
 
 def _npy(head: str, content: bytes = b"") -> bytes:

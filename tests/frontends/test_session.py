@@ -19,14 +19,14 @@ from ..given.models.goldens import DENSE, FLOAT_CACHES, INDEX, nmse, path_of, to
 
 
 def noise(name: str) -> float:
-    """NMSE below which float32 results differ in the order of additions alone: four times what float32 costs at all.
+    """Return the NMSE limit of float32 results that differ only in the order of additions: four times float32's error.
 
-    Random weights amplify rounding; mistakes show as 1e-6 and more.  Equality in float64 is tested with the models.
+    Random weights amplify rounding; mistakes show as 1e-6 and more. Equality in float64 is tested with the models.
     """
     return 4 * float(INDEX[name]["nmse_float32"])
 
 
-def opened(name: str) -> tuple[Model, list[int]]:
+def open_with_tokens(name: str) -> tuple[Model, list[int]]:
     tokens = tokens_of(name)
     return open_model(path_of(name)), tokens
 
@@ -40,7 +40,7 @@ def alone(model: Model, tokens: list[int], on: Group = FAST) -> npt.NDArray[np.f
 
 @pytest.mark.parametrize("name", DENSE)
 def test_sequences_of_different_length_in_one_batch_equal_each_alone(name: str) -> None:
-    model, tokens = opened(name)
+    model, tokens = open_with_tokens(name)
     texts = [tokens[:23], tokens[10:17]]
     both = Session(model, on=FAST, sequences=2).evaluate(texts, every_position=True)
     for got, text in zip(both, texts, strict=True):
@@ -57,7 +57,7 @@ def test_sequences_of_the_embedded_model_side_by_side_equal_each_alone() -> None
 
 @pytest.mark.parametrize("name", DENSE)
 def test_a_sequence_may_join_later_and_another_idle(name: str) -> None:
-    model, tokens = opened(name)
+    model, tokens = open_with_tokens(name)
     session = Session(model, on=FAST, sequences=2)
     first, nothing = session.evaluate([tokens[:9], []], every_position=True)
     assert nothing.shape == (0, model.vocabulary_size)
@@ -73,7 +73,7 @@ def test_a_sequence_may_join_later_and_another_idle(name: str) -> None:
 
 @pytest.mark.parametrize("name", DENSE)
 def test_prefill_in_pieces_equals_one_batch(name: str) -> None:
-    model, tokens = opened(name)
+    model, tokens = open_with_tokens(name)
     session = Session(model, on=FAST, batch=8)
     assert nmse(session.evaluate([tokens[:29]], every_position=True)[0], alone(model, tokens[:29])) <= noise(name)
     session.reset(0)
@@ -83,7 +83,7 @@ def test_prefill_in_pieces_equals_one_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", DENSE)
 def test_a_reset_sequence_starts_anew_and_its_neighbour_goes_on(name: str) -> None:
-    model, tokens = opened(name)
+    model, tokens = open_with_tokens(name)
     session = Session(model, on=FAST, sequences=2)
     session.evaluate([tokens[:12], tokens[20:30]])
     session.reset(0)
@@ -95,7 +95,7 @@ def test_a_reset_sequence_starts_anew_and_its_neighbour_goes_on(name: str) -> No
 
 @pytest.mark.parametrize("name", ["llama", "qwen35"])
 def test_a_full_context_is_an_error_that_leaves_the_session_as_it_was(name: str) -> None:
-    model, tokens = opened(name)
+    model, tokens = open_with_tokens(name)
     session = Session(model, on=FAST, context=16)
     session.evaluate([tokens[:10]])
     with pytest.raises(
@@ -126,12 +126,12 @@ def test_plans_are_built_once_for_each_bucket() -> None:
 
 
 def test_loading_tells_its_progress_up_to_the_last_byte() -> None:
-    told: list[Progress] = []
+    reports: list[Progress] = []
     model = open_model(None)
-    Session(model, on_progress=told.append)
+    Session(model, on_progress=reports.append)
     total = sum(tensor.nbytes for tensor in model.gguf.tensors.values())
-    assert [p.done for p in told] == sorted(p.done for p in told)
-    assert told[-1] == Progress(total, total)
+    assert [p.done for p in reports] == sorted(p.done for p in reports)
+    assert reports[-1] == Progress(total, total)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_tokens_for_another_number_of_sequences_are_refused() -> None:
         Session(open_model(None)).evaluate([[1], [2]])
 
 
-def test_the_context_is_settled_before_the_weights_are_loaded() -> None:
+def test_the_context_is_chosen_before_the_weights_are_loaded() -> None:
     model = open_model(None, header_only=True)
     assert context_for(model, 10, None) == 512
     assert context_for(model, 10, None, default=64) == 64
@@ -165,8 +165,8 @@ def test_the_context_is_settled_before_the_weights_are_loaded() -> None:
 
 
 def test_caches_are_of_16_bits_unless_asked_for_or_exact(tmp_path: Path) -> None:
-    """A saved state goes from one to the other: what 16 bits hold, 32 do."""
-    model, tokens = opened("llama")
+    """Check that a saved state changes between the formats: every 16-bit value fits into 32 bits."""
+    model, tokens = open_with_tokens("llama")
     halves, floats = Session(model), Session(model, on=FAST)
     assert [s.store.nbytes()[0]["state"] for s in (halves, floats)] == [n := halves.store.nbytes()[0]["state"], 2 * n]
     assert Group(exact=True).caches == FAST.caches == (DType.F32, DType.F32)
@@ -176,8 +176,8 @@ def test_caches_are_of_16_bits_unless_asked_for_or_exact(tmp_path: Path) -> None
     save_state(halves, [tokens[:12]], tmp_path / "state")
     floats.reset(0)
     load_state(floats, tmp_path / "state")
-    kept = [np.array(s.store.state("cache_k.0"), np.float32)[:12] for s in (halves, floats)]
-    assert np.array_equal(*kept)
+    cache_rows = [np.array(s.store.state("cache_k.0"), np.float32)[:12] for s in (halves, floats)]
+    assert np.array_equal(*cache_rows)
     assert nmse(floats.evaluate([[7]])[0], halves.evaluate([[7]])[0]) <= 1e-5
     with pytest.raises(ModelError, match=r"cache_type_k is 'q9'.*f32 or f16 or bf16"):
         Group(cache_type_k="q9")

@@ -1,8 +1,9 @@
-"""Damaged inputs for what reads files: ``python -m tests.fuzz gguf --cases 10000``, in the root of the project.
+"""Damaged inputs for file readers: ``python -m tests.fuzz gguf --cases 10000``, in the root of the project.
 
-Every target runs in a process of its own, which may crash or get stuck.  With atheris (``pip install atheris``) that
-chooses what to damage next, by the branches and comparisons that inputs reach; else lines of code do.  An input that
-was read wrong is written to ``--keep`` and ends the command with 1.
+Every target runs in a process of its own, which may crash or get stuck. With atheris (``pip install atheris``) the
+branches and comparisons that inputs reach choose the next damage; without it lines of code do.
+
+An input that was read wrong is written to ``--keep`` and ends the command with 1.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MEMORY = 8 << 30
 """Bytes of address space for a process."""
 
 
-def parsed() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.fuzz", description="damage inputs, and see how they are read"
     )
@@ -51,7 +52,7 @@ def parsed() -> argparse.Namespace:
     return args
 
 
-def supervised(name: str, args: argparse.Namespace) -> bool:
+def run_supervised(name: str, args: argparse.Namespace) -> bool:
     """Run a target in a process of its own; whether it ended well."""
     options = [f"--{key}={getattr(args, key)}" for key in ("cases", "seconds", "seed", "keep", "engine")]
     log, current = args.keep / f"{name}.log", args.keep / f"{name}-current"
@@ -65,7 +66,7 @@ def supervised(name: str, args: argparse.Namespace) -> bool:
 
 def here(name: str, args: argparse.Namespace) -> bool:
     """Run a target in this process; whether nothing was read wrong."""
-    if args.engine == "atheris":  # it sees what is imported from now on
+    if args.engine == "atheris":  # it instruments later imports
         import atheris
 
         atheris.instrument_imports(include=["hocket"]).__enter__()
@@ -100,13 +101,13 @@ def fuzz_by_branches(
 
     seeds = sound(report.target)
 
-    def damage(data: bytes, most: int, number: int) -> bytes:
+    def damage(data: bytes, max_length: int, number: int) -> bytes:
         rng = random.Random(number)
         if rng.random() < 0.2:
-            return bytes(atheris.Mutate(data, most))
+            return bytes(atheris.Mutate(data, max_length))
         for _ in range(rng.choice((1, 1, 2, 4))):
             data = report.target.damage(data, rng.choice(seeds), rng)
-        return data[:most]
+        return data[:max_length]
 
     def read(data: bytes) -> None:
         if not goes_on():
@@ -131,7 +132,7 @@ def fuzz_by_branches(
 
 
 def finish(report: Report, keep: Path) -> None:
-    """Say what came of a run, and keep what was read wrong."""
+    """Print the result of a run, and save the inputs that were read wrong."""
     (keep / f"{report.target.name}-current").unlink(missing_ok=True)
     print(report)
     for number, (words, data) in enumerate(report.faults.values()):
@@ -142,15 +143,15 @@ def finish(report: Report, keep: Path) -> None:
 
 
 def main() -> int:
-    args = parsed()
+    args = parse_arguments()
     args.keep.mkdir(parents=True, exist_ok=True)
     if args.read is not None:
-        from .engine import judge
+        from .engine import read_input
         from .targets import TARGETS as READERS
 
-        print(judge(READERS[args.targets[0]], args.read.read_bytes()))
+        print(read_input(READERS[args.targets[0]], args.read.read_bytes()))
         return 0
-    run = here if args.here else supervised
+    run = here if args.here else run_supervised
     ended_well = [run(name, args) for name in args.targets]
     return 0 if all(ended_well) else 1
 

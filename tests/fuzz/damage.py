@@ -21,7 +21,7 @@ def bytes_damaged(data: bytes, other: bytes, rng: random.Random, end: int | None
     """One piece of the bytes before `end` flipped, cut out, doubled, or taken from another input."""
     end = len(data) if end is None else min(end, len(data))
     at, length = rng.randrange(end + 1), min(rng.choice((1, 1, 2, 4, 8, 64, 1024)), end)
-    head, piece, tail = data[:at], data[at : at + length], data[at + length :]
+    head, part, tail = data[:at], data[at : at + length], data[at + length :]
     start = rng.randrange(len(other) + 1)
     match rng.randrange(6):
         case 0:
@@ -29,13 +29,13 @@ def bytes_damaged(data: bytes, other: bytes, rng: random.Random, end: int | None
         case 1:
             return head + tail
         case 2:
-            return head + piece + piece + tail
+            return head + part + part + tail
         case 3:
             return head + other[start : start + length] + tail
         case 4:
-            return head + rng.randbytes(len(piece)) + tail
+            return head + rng.randbytes(len(part)) + tail
         case _:
-            return head + bytes(b ^ (1 << rng.randrange(8)) for b in piece[:1]) + piece[1:] + tail
+            return head + bytes(b ^ (1 << rng.randrange(8)) for b in part[:1]) + part[1:] + tail
 
 
 def words_of(text: str) -> tuple[str, ...]:
@@ -96,25 +96,27 @@ class Pairs(list[Any]):
 
 
 def json_damaged(data: bytes, other: bytes, rng: random.Random) -> bytes:
-    """One value or key of a document left out, doubled, replaced, nested or exchanged; of what is none, a byte."""
+    """Omit, double, replace, nest or exchange a value or key of a document; damage a byte if it is no document."""
     if rng.random() < 0.05:
         return bytes_damaged(data, other, rng)
     try:
-        return written(_document_damaged(_parsed(data), rng, lambda: _parsed(other))).encode("utf-8", "replace")
+        return write_document(_document_damaged(_parse_document(data), rng, lambda: _parse_document(other))).encode(
+            "utf-8", "replace"
+        )
     except (ValueError, RecursionError):
         return bytes_damaged(data, other, rng)
 
 
-def _parsed(data: bytes) -> Any:
+def _parse_document(data: bytes) -> Any:
     return json.loads(data, object_pairs_hook=lambda pairs: Pairs(map(list, pairs)))
 
 
-def written(value: Any) -> str:
+def write_document(value: Any) -> str:
     """A document as text; strings that are not Unicode are escaped."""
     if isinstance(value, Pairs):
-        return "{" + ", ".join(f"{json.dumps(key)}: {written(v)}" for key, v in value) + "}"
+        return "{" + ", ".join(f"{json.dumps(key)}: {write_document(v)}" for key, v in value) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(written, value)) + "]"
+        return "[" + ", ".join(map(write_document, value)) + "]"
     return json.dumps(value)
 
 
@@ -144,18 +146,18 @@ def _document_damaged(document: Any, rng: random.Random, other: Callable[[], Any
         case 0:
             del owner[which]
         case 1:
-            owner.insert(rng.randrange(len(owner) + 1), _copied(owner[which]))
+            owner.insert(rng.randrange(len(owner) + 1), _copy_document(owner[which]))
         case 2:
-            holder[at] = _copied(rng.choice(ODD_VALUES))
+            holder[at] = _copy_document(rng.choice(ODD_VALUES))
         case 3 if isinstance(value, int):
             holder[at] = rng.choice((value + 1, value - 1, 2 * value, -value, rng.choice(INTEGERS), rng.randrange(64)))
         case 4:
-            alike = [p for p in places if type(p[0][p[1]]) is type(value)]
-            theirs, there = rng.choice(alike)
-            holder[at] = _copied(theirs[there])
+            same_type = [p for p in places if type(p[0][p[1]]) is type(value)]
+            theirs, there = rng.choice(same_type)
+            holder[at] = _copy_document(theirs[there])
         case 5:
             theirs, there = rng.choice(places)
-            holder[at] = _copied(theirs[there])
+            holder[at] = _copy_document(theirs[there])
         case 6 if isinstance(found := other(), list) and (strangers := _places(found)):
             theirs, there = rng.choice(strangers)
             holder[at] = theirs[there]
@@ -167,9 +169,9 @@ def _document_damaged(document: Any, rng: random.Random, other: Callable[[], Any
     return document
 
 
-def _copied(value: Any) -> Any:
+def _copy_document(value: Any) -> Any:
     if isinstance(value, Pairs):
-        return Pairs([key, _copied(v)] for key, v in value)
+        return Pairs([key, _copy_document(v)] for key, v in value)
     if isinstance(value, dict):
-        return Pairs([key, _copied(v)] for key, v in value.items())
-    return [_copied(v) for v in value] if isinstance(value, list) else value
+        return Pairs([key, _copy_document(v)] for key, v in value.items())
+    return [_copy_document(v) for v in value] if isinstance(value, list) else value

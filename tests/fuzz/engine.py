@@ -1,7 +1,7 @@
-"""Runs damaged inputs through a reader, keeps those that reach new code, and judges every one.
+"""Run damaged inputs through a reader, keep the inputs that reach new code, and check every one.
 
-An input is judged by what a reader may do with it: raise a `HocketError` of one line, or read it right, within seconds
-of processor time and memory in proportion to its size.
+A reader may raise a `HocketError` of one line, or read the input right. It may take seconds of processor time, and
+memory in proportion to the size of the input.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ HERE = str(Path(__file__).parent)
 SECONDS = 5.0
 """Processor time that one input may take."""
 STUCK = 3600.0
-"""Seconds after which the process ends itself: code that is not Python does not hear the alarm."""
+"""Seconds until the process ends itself: code outside Python does not get the alarm."""
 LARGEST = 1 << 19
-"""Bytes of an input; what grows past that is not tried."""
+"""The size limit of an input in bytes; larger ones are not tried."""
 DETAIL = re.compile(r"[\"'‘“].*?[\"'’”]|%\S+|\S*/\S+|[-\d.]+")
-"""What differs between two messages of one kind."""
+"""The details in which two messages of one kind differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How an input was read: the words of the refusal, what was wrong with the reading, and the most bytes it took."""
+    """The result of a read: the words of the refusal, the fault of the reading, and its peak memory in bytes."""
 
     refusal: str | None = None
     fault: str | None = None
@@ -75,7 +75,7 @@ class Lines:
         self._kept: list[CodeType] = []  # so that no number is given to another
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         before = sys.gettrace()
         sys.settrace(self._call)
         try:
@@ -104,7 +104,7 @@ class Lines:
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Raise `Late` in the block after so much processor time."""
+    """Raise `Late` in the block after this processor time."""
 
     def ring(*_: object) -> None:
         raise Late
@@ -120,26 +120,26 @@ def deadline(seconds: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def judge(target: Target, data: bytes, *, measured: bool = True, lines: Lines | None = None) -> Verdict:
-    """Read an input; count the bytes that takes if it is `measured`, else watch its `lines` if given.
+def read_input(target: Target, data: bytes, *, measured: bool = True, lines: Lines | None = None) -> Verdict:
+    """Read an input; count its memory if `measured`, else trace its `lines` if they are present.
 
-    Both make it slower, so what seems late then is read again without.
+    Both are slow, so an input that seems late is read again without them.
     """
     try:
         with deadline(SECONDS):
             if measured:
-                return _measured(target, data)
+                return _read_and_measure(target, data)
             if lines is not None:
-                with lines.watched():
+                with lines.watch():
                     return _read(target, data)
             return _read(target, data)
     except Late:
         if measured or lines is not None:
-            return judge(target, data, measured=False)
+            return read_input(target, data, measured=False)
         return Verdict(fault=f"takes more than {SECONDS:g} s")
 
 
-def _measured(target: Target, data: bytes) -> Verdict:
+def _read_and_measure(target: Target, data: bytes) -> Verdict:
     tracemalloc.start()
     try:
         verdict = _read(target, data)
@@ -160,7 +160,7 @@ def _read(target: Target, data: bytes) -> Verdict:
         if not words or not words.isprintable():
             return Verdict(fault=f"is refused in more than one printable line: {words!r:.200}")
         return Verdict(refusal=words)
-    except Exception as why:  # any raw error of the product is what the fuzzer looks for
+    except Exception as why:  # the fuzzer looks for any raw error of the product
         at = next((f for f in reversed(traceback.extract_tb(why.__traceback__)) if f.filename.startswith(ROOT)), None)
         where = f" at {Path(at.filename).name}:{at.lineno}" if at else ""
         return Verdict(fault=f"{type(why).__name__}{where}: {' '.join(str(why).split())[:200]}")
@@ -174,8 +174,11 @@ def kind_of(words: str) -> str:
 
 @dataclass(slots=True)
 class Report:
-    """What came of the inputs of a target: how many, how they were refused, the most memory that one took beyond what
-    its size allows, and an input for each kind of fault."""
+    """The results for the inputs of a target.
+
+    They are the number of inputs, the refusals, the largest excess memory of an input, and an input for each kind of
+    fault.
+    """
 
     target: Target
     cases: int = 0
@@ -187,13 +190,13 @@ class Report:
     def take(self, data: bytes, lines: Lines | None = None) -> bool:
         """Judge an input; whether it is of a new kind.  Memory is measured of those, and of every eighth."""
         reached = len(lines.seen) if lines is not None else 0
-        verdict = judge(self.target, data, measured=False, lines=lines)
+        verdict = read_input(self.target, data, measured=False, lines=lines)
         self.cases += 1
         end = kind_of(verdict.fault or verdict.refusal or "")
         is_new = end not in self.kinds or (lines is not None and len(lines.seen) > reached)
         self.kinds[end] += 1
         if verdict.fault is None and (is_new or self.cases % 8 == 0):
-            verdict = judge(self.target, data)
+            verdict = read_input(self.target, data)
             self.measured += 1
             self.spare = max(self.spare, verdict.peak - self.target.times * len(data))
         if verdict.fault is not None:
@@ -213,19 +216,19 @@ def sound(target: Target) -> list[bytes]:
     """The inputs from which damage begins; none is refused."""
     seeds = list(target.seeds())
     for data in seeds:
-        _read(target, data)  # what is imported and compiled once is nobody's memory
-        verdict = judge(target, data)
+        _read(target, data)  # imports and compiled patterns count for no input
+        verdict = read_input(target, data)
         assert verdict == Verdict(peak=verdict.peak), f"a seed of {target.name}: {verdict}"
     return seeds
 
 
 def fuzz(report: Report, seed: int, goes_on: Callable[[], bool], about_to_read: Callable[[bytes], object] = id) -> None:
-    """Damage sound inputs and what reaches new lines, as long as `goes_on` says so."""
+    """Damage sound inputs and inputs that reach new lines, while `goes_on` returns true."""
     rng, lines, corpus = random.Random(f"{report.target.name} {seed}"), Lines(), sound(report.target)
     for data in corpus:
-        judge(report.target, data, measured=False, lines=lines)
+        read_input(report.target, data, measured=False, lines=lines)
     while goes_on():
-        data = corpus[-1 - int(len(corpus) * rng.random() ** 1.5)]  # what was kept last, more often
+        data = corpus[-1 - int(len(corpus) * rng.random() ** 1.5)]  # later inputs more often
         for _ in range(rng.choice((1, 1, 1, 2, 3, 5))):
             data = report.target.damage(data, rng.choice(corpus), rng)
         if len(data) > LARGEST:

@@ -1,7 +1,7 @@
-"""The fields of a GGUF file: what each means, and where it lies.
+"""The fields of a GGUF file, with their meaning and position.
 
-This reads the format on its own, so that it can damage a field on purpose and tell what a damaged file says.  It takes
-time and memory as the file asks, so it reads only what fits the file.
+This reader is independent of the package, so that it can damage a field on purpose and read a damaged file. A file
+decides the time and memory of this reader, so it reads only content that fits the file.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ CODES = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B",
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Bytes of the header with one meaning: ``u32``, ``u64``, ``text`` (whose length lies in the 8 bytes before it)
-    or ``number``."""
+    """Bytes of the header with one meaning.
+
+    Kinds: ``u32``, ``u64``, ``text`` (its length is in the 8 bytes before it) and ``number``.
+    """
 
     kind: str
     start: int
@@ -30,8 +32,11 @@ class Field:
 
 @dataclass(slots=True)
 class Header:
-    """What a file says, as far as it can be read: pairs as (type, value), where a string is its bytes and an array is
-    (type, [values]); tensors as (name, shape of the file, ggml type, offset)."""
+    """The readable content of a file.
+
+    Pairs are (type, value): a string is its bytes, an array is (type, [values]). Tensors are (name, shape of the
+    file, ggml type, offset).
+    """
 
     version: int = 0
     pairs: list[tuple[bytes, int, Any]] = field(default_factory=list)
@@ -97,7 +102,7 @@ class _Cursor:
 
 
 def header_of(data: bytes) -> Header:
-    """What `data` says; where it breaks off or makes no sense, only what comes before."""
+    """Return the content of `data`; after an invalid field, only the content before it."""
     cursor = _Cursor(data)
     with suppress(struct.error, ValueError, KeyError):
         cursor.read()
@@ -114,8 +119,8 @@ def entries_of(data: bytes) -> list[bytes]:
 def with_pairs(data: bytes, pairs: list[bytes]) -> bytes:
     """A sound file with these pairs in place of its own."""
     header = header_of(data)
-    made = _moved(data, header, 24, header.entries[header.first_tensor - 1][1], b"".join(pairs))
-    return _spliced(made, 16, 24, struct.pack("<Q", len(pairs)))
+    damaged = _splice_header(data, header, 24, header.entries[header.first_tensor - 1][1], b"".join(pairs))
+    return _splice_bytes(damaged, 16, 24, struct.pack("<Q", len(pairs)))
 
 
 def gguf_damaged(data: bytes, other: bytes, rng: random.Random) -> bytes:
@@ -123,8 +128,8 @@ def gguf_damaged(data: bytes, other: bytes, rng: random.Random) -> bytes:
     header = header_of(data)
     if not header.fields or not header.entries or rng.random() < 0.15:
         return bytes_damaged(data, other, rng, end=min(len(data), header.end + 64))
-    ways = (_field_changed, _field_changed, _field_changed, _text_changed, _entries_changed, _alignment_set)
-    return rng.choice(ways)(data, header, rng)
+    edits = (_field_changed, _field_changed, _field_changed, _text_changed, _entries_changed, _alignment_set)
+    return rng.choice(edits)(data, header, rng)
 
 
 def _field_changed(data: bytes, header: Header, rng: random.Random) -> bytes:
@@ -147,7 +152,7 @@ def _field_changed(data: bytes, header: Header, rng: random.Random) -> bytes:
         )
     )
     room = 1 << (8 * chosen.size)
-    return _spliced(data, chosen.start, chosen.start + chosen.size, (new % room).to_bytes(chosen.size, "little"))
+    return _splice_bytes(data, chosen.start, chosen.start + chosen.size, (new % room).to_bytes(chosen.size, "little"))
 
 
 def _text_changed(data: bytes, header: Header, rng: random.Random) -> bytes:
@@ -167,7 +172,7 @@ def _text_changed(data: bytes, header: Header, rng: random.Random) -> bytes:
             "é中🎵\0".encode(),
         )
     )
-    return _moved(data, header, chosen.start - 8, chosen.start + chosen.size, struct.pack("<Q", len(new)) + new)
+    return _splice_header(data, header, chosen.start - 8, chosen.start + chosen.size, struct.pack("<Q", len(new)) + new)
 
 
 def _entries_changed(data: bytes, header: Header, rng: random.Random) -> bytes:
@@ -175,28 +180,28 @@ def _entries_changed(data: bytes, header: Header, rng: random.Random) -> bytes:
     number = rng.randrange(len(header.entries))
     start, end = header.entries[number]
     times = rng.choice((0, 0, 2))
-    made = _moved(data, header, start, end, data[start:end] * times)
+    damaged = _splice_header(data, header, start, end, data[start:end] * times)
     if rng.random() < 0.8:
         at = 16 if number < header.first_tensor else 8
-        count = (int.from_bytes(made[at : at + 8], "little") + times - 1) % (1 << 64)
-        made = _spliced(made, at, at + 8, struct.pack("<Q", count))
-    return made
+        count = (int.from_bytes(damaged[at : at + 8], "little") + times - 1) % (1 << 64)
+        damaged = _splice_bytes(damaged, at, at + 8, struct.pack("<Q", count))
+    return damaged
 
 
 def _alignment_set(data: bytes, header: Header, rng: random.Random) -> bytes:
     """One more pair, which says how data is aligned."""
     key, value = b"general.alignment", rng.choice((0, 1, 2, 3, 8, 31, 64, 4096, 1 << 31, (1 << 32) - 1))
     pair = struct.pack("<Q", len(key)) + key + struct.pack("<II", rng.choice((4, 4, 4, 5, 6)), value)
-    made = _moved(data, header, 24, 24, pair)
-    count = int.from_bytes(made[16:24], "little") + 1
-    return _spliced(made, 16, 24, struct.pack("<Q", count % (1 << 64)))
+    damaged = _splice_header(data, header, 24, 24, pair)
+    count = int.from_bytes(damaged[16:24], "little") + 1
+    return _splice_bytes(damaged, 16, 24, struct.pack("<Q", count % (1 << 64)))
 
 
-def _spliced(data: bytes, start: int, end: int, new: bytes) -> bytes:
+def _splice_bytes(data: bytes, start: int, end: int, new: bytes) -> bytes:
     return data[:start] + new + data[end:]
 
 
-def _moved(data: bytes, header: Header, start: int, end: int, new: bytes) -> bytes:
+def _splice_header(data: bytes, header: Header, start: int, end: int, new: bytes) -> bytes:
     """A splice in the header, with the data again where it ends, aligned to 32 bytes."""
     before, after = -(-header.end // 32) * 32, header.end + len(new) - (end - start)
     changed = data[:start] + new + data[end : header.end]

@@ -1,4 +1,4 @@
-"""What reads hostile input, from which sound inputs damage begins, and how a reading is checked."""
+"""The readers of hostile input, their sound inputs, and the check of each reading."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ MIB = 1 << 20
 @cache
 def folder() -> Path:
     """Where inputs lie that are files."""
-    return Path(_kept.name)
+    return Path(_folder.name)
 
 
-_kept = tempfile.TemporaryDirectory(prefix="hocket-fuzz-")
+_folder = tempfile.TemporaryDirectory(prefix="hocket-fuzz-")
 
 # --------------------------------------------------------------------------------------------------------- GGUF files
 
@@ -61,7 +61,7 @@ def model_files() -> list[bytes]:
 
 
 def _with_vocabulary(data: bytes, vocabulary: bytes) -> bytes:
-    """A model without its own tokenizer and with that of another file."""
+    """Return a model with the tokenizer of another file."""
     lent = [pair for pair in entries_of(vocabulary) if pair[8:].startswith((b"tokenizer.", b"odd."))]
     own = [pair for pair in entries_of(data) if not pair[8:].startswith(b"tokenizer.")]
     return with_pairs(data, [*own, *lent])
@@ -72,9 +72,9 @@ def _vocabulary_file(kind: str) -> bytes:
     path = folder() / "vocabulary.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_string("tokenizer.ggml.model", kind)
-    letters = [*"abcdefghijklmnopqrstuvwxyz"]
+    alphabet = [*"abcdefghijklmnopqrstuvwxyz"]
     joined = ["Ġ", "Ġa", "ab", "the"] if kind == "gpt2" else ["▁", "▁a", "ab", "the"]
-    tokens = ["<unk>", "<s>", "</s>", *letters, *joined]
+    tokens = ["<unk>", "<s>", "</s>", *alphabet, *joined]
     bytes_of = [] if kind == "gpt2" else [f"<0x{i:02X}>" for i in range(256)]
     writer.add_array("tokenizer.ggml.tokens", tokens + bytes_of)
     writer.add_array("tokenizer.ggml.scores", [float(-i) for i in range(len(tokens + bytes_of))])
@@ -100,7 +100,7 @@ def _vocabulary_file(kind: str) -> bytes:
 
 
 def read_model_file(data: bytes) -> None:
-    """Open it whole and for its header alone, compare it with what it says, and go on as far as a prompt does."""
+    """Open the whole file and its header alone, compare both with its content, and go on to a prompt."""
     path = folder() / "model.gguf"
     path.write_bytes(data)
     refusals: list[HocketError] = []
@@ -153,18 +153,18 @@ def _compare(model: Gguf, data: bytes) -> None:
             assert tensor.raw.tobytes() == data[tensor.offset : tensor.offset + tensor.nbytes], "other bytes"
 
 
-def _compare_value(value: object, kind: int, said: Any) -> None:
-    if isinstance(said, bytes):
-        said = said.decode("utf-8", "replace")
-    elif isinstance(said, tuple):
+def _compare_value(value: object, kind: int, reported: Any) -> None:
+    if isinstance(reported, bytes):
+        reported = reported.decode("utf-8", "replace")
+    elif isinstance(reported, tuple):
         assert isinstance(value, MetadataArray)
-        assert (value.item_type.number, len(value)) == (said[0], len(said[1]))
-        for mine, theirs in zip(value, said[1], strict=True):
-            _compare_value(mine, said[0], theirs)
+        assert (value.item_type.number, len(value)) == (reported[0], len(reported[1]))
+        for mine, theirs in zip(value, reported[1], strict=True):
+            _compare_value(mine, reported[0], theirs)
         return
     elif kind == 7:
-        said = said != 0
-    assert repr(value) == repr(said), f"{value!r:.80} was read where the file says {said!r:.80}"
+        reported = reported != 0
+    assert repr(value) == repr(reported), f"{value!r:.80} was read where the file says {reported!r:.80}"
 
 
 # ------------------------------------------------------------------------------------------------------------- graphs
@@ -191,8 +191,8 @@ def product() -> Graph:
 
 def constants() -> Graph:
     table = hocket.constant("table", np.arange(6, dtype=np.float32).reshape(3, 2))
-    wanted = ops.get_rows(table, input("ids", (4,), "i32"))
-    return Graph({"two rows": wanted, "sum": ops.sum_rows(wanted)})
+    rows = ops.get_rows(table, input("ids", (4,), "i32"))
+    return Graph({"two rows": rows, "sum": ops.sum_rows(rows)})
 
 
 GRAPHS = (layer, product, constants)
@@ -239,29 +239,29 @@ def _check_graph(graph: Graph) -> None:
 
 def plans() -> list[bytes]:
     one, two = [find("numpy:0")], [find("numpy:0"), find("numpy:1")]
-    made = [plan_for(graph(), one) for graph in GRAPHS]
-    made += [plan_for(layer(), two, split_mode=mode) for mode in ("tensor", "layer")]
-    return [plan_to_json(plan).encode() for plan in made]
+    built_plans = [plan_for(graph(), one) for graph in GRAPHS]
+    built_plans += [plan_for(layer(), two, split_mode=mode) for mode in ("tensor", "layer")]
+    return [plan_to_json(plan).encode() for plan in built_plans]
 
 
 def read_plan(data: bytes) -> None:
-    """What is accepted is written and read back alike, can be explained, and computes what its graph says."""
+    """Check that an accepted plan is written and read back unchanged, has an explanation, and computes its graph."""
     plan = plan_from_json(data.decode("utf-8", "replace"))
     assert plan_from_json(plan_to_json(plan)).digest() == plan.digest(), "it reads back as another plan"
     assert plan.explain()
     assert plan.cost.total >= 0
-    if any(lane.backend.name != "numpy" for lane in plan.lanes):
+    if any(device_plan.backend.name != "numpy" for device_plan in plan.lanes):
         return
-    if sum(sum(lane.memory().values()) for lane in plan.lanes) > MIB:
+    if sum(sum(device_plan.memory().values()) for device_plan in plan.lanes) > MIB:
         return
-    weights, inputs = _bound(plan.graph.weights), _bound(plan.graph.inputs)
-    wanted = hocket.load(plan_for(plan.graph, [find("reference:0")]), weights).run(inputs)
+    weights, inputs = _arrays_of_leaves(plan.graph.weights), _arrays_of_leaves(plan.graph.inputs)
+    expected = hocket.load(plan_for(plan.graph, [find("reference:0")]), weights).run(inputs)
     got = hocket.load(plan, weights).run(inputs)
-    for name, value in wanted.items():
+    for name, value in expected.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-4)
 
 
-def _bound(leaves: Sequence[Any]) -> dict[str, Any]:
+def _arrays_of_leaves(leaves: Sequence[Any]) -> dict[str, Any]:
     """An array for each leaf; integers are row numbers."""
     rng, arrays = np.random.default_rng(0), {}
     for leaf in leaves:
@@ -286,14 +286,14 @@ def session() -> Session:
 
 
 def saved_states() -> list[bytes]:
-    made = []
+    states = []
     for tokens in ([1, 2, 3], [4]):
         session().reset(0)
         session().evaluate([tokens])
         path = folder() / "saved.npz"
         save_state(session(), [tokens], path)
-        made.append(path.read_bytes())
-    return made
+        states.append(path.read_bytes())
+    return states
 
 
 def states_damaged(data: bytes, other: bytes, rng: random.Random) -> bytes:
@@ -349,29 +349,29 @@ def _archive(members: dict[str, bytes], compression: int) -> bytes:
 
 
 def read_saved_state(data: bytes) -> None:
-    """What is refused changes nothing; what is accepted is what is saved again."""
+    """Check that a refused state changes nothing, and that an accepted state is saved again unchanged."""
     own, path = session(), folder() / "state.npz"
     path.write_bytes(data)
-    before = _remembered(own)
+    before = _copy_session(own)
     try:
         tokens = load_state(own, path)
     except HocketError:
-        after = _remembered(own)
+        after = _copy_session(own)
         assert before[0] == after[0], "a refused state changed the lengths"
         same = (np.array_equal(before[1][name], after[1][name], equal_nan=True) for name in before[1])
         assert all(same), "a refused state changed another"
         raise
     again = folder() / "again.npz"
     save_state(own, tokens, again)
-    with np.load(path) as given, np.load(again) as got:
-        header, second = (json.loads(bytes(file["header"])) for file in (given, got))
+    with np.load(path) as saved, np.load(again) as got:
+        header, second = (json.loads(bytes(file["header"])) for file in (saved, got))
         assert [header[key] for key in ("lengths", "tokens")] == [second[key] for key in ("lengths", "tokens")]
         for name in got.files:
             if name != "header":
-                assert np.array_equal(given[name], got[name], equal_nan=True), f"{name} was read wrong"
+                assert np.array_equal(saved[name], got[name], equal_nan=True), f"{name} was read wrong"
 
 
-def _remembered(own: Session) -> tuple[list[int], dict[str, Any]]:
+def _copy_session(own: Session) -> tuple[list[int], dict[str, Any]]:
     return list(own.lengths), {name: np.array(own.store.state(name)) for name in own.store.states}
 
 
@@ -423,7 +423,7 @@ def read_template(data: bytes) -> None:
     assert chat[0]["role"] == "user", "a template changed the messages"
 
 
-# Beside what it reads, a plan that runs has a pool of 32 MiB for weights on each of its devices and on the reference.
+# Apart from its input, a running plan has a pool of 32 MiB for weights on each of its devices and on the reference.
 TARGETS = {
     target.name: target
     for target in (

@@ -6,16 +6,16 @@ import numpy as np
 import numpy.typing as npt
 
 
-def same(got: npt.ArrayLike, want: npt.ArrayLike) -> None:
+def assert_equal_bits(got: npt.ArrayLike, want: npt.ArrayLike) -> None:
     np.testing.assert_array_equal(got, np.asarray(want))
 
 
-def close(got: npt.ArrayLike, want: npt.ArrayLike, rtol: float = 1e-12, atol: float = 0.0) -> None:
+def assert_elements_close(got: npt.ArrayLike, want: npt.ArrayLike, rtol: float = 1e-12, atol: float = 0.0) -> None:
     """Each element is."""
     np.testing.assert_allclose(np.asarray(got, np.float64), np.asarray(want), rtol=rtol, atol=atol)
 
 
-def near(got: npt.ArrayLike, want: npt.ArrayLike, limit: float = 1e-12) -> None:
+def assert_close_to_largest(got: npt.ArrayLike, want: npt.ArrayLike, limit: float = 1e-12) -> None:
     """No element is off by more than `limit` of the largest, or of one if all are smaller."""
     x, y = np.asarray(got), np.asarray(want)
     assert x.shape == y.shape

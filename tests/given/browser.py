@@ -14,7 +14,7 @@ FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
-"""What keeps a browser from looking for anything but the page."""
+"""Flags that keep a browser from network accesses other than the page."""
 
 
 @contextmanager
@@ -31,20 +31,20 @@ def browser(profile: Path, width: int = 1440, height: int = 900) -> Iterator[Any
     for flag in (*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    opened = webdriver.Chrome(options=options, service=Service(driver))
+    page = webdriver.Chrome(options=options, service=Service(driver))
     try:
-        resize(opened, width, height)
-        yield opened
+        resize(page, width, height)
+        yield page
     finally:
-        opened.quit()
+        page.quit()
 
 
-def resize(opened: Any, width: int, height: int = 900) -> None:
-    """Show pages as wide and high as that, whatever the window's least size is."""
+def resize(page: Any, width: int, height: int = 900) -> None:
+    """Set the size of pages, below the minimum size of a window as well."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
-def complaints(opened: Any) -> list[str]:
-    """What the page has written to the console."""
-    return [entry["message"] for entry in opened.get_log("browser")]
+def complaints(page: Any) -> list[str]:
+    """Return the messages of the page on the console."""
+    return [entry["message"] for entry in page.get_log("browser")]

@@ -1,4 +1,4 @@
-"""Work counted in calls: what a test says of cost, since seconds depend on the host."""
+"""Work counted in calls: tests of cost use it, since seconds depend on the host."""
 
 import sys
 from collections.abc import Callable
@@ -7,16 +7,16 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
-def calls_of(work: Callable[[], Result]) -> tuple[Result, int]:
-    """What work returns, and how many calls, of Python and of C, it made in this thread."""
+def count_calls(work: Callable[[], Result]) -> tuple[Result, int]:
+    """Return the result of `work`, and the number of calls, of Python and of C, in this thread."""
     count = 0
 
-    def noted(frame: Any, event: str, argument: Any) -> None:
+    def count_call(frame: Any, event: str, argument: Any) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
     before = sys.getprofile()
-    sys.setprofile(noted)
+    sys.setprofile(count_call)
     try:
         result = work()
     finally:

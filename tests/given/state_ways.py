@@ -1,4 +1,4 @@
-"""Graphs that update a state and read it, each in its own way, with inputs of which nothing is rounded."""
+"""Graphs that update a state and read it, each by another op, with inputs that need no rounding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hocket import Graph, input, ops, state
 
 
-def ways(dtype: str) -> Iterator[tuple[str, Graph]]:
+def state_graphs(dtype: str) -> Iterator[tuple[str, Graph]]:
     """Over a state [9, 64] of that type."""
     old, rows, ids = state("s", (9, 64), dtype), input("rows", (3, 64)), input("ids", (3,), "i32")
     new, x = ops.set_rows(old, rows, ids), input("x", (9, 64))
@@ -31,7 +31,7 @@ def ways(dtype: str) -> Iterator[tuple[str, Graph]]:
 def inputs_of(graph: Graph, low: int = -99) -> dict[str, npt.NDArray[np.generic]]:
     """Multiples of 1/32 below 4; each 32 of the rows that are written begin with `low` of them."""
     rng, floats = np.random.default_rng(0), {"rows": (3, 64), "x": (9, 64)}
-    given = {n: (rng.integers(low, -low, shape) / 32).astype(np.float32) for n, shape in floats.items()}
-    given["rows"][:, ::32] = low / 32
-    known = {**given, "ids": np.array([1, 4, 7], np.int32)}
+    arrays = {n: (rng.integers(low, -low, shape) / 32).astype(np.float32) for n, shape in floats.items()}
+    arrays["rows"][:, ::32] = low / 32
+    known = {**arrays, "ids": np.array([1, 4, 7], np.int32)}
     return {v.node.name: known[v.node.name] for v in graph.inputs}

@@ -1,7 +1,7 @@
 """Threads that plan, load and run at once, in processes of a few seconds each: no crash, and right numbers.
 
-Run ``python tests/given/threads.py --threads 8 --seconds 60``.  What a process loads once it loads in its first
-second, hence many short ones; with ``--cold`` the first of them finds no compiled kernel.
+Run ``python tests/given/threads.py --threads 8 --seconds 60``. A process loads shared code in its first second, hence
+the short processes; with ``--cold`` the first of them finds no compiled kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GROUPS = ("cpu:0", "numpy:0", "reference:0", "cpu:0,cpu:1", "numpy:0,numpy:1", "
 MODEL = Path(__file__).parents[1] / "fixtures" / "llama" / "model.gguf"
 TOKENS = ([5, 9, 2], [7])
 RARE = "own_session"
-"""What takes a second where others take a hundredth."""
+"""The task that takes a second where others take a hundredth."""
 ROUND = 6.0
 """Seconds of a process."""
 Work = Callable[[random.Random], None]
@@ -60,7 +60,7 @@ def check(run: hocket.Executor, weights: Mapping[str, np.ndarray], draw: random.
 
 
 def works() -> dict[str, Work]:
-    """What a thread may do; plans, executors, a model and a session are shared by all."""
+    """Return the tasks of a thread; plans, executors, a model and a session are shared by all."""
     graph, weights = layer(96)
     plans = [hocket.plan(graph, devices, split_mode="tensor") for devices in GROUPS]
     shared = [hocket.load(plan, weights) for plan in plans[:1] + plans[3:]]
@@ -103,7 +103,7 @@ def works() -> dict[str, Work]:
     return {f.__name__: f for f in (anew, from_one_plan, one_executor, one_state, own_session, one_session)}
 
 
-def go(number: int, start: threading.Barrier, until: float, tasks: Mapping[str, Work], told: list[Any]) -> None:
+def go(number: int, start: threading.Barrier, until: float, tasks: Mapping[str, Work], reports: list[Any]) -> None:
     draw, done = random.Random(number), Counter[str]()
     start.wait()
     try:
@@ -112,30 +112,32 @@ def go(number: int, start: threading.Barrier, until: float, tasks: Mapping[str, 
             tasks[name](draw)
             done[name] += 1
     except BaseException as why:  # told to the main thread
-        told.append(why)
-    told.append(done)
+        reports.append(why)
+    reports.append(done)
 
 
 def first(draw: random.Random) -> None:
-    """What the very first calls of a process do: everything is loaded by several threads at once."""
+    """Make the very first calls of a process: several threads load everything at once."""
     graph, weights = layer(draw.randrange(16, 200))
     for devices in ("cpu:0", "cpu:0,cpu:1"):
         check(hocket.load(hocket.plan(graph, devices, split_mode="tensor"), weights), weights, draw)
 
 
 def one_process(threads: int, seconds: float) -> None:
-    """Raises what a thread raised; a crash ends the process."""
+    """Run the threads of one process, and raise the first error of a thread; a crash ends the process."""
     done: Counter[str] = Counter()
     for tasks in ({"first": first}, None):
-        told: list[Any] = []
+        reports: list[Any] = []
         ready, until = tasks or works(), time.monotonic() + (seconds if tasks is None else 0.2)
         start = threading.Barrier(threads)
-        crew = [threading.Thread(target=go, args=(i, start, until, ready, told), daemon=True) for i in range(threads)]
-        for thread in crew:
+        threads_started = [
+            threading.Thread(target=go, args=(i, start, until, ready, reports), daemon=True) for i in range(threads)
+        ]
+        for thread in threads_started:
             thread.start()
-        for thread in crew:
+        for thread in threads_started:
             thread.join()
-        for why in told:
+        for why in reports:
             if isinstance(why, BaseException):
                 raise why
             done += why
@@ -164,12 +166,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--cold", action="store_true", help="compile kernels anew")
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.child is None:
-        return processes(given.threads, given.seconds, given.cold)
+    args = parser.parse_args()
+    if args.child is None:
+        return processes(args.threads, args.seconds, args.cold)
     faulthandler.enable()
     faulthandler.dump_traceback_later(3600, exit=True)
-    one_process(given.threads, given.child)
+    one_process(args.threads, args.child)
     return 0
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-HOUR = 3600.0
-"""Seconds.  What takes as long hangs: pytest ends it then, and shows where (``faulthandler_timeout``)."""
+WAIT_SECONDS = 3600.0
+"""Seconds. A longer wait is a hang: pytest ends it then, and shows where (``faulthandler_timeout``)."""
 
 
-def until(holds: Callable[[], object]) -> None:
+def wait_until(holds: Callable[[], object]) -> None:
     """Wait until that holds."""
     while not holds():
         time.sleep(0.005)

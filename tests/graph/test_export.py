@@ -1,4 +1,4 @@
-"""DOT, networkx, digests, rewriting, and what crosses to other programs."""
+"""DOT, networkx, digests, rewriting, and exports to other programs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_dot_has_every_node_edge_output_and_update_and_every_string_is_closed(se
         assert STATEMENT.fullmatch(line), line
     edges = [line for line in lines if " -> " in re.sub(STRING, "", line)]
     assert len(edges) == sum(len(n.inputs) for n in graph.nodes) + len(graph.outputs) + len(graph.updates)
-    drawn = {line.split()[0] for line in lines if line.startswith("  n") and line not in edges}
-    assert drawn == {f"n{i}" for i in range(len(graph.nodes))} | {"node"}
+    node_lines = {line.split()[0] for line in lines if line.startswith("  n") and line not in edges}
+    assert node_lines == {f"n{i}" for i in range(len(graph.nodes))} | {"node"}
 
 
 def test_dot_tells_leaves_apart_and_labels_edges_with_specs():
@@ -66,7 +66,7 @@ def test_a_networkx_edge_knows_operand_and_result():
 
 
 def test_json_follows_the_standard():
-    """No NaN and no Infinity, which JSON lacks though Python writes them."""
+    """Check that there are no NaN or Infinity tokens, which JSON lacks though Python writes them."""
     graph = Graph({"y": ops.scale(input("x", (2,)), scale=float("inf"), bias=float("nan"))})
 
     def refuse(word: str) -> None:

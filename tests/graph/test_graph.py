@@ -353,7 +353,7 @@ def test_rewriting_nothing_gives_the_graph_itself():
         assert rewrite_graph(graph, lambda node: None) is rewrite_graph(graph, lambda node: node.results) is graph
 
 
-def test_rewriting_one_node_shares_what_lies_below_and_leaves_the_old_graph_alone():
+def test_rewriting_one_node_shares_the_nodes_below_and_leaves_the_old_graph_alone():
     below = ops.silu(X, name="below")
     graph = Graph({"y": ops.neg(ops.tanh(below)), "below": below})
     before = format_graph(graph)

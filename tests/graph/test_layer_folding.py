@@ -18,7 +18,7 @@ from hocket.graph.layer_folding import (
 
 from ..given.graphs.pictured import PICTURED, encoder_decoder, mixer, vision_transformer, without_names
 from ..given.graphs.random_graphs import seeded_graph
-from ..given.models.goldens import opened
+from ..given.models.goldens import open_fixture
 
 
 def shape(items):
@@ -69,7 +69,7 @@ def test_layers_are_found_without_names(build_graph, nodes, count):
 
 
 def test_two_layers_that_share_a_mask_are_two_though_the_last_chooses_rows():
-    graph = load_model(opened("llama")).graph(Step(1, 4, 16, 16, 1))
+    graph = load_model(open_fixture("llama")).graph(Step(1, 4, 16, 16, 1))
     assert len(find_layer_nodes(without_names(graph))) == 2
 
 

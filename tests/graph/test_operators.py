@@ -1,4 +1,4 @@
-"""Python's operators on values say what they say of NumPy's arrays."""
+"""Python's operators on values have their meaning for NumPy's arrays."""
 
 from __future__ import annotations
 

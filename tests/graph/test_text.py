@@ -1,4 +1,4 @@
-"""The dump parses back, whatever names say; what is no dump is refused in one line that says where."""
+"""The dump parses back, for any names; other texts are refused in one line with the position."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def unknown(op: str, name: str = "", attrs: dict | None = None) -> Graph:
     return Graph({"out": Value(Node(op, (), attrs or {}, (Spec((2,)),), name))})
 
 
-# ------------------------------------------------------------------------------------------------- what is legal
+# ------------------------------------------------------------------------------------------------------- legal values
 
 
 @some
@@ -118,7 +118,7 @@ def test_a_chain_of_twenty_thousand_nodes_is_no_problem():
     same(from_json(to_json(graph)), graph)
 
 
-# ----------------------------------------------------------------------------------------------- what is refused
+# ----------------------------------------------------------------------------------------------------- refused values
 
 BAD_LINES = {
     "%x": (1, 3, "expected =, got 'end of line'"),
@@ -221,7 +221,9 @@ def test_bad_outputs_and_updates_in_json_are_refused(outputs, updates, why):
 
 
 def refuses_or_reads(read, text: str) -> None:
-    """`read` raises nothing but GraphError in one line; what it reads can be verified, or refused in one line."""
+    """Check that `read` raises only GraphErrors of one line, and that its result can be verified or is refused in
+    one line.
+    """
     try:
         graph = read(text)
         ops.verify(graph)

@@ -146,7 +146,7 @@ def test_a_name_has_one_size_everywhere():
     assert results("a[n, n] -> [n]", (0, 0)) == [(0,)]
 
 
-def test_a_size_given_as_a_number_is_required():
+def test_a_size_that_is_a_number_is_required():
     assert results("a[4, n] -> [n]", (4, 3)) == [(3,)]
     assert refuse("a[4, n] -> [n]", (5, 3)) == "an axis of a[4, n] is 5; it must be 4"
 

@@ -16,7 +16,7 @@ from hocket.graph.attrs import format_attribute
 from hocket.graph.parse import parse_case
 
 from ..given.graphs.random_graphs import HOSTILE_NAMES, PLAIN_NAMES, seeded_graph
-from ..given.models.goldens import DENSE, opened
+from ..given.models.goldens import DENSE, open_fixture
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -44,7 +44,7 @@ def test_a_rotation_shows_only_what_was_asked_for():
 
 @pytest.mark.parametrize("name", DENSE)
 def test_no_line_of_a_small_model_is_longer_than_a_screen(name):
-    graph = load_model(opened(name)).graph(Step(1, 1, 16, 16, 1))
+    graph = load_model(open_fixture(name)).graph(Step(1, 1, 16, 16, 1))
     lines = hocket.dump(graph).splitlines()
     assert hocket.parse("\n".join(lines)).digest() == graph.digest()
     assert max(map(len, lines)) < 200

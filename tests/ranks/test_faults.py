@@ -1,4 +1,4 @@
-"""A rank that goes wrong: all others end, soon, with a line that says which and where, and nobody is left behind."""
+"""A rank that fails: all others end soon, with a line that names the rank and its machine, and no process remains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hocket.scheduler.running.bound import PATIENCE
 from ..given.models.goldens import TINY
 from ..given.ranks.mpi import hocket_in, left_behind, needs_mpi
 
-SAID = {
+MESSAGES = {
     "killed": "nothing was heard of it for 2 s",
     "stopped": "nothing was heard of it for 2 s",
     "leaves": "nothing was heard of it for 2 s",
@@ -28,13 +28,13 @@ SAID = {
 
 @needs_mpi
 @pytest.mark.long
-@pytest.mark.parametrize("fault", SAID)
+@pytest.mark.parametrize("fault", MESSAGES)
 def test_a_rank_that_goes_wrong_ends_all(fault, tmp_path):
     state = tmp_path / f"{fault}.state"
     done = went_wrong(fault, 3, "--save-state", state)
     assert done.code
-    wanted = f"hocket: rank 1 on {socket.gethostname()}: "
-    others = [line for line in done.lines if line.startswith(wanted) and SAID[fault] in line]
+    expected = f"hocket: rank 1 on {socket.gethostname()}: "
+    others = [line for line in done.lines if line.startswith(expected) and MESSAGES[fault] in line]
     assert len(others) >= 2, done
     assert not list(tmp_path.iterdir())
     assert not left_behind(str(state))

@@ -25,7 +25,7 @@ from ..given.ranks import meetings
 from ..given.ranks.meetings import CASES, run_cases, sends_along_a_chain, sums_in_the_narrowest_dtype
 from ..given.ranks.mpi import left_behind, mpiexec, needs_mpi
 from ..given.ranks.thread_link import ThreadLink, in_threads
-from ..given.waits import HOUR
+from ..given.waits import WAIT_SECONDS
 
 
 def cases(*left_out):
@@ -43,16 +43,16 @@ def run_on(members, case):
 
 
 @cases()
-def test_devices_of_one_process_meet(case):
-    meeting = ThreadGroup(3, HOUR)
-    run_on([meeting.member(rank) for rank in range(3)], case)
+def test_devices_of_one_process_run_collectives(case):
+    threads = ThreadGroup(3, WAIT_SECONDS)
+    run_on([threads.member(rank) for rank in range(3)], case)
 
 
 @cases(sends_along_a_chain)
-def test_devices_of_one_process_meet_in_teams(case):
+def test_devices_of_one_process_run_collectives_in_groups(case):
     """Letters go by the numbers of all devices, so that a chain of a team is none."""
-    teams = Teams([(0, 2), (1, 3), (0, 2), (1, 3)], HOUR)
-    run_on([teams.member(number) for number in range(4)], case)
+    groups = Teams([(0, 2), (1, 3), (0, 2), (1, 3)], WAIT_SECONDS)
+    run_on([groups.member(number) for number in range(4)], case)
 
 
 @pytest.fixture(params=["NCCL", "peers"])
@@ -64,7 +64,7 @@ def cuda_like(request, monkeypatch):
 
 @needs_compiler
 @cases(sums_in_the_narrowest_dtype)
-def test_cuda_devices_meet(case, cuda_like):
+def test_cuda_devices_run_collectives(case, cuda_like):
     """Devices of one backend all keep the same digits."""
     place = JoinedDevices(cuda_like, range(3))
     run_on([place.member(rank) for rank in range(3)], case)
@@ -72,9 +72,9 @@ def test_cuda_devices_meet(case, cuda_like):
 
 @needs_compiler
 @cases(sums_in_the_narrowest_dtype, sends_along_a_chain)
-def test_cuda_devices_meet_in_teams(case, cuda_like):
-    teams = [JoinedDevices(cuda_like, numbers, everybody=4) for numbers in ((0, 2), (1, 3))]
-    run_on([team.member(rank) for team in teams for rank in range(2)], case)
+def test_cuda_devices_run_collectives_in_groups(case, cuda_like):
+    groups = [JoinedDevices(cuda_like, numbers, group_size=4) for numbers in ((0, 2), (1, 3))]
+    run_on([group.member(rank) for group in groups for rank in range(2)], case)
 
 
 EACH = [(1, 1), (1, 1, 1), (2, 2), (2, 2, 2), (3, 1), (2, 1, 3)]
@@ -83,7 +83,7 @@ EACH = [(1, 1), (1, 1, 1), (2, 2), (2, 2, 2), (3, 1), (2, 1, 3)]
 
 @pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("each", EACH, ids=str)
-def test_devices_of_several_ranks_meet(each, hosts):
+def test_devices_of_several_ranks_run_collectives(each, hosts):
     in_threads(len(each), lambda world: run_cases(world, each), hosts=hosts)
 
 
@@ -91,7 +91,7 @@ def test_devices_of_several_ranks_meet(each, hosts):
 @pytest.mark.parametrize(
     "each", [(1, 1), *(pytest.param(each, marks=pytest.mark.long()) for each in EACH[1:])], ids=str
 )
-def test_devices_meet_over_mpi(each, tmp_path):
+def test_devices_run_collectives_over_mpi(each, tmp_path):
     done = mpiexec(len(each), meetings.__file__, tmp_path, *each)
     assert (done.code, done.out) == (0, f"{len(CASES)} cases\n"), done
     assert not left_behind(str(tmp_path)), "it is on their command lines, and on no others"
@@ -99,23 +99,25 @@ def test_devices_meet_over_mpi(each, tmp_path):
 
 @pytest.mark.parametrize(("op", "times"), [("all_reduce", 1), ("reduce_scatter", 1), ("all_gather", 2)])
 def test_no_byte_goes_to_another_rank_twice(op, times, monkeypatch):
-    """Of a value that both devices of a rank have a summand of, the sum goes to the other rank, in two pieces; of what
-    each of them has alone, both parts."""
+    """Check that the sum of two summands of a rank goes to the other rank once, in two slices.
+
+    Of separate values both parts go to the other rank.
+    """
     count, sent = 1 << 12, {}
     post = ThreadLink.send
 
-    def noted(link, to, channel, packet):
+    def record_packet(link, to, channel, packet):
         if channel >= DATA:
             sent.setdefault((link.rank, to), []).append(len(packet))
         post(link, to, channel, packet)
 
-    monkeypatch.setattr(ThreadLink, "send", noted)
+    monkeypatch.setattr(ThreadLink, "send", record_packet)
 
     def run(world):
-        place = meetings.meeting(world, (2, 2))
+        place = meetings.make_communicator(world, (2, 2))
         into, parts = np.empty(4 * count, np.float32), [[(slice(0, count), slice(0, count))]] * 4
 
-        def meet(member):
+        def call_collectives(member):
             source = np.ones(count, np.float32)
             if op == "all_reduce":
                 member.all_reduce(source, source, source, 0)
@@ -125,7 +127,9 @@ def test_no_byte_goes_to_another_rank_twice(op, times, monkeypatch):
                 member.all_gather(source, into, parts, 0)
 
         with ThreadPoolExecutor(2) as threads:
-            for one in [threads.submit(meet, place.member(number)) for number in place.between.local_devices]:
+            for one in [
+                threads.submit(call_collectives, place.member(number)) for number in place.between.local_devices
+            ]:
                 one.result()
 
     in_threads(2, run)
@@ -158,7 +162,7 @@ def test_whoever_waits_hears_that_another_rank_failed():
         in_threads(2, run, hosts=2)
 
 
-def test_a_packet_of_another_meeting_or_another_size_is_refused():
+def test_a_packet_of_another_collective_or_another_size_is_refused():
     packet = pack_array(np.ones((2, 3), np.float32), 4)
     assert np.array_equal(unpack_array(packet, "rank 1", 4), np.ones((2, 3)))
     with pytest.raises(RanksError, match="rank 1 is at collective 4, and is expected at 5"):

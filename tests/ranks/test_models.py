@@ -1,4 +1,4 @@
-"""Models in several processes: what one device computes, whatever the split, and each rank reads its own part."""
+"""Models in several processes give the results of one device in every split mode, and each rank reads its own part."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def test_ranks_compute_what_one_device_does(on):
 
 def test_parts_of_a_prompt_follow_each_other_through_ranks(monkeypatch):
     monkeypatch.setattr(parts, "FEWEST", 2)
-    monkeypatch.setattr(parts, "sizes_of", lambda most: (2,))
+    monkeypatch.setattr(parts, "sizes_of", lambda max_tokens: (2,))
     model = open_model(MODEL)
     alone = logits(Session(model, on=Group(("numpy:0",)), context=16))
 
     def run(world):
         session = Session(model, on=SPLITS["layer"], context=16, world=world)
-        given = logits(session)
+        results = logits(session)
         assert session._pipelines
-        return given
+        return results
 
     assert all(nmse(one, alone) <= 1e-10 for one in in_threads(2, run))
 

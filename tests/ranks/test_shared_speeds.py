@@ -1,4 +1,4 @@
-"""Speeds that ranks have kept: all of them make the same plans, by what any of them knows."""
+"""Saved speeds of ranks: all ranks make the same plans, from the speeds that any rank has."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ GRAPH = build_matmul_graph(DType.F32, 1, 8)
 
 @pytest.fixture
 def ranks_with(tmp_path, monkeypatch):
-    """What ``run(world)`` gives on each rank, where each has a folder of its own with the speeds that it has kept."""
+    """Return a runner of ``run(world)`` on each rank; each rank has a folder of its own with its saved speeds."""
     here = threading.local()
     monkeypatch.setattr(calibrated, "speeds_file", lambda: tmp_path / str(here.rank))
 
-    def run_all(kept, run, *, hosts=1):
+    def run_all(saved, run, *, hosts=1):
         def one(world):
             here.rank = world.rank
-            if kept[world.rank] is not None:
-                keep_speeds(kept[world.rank])
+            if saved[world.rank] is not None:
+                keep_speeds(saved[world.rank])
             return run(world)
 
-        return in_threads(len(kept), one, hosts=hosts)
+        return in_threads(len(saved), one, hosts=hosts)
 
     return run_all
 
@@ -56,13 +56,13 @@ def calibrated_hardware(speeds, graph=GRAPH, source="calibrated"):
     return replace(speeds.hardware(graph), source=source)
 
 
-def named(speeds, count=2):
-    """As a machine keeps the speeds of so many devices at once."""
+def make_speeds_file(speeds, count=2):
+    """Return the saved file of a machine for `count` devices at once."""
     return None if speeds is None else {group_name(pair(range(count))): speeds}
 
 
 @pytest.mark.parametrize(
-    ("kept", "known"),
+    ("saved", "known"),
     [
         ((QUICK, None), QUICK),
         ((None, QUICK), QUICK),
@@ -72,28 +72,32 @@ def named(speeds, count=2):
     ],
     ids=["first", "second", "second is slower", "first is slower", "neither"],
 )
-def test_ranks_plan_the_same_by_the_speeds_of_the_slowest(kept, known, ranks_with):
+def test_ranks_plan_the_same_by_the_speeds_of_the_slowest(saved, known, ranks_with):
     model = open_model(FIXTURES / "llama" / "model.gguf")
 
     def run(world):
         session = Session(model, on=Group(("numpy:0",), "layer"), context=128, batch=64, world=world)
         plans = session._first, session.plan(session.step(64, 128))
-        return [(plan.digest(), plan.hardware, plan.cost, plan.hardware == expected(plan.graph)) for plan in plans]
+        return [
+            (plan.digest(), plan.hardware, plan.cost, plan.hardware == expected_hardware(plan.graph)) for plan in plans
+        ]
 
-    def expected(graph):
+    def expected_hardware(graph):
         return CPU if known is None else calibrated_hardware(known, graph)
 
-    first, second = ranks_with([named(speeds) for speeds in kept], run)
+    first, second = ranks_with([make_speeds_file(speeds) for speeds in saved], run)
     assert first == second
     assert all(is_as_expected for *_, is_as_expected in first)
 
 
 def test_machines_are_each_asked_for_the_speeds_of_their_own_devices(ranks_with):
-    """One has two devices, each of a rank, the other has one: each keeps speeds by another name.  Nobody has measured
-    the link between them."""
-    kept = [named(QUICK), named(replace(SLOW, launch=9e-6), 1), None]
-    hardware = ranks_with(kept, lambda world: shared_speeds(pair((0, 1, 2)), world).hardware(GRAPH), hosts=2)
-    known = calibrated_hardware(kept[1][group_name(pair((1,)))])
+    """Check two machines with other names for their speeds.
+
+    One has two devices on two ranks, the other has one. The link between them has no measured speed.
+    """
+    saved = [make_speeds_file(QUICK), make_speeds_file(replace(SLOW, launch=9e-6), 1), None]
+    hardware = ranks_with(saved, lambda world: shared_speeds(pair((0, 1, 2)), world).hardware(GRAPH), hosts=2)
+    known = calibrated_hardware(saved[1][group_name(pair((1,)))])
     apart = {"link_bandwidth": CPU.across_bandwidth, "link_latency": CPU.across_latency}
     assert hardware == [replace(known, **apart)] * 3
 
@@ -104,18 +108,20 @@ def test_a_rank_names_its_own_devices_by_its_own_threads(ranks_with):
     def group(rank):
         return [(backend.with_threads(rank + 1), device) for backend, device in pair(name="cpu")]
 
-    kept = [{group_name(group(rank)[:1]): speeds} for rank, speeds in enumerate((QUICK, SLOW))]
-    assert kept[0].keys() != kept[1].keys()
-    shared = ranks_with(kept, lambda world: shared_speeds(group(world.rank), world).slowest, hosts=2)
+    saved = [{group_name(group(rank)[:1]): speeds} for rank, speeds in enumerate((QUICK, SLOW))]
+    assert saved[0].keys() != saved[1].keys()
+    shared = ranks_with(saved, lambda world: shared_speeds(group(world.rank), world).slowest, hosts=2)
     assert shared == [SLOW, SLOW]
 
 
 def test_other_devices_than_were_measured_are_estimated(ranks_with):
-    (hardware,) = set(map(str, ranks_with([named(QUICK, 3)] * 2, lambda w: shared_speeds(pair(), w).hardware(GRAPH))))
+    (hardware,) = set(
+        map(str, ranks_with([make_speeds_file(QUICK, 3)] * 2, lambda w: shared_speeds(pair(), w).hardware(GRAPH)))
+    )
     assert hardware == str(CPU)
 
 
-def test_without_ranks_they_are_those_that_are_kept_here(monkeypatch, tmp_path):
+def test_without_ranks_the_speeds_are_those_saved_here(monkeypatch, tmp_path):
     monkeypatch.setattr(calibrated, "speeds_file", lambda: tmp_path / "speeds")
     group = [find("numpy:0"), find("numpy:1")]
     assert shared_speeds(group, SINGLE_PROCESS).hardware(GRAPH) == built_in(group)

@@ -1,12 +1,12 @@
 """The imports of the package as a graph, and the table of permitted imports, `import_rules.toml`.
 
 ```
-python tests/repository/imports.py             print what the table does not permit
+python tests/repository/imports.py             print the forbidden imports
 python tests/repository/imports.py --update    write the rules anew from the present imports, without the exceptions
 ```
 
 A *room* is a folder without folders of its own, or a single module of a folder that has some. Rooms have an order: no
-room imports one that imports it. Exceptions are the imports against this order, and those that close a circle of
+room imports one that imports it. Exceptions are the imports against this order, and imports that close a circle of
 modules.
 """
 
@@ -164,7 +164,7 @@ class ImportGraph(NamedTuple):
         return [(folder, pair) for folder, pair in pairs if folder and self.folder_of(pair[1]) != folder]
 
     def find_forbidden(self, rules: Rules) -> list[str]:
-        """Return the imports that no rule and no exception permits."""
+        """Return the imports that are neither in a rule nor in an exception."""
         return [
             f"{module} imports {target}: {folder} may not"
             for folder, (module, target) in self.list_imports_of_folders(rules.exceptions)

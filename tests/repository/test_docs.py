@@ -24,7 +24,7 @@ from hocket.frontends.session import Group, Session
 from hocket.ops.page import build_page
 from hocket.scheduler import planner
 
-from ..given.models.goldens import ROOT, golden, limit, nmse, opened
+from ..given.models.goldens import ROOT, allowed_nmse, golden, nmse, open_fixture
 
 DOCS = ROOT / "docs"
 
@@ -116,7 +116,7 @@ def without_code(path: Path) -> str:
 
 
 def anchors(path: Path) -> set[str]:
-    """What links may name of a page: its headings, as pages are shown."""
+    """Return the link targets of a page: the anchors of its headings."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", path.read_text("utf-8"), flags=re.S | re.M), re.M)
     return {re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
@@ -148,9 +148,9 @@ def test_the_cpu_kernel_of_the_guide_works_as_it_is_written(threads, monkeypatch
     graph, backend = hocket.Graph({"y": ops.leaky_relu(x, negative_slope=0.1)}), CpuBackend(threads)
     run = hocket.load(planner.plan_for(graph, [(backend, backend.device(0))]), {})
     assert run.kernels() == ["guide.leaky"]
-    given = np.random.default_rng(1).standard_normal((301, 77)).astype(np.float32)
-    wanted = np.where(given > 0, given, given * np.float32(0.1))
-    assert np.array_equal(run.run({"x": given})["y"], wanted)
+    array = np.random.default_rng(1).standard_normal((301, 77)).astype(np.float32)
+    expected = np.where(array > 0, array, array * np.float32(0.1))
+    assert np.array_equal(run.run({"x": array})["y"], expected)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
@@ -166,9 +166,9 @@ def test_the_split_mode_of_the_guide_works_as_it_is_written(monkeypatch):
     code = re.findall(r"```python\n(.*?)```", (DOCS / "add-a-split.md").read_text("utf-8"), re.DOTALL)
     space: dict[str, object] = {"print": lambda *_: None}
     exec(compile("\n".join(code), "add-a-split.md", "exec"), space)
-    made = space["plan"]
-    assert isinstance(made, hocket.Plan)
-    assert {name: str(layout) for name, layout in made.leaves.items()} == {"x": "R", "w": "S0(128|128)"}
+    new_plan = space["plan"]
+    assert isinstance(new_plan, hocket.Plan)
+    assert {name: str(layout) for name, layout in new_plan.leaves.items()} == {"x": "R", "w": "S0(128|128)"}
 
 
 def test_the_row_of_the_guide_gives_the_logits_of_llama_cpp_and_another_does_not(monkeypatch):
@@ -177,9 +177,9 @@ def test_the_row_of_the_guide_gives_the_logits_of_llama_cpp_and_another_does_not
     tokens, want = golden("qwen3")
     for family, is_right in ((written, True), (replace(written, qk_norm="after"), False)):
         monkeypatch.setattr(models, "ARCHITECTURES", {"qwen3": family})
-        session = Session(models.load_model(opened("qwen3")), on=Group(exact=True))
+        session = Session(models.load_model(open_fixture("qwen3")), on=Group(exact=True))
         got = session.evaluate([tokens], every_position=True)[0]
-        assert (nmse(got, want) <= limit("qwen3")) == is_right
+        assert (nmse(got, want) <= allowed_nmse("qwen3")) == is_right
 
 
 def test_the_graphs_on_the_page_of_formats_are_read():

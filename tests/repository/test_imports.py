@@ -13,7 +13,7 @@ def make_rules(permitted: dict[str, tuple[str, ...]], *exceptions: imports.Impor
 
 
 def build_graph(**sources: str) -> ImportGraph:
-    """Return the graph of modules whose names have `__` for a dot, with a root and their folders."""
+    """Return the graph of modules with their root and folders; `__` in a name stands for a dot."""
     paths = {f"{name.replace('__', '/')}.py": text for name, text in sources.items()}
     folders = {"", *("/".join(path.split("/")[:n]) + "/" for path in paths for n in range(1, path.count("/") + 1))}
     return ImportGraph.from_sources({**{f"{folder}__init__.py": "" for folder in folders}, **paths})
@@ -54,8 +54,8 @@ def test_an_import_of_the_own_folder_is_no_edge():
 def test_a_circle_through_names_of_a_package_is_found():
     """Kernels ask `fetching` for a distance; `fetching` measures them, by `from .kernels import dense`."""
     graph = build_graph(cpu__fetching="from .kernels import dense", cpu__kernels__dense="from .. import fetching")
-    rooms, modules = graph.find_circles(graph.imports)
-    assert rooms == ["cpu.fetching", "cpu.kernels"]
+    folders, modules = graph.find_circles(graph.imports)
+    assert folders == ["cpu.fetching", "cpu.kernels"]
     assert modules == ["cpu.fetching", "cpu.kernels.dense"]
     assert not graph.find_circles(graph.imports - {("cpu.fetching", "cpu.kernels.dense")})
 
@@ -72,8 +72,8 @@ def test_a_circle_through_an_import_inside_a_function_is_found():
 
 def test_a_folder_without_folders_is_one_room_and_others_have_a_room_for_each_module():
     graph = build_graph(ops__norms="", backends__base="", backends__cpu__words="")
-    rooms = {"ops.norms": "ops", "ops": "ops", "backends.base": "backends.base", "backends.cpu.words": "backends.cpu"}
-    assert {module: graph.room_of(module) for module in rooms} == rooms
+    folders = {"ops.norms": "ops", "ops": "ops", "backends.base": "backends.base", "backends.cpu.words": "backends.cpu"}
+    assert {module: graph.room_of(module) for module in folders} == folders
 
 
 def test_an_import_that_no_rule_permits_is_named():
@@ -85,7 +85,7 @@ def test_an_import_that_no_rule_permits_is_named():
     assert not graph.find_forbidden(make_rules({}, ("a.x", "b.c.y")))
 
 
-def test_an_update_adds_rooms_and_keeps_what_is_narrower():
+def test_an_update_adds_folders_and_keeps_narrower_rules():
     graph = build_graph(a__x="from ..b import y\nfrom ..c import z", b__y="", c__z="")
     rules = make_rules({"a": ("b.y", "d")})
     assert graph.update_permitted(rules) == {"a": ("b.y", "c"), "b": (), "c": ()}
@@ -136,7 +136,7 @@ INDEPENDENT = {
     "scheduler.lowering": ("sharding", "choosing", "verifier", "running", "planner"),
     "scheduler.choosing": ("running", "telling", "planner"),
 }
-"""Rooms of the scheduler that must never import these others, whatever the table says."""
+"""Rooms of the scheduler that must never import these others, for any table."""
 
 
 @pytest.mark.parametrize("folder", INDEPENDENT)

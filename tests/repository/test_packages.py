@@ -1,4 +1,4 @@
-"""What is packed: the sdist is the repository, the wheel is the package, and both work from another folder."""
+"""The packages: the sdist is the repository, the wheel is the package, and both work from another folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ build_with_kernels.build_sdist(out)
 build_with_kernels.build_wheel(out)
 build_with_kernels.build_editable(out)
 """
-TOLD = """
+PRINTED = """
 import hocket, sys
 assert hocket.__file__.startswith(sys.argv[1]), hocket.__file__
 with hocket.Model(exact=True, context=32) as model:
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
-def tracked() -> list[str]:
+def tracked_files() -> list[str]:
     done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip("not in a repository of git")
@@ -43,10 +43,10 @@ def tracked() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def packed(tracked, tmp_path_factory) -> tuple[Path, Path, Path]:
+def built_packages(tracked_files, tmp_path_factory) -> tuple[Path, Path, Path]:
     """An sdist, a wheel and an editable one, built from a copy, since building leaves files behind."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("packed")
-    for name in tracked:
+    for name in tracked_files:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, source / name)
     quiet = {**os.environ, "HOCKET_BUILD_KERNELS": "0"}
@@ -55,26 +55,26 @@ def packed(tracked, tmp_path_factory) -> tuple[Path, Path, Path]:
     return sdist, wheel, editable
 
 
-def test_the_sdist_has_every_file_of_the_repository(packed, tracked):
-    with tarfile.open(packed[0]) as archive:
+def test_the_sdist_has_every_file_of_the_repository(built_packages, tracked_files):
+    with tarfile.open(built_packages[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert not [name for name in tracked if name not in names]
+    assert not [name for name in tracked_files if name not in names]
 
 
-def test_the_wheel_has_every_file_of_the_package_and_works_from_another_folder(packed, tracked, tmp_path):
+def test_the_wheel_has_every_file_of_the_package_and_works_from_another_folder(built_packages, tracked_files, tmp_path):
     site = tmp_path / "site"
-    with zipfile.ZipFile(packed[1]) as archive:
+    with zipfile.ZipFile(built_packages[1]) as archive:
         archive.extractall(site)
-    inside = [name for name in tracked if "/" in name and name.split("/")[0] not in OUTSIDE]
+    inside = [name for name in tracked_files if "/" in name and name.split("/")[0] not in OUTSIDE]
     assert not [name for name in inside if not (site / "hocket" / name).is_file()]
-    command, environment = [sys.executable, "-c", TOLD, site], {**os.environ, "PYTHONPATH": str(site)}
+    command, environment = [sys.executable, "-c", PRINTED, site], {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout == " which I am not\n", done.stderr
 
 
-def test_the_tests_of_the_sdist_run_over_the_wheel(packed, tmp_path):
+def test_the_tests_of_the_sdist_run_over_the_wheel(built_packages, tmp_path):
     site = tmp_path / "site"
-    with zipfile.ZipFile(packed[1]) as archive, tarfile.open(packed[0]) as sources:
+    with zipfile.ZipFile(built_packages[1]) as archive, tarfile.open(built_packages[0]) as sources:
         archive.extractall(site)
         sources.extractall(tmp_path, filter="data")
     (unpacked,) = tmp_path.glob("hocket-*")
@@ -86,8 +86,8 @@ def test_the_tests_of_the_sdist_run_over_the_wheel(packed, tmp_path):
     assert done.returncode == 0, done.stdout
 
 
-def test_an_editable_install_is_a_folder_that_checkers_of_types_follow(packed, tmp_path):
-    with zipfile.ZipFile(packed[2]) as archive:
+def test_an_editable_install_is_a_folder_that_checkers_of_types_follow(built_packages, tmp_path):
+    with zipfile.ZipFile(built_packages[2]) as archive:
         archive.extractall(tmp_path)
         names = set(archive.namelist())
     (record,) = tmp_path.glob("*.dist-info/RECORD")

@@ -18,11 +18,11 @@ from ..given.models.goldens import ROOT
 
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<printed>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 OF_THE_MACHINE = re.compile(r" *[\d.]+ [KMGT]iB$", re.MULTILINE)
-"""What is free on a device, the last column of `explain`."""
+"""The free memory of a device, the last column of `explain`."""
 
 
 def as_it_prints(page: str) -> str:
-    """A page in which each block has below it what it prints, when all are run in order as one program."""
+    """Return a page with the output below each block, when all run in order as one program."""
     space: dict[str, object] = {"__name__": "page"}
 
     def rewritten(block: re.Match[str]) -> str:
@@ -31,8 +31,8 @@ def as_it_prints(page: str) -> str:
             exec(compile(block["code"], "page", "exec"), space)
         text = printed.getvalue()
         same = OF_THE_MACHINE.sub("", text) == OF_THE_MACHINE.sub("", block["printed"] or "")
-        shown = block["printed"] or "" if same else text
-        return f"```python\n{block['code']}```\n" + (f"\n```text\n{shown}```\n" if shown else "")
+        expected_lines = block["printed"] or "" if same else text
+        return f"```python\n{block['code']}```\n" + (f"\n```text\n{expected_lines}```\n" if expected_lines else "")
 
     return BLOCK.sub(rewritten, page)
 
@@ -66,9 +66,9 @@ def test_the_commands_of_a_page_print_the_lines_below_them(name, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     for block in CONSOLE.findall((ROOT / name).read_text("utf-8")):
         for command in re.split(r"^\$ hocket ", block, flags=re.MULTILINE)[1:]:
-            words, *shown = command.splitlines()
+            words, *expected_lines = command.splitlines()
             assert main(shlex.split(words)) == 0, words
             captured = capsys.readouterr()
             printed = {without_numbers(line) for line in (captured.out + captured.err).splitlines()}
-            missing = [line for line in map(without_numbers, shown) if line not in {*printed, "..."}]
+            missing = [line for line in map(without_numbers, expected_lines) if line not in {*printed, "..."}]
             assert not missing, words

@@ -49,7 +49,7 @@ def test_every_package_is_listed_and_has_an_init_file():
     assert not [folder for folder in folders if not (ROOT / folder / "__init__.py").is_file()]
 
 
-def test_what_tests_share_lies_in_given():
+def test_files_that_tests_share_have_their_own_folder():
     """A test module imports from no other."""
     for path in sorted((ROOT / "tests").rglob("*.py")):
         modules = [n.module or "" for n in ast.walk(ast.parse(path.read_bytes())) if isinstance(n, ast.ImportFrom)]
@@ -72,7 +72,7 @@ HEAVY = (
 
 
 def fresh(code: str) -> str:
-    """What `code` prints in a process of its own."""
+    """Return the output of `code` in a process of its own."""
     command = [sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT.parent).stdout
 
@@ -83,7 +83,7 @@ def test_importing_hocket_loads_no_heavy_module():
 
 
 def test_importing_hocket_loads_little_more_than_numpy():
-    """Of ours what builds graphs, of Python's own library a few modules; `python -X importtime` says what they cost."""
+    """Check the modules of hocket and of the standard library; `python -X importtime` prints their cost."""
     names = fresh("import sys, numpy; n = set(sys.modules); import hocket; print(*(set(sys.modules) - n))").split()
     ours = [name for name in names if name.startswith("hocket")]
     assert len(ours) <= 60, ours
@@ -149,12 +149,12 @@ def writing_calls(text: str) -> set[str]:
     safe = {ast.unparse(i.optional_vars) for i in items if ast.unparse(i.context_expr).startswith("replacing(")}
     found = set()
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        given = [*call.args, *(k.value for k in call.keywords)]
-        modes = [a.value for a in given if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        arguments = [*call.args, *(k.value for k in call.keywords)]
+        modes = [a.value for a in arguments if isinstance(a, ast.Constant) and isinstance(a.value, str)]
         name = re.sub(r"^\(.*\)(?=\.\w+$)", "", ast.unparse(call.func))
         opens = OPENING.fullmatch(name) and any(re.fullmatch(r"(?=.*[wax+])[rwaxbt+]{1,3}", mode) for mode in modes)
         owner = [call.func.value] if isinstance(call.func, ast.Attribute) else []
-        if (opens or WRITING.fullmatch(name)) and not safe & set(map(ast.unparse, (*given, *owner))):
+        if (opens or WRITING.fullmatch(name)) and not safe & set(map(ast.unparse, (*arguments, *owner))):
             found.add(name)
     return found
 
@@ -221,18 +221,20 @@ def test_the_installed_package_is_this_one():
 
 
 def test_attributes_of_public_classes_say_their_types():
-    """pyright does not know what `__init__` assigns without a type, nor then whatever mentions the class."""
-    rooms = (hocket, hocket.scheduler)
-    public = {f for room in rooms for n in dir(room) if isinstance(f := getattr(room, n), type) and _is_ours(f)}
+    """Check that attributes have declared types: pyright cannot infer untyped assignments of `__init__`, nor
+    their users.
+    """
+    packages = (hocket, hocket.scheduler)
+    public = {f for room in packages for n in dir(room) if isinstance(f := getattr(room, n), type) and _is_ours(f)}
     assert {hocket.Executor, hocket.Store} <= public
     untold = []
     for kind in public:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-        told = {ast.unparse(n.target).removeprefix("self.") for n in ast.walk(tree) if isinstance(n, ast.AnnAssign)}
+        declared = {ast.unparse(n.target).removeprefix("self.") for n in ast.walk(tree) if isinstance(n, ast.AnnAssign)}
         for target in (t for line in ast.walk(tree) if isinstance(line, ast.Assign) for t in line.targets):
             for one in target.elts if isinstance(target, ast.Tuple) else [target]:
                 if isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self" and one.attr[0] != "_":
-                    untold += [f"{kind.__name__}.{one.attr}"] if one.attr not in told else []
+                    untold += [f"{kind.__name__}.{one.attr}"] if one.attr not in declared else []
     assert not untold
 
 
@@ -247,7 +249,7 @@ CLOCKS |= {f"{name}_ns" for name in CLOCKS}
 
 
 def reads_clock(node: ast.AST, known: set[str]) -> bool:
-    """Whether an expression asks a clock, or has a name of what did."""
+    """Return whether an expression reads a clock, or a name with the result of one."""
     for part in ast.walk(node):
         match part:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="time"), attr=name) | ast.Name(id=name)) if (
@@ -265,7 +267,7 @@ def timed_asserts(text: str) -> list[int]:
     for function in ast.walk(ast.parse(text)):
         if isinstance(function, ast.FunctionDef):
             known: set[str] = set()
-            for node in ast.walk(function):  # breadth first: in the order of lines, but for blocks
+            for node in ast.walk(function):  # breadth first: in the order of lines, except for blocks
                 if isinstance(node, ast.Assign) and reads_clock(node.value, known):
                     known |= {n.id for n in ast.walk(ast.Tuple(node.targets)) if isinstance(n, ast.Name)}
             lines += [n.lineno for n in ast.walk(function) if isinstance(n, ast.Assert) and reads_clock(n.test, known)]

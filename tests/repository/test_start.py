@@ -1,4 +1,4 @@
-"""The command: what its process is told before NumPy is there, and what it need not import."""
+"""The command: the settings of its process before NumPy loads, and the modules that it need not import."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def said_by(code: str) -> list[str]:
+def run_and_split(code: str) -> list[str]:
     """The words that a new process prints."""
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return run.stdout.split()
@@ -18,7 +18,7 @@ def said_by(code: str) -> list[str]:
 
 def test_the_package_imports_what_is_used_alone():
     code = "import hocket, sys; print('numpy' in sys.modules, hocket.ModelError.__name__, 'numpy' in sys.modules)"
-    assert said_by(code)[:2] == ["False", "ModelError"]
+    assert run_and_split(code)[:2] == ["False", "ModelError"]
 
 
 def test_one_of_several_processes_imports_no_more():
@@ -26,7 +26,7 @@ def test_one_of_several_processes_imports_no_more():
         "import os; os.environ.update(PMI_RANK='1', PMI_SIZE='2')\n"
         "import hocket, sys; print('numpy' in sys.modules, 'hocket.distributed.presence' in sys.modules)"
     )
-    assert said_by(code) == ["False", "True"]
+    assert run_and_split(code) == ["False", "True"]
 
 
 def test_every_name_of_the_package_is_there_and_named():
@@ -34,10 +34,10 @@ def test_every_name_of_the_package_is_there_and_named():
         "import hocket; from hocket import *\n"
         "print(all(hasattr(hocket, name) for name in dir(hocket)), 'Model' in dir(hocket), Model is hocket.Model)"
     )
-    assert said_by(code) == ["True", "True", "True"]
+    assert run_and_split(code) == ["True", "True", "True"]
 
 
-def test_the_command_is_told_before_numpy_is_there():
+def test_the_command_is_parsed_before_numpy_is_imported():
     with open(ROOT / "pyproject.toml", "rb") as file:
         assert tomllib.load(file)["project"]["scripts"]["hocket"] == "hocket.__main__:main"
     code = (
@@ -45,11 +45,11 @@ def test_the_command_is_told_before_numpy_is_there():
         "from hocket.__main__ import main\n"
         "print('numpy' in sys.modules); main(); print(os.environ['OPENBLAS_THREAD_TIMEOUT'])"
     )
-    assert said_by(code) == ["False", "hocket", __import__("hocket").__version__, "20"]
+    assert run_and_split(code) == ["False", "hocket", __import__("hocket").__version__, "20"]
 
 
 def test_a_library_keeps_the_settings_of_its_process():
     code = (
         "import os; before = dict(os.environ); import hocket.cli, gc; print(before == os.environ, gc.get_threshold())"
     )
-    assert said_by(code)[0] == "True"
+    assert run_and_split(code)[0] == "True"

@@ -1,4 +1,4 @@
-"""What programs call of hocket has types that mypy and pyright know, strictly: they find what is wrong, and no more.
+"""The public functions have types that mypy and pyright check strictly: they find all errors, and no others.
 
 A checker reads the whole package, so it is run once over all programs.
 """
@@ -31,7 +31,7 @@ WRONG = {
     "temperature=0.7": 'temperature="hot"',
     "token.logprob": "token.probability",
 }
-"""Parts of the program, and what in their place is an error."""
+"""Parts of the program, and replacements that are errors."""
 
 OPS_RIGHT = """import numpy as np
 import hocket
@@ -74,24 +74,24 @@ def programs(tmp_path):
     return tmp_path
 
 
-def judge(errors: set[tuple[str, int]], said: object) -> None:
+def check_errors(errors: set[tuple[str, int]], output: object) -> None:
     """Errors are in the programs that are wrong, and of the calls of ops in each line that is."""
-    assert {name for name, _ in errors} == {"wrong_ops.py", *(f"wrong_{n}.py" for n in range(len(WRONG)))}, said
-    assert {line for name, line in errors if name == "wrong_ops.py"} == {*WRONG_LINES}, said
+    assert {name for name, _ in errors} == {"wrong_ops.py", *(f"wrong_{n}.py" for n in range(len(WRONG)))}, output
+    assert {line for name, line in errors if name == "wrong_ops.py"} == {*WRONG_LINES}, output
 
 
-def told(folder, *command) -> str:
-    """What a checker says."""
+def run_checker(folder, *command) -> str:
+    """Return the output of a checker."""
     done = subprocess.run([sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr  # it found errors, those that are there
+    assert done.returncode == 1, done.stdout + done.stderr  # it found errors, exactly the expected ones
     return done.stdout
 
 
 def test_mypy_finds_what_is_wrong_and_nothing_else(programs):
     (programs / "mypy.ini").write_text("[mypy]\nstrict = true\nfollow_imports = silent\nmypy_path = types\n")
     files = sorted(path.name for path in programs.glob("*.py"))
-    said = told(programs, "mypy", "--no-error-summary", *files).splitlines()
-    judge({(line.split(":")[0], int(line.split(":")[1])) for line in said if ": error: " in line}, said)
+    output = run_checker(programs, "mypy", "--no-error-summary", *files).splitlines()
+    check_errors({(line.split(":")[0], int(line.split(":")[1])) for line in output if ": error: " in line}, output)
 
 
 def test_pyright_finds_what_is_wrong_and_nothing_else(programs):
@@ -99,6 +99,6 @@ def test_pyright_finds_what_is_wrong_and_nothing_else(programs):
         pytest.skip("pyright is not installed")
     settings = {"include": ["*.py"], "extraPaths": ["types"], "typeCheckingMode": "strict"}
     (programs / "pyrightconfig.json").write_text(json.dumps(settings))
-    said = told(programs, "pyright", "--outputjson", "--pythonpath", sys.executable)
-    found = [one for one in json.loads(said)["generalDiagnostics"] if one["severity"] == "error"]
-    judge({(one["file"].rpartition("/")[2], one["range"]["start"]["line"] + 1) for one in found}, said)
+    output = run_checker(programs, "pyright", "--outputjson", "--pythonpath", sys.executable)
+    found = [one for one in json.loads(output)["generalDiagnostics"] if one["severity"] == "error"]
+    check_errors({(one["file"].rpartition("/")[2], one["range"]["start"]["line"] + 1) for one in found}, output)

@@ -25,16 +25,16 @@ from hocket.graph.spec import Spec
 
 from ..given.models.goldens import FIXTURES
 
-LONGEST = 700
+MAX_MESSAGE_LENGTH = 700
 """Characters of a message."""
 DECLARING = {"op", "op_of", "Op"}
-"""For authors of ops, whose mistakes are ours."""
+"""For authors of ops; their mistakes are ours."""
 MAPPINGS = {"Options"}
 """A dict to Python; who is given it looks at its entries."""
 
 
 class Awkward:
-    """It has no text, no truth and no array."""
+    """A value without text, truth or array."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no text")
@@ -134,9 +134,9 @@ def relatives() -> tuple[Any, ...]:
     return (*parts, *values, *plans, *stores, *layouts, *fields, *machines, *steps, ended, *theirs, *executors)
 
 
-def with_one(call: Callable[[Mapping[str, Any]], Any], given: Mapping[str, Any], name: str) -> Callable[..., Any]:
+def with_one(call: Callable[[Mapping[str, Any]], Any], arguments: Mapping[str, Any], name: str) -> Callable[..., Any]:
     """`call` on a mapping in which one value is replaced."""
-    return lambda value: call({**given, name: value})
+    return lambda value: call({**arguments, name: value})
 
 
 def bound_store() -> Any:
@@ -146,22 +146,22 @@ def bound_store() -> Any:
     return store
 
 
-def assigned(index: Any, value: Any) -> None:
+def assign_state(index: Any, value: Any) -> None:
     executor().store.state("s")[index] = value
 
 
-def generated(**given: Any) -> list[int]:
+def generate_ids(**arguments: Any) -> list[int]:
     session().reset(0)
-    return list(generate_tokens(session(), **given))
+    return list(generate_tokens(session(), **arguments))
 
 
-def continued(**given: Any) -> list[str]:
-    return list(language_model().generate(**given))
+def continue_text(**arguments: Any) -> list[str]:
+    return list(language_model().generate(**arguments))
 
 
-def evaluated(**given: Any) -> Any:
+def evaluate_session(**arguments: Any) -> Any:
     session().reset(0)
-    return session().evaluate(**given)
+    return session().evaluate(**arguments)
 
 
 LEAF = {"name": "n", "shape": (3,), "dtype": "f32"}
@@ -195,8 +195,8 @@ def cases() -> Iterator[tuple[str, Case]]:
     two = {"devices": "numpy:0,numpy:1", "split_mode": "tensor", "tensor_split": (1, 2), "place": (("w", "numpy:1"),)}
     yield "plan on two", (hocket.plan, {"graph": graph, **PLANNING, **two})
     yield "load", (hocket.load, {"plan": plan(), "weights": WEIGHTS})
-    given = {"graph": graph, "inputs": INPUTS, "weights": WEIGHTS, "devices": "numpy:0", "threads": 1}
-    yield "run", (hocket.run, {**given, "split_mode": "auto"})
+    arguments = {"graph": graph, "inputs": INPUTS, "weights": WEIGHTS, "devices": "numpy:0", "threads": 1}
+    yield "run", (hocket.run, {**arguments, "split_mode": "auto"})
     yield "register", (hocket.register, {"op": ops.add})
     for name, right in WEIGHTS.items():
         yield f"load {name}", (with_one(partial(hocket.load, plan()), WEIGHTS, name), {"value": right})
@@ -206,8 +206,8 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "Store.state", (executor().store.state, {"name": "s"})
     yield "Store.require_devices", (bound_store().require_devices, {"plan": plan()})
     yield "Store.buffers", (bound_store().buffers, {"plan": plan()})
-    yield "a state", (partial(assigned, ...), {"value": 1.0})
-    yield "a row of a state", (partial(assigned, 1), {"value": np.ones(5)})
+    yield "a state", (partial(assign_state, ...), {"value": 1.0})
+    yield "a row of a state", (partial(assign_state, 1), {"value": np.ones(5)})
     right = {"plan": plan(), "store": executor().store, "timeout": 1.0, "wire": hocket.DType.F32}
     yield "Executor", (hocket.Executor, right)
     for device in ("numpy:0", "cpu:0", "reference:0"):
@@ -242,27 +242,30 @@ def cases_of_models() -> Iterator[tuple[str, Case]]:
     yield "Group", (Group, dataclasses.asdict(Group(("numpy:0",), threads=1)))
     yield "Sampling", (Sampling, SAMPLING)
     on = Group(("numpy:0",))
-    given = {"model": model(), "on": on, "sequences": 1, "context": 8, "batch": 4}
-    yield "Session", (Session, given)
+    arguments = {"model": model(), "on": on, "sequences": 1, "context": 8, "batch": 4}
+    yield "Session", (Session, arguments)
     path = str(FIXTURES / "llama/model.gguf")
     yield "Model", (partial(hocket.Model, path), {**PLANNED, "context": 8, "batch": 4, "exact": False, "fast": False})
     options = {"max_tokens": 1, "temperature": 0.5, "seed": 1, "stop": ".", "ignore_eos": True, "bias": ((1, 0.5),)}
-    yield "Model.generate", (continued, {"prompt": [1], **options})
+    yield "Model.generate", (continue_text, {"prompt": [1], **options})
     yield "Model.logits", (language_model().logits, {"prompt": [1]})
     yield "Model.score", (language_model().score, {"text": [1]})
     yield "Model.embed", (language_model().embed, {"texts": [[1]], "normalise": False})
     yield "Model.tokenize", (language_model().tokenize, {"text": "a", "special": True})
     yield "Model.detokenize", (language_model().detokenize, {"ids": [1], "special": False})
-    yield "Session.evaluate", (evaluated, {"tokens": [[1]], "every_position": False})
-    yield "Session.evaluate, tokens", (lambda new: evaluated(tokens=[new]), {"new": [1]})
+    yield "Session.evaluate", (evaluate_session, {"tokens": [[1]], "every_position": False})
+    yield "Session.evaluate, tokens", (lambda new: evaluate_session(tokens=[new]), {"new": [1]})
     yield "Session.step", (session().step, {"tokens": 1, "length": 1, "outputs": 1})
     yield "Session.plan", (session().plan, {"step": session().step(1, 1)})
     yield "Session.executor", (session().executor, {"step": session().step(1, 1)})
-    yield "Session.judge", (lambda **given: list(session().judge(**given)), {"tokens": [1], "device": "reference:0"})
+    yield (
+        "Session.judge",
+        (lambda **arguments: list(session().judge(**arguments)), {"tokens": [1], "device": "reference:0"}),
+    )
     yield "Session.reset", (session().reset, {"sequence": 0})
     yield "Step", (Step, {"sequences": 1, "tokens": 1, "cells": 8, "context": 8, "outputs": 1})
     right = {"prompt": [1], "limit": 1, "sampling": Sampling(), "seed": 0, "stop": frozenset([5]), "timing": None}
-    yield "generate", (generated, right)
+    yield "generate", (generate_ids, right)
     yield "Tokenizer.encode", (tokenizer().encode, {"text": "a", "add_special": True, "parse_special": False})
     yield "Tokenizer.encode_chat", (tokenizer().encode_chat, {"rendered": "a"})
     yield "Tokenizer.decode", (tokenizer().decode, {"ids": [1], "special": False})
@@ -274,15 +277,15 @@ CASES, MODELS = dict(cases()), dict(cases_of_models())
 
 def faults(call: Callable[..., Any], right: Mapping[str, Any], wrong: tuple[Any, ...] = WRONG) -> Iterator[str]:
     """Answers to wrong arguments that are no error of hocket's, or none of one short line."""
-    call(**right)  # what is right works
+    call(**right)  # right arguments work
     for name in right:
         for value in (*wrong, *relatives()):
             try:
                 call(**{**right, name: value})
             except hocket.HocketError as why:
-                if "\n" in str(why) or len(str(why)) > LONGEST:
+                if "\n" in str(why) or len(str(why)) > MAX_MESSAGE_LENGTH:
                     yield f"{name}={label(value)}: {len(str(why))} characters: {str(why)[:100]!r}"
-            except Exception as why:  # raw errors are what this test looks for
+            except Exception as why:  # this test looks for raw errors
                 yield f"{name}={label(value)}: {type(why).__name__}: {str(why)[:100]}"
 
 
@@ -304,14 +307,14 @@ def test_a_wrong_file_of_a_saved_state_is_an_error_of_hockets_own(tmp_path):
     path = tmp_path / "state"
     right = {"session": session(), "path": path}
     wrong = tuple(v for v in WRONG if not isinstance(v, str))  # of files that are not there Python says so
-    assert not list(faults(lambda **given: save_state(tokens=[[]], **given), right, wrong))
+    assert not list(faults(lambda **arguments: save_state(tokens=[[]], **arguments), right, wrong))
     assert not list(faults(lambda tokens: save_state(session(), tokens, path), {"tokens": [[1]]}, wrong))
     save_state(session(), [[]], path)
     assert not list(faults(load_state, right, wrong))
 
 
 def test_a_wrong_program_is_an_error_of_hockets_own():
-    """What is right takes an extra package, which what is wrong does not import."""
+    """Check wrong programs only: right ones need an extra package, which the checks do not import."""
     for name in WITH_EXTRAS:
         for value in (*WRONG, *relatives()):
             with pytest.raises(hocket.HocketError, match=r"^[^\n]+$"):
@@ -338,7 +341,7 @@ def test_a_wrong_operand_or_attribute_is_an_error_of_hockets_own(name):
 
 
 def not_called_so() -> Iterator[tuple[str, Callable[[], object]]]:
-    """What is said of it, and a call that Python would answer with a TypeError."""
+    """Yield an error message, and a call that Python would answer with a TypeError."""
     yield "plan: there is no argument 'device'; did you mean devices", lambda: hocket.plan(graph, device="cpu:0")
     yield "plan: too many positional arguments; arguments: graph, ", lambda: hocket.plan(graph, "cpu:0", "tensor")
     yield "load: missing a required argument: 'weights'; arguments: plan, ", lambda: hocket.load(plan())
@@ -373,15 +376,15 @@ def not_called_so() -> Iterator[tuple[str, Callable[[], object]]]:
         lambda: hocket.register(ops.op("x[...] -> [...]")(lambda x: x)),
     )
     yield "signature: 'x[...' cannot be read; see docs/add-an-op.md", lambda: ops.op("x[... -> [...]")(len)
-    yield "got a grammar and a JSON schema; give one", lambda: continued(prompt="a", grammar="g", json_schema={})
+    yield "got a grammar and a JSON schema; give one", lambda: continue_text(prompt="a", grammar="g", json_schema={})
     yield "nowhere/s.bin: No such file or directory; check its name", lambda: language_model().save("nowhere/s.bin")
 
 
 def test_what_is_called_wrongly_says_what_there_is():
-    for said, call in not_called_so():
+    for call_text, call in not_called_so():
         with pytest.raises(hocket.HocketError, match=r"^[^\n]+$") as caught:
             call()
-        assert said in str(caught.value)
+        assert call_text in str(caught.value)
 
 
 def test_a_name_that_the_package_does_not_have_is_answered_with_the_nearest():

@@ -1,4 +1,4 @@
-"""What the mode auto takes: memory and devices have their price, and what was left aside is said."""
+"""The mode auto: memory and devices have their price, and rejected candidates are reported."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from ..given.models.large_headers import llama_8b, llama_70b, qwen_80b
 from ..given.plans.ways import SLOW
 
 
-def way(kind, devices, seconds, held, lacking=0.0):
+def make_candidate(kind, devices, seconds, weight_bytes, lacking=0.0):
     """A way to plan with a plan of these numbers; it notes when it is made."""
-    made = []
+    built = []
 
     def make():
-        made.append(kind)
+        built.append(kind)
         x = input("x", (1, 4))
         plan = plan_for(Graph({"y": ops.silu(x)}), simulate(f"h200:{devices}").group, choose=lambda g, f: frozenset())
         return plan
 
-    return Way(kind, devices, seconds, held, lacking, make), made
+    return Way(kind, devices, seconds, weight_bytes, lacking, make), built
 
 
 @pytest.mark.parametrize(
-    ("seconds", "held", "taken"),
+    ("seconds", "weight_bytes", "taken"),
     [
         (0.95, 8.0, "one"),  # a twentieth is too little for a copy on every device
         (0.85, 8.0, "many"),
@@ -45,21 +45,26 @@ def way(kind, devices, seconds, held, lacking=0.0):
         (1.0, 1.0, "one"),
     ],
 )
-def test_time_is_weighed_against_memory_and_devices(seconds, held, taken):
+def test_time_is_weighed_against_memory_and_devices(seconds, weight_bytes, taken):
     one, many = (
-        Way(kind, n, s, h, 0.0, lambda: None) for kind, n, s, h in [("one", 1, 1, 1), ("many", 8, seconds, held)]
+        Way(kind, n, s, h, 0.0, lambda: None)
+        for kind, n, s, h in [("one", 1, 1, 1), ("many", 8, seconds, weight_bytes)]
     )
     assert min(one, many, key=lambda w: w.priced(1.0)).kind == taken
 
 
 @pytest.mark.parametrize(("seconds", "taken"), [(0.995, 8), (0.98, 16)])
 def test_machines_are_joined_only_where_that_helps(seconds, taken):
-    ways = [Way("way", n, s, 1.0, 0.0, lambda: None) for n, s in [(8, 1.0), (16, seconds)]]
-    assert min(ways, key=lambda w: w.priced(1.0)).devices == taken
+    candidates = [Way("way", n, s, 1.0, 0.0, lambda: None) for n, s in [(8, 1.0), (16, seconds)]]
+    assert min(candidates, key=lambda w: w.priced(1.0)).devices == taken
 
 
-def test_plans_are_made_of_ways_that_promise_most_until_one_keeps_it():
-    slow, plain, short = way("slow", 2, 1.0, 1.0), way("quick", 2, 0.0, 1.0), way("short", 2, 0.0, 1.0, lacking=5.0)
+def test_plans_are_built_of_the_best_candidates_until_one_reaches_its_estimate():
+    slow, plain, short = (
+        make_candidate("slow", 2, 1.0, 1.0),
+        make_candidate("quick", 2, 0.0, 1.0),
+        make_candidate("short", 2, 0.0, 1.0, lacking=5.0),
+    )
     plan = best_of([slow[0], plain[0], short[0]], 1.0)
     assert (slow[1], plain[1], short[1]) == ([], ["quick"], [])
     assert plan.reasons[-3].startswith("taken: quick, on 2 devices: ")
@@ -68,8 +73,8 @@ def test_plans_are_made_of_ways_that_promise_most_until_one_keeps_it():
     assert plan.reasons[-1].endswith("5 B short; does not fit")
 
 
-def test_a_way_that_cannot_be_built_is_left_aside_with_its_reason():
-    one, _ = way("one", 1, 1.0, 1.0)
+def test_a_candidate_that_cannot_be_built_is_left_aside_with_its_reason():
+    one, _ = make_candidate("one", 1, 1.0, 1.0)
 
     def refuse_candidate():
         raise PlanError("stages go back")
@@ -111,34 +116,36 @@ def test_a_device_of_any_kind_may_be_left_free(kind, mode, monkeypatch):
                 return replace(super().device(index), kind=kind)
 
         monkeypatch.setattr(base, "load", lambda asked: Other())
-    made = plan_for(Graph({"y": ops.silu(input("x", (1, 4)))}), [find(f"{kind}:{n}") for n in (0, 1)], split_mode=mode)
-    assert made.spare == (f"{kind}:1",)
+    new_plan = plan_for(
+        Graph({"y": ops.silu(input("x", (1, 4)))}), [find(f"{kind}:{n}") for n in (0, 1)], split_mode=mode
+    )
+    assert new_plan.spare == (f"{kind}:1",)
 
 
-def test_promises_are_taken_for_as_much_too_good_as_the_first_was():
-    """A search that promised a thousandth of what the plan takes promises the others as little."""
-    (first, one), (second, two) = way("first", 2, 1e-9, 1.0), way("second", 2, 1.01e-9, 1.0)
+def test_estimates_are_corrected_by_the_error_of_the_first_one():
+    """Check a search with an estimate of a thousandth of the plan's time: the other estimates are scaled likewise."""
+    (first, one), (second, two) = make_candidate("first", 2, 1e-9, 1.0), make_candidate("second", 2, 1.01e-9, 1.0)
     plan = best_of([replace(first, searched=True), replace(second, searched=True)], 1.0)
     assert (one, two) == (["first"], [])
     assert plan.reasons[-1].startswith("left aside: second, on 2 devices: about")
     assert plan.reasons[-1].endswith("1.0% slower")
-    best_of([replace(first, searched=True), second], 1.0)  # what was no search is taken at its word
+    best_of([replace(first, searched=True), second], 1.0)  # other estimates are taken at their word
     assert two == ["second"]
 
 
 @pytest.mark.parametrize(("stages", "planned"), [(2, ["few"]), (4, [])])
 def test_what_many_stages_did_not_keep_says_nothing_of_few(stages, planned):
-    (many, _), (few, made) = way("many", 4, 1e-9, 1.0), way("few", 4, 2e-9, 1.0)
+    (many, _), (few, built) = make_candidate("many", 4, 1e-9, 1.0), make_candidate("few", 4, 2e-9, 1.0)
     best_of([replace(many, follows=True, stages=4), replace(few, follows=True, stages=stages)], 1.0)
-    assert made == planned
+    assert built == planned
 
 
 @pytest.mark.parametrize(("devices", "follows", "planned"), [(4, False, []), (4, True, ["all"]), (2, False, ["all"])])
 def test_stages_in_turn_take_no_less_than_one_that_has_all_layers(devices, follows, planned):
-    (one, _), (stages, made) = way("one", 4, 1e-9, 1.0), way("all", 8, 2e-9, 1.0)
+    (one, _), (stages, built) = make_candidate("one", 4, 1e-9, 1.0), make_candidate("all", 8, 2e-9, 1.0)
     one = replace(one, cut=(4, frozenset()))
     best_of([one, replace(stages, stages=2, follows=follows, cut=(devices, frozenset()))], 1.0)
-    assert made == planned
+    assert built == planned
 
 
 def test_layers_across_halves_of_a_machine_are_considered(tmp_path):
@@ -148,17 +155,17 @@ def test_layers_across_halves_of_a_machine_are_considered(tmp_path):
     assert any("layers across 2 teams, cut within each, on 4 devices" in why for why in plan.reasons)
 
 
-def test_a_way_is_planned_after_one_that_hides_only_if_all_that_it_could_hide_would_do():
-    (first, one), (second, two) = way("first", 4, 0.9, 1.0), way("second", 2, 3.0, 1.0)
-    made = replace(first, searched=True, make=lambda: with_hidden(first.make(), 0.5))
-    best_of([made, replace(second, searched=True, least=2.0)], 1.0)
+def test_a_candidate_is_planned_after_one_with_overlap_only_if_full_overlap_would_suffice():
+    (first, one), (second, two) = make_candidate("first", 4, 0.9, 1.0), make_candidate("second", 2, 3.0, 1.0)
+    hidden = replace(first, searched=True, make=lambda: with_hidden(first.make(), 0.5))
+    best_of([hidden, replace(second, searched=True, least=2.0)], 1.0)
     assert (one, two) == (["first"], [])
-    best_of([made, replace(second, searched=True, least=0.5)], 1.0)
+    best_of([hidden, replace(second, searched=True, least=0.5)], 1.0)
     assert two == ["second"]
 
 
 def with_hidden(plan, seconds):
-    """The plan as if so much of its collectives ran beside work."""
+    """Return the plan as if this part of its collectives were hidden by work."""
     object.__setattr__(plan, "cost", Estimate(1.0, seconds, 1, seconds))
     return plan
 
@@ -167,11 +174,11 @@ def test_instructions_of_a_chain_share_its_launch(tmp_path):
     graph, _ = read_step_graph(llama_8b(tmp_path / "model.gguf", layers=2), context=64, tokens=1)
     simulation = simulate("h200:1")
     plan = plan_for(graph, simulation.group, hardware=simulation.hardware)
-    (lane,) = plan.lanes
-    assert sum(lane.launches()) == pytest.approx(len(lane.calls))
-    assert len(lane.calls) < 0.7 * len(lane.program.instructions)
+    (device_plan,) = plan.lanes
+    assert sum(device_plan.launches()) == pytest.approx(len(device_plan.calls))
+    assert len(device_plan.calls) < 0.7 * len(device_plan.program.instructions)
     dear = replace(plan, hardware=replace(plan.hardware, launch=plan.hardware.launch + 1e-3))
-    assert dear.cost.total - plan.cost.total == pytest.approx(len(lane.calls) * 1e-3)
+    assert dear.cost.total - plan.cost.total == pytest.approx(len(device_plan.calls) * 1e-3)
 
 
 @pytest.mark.parametrize(("layers", "devices"), [(8, 2), pytest.param(48, 8, marks=pytest.mark.long())])
@@ -184,8 +191,8 @@ def test_devices_that_do_not_help_are_left_free_and_the_first_line_says_so(tmp_p
     assert list(plan.spare) == free
     assert re.match(r"h200:[1-7-]+ left free; ", plan.explain())
     once = sum(v.spec.nbytes for v in (*graph.weights, *graph.states))
-    held = plan.memory()["weight"] + plan.memory()["state"]
-    assert held < 1.2 * once
+    stored_bytes = plan.memory()["weight"] + plan.memory()["state"]
+    assert stored_bytes < 1.2 * once
 
 
 @pytest.mark.long
@@ -193,7 +200,7 @@ def test_devices_that_do_not_help_are_left_free_and_the_first_line_says_so(tmp_p
 @pytest.mark.parametrize("devices", ["h200:1", "h200:4,nvlink", "rtx4090:2", "h100:2,ethernet", "cpu:2"])
 @pytest.mark.parametrize("model", [llama_70b, qwen_80b])
 def test_auto_is_no_slower_than_what_is_chosen_by_hand(tmp_path, model, devices, tokens):
-    """But for what copies weights to every device and gains less than a tenth."""
+    """Check all plans except copies of weights on every device that gain less than a tenth."""
     graph, _ = read_step_graph(model(tmp_path / "model.gguf", layers=4), context=1024, tokens=tokens)
     simulation = simulate(devices)
     auto = plan_for(graph, simulation.group, hardware=simulation.hardware).cost.total

@@ -1,4 +1,4 @@
-"""Work beside collectives: where a device waits, that nothing disturbs what is on its way, and what is saved."""
+"""Work during collectives: the waits of a device, undisturbed transfers, and the saved time."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from hocket.scheduler.telling.critical import critical_path
 from ..given.graphs.random_graphs import bindings, seeded_graph
 from ..given.plans.branches import SPEEDS, branches_on, two_branches
 from ..given.plans.faults import decoder
-from ..given.plans.grouped import bound, everything_that_fits
-from ..given.plans.interleaved import Interleaved
+from ..given.plans.grouped import bind_leaves, everything_that_fits
+from ..given.plans.interleaved import InterleavedPlan
 
 SEEDS = (1, 11, 13, 14, 16, 20, 30, 32, 34, 41, 42, 43, 45, 46, 51, 53, 54, 57)
-"""Random graphs whose plans have something to do beside a collective."""
+"""Random graphs with plans that overlap a collective."""
 
 
 class Overlapping(ReferenceBackend):
@@ -38,7 +38,7 @@ class Overlapping(ReferenceBackend):
         return True
 
 
-def random_cut(seed: int, backend):
+def random_sharded_plan(seed: int, backend):
     graph, dice = seeded_graph(seed), random.Random(seed)
     group = [(backend, backend.device(d)) for d in range(dice.choice([2, 3]))]
     return plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, dice), hardware=SPEEDS)
@@ -46,19 +46,19 @@ def random_cut(seed: int, backend):
 
 def as_late(plan):
     """The same plan with each collective where the device waits for it."""
-    lanes = []
-    for lane in plan.lanes:
-        behind = {at: numbers[-1] + 0.5 for at, numbers in lane.meanwhile.items()}
-        numbers = sorted(range(len(lane.program.instructions)), key=lambda at, behind=behind: behind.get(at, at))
-        steps = tuple(lane.program.instructions[at] for at in numbers)
-        program = dataclasses.replace(lane.program, instructions=steps, undo=())
-        lanes.append(dataclasses.replace(lane, program=program))
-    return dataclasses.replace(plan, lanes=tuple(lanes))
+    device_plans = []
+    for device_plan in plan.lanes:
+        behind = {at: numbers[-1] + 0.5 for at, numbers in device_plan.meanwhile.items()}
+        numbers = sorted(range(len(device_plan.program.instructions)), key=lambda at, behind=behind: behind.get(at, at))
+        steps = tuple(device_plan.program.instructions[at] for at in numbers)
+        program = dataclasses.replace(device_plan.program, instructions=steps, undo=())
+        device_plans.append(dataclasses.replace(device_plan, program=program))
+    return dataclasses.replace(plan, lanes=tuple(device_plans))
 
 
 def outputs_of(plan, seed: int):
     values = bindings(plan.graph, np.random.default_rng(seed))
-    run = Interleaved(plan, bound(plan.graph, values, plan.leaves))
+    run = InterleavedPlan(plan, bind_leaves(plan.graph, values, plan.leaves))
     got = run.run({v.node.name: values[v.node.name] for v in plan.graph.inputs}, seed)
     return got, {name: np.array(run.store.state(name)) for name in run.store.states}
 
@@ -67,16 +67,16 @@ def outputs_of(plan, seed: int):
 
 
 def test_the_second_product_runs_beside_the_first_sum_and_what_follows_that_beside_the_second():
-    lane = branches_on(Overlapping()).lanes[0]
-    order = [i.node for i in lane.program.instructions]
-    first, second = (n for n, i in enumerate(lane.program.instructions) if i.op in COLLECTIVES)
-    assert lane.meanwhile == {first: (first + 1,), second: (second + 1,)}
+    device_plan = branches_on(Overlapping()).lanes[0]
+    order = [i.node for i in device_plan.program.instructions]
+    first, second = (n for n, i in enumerate(device_plan.program.instructions) if i.op in COLLECTIVES)
+    assert device_plan.meanwhile == {first: (first + 1,), second: (second + 1,)}
     assert [order[first + 1], *order[second + 1 :]] == ["product.1", "norm.0", "norm.1"]
 
 
 def test_a_device_that_does_one_thing_at_a_time_waits_at_once():
-    lane = branches_on(find("reference:0")[0]).lanes[0]
-    assert lane.meanwhile == {}
+    device_plan = branches_on(find("reference:0")[0]).lanes[0]
+    assert device_plan.meanwhile == {}
 
 
 def test_of_instructions_that_are_launched_together_all_wait_where_one_has_to():
@@ -90,34 +90,34 @@ def test_of_instructions_that_are_launched_together_all_wait_where_one_has_to():
 
 
 def test_what_a_collective_reads_is_not_written_over_before_the_wait():
-    lane = branches_on(Overlapping()).lanes[0]
-    first = next(n for n, i in enumerate(lane.program.instructions) if i.op in COLLECTIVES)
-    meeting, product = lane.program.instructions[first], lane.program.instructions[first + 1]
-    for there in (*meeting.src, *meeting.dst):
+    device_plan = branches_on(Overlapping()).lanes[0]
+    first = next(n for n, i in enumerate(device_plan.program.instructions) if i.op in COLLECTIVES)
+    collective, product = device_plan.program.instructions[first], device_plan.program.instructions[first + 1]
+    for there in (*collective.src, *collective.dst):
         (low, high), (begin, end) = ((t.offset, t.offset + t.spec.nbytes) for t in (there, product.dst[0]))
         assert max(low, begin) >= min(high, end)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_collective_that_comes_as_late_as_it_may_gives_the_same_bits(seed):
-    plan = random_cut(seed, Overlapping())
+    plan = random_sharded_plan(seed, Overlapping())
     late = as_late(plan)
-    assert any(lane.meanwhile for lane in plan.lanes)
+    assert any(device_plan.meanwhile for device_plan in plan.lanes)
     for one, other in zip(outputs_of(plan, seed), outputs_of(late, seed), strict=True):
         for name, array in one.items():
             np.testing.assert_array_equal(other[name], array)
 
 
 def test_a_wait_that_comes_too_late_is_seen(monkeypatch):
-    """Planted: a device that does not look at what is read beside a collective."""
+    """Plant a fault: a device that ignores the operands of an overlapped collective."""
 
-    def disturbs(meeting, other):
-        return any(a.overlaps(b) for touched in meeting for a in touched for b in other[1])
+    def disturbs(collective, other):
+        return any(a.overlaps(b) for touched in collective for a in touched for b in other[1])
 
     monkeypatch.setattr(module, "disturbs", disturbs)
     seen = 0
     for seed in SEEDS:
-        plan = random_cut(seed, Overlapping())
+        plan = random_sharded_plan(seed, Overlapping())
         want, _ = outputs_of(plan, seed)
         try:
             got, _ = outputs_of(as_late(plan), seed)
@@ -141,14 +141,19 @@ def test_what_would_write_where_a_collective_reads_or_writes_waits_for_it(what):
     assert first not in beside(dataclasses.replace(program, instructions=tuple(steps)))
 
 
-# ------------------------------------------------------------------------------------------------------ what is saved
+# --------------------------------------------------------------------------------------------------------- saved time
 
 
 def test_the_worked_example_waits_for_whichever_takes_longer():
-    """Work of 3, a meeting of 5 beside work of 4, then work of 1: 3 + 5 + 1 in place of 13."""
+    """Check work of 3, a collective of 5 during work of 4, then work of 1: 3 + 5 + 1 instead of 13."""
     work = Stage(WORK, (0, 1), 0, 1, 0.0, 0.0, 3.0)
-    meet = Stage("all_reduce", (0, 1), 0, 1, 0.0, 0.0, 5.0)
-    stages = [work, meet, dataclasses.replace(work, seconds=4.0, beside=True), dataclasses.replace(work, seconds=1.0)]
+    reduction = Stage("all_reduce", (0, 1), 0, 1, 0.0, 0.0, 5.0)
+    stages = [
+        work,
+        reduction,
+        dataclasses.replace(work, seconds=4.0, beside=True),
+        dataclasses.replace(work, seconds=1.0),
+    ]
     cost = estimate(stages, 2)
     assert (cost.total, cost.compute, cost.collectives, cost.hidden) == (9.0, 8.0, 5.0, 4.0)
     assert [link.stage.seconds for link in critical_path(stages, 2)] == [3.0, 5.0, 1.0]
@@ -158,7 +163,7 @@ def test_the_worked_example_waits_for_whichever_takes_longer():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_virtual_clock_and_the_path_take_the_estimated_time(seed):
-    plan = random_cut(seed, NullBackend(SPEEDS, computes_beside=True))
+    plan = random_sharded_plan(seed, NullBackend(SPEEDS, computes_beside=True))
     path = critical_path(plan.stages, len(plan.lanes))
     assert np.isclose(sum(link.stage.seconds for link in path), plan.cost.total)
     assert 0.0 <= plan.cost.hidden <= plan.cost.collectives * (1 + 1e-9)
@@ -179,17 +184,17 @@ def test_the_virtual_clock_computes_beside_a_sum_and_waits_behind_it():
 
 
 def test_a_plan_says_what_computing_beside_collectives_saves():
-    said = branches_on(NullBackend(SPEEDS, computes_beside=True)).explain()
-    assert "devices compute beside 2 of 2 collectives, which saves" in said
-    assert "beside the meeting before it" in said
+    text = branches_on(NullBackend(SPEEDS, computes_beside=True)).explain()
+    assert "devices compute beside 2 of 2 collectives, which saves" in text
+    assert "beside the meeting before it" in text
     assert "beside" not in branches_on(NullBackend(SPEEDS)).explain()
 
 
-def test_letters_are_waited_for_at_once():
+def test_messages_are_waited_for_at_once():
     backend = Overlapping()
     plan = plan_for(decoder(), [(backend, backend.device(d)) for d in range(2)], split_mode="layer")
     assert any(i.op in POINT_TO_POINT_OPS for i in plan.lanes[0].program.instructions)
-    assert all(lane.meanwhile == {} for lane in plan.lanes)
+    assert all(device_plan.meanwhile == {} for device_plan in plan.lanes)
 
 
 def test_one_device_alone_has_nothing_beside_which_to_compute():

@@ -24,7 +24,7 @@ from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 from hocket.scheduler.verifier.plan import verify_plan
 
 from ..given.graphs.random_graphs import seeded_graph
-from ..given.plans.grouped import group_of, raw
+from ..given.plans.grouped import as_file_bytes, group_of
 
 BUSY = Hardware(flops=1e6, bandwidth=1e6, launch=0, link_bandwidth=1e9, link_latency=1e-6)
 """Devices that take much longer for a product than for a message."""
@@ -148,7 +148,7 @@ SMALL: dict[str, Callable[[], Graph]] = {
 def run_twice(plan: Plan) -> list[np.ndarray]:
     """Return all outputs of two runs, so that states are written and read."""
     dice = np.random.default_rng(7)
-    weights = {v.node.name: raw(dice.normal(size=v.shape) / 4, v.dtype) for v in plan.graph.weights}
+    weights = {v.node.name: as_file_bytes(dice.normal(size=v.shape) / 4, v.dtype) for v in plan.graph.weights}
     inputs = {v.node.name: dice.normal(size=v.shape) for v in plan.graph.inputs}
     executor = load(plan, weights)
     return [value for _ in range(2) for value in executor.run(inputs).values()]

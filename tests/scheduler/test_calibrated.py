@@ -63,13 +63,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_plans_use_the_speeds_that_were_kept_for_their_devices():
+def test_plans_use_the_saved_speeds_of_their_devices():
     graph, group = build_matmul_graph(DType.Q8_0, 1, 1), found(ONE_DEVICE)
     assert kept_plan(graph, group).hardware == CPU
     keep_speeds({group_name(group): SPEEDS})
-    made = kept_plan(graph, group)
-    assert (made.hardware.bandwidth, made.hardware.flops) == pytest.approx((10e9, 4e9))
-    assert (made.hardware.launch, made.hardware.link_bandwidth, made.hardware.link_latency) == (3e-6, 5e9, 7e-6)
+    plan = kept_plan(graph, group)
+    assert (plan.hardware.bandwidth, plan.hardware.flops) == pytest.approx((10e9, 4e9))
+    assert (plan.hardware.launch, plan.hardware.link_bandwidth, plan.hardware.link_latency) == (3e-6, 5e9, 7e-6)
     others = found(Group(devices=("cpu:0", "cpu:1")))
     assert hardware_of(graph, others).source == "built in", "two at once have other speeds than one"
 
@@ -91,8 +91,8 @@ def test_two_virtual_devices_are_not_predicted_faster_than_one():
     for devices in (("cpu:0",), ("cpu:0", "cpu:1"), ("cpu:0", "cpu:1", "cpu:2")):
         group, graph = found(Group(devices=devices)), build_prefill_attention_graph()
         for mode in ("auto", "tensor", "layer"):
-            made = plan_for(graph, group, split_mode=mode, hardware=hardware_of(graph, group))
-            seconds.append(made.cost.total)
+            plan = plan_for(graph, group, split_mode=mode, hardware=hardware_of(graph, group))
+            seconds.append(plan.cost.total)
             assert seconds[0] <= seconds[-1] * (1 + 1e-9), (devices, mode)
 
 
@@ -131,7 +131,7 @@ def test_speeds_of_several_dtypes_are_mixed_by_their_time():
     assert SPEEDS.hardware(build_launch_chain_graph(64)).flops == 1e9, "a graph without weights"
 
 
-def _cut(file: Path) -> None:
+def _truncate_file(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-3])
 
 
@@ -151,11 +151,11 @@ IMPOSSIBLE = (
         {"cached": {"f32": 0.0}},
         {"state_bandwidth": -1.0},
     ),
-    *({"held": held} for held in ({"64": 1.1}, {"64": -0.1}, {"0": 0.5}, {"x": 0.5}, {"64": 0.5, "32": 0.6})),
+    *({"held": shares} for shares in ({"64": 1.1}, {"64": -0.1}, {"0": 0.5}, {"x": 0.5}, {"64": 0.5, "32": 0.6})),
 )
 
 
-@pytest.mark.parametrize("spoil", [_cut, _foreign, *(_impossible(**figures) for figures in IMPOSSIBLE)])
+@pytest.mark.parametrize("spoil", [_truncate_file, _foreign, *(_impossible(**figures) for figures in IMPOSSIBLE)])
 def test_a_file_that_does_not_fit_is_left_aside_in_one_line(spoil, caplog: pytest.LogCaptureFixture):
     graph, group = build_launch_chain_graph(64), found(ONE_DEVICE)
     keep_speeds({group_name(group): SPEEDS})
@@ -182,8 +182,8 @@ def test_what_a_clock_says_becomes_speeds_that_predict_it():
         is_again = runs[0] is before[-1]
         before.append(runs[0])
         plan = runs[0].plan
-        is_near = is_again and plan.graph.inputs[0].shape[0] in (MANY, ROWS)
-        bandwidth = KNOWN.value_bandwidth if is_near else KNOWN.bandwidth
+        is_close_row = is_again and plan.graph.inputs[0].shape[0] in (MANY, ROWS)
+        bandwidth = KNOWN.value_bandwidth if is_close_row else KNOWN.bandwidth
         q = plan.graph.inputs[0]
         slow = 3 if q.node.name == "q" and q.shape[0] == ROWS and not is_again else 1
         return slow * plan_for(plan.graph, plan.group, hardware=replace(KNOWN, bandwidth=bandwidth)).cost.total
@@ -200,19 +200,19 @@ def test_what_a_clock_says_becomes_speeds_that_predict_it():
 
 
 def test_of_what_is_read_again_caches_hold_as_much_as_the_clock_says():
-    """A clock by which a cache holds the last 110 MB, and what it holds is read four times as quickly."""
+    """Check a clock with a cache that holds the last 110 MB, and reads them four times as quickly."""
     cache: list[tuple[object, int]] = []
 
     def clock(runs):
         plan = runs[0].plan
         size = sum(v.spec.nbytes for v in plan.graph.weights)
-        is_held = (runs[0], size) in cache
-        if is_held:
+        is_cached = (runs[0], size) in cache
+        if is_cached:
             cache.remove((runs[0], size))
         cache.append((runs[0], size))
         while sum(size for _, size in cache) > 110e6:
             del cache[0]
-        bandwidth = KNOWN.bandwidth * (4 if is_held else 1)
+        bandwidth = KNOWN.bandwidth * (4 if is_cached else 1)
         return plan_for(plan.graph, plan.group, hardware=replace(KNOWN, bandwidth=bandwidth)).cost.total
 
     kinds = (DType.Q8_0, DType.F16, DType.F32)
@@ -226,14 +226,16 @@ def test_of_what_is_read_again_caches_hold_as_much_as_the_clock_says():
     assert again == pytest.approx({1: 60e9, 4: 60e9, 12: 15e9, 64: 15e9}, rel=0.05)
 
 
-HELD = replace(SPEEDS, cached={"q8_0": 30e9}, held={"100e6": 0.8, "200e6": 0.2})
+CACHE_SPEEDS = replace(SPEEDS, cached={"q8_0": 30e9}, held={"100e6": 0.8, "200e6": 0.2})
 
 
 def test_the_share_that_caches_hold_falls_with_what_is_read():
-    assert [HELD.held_share(size) for size in (0, 50e6, 100e6, 150e6, 200e6)] == pytest.approx([1, 0.9, 0.8, 0.5, 0.2])
-    assert HELD.held_share(400e6) == pytest.approx(0.1), "as many bytes as of what was measured"
+    assert [CACHE_SPEEDS.held_share(size) for size in (0, 50e6, 100e6, 150e6, 200e6)] == pytest.approx(
+        [1, 0.9, 0.8, 0.5, 0.2]
+    )
+    assert CACHE_SPEEDS.held_share(400e6) == pytest.approx(0.1), "as many bytes as of what was measured"
     assert SPEEDS.held_share(1.0) == 0.0, "nothing is known of caches"
-    assert HELD.hardware(build_matmul_graph(DType.F32, 1, 1)).bandwidth == 20e9, "no quicker than was measured"
+    assert CACHE_SPEEDS.hardware(build_matmul_graph(DType.F32, 1, 1)).bandwidth == 20e9, "no quicker than was measured"
 
 
 def test_of_a_table_rows_are_read_and_of_experts_in_the_end_all():
@@ -243,10 +245,12 @@ def test_of_a_table_rows_are_read_and_of_experts_in_the_end_all():
     x, chosen = input("x", (1, 1024)), constant("chosen", np.array([[1, 5]], np.int32))
 
     def bandwidth(**outputs):
-        return HELD.hardware(Graph(outputs)).bandwidth
+        return CACHE_SPEEDS.hardware(Graph(outputs)).bandwidth
 
     size = float(dense.spec.nbytes)
-    alone, of_all = (s / 30e9 + (1 - s) / 10e9 for s in (HELD.held_share(size), HELD.held_share(96 * size)))
+    alone, of_all = (
+        s / 30e9 + (1 - s) / 10e9 for s in (CACHE_SPEEDS.held_share(size), CACHE_SPEEDS.held_share(96 * size))
+    )
     assert bandwidth(y=mul_mat(dense, x), z=get_rows(table, ids)) == pytest.approx(1 / alone, rel=1e-3)
     rows = reshape(x, shape=(1, 1, 1024))
     assert bandwidth(y=mul_mat_id(experts, rows, chosen)) == pytest.approx(1 / of_all, rel=1e-3)
@@ -280,10 +284,10 @@ def test_weights_are_unpacked_for_many_rows_and_in_part_for_few():
 def test_a_cache_with_new_rows_is_read_from_memory_like_any_state():
     cache, ids = state("cache", (64, 8)), constant("ids", np.arange(2, dtype=np.int32))
     new = set_rows(cache, input("rows", (2, 8)), ids)
-    shown = reshape(new, shape=(64, 8, 1))
-    assert home_of(shown) is cache.node
+    new_heads = reshape(new, shape=(64, 8, 1))
+    assert home_of(new_heads) is cache.node
     assert home_of(input("rows", (2, 8))).op == "input"
-    read, other = add(shown, shown).node, add(input("x", (64, 8)), input("x", (64, 8))).node
+    read, other = add(new_heads, new_heads).node, add(input("x", (64, 8)), input("x", (64, 8))).node
     assert Counts().of(read).kept == 2 * cache.spec.nbytes
     assert Counts().of(other).kept == 0
 
@@ -311,21 +315,21 @@ def test_what_counts_of_times_is_their_middle():
     assert middle([2.0, 4.0, 90.0, 2.0, 4.0, 0.1, 4.0, 80.0]) == 3.5, "now fast and now slow, and disturbed"
 
 
-def test_devices_that_work_together_meet_as_quickly_as_their_sums():
+def test_devices_that_work_together_synchronise_as_quickly_as_their_sums():
     """A clock that lets each sum take 3 us and each message 30 us more than the work between."""
 
     def clock(runs):
         plan = runs[0].plan
         ops = [i.op for i in plan.lanes[0].program.instructions]
-        meetings = 3e-6 * ops.count("all_reduce") + 30e-6 * (ops.count("send") + ops.count("receive"))
-        return max(run.plan.cost.compute for run in runs) + meetings
+        communication_seconds = 3e-6 * ops.count("all_reduce") + 30e-6 * (ops.count("send") + ops.count("receive"))
+        return max(run.plan.cost.compute for run in runs) + communication_seconds
 
     speeds = speeds_of([find("numpy:0"), find("numpy:1")], clock, kinds=(DType.F32,), rounds=1)
     assert speeds.link_latency == pytest.approx(3e-6, rel=0.05)
 
 
 def test_a_device_whose_fellows_wait_is_as_much_faster_as_the_clock_says():
-    """A clock by which two devices share one processor, and half of the memory is lost to their quarrel."""
+    """Check a clock with two devices on one processor, and half of the memory bandwidth lost to contention."""
 
     def clock(runs):
         plan = runs[0].plan
@@ -342,7 +346,7 @@ def test_a_device_whose_fellows_wait_is_as_much_faster_as_the_clock_says():
 
 
 def test_the_command_keeps_what_it_measures(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(calibrate, "speeds_of", lambda group, **_: HELD)
+    monkeypatch.setattr(calibrate, "speeds_of", lambda group, **_: CACHE_SPEEDS)
     assert main(["calibrate"]) == 0
     out, err = capsys.readouterr()
     assert "q8_0  a vector   10.0 GB/s, in caches   30.0 GB/s, a prompt     4.0 GFLOP/s, unpacked   2.0 GB/s" in out
@@ -350,7 +354,7 @@ def test_the_command_keeps_what_it_measures(capsys: pytest.CaptureFixture[str], 
     assert str(speeds_file()) in err
     known = read_speeds(speeds_file())
     assert known is not None
-    assert list(known.values()) == [HELD] * len(known)
+    assert list(known.values()) == [CACHE_SPEEDS] * len(known)
 
 
 def test_quick_measures_fewer_types_and_plans_say_so(
@@ -366,7 +370,9 @@ def test_quick_measures_fewer_types_and_plans_say_so(
     assert re.search(r"speeds: calibrated \d{4}-\d\d-\d\d, quick\n", capsys.readouterr().out)
 
 
-def test_what_cannot_be_kept_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path):
+def test_speeds_that_cannot_be_saved_are_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path
+):
     monkeypatch.setattr(calibrate, "speeds_of", lambda group, **_: SPEEDS)
     (folder / "speeds").write_text("a file where the folder has to be")
     assert main(["calibrate"]) == 2

@@ -17,8 +17,8 @@ def work(device: int, seconds: float) -> Stage:
 
 
 def test_the_worked_example_goes_over_the_slower_device_each_time():
-    meet = Stage("all_reduce", (0, 1), 0, 1, 0.0, 0.0, 2.0)
-    stages = [work(0, 3.0), work(1, 5.0), meet, work(0, 4.0), work(1, 1.0)]
+    reduction = Stage("all_reduce", (0, 1), 0, 1, 0.0, 0.0, 2.0)
+    stages = [work(0, 3.0), work(1, 5.0), reduction, work(0, 4.0), work(1, 1.0)]
     path = [(link.device, link.stage.seconds) for link in critical_path(stages, 2)]
     assert path == [(1, 5.0), (None, 2.0), (0, 4.0)]
 

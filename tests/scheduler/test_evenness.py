@@ -1,4 +1,4 @@
-"""What `explain` says of weights that do not lie evenly: it adds up, and it is in the plan."""
+"""The report of `explain` about uneven weights: it adds up, and it is in the plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def by_heads(graph, factors):
     return {heads}
 
 
-def cut(graph, **options):
+def plan_sharded(graph, **options):
     group = group_of(["cpu:0", "cpu:1"], 1)
     return plan_for(graph, group, split_mode="tensor", choose=lambda g, f: frozenset(by_heads(g, f)), **options)
 
@@ -39,31 +39,31 @@ def cut(graph, **options):
     ("split_mode", "devices"), [("tensor", 2), ("tensor", 3), ("tensor", 4), ("layer", 3), ("layer,tensor", 4)]
 )
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35", "qwen3moe"])
-def test_either_each_device_has_its_share_or_it_is_said_why_not_to_the_byte(name, split_mode, devices):
-    made = plan(decode_graph(name), ",".join(f"cpu:{i}" for i in range(devices)), split_mode=split_mode)
-    held = [lane.memory()["weight"] for lane in made.lanes]
-    said, share = evenness(made), plan(made.graph, "cpu:0").memory()["weight"] / devices
-    if said is None:
-        assert all(abs(n - share) <= EVEN * share for n in held)
+def test_each_device_has_its_share_or_a_reason_is_reported_to_the_byte(name, split_mode, devices):
+    new_plan = plan(decode_graph(name), ",".join(f"cpu:{i}" for i in range(devices)), split_mode=split_mode)
+    weight_bytes = [device_plan.memory()["weight"] for device_plan in new_plan.lanes]
+    reported, share = evenness(new_plan), plan(new_plan.graph, "cpu:0").memory()["weight"] / devices
+    if reported is None:
+        assert all(abs(n - share) <= EVEN * share for n in weight_bytes)
         return
-    assert list(said.held) == held
-    assert list(said.shares) == pytest.approx([share] * devices)
-    fullest = max(held)
-    assert sum(cause.over for cause in said.causes) == pytest.approx(fullest - share)
-    own = {b.name: b.nbytes for b in made.lanes[held.index(fullest)].program.buffers if b.kind == "weight"}
-    for cause in said.causes:
+    assert list(reported.held) == weight_bytes
+    assert list(reported.shares) == pytest.approx([share] * devices)
+    fullest = max(weight_bytes)
+    assert sum(cause.over for cause in reported.causes) == pytest.approx(fullest - share)
+    own = {b.name: b.nbytes for b in new_plan.lanes[weight_bytes.index(fullest)].program.buffers if b.kind == "weight"}
+    for cause in reported.causes:
         assert cause.nbytes == sum(own.get(name, 0) for name in cause.weights)
-        layouts = {type(made.leaves[name]) for name in cause.weights}
+        layouts = {type(new_plan.leaves[name]) for name in cause.weights}
         begins = "whole on each device: " if layouts == {Replicate} else "cut along axis " if layouts == {Shard} else ""
         assert cause.why.startswith(begins or "whole on ")
         assert begins or layouts == {Local}
-    text = made.explain()
-    assert all(line in text for line in said.lines())
-    assert all(f"{nbytes_text(n)} of weights" in said.lines()[0] for n in held)
+    text = new_plan.explain()
+    assert all(line in text for line in reported.lines())
+    assert all(f"{nbytes_text(n)} of weights" in reported.lines()[0] for n in weight_bytes)
 
 
 def test_reasons_are_those_of_the_plan():
-    lines = cut(layer()).explain().splitlines()
+    lines = plan_sharded(layer()).explain().splitlines()
     at = next(i for i, line in enumerate(lines) if "an even share" in line)
     assert lines[at].startswith("cpu:0 holds 77.9 KiB of weights, 35% more than an even share, 57.7 KiB; cpu:1 holds ")
     assert [" ".join(line.split()) for line in lines[at + 1 : at + 5]] == [
@@ -75,10 +75,10 @@ def test_reasons_are_those_of_the_plan():
 
 
 def test_shares_that_were_asked_for_count_as_even():
-    text = cut(layer(heads=4), tensor_split=(3, 1)).explain()
+    text = plan_sharded(layer(heads=4), tensor_split=(3, 1)).explain()
     assert "cpu:0 holds 115.4 KiB of weights, 1% more than the share asked for, 114.6 KiB; cpu:1 holds 40.4 KiB" in text
 
 
-def test_nothing_is_said_where_there_is_nothing_to_share():
+def test_nothing_is_reported_where_there_is_nothing_to_share():
     assert evenness(plan(layer(), "cpu:0")) is None
     assert evenness(plan(Graph({"y": ops.silu(input("x", (8,)))}), "cpu:0,cpu:1", split_mode="tensor")) is None

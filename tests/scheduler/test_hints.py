@@ -1,4 +1,4 @@
-"""Hints say what planning with the flag that they name would give."""
+"""Hints state the effect of planning with the flag that they name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hocket.scheduler.telling.hints import hints
 from ..given.models.goldens import decode_graph
 
 FAST = Hardware(link_latency=1e-6)
-"""So that small models are cut whatever is placed: a hint does not foresee other cuts."""
+"""Fast links, so that small models are sharded for any placement: a hint does not predict other splits."""
 
 
 def lookup(name="words", rows=500):
-    """A table that is looked up, two layers, and a weight whose name has that of the table in it."""
+    """Build a lookup table, two layers, and a weight with the name of the table in its own."""
     x = ops.get_rows(weight(name, (rows, 64)), input("number", (3,), "i32"))
     for i in range(2):
         up = ops.silu(ops.mul_mat(weight(f"up.{i}", (256, 64)), x))
@@ -30,22 +30,22 @@ def lookup(name="words", rows=500):
     return Graph({"y": ops.mul_mat(weight(f"{name}.last", (128, 64)), x)})
 
 
-def weights(made):
-    return {str(lane.device): lane.memory()["weight"] for lane in made.lanes}
+def weights(plan):
+    return {str(device_plan.device): device_plan.memory()["weight"] for device_plan in plan.lanes}
 
 
 def costs_by_node(plan):
     """The predicted seconds of each node, for each device."""
-    pairs = zip((lane.program.instructions for lane in plan.lanes), plan.prices, strict=True)
+    pairs = zip((device_plan.program.instructions for device_plan in plan.lanes), plan.prices, strict=True)
     return [{i.node: prices.of(at).seconds for at, i in enumerate(p)} for p, prices in pairs]
 
 
-def seconds_in_order_of(made, placed, to):
-    """The seconds of `placed` if each device keeps the order of `made`, and waits where `to` computes a node for it."""
+def seconds_in_order_of(plan, placed, to):
+    """The seconds of `placed` if each device keeps the order of `plan`, and waits where `to` computes a node for it."""
     costs, parts = costs_by_node(placed), []
-    for own, lane in zip(costs, made.lanes, strict=True):
+    for own, device_plan in zip(costs, plan.lanes, strict=True):
         parts.append([0.0])
-        for i in lane.program.instructions:
+        for i in device_plan.program.instructions:
             seconds = own.get(i.node, costs[to].get(i.node, 0.0)) + own.get(f"{i.node}.from.{to}", 0.0)
             if i.op in COLLECTIVES and i.op not in POINT_TO_POINT_OPS:
                 parts[-1] += [seconds, 0.0]
@@ -57,8 +57,8 @@ def seconds_in_order_of(made, placed, to):
 def seconds_before_message(plan, to):
     """The seconds of work of the busiest receiver before its first message."""
     before = []
-    for device, (costs, lane) in enumerate(zip(costs_by_node(plan), plan.lanes, strict=True)):
-        nodes = [i.node for i in takewhile(lambda i: i.op != "receive", lane.program.instructions)]
+    for device, (costs, device_plan) in enumerate(zip(costs_by_node(plan), plan.lanes, strict=True)):
+        nodes = [i.node for i in takewhile(lambda i: i.op != "receive", device_plan.program.instructions)]
         before += [sum(costs[node] for node in nodes)] if device != to else []
     return max(before)
 
@@ -69,27 +69,27 @@ def seconds_before_message(plan, to):
 )
 def test_a_hint_says_what_planning_so_gives(name, devices):
     graph, group = lookup() if name == "lookup" else decode_graph(name), [find(d) for d in devices.split(",")]
-    made = plan_for(graph, group, split_mode="tensor", hardware=FAST)
-    advice = {hint.place: hint for hint in hints(made).values()}
+    plan = plan_for(graph, group, split_mode="tensor", hardware=FAST)
+    advice = {hint.place: hint for hint in hints(plan).values()}
     assert advice
     for place, hint in advice.items():
         pins = [tuple(place.rsplit("=", 1))]
         placed = plan_for(graph, group, split_mode="tensor", hardware=FAST, place=pins)
-        before, after = weights(made), weights(placed)
+        before, after = weights(plan), weights(placed)
         assert dict(hint.saved) == {d: before[d] - after[d] for d in before if before[d] != after[d]}
         to, margin = devices.split(",").index(hint.place.rsplit("=", 1)[1]), 0.02 * abs(hint.seconds)
-        in_order = seconds_in_order_of(made, placed, to) - seconds_in_order_of(made, made, to)
+        in_order = seconds_in_order_of(plan, placed, to) - seconds_in_order_of(plan, plan, to)
         assert in_order == pytest.approx(hint.seconds, abs=margin)
         # Receivers may compute something else until the message arrives, so the plan takes less time by that at most.
-        slower = placed.cost.total - made.cost.total
+        slower = placed.cost.total - plan.cost.total
         assert hint.seconds - margin - seconds_before_message(placed, to) <= slower <= hint.seconds + margin
 
 
 def test_a_hint_stands_behind_the_reason_of_each_stage_that_reads_the_weight():
     lines = plan(lookup(), "cpu:0,cpu:1", split_mode="tensor").explain().splitlines()
-    said = [line for line in lines if "hint: --place '^words$=cpu:0' saves 125.0 KiB on cpu:1, costs " in line]
-    assert said
-    assert all(re.match(r" +[01] ", line) for line in said)
+    hint_lines = [line for line in lines if "hint: --place '^words$=cpu:0' saves 125.0 KiB on cpu:1, costs " in line]
+    assert hint_lines
+    assert all(re.match(r" +[01] ", line) for line in hint_lines)
 
 
 def test_no_hint_where_it_saves_little_or_nothing():

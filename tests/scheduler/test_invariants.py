@@ -1,4 +1,4 @@
-"""What holds for every plan of any graph: each test is named by it.  What holds for cuts has a file of its own."""
+"""Invariants of every plan of any graph: each test is named by its invariant. Sharding has a file of its own."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_every_plan_of_any_graph_is_verified(graph, seed, n, by_layers):
     dice = random.Random(seed)
     shares = [dice.choice([0, 1, 1, 3]) for _ in range(n - 1)] + [1]
     if by_layers:
-        made = plan_for(graph, group_of(n), tensor_split=shares, split_mode="layer")
+        plan = plan_for(graph, group_of(n), tensor_split=shares, split_mode="layer")
     else:
-        made = plan_for(graph, group_of(n), tensor_split=shares, choose=lambda g, f: everything_that_fits(g, f, dice))
-    verify_plan(made)
+        plan = plan_for(graph, group_of(n), tensor_split=shares, choose=lambda g, f: everything_that_fits(g, f, dice))
+    verify_plan(plan)
 
 
 @pytest.mark.parametrize("mode", ["tensor", "layer", "auto", "none"])
@@ -54,23 +54,26 @@ def test_plans_of_the_search_are_verified_too(mode, n):
 @BOTH
 @MANY
 def test_every_node_runs_once_on_each_device_that_has_it(seed, mode):
-    made, _, _ = random_plan(seed, mode)
-    for lane in made.lanes:
-        saves = lane.program.saves
-        ran = Counter(i.node for at, i in enumerate(lane.program.instructions) if at not in saves)
+    plan, _, _ = random_plan(seed, mode)
+    for device_plan in plan.lanes:
+        saves = device_plan.program.saves
+        ran = Counter(i.node for at, i in enumerate(device_plan.program.instructions) if at not in saves)
         assert set(ran.values()) <= {1}
-        work = [n for n in lane.graph.nodes if not n.is_leaf and not op_of(n).is_view]
-        copies = sum(i.node.endswith(".update") for i in lane.program.instructions)
+        work = [n for n in device_plan.graph.nodes if not n.is_leaf and not op_of(n).is_view]
+        copies = sum(i.node.endswith(".update") for i in device_plan.program.instructions)
         assert len(ran) - copies <= len(work) <= len(ran)
 
 
 @MANY
 def test_in_a_layer_split_every_node_runs_on_one_device(seed):
-    made, _, _ = random_plan(seed, "layer")
+    plan, _, _ = random_plan(seed, "layer")
     work = Counter(
-        n.op for lane in made.lanes for n in lane.graph.nodes if not n.is_leaf and n.op not in (*COLLECTIVES, "cont")
+        n.op
+        for device_plan in plan.lanes
+        for n in device_plan.graph.nodes
+        if not n.is_leaf and n.op not in (*COLLECTIVES, "cont")
     )
-    assert work == Counter(n.op for n in made.graph.nodes if not n.is_leaf and n.op != "cont")
+    assert work == Counter(n.op for n in plan.graph.nodes if not n.is_leaf and n.op != "cont")
 
 
 class Picky(ReferenceBackend):
@@ -98,10 +101,10 @@ def test_a_plan_needs_what_its_nodes_need_and_says_what_is_missing(seed):
 
 
 @MANY
-def test_a_value_is_sent_to_a_device_at_most_once_and_no_weight_ever(seed):
-    made, _, _ = random_plan(seed, "layer")
-    for lane in made.lanes:
-        sends = [n for n in lane.graph.nodes if n.op == "send"]
+def test_no_value_is_sent_twice_to_a_device_and_no_weight_ever(seed):
+    plan, _, _ = random_plan(seed, "layer")
+    for device_plan in plan.lanes:
+        sends = [n for n in device_plan.graph.nodes if n.op == "send"]
         assert len({(n.inputs[0], n.attrs["to"]) for n in sends}) == len(sends)
         assert all(n.inputs[0].node.op not in ("weight", "input", "constant") for n in sends)
 
@@ -113,7 +116,7 @@ def test_planning_leaves_the_graph_as_it_was_and_gives_the_same_plan_again(seed,
     before = str(seeded_graph(seed))
     one, two = (random_plan(seed, mode)[0] for _ in range(2))
     assert str(one.graph) == before
-    assert [lane.program for lane in one.lanes] == [lane.program for lane in two.lanes]
+    assert [device_plan.program for device_plan in one.lanes] == [device_plan.program for device_plan in two.lanes]
     assert (one.leaves, one.outputs) == (two.leaves, two.outputs)
 
 
@@ -125,13 +128,13 @@ def test_an_observer_anywhere_sees_the_value_and_changes_nothing(seed, mode):
     watched = Graph({**graph.outputs, **seen}, graph.updates)
     values = bindings(graph, np.random.default_rng(seed))
     if mode == "layer":
-        made = plan_for(watched, group_of(3), split_mode="layer")
+        plan = plan_for(watched, group_of(3), split_mode="layer")
     else:
-        made = plan_for(watched, group_of(3), choose=lambda g, f: everything_that_fits(g, f, dice))
-    verify_plan(made)
+        plan = plan_for(watched, group_of(3), choose=lambda g, f: everything_that_fits(g, f, dice))
+    verify_plan(plan)
     unwatched = run_of(plan_for(graph, group_of(1)), values)
     want = run_of(plan_for(watched, group_of(1)), values)
-    got = run_of(made, values)
+    got = run_of(plan, values)
     for name, array in want.items():
         np.testing.assert_allclose(got[name], array, rtol=1e-9, atol=1e-9)
         np.testing.assert_array_equal(unwatched.get(name, array), array)
@@ -143,68 +146,72 @@ def test_an_observer_anywhere_sees_the_value_and_changes_nothing(seed, mode):
 @BOTH
 @MANY
 def test_every_tensor_is_aligned_to_its_elements_and_inside_its_buffer(seed, mode):
-    made, _, _ = random_plan(seed, mode)
-    for lane in made.lanes:
-        for i in lane.program.instructions:
+    plan, _, _ = random_plan(seed, mode)
+    for device_plan in plan.lanes:
+        for i in device_plan.program.instructions:
             for t in i.dst:
                 assert t.buffer or t.offset % 64 == 0 or not t.spec.size
             for t in (*i.src, *i.dst):
                 if t is not None and t.spec.size:
                     last = sum((n - 1) * s for n, s in zip(t.shape, t.strides, strict=True))
                     end = t.offset + (last + 1) * t.dtype.storage.itemsize
-                    assert 0 <= t.offset <= end <= lane.program.buffers[t.buffer].nbytes
+                    assert 0 <= t.offset <= end <= device_plan.program.buffers[t.buffer].nbytes
 
 
 @BOTH
 @MANY
 def test_an_arena_holds_what_is_live_at_once_and_no_more_than_everything(seed, mode):
-    made, _, _ = random_plan(seed, mode)
-    for lane in made.lanes:
+    plan, _, _ = random_plan(seed, mode)
+    for device_plan in plan.lanes:
         reads: dict[tuple[int, int], int] = {}
-        written = [(n, t) for n, i in enumerate(lane.program.instructions) for t in i.dst if not t.buffer]
+        written = [(n, t) for n, i in enumerate(device_plan.program.instructions) for t in i.dst if not t.buffer]
         sizes = [-(-t.spec.size * t.dtype.storage.itemsize // 64) * 64 for _, t in written]
-        sizes += [-(-t.spec.size * t.dtype.storage.itemsize // 64) * 64 for t in lane.program.inputs.values()]
-        sizes += [-(-i.scratch.shape[0] // 64) * 64 for i in lane.program.instructions if i.scratch]
-        for n, i in enumerate(lane.program.instructions):
+        sizes += [-(-t.spec.size * t.dtype.storage.itemsize // 64) * 64 for t in device_plan.program.inputs.values()]
+        sizes += [-(-i.scratch.shape[0] // 64) * 64 for i in device_plan.program.instructions if i.scratch]
+        for n, i in enumerate(device_plan.program.instructions):
             reads.update({(t.buffer, t.offset): n for t in i.src if t is not None})
-        least = max(
+        lower_bound = max(
             (
                 sum(t.spec.size * t.dtype.storage.itemsize for t in i.dst if not t.buffer)
-                for i in lane.program.instructions
+                for i in device_plan.program.instructions
             ),
             default=0,
         )
-        assert least <= lane.memory()["arena"] <= sum(sizes)
+        assert lower_bound <= device_plan.memory()["arena"] <= sum(sizes)
 
 
 @BOTH
 @MANY
 def test_every_read_finds_what_its_source_wrote_whole(seed, mode):
-    """Byte by byte and by names alone, without the verifier: nobody wrote there since the node that made the value."""
-    made, _, _ = random_plan(seed, mode)
-    for lane in made.lanes:
-        called = assign_names(lane.graph)
-        nodes = {called[n]: n for n in lane.graph.nodes}
-        arena = np.full(lane.program.buffers[0].nbytes, -1)
-        number = {v: k for k, v in enumerate(v for n in lane.graph.nodes for v in n.results)}
-        for name, tensor in lane.program.inputs.items():
+    """Check byte by byte and by names alone, without the verifier: only the node of the value wrote there."""
+    plan, _, _ = random_plan(seed, mode)
+    for device_plan in plan.lanes:
+        called = assign_names(device_plan.graph)
+        nodes = {called[n]: n for n in device_plan.graph.nodes}
+        arena = np.full(device_plan.program.buffers[0].nbytes, -1)
+        number = {v: k for k, v in enumerate(v for n in device_plan.graph.nodes for v in n.results)}
+        for name, tensor in device_plan.program.inputs.items():
             arena[slice(*_reach(tensor))] = number[Value(nodes[name])]
-        for at, i in enumerate(lane.program.instructions):
-            if at in lane.program.saves:
+        for at, i in enumerate(device_plan.program.instructions):
+            if at in device_plan.program.saves:
                 arena[slice(*_reach(i.dst[0]))] = -2 - at
                 continue
-            sources = nodes[i.node].src if i.node in nodes else (lane.graph.updates[_state(lane.graph, i.node)],)
-            _found(arena, sources, i.src, number)
+            sources = (
+                nodes[i.node].src
+                if i.node in nodes
+                else (device_plan.graph.updates[_state(device_plan.graph, i.node)],)
+            )
+            _check_location(arena, sources, i.src, number)
             for tensor in (i.scratch, *i.dst):
                 if tensor is not None and tensor.buffer == 0:
                     arena[slice(*_reach(tensor))] = -1
             for value, tensor in zip(nodes[i.node].results if i.node in nodes else (), i.dst, strict=False):
                 if tensor.buffer == 0:
                     arena[slice(*_reach(tensor))] = number[value]
-        ends = [(lane.graph.outputs[name], tensor) for name, tensor in lane.program.outputs.items()]
-        _found(arena, [v for v, _ in ends], [t for _, t in ends], number)
-        for at in lane.program.saves:  # what undoes the run is there to its end
-            assert (arena[slice(*_reach(lane.program.instructions[at].dst[0]))] == -2 - at).all()
+        ends = [(device_plan.graph.outputs[name], tensor) for name, tensor in device_plan.program.outputs.items()]
+        _check_location(arena, [v for v, _ in ends], [t for _, t in ends], number)
+        for at in device_plan.program.saves:  # the saves that undo the run are present to its end
+            assert (arena[slice(*_reach(device_plan.program.instructions[at].dst[0]))] == -2 - at).all()
 
 
 def _state(graph: Graph, name: str) -> Value:
@@ -212,12 +219,12 @@ def _state(graph: Graph, name: str) -> Value:
 
 
 def _reach(tensor) -> tuple[int, int]:
-    """First byte and end of what a tensor's strides reach."""
+    """Return the first byte and the end of a tensor's strides."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
     return tensor.offset, tensor.offset + ((last + 1) * tensor.dtype.storage.itemsize if tensor.spec.size else 0)
 
 
-def _found(arena, sources, tensors, number) -> None:
+def _check_location(arena, sources, tensors, number) -> None:
     for value, tensor in zip(sources, tensors, strict=True):
         if tensor is not None and tensor.buffer == 0:
             while not value.node.is_leaf and op_of(value.node).is_view:
@@ -228,13 +235,13 @@ def _found(arena, sources, tensors, number) -> None:
 @BOTH
 @pytest.mark.parametrize("seed", range(2000, 2020))
 def test_outputs_of_a_run_stay_as_they_were_in_the_next(seed, mode):
-    made, _, values = random_plan(seed, mode)
-    run = load(made, weights_of(made.graph, values))
-    feed = {v.node.name: values[v.node.name] for v in made.graph.inputs}
+    plan, _, values = random_plan(seed, mode)
+    run = load(plan, weights_of(plan.graph, values))
+    feed = {v.node.name: values[v.node.name] for v in plan.graph.inputs}
     first = run.run(feed)
-    kept = {name: np.array(a) for name, a in first.items()}
+    first_outputs = {name: np.array(a) for name, a in first.items()}
     run.run({name: np.zeros_like(a) for name, a in feed.items()})
-    for name, array in kept.items():
+    for name, array in first_outputs.items():
         np.testing.assert_array_equal(first[name], array)
 
 

@@ -1,4 +1,4 @@
-"""Plans kept on disk: what is read back is what was planned, and nothing else is ever taken for it."""
+"""Plans in the disk cache: a plan that is read back is the one that was saved, and no other entry is ever used."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ PLANNED_GROUPS = {"alone": ["cpu:0"], "three": ["cpu:0", "cpu:1", "numpy:0"], "a
 @pytest.fixture
 def plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """The plans that are made, not read."""
-    made: list[Plan] = []
+    built: list[Plan] = []
 
-    def counted(*given, **named):
-        made.append(real(*given, **named))
-        return made[-1]
+    def record_plan(*args, **named):
+        built.append(real(*args, **named))
+        return built[-1]
 
     real = planner.plan_for
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(planner, "plan_for", counted)
-    return made
+    monkeypatch.setattr(planner, "plan_for", record_plan)
+    return built
 
 
 def files(folder: Path) -> list[Path]:
@@ -107,10 +107,10 @@ def test_another_graph_group_or_option_has_another_plan(plans, tmp_path, monkeyp
 
 
 class Foreign(CpuBackend):
-    """Of another package, whose source nobody here knows."""
+    """A backend of another package, with unknown source."""
 
 
-def test_plans_for_backends_of_others_are_not_kept(plans, tmp_path):
+def test_plans_for_backends_of_others_are_not_cached(plans, tmp_path):
     backend = Foreign()
     for _ in range(2):
         kept_plan(seeded_graph(5), [(backend, backend.device(0))])

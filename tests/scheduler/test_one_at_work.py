@@ -1,4 +1,4 @@
-"""A device whose fellows wait has more of what they share, and plans are priced so."""
+"""A device with waiting neighbours has more of the shared resources, and plans are priced so."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARED = Hardware(flops=1e9, bandwidth=1e9, launch=0.0, link_bandwidth=1e12, lin
 GROUP = [find("numpy:0"), find("numpy:1")]
 
 
-@pytest.mark.parametrize("rows", [1, 256])  # what waits for memory, and what waits for arithmetic
+@pytest.mark.parametrize("rows", [1, 256])  # bound by memory, and bound by arithmetic
 def test_two_devices_that_share_one_processor_are_left_for_one_that_has_all_of_it(rows):
     graph = build_matmul_graph(DType.F32, 4, rows)
     apart = plan_for(graph, GROUP, hardware=SHARED)
@@ -35,7 +35,7 @@ def test_two_devices_that_share_one_processor_are_left_for_one_that_has_all_of_i
     assert len(plan_for(graph, GROUP, hardware=quarrel).lanes) == 2
 
 
-def test_a_use_is_judged_by_the_device_that_has_all_to_itself():
+def test_a_workload_is_scored_by_the_device_that_has_all_to_itself():
     graph = decoder(4)
     use = Use(lambda sequences, tokens: graph, (), new=8)
     taken = {
@@ -57,14 +57,14 @@ def test_layers_in_turn_take_what_a_device_takes_alone_and_gain_less_where_runs_
 
 
 def test_devices_that_work_at_once_are_not_alone():
-    def found(*devices: tuple[int, ...]) -> list[Stage]:
+    def find_stages(*devices: tuple[int, ...]) -> list[Stage]:
         return [Stage(WORK, of, 0, 1, 0.0, 0.0, 1.0) for of in devices]
 
-    meeting = Stage("all_reduce", (0, 1), 1, 1, 0.0, 0.0, 1.0)
-    send = replace(meeting, op="send")
-    assert take_turns([*found((0,)), send, *found((1,))], 2)
-    assert not take_turns([*found((0, 1)), meeting, *found((0, 1))], 2)
-    assert not take_turns(found((0,), (1,)), 2)
+    reduction = Stage("all_reduce", (0, 1), 1, 1, 0.0, 0.0, 1.0)
+    send = replace(reduction, op="send")
+    assert take_turns([*find_stages((0,)), send, *find_stages((1,))], 2)
+    assert not take_turns([*find_stages((0, 1)), reduction, *find_stages((0, 1))], 2)
+    assert not take_turns(find_stages((0,), (1,)), 2)
     graph = build_matmul_graph(DType.F32, 4, 1)
     plan = plan_for(graph, GROUP, hardware=replace(SHARED, alone_bandwidth=2.0), split_mode="tensor")
     assert plan.cost == plan_for(graph, GROUP, hardware=SHARED, split_mode="tensor").cost

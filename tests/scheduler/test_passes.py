@@ -1,4 +1,7 @@
-"""What each pass makes of each small model, as text that was read by eye: `pytest --update-golden` writes it anew."""
+"""The result of each pass on each small model, as text that was read by eye.
+
+`pytest --update-golden` writes it anew.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,15 @@ PASSED = GOLDENS / "passes"
 DECODE, PREFILL = Step(1, 1, 16, 16, 1), Step(2, 4, 16, 16, 2)
 
 
-def layers(name: str, *kept: int, **keys: int) -> Gguf:
+def layers(name: str, *indices: int, **keys: int) -> Gguf:
     """The fixture with these layers alone, and such metadata."""
     model = open_gguf(path_of(name), header_only=True)
     arch = model.metadata["general.architecture"]
     tensors = {n: t for n, t in model.tensors.items() if not n.startswith("blk.")}
-    for new, old in enumerate(kept):
+    for new, old in enumerate(indices):
         own = {n.removeprefix(f"blk.{old}."): t for n, t in model.tensors.items() if n.startswith(f"blk.{old}.")}
         tensors |= {f"blk.{new}.{n}": t for n, t in own.items()}
-    changed = {f"{arch}.{key}": value for key, value in {"block_count": len(kept), **keys}.items()}
+    changed = {f"{arch}.{key}": value for key, value in {"block_count": len(indices), **keys}.items()}
     return replace(model, tensors=tensors, metadata={**model.metadata, **changed})
 
 
@@ -51,7 +54,7 @@ MODELS = {
 
 
 def passes(graph: Graph) -> Iterator[tuple[str, str]]:
-    """The name of each pass and what it makes of `graph` for two devices."""
+    """Yield the name of each pass and its result for `graph` on two devices."""
     simulation = simulate("cpu:2")
     backend, device = simulation.group[0]
     yield "1-built", format_graph(graph)
@@ -85,21 +88,21 @@ def round_floats(text: str) -> str:
 @pytest.mark.parametrize("name", MODELS)
 def test_each_pass_makes_of_a_small_model_what_was_read_by_eye(name: str, update_golden: bool) -> None:
     folder = PASSED / name
-    made = {f"{number}.txt": round_floats(text) for number, text in passes(MODELS[name]())}
+    dumps = {f"{number}.txt": round_floats(text) for number, text in passes(MODELS[name]())}
     if update_golden:
         folder.mkdir(parents=True, exist_ok=True)
-        for file in set(folder.iterdir()) - {folder / n for n in made}:
+        for file in set(folder.iterdir()) - {folder / n for n in dumps}:
             file.unlink()
-        for file_name, text in made.items():
+        for file_name, text in dumps.items():
             (folder / file_name).write_text(text, encoding="utf-8")
-    held = {file.name: file.read_text(encoding="utf-8") for file in folder.glob("*.txt")}
-    assert held.keys() == made.keys(), "run pytest --update-golden and read what it wrote"
-    for file_name, text in made.items():
-        assert text == held[file_name], f"{name}/{file_name} is not what the pass makes now"
+    golden_texts = {file.name: file.read_text(encoding="utf-8") for file in folder.glob("*.txt")}
+    assert golden_texts.keys() == dumps.keys(), "run pytest --update-golden and read what it wrote"
+    for file_name, text in dumps.items():
+        assert text == golden_texts[file_name], f"{name}/{file_name} is not what the pass makes now"
 
 
 @pytest.mark.parametrize(
-    ("shown", "words"),
+    ("pass_name", "words"),
     [
         (
             "graph",
@@ -112,19 +115,19 @@ def test_each_pass_makes_of_a_small_model_what_was_read_by_eye(name: str, update
         ("steps", " steps\nstep  op "),
     ],
 )
-def test_the_command_shows_what_a_pass_made(shown: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_the_result_of_a_pass(pass_name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(path_of("llama"))
-    assert main(["plan", path, "-c", "16", "--simulate", "cpu:2", "--split-mode", "tensor", "--show", shown]) == 0
+    assert main(["plan", path, "-c", "16", "--simulate", "cpu:2", "--split-mode", "tensor", "--show", pass_name]) == 0
     assert words in capsys.readouterr().out
 
 
 def test_the_map_of_memory_covers_what_instructions_touch_and_shows_long_programs_in_fewer_columns() -> None:
     simulation = simulate("cpu:1")
-    made = plan_for(load_model(layers("qwen35", 0, 1, 2)).graph(PREFILL), simulation.group)
-    program = made.lanes[0].program
-    drawn = memory_text(program).splitlines()
+    plan = plan_for(load_model(layers("qwen35", 0, 1, 2)).graph(PREFILL), simulation.group)
+    program = plan.lanes[0].program
+    map_lines = memory_text(program).splitlines()
     steps = len(program.instructions)
-    assert drawn[1].split()[:6] == ["offset", "bytes", "steps", "0", "to", f"{steps - 1},"]
-    bars = [line.split()[2] for line in drawn[2 : drawn.index("")]]
+    assert map_lines[1].split()[:6] == ["offset", "bytes", "steps", "0", "to", f"{steps - 1},"]
+    bars = [line.split()[2] for line in map_lines[2 : map_lines.index("")]]
     assert {len(bar) for bar in bars} == {-(-steps // 2)}
     assert all(any(bar[column] == "#" for bar in bars) for column in range(len(bars[0])))

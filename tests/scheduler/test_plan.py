@@ -45,16 +45,16 @@ def mlp(columns=256, rows=64):
 @pytest.mark.parametrize("seed", range(8))
 def test_a_plan_read_back_is_the_plan_and_runs(seed, mode):
     graph = seeded_graph(seed)
-    made = plan(graph, "cpu:0,cpu:1,cpu:2", split_mode=mode)
-    again = plan_from_json(plan_to_json(made))
-    assert again.digest() == made.digest()
-    assert plan_to_json(again) == plan_to_json(made)
-    assert again.explain(steps=True) == made.explain(steps=True)
-    assert difference(made, again) == ()
+    new_plan = plan(graph, "cpu:0,cpu:1,cpu:2", split_mode=mode)
+    again = plan_from_json(plan_to_json(new_plan))
+    assert again.digest() == new_plan.digest()
+    assert plan_to_json(again) == plan_to_json(new_plan)
+    assert again.explain(steps=True) == new_plan.explain(steps=True)
+    assert difference(new_plan, again) == ()
     arrays = bindings(graph, np.random.default_rng(seed))
     weights = {v.node.name: arrays[v.node.name] for v in graph.weights}
     inputs = {v.node.name: arrays[v.node.name] for v in graph.inputs}
-    want, got = load(made, weights).run(inputs), load(again, weights).run(inputs)
+    want, got = load(new_plan, weights).run(inputs), load(again, weights).run(inputs)
     for name in want:
         np.testing.assert_array_equal(got[name], want[name])
 
@@ -72,10 +72,10 @@ def test_an_attribute_may_be_nan_or_infinite(factor, devices):
 
 def test_a_plan_for_simulated_devices_is_read_back():
     simulation = simulate("h200:2,nvlink")
-    made = plan_for(mlp(), simulation.group, split_mode="tensor", hardware=simulation.hardware)
-    again = plan_from_json(plan_to_json(made))
-    assert again.cost == made.cost
-    assert again.digest() == made.digest()
+    plan = plan_for(mlp(), simulation.group, split_mode="tensor", hardware=simulation.hardware)
+    again = plan_from_json(plan_to_json(plan))
+    assert again.cost == plan.cost
+    assert again.digest() == plan.digest()
 
 
 @pytest.mark.long
@@ -101,7 +101,7 @@ def test_the_digest_is_the_same_in_another_process_with_another_hash_seed():
 def test_the_digest_tells_plans_apart_but_not_their_predictions():
     one, two = (plan(mlp(), "cpu:0,cpu:1", split_mode=mode) for mode in ("tensor", "layer"))
     assert one.digest() != two.digest()
-    group = [(lane.backend, lane.device) for lane in one.lanes]
+    group = [(device_plan.backend, device_plan.device) for device_plan in one.lanes]
     fast = replace(CPU, flops=2 * CPU.flops, bandwidth=2 * CPU.bandwidth)
     faster = plan_for(mlp(), group, split_mode="tensor", hardware=fast)
     assert faster.cuts == one.cuts
@@ -138,8 +138,8 @@ def test_a_damaged_plan_is_refused_in_one_line():
 
 def test_launches_and_messages_that_take_no_time_are_read_back_and_speeds_of_zero_are_not():
     free = replace(CPU, launch=0.0, link_latency=0.0, across_latency=0.0)
-    made = plan_for(mlp(), group_of(["cpu:0", "cpu:1"], None), split_mode="tensor", hardware=free)
-    text = plan_to_json(made)
+    plan = plan_for(mlp(), group_of(["cpu:0", "cpu:1"], None), split_mode="tensor", hardware=free)
+    text = plan_to_json(plan)
     assert plan_from_json(text).hardware == free
     for speed in ("flops", "bandwidth", "link_bandwidth", "across_bandwidth"):
         document = json.loads(text)
@@ -216,9 +216,9 @@ def test_the_explanation_names_each_collective_and_the_weight_that_causes_it():
 
 
 def test_the_explanation_lists_instructions_only_when_asked():
-    made = plan(mlp(), "cpu:0,cpu:1")
-    assert "->" not in made.explain()
-    assert made.explain(steps=True).count("mul_mat ") == 2 * len(made.lanes)
+    new_plan = plan(mlp(), "cpu:0,cpu:1")
+    assert "->" not in new_plan.explain()
+    assert new_plan.explain(steps=True).count("mul_mat ") == 2 * len(new_plan.lanes)
 
 
 def test_a_layer_split_shows_its_copies():
@@ -232,19 +232,19 @@ def test_a_layer_split_shows_its_copies():
 def test_stages_cover_every_instruction_of_every_device_once():
     for seed in range(6):
         for mode in ("tensor", "layer"):
-            made = plan(seeded_graph(seed), "cpu:0,cpu:1,cpu:2", split_mode=mode)
-            for device, lane in enumerate(made.lanes):
-                work = sum(s.count for s in made.stages if s.op == "work" and device in s.devices)
-                meetings = sum(device in s.devices for s in made.stages if s.op != "work")
-                assert work + meetings == len(lane.program.instructions)
+            new_plan = plan(seeded_graph(seed), "cpu:0,cpu:1,cpu:2", split_mode=mode)
+            for device, device_plan in enumerate(new_plan.lanes):
+                work = sum(s.count for s in new_plan.stages if s.op == "work" and device in s.devices)
+                stage_count = sum(device in s.devices for s in new_plan.stages if s.op != "work")
+                assert work + stage_count == len(device_plan.program.instructions)
 
 
 def test_the_predicted_time_of_a_plan_is_between_its_busiest_device_and_all_stages_in_turn():
     for mode in ("tensor", "layer"):
-        made = plan(mlp(), "cpu:0,cpu:1", split_mode=mode)
-        own = [sum(s.seconds for s in made.stages if d in s.devices) for d in range(2)]
-        assert max(own) <= made.cost.total + 1e-12
-        assert made.cost.total <= sum(s.seconds for s in made.stages) + 1e-12
+        new_plan = plan(mlp(), "cpu:0,cpu:1", split_mode=mode)
+        own = [sum(s.seconds for s in new_plan.stages if d in s.devices) for d in range(2)]
+        assert max(own) <= new_plan.cost.total + 1e-12
+        assert new_plan.cost.total <= sum(s.seconds for s in new_plan.stages) + 1e-12
 
 
 def test_repeats_are_found_and_nothing_is_lost():
@@ -253,15 +253,15 @@ def test_repeats_are_found_and_nothing_is_lost():
     assert list(find_repetitions("")) == []
 
 
-def test_devices_in_a_row_are_drawn_together():
+def test_devices_in_a_row_are_listed_together():
     assert places(["cpu:0", "cpu:1", "cpu:2", "cpu:5", "cuda:0"]) == "cpu:0-2 cpu:5 cuda:0"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35"])
 def test_the_plan_of_a_small_model_is_the_golden_one(name, update_golden):
     simulation = simulate("cpu:2")
-    made = plan_for(decode_graph(name), simulation.group, split_mode="tensor", hardware=simulation.hardware)
-    text, path = made.explain() + "\n", PLANS / f"{name}.txt"
+    plan = plan_for(decode_graph(name), simulation.group, split_mode="tensor", hardware=simulation.hardware)
+    text, path = plan.explain() + "\n", PLANS / f"{name}.txt"
     if update_golden:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -281,17 +281,17 @@ def deep(layers):
     return Graph({"y": ops.mul_mat(weight("out", (128, 64)), x)})
 
 
-def test_a_condensed_graph_has_each_repeated_part_twice_and_counts_the_rest():
+def test_a_collapsed_graph_has_each_repeated_part_twice_and_counts_the_rest():
     small = condense(deep(40))
     assert len(small.graph.weights) < 10
     assert sum(small.times[v.node] or 1 for v in small.graph.weights) == 81
-    assert {name for twins in small.twins.values() for name in twins} == {v.node.name for v in deep(40).weights}
+    assert {name for names in small.twins.values() for name in names} == {v.node.name for v in deep(40).weights}
 
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("hardware", ["h200:8", "cpu:3", "rtx3090:4,ethernet"])
 @pytest.mark.parametrize("name", ["deep", "llama", "qwen3moe", "qwen3next", "qwen35moe"])
-def test_the_search_finds_in_the_condensed_graph_what_it_finds_in_the_whole(name, hardware, monkeypatch):
+def test_the_search_finds_the_same_in_the_collapsed_graph_as_in_the_whole(name, hardware, monkeypatch):
     graph, simulation = deep(12) if name == "deep" else decode_graph(name), simulate(hardware)
     planned = plan_for(graph, simulation.group, split_mode="tensor", hardware=simulation.hardware)
     monkeypatch.setattr("hocket.scheduler.sharding.search.condense", lambda graph: None)
@@ -319,7 +319,7 @@ def test_the_difference_names_layouts_collectives_memory_and_time():
     assert difference(before, before) == ()
 
 
-def test_names_of_layers_are_drawn_together():
+def test_names_of_layers_are_joined_in_one_range():
     assert drawn_together(["blk.0.up", "blk.1.up", "out"]) == ["%blk.*.up (2)", "%out"]
 
 
@@ -330,7 +330,7 @@ def test_what_fits_is_no_problem():
     assert memory_problem(plan_for(mlp(), simulate("h200:2").group)) is None
 
 
-def test_what_does_not_fit_comes_with_two_ways_out():
+def test_a_plan_that_does_not_fit_comes_with_two_remedies():
     graph = mlp(columns=2**19, rows=2**13)  # two weights of 16 GiB each
     problem = memory_problem(plan_for(graph, simulate("rtx3090:1").group))
     assert "rtx3090:0: needs 32" in problem
@@ -338,14 +338,14 @@ def test_what_does_not_fit_comes_with_two_ways_out():
 
 
 def test_virtual_devices_of_a_machine_share_its_memory():
-    made = plan(mlp(), "cpu:0,cpu:1,cpu:2")
-    (pool,) = pools(made)
+    new_plan = plan(mlp(), "cpu:0,cpu:1,cpu:2")
+    (pool,) = pools(new_plan)
     assert pool.is_shared
-    assert pool.needed == sum(made.memory().values())
+    assert pool.needed == sum(new_plan.memory().values())
     assert len(pools(plan_for(mlp(), simulate("cpu:3").group, split_mode="tensor"))) == 3
 
 
-def test_auto_cuts_what_does_not_fit_on_one_device():
+def test_auto_shards_a_model_that_does_not_fit_on_one_device():
     graph = mlp(columns=2**19, rows=2**13)
     assert memory_problem(plan_for(graph, simulate("rtx3090:2,ethernet").group, split_mode="auto")) is None
 
@@ -395,17 +395,17 @@ def test_the_command_fails_where_the_plan_does_not_fit(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--simulate", "abacus:3"], "h200"),
         (["--diff", "missing.json"], "missing.json"),
         (["--split-mode", "diagonal"], "diagonal"),
     ],
 )
-def test_wrong_usage_of_the_command_costs_one_line(flags, said, capsys):
+def test_wrong_usage_of_the_command_costs_one_line(flags, message, capsys):
     assert main(["plan", str(path_of("llama")), *flags]) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
 
 

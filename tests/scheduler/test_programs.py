@@ -26,7 +26,7 @@ from ..given.plans.ways import SLOW
 
 
 def counter(step: int = 1):
-    """A graph whose state grows by one each run, and which also gives the old value."""
+    """Build a graph with a state that grows by one each run; its output is the old value."""
     old = state("n", (2,))
     return old, ops.add(old, constant("one", [1.0, 1.0]), name="next")
 
@@ -43,10 +43,10 @@ def cache_graph(tokens: int = 1):
 
 
 def test_a_state_is_updated_in_its_own_memory():
-    made = plan(cache_graph())
-    writes = {i.node: i.dst[0].buffer for i in made.lanes[0].program.instructions}
-    assert made.lanes[0].program.buffers[writes["new"]].name == "cache"
-    assert [i.node for i in made.lanes[0].program.instructions] == ["cache.save", "new", "0"]
+    new_plan = plan(cache_graph())
+    writes = {i.node: i.dst[0].buffer for i in new_plan.lanes[0].program.instructions}
+    assert new_plan.lanes[0].program.buffers[writes["new"]].name == "cache"
+    assert [i.node for i in new_plan.lanes[0].program.instructions] == ["cache.save", "new", "0"]
 
 
 def test_readers_of_the_old_value_run_before_the_writer():
@@ -54,10 +54,10 @@ def test_readers_of_the_old_value_run_before_the_writer():
     new = ops.set_rows(cache, rows, ids, name="new")
     reads_new = ops.mul_mat(new, rows, name="reads_new")
     reads_old = ops.mul_mat(cache, rows, name="reads_old")  # reached last in graph order
-    made = plan(Graph({"new": reads_new, "old": reads_old}, {cache: new}))
-    order = [i.node for i in made.lanes[0].program.instructions]
+    new_plan = plan(Graph({"new": reads_new, "old": reads_old}, {cache: new}))
+    order = [i.node for i in new_plan.lanes[0].program.instructions]
     assert order.index("reads_old") < order.index("new") < order.index("reads_new")
-    run = load(made, {})
+    run = load(new_plan, {})
     first = run.run({"rows": [[1, 2, 3, 4]], "ids": [3]})
     assert not first["old"].any()
     assert first["new"][0, 3] == 30
@@ -74,8 +74,8 @@ def test_what_only_a_new_state_needs_does_not_keep_memory_to_the_end():
             both = ops.concat(old, x, axis=0)
             updates[old] = ops.get_rows(both, rows)
             x = ops.silu(ops.ssm_conv(both, weight(f"w.{layer}", (64, 4))))
-        (lane,) = plan(Graph({"y": x}, updates)).lanes
-        return lane.memory()["arena"] - lane.program.saved_bytes
+        (device_plan,) = plan(Graph({"y": x}, updates)).lanes
+        return device_plan.memory()["arena"] - device_plan.program.saved_bytes
 
     assert arena(8) == arena(2)
 
@@ -84,30 +84,30 @@ def test_a_reader_that_needs_the_new_value_forces_a_copy():
     """`late` reads both the old and the new value, so neither order works in place."""
     old, new = counter()
     late = ops.sub(new, old, name="late")
-    made = plan(Graph({"late": late}, {old: new}))
-    assert [i.node for i in made.lanes[0].program.instructions][-1] == "n.update"
-    run = load(made, {})
+    new_plan = plan(Graph({"late": late}, {old: new}))
+    assert [i.node for i in new_plan.lanes[0].program.instructions][-1] == "n.update"
+    run = load(new_plan, {})
     for n in range(3):
         np.testing.assert_array_equal(run.run({})["late"], [1, 1])
         np.testing.assert_array_equal(run.store.state("n"), [n + 1, n + 1])
 
 
 def test_runs_share_bytes_and_keep_theirs_in_turn_above_what_lasts():
-    wanted = [
+    expected = [
         Lifetime(256, -1, 5),  # an input that all runs read
         Lifetime(512, 1, 2),  # of run 0 alone
         Lifetime(640, 3, 4),  # of run 1 alone
-        Lifetime(128, 1, 7),  # kept by run 0
-        Lifetime(384, 3, 7),  # kept by run 1
-        Lifetime(128, 0, 0),  # of what is before
+        Lifetime(128, 1, 7),  # saved by run 0
+        Lifetime(384, 3, 7),  # saved by run 1
+        Lifetime(128, 0, 0),  # earlier values
     ]
-    arena = place_by_runs(wanted, [-1, 0, 0, 1, 1, 2, 2])
+    arena = place_by_runs(expected, [-1, 0, 0, 1, 1, 2, 2])
     assert arena.offsets == (0, 256, 256, 256 + 640, 256 + 640 + 128, 256)
     assert arena.nbytes == 256 + 640 + 128 + 384
 
 
 @pytest.mark.parametrize("backend", ["reference", "null"])
-def test_meetings_that_are_numbered_against_what_they_read_are_refused(backend):
+def test_collectives_that_are_numbered_against_their_operands_are_refused(backend):
     first = all_reduce(input("x", (2, 4)), sequence=1, name="late")
     second = all_reduce(ops.silu(first), sequence=0, name="early")
     on = find(f"{backend}:0")
@@ -115,21 +115,23 @@ def test_meetings_that_are_numbered_against_what_they_read_are_refused(backend):
         lower(Graph({"y": second}), *on)
 
 
-def test_a_program_whose_meetings_are_numbered_against_its_steps_is_refused():
+def test_a_program_with_collectives_numbered_against_its_steps_is_refused():
     group = [find("reference:0"), find("reference:1")]
-    made = plan_for(perceptron(2), group, split_mode="tensor", hardware=SLOW)
-    numbers = [i.attrs["sequence"] for i in made.lanes[0].program.instructions if i.op in COLLECTIVES]
+    plan = plan_for(perceptron(2), group, split_mode="tensor", hardware=SLOW)
+    numbers = [i.attrs["sequence"] for i in plan.lanes[0].program.instructions if i.op in COLLECTIVES]
     assert numbers == [0, 1, 2]
 
-    def turned(program):
+    def reverse_numbers(program):
         steps = [
             dataclasses.replace(i, attrs={**i.attrs, "sequence": 2 - i.attrs["sequence"]}) if i.op in COLLECTIVES else i
             for i in program.instructions
         ]
         return dataclasses.replace(program, instructions=tuple(steps))
 
-    lanes = tuple(dataclasses.replace(lane, program=turned(lane.program)) for lane in made.lanes)
-    assert any("runs after" in why for why in plan_faults(dataclasses.replace(made, lanes=lanes)))
+    device_plans = tuple(
+        dataclasses.replace(device_plan, program=reverse_numbers(device_plan.program)) for device_plan in plan.lanes
+    )
+    assert any("runs after" in why for why in plan_faults(dataclasses.replace(plan, lanes=device_plans)))
 
 
 def test_states_can_trade_places():
@@ -160,25 +162,25 @@ def test_two_states_may_get_the_same_new_value():
     assert run.store.state("b").tolist() == [2, 2]
 
 
-def test_a_state_takes_a_turned_value_in_place_where_the_turned_axis_has_one_entry():
+def test_a_state_takes_a_transposed_value_in_place_where_the_transposed_axis_has_one_entry():
     """How far entries of such an axis lie apart means nothing, to the planner and to the verifier."""
     old, x, up = state("old", (2, 1, 8)), input("x", (2, 8, 3)), weight("up", (1, 3))
-    made = plan(Graph({"y": ops.silu(x)}, {old: ops.transpose(ops.mul_mat(up, x, name="new"))}))
-    program = made.lanes[0].program
+    new_plan = plan(Graph({"y": ops.silu(x)}, {old: ops.transpose(ops.mul_mat(up, x, name="new"))}))
+    program = new_plan.lanes[0].program
     (new,) = (i for i in program.instructions if i.node == "new")
     assert program.buffers[new.dst[0].buffer].name == "old"
 
 
 def test_a_state_that_stays_as_it_is_costs_nothing():
     a = state("a", (2,))
-    made = plan(Graph({"twice": ops.add(a, a)}, {a: a}))
-    assert len(made.lanes[0].program.instructions) == 1
+    new_plan = plan(Graph({"twice": ops.add(a, a)}, {a: a}))
+    assert len(new_plan.lanes[0].program.instructions) == 1
 
 
 @pytest.mark.parametrize("devices", [1, 3])
-def test_a_state_that_nothing_reads_is_kept(devices):
-    kept = state("kept", (2,))
-    graph = Graph({"y": ops.silu(input("x", (2,)))}, {kept: kept})
+def test_a_state_that_nothing_reads_is_preserved(devices):
+    unread = state("kept", (2,))
+    graph = Graph({"y": ops.silu(input("x", (2,)))}, {unread: unread})
     run = load(plan(graph, [f"reference:{d}" for d in range(devices)]), {})
     run.store.state("kept")[...] = [1, 2]
     run.run({"x": [0, 0]})
@@ -188,8 +190,8 @@ def test_a_state_that_nothing_reads_is_kept(devices):
 def test_an_operand_that_is_read_again_is_not_overwritten():
     x = input("x", (3,))
     once = ops.exp(x, name="once")
-    made = plan(Graph({"y": ops.add(ops.neg(once), once)}))
-    out = load(made, {}).run({"x": [0.0, 1.0, 2.0]})
+    new_plan = plan(Graph({"y": ops.add(ops.neg(once), once)}))
+    out = load(new_plan, {}).run({"x": [0.0, 1.0, 2.0]})
     np.testing.assert_allclose(out["y"], 0, atol=0)
 
 
@@ -198,8 +200,8 @@ def test_chains_of_elementwise_ops_share_one_memory():
     y = x
     for _ in range(50):
         y = ops.relu(ops.neg(y))
-    made = plan(Graph({"y": y}))
-    assert made.memory()["arena"] <= 2 * 4096
+    new_plan = plan(Graph({"y": y}))
+    assert new_plan.memory()["arena"] <= 2 * 4096
 
 
 def test_the_same_graph_gives_the_same_plan():
@@ -219,9 +221,9 @@ def test_planning_leaves_the_graph_as_it_was():
 def test_a_reshape_that_strides_cannot_say_gets_a_copy():
     x = input("x", (3, 4))
     y = ops.reshape(ops.transpose(x), shape=(12,))
-    made = plan(Graph({"y": ops.neg(y)}))
-    assert [i.op for i in made.lanes[0].program.instructions] == ["cont", "neg"]
-    out = load(made, {}).run({"x": np.arange(12).reshape(3, 4)})
+    new_plan = plan(Graph({"y": ops.neg(y)}))
+    assert [i.op for i in new_plan.lanes[0].program.instructions] == ["cont", "neg"]
+    out = load(new_plan, {}).run({"x": np.arange(12).reshape(3, 4)})
     np.testing.assert_array_equal(out["y"], -np.arange(12).reshape(3, 4).T.ravel())
 
 
@@ -230,10 +232,10 @@ def test_a_kernel_that_cannot_read_strides_gets_one_copy_for_all_readers():
     backend.reads_strided = lambda node, operand: node.op != "mul"
     x = ops.transpose(input("x", (3, 4)))
     graph = Graph({"y": ops.mul(ops.mul(x, x), x), "z": ops.neg(x)})
-    made = plan_for(graph, [(backend, device)])
-    assert [i.op for i in made.lanes[0].program.instructions].count("cont") == 1
+    plan = plan_for(graph, [(backend, device)])
+    assert [i.op for i in plan.lanes[0].program.instructions].count("cont") == 1
     data = np.arange(12.0).reshape(3, 4)
-    out = load(made, {}).run({"x": data})
+    out = load(plan, {}).run({"x": data})
     np.testing.assert_array_equal(out["y"], data.T**3)
 
 
@@ -284,14 +286,14 @@ def test_replay_allocates_nothing():
 # ------------------------------------------------------------------------------------------------------- verifier
 
 
-def planted(program, kind: str):
+def plant_fault(program, kind: str):
     """`program` with one fault."""
     steps = list(program.instructions)
 
     def edit(i, **changes):
         steps[i] = dataclasses.replace(steps[i], **changes)
 
-    def moved(tensor, by):
+    def move_tensor(tensor, by):
         return dataclasses.replace(tensor, offset=tensor.offset + by)
 
     match kind:
@@ -302,15 +304,15 @@ def planted(program, kind: str):
         case "a step runs twice":
             steps.append(steps[0])
         case "a result lands elsewhere":
-            edit(1, dst=(moved(steps[1].dst[0], 64),))
+            edit(1, dst=(move_tensor(steps[1].dst[0], 64),))
         case "an operand is read elsewhere":
-            edit(2, src=(moved(steps[2].src[0], 4), *steps[2].src[1:]))
+            edit(2, src=(move_tensor(steps[2].src[0], 4), *steps[2].src[1:]))
         case "a result overwrites a live value":
             edit(0, dst=steps[0].src)
         case "a result lies outside the arena":
-            edit(2, dst=(moved(steps[2].dst[0], 1 << 20),))
+            edit(2, dst=(move_tensor(steps[2].dst[0], 1 << 20),))
         case "a result overlaps its operand shifted":
-            edit(3, dst=(moved(steps[3].src[0], 4),))
+            edit(3, dst=(move_tensor(steps[3].src[0], 4),))
         case "an unknown step":
             edit(0, node="nobody")
         case "an operand has another shape":
@@ -318,7 +320,7 @@ def planted(program, kind: str):
         case "an output is lost":
             return dataclasses.replace(program, outputs={})
         case "an output is read elsewhere":
-            outputs = {k: moved(t, 64) for k, t in program.outputs.items()}
+            outputs = {k: move_tensor(t, 64) for k, t in program.outputs.items()}
             return dataclasses.replace(program, outputs=outputs)
         case "the state is not updated":
             steps = [s for s in steps if s.node != "new"]
@@ -351,10 +353,12 @@ def test_the_verifier_finds_a_program_where(fault):
     d = ops.neg(c, name="d")
     new = ops.set_rows(cache, d, input("ids", (2,), "i32"), name="new")
     graph = Graph({"y": ops.mul_mat(new, c, name="y")}, {cache: new})
-    made = plan(graph)
-    check(made.lanes[0].graph, made.lanes[0].program, made.lanes[0].backend)
-    assert [i.node for i in made.lanes[0].program.instructions] == ["a", "b", "c", "d", "cache.save", "new", "y"]
-    assert list(faults(made.lanes[0].graph, planted(made.lanes[0].program, fault), made.lanes[0].backend)), fault
+    new_plan = plan(graph)
+    check(new_plan.lanes[0].graph, new_plan.lanes[0].program, new_plan.lanes[0].backend)
+    assert [i.node for i in new_plan.lanes[0].program.instructions] == ["a", "b", "c", "d", "cache.save", "new", "y"]
+    assert list(
+        faults(new_plan.lanes[0].graph, plant_fault(new_plan.lanes[0].program, fault), new_plan.lanes[0].backend)
+    ), fault
 
 
 # ------------------------------------------------------------------------------------------------------- executor

@@ -18,12 +18,12 @@ from hocket.scheduler.sharding.factors import Factors
 
 from ..given.graphs.random_graphs import seeded_graph
 from ..given.graphs.wide_graphs import OPS, SAMPLES, wide_graph
-from ..given.plans.ways import SLOW, compared, results, values_of, ways_tried
+from ..given.plans.ways import SLOW, compare_results, results, try_all_modes, values_of
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_plan_of_a_random_graph_gives_what_one_device_gives(seed):
-    faults = [f"{way}: {fault}" for way, fault in ways_tried(wide_graph(seed), seed) if fault]
+    faults = [f"{mode}: {fault}" for mode, fault in try_all_modes(wide_graph(seed), seed) if fault]
     assert not faults
 
 
@@ -89,8 +89,8 @@ def test_a_graph_that_was_once_refused_is_planned_and_right(case, mode):
     values = values_of(graph, 0)
     one = results(plan_for(graph, [find("reference:0")]), values)
     group = [find(f"reference:{d}") for d in range(3)]
-    made = plan_for(graph, group, split_mode=mode, hardware=SLOW, tensor_split=(2, 1, 1))
-    assert not compared(results(made, values), one)
+    plan = plan_for(graph, group, split_mode=mode, hardware=SLOW, tensor_split=(2, 1, 1))
+    assert not compare_results(results(plan, values), one)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -99,12 +99,12 @@ def test_whatever_factors_a_caller_chooses_the_plan_is_right(seed):
 
     def any_two(graph: Graph, factors: Factors) -> frozenset[Factor]:
         stored = (*graph.weights, *graph.states)
-        held = [f for leaf in stored for axis in factors.axes(leaf) for segment in axis for f in segment]
-        free = [f for f in dict.fromkeys(held) if not f.blocked]
+        shared_factors = [f for leaf in stored for axis in factors.axes(leaf) for segment in axis for f in segment]
+        free = [f for f in dict.fromkeys(shared_factors) if not f.blocked]
         return frozenset(random.Random(seed).sample(free, min(2, len(free))))
 
     graph = seeded_graph(seed)
     values = values_of(graph, seed)
     group = [find(f"reference:{i}") for i in range(3)]
     got = results(plan_for(graph, group, choose=any_two), values)
-    assert not compared(got, results(plan_for(graph, group[:1]), values))
+    assert not compare_results(got, results(plan_for(graph, group[:1]), values))

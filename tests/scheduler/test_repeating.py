@@ -1,4 +1,4 @@
-"""Plans that repeat runs of a short graph are those that would be made step by step, and are proven."""
+"""Plans that repeat a shortened graph equal plans that are lowered step by step, and are verified."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ GRAPHS = {
 }
 
 
-def planned(name: str, backend: str = "cpu") -> Plan:
+def plan_graph(name: str, backend: str = "cpu") -> Plan:
     graph, devices, shares = GRAPHS[name]
     group = [find(f"{backend}:{d}") for d in range(devices)]
     return plan_for(graph, group, split_mode="tensor", tensor_split=shares, hardware=SLOW)
 
 
 @pytest.fixture(autouse=True)
-def every_plan_is_worth_it(monkeypatch):
+def allow_any_gain(monkeypatch):
     monkeypatch.setattr(repeating, "WORTH", 1)
 
 
 def step_by_step(plan: Plan) -> Plan:
-    """The same plan, of which nobody knows that it repeats itself."""
-    return dataclasses.replace(plan, lanes=tuple(dataclasses.replace(lane) for lane in plan.lanes))
+    """Return the same plan without its repetition."""
+    return dataclasses.replace(plan, lanes=tuple(dataclasses.replace(device_plan) for device_plan in plan.lanes))
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_what_is_proven_of_a_short_plan_holds_of_the_long_one_step_by_step(name):
-    plan = planned(name)
-    assert all(lane.short is not None and "program" not in vars(lane) for lane in plan.lanes)
+    plan = plan_graph(name)
+    assert all(device_plan.short is not None and "program" not in vars(device_plan) for device_plan in plan.lanes)
     assert list(plan_faults(plan)) == []
     long = step_by_step(plan)
-    assert all(lane.short is None for lane in long.lanes)
+    assert all(device_plan.short is None for device_plan in long.lanes)
     assert list(plan_faults(long)) == []
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_plan_that_repeats_itself_computes_what_one_device_does(name):
-    plan = planned(name, "reference")
+    plan = plan_graph(name, "reference")
     values = values_of(plan.graph, 1)
     alone = plan_for(plan.graph, [find("reference:0")])
     for got, want in zip(results(plan, values), results(alone, values), strict=True):
@@ -65,61 +65,61 @@ def test_a_plan_that_repeats_itself_computes_what_one_device_does(name):
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_a_plan_over_weights_that_lie_already_repeats_itself_too(name):
-    plan = planned(name)
+    plan = plan_graph(name)
     again = plan_for(plan.graph, plan.group, hardware=SLOW, like=plan)
-    assert all(lane.short is not None and "program" not in vars(lane) for lane in again.lanes)
+    assert all(device_plan.short is not None and "program" not in vars(device_plan) for device_plan in again.lanes)
     assert again.leaves == plan.leaves
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_a_plan_made_step_by_step_takes_the_shares_of_weights_that_lie_already(name, monkeypatch):
-    """Shares of runs that repeat come again sooner than rounding gives back what it took."""
-    plan = planned(name)
+def test_a_plan_lowered_step_by_step_takes_the_shares_of_loaded_weights(name, monkeypatch):
+    """Check that shares of repeated runs recur sooner than rounding evens out."""
+    plan = plan_graph(name)
     monkeypatch.setattr(repeating, "WORTH", float("inf"))
     again = plan_for(plan.graph, plan.group, hardware=SLOW, like=plan)
-    assert all(lane.short is None for lane in again.lanes)
+    assert all(device_plan.short is None for device_plan in again.lanes)
     assert again.leaves == plan.leaves
     assert again.collectives() == plan.collectives()
     assert list(plan_faults(again)) == []
 
 
 def test_leaves_lie_as_the_programs_of_the_long_plan_have_them():
-    plan = planned("more layers than kinds")
+    plan = plan_graph("more layers than kinds")
     assert plan.leaves.keys() == {node.name for node in plan.graph.nodes if node.is_leaf}
-    for device, lane in enumerate(plan.lanes):
-        rows = {b.name: b.declared.shape[0] for b in lane.program.buffers if b.name.endswith("gate")}
+    for device, device_plan in enumerate(plan.lanes):
+        rows = {b.name: b.declared.shape[0] for b in device_plan.program.buffers if b.name.endswith("gate")}
         assert len(rows) == 14
         assert rows == {name: plan.leaves[name].length(device) for name in rows}
 
 
-def test_what_rounding_takes_from_a_device_in_one_run_it_is_given_in_others():
-    plan = planned("more layers than kinds")
+def test_a_device_regains_in_later_runs_the_rows_that_rounding_takes():
+    plan = plan_graph("more layers than kinds")
     assert plan.lanes[0].short.of.short_count == 8
     caches = [layout for name, layout in plan.leaves.items() if name.endswith("cache_k")]
     heads = [sum(layout.length(device) for layout in caches) / D for device in range(3)]
     assert all(abs(n - 14 * KV * share / 11) < 2.5 for n, share in zip(heads, (5, 4, 2), strict=True))
 
 
-def test_a_plan_that_saves_little_is_made_step_by_step(monkeypatch):
+def test_a_plan_that_saves_little_is_lowered_step_by_step(monkeypatch):
     monkeypatch.setattr(repeating, "WORTH", 20_000)
-    assert all(lane.short is None for lane in planned("decoder").lanes)
+    assert all(device_plan.short is None for device_plan in plan_graph("decoder").lanes)
 
 
 def test_runs_that_cannot_be_repeated_are_planned_one_by_one_and_the_plan_says_why(monkeypatch):
     monkeypatch.setattr(repeating, "lanes_of", lambda graphs, group, of: lanes_of(graphs, group))
-    monkeypatch.setattr(repeating, "_is_repeatable", lambda lane, of: True)
-    plan = planned("decoder")
-    assert all(lane.short is None for lane in plan.lanes)
+    monkeypatch.setattr(repeating, "_is_repeatable", lambda device_plan, of: True)
+    plan = plan_graph("decoder")
+    assert all(device_plan.short is None for device_plan in plan.lanes)
     assert any("planned by itself" in why for why in plan.reasons)
     assert list(plan_faults(plan)) == []
 
 
 @pytest.mark.parametrize(("name", "devices"), [("decoder", 2), ("perceptron", 3), ("decoder", 1)])
-def test_kernels_of_runs_that_repeat_are_those_of_a_plan_made_step_by_step(name, devices, monkeypatch):
-    """Products are launched together in both, and nobody looks at the long program to know it."""
+def test_kernels_of_repeated_runs_are_those_of_a_plan_lowered_step_by_step(name, devices, monkeypatch):
+    """Check that products are launched together in both, without a look at the long program."""
     graph, group = GRAPHS[name][0], simulate(f"h200:{devices},nvlink").group
     plan = plan_for(graph, group, split_mode="tensor")
-    assert any("program" not in vars(lane) for lane in plan.lanes)
+    assert any("program" not in vars(device_plan) for device_plan in plan.lanes)
     calls = [(call.kernel, call.numbers) for call in plan.lanes[0].calls]
     assert "program" not in vars(plan.lanes[0])
     long = plan.lanes[0].backend.foretold(plan.lanes[0].program, plan.lanes[0].device)
@@ -129,8 +129,8 @@ def test_kernels_of_runs_that_repeat_are_those_of_a_plan_made_step_by_step(name,
     assert plan.cost == pytest.approx(plan_for(graph, group, split_mode="tensor").cost)
 
 
-def test_a_kernel_of_two_runs_is_foretold_by_the_long_program():
-    short = planned("decoder").lanes[0].short
+def test_a_kernel_of_two_runs_is_predicted_by_the_long_program():
+    short = plan_graph("decoder").lanes[0].short
     kinds = kinds_of_steps(short.graph, short.program, short.of)
     first, last = kinds.index(0), len(kinds) - 1
     calls = [Called("one", Source(""), (n,)) for n in range(len(kinds))]
@@ -139,6 +139,6 @@ def test_a_kernel_of_two_runs_is_foretold_by_the_long_program():
 
 
 def test_memory_for_intermediate_values_grows_little(monkeypatch):
-    short = planned("decoder").memory()["arena"]
+    short = plan_graph("decoder").memory()["arena"]
     monkeypatch.setattr(repeating, "WORTH", float("inf"))
-    assert short <= 1.1 * planned("decoder").memory()["arena"]
+    assert short <= 1.1 * plan_graph("decoder").memory()["arena"]

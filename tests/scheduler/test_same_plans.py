@@ -77,7 +77,7 @@ def digest_plan(kind: str, name: str, mode: str, shares: Sequence[int], hardware
 def find_memoised() -> list[functools._lru_cache_wrapper]:
     """Return every memoised function of the package that is imported."""
     wrapper = type(functools.lru_cache(len))
-    gc.unfreeze()  # conftest freezes what is imported before the first test, and get_objects leaves out what is frozen
+    gc.unfreeze()  # conftest freezes all imports before the first test, and get_objects omits frozen objects
     found = [f for f in gc.get_objects() if type(f) is wrapper and str(f.__module__).startswith("hocket.")]
     gc.collect()
     gc.freeze()

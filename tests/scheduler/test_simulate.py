@@ -1,4 +1,4 @@
-"""Plans for hardware that is not there, and for models of which there is only a header."""
+"""Plans for absent hardware, and for models with only a header."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..given.models.large_headers import LARGE, llama_70b, llama_405b, qwen_80b
 
 @pytest.fixture(scope="module", params=LARGE)
 def large(request, tmp_path_factory):
-    """A large model of which there is only the header."""
+    """Write a large model with only the header."""
     return LARGE[request.param](tmp_path_factory.mktemp("header") / f"{request.param}.gguf")
 
 
@@ -77,14 +77,14 @@ def test_a_context_that_does_not_fit_comes_with_one_that_does(tmp_path, capsys):
 def test_weights_that_do_not_fit_come_with_the_number_of_devices_that_would_do(tmp_path, capsys):
     path = llama_405b(tmp_path / "model.gguf", layers=15)
     assert main(["plan", path, "--simulate", "rtx3090:1", "-c", "1024"]) == 1
-    said = capsys.readouterr().err
-    number = int(re.search(r"use (\d+) such devices", said)[1])
-    assert "fewer bits" in said
+    text = capsys.readouterr().err
+    number = int(re.search(r"use (\d+) such devices", text)[1])
+    assert "fewer bits" in text
     assert main(["plan", path, "--simulate", f"rtx3090:{number}", "-c", "1024", "--split-mode", "tensor"]) == 0
 
 
 @pytest.mark.long
-def test_devices_of_no_split_are_told_of_the_modes_that_split(tmp_path, capsys):
+def test_mode_none_with_several_devices_names_the_modes_that_split(tmp_path, capsys):
     path = llama_405b(tmp_path / "model.gguf", layers=15)
     assert main(["plan", path, "--simulate", "rtx3090:2", "-c", "1024", "--split-mode", "none"]) == 1
     assert "--split-mode tensor" in capsys.readouterr().err
@@ -124,7 +124,7 @@ def test_unknown_hardware_is_refused_with_what_is_known(text):
     assert "\n" not in str(why.value)
 
 
-def test_devices_of_several_kinds_are_judged_by_the_slowest():
+def test_devices_of_several_kinds_are_scored_by_the_slowest():
     mixed = simulate("h200:1,cpu:1,pcie4").hardware
     assert mixed.flops == MACHINES["cpu"].flops
     assert mixed.link_bandwidth == LINKS["pcie4"].bandwidth
@@ -132,17 +132,17 @@ def test_devices_of_several_kinds_are_judged_by_the_slowest():
 
 def test_a_simulated_device_refuses_to_run_and_says_why():
     x = input("x", (4,))
-    made = plan_for(Graph({"y": ops.add(x, weight("w", (4,)))}), simulate("h200:1").group)
+    plan = plan_for(Graph({"y": ops.add(x, weight("w", (4,)))}), simulate("h200:1").group)
     with pytest.raises(BackendError, match="h200 is simulated and cannot allocate"):
-        load(made, {"w": np.ones(4, np.float32)})
+        load(plan, {"w": np.ones(4, np.float32)})
 
 
 def test_a_simulated_device_keeps_weights_as_the_file_has_them(tmp_path):
     path = llama_70b(tmp_path / "model.gguf", layers=1)
     model = open_model(path, header_only=True)
     graph = model.graph(Step(1, 1, 64, 64, 1))
-    made = plan_for(graph, simulate("h200:1").group)
-    assert made.lanes[0].memory()["weight"] == sum(v.spec.nbytes for v in graph.weights)
+    plan = plan_for(graph, simulate("h200:1").group)
+    assert plan.lanes[0].memory()["weight"] == sum(v.spec.nbytes for v in graph.weights)
 
 
 @pytest.mark.parametrize(
@@ -151,9 +151,9 @@ def test_a_simulated_device_keeps_weights_as_the_file_has_them(tmp_path):
 def test_a_plan_says_what_its_speeds_are(kind, source, capsys):
     """There is a model of the time of kernels on GPUs of NVIDIA alone."""
     assert main(["plan", str(path_of("llama")), "--simulate", kind]) == 0
-    said = capsys.readouterr().out
-    assert f"\nspeeds: {source}; weights read at " in said
-    assert ("with few tokens" in said) is (kind == "h200")
+    text = capsys.readouterr().out
+    assert f"\nspeeds: {source}; weights read at " in text
+    assert ("with few tokens" in text) is (kind == "h200")
 
 
 def test_a_plan_says_what_sets_the_time_of_products():
@@ -167,5 +167,5 @@ def test_a_plan_says_what_sets_the_time_of_products():
     assert [match and match.group(1, 2) for match in found] == [
         (kind, name) for kind in ("h200", "rtx4090") for name in ("q8_0", "attention", "others")
     ]
-    for group in (3, 4):  # what has no time of its own for many tokens is the same for few
+    for group in (3, 4):  # types without a time of their own for many tokens are the same for few
         assert [bool(match and match[group]) for match in found] == 2 * [True, True, False]

@@ -1,4 +1,4 @@
-"""Ops that no device runs are said with simpler ones; what is computed stays the same."""
+"""Ops that no device runs are decomposed into simpler ones; the results stay the same."""
 
 from __future__ import annotations
 

@@ -41,19 +41,19 @@ def test_layers_are_taken_where_micro_batches_keep_devices_busy_that_a_slow_link
     assert any(map(taken.match, plan.reasons)), plan.reasons
 
 
-def test_cuts_are_taken_where_links_are_fast(tmp_path):
+def test_models_are_sharded_where_links_are_fast(tmp_path):
     plan, _ = layout(tmp_path, "h200:4,nvlink", 16)
     assert any(reason.startswith("taken: cut") for reason in plan.reasons), plan.reasons
 
 
-def test_without_a_use_a_layout_is_judged_by_one_run(tmp_path):
+def test_without_a_workload_a_layout_is_scored_by_one_run(tmp_path):
     _, use = layout(tmp_path, "a100:2,ethernet", 16)
     graph, simulation = use.graph_of(16, 1), simulate("a100:2,ethernet")
     plan = plan_for(graph, simulation.group, hardware=simulation.hardware_for(graph))
     assert not any("judged by" in reason or "micro-batches" in reason for reason in plan.reasons)
 
 
-def test_what_a_use_is_said_to_take_is_what_proven_plans_take(tmp_path):
+def test_the_predicted_time_of_a_workload_is_the_time_of_verified_plans(tmp_path):
     plan, use = layout(tmp_path, "a100:2,ethernet", 16, mode="layer")
     seconds, how = score_plan(plan, use)
     step = plan_for(use.graph_of(8, 1), plan.group, hardware=plan.hardware, like=plan).cost.total
@@ -66,7 +66,7 @@ def test_what_a_use_is_said_to_take_is_what_proven_plans_take(tmp_path):
 @pytest.mark.parametrize("sequences", [1, 16])
 @pytest.mark.parametrize("machine", ["h200:4,nvlink", "rtx4090:2,pcie4", "a100:4,ethernet", "h200:2,nvlink x 2,ib400"])
 def test_auto_is_no_slower_for_a_use_than_what_is_chosen_by_hand(tmp_path, machine, sequences):
-    """But for what copies weights to every device and gains less than a tenth."""
+    """Check all plans except copies of weights on every device that gain less than a tenth."""
     auto, use = layout(tmp_path, machine, sequences)
     own = score_plan(auto, use)[0]
     for count in {1, 2, len(simulate(machine).group)}:

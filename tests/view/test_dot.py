@@ -12,11 +12,11 @@ from hocket.frontends.commands.plan import read_step_graph
 from hocket.frontends.models import Step, load_model
 
 from ..given.graphs.pictured import PICTURED, vision_transformer
-from ..given.models.goldens import opened
+from ..given.models.goldens import open_fixture
 from ..given.models.large_headers import qwen_80b
 
 
-def drawn(dot):
+def render_plain(dot):
     """The picture as plain text of Graphviz."""
     if shutil.which("dot") is None:
         pytest.skip("Graphviz is not installed")
@@ -41,13 +41,13 @@ def test_a_box_says_attributes_and_cost():
 @pytest.mark.parametrize("name", PICTURED)
 def test_graphviz_draws_any_graph_that_is_folded(name):
     if name != "random":  # two thousand nodes without layers are for the page
-        assert drawn(to_dot(PICTURED[name]())).endswith("stop\n")
+        assert render_plain(to_dot(PICTURED[name]())).endswith("stop\n")
 
 
-def test_states_of_layers_are_updated_in_the_one_that_is_drawn():
-    dot = to_dot(load_model(opened("llama")).graph(Step(1, 1, 16, 16, 1)))
+def test_states_of_layers_are_updated_in_the_one_of_the_picture():
+    dot = to_dot(load_model(open_fixture("llama")).graph(Step(1, 1, 16, 16, 1)))
     assert dot.count('label="update"') >= 2
-    drawn(dot)
+    render_plain(dot)
 
 
 def test_sixty_layers_have_a_few_hundred_boxes(tmp_path):

@@ -1,4 +1,4 @@
-"""What a backend says that a plan will call is what a run of it calls."""
+"""The predicted kernels of a backend are the ones that a run calls."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def weights(graph):
     return {v.node.name: rng.random(v.shape, np.float32) for v in graph.weights}
 
 
-def told(kernels):
-    """What can be known before devices meet; an instruction may be several calls of NumPy."""
+def drop_unknown_fields(kernels):
+    """Return the fields that are known before collectives; an instruction may be several calls of NumPy."""
     own = [k for k in kernels if "all_" not in k]
     return [k for at, k in enumerate(own) if not k == own[at - 1] == "NumPy"]
 
@@ -28,14 +28,14 @@ def told(kernels):
     "devices",
     ["cpu:0", "numpy:0", "cpu:0,cpu:1", pytest.param("cuda-emulated:0", marks=pytest.mark.long())],
 )
-def test_the_kernels_foretold_are_those_that_are_called(devices):
+def test_the_predicted_kernels_are_those_that_are_called(devices):
     graph = vision_transformer()
-    made = plan(graph, devices, split_mode="tensor")
-    executor = load(made, weights(graph))
-    for device, lane in enumerate(made.lanes):
-        assert isinstance(lane.backend, Foretells)
-        foretold = lane.backend.foretold(lane.program, lane.device)
-        assert told(c.kernel for c in foretold) == told(executor.kernels(device))
+    new_plan = plan(graph, devices, split_mode="tensor")
+    executor = load(new_plan, weights(graph))
+    for device, device_plan in enumerate(new_plan.lanes):
+        assert isinstance(device_plan.backend, Foretells)
+        predicted = device_plan.backend.foretold(device_plan.program, device_plan.device)
+        assert drop_unknown_fields(c.kernel for c in predicted) == drop_unknown_fields(executor.kernels(device))
         assert all(
-            re.fullmatch(r"hocket/backends/\S+\.(py|cu):\d+|hocket/ops/\S+:\d+", c.source.place) for c in foretold
+            re.fullmatch(r"hocket/backends/\S+\.(py|cu):\d+|hocket/ops/\S+:\d+", c.source.place) for c in predicted
         )

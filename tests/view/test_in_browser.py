@@ -19,12 +19,12 @@ WIDE = 1440
 HOSTILE = "</script><img src=x onerror=\"document.title='hacked'\">'\"🎼"
 
 
-def planned(mode):
+def make_plan(mode):
     simulation = simulate("cpu:2")
     return plan_for(vision_transformer(), simulation.group, hardware=simulation.hardware, split_mode=mode)
 
 
-def measured():
+def measure_trace():
     """A trace of a few runs on two devices."""
     graph, rng = vision_transformer(), np.random.default_rng(0)
     run = load(
@@ -44,20 +44,20 @@ def pages(tmp_path_factory):
     x = input(HOSTILE, (2, 4))
     graphs = {name: make() for name, make in PICTURED.items()}
     graphs["hostile"] = Graph({HOSTILE: ops.add(x, weight(HOSTILE * 2, (4,)), name=HOSTILE * 200)})
-    made = {name: view_graph(graph, title=name) for name, graph in graphs.items()}
-    layer, tensor = planned("layer"), planned("tensor")
-    made["nameless"] = plan(without_names(vision_transformer()), "cpu:0,cpu:1", split_mode="tensor").view(tokens=16)
-    made |= {"measured": measured().view()}
-    made |= {"layer": view_plan(layer), "tensor": view_plan(tensor), "both": view_plan(tensor, before=layer)}
-    for name, page in made.items():
+    views = {name: view_graph(graph, title=name) for name, graph in graphs.items()}
+    layer, tensor = make_plan("layer"), make_plan("tensor")
+    views["nameless"] = plan(without_names(vision_transformer()), "cpu:0,cpu:1", split_mode="tensor").view(tokens=16)
+    views |= {"measured": measure_trace().view()}
+    views |= {"layer": view_plan(layer), "tensor": view_plan(tensor), "both": view_plan(tensor, before=layer)}
+    for name, page in views.items():
         page.save(folder / f"{name}.html")
-    return {name: (folder / f"{name}.html").as_uri() for name in made}
+    return {name: (folder / f"{name}.html").as_uri() for name in views}
 
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory):
-    with browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
+    with browser(tmp_path_factory.mktemp("profile")) as page:
+        yield page
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_page_loads_without_a_complaint(at, name):
     assert texts(page, "#main .box, #main .row")
 
 
-def test_a_layer_opens_on_a_click_and_is_drawn_as_a_graph(at):
+def test_a_layer_opens_on_a_click_as_a_graph(at):
     page = at("tensor")
     folded = len(texts(page, ".row.work"))
     click(page, ".fold button.gutter")
@@ -167,7 +167,7 @@ def test_keys_walk_through_the_rows_of_a_plan(at):
     assert len(texts(page, ".row.chosen")) == 1
 
 
-def test_a_copy_between_devices_says_its_bytes_and_its_way(at):
+def test_a_copy_between_devices_has_its_bytes_and_its_route(at):
     page = at("layer")
     assert any("to cpu:1" in text for text in texts(page, ".bar.copy"))
 
@@ -232,7 +232,7 @@ def test_a_page_without_names_answers_what_a_stranger_asks(at):
     assert re.search(r"decided\s*cut ", "".join(texts(page, "#details dl")))
 
 
-def test_hostile_names_are_shown_as_text(at):
+def test_hostile_names_appear_as_text(at):
     page = at("hostile")
     assert page.title.startswith("hostile")
     assert texts(page, "img") == []

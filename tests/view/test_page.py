@@ -1,4 +1,4 @@
-"""The data of a page say what the plan says, names are only text, and the page is small."""
+"""The data of a page equal the plan, names are only text, and the page is small."""
 
 from __future__ import annotations
 
@@ -34,58 +34,61 @@ def data(page):
     return json.loads(script[1])
 
 
-def planned(graph, devices=2, mode="tensor"):
+def make_plan(graph, devices=2, mode="tensor"):
     simulation = simulate(f"cpu:{devices}")
     return plan_for(graph, simulation.group, hardware=simulation.hardware, split_mode=mode)
 
 
 @pytest.fixture(scope="module")
 def plan():
-    return planned(vision_transformer())
+    return make_plan(vision_transformer())
 
 
 @pytest.fixture(scope="module")
-def shown(plan):
+def page_content(plan):
     return data(view_plan(plan))["shown"][0]
 
 
-def test_a_page_has_every_node_with_what_it_reads(plan, shown):
-    nodes, ops_ = shown["graph"]["nodes"], shown["graph"]["ops"]
+def test_a_page_has_every_node_with_what_it_reads(plan, page_content):
+    nodes, ops_ = page_content["graph"]["nodes"], page_content["graph"]["ops"]
     assert [ops_[i]["name"] for i in nodes["op"]] == [n.op for n in plan.graph.nodes]
     number = {n: i for i, n in enumerate(plan.graph.nodes)}
     assert nodes["src"] == [[RESULT_FACTOR * number[s.node] + s.index for s in n.inputs] for n in plan.graph.nodes]
 
 
-def test_every_instruction_stands_in_one_row(plan, shown):
-    seen = [set() for _ in shown["plan"]["programs"]]
-    for op, _, cells, devices, because in shown["plan"]["rows"]:
+def test_every_instruction_stands_in_one_row(plan, page_content):
+    seen = [set() for _ in page_content["plan"]["programs"]]
+    for op, _, cells, devices, because in page_content["plan"]["rows"]:
         assert because
         assert devices
         for program, first, count in cells:
             steps = set(range(first, first + count))
             assert not steps & seen[program], op
             seen[program] |= steps
-    assert [len(s) for s in seen] == [len(p["op"]) for p in shown["plan"]["programs"]]
+    assert [len(s) for s in seen] == [len(p["op"]) for p in page_content["plan"]["programs"]]
 
 
 def test_an_encoder_that_runs_within_a_decoder_has_rows_of_its_own():
-    plan = planned(PICTURED["translation"]())
-    shown = data(view_plan(plan))["shown"][0]
-    working = {row[1] for row in shown["plan"]["rows"] if row[0] == "work"}
-    assert working == set(range(len(shown["graph"]["labels"])))
-    for number, program in enumerate(shown["plan"]["programs"]):
-        cells = [c for row in shown["plan"]["rows"] for c in row[2] if c[0] == number]
+    plan = make_plan(PICTURED["translation"]())
+    content = data(view_plan(plan))["shown"][0]
+    working = {row[1] for row in content["plan"]["rows"] if row[0] == "work"}
+    assert working == set(range(len(content["graph"]["labels"])))
+    for number, program in enumerate(content["plan"]["programs"]):
+        cells = [c for row in content["plan"]["rows"] for c in row[2] if c[0] == number]
         steps = sorted(at for _, first, count in cells for at in range(first, first + count))
         assert steps == list(range(len(program["op"])))
 
 
-def test_the_rows_take_as_long_as_the_plan_says(plan, shown):
+def test_the_rows_take_as_long_as_the_plan_says(plan, page_content):
     """Each device starts a row when it has done the one before and, to meet, all are there."""
     clock = [0.0] * len(plan.lanes)
-    programs = [d["program"] for d in shown["plan"]["devices"]]
-    seconds = [c[3] for c in shown["plan"]["costs"]]
-    for op, _, cells, devices, _ in shown["plan"]["rows"]:
-        spans = {p: sum(seconds[shown["plan"]["programs"][p]["cost"][s]] for s in range(a, a + n)) for p, a, n in cells}
+    programs = [d["program"] for d in page_content["plan"]["devices"]]
+    seconds = [c[3] for c in page_content["plan"]["costs"]]
+    for op, _, cells, devices, _ in page_content["plan"]["rows"]:
+        spans = {
+            p: sum(seconds[page_content["plan"]["programs"][p]["cost"][s]] for s in range(a, a + n))
+            for p, a, n in cells
+        }
         start = max(clock[d] for d in devices) if op != "work" else 0.0
         for d in devices:
             clock[d] = (clock[d] if op == "work" else start) + spans[programs[d]]
@@ -93,28 +96,28 @@ def test_the_rows_take_as_long_as_the_plan_says(plan, shown):
 
 
 @pytest.mark.parametrize("mode", ["layer", "tensor", "none"])
-def test_layouts_are_those_of_the_plan_and_sums_that_are_owed_are_marked(mode):
-    made = planned(vision_transformer(), mode=mode)
-    drawn = data(view_plan(made))["shown"][0]["plan"]
-    texts = [drawn["texts"][i] for i in drawn["layouts"]]
-    for node, text in zip(made.graph.nodes, texts, strict=True):
+def test_layouts_are_those_of_the_plan_and_partial_sums_are_marked(mode):
+    new_plan = make_plan(vision_transformer(), mode=mode)
+    view_data = data(view_plan(new_plan))["shown"][0]["plan"]
+    texts = [view_data["texts"][i] for i in view_data["layouts"]]
+    for node, text in zip(new_plan.graph.nodes, texts, strict=True):
         if node.is_leaf:
-            assert text == str(made.leaves[node.name])
-    summed = {s["name"] for s in _summed(made)}
-    called = data(view_plan(made))["shown"][0]["graph"]["nodes"]["name"]
-    owed = {called[i] for i, text in enumerate(texts) if text == "P"}
-    assert summed <= owed
-    assert bool(owed) == bool(summed)
+            assert text == str(new_plan.leaves[node.name])
+    summed = {s["name"] for s in _find_reduced_nodes(new_plan)}
+    called = data(view_plan(new_plan))["shown"][0]["graph"]["nodes"]["name"]
+    partial_sums = {called[i] for i, text in enumerate(texts) if text == "P"}
+    assert summed <= partial_sums
+    assert bool(partial_sums) == bool(summed)
 
 
-def _summed(plan):
+def _find_reduced_nodes(plan):
     return [
         {"name": n.inputs[0].node.name} for n in plan.lanes[0].graph.nodes if n.op in ("all_reduce", "reduce_scatter")
     ]
 
 
-def test_what_was_cut_names_the_decision_and_what_it_beat(plan, shown):
-    decided, reasons = shown["plan"]["decided"], shown["plan"]["decisions"]
+def test_a_sharded_weight_names_the_decision_and_its_alternatives(plan, page_content):
+    decided, reasons = page_content["plan"]["decided"], page_content["plan"]["decisions"]
     assert decided
     nodes = plan.graph.nodes
     assert {nodes[int(number)].op for number in decided} >= {"softmax", "mul_mat", "weight"}
@@ -123,26 +126,26 @@ def test_what_was_cut_names_the_decision_and_what_it_beat(plan, shown):
         assert not node.is_leaf or str(plan.leaves[node.name]).startswith("S")
         assert all(reasons[r].startswith("cut ") for r in own)
     assert any(" beat " in reasons[r] or " saves more " in reasons[r] for own in decided.values() for r in own)
-    cut = {n for n, node in enumerate(nodes) if node.op == "weight" and str(plan.leaves[node.name]).startswith("S")}
-    assert cut == {int(number) for number in decided if nodes[int(number)].op == "weight"}
+    sharded = {n for n, node in enumerate(nodes) if node.op == "weight" and str(plan.leaves[node.name]).startswith("S")}
+    assert sharded == {int(number) for number in decided if nodes[int(number)].op == "weight"}
 
 
 def test_a_weight_that_could_lie_elsewhere_has_a_hint():
     x = ops.get_rows(weight("table", (500, 64)), input("number", (3,), "i32"))
     down = ops.mul_mat(weight("down", (64, 256)), ops.silu(ops.mul_mat(weight("up", (256, 64)), x)))
-    made = hocket.plan(Graph({"y": ops.add(x, down)}), "cpu:0,cpu:1", split_mode="tensor")
-    shown = data(made.view(tokens=3))
-    (hint,) = shown["shown"][0]["plan"]["hinted"].values()
+    new_plan = hocket.plan(Graph({"y": ops.add(x, down)}), "cpu:0,cpu:1", split_mode="tensor")
+    page_content = data(new_plan.view(tokens=3))
+    (hint,) = page_content["shown"][0]["plan"]["hinted"].values()
     assert hint.startswith("--place table=cpu:0 saves 125.0 KiB on cpu:1, costs ")
-    assert shown["tokens"] == 3
+    assert page_content["tokens"] == 3
 
 
 def test_a_node_names_its_kernel_and_where_that_is_written():
-    shown = data(view_plan(hocket.plan(vision_transformer(), "cpu:0")))["shown"][0]["plan"]
-    (program,) = shown["programs"]
+    page_content = data(view_plan(hocket.plan(vision_transformer(), "cpu:0")))["shown"][0]["plan"]
+    (program,) = page_content["programs"]
     step = [program["ops"][op] for op in program["op"]].index("softmax")
-    (number,), together = shown["calls"][program["calls"][step]]
-    name, place, text = shown["kernels"][number]
+    (number,), together = page_content["calls"][program["calls"][step]]
+    name, place, text = page_content["kernels"][number]
     assert (name, together) == ("reductions.softmax", 1)
     file, line = place.split(":")
     assert file == "hocket/backends/cpu/kernels/reductions.py"
@@ -150,11 +153,11 @@ def test_a_node_names_its_kernel_and_where_that_is_written():
     assert int(line) > 1
 
 
-def test_memory_never_exceeds_the_arena_and_its_peak_fills_most_of_it(plan, shown):
-    for device, lane in zip(shown["plan"]["devices"], plan.lanes, strict=True):
-        live = shown["plan"]["programs"][device["program"]]["live"]
-        assert len(live) == len(lane.program.instructions)
-        assert 0.5 * lane.memory()["arena"] <= max(live) <= lane.memory()["arena"]
+def test_memory_never_exceeds_the_arena_and_its_peak_nearly_fills_it(plan, page_content):
+    for device, device_plan in zip(page_content["plan"]["devices"], plan.lanes, strict=True):
+        live = page_content["plan"]["programs"][device["program"]]["live"]
+        assert len(live) == len(device_plan.program.instructions)
+        assert 0.5 * device_plan.memory()["arena"] <= max(live) <= device_plan.memory()["arena"]
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
@@ -184,14 +187,14 @@ def test_a_page_asks_no_network_for_anything(plan):
 @pytest.mark.parametrize("name", PICTURED)
 def test_any_graph_has_a_page(name):
     graph = PICTURED[name]()
-    drawn = data(view_graph(graph))["shown"][0]["graph"]
-    assert len(drawn["nodes"]["op"]) == len(graph.nodes)
-    blocks = drawn["nodes"]["block"]
-    assert {b for b in blocks if b >= 0} == set(range(len(drawn["labels"])))
+    view_data = data(view_graph(graph))["shown"][0]["graph"]
+    assert len(view_data["nodes"]["op"]) == len(graph.nodes)
+    blocks = view_data["nodes"]["block"]
+    assert {b for b in blocks if b >= 0} == set(range(len(view_data["labels"])))
 
 
 def test_the_page_of_two_plans_has_both_and_what_moved(plan):
-    pages = data(view_plan(plan, before=planned(vision_transformer(), mode="layer")))
+    pages = data(view_plan(plan, before=make_plan(vision_transformer(), mode="layer")))
     assert len(pages["shown"]) == 2
     assert any(line.startswith("layout: ") for line in pages["moved"])
 

@@ -1,4 +1,4 @@
-"""The pictures in the README and in the docs are of what the tool draws today."""
+"""The pictures in the README and in the docs equal the output of the present tool."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def test_the_picture_of_a_graph_is_of_the_graph_of_today():
 
 @pytest.mark.long
 def test_the_picture_of_a_page_is_of_the_plan_of_today(tmp_path):
-    drawing = runpy.run_path(str(DOCS / "draw_page.py"))
-    today = drawing["write_page"](tmp_path / "page.html")
+    script = runpy.run_path(str(DOCS / "draw_page.py"))
+    today = script["write_page"](tmp_path / "page.html")
     assert today == (DOCS / "page.sha256").read_text("utf-8").strip(), "run python docs/draw_page.py and look at it"
 
 
@@ -32,8 +32,8 @@ def test_the_picture_of_a_pytorch_model_is_of_the_plan_of_today(tmp_path):
     from ..given.models.vision_models import make_importable
 
     make_importable()
-    drawing = runpy.run_path(str(DOCS / "draw_page.py"))
-    drawn = (DOCS / "pytorch.sha256").read_text("utf-8").strip()
-    if not drawn.startswith(drawing["versions"]()):
-        pytest.skip(f"the picture is of what {drawn.rpartition(' ')[0]} exported")
-    assert drawing["write_pytorch_page"](tmp_path / "page.html") == drawn, "run python docs/draw_page.py pytorch"
+    script = runpy.run_path(str(DOCS / "draw_page.py"))
+    digest = (DOCS / "pytorch.sha256").read_text("utf-8").strip()
+    if not digest.startswith(script["versions"]()):
+        pytest.skip(f"the picture is of what {digest.rpartition(' ')[0]} exported")
+    assert script["write_pytorch_page"](tmp_path / "page.html") == digest, "run python docs/draw_page.py pytorch"

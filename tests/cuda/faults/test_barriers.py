@@ -82,7 +82,7 @@ WITHOUT_ACCESSES = {
     # g++ calls once for a load and a store of one address in a basic block, so `G[i] = sum += G[i]` is only a load.
     ("gated_delta_net_prepare.cu", 8): "the replay of the same inputs over other leftovers gives other bits",
 }
-# Other tests drop these: those of chains, and of devices that meet.
+# Other tests drop the barriers of chains and of collectives.
 ELSEWHERE = [*test_chain_faults.BARRIERS, *test_order.BARRIERS]
 
 
@@ -104,8 +104,8 @@ def few_tiles(monkeypatch):
 CASES = [(file, n, case) for file, cases in REACHED.items() for case, numbers in cases.items() for n in numbers]
 
 
-def judged(file, case, dropped=("", 0)):
-    """The result of the case, and what was in no order."""
+def check_case(file, case, dropped=("", 0)):
+    """Return the result of the case and the unordered accesses."""
     driver = AccessLogDriver(dropped)
     backend = AccessLogBackend(driver)
     with by_warps() if file == "attention_short.cu" else nullcontext():
@@ -116,7 +116,7 @@ def judged(file, case, dropped=("", 0)):
 @pytest.mark.long
 @pytest.mark.parametrize(("file", "case"), sorted({(file, case) for file, _, case in CASES}))
 def test_with_all_barriers_accesses_are_in_order(file, case):
-    result, pairs = judged(file, case)
+    result, pairs = check_case(file, case)
     assert (result.outcome, pairs) == (Outcome.PASS, [])
 
 
@@ -124,7 +124,7 @@ def test_with_all_barriers_accesses_are_in_order(file, case):
 @pytest.mark.long
 @pytest.mark.parametrize(("file", "number", "case"), CASES)
 def test_a_barrier_that_is_dropped_is_missed(file, number, case):
-    result, pairs = judged(file, case, (file, barriers(file)[number]))
+    result, pairs = check_case(file, case, (file, barriers(file)[number]))
     if (file, number) in WITHOUT_ACCESSES:
         assert WITHOUT_ACCESSES[file, number] in result.why
         return

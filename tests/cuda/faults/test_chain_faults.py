@@ -1,5 +1,8 @@
-"""Mistakes planted in kernels that only chains launch: each is found by the emulation, or by results that differ from
-those of the instructions one by one; and their accesses are in an order that their barriers make."""
+"""Faults planted in kernels that only chains launch.
+
+The emulation finds each fault, or the results differ from the results of single instructions. The barriers of the
+kernels order all accesses.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from hocket.backends.cupy.backend import DriverBackend
 from hocket.backends.cupy.emulation.access_log import AccessLogBackend, AccessLogDriver
 from hocket.backends.cupy.emulation.race_detector import list_races
 
-from ...given.devices.chains import CHAINS, ran, same
+from ...given.devices.chains import CHAINS, assert_equal_runs, run_graph
 from ...given.devices.emulation import PAST_END, WRONG_RESULTS, barriers, finding, needs_compiler
 
 pytestmark = needs_compiler
@@ -20,7 +23,9 @@ pytestmark = needs_compiler
 def is_right(name: str, backend: DriverBackend) -> bool:
     chain = CHAINS[name]
     try:
-        same(ran(chain.graph(False), True, backend=backend), ran(chain.graph(False), False), chain.near)
+        assert_equal_runs(
+            run_graph(chain.graph(False), True, backend=backend), run_graph(chain.graph(False), False), chain.tolerance
+        )
     except AssertionError:
         return False
     return True
@@ -29,7 +34,7 @@ def is_right(name: str, backend: DriverBackend) -> bool:
 ROUTER, BIASED, SCALED = "router", "router with a bias", "router of shares as they are"
 PACKED, GATED, FLOAT = "answers, packed", "answers, packed, and a gated one", "answers, float, and a gated one"
 UNITS, FLOAT_UNITS = "unit of all experts, packed", "unit of all experts, float"
-MANY, HEADS, TURNED = "answers of many, float", "heads of attention to halves", "turned heads of attention"
+MANY, HEADS, ROTATED = "answers of many, float", "heads of attention to halves", "turned heads of attention"
 PLANTS = {
     "the sum is that of one lane": ("routing.cu", "sum = warp_sum(sum);", "", ROUTER),
     "the chosen stay to be chosen": ("routing.cu", "if (item[i] == first) item[i] = LAST;", "", ROUTER),
@@ -125,7 +130,7 @@ PLANTS = {
         "place(a.key, blockIdx.x - a.values",
         HEADS,
     ),
-    "queries are those of keys": ("rotary.cu", "if (blockIdx.x < a.keys)", "if (blockIdx.x < a.keys - 1)", TURNED),
+    "queries are those of keys": ("rotary.cu", "if (blockIdx.x < a.keys)", "if (blockIdx.x < a.keys - 1)", ROTATED),
 }
 
 
@@ -152,7 +157,7 @@ BARRIERS = [(file, n, chain) for file, chains in REACHED.items() for chain, numb
 
 def disorders(chain: str, dropped: tuple[str, int] = ("", 0)) -> list[str]:
     driver = AccessLogDriver(dropped)
-    ran(CHAINS[chain].graph(False), True, backend=AccessLogBackend(driver))
+    run_graph(CHAINS[chain].graph(False), True, backend=AccessLogBackend(driver))
     return list_races(driver.take_log(), driver.memory)
 
 

@@ -1,5 +1,8 @@
-"""Mistakes planted in products by clusters of blocks: other numbers show them, the emulation stops them, or an order of
-accesses is missing; and what the emulation says of clusters that cannot be."""
+"""Faults planted in products by clusters of blocks.
+
+Other numbers show them, the emulation stops them, or an order of accesses is missing. The messages about impossible
+clusters are tested as well.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 from hocket.scheduler import load, plan_for
 
-from ...given.devices.disordered import Disordered
+from ...given.devices.disordered import RacyDriver
 from ...given.devices.emulation import WRONG_RESULTS, FaultyDriver, finding, needs_compiler
 from ...given.devices.products import dense, tiles_of
 
 pytestmark = needs_compiler
 FILE = "clusters.cu"
 ROWS, COLUMNS, TOKENS = 200, 328, 140
-"""Two blocks of a cluster, six stages of which four have room."""
+"""Two blocks of a cluster with six stages; four stages have room."""
 
 
 def by_clusters() -> AbstractContextManager[None]:
@@ -99,8 +102,8 @@ STOPPED = {
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", STOPPED)
 def test_a_mistake_in_a_product_is_found(name):
-    file, old, new, said = STOPPED[name]
-    with pytest.raises(BackendError, match=said):
+    file, old, new, message = STOPPED[name]
+    with pytest.raises(BackendError, match=message):
         is_right(DriverBackend(FaultyDriver(file, old, new)))
 
 
@@ -116,7 +119,7 @@ MISPLACED = {
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", MISPLACED)
-def test_what_lies_in_the_wrong_place_gives_other_numbers(name):
+def test_values_in_the_wrong_place_give_other_numbers(name):
     assert finding(FILE, *MISPLACED[name], is_right) == WRONG_RESULTS
 
 
@@ -128,8 +131,8 @@ def test_without_a_mistake_nothing_is_found():
 
 
 def disorders(*edit: str) -> list[str]:
-    """Two blocks of a cluster have six stages, of which four have room."""
-    driver = Disordered(FILE, *edit) if edit else AccessLogDriver()
+    """Return the unordered accesses of a cluster of two blocks with six stages; four stages have room."""
+    driver = RacyDriver(FILE, *edit) if edit else AccessLogDriver()
     backend = AccessLogBackend(driver)
     node = ops.mul_mat(weight("w", (130, 328), DType.BF16), input("x", (130, 328)), exact=False)
     with by_clusters():

@@ -1,4 +1,4 @@
-"""What kernels ask of memory: those of the main path no more than they must, and what is planted is found."""
+"""Memory requests of kernels: the main path stays within its access budget, and planted faults are found."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from hocket.conformance.reports.emulator_checks import collect_counters
 from hocket.graph import DType
 
 from ...given.devices.attention import by_warps
-from ...given.devices.chains import COUNTED, ran
-from ...given.devices.delta_launches import aligned, operand
-from ...given.devices.emulation import Written, needs_compiler
+from ...given.devices.chains import MEMORY_REQUESTS, run_graph
+from ...given.devices.delta_launches import copy_aligned, operand
+from ...given.devices.emulation import EditedSource, needs_compiler
 from ...given.devices.products import tiles_of
-from ...given.devices.recorded import MORE, unlike_page
+from ...given.devices.recorded import MORE, find_access_regressions
 
 pytestmark = [needs_compiler, pytest.mark.long()]
 SIZE, SUMMED = 1024, 1 << 15
@@ -42,15 +42,15 @@ template <class Number> __global__ void walked(const __grid_constant__ Walked a)
 }
 """
 NAMES = ("walked<float>", "walked<double>")
-SOURCE = Written(
+SOURCE = EditedSource(
     "walked.cu",
     NAMES,
     body="".join(text_of(name) for name in Source("", ()).files[:-1]) + PLANTED,
 )
 
 
-def walked(load=1, first=0, store=1, put=1, get=1, kernel=NAMES[0]):
-    """What a warp is counted for that walks with these steps, in elements."""
+def count_walk(load=1, first=0, store=1, put=1, get=1, kernel=NAMES[0]):
+    """Return the access counters of a warp that walks with these steps, in elements."""
     driver = CountingDriver()
     device = driver.device(0)
     memory = [driver.alloc(4 * SIZE + 4, device) for _ in range(2)]
@@ -61,9 +61,9 @@ def walked(load=1, first=0, store=1, put=1, get=1, kernel=NAMES[0]):
 
 
 @pytest.mark.parametrize("kernel", NAMES)
-def test_lanes_side_by_side_cost_the_least(kernel):
-    assert list_violations(walked(kernel=kernel)) == []
-    costs = {site.access_kind: (site.requests, site.cost, site.minimum_cost) for site in walked().sites}
+def test_adjacent_lanes_have_the_smallest_cost(kernel):
+    assert list_violations(count_walk(kernel=kernel)) == []
+    costs = {site.access_kind: (site.requests, site.cost, site.minimum_cost) for site in count_walk().sites}
     assert costs == {
         "global load of 4 bytes": (1, 4, 4),
         "global store of 4 bytes": (1, 4, 4),
@@ -88,7 +88,7 @@ def test_lanes_side_by_side_cost_the_least(kernel):
     ({"get": 12}, "shared load", 4),
 ], ids=str)  # fmt: skip
 def test_what_is_planted_is_counted_and_named(steps, what, cost):
-    found = walked(**steps)
+    found = count_walk(**steps)
     (site,) = (site for site in found.sites if site.access_kind.startswith(what))
     assert (site.requests, site.cost) == (1, cost)
     assert any(f"a {site.access_kind}" in why for why in list_violations(found))
@@ -96,17 +96,17 @@ def test_what_is_planted_is_counted_and_named(steps, what, cost):
 
 @pytest.mark.parametrize("step", [2, 4, 8])
 def test_conflicts_of_wide_accesses_are_found_by_their_lower_bound(step):
-    (site,) = (s for s in walked(put=step, kernel=NAMES[1]).sites if s.access_kind == "shared store of 8 bytes")
+    (site,) = (s for s in count_walk(put=step, kernel=NAMES[1]).sites if s.access_kind == "shared store of 8 bytes")
     assert site.cost == 2 * step == step * site.minimum_cost
 
 
 def test_lanes_that_want_the_same_number_ask_once():
-    costs = {site.access_kind: (site.cost, site.minimum_cost) for site in walked(load=0, get=0).sites}
+    costs = {site.access_kind: (site.cost, site.minimum_cost) for site in count_walk(load=0, get=0).sites}
     assert costs["global load of 4 bytes"] == costs["shared load of 4 bytes"] == (1, 1)
 
 
-def test_bytes_of_sectors_that_nobody_wants_are_moved():
-    found = walked(load=32)
+def test_unneeded_bytes_of_sectors_are_moved():
+    found = count_walk(load=32)
     assert (found.sector_bytes, found.requested_bytes) == (32 * 32 + 32 * 4, 2 * 32 * 4)
 
 
@@ -121,23 +121,23 @@ def test_kernels_of_the_main_path_ask_for_no_more_than_they_must(case):
     """As often as is recorded, and with as much under way; docs/add-a-cuda-kernel.md says how the page is written."""
     found = collect_counters([case])
     assert found
-    assert [why for counted in found for why in (*list_violations(counted), *unlike_page(counted))] == []
+    assert [why for counted in found for why in (*list_violations(counted), *find_access_regressions(counted))] == []
 
 
-@pytest.mark.parametrize("kernel", COUNTED)
+@pytest.mark.parametrize("kernel", MEMORY_REQUESTS)
 def test_kernels_of_chains_ask_for_no_more_than_they_must(kernel):
-    driver, (graph, requests) = CountingDriver(), COUNTED[kernel]
-    ran(graph(False), True, backend=DriverBackend(driver))
+    driver, (graph, requests) = CountingDriver(), MEMORY_REQUESTS[kernel]
+    run_graph(graph(False), True, backend=DriverBackend(driver))
     assert list_violations(driver.counters[kernel]) == []
     assert sum(site.requests for site in driver.counters[kernel].sites) <= MORE * requests
 
 
 def test_a_sum_over_devices_asks_for_no_more_than_it_must():
     """Of a device that reads half of either summand, and writes it to both results."""
-    x, y, sum_x, sum_y = (aligned(np.ones(SUMMED, np.float32)) for _ in range(4))
-    room = np.zeros(1 << 20, np.uint8)  # for signals, the board and what is pushed: the sum touches none
+    x, y, sum_x, sum_y = (copy_aligned(np.ones(SUMMED, np.float32)) for _ in range(4))
+    room = np.zeros(1 << 20, np.uint8)  # for signals, the signal pad and pushed data; the sum touches none of it
     offers = [collective.Offer(operand(x), operand(sum_x)), collective.Offer(operand(y), operand(sum_y))]
-    peers = tuple(collective.Peer(room.ctypes.data, 0, room.ctypes.data, {0: offer}) for offer in offers)
+    peers = tuple(collective.Peer(room.ctypes.data, 0, room.ctypes.data, {0: operands}) for operands in offers)
     launches = Launches(keep=lambda array: 0)
     call = Bound("all_reduce", (operand(x),), (operand(sum_x),), {"sequence": 0}, 0)
     collective.bind(launches, call, collective.Group(0, room.ctypes.data, 1.0, peers))
@@ -199,7 +199,7 @@ def test_attention_by_warpgroups_reads_no_more_than_it_must():
     (found,) = collect_counters([PROMPT])
     assert found.launch.kernel.name == "attend_warpgroups<bf16_bits, 128, 128, 128, 8>"
     read = [site for site in found.sites if site.source_line.startswith("wgmma.cuh")]
-    # Of each warpgroup: scores, 64 x 16 and 128 x 16 numbers eight times; sums, whose weights are in registers.
+    # Per warpgroup: scores, 64 x 16 and 128 x 16 numbers eight times; sums, which have their weights in registers.
     numbers = 2 * 8 * ((64 + 128) * 16 + 128 * 16)
     assert sum(site.cost for site in read) == sum(site.minimum_cost for site in read) == numbers * 2 // 128
 
@@ -225,9 +225,9 @@ def test_what_is_allowed_has_a_reason():
 
 def test_the_command_prints_the_table(capsys):
     assert main(["check", "--backend", "cuda-emulated", "--counters", "--case", "add(a=f32[64], b=f32[64])"]) == 0
-    said = capsys.readouterr().out
-    assert "| global load of 4 bytes | 4 |" in said
-    assert "Allowed" not in said, "that concerns other kernels"
+    text = capsys.readouterr().out
+    assert "| global load of 4 bytes | 4 |" in text
+    assert "Allowed" not in text, "that concerns other kernels"
     assert main(["check", "--backend", "numpy", "--counters"]) == 2
     assert main(["check", "--backend", "cuda-emulated", "--counters", "--case", "reshape(x=f32[6], shape=(6,))"]) == 2
     assert "these cases launch no kernel" in capsys.readouterr().err

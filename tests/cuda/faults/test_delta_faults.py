@@ -1,4 +1,4 @@
-"""Faults planted in the delta net's CUDA kernels, each of which has to be found: by the emulation or by the numbers."""
+"""Faults planted in the CUDA kernels of the delta net: the emulation or the numbers must reveal each of them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,17 @@ from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case
 
-from ...given.devices.delta_launches import ORDERS, Problem, bind, problem, reference, run, with_slots, worst
-from ...given.devices.disordered import Disordered
+from ...given.devices.delta_launches import (
+    ORDERS,
+    Problem,
+    bind,
+    compute_worst_errors,
+    problem,
+    reference,
+    run,
+    with_slots,
+)
+from ...given.devices.disordered import RacyDriver
 from ...given.devices.emulation import needs_compiler, with_fault
 
 pytestmark = needs_compiler
@@ -40,7 +49,7 @@ def chunks() -> Problem:
     return problem(2, 64, 1, 1, 102, batch=2)
 
 
-def grouped() -> Problem:
+def make_grouped_problem() -> Problem:
     """Two value heads of a key head."""
     return problem(2, 64, 1, 2, 102)
 
@@ -53,14 +62,16 @@ def step_by_channel() -> Problem:
     return problem(3, 64, 1, 1, 11, channels=True)
 
 
-def swapped() -> Problem:
+def make_swapped_problem() -> Problem:
     return with_slots(problem(4, 64, 1, 1, 3, batch=2), 2, [0, 1], [1, 0])
 
 
-def found(make: Callable[[], Problem], file: str = "", good: str = "", bad: str = "", limits: Limits = A100) -> str:
-    """What gives a fault away; nothing if nothing does."""
+def find_symptom(
+    make: Callable[[], Problem], file: str = "", good: str = "", bad: str = "", limits: Limits = A100
+) -> str:
+    """Return the symptom of a planted fault; an empty text if there is none."""
     outs = []
-    wanted = reference(make())
+    expected = reference(make())
     for order in ORDERS:
         p = make()
         bound = bind(p, in_place=p.pool == "update", limits=limits)
@@ -69,7 +80,9 @@ def found(make: Callable[[], Problem], file: str = "", good: str = "", bad: str 
             run(items, order)
         except LaunchError as why:
             return str(why)
-        whole = max(worst(got, right)[0] for got, right in zip((bound.out, bound.new), wanted, strict=True))
+        whole = max(
+            compute_worst_errors(got, right)[0] for got, right in zip((bound.out, bound.new), expected, strict=True)
+        )
         if not whole <= 1e-7:
             return f"the error is {whole:.1e}"
         outs.append(bound.out)
@@ -84,9 +97,9 @@ def several_warps(monkeypatch):
 
 
 @pytest.mark.long(cases=1)
-@pytest.mark.parametrize("make", [steps, chunks, channels, step_by_channel, swapped])
+@pytest.mark.parametrize("make", [steps, chunks, channels, step_by_channel, make_swapped_problem])
 def test_without_a_fault_nothing_is_found(make):
-    assert not found(make)
+    assert not find_symptom(make)
 
 
 FAULTS = {
@@ -136,13 +149,13 @@ FAULTS = {
     ),
     # pools
     "a state that another sequence writes is not sheltered": (
-        swapped,
+        make_swapped_problem,
         STATES,
         "const bool moves = block_max(others, room) > 0",
         "const bool moves = block_max(others, room) > 1",
     ),
     "half of a state is sheltered": (
-        swapped,
+        make_swapped_problem,
         STATES,
         "i < a.state_size; i += blockDim.x) a.aside",
         "i < a.state_size / 2; i += blockDim.x) a.aside",
@@ -190,12 +203,12 @@ FAULTS = {
     ),
     "sums of decays leave a lane out": (chunks, PREPARE, "if (lane >= m) sum += other;", "if (lane > m) sum += other;"),
     "a head's record is written over before it is out": (
-        grouped,
+        make_grouped_problem,
         PREPARE,
         "        if (i > 0) __syncthreads();",
         "        ",
     ),
-    "all value heads decay alike": (grouped, PREPARE, "gates + i * 2 * C, *beta", "gates, *beta"),
+    "all value heads decay alike": (make_grouped_problem, PREPARE, "gates + i * 2 * C, *beta", "gates, *beta"),
     "X without beta": (chunks, PREPARE, "x[1] * beta[1]", "x[1]"),
     "the record is written before it is complete": (
         chunks,
@@ -254,7 +267,7 @@ FAULTS = {
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str):
-    assert found(*FAULTS[name])
+    assert find_symptom(*FAULTS[name])
 
 
 BRING = "copy_to_blocks(stage + cluster_rank() * of_keys, keys, of_keys, over, all);"
@@ -273,7 +286,7 @@ IN_CLUSTERS = {
 
 
 def many_chunks() -> Problem:
-    """Six, of which four have room; two sequences."""
+    """Build a problem of six chunks, with room for four; two sequences."""
     return problem(2, 64, 1, 1, 180, batch=2)
 
 
@@ -281,13 +294,13 @@ def many_chunks() -> Problem:
 @pytest.mark.parametrize("name", IN_CLUSTERS)
 def test_a_fault_of_clusters_is_found(name: str, monkeypatch):
     monkeypatch.setattr(binding, "BLOCKS", 8)  # four blocks for a head
-    good, bad, said = IN_CLUSTERS[name]
-    assert re.search(said, found(many_chunks, CLUSTERS, good, bad, MOST))
+    good, bad, message = IN_CLUSTERS[name]
+    assert re.search(message, find_symptom(many_chunks, CLUSTERS, good, bad, MOST))
 
 
 def test_without_a_fault_of_clusters_nothing_is_found(monkeypatch):
     monkeypatch.setattr(binding, "BLOCKS", 8)
-    assert not found(many_chunks, limits=MOST)
+    assert not find_symptom(many_chunks, limits=MOST)
 
 
 HIDDEN = {
@@ -308,7 +321,7 @@ PROMPT = (
 def test_what_blocks_of_a_cluster_share_is_in_order(name: str | None, monkeypatch):
     """Numbers are right without: blocks are never far from each other."""
     monkeypatch.setattr(binding, "BLOCKS", 2)
-    driver = Disordered(CLUSTERS, *HIDDEN[name]) if name else AccessLogDriver()
+    driver = RacyDriver(CLUSTERS, *HIDDEN[name]) if name else AccessLogDriver()
     backend = AccessLogBackend(driver)
     assert run_case(parse_test_case(PROMPT), backend, backend.device(0)).outcome is Outcome.PASS
     pairs = list_races(driver.take_log(), driver.memory)

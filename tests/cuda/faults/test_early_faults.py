@@ -1,4 +1,4 @@
-"""Launches begin while the ones before them run: whatever a kernel does to memory before it waits for them is found."""
+"""Launches begin while earlier launches run: every memory access before the wait is found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hocket.graph import DType, Graph, input, weight
 from hocket.graph.errors import StepError
 from hocket.scheduler import load, plan_for
 
-from ...given.devices.edited import EditedDriver, written
+from ...given.devices.edited import EditedDriver, edit_kernels
 from ...given.devices.emulation import needs_compiler
 from ...given.random_rows import random_rows
 
@@ -21,7 +21,7 @@ RNG = np.random.default_rng(5)
 
 
 def faults_of(edit=list):
-    """What is in no order in two runs of products with packed and with plain weights, of what other launches made."""
+    """Return the unordered accesses to results of other launches, in two runs of packed and plain products."""
     packed, plain = weight("packed", (640, 256), DType.Q4_0), weight("plain", (100, 640), DType.BF16)
     hidden = ops.rms_norm(ops.mul_mat(packed, ops.exp(input("x", (1, 256)))), eps=1e-6)
     graph = Graph({"y": ops.rms_norm(ops.mul_mat(plain, hidden), eps=1e-6)})
@@ -64,12 +64,12 @@ PLANTED = {
 
 @pytest.mark.parametrize("what", PLANTED)
 def test_what_is_done_too_early_is_found(what):
-    found = faults_of(written(*PLANTED[what]))
+    found = faults_of(edit_kernels(*PLANTED[what]))
     assert found
     assert not what.endswith("never waits") or any("never waits for the launches before" in why for why in found)
 
 
 def test_a_kernel_that_asks_for_memory_that_is_not_its_own_is_stopped():
-    edit = written("dense.cu", "prefetch(w[r] + line)", "prefetch(w[r] + (line << 32))")
+    edit = edit_kernels("dense.cu", "prefetch(w[r] + line)", "prefetch(w[r] + (line << 32))")
     with pytest.raises(StepError, match="touches memory"):
         faults_of(edit)

@@ -19,13 +19,13 @@ from hocket.conformance.generate_cases import quick_cases
 from hocket.graph import DType
 from hocket.ops import REGISTRY
 
-from ...given.devices.emulation import FaultyDriver, Written, needs_compiler
+from ...given.devices.emulation import EditedSource, FaultyDriver, needs_compiler
 
 pytestmark = needs_compiler
 BEFORE = [text_of(name) for name in ("types.cuh", "cuda.cuh", "prelude.cuh")]
 PLANTED = Path(__file__).with_name("planted.cu").read_text("utf-8")
 
-# kernel, threads, blocks, elements of x and of out, and its faults: name, what is said (a wrong result if nothing is)
+# kernel, threads, blocks, elements of x and of out, and its faults: name, message (None for a wrong result)
 FAULTS = {
     ("reversed", 64, 1, 64, 64): {
         "NO_BARRIER": "",
@@ -66,13 +66,15 @@ FAULTS = {
         "OTHER_BLOCK": "",
     },
 }
-CASES = [(*how, fault, said) for how, faults in FAULTS.items() for fault, said in {"NONE": None, **faults}.items()]
+CASES = [
+    (*how, fault, message) for how, faults in FAULTS.items() for fault, message in {"NONE": None, **faults}.items()
+]
 NAMES = tuple(f"{kernel}<{fault}>" for kernel, *_, fault, _ in CASES)
-SOURCE = Written("planted.cu", NAMES, body="".join((*BEFORE, '#line 1 "planted.cu"\n', PLANTED)))
+SOURCE = EditedSource("planted.cu", NAMES, body="".join((*BEFORE, '#line 1 "planted.cu"\n', PLANTED)))
 
 
-def wanted(kernel, x):
-    """What the kernel makes of `x` when it is right."""
+def expected_result(kernel, x):
+    """Return the result of a correct kernel for `x`."""
     if kernel == "reversed":
         return x[::-1]
     if kernel == "summed":
@@ -87,17 +89,17 @@ def wanted(kernel, x):
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_what_is_wrong_with_a_kernel_is_found_and_named(case, order):
     """A wrong result in one order of threads is enough."""
-    kernel, threads, grid, size, results, fault, said = case
+    kernel, threads, grid, size, results, fault, message = case
     x = np.random.default_rng(0).integers(-3, 4, size).astype(np.float32)  # sums are exact
-    if said:
+    if message:
         with pytest.raises(LaunchError) as caught:
             launch(kernel, fault, threads, grid, x, results, order)
-        assert said in str(caught.value)
+        assert message in str(caught.value)
         assert "\n" not in str(caught.value)
         return
     with np.errstate(invalid="ignore"):
         right = [
-            np.array_equal(launch(kernel, fault, threads, grid, x, results, o), wanted(kernel, x))
+            np.array_equal(launch(kernel, fault, threads, grid, x, results, o), expected_result(kernel, x))
             for o in ({order} if fault == "NONE" else range(4))
         ]
     assert all(right) if fault == "NONE" else not all(right)
@@ -120,7 +122,7 @@ def launch(kernel, fault, threads, grid, x, results, order):
 def test_a_launch_that_no_device_takes_is_refused():
     driver = EmulatedDriver()
     device = driver.device(0)
-    for grid, block, words, said in (
+    for grid, block, words, message in (
         (1, 1025, 3, "no device has a grid of 1 x 1 x 1 blocks of 1025 threads"),
         ((1, 70000), 32, 3, "no device has"),
         (1, 32, 2, "takes 3 words, the launch gives 2"),
@@ -129,7 +131,7 @@ def test_a_launch_that_no_device_takes_is_refused():
         launches.add(SOURCE["copied<NONE>"], grid, block, [0] * words)
         with pytest.raises(LaunchError) as caught:
             driver.record(launches.items, device)()
-        assert said in str(caught.value)
+        assert message in str(caught.value)
     with pytest.raises(NoKernelError, match="takes 1048576 bytes of shared memory"):
         Launches(keep=lambda array: 0).add(SOURCE["copied<NONE>"], 1, 32, [0] * 3, shared_bytes=1 << 20)
 

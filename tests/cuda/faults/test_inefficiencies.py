@@ -1,5 +1,7 @@
-"""What makes kernels slower and not wrong is found without a device: by what they ask of memory, by their machine code,
-or by how many of them are launched."""
+"""Faults that make kernels slower but not wrong are found without a device.
+
+They show in memory requests, in machine code, or in the number of launches.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ from hocket.frontends.commands.plan import read_step_graph
 from hocket.scheduler import plan, plan_for, simulate
 
 from ...given.devices.attention import by_warps
-from ...given.devices.emulation import needs_compiler, replaced
-from ...given.devices.inefficiencies import ADD, ASKED, BY_WARPS, COMPILED, LAUNCHED, NARROW
-from ...given.devices.recorded import unlike_page, worse
+from ...given.devices.emulation import needs_compiler, replace_in_source
+from ...given.devices.inefficiencies import ADD, BY_WARPS, EXPECTED_LAUNCHES, MACHINE_CODE_FAULTS, MEMORY_FAULTS, NARROW
+from ...given.devices.recorded import find_access_regressions, find_resource_regressions
 from ...given.devices.tools import needs
 from ...given.models.goldens import decode_graph
 from ...given.models.large_headers import qwen_80b
@@ -38,17 +40,17 @@ class Planting(CountingDriver):
         self.file, self.texts = file, (good, bad)
 
     def record(self, steps, on):
-        return super().record([self.planted(launch) for launch in steps], on)
+        return super().record([self.plant_in(launch) for launch in steps], on)
 
-    def planted(self, launch):
+    def plant_in(self, launch):
         kernel = launch.kernel
         if self.file not in kernel.source.files:
             return launch
-        return replace(launch, kernel=replaced(kernel.alone, *self.texts)[kernel.name])
+        return replace(launch, kernel=replace_in_source(kernel.alone, *self.texts)[kernel.name])
 
 
 def launches_of(driver, case):
-    """What the launches of a case do."""
+    """Return the access counters of the launches of a case."""
     backend = DriverBackend(driver)
     result = run_case(parse_case(case), backend, backend.device(0))
     assert result.outcome is Outcome.PASS, f"it is wrong, not slow: {result.why}"
@@ -57,16 +59,16 @@ def launches_of(driver, case):
 
 @pytest.mark.long
 @needs_compiler
-@pytest.mark.parametrize("what", ASKED)
+@pytest.mark.parametrize("what", MEMORY_FAULTS)
 def test_what_is_asked_of_memory_in_vain_is_counted(what):
-    file, good, bad, case = ASKED[what]
+    file, good, bad, case = MEMORY_FAULTS[what]
     assert case in MAIN_PATH_CASES, "nobody counts that unless it is planted"
     assert good.count("\n") == bad.count("\n"), "what is allowed is found by the lines"
     is_recorded = what not in BY_WARPS
     with nullcontext() if is_recorded else by_warps():
         counted = launches_of(Planting(file, good, bad), case)
     assert [why for of in counted for why in list_violations(of)] + [
-        why for of in counted * is_recorded for why in unlike_page(of)
+        why for of in counted * is_recorded for why in find_access_regressions(of)
     ]
 
 
@@ -87,7 +89,7 @@ def test_tiles_of_keys_that_come_one_at_a_time_are_counted():
 def test_blocks_of_other_sizes_are_counted(threads, monkeypatch):
     monkeypatch.setattr(elementwise, "THREADS", threads)
     (launch,) = collect_counters([ADD])
-    assert [*unlike_page(launch)] == [f"{launch.kernel}: blocks of {threads} threads in place of 256"]
+    assert [*find_access_regressions(launch)] == [f"{launch.kernel}: blocks of {threads} threads in place of 256"]
 
 
 @pytest.fixture(scope="module")
@@ -97,17 +99,17 @@ def _compiler():
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_compiler")
-@pytest.mark.parametrize("what", COMPILED)
+@pytest.mark.parametrize("what", MACHINE_CODE_FAULTS)
 def test_machine_code_that_does_more_is_found(what):
-    file, good, bad, kernel = COMPILED[what]
+    file, good, bad, kernel = MACHINE_CODE_FAULTS[what]
     name = kernel.partition(": ")[2]
     (source,) = (s for s in SOURCES if name in s.names and f"{s.file}: {name}" == kernel)
     assert file in source.files
-    ((row, spilled),) = measured(replaced(source[name].alone, good, bad), "sm_90a").values()
-    assert spilled or list(worse(row, recorded().kernels[kernel]["sm_90a"]))
+    ((row, spills),) = measured(replace_in_source(source[name].alone, good, bad), "sm_90a").values()
+    assert spills or list(find_resource_regressions(row, recorded().kernels[kernel]["sm_90a"]))
 
 
-def taken(planned):
+def count_launches(planned):
     """How many launches a plan for one device takes."""
     (lane,) = planned.lanes
     return len(lane.backend.foretold(lane.program, lane.device))
@@ -115,29 +117,31 @@ def taken(planned):
 
 def launches(model):
     """How many a decoded token takes."""
-    return taken(plan(decode_graph(model), ("cuda-emulated:0",)))
+    return count_launches(plan(decode_graph(model), ("cuda-emulated:0",)))
 
 
 def test_layers_of_qwen3_next_take_few_launches(tmp_path):
     def of_layers(count):
         graph, _ = read_step_graph(qwen_80b(tmp_path / f"{count}.gguf", count), context=4096, tokens=1)
         simulated = simulate("h200")
-        return taken(plan_for(graph, simulated.group[:1], hardware=simulated.hardware_for(graph)))
+        return count_launches(plan_for(graph, simulated.group[:1], hardware=simulated.hardware_for(graph)))
 
     delta = of_layers(3) - of_layers(2)
-    attention = of_layers(8) - of_layers(4) - 3 * delta  # what the first attention launches for all of them is in both
+    attention = of_layers(8) - of_layers(4) - 3 * delta  # the first attention's launches for all of them are in both
     assert delta <= 11
     assert attention <= 12
 
 
-@pytest.mark.parametrize("model", LAUNCHED)
+@pytest.mark.parametrize("model", EXPECTED_LAUNCHES)
 def test_a_token_takes_no_more_launches_than_before(model):
-    assert launches(model) <= LAUNCHED[model][0], "fewer are welcome: write them into the table"
+    assert launches(model) <= EXPECTED_LAUNCHES[model][0], "fewer are welcome: write them into the table"
 
 
-@pytest.mark.parametrize(("model", "chain"), [(m, chain) for m, (_, chains) in LAUNCHED.items() for chain in chains])
+@pytest.mark.parametrize(
+    ("model", "chain"), [(m, chain) for m, (_, chains) in EXPECTED_LAUNCHES.items() for chain in chains]
+)
 def test_launches_that_are_not_saved_are_counted(model, chain, monkeypatch):
     left = {op: tuple(f for f in chains if f.__name__ != chain) for op, chains in FUSED.items()}
     assert left != FUSED
     monkeypatch.setattr(programs, "FUSED", left)
-    assert launches(model) > LAUNCHED[model][0]
+    assert launches(model) > EXPECTED_LAUNCHES[model][0]

@@ -1,6 +1,7 @@
-"""What devices do to each other's memory is in an order that their signals make: not by luck, and not by x86.
+"""Signals order the accesses to the memory of other devices, neither luck nor x86.
 
-Everything that is planted here gives the right sums in the emulation."""
+Every fault that is planted here gives the right sums in the emulation.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +25,29 @@ from hocket.graph.errors import BackendError
 from hocket.ops.collectives import COLLECTIVES
 from hocket.scheduler import load, plan_for
 
-from ...given.devices.devices_meet import CASES, Part, Rig, gathered, reduced, summands
-from ...given.devices.edited import EditedDriver, written
+from ...given.devices.devices_meet import (
+    CASES,
+    CollectiveRig,
+    DeviceStep,
+    all_gather_case,
+    all_reduce_case,
+    make_partial_sums,
+)
+from ...given.devices.edited import EditedDriver, edit_kernels
 from ...given.devices.emulation import barriers, needs_compiler
 from ...given.plans.grouped import everything_that_fits, weights_of
 
 pytestmark = [needs_compiler, pytest.mark.long()]
 PARTS = {
     **CASES,
-    "in a row": lambda n: [[Part("all_reduce", x, (40,), inplace=k < 2) for k in range(3)] for x in summands(n, (40,))],
-    "larger": lambda n: [
-        [Part("all_reduce", x, (11_000,), inplace=k < 1) for k in range(2)] for x in summands(n, (11_000,))
+    "in a row": lambda n: [
+        [DeviceStep("all_reduce", x, (40,), inplace=k < 2) for k in range(3)] for x in make_partial_sums(n, (40,))
     ],
-    "narrow": lambda n: reduced(n, (129, 129)),
+    "larger": lambda n: [
+        [DeviceStep("all_reduce", x, (11_000,), inplace=k < 1) for k in range(2)]
+        for x in make_partial_sums(n, (11_000,))
+    ],
+    "narrow": lambda n: all_reduce_case(n, (129, 129)),
 }
 
 
@@ -51,11 +62,12 @@ class SeenError(Exception):
 
 
 def faults_of(case, n, edit=list, *, dropped=("", 0), runs=1, times=1):
-    """What is in no order, in runs whose threads take turns in different ways, of which so many `times` follow each
-    other, as those of a team do."""
+    """Return the unordered accesses of runs with different orders of threads; `times` runs follow each other as
+    in a group.
+    """
     driver = EditedDriver(edit, dropped)
     wire, parts = DType.BF16 if case == "narrow" else DType.F32, PARTS[case](n)
-    rig = Rig(AccessLogBackend(driver), parts, wire=wire, everybody=n + (times > 1))
+    rig = CollectiveRig(AccessLogBackend(driver), parts, wire=wire, group_size=n + (times > 1))
     faults = []
     for _ in range(runs):
         try:
@@ -70,7 +82,7 @@ def faults_of(case, n, edit=list, *, dropped=("", 0), runs=1, times=1):
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("case", PARTS)
-def test_devices_meet_in_order(case, n, narrow):
+def test_devices_run_collectives_in_order(case, n, narrow):
     assert faults_of(case, n, runs=3) == []
 
 
@@ -85,7 +97,7 @@ def test_a_sum_that_is_pushed_before_that_of_the_last_run_is_read_is_found():
 
 
 def test_a_graph_on_two_devices_is_in_order():
-    """Its arenas use memory again, and the second run uses that of the first."""
+    """Check a graph with reused arena bytes; the second run reuses the arena of the first."""
     rng = np.random.default_rng(0)
     x = input("x", (5, 8))
     for layer in range(2):
@@ -147,59 +159,61 @@ def late(kernel):
 def pushed_to_one_half(steps):
     """In place of two in turn."""
 
-    def moved(launch):
+    def push_to_one_half(launch):
         inboxes = slice(2, 2 + MOST_DEVICES)
         words = list(launch.words)
         turn = words[2 + MOST_DEVICES + 2]
         words[inboxes] = [word - turn * PUSHED if word else 0 for word in words[inboxes]]
         return replace(launch, words=tuple(words))
 
-    return [moved(step) if "pushed" in step.kernel.name else step for step in steps]
+    return [push_to_one_half(step) if "pushed" in step.kernel.name else step for step in steps]
 
 
 def gathered_and_changed(n):
-    """What others gather is overwritten at once."""
-    return [[own[0], Part("neg", own[0].source, own[0].source.shape, over=True)] for own in gathered(n)]
+    """Build a graph that overwrites a gathered value at once."""
+    return [[own[0], DeviceStep("neg", own[0].source, own[0].source.shape, over=True)] for own in all_gather_case(n)]
 
 
 PARTS = {**PARTS, "gathered and changed": gathered_and_changed}
-MEET = "g.signals[peer][words + APART * g.rank]"
+BARRIER_WORD = "g.signals[peer][words + APART * g.rank]"
 PLANTED = {
-    "a relaxed load": ("in a row", written("cuda.cuh", '"acquire.sys"', '"relaxed.sys"')),
-    "a load in the scope of a device": ("in a row", written("cuda.cuh", '"acquire.sys"', '"acquire.gpu"')),
-    "a load in the scope of a block": ("all_gather", written("cuda.cuh", '"acquire.sys"', '"acquire.cta"')),
-    "a relaxed store": ("in a row", written("cuda.cuh", '"release.sys"', '"relaxed.sys"')),
-    "a store in the scope of a device": ("all_to_all", written("cuda.cuh", '"release.sys"', '"release.gpu"')),
-    "a store in the scope of a block": ("send", written("cuda.cuh", '"release.sys"', '"release.cta"')),
+    "a relaxed load": ("in a row", edit_kernels("cuda.cuh", '"acquire.sys"', '"relaxed.sys"')),
+    "a load in the scope of a device": ("in a row", edit_kernels("cuda.cuh", '"acquire.sys"', '"acquire.gpu"')),
+    "a load in the scope of a block": ("all_gather", edit_kernels("cuda.cuh", '"acquire.sys"', '"acquire.cta"')),
+    "a relaxed store": ("in a row", edit_kernels("cuda.cuh", '"release.sys"', '"relaxed.sys"')),
+    "a store in the scope of a device": ("all_to_all", edit_kernels("cuda.cuh", '"release.sys"', '"release.gpu"')),
+    "a store in the scope of a block": ("send", edit_kernels("cuda.cuh", '"release.sys"', '"release.cta"')),
     "a plain load of a ticket": (
         "in a row",
-        written("collective.cu", "load_acquire(word);", "*(volatile const u64 *)word;"),
+        edit_kernels("collective.cu", "load_acquire(word);", "*(volatile const u64 *)word;"),
     ),
     "a plain store of a ticket": (
         "in a row",
-        written("collective.cu", f"store_release(&{MEET}, mine)", f"*(volatile u64 *)&{MEET} = mine"),
+        edit_kernels(
+            "collective.cu", f"store_release(&{BARRIER_WORD}, mine)", f"*(volatile u64 *)&{BARRIER_WORD} = mine"
+        ),
     ),
     "a wait for the first device only": (
         "in a row",
-        written("collective.cu", "if (peer < g.devices) {", "if (peer < 1) {"),
+        edit_kernels("collective.cu", "if (peer < g.devices) {", "if (peer < 1) {"),
     ),
     "a wait for all devices but one": (
         "in a row",
-        written("collective.cu", "if (peer < g.devices) {", "if (peer + 1 < g.devices) {"),
+        edit_kernels("collective.cu", "if (peer < g.devices) {", "if (peer + 1 < g.devices) {"),
     ),
     "no meeting before what was pushed is summed": (
         "in a row",
-        written("collective.cu", "if (!meet(a.group, 0, PUSHED + a.turn)) return;", ""),
+        edit_kernels("collective.cu", "if (!meet(a.group, 0, PUSHED + a.turn)) return;", ""),
     ),
     "sums that are pushed to the same half": ("in a row", pushed_to_one_half),
-    "no first meeting of a sum": ("larger", written("collective.cu", " || !meet(a.group, 0)", "")),
-    "no second meeting of a sum": ("larger", written("collective.cu", "    meet(a.group, 1);\n", "")),
+    "no first meeting of a sum": ("larger", edit_kernels("collective.cu", " || !meet(a.group, 0)", "")),
+    "no second meeting of a sum": ("larger", edit_kernels("collective.cu", "    meet(a.group, 1);\n", "")),
     "a sum before its meeting": ("many", late("meet_all")),
     "no first meeting of a large sum": ("many", without("meet_all", 0)),
     "no second meeting of a large sum": ("many", without("meet_all", -1)),
     "parts of a sum that overlap": (
         "larger",
-        written(
+        edit_kernels(
             "collective.cu",
             "high = packs * (a.group.rank + 1) / devices",
             "high = packs * (a.group.rank + 1) / devices + 1",
@@ -212,7 +226,9 @@ PLANTED = {
     "no meeting before a scattered sum": ("reduce_scatter", without("meet_all", 0)),
     "a sender that does not tell in order": (
         "send",
-        written("collective.cu", "store_release(&g.signals[a.other]", 'STORE_WORD("relaxed.sys", &g.signals[a.other]'),
+        edit_kernels(
+            "collective.cu", "store_release(&g.signals[a.other]", 'STORE_WORD("relaxed.sys", &g.signals[a.other]'
+        ),
     ),
     "no wait for a sender": ("send", without("await_one")),
     "a wait for a sender that comes late": ("send", late("await_one")),
@@ -234,6 +250,6 @@ BARRIERS = [("collective.cu", 0, "in a row"), ("collective.cu", 2, "in a row")]
 
 
 @pytest.mark.parametrize(("file", "number", "case"), BARRIERS)
-def test_a_barrier_of_a_meeting_that_is_dropped_is_missed(file, number, case):
+def test_a_dropped_barrier_of_a_collective_is_missed(file, number, case):
     with suppress(SeenError):
         assert faults_of(case, 3, dropped=(file, barriers(file)[number]))

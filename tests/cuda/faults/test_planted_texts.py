@@ -1,6 +1,6 @@
-"""What mistakes are planted in stands in the kernels, once: without a compiler, and of every mistake.
+"""The text of each planted fault occurs exactly once in the kernels; this needs no compiler.
 
-Tests that plant them take some of a table in a run, so that a kernel may change under the others.
+Tests that plant faults take a part of a table in each run, so that a kernel may change without their notice.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 from hocket.backends.cupy.device.driver import text_of
 
-from ...given.devices.inefficiencies import ASKED, COMPILED
+from ...given.devices.inefficiencies import MACHINE_CODE_FAULTS, MEMORY_FAULTS
 from ..kernels import test_attention, test_delta_layer, test_float_products, test_recurrences, test_sorting
 from ..several_devices import test_collectives, test_wire
 from . import (
@@ -38,7 +38,7 @@ TABLES = {
         *((test_delta_faults.CLUSTERS, *fault) for fault in test_delta_faults.HIDDEN.values()),
     ),
     "float products": (("products.cu", *plant) for plant in test_float_products.PLANTS.values()),
-    "inefficiencies": (*ASKED.values(), *COMPILED.values()),
+    "inefficiencies": (*MEMORY_FAULTS.values(), *MACHINE_CODE_FAULTS.values()),
     "products": test_product_faults.PLANTS.values(),
     "recurrences": (("recurrences.cu", *plant) for plant in test_recurrences.PLANTS.values()),
     "several": ((plant.file, plant.old, plant.new) for plant in test_faults.PLANTS),
@@ -49,7 +49,7 @@ TABLES = {
 
 
 def missing(plants: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """What stands not once in its file, or becomes what it is."""
+    """Yield the texts that do not occur exactly once in their file, and edits without effect."""
     for file, old, new, *_ in plants:
         count = text_of(file).count(old)
         if count != 1 or old == new:
@@ -62,5 +62,5 @@ def test_what_a_mistake_is_planted_in_is_there(plants):
     assert not list(missing(plants))
 
 
-def test_a_text_that_is_not_there_is_said():
+def test_a_missing_text_is_reported():
     assert list(missing([("moves.cu", "no such text", ""), ("moves.cu", "each_column(", "each_column(")]))

@@ -20,7 +20,7 @@ from hocket.ops.quantisation import dequantise
 from hocket.scheduler import load, plan_for
 
 from ...given.devices.emulation import IN_FLIGHT, PAST_END, WRONG_RESULTS, finding, needs_compiler
-from ...given.devices.products import dense, product, unpacked
+from ...given.devices.products import dense, product, run_unpacked_product
 from ...given.random_rows import random_rows
 
 pytestmark = needs_compiler
@@ -37,7 +37,7 @@ def packed_product(dtype: DType, rows: int, columns: int, tokens: int) -> Callab
 
 
 def dense_product(columns: int, rows: int = 70, shares: int = 0) -> Callable[[DriverBackend], bool]:
-    """In tall tiles whose columns several blocks share, if any do."""
+    """Return a test of tall tiles; `shares` blocks may share their columns."""
 
     def is_right(backend: DriverBackend) -> bool:
         tall = patch.object(tiled, "shape_of_tiles", lambda *_, **__: (tiled.TALL, shares))
@@ -52,14 +52,14 @@ def dense_product(columns: int, rows: int = 70, shares: int = 0) -> Callable[[Dr
 
 def unpacked_product(dtype: DType, columns: int) -> Callable[[DriverBackend], bool]:
     def is_right(backend: DriverBackend) -> bool:
-        results, want, size = unpacked(dtype, 70, columns, 130, backend)
+        results, want, size = run_unpacked_product(dtype, 70, columns, 130, backend)
         same = all(np.array_equal(f, results[0]) for f in results)
         return same and bool((np.abs(results[0] - want) <= 2e-5 * size).all())
 
     return is_right
 
 
-def routed(tokens: int) -> Callable[[DriverBackend], bool]:
+def check_routed(tokens: int) -> Callable[[DriverBackend], bool]:
     def is_right(backend: DriverBackend) -> bool:
         raw = random_rows(DType.Q8_0, 3 * 32, 32, RNG).reshape(3, 32, -1)
         x = RNG.standard_normal((tokens, 1, 32)).astype(np.float32)
@@ -71,10 +71,10 @@ def routed(tokens: int) -> Callable[[DriverBackend], bool]:
         here = ((ids >= 2) & (ids < 5))[..., None]
         matrices = dequantise(raw.reshape(96, -1), DType.Q8_0).reshape(3, 32, 32)
         want = np.einsum("tink,tk->tin", matrices[np.clip(ids - 2, 0, 2)], x[:, 0]) * here
-        near = np.abs(results[0] - want).max() <= 0.02 * np.abs(want).max()
+        is_close = np.abs(results[0] - want).max() <= 0.02 * np.abs(want).max()
         full = np.einsum("nk,tk->tn", matrices[0], x[:, 0])[:, None]
-        near = near and np.abs(results[2] - full).max() <= 0.02 * np.abs(full).max()
-        return bool(near) and all(np.array_equal(results[i], results[0]) for i in (1, 3, 4))
+        is_close = is_close and np.abs(results[2] - full).max() <= 0.02 * np.abs(full).max()
+        return bool(is_close) and all(np.array_equal(results[i], results[0]) for i in (1, 3, 4))
 
     return is_right
 
@@ -86,7 +86,7 @@ LONG, WIDE, MANY, FAR, TALL = (
 HIGH, MIXED = packed_product(DType.Q5_1, 33, 64, 2), packed_product(DType.Q6_K, 33, 256, 9)
 DENSE, ODD = dense_product(136), dense_product(133)
 SHARED, SHARED_ODD = dense_product(136, 72, shares=2), dense_product(136, shares=2)
-UNPACKED, HALVES, LEAST = (
+UNPACKED, HALVES, SMALL_BLOCKS = (
     unpacked_product(dtype, n) for dtype, n in ((DType.Q8_0, 288), (DType.Q6_K, 256), (DType.Q4_K, 256))
 )
 PLANTS = {
@@ -148,15 +148,15 @@ PLANTS = {
         "packed_few.cu",
         "    int end = matrix < 0 ? 0 : (int)a.blocks",
         "    int end = (int)a.blocks",
-        routed(1),
+        check_routed(1),
     ),
     "counts are read before all are counted": (
         "routes.cu",
         "&counts[matrix < 0 ? here : matrix], 1);\n    }\n    __syncthreads();",
         "&counts[matrix < 0 ? here : matrix], 1);\n    }",
-        routed(24),
+        check_routed(24),
     ),
-    "tiles of the run before are left": ("routes.cu", "a.tiles[i] = make_int4(0, 0, 0, 0);", ";", routed(24)),
+    "tiles of the run before are left": ("routes.cu", "a.tiles[i] = make_int4(0, 0, 0, 0);", ";", check_routed(24)),
     "the small term of x is left out": (
         "tiled.cu",
         "for (int term = TERMS - 1; term >= 0; term--)",
@@ -207,7 +207,7 @@ PLANTS = {
         UNPACKED,
     ),
     "scales of the first half": ("tiled.cu", "part = F::HALVES ? h : 0;", "part = 0;", HALVES),
-    "no least number": ("tiled.cu", "fmaf(code, s.scale[part], s.bias[part])", "code * s.scale[part]", LEAST),
+    "no least number": ("tiled.cu", "fmaf(code, s.scale[part], s.bias[part])", "code * s.scale[part]", SMALL_BLOCKS),
     "a stage of x is read before it is there": ("tiled.cu", "cp_async_wait<1>();", "cp_async_wait<2>();", UNPACKED),
     "a stage of weights is read before all threads have theirs": (
         "tiled.cu",

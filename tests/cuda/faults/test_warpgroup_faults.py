@@ -18,9 +18,9 @@ from hocket.conformance import Outcome, run_case
 from hocket.conformance.cases.case import parse_test_case
 from hocket.graph.dtypes import DType
 
-from ...given.devices.disordered import Disordered
+from ...given.devices.disordered import RacyDriver
 from ...given.devices.emulation import IN_FLIGHT, PAST_END, WRONG_RESULTS, finding, needs_compiler
-from ...given.devices.products import dense, tiles_of, unpacked
+from ...given.devices.products import dense, run_unpacked_product, tiles_of
 
 pytestmark = [needs_compiler, pytest.mark.long()]
 
@@ -33,9 +33,9 @@ def product(
     rows: int, columns: int, tokens: int, dtype: DType = DType.F16, shares: int = 1
 ) -> Callable[[DriverBackend], bool]:
     def is_right(backend: DriverBackend) -> bool:
-        made, error = (dense, 2.0**-19) if dtype is DType.F16 else (unpacked, 2e-5)
+        run_product, error = (dense, 2.0**-19) if dtype is DType.F16 else (run_unpacked_product, 2e-5)
         with by_warpgroups(shares):
-            results, want, size = made(dtype, rows, columns, tokens, backend)
+            results, want, size = run_product(dtype, rows, columns, tokens, backend)
         same = all(np.array_equal(y, results[0]) for y in results)
         return same and bool((np.abs(results[0] - want) <= error * size).all())
 
@@ -162,7 +162,7 @@ def test_without_a_mistake_nothing_is_found(is_right):
 
 
 def disorders(case: str, *edit: str) -> list[str]:
-    driver = Disordered(*edit) if edit else AccessLogDriver()
+    driver = RacyDriver(*edit) if edit else AccessLogDriver()
     backend = AccessLogBackend(driver)
     with by_warpgroups(shares=2):
         result = run_case(parse_test_case(case), backend, backend.device(0))

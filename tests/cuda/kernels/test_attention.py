@@ -21,16 +21,16 @@ from ...given.devices.emulation import FaultyDriver, needs_compiler
 
 pytestmark = needs_compiler
 
-NEAR = 5e-12
+TOLERANCE = 5e-12
 """Of the worst row, in the normalised mean square: errors of 2e-6.  Products of halves alone are off by 1e-4."""
 ROUNDED = {"f16": 1e-6, "bf16": 6e-5}
 """Where queries and weights become such cells."""
 
 
-def near(case):
+def assert_close(case):
     many = case.specs["q"].shape[-3] * case.specs["q"].shape[-2] // case.specs["k"].shape[-2] >= binding.MANY
     short = case.specs["k"].shape[-1] <= 256 and case.specs["v"].shape[-1] <= 256
-    return ROUNDED.get(str(case.specs["k"].dtype), NEAR) if many and short else NEAR
+    return ROUNDED.get(str(case.specs["k"].dtype), TOLERANCE) if many and short else TOLERANCE
 
 
 def case(t, h, g, s, d, e=None, rest="", ahead="", mask=None, inputs="normal", layout="contiguous", cells="f32"):
@@ -125,11 +125,13 @@ def test_attention_is_its_definition_in_every_order_of_threads(case):
     result = run_case(case, backend, backend.device(0))
     assert result.outcome is Outcome.PASS, result.why
     if case.inputs in ("normal", "infinities"):
-        assert result.difference.nmse < near(case)
+        assert result.difference.nmse < assert_close(case)
 
 
 @pytest.mark.long(cases=1)
-@pytest.mark.parametrize("case", [c for c in CELLS + VARIANTS + SIZES if "f16" in str(c) and near(c) > NEAR], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in CELLS + VARIANTS + SIZES if "f16" in str(c) and assert_close(c) > TOLERANCE], ids=str
+)
 def test_attention_by_single_warps_is_its_definition(case):
     with by_warps():
         test_attention_is_its_definition_in_every_order_of_threads(case)
@@ -146,8 +148,8 @@ def test_every_kernel_has_a_case():
             return lambda: None
 
     backend = DriverBackend(Driver())
-    for way in (nullcontext, by_warps):
-        with way():
+    for variant in (nullcontext, by_warps):
+        with variant():
             for c in (*FEW, *TILED, *CELLS, *VARIANTS, *SIZES):
                 run_case(c, backend, backend.device(0))
     assert launched == {name for source in binding.SOURCES for name in source.names}
@@ -181,14 +183,14 @@ def test_numbers_of_any_size_keep_their_digits():
     units["k"], units["v"] = units["k"] / size, units["v"] * size
     units = {name: x.astype(np.float32).astype(np.float64) for name, x in units.items()}
     want = attention.reference(*units.values(), scale=c.attributes_with_defaults["scale"])
-    most = attention.reference(units["q"], units["k"], np.abs(units["v"]), scale=c.attributes_with_defaults["scale"])
+    bound = attention.reference(units["q"], units["k"], np.abs(units["v"]), scale=c.attributes_with_defaults["scale"])
     backend = EmulatedBackend()
     (got,) = run_three_times(c, units, backend, backend.device(0))
-    assert np.max(np.abs(got - want) / most) < 2e-5  # of scores near 30, in float32
+    assert np.max(np.abs(got - want) / bound) < 2e-5  # of scores near 30, in float32
 
 
 def test_shared_memory_fits_every_device():
-    """Those that have products of warpgroups have more."""
+    """Check the limit of devices without warpgroup products; other devices have more."""
     assert all(t.shared_bytes + 1024 <= (227 if t.by_warpgroups else 99) * 1024 for t in binding.TILED)
 
 
@@ -203,7 +205,7 @@ SHORT = case(2, 3, 2, 45, 64, mask="")
 LONG = case(2, 1, 1, 700, 64, mask="", inputs="infinities")
 TILE = case(33, 2, 2, 75, 64, mask="", inputs="infinities")
 HEADS = case(1, 1, 512, 300, 8)
-LONGEST = case(1, 1, 1, 128 * 70, 8)  # more splits than lanes wait for together
+LONG_CASE = case(1, 1, 1, 128 * 70, 8)  # more splits than lanes wait for together
 MANY_SPLIT = case(264, 1, 1, 300, 16)
 SPLIT = case(64, 1, 1, 600, 64, mask="", inputs="infinities")
 WIDE = case(66, 1, 1, 70, 256)
@@ -255,7 +257,12 @@ FAULTS = {
     "a split of its own top": (AROUND, "grown(here.x - top)", "grown(left.state[0] - top)", LONG),
     "the last split is left out": (AROUND, "* WARPS < splits) x", "* WARPS + 1 < splits) x", SPLIT),
     "the last split of many rows": (AROUND, "s < left.splits;", "s + 1 < left.splits;", MANY_SPLIT),
-    "splits behind those that come at once are left out": (AROUND, "from += AT_ONCE * WARPS", "from = splits", LONGEST),
+    "splits behind those that come at once are left out": (
+        AROUND,
+        "from += AT_ONCE * WARPS",
+        "from = splits",
+        LONG_CASE,
+    ),
     "sums of a warp are left out": (AROUND, "w = 0; w < WARPS; w++) sum", "w = 1; w < WARPS; w++) sum", SPLIT),
     "a tile of which some is seen is hidden": (AROUND, "hidden &= bias == -INFINITY", "hidden &= bias < 9.0f", TILE),
     "a tile of which some is hidden is open": (AROUND, "open &= bias == 0.0f", "open &= true", TILE),
@@ -445,5 +452,5 @@ def test_a_fault_in_a_kernel_is_found(name):
     backend = DriverBackend(FaultyDriver(file, good, bad))
     with by_warps() if file == SHORT_CU else nullcontext():
         result = run_case(found_by, backend, backend.device(0))
-    wrong = result.outcome is Outcome.FAIL or result.difference.nmse > near(found_by)
+    wrong = result.outcome is Outcome.FAIL or result.difference.nmse > assert_close(found_by)
     assert wrong, str(result.difference)

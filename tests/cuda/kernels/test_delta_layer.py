@@ -1,4 +1,4 @@
-"""What surrounds the delta rule in a layer, on emulated CUDA devices: convolution, norms and gates, and gated norm."""
+"""The neighbours of the delta rule in a layer, on emulated CUDA devices: convolution, norms and gates, gated norm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hocket.backends.cupy.emulation.access_budget import list_violations
 from hocket.backends.cupy.emulation.access_counters import run_counted
 from hocket.backends.cupy.kernels.recurrent.short_convolution import Layer, Made, launch_gated_norm, launch_inputs
 
-from ...given.devices.delta_launches import NOTHING, ORDERS, aligned, operand, run, worst
+from ...given.devices.delta_launches import NOTHING, ORDERS, compute_worst_errors, copy_aligned, operand, run
 from ...given.devices.emulation import needs_compiler, with_fault
 
 pytestmark = needs_compiler
@@ -49,12 +49,12 @@ def parts(size: int, key_heads: int, value_heads: int, batch: int, tokens: int) 
         "dt": (value_heads,),
         "old": (batch, 3, channels),
     }
-    drawn = {name: rng.normal(0, 1, shape) for name, shape in shapes.items()} | {"valid": valid}
-    drawn["a"] = -np.exp(drawn["a"])
-    return Parts(size, key_heads, value_heads, {n: aligned(x.astype(np.float32)) for n, x in drawn.items()})
+    arrays = {name: rng.normal(0, 1, shape) for name, shape in shapes.items()} | {"valid": valid}
+    arrays["a"] = -np.exp(arrays["a"])
+    return Parts(size, key_heads, value_heads, {n: copy_aligned(x.astype(np.float32)) for n, x in arrays.items()})
 
 
-def expected(p: Parts) -> dict[str, np.ndarray]:
+def compute_expected(p: Parts) -> dict[str, np.ndarray]:
     a = {name: x.astype(np.float64) for name, x in p.arrays.items()}
     rows = np.concatenate([a["old"], a["x"]], axis=1)
     tokens = a["x"].shape[1]
@@ -69,26 +69,26 @@ def expected(p: Parts) -> dict[str, np.ndarray]:
 
 
 def bind_inputs(p: Parts, in_place: bool = False) -> tuple[list, dict[str, np.ndarray]]:
-    made = {name: aligned(np.full(x.shape, NOTHING, np.float32)) for name, x in expected(p).items()}
+    outputs = {name: copy_aligned(np.full(x.shape, NOTHING, np.float32)) for name, x in compute_expected(p).items()}
     if in_place:
-        made["kept"] = p["old"]
+        outputs["kept"] = p["old"]
     launches = Launches(keep=lambda array: array.ctypes.data)
     layer = Layer(operand(p["w"]), operand(p["a"]), operand(p["dt"]))
     source = (operand(p[name]) for name in ("x", "alpha", "beta", "valid", "old"))
-    launch_inputs(launches, *source, layer, Made(**{name: operand(x) for name, x in made.items()}), EPS)
-    return launches.items, made
+    launch_inputs(launches, *source, layer, Made(**{name: operand(x) for name, x in outputs.items()}), EPS)
+    return launches.items, outputs
 
 
 def difference(p: Parts, order: int = 0, edit: Callable = lambda launch: launch, in_place: bool = False) -> float:
-    wanted = expected(p)
-    items, made = bind_inputs(p, in_place)
+    expected_arrays = compute_expected(p)
+    items, outputs = bind_inputs(p, in_place)
     run([edit(launch) for launch in items], order)
-    return max(worst(made[name], wanted[name])[0] for name in wanted)
+    return max(compute_worst_errors(outputs[name], expected_arrays[name])[0] for name in expected_arrays)
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 16, 17, 40])
-def test_inputs_of_the_rule_are_made_in_one_launch(size: int, tokens: int):
+def test_inputs_of_the_rule_are_computed_in_one_launch(size: int, tokens: int):
     p = parts(size, 1 + tokens % 2, 3 + tokens % 2, 1 + tokens % 3, tokens)
     assert len(bind_inputs(p)[0]) == 1
     assert difference(p, ORDERS[tokens % 3]) < LIMIT
@@ -101,22 +101,27 @@ def test_the_rows_that_a_convolution_keeps_take_the_place_of_the_old_ones(tokens
 
 
 def test_inputs_ask_memory_for_no_more_than_they_must():
-    held = parts(128, 2, 4, 1, 1)  # the launch knows addresses alone
-    (launch,), _ = bind_inputs(held)
+    problem = parts(128, 2, 4, 1, 1)  # the launch knows addresses alone
+    (launch,), _ = bind_inputs(problem)
     assert list_violations(run_counted(launch)) == []
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
 def test_the_gated_norm_is_norm_weight_and_gate(size: int):
     rng = np.random.default_rng(size)
-    x, z = (aligned(rng.normal(0, 1, (2, 3, 5, size)).astype(np.float32)) for _ in range(2))
-    w, out = aligned(rng.normal(0, 1, size).astype(np.float32)), aligned(np.full(x.shape, NOTHING, np.float32))
+    x, z = (copy_aligned(rng.normal(0, 1, (2, 3, 5, size)).astype(np.float32)) for _ in range(2))
+    w, out = (
+        copy_aligned(rng.normal(0, 1, size).astype(np.float32)),
+        copy_aligned(np.full(x.shape, NOTHING, np.float32)),
+    )
     launches = Launches(keep=lambda array: array.ctypes.data)
     launch_gated_norm(launches, *map(operand, (x, z, w, out)), EPS)
     run(launches.items)
     wide = x.astype(np.float64)
-    wanted = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + EPS) * w * z / (1 + np.exp(-z.astype(np.float64)))
-    assert worst(out, wanted)[0] < LIMIT
+    expected_arrays = (
+        wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + EPS) * w * z / (1 + np.exp(-z.astype(np.float64)))
+    )
+    assert compute_worst_errors(out, expected_arrays)[0] < LIMIT
 
 
 FAULTS = {
@@ -137,11 +142,11 @@ FAULTS = {
 def test_a_fault_planted_in_the_inputs_is_found(name: str):
     good, bad = FAULTS[name]
 
-    def seen(order: int) -> bool:
+    def is_detected(order: int) -> bool:
         p = parts(64, 2, 4, 2, 35)
         try:
             return difference(p, order, lambda launch: with_fault(launch, "short_convolution.cu", good, bad)) > LIMIT
         except LaunchError:
             return True
 
-    assert any(map(seen, ORDERS))
+    assert any(map(is_detected, ORDERS))

@@ -15,14 +15,14 @@ from hocket.backends.cupy.kernels.recurrent import gated_delta_net as binding
 from ...given.devices.delta_launches import (
     ORDERS,
     Problem,
-    aligned,
     bind,
     check,
+    compute_worst_errors,
+    copy_aligned,
     problem,
     reference,
     run,
     with_slots,
-    worst,
 )
 from ...given.devices.emulation import needs_compiler
 from ...given.devices.tools import needs
@@ -30,7 +30,7 @@ from ...given.devices.tools import needs
 pytestmark = needs_compiler
 
 STEPS, EXACT, FAST = 1e-12, 2e-9, 1e-4
-"""What each kind of kernel is held to: the requirement is 1e-7 for the first two."""
+"""The allowed error of each kind of kernel; the first two require 1e-7."""
 A100 = limits_of("80")
 SCANS = pytest.mark.parametrize(
     ("limits", "kernel"), [(A100, "delta_scan"), (MOST, "delta_scan_clusters")], ids=["alone", "clusters"]
@@ -168,28 +168,28 @@ def test_without_tokens_the_state_stays_and_older_snapshots_are_zeros():
 @pytest.mark.parametrize("tokens", [1, 9, 70])
 def test_a_state_is_updated_in_its_own_memory(tokens: int):
     p = problem(3, 64, 1, 2, tokens, batch=2)
-    wanted_out, wanted_state = reference(p)
+    expected_out, expected_state = reference(p)
     bound = bind(p, in_place=True)
     assert bound.new is p.state
     run(bound.items)
-    assert worst(bound.out, wanted_out)[0] < EXACT
-    assert worst(bound.new, wanted_state)[0] < EXACT
+    assert compute_worst_errors(bound.out, expected_out)[0] < EXACT
+    assert compute_worst_errors(bound.new, expected_state)[0] < EXACT
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("tokens", "snapshots"), [(0, 1), (1, 1), (2, 3), (5, 2), (70, 1), (70, 2)])
 def test_states_of_a_pool_are_found_and_left_where_the_slots_say(tokens: int, snapshots: int, in_place: bool):
-    """Sequences swap their slots, one reads what another one writes, two begin with the same state."""
+    """Check sequences that swap slots, read a slot that another one writes, and begin with the same state."""
     p = problem(4, 64, 1, 1, tokens, batch=3, snapshots=snapshots)
     out = {1: [2, 5, 0], 2: [[2, 1], [5, 3], [0, 6]], 3: [[2, 1, 7], [5, 3, 8], [0, 6, 4]]}[snapshots]
     p = with_slots(p, 9, [5, 2, 2], out)
-    wanted_out, wanted_pool = reference(p)
+    expected_out, expected_pool = reference(p)
     for order in ORDERS:
-        pool = aligned(p.state)
+        pool = copy_aligned(p.state)
         bound = bind(replace(p, state=pool), in_place=in_place)
         run(bound.items, order)
-        assert not tokens or worst(bound.out, wanted_out)[0] < EXACT
-        assert worst(bound.new, wanted_pool)[0] < EXACT
+        assert not tokens or compute_worst_errors(bound.out, expected_out)[0] < EXACT
+        assert compute_worst_errors(bound.new, expected_pool)[0] < EXACT
         untouched = sorted(set(range(9)) - set(np.ravel(out)))
         assert np.array_equal(bound.new[untouched], p.state[untouched])
 
@@ -227,8 +227,8 @@ def test_sizes_of_keys_and_values_are_free(size: int, values: int, tokens: int, 
 
 
 def _apart(x: np.ndarray, gap: int) -> np.ndarray:
-    """The same numbers, of which each element lies `gap` away from the last."""
-    room = aligned(np.full((*x.shape[:-1], x.shape[-1] * gap), np.nan, np.float32))
+    """Return the same numbers with `gap` between neighbouring elements."""
+    room = copy_aligned(np.full((*x.shape[:-1], x.shape[-1] * gap), np.nan, np.float32))
     room[..., ::gap] = x
     return room[..., ::gap]
 
@@ -263,7 +263,7 @@ def test_the_order_of_threads_changes_no_bit(tokens: int, exact: bool, channels:
 @KINDS
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("size", binding.CHUNK_SIZES)
-def test_how_values_are_dealt_to_blocks_changes_no_bit(size: int, exact: bool, channels: bool):
+def test_the_distribution_of_values_over_blocks_changes_no_bit(size: int, exact: bool, channels: bool):
     """In clusters or alone."""
     p = problem(10, size, 1, 1, 70, values=128, channels=channels)
     results = []
@@ -297,7 +297,7 @@ def test_value_heads_that_a_block_prepares_together_change_no_bit(mapping: str, 
 # ---------------------------------------------------------------------------------------------------------- NVRTC
 
 
-def test_a_step_of_128_keys_spills_nothing_and_takes_at_most_80_registers():
+def test_a_step_of_128_keys_has_no_spills_and_80_registers_or_fewer():
     """That nothing else spills, test_nvrtc.py says."""
     needs(nvrtc.nvrtc)
     for name, used in nvrtc.compile(binding.STEPS[128], "sm_90a").resources.items():

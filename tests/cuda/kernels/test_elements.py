@@ -79,11 +79,11 @@ def test_results_are_the_same_however_many_elements_a_thread_takes(size, monkeyp
 def test_xielu_is_right_though_expm1_is_off_by_its_last_bit(to):
     """As it may be on a device."""
     off = ("return expm1f(y) - x", f"return nextafterf(expm1f(y), {to}) - x")
-    near = ("if (y < -1.0f) return expm1f(y) - x", f"return nextafterf(expm1f(y), {to}) - x")
+    edit = ("if (y < -1.0f) return expm1f(y) - x", f"return nextafterf(expm1f(y), {to}) - x")
 
     def outcome(good, bad):
         backend = DriverBackend(FaultyDriver("elementwise.cu", good, bad))
         return run_case(ROUNDS, backend, backend.device(0)).outcome
 
     assert outcome(*off) is Outcome.PASS
-    assert outcome(*near) is Outcome.FAIL
+    assert outcome(*edit) is Outcome.FAIL

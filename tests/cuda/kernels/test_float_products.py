@@ -22,16 +22,18 @@ from ...given.devices.emulation import PAST_END, WRONG_RESULTS, finding, needs_c
 pytestmark = needs_compiler
 
 
-def is_right(rows, columns, tokens, matrices=1, dtype=DType.F32, *, turned=False, backend=None):
-    """Four runs, in each of which threads take turns in another order."""
+def is_right(rows, columns, tokens, matrices=1, dtype=DType.F32, *, is_transposed=False, backend=None):
+    """Return whether four runs with different orders of threads are right."""
     rng = np.random.default_rng(0)
     backend = backend or DriverBackend(EmulatedDriver())
     w = rng.integers(-3, 4, (matrices, rows, columns)).astype(np.float32)
-    x = rng.integers(-3, 4, (matrices, columns, tokens) if turned else (matrices, tokens, columns)).astype(np.float32)
-    given = input("x", x.shape)
-    node = ops.mul_mat(weight("w", w.shape, dtype), ops.transpose(given) if turned else given)
+    x = rng.integers(-3, 4, (matrices, columns, tokens) if is_transposed else (matrices, tokens, columns)).astype(
+        np.float32
+    )
+    x_input = input("x", x.shape)
+    node = ops.mul_mat(weight("w", w.shape, dtype), ops.transpose(x_input) if is_transposed else x_input)
     run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {"w": encode_array(w, dtype)})
-    want = np.einsum("bnk,bmk->bmn", w.astype(np.float64), x.swapaxes(1, 2) if turned else x)
+    want = np.einsum("bnk,bmk->bmn", w.astype(np.float64), x.swapaxes(1, 2) if is_transposed else x)
     return all(np.array_equal(run.run({"x": x})["y"], want) for _ in range(4))
 
 
@@ -49,7 +51,7 @@ def test_the_sums_of_few_tiles_are_shared_out_among_blocks(columns):
 @pytest.mark.parametrize("tokens", [3, 40])
 @pytest.mark.parametrize("dtype", [DType.F32, DType.F16, DType.BF16])
 def test_operands_may_lie_anyhow(dtype, tokens):
-    assert is_right(33, 260, tokens, matrices=3, dtype=dtype, turned=True)
+    assert is_right(33, 260, tokens, matrices=3, dtype=dtype, is_transposed=True)
 
 
 @pytest.mark.long(cases=1)
@@ -61,7 +63,7 @@ def test_columns_of_few_rows_are_shared_out_among_warps(rows, columns, tokens, d
 
 
 def sum_is_right(rows, columns, tokens, dtype=DType.F32, backend=None):
-    """Of weights whose rows neighbour each other, as the answers of experts are added up."""
+    """Check sums over neighbouring rows of weights, as for the answers of experts."""
     rng = np.random.default_rng(2)
     backend = backend or DriverBackend(EmulatedDriver())
     w = rng.integers(-3, 4, (3, columns, rows)).astype(np.float32)
@@ -138,12 +140,12 @@ def unit_is_right(rows, columns, backend=None):
     backend = backend or DriverBackend(EmulatedDriver())
     up, gate = (rng.integers(-1, 2, (rows, columns)).astype(np.float32) for _ in range(2))
     x = rng.integers(-1, 2, (2, columns)).astype(np.float32)
-    given, specs = input("x", x.shape), {"up": up, "gate": gate}
-    products = {name: ops.mul_mat(weight(name, w.shape), given) for name, w in specs.items()}
+    x_input, specs = input("x", x.shape), {"up": up, "gate": gate}
+    products = {name: ops.mul_mat(weight(name, w.shape), x_input) for name, w in specs.items()}
     graph = Graph({"y": ops.swiglu(products["gate"], products["up"])})
     y = load(plan_for(graph, [(backend, backend.device(0))]), specs).run({"x": x})["y"]
-    kept = (x @ gate.T).astype(np.float64)
-    return np.allclose(y, kept / (1 + np.exp(-kept)) * (x @ up.T), rtol=1e-5, atol=1e-6)
+    gate_result = (x @ gate.T).astype(np.float64)
+    return np.allclose(y, gate_result / (1 + np.exp(-gate_result)) * (x @ up.T), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 512), (3, 1031), (7, 2048)])

@@ -1,5 +1,7 @@
-"""Kernels that decoding needs compile for a device of AMD whose waves have 64 lanes; with ``--every-architecture`` all
-do."""
+"""Kernels of decoding compile for an AMD device with waves of 64 lanes.
+
+With ``--every-architecture`` all kernels do.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ OF_PROMPTS = (
     "tiled.cu",
     "warpgroups.cu",
 )
-"""Files whose kernels multiply matrices; those of packed.cu that do are called ``many``."""
+"""Files with kernels that multiply matrices; in packed.cu their names begin with ``many``."""
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +40,10 @@ def _compiler():
 
 def of_decoding(source: Source) -> Source:
     """The source with those kernels only."""
-    kept = () if source.file in OF_PROMPTS else tuple(name for name in source.names if not name.startswith("many<"))
-    return replace(source, names=kept)
+    decode_names = (
+        () if source.file in OF_PROMPTS else tuple(name for name in source.names if not name.startswith("many<"))
+    )
+    return replace(source, names=decode_names)
 
 
 def pytest_generate_tests(metafunc):
@@ -52,10 +56,10 @@ def pytest_generate_tests(metafunc):
 @pytest.mark.long
 @pytest.mark.usefixtures("_compiler")
 def test_a_source_compiles(source):
-    made = hiprtc.compile(source, ARCHITECTURE)
-    assert made.image.startswith(b"\x7fELF")
-    assert b".wavefront_size\x40" in made.image, "waves have other than 64 lanes"
-    kernels = set(re.findall(rb"\w+\.kd(?=\0)", made.image))
+    code = hiprtc.compile(source, ARCHITECTURE)
+    assert code.image.startswith(b"\x7fELF")
+    assert b".wavefront_size\x40" in code.image, "waves have other than 64 lanes"
+    kernels = set(re.findall(rb"\w+\.kd(?=\0)", code.image))
     assert len(kernels) >= len(source.names), f"of {len(source.names)} kernels {len(kernels)} are in the code"
 
 

@@ -16,7 +16,7 @@ from hocket.backends.cupy.table import SOURCES
 from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 
-from ...given.devices.recorded import worse
+from ...given.devices.recorded import find_resource_regressions
 from ...given.devices.tools import needs
 
 
@@ -26,11 +26,11 @@ def _compiler():
 
 
 def test_the_table_is_of_these_sources():
-    """Whoever wrote it has compiled them for every architecture; ``python -m hocket.backends.cupy.resources`` does."""
+    """Check that ``python -m hocket.backends.cupy.resources`` wrote the table from these sources."""
     table = recorded()
     assert list(table.digests) == [digest(source) for source in SOURCES], "write resources.json anew"
-    wanted = {f"{s.file}: {name}": architectures(s) for s in SOURCES for name in s.names}
-    assert {name: tuple(rows) for name, rows in table.kernels.items()} == wanted
+    expected = {f"{s.file}: {name}": architectures(s) for s in SOURCES for name in s.names}
+    assert {name: tuple(rows) for name, rows in table.kernels.items()} == expected
 
 
 def pytest_generate_tests(metafunc):
@@ -51,14 +51,14 @@ def test_a_source_compiles_and_takes_what_is_recorded(number, arch):
     """Where a kernel changed on purpose: ``python -m hocket.backends.cupy.resources``."""
     found, table = measured(SOURCES[number], arch), recorded().kernels
     assert len(found) == len(SOURCES[number].names)
-    for name, (row, spilled) in found.items():
-        assert not spilled, f"{name} spills {spilled} bytes for {arch}"
+    for name, (row, spills) in found.items():
+        assert not spills, f"{name} spills {spills} bytes for {arch}"
         assert name in table, f"{name} is not in resources.json; write it anew"
-        for why in worse(row, table[name][arch]):
+        for why in find_resource_regressions(row, table[name][arch]):
             pytest.fail(f"{name} for {arch}: {why}")
 
 
-SHOWN = """
+COMPILER_OUTPUT = """
 .text.add:
         /*0000*/                   LDG.E.U8 R1, desc[UR4][R2.64] ;
 .L_x_1:
@@ -75,7 +75,7 @@ SHOWN = """
 
 
 def test_loops_loads_and_products_are_counted_in_what_the_disassembler_shows():
-    ((name, lines),) = disassembly.kernels_in(SHOWN)
+    ((name, lines),) = disassembly.kernels_in(COMPILER_OUTPUT)
     assert name == "add"
     assert disassembly.code_of(lines) == disassembly.Code(8, loop=3, products=1, loads={8: 1, 128: 2})
 
@@ -111,15 +111,15 @@ PLANTED = {
 
 @pytest.mark.usefixtures("_compiler")
 def test_what_is_planted_in_machine_code_is_found():
-    ((before, spilled),) = measured(Planted(SOUND), "sm_90a").values()
-    assert not spilled
-    assert not list(worse(before, before))
+    ((before, spills),) = measured(Planted(SOUND), "sm_90a").values()
+    assert not spills
+    assert not list(find_resource_regressions(before, before))
     for what, text in PLANTED.items():
         assert text != SOUND
-        ((now, spilled),) = measured(Planted(text), "sm_90a").values()
-        said = [*worse(now, before), *["spilled"] * bool(spilled)]
-        wanted = {"narrowed": "bits", "more": "loop", "fit": "warps", "spilled": "spilled"}[what.split()[-1]]
-        assert any(wanted in why for why in said), (what, before, now, spilled)
+        ((now, spills),) = measured(Planted(text), "sm_90a").values()
+        findings = [*find_resource_regressions(now, before), *["spilled"] * bool(spills)]
+        expected = {"narrowed": "bits", "more": "loop", "fit": "warps", "spilled": "spilled"}[what.split()[-1]]
+        assert any(expected in why for why in findings), (what, before, now, spills)
 
 
 @pytest.mark.usefixtures("_compiler")
@@ -141,14 +141,14 @@ def test_what_does_not_compile_is_named():
 
 
 @pytest.mark.usefixtures("_compiler")
-def test_machine_code_is_kept_on_disk(tmp_path, monkeypatch):
+def test_machine_code_is_cached_on_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
     source = Source("rotary.cu", ("timesteps",))
     first = cubin(source, "sm_90a")
-    (kept,) = (tmp_path / "cubins").iterdir()
+    (cached_file,) = (tmp_path / "cubins").iterdir()
     monkeypatch.setattr(nvrtc, "compile", lambda *_: pytest.fail("it is compiled again"))
     assert cubin(source, "sm_90a") == first
     monkeypatch.undo()
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
-    kept.write_bytes(kept.read_bytes()[:-1])  # damaged
+    cached_file.write_bytes(cached_file.read_bytes()[:-1])  # damaged
     assert cubin(source, "sm_90a") == first

@@ -15,7 +15,7 @@ from hocket.ops.quantisation import dequantise
 from hocket.scheduler import load, plan_for
 
 from ...given.devices.emulation import needs_compiler
-from ...given.devices.products import product, rounded
+from ...given.devices.products import product, quantise_rows
 from ...given.random_rows import random_rows
 
 pytestmark = needs_compiler
@@ -26,7 +26,7 @@ RNG = np.random.default_rng(11)
 def test_activations_are_rounded_to_127_steps_of_the_largest_in_a_block(columns):
     x = RNG.standard_normal((5, columns)).astype(np.float32)
     x[1, :32], x[2], x[3] = 0.0, x[2] * np.float32(1e-38), x[3] * np.float32(1e30)
-    codes, scales, meant = rounded(x, EmulatedDriver())
+    codes, scales, meant = quantise_rows(x, EmulatedDriver())
     blocks = x.reshape(5, -1, 32)
     step = np.abs(blocks).max(-1, keepdims=True) / 127
     assert (np.abs(meant - blocks) <= 0.5002 * step + 1e-44).all()
@@ -41,7 +41,7 @@ def test_activations_are_rounded_to_127_steps_of_the_largest_in_a_block(columns)
 def test_what_is_no_number_stays_so_in_its_block_alone():
     x = RNG.standard_normal((1, 96)).astype(np.float32)
     x[0, 40], x[0, 70] = np.nan, np.inf
-    scales = rounded(x, EmulatedDriver())[1][0, :, 0]
+    scales = quantise_rows(x, EmulatedDriver())[1][0, :, 0]
     assert np.isfinite(scales[0])
     assert not np.isfinite(scales[1:]).any()
 
@@ -104,7 +104,7 @@ def test_experts_take_the_slots_that_chose_them(tokens, first):
     results = [run.run({"x": x, "ids": ids})["y"] for _ in range(3)]
     assert all(np.array_equal(f, results[0]) for f in results)
     w = dequantise(raw.reshape(experts * rows, -1), DType.Q8_0).reshape(experts, rows, columns).astype(np.float64)
-    meant = rounded(x[:, 0], EmulatedDriver())[2].reshape(tokens, columns)
+    meant = quantise_rows(x[:, 0], EmulatedDriver())[2].reshape(tokens, columns)
     for t in range(tokens):
         for i in range(used):
             mine = ids[t, i] - first
@@ -126,11 +126,15 @@ def test_weights_of_16_bits_lose_no_more_than_their_terms(dtype, shape):
         RNG.standard_normal((rows, columns)).astype(np.float32),
         RNG.standard_normal((tokens, columns)).astype(np.float32),
     )
-    kept = w.astype(np.float16) if dtype is DType.F16 else (w.view(np.uint32) >> 16).astype(np.uint16)
-    exact = kept.astype(np.float64) if dtype is DType.F16 else (kept.astype(np.uint32) << 16).view(np.float32)
+    rounded_weight = w.astype(np.float16) if dtype is DType.F16 else (w.view(np.uint32) >> 16).astype(np.uint16)
+    exact = (
+        rounded_weight.astype(np.float64)
+        if dtype is DType.F16
+        else (rounded_weight.astype(np.uint32) << 16).view(np.float32)
+    )
     backend = EmulatedBackend()
     graph = Graph({"y": ops.mul_mat(weight("w", (rows, columns), dtype), input("x", (tokens, columns)))})
-    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": kept})
+    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": rounded_weight})
     want, size = x.astype(np.float64) @ exact.T, np.abs(x) @ np.abs(exact).T
     assert (np.abs(run.run({"x": x})["y"] - want) <= (2.0**-16 if tokens > 4 else 2e-6) * size).all()
 

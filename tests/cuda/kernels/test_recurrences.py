@@ -1,5 +1,7 @@
-"""Recurrences besides the gated delta net on emulated devices: states of any size, in registers or in memory; mistakes
-planted in the kernels are found."""
+"""Recurrences other than the gated delta net, on emulated devices.
+
+States of any size are in registers or in memory. Faults planted in the kernels are found.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def test_states_may_have_any_size(op, keys, values, tokens):
         assert passes(f"{op}({CASES[op].format(t=tokens, d=keys, e=values, a=rates)})")
 
 
-def test_states_in_memory_are_kept_as_they_were_some_tokens_ago():
+def test_states_in_memory_are_saved_as_they_were_some_tokens_ago():
     assert passes(f"ssm_scan({SNAPSHOTS.format(s=2)}, snapshots=3)")
     assert passes(f"ssm_scan({SNAPSHOTS.format(s=2)}, snapshots=7)")
 

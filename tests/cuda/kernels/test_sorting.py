@@ -31,8 +31,8 @@ def rows(shape):
     return np.where(rng.random(shape) < 0.1, rng.choice(special, shape), x).astype(np.float32)
 
 
-def found(node, x, backend=None):
-    """Four runs, in each of which threads take turns in another order."""
+def find_largest(node, x, backend=None):
+    """Return the results of four runs with different orders of threads."""
     backend = backend or DriverBackend(EmulatedDriver())
     run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {})
     first, *others = (run.run({"x": x})["y"].copy() for _ in range(4 if x.size < 20_000 else 1))
@@ -45,7 +45,7 @@ def found(node, x, backend=None):
 def test_rows_of_any_length_are_ordered_as_the_op_says(shape, descending):
     x = rows(shape)
     want = np.argsort(-x if descending else x, axis=-1, kind="stable")
-    np.testing.assert_array_equal(found(ops.argsort(input("x", shape), descending=descending), x), want)
+    np.testing.assert_array_equal(find_largest(ops.argsort(input("x", shape), descending=descending), x), want)
 
 
 @pytest.mark.parametrize(
@@ -64,25 +64,25 @@ def test_rows_of_any_length_are_ordered_as_the_op_says(shape, descending):
 def test_the_largest_come_in_order(shape, k):
     x = rows(shape)
     want = np.argsort(-x, axis=-1, kind="stable")[..., :k]
-    np.testing.assert_array_equal(found(ops.top_k(input("x", shape), k=k), x), want)
+    np.testing.assert_array_equal(find_largest(ops.top_k(input("x", shape), k=k), x), want)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (3, 5)])
 def test_of_nothing_there_is_no_order(shape):
-    assert found(ops.top_k(input("x", shape), k=0), rows(shape)).shape == (shape[0], 0)
-    assert found(ops.argsort(input("x", shape)), rows(shape)).shape == shape
+    assert find_largest(ops.top_k(input("x", shape), k=0), rows(shape)).shape == (shape[0], 0)
+    assert find_largest(ops.argsort(input("x", shape)), rows(shape)).shape == shape
 
 
-@pytest.mark.parametrize("kept", [1, 40, 682, 683, 1024, 1025, 2048, 2049, 262_144])
+@pytest.mark.parametrize("k", [1, 40, 682, 683, 1024, 1025, 2048, 2049, 262_144])
 @pytest.mark.parametrize("columns", [1, LONGEST, LONGEST + 1, 3 * TILE + 1, 262_144])
-def test_every_round_reads_what_the_one_before_wrote(columns, kept):
-    kept, before = min(kept, columns), columns
-    for made in rounds(columns, kept):
-        assert made.columns == before
-        assert made.length <= LONGEST or made.merges
-        assert made.runs * made.kept < before or made.columns == columns or made.merges
-        before = made.runs * made.kept
-    assert (made.runs, made.kept) == (1, kept)
+def test_every_round_reads_what_the_one_before_wrote(columns, k):
+    k, before = min(k, columns), columns
+    for launch in rounds(columns, k):
+        assert launch.columns == before
+        assert launch.length <= LONGEST or launch.merges
+        assert launch.runs * launch.kept < before or launch.columns == columns or launch.merges
+        before = launch.runs * launch.kept
+    assert (launch.runs, launch.kept) == (1, k)
 
 
 def test_the_largest_of_a_vocabulary_take_three_launches_and_its_order_eight():
@@ -98,7 +98,7 @@ def is_right(shape, k, backend):
     want = np.argsort(-x, axis=-1, kind="stable")[..., :k]
     node = ops.top_k(input("x", shape), k=k)
     try:
-        return np.array_equal(found(node, x, backend), want)
+        return np.array_equal(find_largest(node, x, backend), want)
     except AssertionError:
         return False
 

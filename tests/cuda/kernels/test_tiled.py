@@ -1,4 +1,4 @@
-"""Products of many tokens in 16-bit terms on CUDA devices, emulated: against float64, less what terms leave out."""
+"""Products of many tokens in 16-bit terms on emulated CUDA devices, compared with float64 less the omitted terms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hocket.ops.quantisation import dequantise
 from hocket.scheduler import load, plan_for
 
 from ...given.devices.emulation import needs_compiler
-from ...given.devices.products import dense, halves, tiles_of, unpacked, widened
+from ...given.devices.products import dense, half_bits_to_float64, run_unpacked_product, tiles_of, to_half_bits
 from ...given.random_rows import random_rows
 
 pytestmark = needs_compiler
@@ -34,7 +34,7 @@ SUMMED = 2e-6
 
 
 class Noting(EmulatedDriver):
-    """Keeps the names of what was launched."""
+    """A driver that records the names of launched kernels."""
 
     def __init__(self, limits: Limits = MOST) -> None:
         super().__init__(limits=limits)
@@ -98,11 +98,11 @@ def test_packed_weights_are_multiplied_as_bfloat16(dtype, once, limits, kernel, 
     if limits.has_warpgroups and once == 130:
         kernel = "unpacked<{}>"
     monkeypatch.setattr(tiled, "UNPACKED", once)
-    monkeypatch.setattr(tiled, "FULL", 2)  # a tile and a bit, whose columns two blocks share
+    monkeypatch.setattr(tiled, "FULL", 2)  # a tile and a bit, shared by two blocks
     monkeypatch.setattr(tiled, "SHARED_COLUMNS", 64)
     columns += 0 if dtype.block > 32 else 32
     driver = Noting(limits)
-    results, want, size = unpacked(dtype, 150, columns, 130, DriverBackend(driver))
+    results, want, size = run_unpacked_product(dtype, 150, columns, 130, DriverBackend(driver))
     assert kernel.format(dtype.name) in driver.names
     assert all(np.array_equal(y, results[0]) for y in results), "an order of threads shows"
     assert (np.abs(results[0] - want) <= 2e-5 * size + 1e-30).all()
@@ -114,11 +114,11 @@ def test_slots_of_experts_fill_tiles(dtype, monkeypatch):
     experts, tokens, columns = 3, 260, 96
     if dtype is DType.Q8_0:
         raw = random_rows(dtype, experts * 40, columns, RNG)
-        w = widened(halves(dequantise(raw, dtype), DType.BF16)).reshape(experts, 40, columns)
+        w = half_bits_to_float64(to_half_bits(dequantise(raw, dtype), DType.BF16)).reshape(experts, 40, columns)
         raw = raw.reshape(experts, 40, -1)
     else:
-        raw = halves(RNG.standard_normal((experts, 40, columns)).astype(np.float32), dtype)
-        w = widened(raw)
+        raw = to_half_bits(RNG.standard_normal((experts, 40, columns)).astype(np.float32), dtype)
+        w = half_bits_to_float64(raw)
     x = RNG.standard_normal((tokens, 1, columns)).astype(np.float32)
     ids = np.stack([RNG.permutation(4)[:2] for _ in range(tokens)]).astype(np.int32)
     driver = Noting()
@@ -129,7 +129,7 @@ def test_slots_of_experts_fill_tiles(dtype, monkeypatch):
     run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {"w": raw})
     y = run.run({"x": x, "ids": ids})["y"]
     assert any(name.startswith("tiled") for name in driver.names)
-    x16 = widened(halves(x, DType.BF16)) if dtype is DType.Q8_0 else x
+    x16 = half_bits_to_float64(to_half_bits(x, DType.BF16)) if dtype is DType.Q8_0 else x
     here = (ids < experts)[..., None]
     want = np.einsum("tink,tk->tin", w[np.clip(ids, 0, 2)], x16[:, 0]) * here
     assert (np.abs(y - want) <= 2e-5 * np.abs(want).max()).all()
@@ -138,7 +138,7 @@ def test_slots_of_experts_fill_tiles(dtype, monkeypatch):
 
 @pytest.mark.parametrize(("matrices", "tokens"), [(2, 300), (3, 9)])
 def test_each_matrix_begins_a_tile_of_a_cluster(matrices, tokens):
-    w = halves(RNG.standard_normal((matrices, 130, 72)).astype(np.float32), DType.F16)
+    w = to_half_bits(RNG.standard_normal((matrices, 130, 72)).astype(np.float32), DType.F16)
     x = RNG.standard_normal((matrices, tokens, 72)).astype(np.float32)
     driver = Noting()
     backend = DriverBackend(driver)
@@ -146,8 +146,8 @@ def test_each_matrix_begins_a_tile_of_a_cluster(matrices, tokens):
     with tiles_of(lambda *_: (tiled.CLUSTERED, 1)):
         y = load(plan_for(graph, [(backend, backend.device(0))]), {"w": w}).run({"x": x})["y"]
     assert "clustered<half_bits, 2>" in driver.names
-    want = x @ widened(w).swapaxes(1, 2)
-    assert (np.abs(y - want) <= 2e-6 * np.abs(x) @ np.abs(widened(w)).swapaxes(1, 2)).all()
+    want = x @ half_bits_to_float64(w).swapaxes(1, 2)
+    assert (np.abs(y - want) <= 2e-6 * np.abs(x) @ np.abs(half_bits_to_float64(w)).swapaxes(1, 2)).all()
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,9 @@ def test_the_largest_and_smallest_numbers_stay_what_they_are(dtype):
     x[4, 5], x[5, 6], x[6, 7] = np.inf, -np.inf, np.nan
     backend = EmulatedBackend()
     graph = Graph({"y": ops.mul_mat(weight("w", (columns, columns), dtype), input("x", x.shape))})
-    run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": halves(np.eye(columns, dtype=np.float32), dtype)})
+    run = load(
+        plan_for(graph, [(backend, backend.device(0))]), {"w": to_half_bits(np.eye(columns, dtype=np.float32), dtype)}
+    )
     y = run.run({"x": x})["y"]
     # Half a row's largest number is as far as half reaches down.
     floor = np.abs(x).max(1, keepdims=True) * 2.0**-38 if dtype is DType.F16 else 0
@@ -197,7 +199,7 @@ def test_the_largest_and_smallest_numbers_stay_what_they_are(dtype):
 def test_numbers_that_are_none_spoil_their_row_alone():
     x = RNG.standard_normal((9, 64)).astype(np.float32)
     x[3, 5], x[4, 5] = np.inf, 5e37  # times a weight of up to 6 is finite
-    w = halves(np.abs(RNG.standard_normal((16, 64))).astype(np.float32) + 1, DType.F16)
+    w = to_half_bits(np.abs(RNG.standard_normal((16, 64))).astype(np.float32) + 1, DType.F16)
     backend = EmulatedBackend()
     graph = Graph({"y": ops.mul_mat(weight("w", w.shape, DType.F16), input("x", x.shape))})
     y = load(plan_for(graph, [(backend, backend.device(0))]), {"w": w}).run({"x": x})["y"]
@@ -255,7 +257,7 @@ def test_what_does_not_fit_the_memory_of_a_block_is_multiplied_otherwise(dtype, 
     monkeypatch.setattr(tiled, "WORTH", 0)
     driver = Noting(Limits(64 * KIB, has_warpgroups=True))
     backend = DriverBackend(driver)
-    raw = random_rows(dtype, 8, 64, RNG) if dtype is DType.Q8_0 else halves(np.ones((8, 64), np.float32), dtype)
+    raw = random_rows(dtype, 8, 64, RNG) if dtype is DType.Q8_0 else to_half_bits(np.ones((8, 64), np.float32), dtype)
     graph = Graph({"y": ops.mul_mat(weight("w", (8, 64), dtype), input("x", (130, 64)))})
     run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": raw})
     run.run({"x": np.ones((130, 64), np.float32)})

@@ -1,5 +1,7 @@
-"""The kit on the largest tiles of products, for which its cases are too small: on devices that have no products of
-warpgroups, and on those that do."""
+"""The conformance kit on the largest tiles of products, which are too large for its own cases.
+
+It runs on devices with and without warpgroup products.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ pytestmark = [needs_compiler, pytest.mark.long()]
 
 
 @dataclass(frozen=True)
-class Way:
-    """Tiles of weights of 16 bits, blocks that may share one, and tiles of packed weights; of devices of a compute
-    capability, whose kernels have names that begin so."""
+class TileVariant:
+    """Tiles of 16-bit weights, blocks that may share one, and tiles of packed weights.
+
+    `kernel` is the beginning of the kernel names on devices of this compute capability.
+    """
 
     capability: str
     kernel: str
@@ -42,17 +46,22 @@ class Way:
         return self.tile, self.shares if is_even else 1
 
 
-TALL = Way("80", "tiled", tiled.TALL, tiled.LARGE)
-GROUPED = Way("90", "grouped", tiled.GROUPED, tiled.GROUPED)
-CLUSTERED = Way("90", "clustered", tiled.CLUSTERED, tiled.GROUPED)
+TALL = TileVariant("80", "tiled", tiled.TALL, tiled.LARGE)
+GROUPED = TileVariant("90", "grouped", tiled.GROUPED, tiled.GROUPED)
+CLUSTERED = TileVariant("90", "clustered", tiled.CLUSTERED, tiled.GROUPED)
 CASES = [
-    *((op, way, t) for way in (TALL, GROUPED) for t in (*tiled.FLOATS, *PACKINGS) for op in ("mul_mat", "mul_mat_id")),
+    *(
+        (op, variant, t)
+        for variant in (TALL, GROUPED)
+        for t in (*tiled.FLOATS, *PACKINGS)
+        for op in ("mul_mat", "mul_mat_id")
+    ),
     *(("mul_mat", CLUSTERED, t) for t in tiled.FLOATS),
 ]
 
 
 class Noting(EmulatedDriver):
-    """Keeps the names of what was launched."""
+    """A driver that records the names of launched kernels."""
 
     def __init__(self, capability: str) -> None:
         super().__init__(limits=limits_of(capability))
@@ -63,13 +72,15 @@ class Noting(EmulatedDriver):
         return super().record(steps, on)
 
 
-@pytest.mark.parametrize(("op", "way", "dtype"), CASES, ids=[f"{op}-{way.kernel}-{t}" for op, way, t in CASES])
-def test_the_largest_tiles_do_what_a_product_means(op: str, way: Way, dtype: DType, monkeypatch):
+@pytest.mark.parametrize(
+    ("op", "variant", "dtype"), CASES, ids=[f"{op}-{variant.kernel}-{t}" for op, variant, t in CASES]
+)
+def test_the_largest_tiles_do_what_a_product_means(op: str, variant: TileVariant, dtype: DType, monkeypatch):
     monkeypatch.setattr(matmul, "FEW", 0)
-    driver = Noting(way.capability)
+    driver = Noting(variant.capability)
     backend = DriverBackend(driver)
     cases = [case for case in quick_cases(REGISTRY[op]) if case.specs["w"].dtype is dtype]
-    with tiles_of(way.choose):
+    with tiles_of(variant.choose):
         results = {str(case): run_case(case, backend, backend.device(0)) for case in cases}
     assert {case: r.why for case, r in results.items() if r.outcome is not Outcome.PASS} == {}
-    assert any(name.startswith(way.kernel) for name in driver.names)
+    assert any(name.startswith(variant.kernel) for name in driver.names)

@@ -1,4 +1,4 @@
-"""Kernels beside collectives: they are in order whichever runs first, and an event that is missing is found."""
+"""Kernels that overlap collectives: they are ordered whichever runs first, and a missing event is found."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def inputs():
 
 
 def running(backend):
-    """A plan, and its run of that number: each has other inputs, so that what an earlier one left is wrong."""
+    """Return a plan and a function that runs it by number.
+
+    Each number has other inputs, so that stale values are wrong.
+    """
     plan, (weights, feed) = branches_on(backend), inputs()
     run = load(plan, weights_of(plan.graph, weights))
     return plan, lambda number=0: run.run({"x": feed["x"] + number})
@@ -47,22 +50,22 @@ def bits(outputs):
     return {name: value.tobytes() for name, value in outputs.items()}
 
 
-class Kept(EmulatedBackend):
+class RecordingBackend(EmulatedBackend):
     """Keeps the steps that are recorded."""
 
     def __init__(self):
         super().__init__()
         self.recorded, record = [], self.driver.record
 
-        def kept(steps, on):
+        def record_steps(steps, on):
             self.recorded.append(steps)
             return record(steps, on)
 
-        self.driver.record = kept
+        self.driver.record = record_steps
 
 
 def test_launches_that_need_nothing_of_a_sum_are_beside_it():
-    backend = Kept()
+    backend = RecordingBackend()
     plan, run = running(backend)
     run()
     program = plan.lanes[0].program.instructions
@@ -88,7 +91,7 @@ def test_launches_beside_a_sum_are_timed_as_all_others():
 # ------------------------------------------------------------------------------------- through memory of the host
 
 
-class Apart(Kept):
+class Apart(RecordingBackend):
     """Devices that do not reach each other's memory, and have no library."""
 
     def __init__(self):
@@ -138,22 +141,22 @@ def test_all_accesses_beside_a_sum_are_in_order():
 def fork_of(edit):
     """The first launch of the collective that is at the side."""
 
-    def edited(launches):
+    def edit_launches(launches):
         first = next(n for n, one in enumerate(launches) if one.stream == SIDE_STREAM)
         return [edit(one, n) if n == first else one for n, one in enumerate(launches)]
 
-    return edited
+    return edit_launches
 
 
 def join_of(edit):
     """The first launch behind both."""
 
-    def edited(launches):
+    def edit_launches(launches):
         last = max(n for n, one in enumerate(launches) if one.stream == SIDE_STREAM)
         behind = next(n for n, one in enumerate(launches) if one.predecessors_end > last)
         return [edit(one, n) if n == behind else one for n, one in enumerate(launches)]
 
-    return edited
+    return edit_launches
 
 
 MISSING = {
@@ -199,13 +202,13 @@ def no_join(stream, event, wait):
 
 
 def wrong_fork(stream, event, wait):
-    """That of the launch before."""
+    """Record the event of the previous launch."""
     if stream.priority is not None:
         event.behind = frozenset().union(*(event.capture.nodes[n][1] for n in event.behind))
     wait(stream, event)
 
 
-def wanted():
+def expected_outputs():
     run = running(EmulatedBackend())[1]
     return [bits(run(number)) for number in range(RUNS)]
 
@@ -218,14 +221,14 @@ def runs_right(make, want):
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("planted", [no_fork, no_join, wrong_fork])
 def test_a_graph_without_one_of_its_waits_is_found(planted, on_devices, monkeypatch):
-    want, wait = wanted(), Stream.wait_event
+    want, wait = expected_outputs(), Stream.wait_event
     monkeypatch.setattr(Stream, "wait_event", lambda stream, event: planted(stream, event, wait))
     with pytest.raises((AssertionError, BackendError)):
         runs_right(on_devices, want)
 
 
 def test_a_graph_with_a_sum_at_its_side_gives_the_same_bits_in_any_order(on_devices):
-    runs_right(on_devices, wanted())
+    runs_right(on_devices, expected_outputs())
 
 
 def at_the_side(stream):
@@ -237,10 +240,8 @@ def while_the_side_is_away(stream):
 
 
 @pytest.mark.parametrize("where", [at_the_side, while_the_side_is_away])
-def test_a_launch_that_fails_while_a_graph_is_made_is_told_and_no_stream_goes_on_capturing(
-    where, on_devices, monkeypatch
-):
-    want, put, streams = wanted(), Stream.put, []
+def test_a_launch_that_fails_during_capture_is_reported_and_ends_all_captures(where, on_devices, monkeypatch):
+    want, put, streams = expected_outputs(), Stream.put, []
 
     def failing(stream, run):
         if stream.is_capturing and not streams and where(stream):

@@ -27,21 +27,21 @@ from hocket.scheduler import load, plan_for
 
 from ...given.devices.devices_meet import (
     CASES,
-    Part,
-    Rig,
-    passed_on,
-    reduced,
+    CollectiveRig,
+    DeviceStep,
+    all_reduce_case,
+    make_partial_sums,
+    reduce_scatter_case,
     same,
-    scattered,
-    summands,
+    send_receive_case,
     through_the_host,
 )
-from ...given.devices.emulation import edited, needs_compiler
+from ...given.devices.emulation import needs_compiler, replace_and_compile
 from ...given.devices.fake_cupy import fake_cupy
 from ...given.graphs.random_graphs import bindings, seeded_graph
 from ...given.models.goldens import FIXTURES
 from ...given.plans.grouped import everything_that_fits, weights_of
-from ...given.waits import HOUR
+from ...given.waits import WAIT_SECONDS
 
 pytestmark = needs_compiler
 
@@ -49,47 +49,50 @@ pytestmark = needs_compiler
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_devices_that_meet_in_their_launches_get_the_bits_of_the_host(case, n, monkeypatch):
+def test_collectives_in_launches_give_the_bits_of_the_host(case, n, monkeypatch):
     parts = CASES[case](n)
-    rig = Rig(EmulatedBackend(), parts)
-    wanted = through_the_host(monkeypatch, parts)
+    rig = CollectiveRig(EmulatedBackend(), parts)
+    expected = through_the_host(monkeypatch, parts)
     for _ in range(5):
-        same(rig.run(), wanted)
+        same(rig.run(), expected)
     assert all(len(replay._calls) == 1 for replay in rig.replays)  # one recorded program
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64])
-def test_integers_are_summed_in_every_way(dtype, monkeypatch):
+def test_integers_are_summed_by_every_algorithm(dtype, monkeypatch):
     """Pushed to all, by one block, by many, and in the parts that devices keep."""
     sizes = [60, 48 << 10, 72 << 10]
-    sums = [reduced(3, (nbytes // np.dtype(dtype).itemsize,), dtype) for nbytes in sizes]
-    for parts in (*sums, scattered(3, dtype)):
-        rig = Rig(EmulatedBackend(), parts)
+    sums = [all_reduce_case(3, (nbytes // np.dtype(dtype).itemsize,), dtype) for nbytes in sizes]
+    for parts in (*sums, reduce_scatter_case(3, dtype)):
+        rig = CollectiveRig(EmulatedBackend(), parts)
         same(rig.run(), through_the_host(monkeypatch, parts))
         assert all(len(replay._calls) == 1 for replay in rig.replays)  # one recorded program
 
 
 def test_all_devices_have_the_same_bits_whoever_comes_last():
-    rig = Rig(EmulatedBackend(), reduced(3, (5, 7)))
+    rig = CollectiveRig(EmulatedBackend(), all_reduce_case(3, (5, 7)))
     for late in (0, 1, 2):
         results = rig.run(ahead=lambda rank, late=late: time.sleep(0.05 * (rank == late)))
         assert len({own[0].tobytes() for own in results}) == 1
 
 
 def test_many_collectives_in_a_row_keep_their_order():
-    parts = [[Part("all_reduce", x + k, (9,), inplace=k % 2 == 0) for k in range(20)] for x in summands(3, (9,))]
-    rig = Rig(EmulatedBackend(), parts)
+    parts = [
+        [DeviceStep("all_reduce", x + k, (9,), inplace=k % 2 == 0) for k in range(20)]
+        for x in make_partial_sums(3, (9,))
+    ]
+    rig = CollectiveRig(EmulatedBackend(), parts)
     for _ in range(3):
         same([rig.run()[0]], [[((parts[0][k].source + parts[1][k].source) + parts[2][k].source) for k in range(20)]])
 
 
-def test_operands_that_are_not_dense_meet_through_the_host_on_all_devices(monkeypatch):
-    x = summands(2, (4, 6))
+def test_operands_that_are_not_dense_go_through_the_host_on_all_devices(monkeypatch):
+    x = make_partial_sums(2, (4, 6))
     parts = [
-        [Part("all_reduce", x[0], (4, 6), strides=(1, 4)), Part("all_reduce", x[0], (4, 6))],
-        [Part("all_reduce", x[1], (4, 6)), Part("all_reduce", x[1], (4, 6))],
+        [DeviceStep("all_reduce", x[0], (4, 6), strides=(1, 4)), DeviceStep("all_reduce", x[0], (4, 6))],
+        [DeviceStep("all_reduce", x[1], (4, 6)), DeviceStep("all_reduce", x[1], (4, 6))],
     ]
-    rig = Rig(EmulatedBackend(), parts)
+    rig = CollectiveRig(EmulatedBackend(), parts)
     same(rig.run(), through_the_host(monkeypatch, parts))
     assert len(rig.replays[0]._calls) == len(rig.replays[1]._calls) > 1
 
@@ -97,69 +100,71 @@ def test_operands_that_are_not_dense_meet_through_the_host_on_all_devices(monkey
 # ---------------------------------------------------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize("teller", [0, 2])
+@pytest.mark.parametrize("reporting_rank", [0, 2])
 @pytest.mark.parametrize("size", [40, 40000])
-def test_a_device_that_never_comes_is_named_and_all_others_stop(size, teller):
-    rig = Rig(EmulatedBackend(), reduced(3, (size,)))
+def test_a_device_that_never_comes_is_named_and_all_others_stop(size, reporting_rank):
+    rig = CollectiveRig(EmulatedBackend(), all_reduce_case(3, (size,)))
     right = rig.run()
     with pytest.raises(BackendError):
-        rig.run_without(1, teller=teller)
-    said = {rank: str(why) for rank, why in rig.failures}
-    assert said.keys() == {0, 2}
-    assert said[teller].endswith(f"collective 10 on device {teller} of 3: device 1 did not arrive within 0.3 s")
-    assert said[2 - teller].endswith((": another device failed", ": device 1 did not arrive within 3600 s"))
+        rig.run_without(1, reporting_rank=reporting_rank)
+    messages = {rank: str(why) for rank, why in rig.failures}
+    assert messages.keys() == {0, 2}
+    assert messages[reporting_rank].endswith(
+        f"collective 10 on device {reporting_rank} of 3: device 1 did not arrive within 0.3 s"
+    )
+    assert messages[2 - reporting_rank].endswith((": another device failed", ": device 1 did not arrive within 3600 s"))
     same(rig.run(), right)
 
 
 def test_a_device_that_does_not_come_to_the_first_run_is_an_error():
-    rig = Rig(EmulatedBackend(), reduced(2, (4,)))
+    rig = CollectiveRig(EmulatedBackend(), all_reduce_case(2, (4,)))
     with pytest.raises(BackendError, match=r"device 1 did not arrive within 0\.2 s"):
         rig.run_without(1, patience=0.2)
     rig.run()
 
 
 def test_a_sender_that_never_sends_is_named():
-    rig = Rig(EmulatedBackend(), passed_on(2))
+    rig = CollectiveRig(EmulatedBackend(), send_receive_case(2))
     right = rig.run()
     with pytest.raises(BackendError, match=r"collective 0 on device 1 of 2: device 0 did not arrive within 0\.3 s"):
-        rig.run_without(0, teller=1)
+        rig.run_without(0, reporting_rank=1)
     same(rig.run(), right)
 
 
 def test_a_device_that_fails_stops_all_others_and_the_next_run_is_right():
-    rig = Rig(EmulatedBackend(), reduced(4, (5,)))
+    rig = CollectiveRig(EmulatedBackend(), all_reduce_case(4, (5,)))
     right = rig.run()
 
-    def broken(rank):
+    def fail_on_one_rank(rank):
         if rank == 2:
             raise RuntimeError("planted")
 
     for _ in range(3):
         with pytest.raises(RuntimeError, match="planted"):
-            rig.run(ahead=broken)
+            rig.run(ahead=fail_on_one_rank)
         others = {str(why).partition(": ")[2] for rank, why in rig.failures if rank != 2}
         assert others == {f"collective 10 on device {rank} of 4: another device failed" for rank in (0, 1, 3)}
         same(rig.run(), right)
 
 
 def test_plans_that_do_not_match_are_an_error():
-    x = summands(2, (4,))
-    parts = [[Part("all_reduce", x[0], (4,))], [Part("all_reduce", x[1], (4,), {"sequence": 11})]]
+    x = make_partial_sums(2, (4,))
+    parts = [[DeviceStep("all_reduce", x[0], (4,))], [DeviceStep("all_reduce", x[1], (4,), {"sequence": 11})]]
     with pytest.raises(BackendError, match="the plans of the devices do not match"):
-        Rig(EmulatedBackend(), parts).run()
+        CollectiveRig(EmulatedBackend(), parts).run()
 
 
 def test_devices_at_different_collectives_are_an_error():
-    _come_in_different_orders(HOUR)
+    _come_in_different_orders(WAIT_SECONDS)
 
 
 def _come_in_different_orders(limit):
     """Both know both collectives."""
-    x = summands(2, (4,))
+    x = make_partial_sums(2, (4,))
     orders = ((1, 2), (2, 1))
-    parts = [[Part("all_reduce", x[d], (4,), {"sequence": s}) for s in orders[d]] for d in range(2)]
+    parts = [[DeviceStep("all_reduce", x[d], (4,), {"sequence": s}) for s in orders[d]] for d in range(2)]
     with pytest.raises(BackendError, match=r"is at another one: the plans of the devices do not match|another device"):
-        Rig(EmulatedBackend(), parts, limit).run()
+        CollectiveRig(EmulatedBackend(), parts, limit).run()
 
 
 # ------------------------------------------------------------------------------------------------------ whole plans
@@ -175,15 +180,15 @@ SEEDS = [seed for seed in range(120) if _can_run(seed)][:12]
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_random_graph_cut_wherever_it_can_be_gives_the_bits_of_the_host(seed, monkeypatch):
+def test_a_random_graph_sharded_wherever_possible_gives_the_bits_of_the_host(seed, monkeypatch):
     graph, dice, backend = seeded_graph(seed), random.Random(seed), EmulatedBackend()
     group = [(backend, backend.device(d)) for d in range(dice.choice([2, 3, 4]))]
-    made = plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, dice))
+    plan = plan_for(graph, group, choose=lambda g, f: everything_that_fits(g, f, dice))
     values = bindings(graph, np.random.default_rng(seed))
     feed = {v.node.name: values[v.node.name] for v in graph.inputs}
 
     def outputs():
-        run = load(made, weights_of(graph, values))
+        run = load(plan, weights_of(graph, values))
         return [{name: out.tobytes() for name, out in run.run(feed).items()} for _ in range(3)]
 
     over_peers = outputs()
@@ -235,10 +240,10 @@ def devices(request, monkeypatch):
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_real_devices_meet_in_one_graph_where_they_reach_each_other(case, n, devices, monkeypatch):
+def test_real_devices_run_collectives_in_one_graph_where_they_reach_each_other(case, n, devices, monkeypatch):
     backend, runtime, are_peers = devices
     parts = CASES[case](n)
-    rig = Rig(backend, parts)
+    rig = CollectiveRig(backend, parts)
     for _ in range(2):
         same(rig.run(), through_the_host(monkeypatch, parts))
     assert runtime.enabled == {(a, b) for a in range(n) for b in range(n) if a != b and are_peers}
@@ -255,7 +260,7 @@ _START = """            decltype(widened(pack.at[0])) total[N];
 #pragma unroll
             for (int e = 0; e < N; e++) total[e] = widened(pack.at[e]);
             """
-# What is written in the file, and what in its stead.
+# The text in the file and its replacement.
 PLANTS = {
     "nobody waits for the operands": (
         "|| !meet(a.group, 0)) return;",
@@ -330,25 +335,28 @@ PLANTS = {
 }
 
 
-def _right(parts, limit=HOUR):
-    """Sums are right whoever comes last, in any order of threads; a device that does not come, or fails, is told, and
-    nothing is written then.  What is not right may hang: no run takes longer than `limit` seconds."""
-    rig = Rig(EmulatedBackend(), parts, limit)
-    wanted = [parts[0][k].source + parts[1][k].source + parts[2][k].source for k in range(len(parts[0]))]
+def _right(parts, limit=WAIT_SECONDS):
+    """Check that sums are right in any order of devices and threads.
+
+    A device that does not come, or that fails, is reported, and no result is written then. A fault may hang: a run
+    that takes longer than `limit` seconds ends.
+    """
+    rig = CollectiveRig(EmulatedBackend(), parts, limit)
+    expected = [parts[0][k].source + parts[1][k].source + parts[2][k].source for k in range(len(parts[0]))]
     for run in range(9):
         _forget(rig)
-        same(rig.run(ahead=lambda rank, run=run: time.sleep(0.05 * (rank == run % 3))), [wanted] * 3)
+        same(rig.run(ahead=lambda rank, run=run: time.sleep(0.05 * (rank == run % 3))), [expected] * 3)
     _forget(rig)
     with pytest.raises(BackendError):
         rig.run_without(2)
     assert "device 2 did not arrive within 0.3 s" in str(dict(rig.failures)[0])
     assert all(np.isnan(target).all() for rank in (0, 1) for target in _targets(rig, rank))
-    same(rig.run(), [wanted] * 3)
+    same(rig.run(), [expected] * 3)
     _come_in_different_orders(limit)
     with pytest.raises(ZeroDivisionError):
         rig.run(ahead=lambda rank: 1 / (rank - 2))
     assert all("another device failed" in str(why) for rank, why in rig.failures if rank != 2)
-    same(rig.run(), [wanted] * 3)
+    same(rig.run(), [expected] * 3)
 
 
 def _targets(rig, rank):
@@ -362,12 +370,15 @@ def _forget(rig):
 
 
 SIZES = (1003, 12_003)
-"""Elements of sums that are pushed, and of those that are not."""
+"""Elements of a sum that is pushed, and of one that is not."""
 
 
-def _all_right(limit=HOUR):
+def _all_right(limit=WAIT_SECONDS):
     for size in SIZES:
-        _right([[Part("all_reduce", x + k, (size,)) for k in range(3)] for x in summands(3, (size,))], limit)
+        _right(
+            [[DeviceStep("all_reduce", x + k, (size,)) for k in range(3)] for x in make_partial_sums(3, (size,))],
+            limit,
+        )
 
 
 def test_what_is_right_is_found_right():
@@ -378,6 +389,6 @@ def test_what_is_right_is_found_right():
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_fault_that_is_planted_in_a_collective_is_found(name, monkeypatch):
     names = ("all_reduce<float>", "all_reduce_pushed<float>", "begin_run", "meet_all", "tell_one", "await_one")
-    monkeypatch.setattr(collective, "SOURCE", edited(Source("collective.cu", names), *PLANTS[name]))
+    monkeypatch.setattr(collective, "SOURCE", replace_and_compile(Source("collective.cu", names), *PLANTS[name]))
     with pytest.raises((AssertionError, BackendError, pytest.fail.Exception)):
         _all_right(limit=2)

@@ -21,7 +21,7 @@ from hocket.scheduler import load, plan, plan_for
 from hocket.scheduler.choosing.fits import memory_problem, pools
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
-from ...given.devices.devices_meet import CASES, Rig, reduced, same, through_the_host
+from ...given.devices.devices_meet import CASES, CollectiveRig, all_reduce_case, same, through_the_host
 from ...given.devices.emulation import needs_compiler
 from ...given.devices.fake_cupy import fake_cupy
 from ...given.models.goldens import path_of
@@ -61,7 +61,7 @@ def test_what_is_no_name_of_a_part_is_one_line(name):
         find(name)
 
 
-def test_a_device_named_twice_is_told_of_parts():
+def test_a_device_named_twice_gets_a_hint_about_parts():
     with pytest.raises(
         PlanError, match=r"name each once, and at least one; parts of one device are named as cuda:0\.0"
     ):
@@ -69,27 +69,27 @@ def test_a_device_named_twice_is_told_of_parts():
 
 
 def test_parts_share_the_memory_of_their_device(backend):
-    made = plan_for(mlp(), [*parts_of(backend, 2), (backend, backend.device(1))], split_mode="tensor")
-    shared, own = pools(made)
+    plan = plan_for(mlp(), [*parts_of(backend, 2), (backend, backend.device(1))], split_mode="tensor")
+    shared, own = pools(plan)
     assert [str(lane.device) for lane in shared.lanes] == ["cuda:0.0", "cuda:0.1"]
     assert shared.memory == own.memory == 1 << 30
-    assert shared.needed == sum(sum(lane.memory().values()) for lane in made.lanes[:2])
+    assert shared.needed == sum(sum(lane.memory().values()) for lane in plan.lanes[:2])
 
 
 def test_what_does_not_fit_on_two_parts_does_not_fit(backend):
     """Cut in two, each of 0.75 GiB."""
     graph = mlp(2**13, 3 * 2**14)
-    made = plan_for(graph, parts_of(backend, 2), split_mode="tensor")
-    assert "cuda:0.0, cuda:0.1: needs 3" in memory_problem(made)
+    plan = plan_for(graph, parts_of(backend, 2), split_mode="tensor")
+    assert "cuda:0.0, cuda:0.1: needs 3" in memory_problem(plan)
     four = [(backend, backend.device(index)) for index in range(4)]
     assert memory_problem(plan_for(graph, four, split_mode="tensor")) is None
 
 
 def test_a_plan_for_parts_comes_back_from_json(monkeypatch):
-    made = plan(mlp(), ("cpu:0.0", "cpu:0.1", "cpu:1"), split_mode="tensor")
-    back = plan_from_json(plan_to_json(made))
+    new_plan = plan(mlp(), ("cpu:0.0", "cpu:0.1", "cpu:1"), split_mode="tensor")
+    back = plan_from_json(plan_to_json(new_plan))
     assert [str(lane.device) for lane in back.lanes] == ["cpu:0.0", "cpu:0.1", "cpu:1"]
-    assert plan_to_json(back) == plan_to_json(made)
+    assert plan_to_json(back) == plan_to_json(new_plan)
 
 
 def test_parts_run_side_by_side_on_the_processor():
@@ -101,10 +101,10 @@ def test_parts_run_side_by_side_on_the_processor():
 
 @needs_compiler
 @pytest.mark.parametrize("case", ["a few", "many in place", "all_gather", "reduce_scatter", "all_to_all", "send"])
-def test_parts_of_one_gpu_meet_through_the_host(case, backend, monkeypatch):
+def test_parts_of_one_gpu_run_collectives_through_the_host(case, backend, monkeypatch):
     """A kernel that waits for one of the same GPU may keep it from starting."""
     parts = CASES[case](2)
-    rig = Rig(backend, parts, devices=[device for _, device in parts_of(backend, 2)])
+    rig = CollectiveRig(backend, parts, devices=[device for _, device in parts_of(backend, 2)])
     for _ in range(2):
         same(rig.run(), through_the_host(monkeypatch, parts))
     assert not backend.driver.are_peers(rig.meeting.devices)
@@ -116,7 +116,7 @@ def test_parts_of_one_gpu_meet_through_the_host(case, backend, monkeypatch):
 
 @needs_compiler
 def test_a_part_that_never_comes_is_named(backend):
-    rig = Rig(backend, reduced(2, (40,)), devices=[device for _, device in parts_of(backend, 2)])
+    rig = CollectiveRig(backend, all_reduce_case(2, (40,)), devices=[device for _, device in parts_of(backend, 2)])
     right = rig.run()
     with pytest.raises(BackendError, match=r"on cuda:0\.0: collective 10 on device 0 of 2: device 1 did not arrive"):
         rig.run_without(1)
@@ -135,7 +135,7 @@ def test_a_model_on_two_parts_of_a_device_gives_the_bits_of_two_devices():
     assert logits("cuda-emulated:0.0", "cuda-emulated:0.1") == logits("cuda-emulated:0", "cuda-emulated:1")
 
 
-def test_the_command_takes_parts_and_says_how_they_meet(capsys, monkeypatch, backend):
+def test_the_command_takes_parts_and_names_their_transport(capsys, monkeypatch, backend):
     monkeypatch.setattr(cuda, "CudaBackend", lambda: backend)
     model = str(path_of("qwen3"))
     assert main(["plan", model, "--devices", "cuda:0.0,cuda:0.1", "--split-mode", "tensor", "-c", "64"]) == 0

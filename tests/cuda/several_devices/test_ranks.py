@@ -20,24 +20,26 @@ from hocket.scheduler import Executor, Pipeline, Store, in_turn, load, plan_for
 from ...given.devices.emulation import needs_compiler
 from ...given.devices.fake_nccl import backend_of
 from ...given.ranks.thread_link import in_threads
-from ...given.waits import HOUR, until
+from ...given.waits import WAIT_SECONDS, wait_until
 
 pytestmark = needs_compiler
 WIDTH = 64
 RNG = np.random.default_rng(5)
-WEIGHTS = {f"{way}{k}": RNG.standard_normal((WIDTH, WIDTH), np.float32) / 8 for k in range(4) for way in ("up", "down")}
+WEIGHTS = {
+    f"{name}{k}": RNG.standard_normal((WIDTH, WIDTH), np.float32) / 8 for k in range(4) for name in ("up", "down")
+}
 X = RNG.standard_normal((3, WIDTH), np.float32)
 
 
 @pytest.fixture
-def joined(monkeypatch):
+def only_nccl(monkeypatch):
     """NCCL; devices of the backend have no other way to meet."""
     yield backend_of(monkeypatch, are_peers=False)[1]
     cuda._module.cache_clear()
 
 
 def layers():
-    """Four layers, each of which ends with a sum where it is cut, and a state that grows by the result."""
+    """Build four layers. Each ends with a sum where it is sharded, and with a state that grows by the result."""
     x = input("x", X.shape)
     for k in range(4):
         up = ops.mul_mat(weight(f"up{k}", (WIDTH, WIDTH)), x, name=f"layer.{k}.up")
@@ -51,7 +53,7 @@ def plan_on(backend, ranks, mode):
     return plan_for(layers(), group, split_mode=mode)
 
 
-def stored(plan, world):
+def make_store(plan, world):
     store = Store(plan.group, world)
     for value in plan.graph.weights:
         name = value.node.name
@@ -60,20 +62,20 @@ def stored(plan, world):
 
 
 def executor_of(plan, world):
-    return Executor(plan, stored(plan, world), timeout=HOUR)
+    return Executor(plan, make_store(plan, world), timeout=WAIT_SECONDS)
 
 
-def wanted():
+def expected_outputs():
     run = load(plan_for(layers(), [(EmulatedBackend(), Device("cuda-emulated", 0))]), WEIGHTS)
     return [run.run({"x": X})["y"] for _ in range(2)]
 
 
-def near(results):
-    for result, right in zip(results, wanted(), strict=True):
+def assert_close_results(results):
+    for result, right in zip(results, expected_outputs(), strict=True):
         np.testing.assert_allclose(result, right, rtol=1e-5, atol=1e-5)
 
 
-def test_devices_of_two_ranks_meet_with_nccl_in_one_graph(joined):
+def test_devices_of_two_ranks_run_nccl_in_one_graph(only_nccl):
     def run(world):
         executor = executor_of(plan_on(cuda.CudaBackend(), (0, 1), "tensor"), world)
         results = [executor.run({"x": X})["y"] for _ in range(2)]
@@ -82,12 +84,12 @@ def test_devices_of_two_ranks_meet_with_nccl_in_one_graph(joined):
 
     first, second = in_threads(2, run)
     assert np.array_equal(first, second)
-    near(first)
-    assert "sum" in joined.calls
+    assert_close_results(first)
+    assert "sum" in only_nccl.calls
 
 
 @pytest.mark.parametrize("fails", ["in the next run", "while the last one ends"])
-def test_who_waits_for_a_device_of_a_rank_that_failed_stops(fails, joined):
+def test_who_waits_for_a_device_of_a_rank_that_failed_stops(fails, only_nccl):
     heard = []
 
     def run(world):
@@ -96,7 +98,7 @@ def test_who_waits_for_a_device_of_a_rank_that_failed_stops(fails, joined):
         if world.rank:
             raise ArithmeticError("planted")
         if fails == "while the last one ends":
-            until(lambda: world.failure is not None)
+            wait_until(lambda: world.failure is not None)
             executor._devices.place.clear()
         with pytest.raises(BackendError) as caught:
             executor.replay()
@@ -106,29 +108,29 @@ def test_who_waits_for_a_device_of_a_rank_that_failed_stops(fails, joined):
     with pytest.raises(BackendError):
         in_threads(2, run)
     assert heard == ["rank 1 on machine0: planted"]
-    assert all(c.is_over for c in joined.made if c.rank == 0)
+    assert all(c.is_over for c in only_nccl.made if c.rank == 0)
 
 
 @pytest.mark.parametrize("ranks", [(0, 0, 0, 0), (0, 0, 1, 1)], ids=["one process", "two"])
-def test_teams_meet_on_their_devices_and_letters_between_them_go_through_the_host(ranks, monkeypatch):
-    meeting, through_host = Replay._meeting, []
-    monkeypatch.setattr(Replay, "_meeting", lambda self, i: through_host.append(i.op) or meeting(self, i))
+def test_groups_run_collectives_on_their_devices_and_send_messages_through_the_host(ranks, monkeypatch):
+    real_method, through_host = Replay._meeting, []
+    monkeypatch.setattr(Replay, "_meeting", lambda self, i: through_host.append(i.op) or real_method(self, i))
 
     def run(world):
         executor = executor_of(plan_on(EmulatedBackend(), ranks, "layer,tensor"), world)
         results = [executor.run({"x": X})["y"] for _ in range(2)]
         assert all("all_reduce" in replay.kernels() for replay in executor._replays.values())
-        pipeline = Pipeline(executor.plan, stored(executor.plan, world))
+        pipeline = Pipeline(executor.plan, make_store(executor.plan, world))
         follow = [run["y"] for run in in_turn([(pipeline, {"x": X})] * 7)]
         assert all(np.array_equal(one, results[0]) for one in follow)
         return results
 
     for results in in_threads(ranks[-1] + 1, run):
-        near(results)
+        assert_close_results(results)
     assert set(through_host) == {"send", "receive"}
 
 
-def test_what_devices_of_several_processes_cannot_do_is_said():
+def test_missing_abilities_of_several_processes_are_reported():
     two = [Device("cuda-emulated", 0, rank=rank) for rank in (0, 1)]
     assert choose_transport(two, EmulatedBackend().driver).description == (
         "through memory of the host: they are of several processes, and emulated devices need no library"

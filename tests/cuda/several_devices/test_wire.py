@@ -1,4 +1,4 @@
-"""Large sums that go over the wire in bfloat16: what they are off by, and that nothing else changes."""
+"""Large sums that are sent in bfloat16: their error is bounded, and other results do not change."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hocket.graph.dtypes import DType
 from hocket.graph.errors import BackendError
 from hocket.ops.quantisation import decode_array, encode_array
 
-from ...given.devices.devices_meet import Rig, reduced, same, through_the_host
-from ...given.devices.emulation import edited, needs_compiler
+from ...given.devices.devices_meet import CollectiveRig, all_reduce_case, same, through_the_host
+from ...given.devices.emulation import needs_compiler, replace_and_compile
 from ...given.devices.fake_nccl import backend_of
 from ...given.models.goldens import nmse
 
 pytestmark = needs_compiler
-LEAST = 64
+MIN_BYTES = 64
 
 
 @pytest.fixture(params=["peers", "nccl", "both"])
 def backend(request, monkeypatch):
-    monkeypatch.setattr(meetings, "MIN_NARROW_ELEMENTS", LEAST)
+    monkeypatch.setattr(meetings, "MIN_NARROW_ELEMENTS", MIN_BYTES)
     if request.param == "peers":
         yield EmulatedBackend()
     else:
@@ -36,42 +36,42 @@ def backend(request, monkeypatch):
         cuda._module.cache_clear()
 
 
-def rounded(x):
+def round_to_bf16(x):
     return decode_array(encode_array(x, DType.BF16), DType.BF16).astype(np.float32)
 
 
-@pytest.mark.parametrize("shape", [(LEAST,), (7, 143), (129, 257)])
+@pytest.mark.parametrize("shape", [(MIN_BYTES,), (7, 143), (129, 257)])
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("n", [2, 3])
-def test_a_large_sum_is_off_by_no_more_than_is_said_and_the_same_on_all(n, inplace, shape, backend):
-    parts = reduced(n, shape, inplace=inplace)
+def test_the_error_of_a_large_sum_is_within_its_bound_and_equal_on_all(n, inplace, shape, backend):
+    parts = all_reduce_case(n, shape, inplace=inplace)
     terms = [own[0].source.astype(np.float64) for own in parts]
-    rig = Rig(backend, parts, wire=DType.BF16)
+    rig = CollectiveRig(backend, parts, wire=DType.BF16)
     for _ in range(3):
         sums = rig.run()
         assert len({own[0].tobytes() for own in sums}) == 1
         off = np.abs(sums[0][0] - sum(terms))
         assert (off <= (n + 1) * 2.0**-8 * sum(map(np.abs, terms))).all()
         assert off.any()
-        assert (rounded(sums[0][0]) == sums[0][0]).all()
+        assert (round_to_bf16(sums[0][0]) == sums[0][0]).all()
 
 
 def test_over_peer_addresses_only_terms_and_their_sum_are_rounded(monkeypatch):
-    monkeypatch.setattr(meetings, "MIN_NARROW_ELEMENTS", LEAST)
-    parts = reduced(3, (5, 201))
-    a, b, c = (rounded(own[0].source) for own in parts)
-    same([Rig(EmulatedBackend(), parts, wire=DType.BF16).run()[0]], [[rounded(a + b + c)]])
+    monkeypatch.setattr(meetings, "MIN_NARROW_ELEMENTS", MIN_BYTES)
+    parts = all_reduce_case(3, (5, 201))
+    a, b, c = (round_to_bf16(own[0].source) for own in parts)
+    same([CollectiveRig(EmulatedBackend(), parts, wire=DType.BF16).run()[0]], [[round_to_bf16(a + b + c)]])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
 def test_small_sums_and_those_of_integers_keep_all_their_bits(dtype, backend, monkeypatch):
-    parts = reduced(2, (LEAST - 1,) if dtype is np.float32 else (999,), dtype)
-    same(Rig(backend, parts, wire=DType.BF16).run(), through_the_host(monkeypatch, parts))
+    parts = all_reduce_case(2, (MIN_BYTES - 1,) if dtype is np.float32 else (999,), dtype)
+    same(CollectiveRig(backend, parts, wire=DType.BF16).run(), through_the_host(monkeypatch, parts))
 
 
 def test_nothing_is_rounded_unless_asked_for(backend, monkeypatch):
-    parts = reduced(2, (999,))
-    same(Rig(backend, parts).run(), through_the_host(monkeypatch, parts))
+    parts = all_reduce_case(2, (999,))
+    same(CollectiveRig(backend, parts).run(), through_the_host(monkeypatch, parts))
 
 
 PLANTS = {
@@ -92,7 +92,7 @@ PLANTS = {
 def test_a_fault_that_is_planted_in_rounded_sums_is_found(name, monkeypatch):
     source = collective.SOURCE
     old, new = PLANTS[name]
-    altered = edited(source, old, new)
+    altered = replace_and_compile(source, old, new)
     assert new in altered.text
     monkeypatch.setattr(collective, "SOURCE", altered)
     with pytest.raises(AssertionError):
@@ -100,8 +100,8 @@ def test_a_fault_that_is_planted_in_rounded_sums_is_found(name, monkeypatch):
 
 
 def test_a_lost_device_leaves_no_result_of_a_rounded_sum(monkeypatch):
-    monkeypatch.setattr(meetings, "MIN_NARROW_ELEMENTS", LEAST)
-    rig = Rig(EmulatedBackend(), reduced(2, (999,)), wire=DType.BF16)
+    monkeypatch.setattr(meetings, "MIN_NARROW_ELEMENTS", MIN_BYTES)
+    rig = CollectiveRig(EmulatedBackend(), all_reduce_case(2, (999,)), wire=DType.BF16)
     right = rig.run()
     targets = [rig.backend.view(rig.buffers[rank][0], rig.tensors[rank][0][1]) for rank in range(2)]
     for target in targets:
@@ -114,7 +114,7 @@ def test_a_lost_device_leaves_no_result_of_a_rounded_sum(monkeypatch):
 
 @pytest.mark.long
 def test_a_model_keeps_its_tokens_with_rounded_sums_and_exact_ones_are_refused(monkeypatch):
-    monkeypatch.setattr(meetings, "MIN_NARROW_ELEMENTS", LEAST)
+    monkeypatch.setattr(meetings, "MIN_NARROW_ELEMENTS", MIN_BYTES)
     devices = ("cuda-emulated:0", "cuda-emulated:1")
 
     def logits(wire):

@@ -13,7 +13,7 @@ TEXT = "It is a truth which I am not at all in love"
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("run --prmpt a", "hocket run: there is no flag '--prmpt'; did you mean --prompt; see hocket run --help"),
         ("plan m.gguf --slpit-mode=tensor", "there is no flag '--slpit-mode'; did you mean --split-mode"),
@@ -34,16 +34,16 @@ TEXT = "It is a truth which I am not at all in love"
         ("check -j 0", "argument -j/--jobs: got '0'; need an integer of at least 1"),
     ],
 )
-def test_a_wrong_word_is_answered_with_the_nearest(words, said, capsys):
+def test_a_wrong_word_is_answered_with_the_nearest(words, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("run -p x -n 1 --save-state nowhere/s.bin", "nowhere/s.bin: No such file or directory; check its name"),
         ("run -p x -n 1 --save-state .", "hocket: .: Is a directory; name a file in it"),
@@ -64,13 +64,13 @@ def test_a_wrong_word_is_answered_with_the_nearest(words, said, capsys):
         ("check --from-graph nothing.gguf", "nothing.gguf: No such file or directory; check its name"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line_before_the_work(words, said, tmp_path, monkeypatch, capsys):
+def test_impossible_arguments_are_reported_in_one_line_before_the_work(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").touch()
     assert main(words.split()) == 2
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
-    assert said in line
+    assert message in line
     assert printed.out == ""
     assert [file.name for file in tmp_path.iterdir()] == ["empty.txt"]
 
@@ -92,12 +92,12 @@ def test_a_text_ends_before_a_stop_string(more, text, capsys):
 def test_a_full_context_ends_in_one_line_or_shifts(capsys):
     long = ("run", "-p", "It is a truth", "--temp", "0", "-n", "40", "-c", "16", "--ignore-eos")
     assert main(long) == 2
-    said = capsys.readouterr()
-    assert "is full after 13 new ones" in said.err
-    assert "--context-shift" in said.err
+    output = capsys.readouterr()
+    assert "is full after 13 new ones" in output.err
+    assert "--context-shift" in output.err
     assert main([*long, "--context-shift"]) == 0
     shifted = capsys.readouterr()
-    assert shifted.out.startswith(said.out.rstrip("\n"))
+    assert shifted.out.startswith(output.out.rstrip("\n"))
     assert "decode 39 tokens" in shifted.err
 
 

@@ -1,4 +1,4 @@
-"""`hocket bench`: what it counts, what it prints, and what it says of a kernel's time."""
+"""`hocket bench`: its counts, its output, and its report of kernel times."""
 
 from __future__ import annotations
 
@@ -144,6 +144,6 @@ def test_a_profile_accounts_for_the_whole_run(capsys: Capture) -> None:
 )
 def test_what_cannot_be_measured_is_one_line(words: list[str], problem: str, capsys: Capture) -> None:
     assert main(["bench", TINY, "-r", "1", *words]) == 2
-    said = capsys.readouterr().err
-    assert problem in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert problem in message
+    assert message.count("\n") == 1

@@ -75,7 +75,9 @@ def test_a_seed_repeats_a_text_and_another_changes_it(capsys: Capture) -> None:
     assert text("1") == text("1") != text("2")
 
 
-def test_the_text_ends_at_an_end_token_unless_told_otherwise(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_ends_at_an_end_token_unless_a_flag_ignores_it(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     end = frozenset({main_ids(capsys, run.DEFAULT_PROMPT + " she could not be")[-1]})
     build = run.tokenizer_from_metadata
 
@@ -212,7 +214,7 @@ def test_tokenize_adds_and_reads_special_tokens_only_if_asked(capsys: Capture) -
 
 
 @pytest.mark.long
-def test_perplexity_of_the_held_out_text_equals_that_of_llama_cpp(capsys: Capture) -> None:
+def test_perplexity_of_the_evaluation_text_equals_the_one_of_llama_cpp(capsys: Capture) -> None:
     assert main(["perplexity", TINY, str(TINY_GOLDENS / "heldout.txt"), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert (rows["chunks"], rows["context"], rows["scored"]) == (45, 512, 45 * 255)
@@ -299,12 +301,12 @@ def test_a_file_that_is_no_graph_is_refused(content: bytes, words: str, tmp_path
 def test_devices_lists_every_backend_and_why_one_is_missing(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     load = devices.load
 
-    def broken(kind: str) -> object:
+    def load_backend(kind: str) -> object:
         if kind == "reference":
             raise BackendError("backend 'reference' does not load: no such library")
         return load(kind)
 
-    monkeypatch.setattr(devices, "load", broken)
+    monkeypatch.setattr(devices, "load", load_backend)
     monkeypatch.setattr(devices, "measure_host_speed", lambda: devices.HostSpeed(2e10, 1e11))
     assert main(["devices", "--json", "--measure"]) == 0
     rows = {row["device"]: row for row in json.loads(capsys.readouterr().out)}
@@ -385,10 +387,10 @@ def test_threads_are_set_where_the_blas_can(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_an_interrupt_ends_with_its_own_code(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: object) -> None:
+    def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hocket.frontends.open.open_model", interrupted)
+    monkeypatch.setattr("hocket.frontends.open.open_model", interrupt)
     assert main(["run"]) == 130
     assert capsys.readouterr().err == "\n"
 

@@ -34,7 +34,7 @@ FLIPS = 2000
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> None:
-    """What the first command imports shall not count as memory of the second."""
+    """Run one command first, so that its imports do not count as memory of the second."""
     assert command("logits", path_of("llama"), "--tokens", "1", "--out", os.devnull)[0] == 0
 
 
@@ -66,7 +66,7 @@ def command(*args: object) -> tuple[int, str]:
     return code, errors.getvalue()
 
 
-def refused(*args: object) -> str:
+def read_refusal(*args: object) -> str:
     """The line with which a command refuses its input."""
     code, errors = command(*args)
     assert code == 2, errors
@@ -80,7 +80,7 @@ def logits(model: Path) -> tuple[int, str]:
     return command("logits", model, "--tokens", "1,2,3", "--out", os.devnull)
 
 
-def tried(model: Path, *, measured: bool) -> int:
+def run_damaged_model(model: Path, *, measured: bool) -> int:
     """The exit code of running a file that may be damaged; a refusal must be one line and, if `measured`, cheap."""
     code, errors = logits(model)
     assert code in (0, 2)
@@ -113,7 +113,7 @@ def test_a_file_truncated_at_200_places_is_refused(tmp_path: Path) -> None:
     places += rng.sample(range(header_size(source), len(data) - 64), 60)
     for place in places:
         model.write_bytes(data[:place])
-        assert tried(model, measured=True) == 2, place
+        assert run_damaged_model(model, measured=True) == 2, place
 
 
 @pytest.mark.long(cases=1)
@@ -128,7 +128,7 @@ def test_random_flips_in_header_and_metadata_are_refused_or_harmless(name: str, 
             at = rng.randrange(size)
             damaged[at] = rng.choice((damaged[at] ^ 1 << rng.randrange(8), rng.randrange(256), 0, 255))
         model.write_bytes(damaged)
-        codes.append(tried(model, measured=seed % 8 == 0))
+        codes.append(run_damaged_model(model, measured=seed % 8 == 0))
     assert codes.count(2) > len(codes) // 3
 
 
@@ -147,7 +147,7 @@ def test_absurd_hyperparameters_are_refused_or_harmless(name: str, tmp_path: Pat
         at = value_at(data, key)
         for value in EXTREMES:
             model.write_bytes(data[:at] + struct.pack("<I", value) + data[at + 4 :])
-            tried(model, measured=True)
+            run_damaged_model(model, measured=True)
 
 
 def value_at(data: bytes, key: str) -> int:
@@ -166,30 +166,30 @@ def test_a_tensor_whose_size_overflows_is_refused(sizes: tuple[int, int], tmp_pa
     data, model = (path_of("llama")).read_bytes(), tmp_path / "model.gguf"
     at = tensor_at(data, "blk.0.attn_q.weight") + 4
     model.write_bytes(data[:at] + struct.pack("<QQ", *sizes) + data[at + 16 :])
-    assert tried(model, measured=True) == 2
-    assert "blk.0.attn_q.weight" in refused("run", model, "-p", "x")
+    assert run_damaged_model(model, measured=True) == 2
+    assert "blk.0.attn_q.weight" in read_refusal("run", model, "-p", "x")
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     data, model = (path_of("qwen3")).read_bytes(), tmp_path / "model.gguf"
     model.write_bytes(data.replace(b"blk.0.ffn_up.weight", b"blk.0.ffn_un.weight"))
-    line = refused("logits", model, "--tokens", "1", "--out", os.devnull)
+    line = read_refusal("logits", model, "--tokens", "1", "--out", os.devnull)
     assert "blk.0.ffn_up.weight is missing" in line
-    assert tried(model, measured=True) == 2
+    assert run_damaged_model(model, measured=True) == 2
 
 
 def test_an_unknown_architecture_is_named_with_the_known_ones(tmp_path: Path) -> None:
     data, model = (path_of("llama")).read_bytes(), tmp_path / "model.gguf"
     model.write_bytes(data.replace(b"llama", b"lemur", 1))
-    line = refused("logits", model, "--tokens", "1", "--out", os.devnull)
+    line = read_refusal("logits", model, "--tokens", "1", "--out", os.devnull)
     assert re.search(r"'lemur' is unknown; need one of the \d+ in docs/models.md", line)
 
 
 def test_nothing_of_a_name_reaches_the_terminal_as_a_command(tmp_path: Path) -> None:
     data, model = (path_of("llama")).read_bytes(), tmp_path / "mo\ndel\x1b[31m.gguf"
     model.write_bytes(data.replace(b"llama", b"\x1b[2J\n", 1))
-    refused("logits", model, "--tokens", "1", "--out", os.devnull)
-    refused("logits", model, "--tokens", "\x1b[2J\n", "--out", os.devnull)
+    read_refusal("logits", model, "--tokens", "1", "--out", os.devnull)
+    read_refusal("logits", model, "--tokens", "\x1b[2J\n", "--out", os.devnull)
 
 
 # --------------------------------------------------------------------------------------------------- no models
@@ -211,7 +211,7 @@ def test_what_is_no_model_file_is_refused_by_every_command(words: tuple[str, ...
     os.mkfifo(tmp_path / "pipe")
     for name in ("text", "empty", "folder", "pipe", "nothing", "text/below"):
         path = str(tmp_path / name)
-        line = refused(*(path if word == "MODEL" else word for word in words))
+        line = read_refusal(*(path if word == "MODEL" else word for word in words))
         assert path in line
 
 
@@ -222,22 +222,22 @@ LLAMA = path_of("llama")
 
 @pytest.mark.parametrize("token", [-1, 128, 2**31, 2**64])
 def test_a_token_outside_the_vocabulary_is_named(token: int) -> None:
-    line = refused("logits", LLAMA, f"--tokens=3,{token}", "--out", os.devnull)
+    line = read_refusal("logits", LLAMA, f"--tokens=3,{token}", "--out", os.devnull)
     assert f"token {token} at position 1" in line
     assert "0 to 127" in line
 
 
 @pytest.mark.parametrize("tokens", ["", "x", "1,,2", "1.5", "1 2", "9" * 5000])
 def test_tokens_that_are_no_numbers_are_refused(tokens: str) -> None:
-    assert "--tokens" in refused("logits", LLAMA, f"--tokens={tokens}", "--out", os.devnull)
+    assert "--tokens" in read_refusal("logits", LLAMA, f"--tokens={tokens}", "--out", os.devnull)
 
 
 def test_a_prompt_longer_than_the_context_is_refused() -> None:
     tokens = ",".join(["1"] * 9)
-    assert "has 9 tokens" in refused("logits", LLAMA, "--tokens", tokens, "-c", "8", "--out", os.devnull)
-    assert "context holds 8" in refused("run", "-c", "8", "-p", "It is a truth " * 4)
-    assert "context holds 512; shorten it" in refused("run", "-p", "It is a truth " * 400)
-    assert "trained for 512" in refused("run", "-c", "100000")
+    assert "has 9 tokens" in read_refusal("logits", LLAMA, "--tokens", tokens, "-c", "8", "--out", os.devnull)
+    assert "context holds 8" in read_refusal("run", "-c", "8", "-p", "It is a truth " * 4)
+    assert "context holds 512; shorten it" in read_refusal("run", "-p", "It is a truth " * 400)
+    assert "trained for 512" in read_refusal("run", "-c", "100000")
     code, errors = command("run", "-c", "16", "-n", "10")
     assert (code, errors.count("\n")) == (2, 1)
     assert "context of 16 tokens is full after 4 new ones" in errors
@@ -276,7 +276,7 @@ def test_a_file_that_holds_no_tokens_is_refused(content: bytes, tmp_path: Path) 
     path.write_bytes(content)
     tracemalloc.start()
     try:
-        refused("logits", LLAMA, "--tokens-file", path, "--out", os.devnull)
+        read_refusal("logits", LLAMA, "--tokens-file", path, "--out", os.devnull)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -286,20 +286,20 @@ def test_a_file_that_holds_no_tokens_is_refused(content: bytes, tmp_path: Path) 
 def test_tokens_come_from_files_only(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", tmp_path / "nothing"):
-        assert str(path) in refused("logits", LLAMA, "--tokens-file", path, "--out", os.devnull)
+        assert str(path) in read_refusal("logits", LLAMA, "--tokens-file", path, "--out", os.devnull)
 
 
 def test_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     for out in (tmp_path, tmp_path / "nowhere" / "logits.npy", LLAMA / "logits.npy"):
-        refused("logits", LLAMA, "--tokens", "1", "--out", out)
+        read_refusal("logits", LLAMA, "--tokens", "1", "--out", out)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_text_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"It is \xff")
-    assert "not UTF-8 at byte 6" in refused("run", "-f", tmp_path / "text")
-    refused("run", "-p", "It is \udcff")
-    assert str(tmp_path / "no") in refused("run", "-f", tmp_path / "no")
+    assert "not UTF-8 at byte 6" in read_refusal("run", "-f", tmp_path / "text")
+    read_refusal("run", "-p", "It is \udcff")
+    assert str(tmp_path / "no") in read_refusal("run", "-f", tmp_path / "no")
 
 
 def test_an_empty_prompt_is_refused() -> None:
@@ -367,4 +367,4 @@ def test_an_empty_prompt_is_refused() -> None:
     ],
 )
 def test_wrong_usage_costs_one_line(words: str) -> None:
-    refused(*(str(LLAMA) if word == "MODEL" else word for word in words.split()))
+    read_refusal(*(str(LLAMA) if word == "MODEL" else word for word in words.split()))

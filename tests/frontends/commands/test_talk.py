@@ -25,9 +25,9 @@ END = "the talk has ended"
 STORY = "Write a very long story about a dragon and a knight."
 
 
-def asked(shown: str) -> bool:
-    """Whether the last line waits for what is typed."""
-    return shown.rpartition("\n")[2] == ">"
+def ends_with_prompt(screen: str) -> bool:
+    """Return whether the last line waits for input."""
+    return screen.rpartition("\n")[2] == ">"
 
 
 class Terminal:
@@ -61,13 +61,15 @@ class Terminal:
 
     def until(self, holds: Callable[[str], bool]) -> str:
         """The screen, once that holds of it."""
-        while not holds(shown := self.screen()):
+        while not holds(screen := self.screen()):
             time.sleep(0.1)
-        return shown
+        return screen
 
     def prompts(self, count: int) -> str:
-        """The screen, once so many lines have been asked for, and nothing more has been typed."""
-        return self.until(lambda shown: asked(shown) and sum(line[:1] == ">" for line in shown.split("\n")) == count)
+        """Return the screen after this number of prompts, with no further input."""
+        return self.until(
+            lambda screen: ends_with_prompt(screen) and sum(line[:1] == ">" for line in screen.split("\n")) == count
+        )
 
     def close(self) -> None:
         self._tmux("kill-server")
@@ -75,14 +77,14 @@ class Terminal:
 
 @pytest.fixture
 def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Terminal]]:
-    opened: list[Terminal] = []
+    terminals: list[Terminal] = []
 
     def open_one(folder: Path, *flags: str) -> Terminal:
-        opened.append(Terminal(folder, *flags))
-        return opened[-1]
+        terminals.append(Terminal(folder, *flags))
+        return terminals[-1]
 
     yield open_one
-    for one in opened:
+    for one in terminals:
         one.close()
 
 
@@ -95,31 +97,31 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_talk_is_stopped_kept_loaded_and_ended(terminal, folder):
+def test_a_talk_is_stopped_saved_loaded_and_ended(terminal, folder):
     one = terminal(folder, "-n", "40")
     one.prompts(1)
     one.say("Say hello.")
     first = one.prompts(2)
     one.say(STORY)
-    one.until(lambda shown: len(shown) > len(first) + 2 * len(STORY))
+    one.until(lambda screen: len(screen) > len(first) + 2 * len(STORY))
     one.press("C-c")
     stopped = one.prompts(3)
     assert "^C" in stopped
     assert "(Ctrl-C again or /exit ends the talk)" in stopped
     one.press("Up")
-    one.until(lambda shown: shown.endswith(f"> {STORY}"))
+    one.until(lambda screen: screen.endswith(f"> {STORY}"))
     one.press("C-u")
     one.say(f"/save {folder}/talk")
     assert f"{folder}/talk: 4 messages are kept" in one.prompts(4)
     pasted = "Repeat after me: " + "abcdefgh " * 220
     one.paste(pasted[:2000])
-    one.until(lambda shown: shown.endswith(pasted[:2000].rstrip()))
+    one.until(lambda screen: screen.endswith(pasted[:2000].rstrip()))
     one.press("Enter")
     one.prompts(5)
     one.press("C-c")
     one.prompts(6)
     one.press("C-c")
-    assert "tok/s" in one.until(lambda shown: shown.endswith(END)).rpartition("ends the talk)")[2]
+    assert "tok/s" in one.until(lambda screen: screen.endswith(END)).rpartition("ends the talk)")[2]
 
     again = terminal(folder, "-n", "40")
     again.prompts(1)
@@ -128,13 +130,13 @@ def test_a_talk_is_stopped_kept_loaded_and_ended(terminal, folder):
     again.say("Go on.")
     assert "hocket:" not in again.prompts(3)
     again.press("Up", "Up", "Up")
-    again.until(lambda shown: shown.endswith(pasted[:2000].rstrip()))
+    again.until(lambda screen: screen.endswith(pasted[:2000].rstrip()))
     again.press("C-u")
     again.say("/exit")
-    again.until(lambda shown: shown.endswith(END))
+    again.until(lambda screen: screen.endswith(END))
 
 
-def test_a_full_context_is_said_and_the_talk_goes_on(terminal, folder):
+def test_a_full_context_is_reported_and_the_talk_goes_on(terminal, folder):
     one = terminal(folder, "-c", "128")
     one.prompts(1)
     one.say(STORY)
@@ -146,10 +148,10 @@ def test_a_full_context_is_said_and_the_talk_goes_on(terminal, folder):
     one.say("/shift")
     one.prompts(4)
     one.say(STORY)
-    one.until(lambda shown: len(shown.rpartition(STORY)[2]) > 600)  # more than the context holds
+    one.until(lambda screen: len(screen.rpartition(STORY)[2]) > 600)  # more than the context holds
     one.press("C-c")
     one.prompts(5)
     one.say("/reset")
     one.prompts(6)
     one.say("/exit")
-    one.until(lambda shown: shown.endswith(END))
+    one.until(lambda screen: screen.endswith(END))

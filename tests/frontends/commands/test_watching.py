@@ -1,4 +1,4 @@
-"""What people see of a run from the command line: traces, watched values, comparisons with another device."""
+"""The views of a run on the command line: traces, watched values, comparisons with another device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_run_is_traced_and_its_page_shows_what_was_measured(tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_watched_values_are_told_after_each_step_and_alike_on_three_devices(capsys):
+def test_watched_values_are_reported_after_each_step_and_equal_on_three_devices(capsys):
     tables = []
     for more in ([], ["--devices", "cpu:0,cpu:1,cpu:2", "--split-mode", "tensor"]):
         words = ["run", TINY, "-p", "It is a", "-n", "2", "--temp", "0", "--exact", "--watch", r"blk\.1\.\w+$"]
@@ -40,8 +40,8 @@ def test_watched_values_are_told_after_each_step_and_alike_on_three_devices(caps
     assert len(one) > 20
     for a, b in zip(one, three, strict=True):
         assert (a[:2], a[-1]) == (b[:2], b[-1])
-        least, norm = 1e-5 * float(a[5]), float(a[5])
-        assert [float(x) for x in b[2:6]] == pytest.approx([float(x) for x in a[2:6]], rel=1e-5, abs=least), norm
+        tolerance, norm = 1e-5 * float(a[5]), float(a[5])
+        assert [float(x) for x in b[2:6]] == pytest.approx([float(x) for x in a[2:6]], rel=1e-5, abs=tolerance), norm
 
 
 @pytest.mark.long
@@ -61,7 +61,7 @@ def test_the_first_wrong_kernel_is_named_with_the_graph_around_it(capsys, monkey
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--watch", "("], "is no regular expression"),
         (["--watch", "nobody"], "no value has 'nobody' in its name"),
@@ -69,7 +69,7 @@ def test_the_first_wrong_kernel_is_named_with_the_graph_around_it(capsys, monkey
         (["--compare", "reference:0", "--chat"], "--compare writes no text, so --chat has no meaning"),
     ],
 )
-def test_what_cannot_be_seen_is_one_line(words, said, capsys):
+def test_what_cannot_be_seen_is_one_line(words, message, capsys):
     assert main(["run", TINY, "-p", "It is", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line

@@ -1,4 +1,4 @@
-"""Chat templates: what they print, and what the sandbox keeps them from."""
+"""Chat templates: their output, and the limits of the sandbox."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def render(template: str, **extra: object) -> str:
     return render_chat(template, MESSAGES, bos="<s>", eos="</s>", **extra)  # type: ignore[arg-type]
 
 
-def test_a_chat_is_rendered_with_the_turn_of_the_model_opened() -> None:
+def test_a_rendered_chat_ends_with_the_start_of_the_turn_of_the_model() -> None:
     turn = "<|im_start|>user\nHi <b>&</b> 'you'<|im_end|>\n"
     assert render(CHATML) == turn + "<|im_start|>assistant\n"
     assert render(CHATML, add_generation_prompt=False) == turn

@@ -16,11 +16,11 @@ from hocket.frontends.session import Group, Session
 
 from ...given.models.goldens import TINY, path_of, tokens_of
 
-GREEDY, DRAWN = Sampling(temperature=0.0), Sampling(temperature=1.0)
+GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=1.0)
 
 
 class Wrong(ModelDrafter):
-    """Guesses of which the first `right` are left as they are, in turn one more; the others are none."""
+    """A drafter with `right` correct draft tokens, one more in each turn; the others are wrong."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -41,7 +41,7 @@ def session(name: str, on: Group = EXACT) -> Session:
 
 
 @pytest.mark.long(cases=1)
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "drawn"])
 @pytest.mark.parametrize(
     ("name", "devices"), [("qwen3", 1), ("qwen35", 1), ("qwen35", 2)], ids=["cache", "states", "states cut"]
 )
@@ -61,13 +61,13 @@ def test_a_draft_changes_no_token_and_leaves_nothing_behind(name: str, devices: 
     assert list(generate_tokens(drafted, tail, limit=6, sampling=sampling, seed=4, before=known, ahead=ahead)) == want
 
 
-def test_every_guess_of_the_model_itself_is_right() -> None:
+def test_every_draft_token_of_the_model_itself_is_right() -> None:
     ahead = SpeculativeDecoder(session("qwen3"), ModelDrafter(session("qwen3")), 4)
     list(generate_tokens(ahead.session, tokens_of("qwen3")[:5], limit=11, sampling=GREEDY, ahead=ahead))
     assert str(ahead.counts) == "draft: 8 of 8 tokens accepted, 4.00 a step"
 
 
-def test_guesses_end_with_the_context() -> None:
+def test_drafts_end_with_the_context() -> None:
     alone, ahead = session("qwen3"), SpeculativeDecoder(session("qwen3"), ModelDrafter(session("qwen3")), 4)
     prompt = tokens_of("qwen3")[:5] * 11
     want = list(generate_tokens(alone, prompt, limit=-1, sampling=GREEDY))
@@ -84,11 +84,11 @@ def test_a_draft_of_other_tokens_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert "has no block that guesses further tokens (MTP); name a draft model with -md" in capsys.readouterr().err
 
 
-def test_run_says_how_many_guesses_were_right(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_reports_the_count_of_accepted_draft_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     plain = ["run", TINY, "-p", "Once", "-n", "9", "--temp", "0", "--exact", "-c", "64"]
     assert main(plain) == 0
     want = capsys.readouterr().out
     assert main([*plain, "-md", TINY, "--draft-max", "2"]) == 0
-    said = capsys.readouterr()
-    assert said.out == want
-    assert "; draft: 5 of 6 tokens accepted, 1.67 a step; " in said.err
+    output = capsys.readouterr()
+    assert output.out == want
+    assert "; draft: 5 of 6 tokens accepted, 1.67 a step; " in output.err

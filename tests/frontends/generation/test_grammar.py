@@ -1,4 +1,4 @@
-"""Texts follow a grammar or a schema from their first token to their last, whatever the model would rather say."""
+"""Texts follow a grammar or a schema from their first token to their last, against the preference of the model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def model():
-    with hocket.Model(context=128) as opened:
-        yield opened
+    with hocket.Model(context=128) as loaded_model:
+        yield loaded_model
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -52,7 +52,7 @@ def test_the_command_has_it_too(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"grammar": "root ::= ((("}, "the grammar is wrong: Expected"),
         ({"json_schema": "{"}, "the JSON schema is wrong"),
@@ -60,8 +60,8 @@ def test_the_command_has_it_too(capsys, tmp_path):
         ({"json_schema": "{}", "grammar": 'root ::= "a"'}, "give one"),
     ],
 )
-def test_a_wrong_grammar_is_said_in_one_line(model, wrong, said):
-    with pytest.raises(hocket.ModelError, match=said) as error:
+def test_a_wrong_grammar_is_reported_in_one_line(model, wrong, message):
+    with pytest.raises(hocket.ModelError, match=message) as error:
         model.generate("a", **wrong)
     assert "\n" not in str(error.value)
 

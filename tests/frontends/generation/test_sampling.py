@@ -63,35 +63,35 @@ def test_each_filter_keeps_what_its_definition_says() -> None:
     assert survivors(logits, top_p=1e-9) == [1]
     assert survivors(logits, min_p=0.45) == [1, 3, 2]
     assert survivors(logits, min_p=0.99) == [1]
-    # top-p counts what top-k has left: 0.4 / 0.7 is enough for 0.5.
+    # top-p counts the remainder of top-k: 0.4 / 0.7 is enough for 0.5.
     assert survivors(logits, top_k=2, top_p=0.5) == [1]
 
 
-@pytest.mark.parametrize("kept", [0, 1, 16, 40, 256, 257, 5000])
+@pytest.mark.parametrize("top_k", [0, 1, 16, 40, 256, 257, 5000])
 @pytest.mark.parametrize("n", [1, 15, 33, 257, 3000])
-def test_candidates_come_in_falling_order_and_equals_as_they_stand(n: int, kept: int) -> None:
+def test_candidates_come_in_falling_order_and_equals_as_they_stand(n: int, top_k: int) -> None:
     rng = np.random.default_rng(n)
     plain = rng.standard_normal(n).astype(np.float32)
     zeros = np.where(rng.random(n) < 0.5, np.float32(0), np.float32(-0.0))
     few = np.where(rng.random(n) < 0.9, np.float32(-np.inf), plain)
     few[-1] = 0
     for logits in (plain, np.round(plain), np.sort(plain * np.float32(1e-39)), zeros, few):
-        wanted = np.argsort(-logits, kind="stable")[: kept or None].tolist()
-        assert survivors(logits, top_k=kept) == wanted
+        expected = np.argsort(-logits, kind="stable")[: top_k or None].tolist()
+        assert survivors(logits, top_k=top_k) == expected
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_are_drawn_as_often_as_their_probability_says(temperature: float) -> None:
+def test_tokens_are_sampled_as_often_as_their_probability_says(temperature: float) -> None:
     rng, logits = np.random.default_rng(1), log(0.5, 0.3, 0.15, 0.05)
     sampling = Sampling(temperature, **EVERYTHING)  # type: ignore[arg-type]
     count = 4000
-    drawn = np.bincount([sampling.choose(logits, rng) for _ in range(count)], minlength=4) / count
+    frequencies = np.bincount([sampling.choose(logits, rng) for _ in range(count)], minlength=4) / count
     p = np.exp(logits.astype(np.float64) / temperature)
     p /= p.sum()
-    assert np.all(np.abs(drawn - p) <= 4 * np.sqrt(p * (1 - p) / count))
+    assert np.all(np.abs(frequencies - p) <= 4 * np.sqrt(p * (1 - p) / count))
 
 
-def test_a_filtered_token_is_never_drawn() -> None:
+def test_a_filtered_token_is_never_sampled() -> None:
     rng, sampling = np.random.default_rng(2), Sampling(5.0, top_k=2)
     assert {sampling.choose(log(0.1, 0.4, 0.2, 0.3), rng) for _ in range(200)} == {1, 3}
 
@@ -152,12 +152,12 @@ def test_one_seed_gives_one_text_and_another_a_different_one(tiny: tuple[Model, 
 
 
 def test_generation_ends_at_the_limit_and_before_a_stop_token(session: Session) -> None:
-    given = list(generate_tokens(session, [100, 200], limit=12, sampling=GREEDY))
-    assert len(given) == 12
+    generated = list(generate_tokens(session, [100, 200], limit=12, sampling=GREEDY))
+    assert len(generated) == 12
     session.reset(0)
-    stop = given[5]
+    stop = generated[5]
     ended = list(generate_tokens(session, [100, 200], limit=12, sampling=GREEDY, stop=frozenset({stop})))
-    assert ended == given[: given.index(stop)]
+    assert ended == generated[: generated.index(stop)]
     session.reset(0)
     assert list(generate_tokens(session, [100, 200], limit=0, sampling=GREEDY)) == []
 
@@ -185,15 +185,15 @@ def test_timing_counts_the_tokens_that_were_run(session: Session, monkeypatch: p
     assert timed + timed == Timing(2, 1.0, 4, 1.0, 0.5, 1.8)
 
 
-def test_what_is_made_before_a_generation_counts_as_plans_and_kernels(session: Session) -> None:
+def test_plans_before_a_generation_count_as_plans_and_kernels(session: Session) -> None:
     timing = compile_ahead(session, [100, 200, 300], GenerationParams(5, GREEDY))
-    made = timing.planning
-    assert made >= session.planning > 0
+    planning_seconds = timing.planning
+    assert planning_seconds >= session.planning > 0
     assert (
         len(list(sample_tokens(session, [[100, 200, 300]], GenerationParams(5, GREEDY), known=[[]], timing=timing)))
         == 5
     )
-    assert timing.planning == pytest.approx(made), "nothing else had to be planned"
+    assert timing.planning == pytest.approx(planning_seconds), "nothing else had to be planned"
 
 
 def test_a_full_context_ends_an_unlimited_text_and_is_an_error_otherwise(session: Session) -> None:
@@ -228,7 +228,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def talk(tiny: tuple[Model, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Conversation]:
-    """Conversations with a model that has been given a template; ``session.heard`` collects what is evaluated."""
+    """Return a builder of conversations with a chat template; ``session.heard`` collects the evaluated tokens."""
 
     def start(template: str = TEMPLATE, **settings: int) -> Conversation:
         model, tokenizer = tiny
@@ -241,7 +241,9 @@ def talk(tiny: tuple[Model, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> Call
     return start
 
 
-def heard(conversation: Conversation, said: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[int]]:
+def reply_and_tokens(
+    conversation: Conversation, message: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, list[int]]:
     """The answer, and the tokens that were evaluated for it."""
     session, tokens = conversation.session, list[int]()
     evaluate = type(session).evaluate
@@ -252,7 +254,7 @@ def heard(conversation: Conversation, said: str, monkeypatch: pytest.MonkeyPatch
 
     with monkeypatch.context() as patch:
         patch.setattr(session, "evaluate", spy)
-        return "".join(conversation.reply(said)), tokens
+        return "".join(conversation.reply(message)), tokens
 
 
 def test_a_conversation_evaluates_only_what_is_new(
@@ -260,8 +262,8 @@ def test_a_conversation_evaluates_only_what_is_new(
 ) -> None:
     conversation = talk(limit=6)
     tokenizer = conversation.tokenizer
-    first, one = heard(conversation, "Is she happy?", monkeypatch)
-    second, two = heard(conversation, "And he?", monkeypatch)
+    first, one = reply_and_tokens(conversation, "Is she happy?", monkeypatch)
+    second, two = reply_and_tokens(conversation, "And he?", monkeypatch)
     # The last token of an answer that the limit cut is evaluated with the next message.
     new = f"<|endoftext|>user:{conversation.messages[2]['content']}<|endoftext|>assistant:"
     ids = tokenizer.encode(new, add_special=False, parse_special=True)
@@ -280,8 +282,8 @@ def test_a_template_that_rewrites_the_past_makes_the_session_start_anew(
     talk: Callable[..., Conversation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conversation = talk("{{ messages | length }}: {{ messages[-1].content }}", limit=4)
-    heard(conversation, "Is she happy?", monkeypatch)
-    _, tokens = heard(conversation, "And he?", monkeypatch)
+    reply_and_tokens(conversation, "Is she happy?", monkeypatch)
+    _, tokens = reply_and_tokens(conversation, "And he?", monkeypatch)
     assert conversation.tokenizer.decode(tokens).startswith("3: And he?")
     assert conversation.session.lengths[0] == len(tokens)
 
@@ -295,12 +297,12 @@ def test_a_talk_that_was_saved_goes_on_as_if_it_had_not_ended(
     talk: Callable[..., Conversation], tmp_path: Path
 ) -> None:
     whole, first, second = talk(limit=6), talk(limit=6), talk(limit=6)
-    said = ["Is she happy?", "And he?", "Why?"]
-    answers = ["".join(whole.reply(text)) for text in said]
-    assert "".join(first.reply(said[0])) == answers[0]
+    texts = ["Is she happy?", "And he?", "Why?"]
+    answers = ["".join(whole.reply(text)) for text in texts]
+    assert "".join(first.reply(texts[0])) == answers[0]
     first.save(tmp_path / "talk")
     second.load(tmp_path / "talk")
-    assert ["".join(second.reply(text)) for text in said[1:]] == answers[1:]
+    assert ["".join(second.reply(text)) for text in texts[1:]] == answers[1:]
     assert second.messages == whole.messages
     save_state(first.session, [first.tokens], tmp_path / "state")
     with pytest.raises(ModelError, match="holds no talk"):
@@ -313,8 +315,8 @@ def test_a_talk_that_was_saved_goes_on_as_if_it_had_not_ended(
 
 def test_a_talk_goes_on_in_a_context_that_shifts(talk: Callable[..., Conversation]) -> None:
     conversation = talk(limit=24, context=64, pinned_tokens=0)
-    for said in ("Is she happy?", "And he?", "Why?", "When?"):
-        answer = "".join(conversation.reply(said))
+    for message in ("Is she happy?", "And he?", "Why?", "When?"):
+        answer = "".join(conversation.reply(message))
         assert answer
         assert conversation.session.lengths[0] <= 64
         assert len(conversation.tokens) - conversation.session.lengths[0] in (0, 1)
@@ -324,23 +326,23 @@ def test_a_context_that_shifts_goes_on_with_its_first_tokens_and_half_of_the_las
     tiny: tuple[Model, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, known = Session(tiny[0], context=16), [list[int]()]
-    drawn = [
+    sampled = [
         one.token
         for one in sample_tokens(session, [[7, 8, 9]], GenerationParams(40, GREEDY, pinned_tokens=2), known=known)
     ]
-    assert len(drawn) == 40
+    assert len(sampled) == 40
     anew = Session(tiny[0], context=64)
-    tokens = [7, 8, 9, *drawn[:14]]  # the context is full behind 13 of them, and the next one is not read any more
-    kept = [*tokens[:2], *tokens[-6:]]
-    assert next(iter(generate_tokens(anew, kept, limit=1, sampling=GREEDY))) == drawn[14]
+    tokens = [7, 8, 9, *sampled[:14]]  # the context is full behind 13 of them, and the next one is not read any more
+    remaining_tokens = [*tokens[:2], *tokens[-6:]]
+    assert next(iter(generate_tokens(anew, remaining_tokens, limit=1, sampling=GREEDY))) == sampled[14]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 1e30])
 def test_a_bias_of_minus_infinity_bans_a_token(temperature: float) -> None:
     logits = np.array([3.0, 2.0, 1.0, 0.0], np.float32)
     sampling = Sampling(temperature, top_k=0, top_p=1.0, min_p=0.0, bias=((0, -math.inf), (2, -math.inf)))
-    drawn = {sampling.choose(logits, np.random.default_rng(seed)) for seed in range(60)}
-    assert drawn == ({1} if not temperature else {1, 3})
+    sampled = {sampling.choose(logits, np.random.default_rng(seed)) for seed in range(60)}
+    assert sampled == ({1} if not temperature else {1, 3})
     banned = Sampling(temperature, bias=tuple((token, -math.inf) for token in range(4)))
     with pytest.raises(ModelError, match="every token that may come next is banned"):
         banned.choose(logits, np.random.default_rng(0))
@@ -386,7 +388,7 @@ def test_the_second_turn_adds_no_space(tmp_path: Path) -> None:
         tokenizer = tokenizer_from_metadata(model.gguf.metadata)
         settings = GenerationParams(3, Sampling(bias=((list(tokens).index("x"), 1e6),)))
         conversation = Conversation(Session(model), tokenizer, settings)
-        answers = ["".join(conversation.reply(said)) for said in ("hi", "yo")]
+        answers = ["".join(conversation.reply(message)) for message in ("hi", "yo")]
         assert answers == ["xxx", "xxx"]
         read, whole = conversation.tokens, tokenizer.encode_chat("#u:hi;#a:xxx;#u:yo;#a:")
         assert read[: len(whole)] == whole[: len(read)], kind

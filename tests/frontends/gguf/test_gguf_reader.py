@@ -21,7 +21,7 @@ from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import Gguf, MetadataArray, open_gguf
 from hocket.graph.dtypes import DType
 
-from ...given.calls import calls_of
+from ...given.calls import count_calls
 from ...given.models.goldens import FIXTURES, path_of
 
 SMALL = path_of("qwen3-q4_0")
@@ -56,7 +56,7 @@ def model(
     return head + bytes(-len(head) % align) + data
 
 
-def opened(path: Path, content: bytes, **options: bool) -> Gguf:
+def open_bytes(path: Path, content: bytes, **options: bool) -> Gguf:
     path = path / "model.gguf" if path.is_dir() else path
     path.write_bytes(content)
     return open_gguf(path, **options)
@@ -64,7 +64,7 @@ def opened(path: Path, content: bytes, **options: bool) -> Gguf:
 
 def fails(path: Path, content: bytes, *words: str) -> None:
     with pytest.raises(ModelError) as caught:
-        opened(path, content)
+        open_bytes(path, content)
     assert_one_line(caught.value, *words)
 
 
@@ -92,7 +92,7 @@ def test_every_fixture_reads_as_the_gguf_package_reads_it(path: Path) -> None:
     assert {k: list(v) if isinstance(v, MetadataArray) else v for k, v in ours.metadata.items()} == fields
 
 
-def written(path: Path, **options: Any) -> gguf.GGUFWriter:
+def make_writer(path: Path, **options: Any) -> gguf.GGUFWriter:
     return gguf.GGUFWriter(path, "llama", **options)
 
 
@@ -104,7 +104,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def test_every_metadata_type_arrives_as_its_python_type(tmp_path: Path) -> None:
-    path, writer = tmp_path / "m.gguf", written(tmp_path / "m.gguf")
+    path, writer = tmp_path / "m.gguf", make_writer(tmp_path / "m.gguf")
     value: Any
     values: Any
     for name, value in {"uint8": 255, "int8": -5, "uint16": 65535, "int16": -9, "uint64": 2**64 - 1}.items():
@@ -138,7 +138,7 @@ def test_every_metadata_type_arrives_as_its_python_type(tmp_path: Path) -> None:
 
 def test_version_2_reads_like_version_3(tmp_path: Path) -> None:
     data = SMALL.read_bytes()
-    old = opened(tmp_path, data[:4] + u32(2) + data[8:])
+    old = open_bytes(tmp_path, data[:4] + u32(2) + data[8:])
     assert old.version == 2
     assert repr(dict(old.metadata)) == repr(dict(open_gguf(SMALL).metadata))
     assert repr(dict(old.tensors)) == repr(dict(open_gguf(SMALL).tensors))
@@ -146,7 +146,7 @@ def test_version_2_reads_like_version_3(tmp_path: Path) -> None:
 
 def test_numbers_are_a_read_only_view_and_bytes_of_bools_are_normalised(tmp_path: Path) -> None:
     body = (pair("n", ARRAY, array(INT32, 2, struct.pack("<ii", 4, -4))), pair("b", ARRAY, array(BOOL, 3, b"\0\1\7")))
-    file = opened(tmp_path, model(body))
+    file = open_bytes(tmp_path, model(body))
     numbers = file.numbers("n")
     assert numbers.tolist() == [4, -4]
     assert not numbers.flags.writeable
@@ -156,20 +156,20 @@ def test_numbers_are_a_read_only_view_and_bytes_of_bools_are_normalised(tmp_path
 
 def test_an_empty_array_at_the_end_of_the_file_is_empty(tmp_path: Path) -> None:
     for kind in (INT32, BOOL, STRING, ARRAY):
-        empty = opened(tmp_path, model((pair("a", ARRAY, array(kind, 0)),), align=1)).require("a", MetadataArray)
+        empty = open_bytes(tmp_path, model((pair("a", ARRAY, array(kind, 0)),), align=1)).require("a", MetadataArray)
         assert (len(empty), empty[:]) == (0, ())
 
 
 def test_a_token_that_is_not_utf8_is_readable_and_can_be_encoded_again(tmp_path: Path) -> None:
     body = pair("t", ARRAY, array(STRING, 2, text(b"\xff\xfe") + text("ok"))), pair("s", STRING, text(b"\xe6"))
-    file = opened(tmp_path, model(body))
+    file = open_bytes(tmp_path, model(body))
     assert file.strings("t") == ("\ufffd\ufffd", "ok")
     assert "".join((*file.strings("t"), file.require("s", str))).encode()
 
 
 def test_a_long_text_is_read_whole(tmp_path: Path) -> None:
     template = "日本🙂" * 5000
-    assert opened(tmp_path, model((pair("t", STRING, text(template)),))).require("t", str) == template
+    assert open_bytes(tmp_path, model((pair("t", STRING, text(template)),))).require("t", str) == template
 
 
 def test_tensors_are_read_only_views_of_the_file() -> None:
@@ -184,7 +184,7 @@ def test_tensors_are_read_only_views_of_the_file() -> None:
 
 def test_four_axes_and_a_scalar_have_numpy_shapes(tmp_path: Path) -> None:
     data = np.arange(24, dtype="<f4").tobytes() + bytes(32)
-    tensors = opened(tmp_path, model(tensors=(entry("x", (4, 3, 2, 1)), entry("s", (), 0, 96)), data=data)).tensors
+    tensors = open_bytes(tmp_path, model(tensors=(entry("x", (4, 3, 2, 1)), entry("s", (), 0, 96)), data=data)).tensors
     assert tensors["x"].shape == (1, 2, 3, 4)
     assert tensors["x"].dequantise()[0, 1, 2, 3] == 23
     assert tensors["s"].shape == (1,)
@@ -193,7 +193,7 @@ def test_four_axes_and_a_scalar_have_numpy_shapes(tmp_path: Path) -> None:
 def test_a_header_without_data_opens_only_when_asked_for(tmp_path: Path) -> None:
     content = model(tensors=(entry("x", (1 << 20, 1 << 10), DType.Q4_0.ggml),), align=1)
     fails(tmp_path, content, "tensor x", "ends at byte")
-    tensor = opened(tmp_path, content, header_only=True).tensor("x")
+    tensor = open_bytes(tmp_path, content, header_only=True).tensor("x")
     assert (tensor.shape, tensor.nbytes) == ((1 << 10, 1 << 20), (1 << 30) // 32 * 18)
     with pytest.raises(ModelError) as caught:
         tensor.dequantise()
@@ -205,10 +205,10 @@ def test_importing_the_reader_does_not_import_the_gguf_package() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_no_word_of_a_vocabulary_is_touched_when_a_file_is_opened(tmp_path: Path) -> None:
+def test_opening_a_file_touches_no_word_of_a_vocabulary(tmp_path: Path) -> None:
     def calls(count: int) -> int:  # words are looked through in large pieces
         words = array(STRING, count, b"".join(text(f"▁token{i}") for i in range(count)))
-        file, number = calls_of(lambda: opened(tmp_path, model((pair("tokens", ARRAY, words),))))
+        file, number = count_calls(lambda: open_bytes(tmp_path, model((pair("tokens", ARRAY, words),))))
         assert file.strings("tokens")[-1] == f"▁token{count - 1}"
         return number
 
@@ -219,17 +219,17 @@ def test_no_word_of_a_vocabulary_is_touched_when_a_file_is_opened(tmp_path: Path
 
 
 def write_parts(folder: Path) -> list[Path]:
-    writer = written(folder / "m.gguf", split_max_tensors=2)
+    writer = make_writer(folder / "m.gguf", split_max_tensors=2)
     for i in range(5):
         writer.add_tensor(f"x{i}", np.full((2, 8), i, np.float32))
     finish(writer)
     return sorted(folder.glob("m-*-of-00003.gguf"))
 
 
-@pytest.mark.parametrize("given", [0, 1, 2])
-def test_any_part_opens_the_whole_model(tmp_path: Path, given: int) -> None:
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_any_part_opens_the_whole_model(tmp_path: Path, number: int) -> None:
     parts = write_parts(tmp_path)
-    whole = open_gguf(parts[given])
+    whole = open_gguf(parts[number])
     assert whole.part_paths == tuple(parts)
     assert whole.require("general.architecture", str) == "llama"
     assert [t.dequantise()[1, 7] for t in whole.tensors.values()] == [0, 1, 2, 3, 4]
@@ -239,7 +239,7 @@ def test_damage_to_a_set_of_parts_is_named(tmp_path: Path) -> None:
     parts = write_parts(tmp_path)
     contents = [p.read_bytes() for p in parts]
 
-    def damaged(part: int, content: bytes | None, *words: str) -> None:
+    def check_damage(part: int, content: bytes | None, *words: str) -> None:
         parts[part].unlink()
         if content is not None:
             parts[part].write_bytes(content)
@@ -248,11 +248,11 @@ def test_damage_to_a_set_of_parts_is_named(tmp_path: Path) -> None:
         assert_one_line(caught.value, *words)
         parts[part].write_bytes(contents[part])
 
-    damaged(1, None, "m-00002-of-00003.gguf", "missing")
-    damaged(1, contents[2], "says it is part 3", "its name says 2")
-    damaged(1, contents[1].replace(b"x2", b"x0"), "x0", "already in m-00001")
-    damaged(0, contents[0].replace(b"count\5\0\0\0\5", b"count\5\0\0\0\6"), "hold 5 tensors", "is 6")
-    damaged(1, contents[1][:-40], "m-00002-of-00003.gguf", "x3")
+    check_damage(1, None, "m-00002-of-00003.gguf", "missing")
+    check_damage(1, contents[2], "says it is part 3", "its name says 2")
+    check_damage(1, contents[1].replace(b"x2", b"x0"), "x0", "already in m-00001")
+    check_damage(0, contents[0].replace(b"count\5\0\0\0\5", b"count\5\0\0\0\6"), "hold 5 tensors", "is 6")
+    check_damage(1, contents[1][:-40], "m-00002-of-00003.gguf", "x3")
     (tmp_path / "renamed.gguf").write_bytes(contents[0])
     with pytest.raises(ModelError, match="its name does not say which"):
         open_gguf(tmp_path / "renamed.gguf")
@@ -261,7 +261,7 @@ def test_damage_to_a_set_of_parts_is_named(tmp_path: Path) -> None:
 # Typed access
 
 
-def typed(tmp_path: Path) -> Gguf:
+def open_typed_file(tmp_path: Path) -> Gguf:
     body = (
         pair("i", UINT32, u32(3)),
         pair("f", FLOAT32, struct.pack("<f", 0.5)),
@@ -269,11 +269,11 @@ def typed(tmp_path: Path) -> Gguf:
         pair("s", STRING, text("line\nbreak")),
         pair("a", ARRAY, array(INT32, 3, struct.pack("<iii", 1, 2, 3))),
     )
-    return opened(tmp_path, model(body))
+    return open_bytes(tmp_path, model(body))
 
 
 def test_values_are_had_by_key_and_kind(tmp_path: Path) -> None:
-    m = typed(tmp_path)
+    m = open_typed_file(tmp_path)
     assert (m.get("i", int), m.require("f", float), m.get("b", bool), m.get("none", str, "x")) == (3, 0.5, True, "x")
     assert type(m.get("i", float)) is float
     assert m.get("none", int) is None
@@ -283,7 +283,7 @@ def test_values_are_had_by_key_and_kind(tmp_path: Path) -> None:
 
 
 def test_a_wrong_or_missing_value_says_key_got_and_need(tmp_path: Path) -> None:
-    m = typed(tmp_path)
+    m = open_typed_file(tmp_path)
     wrong: list[tuple[Any, ...]] = [
         (m.require, ("none\n", int), "'none\\n'", "missing", "an integer"),
         (m.get, ("b", int), "b is bool True", "need an integer"),
@@ -325,7 +325,7 @@ def test_what_is_no_gguf_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_written_big_endian_is_named(tmp_path: Path) -> None:
-    finish(written(tmp_path / "m.gguf", endianess=gguf.GGUFEndian.BIG))
+    finish(make_writer(tmp_path / "m.gguf", endianess=gguf.GGUFEndian.BIG))
     with pytest.raises(ModelError, match="big-endian"):
         open_gguf(tmp_path / "m.gguf")
 
@@ -357,7 +357,7 @@ BAD_METADATA = {
 
 
 @pytest.mark.parametrize("case", BAD_METADATA)
-def test_lying_metadata_is_named(tmp_path: Path, case: str) -> None:
+def test_contradictory_metadata_is_named(tmp_path: Path, case: str) -> None:
     pairs, words = BAD_METADATA[case]
     fails(tmp_path, model(pairs), words)
 
@@ -381,18 +381,18 @@ BAD_TENSORS = {
 
 
 @pytest.mark.parametrize("case", BAD_TENSORS)
-def test_lying_tensors_are_named(tmp_path: Path, case: str) -> None:
+def test_contradictory_tensors_are_named(tmp_path: Path, case: str) -> None:
     tensors, words = BAD_TENSORS[case]
     fails(tmp_path, model(tensors=tensors, data=bytes(96)), words)
 
 
 def test_overflowing_sizes_fail_for_a_header_alone_too(tmp_path: Path) -> None:
     with pytest.raises(ModelError):
-        opened(tmp_path, model(tensors=(entry("x", (2**64 - 1,) * 4),)), header_only=True)
+        open_bytes(tmp_path, model(tensors=(entry("x", (2**64 - 1,) * 4),)), header_only=True)
 
 
 @pytest.mark.parametrize("counts", [(0, 1 << 60), (1 << 60, 0), (0, 1 << 16), (1 << 16, 0)])
-def test_lying_counts_are_named_and_not_allocated(tmp_path: Path, counts: tuple[int, int]) -> None:
+def test_contradictory_counts_are_named_and_not_allocated(tmp_path: Path, counts: tuple[int, int]) -> None:
     fails(tmp_path, b"GGUF" + struct.pack("<IQQ", 3, *counts) + bytes(64))
 
 
@@ -416,7 +416,7 @@ def outcome(path: Path) -> bool:
 
 
 def test_a_file_truncated_at_200_places_never_opens(tmp_path: Path) -> None:
-    content, cut = SMALL.read_bytes(), tmp_path / "cut.gguf"
+    content, truncated = SMALL.read_bytes(), tmp_path / "cut.gguf"
     tensors = open_gguf(SMALL).tensors.values()
     header, used = min(t.offset for t in tensors), max(t.offset + t.nbytes for t in tensors)
     places = {*np.linspace(0, header, 100, dtype=int).tolist(), *np.linspace(header + 1, used - 1, 100, dtype=int)}
@@ -424,8 +424,8 @@ def test_a_file_truncated_at_200_places_never_opens(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         for place in places:
-            cut.write_bytes(content[:place])
-            assert not outcome(cut), place
+            truncated.write_bytes(content[:place])
+            assert not outcome(truncated), place
     finally:
         tracemalloc.stop()
 

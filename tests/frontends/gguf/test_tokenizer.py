@@ -26,7 +26,7 @@ from hocket.frontends.gguf.tokenization.tokenizer import (
     tokenizer_from_metadata,
 )
 
-from ...given.calls import calls_of
+from ...given.calls import count_calls
 from ...given.models.goldens import GOLDENS, ROOT
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -36,7 +36,7 @@ def metadata_of(path: str | Path) -> Mapping[str, object]:
     return open_gguf(path, header_only=True).metadata
 
 
-def named(**values: object) -> dict[str, object]:
+def with_prefix(**values: object) -> dict[str, object]:
     return {f"tokenizer.ggml.{name}": value for name, value in values.items() if value is not None}
 
 
@@ -50,7 +50,7 @@ def byte_level(**changes: object) -> dict[str, object]:
     types = [NORMAL] * 258 + [CONTROL, NORMAL, USER, NORMAL, NORMAL]
     values: dict[str, object] = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": types}
     values |= {"merges": ["h e", "l l", "1 2"], "bos_token_id": 258, "eos_token_id": 258}
-    return named(**(values | changes))
+    return with_prefix(**(values | changes))
 
 
 def sentence_piece(**changes: object) -> dict[str, object]:
@@ -59,7 +59,7 @@ def sentence_piece(**changes: object) -> dict[str, object]:
     types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * 8, USER]
     scores = [0.0] * 259 + [-9.0, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0, -4.0, 0.0]
     values: dict[str, object] = {"model": "llama", "tokens": pieces, "token_type": types, "scores": scores}
-    return named(**(values | changes))
+    return with_prefix(**(values | changes))
 
 
 def gemma4(**changes: object) -> dict[str, object]:
@@ -68,14 +68,14 @@ def gemma4(**changes: object) -> dict[str, object]:
     types = [CONTROL, CONTROL, CONTROL, UNKNOWN, *[BYTE] * 256, *[NORMAL] * 10]
     values: dict[str, object] = {"model": "gemma4", "tokens": pieces, "token_type": types, "eos_token_id": 1}
     values |= {"merges": ["\n \n", "▁ a", "a ▁"], "bos_token_id": 2, "unknown_token_id": 3, "add_bos_token": False}
-    return named(**(values | changes))
+    return with_prefix(**(values | changes))
 
 
 def texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return [tokenizer.tokens[i] for i in ids]
 
 
-def gated(variable: str) -> Path:
+def path_of_variable(variable: str) -> Path:
     if variable not in os.environ:
         pytest.skip(f"{variable} is not set ")
     return Path(os.environ[variable])
@@ -89,7 +89,7 @@ def test_hocket_tiny_tokenises_as_llama_cpp_does(name: str) -> None:
 
 
 def test_smollm2_tokenises_all_strings_as_llama_cpp_does() -> None:
-    tokenizer = tokenizer_from_metadata(metadata_of(gated("HOCKET_SMOLLM2")))
+    tokenizer = tokenizer_from_metadata(metadata_of(path_of_variable("HOCKET_SMOLLM2")))
     cases = json.loads((GOLDENS / "smollm2_tokenize.json").read_text(encoding="utf-8"))
     flags = ("add_special", "parse_special")
     equal = sum(tokenizer.encode(case["text"], **{f: case[f] for f in flags}) == case["ids"] for case in cases)
@@ -98,7 +98,11 @@ def test_smollm2_tokenises_all_strings_as_llama_cpp_does() -> None:
 
 
 def test_ggml_vocabularies_tokenise_as_llama_cpp_does() -> None:
-    paths = [p for p in gated("HOCKET_GGML_VOCABS").glob("ggml-vocab-*.gguf") if p.with_suffix(".gguf.out").exists()]
+    paths = [
+        p
+        for p in path_of_variable("HOCKET_GGML_VOCABS").glob("ggml-vocab-*.gguf")
+        if p.with_suffix(".gguf.out").exists()
+    ]
     paths = [p for p in paths if p.stem != "ggml-vocab-bert-bge"]
     assert paths
     for path in paths:
@@ -127,7 +131,7 @@ def test_a_short_text_is_merged_as_with_the_whole_vocabulary(text: str) -> None:
         assert ids[0] == ids[1], (tokenizer, text)
 
 
-def test_many_short_texts_are_worth_the_whole_vocabulary() -> None:
+def test_many_short_texts_load_the_whole_vocabulary() -> None:
     tokenizer = tokenizer_from_metadata(TINY)
     words = [f"word {i}" for i in range(2000)]
     first = [tokenizer.encode(word) for word in words]
@@ -135,7 +139,7 @@ def test_many_short_texts_are_worth_the_whole_vocabulary() -> None:
     assert [tokenizer.encode(word) for word in words] == first
 
 
-def test_kept_merges_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_merges_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
     text = "Hello, how are you?"
     ids = tokenizer_from_metadata(TINY).encode(text)
@@ -159,13 +163,13 @@ def test_a_stream_never_shows_part_of_a_character() -> None:
     assert parts.count("") >= 3
 
 
-def test_a_stream_cut_inside_a_character_ends_in_one_replacement() -> None:
+def test_a_stream_that_ends_inside_a_character_ends_in_one_replacement() -> None:
     stream = Utf8Stream(TOKENIZER)
     assert "".join(stream.feed(i) for i in TOKENIZER.encode("a😀")[:-1]) + stream.finish() == "a\ufffd"
     assert stream.feed(TOKENIZER.encode("b")[0]) == "b"
 
 
-def test_control_tokens_are_silent_in_a_stream_unless_wanted() -> None:
+def test_control_tokens_are_silent_in_a_stream_unless_requested() -> None:
     assert Utf8Stream(TOKENIZER).feed(2047) == ""
     assert Utf8Stream(TOKENIZER, special=True).feed(2047) == "<|endoftext|>"
     assert TOKENIZER.decode([2047]) == ""
@@ -183,11 +187,11 @@ def test_user_defined_tokens_are_always_found() -> None:
     assert tokenizer.decode([260]) == "<u>"
 
 
-def test_the_longest_special_token_is_cut_out_first() -> None:
+def test_the_longest_special_token_is_split_off_first() -> None:
     metadata = byte_level(
         tokens=[*BYTE_OF_CHARACTER, "ab", "bcd"], token_type=[NORMAL] * 256 + [CONTROL] * 2, merges=[]
     )
-    metadata |= named(bos_token_id=0xFFFFFFFF, eos_token_id=256)
+    metadata |= with_prefix(bos_token_id=0xFFFFFFFF, eos_token_id=256)
     assert texts(*(t := tokenizer_from_metadata(metadata), t.encode("abcd", parse_special=True))) == ["a", "bcd"]
 
 
@@ -286,7 +290,7 @@ def test_padding_rows_of_the_vocabulary_have_no_text() -> None:
     metadata = byte_level(
         tokens=[*BYTE_OF_CHARACTER, "[PAD1]", ""], token_type=[NORMAL] * 256 + [UNUSED] * 2, merges=[]
     )
-    tokenizer = tokenizer_from_metadata(metadata | named(bos_token_id=0, eos_token_id=0))
+    tokenizer = tokenizer_from_metadata(metadata | with_prefix(bos_token_id=0, eos_token_id=0))
     assert (tokenizer.n_tokens, tokenizer.decode([256, 257, 39])) == (258, "H")
 
 
@@ -306,27 +310,30 @@ WORDS = {
 
 
 @pytest.mark.parametrize("pre", WORDS)
-def test_words_are_cut_where_the_pre_tokenizer_says(pre: str) -> None:
+def test_words_are_split_by_the_pre_tokenizer(pre: str) -> None:
     (pattern,) = PRE_TOKENIZERS[pre].patterns
-    cut = Split(Regex(pattern), "isolated").pre_tokenize_str("Mixed中文Text don't 1234")
-    assert [word for word, _ in cut] == WORDS[pre]
+    words = Split(Regex(pattern), "isolated").pre_tokenize_str("Mixed中文Text don't 1234")
+    assert [word for word, _ in words] == WORDS[pre]
 
 
 @pytest.mark.parametrize("text", ["a" * 200_000, " " * 200_000, "中" * 70_000, "<|end" * 40_000, "A" * 200_000])
 def test_a_long_text_takes_calls_in_proportion(text: str) -> None:
     TOKENIZER.encode("a")  # the first time takes calls for the vocabulary
-    ids, calls = calls_of(lambda: TOKENIZER.encode(text, parse_special=True))
+    ids, calls = count_calls(lambda: TOKENIZER.encode(text, parse_special=True))
     assert TOKENIZER.decode(ids) == text
     assert calls < 4 * len(text)
 
 
 WRONG: list[tuple[dict[str, object], str]] = [
     ({}, "the model has no vocabulary"),
-    (named(model="test"), "no vocabulary.*give token ids, as hocket logits --tokens does"),
-    (named(model="none"), "no vocabulary"),
-    (named(model="plamo9"), "unknown tokenizer 'plamo9'; known are gpt2, llama, gemma4, .*, plamo2"),
-    (named(model="plamo2", tokens=["a"]), "scores is missing; a vocabulary of kind 'plamo2' needs one score a token"),
-    (named(model=3), "is a int; need a str"),
+    (with_prefix(model="test"), "no vocabulary.*give token ids, as hocket logits --tokens does"),
+    (with_prefix(model="none"), "no vocabulary"),
+    (with_prefix(model="plamo9"), "unknown tokenizer 'plamo9'; known are gpt2, llama, gemma4, .*, plamo2"),
+    (
+        with_prefix(model="plamo2", tokens=["a"]),
+        "scores is missing; a vocabulary of kind 'plamo2' needs one score a token",
+    ),
+    (with_prefix(model=3), "is a int; need a str"),
     (byte_level(pre="qwen99"), "unknown pre-tokenizer 'qwen99'; known are .*qwen2, qwen35"),
     (byte_level(pre=["qwen2"]), "tokenizer.ggml.pre is a list"),
     (byte_level(tokens=None), "tokens is missing"),
@@ -353,7 +360,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     (sentence_piece(scores=None), "scores is missing"),
     (sentence_piece(scores=[1.0]), "scores has 1 values"),
     (sentence_piece(scores=[float("nan")] * 268), "scores holds nan"),
-    (named(model="llama", tokens=["a", "b" * 2000, "c"], scores=[0.0] * 3), "one of 2000 characters"),
+    (with_prefix(model="llama", tokens=["a", "b" * 2000, "c"], scores=[0.0] * 3), "one of 2000 characters"),
 ]
 
 
@@ -410,7 +417,7 @@ def test_of_merges_with_one_score_the_leftmost_is_first(seed: int, different: in
     tokens = ["<unk>", "<s>", "</s>", "▁", "a", "b", "c", *longer]
     scores = [0.0] * 7 + [-float(rng.randrange(different)) for _ in longer]
     types = [UNKNOWN, CONTROL, CONTROL, *[NORMAL] * (len(tokens) - 3)]
-    tokenizer = tokenizer_from_metadata(named(model="llama", tokens=tokens, token_type=types, scores=scores))
+    tokenizer = tokenizer_from_metadata(with_prefix(model="llama", tokens=tokens, token_type=types, scores=scores))
     where = {text: i for i, text in enumerate(tokens)}
     for _ in range(30):
         text = "".join(rng.choices("abc ", k=rng.randrange(1, 14)))
@@ -424,6 +431,6 @@ def test_merges_with_one_score_fall_back_to_bytes_and_to_unknown() -> None:
     assert tokenizer.encode("ab私", add_special=False)[-3:] == [3 + byte for byte in "私".encode()]
     tokens = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "ab"]
     bare = tokenizer_from_metadata(
-        named(model="llama", tokens=tokens, token_type=[2, 3, 3, *[1] * 5], scores=[0.0] * 8)
+        with_prefix(model="llama", tokens=tokens, token_type=[2, 3, 3, *[1] * 5], scores=[0.0] * 8)
     )
     assert bare.encode("a私私b", add_special=False) == [6, 0, 5]

@@ -10,7 +10,7 @@ import pytest
 
 from hocket.frontends.gguf.tokenization.tokenizer import BYTE_OF_CHARACTER, Tokenizer, tokenizer_from_metadata
 
-from ...given.calls import calls_of
+from ...given.calls import count_calls
 
 NORMAL, UNKNOWN, CONTROL, UNUSED, BYTE = 1, 2, 3, 5, 6
 
@@ -90,7 +90,7 @@ def test_a_plamo2_vocabulary_without_bytes_has_its_unknown_token() -> None:
 
 def test_a_long_text_takes_plamo2_calls_in_proportion() -> None:
     tokenizer = plamo({"a" * size: -float(size) for size in (1, 2, 4, 8)})
-    ids, calls = calls_of(lambda: tokenizer.encode("a" * 50_000))
+    ids, calls = count_calls(lambda: tokenizer.encode("a" * 50_000))
     assert len(ids) == 50_000 // 8
     assert calls < 12 * 50_000
 

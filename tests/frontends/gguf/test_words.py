@@ -26,7 +26,8 @@ CHARACTERS = zlib.decompress(
         "zn7@yx+jH4#<Pml"
     )
 )
-"""What sentencepiece makes of rules: tabs, ideographic and unbreakable spaces are spaces, Ａ is A, ﬁ is fi, é is e."""
+"""The normalisation of sentencepiece: tabs, ideographic and unbreakable spaces become spaces, Ａ is A, ﬁ is fi, é is e.
+"""
 PIECES = {
     "<pad>": 0.0,
     "</s>": 0.0,
@@ -63,7 +64,7 @@ PIECES = {
 }
 
 
-def named(**values: object) -> dict[str, object]:
+def with_prefix(**values: object) -> dict[str, object]:
     return {f"tokenizer.ggml.{name}": value for name, value in values.items() if value is not None}
 
 
@@ -76,7 +77,7 @@ def word_piece(**changes: object) -> dict[str, object]:
     tokens = [as_in_files(token) for token in WORDS.split()]
     types = [CONTROL] * 5 + [NORMAL] * (len(tokens) - 5)
     ids = {"unknown_token_id": 1, "cls_token_id": 2, "seperator_token_id": 3}
-    return named(**({"model": "bert", "tokens": tokens, "token_type": types, **ids} | changes))
+    return with_prefix(**({"model": "bert", "tokens": tokens, "token_type": types, **ids} | changes))
 
 
 def unigrams(**changes: object) -> dict[str, object]:
@@ -84,7 +85,7 @@ def unigrams(**changes: object) -> dict[str, object]:
     values: dict[str, object] = {"model": "t5", "tokens": [*PIECES], "scores": [*PIECES.values()], "token_type": types}
     values |= {"precompiled_charsmap": [byte - 256 * (byte > 127) for byte in CHARACTERS]}
     values |= {"remove_extra_whitespaces": True, "eos_token_id": 1, "unknown_token_id": 2}
-    return named(**(values | changes))
+    return with_prefix(**(values | changes))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_unigrams_are_those_of_sentencepiece(text: str, ids: list[int]) -> None:
     assert tokenizer_from_metadata(unigrams()).encode(text) == [*ids, 1]
 
 
-def test_special_tokens_cut_a_text_of_unigrams() -> None:
+def test_special_tokens_split_a_text_of_unigrams() -> None:
     tokenizer = tokenizer_from_metadata(unigrams(add_eos_token=False))
     assert tokenizer.encode("the <u> cat") == [4, 3, 5, 13, 6]
     assert 1 not in tokenizer.encode("</s>")
@@ -175,9 +176,9 @@ def test_a_character_without_a_unigram_becomes_its_bytes() -> None:
     tokenizer = tokenizer_from_metadata({f"tokenizer.ggml.{name}": value for name, value in values.items()})
     assert tokenizer.encode("a🦙b") == [6, *(7 + byte for byte in "🦙".encode()), 5, 1]
     assert tokenizer.encode("é私", add_special=False) == [3, *(7 + byte for byte in "é私".encode())]
-    named = tokenizer.encode("<0x41>", add_special=False)
-    assert named == [3, *(7 + byte for byte in b"<0x41>")]
-    assert tokenizer.decode(named) == "<0x41>"
+    ids = tokenizer.encode("<0x41>", add_special=False)
+    assert ids == [3, *(7 + byte for byte in b"<0x41>")]
+    assert tokenizer.decode(ids) == "<0x41>"
     assert tokenizer.encode("a", add_special=False) == [6]
     assert tokenizer.encode_inside("a") == [4]
     few = {**values, "tokens": [*tokens[:-1], "c"], "token_type": [*types[:-1], NORMAL]}

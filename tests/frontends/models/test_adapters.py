@@ -1,4 +1,4 @@
-"""LoRA adapters and control vectors: the same numbers as a model whose file has the changes, however it is dealt."""
+"""LoRA adapters and control vectors: the same numbers as a model file with the changes, over any devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hocket.frontends.open import open_adapted, open_model
 from hocket.frontends.session import Group, Session
 
 from ...given.models.goldens import TINY, nmse, path_of
-from ...given.models.rewritten import Array, tensors_of, written
+from ...given.models.rewritten import Array, tensors_of, write_fixture
 
 DEVICE_GROUPS = [
     ("reference:0", "none"),
@@ -86,7 +86,7 @@ def test_two_adapters_equal_the_merged_model(
 ) -> None:
     rng = np.random.default_rng(1)
     tensors = {t: array.astype(np.float16).astype(np.float32) for t, array in tensors_of(name).items()}
-    base = written(tmp_path / "base.gguf", name, tensors)
+    base = write_fixture(tmp_path / "base.gguf", name, tensors)
     matrices = [t for t, array in tensors.items() if array.ndim > 1 and "conv" not in t and t.startswith(chosen or "")]
     merged, files = dict(tensors), []
     for names, alpha, scale in ((matrices, 8.0, 0.25), (matrices[::3], 0.0, -0.5)):
@@ -95,7 +95,7 @@ def test_two_adapters_equal_the_merged_model(
             merged[t] = (merged[t] + scale * (alpha / RANK or 1.0) * change(t, pair)).astype(np.float32)
         both = {t: array for pair in pairs.values() for t, array in pair.items()}
         files.append((adapter(tmp_path / f"{alpha}.gguf", base.architecture, both, alpha), scale))
-    expected = logits(written(tmp_path / "merged.gguf", name, merged))
+    expected = logits(write_fixture(tmp_path / "merged.gguf", name, merged))
     adapted = open_adapted(base.gguf.path, lora=files)
     for group in groups:
         assert nmse(logits(adapted, *group), expected) < SAME, group
@@ -117,13 +117,13 @@ def test_control_vectors_equal_biases_behind_blocks(span: tuple[int, int] | None
     tensors["blk.2.ffn_down.bias"] = two / 2 - 2 * three
     if span is None:
         tensors["blk.1.ffn_down.bias"] = one / 2
-    expected = logits(written(tmp_path / "biased.gguf", "qwen35", tensors))
+    expected = logits(write_fixture(tmp_path / "biased.gguf", "qwen35", tensors))
     steered = open_adapted(path_of("qwen35"), control_vectors=files, control_layers=span)
     assert nmse(logits(steered, *DEVICE_GROUPS[0]), expected) < SAME
 
 
 @pytest.mark.long
-def test_commands_and_python_apply_adapters_alike(tmp_path: Path) -> None:
+def test_commands_and_python_apply_adapters_equally(tmp_path: Path) -> None:
     base, rng = open_model(TINY), np.random.default_rng(3)
     name = "blk.1.ffn_down.weight"
     lora = adapter(
@@ -169,12 +169,12 @@ WRONG: dict[str, tuple[dict[str, Array], dict[str, str], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_adapters_cost_one_line(case: str, tmp_path: Path) -> None:
-    tensors, keys, said = WRONG[case]
+    tensors, keys, message = WRONG[case]
     keys = dict(keys)
     path = adapter(tmp_path / "x.gguf", keys.pop("general.architecture", "llama"), tensors, **keys)
     with pytest.raises(ModelError) as refusal:
         open_adapted(path_of("llama"), lora=[path])
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
     assert str(path) in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
@@ -188,7 +188,7 @@ def test_matrices_that_are_not_read_as_such_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("some", "span", "said"),
+    ("some", "span", "message"),
     [
         ({1: 32}, None, r"direction.1 is f32\[32\]; need f32\[64\]"),
         ({0: 64}, None, r"'direction.0'; need direction.1 to direction.2"),
@@ -199,11 +199,11 @@ def test_matrices_that_are_not_read_as_such_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_control_vectors_cost_one_line(
-    some: dict[int, int] | None, span: tuple[int, int] | None, said: str, tmp_path: Path
+    some: dict[int, int] | None, span: tuple[int, int] | None, message: str, tmp_path: Path
 ) -> None:
     vectors = {n: np.zeros(width, np.float32) for n, width in (some or {}).items()}
     files = [] if some is None else [directions(tmp_path / "v.gguf", vectors)]
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         open_adapted(path_of("qwen35"), control_vectors=files, control_layers=span)
 
 

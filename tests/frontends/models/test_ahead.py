@@ -24,7 +24,7 @@ from hocket.frontends.session import Group, Session
 from hocket.graph import input
 
 from ...given.models import architectures
-from ...given.models.exact import SAME, Run
+from ...given.models.exact import SAME, ExactRun
 from ...given.models.goldens import F64, TINY, nmse, path_of
 from ...given.models.rewritten import with_blocks_ahead
 
@@ -36,13 +36,13 @@ TOKENS = [5, 17, 3, 40, 9, 22, 31]
 
 
 def source_of(name: str, folder: Path) -> Path:
-    return path_of(name) if name == "qwen35" else architectures.written(name, folder)
+    return path_of(name) if name == "qwen35" else architectures.write_model(name, folder)
 
 
 class Guessers:
     """The blocks that guess, each run by itself over whole texts in float64, with nothing of how steps feed them."""
 
-    def __init__(self, model: Model, run: Run) -> None:
+    def __init__(self, model: Model, run: ExactRun) -> None:
         assert model.hyper.ahead is not None
         self.model, self.run, self.hyper = model, run, model.hyper.ahead
         self.streams = self.hyper.handed // self.hyper.width
@@ -52,38 +52,38 @@ class Guessers:
     def tensor(self, name: str) -> F64:
         return self.model.gguf.tensor(name).dequantise().astype(np.float64)
 
-    def normed(self, name: str, x: F64, *, centred: bool = False) -> F64:
+    def normalise(self, name: str, x: F64, *, centred: bool = False) -> F64:
         x = x - x.mean(-1, keepdims=True) if centred else x
         return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + self.hyper.norm.eps) * self.tensor(f"{name}.weight")
 
     def __call__(self, k: int, tokens: list[int], before: F64) -> tuple[F64, F64]:
-        """What block k hands on, and its logits, for each token with what is `before` it."""
+        """Return the hidden state after block k and its logits, for each token with the hidden state `before` it."""
         count, width, family = len(tokens), self.hyper.width, self.hyper.family
         name = f"blk.{self.model.layers + k}.nextn"
         shape = (count, self.streams, width)
-        token = np.broadcast_to(self.normed(f"{name}.enorm", self.table[tokens])[:, None], shape)
-        both = np.concatenate([token, self.normed(f"{name}.hnorm", before.reshape(shape))], axis=-1)
+        token = np.broadcast_to(self.normalise(f"{name}.enorm", self.table[tokens])[:, None], shape)
+        both = np.concatenate([token, self.normalise(f"{name}.hnorm", before.reshape(shape))], axis=-1)
         x = both @ self.tensor(f"{name}.eh_proj.weight").T
         frame = Frame(Step(1, count, 32, 32, count, "both"))
         kind = DECODERS[family.residuals] if self.streams > 1 else Decoder
         decoder = kind(self.hyper, self.model.weights, frame)
-        given = input("given", shape if self.streams > 1 else (count, width))
-        behind = decoder.block(self.model.layers + k, self.hyper.blocks[k], given)
+        hidden_input = input("given", shape if self.streams > 1 else (count, width))
+        behind = decoder.block(self.model.layers + k, self.hyper.blocks[k], hidden_input)
         graph = frame.graph({"behind": behind, "read": decoder.read_out(behind, name)})
         feeds = self.model.inputs(Step(1, count, 32, 32, 1, "guess"), Batch([tokens], [0]))
         feeds = {leaf.node.name: feeds[leaf.node.name] for leaf in graph.inputs if leaf.node.name != "given"}
         weights = {leaf.node.name: self.tensor(leaf.node.name) for leaf in graph.weights}
-        outputs, _ = ops.evaluate(graph, {**weights, **feeds, "given": x.reshape(given.shape)})
+        outputs, _ = ops.evaluate(graph, {**weights, **feeds, "given": x.reshape(hidden_input.shape)})
         behind, read = outputs["behind"], outputs["read"]
         if self.streams == 1:
             centred = self.model.architecture == "nemotron_h_moe"
-            read = self.normed(f"{name}.shared_head_norm", behind, centred=centred)
+            read = self.normalise(f"{name}.shared_head_norm", behind, centred=centred)
         handed = behind if self.streams > 1 or self.model.architecture in HAND_ON_RESIDUALS else read
         return handed.reshape(count, -1), read @ self.output.T
 
 
 def later(rows: F64) -> F64:
-    """What is before each token, and before one more."""
+    """Return the rows before each token, and before one more."""
     return np.concatenate([np.zeros_like(rows[:1]), rows])
 
 
@@ -104,11 +104,11 @@ def later(rows: F64) -> F64:
         ("hy_v4-moe", 2),
     ],
 )
-def test_each_block_reads_a_token_with_what_the_one_before_made_of_the_token_before(
+def test_each_block_reads_a_token_with_the_result_of_the_previous_block_for_the_previous_token(
     name: str, blocks: int, tmp_path: Path
 ) -> None:
     model = with_blocks_ahead(tmp_path / "ahead.gguf", source_of(name, tmp_path), 1.0, blocks).guessing()
-    run, count, read = Run(model), len(TOKENS), len(TOKENS) - blocks - 1
+    run, count, read = ExactRun(model), len(TOKENS), len(TOKENS) - blocks - 1
     logits = run(Step(1, read, 32, 32, read, "both"), Batch([TOKENS[:read]], [0], [(0, i) for i in range(read)]))
     hidden = run.outputs["hidden"]
     assert hidden.shape == (read, model.handed)
@@ -118,11 +118,11 @@ def test_each_block_reads_a_token_with_what_the_one_before_made_of_the_token_bef
         guessed.append(run(step, Batch([TOKENS[at : at + 1]], [at], seen=seen)))
         seen = run.outputs["hidden"]
     guessers = Guessers(model, run)
-    # The first is handed what the output matrix reads, MiMo's and Step's the residual before the last norm, others all
-    # streams.
+    # The first block reads the operand of the output matrix, with MiMo and Step the residual before the last norm,
+    # else all streams.
     rows = hidden[:, : model.handed // blocks]
     if guessers.streams == 1:
-        what_output_reads = guessers.normed("output_norm", rows) if model.architecture in HAND_ON_RESIDUALS else rows
+        what_output_reads = guessers.normalise("output_norm", rows) if model.architecture in HAND_ON_RESIDUALS else rows
         assert nmse(what_output_reads @ guessers.output.T, logits) <= SAME
     want = []
     for k in range(blocks):
@@ -148,7 +148,7 @@ def test_each_block_reads_a_token_with_what_the_one_before_made_of_the_token_bef
         ("mimo2-moe", 3, 2),
     ],
 )
-def test_guesses_of_the_model_change_no_token(name: str, devices: int, blocks: int, tmp_path: Path) -> None:
+def test_drafts_of_the_model_change_no_token(name: str, devices: int, blocks: int, tmp_path: Path) -> None:
     group = Group(tuple(f"cpu:{i}" for i in range(devices)), "tensor" if devices > 1 else "auto", exact=True)
     model = with_blocks_ahead(tmp_path / "ahead.gguf", source_of(name, tmp_path), 30.0, blocks)
     plain, guessing = Session(model, on=group, context=64), Session(model.guessing(), on=group, context=64)
@@ -157,21 +157,21 @@ def test_guesses_of_the_model_change_no_token(name: str, devices: int, blocks: i
     assert list(generate_tokens(guessing, TOKENS, limit=30, sampling=GREEDY, ahead=ahead)) == want
     assert guessing.lengths == plain.lengths
     for state in plain.states:
-        if "cache" not in state:  # whose cells behind the end are not read
+        if "cache" not in state:  # cells behind the end are not read
             assert nmse(np.ravel(guessing.store.state(state))[None], np.ravel(plain.store.state(state))[None]) <= 1e-11
     assert 0 < ahead.counts.accepted_tokens < ahead.counts.drafted_tokens
 
 
 @pytest.mark.long
-def test_run_guesses_with_the_model_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_drafts_with_the_model_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(with_blocks_ahead(tmp_path / "ahead.gguf", Path(TINY), 30.0).gguf.path)
     plain = ["run", path, "-p", "Once", "-n", "9", "--temp", "0", "--exact", "-c", "64"]
     assert main(plain) == 0
     want = capsys.readouterr().out
     assert main([*plain, "--draft-max", "2"]) == 0
-    said = capsys.readouterr()
-    assert said.out == want
-    assert " tokens accepted, " in said.err
+    output = capsys.readouterr()
+    assert output.out == want
+    assert " tokens accepted, " in output.err
     with hocket.Model(path, exact=True, context=64, draft_max=2) as model:
         (text,) = model.generate_batch(["Once"], max_tokens=9, temperature=0)
         assert "".join(model.generate("Once", max_tokens=9, temperature=0)) == text
@@ -182,7 +182,7 @@ def test_run_guesses_with_the_model_itself(tmp_path: Path, capsys: pytest.Captur
         hocket.Model(TINY, draft_max=2)
 
 
-def test_a_saved_state_holds_nothing_of_guesses(tmp_path: Path) -> None:
+def test_a_saved_state_holds_nothing_of_drafts(tmp_path: Path) -> None:
     model = with_blocks_ahead(tmp_path / "ahead.gguf", path_of("qwen35"), 30.0)
     guessing, plain = Session(model.guessing(), on=EXACT, context=64), Session(model, on=EXACT, context=64)
     guessing.evaluate([TOKENS], reversible=True)
@@ -196,7 +196,7 @@ def test_a_model_without_such_a_block_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no block that guesses further tokens \(MTP\); name a draft model"):
         open_model(path_of("qwen3")).guessing()
     with pytest.raises(ModelError, match=r"does not run the blocks of kimi-k3 .*; name a draft model with draft=FILE"):
-        with_blocks_ahead(tmp_path / "ahead.gguf", architectures.written("kimi-k3-moe", tmp_path), 1.0).guessing()
+        with_blocks_ahead(tmp_path / "ahead.gguf", architectures.write_model("kimi-k3-moe", tmp_path), 1.0).guessing()
 
 
 @pytest.mark.long(cases=1)
@@ -204,11 +204,11 @@ def test_a_model_without_such_a_block_is_refused(tmp_path: Path) -> None:
 def test_tokens_are_taken_back_without_reading_any_anew(name: str, tmp_path: Path) -> None:
     model = open_model(source_of(name, tmp_path))
     want, got = (Session(model, on=EXACT, context=64) for _ in range(2))
-    for kept in (1, 3, 4):
-        want.evaluate([TOKENS[:kept]])
+    for token_count in (1, 3, 4):
+        want.evaluate([TOKENS[:token_count]])
         got.evaluate([TOKENS[:4]], every_position=True, reversible=True)
         ran = got.steps
-        take_back(got, kept)
+        take_back(got, token_count)
         assert got.steps == ran
         assert got.lengths == want.lengths
         for state in want.states:
@@ -219,8 +219,8 @@ def test_tokens_are_taken_back_without_reading_any_anew(name: str, tmp_path: Pat
         take_back(got, 1)
 
 
-def test_a_stack_that_is_run_again_has_no_states_of_guesses(tmp_path: Path) -> None:
-    gguf = open_model(architectures.written("nanbeige-dense", tmp_path)).gguf
+def test_a_repeated_stack_has_no_states_of_drafts(tmp_path: Path) -> None:
+    gguf = open_model(architectures.write_model("nanbeige-dense", tmp_path)).gguf
     model = load_model(replace(gguf, metadata={**gguf.metadata, "nanbeige.num_loops": 2}))
     assert model.layers == 2 * model.hyper.stored
     session = Session(model, on=EXACT, context=64)
@@ -228,7 +228,7 @@ def test_a_stack_that_is_run_again_has_no_states_of_guesses(tmp_path: Path) -> N
 
 
 def test_a_block_that_keeps_more_than_a_cache_is_refused(tmp_path: Path) -> None:
-    model = with_blocks_ahead(tmp_path / "ahead.gguf", architectures.written("deepseek4-moe", tmp_path), 1.0)
+    model = with_blocks_ahead(tmp_path / "ahead.gguf", architectures.write_model("deepseek4-moe", tmp_path), 1.0)
     metadata = {**model.gguf.metadata, "deepseek4.attention.compress_ratios": 4}
     gguf = replace(model.gguf, metadata=metadata)
     with pytest.raises(ModelError, match="keeps what cannot be taken back; name a draft model with draft=FILE"):

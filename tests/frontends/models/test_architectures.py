@@ -1,5 +1,7 @@
-"""Every row of the table of architectures against the logits of llama.cpp, or of encoders against what PyTorch makes
-of texts; and what is said of some models."""
+"""Every row of the table of architectures against the logits of llama.cpp, and encoders against PyTorch.
+
+The messages about some models are tested as well.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Group, Session
 
 from ...given.models import rwkv
-from ...given.models.architectures import ALL, ROWS, golden, write_file, written
+from ...given.models.architectures import ALL, ROWS, golden, write_file, write_model
 from ...given.models.exact import with_metadata
 from ...given.models.goldens import F64, INDEX, nmse
 from ...given.models.sharded import COUNTS, RESULTS
@@ -44,7 +46,7 @@ ENCODERS = [name for name in ALL if ARCHITECTURES[name.rsplit("-", 1)[0]].runs =
 
 
 def exact(model: Model, parts: list[list[int]]) -> F64:
-    """Logits at every position, or what an encoder makes of each token, in float64, of a text that comes in parts."""
+    """Return float64 logits at every position, or an encoder's embedding of each token, of a text in parts."""
     weights: dict[str, F64] = {}
     states: dict[str, F64] = {}
     rows, known = [], list[int]()
@@ -66,28 +68,28 @@ def exact(model: Model, parts: list[list[int]]) -> F64:
 @pytest.mark.parametrize("name", [name for name in ALL if name not in ROUNDED])
 def test_logits_in_one_batch_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     tokens, want = golden(name)
-    assert nmse(exact(open_model(written(name, tmp_path)), [tokens])[-ROWS:], want) <= 1e-8
+    assert nmse(exact(open_model(write_model(name, tmp_path)), [tokens])[-ROWS:], want) <= 1e-8
 
 
 @pytest.mark.parametrize("name", CARRIED)
 def test_logits_in_parts_equal_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     tokens, want = golden(name)
     parts = [tokens[:4], tokens[4:5], tokens[5:]]
-    assert nmse(exact(open_model(written(name, tmp_path)), parts)[-ROWS:], want) <= 1e-8
+    assert nmse(exact(open_model(write_model(name, tmp_path)), parts)[-ROWS:], want) <= 1e-8
 
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_a_gelu_is_rounded_as_llama_cpp_does(name: str, tmp_path: Path) -> None:
     tokens, want = golden(name)
-    session = Session(open_model(written(name, tmp_path)), on=Group(exact=True))
+    session = Session(open_model(write_model(name, tmp_path)), on=Group(exact=True))
     assert nmse(session.evaluate([tokens], every_position=True)[0][-ROWS:], want) <= 1e-8
 
 
 @pytest.mark.parametrize("name", ["bloom-dense", "mpt-dense", "deepseek2-moe", "lfm2moe-moe"])
 def test_two_devices_give_the_logits_of_one(name: str, tmp_path: Path) -> None:
     tokens, _ = golden(name)
-    model = open_model(written(name, tmp_path))
+    model = open_model(write_model(name, tmp_path))
     one = Session(model, on=Group(exact=True)).evaluate([tokens], every_position=True)[0]
     two = Session(model, on=Group(("cpu:0", "cpu:1"), "tensor", exact=True)).evaluate([tokens], every_position=True)[0]
     assert nmse(two, one) <= 1e-10
@@ -99,7 +101,7 @@ def test_encoders_of_texts_side_by_side_agree_with_pytorch_or_llama_cpp_on_any_d
     name: str, tmp_path: Path
 ) -> None:
     tokens, want = golden(name)
-    model = open_model(written(name, tmp_path))
+    model = open_model(write_model(name, tmp_path))
     for devices in (("cpu:0",), ("cpu:0", "cpu:1")):
         session = Session(model, on=Group(devices, "tensor", exact=True), sequences=2)
         _, rows = session.evaluate([tokens[:5], tokens], every_position=True, hidden=True)
@@ -117,7 +119,7 @@ def test_blocks_of_gemma_3n_from_the_20th_on_read_the_caches_of_earlier_blocks(
     name = "computed_gelu/gemma3n-dense"
     (tmp_path / "computed_gelu").mkdir()
     tokens, want = golden(name)
-    gguf = open_model(written(name, tmp_path)).gguf
+    gguf = open_model(write_model(name, tmp_path)).gguf
     family = replace(ARCHITECTURES["gemma3n"], unit="gelu tanh")
     hyper = read_hyper(ArchitectureKeys(gguf, "gemma3n"), family)
     model = Model("gemma3n", gguf, hyper, Weights(gguf, family.ignores, family.spare))
@@ -130,7 +132,7 @@ def test_blocks_of_gemma_3n_from_the_20th_on_read_the_caches_of_earlier_blocks(
 
 @pytest.mark.parametrize("ranges", [((4, 8),), ((0, 2), (5, 6), (90, 96))])
 def test_tokens_of_pictures_have_the_lowest_logits(ranges: tuple[tuple[int, int], ...], tmp_path: Path) -> None:
-    model = open_model(written("chameleon-dense", tmp_path))
+    model = open_model(write_model("chameleon-dense", tmp_path))
     assert model.hyper.hidden_tokens == ()
     silent = np.isin(np.arange(96), [i for start, stop in ranges for i in range(start, stop)])
     names = [("IMGIMG" if flag else "t") + str(i) for i, flag in enumerate(silent)]
@@ -154,14 +156,14 @@ def with_names(model: Model, names: list[str]) -> Model:
 def test_tokens_of_pictures_without_names_are_where_llama_cpp_has_them(
     rows: int, want: tuple[tuple[int, int], ...], tmp_path: Path
 ) -> None:
-    gguf = open_model(written("chameleon-dense", tmp_path)).gguf
+    gguf = open_model(write_model("chameleon-dense", tmp_path)).gguf
     table = replace(gguf.tensor("token_embd.weight"), shape=(rows, 32))
     gguf = replace(gguf, tensors={**gguf.tensors, "token_embd.weight": table})
     assert find_picture_tokens(ArchitectureKeys(gguf, "chameleon")) == want
 
 
 def test_xielu_needs_numbers_for_every_block(tmp_path: Path) -> None:
-    gguf = open_model(written("apertus-dense", tmp_path)).gguf
+    gguf = open_model(write_model("apertus-dense", tmp_path)).gguf
     without = {key: value for key, value in gguf.metadata.items() if key != "xielu.beta"}
     with pytest.raises(ModelError, match=r"metadata xielu\.beta is missing; need .*an array of 3"):
         load_model(replace(gguf, metadata=without))
@@ -178,7 +180,7 @@ def test_xielu_needs_numbers_for_every_block(tmp_path: Path) -> None:
     ],
 )
 def test_a_tensor_with_too_few_axes_or_none_is_refused(name: str, tensor: str, axes: int, tmp_path: Path) -> None:
-    gguf = open_model(written(name, tmp_path)).gguf
+    gguf = open_model(write_model(name, tmp_path)).gguf
     others = {key: value for key, value in gguf.tensors.items() if key != tensor}
     flat = replace(gguf.tensor(tensor), shape=(4,))
     with pytest.raises(ModelError, match=rf"tensor {tensor} has shape \[4\]; need at least {axes} axes"):
@@ -188,13 +190,13 @@ def test_a_tensor_with_too_few_axes_or_none_is_refused(name: str, tensor: str, a
 
 
 def test_half_of_the_columns_that_turn_is_an_even_number(tmp_path: Path) -> None:
-    model = open_model(written("step35-moe", tmp_path))
+    model = open_model(write_model("step35-moe", tmp_path))
     with pytest.raises(ModelError, match=r"step35\.rope\.dimension_count is 10; need a multiple of 4"):
         with_metadata(model, rope__dimension_count=10)
 
 
 def test_biases_of_distances_need_a_sound_table(tmp_path: Path) -> None:
-    path = written("t5-relu", tmp_path)
+    path = write_model("t5-relu", tmp_path)
     model = open_model(path)
     tensor = replace(model.gguf.tensor("blk.0.attn_rel_b.weight"), shape=(3, 4))
     gguf = replace(model.gguf, tensors={**model.gguf.tensors, "blk.0.attn_rel_b.weight": tensor})
@@ -205,22 +207,22 @@ def test_biases_of_distances_need_a_sound_table(tmp_path: Path) -> None:
 
 def test_a_model_that_sees_all_tokens_at_once_has_no_steps(tmp_path: Path) -> None:
     tokens, _ = golden("llada-dense")
-    session = Session(open_model(written("llada-dense", tmp_path)))
+    session = Session(open_model(write_model("llada-dense", tmp_path)))
     session.evaluate([tokens[:3]])
     with pytest.raises(ModelError, match="sees all tokens at once"):
         session.evaluate([tokens[3:4]])
 
 
 def test_a_context_in_which_attention_would_have_to_choose_is_refused(tmp_path: Path) -> None:
-    model = open_model(written("minimax-m3-moe", tmp_path))
-    most = model.hyper.attended
-    model.graph(Step(1, 1, 256, most, 1))
-    with pytest.raises(ModelError, match=f"use a context size of at most {most}"):
-        model.graph(Step(1, 1, 256, most + 1, 1))
+    model = open_model(write_model("minimax-m3-moe", tmp_path))
+    max_tokens = model.hyper.attended
+    model.graph(Step(1, 1, 256, max_tokens, 1))
+    with pytest.raises(ModelError, match=f"use a context size of at most {max_tokens}"):
+        model.graph(Step(1, 1, 256, max_tokens + 1, 1))
 
 
 def test_an_optional_tensor_that_is_not_used_changes_nothing(tmp_path: Path) -> None:
-    graph = open_model(written("refact-moe", tmp_path)).graph(Step(1, 1, 8, 8, 1))
+    graph = open_model(write_model("refact-moe", tmp_path)).graph(Step(1, 1, 8, 8, 1))
     read = {leaf.node.name for leaf in graph.weights}
     assert "blk.0.attn_q.scale" in read
     assert not read & {"rope_freqs.weight", "blk.0.attn_output.bias", "blk.0.attn_q.input_scale"}
@@ -235,7 +237,7 @@ def test_every_architecture_is_compared_with_llama_cpp_or_a_paper() -> None:
 @pytest.mark.parametrize("name", ["qwen4exp-moe", "deepseek4-moe"])
 def test_blocks_and_hashes_of_one_sequence_leave_another_alone(name: str, tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(1, 128, 21).tolist()
-    model = open_model(written(name, tmp_path))
+    model = open_model(write_model(name, tmp_path))
     want = Session(model, on=Group(exact=True), context=64).evaluate([tokens])[0]
     both = Session(model, on=Group(exact=True), context=64, sequences=2)
     both.evaluate([[7, 8, 9], tokens[:10]])
@@ -247,7 +249,7 @@ def test_blocks_and_hashes_of_one_sequence_leave_another_alone(name: str, tmp_pa
 
 @pytest.mark.long
 def test_a_block_of_128_tokens_is_the_same_however_they_come(tmp_path: Path) -> None:
-    model = open_model(written("deepseek4-moe", tmp_path))
+    model = open_model(write_model("deepseek4-moe", tmp_path))
     tokens = np.random.default_rng(1).integers(0, model.vocabulary_size, 140).tolist()
     want = Session(model, on=Group(exact=True), context=256).evaluate([tokens])[0]
     parts = Session(model, on=Group(exact=True), context=256, batch=50).evaluate([tokens])[0]
@@ -256,19 +258,19 @@ def test_a_block_of_128_tokens_is_the_same_however_they_come(tmp_path: Path) -> 
 
 
 def test_hashes_need_the_tokens_before(tmp_path: Path) -> None:
-    model = open_model(written("qwen4exp-moe", tmp_path))
+    model = open_model(write_model("qwen4exp-moe", tmp_path))
     step = Step(1, 1, 16, 16, 1)
     with pytest.raises(ModelError, match="of which this model needs the last 2; give them as `before`"):
         model.inputs(step, Batch([[5]], [4]))
-    given = model.inputs(step, Batch([[5]], [4], before=[[3, 4]]))["ngram_rows"]
+    hash_rows = model.inputs(step, Batch([[5]], [4], before=[[3, 4]]))["ngram_rows"]
     # Multipliers 1, 3, 5; four tables of 128 rows, two for each length.
-    assert given.tolist() == [(5 ^ 12), 128 + (5 ^ 12), 256 + (5 ^ 12 ^ 15), 384 + (5 ^ 12 ^ 15)]
+    assert hash_rows.tolist() == [(5 ^ 12), 128 + (5 ^ 12), 256 + (5 ^ 12 ^ 15), 384 + (5 ^ 12 ^ 15)]
     ended = model.inputs(step, Batch([[5]], [4], before=[[3, 0]]))["ngram_rows"]
     assert ended.tolist() == [5, 133, 261, 389]
 
 
 def test_a_saved_sequence_goes_on_with_the_hashes_of_its_last_tokens(tmp_path: Path) -> None:
-    model = open_model(written("qwen4exp-moe", tmp_path))
+    model = open_model(write_model("qwen4exp-moe", tmp_path))
     session = Session(model, on=Group(exact=True), context=64)
     session.evaluate([[5, 6, 7]])
     save_state(session, [[5, 6, 7]], tmp_path / "state")
@@ -279,7 +281,7 @@ def test_a_saved_sequence_goes_on_with_the_hashes_of_its_last_tokens(tmp_path: P
     assert nmse(session.evaluate([[8]])[0], want) > 1e-3
 
 
-def test_every_model_has_been_cut_over_devices() -> None:
+def test_every_model_has_been_sharded_over_devices() -> None:
     results = json.loads(RESULTS.read_text("utf-8"))
     assert set(results) == {*ALL, *rwkv.KINDS}
     assert all(set(errors) == set(map(str, COUNTS)) and max(errors.values()) <= 1e-10 for errors in results.values())

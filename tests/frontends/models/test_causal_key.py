@@ -16,7 +16,7 @@ from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 from hocket.graph import Graph
 
-from ...given.models.architectures import ALL, golden, written
+from ...given.models.architectures import ALL, golden, write_model
 from ...given.models.exact import with_metadata
 from ...given.models.goldens import F64, nmse, path_of
 
@@ -34,7 +34,7 @@ def compute_hidden(model: Model, tokens: list[int]) -> F64:
 
 
 def causal_and_open(name: str, folder: Path) -> tuple[Model, Model]:
-    model = open_model(written(name, folder))
+    model = open_model(write_model(name, folder))
     return model, with_metadata(model, attention__causal=False)
 
 

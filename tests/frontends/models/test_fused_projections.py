@@ -16,7 +16,7 @@ from hocket.scheduler import plan
 from hocket.scheduler.layout import Shard
 
 from ...given.models.goldens import nmse, path_of
-from ...given.models.rewritten import Array, Tensors, tensors_of, written
+from ...given.models.rewritten import Array, Tensors, tensors_of, write_fixture
 
 ATTENTION = {"llama": (0, 1), "llama-moe": (0, 1), "qwen3": (0, 1), "qwen3moe": (0, 1), "qwen35": (2,)}
 """The layers of each fixture that have attn_q, attn_k and attn_v."""
@@ -30,7 +30,7 @@ SAME = 1e-20
 """NMSE of float64 results that differ in the order of additions alone."""
 
 
-def joined(tensors: Tensors, layer: int, kind: str = "weight") -> Tensors:
+def join_projections(tensors: Tensors, layer: int, kind: str = "weight") -> Tensors:
     """The tensors with q, k and v of a layer as one."""
     parts = [f"blk.{layer}.attn_{part}.{kind}" for part in "qkv"]
     rest = {name: array for name, array in tensors.items() if name not in parts}
@@ -38,9 +38,11 @@ def joined(tensors: Tensors, layer: int, kind: str = "weight") -> Tensors:
 
 
 def by_key_head(heads: int, *parts: Array) -> Array:
-    """Rows of several matrices dealt to key heads: those of the first head from each matrix, then of the second."""
-    dealt = [part.reshape(heads, -1, part.shape[-1]) for part in parts]
-    return np.concatenate(dealt, axis=1).reshape(-1, parts[0].shape[-1])
+    """Return rows of several matrices in the order of key heads: the rows of the first head from each matrix,
+    then the next.
+    """
+    by_heads = [part.reshape(heads, -1, part.shape[-1]) for part in parts]
+    return np.concatenate(by_heads, axis=1).reshape(-1, parts[0].shape[-1])
 
 
 def early(tensors: Tensors, layer: int) -> Tensors:
@@ -70,53 +72,53 @@ def test_q_k_and_v_in_one_tensor_or_in_three_are_the_same_model(
 ) -> None:
     tensors = tensors_of(name)
     for layer in ATTENTION[name]:
-        tensors = joined(tensors, layer)
+        tensors = join_projections(tensors, layer)
     want = logits(open_model(path_of(name)))
-    assert nmse(logits(written(tmp_path / "model.gguf", name, tensors), devices, mode), want) <= SAME
+    assert nmse(logits(write_fixture(tmp_path / "model.gguf", name, tensors), devices, mode), want) <= SAME
 
 
 def test_a_fused_bias_is_that_of_the_parts(tmp_path: Path) -> None:
     tensors, rng = tensors_of("llama"), np.random.default_rng(0)
     for part, n in (("q", 64), ("k", 32), ("v", 32)):
         tensors[f"blk.1.attn_{part}.bias"] = rng.normal(size=n).astype(np.float32)
-    want = logits(written(tmp_path / "parts.gguf", "llama", tensors))
+    want = logits(write_fixture(tmp_path / "parts.gguf", "llama", tensors))
     assert nmse(want, logits(open_model(path_of("llama")))) > 1e-3
-    whole = joined(joined(tensors, 1), 1, "bias")
-    assert nmse(logits(written(tmp_path / "whole.gguf", "llama", whole)), want) <= SAME
+    whole = join_projections(join_projections(tensors, 1), 1, "bias")
+    assert nmse(logits(write_fixture(tmp_path / "whole.gguf", "llama", whole)), want) <= SAME
 
 
-def test_a_fused_projection_is_cut_inside_each_part(tmp_path: Path) -> None:
-    model = written(tmp_path / "model.gguf", "llama", joined(tensors_of("llama"), 0))
-    made = plan(model.graph(Step(1, 1, 64, 64, 1)), "cpu:0,cpu:1", split_mode="tensor")
-    layout = made.leaves["blk.0.attn_qkv.weight"]
+def test_a_fused_projection_is_split_inside_each_part(tmp_path: Path) -> None:
+    model = write_fixture(tmp_path / "model.gguf", "llama", join_projections(tensors_of("llama"), 0))
+    new_plan = plan(model.graph(Step(1, 1, 64, 64, 1)), "cpu:0,cpu:1", split_mode="tensor")
+    layout = new_plan.leaves["blk.0.attn_qkv.weight"]
     assert isinstance(layout, Shard)
     assert layout.runs[1] == ((32, 32), (80, 16), (112, 16))
 
 
 def test_a_file_with_the_whole_and_a_part_is_refused(tmp_path: Path) -> None:
     tensors = tensors_of("qwen3")
-    both = {**joined(tensors, 0), "blk.0.attn_k.weight": tensors["blk.0.attn_k.weight"]}
+    both = {**join_projections(tensors, 0), "blk.0.attn_k.weight": tensors["blk.0.attn_k.weight"]}
     with pytest.raises(ModelError, match=r"blk\.0\.attn_k\.weight'\] are not part of this architecture"):
-        written(tmp_path / "model.gguf", "qwen3", both).graph(Step(1, 1, 8, 8, 1))
+        write_fixture(tmp_path / "model.gguf", "qwen3", both).graph(Step(1, 1, 8, 8, 1))
 
 
 @pytest.mark.parametrize(("devices", "mode"), DEVICE_GROUPS, ids=["one", "tensor", "layer"])
 def test_an_early_file_of_qwen3_next_is_the_same_model(devices: str, mode: str, tmp_path: Path) -> None:
     tensors = early(early(tensors_of("qwen3next"), 0), 1)
     want = logits(open_model(path_of("qwen3next")))
-    assert nmse(logits(written(tmp_path / "model.gguf", "qwen3next", tensors), devices, mode), want) <= SAME
+    assert nmse(logits(write_fixture(tmp_path / "model.gguf", "qwen3next", tensors), devices, mode), want) <= SAME
 
 
-def test_interleaved_rates_are_cut_by_key_heads() -> None:
-    """Rows of the matrix are (key head, beta or alpha, repeat): what a key head has stays together."""
+def test_interleaved_rates_are_split_by_key_heads() -> None:
+    """Check rows in the order (key head, beta or alpha, repeat): the rows of a key head stay together."""
     model = open_model(path_of("qwen3next"))
-    made = plan(model.graph(Step(1, 1, 64, 64, 1)), "cpu:0,cpu:1", split_mode="tensor")
+    new_plan = plan(model.graph(Step(1, 1, 64, 64, 1)), "cpu:0,cpu:1", split_mode="tensor")
     for name, runs in {
         "blk.0.ssm_ba.weight": ((8, 8),),
         "blk.0.ssm_dt.bias": ((4, 4),),
         "blk.0.attn_qkv.weight": ((16, 16), (48, 16), (128, 64)),
         "blk.0.ssm_out.weight": ((64, 64),),
     }.items():
-        layout = made.leaves[name]
+        layout = new_plan.leaves[name]
         assert isinstance(layout, Shard)
         assert layout.runs[1] == runs

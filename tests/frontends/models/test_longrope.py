@@ -14,11 +14,10 @@ from hocket.frontends.models.layers.rope import Rope
 from hocket.frontends.open import open_model
 from hocket.graph import Graph
 
-from ...given.models.architectures import written
+from ...given.models.architectures import write_model
 from ...given.models.exact import with_metadata
 from ...given.models.goldens import path_of
-from ...given.models.rewritten import tensors_of
-from ...given.models.rewritten import written as rewritten
+from ...given.models.rewritten import tensors_of, write_fixture
 
 FIXTURE_NAMES = ("llama", "qwen2", "qwen3", "gemma3")
 
@@ -29,7 +28,7 @@ def with_factors(name: str, path: Path, **metadata: object) -> Model:
     tensors = tensors_of(name)
     tensors["rope_factors_short.weight"] = np.linspace(1.0, 1.5, pairs, dtype=np.float32)
     tensors["rope_factors_long.weight"] = np.linspace(3.0, 9.0, pairs, dtype=np.float32)
-    return with_metadata(rewritten(path, name, tensors), **metadata)
+    return with_metadata(write_fixture(path, name, tensors), **metadata)
 
 
 LONGROPE = {
@@ -91,6 +90,6 @@ def test_an_unknown_type_is_one_line() -> None:
 
 @pytest.mark.parametrize("name", ["cogvlm-dense", "llada-dense", "pangu-embedded-dense"])
 def test_divisors_that_an_architecture_ignores_divide_nothing(name: str, tmp_path: Path) -> None:
-    model = open_model(written(name, tmp_path))
+    model = open_model(write_model(name, tmp_path))
     assert "rope_freqs.weight" in ARCHITECTURES[model.architecture].ignores
     assert not any(one[0] for one in rotations(model.graph(Step(1, 1, 1, 64, 1))))

@@ -22,8 +22,8 @@ from hocket.frontends.models.layers.rwkv import Rwkv7
 from hocket.frontends.models.metadata_keys import KEYS, READ
 
 from ...given.models.architectures import ALL, FOLDER
-from ...given.models.exact import changed
-from ...given.models.goldens import opened
+from ...given.models.exact import open_with_metadata
+from ...given.models.goldens import open_fixture
 
 GUESSED = ("{arch}.pooling_type",)
 """Keys that are read when a vector is asked for; test_language_model.py and test_embed.py try their values."""
@@ -64,9 +64,9 @@ def headers() -> Iterator[Gguf]:
             with np.load(FOLDER / f"{name}.npz") as packed:
                 path.write_bytes(packed["head"].tobytes())
             yield open_gguf(path, header_only=True)
-    yield from map(opened, ("qwen35", "gemma3"))
-    yield changed("llama", rope__scaling__type="yarn", rope__scaling__factor=4.0)
-    llama = opened("llama")
+    yield from map(open_fixture, ("qwen35", "gemma3"))
+    yield open_with_metadata("llama", rope__scaling__type="yarn", rope__scaling__factor=4.0)
+    llama = open_fixture("llama")
     metadata = {k.replace("llama.", "hunyuan-dense.", 1): v for k, v in llama.metadata.items()}
     yield replace(llama, metadata={**metadata, "general.architecture": "hunyuan-dense"})
 
@@ -129,22 +129,22 @@ def test_a_key_that_is_read_changes_the_model_or_is_refused(name: str) -> None:
 
 
 def test_the_keys_of_rwkv_are_checked() -> None:
-    gguf = changed("llama", wkv__head_size=24, embedding_length=64)
+    gguf = open_with_metadata("llama", wkv__head_size=24, embedding_length=64)
     with pytest.raises(ModelError, match=r"wkv\.head_size is 24; need a divisor of embedding_length 64"):
         Rwkv7.from_keys(ArchitectureKeys(gguf, "llama"), ARCHITECTURES["rwkv7"], 0)
 
 
 def test_a_key_whose_effect_is_not_computed_is_refused_by_name() -> None:
-    load_model(changed("llama", hrm__prefix_lm=False))
+    load_model(open_with_metadata("llama", hrm__prefix_lm=False))
     with pytest.raises(ModelError, match=r"llama\.hrm\.prefix_lm is True; hocket computes False alone") as caught:
-        load_model(changed("llama", hrm__prefix_lm=True))
+        load_model(open_with_metadata("llama", hrm__prefix_lm=True))
     assert "\n" not in str(caught.value)
 
 
 def test_streams_other_than_the_first_cannot_be_the_active_one() -> None:
-    load_model(changed("llama", altup__active_idx=0))
+    load_model(open_with_metadata("llama", altup__active_idx=0))
     with pytest.raises(ModelError, match=r"llama\.altup\.active_idx is 1; hocket computes 0 alone"):
-        load_model(changed("llama", altup__active_idx=1))
+        load_model(open_with_metadata("llama", altup__active_idx=1))
 
 
 def test_a_reason_stands_beside_every_key() -> None:

@@ -13,9 +13,9 @@ from hocket.frontends.errors import ModelError
 from hocket.frontends.gguf import open_gguf
 from hocket.frontends.models import ARCHITECTURES, Batch, Step, load_model, step_inputs
 
-from ...given.calls import calls_of
-from ...given.models.exact import SAME, STEP, Run, at_once, changed
-from ...given.models.goldens import DENSE, INDEX, TINY, TINY_GOLDENS, golden, nmse, opened
+from ...given.calls import count_calls
+from ...given.models.exact import SAME, STEP, ExactRun, compute_logits_in_one_batch, open_with_metadata
+from ...given.models.goldens import DENSE, INDEX, TINY, TINY_GOLDENS, golden, nmse, open_fixture
 
 # ------------------------------------------------------------------------------------------- against llama.cpp
 
@@ -23,14 +23,17 @@ from ...given.models.goldens import DENSE, INDEX, TINY, TINY_GOLDENS, golden, nm
 @pytest.mark.parametrize("name", [*DENSE, "qwen3-q8_0", "qwen3-q4_k_m"])
 def test_logits_equal_those_of_llama_cpp(name: str) -> None:
     tokens, want = golden(name)
-    assert nmse(at_once(Run(load_model(opened(name))), tokens), want) <= INDEX[name]["tol_f32"]
+    assert (
+        nmse(compute_logits_in_one_batch(ExactRun(load_model(open_fixture(name))), tokens), want)
+        <= INDEX[name]["tol_f32"]
+    )
 
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", DENSE)
 def test_logits_token_by_token_equal_those_of_llama_cpp(name: str) -> None:
     tokens, want = golden(name)
-    run, step = Run(load_model(opened(name))), Step(1, 1, 256, 256, 1)
+    run, step = ExactRun(load_model(open_fixture(name))), Step(1, 1, 256, 256, 1)
     got = [run(step, Batch([[token]], [i]))[0] for i, token in enumerate(tokens)]
     assert nmse(np.array(got), want) <= INDEX[name]["tol_f32"]
 
@@ -41,7 +44,7 @@ def test_the_embedded_model_has_the_logits_of_llama_cpp() -> None:
     want = np.load(TINY_GOLDENS / "logits60_q8_0_dequantized.npy").astype(np.float64)
     assert model.is_recurrent
     assert (model.context_length, model.vocabulary_size, model.layers) == (512, 2048, 8)
-    assert nmse(at_once(Run(model), tokens), want) <= 1e-8
+    assert nmse(compute_logits_in_one_batch(ExactRun(model), tokens), want) <= 1e-8
 
 
 # --------------------------------------------------------------------------------------------- against themselves
@@ -50,8 +53,8 @@ def test_the_embedded_model_has_the_logits_of_llama_cpp() -> None:
 @pytest.mark.parametrize("name", DENSE)
 def test_prefill_and_decode_equal_one_batch(name: str) -> None:
     tokens = golden(name)[0][:13]
-    want = at_once(Run(load_model(opened(name))), tokens)
-    run = Run(load_model(opened(name)))
+    want = compute_logits_in_one_batch(ExactRun(load_model(open_fixture(name))), tokens)
+    run = ExactRun(load_model(open_fixture(name)))
     # The second run is padded; the others fill their buckets.
     chunks = [
         (tokens[:6], 8, 8),
@@ -70,17 +73,17 @@ def test_prefill_and_decode_equal_one_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama-rope-freqs", "qwen3", "qwen35"])
 def test_ragged_sequences_side_by_side_equal_each_alone(name: str) -> None:
-    tokens, model = golden(name)[0], load_model(opened(name))
+    tokens, model = golden(name)[0], load_model(open_fixture(name))
     texts = [tokens[:14], tokens[20:29], tokens[5:8]]
-    want = [at_once(Run(model), text) for text in texts]
-    run, lengths, got = Run(model), [0, 0, 0], [[], [], []]
+    want = [compute_logits_in_one_batch(ExactRun(model), text) for text in texts]
+    run, lengths, got = ExactRun(model), [0, 0, 0], [[], [], []]
     # Sequences of different length, one that idles from the start, and one that joins later.
     for bucket, counts in ((8, (8, 5, 0)), (4, (1, 4, 2)), (1, (1, 0, 1)), (4, (4, 0, 0))):
         new = [text[at : at + n] for text, at, n in zip(texts, lengths, counts, strict=True)]
         step = Step(3, bucket, 16, 32, 3 * bucket)
-        wanted = [(i, t) for i, n in enumerate(counts) for t in range(n)]
-        logits = run(step, Batch(new, lengths, wanted))
-        for (i, _), row in zip(wanted, logits, strict=False):
+        outputs = [(i, t) for i, n in enumerate(counts) for t in range(n)]
+        logits = run(step, Batch(new, lengths, outputs))
+        for (i, _), row in zip(outputs, logits, strict=False):
             got[i].append(row)
         lengths = [at + n for at, n in zip(lengths, counts, strict=True)]
     assert lengths == [14, 9, 3]
@@ -89,29 +92,29 @@ def test_ragged_sequences_side_by_side_equal_each_alone(name: str) -> None:
 
 
 def test_logits_come_for_the_last_token_of_each_sequence_unless_asked() -> None:
-    tokens, model = golden("qwen3")[0], load_model(opened("qwen3"))
+    tokens, model = golden("qwen3")[0], load_model(open_fixture("qwen3"))
     step = Step(2, 8, 16, 16, 2)
-    got = Run(model)(step, Batch([tokens[:8], tokens[8:11]], [0, 0]))
-    want = [at_once(Run(model), text)[-1] for text in (tokens[:8], tokens[8:11])]
+    got = ExactRun(model)(step, Batch([tokens[:8], tokens[8:11]], [0, 0]))
+    want = [compute_logits_in_one_batch(ExactRun(model), text)[-1] for text in (tokens[:8], tokens[8:11])]
     assert nmse(got, np.array(want)) <= SAME
 
 
 def test_zeroed_states_start_a_recurrent_sequence_anew() -> None:
-    tokens, model = golden("qwen35")[0], load_model(opened("qwen35"))
-    run, step = Run(model), Step(2, 4, 16, 16, 2)
+    tokens, model = golden("qwen35")[0], load_model(open_fixture("qwen35"))
+    run, step = ExactRun(model), Step(2, 4, 16, 16, 2)
     run(step, Batch([tokens[:4], tokens[4:8]], [0, 0]))
     for name, value in run.states.items():
         if name.startswith(("conv_state", "delta_state")):
             value[1] = 0.0
     got = run(step, Batch([[tokens[8]], tokens[9:12]], [4, 0]))
-    want = [at_once(Run(model), text)[-1] for text in ([*tokens[:4], tokens[8]], tokens[9:12])]
+    want = [compute_logits_in_one_batch(ExactRun(model), text)[-1] for text in ([*tokens[:4], tokens[8]], tokens[9:12])]
     assert nmse(got, np.array(want)) <= SAME
 
 
 @pytest.mark.parametrize("name", DENSE)
 def test_a_model_built_twice_gives_the_same_graph(name: str) -> None:
     step = Step(2, 4, 16, 32, 3)
-    one, model = load_model(opened(name)).graph(step), load_model(opened(name))
+    one, model = load_model(open_fixture(name)).graph(step), load_model(open_fixture(name))
     model.graph(Step(1, 1, 8, 8, 1))
     two = model.graph(step)
     assert one.digest() == two.digest()
@@ -121,8 +124,8 @@ def test_a_model_built_twice_gives_the_same_graph(name: str) -> None:
     assert set(model.graph(step).weights) == set(two.weights)
 
 
-def test_only_wanted_rows_reach_the_last_feed_forward() -> None:
-    graph = load_model(opened("llama")).graph(Step(1, 16, 16, 16, 2))
+def test_only_output_rows_reach_the_last_feed_forward() -> None:
+    graph = load_model(open_fixture("llama")).graph(Step(1, 16, 16, 16, 2))
     products = {node.name: node.specs[0].shape[0] for node in graph.nodes if node.op == "mul_mat"}
     assert products["blk.0.ffn_up"] == products["blk.1.attn_q"] == 16
     assert products["blk.1.ffn_up"] == products["logits"] == 2
@@ -130,21 +133,21 @@ def test_only_wanted_rows_reach_the_last_feed_forward() -> None:
 
 def test_the_work_of_building_a_graph_grows_with_its_layers_alone() -> None:
     """Counted in calls, which no busy host changes: four times the layers cost at most four times the calls."""
-    model = opened("llama")
+    model = open_fixture("llama")
     blocks = {n: t for n, t in model.tensors.items() if n.startswith("blk.0.")}
     others = {n: t for n, t in model.tensors.items() if not n.startswith("blk.")}
 
     def calls(layers: int) -> int:
         tensors = others | {n.replace("blk.0.", f"blk.{i}."): t for i in range(layers) for n, t in blocks.items()}
         deep = load_model(replace(model, tensors=tensors, metadata={**model.metadata, "llama.block_count": layers}))
-        graph, count = calls_of(lambda: deep.graph(Step(1, 1, 256, 256, 1)))
+        graph, count = count_calls(lambda: deep.graph(Step(1, 1, 256, 256, 1)))
         assert len(graph.states) == 2 * layers
         return count
 
     assert calls(32) < 4 * calls(8)
 
 
-# ------------------------------------------------------------------------------------------------ what files may say
+# -------------------------------------------------------------------------------------------------- metadata of files
 
 
 def array_of(folder: Path, values: list[int] | list[bool]) -> object:
@@ -188,13 +191,13 @@ def array_of(folder: Path, values: list[int] | list[bool]) -> object:
 )
 def test_bad_hyperparameters_are_refused(name: str, keys: dict[str, object], words: str) -> None:
     with pytest.raises(ModelError) as caught:
-        load_model(changed(name, **keys))
+        load_model(open_with_metadata(name, **keys))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_architecture_names_the_known_ones() -> None:
-    model = opened("llama")
+    model = open_fixture("llama")
     many = len(ARCHITECTURES)
     with pytest.raises(
         ModelError, match=f"'mambo' is unknown; need one of the {many} in docs/models.md, such as mamba"
@@ -203,14 +206,14 @@ def test_an_unknown_architecture_names_the_known_ones() -> None:
 
 
 def test_a_missing_tensor_is_named() -> None:
-    model = opened("qwen3")
+    model = open_fixture("qwen3")
     tensors = {n: t for n, t in model.tensors.items() if n != "blk.1.attn_q_norm.weight"}
     with pytest.raises(ModelError, match=r"tensor blk\.1\.attn_q_norm\.weight is missing"):
         load_model(replace(model, tensors=tensors)).graph(STEP)
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes() -> None:
-    model = opened("qwen35")
+    model = open_fixture("qwen35")
     name = "blk.0.ssm_conv1d.weight"
     tensors = {**model.tensors, name: replace(model.tensors[name], shape=(4, 256))}
     with pytest.raises(ModelError, match=r"ssm_conv1d\.weight has shape \[4, 256\]; need \[256, 4\]"):
@@ -218,22 +221,22 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes() -> None:
 
 
 def test_a_tensor_of_a_dtype_that_cannot_serve_is_refused() -> None:
-    model = opened("llama")
+    model = open_fixture("llama")
     for name, need in (("output_norm.weight", "f32, f16, bf16;"), ("output.weight", "or a quantised type;")):
-        tensor = replace(model.tensors[name], dtype=opened("llama").tensors[name].dtype.I32)
+        tensor = replace(model.tensors[name], dtype=open_fixture("llama").tensors[name].dtype.I32)
         with pytest.raises(ModelError, match=f"tensor {name} is i32; need .*{need}"):
             load_model(replace(model, tensors={**model.tensors, name: tensor})).graph(STEP)
 
 
 def test_a_tensor_that_would_be_ignored_is_refused() -> None:
-    model = opened("llama")
+    model = open_fixture("llama")
     tensors = {**model.tensors, "blk.1.attn_q.shift": model.tensors["output_norm.weight"]}
     with pytest.raises(ModelError, match=r"blk\.1\.attn_q\.shift'\] are not part of this architecture"):
         load_model(replace(model, tensors=tensors)).graph(STEP)
 
 
 def test_a_value_bias_shows_as_its_image_behind_the_output_projection() -> None:
-    model, tokens = opened("llama"), golden("llama")[0][:6]
+    model, tokens = open_fixture("llama"), golden("llama")[0][:6]
     narrow, wide = model.tensors["output_norm.weight"], model.tensors["output_norm.weight"]
     bias = np.random.default_rng(0).normal(size=32)
     matrix = model.tensors["blk.1.attn_output.weight"].dequantise().astype(np.float64)
@@ -241,14 +244,18 @@ def test_a_value_bias_shows_as_its_image_behind_the_output_projection() -> None:
     image = matrix @ np.repeat(bias.reshape(2, 16), 2, axis=0).reshape(-1)
     with_v = {**model.tensors, "blk.1.attn_v.bias": replace(narrow, shape=(32,))}
     with_o = {**model.tensors, "blk.1.attn_output.bias": wide}
-    got = at_once(Run(load_model(replace(model, tensors=with_v)), {"blk.1.attn_v.bias": bias}), tokens)
-    want = at_once(Run(load_model(replace(model, tensors=with_o)), {"blk.1.attn_output.bias": image}), tokens)
+    got = compute_logits_in_one_batch(
+        ExactRun(load_model(replace(model, tensors=with_v)), {"blk.1.attn_v.bias": bias}), tokens
+    )
+    want = compute_logits_in_one_batch(
+        ExactRun(load_model(replace(model, tensors=with_o)), {"blk.1.attn_output.bias": image}), tokens
+    )
     assert nmse(got, want) <= SAME
-    assert nmse(got, at_once(Run(load_model(model)), tokens)) > 1e-3
+    assert nmse(got, compute_logits_in_one_batch(ExactRun(load_model(model)), tokens)) > 1e-3
 
 
 def test_every_optional_bias_is_read() -> None:
-    model, shapes = opened("llama"), {"attn_k": 32, "attn_v": 32}
+    model, shapes = open_fixture("llama"), {"attn_k": 32, "attn_v": 32}
     names = ["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]
     vector = model.tensors["output_norm.weight"]
     biases = {f"blk.0.{n}.bias": replace(vector, shape=(shapes.get(n, 64),)) for n in names}
@@ -281,42 +288,44 @@ def test_every_optional_bias_is_read() -> None:
     ],
 )
 def test_rope_scaling_reaches_every_rotation(keys: dict[str, object], attrs: dict[str, object]) -> None:
-    nodes = [n for n in load_model(changed("llama", **keys)).graph(STEP).nodes if n.op == "rope"]
+    nodes = [n for n in load_model(open_with_metadata("llama", **keys)).graph(STEP).nodes if n.op == "rope"]
     assert len(nodes) == 4
     for node in nodes:
         assert {name: node.attrs[name] for name in attrs} == attrs
 
 
-def test_the_attention_scale_can_be_given_and_zero_means_unset() -> None:
-    for given, scale in ((0.5, 0.5), (0.0, 0.25), (None, 0.25)):
-        graph = load_model(changed("llama", attention__scale=given)).graph(STEP)
+def test_the_attention_scale_can_be_set_and_zero_means_unset() -> None:
+    for metadata_scale, scale in ((0.5, 0.5), (0.0, 0.25), (None, 0.25)):
+        graph = load_model(open_with_metadata("llama", attention__scale=metadata_scale)).graph(STEP)
         assert {n.attrs["scale"] for n in graph.nodes if n.op == "attention"} == {scale}
 
 
 def test_a_value_per_layer_may_stand_for_one_value(tmp_path: Path) -> None:
-    plain = load_model(opened("llama")).graph(STEP).digest()
-    same = changed("llama", attention__head_count=array_of(tmp_path, [4, 4]))
+    plain = load_model(open_fixture("llama")).graph(STEP).digest()
+    same = open_with_metadata("llama", attention__head_count=array_of(tmp_path, [4, 4]))
     assert load_model(same).graph(STEP).digest() == plain
     with pytest.raises(ModelError, match=r"blk\.1\.attn_q\.weight has shape \[64, 64\]; need \[32, 64\]"):
-        load_model(changed("llama", attention__head_count=array_of(tmp_path, [4, 2]))).graph(STEP)
+        load_model(open_with_metadata("llama", attention__head_count=array_of(tmp_path, [4, 2]))).graph(STEP)
     with pytest.raises(ModelError, match="need a value for each of 2 layers"):
-        load_model(changed("llama", attention__head_count=array_of(tmp_path, [4])))
+        load_model(open_with_metadata("llama", attention__head_count=array_of(tmp_path, [4])))
     # Of a hybrid model only the layers that attend count.
-    hybrid = changed("qwen35", attention__head_count_kv=array_of(tmp_path, [0, 0, 1]))
-    assert load_model(hybrid).graph(STEP).digest() == load_model(opened("qwen35")).graph(STEP).digest()
+    hybrid = open_with_metadata("qwen35", attention__head_count_kv=array_of(tmp_path, [0, 0, 1]))
+    assert load_model(hybrid).graph(STEP).digest() == load_model(open_fixture("qwen35")).graph(STEP).digest()
 
 
 @pytest.mark.parametrize("flags", [[True, True, False], [1, 1, 0]])
 def test_recurrent_layers_may_be_listed(tmp_path: Path, flags: list[int]) -> None:
-    listed = changed("qwen35", full_attention_interval=None, attention__recurrent_layers=array_of(tmp_path, flags))
-    assert load_model(listed).graph(STEP).digest() == load_model(opened("qwen35")).graph(STEP).digest()
+    listed = open_with_metadata(
+        "qwen35", full_attention_interval=None, attention__recurrent_layers=array_of(tmp_path, flags)
+    )
+    assert load_model(listed).graph(STEP).digest() == load_model(open_fixture("qwen35")).graph(STEP).digest()
 
 
 def test_blocks_that_predict_further_tokens_are_not_run() -> None:
-    model = changed("qwen35", block_count=4, nextn_predict_layers=1)
+    model = open_with_metadata("qwen35", block_count=4, nextn_predict_layers=1)
     tensors = {**model.tensors, "blk.3.nextn.eh_proj.weight": model.tensors["output_norm.weight"]}
     graph = load_model(replace(model, tensors=tensors)).graph(STEP)
-    assert graph.digest() == load_model(opened("qwen35")).graph(STEP).digest()
+    assert graph.digest() == load_model(open_fixture("qwen35")).graph(STEP).digest()
 
 
 # --------------------------------------------------------------------------------------------- steps and their inputs
@@ -337,8 +346,8 @@ def test_inputs_of_a_ragged_batch_are_padded() -> None:
     for name, value in want.items():
         np.testing.assert_array_equal(got[name], value)
         assert got[name].dtype == (np.float32 if name == "valid" else np.int32)
-    wanted = step_inputs(step, Batch([[5, 6, 7], [8]], [2, 0], [(0, 1)]), taps=4)
-    assert wanted["out_ids"].tolist() == [1, 0, 0]
+    expected = step_inputs(step, Batch([[5, 6, 7], [8]], [2, 0], [(0, 1)]), taps=4)
+    assert expected["out_ids"].tolist() == [1, 0, 0]
     with pytest.raises(ValueError, match="read-only"):
         got["out_ids"][0] = 1  # the next token gets it again
 
@@ -359,7 +368,7 @@ def test_inputs_of_a_ragged_batch_are_padded() -> None:
 )
 def test_a_batch_that_does_not_fit_is_refused(batch: Batch, words: str) -> None:
     with pytest.raises(ModelError) as caught:
-        load_model(opened("llama")).inputs(Step(2, 2, 4, 8, 2), batch)
+        load_model(open_fixture("llama")).inputs(Step(2, 2, 4, 8, 2), batch)
     assert words in str(caught.value)
 
 

@@ -22,8 +22,18 @@ from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.sharding.axes import Factor
 from hocket.scheduler.sharding.factors import Factors
 
-from ...given.models.exact import SAME, STEP, Run, at_once, changed
-from ...given.models.goldens import F64, FLOAT_CACHES, INDEX, MIXTURES, alone, golden, layers_with_experts, nmse, opened
+from ...given.models.exact import SAME, STEP, ExactRun, compute_logits_in_one_batch, open_with_metadata
+from ...given.models.goldens import (
+    F64,
+    FLOAT_CACHES,
+    INDEX,
+    MIXTURES,
+    golden,
+    layers_with_experts,
+    nmse,
+    open_fixture,
+    single_device_logits,
+)
 from ...given.plans.grouped import devices, reductions
 
 
@@ -37,14 +47,17 @@ def without(model: Gguf, *names: str) -> Gguf:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_logits_in_one_batch_equal_those_of_llama_cpp(name: str) -> None:
     tokens, want = golden(name)
-    assert nmse(at_once(Run(load_model(opened(name))), tokens), want) <= INDEX[name]["tol_f32"]
+    assert (
+        nmse(compute_logits_in_one_batch(ExactRun(load_model(open_fixture(name))), tokens), want)
+        <= INDEX[name]["tol_f32"]
+    )
 
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_logits_token_by_token_equal_those_of_llama_cpp(name: str) -> None:
     tokens, want = golden(name)
-    run, step = Run(load_model(opened(name))), Step(1, 1, 256, 256, 1)
+    run, step = ExactRun(load_model(open_fixture(name))), Step(1, 1, 256, 256, 1)
     got = [run(step, Batch([[token]], [i]))[0] for i, token in enumerate(tokens)]
     assert nmse(np.array(got), want) <= INDEX[name]["tol_f32"]
 
@@ -53,7 +66,7 @@ def test_logits_token_by_token_equal_those_of_llama_cpp(name: str) -> None:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_session_in_pieces_has_the_logits_of_llama_cpp(name: str) -> None:
     tokens, want = golden(name)
-    session = Session(load_model(opened(name)), on=Group(**FLOAT_CACHES))
+    session = Session(load_model(open_fixture(name)), on=Group(**FLOAT_CACHES))
     parts = [tokens[:9], *([t] for t in tokens[9:20]), tokens[20:]]
     got = np.concatenate([session.evaluate([part], every_position=True)[0] for part in parts])
     assert nmse(got.astype(np.float64), want) <= INDEX[name]["tol_f32"]
@@ -61,15 +74,15 @@ def test_a_session_in_pieces_has_the_logits_of_llama_cpp(name: str) -> None:
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_ragged_sequences_side_by_side_equal_each_alone(name: str) -> None:
-    tokens, model = golden(name)[0], load_model(opened(name))
+    tokens, model = golden(name)[0], load_model(open_fixture(name))
     texts = [tokens[:12], tokens[20:27], tokens[5:8]]
-    want = [at_once(Run(model), text) for text in texts]
-    run, lengths, got = Run(model), [0, 0, 0], [[], [], []]
+    want = [compute_logits_in_one_batch(ExactRun(model), text) for text in texts]
+    run, lengths, got = ExactRun(model), [0, 0, 0], [[], [], []]
     for bucket, counts in ((8, (7, 5, 0)), (4, (1, 2, 2)), (4, (4, 0, 1))):
         new = [text[at : at + n] for text, at, n in zip(texts, lengths, counts, strict=True)]
-        wanted = [(i, t) for i, n in enumerate(counts) for t in range(n)]
-        logits = run(Step(3, bucket, 16, 32, 3 * bucket), Batch(new, lengths, wanted))
-        for (i, _), row in zip(wanted, logits, strict=False):
+        outputs = [(i, t) for i, n in enumerate(counts) for t in range(n)]
+        logits = run(Step(3, bucket, 16, 32, 3 * bucket), Batch(new, lengths, outputs))
+        for (i, _), row in zip(outputs, logits, strict=False):
             got[i].append(row)
         lengths = [at + n for at, n in zip(lengths, counts, strict=True)]
     for one, single in zip(got, want, strict=True):
@@ -122,7 +135,7 @@ PLAIN = Experts(count=8, used=2, family=Family(shared_gate=True))
 def test_a_mixture_is_the_weighted_sum_of_the_experts_that_were_chosen(
     experts: Experts, ties: bool, shared: bool
 ) -> None:
-    model, rng = opened("qwen35moe"), np.random.default_rng(3)
+    model, rng = open_fixture("qwen35moe"), np.random.default_rng(3)
     if not shared:
         model = without(model, *(n for n in model.tensors if "shexp" in n))
     graph = Graph({"y": mixture(Weights(model), "blk.1", input("x", (5, 64)), experts)})
@@ -135,7 +148,7 @@ def test_a_mixture_is_the_weighted_sum_of_the_experts_that_were_chosen(
 
 
 def test_gate_and_up_in_one_tensor_or_in_two_are_the_same_model() -> None:
-    model, tokens = opened("llama-moe"), golden("llama-moe")[0][:9]
+    model, tokens = open_fixture("llama-moe"), golden("llama-moe")[0][:9]
     fused, extra = model, {}
     for block in ("blk.0", "blk.1"):
         pair = [model.tensors[f"{block}.ffn_{kind}_exps.weight"] for kind in ("gate", "up")]
@@ -143,22 +156,22 @@ def test_gate_and_up_in_one_tensor_or_in_two_are_the_same_model() -> None:
         extra[name] = np.concatenate([t.dequantise().astype(np.float64) for t in pair], axis=1)
         fused = without(fused, *(f"{block}.ffn_{kind}_exps.weight" for kind in ("gate", "up")))
         fused = replace(fused, tensors={**fused.tensors, name: replace(pair[0], shape=(8, 32, 64))})
-    want = at_once(Run(load_model(model)), tokens)
-    assert nmse(at_once(Run(load_model(fused), extra), tokens), want) <= SAME
+    want = compute_logits_in_one_batch(ExactRun(load_model(model)), tokens)
+    assert nmse(compute_logits_in_one_batch(ExactRun(load_model(fused), extra), tokens), want) <= SAME
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_all_experts_may_be_used(name: str) -> None:
-    model = load_model(changed(name, expert_used_count=8))
+    model = load_model(open_with_metadata(name, expert_used_count=8))
     tokens, want = golden(name)
-    got = at_once(Run(model), tokens[:6])
+    got = compute_logits_in_one_batch(ExactRun(model), tokens[:6])
     assert nmse(got, want[:6]) > 1e-6
     session = Session(model, on=Group(**FLOAT_CACHES))
     assert nmse(session.evaluate([tokens[:6]], every_position=True)[0].astype(np.float64), got) <= 1e-9
 
 
-def test_the_divisor_of_the_shares_is_held_above_that_of_llama_cpp() -> None:
-    (clamp, *_) = [n for n in load_model(opened("qwen3moe")).graph(STEP).nodes if n.op == "clamp"]
+def test_the_divisor_of_the_shares_has_the_lower_bound_of_llama_cpp() -> None:
+    (clamp, *_) = [n for n in load_model(open_fixture("qwen3moe")).graph(STEP).nodes if n.op == "clamp"]
     assert clamp.attrs["min"] == 6.103515625e-05
 
 
@@ -170,8 +183,8 @@ def test_the_divisor_of_the_shares_is_held_above_that_of_llama_cpp() -> None:
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_on_several_devices_gives_the_logits_of_one(name: str, mode: str, n: int) -> None:
-    model, (tokens, want) = load_model(opened(name)), golden(name)
-    one = alone(name).astype(np.float64)
+    model, (tokens, want) = load_model(open_fixture(name)), golden(name)
+    one = single_device_logits(name).astype(np.float64)
     many = Session(model, on=Group(devices(n), mode, **FLOAT_CACHES))
     parts = [tokens[: len(tokens) // 2], *([t] for t in tokens[len(tokens) // 2 :])]
     stepped = np.concatenate([many.evaluate([part], every_position=True)[0] for part in parts])
@@ -182,12 +195,12 @@ def test_a_mixture_on_several_devices_gives_the_logits_of_one(name: str, mode: s
 
 
 def columns(graph: Graph, factors: Factors) -> frozenset[Factor]:
-    """The columns of all experts: what a device holds is a slice of each of them."""
+    """Return the columns of all experts: a device holds a slice of each expert."""
     down = [Value(v.node) for v in graph.weights if "ffn_down" in v.node.name]
     return frozenset(f for v in down for segment in factors.axes(v)[-1] for f in segment if not f.blocked)
 
 
-def cut_inside(model: Model, step: Step, n: int) -> Plan:
+def plan_sharded_experts(model: Model, step: Step, n: int) -> Plan:
     """A plan in which the experts' columns are cut, and nothing else: devices that meet late deal no rows of sums."""
     late = Hardware(link_latency=1e-3)
     return plan_for(model.graph(step), [find(name) for name in devices(n)], choose=columns, hardware=late)
@@ -196,47 +209,50 @@ def cut_inside(model: Model, step: Step, n: int) -> Plan:
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("rows", [1, 24])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_experts_cut_inside_meet_once_a_layer_when_they_are_combined(name: str, rows: int, n: int) -> None:
-    """What is reduced is the weighted sum [T, E], the shared expert in it, and not the answers [T, used, E]."""
-    made = cut_inside(load_model(opened(name)), Step(1, rows, 32, 32, rows), n)
-    assert reductions(made) == [("all_reduce", (rows, 64))] * layers_with_experts(name)
-    local = {node.name: node.specs[0].shape for node in made.lanes[0].graph.nodes if node.op == "weight"}
+def test_experts_sharded_inside_need_one_collective_per_layer_to_be_combined(name: str, rows: int, n: int) -> None:
+    """Check that the reduced value is the weighted sum [T, E] with the shared expert, not the answers [T, used, E]."""
+    new_plan = plan_sharded_experts(load_model(open_fixture(name)), Step(1, rows, 32, 32, rows), n)
+    assert reductions(new_plan) == [("all_reduce", (rows, 64))] * layers_with_experts(name)
+    local = {node.name: node.specs[0].shape for node in new_plan.lanes[0].graph.nodes if node.op == "weight"}
     assert local["blk.0.ffn_down_exps.weight"] == (8, 64, 16 // n)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_the_search_cuts_experts_where_a_batch_makes_it_pay(name: str) -> None:
-    model = load_model(opened(name))
-    made = plan(model.graph(Step(1, 128, 256, 256, 128)), devices(2), split_mode="tensor")
-    assert any("_exps" in leaf for leaf, *_ in made.cuts)
-    assert reductions(made) == [("all_reduce", (128, 64))] * (2 * model.layers)
+def test_the_search_shards_experts_where_a_batch_makes_it_pay(name: str) -> None:
+    model = load_model(open_fixture(name))
+    new_plan = plan(model.graph(Step(1, 128, 256, 256, 128)), devices(2), split_mode="tensor")
+    assert any("_exps" in leaf for leaf, *_ in new_plan.cuts)
+    assert reductions(new_plan) == [("all_reduce", (128, 64))] * (2 * model.layers)
 
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_experts_cut_inside_give_the_logits_of_one_device(name: str, n: int) -> None:
-    model, tokens = load_model(opened(name)), golden(name)[0][:24]
+def test_experts_sharded_inside_give_the_logits_of_one_device(name: str, n: int) -> None:
+    model, tokens = load_model(open_fixture(name)), golden(name)[0][:24]
     step = Step(1, 24, 32, 32, 24)
     feed = model.inputs(step, Batch([tokens], [0], [(0, i) for i in range(24)]))
     weights = {v.node.name: model.gguf.tensor(v.node.name).dequantise() for v in model.graph(step).weights}
-    one, many = (load(made, weights).run(feed)["logits"] for made in (cut_inside(model, step, k) for k in (1, n)))
+    one, many = (
+        load(each_plan, weights).run(feed)["logits"]
+        for each_plan in (plan_sharded_experts(model, step, k) for k in (1, n))
+    )
     assert nmse(many.astype(np.float64), one.astype(np.float64)) <= 1e-10
 
 
 def test_devices_agree_on_the_experts_where_scores_are_equal() -> None:
-    model, tokens = load_model(opened("llama-moe")), golden("llama-moe")[0][:8]
+    model, tokens = load_model(open_fixture("llama-moe")), golden("llama-moe")[0][:8]
     step = Step(1, 8, 8, 8, 8)
     feed = model.inputs(step, Batch([tokens], [0], [(0, i) for i in range(8)]))
     weights: dict[str, npt.NDArray[np.float32]] = {}
     for leaf in model.graph(step).weights:
         array = model.gguf.tensor(leaf.node.name).dequantise()
         weights[leaf.node.name] = np.zeros_like(array) if "ffn_gate_inp" in leaf.node.name else array
-    one, two = (load(cut_inside(model, step, n), weights).run(feed)["logits"] for n in (1, 2))
+    one, two = (load(plan_sharded_experts(model, step, n), weights).run(feed)["logits"] for n in (1, 2))
     assert nmse(two.astype(np.float64), one.astype(np.float64)) <= 1e-10
 
 
-# ------------------------------------------------------------------------------------------------ what files may say
+# -------------------------------------------------------------------------------------------------- metadata of files
 
 
 @pytest.mark.parametrize(
@@ -257,7 +273,7 @@ def test_devices_agree_on_the_experts_where_scores_are_equal() -> None:
 )
 def test_bad_hyperparameters_are_refused(name: str, keys: dict[str, object], words: str) -> None:
     with pytest.raises(ModelError) as caught:
-        load_model(changed(name, **keys))
+        load_model(open_with_metadata(name, **keys))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -273,34 +289,37 @@ def test_tensors_that_do_not_fit_the_hyperparameters_are_refused(
     name: str, keys: dict[str, object], words: str
 ) -> None:
     with pytest.raises(ModelError, match=words):
-        load_model(changed(name, **keys)).graph(STEP)
+        load_model(open_with_metadata(name, **keys)).graph(STEP)
 
 
 @pytest.mark.parametrize("kind", ["gate_inp", "gate_up_exps", "down_exps", "gate_inp_shexp", "up_shexp"])
 def test_a_missing_tensor_of_the_experts_is_named(kind: str) -> None:
     missing = "up_exps" if kind == "gate_up_exps" else kind  # one or the other must be there
     with pytest.raises(ModelError, match=rf"tensor blk\.1\.ffn_{missing}\.weight is missing"):
-        load_model(without(opened("qwen35moe"), f"blk.1.ffn_{kind}.weight")).graph(STEP)
+        load_model(without(open_fixture("qwen35moe"), f"blk.1.ffn_{kind}.weight")).graph(STEP)
 
 
 def test_a_tensor_of_another_kind_of_routing_is_refused() -> None:
-    model = opened("qwen3moe")
+    model = open_fixture("qwen3moe")
     bias = replace(model.tensors["output_norm.weight"], shape=(8,))
     for name in ("blk.0.exp_probs_c.bias", "blk.1.ffn_gate_inp_shexp.weight"):
         with pytest.raises(ModelError, match="are not part of this architecture"):
             load_model(replace(model, tensors={**model.tensors, name: bias})).graph(STEP)
 
 
-def test_a_scale_of_the_shares_can_be_given_and_zero_means_none() -> None:
-    plain = load_model(opened("qwen3moe")).graph(STEP)
+def test_a_scale_of_the_shares_can_be_set_and_zero_means_none() -> None:
+    plain = load_model(open_fixture("qwen3moe")).graph(STEP)
     for unset in (0.0, 1.0):
-        assert load_model(changed("qwen3moe", expert_weights_scale=unset)).graph(STEP).digest() == plain.digest()
-    scaled = load_model(changed("qwen3moe", expert_weights_scale=2.5)).graph(STEP)
+        assert (
+            load_model(open_with_metadata("qwen3moe", expert_weights_scale=unset)).graph(STEP).digest()
+            == plain.digest()
+        )
+    scaled = load_model(open_with_metadata("qwen3moe", expert_weights_scale=2.5)).graph(STEP)
     assert [n.attrs["scale"] for n in scaled.nodes if n.op == "scale"] == [2.5, 2.5]
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_built_twice_gives_the_same_graph(name: str) -> None:
-    one, two = (load_model(opened(name)).graph(Step(2, 4, 16, 32, 3)) for _ in range(2))
+    one, two = (load_model(open_fixture(name)).graph(Step(2, 4, 16, 32, 3)) for _ in range(2))
     assert one.digest() == two.digest()
     assert str(one) == str(two)

@@ -36,17 +36,17 @@ def by_name(kind: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Session:
+def exact_session() -> Session:
     return Session(open_model(PATH), on=Group(exact=True), context=1024)
 
 
 @pytest.fixture
-def session(loaded: Session) -> Session:
-    loaded.reset(0)
-    return loaded
+def session(exact_session: Session) -> Session:
+    exact_session.reset(0)
+    return exact_session
 
 
-def test_the_file_is_the_one_the_goldens_were_made_with() -> None:
+def test_the_file_is_the_one_of_the_goldens() -> None:
     with open(PATH, "rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == GOLDEN["model"]["sha256"]
 
@@ -84,12 +84,12 @@ def test_the_twenty_likeliest_tokens_equal_those_of_llama_cpp(case: dict[str, An
     assert np.abs(logits[exact["top20_ids"]] - want).max() <= CLOSE / 10
     ranked = np.argsort(-logits, kind="stable")[: len(want)]
     gaps = np.concatenate([[np.inf], -np.diff(want), [0]])
-    # The rank of a token is certain where both its neighbours are far; nothing is known of what follows the last.
+    # The rank of a token is certain where both its neighbours are far; the last one has an unknown neighbour.
     certain = np.flatnonzero((gaps[:-1] > CLOSE) & (gaps[1:] > CLOSE))
     assert ranked[certain].tolist() == np.array(exact["top20_ids"])[certain].tolist()
 
 
-def test_a_conversation_remembers_what_was_said(session: Session) -> None:
+def test_a_conversation_remembers_earlier_messages(session: Session) -> None:
     tokenizer = tokenizer_from_metadata(session.model.gguf.metadata)
     conversation = Conversation(session, tokenizer, GenerationParams(24, Sampling(), end_tokens=tokenizer.eos_ids))
     assert "".join(conversation.reply("What is the capital of France?"))

@@ -8,8 +8,8 @@ import pytest
 
 from hocket.frontends.models import ARCHITECTURES
 
-from ...given.models.architectures import written
-from ...given.models.trait_faults import PLANTED, Fault, architecture, faults, noticed
+from ...given.models.architectures import write_model
+from ...given.models.trait_faults import PLANTED, Fault, architecture, faults, is_noticed
 
 CASES = [(model, trait) for trait, models in PLANTED.items() for model in models]
 
@@ -17,12 +17,12 @@ CASES = [(model, trait) for trait, models in PLANTED.items() for model in models
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize(("model", "trait"), CASES, ids=[f"{model}-{trait}" for model, trait in CASES])
 def test_a_trait_that_is_forgotten_is_noticed(model: str, trait: str, tmp_path: Path) -> None:
-    written(model, tmp_path)
+    write_model(model, tmp_path)
     (fault,) = (fault for fault in faults(model) if fault.trait == trait)
-    assert noticed(fault, tmp_path)
+    assert is_noticed(fault, tmp_path)
 
 
 def test_a_row_as_it_is_passes_where_faults_are_noticed(tmp_path: Path) -> None:
     for model in ("bloom-dense", "glm4-dense", "qwen4exp-moe"):
-        written(model, tmp_path)
-        assert not noticed(Fault(model, "nothing", ARCHITECTURES[architecture(model)]), tmp_path)
+        write_model(model, tmp_path)
+        assert not is_noticed(Fault(model, "nothing", ARCHITECTURES[architecture(model)]), tmp_path)

@@ -1,4 +1,4 @@
-"""Layers that see the last tokens alone keep no more of them, whatever the context; results stay the same."""
+"""Layers with an attention window store only its last tokens, for any context; results stay the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hocket.frontends.rewinding import back, mark
 from hocket.frontends.saved_state import load_state, save_state
 from hocket.frontends.session import Group, Session
 
-from ...given.models.architectures import written
+from ...given.models.architectures import write_model
 from ...given.models.goldens import F64, nmse
 
 EXACT, BATCH = Group(exact=True), 8
@@ -23,9 +23,9 @@ def session(model: Model, batch: int = BATCH, *, on: Group = EXACT, sequences: i
     return Session(model, on=on, context=256, batch=batch, sequences=sequences)
 
 
-def opened(name: str, folder: Path) -> tuple[Model, int, list[int]]:
+def open_with_tokens(name: str, folder: Path) -> tuple[Model, int, list[int]]:
     """A model, the window of its layers, and four times as many tokens."""
-    model = open_model(written(name, folder))
+    model = open_model(write_model(name, folder))
     window = max(model.hyper.windows.values())
     return model, window, np.random.default_rng(3).integers(1, model.vocabulary_size, 4 * window).tolist()
 
@@ -37,7 +37,7 @@ def logits(one: Session, tokens: list[int]) -> F64:
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", ["gemma4-mixed", "gpt-oss-moe", "lfm2-dense", "dots3note-moe"])
 def test_tokens_one_by_one_equal_one_batch_in_the_memory_of_a_window(name: str, tmp_path: Path) -> None:
-    model, window, tokens = opened(name, tmp_path)
+    model, window, tokens = open_with_tokens(name, tmp_path)
     whole, rolling = session(model, 256), session(model)
     want = logits(whole, tokens)
     assert nmse(np.concatenate([logits(rolling, [token]) for token in tokens]), want) <= 1e-10
@@ -50,7 +50,7 @@ def test_tokens_one_by_one_equal_one_batch_in_the_memory_of_a_window(name: str, 
 
 
 def test_sequences_that_turn_at_different_times_equal_each_alone(tmp_path: Path) -> None:
-    model, _, tokens = opened("gemma4-mixed", tmp_path)
+    model, _, tokens = open_with_tokens("gemma4-mixed", tmp_path)
     wants = [logits(session(model, 256), tokens[at:])[-1] for at in (0, 40)]
     both = session(model, on=Group(("cpu:0", "cpu:1"), "tensor", exact=True), sequences=2)
     both.evaluate([tokens[:33], []])
@@ -59,8 +59,8 @@ def test_sequences_that_turn_at_different_times_equal_each_alone(tmp_path: Path)
     assert max(nmse(a[-1], b) for a, b in zip(got, wants, strict=True)) <= 1e-10
 
 
-def test_a_sequence_that_has_turned_is_taken_back(tmp_path: Path) -> None:
-    model, window, tokens = opened("gemma4-mixed", tmp_path)
+def test_a_sequence_that_has_wrapped_around_is_rewound(tmp_path: Path) -> None:
+    model, window, tokens = open_with_tokens("gemma4-mixed", tmp_path)
     one = session(model)
     one.evaluate([tokens[: 2 * window + 3]])
     point = mark(one)
@@ -74,7 +74,7 @@ def test_a_sequence_that_has_turned_is_taken_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("batch", [16, 256], ids=["longer", "whole"])
 def test_a_saved_window_goes_on_in_another_one(batch: int, tmp_path: Path) -> None:
-    model, window, tokens = opened("gemma4-mixed", tmp_path)
+    model, window, tokens = open_with_tokens("gemma4-mixed", tmp_path)
     want = logits(session(model, 256), tokens)[-1]
     first, second, third = session(model), session(model, batch), session(model)
     first.evaluate([tokens[: 2 * window]])

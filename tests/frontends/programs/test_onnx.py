@@ -42,10 +42,10 @@ def model(nodes, outputs, *, inputs=None, weights=None, functions=(), opset=17):
         [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in named.items()]
         for named in (inputs or {"x": [6, 32]}, outputs)
     ]
-    given = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
+    initializers = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
     opsets = [helper.make_opsetid("", opset), helper.make_opsetid("own", 1)]
     return helper.make_model(
-        helper.make_graph(nodes, "g", *infos, initializer=given), opset_imports=opsets, functions=list(functions)
+        helper.make_graph(nodes, "g", *infos, initializer=initializers), opset_imports=opsets, functions=list(functions)
     )
 
 
@@ -82,12 +82,12 @@ def test_a_model_is_what_onnx_says(devices, options):
     program = hocket.from_onnx(proto.SerializeToString())
     assert set(program.weights) == {"w", "v"}
     (got,) = program.on(devices, **options)(X)
-    (wanted,) = reference(proto, x=X)
-    assert got.dtype == wanted.dtype
-    assert nmse(got, wanted) < 1e-10
+    (expected,) = reference(proto, x=X)
+    assert got.dtype == expected.dtype
+    assert nmse(got, expected) < 1e-10
 
 
-def test_shapes_that_vary_are_said():
+def test_shapes_that_vary_are_reported():
     proto = layers("rows")
     with pytest.raises(ModelError, match=r"varies, \[rows, 32\]; say it: shapes="):
         hocket.from_onnx(proto.SerializeToString())
@@ -126,8 +126,8 @@ def test_recurrences_are_written_out(op):
         "b": RNG.standard_normal((1, 10 * gates)),
     }  # fmt: skip
     outputs = {"y": [3, 1, 2, 5], "last": [1, 2, 5]}
-    given = {name: array.astype(np.float32) for name, array in weights.items()}
-    proto = model([node(op, "x,w,r,b", "y,last", hidden_size=5)], outputs, inputs={"x": [3, 2, 4]}, weights=given)
+    inputs = {name: array.astype(np.float32) for name, array in weights.items()}
+    proto = model([node(op, "x,w,r,b", "y,last", hidden_size=5)], outputs, inputs={"x": [3, 2, 4]}, weights=inputs)
     x = RNG.standard_normal((3, 2, 4)).astype(np.float32)
     for ours, theirs in zip(hocket.from_onnx(proto.SerializeToString()).on()(x), reference(proto, x=x), strict=True):
         assert nmse(ours, theirs) < 1e-10
@@ -135,7 +135,7 @@ def test_recurrences_are_written_out(op):
 
 @pytest.fixture
 def outside(tmp_path):
-    """A model in a folder whose weights are in a file beside it, and a way to change what it says of them."""
+    """Return a model with weights in an external file, and a function that changes its entries about them."""
     import onnx
 
     folder = tmp_path / "model"
@@ -143,7 +143,7 @@ def outside(tmp_path):
     path = folder / "model.onnx"
     onnx.save(layers(), path, save_as_external_data=True, location="weights.bin", size_threshold=1024)
 
-    def changed(**entries):
+    def change_entries(**entries):
         proto = onnx.load(path, load_external_data=False)
         for tensor in proto.graph.initializer:
             for entry in tensor.external_data:
@@ -153,7 +153,7 @@ def outside(tmp_path):
 
     (tmp_path / "secret").write_bytes(bytes(1 << 16))
     (folder / "link").symlink_to(tmp_path / "secret")
-    return changed
+    return change_entries
 
 
 def test_weights_may_be_in_a_file_of_their_own(outside):
@@ -180,12 +180,12 @@ def test_no_file_outside_the_folder_is_read(outside, entries):
 
 
 def hostile():
-    """By name: the bytes of a model that is wrong, and what is said of it."""
+    """Return the bytes of wrong models with their error messages, by name."""
     from onnx import TensorProto, helper
 
     whole = layers().SerializeToString()
-    lying, huge = layers(), layers()
-    lying.graph.initializer[0].dims[0] = 33
+    contradictory, huge = layers(), layers()
+    contradictory.graph.initializer[0].dims[0] = 33
     huge.graph.initializer[0].dims[0] = 1 << 60
     negative = layers()
     negative.graph.initializer[0].dims[0] = -32
@@ -210,7 +210,7 @@ def hostile():
         "no protobuf": (b"no model at all", "is no ONNX model"),
         "empty": (b"", "it has no graph"),
         "truncated": (whole[:-12], "only part of one"),
-        "lying dims": (lying, "its data do not hold"),
+        "lying dims": (contradictory, "its data do not hold"),
         "huge dims": (huge, "its data do not hold"),
         "negative dims": (negative, "need numbers of entries"),
         "a cycle": (cycle, "reads %b before any node gives it, or in a cycle"),
@@ -245,24 +245,24 @@ HOSTILE = (
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_wrong_model_is_one_line(name):
-    given, why = hostile()[name]
-    data = given if isinstance(given, bytes) else given.SerializeToString()
+    proto, why = hostile()[name]
+    data = proto if isinstance(proto, bytes) else proto.SerializeToString()
     with pytest.raises(ModelError, match=why) as raised:
         hocket.from_onnx(data)
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("given", [{}, {"x": X[1:]}, {"x": X.astype(np.float64)}, {"x": X, "y": X}])
-def test_a_wrong_call_is_one_line(given):
+@pytest.mark.parametrize("arguments", [{}, {"x": X[1:]}, {"x": X.astype(np.float64)}, {"x": X, "y": X}])
+def test_a_wrong_call_is_one_line(arguments):
     program = hocket.from_onnx(model([node("Relu", "x", "y")], {"y": [6, 32]}).SerializeToString())
     with pytest.raises(ModelError, match=r"^[^\n]*the model takes[^\n]*$"):
-        program.inputs(**given)
+        program.inputs(**arguments)
 
 
 # ------------------------------------------------------------------------------------------- ONNX's own node tests
 
 SETTINGS = {"scales", "roi", "start", "limit", "delta", "constant_value", "ratio"}
-"""Inputs of floats that say how an op works, not on what."""
+"""Float inputs that are settings of an op, not operands."""
 
 
 INNER = re.compile(r"\n|\.cc:|Assertion|unexpected keyword|\bError\b")
@@ -285,14 +285,16 @@ def in_our_types(case):
 
 
 def verdict(case):
-    """``right``, ``fixed`` if small inputs that say shapes had to be known, ``refused``, or what is wrong."""
+    """Return ``right``, ``fixed`` if small shape inputs had to be constants, ``refused``, or a description of the
+    error.
+    """
     from onnx import TensorProto, numpy_helper
 
-    inputs, wanted = (
+    inputs, expected = (
         [numpy_helper.to_array(a) if isinstance(a, TensorProto) else np.asarray(a) for a in arrays]
         for arrays in case.data_sets[0]
     )
-    given = dict(zip((info.name for info in case.model.graph.input), inputs, strict=False))
+    arguments = dict(zip((info.name for info in case.model.graph.input), inputs, strict=False))
     fixed = {}
     try:
         try:
@@ -300,15 +302,15 @@ def verdict(case):
         except ModelError as why:
             if "fixed={" not in str(why):
                 raise
-            fixed = {n: a for n, a in given.items() if a.ndim < 2 and (a.dtype.kind in "ib" or n in SETTINGS)}
+            fixed = {n: a for n, a in arguments.items() if a.ndim < 2 and (a.dtype.kind in "ib" or n in SETTINGS)}
             program = hocket.from_onnx(case.model.SerializeToString(), fixed=fixed)
     except ModelError as why:
         return f"an inner error: {why}" if INNER.search(str(why)) else "refused"
-    got = program.on("cpu:0")(**{n: a for n, a in given.items() if n not in fixed})
-    for ours, theirs in zip(got, wanted, strict=True):
+    got = program.on("cpu:0")(**{n: a for n, a in arguments.items() if n not in fixed})
+    for ours, theirs in zip(got, expected, strict=True):
         if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
             return f"{ours.dtype}{ours.shape} for {theirs.dtype}{theirs.shape}"
-        rtol = {"float16": 1e-2, "bfloat16": 2e-2}.get(theirs.dtype.name, 1e-3)  # 1e-3 is what onnx itself takes
+        rtol = {"float16": 1e-2, "bfloat16": 2e-2}.get(theirs.dtype.name, 1e-3)  # 1e-3 is the limit of onnx itself
         a, b = (np.asarray(x, np.float64) for x in (ours, theirs))
         if not np.allclose(a, b, rtol, 1e-5 if rtol == 1e-3 else rtol / 10, equal_nan=True):
             return f"differs by {np.abs(a - b).max()}"
@@ -348,8 +350,8 @@ def test_a_softmax_of_a_row_of_infinities_alone_is_nan():
     x = np.array([[1, 2, 3], [-np.inf] * 3, [-np.inf, 1, 2], [np.inf, 1, 2]], np.float32)
     (got,) = hocket.from_onnx(proto.SerializeToString()).on("cpu:0")(x)
     with np.errstate(invalid="ignore"):
-        (wanted,) = reference(proto, x=x)
-    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+        (expected,) = reference(proto, x=x)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
     assert np.isnan(got).all(axis=1).tolist() == [False, True, False, True]
 
 

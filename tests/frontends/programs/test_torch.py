@@ -26,7 +26,7 @@ def rows_cases():
     from torch.nn import functional as F
 
     w = torch.randn(6, 3, 3, 3)
-    narrow, grouped, turned = torch.randn(5, 6, 3), torch.randn(6, 1, 3, 3), torch.randn(3, 2, 3, 3)
+    narrow, grouped, transposed = torch.randn(5, 6, 3), torch.randn(6, 1, 3, 3), torch.randn(3, 2, 3, 3)
     ids = torch.tensor([[0, 3, 1], [2, 2, 0]])
     table = torch.randn(8, 5)
     return {
@@ -118,8 +118,8 @@ def rows_cases():
             x.view(2, 3, 4, 2, 8), w.view(6, 3, 3, 1, 3), m[1], padding=(1, 0, 1)
         ),
         "transposed": lambda x, m, i, t: (
-            F.conv_transpose2d(x, turned, m[0, :2], 2, 1, 1)
-            + F.conv_transpose2d(x, turned, None, 2, 0, 0, 1, 1)[:, :, :16, :16]
+            F.conv_transpose2d(x, transposed, m[0, :2], 2, 1, 1)
+            + F.conv_transpose2d(x, transposed, None, 2, 0, 0, 1, 1)[:, :, :16, :16]
         ),
         "pools": lambda x, m, i, t: (
             F.max_pool2d(x, 3, 2, 1) + F.avg_pool2d(x, 3, 2, 1) + F.avg_pool2d(x, 3, 2, 1, count_include_pad=False)
@@ -147,7 +147,7 @@ def rows_cases():
     }
 
 
-def called(cases):
+def module_of_cases(cases):
     """A module that gives all of `cases`."""
     import torch
 
@@ -167,10 +167,10 @@ def arguments():
 
 @pytest.fixture(scope="module")
 def rows():
-    """All cases as one program, the arguments and what PyTorch gives."""
+    """Return all cases as one program, the arguments and the results of PyTorch."""
     import torch
 
-    args, model = arguments(), called(rows_cases())
+    args, model = arguments(), module_of_cases(rows_cases())
     return hocket.from_torch(torch.export.export(model, args, strict=False)), args, model(*args)
 
 
@@ -189,7 +189,7 @@ def test_every_row_gives_what_pytorch_gives(rows, devices):
 
 
 @pytest.mark.long
-def test_a_model_is_cut_over_devices_and_shares_the_memory_of_its_weights():
+def test_a_model_is_sharded_over_devices_and_shares_the_memory_of_its_weights():
     import torch
 
     model, x = encoder_layer(), torch.randn(2, 5, 32)
@@ -231,10 +231,10 @@ def test_a_buffer_that_changes_is_a_state():
 
 
 class TestFiles:
-    """Programs in files of `torch.export.save`, some of which were tampered with."""
+    """Programs in files of `torch.export.save`; some files were tampered with."""
 
     @pytest.fixture(scope="class")
-    def saved(self, tmp_path_factory):
+    def saved_program(self, tmp_path_factory):
         import torch
 
         model, x = encoder_layer(), torch.randn(1, 3, 32)
@@ -242,7 +242,7 @@ class TestFiles:
         torch.export.save(torch.export.export(model, (x,)), path)
         return path, model, x
 
-    def changed(self, path, member, edit):
+    def change_member(self, path, member, edit):
         """A copy in which `edit` made something else of the bytes of a member."""
         copy = path.with_name(f"changed-{len(list(path.parent.iterdir()))}.pt2")
         with zipfile.ZipFile(path) as old, zipfile.ZipFile(copy, "w") as new:
@@ -252,11 +252,11 @@ class TestFiles:
         return copy
 
     @pytest.mark.long
-    def test_a_program_is_read_and_planned_by_the_commands(self, saved, capsys):
+    def test_a_program_is_read_and_planned_by_the_commands(self, saved_program, capsys):
         from hocket.cli import main
         from hocket.frontends.torch.archive import read_program
 
-        path, model, x = saved
+        path, model, x = saved_program
         assert nmse(hocket.from_torch(read_program(str(path))).on("cpu:0")(x), model(x)) < 1e-10
         assert main(["plan", str(path), "--devices", "cpu:0,cpu:1"]) == 0
         assert "nodes" in capsys.readouterr().out
@@ -265,18 +265,20 @@ class TestFiles:
         assert main(["check", "--backend", "numpy", "--from-graph", str(path)]) == 0
 
     @pytest.mark.long
-    def test_what_would_run_code_is_refused_or_not_read(self, saved, tmp_path):
+    def test_what_would_run_code_is_refused_or_not_read(self, saved_program, tmp_path):
         from hocket.frontends.torch.archive import read_program
 
-        path, *_ = saved
-        told = tmp_path / "told"
-        harm = b"cos\nsystem\n(S'touch " + str(told).encode() + b"'\ntR."
-        read_program(str(self.changed(path, "sample_inputs/model.pt", lambda data: harm)))
-        assert not told.exists()
+        path, *_ = saved_program
+        marker = tmp_path / "told"
+        harm = b"cos\nsystem\n(S'touch " + str(marker).encode() + b"'\ntR."
+        read_program(str(self.change_member(path, "sample_inputs/model.pt", lambda data: harm)))
+        assert not marker.exists()
         for target in ("torch.os.system", "torch.load", "_operator.call", "torch.ops.higher_order.cond"):
             with pytest.raises(ModelError, match="ATen ops alone"):
-                read_program(str(self.changed(path, "models/model.json", lambda d, t=target: _called(d, t))))
-        pickled = self.changed(
+                read_program(
+                    str(self.change_member(path, "models/model.json", lambda d, t=target: replace_call_target(d, t)))
+                )
+        pickled = self.change_member(
             path, "model_weights_config.json", lambda d: d.replace(b'"use_pickle": false', b'"use_pickle": true')
         )
         with pytest.raises(ModelError, match="pickled"):
@@ -284,24 +286,24 @@ class TestFiles:
 
     @pytest.mark.long
     @pytest.mark.parametrize("member", ["models/model.json", "model_weights_config.json", "weights/weight_0"])
-    def test_a_damaged_file_is_one_line(self, saved, member):
+    def test_a_damaged_file_is_one_line(self, saved_program, member):
         from hocket.frontends.torch.archive import read_program
 
-        path, *_ = saved
+        path, *_ = saved_program
         for edit in (lambda d: d[: len(d) // 2], lambda d: b"", lambda d: b"[1]"):
             with pytest.raises(ModelError, match=r"^[^\n]+$"):
-                read_program(str(self.changed(path, member, edit)))
+                read_program(str(self.change_member(path, member, edit)))
 
 
-def _called(program, target):
-    """The JSON of a program whose first node calls something else."""
-    told = json.loads(program)
-    told["graph_module"]["graph"]["nodes"][0]["target"] = target
-    return json.dumps(told).encode()
+def replace_call_target(program, target):
+    """Return the JSON of a program with another function in its first node."""
+    document = json.loads(program)
+    document["graph_module"]["graph"]["nodes"][0]["target"] = target
+    return json.dumps(document).encode()
 
 
 class TestRefused:
-    """Each with one line that says what is wrong and what to do."""
+    """Programs that are refused with one line, which names the problem and the remedy."""
 
     def program(self, function, *args, **more):
         import torch

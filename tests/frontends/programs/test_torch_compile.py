@@ -60,7 +60,7 @@ def test_pytorch_runs_what_has_no_row_and_a_warning_says_so():
 
 
 @pytest.mark.long
-def test_a_graph_breaks_at_an_op_without_a_row_and_nowhere_else(monkeypatch):
+def test_a_graph_breaks_only_at_an_op_without_a_row(monkeypatch):
     """PyTorch runs that op; before and behind it are one program of hocket each, which see their weights change."""
     import torch
 

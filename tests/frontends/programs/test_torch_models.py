@@ -1,4 +1,4 @@
-"""Models of `transformers` that nobody here wrote: equal to PyTorch on one device, and to that on several."""
+"""Models of `transformers`, unchanged: one device gives the results of PyTorch, and several devices give the same."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ needs_transformers = pytest.mark.skipif(
 @pytest.mark.long
 @needs_transformers
 def test_models_of_transformers_equal_pytorch_on_one_to_four_devices(torch_model):
-    from ...given.models.torch_models import exported, made, tensors_of
+    from ...given.models.torch_models import export_model, make_model, tensors_of
 
-    model, arguments = made(torch_model)
+    model, arguments = make_model(torch_model)
     expected = tensors_of(model(**arguments))
-    program = hocket.from_torch(exported(model, arguments))
+    program = hocket.from_torch(export_model(model, arguments))
     alone = tensors_of(program.on("cpu:0")(**arguments))
     assert max(map(nmse, alone, expected)) <= 1e-10
     for count in (2, 3, 4):
         devices = ",".join(f"cpu:{i}" for i in range(count))
-        cut = tensors_of(program.on(devices, split_mode="tensor")(**arguments))
-        assert max(map(nmse, cut, alone)) <= 1e-10
+        sharded = tensors_of(program.on(devices, split_mode="tensor")(**arguments))
+        assert max(map(nmse, sharded, alone)) <= 1e-10
 
 
 def break_in_layers(model, monkeypatch):
@@ -63,9 +63,9 @@ def test_models_that_break_in_each_layer_compute_with_their_own_parameters(torch
 
     from hocket.frontends.torch.dynamo import compiled
 
-    from ...given.models.torch_models import made, tensors_of
+    from ...given.models.torch_models import make_model, tensors_of
 
-    (first, arguments), (second, _) = made(torch_model), made(torch_model)
+    (first, arguments), (second, _) = make_model(torch_model), make_model(torch_model)
     with torch.no_grad():
         for parameter in second.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
@@ -98,25 +98,25 @@ BY_HAND = (
 """Models for which `transformers` has a plan by hand."""
 DEVICE_COUNTS = {"Qwen3Next": (3,)}
 """Counts of devices other than 2, 3 and 4.  PyTorch writes its delta rule as 63 steps, and a plan takes 25 seconds."""
-MEETINGS = ("rowwise", "rowwise_split_input", "colwise_gather_output", "moe_tp_experts")
-"""What it says there of a module whose output is then summed or gathered over the devices."""
+COLLECTIVE_STYLES = ("rowwise", "rowwise_split_input", "colwise_gather_output", "moe_tp_experts")
+"""The styles of modules with an output that is then summed or gathered over the devices."""
 
 
-def said_by_hand(model, name):
-    """What that plan says of a module or a parameter; None if nothing."""
+def read_manual_style(model, name):
+    """Return the style of a module or a parameter in that plan, or None."""
     return model.config.base_model_tp_plan.get(re.sub(r"\d+", "*", name.partition(".")[2].removesuffix(".weight")))
 
 
-def meetings_by_hand(model):
-    return sum(said_by_hand(model, name) in MEETINGS for name, _ in model.named_modules())
+def count_manual_collectives(model):
+    return sum(read_manual_style(model, name) in COLLECTIVE_STYLES for name, _ in model.named_modules())
 
 
-def cuts_by_hand(model):
-    """What `choose` of a plan is for the cuts of the plan by hand."""
+def choose_manual_shards(model):
+    """Return the `choose` function of a plan with the manual shards."""
 
     def choose(graph, factors):
-        said = {w: said_by_hand(model, w.node.name) for w in graph.weights}
-        axes = {w: factors.axes(w)[-2 if "colwise" in how else -1] for w, how in said.items() if how}
+        styles = {w: read_manual_style(model, w.node.name) for w in graph.weights}
+        axes = {w: factors.axes(w)[-2 if "colwise" in how else -1] for w, how in styles.items() if how}
         return frozenset(part[0] for parts in axes.values() for part in parts)
 
     return choose
@@ -129,43 +129,43 @@ def on_devices(graph, count, **options):
 @pytest.mark.long
 @needs_transformers
 @pytest.mark.parametrize("name", BY_HAND)
-def test_layers_meet_no_oftener_than_by_the_plan_of_transformers_and_share_weights_evenly_or_say_why(name):
-    from ...given.models.torch_models import exported, made
+def test_layers_have_no_more_collectives_than_the_plan_of_transformers_and_share_weights_evenly_or_report_why(name):
+    from ...given.models.torch_models import export_model, make_model
 
-    model, arguments = made(f"{name}ForCausalLM")
-    graph = hocket.from_torch(exported(model, arguments)).graph
+    model, arguments = make_model(f"{name}ForCausalLM")
+    graph = hocket.from_torch(export_model(model, arguments)).graph
     for count in DEVICE_COUNTS.get(name, (2, 3, 4)):
         plan = on_devices(graph, count)
-        if name == "DeepseekV3":  # by hand its attention is whole, of which the next test is
-            plan = on_devices(graph, count, choose=cuts_by_hand(model))
-        assert 0 < plan.collectives() <= meetings_by_hand(model)
-        held, share = (
-            [lane.memory()["weight"] for lane in plan.lanes],
+        if name == "DeepseekV3":  # its manual attention is whole; the next test covers it
+            plan = on_devices(graph, count, choose=choose_manual_shards(model))
+        assert 0 < plan.collectives() <= count_manual_collectives(model)
+        weight_bytes, share = (
+            [device_plan.memory()["weight"] for device_plan in plan.lanes],
             sum(v.spec.nbytes for v in graph.weights) / count,
         )
-        if max(abs(n - share) for n in held) > 0.02 * share:
-            said = evenness(plan)
-            assert list(said.held) == held
-            assert sum(cause.over for cause in said.causes) == pytest.approx(max(held) - share)
-            assert all(line in plan.explain() for line in said.lines())
+        if max(abs(n - share) for n in weight_bytes) > 0.02 * share:
+            reported = evenness(plan)
+            assert list(reported.held) == weight_bytes
+            assert sum(cause.over for cause in reported.causes) == pytest.approx(max(weight_bytes) - share)
+            assert all(line in plan.explain() for line in reported.lines())
 
 
 @pytest.mark.long
 @needs_transformers
-def test_attention_that_is_whole_by_hand_is_cut_as_that_takes_less_time_and_fewer_bytes():
+def test_attention_that_is_whole_by_hand_is_sharded_as_that_takes_less_time_and_fewer_bytes():
     """One sum a layer more pays: both are judged by the cost of their programs, and on the same graph."""
-    from ...given.models.torch_models import exported, made
+    from ...given.models.torch_models import export_model, make_model
 
-    model, arguments = made("DeepseekV3ForCausalLM")
+    model, arguments = make_model("DeepseekV3ForCausalLM")
     assert not any("attn" in part for part in model.config.base_model_tp_plan)
-    graph = hocket.from_torch(exported(model, arguments)).graph
+    graph = hocket.from_torch(export_model(model, arguments)).graph
     for count in (2, 3, 4):
-        ours, theirs = on_devices(graph, count), on_devices(graph, count, choose=cuts_by_hand(model))
+        ours, theirs = on_devices(graph, count), on_devices(graph, count, choose=choose_manual_shards(model))
         assert ours.collectives() == theirs.collectives() + model.config.num_hidden_layers
-        assert theirs.collectives() < meetings_by_hand(model)
+        assert theirs.collectives() < count_manual_collectives(model)
         assert ours.cost.total < theirs.cost.total
-        assert max(lane.memory()["weight"] for lane in ours.lanes) < min(
-            lane.memory()["weight"] for lane in theirs.lanes
+        assert max(device_plan.memory()["weight"] for device_plan in ours.lanes) < min(
+            device_plan.memory()["weight"] for device_plan in theirs.lanes
         )
 
 

@@ -1,4 +1,4 @@
-"""Models of `torchvision` that nobody here wrote: equal to PyTorch on one device, and to that on several."""
+"""Models of `torchvision`, unchanged: one device gives the results of PyTorch, and several devices give the same."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ NAMES = (
 def test_models_of_torchvision_equal_pytorch_on_one_to_four_devices(name):
     import torch
 
-    from ...given.models.vision_models import made
+    from ...given.models.vision_models import make_model
 
-    model, picture = made(name)
+    model, picture = make_model(name)
     with torch.no_grad():
         expected = model(picture)
     program = hocket.from_torch(torch.export.export(model, (picture,)))
     one = program.on("cpu:0")
     assert nmse(one(picture), expected) <= 1e-10
     for count in (2, 3, 4):
-        cut = program.on(",".join(f"cpu:{i}" for i in range(count)), split_mode="tensor")
-        assert nmse(cut(picture), one(picture)) <= 1e-10
+        sharded = program.on(",".join(f"cpu:{i}" for i in range(count)), split_mode="tensor")
+        assert nmse(sharded(picture), one(picture)) <= 1e-10

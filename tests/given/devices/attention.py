@@ -1,4 +1,4 @@
-"""Attention as devices do it whose warps do not multiply in groups of four."""
+"""Attention on devices without groups of four warps for products."""
 
 from __future__ import annotations
 

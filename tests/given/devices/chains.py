@@ -22,12 +22,12 @@ from ..random_rows import random_rows
 
 @dataclass(frozen=True)
 class Chain:
-    """A graph of one chain; `forbidden` is one in which something else reads what only the chain should."""
+    """A graph of one chain; in `forbidden` another node reads a value that only the chain should read."""
 
     graph: Callable[[bool], Graph]
     launches: tuple[int, int]
     """Fused, and one by one."""
-    near: float = 0.0
+    tolerance: float = 0.0
     """The relative error against one by one; the same bits if it is 0."""
     forbids: bool = True
 
@@ -85,7 +85,7 @@ def products(dtype: DType) -> Callable[[bool], Graph]:
     return graph
 
 
-def chosen(k: int, scores: Value) -> Value:
+def choose_experts(k: int, scores: Value) -> Value:
     return ops.top_k(ops.reshape(scores, shape=(scores.shape[0], scores.shape[-1])), k=k)
 
 
@@ -94,7 +94,7 @@ def router(
 ) -> Callable[[bool], Graph]:
     def graph(forbidden: bool) -> Graph:
         shares = gating(input("x", (3, 1, count)))
-        ids = chosen(used, ops.add(shares, weight("b", (count,))) if biased else shares)
+        ids = choose_experts(used, ops.add(shares, weight("b", (count,))) if biased else shares)
         taken = ops.reshape(ops.get_rows(ops.reshape(shares, shape=(3, count, 1)), ids), shape=(3, 1, used))
         if normalised:
             taken = ops.div(taken, ops.clamp(ops.sum_rows(taken), min=0.25, max=float("inf")))
@@ -109,7 +109,7 @@ def experts(dtype: DType) -> Callable[[bool], Graph]:
     """Two tokens, each to three of twelve."""
 
     def graph(forbidden: bool) -> Graph:
-        x, ids = input("x", (2, 1, 128)), chosen(3, input("scores", (2, 12)))
+        x, ids = input("x", (2, 1, 128)), choose_experts(3, input("scores", (2, 12)))
         gate, up = (ops.mul_mat_id(weight(n, (12, 40, 128), dtype), x, ids) for n in ("gate", "up"))
         return both(ops.swiglu(gate, up), up, forbidden)
 
@@ -120,7 +120,7 @@ def all_experts(dtype: DType, rows: int = 40, columns: int = 160) -> Callable[[b
     """The units of two experts of twelve, and of one that both tokens have."""
 
     def graph(forbidden: bool) -> Graph:
-        x, ids = ops.scale(input("x", (2, columns)), scale=2.0), chosen(2, input("scores", (2, 12)))
+        x, ids = ops.scale(input("x", (2, columns)), scale=2.0), choose_experts(2, input("scores", (2, 12)))
         row = ops.reshape(x, shape=(2, 1, columns))
         y = ops.swiglu(*(ops.mul_mat_id(weight(n, (12, rows, columns), dtype), row, ids) for n in ("gate", "up")))
         gate, up = (ops.mul_mat(weight(n, (rows, columns), dtype), x) for n in ("shared_gate", "shared_up"))
@@ -136,7 +136,7 @@ def answers(
     count = 4 * used
 
     def graph(forbidden: bool) -> Graph:
-        x, ids = input("x", (2, used, columns)), chosen(used, input("scores", (2, count)))
+        x, ids = input("x", (2, used, columns)), choose_experts(used, input("scores", (2, count)))
         y = ops.mul_mat_id(weight("down", (count, rows, columns), dtype), x, ids)
         inner = ops.reshape(ops.mul_mat(ops.transpose(y), input("shares", (2, 1, used))), shape=(2, rows))
         if other:
@@ -149,19 +149,23 @@ def answers(
     return graph
 
 
-def placed(tokens: int, normed: bool, stored: bool, mode: str = "neox", dtype: str = "f32") -> Callable[[bool], Graph]:
+def norm_and_rope(
+    tokens: int, normed: bool, stored: bool, mode: str = "neox", dtype: str = "f32"
+) -> Callable[[bool], Graph]:
     """Heads through norm and RoPE, perhaps into a cache."""
 
     def graph(forbidden: bool) -> Graph:
         x = input("x", (1, tokens, 2, 24))
         inner = ops.mul(ops.rms_norm(x, eps=1e-6), weight("w", (24,))) if normed else ops.neg(x)
-        turned = ops.rope(inner, input("pos", (1, tokens), "i32"), n_dims=16, mode=mode, offset=4)
+        rotated_heads = ops.rope(inner, input("pos", (1, tokens), "i32"), n_dims=16, mode=mode, offset=4)
         if not stored:
-            return both(turned, inner, forbidden)
+            return both(rotated_heads, inner, forbidden)
         cache = state("cache", (9, 48), dtype)
-        new = ops.set_rows(cache, ops.reshape(turned, shape=(tokens, 48)), input("ids", (tokens,), "i32"), name="new")
+        new = ops.set_rows(
+            cache, ops.reshape(rotated_heads, shape=(tokens, 48)), input("ids", (tokens,), "i32"), name="new"
+        )
         read = new if dtype == "f32" else ops.cast(new, dtype="f32")
-        return both(ops.neg(read), turned if forbidden else inner, forbidden, {cache: new})
+        return both(ops.neg(read), rotated_heads if forbidden else inner, forbidden, {cache: new})
 
     return graph
 
@@ -172,20 +176,20 @@ def attending(tokens: int, normed: bool, dtype: str, size: int = 24, mode: str =
     def graph(forbidden: bool) -> Graph:
         positions, ids = input("pos", (1, tokens), "i32"), input("ids", (tokens,), "i32")
 
-        def turned(name: str, heads: int) -> Value:
+        def rotated_heads(name: str, heads: int) -> Value:
             x = input(name, (1, tokens, heads, size))
             x = ops.mul(ops.rms_norm(x, eps=1e-6), weight(f"{name}_w", (size,))) if normed else ops.neg(x)
             return ops.rope(x, positions, n_dims=size // 16 * 16, mode=mode)
 
-        def kept(name: str, y: Value) -> Value:
+        def store_in_cache(name: str, y: Value) -> Value:
             cache = state(name, (9, 2 * size), dtype)
             rows = ops.reshape(y, shape=(tokens, 2 * size))
             caches[cache] = new = ops.set_rows(cache, rows, ids, name=f"new_{name}")
             return ops.reshape(new, shape=(1, 9, 2, size))
 
         caches: dict[Value, Value] = {}
-        q, k, v = turned("q", 4), turned("k", 2), ops.neg(input("v", (1, tokens, 2, size)))
-        y = ops.attention(q, kept("keys", k), kept("values", v), scale=0.2)
+        q, k, v = rotated_heads("q", 4), rotated_heads("k", 2), ops.neg(input("v", (1, tokens, 2, size)))
+        y = ops.attention(q, store_in_cache("keys", k), store_in_cache("values", v), scale=0.2)
         return both(y, k, forbidden, caches)
 
     return graph
@@ -200,33 +204,33 @@ def row(forbidden: bool) -> Graph:
 CHAINS = {
     "norm and factor": Chain(norm, (1, 2)),
     "sum, norm and factor": Chain(sum_and_norm(), (3, 5)),
-    "gated norm": Chain(gated_norm, (1, 4), near=1e-6),
+    "gated norm": Chain(gated_norm, (1, 4), tolerance=1e-6),
     "times sigmoid": Chain(times(ops.sigmoid), (1, 2)),
     "times silu": Chain(times(ops.silu), (1, 2)),
     "gated unit, packed": Chain(unit(ops.swiglu, DType.Q4_0), (1, 3)),
     "gated unit, float": Chain(unit(ops.geglu, DType.F32), (1, 3)),
     "products, packed": Chain(products(DType.Q4_0), (2, 4), forbids=False),
     "products, float": Chain(products(DType.F32), (2, 4), forbids=False),
-    "router": Chain(router(ops.softmax), (1, 6), near=1e-6),
-    "router of many": Chain(router(ops.softmax, count=600), (1, 6), near=1e-6),
-    "router with a bias": Chain(router(ops.sigmoid, biased=True), (1, 7), near=1e-6),
-    "router of shares as they are": Chain(router(ops.sigmoid, normalised=False), (1, 4), near=1e-6),
+    "router": Chain(router(ops.softmax), (1, 6), tolerance=1e-6),
+    "router of many": Chain(router(ops.softmax, count=600), (1, 6), tolerance=1e-6),
+    "router with a bias": Chain(router(ops.sigmoid, biased=True), (1, 7), tolerance=1e-6),
+    "router of shares as they are": Chain(router(ops.sigmoid, normalised=False), (1, 4), tolerance=1e-6),
     "unit of experts, packed": Chain(experts(DType.Q4_0), (2, 4)),
     "unit of experts, float": Chain(experts(DType.F32), (2, 4)),
-    "unit of all experts, packed": Chain(all_experts(DType.Q4_0), (3, 8), near=1e-5),
-    "unit of all experts, float": Chain(all_experts(DType.F16), (3, 8), near=1e-5),
-    "answers, packed": Chain(answers(DType.Q4_0), (2, 3), near=1e-5),
-    "answers, packed, and another": Chain(answers(DType.Q4_K, "plain", 768, 2), (2, 5), near=1e-4),
-    "answers, packed, and a gated one": Chain(answers(DType.Q5_1, "gated", 160), (2, 7), near=1e-5),
-    "answers, float, and a gated one": Chain(answers(DType.BF16, "gated", 100), (2, 7), near=1e-5),
-    "answers of many, float": Chain(answers(DType.F32, used=14), (2, 3), near=1e-5),
-    "heads": Chain(placed(3, True, False), (1, 3)),
-    "heads of neighbours": Chain(placed(3, True, False, "normal"), (1, 3)),
-    "heads into a cache": Chain(placed(3, True, True), (3, 6)),
-    "a head into a cache": Chain(placed(1, True, True), (2, 6)),
-    "turned heads into a cache": Chain(placed(1, False, True), (3, 5)),
-    "heads into a cache of halves": Chain(placed(3, True, True, dtype="f16"), (4, 7)),
-    "a head into a cache of halves": Chain(placed(1, True, True, dtype="bf16"), (3, 7)),
+    "unit of all experts, packed": Chain(all_experts(DType.Q4_0), (3, 8), tolerance=1e-5),
+    "unit of all experts, float": Chain(all_experts(DType.F16), (3, 8), tolerance=1e-5),
+    "answers, packed": Chain(answers(DType.Q4_0), (2, 3), tolerance=1e-5),
+    "answers, packed, and another": Chain(answers(DType.Q4_K, "plain", 768, 2), (2, 5), tolerance=1e-4),
+    "answers, packed, and a gated one": Chain(answers(DType.Q5_1, "gated", 160), (2, 7), tolerance=1e-5),
+    "answers, float, and a gated one": Chain(answers(DType.BF16, "gated", 100), (2, 7), tolerance=1e-5),
+    "answers of many, float": Chain(answers(DType.F32, used=14), (2, 3), tolerance=1e-5),
+    "heads": Chain(norm_and_rope(3, True, False), (1, 3)),
+    "heads of neighbours": Chain(norm_and_rope(3, True, False, "normal"), (1, 3)),
+    "heads into a cache": Chain(norm_and_rope(3, True, True), (3, 6)),
+    "a head into a cache": Chain(norm_and_rope(1, True, True), (2, 6)),
+    "turned heads into a cache": Chain(norm_and_rope(1, False, True), (3, 5)),
+    "heads into a cache of halves": Chain(norm_and_rope(3, True, True, dtype="f16"), (4, 7)),
+    "a head into a cache of halves": Chain(norm_and_rope(1, True, True, dtype="bf16"), (3, 7)),
     "heads of attention": Chain(attending(3, True, "f32"), (5, 12)),
     "heads of attention to halves": Chain(attending(1, True, "f16"), (3, 12)),
     "turned heads of attention": Chain(attending(1, False, "bf16"), (5, 10)),
@@ -234,7 +238,7 @@ CHAINS = {
 }
 
 
-COUNTED = {
+MEMORY_REQUESTS = {
     "rows.cu: scaled_norm": (sum_and_norm(512), 312),
     "short_convolution.cu: gated_norm<64>": (gated_norm, 17),
     "elementwise.cu: binary<function::swiglu>": (times(ops.silu, 64), 18),
@@ -248,11 +252,11 @@ COUNTED = {
     "rotary.cu: place_heads<float>": (attending(1, True, "f32", 64, "neox"), 125),
     "rotary.cu: place_heads<half_bits>": (attending(1, True, "f16", 64, "neox"), 125),
 }
-"""Chains in sizes like those of models, by the kernel that they launch, and how many requests of memory it makes."""
+"""The memory requests of chains in model-like sizes, by the kernel that they launch."""
 
 
-class Watched(EmulatedDriver):
-    """Remembers what is recorded."""
+class RecordingDriver(EmulatedDriver):
+    """A driver that remembers recorded launches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,15 +268,15 @@ class Watched(EmulatedDriver):
 
 
 @dataclass
-class Ran:
+class RunResult:
     outputs: list[dict[str, np.ndarray]] = field(default_factory=list)
     states: list[np.ndarray] = field(default_factory=list)
     launches: int = 0
 
 
-def ran(graph: Graph, fused: bool, devices: int = 1, backend: DriverBackend | None = None) -> Ran:
+def run_graph(graph: Graph, fused: bool, devices: int = 1, backend: DriverBackend | None = None) -> RunResult:
     """Three runs of a graph with the same numbers, however it is bound."""
-    rng, outcome, driver = np.random.default_rng(3), Ran(), Watched()
+    rng, outcome, driver = np.random.default_rng(3), RunResult(), RecordingDriver()
     backend = backend or DriverBackend(driver)
     weights = {}
     for w in graph.weights:
@@ -286,18 +290,18 @@ def ran(graph: Graph, fused: bool, devices: int = 1, backend: DriverBackend | No
         group = [(backend, backend.device(i)) for i in range(devices)]
         run = load(plan_for(graph, group, split_mode="tensor" if devices > 1 else "auto"), weights)
     for _ in range(3):
-        given = {
+        inputs = {
             v.node.name: rng.permutation(9)[: v.spec.size].reshape(v.shape) if v.dtype is DType.I32
             else rng.standard_normal(v.shape).astype(np.float32)
             for v in graph.inputs
         }  # fmt: skip
-        outcome.outputs.append(run.run(given))
+        outcome.outputs.append(run.run(inputs))
         outcome.states.append(np.concatenate([np.asarray(run.store.state(s.node.name)) for s in graph.states] or [[]]))
     outcome.launches = len(driver.launches)
     return outcome
 
 
-def same(one: Ran, other: Ran, near: float) -> None:
+def assert_equal_runs(one: RunResult, other: RunResult, tolerance: float) -> None:
     numbers = [*((o[k], p[k]) for o, p in zip(one.outputs, other.outputs, strict=True) for k in o)]
     for got, want in [*numbers, *zip(one.states, other.states, strict=True)]:
-        np.testing.assert_allclose(got, want, rtol=near, atol=near)
+        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)

@@ -19,10 +19,10 @@ from hocket.graph.dtypes import DType
 DTYPES = {"f": DType.F32, "i": DType.I32}
 ORDERS = (0, 1, 7)
 NOTHING = -123.0
-"""What results hold before a run."""
+"""The content of results before a run."""
 
 
-def aligned(array: np.ndarray) -> np.ndarray:
+def copy_aligned(array: np.ndarray) -> np.ndarray:
     """A copy that begins at a multiple of 64 bytes."""
     raw = np.zeros(array.nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
@@ -43,8 +43,10 @@ def run(items: Sequence[Launch], order: int = 0) -> None:
 
 @dataclass(frozen=True)
 class Problem:
-    """Operands of the rule, float32: q, k [B,T,Hk,d], v [B,T,Hv,e], g [B,T,Hv,1 or d], beta [B,T,Hv], and states
-    [B or slots,Hv,e,d]."""
+    """Operands of the delta rule, float32.
+
+    Shapes: q, k [B,T,Hk,d], v [B,T,Hv,e], g [B,T,Hv,1 or d], beta [B,T,Hv], and states [B or slots,Hv,e,d].
+    """
 
     q: np.ndarray
     k: np.ndarray
@@ -67,9 +69,12 @@ class Problem:
 
 
 def problem(seed: int, size: int, key_heads: int, heads: int, tokens: int, batch: int = 1, **kind) -> Problem:
-    """Data as ggml's tests draw it; options: `channels` (a decay per key channel), `permuted`, `values` (their size),
-    `strong` (the share of decays as strong as ggml's; others leave something of a state for the next chunks), `hard`
-    (keys almost parallel, all written in full, no decay), and fields of `Problem`."""
+    """Return random operands as in ggml's tests.
+
+    Options: `channels` (a decay per key channel), `permuted`, `values` (their size), and fields of `Problem`.
+    `strong` is the share of decays as strong as ggml's; the others leave something of a state for the next chunks.
+    `hard` means keys almost parallel, all written in full, without decay.
+    """
     rng = np.random.default_rng(seed)
     channels, permuted = kind.pop("channels", False), kind.pop("permuted", False)
     values, strong, hard = kind.pop("values", size), kind.pop("strong", 0.01), kind.pop("hard", False)
@@ -78,24 +83,27 @@ def problem(seed: int, size: int, key_heads: int, heads: int, tokens: int, batch
         x = rng.uniform(-1, 1, shape)
         return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
-    drawn = {
+    random_arrays = {
         "q": unit(batch, tokens, key_heads, size),
         "k": unit(batch, tokens, key_heads, size),
         "v": rng.uniform(-0.3, 5, (batch, tokens, heads, values)),
         "g": rng.uniform(-20, -1e-4, (batch, tokens, heads, size if channels else 1)),
         "beta": rng.uniform(0, 1, (batch, tokens, heads)),
     }
-    drawn["g"] *= np.where(rng.random(drawn["g"].shape) < strong, 1, 0.01)
+    random_arrays["g"] *= np.where(rng.random(random_arrays["g"].shape) < strong, 1, 0.01)
     if hard:
-        keys = unit(batch, 1, key_heads, size) + 0.1 * drawn["k"]
-        drawn["k"] = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
-        drawn["g"], drawn["beta"] = -1e-3 * rng.random(drawn["g"].shape), rng.uniform(0.95, 1, drawn["beta"].shape)
+        keys = unit(batch, 1, key_heads, size) + 0.1 * random_arrays["k"]
+        random_arrays["k"] = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
+        random_arrays["g"], random_arrays["beta"] = (
+            -1e-3 * rng.random(random_arrays["g"].shape),
+            rng.uniform(0.95, 1, random_arrays["beta"].shape),
+        )
     if kind.get("slots_in") is None:
         kind.setdefault("state", rng.uniform(-1, 1, (batch, heads, values, size)))
-    arrays = {name: aligned(x.astype(np.float32)) for name, x in drawn.items()}
-    arrays["state"] = aligned(np.asarray(kind.pop("state"), np.float32))
+    arrays = {name: copy_aligned(x.astype(np.float32)) for name, x in random_arrays.items()}
+    arrays["state"] = copy_aligned(np.asarray(kind.pop("state"), np.float32))
     if permuted:  # heads lie outside of tokens
-        arrays |= {n: aligned(arrays[n].swapaxes(1, 2)).swapaxes(1, 2) for n in "qkv"}
+        arrays |= {n: copy_aligned(arrays[n].swapaxes(1, 2)).swapaxes(1, 2) for n in "qkv"}
     return Problem(**arrays, **kind)
 
 
@@ -118,12 +126,12 @@ def reference(p: Problem) -> tuple[np.ndarray, np.ndarray]:
         for i in range(min(p.snapshots, len(last))):
             pool[p.slots_out.reshape(batch, -1)[:, i]] = last[i]
         return out, pool
-    kept = [last[i] if i < len(last) else np.zeros_like(s) for i in range(p.snapshots)]
-    return out, np.stack(kept, axis=1) if p.snapshots > 1 else kept[0]
+    snapshots = [last[i] if i < len(last) else np.zeros_like(s) for i in range(p.snapshots)]
+    return out, np.stack(snapshots, axis=1) if p.snapshots > 1 else snapshots[0]
 
 
 @dataclass(frozen=True)
-class Bindings:
+class BoundProblem:
     """Launches of one problem, and where they leave their results."""
 
     items: list[Launch]
@@ -138,25 +146,29 @@ class Bindings:
 
 def bind(
     p: Problem, *, exact: bool = True, in_place: bool = False, launch: Callable | None = None, limits: Limits = MOST
-) -> Bindings:
+) -> BoundProblem:
     """The launches of the op; `launch` replaces ``launch_rule``."""
-    out = aligned(np.full(p.v.shape, NOTHING, np.float32))
-    kept = (p.v.shape[0], *([p.snapshots] if p.snapshots > 1 else []), *p.state.shape[1:])
-    new = p.state if in_place else aligned(np.full(p.state.shape if p.pool == "update" else kept, NOTHING, np.float32))
+    out = copy_aligned(np.full(p.v.shape, NOTHING, np.float32))
+    state_shape = (p.v.shape[0], *([p.snapshots] if p.snapshots > 1 else []), *p.state.shape[1:])
+    new = (
+        p.state
+        if in_place
+        else copy_aligned(np.full(p.state.shape if p.pool == "update" else state_shape, NOTHING, np.float32))
+    )
     slots = [None if x is None else operand(x) for x in (p.slots_in, p.slots_out)]
     src = (*(operand(x) for x in (p.q, p.k, p.v, p.g, p.beta, p.state)), *slots)
     attrs = {"heads": p.mapping, "snapshots": p.snapshots, "pool": p.pool}
     call = Bound("gated_delta_net", src, (operand(out), operand(new)), attrs, 0)
     rule = binding.Rule(*src[:5], operand(out), p.mapping == "tiled")
-    room, fault = aligned(np.zeros(scratch_bytes(call, rule, exact), np.uint8)), np.zeros(2, np.int64)
+    room, fault = copy_aligned(np.zeros(scratch_bytes(call, rule, exact), np.uint8)), np.zeros(2, np.int64)
     places = {"scratch_at": room.ctypes.data, "fault_at": fault.ctypes.data}
     launches = Launches(keep=lambda array: array.ctypes.data, limits=limits, **places)
     (launch or binding.launch_rule)(launches, call, rule, exact)
-    KEPT.extend((room, p))
-    return Bindings(launches.items, out, new, fault)
+    ALIVE_ARRAYS.extend((room, p))
+    return BoundProblem(launches.items, out, new, fault)
 
 
-KEPT: list[object] = []
+ALIVE_ARRAYS: list[object] = []
 """Memory that launches know by its address only."""
 
 
@@ -166,24 +178,27 @@ def scratch_bytes(call: Bound, rule: binding.Rule, exact: bool) -> int:
     return launches.taken
 
 
-def worst(got: np.ndarray, wanted: np.ndarray) -> tuple[float, float, float]:
+def compute_worst_errors(got: np.ndarray, expected: np.ndarray) -> tuple[float, float, float]:
     """Normalised mean square error of all, of the worst row, and the worst element against the mean size of its head.
 
     Rows and elements much smaller than others of their head count as a hundredth of these: they are differences."""
-    got, error = got.astype(np.float64), (got - wanted) ** 2
+    got, error = got.astype(np.float64), (got - expected) ** 2
     if not np.isfinite(got).all():
         return np.inf, np.inf, np.inf
-    head = np.mean(wanted**2, axis=tuple(range(1, wanted.ndim - 1)) if wanted.ndim == 4 else -1, keepdims=True) + 1e-30
+    head = (
+        np.mean(expected**2, axis=tuple(range(1, expected.ndim - 1)) if expected.ndim == 4 else -1, keepdims=True)
+        + 1e-30
+    )
     head = head.mean(axis=-1, keepdims=True)
-    rows = error.mean(axis=-1) / np.maximum((wanted**2).mean(axis=-1), head[..., 0] * 1e-2)
-    return error.sum() / max((wanted**2).sum(), 1e-30), rows.max(initial=0), np.sqrt((error / head).max(initial=0))
+    rows = error.mean(axis=-1) / np.maximum((expected**2).mean(axis=-1), head[..., 0] * 1e-2)
+    return error.sum() / max((expected**2).sum(), 1e-30), rows.max(initial=0), np.sqrt((error / head).max(initial=0))
 
 
-def check(p: Problem, bound: Bindings, limit: float, order: int = 0) -> float:
+def check(p: Problem, bound: BoundProblem, limit: float, order: int = 0) -> float:
     """Run the launches and compare; the worst error.  Everything that is not NaN before may be after."""
-    wanted_out, wanted_new = reference(p)
+    expected_out, expected_state = reference(p)
     run(bound.items, order)
-    errors = [worst(bound.out, wanted_out), worst(bound.new, wanted_new)]
+    errors = [compute_worst_errors(bound.out, expected_out), compute_worst_errors(bound.new, expected_state)]
     for whole, row, element in errors:
         assert whole <= limit, f"{p.tokens} tokens: {whole:.1e}"
         assert row <= 30 * limit, f"{p.tokens} tokens, a row: {row:.1e}"
@@ -193,7 +208,7 @@ def check(p: Problem, bound: Bindings, limit: float, order: int = 0) -> float:
 
 
 def with_slots(p: Problem, slots: int, slots_in: Sequence[int], slots_out: object = None, seed: int = 1) -> Problem:
-    """The problem on a pool of so many states."""
+    """Return the problem on a pool of `slots` states."""
     pool = np.random.default_rng(seed).uniform(-1, 1, (slots, *p.state.shape[1:])).astype(np.float32)
     out = None if slots_out is None else np.array(slots_out, np.int32)
-    return replace(p, state=aligned(pool), slots_in=np.array(slots_in, np.int32), slots_out=out)
+    return replace(p, state=copy_aligned(pool), slots_in=np.array(slots_in, np.int32), slots_out=out)

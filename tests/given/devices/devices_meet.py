@@ -18,17 +18,17 @@ from hocket.backends.cupy.kernels.collective import SIGNAL_WORDS, mark_of
 from hocket.distributed.thread_group import ThreadGroup
 from hocket.graph.dtypes import DType
 
-from ..waits import HOUR, until
+from ..waits import WAIT_SECONDS, wait_until
 
 DTYPES = {np.dtype(d.storage): d for d in (DType.F32, DType.I8, DType.I16, DType.I32, DType.I64)}
 
 
 @dataclass(frozen=True)
-class Part:
-    """One device's side of a collective: its operand (None for none), the shape of its result.
+class DeviceStep:
+    """One device's side of a collective: its operand (None if absent) and the shape of its result.
 
-    `inplace`: the result lies where the operand does, `over`: where that of the part before does; `strides` of the
-    operand in elements, dense if None.
+    `inplace`: the result is at the address of the operand. `over`: it is at the address of the previous result.
+    `strides` of the operand in elements, dense if None.
     """
 
     op: str
@@ -42,18 +42,18 @@ class Part:
 
 
 TICKETS, APART = (16, 272, 273), 16
-"""Of the words by which others tell a device that they have come: the first of each kind, how far they lie apart."""
+"""The arrival words that devices write for others: the first word of each kind, and the distance of two words."""
 
 
-class Rig:
-    """`parts[rank]` are what a device does in order; each starts from its own source.  `devices` are those of these
-    numbers, unless given.
+class CollectiveRig:
+    """A group of device threads that run collectives; `parts[rank]` are the steps of a device in order.
 
-    Where there are more devices, `everybody`, they are a team of these, whose runs may follow each other.
-    A run that takes longer than `limit` seconds is ended: where a fault was planted, that may be less than an hour.
+    Each step starts from its own source. `devices` are the first device numbers by default. With more devices,
+    `group_size`, they are one group of several, and their runs may follow each other. A run that takes longer than
+    `limit` seconds is ended: where a fault was planted, that may be less than an hour.
     """
 
-    def __init__(self, backend, parts, limit=HOUR, *, wire=DType.F32, devices=None, everybody=0):
+    def __init__(self, backend, parts, limit=WAIT_SECONDS, *, wire=DType.F32, devices=None, group_size=0):
         self.backend, self.parts, self.limit = backend, parts, limit
         devices = devices or [backend.device(rank) for rank in range(len(parts))]
         self.meeting = ThreadGroup(len(parts), limit, devices=devices, wire=wire)
@@ -64,33 +64,46 @@ class Rig:
             self.buffers.append(buffers)
             self.tensors.append(tensors)
             member = self.meeting.member(rank)
-            member.everybody = everybody or member.everybody
+            member.everybody = group_size or member.everybody
             self.replays.append(backend.compile(program, buffers, devices[rank], member))
 
     def run(self, ahead=lambda rank: None, *, times=1):
-        """Results of all devices; `ahead` runs before a device begins, which then runs so many `times` without waiting
-        for others to end.  Raises what went wrong first."""
+        """Return the results of all devices, or raise the first error.
+
+        `ahead` runs before a device begins. Each device runs `times` times without waiting for others to end.
+        """
         return self._run(range(len(self.parts)), ahead, times)
 
-    def run_without(self, *absent, teller=0, patience=0.3, begin=False, ahead=lambda rank: None):
-        """As `run`, but `absent` devices come to no meeting (`begin`: they run, and `ahead` keeps them from it), and
-        the patience of `teller` ends after so many seconds.  It comes when all others that are there wait, so that it
-        misses none of them, however late they are."""
+    def run_without(self, *absent, reporting_rank=0, patience=0.3, begin=False, ahead=lambda rank: None):
+        """Run as `run` does, while the `absent` devices take part in no collective.
+
+        Args:
+            absent: Ranks that do not come.
+            reporting_rank: The device that stops waiting after `patience` seconds. It comes when all other present
+                devices wait, so that it misses none of them, however late they are.
+            patience: Seconds.
+            begin: Whether absent devices run, and `ahead` keeps them from the collective.
+            ahead: Called with the rank of an absent device.
+        """
         present = [rank for rank in range(len(self.parts)) if rank not in absent]
-        seen = {rank: self._ticket(rank, teller) for rank in present}
+        seen = {rank: self._ticket(rank, reporting_rank) for rank in present}
         last = runs_of(self.meeting.board).max()
 
         def in_turn(rank):
             ahead(rank)
-            if rank == teller:
-                others = [other for other in present if other != teller]
-                until(lambda: self.meeting.failure or all(self._has_come(d, teller, seen[d], last) for d in others))
+            if rank == reporting_rank:
+                others = [other for other in present if other != reporting_rank]
+                wait_until(
+                    lambda: (
+                        self.meeting.failure or all(self._has_come(d, reporting_rank, seen[d], last) for d in others)
+                    )
+                )
 
-        self._be_patient(teller, patience)
+        self._be_patient(reporting_rank, patience)
         try:
             return self._run(range(len(self.parts)) if begin else present, in_turn)
         finally:
-            self._be_patient(teller, self.limit)
+            self._be_patient(reporting_rank, self.limit)
 
     def _be_patient(self, rank, seconds):
         """Launches that are recorded know how long they wait."""
@@ -101,13 +114,13 @@ class Rig:
             replay._meetings._group = replace(group, timeout=seconds)
             replay._record()
 
-    def _has_come(self, rank, teller, seen, last):
+    def _has_come(self, rank, reporting_rank, seen, last):
         mark = mark_of(self.meeting.board, rank)
-        return self._ticket(rank, teller) != seen or (mark is not None and mark.run > last)
+        return self._ticket(rank, reporting_rank) != seen or (mark is not None and mark.run > last)
 
-    def _ticket(self, rank, teller):
-        """What the device wrote last into memory of `teller`; zeros where it writes nothing there."""
-        address = getattr(self.replays[teller]._meetings, "_signals", None)
+    def _ticket(self, rank, reporting_rank):
+        """Return the words that the device wrote last into memory of `reporting_rank`, or zeros."""
+        address = getattr(self.replays[reporting_rank]._meetings, "_signals", None)
         words = (ctypes.c_int64 * SIGNAL_WORDS).from_address(address) if address else [0] * SIGNAL_WORDS
         return [words[first + APART * rank] for first in TICKETS]
 
@@ -148,10 +161,10 @@ def _program(parts):
     def place(shape, dtype, strides=None, shift=0):
         nonlocal top
         strides = contiguous_strides(shape) if strides is None else strides
-        made = Tensor(0, top + shift, tuple(shape), tuple(strides), dtype)
+        tensor = Tensor(0, top + shift, tuple(shape), tuple(strides), dtype)
         reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True) if n) + 1
         top += -(-(reach * dtype.storage.itemsize + shift) // 64) * 64
-        return made
+        return tensor
 
     for number, part in enumerate(parts):
         dtype = DTYPES[part.source.dtype] if part.source is not None else part.attrs["dtype"]
@@ -164,7 +177,7 @@ def _program(parts):
     return Program((arena,), tuple(instructions), {}, {}), tensors
 
 
-def summands(n, shape, dtype=np.float32, seed=0):
+def make_partial_sums(n, shape, dtype=np.float32, seed=0):
     """One array a device; sums of floats depend on their order."""
     rng = np.random.default_rng(seed)
     if np.dtype(dtype).kind == "f":
@@ -172,25 +185,25 @@ def summands(n, shape, dtype=np.float32, seed=0):
     return [rng.integers(-100, 100, shape).astype(dtype) for _ in range(n)]
 
 
-def reduced(n, shape, dtype=np.float32, **options):
-    return [[Part("all_reduce", x, shape, **options)] for x in summands(n, shape, dtype)]
+def all_reduce_case(n, shape, dtype=np.float32, **options):
+    return [[DeviceStep("all_reduce", x, shape, **options)] for x in make_partial_sums(n, shape, dtype)]
 
 
-def gathered(n):
+def all_gather_case(n):
     """Device 1 has nothing."""
     runs = (((0, 2), (5, 1)), (), ((2, 3),), ((6, 2),))[:n]
     own = [sum(length for _, length in device) for device in runs]
     attrs = {"axis": 1, "runs": runs}
     whole = max(o + length for device in runs for o, length in device)
-    return [[Part("all_gather", summands(1, (3, k), seed=k)[0], (3, whole), attrs)] for k in own]
+    return [[DeviceStep("all_gather", make_partial_sums(1, (3, k), seed=k)[0], (3, whole), attrs)] for k in own]
 
 
-def scattered(n, dtype=np.float32):
+def reduce_scatter_case(n, dtype=np.float32):
     runs = (((0, 2), (5, 1)), (), ((2, 3),), ((6, 2),))[:n]
     whole = max(o + length for device in runs for o, length in device)
     return [
         [
-            Part(
+            DeviceStep(
                 "reduce_scatter",
                 x,
                 (3, sum(length for _, length in runs[d])),
@@ -198,54 +211,54 @@ def scattered(n, dtype=np.float32):
                 strides=(1, 4),
             )
         ]
-        for d, x in enumerate(summands(n, (3, whole), dtype))
+        for d, x in enumerate(make_partial_sums(n, (3, whole), dtype))
     ]
 
 
-def exchanged(n):
+def all_to_all_case(n):
     old = (((0, 2), (4, 1)), (), ((2, 2),), ((5, 3),))[:n]
     new = (((0, 1),), ((1, 3),), ((4, 1),), ((5, 0),))[:n]
     attrs = {"old_axis": 1, "old_runs": old, "axis": 0, "runs": new}
     width = max(o + k for device in old for o, k in device)
-    own = [summands(1, (5, sum(k for _, k in old[d])), seed=d)[0] for d in range(n)]
-    return [[Part("all_to_all", own[d], (new[d][0][1], width), {**attrs, "rank": d})] for d in range(n)]
+    own = [make_partial_sums(1, (5, sum(k for _, k in old[d])), seed=d)[0] for d in range(n)]
+    return [[DeviceStep("all_to_all", own[d], (new[d][0][1], width), {**attrs, "rank": d})] for d in range(n)]
 
 
-def passed_on(n):
+def send_receive_case(n):
     """Each sends to the next, which is not in step with it."""
-    x = summands(n, (4, 3), np.int32)
+    x = make_partial_sums(n, (4, 3), np.int32)
     parts = []
     for d in range(n):
         own = []
         if d + 1 < n:
-            own.append(Part("send", x[d], (4, 3), {"to": d + 1, "sequence": 2 * d}))
+            own.append(DeviceStep("send", x[d], (4, 3), {"to": d + 1, "sequence": 2 * d}))
         if d > 0:
             attrs = {"shape": (4, 3), "dtype": DType.I32, "source": d - 1, "sequence": 2 * d - 2}
-            own.append(Part("receive", None, (4, 3), attrs))
+            own.append(DeviceStep("receive", None, (4, 3), attrs))
         parts.append(sorted(own, key=lambda p: p.attrs["sequence"]))
     return parts
 
 
 CASES = {
-    "a few": lambda n: reduced(n, (3, 5)),
-    "one": lambda n: reduced(n, (1,)),
-    "none": lambda n: reduced(n, (0,)),
-    "in place": lambda n: reduced(n, (2, 1027), inplace=True),
-    "many": lambda n: reduced(n, (129, 257)),
-    "many in place": lambda n: reduced(n, (64, 513), inplace=True),
-    "bytes": lambda n: reduced(n, (1001,), np.int8),
-    "long": lambda n: reduced(n, (77,), np.int64),
-    "all_gather": gathered,
-    "reduce_scatter": scattered,
-    "all_to_all": exchanged,
-    "send": passed_on,
+    "a few": lambda n: all_reduce_case(n, (3, 5)),
+    "one": lambda n: all_reduce_case(n, (1,)),
+    "none": lambda n: all_reduce_case(n, (0,)),
+    "in place": lambda n: all_reduce_case(n, (2, 1027), inplace=True),
+    "many": lambda n: all_reduce_case(n, (129, 257)),
+    "many in place": lambda n: all_reduce_case(n, (64, 513), inplace=True),
+    "bytes": lambda n: all_reduce_case(n, (1001,), np.int8),
+    "long": lambda n: all_reduce_case(n, (77,), np.int64),
+    "all_gather": all_gather_case,
+    "reduce_scatter": reduce_scatter_case,
+    "all_to_all": all_to_all_case,
+    "send": send_receive_case,
 }
 
 
 def through_the_host(monkeypatch, parts):
     with monkeypatch.context() as patched:
         patched.setattr(meetings, "choose_group_transport", lambda comm, driver: HOST_TRANSPORT)
-        rig = Rig(EmulatedBackend(), parts)
+        rig = CollectiveRig(EmulatedBackend(), parts)
     return rig.run()
 
 

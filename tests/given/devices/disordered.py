@@ -1,4 +1,4 @@
-"""Kernels with a mistake in them, whose accesses are noted: results may be right where nothing orders these."""
+"""Kernels with a planted fault and an access log: results may be right although accesses are unordered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hocket.backends.cupy.emulation.access_log import AccessLogDriver
 from .emulation import with_fault
 
 
-class Disordered(AccessLogDriver):
+class RacyDriver(AccessLogDriver):
     """Notes the accesses of kernels that see a file in which `bad` stands for `good`."""
 
     def __init__(self, file: str, good: str, bad: str) -> None:

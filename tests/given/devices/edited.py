@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from hocket.backends.cupy.emulation.access_log import AccessLogDriver
 
-from .emulation import Written
+from .emulation import EditedSource
 
 
 class EditedDriver(AccessLogDriver):
-    """What it launches is what `edit` makes of the launches that it is given, without a barrier that is dropped."""
+    """A driver that launches the result of `edit` for the recorded launches, without a dropped barrier."""
 
     def __init__(self, edit, dropped=("", 0)):
         super().__init__(dropped)
@@ -20,16 +20,18 @@ class EditedDriver(AccessLogDriver):
         return super().record(self.edit(steps), on)
 
 
-def written(file, good, bad):
+def edit_kernels(file, good, bad):
     """Kernels that see a file, with `bad` in it where `good` is, once."""
 
-    def replaced(launch):
+    def replace_kernel(launch):
         source = launch.kernel.source
         if file not in source.files:
             return launch
         assert source.text.count(good) == 1, good
         body = source.text.replace(good, bad)
-        made = Written(source.file, (launch.kernel.name,), instructions=source.instructions, body=body)
-        return replace(launch, kernel=made[launch.kernel.name])
+        source_with_fault = EditedSource(
+            source.file, (launch.kernel.name,), instructions=source.instructions, body=body
+        )
+        return replace(launch, kernel=source_with_fault[launch.kernel.name])
 
-    return lambda steps: [replaced(step) for step in steps]
+    return lambda steps: [replace_kernel(step) for step in steps]

@@ -1,4 +1,4 @@
-"""What tests of the emulated CUDA devices share: what they need of the machine, and kernels with mistakes in them."""
+"""Helpers for tests of emulated CUDA devices: requirements on the machine, and kernels with planted faults."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def barriers(file: str) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Written(Source):
-    """A source whose text a test has written or changed."""
+class EditedSource(Source):
+    """A source with a text that a test has written or changed."""
 
     body: str = ""
 
@@ -40,29 +40,31 @@ class Written(Source):
         return self.body
 
 
-def replaced(source: Source, good: str, bad: str) -> Written:
+def replace_in_source(source: Source, good: str, bad: str) -> EditedSource:
     """The source where `good`, which is there once, is `bad`; where it is not there, the test fails at once."""
     if (count := source.text.count(good)) != 1:
         pytest.fail(f"{count} times in {source.file}: {good}")
-    return Written(source.file, source.names, instructions=source.instructions, body=source.text.replace(good, bad))
+    return EditedSource(
+        source.file, source.names, instructions=source.instructions, body=source.text.replace(good, bad)
+    )
 
 
-def edited(source: Source, good: str, bad: str) -> Written:
+def replace_and_compile(source: Source, good: str, bad: str) -> EditedSource:
     """The same, if it compiles; else the test fails at once: nothing that catches errors takes that for a mistake that
     was found."""
-    made = replaced(source, good, bad)
+    edited_source = replace_in_source(source, good, bad)
     try:
-        load_library(made)
+        load_library(edited_source)
     except BackendError as why:
         pytest.fail(str(why))
-    return made
+    return edited_source
 
 
 def with_fault(launch: Launch, file: str, good: str, bad: str) -> Launch:
     """The launch with a mistake in its kernel, if that sees the file."""
     if file not in launch.kernel.source.files:
         return launch
-    return replace(launch, kernel=edited(launch.kernel.alone, good, bad)[launch.kernel.name])
+    return replace(launch, kernel=replace_and_compile(launch.kernel.alone, good, bad)[launch.kernel.name])
 
 
 class FaultyDriver(EmulatedDriver):

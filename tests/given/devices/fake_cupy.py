@@ -1,7 +1,7 @@
-"""A stand-in for CuPy: what `hocket.backends.cupy` calls of it, over host memory and emulated launches.
+"""A stand-in for CuPy: the calls of `hocket.backends.cupy`, over host memory and emulated launches.
 
-It knows the order of calls that CUDA asks for: what is put into a stream runs later, on a thread of the stream;
-launches within a capture wait for the graph; asynchronous copies need pinned memory.  It knows nothing of speed.
+It follows the order of calls that CUDA requires. Calls in a stream run later, on a thread of the stream; launches
+within a capture wait for the graph; asynchronous copies need pinned memory. It does not model speed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from hocket.backends.cupy.device.driver import ALONE, Kernel, Launch
 from hocket.backends.cupy.device.limits import OF_HIP as LIMITS
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver, EmulatedHipDriver
 
-from ..waits import HOUR
+from ..waits import WAIT_SECONDS
 from .fake_graph import Graph
 
 GARBAGE = 0xA5
 
 
 class Block:
-    """Memory of the pool, which gives it to nobody before the stream it was made for has come to where it was freed."""
+    """Memory of the pool, which is reused only after its stream has reached the point of its release."""
 
     def __init__(self, nbytes):
         self.memory, self.stream = EmulatedDriver().alloc(max(16, nbytes), None), Stream.current()
@@ -68,9 +68,9 @@ class FakeArray:
         raise TypeError("implicit conversion to a NumPy array is not allowed")
 
     def __getitem__(self, index):
-        held = self.held[index]
-        offset = held.__array_interface__["data"][0] - self.data.block.memory.ctypes.data
-        return FakeArray(held.shape, held.dtype, Pointer(self.data.block, offset), held.strides)
+        items = self.held[index]
+        offset = items.__array_interface__["data"][0] - self.data.block.memory.ctypes.data
+        return FakeArray(items.shape, items.dtype, Pointer(self.data.block, offset), items.strides)
 
     def __setitem__(self, index, value):
         assert isinstance(value, FakeArray)
@@ -78,17 +78,17 @@ class FakeArray:
 
 
 def zeros(shape, dtype):
-    made = FakeArray(shape, dtype)
-    Stream.current().put(lambda: made.held.fill(0))
-    return made
+    result = FakeArray(shape, dtype)
+    Stream.current().put(lambda: result.held.fill(0))
+    return result
 
 
 def dense(array):
     if array.flags.c_contiguous:
         return array
-    made = FakeArray(array.shape, array.dtype)
-    Stream.current().put(lambda: np.copyto(made.held, array.held))
-    return made
+    result = FakeArray(array.shape, array.dtype)
+    Stream.current().put(lambda: np.copyto(result.held, array.held))
+    return result
 
 
 class StreamError(Exception):
@@ -100,7 +100,7 @@ class StreamError(Exception):
 
 
 class Stream:
-    """What is put into it runs in order, `lag` seconds after it could."""
+    """A stream that runs its calls in order, each at least `lag` seconds late."""
 
     lag: ClassVar[float] = 0.0
     linger: ClassVar[float] = 0.2
@@ -185,11 +185,11 @@ class Stream:
         return graph
 
     def wait_event(self, event):
-        """Within a capture it becomes a part of that, and what is put into it from now on is behind the event."""
+        """Wait for an event; within a capture, add it to the graph, and order all later calls behind it."""
         if event.capture is None:
             assert not self.is_capturing, "a capture depends on what is outside of it"
             passed = event.passed
-            self.put(lambda: passed.wait(HOUR))
+            self.put(lambda: passed.wait(WAIT_SECONDS))
             return
         assert self.capture in (None, event.capture), "an event of another capture"
         if self.capture is None:
@@ -205,7 +205,7 @@ class Stream:
     def synchronize(self):
         assert not self.is_capturing
         with self.changed:
-            assert self.changed.wait_for(lambda: not self.is_busy, HOUR), "the stream does not end"
+            assert self.changed.wait_for(lambda: not self.is_busy, WAIT_SECONDS), "the stream does not end"
             self._check()
 
     def _check(self):
@@ -232,16 +232,16 @@ class EarlyLibrary:
 
     def cuLaunchKernelEx(self, config, function, parameters, extra):  # noqa: N802
         config = config._obj
-        given = {a.id: tuple(a.value) for a in config.attributes[: config.count]}
-        assert given.keys() <= {4, 6}, "clusters, programmatic stream serialization"
-        assert given
+        attributes = {a.id: tuple(a.value) for a in config.attributes[: config.count]}
+        assert attributes.keys() <= {4, 6}, "clusters, programmatic stream serialization"
+        assert attributes
         assert extra is None
         if not self.status:
             name = self.cupy.functions[function.value].name
-            if 6 in given:
-                assert given[6] == (1, 0, 0)
+            if 6 in attributes:
+                assert attributes[6] == (1, 0, 0)
                 self.launched.append(name)
-            self.clusters[name] = given.get(4, ALONE)
+            self.clusters[name] = attributes.get(4, ALONE)
             sizes = *config.grid, *config.block, config.shared_bytes
             driver = self.cupy.cuda.driver
             driver.launchKernel(function.value, *sizes, config.stream, parameters.value, 0, self.clusters[name])
@@ -272,10 +272,10 @@ class Event:
         stream.put(pass_it)
 
     def synchronize(self):
-        assert self.passed.wait(HOUR)
+        assert self.passed.wait(WAIT_SECONDS)
 
 
-def elapsed(start, end):
+def compute_milliseconds(start, end):
     """Milliseconds."""
     assert start.has_time
     assert end.has_time
@@ -288,7 +288,7 @@ OF_HIP = {"gcnArchName": b"gfx90a:sramecc+:xnack-", "sharedMemPerBlock": LIMITS.
 
 
 def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
-    """The module, or with `is_hip` that for ROCm; `sources` is what kernels may be launched of."""
+    """Return the module, or with `is_hip` the one for ROCm; kernels may be launched from `sources`."""
     emulated = (EmulatedHipDriver if is_hip else EmulatedDriver)(0)
     enabled, pinned, current = set(), set(), threading.local()
     staged: list[np.ndarray] = []
@@ -306,7 +306,7 @@ def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
         at = ctypes.c_void_p.from_address(parameters).value
         assert extra == 0
         sizes = (gx, gy, gz), (bx, by, bz), shared
-        Stream.known[stream].put(_emulated(emulated, functions[function], sizes, at, cluster))
+        Stream.known[stream].put(_make_emulated_launch(emulated, functions[function], sizes, at, cluster))
 
     def copy(into, source, nbytes, kind, stream):
         ends = {HOST_TO_DEVICE: [source], DEVICE_TO_HOST: [into], DEVICE_TO_DEVICE: []}[kind]
@@ -320,7 +320,7 @@ def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
         return staged[-1]
 
     @contextmanager
-    def entered(index):
+    def enter_device(index):
         before, current.index = getattr(current, "index", 0), index
         try:
             yield device
@@ -370,10 +370,10 @@ def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
     cuda = SimpleNamespace(
         runtime=runtime,
         driver=driver,
-        Device=entered,
+        Device=enter_device,
         Stream=HipStream if is_hip else Stream,
         Event=Event,
-        get_elapsed_time=elapsed,
+        get_elapsed_time=compute_milliseconds,
         alloc_pinned_memory=alloc_pinned,
         memory=SimpleNamespace(OutOfMemoryError=MemoryError),
         function=SimpleNamespace(Module=Module),
@@ -391,8 +391,8 @@ def fake_cupy(sources, are_peers=True, nccl=None, is_hip=False):
     )
 
 
-def _emulated(driver, kernel, sizes, at, cluster):
-    """A launch whose words lie at an address; they are copied now, as CUDA does."""
+def _make_emulated_launch(driver, kernel, sizes, at, cluster):
+    """Return a launch with argument words at an address; the words are copied now, as CUDA does."""
     size = _words(kernel)
     words = tuple(np.ctypeslib.as_array((ctypes.c_uint64 * size).from_address(at)).tolist())
     return driver.record([Launch(kernel, *sizes, words, (), 0, cluster)], None)

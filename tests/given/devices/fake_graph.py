@@ -1,4 +1,4 @@
-"""A CUDA graph of the stand-in for CuPy, whose launches take turns as its edges leave them."""
+"""A CUDA graph of the stand-in for CuPy, with launches in any order that its edges permit."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import random
 
 
 class Graph:
-    """``cupy.cuda.Graph``, which runs in any order that its edges leave: a pair for each node, what runs and the nodes
-    that it is behind.  `used` are the communicators of NCCL in it, `streams` those of its capture."""
+    """A stand-in for ``cupy.cuda.Graph``, which runs in any order that its edges permit.
+
+    A node is a pair: the call and its predecessors. `used` are the communicators of NCCL in it, `streams` are the
+    streams of its capture.
+    """
 
     def __init__(self):
         self.nodes, self.after, self.streams, self.used, self.launches = [], [], [], set(), 0

@@ -1,8 +1,10 @@
 """A stand-in for ``cupy.cuda.nccl``: communicators of threads, which wait for each other for ever, as NCCL does.
 
-Within a group no call waits for another.  Calls run in their stream, or in a graph; those that do not match (another
-size, another type, a device that never calls) never end, until the communicator is aborted.  The sum of all devices is
-taken in an order that differs from place to place, as around a ring, and is the same on all of them.
+Within a group no call waits for another. Calls run in their stream, or in a graph. Calls that do not match (another
+size, another type, an absent device) never end until the communicator is aborted.
+
+The sum of all devices has an order that differs between ranges of elements, as around a ring, and is the same on all
+devices.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 from hocket.backends.cupy import cuda
 from hocket.backends.cupy.table import SOURCES
 
-from ..waits import until
+from ..waits import wait_until
 from .fake_cupy import Stream, fake_cupy
 
 TYPES = {0: np.int8, 2: np.int32, 4: np.int64, 7: np.float32, 9: np.uint16}
@@ -29,7 +31,7 @@ class NcclError(RuntimeError):
 
 
 class World:
-    """What the communicators of one identity share."""
+    """The shared state of the communicators with one identity."""
 
     def __init__(self, size):
         self.size, self.changed = size, threading.Condition()
@@ -128,7 +130,7 @@ class Communicator:
                 if "done" not in came:
                     came.pop(self.rank, None)
             self.world.changed.notify_all()
-        until(lambda: not self.graphs)
+        wait_until(lambda: not self.graphs)
 
     def __del__(self):
         if self.graphs:
@@ -187,11 +189,11 @@ def _add_up(parts):
     n, dtype = parts[0][2:]
     arrays = [[_at(address, n, dtype) for address in part[:2]] for part in parts]
     total = np.empty(n, TYPES[dtype])
-    for first, piece in enumerate(np.array_split(np.arange(n), len(parts))):
-        order = [arrays[(first + k) % len(parts)][0][piece] for k in range(len(parts))]
-        total[piece] = order[0]
+    for first, block in enumerate(np.array_split(np.arange(n), len(parts))):
+        order = [arrays[(first + k) % len(parts)][0][block] for k in range(len(parts))]
+        total[block] = order[0]
         for x in order[1:]:
-            total[piece] = _plus(total[piece], x, dtype)
+            total[block] = _plus(total[block], x, dtype)
     for _, target in arrays:
         target[...] = total
 

@@ -19,26 +19,31 @@ from hocket.graph import Spec, StepError
 from hocket.scheduler import Executor, Store, plan_for
 
 from ..models.goldens import path_of, tokens_of
-from ..waits import HOUR
+from ..waits import WAIT_SECONDS
 
 
 class PlantedError(Exception):
-    """What an instruction raises that was told to fail."""
+    """The error of an instruction with a planted fault."""
 
 
-def raises() -> None:
+def raise_planted_error() -> None:
     raise PlantedError("planted")
 
 
 class _Faulty:
-    """Each instruction is compiled by itself.  `plan_fault` says of one that it does something before it runs, or when
-    it has written what it writes; once, so that what takes the step back does not fail, too."""
+    """A backend that compiles each instruction by itself and runs planted faults.
+
+    `plan_fault` plants an action before an instruction runs or after it has written its result. The action runs once,
+    so that the rollback of the step does not fail, too.
+    """
 
     where: tuple[str, int] | None = None
     late = False
-    what: Callable[[], None] = staticmethod(raises)
+    what: Callable[[], None] = staticmethod(raise_planted_error)
 
-    def plan_fault(self, device: Device, number: int, *, late: bool, what: Callable[[], None] = raises) -> None:
+    def plan_fault(
+        self, device: Device, number: int, *, late: bool, what: Callable[[], None] = raise_planted_error
+    ) -> None:
         self.where, self.late, self.what = (str(device), number), late, what
 
     def with_threads(self, threads):
@@ -63,15 +68,15 @@ class _Faulty:
 
 
 class FaultyCpu(_Faulty, CpuBackend):
-    """The CPU backend, but for its faults."""
+    """The CPU backend with planted faults."""
 
 
 class FaultyReference(_Faulty, ReferenceBackend):
-    """The reference backend, but for its faults."""
+    """The reference backend with planted faults."""
 
 
 @dataclasses.dataclass
-class Bench:
+class FaultyRun:
     """A plan that runs on a faulty backend, with states that hold something and an input for one step."""
 
     backend: Any
@@ -83,7 +88,7 @@ class Bench:
         for name, array in self.states.items():
             self.run.store.state(name)[...] = array
 
-    def held(self) -> dict[str, bytes]:
+    def copy_states(self) -> dict[str, bytes]:
         """The states as each device holds them, bit by bit."""
         store = self.run.store
         parts = {name: store.state(name).parts for name in store.states}
@@ -93,19 +98,19 @@ class Bench:
         return {name: array.tobytes() for name, array in self.run.run(self.feed).items()}
 
 
-def _made_up(state: Any, rng: np.random.Generator) -> Any:
+def _random_state(state: Any, rng: np.random.Generator) -> Any:
     return rng.standard_normal(state.shape).astype(state.dtype.storage if state.dtype.is_integer else np.float32)
 
 
-def bench(backend: Any, made: Any, store: Store, feed: dict[str, Any], rng: np.random.Generator) -> Bench:
-    run = Executor(made, store, timeout=HOUR)
-    made_up = {v.node.name: _made_up(v, rng) for v in made.graph.states}
-    broken = Bench(backend, run, feed, made_up)
+def make_faulty_run(backend: Any, plan: Any, store: Store, feed: dict[str, Any], rng: np.random.Generator) -> FaultyRun:
+    run = Executor(plan, store, timeout=WAIT_SECONDS)
+    random_states = {v.node.name: _random_state(v, rng) for v in plan.graph.states}
+    broken = FaultyRun(backend, run, feed, random_states)
     broken.reset()
     return broken
 
 
-def model_bench(name: str, devices: int, mode: str, tokens: int) -> Bench:
+def make_faulty_model_run(name: str, devices: int, mode: str, tokens: int) -> FaultyRun:
     """One step of a model: `tokens` new ones behind five that were there, in a plan for one more."""
     from hocket.frontends.models import Batch
 
@@ -113,32 +118,32 @@ def model_bench(name: str, devices: int, mode: str, tokens: int) -> Bench:
     step = Step(1, tokens + (tokens > 1), 16, 16, 1)
     backend = FaultyCpu()
     group = [(backend, backend.device(i)) for i in range(devices)]
-    made = plan_for(model.graph(step), group, split_mode=mode)
+    plan = plan_for(model.graph(step), group, split_mode=mode)
     store = Store(group)
-    for weight in made.graph.weights:
+    for weight in plan.graph.weights:
         tensor = model.gguf.tensors[weight.node.name]
-        store.bind(weight.node.name, tensor.raw, Spec(tensor.shape, tensor.dtype), made.leaves[weight.node.name])
+        store.bind(weight.node.name, tensor.raw, Spec(tensor.shape, tensor.dtype), plan.leaves[weight.node.name])
     known = tokens_of(name)
     feed = model.inputs(step, Batch([known[5 : 5 + tokens]], [5]))
-    return bench(backend, made, store, dict(feed), np.random.default_rng(1))
+    return make_faulty_run(backend, plan, store, dict(feed), np.random.default_rng(1))
 
 
-def fail_everywhere(made: Bench) -> int:
+def fail_everywhere(bench: FaultyRun) -> int:
     """Let every instruction of every device fail, every other after it has written; returns how many did."""
-    before, fails = made.held(), 0
-    outputs = made.outputs()
-    after = made.held()
-    for lane in made.run.plan.lanes:
-        for number, i in enumerate(lane.program.instructions):
-            made.reset()
-            made.backend.plan_fault(lane.device, number, late=number % 2 == 0)
+    before, fails = bench.copy_states(), 0
+    outputs = bench.outputs()
+    after = bench.copy_states()
+    for device_plan in bench.run.plan.lanes:
+        for number, i in enumerate(device_plan.program.instructions):
+            bench.reset()
+            bench.backend.plan_fault(device_plan.device, number, late=number % 2 == 0)
             with pytest.raises(StepError) as caught:
-                made.run.run(made.feed)
-            assert str(caught.value) == f"%{i.node} on {lane.device}: PlantedError: planted"
-            assert (caught.value.node, caught.value.device) == (i.node, str(lane.device))
+                bench.run.run(bench.feed)
+            assert str(caught.value) == f"%{i.node} on {device_plan.device}: PlantedError: planted"
+            assert (caught.value.node, caught.value.device) == (i.node, str(device_plan.device))
             assert caught.value.finished_instructions == number
-            assert made.held() == before
+            assert bench.copy_states() == before
             fails += 1
-            assert made.outputs() == outputs
-            assert made.held() == after
+            assert bench.outputs() == outputs
+            assert bench.copy_states() == after
     return fails

@@ -1,6 +1,6 @@
-"""What makes kernels of the main path slower and not wrong, and what it is planted in.
+"""Faults that make kernels of the main path slower but not wrong, and their cases.
 
-Barriers and fences that are dropped are planted in ``tests/cuda/faults/test_barriers.py`` and ``test_order.py``.
+Dropped barriers and fences are planted in ``tests/cuda/faults/test_barriers.py`` and ``test_order.py``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SHORT = "attention(q=f32[32,4,128], k=bf16[128,1,128], v=bf16[128,1,128], scale=
 NARROW = "attention(q=f32[32,4,64], k=bf16[256,1,64], v=bf16[256,1,64], scale=0.1)"
 TILES = text_of("attention.cuh")
 BETWEEN = TILES.partition("8 * (c ^ (row & 7)); }\n")[2].partition("8 * ((")[0]
-"""What stands between two formulas."""
+"""The text between two formulas."""
 
-ASKED = {
+MEMORY_FAULTS = {
     "loads 32 numbers apart": (
         "rows.cu",
         "return x[c * a.step] * x[c * a.step]; });\n    const float factor = F::",
@@ -146,12 +146,14 @@ ASKED = {
         SHORT,
     ),
 }
-"""By what it is: a file, a text of it and what stands there instead on as many lines; and the case that shows more
-sectors, more wavefronts or more requests than are allowed, or fewer copies under way."""
-BY_WARPS = frozenset({"keys and values in the same banks"})
-"""What is planted in attention by single warps, which devices without warpgroups run and no page records."""
+"""Faults by name: a file, a text of it and its replacement on as many lines, and the case that detects it.
 
-COMPILED = {
+The case shows more sectors, wavefronts or requests than are allowed, or fewer copies in flight.
+"""
+BY_WARPS = frozenset({"keys and values in the same banks"})
+"""Faults of attention by single warps, which runs on devices without warpgroups and has no recorded page."""
+
+MACHINE_CODE_FAULTS = {
     "bytes multiplied one by one": (
         "cuda.cuh",
         "return __dp4a(a, b, sum);",
@@ -251,17 +253,19 @@ COMPILED = {
         "attention_short.cu: attend_short<half_bits, 128, 128, 64, 2, 8, false>",
     ),
 }
-"""By what it is: a file, a text of it, what stands there instead; and the kernel whose machine code for sm_90a shows
-narrower loads, fewer tensor cores, longer loops, more registers, or some that are spilled."""
+"""Faults by name: a file, a text of it and its replacement, and the kernel that detects it.
+
+Its machine code for sm_90a shows narrower loads, fewer tensor cores, longer loops, more registers, or spills.
+"""
 
 OF_QWEN = (
     *("_gated_unit", "_of_the_same_rows", "_sum_norm_and_factor", "_norm_and_factor"),
     *("_delta_inputs", "_gated_norm", "_with_save", "_times_sigmoid"),
 )
-LAUNCHED = {
+EXPECTED_LAUNCHES = {
     "qwen35": (34, OF_QWEN),
     "qwen3next": (40, ("_route", "_unit_of_all_experts", "_sum_with_other", "_heads_of_attention")),
     "qwen3moe": (27, ("_route", "_unit_of_experts", "_sum_of_experts")),
     "llama": (23, ("_gated_unit", "_heads_of_attention", "_norm_and_factor")),
 }
-"""By model: the launches of a decoded token, and the chains of which each saves some of them."""
+"""By model: the launches of a decoded token, and the chains that each save some of them."""

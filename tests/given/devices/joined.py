@@ -6,14 +6,14 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-from .devices_meet import DTYPES, Part, Rig
+from .devices_meet import DTYPES, CollectiveRig, DeviceStep
 
 
 class JoinedDevices:
-    """Where devices of these numbers meet; with `everybody` they are a team of so many."""
+    """A group of the devices with these numbers; `group_size` counts all devices of a larger group."""
 
-    def __init__(self, backend, numbers, everybody=0):
-        self.backend, self.everybody = backend, everybody
+    def __init__(self, backend, numbers, group_size=0):
+        self.backend, self.everybody = backend, group_size
         self.devices = [backend.device(number) for number in numbers]
         self._lock, self._begun = threading.Lock(), {}
 
@@ -21,28 +21,28 @@ class JoinedDevices:
         return JoinedDevice(self, rank)
 
     def result(self, members, me, part, runs=()):
-        """What the member `me` of these has then; `runs` are its own of what is cut."""
+        """Return the result of the member `me`; `runs` are its own ranges of a sharded value."""
         with self._lock:
-            meeting = self._begun.setdefault(members, _Meeting(self, members))
-        meeting.brought[me] = part, runs
-        meeting.barrier.wait()
-        return meeting.results[members.index(me)][0]
+            collective = self._begun.setdefault(members, _Collective(self, members))
+        collective.brought[me] = part, runs
+        collective.barrier.wait()
+        return collective.results[members.index(me)][0]
 
-    def run(self, meeting):
+    def run(self, collective):
         """The collective for which all have come."""
-        del self._begun[meeting.members]
-        brought = [meeting.brought[member] for member in meeting.members]
-        all_runs = tuple(runs for _, runs in brought)
-        parts = [[replace(p, attrs={**p.attrs, "runs": all_runs}) if "axis" in p.attrs else p] for p, _ in brought]
-        devices = [self.devices[member] for member in meeting.members]
-        rig = Rig(self.backend, parts, devices=devices, everybody=self.everybody)
-        meeting.results = rig.run()
-        are_dense = all(p.source is None or p.source.flags.c_contiguous for p, _ in brought)
+        del self._begun[collective.members]
+        operands = [collective.brought[member] for member in collective.members]
+        all_runs = tuple(runs for _, runs in operands)
+        parts = [[replace(p, attrs={**p.attrs, "runs": all_runs}) if "axis" in p.attrs else p] for p, _ in operands]
+        devices = [self.devices[member] for member in collective.members]
+        rig = CollectiveRig(self.backend, parts, devices=devices, group_size=self.everybody)
+        collective.results = rig.run()
+        are_dense = all(p.source is None or p.source.flags.c_contiguous for p, _ in operands)
         is_launched = all(len(replay._calls) == 1 for replay in rig.replays)
         assert is_launched or not are_dense, "dense operands need no memory of the host"
 
 
-class _Meeting:
+class _Collective:
     def __init__(self, place, members):
         self.members, self.brought, self.results = members, {}, []
         self.barrier = threading.Barrier(len(members), lambda: place.run(self))
@@ -55,20 +55,20 @@ class JoinedDevice:
         self.keeps_order = isinstance(place.backend.driver.library(place.devices), str)
         self.place, self.rank, self.devices, self.size = place, rank, place.devices, len(place.devices)
 
-    def _meet(self, into, part, runs=()):
+    def _run_collective(self, into, part, runs=()):
         into[...] = self.place.result(tuple(range(self.size)), self.rank, part, runs)
 
     def all_reduce(self, source, into, scratch, sequence):
-        self._meet(into, _part("all_reduce", source, into, {"sequence": sequence}, inplace=source is into))
+        self._run_collective(into, _part("all_reduce", source, into, {"sequence": sequence}, inplace=source is into))
 
     def all_gather(self, source, into, parts, sequence):
-        axis, runs = _cut([target for target, _ in parts[self.rank]])
-        self._meet(into, _part("all_gather", source, into, {"sequence": sequence, "axis": axis}), runs)
+        axis, runs = _find_axis([target for target, _ in parts[self.rank]])
+        self._run_collective(into, _part("all_gather", source, into, {"sequence": sequence, "axis": axis}), runs)
 
     def reduce_scatter(self, source, into, parts, sequence):
-        axis, runs = _cut([origin for _, origin in parts])
+        axis, runs = _find_axis([origin for _, origin in parts])
         attrs = {"sequence": sequence, "axis": axis, "rank": self.rank}
-        self._meet(into, _part("reduce_scatter", source, into, attrs), runs)
+        self._run_collective(into, _part("reduce_scatter", source, into, attrs), runs)
 
     def send(self, source, to, sequence):
         pair = tuple(sorted((self.rank, to)))
@@ -82,10 +82,10 @@ class JoinedDevice:
 
 def _part(op, source, into, attrs, *, inplace=False):
     strides = None if source is None else tuple(stride // source.itemsize for stride in source.strides)
-    return Part(op, source, into.shape, attrs, inplace, strides=strides)
+    return DeviceStep(op, source, into.shape, attrs, inplace, strides=strides)
 
 
-def _cut(indices):
-    """The axis of which a device has these runs, the last that is indexed."""
+def _find_axis(indices):
+    """Return the last axis that is indexed by runs."""
     ranges = [index[-1] for index in indices]
     return len(indices[0]) - 1, tuple((r.start, r.stop - r.start) for r in ranges if r.start < r.stop)

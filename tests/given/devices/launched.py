@@ -11,15 +11,15 @@ from hocket.backends.cupy.device.driver import Launch, one_by_one
 from hocket.backends.cupy.emulation.emulated_driver import EmulatedDriver
 from hocket.backends.cupy.resources import recorded
 
-LAUNCHED: set[str] = set()
-"""By the tests of this process, and, where these are all, by those of the processes that it has started."""
+LAUNCHED_KERNELS: set[str] = set()
+"""Kernels that tests of this process have launched, and in the main process the kernels of its workers as well."""
 
 
 def pytest_configure() -> None:
     record = EmulatedDriver.record
 
     def noting(self, steps, on):
-        LAUNCHED.update(str(step.kernel) for step in one_by_one(steps) if isinstance(step, Launch))
+        LAUNCHED_KERNELS.update(str(step.kernel) for step in one_by_one(steps) if isinstance(step, Launch))
         return record(self, steps, on)
 
     EmulatedDriver.record = noting
@@ -27,16 +27,16 @@ def pytest_configure() -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["launched"] = sorted(LAUNCHED)
+        session.config.workeroutput["launched"] = sorted(LAUNCHED_KERNELS)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    LAUNCHED.update(getattr(node, "workeroutput", {}).get("launched", ()))
+    LAUNCHED_KERNELS.update(getattr(node, "workeroutput", {}).get("launched", ()))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     kernels = recorded().kernels.keys()
     terminalreporter.section("kernels that no test has run")
-    terminalreporter.write_line("\n".join(sorted(kernels - LAUNCHED)))
-    terminalreporter.write_line(f"{len(kernels & LAUNCHED)} of {len(kernels)} were run")
+    terminalreporter.write_line("\n".join(sorted(kernels - LAUNCHED_KERNELS)))
+    terminalreporter.write_line(f"{len(kernels & LAUNCHED_KERNELS)} of {len(kernels)} were run")

@@ -29,8 +29,10 @@ Choice = tuple[tiled.Tile, int]
 
 @contextmanager
 def tiles_of(choose: Callable[[Operand, bool], Choice]) -> Iterator[None]:
-    """Products of many tokens take what is chosen for a weight, and for whether all its matrices have as many tokens,
-    however few tiles that are."""
+    """Choose the tiles of products with many tokens by `choose`, for any number of tiles.
+
+    `choose` gets a weight, and whether all its matrices have equally many tokens.
+    """
     tried.cache_clear()  # it knows how much scratch other tiles take
     chosen = patch.object(tiled, "shape_of_tiles", lambda _launches, w, _entries, _n, is_even: choose(w, is_even))
     try:
@@ -45,7 +47,7 @@ def operand(array: np.ndarray) -> Operand:
     return Operand(array.ctypes.data, Tensor(0, 0, array.shape, contiguous_strides(array.shape), dtype))
 
 
-def rounded(x: np.ndarray, driver: EmulatedDriver) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def quantise_rows(x: np.ndarray, driver: EmulatedDriver) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows as the kernel rounds them: codes, scales, and the numbers that they stand for."""
     rows, columns = x.shape
     codes, scales = np.zeros((rows, columns), np.int8), np.zeros((rows, columns // 32, 4), np.float32)
@@ -59,17 +61,17 @@ def rounded(x: np.ndarray, driver: EmulatedDriver) -> tuple[np.ndarray, np.ndarr
 
 
 def product(dtype: DType, rows: int, columns: int, tokens: int, backend: EmulatedBackend):
-    """A product, and what it must be: exact in the rounded activations."""
+    """Return a product and its expected result, exact for the rounded activations."""
     rng = np.random.default_rng((rows, columns, tokens))
     raw, x = random_rows(dtype, rows, columns, rng), rng.standard_normal((tokens, columns)).astype(np.float32)
     graph = Graph({"y": ops.mul_mat(weight("w", (rows, columns), dtype), input("x", (tokens, columns)))})
     run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": raw})
-    meant = rounded(x, EmulatedDriver())[2].reshape(tokens, columns)
+    meant = quantise_rows(x, EmulatedDriver())[2].reshape(tokens, columns)
     w = dequantise(raw, dtype).astype(np.float64)
     return [run.run({"x": x})["y"] for _ in range(4)], meant @ w.T, np.abs(meant) @ np.abs(w).T
 
 
-def halves(array: np.ndarray, dtype: DType) -> np.ndarray:
+def to_half_bits(array: np.ndarray, dtype: DType) -> np.ndarray:
     """Float32 as the bits of a type of 16 bits, to the nearest, ties to even."""
     if dtype is DType.F16:
         return array.astype(np.float16)
@@ -77,36 +79,36 @@ def halves(array: np.ndarray, dtype: DType) -> np.ndarray:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
-def widened(array: np.ndarray) -> np.ndarray:
-    """What `halves` gives, as float64."""
+def half_bits_to_float64(array: np.ndarray) -> np.ndarray:
+    """Return the numbers of `to_half_bits` as float64."""
     if array.dtype == np.float16:
         return array.astype(np.float64)
     return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 def dense(dtype: DType, rows: int, columns: int, tokens: int, backend: DriverBackend, is_exact: bool = True):
-    """A product with weights of 16 bits in four orders of threads, what it must be, and the size of its terms.
+    """Return a 16-bit product in four orders of threads, its expected result, and the size of its terms.
 
     Rows of x are of different sizes.
     """
     rng = np.random.default_rng((rows, columns, tokens))
-    w = halves(rng.standard_normal((rows, columns)).astype(np.float32), dtype)
+    w = to_half_bits(rng.standard_normal((rows, columns)).astype(np.float32), dtype)
     x = (rng.standard_normal((tokens, columns)) * 10.0 ** rng.integers(-6, 6, (tokens, 1))).astype(np.float32)
     graph = Graph({"y": ops.mul_mat(weight("w", w.shape, dtype), input("x", x.shape), exact=is_exact)})
     run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": w})
-    wide = widened(w)
+    wide = half_bits_to_float64(w)
     return [run.run({"x": x})["y"] for _ in range(4)], x @ wide.T, np.abs(x) @ np.abs(wide).T
 
 
-def unpacked(dtype: DType, rows: int, columns: int, tokens: int, backend: DriverBackend):
-    """A product with packed weights that become bfloat16, as x does, in four orders of threads.
+def run_unpacked_product(dtype: DType, rows: int, columns: int, tokens: int, backend: DriverBackend):
+    """Return a product with packed weights that become bfloat16, as x does, in four orders of threads.
 
-    Also what it must be, and the size of its terms.
+    Also return the expected result and the size of its terms.
     """
     rng = np.random.default_rng((rows, columns, tokens))
     raw, x = random_rows(dtype, rows, columns, rng), rng.standard_normal((tokens, columns)).astype(np.float32)
     graph = Graph({"y": ops.mul_mat(weight("w", (rows, columns), dtype), input("x", x.shape))})
     with patch.object(tiled, "WORTH", 0):
         run = load(plan_for(graph, [(backend, backend.device(0))]), {"w": raw})
-    w, x16 = (widened(halves(array, DType.BF16)) for array in (dequantise(raw, dtype), x))
+    w, x16 = (half_bits_to_float64(to_half_bits(array, DType.BF16)) for array in (dequantise(raw, dtype), x))
     return [run.run({"x": x})["y"] for _ in range(4)], x16 @ w.T, np.abs(x16) @ np.abs(w).T

@@ -1,4 +1,4 @@
-"""In what a kernel is worse than what was recorded of it: of its machine code, or of what it asks of memory."""
+"""Regressions of kernels against the recorded values of their machine code and memory accesses."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from hocket.backends.cupy.emulation.access_budget import build_access_rows
 from ..models.goldens import ROOT
 
 SLACK, MORE = 8, 1.1
-"""Registers and instructions by which compilers of other versions may differ, and the part of them, or of accesses."""
+"""Allowed differences between compiler versions: registers or instructions, and the ratio of counts or accesses."""
 PAGE = ROOT / "benchmarks" / "kernels_cuda.md"
-"""What kernels ask of memory; docs/add-a-cuda-kernel.md says how it is written."""
+"""The recorded memory accesses of kernels; docs/add-a-cuda-kernel.md describes how to write them."""
 
 
-def worse(now, before):
-    """In what a row is worse than the one that is recorded."""
+def find_resource_regressions(now, before):
+    """Return the resources in which a row is worse than the recorded one."""
     if now.registers > before.registers + SLACK:
         yield f"{now.registers} registers in place of {before.registers}"
     if now.shared != before.shared:
@@ -47,8 +47,10 @@ def at_once():
     return {m[1]: (int(m[2]), int(m[3] or 0)) for m in row.finditer(PAGE.read_text("utf-8"))}
 
 
-def unlike_page(counted):
-    """What a launch asks for more often than is recorded, and what it does less of at the same time."""
+def find_access_regressions(counted):
+    """Return the counters of a launch that exceed the recorded ones, and the counters that are smaller at the
+    same time.
+    """
     known, (threads, copies) = requests(), at_once().get(counted.kernel, (0, 0))
     for row in build_access_rows(counted):
         if row.requests > MORE * known.get((row.kernel, row.access_kind), 0):

@@ -1,4 +1,4 @@
-"""What tests of machine code need, which not every machine has."""
+"""Requirements of tests of machine code, which some machines lack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hocket.graph.errors import BackendError
 
 
 def needs(*tools: Callable[[], object]) -> None:
-    """Skip the test where one of the tools is missing, each of which raises `BackendError` then."""
+    """Skip the test if one of the tools is missing; a missing tool raises `BackendError`."""
     try:
         for tool in tools:
             tool()

@@ -9,7 +9,7 @@ T, E, H, KV, D, F, C = 2, 16, 8, 4, 4, 24, 6
 
 
 def decoder(layers: int, *, kv_heads: int = KV) -> Graph:
-    """So many layers, each with its caches; the last chooses rows, as models of files do."""
+    """Build a decoder of `layers` layers with caches; the last layer selects rows, as models of files do."""
     x, pos, slots = input("x", (T, E)), input("pos", (1, T), "i32"), input("slots", (T,), "i32")
     mask = ops.causal_mask(ops.reshape(pos, shape=(T,)), cells=C, name="mask")
     updates: dict[Value, Value] = {}

@@ -1,4 +1,4 @@
-"""Graphs that are no language models, for whatever draws graphs: a vision transformer, a mixer, an encoder-decoder."""
+"""Graphs other than language models, for tests of views: a vision transformer, a mixer, an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def linear(name: str, x: Value, n: int) -> Value:
     return ops.add(ops.mul_mat(weight(f"{name}.weight", (n, x.shape[-1])), x), weight(f"{name}.bias", (n,)))
 
 
-def normed(name: str, x: Value) -> Value:
+def add_norm(name: str, x: Value) -> Value:
     return ops.mul(ops.norm(x, eps=1e-6), weight(f"{name}.scale", (x.shape[-1],)))
 
 
-def attended(name: str, x: Value, memory: Value, heads: int = 4) -> Value:
+def add_attention(name: str, x: Value, memory: Value, heads: int = 4) -> Value:
     (t, n), s = x.shape, memory.shape[0]
     q = ops.permute(ops.reshape(linear(f"{name}.q", x, n), shape=(t, heads, n // heads)), axes=(1, 0, 2))
     k = ops.permute(ops.reshape(linear(f"{name}.k", memory, n), shape=(s, heads, n // heads)), axes=(1, 0, 2))
@@ -34,33 +34,33 @@ def perceptron(name: str, x: Value) -> Value:
 def vision_transformer(layers: int = 6) -> Graph:
     x = linear("patches", input("image", (16, 12)), WIDTH)
     for i in range(layers):
-        a = normed(f"encoder.{i}.norm1", x)
-        x = ops.add(x, attended(f"encoder.{i}.attention", a, a))
-        x = ops.add(x, perceptron(f"encoder.{i}.mlp", normed(f"encoder.{i}.norm2", x)))
-    return Graph({"classes": linear("head", normed("norm", x), 10)})
+        a = add_norm(f"encoder.{i}.norm1", x)
+        x = ops.add(x, add_attention(f"encoder.{i}.attention", a, a))
+        x = ops.add(x, perceptron(f"encoder.{i}.mlp", add_norm(f"encoder.{i}.norm2", x)))
+    return Graph({"classes": linear("head", add_norm("norm", x), 10)})
 
 
 def mixer(layers: int = 5) -> Graph:
     x = linear("stem", input("image", (16, 12)), WIDTH)
     for i in range(layers):
-        turned = ops.cont(ops.transpose(normed(f"mix.{i}.tokens.norm", x)))
-        x = ops.add(x, ops.cont(ops.transpose(perceptron(f"mix.{i}.tokens", turned))))
-        x = ops.add(x, perceptron(f"mix.{i}.channels", normed(f"mix.{i}.channels.norm", x)))
+        transposed = ops.cont(ops.transpose(add_norm(f"mix.{i}.tokens.norm", x)))
+        x = ops.add(x, ops.cont(ops.transpose(perceptron(f"mix.{i}.tokens", transposed))))
+        x = ops.add(x, perceptron(f"mix.{i}.channels", add_norm(f"mix.{i}.channels.norm", x)))
     return Graph({"classes": linear("head", x, 10)})
 
 
 def encoder_decoder(layers: int = 4) -> Graph:
     x = linear("embed.source", input("source", (8, WIDTH)), WIDTH)
     for i in range(layers):
-        a = normed(f"encoder.{i}.norm1", x)
-        x = ops.add(x, attended(f"encoder.{i}.own", a, a))
-        x = ops.add(x, perceptron(f"encoder.{i}.mlp", normed(f"encoder.{i}.norm2", x)))
+        a = add_norm(f"encoder.{i}.norm1", x)
+        x = ops.add(x, add_attention(f"encoder.{i}.own", a, a))
+        x = ops.add(x, perceptron(f"encoder.{i}.mlp", add_norm(f"encoder.{i}.norm2", x)))
     y = linear("embed.target", input("target", (4, WIDTH)), WIDTH)
     for i in range(layers):
-        a = normed(f"decoder.{i}.norm1", y)
-        y = ops.add(y, attended(f"decoder.{i}.own", a, a))
-        y = ops.add(y, attended(f"decoder.{i}.cross", normed(f"decoder.{i}.norm2", y), x))
-        y = ops.add(y, perceptron(f"decoder.{i}.mlp", normed(f"decoder.{i}.norm3", y)))
+        a = add_norm(f"decoder.{i}.norm1", y)
+        y = ops.add(y, add_attention(f"decoder.{i}.own", a, a))
+        y = ops.add(y, add_attention(f"decoder.{i}.cross", add_norm(f"decoder.{i}.norm2", y), x))
+        y = ops.add(y, perceptron(f"decoder.{i}.mlp", add_norm(f"decoder.{i}.norm3", y)))
     return Graph({"words": linear("head", y, 16)})
 
 
@@ -82,8 +82,8 @@ def random_nodes(count: int = 2000, seed: int = 3) -> Graph:
     pick = random.Random(seed)
     values = [input("x", (4, 8)), weight("w", (4, 8))]
     while len(values) < count:
-        near, far = values[-1 - pick.randrange(min(12, len(values)))], values[pick.randrange(len(values))]
-        a, b = (near, far) if pick.random() < 0.1 else (near, values[-1])
+        recent_value, any_value = values[-1 - pick.randrange(min(12, len(values)))], values[pick.randrange(len(values))]
+        a, b = (recent_value, any_value) if pick.random() < 0.1 else (recent_value, values[-1])
         values.append(pick.choice([ops.add, ops.mul, ops.sub])(a, b))
     used = {s for v in values for s in v.node.inputs}
     return Graph({f"y{i}": v for i, v in enumerate(v for v in values if v not in used)})

@@ -22,7 +22,7 @@ Pick = Callable[[int, int], int]
 
 SIZES = (0, 1, 2, 3, 5, 7, 13, 32)
 LARGEST = 4096
-"""Elements of a value; what would be larger is not built, so that references stay fast."""
+"""The size limit of a value in elements; larger ones are not built, so that references stay fast."""
 
 PLAIN_NAMES = ("up", "norm", "blk.0.attn_q", "out", "up")
 HOSTILE_NAMES = (
@@ -60,15 +60,15 @@ class Builder:
 
     def key(self) -> str:
         """A name for a leaf, used once."""
-        wanted = self.name() or "leaf"
-        name = wanted
+        base_name = self.name() or "leaf"
+        name = base_name
         while name in self.taken:
-            name = f"{wanted}.{len(self.taken)}"
+            name = f"{base_name}.{len(self.taken)}"
         self.taken.add(name)
         return name
 
     def leaf(self, shape: Sequence[int], dtypes: Sequence[str] = ("f32", "f16", "bf16")) -> Value:
-        """A new input, weight, state or constant of floats, or what `dtypes` says."""
+        """Return a new input, weight, state or constant of one of `dtypes`."""
         kind, dtype = self.pick(0, 7), str(self.choose(dtypes))
         if kind == 0 and dtype in ("f32", "f16"):
             values = np.linspace(-1.0, 1.0, math.prod(shape)).reshape(shape)
@@ -91,8 +91,8 @@ class Builder:
 
     def like(self, shape: tuple[int, ...]) -> Value:
         """A float value of this very shape."""
-        alike = [v for v in self.values if v.dtype.is_float and v.shape == shape]
-        return alike[self.pick(0, len(alike) - 1)] if alike and self.pick(0, 3) else self.leaf(shape)
+        same_shape = [v for v in self.values if v.dtype.is_float and v.shape == shape]
+        return same_shape[self.pick(0, len(same_shape) - 1)] if same_shape and self.pick(0, 3) else self.leaf(shape)
 
     def keep(self, *values: Value) -> None:
         self.values += [v for v in values if v.spec.size <= LARGEST]
@@ -108,7 +108,7 @@ def unary(b: Builder) -> None:
     b.keep(UNARY[b.pick(0, len(UNARY) - 1)](b.value(), name=b.name()))
 
 
-def scaled(b: Builder) -> None:
+def add_scale(b: Builder) -> None:
     bias = {"bias": 0.5} if b.pick(0, 1) else {}
     b.keep(ops.scale(b.value(), scale=(-0.5, 2.0, 1.0)[b.pick(0, 2)], name=b.name(), **bias))
 
@@ -125,12 +125,12 @@ def binary(b: Builder) -> None:
     b.keep((ops.add, ops.sub, ops.mul)[b.pick(0, 2)](a, other, name=b.name()))
 
 
-def normed(b: Builder) -> None:
+def add_norm(b: Builder) -> None:
     make = (ops.rms_norm, ops.l2_norm)[b.pick(0, 1)]
     b.keep(make(b.value(low=1), eps=(1e-6, 1e-3)[b.pick(0, 1)], name=b.name()))
 
 
-def gated(b: Builder) -> None:
+def add_gated_product(b: Builder) -> None:
     gate = b.value()
     b.keep(ops.swiglu(gate, b.like(gate.shape), name=b.name()))
 
@@ -147,7 +147,7 @@ def softmax(b: Builder) -> None:
     b.keep(ops.softmax(x, mask, b.leaf((h,), ("f32",)) if b.pick(0, 1) else None, scale=0.5, name=b.name()))
 
 
-def reshaped(b: Builder) -> None:
+def add_reshape(b: Builder) -> None:
     """Split one axis, or merge two neighbours, or flatten."""
     x = b.value(low=1)
     axis = b.pick(0, len(x.shape) - 1)
@@ -162,7 +162,7 @@ def reshaped(b: Builder) -> None:
     b.keep(ops.reshape(x, shape=shape, name=b.name()))
 
 
-def permuted(b: Builder) -> None:
+def add_permutation(b: Builder) -> None:
     x = b.value()
     left, axes = list(range(len(x.shape))), []
     while left:
@@ -170,11 +170,11 @@ def permuted(b: Builder) -> None:
     b.keep(ops.permute(x, axes=tuple(axes), name=b.name()))
 
 
-def transposed(b: Builder) -> None:
+def add_transpose(b: Builder) -> None:
     b.keep(ops.transpose(b.value(low=2), name=b.name()))
 
 
-def sliced(b: Builder) -> None:
+def add_slice(b: Builder) -> None:
     x = b.value(low=1)
     axis = b.pick(-len(x.shape), len(x.shape) - 1)
     start = b.pick(0, x.shape[axis])
@@ -187,7 +187,7 @@ def broadcast(b: Builder) -> None:
     b.keep(ops.broadcast(x, shape=(2,) * b.pick(0, 1) + shape, name=b.name()))
 
 
-def joined(b: Builder) -> None:
+def add_concat(b: Builder) -> None:
     x = b.value(low=1)
     axis = b.pick(0, len(x.shape) - 1)
     other = b.leaf((*x.shape[:axis], b.size(), *x.shape[axis + 1 :]), (str(x.dtype),))
@@ -195,13 +195,13 @@ def joined(b: Builder) -> None:
     b.keep(ops.concat(*(pair if b.pick(0, 1) else pair[::-1]), axis=axis, name=b.name()))
 
 
-def gathered(b: Builder) -> None:
+def add_row_gather(b: Builder) -> None:
     rows = b.pick(1, 13)
     ids = b.leaf((b.pick(0, 5),), ("i32", "i64"))
     b.keep(ops.get_rows(b.weight((rows, b.size())), ids, name=b.name()))
 
 
-def cached(b: Builder) -> None:
+def add_cache(b: Builder) -> None:
     """Rows set in a state, which is read before and after."""
     x = b.value(lambda v: len(v.shape) == 2 and v.shape[0] <= 13, low=2)
     if len(x.shape) != 2:
@@ -212,7 +212,7 @@ def cached(b: Builder) -> None:
     b.keep(cache, new)
 
 
-def rotated(b: Builder) -> None:
+def add_rope(b: Builder) -> None:
     t, h, half = b.pick(0, 5), b.pick(1, 3), b.pick(1, 4)
     x = b.like((t, h, 2 * half))
     factors = weight(b.key(), (half,)) if b.pick(0, 1) else None
@@ -220,7 +220,7 @@ def rotated(b: Builder) -> None:
     b.keep(ops.rope(x, pos, factors, n_dims=2 * half, mode=("normal", "neox")[b.pick(0, 1)], name=b.name()))
 
 
-def attended(b: Builder) -> None:
+def add_attention(b: Builder) -> None:
     """Attention with every choice of its two optional operands."""
     t, s, h, g, d, e = b.pick(0, 3), b.size(), b.pick(1, 3), b.pick(1, 3), b.size(), b.size()
     q, k, v = b.like((t, h * g, d)), b.leaf((s, h, d)), b.leaf((s, h, e))
@@ -229,14 +229,14 @@ def attended(b: Builder) -> None:
     b.keep(ops.attention(q, k, v, mask, sinks, scale=0.25, name=b.name()))
 
 
-def masked(b: Builder) -> None:
+def add_mask(b: Builder) -> None:
     pos = b.leaf((b.pick(0, 5),), ("i32",))
     seen = ops.causal_mask(pos, cells=b.pick(0, 9), window=b.pick(0, 3), name=b.name())
     h = b.pick(1, 3)
     b.keep(ops.softmax(b.leaf((h, *seen.shape)), seen, name=b.name()))
 
 
-def convolved(b: Builder) -> None:
+def add_convolution(b: Builder) -> None:
     x = b.value(lambda v: len(v.shape) >= 2 and v.shape[-2] >= 1, low=2)
     taps = b.pick(1, max(1, min(4, x.shape[-2])))
     if x.shape[-2] >= taps:
@@ -244,7 +244,7 @@ def convolved(b: Builder) -> None:
 
 
 def recurrent(b: Builder) -> None:
-    """A node with two results, one of which is the new value of a state."""
+    """Add a node with two results; one is the new value of a state."""
     t, h, r, d, e = b.pick(0, 3), b.pick(1, 3), b.pick(1, 3), b.pick(1, 5), b.pick(1, 5)
     q, k, v = b.like((t, h, d)), b.leaf((t, h, d)), b.leaf((t, h * r, e))
     g, beta = b.leaf((t, h * r, (1, d)[b.pick(0, 1)]), ("f32",)), b.leaf((t, h * r), ("f32",))
@@ -256,10 +256,24 @@ def recurrent(b: Builder) -> None:
     b.keep(out, *([new] if b.pick(0, 1) else []))
 
 
-VIEWS = (reshaped, permuted, transposed, sliced, broadcast)
+VIEWS = (add_reshape, add_permutation, add_transpose, add_slice, broadcast)
 STEPS = (
-    *(unary, scaled, cast, binary, binary, normed, gated, product, product, softmax, joined, gathered, cached),
-    *(rotated, attended, masked, convolved, recurrent, *VIEWS),
+    *(
+        unary,
+        add_scale,
+        cast,
+        binary,
+        binary,
+        add_norm,
+        add_gated_product,
+        product,
+        product,
+        softmax,
+        add_concat,
+        add_row_gather,
+        add_cache,
+    ),
+    *(add_rope, add_attention, add_mask, add_convolution, recurrent, *VIEWS),
 )
 
 

@@ -1,8 +1,10 @@
-"""Graphs of a seed that go after the planner: every op of the registry on operands that are cut, owed, sliced or
-shared, and the shapes of networks in which one factor meets itself.
+"""Graphs of a seed that test the planner.
 
-`wide_graph(7)` is always the same graph.  It begins with values that can be cut, grows by steps, and every op comes
-with the shapes of its own samples.  Sizes are few, so that axes of different values meet.
+They have every op of the registry on operands that are sharded, partial sums, sliced or shared, and network shapes
+that use one factor twice.
+
+`wide_graph(7)` is always the same graph. It begins with values that can be sharded, grows by steps, and every op
+comes with the shapes of its own samples. There are few sizes, so that axes of different values match.
 """
 
 from __future__ import annotations
@@ -59,14 +61,14 @@ class Builder(PlainBuilder):
         known = self.floats(lambda v: len(v.shape) >= low)
         if known and self.random.random() < 0.85:
             return self.random.choice(known[-8:] if self.random.random() < 0.6 else known)
-        return self.grown(tuple(self.size() for _ in range(self.random.randint(low, max(low, 3)))))
+        return self.grow_value(tuple(self.size() for _ in range(self.random.randint(low, max(low, 3)))))
 
     def like(self, shape: tuple[int, ...]) -> Value:
         known = self.floats(lambda v: v.shape == shape)
-        return self.random.choice(known) if known and self.random.random() < 0.6 else self.grown(shape)
+        return self.random.choice(known) if known and self.random.random() < 0.6 else self.grow_value(shape)
 
-    def grown(self, shape: tuple[int, ...]) -> Value:
-        """A new float value of `shape`: a leaf, or a product of which an axis can be cut or a sum is owed."""
+    def grow_value(self, shape: tuple[int, ...]) -> Value:
+        """Return a new float value of `shape`: a leaf, or a product with an axis to shard or a partial sum."""
         how = self.random.randrange(7)
         if how == 0 or not shape:
             return input(self.key(), shape)
@@ -75,15 +77,15 @@ class Builder(PlainBuilder):
         if how == 2 and self.random.random() < 0.5:
             return state(self.key(), shape)
         if how == 3 and len(shape) >= 2:  # cut along an outer axis
-            other = self.grown((*shape[:-2], shape[-1], shape[-2]))
+            other = self.grow_value((*shape[:-2], shape[-1], shape[-2]))
             return ops.cont(ops.transpose(other)) if self.random.random() < 0.7 else ops.transpose(other)
         k = self.size() or 4
         rows = shape[:-1] if len(shape) > 1 else (1,)
         x = self.like((*rows, k)) if self.random.random() < 0.3 else input(self.key(), (*rows, k))
         if self.random.random() < 0.4:  # its contraction is cut as well
             x = ops.silu(ops.mul_mat(weight(self.key(), (k, 4)), input(self.key(), (*rows, 4))))
-        made = ops.mul_mat(weight(self.key(), (shape[-1], k)), x)
-        return made if made.shape == shape else ops.reshape(made, shape=shape)
+        new_value = ops.mul_mat(weight(self.key(), (shape[-1], k)), x)
+        return new_value if new_value.shape == shape else ops.reshape(new_value, shape=shape)
 
     def keep(self, *values: Value) -> None:
         self.values += [v for v in values if v.spec.size <= LARGEST]
@@ -106,9 +108,9 @@ def product(b: Builder) -> None:
     elif how == 3:
         y = ops.mul_mat(b.like((b.size(), n)), ops.cont(ops.transpose(x)))
     else:
-        kept = [v for v in b.values if v.node.op == "weight" and len(v.shape) == 2 and v.shape[-1] == k]
-        shared = bool(kept) and b.random.random() < 0.4
-        y = ops.mul_mat(b.random.choice(kept) if shared else b.leaf_weight((b.size(), k)), x)
+        weights = [v for v in b.values if v.node.op == "weight" and len(v.shape) == 2 and v.shape[-1] == k]
+        shared = bool(weights) and b.random.random() < 0.4
+        y = ops.mul_mat(b.random.choice(weights) if shared else b.leaf_weight((b.size(), k)), x)
     b.keep(y)
 
 
@@ -116,18 +118,18 @@ def symmetric(b: Builder) -> None:
     """A matrix and its transpose, added, multiplied or laid side by side."""
     n = b.size()
     w = b.like((n, n))
-    turned = ops.cont(ops.transpose(w)) if b.random.random() < 0.7 else ops.transpose(w)
+    transposed = ops.cont(ops.transpose(w)) if b.random.random() < 0.7 else ops.transpose(w)
     how = b.random.randrange(4)
     if how < 2:
-        y = (ops.add, ops.mul)[how](w, turned)
+        y = (ops.add, ops.mul)[how](w, transposed)
     elif how == 2:
-        y = ops.concat(w, turned, axis=b.random.randrange(2))
+        y = ops.concat(w, transposed, axis=b.random.randrange(2))
     else:
-        y = ops.mul_mat(w, turned)
+        y = ops.mul_mat(w, transposed)
     b.keep(w, y)
 
 
-def pieces(b: Builder) -> None:
+def add_split_and_join(b: Builder) -> None:
     """An axis in pieces, which come together again in this or another order, or go their own ways."""
     x = b.any_value()
     axis = b.random.randrange(len(x.shape))
@@ -148,7 +150,7 @@ def pieces(b: Builder) -> None:
 
 
 def slice_of_a_weight(b: Builder) -> None:
-    """The product of a part of a weight, and that of all of it."""
+    """Add the product of a slice of a weight, and the product of the whole."""
     x = b.any_value(2)
     w = b.leaf_weight((b.size() + 1, x.shape[-1]))
     start = b.random.randint(0, w.shape[0])
@@ -169,7 +171,7 @@ def seen_otherwise(b: Builder) -> None:
         b.keep(ops.mul_mat(ops.cont(ops.transpose(w)), b.like((b.size(), n * f))))
 
 
-def regrouped(b: Builder) -> None:
+def add_reshape(b: Builder) -> None:
     """A reshape that splits, merges or both."""
     x = b.any_value()
     sizes = [n for n in x.shape if n != 1] or [1]
@@ -185,7 +187,7 @@ def regrouped(b: Builder) -> None:
         b.keep(ops.reshape(ops.transpose(y), shape=(flat,)) if b.random.random() < 0.5 else ops.cont(ops.transpose(y)))
 
 
-def written(b: Builder) -> None:
+def add_partial_write(b: Builder) -> None:
     """`set` and `acc` of one value into another: cut into owed, owed into cut, and all others."""
     a = b.any_value()
     shape = tuple(b.random.randint(0 if n == 0 else 1, n) for n in a.shape)
@@ -205,7 +207,7 @@ def unary(b: Builder) -> None:
     b.keep(b.random.choice(UNARY)(b.any_value()))
 
 
-def reduced(b: Builder) -> None:
+def add_reduction(b: Builder) -> None:
     x = b.any_value()
     how = b.random.randrange(6)
     if how == 0:
@@ -233,7 +235,7 @@ def looked_up(b: Builder) -> None:
         b.keep(ops.set_rows(b.like((n + b.size(), d)), b.like((n, d)), ids))
 
 
-def remembered(b: Builder) -> None:
+def add_state(b: Builder) -> None:
     """A state with a new value of any kind, read before or after."""
     x = b.any_value()
     old = state(b.key(), x.shape, x.dtype)
@@ -241,8 +243,8 @@ def remembered(b: Builder) -> None:
     new = x if how == 0 else ops.add(old, x) if how == 1 else ops.mul(x, old) if how == 2 else old
     if how == 3 and len(x.shape) >= 1 and x.shape[0]:
         start = b.random.randint(0, x.shape[0])
-        kept = ops.slice_(old, axis=0, start=start, stop=x.shape[0])
-        new = ops.concat(kept, ops.slice_(x, axis=0, start=0, stop=start), axis=0)
+        old_rows = ops.slice_(old, axis=0, start=start, stop=x.shape[0])
+        new = ops.concat(old_rows, ops.slice_(x, axis=0, start=0, stop=start), axis=0)
     b.updates[old] = new
     b.keep(old, new)
     if b.random.random() < 0.3:
@@ -251,7 +253,7 @@ def remembered(b: Builder) -> None:
         b.keep(other)
 
 
-def attended(b: Builder) -> None:
+def add_attention(b: Builder) -> None:
     """Heads from products, odd in number, grouped or not; with the op or by hand."""
     t, h, g, d = b.size() or 1, b.random.choice((1, 2, 3, 5)), b.random.choice((1, 2, 3)), b.random.choice((2, 4))
     e = b.random.choice((4, 6))
@@ -271,7 +273,7 @@ def attended(b: Builder) -> None:
     b.keep(ops.mul_mat(b.leaf_weight((e, h * g * d)), ops.reshape(y, shape=(t, h * g * d))))
 
 
-def mixed(b: Builder) -> None:
+def add_mixer(b: Builder) -> None:
     """An MLP-mixer: products over tokens and over channels in turn."""
     t, e = b.size() or 1, b.size() or 1
     x = b.like((t, e))
@@ -283,7 +285,7 @@ def mixed(b: Builder) -> None:
 
 
 def down_and_up(b: Builder) -> None:
-    """A U-net: pairs are merged, processed and parted again, and the way round is laid beside."""
+    """Add a U-net: pairs are merged, processed and split again, and the bypass is concatenated."""
     t, e = 2 * (b.size() or 1), b.size() or 1
     x = b.like((t, e))
     low = ops.silu(ops.mul_mat(b.leaf_weight((e, 2 * e)), ops.reshape(x, shape=(t // 2, 2 * e))))
@@ -321,7 +323,7 @@ def spread(b: Builder) -> None:
             b.keep(ops.sum_rows(ops.cont(ops.permute(wide, axes=(*range(1, len(wide.shape)), 0)))))
 
 
-def turned(b: Builder) -> None:
+def add_transpose(b: Builder) -> None:
     x = b.any_value(2)
     axes = list(range(len(x.shape)))
     b.random.shuffle(axes)
@@ -335,10 +337,10 @@ def any_op(b: Builder) -> None:
 
 
 def sample(b: Builder, op: Op, text: str) -> None:
-    """The node of a sample whose operands are made here, in the range that the op declares."""
+    """Add the node of a sample with new operands, in the range that the op declares."""
     parts = parse_case(text)
     if any(isinstance(spec, Spec) and spec.dtype in (DType.Q8_1, DType.Q8_K) for spec in parts.values()):
-        return  # nobody dequantises these
+        return  # these are never dequantised
     operands: dict[str, Value] = {}
     for name, spec in parts.items():
         if not isinstance(spec, Spec):
@@ -350,10 +352,10 @@ def sample(b: Builder, op: Op, text: str) -> None:
         elif spec.dtype is not DType.F32:
             operands[name] = b.random.choice((input, weight))(b.key(), spec.shape, spec.dtype)
         else:
-            made = b.like(spec.shape) if b.random.random() < 0.8 else weight(b.key(), spec.shape)
-            if legal is not None and not made.node.is_leaf:
-                made = ops.clamp(made, min=float(legal.low), max=float(legal.high))
-            operands[name] = made
+            new_value = b.like(spec.shape) if b.random.random() < 0.8 else weight(b.key(), spec.shape)
+            if legal is not None and not new_value.node.is_leaf:
+                new_value = ops.clamp(new_value, min=float(legal.low), max=float(legal.high))
+            operands[name] = new_value
     built = op(**{**parts, **operands})
     results = (built,) if isinstance(built, Value) else built
     b.keep(*results)
@@ -362,7 +364,7 @@ def sample(b: Builder, op: Op, text: str) -> None:
         b.updates.setdefault(old, results[1])
 
 
-def applied(b: Builder) -> None:
+def add_any_op(b: Builder) -> None:
     """A node of any op on a value that is there, with a sample's attributes, where it fits."""
     op = REGISTRY[b.random.choice(OPS)]
     if not op.samples:
@@ -386,17 +388,40 @@ def plain(b: Builder) -> None:
 
 
 STEPS = (
-    *(product, product, product, symmetric, pieces, slice_of_a_weight, seen_otherwise, regrouped, regrouped),
-    *(written, binary, binary, unary, unary, reduced, looked_up, remembered, attended, mixed, down_and_up, expert),
-    *(spread, turned, any_op, any_op, any_op, applied, applied, plain, plain),
+    *(
+        product,
+        product,
+        product,
+        symmetric,
+        add_split_and_join,
+        slice_of_a_weight,
+        seen_otherwise,
+        add_reshape,
+        add_reshape,
+    ),
+    *(
+        add_partial_write,
+        binary,
+        binary,
+        unary,
+        unary,
+        add_reduction,
+        looked_up,
+        add_state,
+        add_attention,
+        add_mixer,
+        down_and_up,
+        expert,
+    ),
+    *(spread, add_transpose, any_op, any_op, any_op, add_any_op, add_any_op, plain, plain),
 )
 
 
 def wide_graph(seed: int) -> Graph:
-    """The graph of a seed, with one op in turn and whatever chance adds before and after."""
+    """Return the graph of a seed, with one op in turn and random additions before and after."""
     b = Builder(seed)
     for _ in range(b.random.randint(0, 2)):
-        b.keep(b.grown(tuple(b.size() for _ in range(b.random.randint(1, 3)))))
+        b.keep(b.grow_value(tuple(b.size() for _ in range(b.random.randint(1, 3)))))
     for left in reversed(range(b.random.randint(2, 14))):
         try:
             if left == 1:

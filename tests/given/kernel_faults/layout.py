@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .site import READS_ELSEWHERE, Fault, Site, wrong
+from .site import READS_ELSEWHERE, FaultSite, KernelFault, fault_in_result
 
 
-def _as_if_dense(site: Site, operand: int):
+def _as_if_dense(site: FaultSite, operand: int):
     """The operand read from its first byte on as if it had no gaps."""
     tensor = site.call.src[operand]
     if tensor is None:
@@ -20,7 +20,7 @@ def _as_if_dense(site: Site, operand: int):
     return [*site.src[:operand], dense, *site.src[operand + 1 :]]
 
 
-def _from_buffer_start(site: Site, operand: int):
+def _from_buffer_start(site: FaultSite, operand: int):
     """The operand's offset within its leaf forgotten, by one row or one element."""
     tensor = site.call.src[operand]
     memory, start = site.memory(tensor)
@@ -33,20 +33,22 @@ def _from_buffer_start(site: Site, operand: int):
     return [*site.src[:operand], moved, *site.src[operand + 1 :]]
 
 
-def ignores_strides(op: str, operand: int, name: str) -> Fault:
-    return wrong(op, f"strides of {name} ignored", lambda s: s.right(_as_if_dense(s, operand)), symptom=READS_ELSEWHERE)
+def ignores_strides(op: str, operand: int, name: str) -> KernelFault:
+    return fault_in_result(
+        op, f"strides of {name} ignored", lambda s: s.right(_as_if_dense(s, operand)), symptom=READS_ELSEWHERE
+    )
 
 
-def ignores_offset(op: str, operand: int, name: str) -> Fault:
+def ignores_offset(op: str, operand: int, name: str) -> KernelFault:
     """Only where the operand does not begin on 64 bytes, as with vector loads that round an address down."""
 
-    def compute(site: Site):
+    def compute(site: FaultSite):
         return site.right(_from_buffer_start(site, operand)) if site.call.src[operand].offset % 64 else None
 
-    return wrong(op, f"address of {name} rounded down", compute, symptom=READS_ELSEWHERE)
+    return fault_in_result(op, f"address of {name} rounded down", compute, symptom=READS_ELSEWHERE)
 
 
-def _grouped_not_tiled(site: Site, function):
+def _grouped_not_tiled(site: FaultSite, function):
     """Index divided by the ratio where it is modulo the size."""
     a, b = site.exact(0), site.exact(1)
     b = b.reshape((1,) * (a.ndim - b.ndim) + b.shape)
@@ -55,7 +57,7 @@ def _grouped_not_tiled(site: Site, function):
     return function(a, b)
 
 
-def _only_size_one(site: Site, function):
+def _only_size_one(site: FaultSite, function):
     """Broadcasts axes of size 1 only; other tiles are read on past their end, which is clipped."""
     a, b = site.exact(0), site.exact(1)
     b = b.reshape((1,) * (a.ndim - b.ndim) + b.shape)
@@ -64,7 +66,7 @@ def _only_size_one(site: Site, function):
     return function(a, b)
 
 
-def _leading_ratio(site: Site):
+def _leading_ratio(site: FaultSite):
     """Weights of a batch taken modulo instead of in runs."""
     w, x = site.exact(0), site.exact(1)
     leading = x.shape[:-2]
@@ -73,7 +75,7 @@ def _leading_ratio(site: Site):
     return x @ np.swapaxes(w, -1, -2)
 
 
-def _first_mask(site: Site, where: int):
+def _first_mask(site: FaultSite, where: int):
     """The mask of the first batch entry used for all."""
     mask = site.src[where]
     if mask is None or mask.ndim < 3:
@@ -97,9 +99,9 @@ FAULTS = (
     ignores_strides("cumsum", 0, "x"),
     ignores_offset("sub", 0, "a"),
     ignores_offset("l2_norm", 0, "x"),
-    wrong("mul", "broadcast by runs instead of modulo", lambda s: _grouped_not_tiled(s, np.multiply)),
-    wrong("add", "broadcasts axes of size 1 only", lambda s: _only_size_one(s, np.add)),
-    wrong("mul_mat", "weights of a batch by modulo instead of runs", _leading_ratio),
-    wrong("softmax", "mask of the first entry used for all", lambda s: _first_mask(s, 1)),
-    wrong("attention", "mask of the first sequence used for all", lambda s: _first_mask(s, 3)),
+    fault_in_result("mul", "broadcast by runs instead of modulo", lambda s: _grouped_not_tiled(s, np.multiply)),
+    fault_in_result("add", "broadcasts axes of size 1 only", lambda s: _only_size_one(s, np.add)),
+    fault_in_result("mul_mat", "weights of a batch by modulo instead of runs", _leading_ratio),
+    fault_in_result("softmax", "mask of the first entry used for all", lambda s: _first_mask(s, 1)),
+    fault_in_result("attention", "mask of the first sequence used for all", lambda s: _first_mask(s, 3)),
 )

@@ -4,33 +4,43 @@ from __future__ import annotations
 
 import numpy as np
 
-from .site import BEFORE_THE_START, NAN, OPERAND_CHANGED, PAST_THE_END, UNSTEADY, WEIGHT_WRITTEN, Fault, Site, after
+from .site import (
+    BEFORE_THE_START,
+    NAN,
+    OPERAND_CHANGED,
+    PAST_THE_END,
+    UNSTEADY,
+    WEIGHT_WRITTEN,
+    FaultSite,
+    KernelFault,
+    fault_after_result,
+)
 
 
-def _unwritten_tail(site: Site):
+def _unwritten_tail(site: FaultSite):
     """The last elements that fill no vector of 8 are never written."""
 
     def run() -> None:
-        kept = site.dst[0].copy()
+        old_entries = site.dst[0].copy()
         site.real()
         tail = site.dst[0].size % 8
         if tail:
-            site.dst[0].reshape(-1)[-tail:] = kept.reshape(-1)[-tail:]
+            site.dst[0].reshape(-1)[-tail:] = old_entries.reshape(-1)[-tail:]
 
     return run
 
 
-def _one_unwritten(site: Site):
+def _one_unwritten(site: FaultSite):
     def run() -> None:
-        kept = site.dst[0].copy()
+        old_entries = site.dst[0].copy()
         site.real()
         if site.dst[0].size:
-            site.dst[0].reshape(-1)[-1] = kept.reshape(-1)[-1]
+            site.dst[0].reshape(-1)[-1] = old_entries.reshape(-1)[-1]
 
     return run
 
 
-def _past_the_end(site: Site) -> None:
+def _past_the_end(site: FaultSite) -> None:
     """A whole vector is stored where only part of it belongs."""
     memory, start = site.memory(site.call.dst[0])
     end = start + site.dst[0].size
@@ -38,30 +48,30 @@ def _past_the_end(site: Site) -> None:
     memory[end : end + over] = 0
 
 
-def _before_the_start(site: Site) -> None:
+def _before_the_start(site: FaultSite) -> None:
     memory, start = site.memory(site.call.dst[0])
     memory[start - 1] = memory[start]
 
 
-def _far_row(site: Site) -> None:
+def _far_row(site: FaultSite) -> None:
     """One row too many is written, one row past the end."""
     memory, start = site.memory(site.call.dst[0])
     width = site.dst[0].shape[-1] if site.dst[0].ndim else 1
     memory[start + site.dst[0].size + width - 1] = 1
 
 
-def _scratch_past_end(site: Site) -> None:
+def _scratch_past_end(site: FaultSite) -> None:
     if site.call.scratch is not None:
         end = site.call.scratch.offset + site.call.scratch.shape[0]
         site.buffers[site.call.scratch.buffer][end : end + 4] = 0
 
 
-def _changes_operand(site: Site) -> None:
+def _changes_operand(site: FaultSite) -> None:
     if not np.shares_memory(site.src[0], site.dst[0]):
         site.src[0].reshape(-1)[:1] = 0 if site.src[0].flags.c_contiguous else site.src[0].reshape(-1)[:1]
 
 
-def _weight_changed(site: Site) -> None:
+def _weight_changed(site: FaultSite) -> None:
     if site.call.src[0].buffer != site.call.dst[0].buffer:
         site.src[0][...] *= np.float32(0.5)
 
@@ -69,7 +79,7 @@ def _weight_changed(site: Site) -> None:
 def _wrong_from(first_wrong: int):
     """Right the first times, wrong from run number `first_wrong` on."""
 
-    def plant(site: Site):
+    def plant(site: FaultSite):
         runs = [0]
 
         def run() -> None:
@@ -83,33 +93,33 @@ def _wrong_from(first_wrong: int):
     return plant
 
 
-def _first_inputs_kept(site: Site):
+def _first_results_reused(site: FaultSite):
     """Results are computed once and handed out again."""
-    kept: list = []
+    results: list = []
 
     def run() -> None:
-        if not kept:
+        if not results:
             site.real()
-            kept.extend(d.copy() for d in site.dst)
-        for target, old in zip(site.dst, kept, strict=True):
+            results.extend(d.copy() for d in site.dst)
+        for target, old in zip(site.dst, results, strict=True):
             target[...] = old
 
     return run
 
 
-def _accumulates(site: Site):
-    """Adds to what the result held, which a fresh allocation has as zeros."""
+def _accumulates(site: FaultSite):
+    """Add to the old content of the result, which is zero in a fresh allocation."""
 
     def run() -> None:
-        kept = site.dst[0].copy()
+        old_entries = site.dst[0].copy()
         site.real()
         if not np.shares_memory(site.src[0], site.dst[0]):
-            site.dst[0][...] += kept
+            site.dst[0][...] += old_entries
 
     return run
 
 
-def _stale_scratch(site: Site):
+def _stale_scratch(site: FaultSite):
     """The sum of squares is taken once and found again in the scratch at the next run."""
 
     def run() -> None:
@@ -128,7 +138,7 @@ def _stale_scratch(site: Site):
     return run
 
 
-def _inplace_read_late(site: Site):
+def _inplace_read_late(site: FaultSite):
     """In place, the row is overwritten while later elements still need the old one."""
 
     def run() -> None:
@@ -137,13 +147,13 @@ def _inplace_read_late(site: Site):
             return
         x = site.dst[0].reshape(-1, site.dst[0].shape[-1])
         eps = float(site.attrs["eps"])
-        for j in range(x.shape[-1]):  # each divides by what the row has become
+        for j in range(x.shape[-1]):  # each divides by the changed row
             x[:, j] /= np.sqrt((x * x).mean(-1) + eps)
 
     return run
 
 
-def _inplace_ignored(site: Site):
+def _inplace_ignored(site: FaultSite):
     """In place nothing is done at all."""
 
     def run() -> None:
@@ -153,28 +163,28 @@ def _inplace_ignored(site: Site):
     return run
 
 
-def _nan_once(site: Site) -> None:
+def _nan_once(site: FaultSite) -> None:
     flat = site.dst[0].reshape(-1)
     flat[flat.size // 2] = np.nan
 
 
 FAULTS = (
-    Fault("mul", "tail of a vector not written", _unwritten_tail, symptom=UNSTEADY),
-    Fault("argsort", "last index not written", _one_unwritten, symptom=UNSTEADY),
-    Fault("get_rows", "last element not written", _one_unwritten, symptom=UNSTEADY),
-    Fault("ssm_conv", "tail of a vector not written", _unwritten_tail, symptom=UNSTEADY),
-    after("add", "whole vector stored past the end", _past_the_end, symptom=PAST_THE_END),
-    after("cont", "one element before the start written", _before_the_start, symptom=BEFORE_THE_START),
-    after("softmax", "a row past the end written", _far_row, symptom=PAST_THE_END),
-    after("rms_norm", "writes past its scratch", _scratch_past_end, symptom=PAST_THE_END),
-    after("silu", "changes its operand", _changes_operand, symptom=OPERAND_CHANGED),
-    after("mul_mat", "scales its weight in place", _weight_changed, symptom=WEIGHT_WRITTEN),
-    Fault("scale", "wrong on the second run", _wrong_from(2)),
-    Fault("attention", "wrong on the third run", _wrong_from(3), symptom=UNSTEADY),
-    Fault("rope", "hands out the first results again", _first_inputs_kept),
-    Fault("swiglu", "adds to what the result held", _accumulates, symptom=UNSTEADY),
-    Fault("rms_norm", "finds stale numbers in its scratch", _stale_scratch, symptom=UNSTEADY),
-    Fault("rms_norm", "in place, reads what it has overwritten", _inplace_read_late),
-    Fault("neg", "does nothing in place", _inplace_ignored),
-    after("exp", "NaN for one element", _nan_once, symptom=NAN),
+    KernelFault("mul", "tail of a vector not written", _unwritten_tail, symptom=UNSTEADY),
+    KernelFault("argsort", "last index not written", _one_unwritten, symptom=UNSTEADY),
+    KernelFault("get_rows", "last element not written", _one_unwritten, symptom=UNSTEADY),
+    KernelFault("ssm_conv", "tail of a vector not written", _unwritten_tail, symptom=UNSTEADY),
+    fault_after_result("add", "whole vector stored past the end", _past_the_end, symptom=PAST_THE_END),
+    fault_after_result("cont", "one element before the start written", _before_the_start, symptom=BEFORE_THE_START),
+    fault_after_result("softmax", "a row past the end written", _far_row, symptom=PAST_THE_END),
+    fault_after_result("rms_norm", "writes past its scratch", _scratch_past_end, symptom=PAST_THE_END),
+    fault_after_result("silu", "changes its operand", _changes_operand, symptom=OPERAND_CHANGED),
+    fault_after_result("mul_mat", "scales its weight in place", _weight_changed, symptom=WEIGHT_WRITTEN),
+    KernelFault("scale", "wrong on the second run", _wrong_from(2)),
+    KernelFault("attention", "wrong on the third run", _wrong_from(3), symptom=UNSTEADY),
+    KernelFault("rope", "hands out the first results again", _first_results_reused),
+    KernelFault("swiglu", "adds to what the result held", _accumulates, symptom=UNSTEADY),
+    KernelFault("rms_norm", "finds stale numbers in its scratch", _stale_scratch, symptom=UNSTEADY),
+    KernelFault("rms_norm", "in place, reads what it has overwritten", _inplace_read_late),
+    KernelFault("neg", "does nothing in place", _inplace_ignored),
+    fault_after_result("exp", "NaN for one element", _nan_once, symptom=NAN),
 )

@@ -13,7 +13,7 @@ from hocket.ops import REGISTRY
 
 
 @dataclass
-class Site:
+class FaultSite:
     """`src` and `dst` are views of device memory; `real` runs the kernel as it should be."""
 
     call: Instruction
@@ -61,7 +61,7 @@ READS_ELSEWHERE = f"{TOO_FAR}|{NAN}|{UNSTEADY}"
 
 
 @dataclass(frozen=True)
-class Fault:
+class KernelFault:
     """A wrong kernel of `op`.
 
     Args:
@@ -73,17 +73,17 @@ class Fault:
 
     op: str
     name: str
-    plant: Callable[[Site], Callable[[], None]]
+    plant: Callable[[FaultSite], Callable[[], None]]
     symptom: str = TOO_FAR
 
     def __str__(self) -> str:
         return f"{self.op}: {self.name}"
 
 
-def wrong(op: str, name: str, compute: Callable, *, symptom: str = TOO_FAR) -> Fault:
-    """A fault in what is computed: `compute(site)` gives the results, or None where this call is right."""
+def fault_in_result(op: str, name: str, compute: Callable, *, symptom: str = TOO_FAR) -> KernelFault:
+    """Build a fault in the computation: `compute(site)` returns the results, or None where this call is right."""
 
-    def plant(site: Site) -> Callable[[], None]:
+    def plant(site: FaultSite) -> Callable[[], None]:
         def run() -> None:
             with np.errstate(all="ignore"):
                 numbers = None if any(d.size == 0 for d in site.dst) else compute(site)
@@ -95,13 +95,15 @@ def wrong(op: str, name: str, compute: Callable, *, symptom: str = TOO_FAR) -> F
 
         return run
 
-    return Fault(op, name, plant, symptom)
+    return KernelFault(op, name, plant, symptom)
 
 
-def after(op: str, name: str, spoil: Callable[[Site], None], *, symptom: str = TOO_FAR) -> Fault:
+def fault_after_result(
+    op: str, name: str, spoil: Callable[[FaultSite], None], *, symptom: str = TOO_FAR
+) -> KernelFault:
     """A fault that spoils right results."""
 
-    def plant(site: Site) -> Callable[[], None]:
+    def plant(site: FaultSite) -> Callable[[], None]:
         def run() -> None:
             site.real()
             if all(d.size for d in site.dst):
@@ -109,19 +111,19 @@ def after(op: str, name: str, spoil: Callable[[Site], None], *, symptom: str = T
 
         return run
 
-    return Fault(op, name, plant, symptom)
+    return KernelFault(op, name, plant, symptom)
 
 
-def half(x):
+def round_to_half(x):
     """Rounded to float16."""
     with np.errstate(all="ignore"):
         return np.asarray(x).astype(np.float16).astype(np.float64)
 
 
 class FaultyBackend(NumpyBackend):
-    """The CPU backend, but for one op; `broken` is what the fault itself raised, which is a mistake in the suite."""
+    """The NumPy backend with a fault in one op; `broken` is an error of the fault itself, a mistake in the suite."""
 
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, fault: KernelFault) -> None:
         self.fault = fault
         self.broken: Exception | None = None
 
@@ -129,7 +131,7 @@ class FaultyBackend(NumpyBackend):
         runs = []
         for call in program.instructions:
             real = super().compile(replace(program, instructions=(call,)), buffers, on, comm)
-            runs.append(self._planted(call, real, buffers) if call.op == self.fault.op else real)
+            runs.append(self._run_with_fault(call, real, buffers) if call.op == self.fault.op else real)
 
         def replay() -> None:
             for run in runs:
@@ -137,10 +139,10 @@ class FaultyBackend(NumpyBackend):
 
         return replay
 
-    def _planted(self, call, real, buffers):
+    def _run_with_fault(self, call, real, buffers):
         src = [None if t is None else self.view(buffers[t.buffer], t) for t in call.src]
         dst = [self.view(buffers[t.buffer], t) for t in call.dst]
-        planted = self.fault.plant(Site(call, src, dst, buffers, real))
+        planted = self.fault.plant(FaultSite(call, src, dst, buffers, real))
 
         def run() -> None:
             try:

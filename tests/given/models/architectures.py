@@ -1,9 +1,11 @@
 """Tiny models of many architectures, as llama.cpp's own test of them writes: headers, and goldens of llama.cpp.
 
-``fixtures/architectures/NAME.npz`` holds a file up to where its data begins, names, shapes and offsets of its tensors,
-tokens from position 0, and llama.cpp's logits (float32 cache, one batch) at the last of them.  Weights follow from
-names and a seed, so that every part of a network matters.  Only ``gemma4-mixed``, which that test lacks, holds a whole
-file, and the logits of a float64 reference, since llama.cpp rounds its GELU.
+``fixtures/architectures/NAME.npz`` holds a file up to its data: names, shapes and offsets of its tensors. It also
+holds tokens from position 0, and llama.cpp's logits (float32 cache, one batch) at the last of them. Weights follow from
+names and a seed, so that every part of a network matters.
+
+Only ``gemma4-mixed``, which that test lacks, holds a whole file, and the logits of a float64 reference, since
+llama.cpp rounds its GELU.
 
     python tests/given/models/architectures.py SUITE      packs them anew from a folder with heads, goldens and index
 """
@@ -21,7 +23,7 @@ import numpy.typing as npt
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "architectures"
 ROWS = 8
-"""Positions whose logits are kept."""
+"""Positions with stored logits."""
 SHORT = 8
 """Tokens of most models; others have windows that more tokens have to leave, or see all tokens at once."""
 ALL = tuple(sorted(path.stem for path in FOLDER.glob("*.npz")))
@@ -55,7 +57,7 @@ def weights(name: str, shape: tuple[int, ...], seed: int) -> npt.NDArray[np.floa
     return x.astype(np.float32)
 
 
-def written(name: str, folder: Path) -> Path:
+def write_model(name: str, folder: Path) -> Path:
     """The whole model as a file in ``folder``."""
     with np.load(FOLDER / f"{name}.npz") as packed:
         head, tensors, seed = packed["head"].tobytes(), json.loads(packed["tensors"].tobytes()), int(packed["seed"])
@@ -110,7 +112,7 @@ def pack_file(
 
 
 def pack(suite: Path) -> None:
-    """Pack every model of a folder whose architecture is known, with as many tokens as it needs."""
+    """Pack every model of a folder with a known architecture, with as many tokens as it needs."""
     for name, about in json.loads((suite / "index.json").read_text("utf-8")).items():
         with np.load(suite / "golden" / f"{name}.npz") as whole:
             tokens, logits = whole["tokens"], whole["logits"]

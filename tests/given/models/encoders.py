@@ -1,10 +1,10 @@
-"""Tiny models of random weights, with the results of PyTorch: fixtures of `architectures`, written anew by
+"""Tiny models of random weights, with the results of PyTorch: fixtures of `architectures`.
 
     python -m hocket.tests.given.models.encoders [NAMES]      needs transformers, torch and gguf
 
-Most are encoders.  llama.cpp has no graph of GPT-J, and its Chameleon with Swin norms differs from the original.
-Goldens are in float64, of transformers' own modules where it has the model; what it lacks (ALiBi and two norms of Jina
-2, experts of Nomic) is added to the nearest one here.
+Most are encoders. llama.cpp has no graph of GPT-J, and its Chameleon with Swin norms differs from the original.
+Goldens are in float64, of transformers' own modules where it has the model. Parts that it lacks (ALiBi and two norms
+of Jina 2, experts of Nomic) are added to the nearest module here.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ LAYER_NORM = {"attention.layer_norm_epsilon": 1e-12}
 
 @dataclass(frozen=True)
 class Encoder:
-    """A model of transformers, changed by `change`; how its parameters are called in GGUF files is what the package
-    ``gguf`` says of their names, or `names`."""
+    """A model of transformers, modified by `change`.
+
+    The package ``gguf`` defines the names of its parameters in GGUF files, unless `names` does.
+    """
 
     architecture: str
     model: str
@@ -121,7 +123,7 @@ def jina(model: Any) -> None:
 
 
 def leaning(model: Any, ids: Any) -> Any:
-    """A run of a BERT whose heads add slopes times distances to their scores."""
+    """Run a BERT with heads that add slopes times distances to their scores."""
     import torch
 
     places = torch.arange(ids.shape[1], dtype=torch.float64)

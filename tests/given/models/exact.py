@@ -12,7 +12,7 @@ from hocket import ops
 from hocket.frontends.gguf import Gguf
 from hocket.frontends.models import Batch, Model, Step, load_model
 
-from .goldens import F64, opened
+from .goldens import F64, open_fixture
 
 SAME = 1e-20
 """NMSE of float64 results that differ in the order of additions alone."""
@@ -20,7 +20,7 @@ SAME = 1e-20
 STEP = Step(1, 2, 8, 8, 1)
 
 
-class Run:
+class ExactRun:
     """A model evaluated exactly, with its states carried from step to step."""
 
     def __init__(self, model: Model, extra: Mapping[str, npt.ArrayLike] | None = None) -> None:
@@ -40,22 +40,22 @@ class Run:
                 self.weights[name] = self.model.gguf.tensor(name).dequantise().astype(np.float64)
         inputs = self.model.inputs(step, batch)
         assert {leaf.node.name for leaf in graph.inputs} == set(inputs)
-        outputs, changed = ops.evaluate(graph, {**self.weights, **self.extra, **self.states, **inputs})
-        self.states |= changed
+        outputs, new_states = ops.evaluate(graph, {**self.weights, **self.extra, **self.states, **inputs})
+        self.states |= new_states
         self.outputs = outputs
         return outputs["logits"]
 
 
-def at_once(run: Run, tokens: list[int], context: int = 0) -> F64:
+def compute_logits_in_one_batch(run: ExactRun, tokens: list[int], context: int = 0) -> F64:
     """Logits of every position, all in one batch."""
     n = len(tokens)
     step = Step(sequences=1, tokens=n, cells=n, context=context or n, outputs=n)
     return run(step, Batch([tokens], [0], [(0, i) for i in range(n)]))
 
 
-def changed(name: str, **keys: object) -> Gguf:
+def open_with_metadata(name: str, **keys: object) -> Gguf:
     """The fixture with other metadata; ``__`` in a keyword stands for a dot, None removes the key."""
-    model = opened(name)
+    model = open_fixture(name)
     arch = model.metadata["general.architecture"]
     metadata = {**model.metadata, **{f"{arch}.{key.replace('__', '.')}": value for key, value in keys.items()}}
     return replace(model, metadata={key: value for key, value in metadata.items() if value is not None})
@@ -63,5 +63,5 @@ def changed(name: str, **keys: object) -> Gguf:
 
 def with_metadata(model: Model, **values: object) -> Model:
     """The model as if its file had these metadata of its architecture; ``__`` in a keyword stands for a dot."""
-    changed = {f"{model.architecture}.{name.replace('__', '.')}": value for name, value in values.items()}
-    return load_model(replace(model.gguf, metadata={**model.gguf.metadata, **changed}))  # type: ignore[dict-item]
+    changed_metadata = {f"{model.architecture}.{name.replace('__', '.')}": value for name, value in values.items()}
+    return load_model(replace(model.gguf, metadata={**model.gguf.metadata, **changed_metadata}))  # type: ignore[dict-item]

@@ -22,12 +22,12 @@ FIXTURES, GOLDENS = TESTS / "fixtures", TESTS / "goldens"
 TINY = str(ROOT / "data" / "hocket-tiny-q8_0.gguf")
 """The model that the package ships."""
 TINY_GOLDENS = GOLDENS / "hocket_tiny"
-"""What llama.cpp makes of it."""
+"""The goldens of llama.cpp for it."""
 
 INDEX: dict[str, dict[str, Any]] = {
     row["file"].split("/")[0]: row for row in json.loads((FIXTURES / "index.json").read_text("utf-8"))
 }
-"""What is known of each model: its types, and how far from the golden logits others were, and may be."""
+"""The known facts of each model: its types, and the measured and allowed distance from the golden logits."""
 
 _FLOAT = {name: row for name, row in INDEX.items() if set(row["types"]) == {"F16", "F32"}}
 DENSE = tuple(name for name, row in _FLOAT.items() if row["router_gap"] is None)
@@ -39,7 +39,7 @@ F64 = npt.NDArray[np.float64]
 
 
 def layers_with_experts(name: str) -> int:
-    return sum(tensor.endswith("ffn_gate_inp.weight") for tensor in opened(name).tensors)
+    return sum(tensor.endswith("ffn_gate_inp.weight") for tensor in open_fixture(name).tensors)
 
 
 def path_of(name: str) -> Path:
@@ -51,7 +51,7 @@ def decode_graph(name: str) -> Graph:
     return open_model(path_of(name), header_only=True).graph(Step(1, 1, 64, 64, 1))
 
 
-def opened(name: str) -> Gguf:
+def open_fixture(name: str) -> Gguf:
     return open_gguf(path_of(name))
 
 
@@ -65,18 +65,18 @@ def golden(name: str) -> tuple[list[int], F64]:
     return tokens_of(name), np.load(FIXTURES / name / "logits.npy").astype(np.float64)
 
 
-def limit(name: str) -> float:
+def allowed_nmse(name: str) -> float:
     """The NMSE that a backend may have which rounds activations to 8 bits before they meet quantised weights."""
     row = INDEX[name]
     return float(row["tol_half" if any(t[0] in "QIM" for t in row["types"]) else "tol_f32"])
 
 
 FLOAT_CACHES = {"cache_type_k": "f32", "cache_type_v": "f32"}
-"""Of a `Group` whose results are compared with exact ones."""
+"""Options of a `Group` with results that are compared with exact ones."""
 
 
 def nmse(got: npt.ArrayLike, want: npt.ArrayLike) -> float:
-    """The larger of the error over all rows and the error of the worst row, both over the squares of what is wanted."""
+    """Return the larger NMSE of all rows and of the worst row, relative to the squares of `want`."""
     x, y = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert x.shape == y.shape
     error, power = np.square(x - y).sum(-1), np.square(y).sum(-1)
@@ -84,7 +84,7 @@ def nmse(got: npt.ArrayLike, want: npt.ArrayLike) -> float:
 
 
 @cache
-def alone(name: str, exact: bool = False) -> npt.NDArray[np.float32]:
+def single_device_logits(name: str, exact: bool = False) -> npt.NDArray[np.float32]:
     """The logits of one device, all tokens in one batch."""
     session = Session(open_model(path_of(name)), on=Group(exact=exact, **FLOAT_CACHES))
     return session.evaluate([tokens_of(name)], every_position=True)[0]

@@ -27,7 +27,7 @@ def write_header(path, architecture, numbers, tensors):
 
 
 def llama(path, layers, width, heads, inner):
-    """The shapes of a Llama 3: eight key heads, whatever its size."""
+    """Write the shapes of a Llama 3, with eight key heads for any size."""
     kv_heads, vocabulary = 8, 128256
     kv_width = width // heads * kv_heads
     numbers = {

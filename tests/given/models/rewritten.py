@@ -22,9 +22,12 @@ def tensors_of(name: str) -> Tensors:
 
 
 def with_blocks_ahead(path: Path, source: Path, pull: float, count: int = 1, seed: int = 0) -> Model:
-    """The model of a file with further blocks that guess (MTP): its last one that attends again, behind a matrix that
-    takes the token `pull` times and a random mix of both; its embedding is as much longer, so that a token says most
-    of what follows.  Names and shapes are those that llama.cpp's converters give such blocks."""
+    """Return the model of a file with further blocks for multi-token prediction (MTP).
+
+    A block is the last attention block again, behind a matrix that takes the token `pull` times and a random mix of
+    both. Its embedding is longer by that part, so that a token decides most of the next one. Names and shapes are the
+    ones of llama.cpp's converters.
+    """
     rng = np.random.default_rng(seed)
     tensors = {t.name: dequantize(t.data, t.tensor_type) for t in GGUFReader(source).tensors}
     model = open_model(source)
@@ -55,12 +58,14 @@ def with_blocks_ahead(path: Path, source: Path, pull: float, count: int = 1, see
             tensors |= {f"{new}nextn.{n.removeprefix('output_').replace('hc', 'hc_head')}": a for n, a in heads.items()}
         else:
             tensors[f"{new}nextn.shared_head_norm.weight"] = norm(width)
-    return written(path, source, tensors, like, block_count=first + count, nextn_predict_layers=count)
+    return write_fixture(path, source, tensors, like, block_count=first + count, nextn_predict_layers=count)
 
 
-def written(path: Path, source: str | Path, tensors: Tensors, like: int = -1, **keys: int) -> Model:
-    """A fixture, or the model of another file, with these tensors and counts in its metadata, written and opened; what
-    the metadata say of each block they say of new ones as of the one they are `like`."""
+def write_fixture(path: Path, source: str | Path, tensors: Tensors, like: int = -1, **keys: int) -> Model:
+    """Write and open a fixture, or the model of another file, with these tensors and counts in its metadata.
+
+    Metadata of each block are repeated for new blocks as for the block `like`.
+    """
     fields = GGUFReader(path_of(source) if isinstance(source, str) else source).fields
     architecture = str(fields["general.architecture"].contents())
     writer = GGUFWriter(path, architecture)

@@ -1,9 +1,12 @@
-"""RWKV 6 and 7, and the models that were made from Qwen with their layers: tiny files, and what they compute by the
-recurrences of the papers, token by token in float64.
+"""RWKV 6 and 7, and the models made from Qwen with their layers, as tiny files with float64 references.
 
-Peng et al., Eagle and Finch: RWKV with matrix-valued states and dynamic recurrence, 2024; RWKV-7 Goose with expressive
-dynamic state evolution, 2025.  Transformers has neither, and llama.cpp's test of architectures leaves them out.  Names
-of tensors are those of the ``gguf`` package.
+The references follow the recurrences of two papers token by token:
+
+1. Peng et al., Eagle and Finch: RWKV with matrix-valued states and dynamic recurrence, 2024.
+2. Peng et al., RWKV-7 Goose with expressive dynamic state evolution, 2025.
+
+Transformers has neither, and llama.cpp's test of architectures leaves them out. Names of tensors come from the
+``gguf`` package.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ TOKENS = [5, 17, 3, 40, 9, 22, 31, 1, 9]
 KINDS = ("rwkv6", "rwkv7", "rwkv6qwen2", "arwkv7")
 WIDTH, SIZE, LAYERS, WORDS, INNER, RANK, EPS = 64, 16, 3, 48, 80, 4, 1e-5
 HEADS, SHARED = WIDTH // SIZE, 2
-"""Heads, and those of keys and values where heads share them."""
+"""Heads, and key and value heads where heads share them."""
 RESCALE = 2
 
 
@@ -29,21 +32,23 @@ def from_qwen(kind: str) -> bool:
 
 
 def shapes(kind: str, *, fused: bool = True, gate: bool = True) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The tensors of a file: the rows of a matrix are what it gives.  RWKV 6 may have shares one by one instead of
-    ``fused``, models made from Qwen by RWKV 7 may have no gate."""
-    made, seven = from_qwen(kind), kind.endswith("7")
+    """Yield the tensors of a file: the rows of a matrix are its outputs.
+
+    RWKV 6 may have separate shares instead of ``fused``. Models made from Qwen by RWKV 7 may have no gate.
+    """
+    from_qwen_model, seven = from_qwen(kind), kind.endswith("7")
     yield "token_embd.weight", (WORDS, WIDTH)
     yield "output.weight", (WORDS, WIDTH)
-    norms = ["output_norm"] if made else ["output_norm", "token_embd_norm"]
+    norms = ["output_norm"] if from_qwen_model else ["output_norm", "token_embd_norm"]
     for i in range(LAYERS):
-        norms += [f"blk.{i}.attn_norm", f"blk.{i}.{'ffn_norm' if made else 'attn_norm_2'}"]
+        norms += [f"blk.{i}.attn_norm", f"blk.{i}.{'ffn_norm' if from_qwen_model else 'attn_norm_2'}"]
         mix = f"blk.{i}.time_mix_"
         few = SHARED * SIZE if kind == "rwkv6qwen2" else WIDTH
         yield mix + "receptance.weight", (WIDTH, WIDTH)
         yield mix + "key.weight", (few, WIDTH)
         yield mix + "value.weight", (few, WIDTH)
         yield mix + "output.weight", (WIDTH, WIDTH)
-        if not made:
+        if not from_qwen_model:
             yield mix + "ln.weight", (WIDTH,)
             yield mix + "ln.bias", (WIDTH,)
         if seven:
@@ -66,11 +71,11 @@ def shapes(kind: str, *, fused: bool = True, gate: bool = True) -> Iterator[tupl
             yield mix + "decay.weight", (WIDTH,)
             yield mix + "decay_w1.weight", (RANK, WIDTH)
             yield mix + "decay_w2.weight", (WIDTH, RANK)
-            if made:
+            if from_qwen_model:
                 yield from ((f"{mix}{k}.bias", (n,)) for k, n in (("receptance", WIDTH), ("key", few), ("value", few)))
             else:
                 yield mix + "first.weight", (HEADS, SIZE)
-        if made:
+        if from_qwen_model:
             yield from ((f"blk.{i}.ffn_{k}.weight", (INNER, WIDTH)) for k in ("gate", "up"))
             yield f"blk.{i}.ffn_down.weight", (WIDTH, INNER)
         else:
@@ -82,13 +87,13 @@ def shapes(kind: str, *, fused: bool = True, gate: bool = True) -> Iterator[tupl
                 yield f"blk.{i}.channel_mix_receptance.weight", (WIDTH, WIDTH)
     for norm in norms:
         yield f"{norm}.weight", (WIDTH,)
-        if not made:
+        if not from_qwen_model:
             yield f"{norm}.bias", (WIDTH,)
 
 
 def tensors(kind: str, **form: bool) -> dict[str, npt.NDArray[np.float32]]:
     """Weights by chance, in which every part matters."""
-    rng, made = np.random.default_rng(7), {}
+    rng, arrays = np.random.default_rng(7), {}
     for name, shape in shapes(kind, **form):
         x = rng.standard_normal(shape)
         last = name.split(".")[-2]
@@ -100,8 +105,8 @@ def tensors(kind: str, **form: bool) -> dict[str, npt.NDArray[np.float32]]:
             x = 1.0 + 0.2 * x
         elif len(shape) > 1 and last not in ("token_embd", "time_mix_first"):
             x = x / np.sqrt(shape[-1])
-        made[name] = x.astype(np.float32)
-    return made
+        arrays[name] = x.astype(np.float32)
+    return arrays
 
 
 VOCABULARY = ["<s>", "a", "b", "ab", "abc", " ", "\\n", "\\t", "\\r", "\\\\", "\\'", '"', "\\xe4", "\\xbd", "\\xa0"]
@@ -109,7 +114,7 @@ VOCABULARY += ["\\xe4\\xbd\\xa0", "\\n\\n", "c", "bcd", "\\x00", "User", " the",
 """Tokens as files of RWKV have them: bytes in Python's spelling."""
 
 
-def written(kind: str, path: Path, **form: bool) -> Path:
+def write_rwkv_model(kind: str, path: Path, **form: bool) -> Path:
     """A model as a file; one that was made from Qwen has no vocabulary here."""
     writer = GGUFWriter(path, kind)
     writer.add_context_length(256)
@@ -142,7 +147,7 @@ def written(kind: str, path: Path, **form: bool) -> Path:
     return path
 
 
-# ------------------------------------------------------------------------------------------------- what they compute
+# --------------------------------------------------------------------------------------------------------- references
 
 
 def sigmoid(x: F64) -> F64:
@@ -158,7 +163,7 @@ class Reference:
         self.states = [np.zeros((HEADS, SIZE, SIZE)) for _ in range(LAYERS)]
         """Of each head S[key, value]."""
         self.before = [[np.zeros(WIDTH), np.zeros(WIDTH)] for _ in range(LAYERS)]
-        """What time mix and channel mix saw of the token before."""
+        """The inputs of time mix and channel mix at the previous token."""
 
     def norm(self, name: str, x: F64) -> F64:
         if from_qwen(self.kind):
@@ -177,13 +182,13 @@ class Reference:
             x = x + mix(i, h, self.before[i][0], first)
             self.before[i][0] = h
             h = self.norm(f"blk.{i}.{'ffn_norm' if from_qwen(self.kind) else 'attn_norm_2'}", x)
-            x = x + self.fed(i, h, self.before[i][1])
+            x = x + self.feed_forward(i, h, self.before[i][1])
             self.before[i][1] = h
             if self.kind == "rwkv6" and (i + 1) % RESCALE == 0:
                 x = x / 2.0
         return self.w["output.weight"] @ self.norm("output_norm", x)
 
-    def fed(self, i: int, x: F64, before: F64) -> F64:
+    def feed_forward(self, i: int, x: F64, before: F64) -> F64:
         w = {name.removeprefix(f"blk.{i}."): array for name, array in self.w.items()}
         if from_qwen(self.kind):
             gate = w["ffn_gate.weight"] @ x

@@ -1,9 +1,9 @@
-"""How far the logits of each architecture's tiny models, cut over devices, are from those of one device.
+"""The error of tiny models of each architecture, sharded over devices, against one device.
 
     python -m tests.given.models.sharded [NAMES]      measures anew, all or those named, and writes ``sharded.json``
 
-The file says for each model and number of devices the larger NMSE, over all rows or of the worst, which docs/models.md
-shows.  All tokens of a model's golden are run in one batch, exactly, in split mode tensor.
+The file has the larger NMSE of all rows and of the worst row for each model and number of devices; docs/models.md
+shows it. All tokens of a model's golden are run in one batch, exactly, in split mode tensor.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from hocket.frontends.open import open_model
 from hocket.frontends.session import Group, Session
 
 from . import rwkv
-from .architectures import ALL, FOLDER, golden, written
+from .architectures import ALL, FOLDER, golden, write_model
 from .goldens import F64, nmse
 
 RESULTS = FOLDER / "sharded.json"
 COUNTS = (2, 3)
 
 
-def measured(name: str) -> dict[str, float]:
+def measure_errors(name: str) -> dict[str, float]:
     """The NMSE of each number of devices."""
     own = name in rwkv.KINDS
     tokens = rwkv.TOKENS if own else golden(name)[0]
     with tempfile.TemporaryDirectory() as folder:
-        model = open_model(rwkv.written(name, Path(folder) / "model.gguf") if own else written(name, Path(folder)))
+        model = open_model(
+            rwkv.write_rwkv_model(name, Path(folder) / "model.gguf") if own else write_model(name, Path(folder))
+        )
 
         def logits(group: Group) -> F64:
             session = Session(model, on=group)
@@ -44,7 +46,7 @@ def write(names: list[str]) -> None:
     """Measure these models; a model is kept as soon as it is measured."""
     results = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
     for name in names:
-        results[name] = measured(name)
+        results[name] = measure_errors(name)
         sys.stdout.write(f"{name} {results[name]}\n")
         sys.stdout.flush()
         rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(results[key])}" for key in sorted(results))

@@ -1,4 +1,4 @@
-"""Models of `transformers` with small random configurations: the class, its configuration, what it is called with."""
+"""Models of `transformers` with small random configurations: the class, its configuration and its arguments."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _ids(length: int = 12) -> dict[str, Any]:
     return {"input_ids": torch.randint(3, 96, (2, length))}
 
 
-def _masked(length: int = 12) -> dict[str, Any]:
+def _make_masked_inputs(length: int = 12) -> dict[str, Any]:
     mask = torch.ones(2, length, dtype=torch.int64)
     mask[1, length - 4 :] = 0
     return {**_ids(length), "attention_mask": mask}
@@ -112,7 +112,7 @@ def _both() -> dict[str, Any]:
 MODELS: Mapping[str, tuple[Mapping[str, Any], Callable[[], dict[str, Any]]]] = {
     "LlamaForCausalLM": (GROUPED, _ids),
     "MistralForCausalLM": ({**GROUPED, "sliding_window": 6}, _ids),
-    "Qwen2ForCausalLM": (GROUPED, _masked),
+    "Qwen2ForCausalLM": (GROUPED, _make_masked_inputs),
     "Qwen3ForCausalLM": (GROUPED, _ids),
     "Qwen3MoeForCausalLM": (EXPERTS, _ids),
     "Qwen3NextForCausalLM": (NEXT, _ids),
@@ -133,14 +133,14 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], Callable[[], dict[str, Any]]]] = {
     "DeepseekV3ForCausalLM": (DEEPSEEK, _ids),
     "MambaForCausalLM": (MAMBA, _ids),
     "Mamba2ForCausalLM": (MAMBA2, _ids),
-    "BertModel": (ENCODER, _masked),
-    "RobertaModel": (ENCODER, _masked),
-    "ModernBertModel": ({**DENSE, "global_attn_every_n_layers": 2, "local_attention": 8}, _masked),
+    "BertModel": (ENCODER, _make_masked_inputs),
+    "RobertaModel": (ENCODER, _make_masked_inputs),
+    "ModernBertModel": ({**DENSE, "global_attn_every_n_layers": 2, "local_attention": 8}, _make_masked_inputs),
     "DebertaV2Model": (
         {**ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
-        _masked,
+        _make_masked_inputs,
     ),
-    "ElectraModel": ({**ENCODER, "embedding_size": 32}, _masked),
+    "ElectraModel": ({**ENCODER, "embedding_size": 32}, _make_masked_inputs),
     "T5ForConditionalGeneration": (T5, _seq2seq),
     "BartForConditionalGeneration": (SEQ2SEQ, _seq2seq),
     "WhisperForConditionalGeneration": (
@@ -174,7 +174,7 @@ MODELS: Mapping[str, tuple[Mapping[str, Any], Callable[[], dict[str, Any]]]] = {
 """By class: 42 of them."""
 
 
-def made(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+def make_model(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A model of that class with weights from a seed, in evaluation, and the keywords it is called with."""
     make_importable()
     import transformers
@@ -191,19 +191,19 @@ def made(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     model = cls(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # what begins as zeros or ones would hide mistakes
+        for parameter in model.parameters():  # parameters of zeros or ones would hide mistakes
             parameter.add_(0.02 * torch.randn_like(parameter))
     return model, {**arguments(), **({"use_cache": False} if "use_cache" in forward_names(model) else {})}
 
 
 def forward_names(model: torch.nn.Module) -> set[str]:
-    """The names of what the model is called with."""
+    """Return the names of the model's arguments."""
     import inspect
 
     return set(inspect.signature(model.forward).parameters)
 
 
-def exported(model: torch.nn.Module, arguments: Mapping[str, Any]) -> torch.export.ExportedProgram:
+def export_model(model: torch.nn.Module, arguments: Mapping[str, Any]) -> torch.export.ExportedProgram:
     """The model's program for these arguments."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

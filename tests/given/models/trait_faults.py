@@ -1,9 +1,9 @@
 """One mistake at a time in the table of architectures: a trait of a row is forgotten, so that it has its default.
 
-    python -m hocket.tests.given.models.trait_faults      plants them all, prints those that no fixture notices
+    python -m hocket.tests.given.models.trait_faults      plants them all, prints the unnoticed ones
 
-Many that are not noticed change nothing in these files: what a row says beside their metadata, and windows or factors
-beyond their few tokens.
+Most unnoticed faults change nothing in these files: traits that the metadata repeat, and windows or factors beyond
+their few tokens.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from hocket.frontends.models.family import Family
 from hocket.frontends.open import open_model
 from hocket.graph import GraphError
 
-from .architectures import ALL, ROWS, golden, written
+from .architectures import ALL, ROWS, golden, write_model
 from .goldens import F64, nmse
 
 MAX_NMSE = 1e-6
-"""An error above it is noticed: a hundred times that of a right row, and twenty times what rounding a GELU leaves."""
+"""A larger error is noticed: a hundred times the error of a right row, and twenty times the error of a rounded GELU."""
 PLANTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "attn_norm": ("qwen4exp-moe",),
@@ -177,7 +177,7 @@ class Fault:
 
 
 def faults(model: str) -> Iterator[Fault]:
-    """What can be forgotten in the row of a fixture."""
+    """Yield the faults of a fixture's row: each trait that can be forgotten."""
     row = ARCHITECTURES[architecture(model)]
     for field in fields(Family):
         value = getattr(row, field.name)
@@ -194,7 +194,7 @@ def architecture(model: str) -> str:
     return model.rsplit("-", 1)[0]
 
 
-def noticed(fault: Fault, folder: Path) -> bool:
+def is_noticed(fault: Fault, folder: Path) -> bool:
     """Whether the fixture, a file in `folder` by now, is refused, cannot be computed, or has other logits."""
     tokens, want = golden(fault.model)
     with patch.object(models, "ARCHITECTURES", {architecture(fault.model): fault.row}):
@@ -215,10 +215,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         planted, missed = 0, list[str]()
         for name in ALL:
-            path = written(name, Path(folder))
+            path = write_model(name, Path(folder))
             for fault in faults(name):
                 planted += 1
-                if not noticed(fault, Path(folder)):
+                if not is_noticed(fault, Path(folder)):
                     missed.append(str(fault))
             path.unlink()
     sys.stdout.write("".join(f"{fault}\n" for fault in missed))

@@ -1,4 +1,4 @@
-"""Models of `torchvision` with random weights: what makes each, and how large a picture it is shown."""
+"""Models of `torchvision` with random weights: their constructors and the size of their picture."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def make_importable() -> None:
-    """Declare the compiled ops that `torchvision` describes when it is imported, where they cannot be loaded.
+    """Declare the compiled ops that `torchvision` describes on import, where they cannot be loaded.
 
-    Its wheel of PyPI needs PyTorch's for CUDA; beside that for processors its compiled half stays away, and so would
-    all of it, and whatever of `transformers` imports it.  None of the models here calls these ops.
+    Its wheel of PyPI needs PyTorch's for CUDA. With the wheel for processors its compiled half is missing; then its
+    import fails, and every import of it in `transformers` as well. The models here do not call these ops.
     """
     found = importlib.util.find_spec("torchvision")
     if found is None or found.origin is None:
@@ -47,8 +47,11 @@ def make_importable() -> None:
                 _LIBRARY.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
-def made(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
-    """A model and a picture.  What begins as zeros or ones is random as well, so that nothing is hidden behind it."""
+def make_model(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
+    """Return a model and a picture.
+
+    Parameters that begin as zeros or ones are random, so that they hide no mistakes.
+    """
     make_importable()
     from torchvision import models
 

@@ -1,4 +1,4 @@
-"""Two sums over devices, of which the product of the second needs nothing of the first: it may run beside that."""
+"""Two sums over devices; the product of the second does not need the first one, and may overlap it."""
 
 from __future__ import annotations
 

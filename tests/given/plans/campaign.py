@@ -20,18 +20,18 @@ from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.verifier.plan import plan_faults
 
 from ..graphs.random_graphs import seeded_graph
-from .chunked import chunked_plan, gated
+from .chunked import chunked_plan, make_gated_layers
 from .faults import SLOW, decoder, experts
 from .grouped import cached_product, everything_that_fits
-from .mutations import Pool, Site, everywhere, put, sites, variants
+from .mutations import FieldSite, Pool, everywhere, put, sites, variants
 from .oracle import Truth, faulty_group, run_faults, truth_of
 
 
 def counters() -> Graph:
     """States that are copied at the end, exchanged, numbered by another and left alone, and an output of each kind."""
-    a, b, at, kept = state("a", (4, 8)), state("b", (4, 8)), state("at", (1,), "i32"), state("kept", (8, 8))
+    a, b, at, unread = state("a", (4, 8)), state("b", (4, 8)), state("at", (1,), "i32"), state("kept", (8, 8))
     x = input("x", (4, 8))
-    new = ops.add(ops.mul_mat(kept, x, name="read"), a, name="sum")
+    new = ops.add(ops.mul_mat(unread, x, name="read"), a, name="sum")
     rows = state("rows", (100, 8))
     set_ = ops.set_rows(rows, ops.slice_(x, axis=0, start=1, stop=2, name="row"), at, name="set")
     half = ops.mul_mat(weight("half", (8, 8), "f16"), x, name="halved")
@@ -39,12 +39,12 @@ def counters() -> Graph:
     return Graph(outputs, {a: new, b: a, rows: set_, at: input("next", (1,), "i32")})
 
 
-def cut_at(seed: int) -> Callable[..., Any]:
+def shard_by_seed(seed: int) -> Callable[..., Any]:
     return lambda graph, factors: everything_that_fits(graph, factors, random.Random(seed))
 
 
 @cache
-def given(name: str) -> Plan:
+def plan_by_name(name: str) -> Plan:
     """A right plan by its name: one of `PLANS`, or ``random 7``."""
     return PLANS[name]() if name in PLANS else _random(int(name.removeprefix("random ")))
 
@@ -55,7 +55,7 @@ def _random(seed: int) -> Plan:
     group = faulty_group(n, kind)
     if dice.random() < 0.3:
         return plan_for(seeded_graph(seed), group, split_mode="layer")
-    return plan_for(seeded_graph(seed), group, choose=cut_at(seed) if n > 1 else None)
+    return plan_for(seeded_graph(seed), group, choose=shard_by_seed(seed) if n > 1 else None)
 
 
 def with_host() -> Plan:
@@ -70,7 +70,9 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "cut": lambda: dataclasses.replace(
         plan_for(decoder(), faulty_group(2), split_mode="tensor", hardware=SLOW), spare=("reference:2", "reference:3")
     ),
-    "cut unevenly": lambda: plan_for(decoder(), faulty_group(3, "numpy"), choose=cut_at(3), tensor_split=(2, 1, 1)),
+    "cut unevenly": lambda: plan_for(
+        decoder(), faulty_group(3, "numpy"), choose=shard_by_seed(3), tensor_split=(2, 1, 1)
+    ),
     "layers": lambda: plan_for(decoder(), faulty_group(2), split_mode="layer"),
     "layers mixed": lambda: plan_for(decoder(), faulty_group(3, "mixed"), split_mode="layer"),
     "placed": lambda: plan_for(
@@ -80,13 +82,13 @@ PLANS: dict[str, Callable[[], Plan]] = {
         hardware=SLOW,
         place=[("^(gate|up)", "reference:1"), ("normed3", "reference:0")],
     ),
-    "experts": lambda: plan_for(experts(), faulty_group(2), choose=cut_at(1)),
+    "experts": lambda: plan_for(experts(), faulty_group(2), choose=shard_by_seed(1)),
     "host": lambda: with_host(),
     "states": lambda: plan_for(counters(), faulty_group(1)),
-    "states cut": lambda: plan_for(counters(), faulty_group(2, "mixed"), choose=cut_at(2), tensor_split=(2, 1)),
+    "states cut": lambda: plan_for(counters(), faulty_group(2, "mixed"), choose=shard_by_seed(2), tensor_split=(2, 1)),
     "states layers": lambda: plan_for(counters(), faulty_group(2, "numpy"), split_mode="layer"),
-    "cache": lambda: plan_for(cached_product(3), faulty_group(2), choose=cut_at(5)),
-    "dealt chunks": lambda: chunked_plan(gated(512), faulty_group(2), 2, dealt=True),
+    "cache": lambda: plan_for(cached_product(3), faulty_group(2), choose=shard_by_seed(5)),
+    "dealt chunks": lambda: chunked_plan(make_gated_layers(512), faulty_group(2), 2, is_distributed=True),
 }
 BY_HAND = tuple(PLANS)
 FEW = ("cut", "host", "states cut")
@@ -95,14 +97,14 @@ FEW = ("cut", "host", "states cut")
 
 @cache
 def truth(name: str) -> Truth:
-    return truth_of(given(name).graph, 1)
+    return truth_of(plan_by_name(name).graph, 1)
 
 
 @cache
-def sites_of(name: str) -> tuple[dict[str, list[Site]], Pool]:
+def sites_of(name: str) -> tuple[dict[str, list[FieldSite]], Pool]:
     """The sites of a plan by the field that they are of."""
-    places = sites(given(name))
-    by_field: dict[str, list[Site]] = {}
+    places = sites(plan_by_name(name))
+    by_field: dict[str, list[FieldSite]] = {}
     for site in places:
         by_field.setdefault(site.field, []).append(site)
     return by_field, Pool(places)
@@ -110,7 +112,7 @@ def sites_of(name: str) -> tuple[dict[str, list[Site]], Pool]:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A plan with something wrong, and what: where it comes from, the field or the kind of change, how."""
+    """A plan with a fault, and its description: the origin, the field or the kind of change, and the change."""
 
     origin: str
     where: str
@@ -127,16 +129,16 @@ def one_field(name: str, field_: str, dice: random.Random) -> Iterator[Mutant]:
     site = dice.choice(by_field[field_])
     for how, value in variants(site, pool, dice):
         change = everywhere if dice.random() < 0.3 else _put
-        yield Mutant(name, field_, how, change(given(name), site, value))
+        yield Mutant(name, field_, how, change(plan_by_name(name), site, value))
 
 
-def _put(plan: Plan, site: Site, value: Any) -> Plan:
+def _put(plan: Plan, site: FieldSite, value: Any) -> Plan:
     return put(plan, site.path, value)
 
 
-def shifted(name: str, dice: random.Random) -> Iterator[Mutant]:
+def move_value(name: str, dice: random.Random) -> Iterator[Mutant]:
     """A value lies elsewhere, for all who write and read it."""
-    plan = given(name)
+    plan = plan_by_name(name)
     number = dice.randrange(len(plan.lanes))
     program = plan.lanes[number].program
     tensors = [t for i in program.instructions for t in (*i.src, *i.dst, i.scratch) if t is not None]
@@ -145,28 +147,31 @@ def shifted(name: str, dice: random.Random) -> Iterator[Mutant]:
     one, two = dice.choice(tensors), dice.choice(tensors)
     for offset in {one.offset + d for d in (64, -64, 4, 128, 512)} | {two.offset}:
 
-        def moved(t: Tensor | None, offset: int = offset) -> Tensor | None:
+        def move_tensor(t: Tensor | None, offset: int = offset) -> Tensor | None:
             is_it = t is not None and (t.buffer, t.offset) == (one.buffer, one.offset)
             return dataclasses.replace(t, offset=offset) if is_it else t
 
-        def change(i, moved=moved):
+        def change(i, move_tensor=move_tensor):
             return dataclasses.replace(
-                i, src=tuple(map(moved, i.src)), dst=tuple(map(moved, i.dst)), scratch=moved(i.scratch)
+                i,
+                src=tuple(map(move_tensor, i.src)),
+                dst=tuple(map(move_tensor, i.dst)),
+                scratch=move_tensor(i.scratch),
             )
 
         new = Program(
             program.buffers,
             tuple(map(change, program.instructions)),
-            {k: moved(t) for k, t in program.inputs.items()},
-            {k: moved(t) for k, t in program.outputs.items()},
+            {k: move_tensor(t) for k, t in program.inputs.items()},
+            {k: move_tensor(t) for k, t in program.outputs.items()},
             tuple((at, change(i)) for at, i in program.undo),
         )
-        yield Mutant(name, "memory", f"moved by {offset - one.offset}", programmed(plan, number, new))
+        yield Mutant(name, "memory", f"moved by {offset - one.offset}", with_program(plan, number, new))
 
 
-def reordered(name: str, dice: random.Random) -> Iterator[Mutant]:
+def move_step(name: str, dice: random.Random) -> Iterator[Mutant]:
     """A step runs at another time; saves keep their undo."""
-    plan = given(name)
+    plan = plan_by_name(name)
     number = dice.randrange(len(plan.lanes))
     program = plan.lanes[number].program
     steps = len(program.instructions)
@@ -178,12 +183,12 @@ def reordered(name: str, dice: random.Random) -> Iterator[Mutant]:
     instructions = tuple(program.instructions[at] for at in order)
     new = dataclasses.replace(program, instructions=instructions, undo=tuple(undo))
     if order != list(range(steps)):
-        yield Mutant(name, "order", "another order", programmed(plan, number, new))
+        yield Mutant(name, "order", "another order", with_program(plan, number, new))
 
 
-def lowered_again(name: str, dice: random.Random) -> Iterator[Mutant]:
+def edit_node_and_lower(name: str, dice: random.Random) -> Iterator[Mutant]:
     """A node of a device's graph has another attribute or reads other values; the program follows the graph."""
-    plan = given(name)
+    plan = plan_by_name(name)
     number = dice.randrange(len(plan.lanes))
     graph = plan.lanes[number].graph
     inner = [n for n in graph.nodes if not n.is_leaf]
@@ -205,9 +210,9 @@ def _edits(node: Node, values: list[Value], dice: random.Random) -> Iterator[tup
         for how, other in _of(value, "", dice):
             yield f"{node.op}: {key} {how}", (node.src, {**node.attrs, key: other})
     for at, source in enumerate(node.src):
-        alike = [v for v in values if source is not None and v.spec == source.spec and v != source]
-        if alike:
-            src = (*node.src[:at], dice.choice(alike), *node.src[at + 1 :])
+        candidates = [v for v in values if source is not None and v.spec == source.spec and v != source]
+        if candidates:
+            src = (*node.src[:at], dice.choice(candidates), *node.src[at + 1 :])
             yield f"{node.op}: operand {at} is another", (src, dict(node.attrs))
     if len(node.src) > 1:
         yield f"{node.op}: operands turned", (node.src[::-1], dict(node.attrs))
@@ -228,70 +233,78 @@ def _with_node(plan: Plan, number: int, node: Node, src: Any, attrs: Any, *, bot
             raise ValueError("it reads what comes later")
         new_src = tuple(None if s is None else became[s] for s in sources)
         if own.is_leaf:
-            made: Any = Value(own)
+            new_value: Any = Value(own)
         else:
-            made = ops.op_of(own)(*new_src, name=own.name, **(attrs if own is node else own.attrs))
-        results = made if isinstance(made, tuple) else (made,)
+            new_value = ops.op_of(own)(*new_src, name=own.name, **(attrs if own is node else own.attrs))
+        results = new_value if isinstance(new_value, tuple) else (new_value,)
         became.update(zip(own.results, results, strict=True))
     changed = Graph(
         {k: became[v] for k, v in graph.outputs.items()}, {became[o]: became[v] for o, v in graph.updates.items()}
     )
-    lanes = list(plan.lanes)
-    for at, lane in enumerate(plan.lanes):
-        if at == number or (both and lane.graph is graph):
-            new_graph, program = lower(changed, lane.backend, lane.device)
-            lanes[at] = dataclasses.replace(lane, graph=new_graph, program=program)
-    return dataclasses.replace(plan, lanes=tuple(lanes))
+    device_plans = list(plan.lanes)
+    for at, device_plan in enumerate(plan.lanes):
+        if at == number or (both and device_plan.graph is graph):
+            new_graph, program = lower(changed, device_plan.backend, device_plan.device)
+            device_plans[at] = dataclasses.replace(device_plan, graph=new_graph, program=program)
+    return dataclasses.replace(plan, lanes=tuple(device_plans))
 
 
-def programmed(plan: Plan, number: int, program: Program) -> Plan:
-    lanes = list(plan.lanes)
-    lanes[number] = dataclasses.replace(lanes[number], program=program)
-    return dataclasses.replace(plan, lanes=tuple(lanes))
+def with_program(plan: Plan, number: int, program: Program) -> Plan:
+    device_plans = list(plan.lanes)
+    device_plans[number] = dataclasses.replace(device_plans[number], program=program)
+    return dataclasses.replace(plan, lanes=tuple(device_plans))
 
 
 # -------------------------------------------------------------------------------------------------------- judging
 
 
-UNDONE = {"Program.undo", "Program.instructions", "Tensor.buffer", "Tensor.offset", "memory", "order", "graph"}
-"""Changes after which steps are let fail besides: what undoes them may have changed."""
+FAULTS_THAT_AFFECT_UNDO = {
+    "Program.undo",
+    "Program.instructions",
+    "Tensor.buffer",
+    "Tensor.offset",
+    "memory",
+    "order",
+    "graph",
+}
+"""Changes after which steps also fail: they may have changed the undo programs."""
 
 
 @dataclass
-class Tally:
-    """What became of the mutants, by where they were changed: refused, or right all the same; and those missed."""
+class CampaignCounts:
+    """Counts of mutants by the place of the change: refused, or right all the same; and the missed ones."""
 
     refused: Counter[str] = field(default_factory=Counter)
     harmless: Counter[str] = field(default_factory=Counter)
     missed: list[str] = field(default_factory=list)
     raised: list[str] = field(default_factory=list)
 
-    def judge(self, mutant: Mutant) -> None:
-        said = f"{mutant.origin}: {mutant.where} {mutant.how}"
+    def check_mutant(self, mutant: Mutant) -> None:
+        description = f"{mutant.origin}: {mutant.where} {mutant.how}"
         try:
             why = next(plan_faults(mutant.plan), None)
         except Exception as error:  # a verifier that raises is a finding, too
-            self.raised.append(f"{said}: {type(error).__name__}: {error}")
+            self.raised.append(f"{description}: {type(error).__name__}: {error}")
             return
         if why is not None:
             self.refused[mutant.where] += 1
             return
         try:
-            Store([(lane.backend, lane.device) for lane in mutant.plan.lanes])
+            Store([(device_plan.backend, device_plan.device) for device_plan in mutant.plan.lanes])
         except PlanError:  # devices of processes that are not there
             self.refused[mutant.where] += 1
             return
-        if _runs_as(mutant.plan, given(mutant.origin)):
+        if _runs_as(mutant.plan, plan_by_name(mutant.origin)):
             self.harmless[mutant.where] += 1
             return
         known = truth(mutant.origin)
         if mutant.plan.graph is not known.graph:
             known = Truth(mutant.plan.graph, known.values, truth_of(mutant.plan.graph, 1).results)
-        wrong = run_faults(mutant.plan, known, failing=4 if mutant.where in UNDONE else 0)
+        wrong = run_faults(mutant.plan, known, failing=4 if mutant.where in FAULTS_THAT_AFFECT_UNDO else 0)
         if wrong is None:
             self.harmless[mutant.where] += 1
         else:
-            self.missed.append(f"{said}: {wrong}")
+            self.missed.append(f"{description}: {wrong}")
 
 
 def _runs_as(one: Plan, two: Plan) -> bool:
@@ -303,15 +316,15 @@ def _runs_as(one: Plan, two: Plan) -> bool:
     return parts[0] == parts[1]
 
 
-def campaign(names: list[str], rounds: int, seed: int) -> Tally:
-    """Break each plan `rounds` times in every field and in every way; ends with what became of that."""
-    tally, dice = Tally(), random.Random(seed)
+def campaign(names: list[str], rounds: int, seed: int) -> CampaignCounts:
+    """Mutate each plan `rounds` times in every field and by every kind of change; return the counts."""
+    tally, dice = CampaignCounts(), random.Random(seed)
     for name in names:
         for _ in range(rounds):
             for field_ in sites_of(name)[0]:
                 for mutant in one_field(name, field_, dice):
-                    tally.judge(mutant)
-            for kind in (shifted, reordered, lowered_again):
+                    tally.check_mutant(mutant)
+            for kind in (move_value, move_step, edit_node_and_lower):
                 for mutant in kind(name, dice):
-                    tally.judge(mutant)
+                    tally.check_mutant(mutant)
     return tally

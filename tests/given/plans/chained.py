@@ -1,4 +1,4 @@
-"""Plans whose devices are a chain, with states of every kind on each of them."""
+"""Plans with a chain of devices, with states of every kind on each of them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from hocket import ops
 from hocket.graph import Graph, input, state, weight
 from hocket.scheduler import CPU, Plan, Store, in_turn, plan_for
 
-from ..devices.faulty import FaultyReference, raises
+from ..devices.faulty import FaultyReference, raise_planted_error
 from .grouped import everything_that_fits
 
 ROWS, WIDTH, RUNS = 3, 4, 5
 
 
-def chain(devices: int, backend: Any = None, *, team: int = 1) -> tuple[Plan, Any]:
-    """A plan of so many stages, each with states that are written whole, or in rows that inputs or another state
-    number; and the backend that runs it.  A stage is on one device, or cut among a `team`."""
+def chain(devices: int, backend: Any = None, *, group_size: int = 1) -> tuple[Plan, Any]:
+    """Return a plan of `devices` stages and the backend that runs it.
+
+    Each stage has states that are written whole, or in rows that inputs or another state number. A stage is on one
+    device, or sharded over a group of `group_size`.
+    """
     x, slot, following = input("x", (ROWS, WIDTH)), input("slot", (ROWS,), "i32"), input("next", (1,), "i32")
     updates = {}
     for d in range(devices):
@@ -35,11 +38,11 @@ def chain(devices: int, backend: Any = None, *, team: int = 1) -> tuple[Plan, An
         updates[at] = following
         x = ops.add(ops.get_rows(written, slot, name=f"read.{d}"), summed, name=f"z.{d}")
     backend = backend or FaultyReference()
-    graph, group = Graph({"y": x}, updates), [(backend, backend.device(d)) for d in range(devices * team)]
-    if team > 1:
-        cut = partial(everything_that_fits, dice=random.Random(0))
-        machines = replace(CPU, machine=team)
-        return plan_for(graph, group, split_mode="layer,tensor", hardware=machines, choose=cut), backend
+    graph, group = Graph({"y": x}, updates), [(backend, backend.device(d)) for d in range(devices * group_size)]
+    if group_size > 1:
+        choose_sharding = partial(everything_that_fits, dice=random.Random(0))
+        machines = replace(CPU, machine=group_size)
+        return plan_for(graph, group, split_mode="layer,tensor", hardware=machines, choose=choose_sharding), backend
     place = [(rf"\.{d}$", f"{backend.name}:{d}") for d in range(devices)]
     return plan_for(graph, group, split_mode="layer", place=place), backend
 
@@ -56,14 +59,14 @@ def follow(pipeline, inputs):
     return in_turn([(pipeline, one) for one in inputs])
 
 
-def stored(made):
-    store, rng = Store(made.group), np.random.default_rng(1)
-    for value in made.graph.weights:
-        store.bind(value.node.name, rng.standard_normal(value.shape), value.spec, made.leaves[value.node.name])
+def make_store(plan):
+    store, rng = Store(plan.group), np.random.default_rng(1)
+    for value in plan.graph.weights:
+        store.bind(value.node.name, rng.standard_normal(value.shape), value.spec, plan.leaves[value.node.name])
     return store
 
 
-def held(store):
+def copy_states(store):
     return {name: np.asarray(store.state(name)).copy() for name in store.states}
 
 
@@ -71,7 +74,7 @@ def same(one, two):
     return all(np.array_equal(one[name], two[name]) for name in one)
 
 
-def planted(backend, device, number: int, run: int, what: Callable[[], None] = raises) -> None:
+def plant_fault(backend, device, number: int, run: int, what: Callable[[], None] = raise_planted_error) -> None:
     """In that run an instruction of a device does `what`: before it runs, or in the first run behind it."""
 
     def skips() -> None:

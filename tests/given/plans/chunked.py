@@ -1,4 +1,4 @@
-"""Plans in chunks of tokens, each of which is dealt to the devices or not, however few tokens there are."""
+"""Plans in chunks of tokens, distributed over the devices or not, for any number of tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hocket.scheduler.sharding.search import cuts_of, deal
 WIDTH, INNER = 6, 12
 
 
-def gated(tokens: int, layers: int = 2) -> Graph:
+def make_gated_layers(tokens: int, layers: int = 2) -> Graph:
     """Residual layers of a gated unit, and a product behind them."""
     x: Value = input("x", (tokens, WIDTH))
     for i in range(layers):
@@ -28,17 +28,19 @@ def gated(tokens: int, layers: int = 2) -> Graph:
     return Graph({"y": ops.mul_mat(weight("output", (INNER, WIDTH)), ops.rms_norm(x))})
 
 
-def chunked_plan(graph: Graph, group: Devices, count: int, *, dealt: bool, shares: Sequence[float] = ()) -> Plan:
-    """`graph` cut by the inner widths of its layers, with tokens in so many chunks from sum to sum."""
+def chunked_plan(
+    graph: Graph, group: Devices, count: int, *, is_distributed: bool, shares: Sequence[float] = ()
+) -> Plan:
+    """Plan `graph` sharded by the inner widths of its layers, with tokens in `count` chunks from sum to sum."""
     factors = Factors(graph)
     chosen = frozenset(f for v in graph.weights for f in factors.of(v) if f.size == INNER)
     plain = assign(graph, factors, chosen)
     tokens = tokens_of(plain, factors)
     assert tokens is not None
-    laid = assign(graph, factors, chosen, rows=tokens) if dealt else plain
+    assignment = assign(graph, factors, chosen, rows=tokens) if is_distributed else plain
     cuts = cuts_of(graph, factors, chosen, {})
     own = shares or [1.0] * len(group)
-    sharded = laid_in_chunks(graph, factors, laid, deal(graph, factors, cuts, own), tokens, count)
+    sharded = laid_in_chunks(graph, factors, assignment, deal(graph, factors, cuts, own), tokens, count)
     assert isinstance(sharded, Sharded)
     return Plan(
         graph, lanes_of(sharded.graphs, group), sharded.leaves, sharded.outputs, cuts, (), shares=tuple(map(float, own))

@@ -66,7 +66,7 @@ def layer_plan() -> Plan:
 
 @cache
 def placed_plan() -> Plan:
-    """The decoder cut over two devices, but for a gate that one computes alone and a norm that the other does."""
+    """Return the decoder sharded over two devices, with a gate on one device alone and a norm on the other."""
     group, place = [find("cpu:0"), find("cpu:1")], [("^(gate|up)", "cpu:1"), ("normed3", "cpu:0")]
     return plan_for(decoder(), group, split_mode="tensor", hardware=SLOW, place=place)
 
@@ -84,7 +84,9 @@ def gather_plan() -> Plan:
 
 
 def experts() -> Graph:
-    """A mixture of six experts with a bias, one of them after what needs all of it, and a bias of what is whole."""
+    """Build a mixture of six experts with biases: of an expert, after a value that needs all of it, and of a
+    whole value.
+    """
     x, ids, others = input("x", (T, 1, E)), input("ids", (T, 2), "i32"), input("others", (T, 2), "i32")
     g, u = (ops.mul_mat_id(weight(n, (6, F, E)), x, ids, name=f"{n}ed") for n in ("gate", "up"))
     g = ops.add_id(g, weight("bg", (6, F)), ids, name="biased")
@@ -100,16 +102,16 @@ def experts() -> Graph:
 def experts_plan(*shares: float) -> Plan:
     """The mixture on two devices, each with some of the experts."""
 
-    def dealt(graph, factors):
+    def choose_whole_experts(graph, factors):
         return frozenset(f for v in graph.weights for f in factors.of(v) if factors.word(f) == "experts")
 
-    return plan_for(experts(), [find("cpu:0"), find("cpu:1")], choose=dealt, tensor_split=shares)
+    return plan_for(experts(), [find("cpu:0"), find("cpu:1")], choose=choose_whole_experts, tensor_split=shares)
 
 
 # --------------------------------------------------------------------------------------------------------- editing
 
 
-def rebuilt(graph: Graph, edits: Mapping[str, Edit]) -> Graph:
+def rebuild_graph(graph: Graph, edits: Mapping[str, Edit]) -> Graph:
     """`graph` with the nodes of these names made anew; an edit gets the node and its new sources."""
     became: dict[Value, Value] = {}
     used = set()
@@ -117,10 +119,10 @@ def rebuilt(graph: Graph, edits: Mapping[str, Edit]) -> Graph:
         src = tuple(None if s is None else became[s] for s in node.src)
         if node.name in edits:
             used.add(node.name)
-            made = edits[node.name](node, src)
+            value = edits[node.name](node, src)
         else:
-            made = Value(node) if node.is_leaf else ops.op_of(node)(*src, name=node.name, **node.attrs)
-        results = made if isinstance(made, tuple) else (made,)
+            value = Value(node) if node.is_leaf else ops.op_of(node)(*src, name=node.name, **node.attrs)
+        results = value if isinstance(value, tuple) else (value,)
         became.update(zip(node.results, results, strict=True))
     assert used == set(edits), f"no node is called {set(edits) - used}"
     return Graph(
@@ -131,18 +133,18 @@ def rebuilt(graph: Graph, edits: Mapping[str, Edit]) -> Graph:
 
 def on(plan: Plan, *devices: int, graph: Callable[[Graph], Graph]) -> Plan:
     """`plan` with the graphs of some devices changed, and lowered again."""
-    lanes = list(plan.lanes)
+    device_plans = list(plan.lanes)
     for device in devices:
-        lane = lanes[device]
-        lowered, program = lower(graph(lane.graph), lane.backend, lane.device)
-        lanes[device] = dataclasses.replace(lane, graph=lowered, program=program)
-    return dataclasses.replace(plan, lanes=tuple(lanes))
+        device_plan = device_plans[device]
+        lowered, program = lower(graph(device_plan.graph), device_plan.backend, device_plan.device)
+        device_plans[device] = dataclasses.replace(device_plan, graph=lowered, program=program)
+    return dataclasses.replace(plan, lanes=tuple(device_plans))
 
 
 def nodes(plan: Plan, *devices: int, **edits: Edit) -> Plan:
     """`plan` with nodes of some devices made anew; ``__`` in a keyword is a dot of the name."""
     named = {name.replace("__", "."): edit for name, edit in edits.items()}
-    return on(plan, *devices, graph=lambda g: rebuilt(g, named))
+    return on(plan, *devices, graph=lambda g: rebuild_graph(g, named))
 
 
 def again(**attrs: Any) -> Edit:
@@ -150,7 +152,7 @@ def again(**attrs: Any) -> Edit:
     return lambda node, src: ops.op_of(node)(*src, name=node.name, **{**node.attrs, **attrs})
 
 
-def reading(**by_position: str) -> Callable[[Graph], Graph]:
+def read_other_value(**by_position: str) -> Callable[[Graph], Graph]:
     """Nodes that read another value, by name: ``reading(normed2="mixed")`` for the first source."""
 
     def change(graph: Graph) -> Graph:
@@ -159,26 +161,26 @@ def reading(**by_position: str) -> Callable[[Graph], Graph]:
         def keep(node: Node, src: tuple[Any, ...]) -> Any:
             if node.name in by_position:
                 src = (seen[by_position[node.name].replace("__", ".")], *src[1:])
-            made = Value(node) if node.is_leaf else ops.op_of(node)(*src, name=node.name, **node.attrs)
-            seen[node.name] = made
-            return made
+            value = Value(node) if node.is_leaf else ops.op_of(node)(*src, name=node.name, **node.attrs)
+            seen[node.name] = value
+            return value
 
-        return rebuilt(graph, {n.name: keep for n in graph.nodes if n.name})
+        return rebuild_graph(graph, {n.name: keep for n in graph.nodes if n.name})
 
     return change
 
 
-def laid(plan: Plan, **layouts: Any) -> Plan:
+def with_leaf_layouts(plan: Plan, **layouts: Any) -> Plan:
     """`plan` with other layouts of leaves; None takes one away."""
     leaves = {k: v for k, v in {**plan.leaves, **{k.replace("__", "."): v for k, v in layouts.items()}}.items() if v}
     return dataclasses.replace(plan, leaves=leaves)
 
 
-def ending(plan: Plan, **layouts: Any) -> Plan:
+def with_output_layouts(plan: Plan, **layouts: Any) -> Plan:
     return dataclasses.replace(plan, outputs={**plan.outputs, **layouts})
 
 
-def said(plan: Plan, old: str, *new: str, device: int | None = None) -> Plan:
+def with_placement_text(plan: Plan, old: str, *new: str, device: int | None = None) -> Plan:
     """`plan` that says other things of where the node `old` is placed."""
     placed = tuple(
         dataclasses.replace(p, nodes=new, device=p.device if device is None else device) if old in p.nodes else p
@@ -188,44 +190,46 @@ def said(plan: Plan, old: str, *new: str, device: int | None = None) -> Plan:
     return dataclasses.replace(plan, placed=placed)
 
 
-def refusing(plan: Plan, device: int, op: str) -> Plan:
+def with_refusing_device(plan: Plan, device: int, op: str) -> Plan:
     """`plan` with a device that cannot run an op."""
-    lanes = list(plan.lanes)
-    backend = copy.copy(lanes[device].backend)
+    device_plans = list(plan.lanes)
+    backend = copy.copy(device_plans[device].backend)
     able = backend.supports
     refusal = Support(False, "not here")
     setattr(backend, "supports", lambda node, on: refusal if node.op == op else able(node, on))  # noqa: B010  # mypy refuses the plain assignment
-    lanes[device] = dataclasses.replace(lanes[device], backend=backend)
-    return dataclasses.replace(plan, lanes=tuple(lanes))
+    device_plans[device] = dataclasses.replace(device_plans[device], backend=backend)
+    return dataclasses.replace(plan, lanes=tuple(device_plans))
 
 
-def programmed(plan: Plan, device: int, **changes: Any) -> Plan:
+def with_program_changes(plan: Plan, device: int, **changes: Any) -> Plan:
     """`plan` with parts of a device's program replaced."""
-    lanes = list(plan.lanes)
-    program = dataclasses.replace(lanes[device].program, **changes)
-    lanes[device] = dataclasses.replace(lanes[device], program=program)
-    return dataclasses.replace(plan, lanes=tuple(lanes))
+    device_plans = list(plan.lanes)
+    program = dataclasses.replace(device_plans[device].program, **changes)
+    device_plans[device] = dataclasses.replace(device_plans[device], program=program)
+    return dataclasses.replace(plan, lanes=tuple(device_plans))
 
 
 def step(plan: Plan, device: int, name: str, change: Callable[[Any], Any]) -> Plan:
     """`plan` with one instruction of a device changed."""
     instructions = plan.lanes[device].program.instructions
     assert any(i.node == name for i in instructions), f"no step is called {name}: {[i.node for i in instructions]}"
-    return programmed(plan, device, instructions=tuple(change(i) if i.node == name else i for i in instructions))
+    return with_program_changes(
+        plan, device, instructions=tuple(change(i) if i.node == name else i for i in instructions)
+    )
 
 
-def kept(plan: Plan, device: int, change: Callable[[dict[int, Any]], None]) -> Plan:
-    """`plan` with what undoes the step of a device changed: instructions by the position of their saves."""
+def with_undo_changes(plan: Plan, device: int, change: Callable[[dict[int, Any]], None]) -> Plan:
+    """Return `plan` with changed undo instructions of a device, by the position of their saves."""
     undo = dict(plan.lanes[device].program.undo)
     change(undo)
-    return programmed(plan, device, undo=tuple(undo.items()))
+    return with_program_changes(plan, device, undo=tuple(undo.items()))
 
 
-def moved(tensor: Any, by: int) -> Any:
+def move_tensor(tensor: Any, by: int) -> Any:
     return dataclasses.replace(tensor, offset=tensor.offset + by)
 
 
-def renumbered(plan: Plan, device: int, numbers: Mapping[int, int]) -> Plan:
+def renumber_collectives(plan: Plan, device: int, numbers: Mapping[int, int]) -> Plan:
     """`plan` with other sequence numbers in a device's graph and program, its steps in the order they had."""
 
     def change(attrs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -244,19 +248,19 @@ def renumbered(plan: Plan, device: int, numbers: Mapping[int, int]) -> Plan:
             {became[old]: became[new] for old, new in graph.updates.items()},
         )
 
-    lane = plan.lanes[device]
-    instructions = tuple(dataclasses.replace(i, attrs=change(i.attrs)) for i in lane.program.instructions)
-    program = dataclasses.replace(lane.program, instructions=instructions)
-    lanes = list(plan.lanes)
-    lanes[device] = dataclasses.replace(lane, graph=fresh(lane.graph), program=program)
-    return dataclasses.replace(plan, lanes=tuple(lanes))
+    device_plan = plan.lanes[device]
+    instructions = tuple(dataclasses.replace(i, attrs=change(i.attrs)) for i in device_plan.program.instructions)
+    program = dataclasses.replace(device_plan.program, instructions=instructions)
+    device_plans = list(plan.lanes)
+    device_plans[device] = dataclasses.replace(device_plan, graph=fresh(device_plan.graph), program=program)
+    return dataclasses.replace(plan, lanes=tuple(device_plans))
 
 
 def steps_exchanged(device: int, one: str, two: str) -> Plan:
     instructions = list(tensor_plan().lanes[device].program.instructions)
     at = {i.node: n for n, i in enumerate(instructions)}
     instructions[at[one]], instructions[at[two]] = instructions[at[two]], instructions[at[one]]
-    return programmed(tensor_plan(), device, instructions=tuple(instructions))
+    return with_program_changes(tensor_plan(), device, instructions=tuple(instructions))
 
 
 def without_step(plan: Plan, device: int, name: str) -> Plan:
@@ -265,11 +269,11 @@ def without_step(plan: Plan, device: int, name: str) -> Plan:
     at = [i.node for i in program.instructions].index(name)
     instructions = (*program.instructions[:at], *program.instructions[at + 1 :])
     undo = tuple((n - (n > at), back) for n, back in program.undo if n != at)
-    return programmed(plan, device, instructions=instructions, undo=undo)
+    return with_program_changes(plan, device, instructions=instructions, undo=undo)
 
 
 def at_offset(i, offset: int):
-    """An instruction whose result lies elsewhere in its buffer."""
+    """Return an instruction with its result at another offset of its buffer."""
     return dataclasses.replace(i, dst=(dataclasses.replace(i.dst[0], offset=offset),))
 
 

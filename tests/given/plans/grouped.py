@@ -1,4 +1,4 @@
-"""Plans of random graphs over several reference devices, and what it takes to run them."""
+"""Plans of random graphs over several reference devices, and functions that run them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def devices(n: int, kind: str = "cpu") -> tuple[str, ...]:
     return tuple(f"{kind}:{i}" for i in range(n))
 
 
-def raw(array, dtype: DType):
+def as_file_bytes(array, dtype: DType):
     """Bound as a file holds it; a quantised weight as zero blocks with scales of one or so."""
     if not dtype.is_quantised:
         return encode_array(array, dtype)
@@ -48,12 +48,12 @@ def group_of(n: int, kind: str = "reference"):
 
 def weights_of(graph: Graph, values):
     """Weights as files hold them."""
-    return {v.node.name: raw(values[v.node.name], v.dtype) for v in graph.weights}
+    return {v.node.name: as_file_bytes(values[v.node.name], v.dtype) for v in graph.weights}
 
 
-def run_of(made, values, feed=None):
-    run = load(made, weights_of(made.graph, values))
-    return run.run(feed or {v.node.name: values[v.node.name] for v in made.graph.inputs})
+def run_of(plan, values, feed=None):
+    run = load(plan, weights_of(plan.graph, values))
+    return run.run(feed or {v.node.name: values[v.node.name] for v in plan.graph.inputs})
 
 
 def random_plan(seed: int, mode: str):
@@ -63,16 +63,16 @@ def random_plan(seed: int, mode: str):
     shares = [dice.choice([0, 1, 1, 2]) for _ in range(n - 1)] + [1]
     group = [find(name) for name in devices(n, "reference")]
     if mode == "layer":
-        made = plan_for(graph, group, split_mode="layer", tensor_split=shares)
+        plan = plan_for(graph, group, split_mode="layer", tensor_split=shares)
     else:
-        made = plan_for(graph, group, tensor_split=shares, choose=lambda g, f: everything_that_fits(g, f, dice))
-    return made, plan_for(graph, group[:1]), bindings(graph, np.random.default_rng(seed))
+        plan = plan_for(graph, group, tensor_split=shares, choose=lambda g, f: everything_that_fits(g, f, dice))
+    return plan, plan_for(graph, group[:1]), bindings(graph, np.random.default_rng(seed))
 
 
-def bound(graph: Graph, values, leaves):
+def bind_leaves(graph: Graph, values, leaves):
     def bind(store: Store) -> None:
         for v in graph.weights:
-            store.bind(v.node.name, raw(values[v.node.name], v.dtype), v.spec, leaves[v.node.name])
+            store.bind(v.node.name, as_file_bytes(values[v.node.name], v.dtype), v.spec, leaves[v.node.name])
 
     return bind
 
@@ -93,12 +93,12 @@ def equal_to_one(graph, group, seed, *, mode, place=(), reference=None, toleranc
     many = plan_for(graph, group, **options)
     one = plan_for(graph, reference or group_of(1))
     values, results = bindings(graph, np.random.default_rng(seed)), []
-    for made in (one, many):
-        run = load(made, weights_of(graph, values))
+    for each_plan in (one, many):
+        run = load(each_plan, weights_of(graph, values))
         for v in graph.states:
             run.store.state(v.node.name)[...] = values[v.node.name]
         feed = {v.node.name: values[v.node.name] for v in graph.inputs}
-        later = plan_for(graph, made.group, like=made, place=place if made is many else ())
+        later = plan_for(graph, each_plan.group, like=each_plan, place=place if each_plan is many else ())
         outputs = [run.run(feed), Executor(later, run.store).run(feed)]
         results.append([*outputs, {name: np.array(run.store.state(name)) for name in run.store.states}])
     for want, got in zip(*results, strict=True):
@@ -107,6 +107,6 @@ def equal_to_one(graph, group, seed, *, mode, place=(), reference=None, toleranc
     return many
 
 
-def reductions(made: Plan) -> list[tuple[str, tuple[int, ...]]]:
-    met = [n for n in made.lanes[0].graph.nodes if n.op.startswith(("all_", "reduce_scatter"))]
-    return [(n.op, n.specs[0].shape) for n in met]
+def reductions(plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
+    collectives = [n for n in plan.lanes[0].graph.nodes if n.op.startswith(("all_", "reduce_scatter"))]
+    return [(n.op, n.specs[0].shape) for n in collectives]

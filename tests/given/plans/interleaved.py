@@ -1,7 +1,7 @@
-"""A plan run in one thread, its devices taking turns by lot: deadlocks and reads before writes cannot hide.
+"""A plan run in one thread with random turns of its devices, so that deadlocks and early reads cannot hide.
 
-Each instruction is compiled by itself with the backend's own kernels.  A collective only says what it wants; it is done
-once all devices have said so.  Arenas are filled with NaN (or noise) before every run.
+Each instruction is compiled by itself with the backend's own kernels. A collective only posts its request; it is done
+once all devices have posted theirs. Arenas are filled with NaN (or noise) before every run.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class DeadlockError(Exception):
     """Every device that is not done waits for another."""
 
 
-class Talk:
-    """`Comm` of one device: notes what is wanted and returns at once."""
+class InterleavedComm:
+    """The `Comm` of one device: it records the request and returns at once."""
 
-    def __init__(self, rank: int, size: int, mail: dict[tuple[int, int, int], Any]) -> None:
-        self.rank, self.size, self.mail = rank, size, mail
+    def __init__(self, rank: int, size: int, messages: dict[tuple[int, int, int], Any]) -> None:
+        self.rank, self.size, self.mail = rank, size, messages
         self.wish: Wish | None = None
 
     def all_reduce(self, source, into, scratch, sequence):
@@ -46,29 +46,31 @@ class Talk:
         self.wish = ("receive", sequence, (into, source))
 
 
-class Interleaved:
+class InterleavedPlan:
     """A plan with its memory; `run` is one run with the devices' turns drawn from a seed."""
 
     def __init__(self, plan: Plan, bind: Callable[[Store], None]) -> None:
         self.plan = plan
-        self.store = Store([(lane.backend, lane.device) for lane in plan.lanes])
+        self.store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.lanes])
         bind(self.store)
         self.buffers = list(self.store.buffers(plan).values())
         self.mail: dict[tuple[int, int, int], Any] = {}
-        self.talks = [Talk(d, len(plan.lanes), self.mail) for d in range(len(plan.lanes))]
+        self.talks = [InterleavedComm(d, len(plan.lanes), self.mail) for d in range(len(plan.lanes))]
         self.steps = []
-        for lane, buffers, talk in zip(plan.lanes, self.buffers, self.talks, strict=True):
-            programs = [dataclasses.replace(lane.program, instructions=(i,)) for i in lane.program.instructions]
-            self.steps.append([lane.backend.compile(p, buffers, lane.device, talk) for p in programs])
+        for device_plan, buffers, talk in zip(plan.lanes, self.buffers, self.talks, strict=True):
+            programs = [
+                dataclasses.replace(device_plan.program, instructions=(i,)) for i in device_plan.program.instructions
+            ]
+            self.steps.append([device_plan.backend.compile(p, buffers, device_plan.device, talk) for p in programs])
 
     def run(self, inputs: Mapping[str, Any], seed: int, poison: int | None = 0xFF) -> dict[str, Any]:
         """Outputs by name.  `poison` fills fresh memory; None means noise.  Raises `DeadlockError`."""
         dice = random.Random(seed)
-        for lane, buffers in zip(self.plan.lanes, self.buffers, strict=True):
+        for device_plan, buffers in zip(self.plan.lanes, self.buffers, strict=True):
             arena = buffers[0]
             arena[...] = np.random.default_rng(seed).integers(0, 256, arena.size) if poison is None else poison
-            for name, tensor in lane.program.inputs.items():
-                lane.backend.view(buffers[tensor.buffer], tensor)[...] = inputs[name]
+            for name, tensor in device_plan.program.inputs.items():
+                device_plan.backend.view(buffers[tensor.buffer], tensor)[...] = inputs[name]
         at = [0] * len(self.steps)
         while any(i < len(steps) for i, steps in zip(at, self.steps, strict=True)):
             able = [d for d, steps in enumerate(self.steps) if at[d] < len(steps) and self.talks[d].wish is None]
@@ -81,7 +83,7 @@ class Interleaved:
         return self._outputs()
 
     def _grant(self, at: list[int], moved: bool) -> None:
-        """Do what can be done: a letter that is there, a collective at which everybody is."""
+        """Do all possible requests: a message that has arrived, a collective that all devices have reached."""
         granted = False
         for device, talk in enumerate(self.talks):
             if talk.wish is not None and talk.wish[0] == "receive":
@@ -94,7 +96,7 @@ class Interleaved:
         wishes = [t.wish for t in self.talks]
         if all(w is not None and w[0] != "receive" for w in wishes):
             assert len({w[:2] for w in wishes}) == 1, f"devices meet at {[w[:2] for w in wishes]}"
-            self._meet(wishes)
+            self._run_collective(wishes)
             granted = True
             for device, talk in enumerate(self.talks):
                 talk.wish = None
@@ -103,7 +105,7 @@ class Interleaved:
             raise DeadlockError(f"devices stand at steps {at} and wait")
 
     @staticmethod
-    def _meet(wishes: list[Any]) -> None:
+    def _run_collective(wishes: list[Any]) -> None:
         kind, sources = wishes[0][0], [np.array(w[2][0]) for w in wishes]
         for _, _, (_, into, *rest) in wishes:
             if kind == "all_reduce":
@@ -118,8 +120,8 @@ class Interleaved:
 
     def _outputs(self) -> dict[str, Any]:
         views = [
-            {name: lane.backend.view(buffers[t.buffer], t) for name, t in lane.program.outputs.items()}
-            for lane, buffers in zip(self.plan.lanes, self.buffers, strict=True)
+            {name: device_plan.backend.view(buffers[t.buffer], t) for name, t in device_plan.program.outputs.items()}
+            for device_plan, buffers in zip(self.plan.lanes, self.buffers, strict=True)
         ]
         return {
             name: assembled(

@@ -1,8 +1,8 @@
-"""Plans with one field wrong: every field of every record that a plan reaches, by introspection, in every way that its
-value can be wrong.
+"""Mutations of plans: every field of every record that a plan reaches, with every kind of wrong value.
 
-A `Site` is one field of one record; `variants` are values that it might hold instead; `put` is the plan with another
-one there.  Nothing here knows what a field means, so that a field that is added tomorrow is broken like the others.
+A `FieldSite` is one field of one record, found by introspection. `variants` yields the values that the field might hold
+instead; `put` returns the plan with another value there. Nothing here knows the meaning of a field, so that fields that
+are added later are mutated like the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Path = tuple[tuple[str, Any], ...]
 LAYOUTS = (Replicate, Partial, Shard, Local)
 DTYPES = (DType.F32, DType.F16, DType.BF16, DType.F64, DType.I8, DType.I32, DType.I64, DType.Q8_0)
 BACKENDS = (ReferenceBackend(), NumpyBackend())
-STRANGERS: Mapping[str, Any] = {
+FOREIGN_RECORDS: Mapping[str, Any] = {
     "Tensor": Tensor(0, 0, (64,), (1,), DType.I8),
     "Spec": Spec((2, 2), DType.F32),
     "Hardware": Hardware(flops=-1.0),
@@ -46,8 +46,10 @@ STRANGERS: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Site:
-    """A field of a record within a plan: the class that declares it, where the record is, and what the field holds."""
+class FieldSite:
+    """A field of a record within a plan: the class that declares it, the path of the record, and the value of the
+    field.
+    """
 
     owner: str
     name: str
@@ -60,12 +62,12 @@ class Site:
         return f"{self.owner}.{self.name}"
 
 
-def sites(plan: Plan) -> list[Site]:
+def sites(plan: Plan) -> list[FieldSite]:
     """Every field of every record in `plan`; of graphs their nodes, each once."""
     return list(_sites(plan, ()))
 
 
-def _sites(value: Any, path: Path) -> Iterator[Site]:
+def _sites(value: Any, path: Path) -> Iterator[FieldSite]:
     if isinstance(value, Graph):
         yield from (_site(value, name, path) for name in ("outputs", "updates"))
         for name, end in value.outputs.items():
@@ -76,7 +78,7 @@ def _sites(value: Any, path: Path) -> Iterator[Site]:
             for number, spec in enumerate(node.specs):
                 yield from _sites(spec, (*path, ("node", at), ("field", "specs"), ("item", number)))
     elif dataclasses.is_dataclass(value):
-        for f in (f for f in dataclasses.fields(value) if f.init):  # what no caller can set is no fault of one
+        for f in (f for f in dataclasses.fields(value) if f.init):  # callers cannot set the others
             yield _site(value, f.name, path)
             yield from _sites(getattr(value, f.name), (*path, ("field", f.name)))
     elif isinstance(value, Mapping):
@@ -87,9 +89,9 @@ def _sites(value: Any, path: Path) -> Iterator[Site]:
             yield from _sites(item, (*path, ("item", at)))
 
 
-def _site(record: Any, name: str, path: Path) -> Site:
+def _site(record: Any, name: str, path: Path) -> FieldSite:
     (hint,) = (str(f.type) for f in dataclasses.fields(record) if f.name == name)
-    return Site(type(record).__name__, name, hint, (*path, ("field", name)), getattr(record, name))
+    return FieldSite(type(record).__name__, name, hint, (*path, ("field", name)), getattr(record, name))
 
 
 def put(record: Any, path: Path, value: Any) -> Any:
@@ -100,13 +102,13 @@ def put(record: Any, path: Path, value: Any) -> Any:
     if kind == "field":
         return dataclasses.replace(record, **{key: put(getattr(record, key), rest, value)})
     if kind == "node":
-        return regraphed(record, key, put(record.nodes[key], rest, value))
+        return replace_graph_node(record, key, put(record.nodes[key], rest, value))
     if kind == "key":
         return MappingProxyType({**record, key: put(record[key], rest, value)})
     return (*record[:key], put(record[key], rest, value), *record[key + 1 :])
 
 
-def regraphed(graph: Graph, at: int, changed: Node) -> Graph:
+def replace_graph_node(graph: Graph, at: int, changed: Node) -> Graph:
     """`graph` with another node in place of number `at`."""
     became: dict[Node, Node] = {}
 
@@ -121,14 +123,14 @@ def regraphed(graph: Graph, at: int, changed: Node) -> Graph:
     return Graph(outputs, {new(old): new(v) for old, v in graph.updates.items()})
 
 
-def everywhere(plan: Plan, site: Site, value: Any) -> Plan:
+def everywhere(plan: Plan, site: FieldSite, value: Any) -> Plan:
     """`plan` with `value` at a site, and there in all devices that share the program, or the graph, of the site's."""
     if len(site.path) < 3 or site.path[0] != ("field", "lanes"):
         return put(plan, site.path, value)
     part = site.path[2][1]
     own = getattr(plan.lanes[site.path[1][1]], part)
-    for number, lane in enumerate(plan.lanes):
-        if getattr(lane, part) is own:
+    for number, device_plan in enumerate(plan.lanes):
+        if getattr(device_plan, part) is own:
             plan = put(plan, (site.path[0], ("item", number), *site.path[2:]), value)
     return plan
 
@@ -137,9 +139,9 @@ def everywhere(plan: Plan, site: Site, value: Any) -> Plan:
 
 
 class Pool:
-    """What the fields of a plan hold elsewhere, by field: a wrong value that looks right."""
+    """The values of the fields of a plan by field: wrong values that look right."""
 
-    def __init__(self, found: Sequence[Site]) -> None:
+    def __init__(self, found: Sequence[FieldSite]) -> None:
         self.by_field: dict[str, list[Any]] = defaultdict(list)
         for site in found:
             self.by_field[site.field].append(site.value)
@@ -148,8 +150,8 @@ class Pool:
         return dice.choice(self.by_field[field])
 
 
-def variants(site: Site, pool: Pool, dice: random.Random) -> list[tuple[str, Any]]:
-    """Other values for a site, each with a word for what is wrong."""
+def variants(site: FieldSite, pool: Pool, dice: random.Random) -> list[tuple[str, Any]]:
+    """Return other values for a site, each with a word for the kind of error."""
     wrong = [*_of(site.value, site.hint, dice), ("that of another", pool.other(site.field, dice))]
     if site.hint.endswith("| None"):
         wrong.append(("missing", None))
@@ -163,7 +165,7 @@ def _same(one: Any, two: Any) -> bool:
 def _of(value: Any, hint: str, dice: random.Random) -> list[tuple[str, Any]]:
     if value is None:
         words = hint.replace("|", " ").split()
-        strangers = [("not missing", other) for word, other in STRANGERS.items() if word in words]
+        strangers = [("not missing", other) for word, other in FOREIGN_RECORDS.items() if word in words]
         return strangers + [("not missing", other) for other in (3, -3) if "int" in words]
     if isinstance(value, bool):
         return [("the contrary", not value)]
@@ -185,7 +187,7 @@ def _of(value: Any, hint: str, dice: random.Random) -> list[tuple[str, Any]]:
     if isinstance(value, frozenset):
         return _of_set(value, dice)
     if dataclasses.is_dataclass(value):  # its own fields are sites
-        return [("a stranger", other) for word, other in STRANGERS.items() if word == type(value).__name__]
+        return [("a stranger", other) for word, other in FOREIGN_RECORDS.items() if word == type(value).__name__]
     return [("another", other) for other in BACKENDS] if hasattr(value, "compile") else []
 
 
@@ -193,7 +195,7 @@ def _of_tuple(value: tuple[Any, ...], hint: str, dice: random.Random) -> list[tu
     wrong: list[tuple[str, Any]] = [("empty", ())]
     if not value:
         first = hint.removeprefix("tuple[").split(",")[0].split(" ")[0].rstrip("]")
-        return [("more", (STRANGERS[first],))] if first in STRANGERS else []
+        return [("more", (FOREIGN_RECORDS[first],))] if first in FOREIGN_RECORDS else []
     one, two = dice.randrange(len(value)), dice.randrange(len(value))
     swapped = list(value)
     swapped[one], swapped[two] = swapped[two], swapped[one]

@@ -20,8 +20,8 @@ from hocket.scheduler import Executor, Plan, Store
 
 from ..devices.faulty import FaultyReference, _Faulty
 from ..graphs.random_graphs import bindings
-from ..waits import HOUR
-from .grouped import raw
+from ..waits import WAIT_SECONDS
+from .grouped import as_file_bytes
 
 NAN = 0xFF
 """As bytes: NaN in every float type, -1 in every integer type."""
@@ -29,7 +29,7 @@ RUNS = 2
 
 
 class FaultyNumpy(_Faulty, NumpyBackend):
-    """The NumPy backend, but for its faults: it needs scratch."""
+    """The NumPy backend with planted faults: it needs scratch memory."""
 
 
 def faulty_group(n: int, kind: str = "reference"):
@@ -41,7 +41,7 @@ def faulty_group(n: int, kind: str = "reference"):
 
 @dataclass(frozen=True)
 class Truth:
-    """What a graph gives in each of a few runs over the same inputs: outputs and then states."""
+    """The results of a graph in several runs over the same inputs: outputs and then states."""
 
     graph: Graph
     values: Mapping[str, np.ndarray]
@@ -53,12 +53,12 @@ def truth_of(graph: Graph, seed: int) -> Truth:
     states = {v.node.name: np.asarray(values[v.node.name], float if v.dtype.is_float else None) for v in graph.states}
     results = []
     for _ in range(RUNS):
-        outputs, states = _evaluated(graph, values, states)
+        outputs, states = _evaluate_references(graph, values, states)
         results.append({**outputs, **{f"state {name}": array for name, array in states.items()}})
     return Truth(graph, values, tuple(results))
 
 
-def _evaluated(graph: Graph, values: Mapping[str, Any], states: Mapping[str, Any]) -> tuple[dict, dict]:
+def _evaluate_references(graph: Graph, values: Mapping[str, Any], states: Mapping[str, Any]) -> tuple[dict, dict]:
     """Outputs and new states, by the references of ops in float64."""
     computed: dict[Any, Any] = {}
     with np.errstate(all="ignore"):
@@ -67,7 +67,7 @@ def _evaluated(graph: Graph, values: Mapping[str, Any], states: Mapping[str, Any
                 dtype = node.specs[0].dtype
                 array = constant_array(node) if node.op == "constant" else {**values, **states}[node.name]
                 if node.op == "weight":
-                    array = raw(array, dtype)
+                    array = as_file_bytes(array, dtype)
                     array = (
                         array
                         if dtype.is_integer
@@ -84,10 +84,12 @@ def _evaluated(graph: Graph, values: Mapping[str, Any], states: Mapping[str, Any
 
 
 def run_faults(plan: Plan, truth: Truth, *, failing: int = 4) -> str | None:
-    """What is wrong when `plan` runs, None if it runs right and up to `failing` steps of each device are undone."""
+    """Return a description of the error when `plan` runs, None if it is right and `failing` steps per device are
+    undone.
+    """
     try:
         return _run_faults(plan, truth, failing)
-    except Exception as why:  # whatever a wrong plan raises
+    except Exception as why:  # any error of a wrong plan
         return f"{type(why).__name__}: {why}"
 
 
@@ -100,56 +102,58 @@ def _run_faults(plan: Plan, truth: Truth, failing: int) -> str | None:
             run.store.state(v.node.name)[...] = truth.values[v.node.name]
 
     reset()
-    for number, wanted in enumerate(truth.results):
+    for number, expected in enumerate(truth.results):
         _poison(run)
         results = {**run.run(feed), **{f"state {n}": np.array(run.store.state(n)) for n in run.store.states}}
-        for name, array in wanted.items():
+        for name, array in expected.items():
             if why := _differ(results[name], array):
                 return f"run {number}: {name} {why}"
-    for lane in plan.lanes:
-        steps = len(lane.program.instructions)
-        for at in range(0, steps, max(1, steps // failing)) if failing and hasattr(lane.backend, "plan_fault") else ():
+    for device_plan in plan.lanes:
+        steps = len(device_plan.program.instructions)
+        for at in (
+            range(0, steps, max(1, steps // failing)) if failing and hasattr(device_plan.backend, "plan_fault") else ()
+        ):
             reset()
-            before = _held(run)
-            lane.backend.plan_fault(lane.device, at, late=at % 2 == 0)
+            before = _copy_states(run)
+            device_plan.backend.plan_fault(device_plan.device, at, late=at % 2 == 0)
             _poison(run)
             try:
                 run.run(feed)
-                return f"step {at} of {lane.device} does not run"
+                return f"step {at} of {device_plan.device} does not run"
             except StepError as why:
                 if "planted" not in str(why):
                     raise
-            if _held(run) != before:
-                return f"step {at} of {lane.device} is not undone"
+            if _copy_states(run) != before:
+                return f"step {at} of {device_plan.device} is not undone"
     return None
 
 
 def _executor(plan: Plan, truth: Truth) -> Executor:
-    store = Store([(lane.backend, lane.device) for lane in plan.lanes])
+    store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.lanes])
     for v in truth.graph.weights:
         name = v.node.name
-        store.bind(name, raw(truth.values[name], v.dtype), v.spec, plan.leaves[name])
-    return Executor(plan, store, timeout=HOUR)
+        store.bind(name, as_file_bytes(truth.values[name], v.dtype), v.spec, plan.leaves[name])
+    return Executor(plan, store, timeout=WAIT_SECONDS)
 
 
 def _poison(run: Executor) -> None:
-    for lane, buffers in zip(run.plan.lanes, run._bound._buffers.values(), strict=True):
-        for spec, buffer in zip(lane.program.buffers, buffers, strict=True):
+    for device_plan, buffers in zip(run.plan.lanes, run._bound._buffers.values(), strict=True):
+        for spec, buffer in zip(device_plan.program.buffers, buffers, strict=True):
             if spec.kind == "arena":
                 buffer[...] = NAN
 
 
-def _held(run: Executor) -> list[bytes]:
+def _copy_states(run: Executor) -> list[bytes]:
     """The states as each device holds them, bit by bit."""
     parts = [part for name in run.store.states for part in run.store.state(name).parts.values()]
     return [b"" if part is None else part.array.tobytes() for part in parts]
 
 
-def _differ(got: Any, wanted: Any) -> str | None:
-    got, wanted = np.asarray(got), np.asarray(wanted)
-    if got.shape != wanted.shape:
-        return f"is {list(got.shape)} and not {list(wanted.shape)}"
-    if got.dtype.kind in "iu" and wanted.dtype.kind in "iu":
-        return None if np.array_equal(got, wanted) else "differs"
-    scale = np.abs(wanted[np.isfinite(wanted)]).max(initial=1e-6)
-    return None if np.allclose(got, wanted, rtol=1e-4, atol=1e-4 * scale, equal_nan=True) else "differs"
+def _differ(got: Any, expected: Any) -> str | None:
+    got, expected = np.asarray(got), np.asarray(expected)
+    if got.shape != expected.shape:
+        return f"is {list(got.shape)} and not {list(expected.shape)}"
+    if got.dtype.kind in "iu" and expected.dtype.kind in "iu":
+        return None if np.array_equal(got, expected) else "differs"
+    scale = np.abs(expected[np.isfinite(expected)]).max(initial=1e-6)
+    return None if np.allclose(got, expected, rtol=1e-4, atol=1e-4 * scale, equal_nan=True) else "differs"

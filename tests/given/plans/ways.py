@@ -1,4 +1,4 @@
-"""Ways to plan a graph, and whether each gives what one device gives."""
+"""All modes to plan a graph, and whether each gives the results of one device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.search import classes_of, cut_twice
 
 from ..graphs.random_graphs import bindings
-from .grouped import raw
+from .grouped import as_file_bytes
 
 SLOW = Hardware(flops=1e3, bandwidth=1e3, launch=0, link_latency=1e-9)
 """Devices so slow that every cut pays."""
@@ -26,7 +26,7 @@ MAY_BE_REFUSED = (
     "finds nothing to cut within a stage",
     "would go back from stage",
 )
-"""What a random graph or a random wish may not allow."""
+"""Messages about requests that a random graph or random options do not allow."""
 
 
 def values_of(graph: Graph, seed: int) -> Mapping[str, np.ndarray]:
@@ -36,7 +36,7 @@ def values_of(graph: Graph, seed: int) -> Mapping[str, np.ndarray]:
 def results(plan: Plan, values: Mapping[str, np.ndarray]) -> list[Mapping[str, np.ndarray]]:
     """Outputs of two runs in turn, the second by a plan over the same weights and states; and the states at the end."""
     graph = plan.graph
-    run = load(plan, {v.node.name: raw(values[v.node.name], v.dtype) for v in graph.weights})
+    run = load(plan, {v.node.name: as_file_bytes(values[v.node.name], v.dtype) for v in graph.weights})
     for v in graph.states:
         run.store.state(v.node.name)[...] = values[v.node.name]
     feed = {v.node.name: values[v.node.name] for v in graph.inputs}
@@ -62,7 +62,7 @@ def difference(got: np.ndarray, want: np.ndarray) -> str:
     return "" if worst <= WORST and nmse <= NMSE else f"differs by {worst:.1e}, NMSE of the worst row {nmse:.1e}"
 
 
-def compared(got: list[Mapping[str, np.ndarray]], want: list[Mapping[str, np.ndarray]]) -> str:
+def compare_results(got: list[Mapping[str, np.ndarray]], want: list[Mapping[str, np.ndarray]]) -> str:
     for what, mine, theirs in zip(("first run", "second run", "states"), got, want, strict=True):
         for name, array in theirs.items():
             if why := difference(np.asarray(mine[name]), np.asarray(array)):
@@ -80,36 +80,36 @@ def some_that_fit(graph: Graph, factors: Factors, dice: random.Random) -> frozen
 
 
 def options(graph: Graph, dice: random.Random) -> Iterator[tuple[str, int, dict[str, object]]]:
-    """Plans of all kinds: their name, the number of devices, and what `plan_for` is given."""
+    """Yield plans of all kinds: their name, the number of devices, and the options of `plan_for`."""
     placed = dice.choice([n.name for n in graph.nodes if n.name] or ["y"])
     for mode in ("none", "layer", "tensor", "auto", "cut", "cut", "placed"):
         n = dice.randint(1, 5)
         shares = [dice.choice([0, 1, 1, 2, 5]) for _ in range(dice.randint(0, n - 1))] + [1]
-        given: dict[str, object] = {"tensor_split": shares if dice.random() < 0.7 else ()}
+        options_of_plan: dict[str, object] = {"tensor_split": shares if dice.random() < 0.7 else ()}
         if mode in ("tensor", "auto"):
-            given["hardware"] = SLOW if dice.random() < 0.8 else Hardware()
+            options_of_plan["hardware"] = SLOW if dice.random() < 0.8 else Hardware()
         if mode == "cut":
             own = random.Random(dice.random())
-            given["choose"] = lambda g, f, own=own: some_that_fit(g, f, own)
+            options_of_plan["choose"] = lambda g, f, own=own: some_that_fit(g, f, own)
         elif mode == "placed":
-            given |= {"split_mode": dice.choice(("tensor", "auto", "layer", "none")), "hardware": SLOW}
-            given["place"] = [(f"^{placed}$", f"reference:{dice.randrange(n)}")]
+            options_of_plan |= {"split_mode": dice.choice(("tensor", "auto", "layer", "none")), "hardware": SLOW}
+            options_of_plan["place"] = [(f"^{placed}$", f"reference:{dice.randrange(n)}")]
         else:
-            given["split_mode"] = mode
-        yield f"{mode} {n} {given['tensor_split']} {given.get('place', '')}", n, given
+            options_of_plan["split_mode"] = mode
+        yield f"{mode} {n} {options_of_plan['tensor_split']} {options_of_plan.get('place', '')}", n, options_of_plan
     own, n = random.Random(dice.random()), dice.choice((4, 6))
-    given = {"split_mode": "layer,tensor", "hardware": SLOW, "choose": lambda g, f: some_that_fit(g, f, own)}
-    yield f"layer,tensor {n}", n, given
+    options_of_plan = {"split_mode": "layer,tensor", "hardware": SLOW, "choose": lambda g, f: some_that_fit(g, f, own)}
+    yield f"layer,tensor {n}", n, options_of_plan
 
 
-def ways_tried(graph: Graph, seed: int) -> Iterator[tuple[str, str]]:
-    """Each way to plan `graph`, and what is wrong with it; empty if nothing is."""
+def try_all_modes(graph: Graph, seed: int) -> Iterator[tuple[str, str]]:
+    """Yield each mode to plan `graph`, with its error; the error is empty if the plan is right."""
     dice, values = random.Random(seed), values_of(graph, seed)
     want = results(plan_for(graph, [find("reference:0")]), values)
-    for name, n, given in options(graph, dice):
+    for name, n, options_of_plan in options(graph, dice):
         try:
-            made = plan_for(graph, [find(f"reference:{d}") for d in range(n)], **given)
-            yield name, compared(results(made, values), want)
+            new_plan = plan_for(graph, [find(f"reference:{d}") for d in range(n)], **options_of_plan)
+            yield name, compare_results(results(new_plan, values), want)
         except HocketError as why:
             fault = str(why)
             yield name, "" if any(why in fault for why in MAY_BE_REFUSED) else f"refused: {fault}"

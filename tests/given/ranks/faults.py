@@ -54,7 +54,7 @@ AT_A_TOKEN = {
 
 
 def be_patient(fault: str) -> None:
-    """Whoever failed waits until all others have spoken; the patience with rank 1 alone may end, `SOON`."""
+    """Let the failed rank wait until all others have reported; only the patience with rank 1 may end, `SOON`."""
     launcher.START_TIMEOUT_SECONDS = launcher.FAILED_RANK_LINGER_SECONDS = world.FAILED_RANK_LINGER_SECONDS = (
         rank_command.SILENCE_TIMEOUT_SECONDS
     ) = HOUR
@@ -63,14 +63,14 @@ def be_patient(fault: str) -> None:
         world.SHUTDOWN_GRACE_SECONDS = HOUR
     listen, take = world.World._read_heartbeat, world.World.receive_packet
 
-    def heard(self, rank, now):
+    def listen_slowly(self, rank, now):
         world.SILENCE_TIMEOUT_SECONDS = SOON if rank == 1 and fault in GONE else HOUR
         listen(self, rank, now)
 
-    def taken(self, source, channel, timeout=None):
+    def take_late(self, source, channel, timeout=None):
         return take(self, source, channel, timeout if source == 1 and fault in LATE else timeout and HOUR)
 
-    world.World._read_heartbeat, world.World.receive_packet = heard, taken
+    world.World._read_heartbeat, world.World.receive_packet = listen_slowly, take_late
 
 
 def main(fault: str, words: list[str]) -> int:
@@ -78,12 +78,12 @@ def main(fault: str, words: list[str]) -> int:
     if fault in AT_A_TOKEN and MINE:
         plain, numbers = generate.broadcast_token, count()
 
-        def agreed(session, token):
+        def agree_or_fail(session, token):
             if next(numbers) == MOMENT:
                 AT_A_TOKEN[fault]()
             return plain(session, token)
 
-        generate.broadcast_token = agreed
+        generate.broadcast_token = agree_or_fail
     if fault == "another hocket" and MINE:
         cli.__version__ = hocket.__version__ + ".1"
     if fault == "another numpy" and MINE:

@@ -1,7 +1,7 @@
-"""What every communicator has to do, whatever carries its bytes: each case is one member's part, and checks its result.
+"""The contract of every communicator over any transport: each case is one member's part, and checks its result.
 
-As a script it runs all cases over MPI, with one device of each rank or as many as it is told: ``mpiexec -n 3 python
-meetings.py WORD 2 1 2`` (a word that tells its processes from others).
+As a script it runs all cases over MPI, with one device of each rank or the given numbers: ``mpiexec -n 3 python
+meetings.py WORD 2 1 2`` (a word that marks its processes).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def source(rank, shape, dtype=np.float32):
     return np.random.default_rng(rank).normal(size=shape).astype(dtype)
 
 
-def everybody(comm, shape, dtype=np.float32):
+def sources_of_all(comm, shape, dtype=np.float32):
     return [source(rank, shape, dtype) for rank in range(comm.size)]
 
 
@@ -35,33 +35,35 @@ def sums_much(comm):
 
 
 def sums(comm, shape, sequence):
-    """All have the same bits: in the order of the members, of those of one rank first, unless a library has its own."""
+    """Check that all have the same bits: summed in the order of members, within a rank first, unless a library
+    has its own.
+    """
     into = np.empty(shape, np.float32)
     comm.all_reduce(source(comm.rank, shape), into, np.empty(shape, np.float32), sequence)
     within: dict[object, np.ndarray] = {}
-    for member, one in enumerate(everybody(comm, shape)):
+    for member, one in enumerate(sources_of_all(comm, shape)):
         rank = getattr(comm.devices[member], "rank", None) if comm.devices else 0
         within[rank] = within[rank] + one if rank in within else one
     first, *others = within.values()
     for other in others:
         first = first + other
-    everybodys = np.empty((comm.size * shape[0], shape[1]), np.float32)
+    gathered_sources = np.empty((comm.size * shape[0], shape[1]), np.float32)
     rows = [(slice(rank * shape[0], (rank + 1) * shape[0]),) for rank in range(comm.size)]
-    comm.all_gather(into, everybodys, [[(place, (slice(0, shape[0]),))] for place in rows], sequence + 30)
-    assert all(np.array_equal(everybodys[place], into) for place in rows)
+    comm.all_gather(into, gathered_sources, [[(place, (slice(0, shape[0]),))] for place in rows], sequence + 30)
+    assert all(np.array_equal(gathered_sources[place], into) for place in rows)
     assert np.array_equal(into, first) if getattr(comm, "keeps_order", True) else np.allclose(into, first, atol=1e-6)
 
 
 def sums_in_place(comm):
     own = source(comm.rank, (7,))
     comm.all_reduce(own, own, np.empty(7, np.float32), 2)
-    assert np.allclose(own, sum(everybody(comm, (7,))), atol=1e-6)
+    assert np.allclose(own, sum(sources_of_all(comm, (7,))), atol=1e-6)
 
 
 def sums_what_is_not_dense(comm):
     own, into = source(comm.rank, (6, 4)).T, np.empty((4, 6), np.float32)
     comm.all_reduce(own, into, np.empty((4, 6), np.float32), 3)
-    assert np.allclose(into, sum(everybody(comm, (6, 4))).T, atol=1e-6)
+    assert np.allclose(into, sum(sources_of_all(comm, (6, 4))).T, atol=1e-6)
 
 
 def sums_in_the_narrowest_dtype(comm):
@@ -85,11 +87,11 @@ def scatters_a_sum(comm):
     mine = slice(3 * comm.rank, 3 * comm.rank + 3)
     parts = [((slice(None), slice(0, 3)), (slice(None), mine))]
     comm.reduce_scatter(source(comm.rank, (2, 3 * comm.size)), into, parts, 6)
-    assert np.allclose(into, sum(everybody(comm, (2, 3 * comm.size)))[:, mine], atol=1e-6)
+    assert np.allclose(into, sum(sources_of_all(comm, (2, 3 * comm.size)))[:, mine], atol=1e-6)
 
 
 def sends_along_a_chain(comm):
-    """More than fits into what a link takes at once."""
+    """Send more than a link buffers at once."""
     into = source(0, (700_000,))
     if comm.rank:
         into = np.empty(700_000, np.float32)
@@ -116,8 +118,8 @@ CASES = (
 )
 
 
-def meeting(world, each=(1, 1, 1, 1)):
-    """Where so many devices of each rank meet."""
+def make_communicator(world, each=(1, 1, 1, 1)):
+    """Build the communicator of these numbers of devices per rank."""
     ranks = [rank for rank in range(world.size) for _ in range(each[rank])]
     devices = [Device("numpy", i, rank=rank) for i, rank in enumerate(ranks)]
     return RankGroup(DevicePlacement(world, ranks), devices, HOUR, DType.F32)
@@ -126,7 +128,7 @@ def meeting(world, each=(1, 1, 1, 1)):
 def run_cases(world, each=(1, 1, 1, 1)):
     """All cases on all devices of this rank, a thread each."""
     for case in CASES:
-        place = meeting(world, each)
+        place = make_communicator(world, each)
         members = [place.member(number) for number in place.between.local_devices]
         with ThreadPoolExecutor(len(members)) as threads:
             for one in [threads.submit(case, member) for member in members]:

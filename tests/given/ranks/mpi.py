@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ..waits import HOUR
+from ..waits import WAIT_SECONDS
 from . import faults
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
@@ -20,22 +20,24 @@ needs_mpi = pytest.mark.skipif(
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessResult:
     code: int
     out: str
     err: str
 
     @property
     def lines(self) -> list[str]:
-        """What hocket said on stderr."""
+        """Return the lines of hocket on stderr."""
         return [line for line in self.err.splitlines() if line.startswith("hocket: ")]
 
 
 def mpiexec(ranks, *words):
-    """Run ``python WORDS`` in so many processes, which reach each other through this machine only."""
+    """Run ``python WORDS`` in `ranks` processes, which reach each other through this machine only."""
     command = [str(MPIEXEC), "-iface", "lo", "-n", str(ranks), sys.executable, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HOUR, stdin=subprocess.DEVNULL, check=False)
-    return Ended(done.returncode, done.stdout, done.stderr)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=WAIT_SECONDS, stdin=subprocess.DEVNULL, check=False
+    )
+    return ProcessResult(done.returncode, done.stdout, done.stderr)
 
 
 def hocket_in(ranks, *words, fault="none"):

@@ -13,15 +13,15 @@ from hocket.distributed import World
 from hocket.distributed import world as ranks_world
 from hocket.scheduler.running import bound
 
-from ..waits import HOUR
+from ..waits import WAIT_SECONDS
 
 
 class ThreadLink:
     """One thread's end; `mail` is shared by all of them."""
 
-    def __init__(self, rank, size, mail, memory, *, hosts=1):
+    def __init__(self, rank, size, messages, memory, *, hosts=1):
         self.rank, self.size, self.host = rank, size, f"machine{rank % hosts}"
-        self._mail, self._memory = mail, memory
+        self._mail, self._memory = messages, memory
 
     def send(self, to, channel, packet):
         self._mail[self.rank, to, channel].append(packet.copy())
@@ -42,11 +42,11 @@ class ThreadLink:
 
 
 def in_threads(size, run, *, hosts=1):
-    """What ``run(world)`` gives on each of `size` ranks, once all have left; raises what the first of them raised."""
-    mail, memory = defaultdict(deque), {"lock": threading.Lock()}
+    """Return the results of ``run(world)`` on each of `size` ranks, once all have left, or raise the first error."""
+    messages, memory = defaultdict(deque), {"lock": threading.Lock()}
 
     def one(rank):
-        world = World(ThreadLink(rank, size, mail, memory, hosts=hosts))
+        world = World(ThreadLink(rank, size, messages, memory, hosts=hosts))
         try:
             result = run(world)
             world.leave()
@@ -56,6 +56,6 @@ def in_threads(size, run, *, hosts=1):
             raise
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as threads:
-        patch.setattr(ranks_world, "SILENCE_TIMEOUT_SECONDS", HOUR)
-        patch.setattr(bound, "PATIENCE", HOUR)
+        patch.setattr(ranks_world, "SILENCE_TIMEOUT_SECONDS", WAIT_SECONDS)
+        patch.setattr(bound, "PATIENCE", WAIT_SECONDS)
         return [one.result() for one in [threads.submit(one, rank) for rank in range(size)]]

@@ -14,7 +14,7 @@ from hocket.ops import REGISTRY
 from hocket.ops.quantisation import bf16_to_f32, decode_array, encode_array, f32_to_bf16
 from hocket.scheduler import load, plan_for
 
-from ...given.arrays import close
+from ...given.arrays import assert_elements_close
 
 
 class NarrowBackend(ReferenceBackend):
@@ -47,9 +47,9 @@ def graph() -> Graph:
 
 
 @pytest.mark.parametrize("bits", [False, True], ids=["numbers", "bits"])
-@pytest.mark.parametrize("made", BACKENDS, ids=lambda b: b.__name__)
-def test_bf16_is_bound_and_read_as_numbers_or_as_bits(made, bits):
-    backend = made()
+@pytest.mark.parametrize("make_backend", BACKENDS, ids=lambda b: b.__name__)
+def test_bf16_is_bound_and_read_as_numbers_or_as_bits(make_backend, bits):
+    backend = make_backend()
     rng = np.random.default_rng(0)
     x, w, old = (bf16_to_f32(f32_to_bf16(rng.standard_normal(s))) for s in ((2, 4), (3, 4), (5, 4)))
     give = f32_to_bf16 if bits else np.asarray
@@ -62,7 +62,7 @@ def test_bf16_is_bound_and_read_as_numbers_or_as_bits(made, bits):
     np.testing.assert_array_equal(np.asarray(run.store.state("cache")), new)
     np.testing.assert_array_equal(out["cache"], new)
     np.testing.assert_array_equal(out["x"], x)
-    close(out["y"], x.astype(np.float64) @ w.astype(np.float64).T, rtol=2.0**-7)
+    assert_elements_close(out["y"], x.astype(np.float64) @ w.astype(np.float64).T, rtol=2.0**-7)
     run.store.state("cache")[2] = give(x[0])
     np.testing.assert_array_equal(run.store.state("cache")[2], x[0])
 
@@ -76,9 +76,9 @@ def test_memory_of_bf16_holds_the_bits_of_its_numbers():
     np.testing.assert_array_equal(part.array[[0, 4]], f32_to_bf16(np.full((2, 4), 1.5, np.float32)))
 
 
-@pytest.mark.parametrize("made", BACKENDS, ids=lambda b: b.__name__)
-def test_a_state_of_bf16_that_is_cut_is_assigned_and_read_whole(made):
-    backend = made()
+@pytest.mark.parametrize("make_backend", BACKENDS, ids=lambda b: b.__name__)
+def test_a_sharded_state_of_bf16_is_assigned_and_read_whole(make_backend):
+    backend = make_backend()
     group = [(backend, backend.device(i)) for i in range(2)]
     cache = state("cache", (4, 6), "bf16")
     built = Graph({"y": ops.scale(cache, scale=1.0)}, {cache: ops.scale(cache, scale=2.0)})
@@ -86,9 +86,9 @@ def test_a_state_of_bf16_that_is_cut_is_assigned_and_read_whole(made):
     def columns(graph, factors):
         return frozenset(f for v in graph.states for f in factors.of(v) if f.size == 6)
 
-    cut = plan_for(built, group, choose=columns)
-    assert cut.cuts
-    run = load(cut, {})
+    sharded_plan = plan_for(built, group, choose=columns)
+    assert sharded_plan.cuts
+    run = load(sharded_plan, {})
     values = np.arange(24.0).reshape(4, 6)
     run.store.state("cache")[...] = values
     np.testing.assert_array_equal(run.run({})["y"], values)
@@ -99,6 +99,6 @@ def test_a_state_of_bf16_that_is_cut_is_assigned_and_read_whole(made):
 @pytest.mark.parametrize("shape", [(), (0,), (3, 2)])
 def test_numbers_come_back_from_memory_of_every_dtype(dtype, shape):
     numbers = np.full(shape, 7)
-    held = encode_array(numbers, dtype)
-    assert (held.dtype, held.shape) == (dtype.storage, shape)
-    np.testing.assert_array_equal(decode_array(held, dtype), numbers)
+    encoded = encode_array(numbers, dtype)
+    assert (encoded.dtype, encoded.shape) == (dtype.storage, shape)
+    np.testing.assert_array_equal(decode_array(encoded, dtype), numbers)

@@ -1,4 +1,4 @@
-"""A wrong kernel is found by its node, on one device and on three; statistics are those of the whole value."""
+"""A wrong kernel is found by its node, on one device and on three; statistics cover the whole value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMPUTED = {name: value for name, value in values_of(GRAPH).items() if not ops.o
 
 
 class Spoiled(NumpyBackend):
-    """NumPy, but for one node on one device: after it ran, its result is a little larger."""
+    """The NumPy backend with an error at one node on one device: its result is a little larger."""
 
     def __init__(self, node: str, device: int, unless_seen: str = "") -> None:
         self.node, self.index, self.unless_seen = node, device, unless_seen
@@ -36,8 +36,8 @@ class Spoiled(NumpyBackend):
         runs = []
         for i in program.instructions:
             runs.append(super().compile(replace(program, instructions=(i,), undo=()), buffers, on, comm))
-            shown = any(self.unless_seen in name for name in program.outputs) if self.unless_seen else False
-            if i.node == self.node and on.index == self.index and not shown:
+            is_observed = any(self.unless_seen in name for name in program.outputs) if self.unless_seen else False
+            if i.node == self.node and on.index == self.index and not is_observed:
                 out = self.view(buffers[i.dst[0].buffer], i.dst[0])
                 runs.append(partial(np.multiply, out, 1.01, out=out))
         return lambda: [run() for run in runs]
@@ -45,9 +45,9 @@ class Spoiled(NumpyBackend):
 
 def differences(backend, devices, mode):
     group = [(backend, backend.device(i)) for i in range(devices)]
-    made = plan_for(GRAPH, group, split_mode=mode, hardware=SLOW)
+    plan = plan_for(GRAPH, group, split_mode=mode, hardware=SLOW)
     return list(
-        Judge(made, load(made, weights_of(GRAPH, VALUES)).store, weights_of(GRAPH, VALUES), REFERENCE).run(FEED)
+        Judge(plan, load(plan, weights_of(GRAPH, VALUES)).store, weights_of(GRAPH, VALUES), REFERENCE).run(FEED)
     )
 
 
@@ -71,7 +71,7 @@ def test_a_wrong_kernel_is_found_by_its_node(name, devices, mode):
     assert wrong[0].error < 0.02
 
 
-def test_a_kernel_that_is_wrong_only_if_nobody_looks_is_found_too():
+def test_a_kernel_that_is_wrong_only_without_observers_is_found_too():
     """As one that computes several nodes at once, which gives way where one between them is wanted."""
     (name,) = {d.name for d in differences(Spoiled("act", 0, unless_seen="gateed"), 1, "none") if d.is_wrong}
     assert name == "act"
@@ -82,8 +82,8 @@ def test_statistics_on_three_devices_are_those_on_one(devices, mode):
     def statistics(n, split):
         group = [find(f"numpy:{i}") for i in range(n)]
         like = plan_for(GRAPH, group, split_mode=split, hardware=SLOW)
-        made = plan_for(observed(GRAPH, matching(GRAPH, ".")), group, like=like)
-        outputs = Executor(made, load(like, weights_of(GRAPH, VALUES)).store).run(FEED)
+        plan = plan_for(observed(GRAPH, matching(GRAPH, ".")), group, like=like)
+        outputs = Executor(plan, load(like, weights_of(GRAPH, VALUES)).store).run(FEED)
         return {name: Statistics.of(array) for name, array in taken(outputs).items()}
 
     one, many = statistics(1, "none"), statistics(devices, mode)
@@ -106,9 +106,11 @@ def test_statistics_of_what_is_no_number_and_of_nothing():
     assert str(Statistics.of(np.array([1, 2]))) == "[2] min 1 max 2 mean 1.5 norm 2.23607 NaN 0"
 
 
-@pytest.mark.parametrize(("pattern", "said"), [("(", "is no regular expression"), ("nobody", "no value has 'nobody'")])
-def test_a_pattern_that_finds_nothing_is_refused(pattern, said):
-    with pytest.raises(PlanError, match=said):
+@pytest.mark.parametrize(
+    ("pattern", "message"), [("(", "is no regular expression"), ("nobody", "no value has 'nobody'")]
+)
+def test_a_pattern_that_finds_nothing_is_refused(pattern, message):
+    with pytest.raises(PlanError, match=message):
         matching(GRAPH, pattern)
 
 
@@ -116,6 +118,6 @@ def test_infinities_and_integers_have_to_be_the_same():
     x = input("x", (1, 4))
     graph = Graph({"order": ops.argsort(ops.add(x, weight("w", (4,)), name="sum"), name="order")})
     weights = {"w": np.array([0, np.inf, -np.inf, np.nan], np.float32)}
-    made = plan_for(graph, [find("numpy:0")])
-    run = Judge(made, load(made, weights).store, weights, REFERENCE)
+    plan = plan_for(graph, [find("numpy:0")])
+    run = Judge(plan, load(plan, weights).store, weights, REFERENCE)
     assert [d.error for d in run.run({"x": np.ones((1, 4))})] == [0, 0, 0]

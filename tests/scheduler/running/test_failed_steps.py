@@ -23,11 +23,18 @@ from hocket.graph import BackendError, Graph, StepError, input, state, weight
 from hocket.ops import REGISTRY
 from hocket.scheduler import Executor, Store, load, plan, plan_for
 
-from ...given.devices.faulty import Bench, FaultyCpu, FaultyReference, bench, fail_everywhere, model_bench
+from ...given.devices.faulty import (
+    FaultyCpu,
+    FaultyReference,
+    FaultyRun,
+    fail_everywhere,
+    make_faulty_model_run,
+    make_faulty_run,
+)
 from ...given.graphs.random_graphs import bindings, seeded_graph
 from ...given.models.goldens import path_of, tokens_of
 from ...given.plans.grouped import everything_that_fits, weights_of
-from ...given.waits import HOUR, until
+from ...given.waits import WAIT_SECONDS, wait_until
 
 
 @pytest.mark.long(cases=1)
@@ -36,10 +43,10 @@ from ...given.waits import HOUR, until
     ("name", "tokens"), [("llama", 1), ("llama", 7), ("qwen35", 1), ("qwen35", 7), ("qwen35moe", 1)]
 )
 def test_wherever_a_model_fails_its_states_are_those_before_the_step(name, devices, mode, tokens):
-    made = model_bench(name, devices, mode, tokens)
-    assert fail_everywhere(made) > 40
-    saved = [len(lane.program.undo) for lane in made.run.plan.lanes]
-    assert sum(saved) >= len(made.run.plan.graph.updates)
+    bench = make_faulty_model_run(name, devices, mode, tokens)
+    assert fail_everywhere(bench) > 40
+    saved = [len(device_plan.program.undo) for device_plan in bench.run.plan.lanes]
+    assert sum(saved) >= len(bench.run.plan.graph.updates)
 
 
 WITH_STATES = [seed for seed in range(400) if seeded_graph(seed).updates][:24]
@@ -50,20 +57,20 @@ def test_wherever_a_random_graph_fails_its_states_are_those_before_the_step(seed
     graph, dice, backend = seeded_graph(seed), random.Random(seed), FaultyReference()
     n = dice.choice([1, 2, 3])
     group = [(backend, backend.device(i)) for i in range(n)]
-    cut = None if n == 1 else lambda g, f: everything_that_fits(g, f, dice)
-    made = plan_for(graph, group, choose=cut)
+    choose_sharding = None if n == 1 else lambda g, f: everything_that_fits(g, f, dice)
+    plan = plan_for(graph, group, choose=choose_sharding)
     values = bindings(graph, np.random.default_rng(seed))
-    store = load(made, weights_of(graph, values)).store
+    store = load(plan, weights_of(graph, values)).store
     feed = {v.node.name: values[v.node.name] for v in graph.inputs}
-    assert fail_everywhere(bench(backend, made, store, feed, np.random.default_rng(seed)))
+    assert fail_everywhere(make_faulty_run(backend, plan, store, feed, np.random.default_rng(seed)))
 
 
-# ----------------------------------------------------------------------------------------- what a step saves
+# ---------------------------------------------------------------------------------------------------- saves of a step
 
 
 def instructions(graph: Graph):
-    (lane,) = plan(graph).lanes
-    return {i.node: i for i in lane.program.instructions}
+    (device_plan,) = plan(graph).lanes
+    return {i.node: i for i in device_plan.program.instructions}
 
 
 def test_of_a_cache_only_the_rows_that_are_set_are_saved():
@@ -88,8 +95,8 @@ def test_of_a_pool_of_recurrent_states_only_the_rows_of_the_sequences_are_saved(
 def test_the_same_rows_of_several_caches_in_one_state_are_saved():
     cache = state("cache", (2, 9, 4))
     new = ops.set_rows(cache, input("rows", (2, 3, 4)), input("ids", (3,), "i32"))
-    made = plan(Graph({"y": ops.neg(new)}, {cache: new}))
-    save = made.lanes[0].program.instructions[0]
+    new_plan = plan(Graph({"y": ops.neg(new)}, {cache: new}))
+    save = new_plan.lanes[0].program.instructions[0]
     assert (save.op, save.dst[0].shape, save.src[1].strides) == ("get_rows", (2, 3, 4), (0, 1))
 
 
@@ -108,12 +115,12 @@ def test_a_state_that_numbers_rows_of_another_and_changes_is_put_back_before_it(
     graph = Graph({"y": ops.neg(new)}, {cache: new, at: input("next", (1,), "i32")})
     backend = FaultyReference()
     group = [(backend, backend.device(0))]
-    made = plan_for(graph, group)
+    new_plan = plan_for(graph, group)
     feed = {"row": np.ones((1, 4)), "next": [7]}
-    run = bench(backend, made, Store(group), feed, np.random.default_rng(0))
+    run = make_faulty_run(backend, new_plan, Store(group), feed, np.random.default_rng(0))
     run.states["at"] = np.array([2])
     run.reset()
-    assert [back.node for _, back in made.lanes[0].program.undo] == ["cache.undo", "at.undo"]
+    assert [back.node for _, back in new_plan.lanes[0].program.undo] == ["cache.undo", "at.undo"]
     assert fail_everywhere(run) >= 5
 
 
@@ -123,7 +130,7 @@ def test_a_state_without_entries_or_changes_costs_nothing():
     assert not plan(graph).lanes[0].program.undo
 
 
-def test_what_is_kept_to_undo_a_step_is_in_the_table_of_memory():
+def test_the_undo_log_of_a_step_is_in_the_table_of_memory():
     cache = state("cache", (1000, 8))
     new = ops.set_rows(cache, input("rows", (3, 8)), input("ids", (3,), "i32"), name="new")
     table = str(plan(Graph({"y": ops.neg(new)}, {cache: new}))).splitlines()[1:]
@@ -168,44 +175,44 @@ def test_there_are_ops_that_declare_what_they_overwrite():
 @pytest.mark.parametrize("kind", ["cpu", "reference"])
 def test_a_kernel_that_fails_says_its_node_its_device_and_how_many_steps_had_finished(kind):
     rows = ops.get_rows(weight("table", (8, 4)), input("ids", (2,), "i32"), name="rows")
-    made = plan(Graph({"y": ops.neg(rows)}), f"{kind}:0")
-    run = load(made, {"table": np.ones((8, 4))})
+    bench = plan(Graph({"y": ops.neg(rows)}), f"{kind}:0")
+    run = load(bench, {"table": np.ones((8, 4))})
     with pytest.raises(StepError, match=f"^%rows on {kind}:0: ") as caught:
         run.run({"ids": [1, 99]})
     assert caught.value.finished_instructions == 0
     assert run.run({"ids": [1, 2]})["y"].shape == (2, 4)
 
 
-def stalling(what, patience: float) -> Bench:
-    """A model on two devices, the second of which does `what` before its first instruction."""
-    made = model_bench("llama", 2, "tensor", 1)
-    made.run = Executor(made.run.plan, made.run.store, timeout=patience)
-    made.backend.plan_fault(made.run.plan.lanes[1].device, 0, late=False, what=what)
-    return made
+def stalling(what, patience: float) -> FaultyRun:
+    """Return a model on two devices; the second one calls `what` before its first instruction."""
+    bench = make_faulty_model_run("llama", 2, "tensor", 1)
+    bench.run = Executor(bench.run.plan, bench.run.store, timeout=patience)
+    bench.backend.plan_fault(bench.run.plan.lanes[1].device, 0, late=False, what=what)
+    return bench
 
 
 def test_a_device_that_does_not_arrive_is_named_with_the_collective_and_the_step_is_taken_back():
-    made = stalling(lambda: until(lambda: made.run._devices.place.failure), patience=0.2)
-    made.run._devices.timeout = HOUR  # in which the device that came too late has to stop
-    before = made.held()
+    bench = stalling(lambda: wait_until(lambda: bench.run._devices.place.failure), patience=0.2)
+    bench.run._devices.timeout = WAIT_SECONDS  # in which the device that came too late has to stop
+    before = bench.copy_states()
     why = r"on cpu:0: collective 0 on device 0 of 2: device 1 did not arrive within 0\.2 s$"
     with pytest.raises(StepError, match=why):
-        made.run.run(made.feed)
-    assert made.held() == before
-    made.run = Executor(made.run.plan, made.run.store)
-    wanted = made.outputs()
-    made.reset()
-    assert made.outputs() == wanted
+        bench.run.run(bench.feed)
+    assert bench.copy_states() == before
+    bench.run = Executor(bench.run.plan, bench.run.store)
+    expected = bench.outputs()
+    bench.reset()
+    assert bench.outputs() == expected
 
 
 def test_a_device_that_never_stops_is_an_error_and_not_a_hang():
     gate = threading.Event()
-    made = stalling(gate.wait, patience=0.1)
+    bench = stalling(gate.wait, patience=0.1)
     try:
         with pytest.raises(BackendError, match=r"device 1 did not arrive.*; and cpu:1 does not stop: states are lost"):
-            made.run.run(made.feed)
+            bench.run.run(bench.feed)
         with pytest.raises(BackendError, match="does not stop"):
-            made.run.run(made.feed)
+            bench.run.run(bench.feed)
     finally:
         gate.set()
 
@@ -214,12 +221,12 @@ def test_an_interrupt_takes_the_step_back_too():
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    made = model_bench("llama", 1, "none", 1)
-    before = made.held()
-    made.backend.plan_fault(made.run.plan.lanes[0].device, 40, late=True, what=interrupt)
+    bench = make_faulty_model_run("llama", 1, "none", 1)
+    before = bench.copy_states()
+    bench.backend.plan_fault(bench.run.plan.lanes[0].device, 40, late=True, what=interrupt)
     with pytest.raises(KeyboardInterrupt):
-        made.run.run(made.feed)
-    assert made.held() == before
+        bench.run.run(bench.feed)
+    assert bench.copy_states() == before
 
 
 @pytest.mark.parametrize("devices", [("cpu:0",), ("cpu:0", "cpu:1")], ids=["one", "two"])
@@ -228,7 +235,7 @@ def test_an_interrupt_in_compiled_code_comes_when_the_step_is_done(devices):
     tokens = tokens_of("qwen35")
     group = sessions.Group(devices, "tensor", threads=2)
     whole, interrupted = (sessions.Session(model, on=group) for _ in range(2))
-    wanted = [whole.evaluate([tokens[:4]]), whole.evaluate([tokens[4:8]])][1]
+    expected = [whole.evaluate([tokens[:4]]), whole.evaluate([tokens[4:8]])][1]
     executor = interrupted.executor(interrupted.step(4, 4))
     giving = executor._giving[0]
     executor._giving[0] = lambda: (signal.raise_signal(signal.SIGINT), giving())[1]
@@ -236,7 +243,7 @@ def test_an_interrupt_in_compiled_code_comes_when_the_step_is_done(devices):
         interrupted.evaluate([tokens[:4]])
     assert interrupted.lengths == [4]
     executor._giving[0] = giving
-    assert interrupted.evaluate([tokens[4:8]])[0].tobytes() == wanted[0].tobytes()
+    assert interrupted.evaluate([tokens[4:8]])[0].tobytes() == expected[0].tobytes()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -244,7 +251,7 @@ def test_a_second_interrupt_stops_compiled_code_whose_states_are_then_lost():
     model = load_model(open_gguf(path_of("qwen35")))
     whole, session = (sessions.Session(model, on=sessions.Group(threads=2)) for _ in range(2))
     (replay,) = session.executor(session.step(4, 4))._replays.values()
-    crew, run = replay.crew, replay.crew.run
+    thread_pool, run = replay.crew, replay.crew.run
 
     def twice(order: int) -> int:
         status = run(order)
@@ -252,14 +259,14 @@ def test_a_second_interrupt_stops_compiled_code_whose_states_are_then_lost():
         signal.raise_signal(signal.SIGINT)
         return status
 
-    crew.run = twice
+    thread_pool.run = twice
     with pytest.raises(BackendError, match="states of cpu:0 are lost: it does not say how far it came"):
         session.evaluate([[1, 2, 3, 4]])
-    crew.run = run
+    thread_pool.run = run
     assert session.lengths == [0]
     session.reset(0)
-    wanted = whole.evaluate([[1, 2, 3, 4]])[0]
-    assert session.evaluate([[1, 2, 3, 4]])[0].tobytes() == wanted.tobytes(), "the crew is still in order"
+    expected = whole.evaluate([[1, 2, 3, 4]])[0]
+    assert session.evaluate([[1, 2, 3, 4]])[0].tobytes() == expected.tobytes(), "the crew is still in order"
 
 
 def test_a_backend_that_does_not_say_how_far_it_came_has_lost_its_states():
@@ -273,21 +280,21 @@ def test_a_backend_that_does_not_say_how_far_it_came_has_lost_its_states():
     cache = state("cache", (3,))
     backend = Silent()
     group = [(backend, backend.device(0))]
-    made = plan_for(Graph({"y": ops.neg(cache)}, {cache: ops.neg(cache)}), group)
+    bench = plan_for(Graph({"y": ops.neg(cache)}, {cache: ops.neg(cache)}), group)
     with pytest.raises(BackendError, match="no power; and states of numpy:0 are lost: it does not say how far it came"):
-        Executor(made, Store(group)).run({})
+        Executor(bench, Store(group)).run({})
 
 
 def test_the_devices_compute_as_before_when_all_is_over():
     """The group meets anew after a failure: sequence numbers and letters of the failed run are forgotten."""
-    made = model_bench("qwen35", 3, "tensor", 7)
-    wanted = made.outputs()
+    bench = make_faulty_model_run("qwen35", 3, "tensor", 7)
+    expected = bench.outputs()
     for _ in range(3):
-        made.reset()
-        made.backend.plan_fault(made.run.plan.lanes[2].device, 60, late=True)
+        bench.reset()
+        bench.backend.plan_fault(bench.run.plan.lanes[2].device, 60, late=True)
         with pytest.raises(StepError):
-            made.run.run(made.feed)
-        assert made.outputs() == wanted
+            bench.run.run(bench.feed)
+        assert bench.outputs() == expected
 
 
 # -------------------------------------------------------------------------------------------------- sessions
@@ -311,13 +318,13 @@ def test_a_session_goes_on_after_a_step_that_failed(name, devices, faulty):
     whole, broken = (sessions.Session(model, on=group) for _ in range(2))
     for start, stop in ((0, 9), (9, 10), (10, 13)):
         part = [tokens[start:stop]]
-        wanted = whole.evaluate(part, every_position=True)[0]
+        expected = whole.evaluate(part, every_position=True)[0]
         for number in (3, 20, 45):
             faulty.plan_fault(find(devices[-1])[1], number, late=True)
             with pytest.raises(StepError, match=devices[-1]):
                 broken.evaluate(part, every_position=True)
             assert broken.lengths == [start]
-        assert broken.evaluate(part, every_position=True)[0].tobytes() == wanted.tobytes()
+        assert broken.evaluate(part, every_position=True)[0].tobytes() == expected.tobytes()
         assert broken.lengths == [stop]
 
 
@@ -325,7 +332,7 @@ def test_a_prefill_that_fails_in_its_second_batch_keeps_the_first(faulty, monkey
     model = load_model(open_gguf(path_of("qwen35")))
     tokens = tokens_of("qwen35")
     whole, broken = (sessions.Session(model, batch=8) for _ in range(2))
-    wanted = whole.evaluate([tokens[:16]], every_position=True)[0]
+    expected = whole.evaluate([tokens[:16]], every_position=True)[0]
     step = broken.step(8, 8, 8)
     run, runs = broken.executor(step).run, []
 
@@ -339,12 +346,12 @@ def test_a_prefill_that_fails_in_its_second_batch_keeps_the_first(faulty, monkey
     with pytest.raises(StepError):
         broken.evaluate([tokens[:16]], every_position=True)
     assert broken.lengths == [8]
-    assert broken.evaluate([tokens[8:16]], every_position=True)[0].tobytes() == wanted[8:].tobytes()
+    assert broken.evaluate([tokens[8:16]], every_position=True)[0].tobytes() == expected[8:].tobytes()
 
 
 def test_an_undo_runs_what_was_saved_and_nothing_else():
-    made = model_bench("qwen35", 1, "none", 1)
-    program = made.run.plan.lanes[0].program
+    bench = make_faulty_model_run("qwen35", 1, "none", 1)
+    program = bench.run.plan.lanes[0].program
     assert program.undoing(0) == replace(program, instructions=(), undo=())
     first, second = program.undo[:2]
     assert program.undoing(second[0]).instructions == (first[1],)

@@ -1,4 +1,4 @@
-"""Arrays that callers give for leaves: what does not fit is refused, by all backends in the same words."""
+"""Arrays for leaves: all backends refuse wrong arrays in the same words."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ WRONG = {
 @pytest.mark.parametrize("device", BACKENDS)
 @pytest.mark.parametrize("what", WRONG)
 def test_an_input_that_does_not_fit_is_refused(device, what):
-    given, said = WRONG[what]
-    with pytest.raises(hocket.PlanError, match=said):
-        rows_of(device).run({"ids": given})
+    argument, message = WRONG[what]
+    with pytest.raises(hocket.PlanError, match=message):
+        rows_of(device).run({"ids": argument})
 
 
 @pytest.mark.parametrize("device", BACKENDS)
-@pytest.mark.parametrize("given", [[0, -1], [0, 5]])
-def test_an_id_of_no_row_is_an_error_of_the_run(device, given):
-    with pytest.raises(hocket.BackendError, match=str(given[1])):
-        rows_of(device).run({"ids": given})
+@pytest.mark.parametrize("argument", [[0, -1], [0, 5]])
+def test_an_id_of_no_row_is_an_error_of_the_run(device, argument):
+    with pytest.raises(hocket.BackendError, match=str(argument[1])):
+        rows_of(device).run({"ids": argument})
 
 
 def test_the_oracle_counts_no_id_from_the_end():
@@ -60,11 +60,11 @@ def test_a_quantised_weight_is_as_many_bytes_as_its_blocks():
     q = hocket.weight("q", (3, 64), "q8_0")
     plan = hocket.plan(hocket.Graph({"y": ops.mul_mat(q, hocket.input("x", (1, 64)))}), "numpy:0")
     right = np.zeros((3, 68), np.uint8)
-    for given in (right, right.reshape(-1), right.view(np.int8), right.reshape(6, 34)):
-        hocket.load(plan, {"q": given})
-    for given in (right[:2], right.astype(np.float32), np.zeros((3, 64), np.float32), b"\0" * 204):
+    for argument in (right, right.reshape(-1), right.view(np.int8), right.reshape(6, 34)):
+        hocket.load(plan, {"q": argument})
+    for argument in (right[:2], right.astype(np.float32), np.zeros((3, 64), np.float32), b"\0" * 204):
         with pytest.raises(hocket.PlanError, match=r"weight %q.*(need q8_0\[3,64\]: 204 bytes|NumPy dtype)"):
-            hocket.load(plan, {"q": given})
+            hocket.load(plan, {"q": argument})
 
 
 def test_what_is_assigned_to_a_state_fits_it():
@@ -75,14 +75,14 @@ def test_what_is_assigned_to_a_state_fits_it():
     state[:, 0] = 7
     numbers[...] = [1, 2]
     assert state.tolist() == [[7, 0, 0, 0], [7, 1, 2, 3], [7, 0, 0, 0]]
-    for given, said in (
+    for argument, message in (
         (np.zeros(3), r"state %s: f32\[3,4\]: got shape \[3\]"),
         (1j, "dtype complex128"),
         ("text", "dtype <U4"),
         ([[1], [2, 3]], "got a list, need an array of numbers"),
     ):
-        with pytest.raises(hocket.PlanError, match=said):
-            state[...] = given
-    for given in ([0.5, 1.0], [2**40, 0]):
+        with pytest.raises(hocket.PlanError, match=message):
+            state[...] = argument
+    for argument in ([0.5, 1.0], [2**40, 0]):
         with pytest.raises(hocket.PlanError, match=r"state %at: got .* need i32\[2\]"):
-            numbers[...] = given
+            numbers[...] = argument

@@ -22,7 +22,7 @@ from ...given.graphs.random_graphs import seeded_graph
 from ...given.models.goldens import FLOAT_CACHES, nmse, path_of, tokens_of
 from ...given.plans.faults import SLOW, decoder
 from ...given.plans.grouped import devices, equal_to_one
-from ...given.waits import HOUR
+from ...given.waits import WAIT_SECONDS
 
 MODES = ("none", "layer", "tensor", "auto")
 
@@ -57,13 +57,13 @@ def test_of_mixed_backends_one_device_makes_a_discrete_choice(mode):
     scores = ops.mul_mat(weight("router", (6, 4)), input("x", (2, 4)), name="scores")
     chosen = ops.get_rows(weight("table", (6, 3)), ops.reshape(ops.top_k(scores, k=2, name="chosen"), shape=(4,)))
     graph = Graph({"y": chosen, "s": scores})
-    made = plan(graph, MIXED, split_mode=mode)
-    having = [lane for lane in made.lanes if any(n.op == "top_k" for n in lane.graph.nodes)]
+    mixed_plan = plan(graph, MIXED, split_mode=mode)
+    having = [device_plan for device_plan in mixed_plan.lanes if any(n.op == "top_k" for n in device_plan.graph.nodes)]
     assert len(having) == 1
     if mode == "tensor":
-        assert "backends are mixed and round differently" in made.explain()
-    alike = plan(graph, devices(3), split_mode="tensor")
-    assert all(any(n.op == "top_k" for n in lane.graph.nodes) for lane in alike.lanes)
+        assert "backends are mixed and round differently" in mixed_plan.explain()
+    same_backend_plan = plan(graph, devices(3), split_mode="tensor")
+    assert all(any(n.op == "top_k" for n in device_plan.graph.nodes) for device_plan in same_backend_plan.lanes)
 
 
 def test_a_tie_for_one_backend_is_no_tie_for_another_and_the_group_still_agrees():
@@ -73,8 +73,8 @@ def test_a_tie_for_one_backend_is_no_tie_for_another_and_the_group_still_agrees(
     rows = ops.get_rows(weight("table", (2, 8)), ids)
     graph = Graph({"y": ops.mul_mat(weight("out", (8, 8)), rows)})
     data = {"w": [[1, 0], [1, 1e-3]], "table": [[1] * 8, [2] * 8], "out": np.eye(8)}
-    made = plan_for(graph, [find(n) for n in ("cpu:0", "reference:0")], split_mode="tensor", hardware=SLOW)
-    out = load(made, data).run({"x": [[1, 1e-6]]})["y"]
+    plan = plan_for(graph, [find(n) for n in ("cpu:0", "reference:0")], split_mode="tensor", hardware=SLOW)
+    out = load(plan, data).run({"x": [[1, 1e-6]]})["y"]
     assert len(np.unique(out)) == 1
 
 
@@ -83,8 +83,8 @@ def test_a_random_graph_on_mixed_backends_equals_one_device(seed):
     graph, dice = seeded_graph(seed), random.Random(seed)
     group = [find("reference:0"), (Narrow(), Device("narrow", 0)), find("reference:1")]
     mode = dice.choice(["layer", "tensor", "cut"])
-    made = equal_to_one(graph, group, seed, mode=mode, tolerance=1e-2 if _rounds(graph) else 1e-5)
-    assert len({type(lane.backend) for lane in made.lanes}) == 2
+    plan = equal_to_one(graph, group, seed, mode=mode, tolerance=1e-2 if _rounds(graph) else 1e-5)
+    assert len({type(device_plan.backend) for device_plan in plan.lanes}) == 2
 
 
 def _rounds(graph):
@@ -95,11 +95,11 @@ def _rounds(graph):
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
 def test_real_and_null_devices_are_planned_together(mode):
     null = NullBackend()
-    made = plan_for(decoder(), [find("cpu:0"), (null, null.device(0))], split_mode=mode)
-    assert {lane.backend.name for lane in made.lanes} == {"cpu", "null"}
+    plan = plan_for(decoder(), [find("cpu:0"), (null, null.device(0))], split_mode=mode)
+    assert {device_plan.backend.name for device_plan in plan.lanes} == {"cpu", "null"}
 
 
-def _meet(group, run):
+def _run_threads(group, run):
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(len(group)) as pool:
@@ -107,30 +107,30 @@ def _meet(group, run):
 
 
 def test_backends_that_keep_other_dtypes_agree_in_every_collective():
-    """What goes over the wire is rounded to the narrowest dtype in the group; then all compute the same numbers."""
+    """Check that sent values are rounded to the narrowest dtype in the group, so that all compute the same numbers."""
     rng, dtypes = np.random.default_rng(0), (np.float32, np.float64, np.float32)
     sources = [rng.standard_normal((4, 6)).astype(d) for d in dtypes]
     want = (sources[0] + sources[1].astype(np.float32)) + sources[2]
-    meeting = ThreadGroup(3, HOUR)
+    threads = ThreadGroup(3, WAIT_SECONDS)
 
     def reduce(rank):
         into = np.empty((4, 6), dtypes[rank])
-        meeting.member(rank).all_reduce(sources[rank].copy(), into, np.empty_like(into), 0)
+        threads.member(rank).all_reduce(sources[rank].copy(), into, np.empty_like(into), 0)
         return into
 
     def scatter(rank):
         into = np.empty((4, 6), dtypes[rank])
-        meeting.member(rank).reduce_scatter(sources[rank], into, [(slice(None), slice(None))], 1)
+        threads.member(rank).reduce_scatter(sources[rank], into, [(slice(None), slice(None))], 1)
         return into
 
-    for out in (*_meet(dtypes, reduce), *_meet(dtypes, scatter)):
+    for out in (*_run_threads(dtypes, reduce), *_run_threads(dtypes, scatter)):
         np.testing.assert_array_equal(out, want)
 
     def gather(rank):
         into = np.empty((12, 6), dtypes[rank])
         parts = [[(slice(4 * d, 4 * d + 4), slice(None))] for d in range(3)]
-        meeting.member(rank).all_gather(sources[rank], into, parts, 2)
+        threads.member(rank).all_gather(sources[rank], into, parts, 2)
         return into
 
-    for out in _meet(dtypes, gather):
+    for out in _run_threads(dtypes, gather):
         np.testing.assert_array_equal(out, np.concatenate(sources).astype(np.float32))

@@ -1,4 +1,4 @@
-"""Runs that follow each other through devices give what they give one by one, and are all taken back if one fails."""
+"""Pipelined runs give the results of single runs, and are all undone if one fails."""
 
 from __future__ import annotations
 
@@ -19,95 +19,95 @@ from hocket.scheduler import Executor, Pipeline, Store, even_shares, in_turn, pl
 from hocket.scheduler.machines.hardware import Hardware
 
 from ...given.devices.faulty import FaultyReference
-from ...given.plans.chained import ROWS, RUNS, WIDTH, chain, feeds, follow, held, planted, same, stored
-from ...given.waits import HOUR, until
+from ...given.plans.chained import ROWS, RUNS, WIDTH, chain, copy_states, feeds, follow, make_store, plant_fault, same
+from ...given.waits import WAIT_SECONDS, wait_until
 
-TEAMS = pytest.mark.parametrize("team", [1, 2], ids=["devices", "teams"])
-
-
-@pytest.mark.parametrize(("devices", "team"), [(1, 1), (2, 1), (4, 1), (2, 2), (2, 3), (3, 2)])
-def test_runs_in_succession_give_what_they_give_one_by_one(devices, team):
-    made, _ = chain(devices, team=team)
-    alone, theirs = stored(made), stored(made)
-    executor = Executor(made, alone, timeout=HOUR)
-    wanted = [executor.run(feed) for feed in feeds()]
-    given = follow(Pipeline(made, theirs, timeout=HOUR), feeds())
-    assert [one.keys() for one in given] == [{"y"}] * RUNS
-    assert all(same(one, two) for one, two in zip(wanted, given, strict=True))
-    assert same(held(alone), held(theirs))
+GROUP_SIZES = pytest.mark.parametrize("group_size", [1, 2], ids=["devices", "teams"])
 
 
-@TEAMS
-def test_runs_of_several_plans_follow_each_other_over_the_same_states(team):
-    made, backend = chain(2, team=team)
-    other = plan_for(made.graph, made.group, like=made)
-    alone, theirs = stored(made), stored(made)
-    executor = Executor(made, alone, timeout=HOUR)
-    wanted = [executor.run(feed) for feed in feeds()]
-    pipelines = [Pipeline(one, theirs, timeout=HOUR) for one in (made, other)]
+@pytest.mark.parametrize(("devices", "group_size"), [(1, 1), (2, 1), (4, 1), (2, 2), (2, 3), (3, 2)])
+def test_pipelined_runs_give_the_results_of_single_runs(devices, group_size):
+    plan, _ = chain(devices, group_size=group_size)
+    alone, theirs = make_store(plan), make_store(plan)
+    executor = Executor(plan, alone, timeout=WAIT_SECONDS)
+    expected = [executor.run(feed) for feed in feeds()]
+    results = follow(Pipeline(plan, theirs, timeout=WAIT_SECONDS), feeds())
+    assert [one.keys() for one in results] == [{"y"}] * RUNS
+    assert all(same(one, two) for one, two in zip(expected, results, strict=True))
+    assert same(copy_states(alone), copy_states(theirs))
+
+
+@GROUP_SIZES
+def test_runs_of_several_plans_follow_each_other_over_the_same_states(group_size):
+    plan, backend = chain(2, group_size=group_size)
+    other = plan_for(plan.graph, plan.group, like=plan)
+    alone, theirs = make_store(plan), make_store(plan)
+    executor = Executor(plan, alone, timeout=WAIT_SECONDS)
+    expected = [executor.run(feed) for feed in feeds()]
+    pipelines = [Pipeline(one, theirs, timeout=WAIT_SECONDS) for one in (plan, other)]
     runs = [(pipelines[run > 1], feed) for run, feed in enumerate(feeds())]
-    before = held(theirs)
-    planted(backend, made.lanes[1].device, 4, 3)
+    before = copy_states(theirs)
+    plant_fault(backend, plan.lanes[1].device, 4, 3)
     with pytest.raises(StepError, match="PlantedError"):
         in_turn(runs)
-    assert same(held(theirs), before)
-    assert all(same(one, two) for one, two in zip(wanted, in_turn(runs), strict=True))
-    assert same(held(alone), held(theirs))
+    assert same(copy_states(theirs), before)
+    assert all(same(one, two) for one, two in zip(expected, in_turn(runs), strict=True))
+    assert same(copy_states(alone), copy_states(theirs))
 
 
-@TEAMS
+@GROUP_SIZES
 @pytest.mark.parametrize("depth", [1, 2, MAX_PENDING_MESSAGES])
 @pytest.mark.parametrize("slow", range(3))
-def test_however_slow_a_device_is_runs_do_not_mix(slow, depth, team, monkeypatch):
+def test_however_slow_a_device_is_runs_do_not_mix(slow, depth, group_size, monkeypatch):
     """One device, or the last of a team, begins its second run when all others have gone as far as they get without
     it: of its team, into that run."""
     monkeypatch.setattr(thread_group, "MAX_PENDING_MESSAGES", depth)
-    made, _ = chain(3, team=team)
-    executor = Executor(made, stored(made), timeout=HOUR)
-    wanted = [executor.run(feed) for feed in feeds()]
-    pipeline, calls = Pipeline(made, stored(made), timeout=HOUR), [0] * (3 * team)
-    last = slow * team + team - 1
-    stages = [number // team for number in range(3 * team)]
+    plan, _ = chain(3, group_size=group_size)
+    executor = Executor(plan, make_store(plan), timeout=WAIT_SECONDS)
+    expected = [executor.run(feed) for feed in feeds()]
+    pipeline, calls = Pipeline(plan, make_store(plan), timeout=WAIT_SECONDS), [0] * (3 * group_size)
+    last = slow * group_size + group_size - 1
+    stages = [number // group_size for number in range(3 * group_size)]
     ahead = [min(RUNS, 1 + depth + 1) if stage < slow else 2 if stage == slow else 1 for stage in stages]
 
-    def counted(number, replay):
+    def count_runs(number, replay):
         def run():
             if calls[number] == 1 and number == last:
-                until(lambda: all(calls[d] >= ahead[d] for d in range(len(calls)) if d != last))
+                wait_until(lambda: all(calls[d] >= ahead[d] for d in range(len(calls)) if d != last))
             calls[number] += 1
             replay()
 
         return run
 
-    for number, lane in pipeline._lanes.items():
-        lane.replay = counted(number, lane.replay)
-    given = follow(pipeline, feeds())
-    assert all(same(one, two) for one, two in zip(wanted, given, strict=True))
+    for number, device_plan in pipeline._lanes.items():
+        device_plan.replay = count_runs(number, device_plan.replay)
+    results = follow(pipeline, feeds())
+    assert all(same(one, two) for one, two in zip(expected, results, strict=True))
 
 
-@TEAMS
+@GROUP_SIZES
 @pytest.mark.parametrize("run", [0, RUNS - 2])
-def test_wherever_a_run_fails_states_are_those_before_the_first(run, team):
-    made, backend = chain(2, team=team)
-    store, rng = stored(made), np.random.default_rng(2)
-    pipeline = Pipeline(made, store, timeout=HOUR)
+def test_wherever_a_run_fails_states_are_those_before_the_first(run, group_size):
+    plan, backend = chain(2, group_size=group_size)
+    store, rng = make_store(plan), np.random.default_rng(2)
+    pipeline = Pipeline(plan, store, timeout=WAIT_SECONDS)
     for name in store.states:
         if not name.startswith("at"):
             store.state(name)[...] = rng.standard_normal(store.state(name).shape)
-    before = held(store)
-    for lane in made.lanes:
-        for number, i in enumerate(lane.program.instructions):
-            planted(backend, lane.device, number, run)
+    before = copy_states(store)
+    for device_plan in plan.lanes:
+        for number, i in enumerate(device_plan.program.instructions):
+            plant_fault(backend, device_plan.device, number, run)
             with pytest.raises(StepError, match="PlantedError") as caught:
                 follow(pipeline, feeds())
-            assert (caught.value.node, caught.value.device) == (i.node, str(lane.device))
-            assert same(held(store), before), i
+            assert (caught.value.node, caught.value.device) == (i.node, str(device_plan.device))
+            assert same(copy_states(store), before), i
     follow(pipeline, feeds())
-    assert not same(held(store), before)
+    assert not same(copy_states(store), before)
 
 
 def test_a_state_of_which_one_plan_writes_rows_and_another_all_is_taken_back():
-    """What the second run overwrites the first does not put back, as it has kept two rows."""
+    """Check that the first run does not restore the bytes that the second run overwrites, since it saved two rows."""
     backend, table, total = FaultyReference(), state("table", (8, WIDTH)), state("total", (ROWS, WIDTH))
     x, at = input("x", (2, WIDTH)), input("at", (2,), "i32")
     group = [(backend, backend.device(d)) for d in range(2)]
@@ -117,37 +117,38 @@ def test_a_state_of_which_one_plan_writes_rows_and_another_all_is_taken_back():
     first = plan_for(Graph(out, {table: rows, **more}), group, split_mode="layer", place=place)
     other = plan_for(Graph(out, {table: whole, **more}), group, like=first)
     store = Store(group)
-    setting, scaling = (Pipeline(plan, store, timeout=HOUR) for plan in (first, other))
+    setting, scaling = (Pipeline(plan, store, timeout=WAIT_SECONDS) for plan in (first, other))
     for name in store.states:
         store.state(name)[...] = 1 + np.arange(store.state(name).shape[0])[:, None]
-    before, feed = held(store), {"x": np.ones((2, WIDTH)), "at": [0, 1]}
-    planted(backend, group[0][1], 1, 2)
+    before, feed = copy_states(store), {"x": np.ones((2, WIDTH)), "at": [0, 1]}
+    plant_fault(backend, group[0][1], 1, 2)
     with pytest.raises(StepError, match="PlantedError"):
         in_turn([(setting, feed), (scaling, {}), (setting, feed)])
-    assert same(held(store), before)
+    assert same(copy_states(store), before)
 
 
-def test_states_that_may_stay_are_not_kept_from_run_to_run_and_all_others_are_taken_back():
-    made, backend = chain(2)
-    store, staying = stored(made), {"cache.0", "cache.1"}
-    pipeline, other = (Pipeline(made, store, timeout=HOUR, staying=names) for names in (staying, ()))
-    before = held(store)
-    planted(backend, made.lanes[1].device, 4, RUNS - 1)
+def test_unrestored_states_are_not_saved_from_run_to_run_and_all_others_are_restored():
+    plan, backend = chain(2)
+    store, staying = make_store(plan), {"cache.0", "cache.1"}
+    pipeline, other = (Pipeline(plan, store, timeout=WAIT_SECONDS, staying=names) for names in (staying, ()))
+    before = copy_states(store)
+    plant_fault(backend, plan.lanes[1].device, 4, RUNS - 1)
     with pytest.raises(StepError, match="PlantedError"):
         follow(pipeline, feeds())
-    after = held(store)
+    after = copy_states(store)
     assert {name for name in before if not np.array_equal(before[name], after[name])} == staying
     fewer, all_ = (
-        sum(map(len, lane.journal.kept(frozenset()).values())) for lane in (pipeline._lanes[0], other._lanes[0])
+        sum(map(len, device_plan.journal.kept(frozenset()).values()))
+        for device_plan in (pipeline._lanes[0], other._lanes[0])
     )
     assert fewer == all_ - 2 * ROWS, "rows of the cache, and their numbers"
 
 
 def test_runs_whose_states_were_lost_are_not_taken_back_with_later_ones():
-    made, backend = chain(2)
-    store = stored(made)
-    pipeline = Pipeline(made, store, timeout=HOUR)
-    lane, replay, runs = pipeline._lanes[0], pipeline._lanes[0].replay, []
+    plan, backend = chain(2)
+    store = make_store(plan)
+    pipeline = Pipeline(plan, store, timeout=WAIT_SECONDS)
+    device_plan, replay, runs = pipeline._lanes[0], pipeline._lanes[0].replay, []
 
     def loses_power() -> None:
         runs.append(0)
@@ -155,20 +156,20 @@ def test_runs_whose_states_were_lost_are_not_taken_back_with_later_ones():
             raise OSError("no power")
         replay()
 
-    lane.replay = loses_power
+    device_plan.replay = loses_power
     with pytest.raises(BackendError, match=r"no power; and states of \S+ are lost: it does not say how far it came"):
         follow(pipeline, feeds())
     for name in store.states:
         store.state(name)[...] = 1
-    before = held(store)
-    planted(backend, made.lanes[0].device, 2, 1)
+    before = copy_states(store)
+    plant_fault(backend, plan.lanes[0].device, 2, 1)
     with pytest.raises(StepError, match="PlantedError"):
         follow(pipeline, feeds())
-    assert same(held(store), before)
+    assert same(copy_states(store), before)
 
 
 @pytest.fixture(autouse=True)
-def nudged():
+def wake_main_thread():
     """A signal that only wakes the main thread: one that comes just before it begins to wait is not noticed alone."""
     before = signal.signal(signal.SIGURG, lambda *_: None)
     yield
@@ -177,42 +178,42 @@ def nudged():
 
 def interrupt() -> None:
     """Press Ctrl-C, and go on when it has been noticed."""
-    kept, main = signal.getsignal(signal.SIGINT), threading.main_thread().ident
+    old_handler, main = signal.getsignal(signal.SIGINT), threading.main_thread().ident
     signal.pthread_kill(main, signal.SIGINT)
 
     def is_noticed() -> bool:
         signal.pthread_kill(main, signal.SIGURG)
-        return signal.getsignal(signal.SIGINT) is not kept
+        return signal.getsignal(signal.SIGINT) is not old_handler
 
-    until(is_noticed)
+    wait_until(is_noticed)
 
 
 def test_an_interrupt_stops_all_devices_and_takes_all_runs_back():
-    made, backend = chain(2)
-    store = stored(made)
-    pipeline, before = Pipeline(made, store, timeout=HOUR), held(store)
-    first = made.lanes[0]
-    planted(backend, first.device, 2, 2, interrupt)
+    plan, backend = chain(2)
+    store = make_store(plan)
+    pipeline, before = Pipeline(plan, store, timeout=WAIT_SECONDS), copy_states(store)
+    first = plan.lanes[0]
+    plant_fault(backend, first.device, 2, 2, interrupt)
     begun = []
-    lane = pipeline._lanes[0]
-    replay = lane.replay
-    lane.replay = lambda: (begun.append(0), replay())
+    device_plan = pipeline._lanes[0]
+    replay = device_plan.replay
+    device_plan.replay = lambda: (begun.append(0), replay())
     with pytest.raises(KeyboardInterrupt):
         follow(pipeline, feeds())
     assert len(begun) == 3, "the run that was interrupted is the last"
-    assert same(held(store), before)
+    assert same(copy_states(store), before)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_interrupt_that_somebody_else_takes_waits_for_the_end():
-    made, backend = chain(2)
+def test_an_interrupt_with_a_handler_of_the_user_waits_for_the_end():
+    plan, backend = chain(2)
     heard = []
     before = signal.signal(signal.SIGINT, lambda *_: heard.append(len(begun)))
     try:
-        pipeline, begun = Pipeline(made, stored(made), timeout=HOUR), []
+        pipeline, begun = Pipeline(plan, make_store(plan), timeout=WAIT_SECONDS), []
         replay = pipeline._lanes[0].replay
         pipeline._lanes[0].replay = lambda: (begun.append(0), replay())
-        planted(backend, made.lanes[0].device, 2, 2, interrupt)
+        plant_fault(backend, plan.lanes[0].device, 2, 2, interrupt)
         assert len(follow(pipeline, feeds())) == RUNS
     finally:
         signal.signal(signal.SIGINT, before)
@@ -220,22 +221,22 @@ def test_an_interrupt_that_somebody_else_takes_waits_for_the_end():
 
 
 def test_a_failure_before_the_first_run_changes_nothing():
-    made, _ = chain(2)
-    store = stored(made)
-    pipeline, before = Pipeline(made, store, timeout=HOUR), held(store)
+    plan, _ = chain(2)
+    store = make_store(plan)
+    pipeline, before = Pipeline(plan, store, timeout=WAIT_SECONDS), copy_states(store)
     wrong = feeds()
     wrong[-1] = {**wrong[-1], "x": np.ones((ROWS, 1))}
     with pytest.raises(PlanError, match="input %x"):
         follow(pipeline, wrong)
-    assert same(held(store), before)
+    assert same(copy_states(store), before)
 
 
 # ------------------------------------------------------------------------------------------------------- letters
 
 
-def test_a_letter_holds_what_was_there_when_it_was_sent_and_none_overtakes():
-    meeting, value = ThreadGroup(2, HOUR), np.zeros(2, np.float32)
-    sender, receiver = meeting.member(0), meeting.member(1)
+def test_a_message_holds_the_bytes_of_its_sending_and_none_overtakes():
+    group, value = ThreadGroup(2, WAIT_SECONDS), np.zeros(2, np.float32)
+    sender, receiver = group.member(0), group.member(1)
     for number in range(MAX_PENDING_MESSAGES):
         value[:] = number
         sender.send(value, 1, 7)
@@ -246,38 +247,38 @@ def test_a_letter_holds_what_was_there_when_it_was_sent_and_none_overtakes():
         assert into.tolist() == [number, number]
 
 
-def test_who_sends_waits_while_the_other_has_too_many_letters():
-    meeting, value = ThreadGroup(2, HOUR), np.zeros(2, np.float32)
+def test_a_sender_waits_while_the_receiver_has_too_many_messages():
+    group, value = ThreadGroup(2, WAIT_SECONDS), np.zeros(2, np.float32)
     sent = []
 
     def send() -> None:
         for number in range(MAX_PENDING_MESSAGES + 1):
-            meeting.member(0).send(value, 1, number)
+            group.member(0).send(value, 1, number)
             sent.append(number)
 
     with ThreadPoolExecutor(1) as threads:
         done = threads.submit(send)
-        until(lambda: len(sent) == MAX_PENDING_MESSAGES)
-        meeting.member(1).receive(np.empty(2, np.float32), 0, 0)
+        wait_until(lambda: len(sent) == MAX_PENDING_MESSAGES)
+        group.member(1).receive(np.empty(2, np.float32), 0, 0)
         done.result()
     assert sent == [*range(MAX_PENDING_MESSAGES + 1)]
 
 
-def test_a_letter_that_nobody_takes_or_sends_is_an_error_and_not_a_hang():
-    meeting, value = ThreadGroup(2, timeout=0.05), np.zeros(2, np.float32)
+def test_a_message_without_receiver_or_sender_is_an_error_and_not_a_hang():
+    group, value = ThreadGroup(2, timeout=0.05), np.zeros(2, np.float32)
     with pytest.raises(BackendError, match=r"copy 3 to device 0 of 2: device 1 sent nothing within 0\.05 s"):
-        meeting.member(0).receive(value, 1, 3)
+        group.member(0).receive(value, 1, 3)
     for _ in range(MAX_PENDING_MESSAGES):
-        meeting.member(0).send(value, 1, 5)
+        group.member(0).send(value, 1, 5)
     with pytest.raises(BackendError, match=r"copy 5 from device 0 of 2: device 1 took none within 0\.05 s"):
-        meeting.member(0).send(value, 1, 5)
+        group.member(0).send(value, 1, 5)
 
 
-def test_a_letter_in_the_place_of_another_is_refused():
-    meeting, value = ThreadGroup(2, HOUR), np.zeros(2, np.float32)
-    meeting.member(0).send(value, 1, 4)
+def test_a_message_in_the_place_of_another_is_refused():
+    group, value = ThreadGroup(2, WAIT_SECONDS), np.zeros(2, np.float32)
+    group.member(0).send(value, 1, 4)
     with pytest.raises(BackendError, match="copy 5 to device 1 of 2: device 0 sent copy 4; the plans of the devices"):
-        meeting.member(1).receive(value, 0, 5)
+        group.member(1).receive(value, 0, 5)
 
 
 # --------------------------------------------------------------------------------------------- the virtual clock
@@ -292,16 +293,16 @@ def test_on_a_virtual_clock_four_devices_are_all_busy():
         x = input("x", (64, 512))
         for stage in range(8):
             x = ops.mul_mat(weight(f"w.{stage}", (512, 512)), x, name=f"y.{stage}")
-        made = plan_for(Graph({"y": x}), group, split_mode="layer")
-        follow(Pipeline(made, stored(made), timeout=HOUR), [{"x": np.zeros((64, 512))}] * 32)
+        plan = plan_for(Graph({"y": x}), group, split_mode="layer")
+        follow(Pipeline(plan, make_store(plan), timeout=WAIT_SECONDS), [{"x": np.zeros((64, 512))}] * 32)
         return max(track[-1].end for track in backend.tracks.values())
 
     one, four = seconds(1), seconds(4)
     assert 3.4 < one / four < 4.0
 
 
-def test_layers_are_dealt_by_time_where_bytes_would_mislead():
-    """A table of which few rows are read is most of the bytes, and little of the time."""
+def test_layers_are_distributed_by_time_where_bytes_would_mislead():
+    """Check a table that has most of the bytes, but little of the time, since few of its rows are read."""
     x = ops.get_rows(weight("table", (4096, 64)), input("ids", (64,), "i32"), name="rows")
     for number in range(4):
         x = ops.mul_mat(weight(f"w.{number}", (64, 64)), x, name=f"y.{number}")

@@ -16,14 +16,17 @@ from hocket.ops import REGISTRY
 from hocket.scheduler import Plan, Store, plan_for
 from hocket.scheduler.verifier.plan import plan_faults
 
-from ...given.devices.faulty import Bench, FaultyReference, bench, fail_everywhere
+from ...given.devices.faulty import FaultyReference, FaultyRun, fail_everywhere, make_faulty_run
 
 ROWS, WIDTH = 8, 4
 
 
 def changed_often(seed: int) -> tuple[Graph, dict[str, np.ndarray]]:
-    """A table whose rows are set, all of which is scaled, and that is read, in any order; sometimes what it was in
-    between is an output, or is read again later.  Its rows are numbered by inputs, or by a counter that grows."""
+    """Build a table with rows that are set, a scaling of the whole, and reads, in any order.
+
+    Sometimes an intermediate value is an output, or is read again later. Its rows are numbered by inputs, or by a
+    counter that grows.
+    """
     dice, rng = random.Random(seed), np.random.default_rng(seed)
     table, counter = state("table", (ROWS, WIDTH)), state("counter", (2,), "i32")
     now, count, outputs, feed, earlier = table, counter, {}, {"one": np.array([1])}, [table]
@@ -52,18 +55,18 @@ def changed_often(seed: int) -> tuple[Graph, dict[str, np.ndarray]]:
     return graph, {v.node.name: feed[v.node.name] for v in graph.inputs}
 
 
-def made(seed: int) -> tuple[Bench, Graph]:
+def make_bench(seed: int) -> tuple[FaultyRun, Graph]:
     graph, feed = changed_often(seed)
     backend = FaultyReference()
     plan = plan_for(graph, [(backend, backend.device(0))])
-    of = bench(backend, plan, Store(plan.group), feed, np.random.default_rng(seed))
+    of = make_faulty_run(backend, plan, Store(plan.group), feed, np.random.default_rng(seed))
     of.states["counter"] = np.array([0, 1], np.int32)
     of.reset()
     return of, graph
 
 
-def wanted(graph: Graph, of: Bench) -> dict[str, np.ndarray]:
-    """What the graph gives where nothing shares memory: each op by itself, in order."""
+def expected_results(graph: Graph, of: FaultyRun) -> dict[str, np.ndarray]:
+    """Return the results of the graph without shared memory: each op by itself, in order."""
     leaves = {**of.feed, **of.states}
     known = {}
     for node in graph.nodes:
@@ -77,15 +80,15 @@ def wanted(graph: Graph, of: Bench) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_states_that_are_changed_often_are_right_and_taken_back(seed):
-    of, graph = made(seed)
-    given = of.run.run(of.feed)
-    for name, array in wanted(graph, of).items():
-        np.testing.assert_allclose(given[name], array, rtol=1e-6, atol=1e-6)
+    of, graph = make_bench(seed)
+    results = of.run.run(of.feed)
+    for name, array in expected_results(graph, of).items():
+        np.testing.assert_allclose(results[name], array, rtol=1e-6, atol=1e-6)
     of.reset()
     assert fail_everywhere(of)
 
 
-def in_place(of: Bench) -> int:
+def in_place(of: FaultyRun) -> int:
     """How many results are written where a state lies."""
     program = of.run.plan.lanes[0].program
     saves = {at for at, _ in program.undo}
@@ -95,12 +98,12 @@ def in_place(of: Bench) -> int:
     return there.count("state")
 
 
-def test_most_of_them_are_changed_in_place_each_time():
-    """Not where what was in between is an output, or is read again later."""
+def test_states_are_usually_changed_in_place_each_time():
+    """Check the exception: an intermediate value that is an output, or that is read again later."""
     changes = ("rows", "whole", "count")
     counts = []
     for seed in range(60):
-        of, graph = made(seed)
+        of, graph = make_bench(seed)
         counts.append((in_place(of), sum(n.name.startswith(changes) and not n.is_leaf for n in graph.nodes)))
     assert sum(some == all_ for some, all_ in counts) > 30
     assert max(some for some, _ in counts) >= 5
@@ -116,14 +119,14 @@ def rows_twice() -> Plan:
 
 
 def with_steps(order: Sequence[int]) -> str:
-    """What the verifier says of the plan above with these of its steps: save, rows, save, rows, y."""
+    """Return the verifier's message about the plan above with these steps: save, rows, save, rows, y."""
     plan = rows_twice()
-    (lane,) = plan.lanes
-    steps, backs = lane.program.instructions, dict(lane.program.undo)
+    (device_plan,) = plan.lanes
+    steps, backs = device_plan.program.instructions, dict(device_plan.program.undo)
     assert [i.node for i in steps] == ["table.save", "rows0", "table.save", "rows1", "y"]
     undo = tuple((at, backs[old]) for at, old in enumerate(order) if old in backs)
-    program = replace(lane.program, instructions=tuple(steps[old] for old in order), undo=undo)
-    return next(plan_faults(replace(plan, lanes=(replace(lane, program=program),))), "")
+    program = replace(device_plan.program, instructions=tuple(steps[old] for old in order), undo=undo)
+    return next(plan_faults(replace(plan, lanes=(replace(device_plan, program=program),))), "")
 
 
 def test_each_change_of_rows_has_to_be_saved_before_it():

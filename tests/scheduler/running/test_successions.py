@@ -1,4 +1,4 @@
-"""Runs that wait for what others give follow each other all the same: of each group one is under way."""
+"""Runs that wait for results of earlier ones are pipelined with runs of other groups: one of each group is pending."""
 
 from __future__ import annotations
 
@@ -17,131 +17,133 @@ from hocket.scheduler import Executor, Pipeline, Plan, Succession, dealing, plan
 from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.units import time_text
 
-from ...given.plans.chained import RUNS, chain, feeds, held, planted, same, stored
+from ...given.plans.chained import RUNS, chain, copy_states, feeds, make_store, plant_fault, same
 from ...given.plans.faults import tensor_plan
-from ...given.waits import HOUR
+from ...given.waits import WAIT_SECONDS
 
 
-def in_groups(made: Plan, groups: int = 2) -> list[Pipeline]:
+def in_groups(plan: Plan, groups: int = 2) -> list[Pipeline]:
     """The plan over the same weights, with states of its own for each group."""
-    first = stored(made)
+    first = make_store(plan)
     stores = [first, *(first.beside() for _ in range(groups - 1))]
-    return [Pipeline(made, store, timeout=HOUR) for store in stores]
+    return [Pipeline(plan, store, timeout=WAIT_SECONDS) for store in stores]
 
 
-def next_feed(given: dict[str, Any], feed: dict[str, Any]) -> dict[str, Any]:
-    """What goes in next depends on what came out."""
-    return {**feed, "x": np.tanh(given["y"])}
+def next_feed(results: dict[str, Any], feed: dict[str, Any]) -> dict[str, Any]:
+    """Return the next inputs, which depend on the results."""
+    return {**feed, "x": np.tanh(results["y"])}
 
 
-def decoded(groups: list[Pipeline], steps: int = RUNS) -> list[list[Any]]:
-    """What each group gives in so many steps, of which as many are under way as there are groups."""
-    given: list[list[Any]] = [[] for _ in groups]
-    with Succession(groups[0]) as succession:
+def decode_in_groups(groups: list[Pipeline], steps: int = RUNS) -> list[list[Any]]:
+    """Return the results of each group in `steps` steps; one step of each group is pending."""
+    results: list[list[Any]] = [[] for _ in groups]
+    with Succession(groups[0]) as runs:
         for number, group in enumerate(groups):
-            succession.begin([(group, feeds()[number])])
+            runs.begin([(group, feeds()[number])])
         for turn in range(steps * len(groups)):
             group = turn % len(groups)
-            given[group].append(succession.ended())
-            step = len(given[group])
+            results[group].append(runs.ended())
+            step = len(results[group])
             if step < steps:
-                succession.begin([(groups[group], next_feed(given[group][-1], feeds()[step]))])
-    return given
+                runs.begin([(groups[group], next_feed(results[group][-1], feeds()[step]))])
+    return results
 
 
-def wanted_of(made: Plan, group: int, steps: int = RUNS) -> tuple[list[Any], Any]:
-    """What a group gives by itself, and the states that it leaves."""
-    store = stored(made)
-    executor, feed, wanted = Executor(made, store, timeout=HOUR), feeds()[group], []
+def expected_of_group(plan: Plan, group: int, steps: int = RUNS) -> tuple[list[Any], Any]:
+    """Return the results of a single group, and its final states."""
+    store = make_store(plan)
+    executor, feed, expected = Executor(plan, store, timeout=WAIT_SECONDS), feeds()[group], []
     for step in range(steps):
-        wanted.append(executor.run(feed))
-        feed = next_feed(wanted[-1], feeds()[min(step + 1, RUNS - 1)])
-    return wanted, held(store)
+        expected.append(executor.run(feed))
+        feed = next_feed(expected[-1], feeds()[min(step + 1, RUNS - 1)])
+    return expected, copy_states(store)
 
 
 @pytest.mark.parametrize(
-    ("devices", "groups", "team"), [(1, 2, 1), (2, 2, 1), (3, 2, 1), (2, 4, 1), (2, 2, 2), (2, 3, 2)]
+    ("devices", "groups", "group_size"), [(1, 2, 1), (2, 2, 1), (3, 2, 1), (2, 4, 1), (2, 2, 2), (2, 3, 2)]
 )
-def test_groups_whose_steps_wait_for_their_last_give_what_each_gives_alone(devices, groups, team):
-    made, _ = chain(devices, team=team)
-    pipelines = in_groups(made, groups)
-    for group, given in enumerate(decoded(pipelines)):
-        wanted, states = wanted_of(made, group)
-        assert all(same(one, two) for one, two in zip(wanted, given, strict=True))
-        assert same(held(pipelines[group].store), states)
+def test_groups_whose_steps_wait_for_their_last_give_what_each_gives_alone(devices, groups, group_size):
+    plan, _ = chain(devices, group_size=group_size)
+    pipelines = in_groups(plan, groups)
+    for group, results in enumerate(decode_in_groups(pipelines)):
+        expected, states = expected_of_group(plan, group)
+        assert all(same(one, two) for one, two in zip(expected, results, strict=True))
+        assert same(copy_states(pipelines[group].store), states)
 
 
-@pytest.mark.parametrize("team", [1, 2])
+@pytest.mark.parametrize("group_size", [1, 2])
 @pytest.mark.parametrize("late", [0, 1, 5])
-def test_what_was_given_out_stays_when_a_later_run_fails(late, team):
-    made, backend = chain(2, team=team)
-    pipelines, given, begun = in_groups(made), [0, 0], [0, 0]
-    states = [[wanted_of(made, group, steps)[1] for steps in range(1, RUNS + 1)] for group in range(2)]
-    nothing = held(pipelines[0].store)
-    planted(backend, made.lanes[-1].device, 4, late)
+def test_returned_results_stay_when_a_later_run_fails(late, group_size):
+    plan, backend = chain(2, group_size=group_size)
+    pipelines, results, begun = in_groups(plan), [0, 0], [0, 0]
+    states = [[expected_of_group(plan, group, steps)[1] for steps in range(1, RUNS + 1)] for group in range(2)]
+    nothing = copy_states(pipelines[0].store)
+    plant_fault(backend, plan.lanes[-1].device, 4, late)
 
     def go_on() -> None:
-        with Succession(pipelines[0]) as succession:
+        with Succession(pipelines[0]) as runs:
             feed = [feeds()[0], feeds()[1]]
             for _ in range(RUNS):
                 for group in range(2):
                     if begun[group]:
-                        last = succession.ended()
-                        given[group] += 1
+                        last = runs.ended()
+                        results[group] += 1
                         feed[group] = next_feed(last, feeds()[begun[group]])
-                    succession.begin([(pipelines[group], feed[group])])
+                    runs.begin([(pipelines[group], feed[group])])
                     begun[group] += 1
 
     with pytest.raises(StepError, match="PlantedError"):
         go_on()
-    assert sum(given) == late
-    for group, count in enumerate(given):
-        assert same(held(pipelines[group].store), states[group][count - 1] if count else nothing)
-    assert len(decoded(pipelines)[0]) == RUNS, "they go on"
+    assert sum(results) == late
+    for group, count in enumerate(results):
+        assert same(copy_states(pipelines[group].store), states[group][count - 1] if count else nothing)
+    assert len(decode_in_groups(pipelines)[0]) == RUNS, "they go on"
 
 
-def test_what_nobody_waits_for_is_taken_back():
-    made, _ = chain(2)
-    pipelines = in_groups(made)
-    before = held(pipelines[1].store)
+def test_runs_without_a_waiting_caller_are_rolled_back():
+    plan, _ = chain(2)
+    pipelines = in_groups(plan)
+    before = copy_states(pipelines[1].store)
 
     def leave() -> None:
-        with Succession(pipelines[0]) as succession:
-            succession.begin([(pipeline, feeds()[0]) for pipeline in pipelines])
-            succession.ended()
+        with Succession(pipelines[0]) as runs:
+            runs.begin([(pipeline, feeds()[0]) for pipeline in pipelines])
+            runs.ended()
             raise ArithmeticError("no token is left")
 
     with pytest.raises(ArithmeticError):
         leave()
-    assert same(held(pipelines[1].store), before)
-    assert same(held(pipelines[0].store), wanted_of(made, 0, 1)[1])
+    assert same(copy_states(pipelines[1].store), before)
+    assert same(copy_states(pipelines[0].store), expected_of_group(plan, 0, 1)[1])
 
 
-def test_a_run_over_a_store_that_has_one_under_way_is_refused():
-    made, _ = chain(2)
-    (pipeline,) = in_groups(made, 1)
-    before = held(pipeline.store)
+def test_a_run_over_a_store_with_a_pending_run_is_refused():
+    plan, _ = chain(2)
+    (pipeline,) = in_groups(plan, 1)
+    before = copy_states(pipeline.store)
 
     def begin() -> None:
-        with Succession(pipeline) as succession:
-            succession.begin([(pipeline, feeds()[0])])
-            succession.begin([(pipeline, feeds()[1])])
+        with Succession(pipeline) as runs:
+            runs.begin([(pipeline, feeds()[0])])
+            runs.begin([(pipeline, feeds()[1])])
 
     with pytest.raises(PlanError, match="a run over the same store is under way"):
         begin()
-    assert same(held(pipeline.store), before)
+    assert same(copy_states(pipeline.store), before)
 
 
 # --------------------------------------------------------------------------------------------- the virtual clock
 
 
-def sequences_on(stages: int, hardware: Hardware, team: int = 1) -> tuple[NullBackend, Callable[[int], Plan]]:
-    """Devices of that kind, and the plan of a step in which so many sequences get a token: each stage, of one device or
-    cut among a `team`, has as many layers."""
-    hardware = replace(hardware, machine=team) if team > 1 else hardware
+def sequences_on(stages: int, hardware: Hardware, group_size: int = 1) -> tuple[NullBackend, Callable[[int], Plan]]:
+    """Return devices of that kind, and the plan of a step that gives each sequence a token.
+
+    Each stage is one device or sharded over a group of `group_size`, and has equally many layers.
+    """
+    hardware = replace(hardware, machine=group_size) if group_size > 1 else hardware
     backend = NullBackend(hardware, goes_on=True)
-    group = [(backend, backend.device(d)) for d in range(stages * team)]
-    mode = "layer" if team == 1 else "layer,tensor"
+    group = [(backend, backend.device(d)) for d in range(stages * group_size)]
+    mode = "layer" if group_size == 1 else "layer,tensor"
 
     def plan_of(sequences: int) -> Plan:
         x = input("x", (sequences, 512))
@@ -157,9 +159,11 @@ BUSY = Hardware(flops=1e9, bandwidth=1e12, launch=0.0, link_latency=0.0)
 """It has little to do but arithmetic."""
 
 
-def clocked(backend: NullBackend, pipelines: list[Pipeline], steps: int) -> float:
-    """Seconds that so many steps of all groups take on the clock of devices, where a step begins when its group's last
-    one has ended."""
+def measure_on_clock(backend: NullBackend, pipelines: list[Pipeline], steps: int) -> float:
+    """Return the seconds of `steps` steps of all groups on the devices' clock.
+
+    A step begins when the previous step of its group has ended.
+    """
     devices, begun, ends = len(pipelines[0].plan.lanes), [0], []
 
     def waits(replay):
@@ -173,7 +177,7 @@ def clocked(backend: NullBackend, pipelines: list[Pipeline], steps: int) -> floa
 
         return run
 
-    def ended(replay):
+    def advance_clock(replay):
         def run():
             replay()
             ends.append(backend.tracks[f"null:{devices - 1}"][-1].end)
@@ -182,14 +186,14 @@ def clocked(backend: NullBackend, pipelines: list[Pipeline], steps: int) -> floa
 
     for pipeline in pipelines:
         pipeline._lanes[0].replay = waits(pipeline._lanes[0].replay)
-        pipeline._lanes[devices - 1].replay = ended(pipeline._lanes[devices - 1].replay)
+        pipeline._lanes[devices - 1].replay = advance_clock(pipeline._lanes[devices - 1].replay)
     feed = {"x": np.zeros(pipelines[0].plan.graph.inputs[0].shape)}
-    with Succession(pipelines[0]) as succession:
-        succession.begin([(pipeline, feed) for pipeline in pipelines])
+    with Succession(pipelines[0]) as runs:
+        runs.begin([(pipeline, feed) for pipeline in pipelines])
         for turn in range(steps * len(pipelines)):
-            succession.ended()
+            runs.ended()
             if turn < (steps - 1) * len(pipelines):
-                succession.begin([(pipelines[turn % len(pipelines)], feed)])
+                runs.begin([(pipelines[turn % len(pipelines)], feed)])
     return ends[-1]
 
 
@@ -197,37 +201,37 @@ IDEAL = replace(BUSY, link_bandwidth=1e15, across_bandwidth=1e15, across_latency
 """Nor does it wait for messages."""
 
 
-@pytest.mark.parametrize(("team", "through"), [(1, "4 devices"), (2, "4 teams of 2 devices")])
-def test_on_a_virtual_clock_sixteen_sequences_keep_four_stages_busy(team, through):
-    backend, plan_of = sequences_on(4, IDEAL, team)
-    dealt = dealing(16, plan_of)
-    assert dealt.sizes == (4, 4, 4, 4)
-    following = clocked(backend, in_groups(plan_of(4), 4), 32)
+@pytest.mark.parametrize(("group_size", "through"), [(1, "4 devices"), (2, "4 teams of 2 devices")])
+def test_on_a_virtual_clock_sixteen_sequences_keep_four_stages_busy(group_size, through):
+    backend, plan_of = sequences_on(4, IDEAL, group_size)
+    micro_batches = dealing(16, plan_of)
+    assert micro_batches.sizes == (4, 4, 4, 4)
+    following = measure_on_clock(backend, in_groups(plan_of(4), 4), 32)
     backend.tracks.clear()
-    at_once = clocked(backend, in_groups(plan_of(16), 1), 32)
+    at_once = measure_on_clock(backend, in_groups(plan_of(16), 1), 32)
     assert at_once / following == pytest.approx(4 * 128 / (128 + 3), rel=1e-3), "they fill and empty once"
-    times = dict(dealt.considered)
+    times = dict(micro_batches.considered)
     assert times[1] / times[4] == pytest.approx(4.0, rel=1e-3)
-    assert str(dealt) == (
+    assert str(micro_batches) == (
         f"16 sequences run in 4 micro-batches that follow each other through {through}, predicted to take "
         f"{time_text(times[4])} a step; in 2 micro-batches {time_text(times[2])}, as one {time_text(times[1])}"
     )
 
 
-def test_sequences_are_not_dealt_where_weights_would_be_read_again_for_nothing():
+def test_sequences_are_not_split_where_weights_would_be_read_again_for_nothing():
     _, plan_of = sequences_on(4, replace(BUSY, flops=1e15, bandwidth=1e9))
-    dealt = dealing(16, plan_of)
-    assert dealt.sizes == (16,)
-    assert str(dealt) == (
+    micro_batches = dealing(16, plan_of)
+    assert micro_batches.sizes == (16,)
+    assert str(micro_batches) == (
         "16 sequences run as one, predicted to take 18.4 ms a step; in 4 micro-batches 17.2 ms, in 2 micro-batches "
         "17.6 ms; several have to be 1.1 times as fast"
     )
 
 
-def test_sequences_are_not_dealt_where_all_devices_meet():
-    made = tensor_plan()
-    assert str(dealing(16, lambda _: made)) == (
-        f"16 sequences run as one, predicted to take {time_text(made.cost.total)} a step; "
+def test_sequences_are_not_split_where_all_devices_run_collectives():
+    plan = tensor_plan()
+    assert str(dealing(16, lambda _: plan)) == (
+        f"16 sequences run as one, predicted to take {time_text(plan.cost.total)} a step; "
         "all devices meet, so that none can begin with other sequences"
     )
 

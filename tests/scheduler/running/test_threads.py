@@ -1,4 +1,4 @@
-"""Threads that share what a process has: code, backends, executors, sessions."""
+"""Threads that share the objects of a process: code, backends, executors, sessions."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from hocket.scheduler.running.turns import Turn
 
 from ...given import threads
 from ...given.models.goldens import FIXTURES, open_model
-from ...given.waits import until
+from ...given.waits import wait_until
 
 STARTS = 8
 
 
 def at_once(work: Callable[[int], object]) -> list[object]:
-    """What `work` gives in threads that begin together."""
+    """Return the results of `work` in threads that begin together."""
     start = threading.Barrier(STARTS)
 
     def go(number: int) -> object:
@@ -48,17 +48,17 @@ def test_threads_that_plan_load_and_run_crash_nothing_and_get_right_numbers():
     assert not done.returncode, done.stdout + done.stderr
 
 
-def test_what_is_made_once_is_made_once_however_many_ask():
-    made = []
+def test_a_shared_object_is_built_once_however_many_threads_ask():
+    built = []
 
     @once
     def slowly(key: int) -> object:
-        made.append(key)
+        built.append(key)
         time.sleep(0.02)
         return object()
 
     assert len(set(map(id, at_once(lambda _: slowly(3))))) == 1
-    assert made == [3]
+    assert built == [3]
     assert slowly(4) is not slowly(3)
 
 
@@ -137,7 +137,7 @@ def test_an_interrupt_ends_waiting_for_a_turn_and_leaves_it_to_others():
             free.wait()
 
     def interrupt(waiting: int) -> None:
-        until(lambda: sys._current_frames()[waiting].f_code is Turn.__enter__.__code__)
+        wait_until(lambda: sys._current_frames()[waiting].f_code is Turn.__enter__.__code__)
         os.kill(os.getpid(), signal.SIGINT)
 
     holder = threading.Thread(target=hold)
@@ -146,7 +146,7 @@ def test_an_interrupt_ends_waiting_for_a_turn_and_leaves_it_to_others():
     threading.Thread(target=interrupt, args=(threading.get_ident(),)).start()
     with pytest.raises(KeyboardInterrupt), Turn([first, second]):
         pass
-    with ThreadPoolExecutor(1) as pool:  # nothing is held of what was waited for
+    with ThreadPoolExecutor(1) as pool:  # no lease of an awaited result remains
         assert pool.submit(lambda: Turn([first]).__enter__()).exception() is None
     free.set()
     holder.join()

@@ -1,4 +1,4 @@
-"""Plans on a virtual clock, and plans whose devices take turns by lot."""
+"""Plans on a virtual clock, and plans with random turns of their devices."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hocket.scheduler.machines.hardware import CPU, Hardware
 from hocket.scheduler.running.timeline import timeline
 
 from ...given.graphs.random_graphs import bindings
-from ...given.plans.faults import decoder, gather_plan, layer_plan, renumbered, tensor_plan
-from ...given.plans.grouped import bound, devices, random_plan, raw
-from ...given.plans.interleaved import DeadlockError, Interleaved
+from ...given.plans.faults import decoder, gather_plan, layer_plan, renumber_collectives, tensor_plan
+from ...given.plans.grouped import as_file_bytes, bind_leaves, devices, random_plan
+from ...given.plans.interleaved import DeadlockError, InterleavedPlan
 
 
 def null_group(n: int, **options):
@@ -28,23 +28,23 @@ def null_group(n: int, **options):
 
 
 def test_a_plan_for_null_devices_runs_through_the_executor_like_any_other():
-    made = plan_for(decoder(), null_group(2), split_mode="tensor")
-    out = Executor(made, _bound(made)).run({"x": np.zeros((3, 8)), "ids": [0, 1, 2]})
+    plan = plan_for(decoder(), null_group(2), split_mode="tensor")
+    out = Executor(plan, _bind_plan(plan)).run({"x": np.zeros((3, 8)), "ids": [0, 1, 2]})
     assert {name: a.shape for name, a in out.items()} == {"logits": (3, 10), "z": (3, 8)}
 
 
-def _bound(made):
-    store = Store([(lane.backend, lane.device) for lane in made.lanes])
-    for v in made.graph.weights:
-        store.bind(v.node.name, np.zeros(v.shape, np.float32), v.spec, made.leaves[v.node.name])
+def _bind_plan(plan):
+    store = Store([(device_plan.backend, device_plan.device) for device_plan in plan.lanes])
+    for v in plan.graph.weights:
+        store.bind(v.node.name, np.zeros(v.shape, np.float32), v.spec, plan.leaves[v.node.name])
     return store
 
 
-@pytest.mark.parametrize("made", [tensor_plan, layer_plan, gather_plan])
-def test_time_passes_without_gaps_and_devices_leave_a_collective_together(made):
-    events = timeline(made(), NullBackend(CPU))
-    for track, lane in zip(events.tracks, made().lanes, strict=True):
-        assert [s.node for s in track] == [i.node for i in lane.program.instructions]
+@pytest.mark.parametrize("make_plan", [tensor_plan, layer_plan, gather_plan])
+def test_time_passes_without_gaps_and_devices_leave_a_collective_together(make_plan):
+    events = timeline(make_plan(), NullBackend(CPU))
+    for track, device_plan in zip(events.tracks, make_plan().lanes, strict=True):
+        assert [s.node for s in track] == [i.node for i in device_plan.program.instructions]
         now = 0.0
         for s in track:
             assert s.start == pytest.approx(now + s.waited)
@@ -53,7 +53,7 @@ def test_time_passes_without_gaps_and_devices_leave_a_collective_together(made):
     ends = [{s.node: s.end for s in track if s.op in ("all_reduce", "all_gather")} for track in events.tracks]
     assert ends[0] == ends[1]
     assert all(0 < events.busy(d) <= 1 for d in range(2))
-    assert events.peak == tuple(sum(lane.memory().values()) for lane in made().lanes)
+    assert events.peak == tuple(sum(device_plan.memory().values()) for device_plan in make_plan().lanes)
 
 
 def test_in_a_layer_split_the_second_device_waits_for_the_first():
@@ -91,10 +91,10 @@ def test_a_plan_for_devices_without_a_virtual_clock_is_refused():
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
 @pytest.mark.parametrize("seed", range(1000, 1025))
 def test_every_interleaving_gives_the_result_of_one_device(seed, mode):
-    made, whole, values = random_plan(seed, mode)
-    one = load(whole, {v.node.name: raw(values[v.node.name], v.dtype) for v in made.graph.weights})
-    many = Interleaved(made, bound(made.graph, values, made.leaves))
-    feed = {v.node.name: values[v.node.name] for v in made.graph.inputs}
+    plan, whole, values = random_plan(seed, mode)
+    one = load(whole, {v.node.name: as_file_bytes(values[v.node.name], v.dtype) for v in plan.graph.weights})
+    many = InterleavedPlan(plan, bind_leaves(plan.graph, values, plan.leaves))
+    feed = {v.node.name: values[v.node.name] for v in plan.graph.inputs}
     for turn in range(3):
         want, got = one.run(feed), many.run(feed, turn, poison=None if turn == 2 else 0xFF)
         for name in want:
@@ -108,8 +108,8 @@ def test_every_interleaving_gives_the_result_of_one_device(seed, mode):
 def test_an_interleaving_shows_a_deadlock():
     group = [find(name) for name in devices(2, "reference")]
     whole = plan_for(decoder(), group, split_mode="layer")
-    broken = renumbered(whole, 1, {0: 5})
+    broken = renumber_collectives(whole, 1, {0: 5})
     values = bindings(whole.graph, np.random.default_rng(0))
-    run = Interleaved(broken, bound(whole.graph, values, whole.leaves))
+    run = InterleavedPlan(broken, bind_leaves(whole.graph, values, whole.leaves))
     with pytest.raises(DeadlockError):
         run.run({"x": values["x"], "ids": [0, 1, 2]}, seed=0)

@@ -1,4 +1,4 @@
-"""A trace has every step of every device once, between the ends of its run, and is what Perfetto reads."""
+"""A trace has every step of every device once, between the ends of its run, and Perfetto can read it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hocket.scheduler.telling.perfetto import trace_text
 from ...given.browser import browser
 from ...given.devices.emulation import needs_compiler
 from ...given.graphs.random_graphs import bindings
-from ...given.importer import asked
+from ...given.importer import run_queries
 from ...given.plans.faults import SLOW, decoder
 from ...given.plans.grouped import weights_of
 
@@ -30,12 +30,12 @@ RUNS = 3
 TRACED_DEVICES = ["reference", "numpy", "cpu", pytest.param("cuda-emulated", marks=needs_compiler)]
 
 
-def traced(kind, mode):
+def run_with_trace(kind, mode):
     """An executor over two devices, and the trace of a few runs."""
     graph = decoder()
-    made = plan_for(graph, [find(f"{kind}:{i}") for i in range(2)], split_mode=mode, hardware=SLOW)
+    plan = plan_for(graph, [find(f"{kind}:{i}") for i in range(2)], split_mode=mode, hardware=SLOW)
     values = bindings(graph, np.random.default_rng(0))
-    run = load(made, weights_of(graph, values))
+    run = load(plan, weights_of(graph, values))
     feed = {"x": values["x"], "ids": np.arange(3)}
     run.run(feed)
     with run.tracing() as trace:
@@ -45,27 +45,27 @@ def traced(kind, mode):
     return run, trace
 
 
-def saved(trace, path):
+def save_trace(trace, path):
     trace.save(path)
     return json.loads(path.read_text("ascii"))
 
 
-MEETINGS = ("all_reduce", "all_gather", "reduce_scatter")
+REDUCTIONS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
 @pytest.mark.parametrize("kind", TRACED_DEVICES)
 def test_every_step_of_every_device_is_there_once_a_run_and_in_its_time(kind, mode, tmp_path):
-    run, trace = traced(kind, mode)
+    run, trace = run_with_trace(kind, mode)
     assert len(trace.runs) == RUNS
-    document = saved(trace, tmp_path / "trace.json")
+    document = save_trace(trace, tmp_path / "trace.json")
     events = document["traceEvents"]
     runs = [e for e in events if e["ph"] == "X" and e["cat"] == "run"]
     ends = [(e["ts"], e["ts"] + e["dur"]) for e in runs]
     assert ends == sorted(ends)
-    for device, lane in enumerate(run.plan.lanes):
+    for device, device_plan in enumerate(run.plan.lanes):
         steps = [e for e in events if e["ph"] == "X" and e["pid"] == 2 + device]
-        program = lane.program.instructions
+        program = device_plan.program.instructions
         for start, end in ends:
             mine = [e for e in steps if start - 0.01 <= e["ts"] <= end]
             groups = {tuple(e["args"]["steps"]) for e in mine}
@@ -80,31 +80,31 @@ def test_every_step_of_every_device_is_there_once_a_run_and_in_its_time(kind, mo
 
 
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
-def test_meetings_are_arrows_between_devices_and_memory_is_counted(mode, tmp_path):
-    run, trace = traced("reference", mode)
-    events = saved(trace, tmp_path / "trace.json")["traceEvents"]
+def test_collectives_are_arrows_between_devices_and_memory_is_counted(mode, tmp_path):
+    run, trace = run_with_trace("reference", mode)
+    events = save_trace(trace, tmp_path / "trace.json")["traceEvents"]
     steps = [e for e in events if e["ph"] == "X" and e["cat"] != "run"]
-    meetings = {find_collective_number(i.op, i.attrs) for i in run.plan.lanes[0].program.instructions} - {None}
+    collectives = {find_collective_number(i.op, i.attrs) for i in run.plan.lanes[0].program.instructions} - {None}
     starts, ends = ([e for e in events if e["ph"] == kind] for kind in "sf")
-    assert len(starts) == len(ends) == len(meetings) * RUNS > 0
+    assert len(starts) == len(ends) == len(collectives) * RUNS > 0
     for start, end in zip(starts, ends, strict=True):
         assert start["id"] == end["id"]
         assert start["pid"] != end["pid"]
         assert start["ts"] <= end["ts"] + 0.001
         for arrow in (start, end):  # each end lies on a step of a meeting
             (there,) = [s for s in steps if s["pid"] == arrow["pid"] and s["ts"] <= arrow["ts"] <= s["ts"] + s["dur"]]
-            assert there["cat"] in (*MEETINGS, "send" if arrow is start else "receive")
-    for device, lane in enumerate(run.plan.lanes):
+            assert there["cat"] in (*REDUCTIONS, "send" if arrow is start else "receive")
+    for device, device_plan in enumerate(run.plan.lanes):
         counted = [
             e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 2 + device and "co" in e["name"]
         ]
-        live = memory_by_step(lane.program)[0]
+        live = memory_by_step(device_plan.program)[0]
         assert counted == [n for n, before in zip(live, [-1, *live], strict=False) if n != before] * RUNS
 
 
 @pytest.mark.parametrize("kind", ["reference", "numpy", "cpu"])
-def test_a_step_that_fails_is_undone_and_told_as_if_nobody_watched(kind):
-    run, _ = traced(kind, "tensor")
+def test_a_failed_step_is_undone_and_reported_as_if_without_a_trace(kind):
+    run, _ = run_with_trace(kind, "tensor")
     before = [np.array(run.store.state(name)) for name in run.store.states]
     wrong = {"x": np.ones((3, 8)), "ids": [0, 1, 99]}
     with pytest.raises(BackendError) as plainly:
@@ -118,15 +118,15 @@ def test_a_step_that_fails_is_undone_and_told_as_if_nobody_watched(kind):
 
 
 def test_times_of_a_trace_are_found_for_a_plan_with_the_same_steps_and_no_other(tmp_path):
-    run, trace = traced("cpu", "tensor")
+    run, trace = run_with_trace("cpu", "tensor")
     trace.save(tmp_path / "trace.json.gz")
     times = measured(run.plan, tmp_path / "trace.json.gz")
     assert (times.runs, times.exact) == (RUNS, True)
     lasted = sum(one.end - one.start for one in trace.runs) / RUNS
     for steps in times.devices:
         assert all(s is not None and s.seconds >= 0 and s.kernel for s in steps)
-        assert 0 < sum(s.seconds for s in steps) <= 2 * lasted  # as n medians of n times are, whatever these are
-    other, _ = traced("cpu", "layer")
+        assert 0 < sum(s.seconds for s in steps) <= 2 * lasted  # as n medians of n times are, for any times
+    other, _ = run_with_trace("cpu", "layer")
     with pytest.raises(PlanError, match="none of its 1 plans has the steps of this one"):
         measured(other.plan, trace)
 
@@ -146,8 +146,8 @@ WRONG = {
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
 def test_a_damaged_trace_is_refused_in_one_line(field, value, tmp_path):
-    run, trace = traced("reference", "tensor")
-    document = copy.deepcopy(saved(trace, path := tmp_path / "trace.json"))
+    run, trace = run_with_trace("reference", "tensor")
+    document = copy.deepcopy(save_trace(trace, path := tmp_path / "trace.json"))
     document[field] = value
     path.write_text(json.dumps(document))
     with pytest.raises(PlanError) as caught:
@@ -160,19 +160,19 @@ def test_a_damaged_trace_is_refused_in_one_line(field, value, tmp_path):
 def test_a_file_that_is_no_trace_is_refused(data, tmp_path):
     (tmp_path / "trace.json").write_bytes(data)
     with pytest.raises(PlanError, match=r"trace\.json: is (no trace|damaged)"):
-        measured(traced("reference", "tensor")[0].plan, tmp_path / "trace.json")
+        measured(run_with_trace("reference", "tensor")[0].plan, tmp_path / "trace.json")
 
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("mode", ["tensor", "layer"])
 def test_perfettos_importer_takes_a_trace_without_a_complaint(mode, tmp_path):
-    _, trace = traced("reference", mode)
-    events = saved(trace, path := tmp_path / "trace.json")["traceEvents"]
+    _, trace = run_with_trace("reference", mode)
+    events = save_trace(trace, path := tmp_path / "trace.json")["traceEvents"]
     count = Counter(e["ph"] for e in events)
     steps = sorted((2 + d, s.kernel, s.numbers) for run in trace.runs for d, own in enumerate(run.steps) for s in own)
-    with browser(tmp_path / "profile") as opened:
-        found = asked(
-            opened,
+    with browser(tmp_path / "profile") as page:
+        found = run_queries(
+            page,
             path.read_bytes(),
             [
                 "select count(*) from slice",
@@ -186,14 +186,14 @@ def test_perfettos_importer_takes_a_trace_without_a_complaint(mode, tmp_path):
                 "join process using (upid) group by pid order by pid",
             ],
         )
-    # The importer turns an arrow round whose receiver has waited since before the sender began.
+    # The importer reverses an arrow to a receiver that has waited since before the sender began.
     assert found[:5] == [[(count["X"],)], [(count["C"],)], [(count["s"],)], [], [(0,)]]
     assert found[5] == [(1, "hocket"), (2, "reference:0"), (3, "reference:1")]
     assert found[6] == sorted(Counter([1] * RUNS + [pid for pid, *_ in steps]).items())
 
 
 def test_perfettos_importer_complains_of_what_is_no_trace(tmp_path):
-    _, trace = traced("reference", "tensor")
+    _, trace = run_with_trace("reference", "tensor")
     text = "".join(trace_text(trace))
-    with browser(tmp_path / "profile") as opened, pytest.raises(ValueError, match="Invalid number"):
-        asked(opened, text.replace('"dur": ', '"dur": x').encode(), [])
+    with browser(tmp_path / "profile") as page, pytest.raises(ValueError, match="Invalid number"):
+        run_queries(page, text.replace('"dur": ', '"dur": x').encode(), [])

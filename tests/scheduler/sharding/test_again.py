@@ -1,4 +1,4 @@
-"""A layout that is found from another one is what it would be found from nothing."""
+"""A layout that is propagated from another one equals the layout that is propagated from nothing."""
 
 from __future__ import annotations
 

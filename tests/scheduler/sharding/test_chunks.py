@@ -1,4 +1,4 @@
-"""Tokens in chunks from sum to sum: the same bits, always something beside a sum, proven, and only where it pays."""
+"""Tokens in chunks from sum to sum: the same bits, always work during a sum, verified, and only where it pays."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from hocket.scheduler.verifier.plan import plan_faults
 from hocket.scheduler.verifier.summands import terms
 
 from ...given.graphs import layered
-from ...given.plans.chunked import chunked_plan, gated
-from ...given.plans.grouped import bound
-from ...given.plans.interleaved import Interleaved
-from ...given.plans.ways import compared, values_of
+from ...given.plans.chunked import chunked_plan, make_gated_layers
+from ...given.plans.grouped import bind_leaves
+from ...given.plans.interleaved import InterleavedPlan
+from ...given.plans.ways import compare_results, values_of
 from ...given.plans.ways import results as run_results
 
 SLOW_LINK = Hardware(flops=1e6, bandwidth=1e9, launch=0.0, link_bandwidth=5e4, link_latency=1e-6)
 LONG_LAUNCHES = Hardware(flops=1e6, bandwidth=1e9, launch=1e-3, link_bandwidth=1e6, link_latency=1e-6)
 WORK_ON_ROWS = Hardware(flops=1e6, bandwidth=3e5, launch=0.0, link_bandwidth=1e5, link_latency=1e-6)
-"""Devices that take long for what they do alike, such as norms."""
+"""Devices that take long for replicated work, such as norms."""
 TOKENS = 8
 
 
@@ -50,7 +50,7 @@ def few_are_enough(monkeypatch):
         monkeypatch.setattr(layered, name, TOKENS)
 
 
-def planned(backend, devices=2, hardware=SLOW_LINK, layers=3):
+def plan_layers(backend, devices=2, hardware=SLOW_LINK, layers=3):
     group = [(backend, backend.device(d)) for d in range(devices)]
     return plan_for(layered.decoder(layers), group, hardware=hardware, split_mode="tensor")
 
@@ -66,16 +66,16 @@ def results(plan, seed):
     count = np.arange(TOKENS, dtype=np.int32)
     feed = {"pos": count[None], "slots": count, "wanted": count[-1:]}
     feed["x"] = rng.standard_normal((TOKENS, layered.E)).astype(np.float32)
-    run = Interleaved(plan, bound(plan.graph, values, plan.leaves))
+    run = InterleavedPlan(plan, bind_leaves(plan.graph, values, plan.leaves))
     return run.run(feed, seed) | {name: np.array(run.store.state(name)) for name in run.store.states}
 
 
 def test_a_sum_is_taken_in_chunks_with_products_beside_it():
-    plan = planned(Overlapping())
-    lane = plan.lanes[0]
-    steps = lane.program.instructions
+    plan = plan_layers(Overlapping())
+    device_plan = plan.lanes[0]
+    steps = device_plan.program.instructions
     assert len(sums_in(plan, "blk.0.out")) in chunks.COUNTS
-    beside = {steps[at].node: [steps[n].op for n in numbers] for at, numbers in lane.meanwhile.items()}
+    beside = {steps[at].node: [steps[n].op for n in numbers] for at, numbers in device_plan.meanwhile.items()}
     for name in ("blk.0.mixed.sum.chunk.0", "blk.0.out.sum.chunk.0"):
         assert "mul_mat" in beside[name]
     assert "chunks from sum to sum" in plan.explain()
@@ -83,138 +83,142 @@ def test_a_sum_is_taken_in_chunks_with_products_beside_it():
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_chunks_give_the_bits_of_the_whole(devices):
-    in_chunks, whole = planned(Overlapping(), devices), planned(ReferenceBackend(), devices)
+    in_chunks, whole = plan_layers(Overlapping(), devices), plan_layers(ReferenceBackend(), devices)
     assert len(sums_in(in_chunks, "blk.0")) > len(sums_in(whole, "blk.0")) > 0
     for seed in range(3):
-        wanted = results(whole, seed)
+        expected = results(whole, seed)
         got = results(in_chunks, seed)
-        assert got.keys() == wanted.keys()
-        for name, array in wanted.items():
+        assert got.keys() == expected.keys()
+        for name, array in expected.items():
             np.testing.assert_array_equal(got[name], array)
 
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("devices", [2, 3])
-def test_layers_that_repeat_are_done_in_the_chunks_of_a_plan_made_step_by_step(devices, monkeypatch):
+def test_repeated_layers_have_the_chunks_of_a_plan_lowered_step_by_step(devices, monkeypatch):
     monkeypatch.setattr(repeating, "WORTH", 1)
-    short = planned(Overlapping(), devices, layers=9)
+    short = plan_layers(Overlapping(), devices, layers=9)
     monkeypatch.setattr(repeating, "WORTH", float("inf"))
-    long = planned(Overlapping(), devices, layers=9)
-    assert all(lane.short is not None for lane in short.lanes)
-    assert all(lane.short is None for lane in long.lanes)
+    long = plan_layers(Overlapping(), devices, layers=9)
+    assert all(device_plan.short is not None for device_plan in short.lanes)
+    assert all(device_plan.short is None for device_plan in long.lanes)
     assert short.cost.total <= 1.01 * long.cost.total
     assert len(sums_in(short, "blk.4.mixed.sum.chunk")) == len(sums_in(long, "blk.4.mixed.sum.chunk")) > 1
-    assert list(plan_faults(replace(short, lanes=tuple(replace(lane) for lane in short.lanes)))) == []
-    wanted, got = results(long, 0), results(short, 0)
-    assert got.keys() == wanted.keys()
-    for name, array in wanted.items():
+    assert list(plan_faults(replace(short, lanes=tuple(replace(device_plan) for device_plan in short.lanes)))) == []
+    expected, got = results(long, 0), results(short, 0)
+    assert got.keys() == expected.keys()
+    for name, array in expected.items():
         np.testing.assert_array_equal(got[name], array)
 
 
-def meetings(plan, op):
+def nodes_of_op(plan, op):
     return [i.node for i in plan.lanes[0].program.instructions if i.op == op]
 
 
-def test_chunks_are_dealt_where_work_on_their_rows_takes_long():
-    plan = planned(Overlapping(), 4, WORK_ON_ROWS)
+def test_chunks_are_distributed_where_work_on_their_rows_takes_long():
+    plan = plan_layers(Overlapping(), 4, WORK_ON_ROWS)
     assert "each dealt to the devices" in plan.explain()
-    assert {"blk.0.mixed.part.chunk.0", "blk.0.mixed.part.chunk.1"} < {*meetings(plan, "reduce_scatter")}
-    assert any(name.endswith(".whole.chunk.1") for name in meetings(plan, "all_gather"))
+    assert {"blk.0.mixed.part.chunk.0", "blk.0.mixed.part.chunk.1"} < {*nodes_of_op(plan, "reduce_scatter")}
+    assert any(name.endswith(".whole.chunk.1") for name in nodes_of_op(plan, "all_gather"))
     assert plan.cost.hidden > 0
-    wanted, got = results(planned(ReferenceBackend(), 1), 0), results(plan, 0)
-    for name, array in wanted.items():
+    expected, got = results(plan_layers(ReferenceBackend(), 1), 0), results(plan, 0)
+    for name, array in expected.items():
         np.testing.assert_allclose(got[name], array, rtol=0, atol=1e-10)
 
 
-def test_dealt_chunks_of_layers_that_repeat_are_those_of_a_plan_made_step_by_step(monkeypatch):
-    made, known = [], Laying.with_less_work
-    monkeypatch.setattr(Laying, "with_less_work", lambda laying, rows, _: known(laying, rows, 0.0))
-    for worth in (1, float("inf")):
-        monkeypatch.setattr(repeating, "WORTH", worth)
-        made.append(planned(Overlapping(), 4, WORK_ON_ROWS, layers=9))
-    short, long = made
-    assert all(lane.short is not None for lane in short.lanes)
-    assert len(meetings(short, "reduce_scatter")) == len(meetings(long, "reduce_scatter")) > 9
-    wanted, got = results(long, 0), results(short, 0)
-    for name, array in wanted.items():
+def test_distributed_chunks_of_repeated_layers_are_those_of_a_plan_lowered_step_by_step(monkeypatch):
+    plans, known = [], Laying.with_less_work
+    monkeypatch.setattr(Laying, "with_less_work", lambda options, rows, _: known(options, rows, 0.0))
+    for min_gain in (1, float("inf")):
+        monkeypatch.setattr(repeating, "WORTH", min_gain)
+        plans.append(plan_layers(Overlapping(), 4, WORK_ON_ROWS, layers=9))
+    short, long = plans
+    assert all(device_plan.short is not None for device_plan in short.lanes)
+    assert len(nodes_of_op(short, "reduce_scatter")) == len(nodes_of_op(long, "reduce_scatter")) > 9
+    expected, got = results(long, 0), results(short, 0)
+    for name, array in expected.items():
         np.testing.assert_allclose(got[name], array, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("dealt", [False, True])
+@pytest.mark.parametrize("rows_name", [False, True])
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("shares", [(1, 1), (3, 1, 2), (1, 0, 1)])
-def test_chunks_over_any_shares_give_what_one_device_gives(dealt, count, shares):
+def test_chunks_over_any_shares_give_what_one_device_gives(rows_name, count, shares):
     backend = ReferenceBackend()
     plan = chunked_plan(
-        gated(7), [(backend, backend.device(d)) for d in range(len(shares))], count, dealt=dealt, shares=shares
+        make_gated_layers(7),
+        [(backend, backend.device(d)) for d in range(len(shares))],
+        count,
+        is_distributed=rows_name,
+        shares=shares,
     )
     assert [*plan_faults(plan)] == []
-    assert len(meetings(plan, "all_gather" if dealt else "all_reduce")) == 2 * count
+    assert len(nodes_of_op(plan, "all_gather" if rows_name else "all_reduce")) == 2 * count
     values = values_of(plan.graph, 1)
     alone = plan_for(plan.graph, [(backend, backend.device(0))])
-    assert not compared(run_results(plan, values), run_results(alone, values))
+    assert not compare_results(run_results(plan, values), run_results(alone, values))
 
 
 def test_stages_of_layers_take_their_sums_in_chunks():
     group = [(backend, backend.device(d)) for backend in [Overlapping()] for d in range(4)]
     plan = plan_for(layered.decoder(4), group, hardware=SLOW_LINK, split_mode="layer,tensor")
-    for lane in plan.lanes:
-        assert any(".chunk.1" in i.node for i in lane.program.instructions if i.op == "all_reduce")
-        assert lane.meanwhile
+    for device_plan in plan.lanes:
+        assert any(".chunk.1" in i.node for i in device_plan.program.instructions if i.op == "all_reduce")
+        assert device_plan.meanwhile
     assert "chunks from sum to sum" in plan.explain()
     again = plan_for(layered.decoder(4), group, hardware=SLOW_LINK, like=plan)
     assert again.leaves == plan.leaves
     assert "chunks from sum to sum" in again.explain()
     values = values_of(plan.graph, 1)
-    wanted = run_results(planned(ReferenceBackend(), 1, layers=4), values)
-    for made in (plan, again):
-        assert not compared(run_results(made, values), wanted)
+    expected = run_results(plan_layers(ReferenceBackend(), 1, layers=4), values)
+    for each_plan in (plan, again):
+        assert not compare_results(run_results(each_plan, values), expected)
 
 
 def test_the_virtual_clock_gains_what_the_plan_says():
-    plans = [planned(NullBackend(SLOW_LINK, computes_beside=does)) for does in (True, False)]
-    (fast, foretold), (slow, one_by_one) = ((timeline(plan).seconds, plan.cost.total) for plan in plans)
+    plans = [plan_layers(NullBackend(SLOW_LINK, computes_beside=does)) for does in (True, False)]
+    (fast, predicted), (slow, one_by_one) = ((timeline(plan).seconds, plan.cost.total) for plan in plans)
     assert fast < 0.8 * slow
-    assert sum(link.stage.seconds for link in critical_path(plans[0].stages, 2)) == pytest.approx(foretold)
-    assert slow - fast == pytest.approx(one_by_one - foretold, rel=0.01)
+    assert sum(link.stage.seconds for link in critical_path(plans[0].stages, 2)) == pytest.approx(predicted)
+    assert slow - fast == pytest.approx(one_by_one - predicted, rel=0.01)
 
 
 def test_where_launches_cost_more_than_chunks_hide_sums_stay_whole():
-    plan = planned(Overlapping(), hardware=LONG_LAUNCHES)
+    plan = plan_layers(Overlapping(), hardware=LONG_LAUNCHES)
     assert any(i.op in COLLECTIVES for i in plan.lanes[0].program.instructions)
     assert not [i.node for i in plan.lanes[0].program.instructions if "chunk" in i.node]
 
 
 def test_a_step_of_few_tokens_stays_whole(monkeypatch):
     monkeypatch.setattr(chunks, "FEWEST", TOKENS // 2 + 1)
-    assert "chunk" not in planned(Overlapping()).explain()
+    assert "chunk" not in plan_layers(Overlapping()).explain()
 
 
 def test_devices_that_do_one_thing_at_a_time_have_no_chunks():
-    assert "chunk" not in planned(ReferenceBackend()).explain()
+    assert "chunk" not in plan_layers(ReferenceBackend()).explain()
 
 
 # ------------------------------------------------------------------------------------------------------------ planted
 
 
-def swapped(self, value, number):
+def swap_chunks(self, value, number):
     """Each chunk in the place of another."""
     return PLAIN(self, value, self.count - 1 - number if value in self.chunks else number)
 
 
-def shifted(self, value, number):
-    """What is not in chunks yet is read at the tokens of another."""
+def shift_tokens(self, value, number):
+    """Read a value without chunks at the tokens of another chunk."""
     return PLAIN(self, value, number if value in self.chunks else 0)
 
 
 PLAIN = chunks._Chunks._chunk
 
 
-@pytest.mark.parametrize("planted", [swapped, shifted])
+@pytest.mark.parametrize("planted", [swap_chunks, shift_tokens])
 def test_a_chunk_of_other_tokens_is_refused(planted, monkeypatch):
     monkeypatch.setattr(chunks._Chunks, "_chunk", planted)
     with pytest.raises(PlanError, match=r"is no part of the graph|bring different entries"):
-        planned(Overlapping())
+        plan_layers(Overlapping())
 
 
 def exchanged_shares(self, node, number):
@@ -225,41 +229,41 @@ def exchanged_shares(self, node, number):
 
 def exchanged_numbers(self, node, number=None):
     """The sums of two chunks, each in the place of the other."""
-    made = NODE(self, node, number)
+    new_node = NODE(self, node, number)
     if node.op != "reduce_scatter" or number is None:
-        return made
+        return new_node
     return NODE(self, node, self.count - 1 - number)
 
 
 LOCAL, NODE = chunks._Chunks._local, chunks._Chunks._node
-DEALT = {
+DISTRIBUTED_ROWS = {
     "_local": (exchanged_shares,),
     "_node": (exchanged_numbers,),
-    "_chunk": (swapped,),
+    "_chunk": (swap_chunks,),
 }
 
 
-@pytest.mark.parametrize(("name", "planted"), [(name, one) for name, some in DEALT.items() for one in some])
+@pytest.mark.parametrize(("name", "planted"), [(name, one) for name, some in DISTRIBUTED_ROWS.items() for one in some])
 def test_a_wrong_share_of_a_chunk_is_refused(name, planted, monkeypatch):
     monkeypatch.setattr(chunks._Chunks, name, planted)
     backend = ReferenceBackend()
     group = [(backend, backend.device(d)) for d in range(2)]
     try:
-        plan = chunked_plan(gated(8), group, 2, dealt=True)
+        plan = chunked_plan(make_gated_layers(8), group, 2, is_distributed=True)
     except PlanError:
         return
     assert [*plan_faults(plan)]
 
 
 def test_chunks_of_a_sum_are_one_only_where_the_device_has_the_same_terms_of_both():
-    plan = planned(Overlapping())
+    plan = plan_layers(Overlapping())
     concat = next(n for n in plan.lanes[0].graph.nodes if n.op == "concat")
     first, second, others = (terms((((start, 4),),), (8,)) for start in (0, 0, 4))
     assert first is not second
 
-    def joined(owed):
-        return converted(concat, [Held(5, (((0, 2),), ((0, 8),)), first), Held(5, (((2, 2),), ((0, 8),)), owed)])
+    def join_facts(is_partial):
+        return converted(concat, [Held(5, (((0, 2),), ((0, 8),)), first), Held(5, (((2, 2),), ((0, 8),)), is_partial)])
 
-    assert joined(second) == [Held(5, (((0, 4),), ((0, 8),)), first)]
-    assert joined(others) == []
-    assert joined(None) == []
+    assert join_facts(second) == [Held(5, (((0, 4),), ((0, 8),)), first)]
+    assert join_facts(others) == []
+    assert join_facts(None) == []

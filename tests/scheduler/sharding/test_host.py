@@ -1,4 +1,4 @@
-"""Short memory: shares by what devices have, and the host, which takes what does not fit on the others."""
+"""Short memory: shares by the memory of devices, and the host, which takes weights that do not fit elsewhere."""
 
 from __future__ import annotations
 
@@ -57,52 +57,52 @@ def tower(layers=16, width=32):
     return Graph({"y": x})
 
 
-def held(made):
-    return {str(lane.device): lane.memory()["weight"] >> 12 for lane in made.lanes}
+def weight_pages(plan):
+    return {str(device_plan.device): device_plan.memory()["weight"] >> 12 for device_plan in plan.lanes}
 
 
 @pytest.mark.parametrize("mode", ["none", "layer", "auto"])
 def test_weights_that_do_not_fit_stay_on_the_host(mode):
     graph = tower()
-    made = plan_for(graph, small_group(45_000), split_mode=mode, host=HOST)
-    assert held(made) == {"small:0": 10, "numpy:0": 6}
-    assert not shortage(made)
-    assert "weights that do not fit stay on numpy:0" in made.explain()
+    new_plan = plan_for(graph, small_group(45_000), split_mode=mode, host=HOST)
+    assert weight_pages(new_plan) == {"small:0": 10, "numpy:0": 6}
+    assert not shortage(new_plan)
+    assert "weights that do not fit stay on numpy:0" in new_plan.explain()
     data = {v.node.name: np.random.default_rng(1).standard_normal(v.shape) for v in graph.weights}
     feed = {"x": np.ones((1, 32))}
     want = load(plan(graph, "numpy:0"), data).run(feed)["y"]
-    np.testing.assert_array_equal(load(made, data).run(feed)["y"], want)
+    np.testing.assert_array_equal(load(new_plan, data).run(feed)["y"], want)
 
 
 def test_the_host_takes_no_more_than_it_must_of_several_devices():
-    made = plan_for(tower(), small_group(33_500, 21_000), split_mode="layer", host=HOST)
-    assert held(made) == {"small:0": 8, "small:1": 5, "numpy:0": 3}
+    plan = plan_for(tower(), small_group(33_500, 21_000), split_mode="layer", host=HOST)
+    assert weight_pages(plan) == {"small:0": 8, "small:1": 5, "numpy:0": 3}
 
 
 def test_a_layer_split_follows_the_memory_of_devices():
-    made = plan_for(tower(), small_group(150_000, 50_000), split_mode="layer")
-    assert held(made) == {"small:0": 12, "small:1": 4}
+    plan = plan_for(tower(), small_group(150_000, 50_000), split_mode="layer")
+    assert weight_pages(plan) == {"small:0": 12, "small:1": 4}
     asked = plan_for(tower(), small_group(150_000, 50_000), split_mode="layer", tensor_split=(1, 1))
-    assert held(asked) == {"small:0": 8, "small:1": 8}
+    assert weight_pages(asked) == {"small:0": 8, "small:1": 8}
 
 
 def test_what_fits_does_without_the_host():
     for mode in MODES:
-        made = plan_for(tower(), small_group(1 << 20), split_mode=mode, host=HOST)
-        assert [str(lane.device) for lane in made.lanes] == ["small:0"]
+        plan = plan_for(tower(), small_group(1 << 20), split_mode=mode, host=HOST)
+        assert [str(device_plan.device) for device_plan in plan.lanes] == ["small:0"]
 
 
 def test_shards_are_not_moved_to_the_host():
-    made = plan_for(tower(), small_group(20_000, 20_000), split_mode="tensor", host=HOST)
-    assert memory_problem(made)
+    plan = plan_for(tower(), small_group(20_000, 20_000), split_mode="tensor", host=HOST)
+    assert memory_problem(plan)
 
 
-def test_what_does_not_fit_with_the_host_either_is_said_of_the_devices():
+def test_weights_that_exceed_devices_and_host_are_reported_for_the_devices():
     tiny = Small(10_000)
     poor = Host(tiny, Device("host", 0, 20_000))
-    made = plan_for(tower(), small_group(30_000), split_mode="none", host=poor)
-    assert [str(lane.device) for lane in made.lanes] == ["small:0"]
-    problem = memory_problem(made)
+    plan = plan_for(tower(), small_group(30_000), split_mode="none", host=poor)
+    assert [str(device_plan.device) for device_plan in plan.lanes] == ["small:0"]
+    problem = memory_problem(plan)
     assert problem
     assert "small:0: needs" in problem
 
@@ -118,13 +118,13 @@ def test_a_simulated_host_takes_what_does_not_fit_at_its_own_speed():
             )
         }
     )
-    asked, made = plan_and_session_plan(graph, Group(split_mode="auto"), "rtx3090:1")
+    asked, plan = plan_and_session_plan(graph, Group(split_mode="auto"), "rtx3090:1")
     assert memory_problem(asked)
-    assert [str(lane.device) for lane in made.lanes] == ["rtx3090:0", "cpu:0"]
-    assert made.host is not None
-    assert made.host.bandwidth < made.hardware.bandwidth
-    assert made.cost.total > 20e9 / 20e9 / 2  # the host reads its 20 GB of weights from its own memory
-    assert plan_from_json(plan_to_json(made)).cost == made.cost
+    assert [str(device_plan.device) for device_plan in plan.lanes] == ["rtx3090:0", "cpu:0"]
+    assert plan.host is not None
+    assert plan.host.bandwidth < plan.hardware.bandwidth
+    assert plan.cost.total > 20e9 / 20e9 / 2  # the host reads its 20 GB of weights from its own memory
+    assert plan_from_json(plan_to_json(plan)).cost == plan.cost
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""What holds for every cut of any graph, and cuts at which other schedulers are known to fail."""
+"""Invariants of every sharding of any graph, and splits at which other schedulers are known to fail."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
 
 @st.composite
 def shards(draw):
-    """A shape, and a layout whose runs are segments dealt to up to eight devices."""
+    """Draw a shape, and a layout with runs of segments for up to eight devices."""
     shape = draw(SHAPES)
     axis, n = draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 8))
     runs: list[list[tuple[int, int]]] = [[] for _ in range(n)]
@@ -58,8 +58,8 @@ def shards(draw):
 
 @given(shards(), st.sampled_from(["f32", "f16", "i32", "i64"]))
 @settings(deadline=None, derandomize=True)
-def test_what_is_scattered_is_gathered_again(given_shards, dtype):
-    shape, layout = given_shards
+def test_what_is_scattered_is_gathered_again(shape_and_layout, dtype):
+    shape, layout = shape_and_layout
     spec = Spec(shape, DTYPE_BY_NAME[dtype])
     data = np.arange(spec.size).reshape(shape).astype(DTYPE_BY_NAME[dtype].storage)
     parts = {d: _share(data, spec, layout, d) for d in range(len(layout.runs))}
@@ -85,29 +85,29 @@ def test_shards_cover_and_lie_in_whole_blocks():
 
     @given(graphs(), st.integers(0, 1 << 30), st.lists(st.integers(0, 4), min_size=1, max_size=8).filter(any))
     @settings(deadline=None, derandomize=True, max_examples=80)
-    def judge(graph, seed, shares):
+    def check_shards(graph, seed, shares):
         dice = random.Random(seed)
-        made = plan_for(
+        plan = plan_for(
             graph, group_of(len(shares)), tensor_split=shares, choose=lambda g, f: everything_that_fits(g, f, dice)
         )
         for value in (*graph.weights, *graph.states):
-            layout = made.leaves[value.node.name]
+            layout = plan.leaves[value.node.name]
             if isinstance(layout, Shard):
                 shards.append(layout)
-                held = np.zeros(value.shape[layout.axis], int)
+                coverage = np.zeros(value.shape[layout.axis], int)
                 for runs in layout.runs:
                     for start, k in runs:
-                        held[start : start + k] += 1
-                assert held.all()
+                        coverage[start : start + k] += 1
+                assert coverage.all()
                 block = value.dtype.block if layout.axis == len(value.shape) - 1 else 1
                 assert all(part % block == 0 for runs in layout.runs for run in runs for part in run)
 
-    judge()
+    check_shards()
     assert len(shards) > 50
 
 
 def one_op_graph(op, sample: str) -> Graph | None:
-    """A node whose operands are all weights, so that every axis may be cut; None where one is quantised."""
+    """Build a node with weights as operands, so that every axis may be sharded; None where one is quantised."""
     parts = parse_case(sample)
     operands = {k: v for k, v in parts.items() if isinstance(v, Spec)}
     if not operands or any(s.dtype.is_quantised for s in operands.values()):
@@ -122,8 +122,8 @@ ALONE = [name for name in sorted(REGISTRY) if name not in COLLECTIVES]
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("name", ALONE)
-def test_every_op_cut_along_anything_it_allows_is_the_op(name):
-    """Each class of factors alone, over three devices with unequal shares; the result is that of one device."""
+def test_every_op_sharded_along_any_allowed_factor_is_the_op(name):
+    """Check each class of factors alone, over three devices with unequal shares; the result equals one device's."""
     op, rng = REGISTRY[name], np.random.default_rng(0)
     samples = [s for s in op.samples if (g := one_op_graph(op, s)) is not None and all(v.spec.size for v in g.weights)]
     for sample in dict.fromkeys((*samples[:3], *samples[-3:])):
@@ -132,30 +132,30 @@ def test_every_op_cut_along_anything_it_allows_is_the_op(name):
         values = bindings(graph, rng)
         want = run_of(plan_for(graph, group_of(1)), values)
         for members in classes_of(graph, Factors(graph)):
-            made = plan_for(
+            plan = plan_for(
                 graph,
                 group_of(3),
                 tensor_split=(2, 0, 1),
                 choose=lambda g, f, m=members: frozenset(classes_of(g, f)[m]),
             )
-            verify_plan(made)
-            got = run_of(made, values)
+            verify_plan(plan)
+            got = run_of(plan, values)
             for key, array in want.items():
                 np.testing.assert_allclose(got[key], array, rtol=1e-6, atol=1e-9, err_msg=f"{sample} by {members}")
 
 
 @MANY
 def test_devices_without_a_share_change_nothing(seed):
-    """Zero shares before, between and after: bit for bit what the others compute alone."""
+    """Check zero shares before, between and after the others: the bits of the other devices alone."""
     graph = seeded_graph(seed)
     values = bindings(graph, np.random.default_rng(seed))
     results = []
     for shares in ((1, 1), (0, 1, 0, 1, 0)):
         dice = random.Random(seed)
-        made = plan_for(
+        plan = plan_for(
             graph, group_of(len(shares)), tensor_split=shares, choose=lambda g, f, d=dice: everything_that_fits(g, f, d)
         )
-        results.append(run_of(made, values))
+        results.append(run_of(plan, values))
     for name, array in results[0].items():
         np.testing.assert_array_equal(results[1][name], array)
 
@@ -176,10 +176,10 @@ def test_the_order_of_devices_changes_rounding_only(seed):
     results = []
     for shares in ((1, 2, 3), (3, 1, 2)):
         dice = random.Random(seed)
-        made = plan_for(
+        plan = plan_for(
             graph, group_of(3), tensor_split=shares, choose=lambda g, f, d=dice: everything_that_fits(g, f, d)
         )
-        results.append(run_of(made, values))
+        results.append(run_of(plan, values))
     for name, array in results[0].items():
         np.testing.assert_allclose(results[1][name], array, rtol=1e-9, atol=1e-9)
 
@@ -187,10 +187,10 @@ def test_the_order_of_devices_changes_rounding_only(seed):
 def test_what_is_whole_on_all_devices_is_the_same_bits_everywhere():
     compared = 0
     for seed in SEEDS:
-        made, _, values = random_plan(seed, "tensor")
-        run = load(made, weights_of(made.graph, values))
-        run.run({v.node.name: values[v.node.name] for v in made.graph.inputs})
-        for name, layout in made.outputs.items():
+        plan, _, values = random_plan(seed, "tensor")
+        run = load(plan, weights_of(plan.graph, values))
+        run.run({v.node.name: values[v.node.name] for v in plan.graph.inputs})
+        for name, layout in plan.outputs.items():
             if isinstance(layout, Replicate):
                 first, *others = [copy.tobytes() for copy in run.copies(name)]
                 assert others == [first] * len(others), f"seed {seed}, output {name}"
@@ -200,14 +200,15 @@ def test_what_is_whole_on_all_devices_is_the_same_bits_everywhere():
 
 @BOTH
 @MANY
-def test_devices_meet_in_one_order(seed, mode):
-    made, _, _ = random_plan(seed, mode)
-    met = [
-        [(i.op, i.attrs["sequence"]) for i in lane.program.instructions if i.op in COLLECTIVES] for lane in made.lanes
+def test_devices_run_collectives_in_one_order(seed, mode):
+    plan, _, _ = random_plan(seed, mode)
+    sequences = [
+        [(i.op, i.attrs["sequence"]) for i in device_plan.program.instructions if i.op in COLLECTIVES]
+        for device_plan in plan.lanes
     ]
-    assert all([n for _, n in lane] == sorted(n for _, n in lane) for lane in met)
+    assert all([n for _, n in device_plan] == sorted(n for _, n in device_plan) for device_plan in sequences)
     if mode == "tensor":
-        assert all(lane == met[0] for lane in met)
+        assert all(device_plan == sequences[0] for device_plan in sequences)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
@@ -217,10 +218,10 @@ def test_a_reduction_is_the_sum_and_gives_every_rank_the_same_bits(n, dtype):
     sources = [rng.standard_normal((5, 7)).astype(dtype) for _ in range(n)]
     into = [np.empty((5, 7), dtype) for _ in range(n)]
     halves = [np.empty((2, 7), dtype) for _ in range(n)]
-    meeting = ThreadGroup(n, 5.0)
+    group = ThreadGroup(n, 5.0)
 
     def member(rank: int) -> None:
-        comm = meeting.member(rank)
+        comm = group.member(rank)
         comm.all_reduce(sources[rank], into[rank], np.empty((5, 7), dtype), 0)
         comm.reduce_scatter(sources[rank], halves[rank], [((slice(0, 2),), (slice(1, 3),))], 1)
 
@@ -249,13 +250,13 @@ def test_auto_is_never_predicted_to_be_slower_than_one_device(seed):
 def equal_to_one_device(graph: Graph, n: int, **options):
     """The plan over n devices, once it is verified and gives the outputs of one."""
     values = dict(bindings(graph, np.random.default_rng(0)))
-    made = plan_for(graph, group_of(n), **{"split_mode": "tensor", **options})
-    verify_plan(made)
+    plan = plan_for(graph, group_of(n), **{"split_mode": "tensor", **options})
+    verify_plan(plan)
     want = run_of(plan_for(graph, group_of(1)), values)
-    got = run_of(made, values)
+    got = run_of(plan, values)
     for name, array in want.items():
         np.testing.assert_allclose(got[name], array, rtol=1e-9, atol=1e-9)
-    return made
+    return plan
 
 
 @pytest.fixture(name="slow")
@@ -281,12 +282,12 @@ def test_a_feed_forward_of_768_in_blocks_on_four_devices(shares):
     x = input("x", (2, 64))
     gate, up = (ops.mul_mat(weight(n, (768, 64), "q8_0"), x) for n in ("gate", "up"))
     graph = Graph({"y": ops.mul_mat(weight("down", (64, 768), "q4_K"), ops.swiglu(gate, up))})
-    made = equal_to_one_device(graph, 4, tensor_split=shares, choose=by_size("down", 3))
-    layout = made.leaves["down"]
+    plan = equal_to_one_device(graph, 4, tensor_split=shares, choose=by_size("down", 3))
+    layout = plan.leaves["down"]
     assert isinstance(layout, Shard)
     assert layout.axis == 1
     assert sum(layout.length(d) == 0 for d in range(4)) >= 1
-    assert made.collectives() == 1
+    assert plan.collectives() == 1
 
 
 @pytest.mark.parametrize("shares", [(), (0, 2, 1)])
@@ -295,12 +296,12 @@ def test_five_hundred_and_twelve_experts_on_three_devices(shares):
     up, gate = (ops.mul_mat_id(weight(n, (512, 48, 32)), x, ids) for n in ("up", "gate"))
     down = ops.mul_mat_id(weight("down", (512, 32, 48)), ops.swiglu(gate, up), ids)
     y = ops.sum_rows(ops.permute(ops.mul(down, input("weights", (2, 4, 1))), axes=(0, 2, 1)))
-    made = equal_to_one_device(Graph({"y": y}), 3, tensor_split=shares, choose=by_size("up", 48))
-    layout = made.leaves["up"]
+    plan = equal_to_one_device(Graph({"y": y}), 3, tensor_split=shares, choose=by_size("up", 48))
+    layout = plan.leaves["up"]
     assert isinstance(layout, Shard)
     assert layout.axis == 1
-    assert made.collectives() == 1
-    (reduced,) = (i for i in made.lanes[0].program.instructions if i.op == "all_reduce")
+    assert plan.collectives() == 1
+    (reduced,) = (i for i in plan.lanes[0].program.instructions if i.op == "all_reduce")
     assert reduced.dst[0].spec.size == 2 * 32  # after the experts are combined, not before
 
 
@@ -313,21 +314,21 @@ def test_twenty_four_heads_over_four_key_heads_at_49_to_51(slow, n):
     y = input("y", (s, 32))
     k, v = (ops.reshape(ops.mul_mat(weight(w, (kv * d, 32)), y), shape=(s, kv, d)) for w in "kv")
     a = ops.reshape(ops.attention(q, k, v, scale=0.3), shape=(t, h * d))
-    made = equal_to_one_device(
+    plan = equal_to_one_device(
         Graph({"y": ops.mul_mat(weight("o", (32, h * d)), a)}), n, tensor_split=shares, hardware=slow
     )
-    assert sum(i.op == "all_reduce" for i in made.lanes[0].program.instructions) <= 1
+    assert sum(i.op == "all_reduce" for i in plan.lanes[0].program.instructions) <= 1
 
 
 def test_a_latent_cache_that_is_read_through_offsets(slow):
-    """As in MLA: one latent row holds what keys and values are made of, and a rotated part that all heads share."""
+    """Check MLA: one latent row holds the source of keys and values, and a rotated part that all heads share."""
     t, h, latent, rope, d = 3, 4, 16, 8, 6
     ids = input("ids", (t,), "i32")
     row = ops.mul_mat(weight("kv_a", (latent + rope, 12)), input("x", (t, 12)))
     cache = state("cache", (7, latent + rope))
-    turned = ops.reshape(ops.slice_(row, axis=1, start=latent, stop=latent + rope), shape=(t, 1, rope))
-    turned = ops.reshape(ops.rope(turned, ids, n_dims=rope), shape=(t, rope))
-    new = ops.set_rows(cache, ops.concat(ops.slice_(row, axis=1, start=0, stop=latent), turned, axis=1), ids)
+    rotated = ops.reshape(ops.slice_(row, axis=1, start=latent, stop=latent + rope), shape=(t, 1, rope))
+    rotated = ops.reshape(ops.rope(rotated, ids, n_dims=rope), shape=(t, rope))
+    new = ops.set_rows(cache, ops.concat(ops.slice_(row, axis=1, start=0, stop=latent), rotated, axis=1), ids)
     low = ops.slice_(new, axis=1, start=0, stop=latent)
     k = ops.reshape(ops.mul_mat(weight("k_b", (h * d, latent)), low), shape=(7, h, d))
     v = ops.reshape(ops.mul_mat(weight("v_b", (h * d, latent)), low), shape=(7, h, d))
@@ -355,11 +356,11 @@ def test_two_contexts_share_weights_and_not_their_states():
     one.run({"x": np.ones((1, 4)), "ids": [0]})
     assert two.run({"x": np.ones((1, 4)), "ids": [2]})["sum"].ravel().tolist() == [0, 0, 32, 0]
     assert one.run({"x": np.ones((1, 4)), "ids": [1]})["sum"].ravel().tolist() == [32, 32, 0, 0]
-    held = sum(d["weight"] for d in store.nbytes())
-    assert held <= 2 * 8 * 4 * 4
+    weight_bytes = sum(d["weight"] for d in store.nbytes())
+    assert weight_bytes <= 2 * 8 * 4 * 4
 
 
-def test_rows_of_a_state_that_a_short_step_leaves_out_are_no_place_to_cut():
+def test_state_rows_that_a_short_step_leaves_out_are_never_split():
     """The taps of a convolution lie three rows apart: one new row meets three of nine old ones, 64 meet all."""
 
     def graph(rows: int) -> Graph:

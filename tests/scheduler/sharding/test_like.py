@@ -1,4 +1,4 @@
-"""Plans over weights and states that lie on the devices already: graphs that read them otherwise than the first did."""
+"""Plans over weights and states on the devices: graphs that read them in another way than the first one."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ ROWS, COLUMNS = 24, 12
 
 
 def graph_of(seed: int) -> Graph:
-    """A graph over the weights and states that those of all seeds have, each read in pieces of its own."""
+    """Build a graph over the weights and states that all seeds share, with its own slices of each."""
     rng = random.Random(seed)
     x = input("x", (3, COLUMNS))
     tall = [weight("w", (ROWS, COLUMNS)), state("kept", (ROWS, COLUMNS))]
     wide = [weight("v", (COLUMNS, ROWS)), state("seen", (COLUMNS, ROWS))]
 
-    def piece(value: Value) -> Value:
+    def random_slice(value: Value) -> Value:
         axis = rng.randrange(2)
         start = rng.randrange(value.shape[axis] - 2)
         return ops.slice_(value, axis=axis, start=start, stop=rng.randrange(start + 1, value.shape[axis] + 1))
 
-    def turned(value: Value) -> Value:
+    def roll_entries(value: Value) -> Value:
         """Its entries along one axis from somewhere on, then those before."""
         axis = rng.randrange(2)
         size, at = value.shape[axis], rng.randrange(1, value.shape[axis])
@@ -36,16 +36,16 @@ def graph_of(seed: int) -> Graph:
     reading: list[Callable[[Value, Value], Value]] = [
         lambda t, _: ops.mul_mat(t, x),
         lambda t, w: ops.mul_mat(w, ops.silu(ops.mul_mat(t, x))),
-        lambda t, w: ops.mul_mat(turned(w), ops.mul_mat(turned(t), x)),
+        lambda t, w: ops.mul_mat(roll_entries(w), ops.mul_mat(roll_entries(t), x)),
         lambda t, _: ops.mul_mat(t, t),
-        lambda t, w: piece(t) * 2.0 if rng.random() < 0.5 else piece(w),
+        lambda t, w: random_slice(t) * 2.0 if rng.random() < 0.5 else random_slice(w),
         lambda t, w: ops.add(t, ops.cont(ops.permute(w, axes=(1, 0)))),
-        lambda t, _: ops.rms_norm(turned(t), eps=1e-5),
+        lambda t, _: ops.rms_norm(roll_entries(t), eps=1e-5),
         lambda t, _: t,
     ]
     outputs = {f"y{n}": rng.choice(reading)(rng.choice(tall), rng.choice(wide)) for n in range(rng.randrange(1, 4))}
-    outputs |= {f"of {v.node.name}": piece(v) if rng.random() < 0.5 else ops.neg(v) for v in (*tall, *wide)}
-    updates = {v: ops.tanh(turned(v)) if rng.random() < 0.5 else ops.neg(v) for v in (tall[1], wide[1])}
+    outputs |= {f"of {v.node.name}": random_slice(v) if rng.random() < 0.5 else ops.neg(v) for v in (*tall, *wide)}
+    updates = {v: ops.tanh(roll_entries(v)) if rng.random() < 0.5 else ops.neg(v) for v in (tall[1], wide[1])}
     return Graph(outputs, {v: new for v, new in updates.items() if rng.random() < 0.6})
 
 
@@ -78,12 +78,12 @@ def test_a_graph_runs_over_leaves_as_another_left_them(seed):
         results = [{name: np.array(array) for name, array in r.run(fed).items()} for r, fed in feeds]
         return [*results, {name: np.array(run.store.state(name)) for name in before}]
 
-    for got, wanted in zip(steps(3), steps(1), strict=True):
-        for name, array in wanted.items():
+    for got, expected in zip(steps(3), steps(1), strict=True):
+        for name, array in expected.items():
             np.testing.assert_allclose(got[name], array, rtol=1e-9, atol=1e-9, err_msg=name)
 
 
-def test_pieces_of_packed_rows_that_cannot_be_put_together_are_refused_in_a_line():
+def test_slices_of_packed_rows_that_cannot_be_joined_are_refused_in_a_line():
     x, packed = input("x", (3, 64)), weight("packed", (24, 64), "q8_0")
     whole = Graph({"y": ops.silu(ops.mul_mat(packed, x))})
     ends = [ops.slice_(packed, axis=0, start=a, stop=b) for a, b in ((0, 7), (7, 24))]

@@ -26,7 +26,7 @@ from hocket.scheduler.machines.hardware import Hardware
 from hocket.scheduler.telling.as_json import plan_from_json, plan_to_json
 
 from ...given.graphs.random_graphs import seeded_graph
-from ...given.models.goldens import FLOAT_CACHES, alone, nmse, path_of, tokens_of
+from ...given.models.goldens import FLOAT_CACHES, nmse, path_of, single_device_logits, tokens_of
 from ...given.plans.faults import SLOW, decoder, placed_plan
 from ...given.plans.grouped import devices, equal_to_one, group_of
 
@@ -40,7 +40,7 @@ PLACES = {
 }
 
 
-# ------------------------------------------------------------------------------------------------- what the user says
+# ---------------------------------------------------------------------------------------- placement rules of the user
 
 
 @pytest.mark.long(cases=1)
@@ -50,7 +50,7 @@ PLACES = {
 def test_a_model_with_placed_parts_gives_the_logits_of_one_device(name, mode, place):
     model = load_model(open_gguf(path_of(name)))
     tokens = tokens_of(name)
-    one = alone(name)
+    one = single_device_logits(name)
     many = Session(model, on=Group(devices(3), mode, (), place, **FLOAT_CACHES))
     half = len(tokens) // 2
     parts = [tokens[:half], *([t] for t in tokens[half:])]
@@ -66,60 +66,60 @@ def test_where_results_are_to_be_exact_a_place_on_the_cpu_means_its_exact_backen
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_placed_lies_and_runs_on_its_device_alone(mode):
-    made = plan(decoder(), devices(3), split_mode=mode, place=[("^(gate|up)$", "cpu:2")])
-    (its_number,) = (i for i, lane in enumerate(made.lanes) if str(lane.device) == "cpu:2")
-    assert made.leaves["gate"] == made.leaves["up"] == Local((its_number,))
-    for number, lane in enumerate(made.lanes):
-        here = {n.name for n in lane.graph.nodes} & {"gateed", "uped", "act", "gate", "up"}
+def test_placed_nodes_and_leaves_are_on_their_device_alone(mode):
+    new_plan = plan(decoder(), devices(3), split_mode=mode, place=[("^(gate|up)$", "cpu:2")])
+    (its_number,) = (i for i, device_plan in enumerate(new_plan.lanes) if str(device_plan.device) == "cpu:2")
+    assert new_plan.leaves["gate"] == new_plan.leaves["up"] == Local((its_number,))
+    for number, device_plan in enumerate(new_plan.lanes):
+        here = {n.name for n in device_plan.graph.nodes} & {"gateed", "uped", "act", "gate", "up"}
         assert len(here) == (5 if number == its_number else 0)
-    assert "cpu:2 alone runs" in made.explain()
-    assert "--place ^(gate|up)$=cpu:2" in made.explain()
+    assert "cpu:2 alone runs" in new_plan.explain()
+    assert "--place ^(gate|up)$=cpu:2" in new_plan.explain()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_value_is_copied_at_most_once_to_each_device(mode):
+def test_no_value_is_copied_twice_to_a_device(mode):
     place = [("^q$|^act$|^mixed$", "cpu:1"), ("normed", "cpu:2"), ("^new", "cpu:0")]
-    made = plan(decoder(), devices(3), split_mode=mode, place=place)
-    for lane in made.lanes:
-        letters = [(n.attrs["to"], n.inputs[0]) for n in lane.graph.nodes if n.op == "send"]
-        assert len(letters) == len(set(letters))
+    new_plan = plan(decoder(), devices(3), split_mode=mode, place=place)
+    for device_plan in new_plan.lanes:
+        sent = [(n.attrs["to"], n.inputs[0]) for n in device_plan.graph.nodes if n.op == "send"]
+        assert len(sent) == len(set(sent))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_output_may_be_called_like_what_the_planner_adds(mode):
     w, x = weight("w", (4, 4)), input("x", (2, 4))
     graph = Graph({f"{k}.{i}": ops.mul_mat(w, x, name="y") for k in ("met", "sent") for i in range(3)})
-    made = plan(graph, devices(3), split_mode=mode, place=[("y", "cpu:1")])
-    out = load(made, {"w": np.eye(4)}).run({"x": np.ones((2, 4))})
+    new_plan = plan(graph, devices(3), split_mode=mode, place=[("y", "cpu:1")])
+    out = load(new_plan, {"w": np.eye(4)}).run({"x": np.ones((2, 4))})
     assert all((out[name] == 1).all() for name in graph.outputs)
 
 
 def test_the_first_pattern_that_matches_a_node_counts():
-    made = plan(decoder(), devices(3), place=[("gateed", "cpu:1"), ("gate|up", "cpu:2")], split_mode="tensor")
-    assert [made.leaves[n] for n in ("gate", "up")] == [Local((1,)), Local((2,))]
+    new_plan = plan(decoder(), devices(3), place=[("gateed", "cpu:1"), ("gate|up", "cpu:2")], split_mode="tensor")
+    assert [new_plan.leaves[n] for n in ("gate", "up")] == [Local((1,)), Local((2,))]
 
 
 def test_a_pattern_that_matches_a_weight_places_all_its_readers_through_views():
     w = weight("w", (6, 4))
     graph = Graph({"y": ops.mul_mat(ops.transpose(ops.transpose(w)), input("x", (2, 4)), name="y"), "n": ops.neg(w)})
-    made = plan(graph, devices(2), split_mode="tensor", place=[("^w$", "cpu:1")])
-    assert made.leaves["w"] == Local((1,))
-    assert made.outputs == {"y": Local((1,)), "n": Local((1,))}
-    assert not any(not n.is_leaf for n in made.lanes[0].graph.nodes)
+    new_plan = plan(graph, devices(2), split_mode="tensor", place=[("^w$", "cpu:1")])
+    assert new_plan.leaves["w"] == Local((1,))
+    assert new_plan.outputs == {"y": Local((1,)), "n": Local((1,))}
+    assert not any(not n.is_leaf for n in new_plan.lanes[0].graph.nodes)
 
 
 def test_mode_none_keeps_the_devices_that_are_named_and_no_other():
-    made = plan(decoder(), devices(4), split_mode="none", place=[("head", "cpu:2")])
-    assert [str(lane.device) for lane in made.lanes] == ["cpu:0", "cpu:2"]
+    new_plan = plan(decoder(), devices(4), split_mode="none", place=[("head", "cpu:2")])
+    assert [str(device_plan.device) for device_plan in new_plan.lanes] == ["cpu:0", "cpu:2"]
     assert len(plan(decoder(), devices(4), split_mode="none").lanes) == 1
 
 
 def test_a_partial_sum_is_reduced_before_one_device_reads_it():
     group = [find(name) for name in devices(3)]
-    made = plan_for(decoder(), group, split_mode="tensor", hardware=SLOW, place=[("normed2|^z$", "cpu:1")])
-    assert any(n.op == "all_reduce" for n in made.lanes[0].graph.nodes)
-    assert made.collectives() >= 3
+    plan = plan_for(decoder(), group, split_mode="tensor", hardware=SLOW, place=[("normed2|^z$", "cpu:1")])
+    assert any(n.op == "all_reduce" for n in plan.lanes[0].graph.nodes)
+    assert plan.collectives() >= 3
 
 
 @pytest.mark.parametrize(
@@ -152,12 +152,12 @@ def test_a_later_graph_need_not_have_what_was_placed():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_plan_with_placed_nodes_goes_through_json(mode):
-    made = plan(decoder(), devices(3), split_mode=mode, place=[("gate", "cpu:2")])
-    again = plan_from_json(plan_to_json(made))
-    assert again.digest() == made.digest()
-    assert again.placed == made.placed
-    assert again.explain(steps=True) == made.explain(steps=True)
-    document = json.loads(plan_to_json(made))
+    new_plan = plan(decoder(), devices(3), split_mode=mode, place=[("gate", "cpu:2")])
+    again = plan_from_json(plan_to_json(new_plan))
+    assert again.digest() == new_plan.digest()
+    assert again.placed == new_plan.placed
+    assert again.explain(steps=True) == new_plan.explain(steps=True)
+    document = json.loads(plan_to_json(new_plan))
     document["placed"][0]["nodes"].append("nobody")
     with pytest.raises(PlanError, match="not a plan in JSON"):
         plan_from_json(json.dumps(document))
@@ -173,10 +173,12 @@ def test_a_random_graph_placed_at_random_equals_one_device(seed):
             place.append((f"^{''.join(c if c.isalnum() else '.' for c in name)}$", f"reference:{dice.randrange(n)}"))
     leaves = {v.node.name for v in graph.inputs}
     place = [p for p in place if not any(name.startswith(("x", "leaf")) and name in leaves for name in [p[0][1:-1]])]
-    equal_to_one(graph, group, seed, mode=dice.choice(["layer", "tensor", "none", "cut"]), place=_known(graph, place))
+    equal_to_one(
+        graph, group, seed, mode=dice.choice(["layer", "tensor", "none", "cut"]), place=_random_patterns(graph, place)
+    )
 
 
-def _known(graph, place):
+def _random_patterns(graph, place):
     """Patterns that match something a device can compute or hold."""
     import re
 
@@ -184,7 +186,7 @@ def _known(graph, place):
     return [(p, d) for p, d in place if any(re.search(p, name) for name in called)]
 
 
-# ------------------------------------------------------------------------------------------------ what devices can run
+# ----------------------------------------------------------------------------------------------- abilities of devices
 
 
 class Limited(ReferenceBackend):
@@ -198,13 +200,13 @@ class Limited(ReferenceBackend):
         return Support(not refused, f"{node.op} is not for device {on.index}" if refused else "")
 
 
-def limited(n, refuses):
+def limited_group(n, refuses):
     backend = Limited(refuses)
     return [(backend, Device("reference", i)) for i in range(n)]
 
 
 NEEDED = COLLECTIVES | {"cont"}
-"""What the planner itself puts in, and expects of every device."""
+"""Ops that the planner itself inserts, and expects of every device."""
 
 
 @pytest.mark.parametrize("seed", range(4000, 4080))
@@ -212,15 +214,15 @@ def test_a_random_graph_on_devices_that_lack_random_ops_equals_one_device(seed):
     graph, dice = seeded_graph(seed), random.Random(seed)
     n, known = dice.choice([2, 3, 4]), sorted(set(REGISTRY) - NEEDED)
     able = {op: set(dice.sample(range(n), dice.randint(1, n))) for op in known}
-    made = equal_to_one(
+    plan = equal_to_one(
         graph,
-        limited(n, lambda node, d: node.op in able and d not in able[node.op]),
+        limited_group(n, lambda node, d: node.op in able and d not in able[node.op]),
         seed,
         mode=dice.choice(["layer", "tensor", "none", "auto", "cut"]),
     )
-    for number, lane in enumerate(made.lanes):
-        device = lane.device.index
-        for node in lane.graph.nodes:
+    for number, device_plan in enumerate(plan.lanes):
+        device = device_plan.device.index
+        for node in device_plan.graph.nodes:
             refused = node.op in able and device not in able[node.op] and not REGISTRY[node.op].is_view
             assert node.is_leaf or not refused, f"{node!r} on {number}"
 
@@ -234,35 +236,35 @@ def test_support_is_asked_of_the_shapes_that_a_device_would_get(seed):
     def refuses(node, device):
         return device < 2 and node.op not in NEEDED and any(s.shape and s.shape[-1] in odd for s in node.specs)
 
-    equal_to_one(graph, limited(3, refuses), seed, mode="cut")
+    equal_to_one(graph, limited_group(3, refuses), seed, mode="cut")
 
 
 def test_a_node_that_a_device_cannot_run_says_so_in_the_plan():
-    group = limited(2, lambda node, d: d == 1 and node.op == "swiglu")
+    group = limited_group(2, lambda node, d: d == 1 and node.op == "swiglu")
     for mode in ("tensor", "layer"):
-        made = plan_for(decoder(), group, split_mode=mode, tensor_split=(0, 1) if mode == "layer" else ())
-        (where,) = (p for p in made.placed if "act" in p.nodes)
+        plan = plan_for(decoder(), group, split_mode=mode, tensor_split=(0, 1) if mode == "layer" else ())
+        (where,) = (p for p in plan.placed if "act" in p.nodes)
         assert where.device == 0
         assert "reference:1 cannot run swiglu: swiglu is not for device 1" in where.because
-        assert where.because in made.explain()
+        assert where.because in plan.explain()
 
 
 def test_in_mode_none_a_node_runs_elsewhere_if_the_first_device_cannot():
-    made = plan_for(decoder(), limited(3, lambda node, d: d < 2 and node.op == "swiglu"), split_mode="none")
-    assert [lane.device.index for lane in made.lanes] == [0, 2]
+    plan = plan_for(decoder(), limited_group(3, lambda node, d: d < 2 and node.op == "swiglu"), split_mode="none")
+    assert [device_plan.device.index for device_plan in plan.lanes] == [0, 2]
 
 
 def test_a_placed_node_runs_where_it_can_and_the_plan_says_why():
-    group = limited(2, lambda node, d: d == 1 and node.op == "swiglu")
-    made = plan_for(decoder(), group, split_mode="tensor", place=[("^(gate|up|act)", "reference:1")])
-    (where,) = (p for p in made.placed if "act" in p.nodes)
+    group = limited_group(2, lambda node, d: d == 1 and node.op == "swiglu")
+    plan = plan_for(decoder(), group, split_mode="tensor", place=[("^(gate|up|act)", "reference:1")])
+    (where,) = (p for p in plan.placed if "act" in p.nodes)
     assert where.device == 0
     assert where.because.startswith("--place ^(gate|up|act)=reference:1, but reference:1 cannot run swiglu")
 
 
 def test_a_node_that_no_device_can_run_is_named_with_every_reason():
     with pytest.raises(PlanError) as caught:
-        plan_for(decoder(), limited(2, lambda node, d: node.op in ("swiglu", "silu")), split_mode="tensor")
+        plan_for(decoder(), limited_group(2, lambda node, d: node.op in ("swiglu", "silu")), split_mode="tensor")
     message = str(caught.value)
     assert "%act = swiglu(%gateed" in message
     assert "cannot run on reference:0: swiglu is not for device 0; nor on reference:1: swiglu is not for" in message
@@ -273,7 +275,9 @@ def test_a_new_capability_never_makes_a_graph_fail(seed):
     graph, dice = seeded_graph(seed), random.Random(seed)
     able = {op: set(dice.sample(range(3), dice.randint(1, 3))) for op in sorted(set(REGISTRY) - NEEDED)}
     for _ in range(4):
-        plan_for(graph, limited(3, lambda node, d: node.op in able and d not in able[node.op]), split_mode="tensor")
+        plan_for(
+            graph, limited_group(3, lambda node, d: node.op in able and d not in able[node.op]), split_mode="tensor"
+        )
         able[dice.choice(sorted(able))].add(dice.randrange(3))
 
 
@@ -325,16 +329,16 @@ def test_auto_with_placed_nodes_is_no_slower_than_one_device_with_them():
 
 def test_a_plan_says_where_its_nodes_are_placed_in_full():
     graph = load_model(open_gguf(path_of("llama"))).graph(Step(1, 1, 256, 512, 1))
-    made = plan(graph, devices(2), split_mode="layer", place=[("ffn", "cpu:1")])
-    said = [name for p in made.placed for name in p.nodes]
-    assert sorted(said) == sorted(name for node, name in assign_names(graph).items() if not node.is_leaf)
-    assert dataclasses.replace(made, placed=()).digest() == made.digest()
+    new_plan = plan(graph, devices(2), split_mode="layer", place=[("ffn", "cpu:1")])
+    names = [name for p in new_plan.placed for name in p.nodes]
+    assert sorted(names) == sorted(name for node, name in assign_names(graph).items() if not node.is_leaf)
+    assert dataclasses.replace(new_plan, placed=()).digest() == new_plan.digest()
 
 
-def test_a_stage_says_apart_what_is_placed_and_what_is_cut():
-    made = placed_plan()
-    text = made.explain()
+def test_a_stage_names_placed_and_sharded_nodes_apart():
+    plan = placed_plan()
+    text = plan.explain()
     for kind, words in ((Local, "placed here"), (Shard, "cut on axis")):
         leaves = re.findall(rf"%([\w.]+)(?: and \d+ more)? {words}", text)
         assert leaves
-        assert all(isinstance(made.leaves[name], kind) for name in leaves)
+        assert all(isinstance(plan.leaves[name], kind) for name in leaves)

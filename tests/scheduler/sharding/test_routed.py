@@ -1,4 +1,4 @@
-"""Experts dealt whole over devices: each answer comes from one of them, and what is combined meets once."""
+"""Whole experts distributed over devices: each answer comes from one device, and one collective combines them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.search import classes_of
 from hocket.scheduler.sharding.states import Routed
 
-from ...given.models.goldens import MIXTURES, golden, layers_with_experts, nmse, opened
+from ...given.models.goldens import MIXTURES, golden, layers_with_experts, nmse, open_fixture
 from ...given.models.large_headers import qwen_80b
 from ...given.plans.grouped import devices, everything_that_fits, group_of, reductions, run_of
 
@@ -41,7 +41,7 @@ def whole_experts(graph: Graph, factors: Factors) -> frozenset[Factor]:
     return frozenset(f for v in graph.weights for f in factors.of(v) if factors.word(f) == "experts")
 
 
-def dealt(graph: Graph, n: int, shares: Sequence[float] = (), kind: str = "cpu") -> Plan:
+def plan_whole_experts(graph: Graph, n: int, shares: Sequence[float] = (), kind: str = "cpu") -> Plan:
     return plan_for(graph, group_of(n, kind), tensor_split=shares, choose=whole_experts)
 
 
@@ -51,11 +51,13 @@ def dealt(graph: Graph, n: int, shares: Sequence[float] = (), kind: str = "cpu")
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_experts_dealt_whole_give_the_logits_of_one_device_in_one_batch_and_token_by_token(name: str, n: int) -> None:
-    model, tokens = load_model(opened(name)), golden(name)[0][:24]
+def test_distributed_whole_experts_give_the_logits_of_one_device_in_one_batch_and_token_by_token(
+    name: str, n: int
+) -> None:
+    model, tokens = load_model(open_fixture(name)), golden(name)[0][:24]
     batch, step = Step(1, 24, 32, 32, 24), Step(1, 1, 32, 32, 1)
     weights = {v.node.name: model.gguf.tensor(v.node.name).dequantise() for v in model.graph(batch).weights}
-    runs = [[load(dealt(model.graph(s), k), weights) for s in (batch, step)] for k in (1, n)]
+    runs = [[load(plan_whole_experts(model.graph(s), k), weights) for s in (batch, step)] for k in (1, n)]
     feed = model.inputs(batch, Batch([tokens], [0], [(0, i) for i in range(24)]))
     one, many = (run[0].run(feed)["logits"] for run in runs)
     assert nmse(many.astype(np.float64), one.astype(np.float64)) <= 1e-10
@@ -69,11 +71,11 @@ def test_experts_dealt_whole_give_the_logits_of_one_device_in_one_batch_and_toke
 @pytest.mark.parametrize("n", [2, 3, 8])
 @pytest.mark.parametrize("rows", [1, 24])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_experts_dealt_whole_meet_once_a_layer_when_they_are_combined(name: str, rows: int, n: int) -> None:
-    made = dealt(load_model(opened(name)).graph(Step(1, rows, 32, 32, rows)), n)
-    assert reductions(made) == [("all_reduce", (rows, 64))] * layers_with_experts(name)
-    for number, lane in enumerate(made.lanes):
-        local = {node.name: node.specs[0].shape for node in lane.graph.nodes if node.op == "weight"}
+def test_distributed_whole_experts_need_one_collective_per_layer_to_be_combined(name: str, rows: int, n: int) -> None:
+    plan = plan_whole_experts(load_model(open_fixture(name)).graph(Step(1, rows, 32, 32, rows)), n)
+    assert reductions(plan) == [("all_reduce", (rows, 64))] * layers_with_experts(name)
+    for number, device_plan in enumerate(plan.lanes):
+        local = {node.name: node.specs[0].shape for node in device_plan.graph.nodes if node.op == "weight"}
         own = [len(part) for part in np.array_split(range(8), n)][number]
         assert local["blk.0.ffn_down_exps.weight"] == (own, 64, 16)
         gate = [name for name in local if re.fullmatch(r"blk\.0\.ffn_gate(_up)?_exps\.weight", name)]
@@ -88,8 +90,8 @@ def mixture(experts: int, used: int, width: int, inner: int, dtype: str = "f32",
     x, ids = input("x", (rows, 1, width)), input("ids", (rows, used), "i32")
 
     def product(name: str, y: Value, shape: tuple[int, int], kind: str = "f32") -> Value:
-        made = ops.mul_mat_id(weight(name, (experts, *shape), kind), y, ids, name=f"{name}ed")
-        return ops.add_id(made, weight(f"{name}.bias", (experts, shape[0])), ids, name=f"{name}.biased")
+        product = ops.mul_mat_id(weight(name, (experts, *shape), kind), y, ids, name=f"{name}ed")
+        return ops.add_id(product, weight(f"{name}.bias", (experts, shape[0])), ids, name=f"{name}.biased")
 
     gate, up = (product(name, x, (inner, width)) for name in ("gate", "up"))
     down = product("down", ops.swiglu(gate, up, name="act"), (width, inner), dtype)
@@ -101,18 +103,18 @@ def bindings(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     arrays = {v.node.name: rng.normal(size=v.shape) for v in (*graph.weights, *graph.inputs)}
     for v in graph.inputs:
-        if v.dtype.is_integer:  # whatever the largest table that they number has
+        if v.dtype.is_integer:  # up to the largest table that they number
             tables = [n.inputs[n.inputs.index(v) - 2 if n.op == "mul_mat_id" else 1] for n in graph.users()[v]]
             arrays[v.node.name] = rng.integers(0, min(t.shape[0] for t in tables), v.shape)
     return arrays
 
 
-def equal(made: Plan, seed: int = 0) -> None:
-    """The plan gives what one device gives."""
-    values = bindings(made.graph, seed)
-    one = plan_for(made.graph, [(made.lanes[0].backend, made.lanes[0].device)], split_mode="none")
+def equal(plan: Plan, seed: int = 0) -> None:
+    """Check that the plan gives the results of one device."""
+    values = bindings(plan.graph, seed)
+    one = plan_for(plan.graph, [(plan.lanes[0].backend, plan.lanes[0].device)], split_mode="none")
     for name, want in run_of(one, values).items():
-        np.testing.assert_allclose(run_of(made, values)[name], want, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(run_of(plan, values)[name], want, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -129,69 +131,71 @@ def equal(made: Plan, seed: int = 0) -> None:
 )
 def test_deals_may_be_uneven_and_a_device_may_get_no_expert(experts, n, shares, own):
     graph = mixture(experts, 2, 8, 6)
-    made = dealt(graph, n, shares, "reference")
-    equal(made)
-    layout = made.leaves["gate"]
+    plan = plan_whole_experts(graph, n, shares, "reference")
+    equal(plan)
+    layout = plan.leaves["gate"]
     assert isinstance(layout, Shard)
     assert tuple(map(layout.length, range(n))) == own
-    assert reductions(made) == [("all_reduce", (5, 1, 8))]
+    assert reductions(plan) == [("all_reduce", (5, 1, 8))]
 
 
 def test_a_device_without_columns_of_experts_launches_nothing_for_their_sum(tmp_path):
     """There are more devices than blocks of columns."""
     graph, _ = read_step_graph(qwen_80b(tmp_path / "model.gguf", layers=1), context=64, tokens=1)
     plan = plan_for(graph, simulate("h200:24,nvlink").group, split_mode="tensor")
-    summed = [any("summed" in call.kernel for call in lane.calls) for lane in plan.lanes]
+    summed = [any("summed" in call.kernel for call in device_plan.calls) for device_plan in plan.lanes]
     assert any(summed)
     assert not all(summed)
 
 
-def test_all_tables_of_the_same_numbers_are_dealt_alike():
+def test_all_tables_of_the_same_numbers_are_distributed_equally():
     graph = mixture(6, 2, 8, 6)
     factors = Factors(graph)
     (experts,) = whole_experts(graph, factors)
     assert all(experts in factors.of(v) for v in graph.weights)
 
 
-def test_tables_of_other_numbers_are_dealt_on_their_own():
+def test_tables_of_other_numbers_are_distributed_on_their_own():
     x, one, two = input("x", (3, 1, 8)), input("one", (3, 2), "i32"), input("two", (3, 2), "i32")
     y = ops.mul_mat_id(weight("a", (6, 8, 8)), x, one)
     graph = Graph({"y": ops.mul_mat_id(weight("b", (6, 4, 8)), y, two)})
     factors = Factors(graph)
     assert len(whole_experts(graph, factors)) == 2
-    made = dealt(graph, 3, kind="reference")
-    assert made.collectives() == 2  # what the first experts say goes to others
-    equal(made)
+    plan = plan_whole_experts(graph, 3, kind="reference")
+    assert plan.collectives() == 2  # answers of the first experts go to others
+    equal(plan)
 
 
 def test_one_table_by_two_lists_of_numbers_is_one_deal_and_two_routes():
     x, one, two = input("x", (3, 1, 8)), input("one", (3, 2), "i32"), input("two", (3, 2), "i32")
     w = weight("w", (6, 8, 8))
     graph = Graph({"y": ops.mul_mat_id(w, ops.silu(ops.mul_mat_id(w, x, one)), two)})
-    made = dealt(graph, 2, kind="reference")
-    assert made.collectives() == 2
-    equal(made)
+    plan = plan_whole_experts(graph, 2, kind="reference")
+    assert plan.collectives() == 2
+    equal(plan)
 
 
-@pytest.mark.parametrize("act", ["silu", "sigmoid"])
-def test_an_op_that_makes_something_of_zeros_reads_the_sum(act):
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_an_op_that_makes_something_of_zeros_reads_the_sum(activation):
     x, ids = input("x", (3, 1, 8)), input("ids", (3, 2), "i32")
-    y = getattr(ops, act)(ops.mul_mat_id(weight("up", (6, 7, 8)), x, ids))
-    made = dealt(Graph({"y": ops.mul_mat_id(weight("down", (6, 8, 7)), y, ids)}), 2, kind="reference")
-    assert made.collectives() == (1 if act == "silu" else 2)
-    equal(made)
+    y = getattr(ops, activation)(ops.mul_mat_id(weight("up", (6, 7, 8)), x, ids))
+    plan = plan_whole_experts(Graph({"y": ops.mul_mat_id(weight("down", (6, 8, 7)), y, ids)}), 2, kind="reference")
+    assert plan.collectives() == (1 if activation == "silu" else 2)
+    equal(plan)
 
 
-def test_a_table_that_is_part_of_one_already_is_not_dealt():
+def test_a_table_that_is_part_of_one_already_is_not_distributed():
     x, ids = input("x", (3, 1, 8)), input("ids", (3, 2), "i32")
     graph = Graph({"y": ops.mul_mat_id(weight("w", (4, 7, 8)), x, ids, first=2, total=8)})
     assert not Factors(graph).uses(graph.outputs["y"].node).looked_up
-    assert dealt(graph, 2, kind="reference").collectives() == 0
+    assert plan_whole_experts(graph, 2, kind="reference").collectives() == 0
 
 
 def test_a_number_that_is_no_expert_is_an_error_on_every_device():
     graph = mixture(6, 2, 8, 6)
-    run = load(dealt(graph, 2), {k: v for k, v in bindings(graph).items() if k not in ("x", "ids", "shares")})
+    run = load(
+        plan_whole_experts(graph, 2), {k: v for k, v in bindings(graph).items() if k not in ("x", "ids", "shares")}
+    )
     feed = {v.node.name: bindings(graph)[v.node.name] for v in graph.inputs}
     for wrong in (-1, 6):
         ids = np.array(feed["ids"])
@@ -202,7 +206,15 @@ def test_a_number_that_is_no_expert_is_an_error_on_every_device():
 
 # ---------------------------------------------------------------------------------------------------- random graphs
 
-ACTS = (ops.silu, ops.gelu, ops.relu, ops.sqr, ops.sigmoid, ops.tanh, lambda v: ops.scale(v, scale=2.0, bias=0.5))
+ACTIVATIONS = (
+    ops.silu,
+    ops.gelu,
+    ops.relu,
+    ops.sqr,
+    ops.sigmoid,
+    ops.tanh,
+    lambda v: ops.scale(v, scale=2.0, bias=0.5),
+)
 
 
 def routed_graph(dice: random.Random) -> Graph:
@@ -224,7 +236,7 @@ def routed_graph(dice: random.Random) -> Graph:
         elif kind == "bias":
             values.append(ops.add_id(dice.choice(full), weight(f"b{step}", (counts[which], width)), lists[which]))
         elif kind == "act":
-            values.append(dice.choice(ACTS)(dice.choice(full)))
+            values.append(dice.choice(ACTIVATIONS)(dice.choice(full)))
         elif kind == "gate":
             values.append(dice.choice([ops.swiglu, ops.swiglu_oai])(dice.choice(full), dice.choice(full)))
         elif kind == "join":
@@ -240,44 +252,44 @@ def routed_graph(dice: random.Random) -> Graph:
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("seed", range(120))
-def test_a_random_routed_graph_dealt_or_cut_wherever_it_can_be_equals_one_device(seed):
+def test_a_random_routed_graph_distributed_or_sharded_wherever_possible_equals_one_device(seed):
     dice = random.Random(seed)
     graph, n = routed_graph(dice), dice.choice([2, 3, 4, 8])
     shares = [dice.choice([0, 1, 1, 2]) for _ in range(n - 1)] + [1]
-    equal(dealt(graph, n, shares, "reference"), seed)
-    cut = plan_for(
+    equal(plan_whole_experts(graph, n, shares, "reference"), seed)
+    sharded = plan_for(
         graph, group_of(n), tensor_split=shares, choose=lambda g, f: everything_that_fits(g, f, random.Random(seed))
     )
-    equal(cut, seed)
+    equal(sharded, seed)
     equal(plan_for(graph, group_of(n), split_mode="tensor", hardware=SLOW), seed)
 
 
 # ---------------------------------------------------------------------------------------------------------- choices
 
 
-def test_experts_whose_columns_cannot_be_cut_are_dealt():
+def test_experts_with_unsplittable_columns_are_distributed():
     """One block of 256 columns on four devices: inside there is nothing to cut."""
     graph = mixture(8, 2, 16, 256, "q4_K", rows=64)
     for mode in ("tensor", "auto"):
-        made = plan_for(graph, group_of(4, "cpu"), split_mode=mode, hardware=COUNTING)
-        assert isinstance(made.leaves["down"], Shard)
-        assert made.leaves["down"].axis == 0
-        assert any(re.match(r"cut experts \(8\), as in axis 0 of %\w+", why) for why in made.reasons)
-        assert reductions(made) == [("all_reduce", (64, 1, 16))]
-    assert "is cut on axis 0" in made.explain()
+        plan = plan_for(graph, group_of(4, "cpu"), split_mode=mode, hardware=COUNTING)
+        assert isinstance(plan.leaves["down"], Shard)
+        assert plan.leaves["down"].axis == 0
+        assert any(re.match(r"cut experts \(8\), as in axis 0 of %\w+", why) for why in plan.reasons)
+        assert reductions(plan) == [("all_reduce", (64, 1, 16))]
+    assert "is cut on axis 0" in plan.explain()
 
 
 @pytest.mark.parametrize(("blocks", "axis"), [(8, 2), (5, 0)])
-def test_experts_are_cut_inside_where_that_is_even_and_dealt_where_it_is_not(blocks, axis):
+def test_experts_are_sharded_inside_where_that_is_even_and_distributed_where_it_is_not(blocks, axis):
     """Five blocks of columns on four devices: three wait for the fourth half of the time, as with 768 columns in
     blocks of 256 one waits all the time."""
     graph = mixture(64, 4, 64, 32 * blocks, "q8_0", rows=512)
-    made = plan_for(graph, group_of(4, "cpu"), split_mode="auto", hardware=COUNTING)
-    assert isinstance(made.leaves["down"], Shard)
-    assert made.leaves["down"].axis == axis
+    plan = plan_for(graph, group_of(4, "cpu"), split_mode="auto", hardware=COUNTING)
+    assert isinstance(plan.leaves["down"], Shard)
+    assert plan.leaves["down"].axis == axis
 
 
-def test_a_simulated_plan_says_that_experts_are_dealt(tmp_path, capsys):
+def test_a_simulated_plan_reports_that_experts_are_distributed(tmp_path, capsys):
     """512 experts on three devices are less uneven than 16 blocks of columns."""
     path = qwen_80b(tmp_path / "model.gguf", layers=4)
     assert (
@@ -297,13 +309,13 @@ def test_the_busiest_device_has_more_than_its_share_and_never_more_than_all():
         assert estimate_busiest_count(entries, own, total) == pytest.approx(np.mean(counts), abs=1.0, rel=0.02)
 
 
-def test_cost_of_dealt_experts_is_that_of_the_busiest_device():
+def test_cost_of_distributed_experts_is_the_cost_of_the_busiest_device():
     graph = mixture(64, 4, 128, 128, rows=16)
     factors = Factors(graph)
     costs = Costs(graph, 4, Hardware(launch=0.0, link_latency=0.0, link_bandwidth=1e30))
     whole, shared = (costs.estimate(assign(graph, factors, c)) for c in (frozenset(), whole_experts(graph, factors)))
     assert 1 / 4 < shared.compute / whole.compute < 1 / 2
-    node = next(n for n in dealt(graph, 4).lanes[1].graph.nodes if n.name == "gateed")
+    node = next(n for n in plan_whole_experts(graph, 4).lanes[1].graph.nodes if n.name == "gateed")
     assert ops.mul_mat_id.count_flops(node) == pytest.approx(
         2 * estimate_busiest_count(64, 16, 64) * 128 * 128, rel=0.1
     )
@@ -312,10 +324,10 @@ def test_cost_of_dealt_experts_is_that_of_the_busiest_device():
 def test_what_is_routed_stays_so_until_it_is_combined():
     graph = mixture(8, 2, 8, 6)
     factors = Factors(graph)
-    made = assign(graph, factors, whole_experts(graph, factors)).made
-    kinds = {v.node.name: type(state).__name__ for v, state in made.items() if not v.node.is_leaf and v.node.name}
+    plan = assign(graph, factors, whole_experts(graph, factors)).made
+    kinds = {v.node.name: type(state).__name__ for v, state in plan.items() if not v.node.is_leaf and v.node.name}
     assert kinds == {**dict.fromkeys(kinds, "Routed"), "combined": "Partial", "y": "Replicate"}
-    assert len({state for state in made.values() if isinstance(state, Routed)}) == 1
+    assert len({state for state in plan.values() if isinstance(state, Routed)}) == 1
 
 
 def test_a_class_of_experts_is_called_so():
@@ -332,21 +344,21 @@ def test_of_plans_that_take_about_as_long_the_one_with_fewer_bytes_is_taken():
     x = input("x", (1, 64))
     h = ops.mul_mat(weight("down", (64, 4096)), ops.silu(ops.mul_mat(weight("up", (4096, 64)), x)))
     graph = Graph({"y": ops.mul_mat(weight("head", (1 << 16, 64)), ops.rms_norm(h))})
-    near = Hardware(flops=1e15, bandwidth=1e9, launch=1e-9, link_latency=1.15e-3, link_bandwidth=1e15)
-    made = plan_for(graph, group_of(2, "cpu"), split_mode="auto", hardware=near)
-    assert any("about as long with" in why for why in made.reasons)
-    assert all(isinstance(made.leaves[name], Shard) for name in ("head", "up", "down"))
-    assert made.cost.total <= plan_for(graph, group_of(1, "cpu"), hardware=near).cost.total
+    close_links = Hardware(flops=1e15, bandwidth=1e9, launch=1e-9, link_latency=1.15e-3, link_bandwidth=1e15)
+    plan = plan_for(graph, group_of(2, "cpu"), split_mode="auto", hardware=close_links)
+    assert any("about as long with" in why for why in plan.reasons)
+    assert all(isinstance(plan.leaves[name], Shard) for name in ("head", "up", "down"))
+    assert plan.cost.total <= plan_for(graph, group_of(1, "cpu"), hardware=close_links).cost.total
     far = Hardware(flops=1e15, bandwidth=1e9, launch=1e-9, link_latency=1.6e-3, link_bandwidth=1e15)
-    made = plan_for(graph, group_of(2, "cpu"), split_mode="auto", hardware=far)
-    assert isinstance(made.leaves["head"], Shard)
-    assert not isinstance(made.leaves["up"], Shard)
+    plan = plan_for(graph, group_of(2, "cpu"), split_mode="auto", hardware=far)
+    assert isinstance(plan.leaves["head"], Shard)
+    assert not isinstance(plan.leaves["up"], Shard)
 
 
-def test_a_plan_as_fast_as_one_device_is_not_made_slower_to_save_bytes():
+def test_a_plan_as_fast_as_one_device_does_not_become_slower_to_save_bytes():
     w = weight("w", (64, 64))
     graph = Graph({"y": ops.mul_mat(weight("v", (64, 64)), ops.rms_norm(ops.mul_mat(w, input("x", (1, 64)))))})
     idle = Hardware(flops=1e15, bandwidth=1e15, launch=1e-3, link_latency=1e-6)
-    made = plan_for(graph, [find(name) for name in devices(2)], split_mode="auto", hardware=idle)
+    plan = plan_for(graph, [find(name) for name in devices(2)], split_mode="auto", hardware=idle)
     alone = plan_for(graph, [find("cpu:0")], hardware=idle)
-    assert made.cost.total <= alone.cost.total
+    assert plan.cost.total <= alone.cost.total

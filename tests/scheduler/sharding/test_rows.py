@@ -1,4 +1,4 @@
-"""Rows of sums dealt to the devices, which do for their own what all of them did for all."""
+"""Rows of sums distributed over the devices, which work on their own rows instead of on all."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def decoder(rows: int) -> Graph:
     return Graph({"y": ops.mul_mat(weight("output", (40, WIDTH)), ops.rms_norm(x))})
 
 
-def meetings(plan: Plan) -> list[str]:
+def collectives_of(plan: Plan) -> list[str]:
     return [n.op for n in plan.lanes[0].graph.nodes if n.op in ("all_reduce", "all_gather", "reduce_scatter")]
 
 
-def cut(rows: int, devices: int, hardware: Hardware, shares: tuple[float, ...] = ()) -> Plan:
+def plan_sharded(rows: int, devices: int, hardware: Hardware, shares: tuple[float, ...] = ()) -> Plan:
     group = group_of(devices, "numpy")
     return plan_for(decoder(rows), group, split_mode="tensor", tensor_split=shares, hardware=hardware)
 
@@ -46,29 +46,29 @@ def result(plan: Plan) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("devices", "shares"), [(2, ()), (3, ()), (4, (3, 1, 2, 2))])
-def test_rows_of_sums_are_dealt_where_that_is_faster(devices: int, shares: tuple[float, ...]):
-    plan, alone = cut(24, devices, QUICK, shares), cut(24, 1, QUICK)
-    assert meetings(plan) == ["reduce_scatter", "all_gather"] * LAYERS
+def test_rows_of_sums_are_distributed_where_that_is_faster(devices: int, shares: tuple[float, ...]):
+    plan, alone = plan_sharded(24, devices, QUICK, shares), plan_sharded(24, 1, QUICK)
+    assert collectives_of(plan) == ["reduce_scatter", "all_gather"] * LAYERS
     assert np.allclose(result(plan), result(alone), rtol=1e-5, atol=1e-5)
     assert "a sum over the devices, of which each keeps its own rows" in plan.explain()
 
 
 @pytest.mark.parametrize(("rows", "hardware"), [(1, QUICK), (3, QUICK), (24, LATE)])
-def test_sums_are_whole_where_devices_would_have_no_row_or_meet_late(rows: int, hardware: Hardware):
-    plan = cut(rows, 4, hardware)
-    assert meetings(plan) == ["all_reduce"] * LAYERS
+def test_sums_are_whole_where_devices_would_have_no_row_or_a_late_collective(rows: int, hardware: Hardware):
+    plan = plan_sharded(rows, 4, hardware)
+    assert collectives_of(plan) == ["all_reduce"] * LAYERS
 
 
-def test_rows_are_dealt_within_the_stages_of_layers():
+def test_rows_are_distributed_within_the_stages_of_layers():
     group = group_of(4, "numpy")
     plan = plan_for(decoder(24), group, split_mode="layer,tensor", hardware=QUICK)
-    assert "reduce_scatter" in meetings(plan)
-    assert np.allclose(result(plan), result(cut(24, 1, QUICK)), rtol=1e-5, atol=1e-5)
+    assert "reduce_scatter" in collectives_of(plan)
+    assert np.allclose(result(plan), result(plan_sharded(24, 1, QUICK)), rtol=1e-5, atol=1e-5)
 
 
 def test_another_step_over_the_same_weights_deals_its_own_rows():
-    first = cut(1, 3, QUICK)
+    first = plan_sharded(1, 3, QUICK)
     longer = plan_for(decoder(24), group_of(3, "numpy"), like=first, hardware=QUICK)
-    assert "reduce_scatter" in meetings(longer)
+    assert "reduce_scatter" in collectives_of(longer)
     assert longer.leaves == first.leaves
-    assert np.allclose(result(longer), result(cut(24, 1, QUICK)), rtol=1e-5, atol=1e-5)
+    assert np.allclose(result(longer), result(plan_sharded(24, 1, QUICK)), rtol=1e-5, atol=1e-5)

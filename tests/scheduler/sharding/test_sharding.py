@@ -26,9 +26,9 @@ from hocket.scheduler.sharding.factors import Factors
 from hocket.scheduler.sharding.shares import Shares, joined, runs_of
 
 from ...given.graphs.random_graphs import bindings, seeded_graph
-from ...given.models.goldens import DENSE, FIXTURES, FLOAT_CACHES, INDEX, alone, nmse, path_of, tokens_of
-from ...given.plans.grouped import devices, everything_that_fits, raw
-from ...given.waits import HOUR
+from ...given.models.goldens import DENSE, FIXTURES, FLOAT_CACHES, INDEX, nmse, path_of, single_device_logits, tokens_of
+from ...given.plans.grouped import as_file_bytes, devices, everything_that_fits
+from ...given.waits import WAIT_SECONDS
 
 # ---------------------------------------------------------------------------------------------------------- models
 
@@ -43,8 +43,8 @@ def test_a_model_on_several_devices_gives_the_logits_of_one(name, mode, n, split
     model = load_model(open_gguf(path_of(name)))
     tokens = tokens_of(name)
     golden = np.load(FIXTURES / name / "logits.npy")
-    exact = "q4" in name  # what is rounded to 8 bits would differ wherever a sum differs in its last bit
-    one = alone(name, exact)
+    exact = "q4" in name  # rounding to 8 bits would differ wherever a sum differs in its last bit
+    one = single_device_logits(name, exact)
     many = Session(model, on=Group(devices(n), mode, split, exact=exact, **FLOAT_CACHES))
     batch = many.evaluate([tokens], every_position=True)[0]
     many.reset(0)
@@ -56,26 +56,29 @@ def test_a_model_on_several_devices_gives_the_logits_of_one(name, mode, n, split
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("llama", 4), ("llama-rope-freqs", 4), ("gemma3", 12), ("qwen2", 4), ("qwen3", 4), ("qwen35", 6)]
+    ("name", "max_count"),
+    [("llama", 4), ("llama-rope-freqs", 4), ("gemma3", 12), ("qwen2", 4), ("qwen3", 4), ("qwen35", 6)],
 )
-def test_a_decoder_meets_twice_a_layer(name, most):
-    """One reduction after the mixer, one after the feed-forward; the residual and the logits cost none.
+def test_a_decoder_has_two_reductions_per_layer(name, max_count):
+    """Check one reduction after the mixer, and one after the feed-forward; the residual and the logits cost none.
 
-    Messages are quick, since what a small model does with a window is not worth one of the usual latency.
+    Messages are quick, since the work of a small model on a window does not justify the usual latency.
     """
     graph = load_model(open_gguf(path_of(name))).graph(Step(1, 1, 256, 512, 1))
     group = [find(device) for device in devices(2)]
-    made = plan_for(graph, group, split_mode="tensor", hardware=Hardware(link_latency=1e-6))
-    assert made.collectives() <= most
-    assert {i.op for i in made.lanes[0].program.instructions} & COLLECTIVES == {"all_reduce"}
+    plan = plan_for(graph, group, split_mode="tensor", hardware=Hardware(link_latency=1e-6))
+    assert plan.collectives() <= max_count
+    assert {i.op for i in plan.lanes[0].program.instructions} & COLLECTIVES == {"all_reduce"}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3next", "qwen35"])
 def test_a_layer_split_sends_one_value_to_the_next_device(name):
-    """States stay with the layer that reads them, those of convolutions too, though their new values end the graph."""
+    """Check that states stay with the layer that reads them, also convolution states with new values at the
+    graph's end.
+    """
     model = load_model(open_gguf(path_of(name)))
-    made = plan(model.graph(Step(1, 1, 64, 64, 1)), devices(2), split_mode="layer")
-    sent = [i.node for lane in made.lanes for i in lane.program.instructions if i.op == "send"]
+    new_plan = plan(model.graph(Step(1, 1, 64, 64, 1)), devices(2), split_mode="layer")
+    sent = [i.node for device_plan in new_plan.lanes for i in device_plan.program.instructions if i.op == "send"]
     assert len(sent) == 1
     assert "residual" in sent[0]
 
@@ -85,11 +88,11 @@ def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():
     one, two = (plan(graph, devices(n), split_mode="tensor") for n in (1, 2))
     for kind in ("weight", "state"):
         whole, stored = one.lanes[0].memory()[kind], one.lanes[0].backend.stored
-        cut = (v for v in two.graph.leaves(kind) if isinstance(two.leaves[v.node.name], Shard))
-        held = sum(stored(v.spec, kind).nbytes for v in cut)
-        assert held > 0.8 * whole
-        for lane in two.lanes:
-            assert lane.memory()[kind] == pytest.approx(held / 2 + (whole - held), rel=0.02)
+        sharded_leaves = (v for v in two.graph.leaves(kind) if isinstance(two.leaves[v.node.name], Shard))
+        shard_bytes = sum(stored(v.spec, kind).nbytes for v in sharded_leaves)
+        assert shard_bytes > 0.8 * whole
+        for device_plan in two.lanes:
+            assert device_plan.memory()[kind] == pytest.approx(shard_bytes / 2 + (whole - shard_bytes), rel=0.02)
 
 
 # ---------------------------------------------------------------------------------------------------- random graphs
@@ -97,18 +100,18 @@ def test_each_device_keeps_its_share_of_the_weights_and_of_the_cache():
 
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("seed", range(120))
-def test_a_random_graph_cut_wherever_it_can_be_equals_one_device(seed):
+def test_a_random_graph_sharded_wherever_possible_equals_one_device(seed):
     graph = seeded_graph(seed)
     dice = random.Random(seed)
     n = dice.choice([2, 3, 5, 8])
     shares = [dice.choice([0, 1, 1, 2]) for _ in range(n - 1)] + [1]
     bound = bindings(graph, np.random.default_rng(seed))
     group = [find(name) for name in devices(n, "reference")]
-    cut = plan_for(graph, group, tensor_split=shares, choose=lambda g, f: everything_that_fits(g, f, dice))
+    sharded = plan_for(graph, group, tensor_split=shares, choose=lambda g, f: everything_that_fits(g, f, dice))
     whole = plan_for(graph, group[:1])
     results = []
-    for made in (whole, cut):
-        run = load(made, {v.node.name: raw(bound[v.node.name], v.dtype) for v in graph.weights})
+    for each_plan in (whole, sharded):
+        run = load(each_plan, {v.node.name: as_file_bytes(bound[v.node.name], v.dtype) for v in graph.weights})
         for v in graph.states:
             run.store.state(v.node.name)[...] = bound[v.node.name]
         feed = {v.node.name: bound[v.node.name] for v in graph.inputs}
@@ -131,14 +134,14 @@ def axes_of(graph: Graph, name: str):
     return [[[f.size for f in segment] for segment in axis] for axis in Factors(graph).axes(ops_value(graph, name))]
 
 
-def test_a_fused_qkv_is_cut_inside_each_part_and_v_heads_follow_their_key_head():
+def test_a_fused_qkv_is_split_inside_each_part_and_v_heads_follow_their_key_head():
     """Tiled heads: the v part of the projection is (repeat, key heads, size), and all three parts share key heads."""
     model = load_model(open_gguf(path_of("qwen35")))
     graph = model.graph(Step(1, 4, 256, 512, 1))
     (rows, _) = axes_of(graph, "blk.0.attn_qkv.weight")
     assert rows == [[2, 32], [2, 32], [2, 2, 32]]
-    made = plan(graph, devices(2), split_mode="tensor")
-    layout = made.leaves["blk.0.attn_qkv.weight"]
+    new_plan = plan(graph, devices(2), split_mode="tensor")
+    layout = new_plan.leaves["blk.0.attn_qkv.weight"]
     assert isinstance(layout, Shard)
     assert layout.runs[0] == ((0, 32), (64, 32), (128, 32), (192, 32))
     assert layout.runs[1] == ((32, 32), (96, 32), (160, 32), (224, 32))
@@ -148,11 +151,11 @@ def test_a_fused_qkv_is_cut_inside_each_part_and_v_heads_follow_their_key_head()
 def test_devices_share_no_sum_that_is_to_be_ordered(ordered):
     x, up, down = input("x", (3, 64)), weight("up", (512, 64)), weight("down", (64, 512))
     y = ops.mul_mat(down, ops.silu(ops.mul_mat(up, x, ordered=ordered)), ordered=ordered)
-    made = plan(Graph({"y": y}), devices(2), split_mode="tensor")
-    assert ("all_reduce" in {i.op for i in made.lanes[0].program.instructions}) is not ordered
+    new_plan = plan(Graph({"y": y}), devices(2), split_mode="tensor")
+    assert ("all_reduce" in {i.op for i in new_plan.lanes[0].program.instructions}) is not ordered
 
 
-def test_a_quantised_row_is_never_cut_inside_a_block():
+def test_a_quantised_row_is_never_split_inside_a_block():
     """A feed-forward width of 768 in blocks of 256 has three parts: on four devices one gets nothing."""
     w, up, x = weight("w", (64, 768), "q4_K"), weight("up", (768, 64)), input("x", (1, 64))
     graph = Graph({"y": ops.mul_mat(w, ops.mul_mat(up, x))})
@@ -161,12 +164,12 @@ def test_a_quantised_row_is_never_cut_inside_a_block():
     def choose(g, factors):
         return frozenset(f for f in factors.of(ops_value(g, "up")) if f.size == width.size)
 
-    made = plan_for(graph, [find(name) for name in devices(4)], choose=choose)
-    layout = made.leaves["w"]
+    plan = plan_for(graph, [find(name) for name in devices(4)], choose=choose)
+    layout = plan.leaves["w"]
     assert isinstance(layout, Shard)
     assert layout.axis == 1
     assert [layout.length(d) for d in range(4)] == [256, 256, 256, 0]
-    assert made.collectives() == 1
+    assert plan.collectives() == 1
 
 
 @given(st.integers(0, 600), st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(any))
@@ -174,12 +177,12 @@ def test_a_quantised_row_is_never_cut_inside_a_block():
 def test_shares_cover_a_factor_and_are_off_by_less_than_one(size, proportions):
     from hocket.scheduler.sharding.axes import Factor
 
-    dealt = Shares(proportions).of(Factor(size))
-    assert dealt[0][0] == 0
-    assert dealt[-1][1] == size
-    for (_, end), (start, _) in pairwise(dealt):
+    ranges = Shares(proportions).of(Factor(size))
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == size
+    for (_, end), (start, _) in pairwise(ranges):
         assert end == start
-    for (low, high), p in zip(dealt, proportions, strict=True):
+    for (low, high), p in zip(ranges, proportions, strict=True):
         assert abs((high - low) - size * p / sum(proportions)) < 1
 
 
@@ -204,29 +207,31 @@ def test_runs_are_joined_and_exact():
 
 def test_a_device_may_get_nothing():
     w, x = weight("w", (6, 4)), input("x", (2, 4))
-    made = plan(Graph({"y": ops.mul_mat(w, x)}), devices(3), split_mode="tensor", tensor_split=(1, 0, 1))
+    new_plan = plan(Graph({"y": ops.mul_mat(w, x)}), devices(3), split_mode="tensor", tensor_split=(1, 0, 1))
     data = {"w": np.arange(24, dtype=np.float32).reshape(6, 4)}
     feed = np.ones((2, 4), np.float32)
-    np.testing.assert_array_equal(load(made, data).run({"x": feed})["y"], feed @ data["w"].T)
-    assert made.lanes[1].memory()["weight"] == 0
+    np.testing.assert_array_equal(load(new_plan, data).run({"x": feed})["y"], feed @ data["w"].T)
+    assert new_plan.lanes[1].memory()["weight"] == 0
 
 
 # ------------------------------------------------------------------------------------------------------ collectives
 
 
-def meet(attrs: list[dict], op: str, sources: list[np.ndarray], shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
-    """What each device of a group gets from one collective of the NumPy backend."""
+def run_collective(
+    attrs: list[dict], op: str, sources: list[np.ndarray], shapes: list[tuple[int, ...]]
+) -> list[np.ndarray]:
+    """Return the results of each device of a group for one collective of the NumPy backend."""
     from concurrent.futures import ThreadPoolExecutor
 
     from hocket.backends.calls import Call
     from hocket.backends.numpy.table import kernel
 
-    meeting = ThreadGroup(len(sources), HOUR)
+    threads = ThreadGroup(len(sources), WAIT_SECONDS)
     outs = [np.full(shape, np.nan) for shape in shapes]
 
     def run(rank: int) -> None:
         scratch = np.full(outs[rank].size, np.nan)
-        call = Call([sources[rank]], [outs[rank]], {**attrs[rank], "sequence": 3}, scratch, meeting.member(rank))
+        call = Call([sources[rank]], [outs[rank]], {**attrs[rank], "sequence": 3}, scratch, threads.member(rank))
         for step in kernel(op).bind(call):
             step()
 
@@ -241,28 +246,28 @@ RUNS = (((0, 2), (4, 1)), (), ((2, 2),))
 def test_reduce_scatter_gives_each_device_its_entries_of_the_sum():
     sources = [np.arange(10.0).reshape(2, 5) * (d + 1) for d in range(3)]
     attrs = [{"axis": 1, "runs": RUNS, "rank": d} for d in range(3)]
-    outs = meet(attrs, "reduce_scatter", sources, [(2, 3), (2, 0), (2, 2)])
+    outs = run_collective(attrs, "reduce_scatter", sources, [(2, 3), (2, 0), (2, 2)])
     total = sum(sources)
     for out, columns in zip(outs, ([0, 1, 4], [], [2, 3]), strict=True):
         np.testing.assert_array_equal(out, total[:, columns])
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_all_to_all_cuts_anew_along_either_axis(axis):
+def test_all_to_all_changes_the_split_along_either_axis(axis):
     whole = np.arange(25.0).reshape(5, 5)
     old = [whole[:, columns] for columns in ([0, 1, 4], [], [2, 3])]
     runs = (((0, 1),), ((1, 3),), ((4, 1),))
     attrs = [{"old_axis": 1, "old_runs": RUNS, "axis": axis, "runs": runs, "rank": d} for d in range(3)]
-    wanted = [np.take(whole, rows, axis) for rows in ([0], [1, 2, 3], [4])]
-    outs = meet(attrs, "all_to_all", old, [w.shape for w in wanted])
-    for out, want in zip(outs, wanted, strict=True):
+    expected = [np.take(whole, rows, axis) for rows in ([0], [1, 2, 3], [4])]
+    outs = run_collective(attrs, "all_to_all", old, [w.shape for w in expected])
+    for out, want in zip(outs, expected, strict=True):
         np.testing.assert_array_equal(out, want)
 
 
 def test_all_reduce_gives_every_device_the_same_bits():
     rng = np.random.default_rng(0)
     sources = [rng.standard_normal(1000).astype(np.float32) for _ in range(8)]
-    outs = meet([{}] * 8, "all_reduce", sources, [(1000,)] * 8)
+    outs = run_collective([{}] * 8, "all_reduce", sources, [(1000,)] * 8)
     for out in outs:
         assert out.tobytes() == outs[0].tobytes()
     np.testing.assert_allclose(outs[0], np.sum(sources, axis=0, dtype=np.float64), rtol=1e-4, atol=1e-5)
@@ -274,18 +279,18 @@ def test_all_reduce_gives_every_device_the_same_bits():
 def test_a_device_that_fails_stops_the_others_and_is_named():
     table = weight("table", (8, 4))
     rows = ops.get_rows(table, input("ids", (2,), "i32"))
-    made = plan(Graph({"y": ops.mul_mat(weight("w", (8, 4)), rows)}), devices(2), split_mode="tensor")
-    run = load(made, {"table": np.ones((8, 4)), "w": np.ones((8, 4))})
+    new_plan = plan(Graph({"y": ops.mul_mat(weight("w", (8, 4)), rows)}), devices(2), split_mode="tensor")
+    run = load(new_plan, {"table": np.ones((8, 4)), "w": np.ones((8, 4))})
     with pytest.raises(BackendError, match="id 99 names no row"):
         run.run({"ids": [1, 99]})
     assert run.run({"ids": [1, 2]})["y"].shape == (2, 8)
 
 
 def test_a_member_that_does_not_come_is_an_error_and_not_a_hang():
-    meeting = ThreadGroup(2, timeout=0.05)
+    threads = ThreadGroup(2, timeout=0.05)
     x = np.ones(3, np.float32)
     with pytest.raises(BackendError, match=r"collective 7 on device 0 of 2: device 1 did not arrive within 0\.05 s"):
-        meeting.member(0).all_reduce(x, x, x.copy(), 7)
+        threads.member(0).all_reduce(x, x, x.copy(), 7)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +326,7 @@ def test_planning_twice_gives_the_same_plan():
     def once():
         cache = state("cache", (9, 8))
         new = ops.set_rows(cache, ops.mul_mat(weight("k", (8, 4)), input("x", (1, 4))), input("ids", (1,), "i32"))
-        made = plan(Graph({"y": ops.mul_mat(new, new)}, {cache: new}), devices(3), split_mode="tensor")
-        return [lane.program for lane in made.lanes], made.leaves, made.cuts
+        new_plan = plan(Graph({"y": ops.mul_mat(new, new)}, {cache: new}), devices(3), split_mode="tensor")
+        return [device_plan.program for device_plan in new_plan.lanes], new_plan.leaves, new_plan.cuts
 
     assert once() == once()

@@ -40,54 +40,60 @@ class Experts:
         kinds = (REPLICATE, Cut(self.row), Cut(self.column), PARTIAL, Routed(self.expert, self.ids))
         self.states = dict(zip(STATES, (*kinds, Local((0,)), Local((2,))), strict=True))
 
-    def assignment(self, made: State, wanted: State) -> Assignment:
+    def assignment(self, produced: State, required: State) -> Assignment:
         """The product is made in one state, and read in another."""
         chosen = frozenset({self.row, self.column, self.expert})
         walk = Pass(self.graph, self.factors, chosen, self.graph.users(), (), NO_PINS)
         out, node, scale = walk.out, self.product.node, self.doubled.node
-        by = Cut(self.expert) if made.is_owed else made
-        if made.is_owed:
+        by = Cut(self.expert) if produced.is_owed else produced
+        if produced.is_owed:
             out.dealt[node] = self.ids
-        cut = isinstance(by, Cut)
-        out.wants[node] = tuple(REPLICATE if cut and by.factor not in self.factors.of(s) else by for s in node.inputs)
+        is_shard_state = isinstance(by, Cut)
+        out.wants[node] = tuple(
+            REPLICATE if is_shard_state and by.factor not in self.factors.of(s) else by for s in node.inputs
+        )
         out.made |= dict.fromkeys(node.inputs, REPLICATE) | {self.table: out.wants[node][0]}
-        out.made |= {self.product: made, self.doubled: wanted}
-        out.by |= {node: by, scale: wanted}
-        out.wants[scale] = (wanted,)
+        out.made |= {self.product: produced, self.doubled: required}
+        out.by |= {node: by, scale: required}
+        out.wants[scale] = (required,)
         for reader in (node, scale):
             for value, state in zip(reader.inputs, out.wants[reader], strict=True):
                 walk._convert(value, state, reader)
-        if wanted.is_owed:
+        if required.is_owed:
             walk._convert(self.doubled, REPLICATE, None)
         return out
 
 
-PAIRS = [(made, wanted) for made, wanted in product(STATES, STATES) if wanted != "routed" or made == "routed"]
+PAIRS = [
+    (produced, required)
+    for produced, required in product(STATES, STATES)
+    if required != "routed" or produced == "routed"
+]
 
 
-@pytest.mark.parametrize(("made", "wanted"), PAIRS)
-def test_a_value_goes_from_every_state_to_every_state_in_which_it_may_be_read(made, wanted):
-    given = Experts()
+@pytest.mark.parametrize(("produced", "required"), PAIRS)
+def test_a_value_goes_from_every_state_to_every_state_in_which_it_may_be_read(produced, required):
+    experts = Experts()
     group = group_of(3)
-    assignment = given.assignment(given.states[made], given.states[wanted])
-    sharded = shard(given.graph, given.factors, assignment, Shares([1, 2, 1]))
-    plan = Planning(given.graph, group, (), CPU)._plan(sharded, frozenset(), (), {})
+    assignment = experts.assignment(experts.states[produced], experts.states[required])
+    sharded = shard(experts.graph, experts.factors, assignment, Shares([1, 2, 1]))
+    plan = Planning(experts.graph, group, (), CPU)._plan(sharded, frozenset(), (), {})
     verify_plan(plan)
     table, x, ids = np.arange(144.0).reshape(8, 6, 3), np.arange(12.0).reshape(4, 1, 3), np.array([[7], [0], [3], [3]])
-    wanted_numbers = 2 * np.einsum("tnk,tvk->tvn", table[ids[:, 0]], x)
-    np.testing.assert_array_equal(run_of(plan, {"table": table, "x": x, "ids": ids})["y"], wanted_numbers)
+    expected_numbers = 2 * np.einsum("tnk,tvk->tvn", table[ids[:, 0]], x)
+    np.testing.assert_array_equal(run_of(plan, {"table": table, "x": x, "ids": ids})["y"], expected_numbers)
 
 
-@pytest.mark.parametrize("made", [s for s in STATES if s != "routed"])
-def test_nothing_becomes_routed_that_was_not_made_so(made):
+@pytest.mark.parametrize("produced", [s for s in STATES if s != "routed"])
+def test_only_a_routed_result_is_read_as_routed(produced):
     states = Experts().states
     with pytest.raises(AssertionError, match="cannot become"):
-        way(states[made], states["routed"])
+        way(states[produced], states["routed"])
 
 
 def test_a_sum_that_is_routed_otherwise_is_as_good_as_any_sum():
-    given = Experts()
-    other = Routed(given.expert, Value(input("others", (4, 1), "i32").node))
+    experts = Experts()
+    other = Routed(experts.expert, Value(input("others", (4, 1), "i32").node))
     assert way(other, PARTIAL) == ()
     with pytest.raises(AssertionError, match="cannot become"):
-        way(other, given.states["routed"])
+        way(other, experts.states["routed"])

@@ -18,7 +18,7 @@ from hocket.scheduler.sharding.teams import teams_by
 from hocket.scheduler.verifier.plan import plan_faults
 
 from ...given.plans.faults import SLOW, decoder
-from ...given.plans.ways import compared, results, values_of
+from ...given.plans.ways import compare_results, results, values_of
 
 MODE = "layer,tensor"
 
@@ -27,7 +27,7 @@ def group(kind, devices):
     return group_of([f"{kind}:{d}" for d in range(devices)], None)
 
 
-def staged(graph=None, kind="numpy", devices=4, **options):
+def plan_stages(graph=None, kind="numpy", devices=4, **options):
     return plan_for(graph or decoder(), group(kind, devices), split_mode=MODE, hardware=SLOW, **options)
 
 
@@ -36,9 +36,9 @@ def blocks(layers, width=8, name="b"):
     x = input("x", (2, width))
     updates = {}
     for i in range(layers):
-        kept = state(f"{name}{i}.kept", (2, 2 * width))
-        wide = ops.add(ops.silu(ops.mul_mat(weight(f"{name}{i}.up", (2 * width, width)), x)), kept)
-        updates[kept] = wide
+        old_state = state(f"{name}{i}.kept", (2, 2 * width))
+        wide = ops.add(ops.silu(ops.mul_mat(weight(f"{name}{i}.up", (2 * width, width)), x)), old_state)
+        updates[old_state] = wide
         x = ops.add(x, ops.mul_mat(weight(f"{name}{i}.down", (width, 2 * width)), wide), name=f"{name}{i}.out")
     return Graph({"y": x}, updates)
 
@@ -49,72 +49,72 @@ def widths(graph, factors):
 
 
 @pytest.mark.parametrize(("make", "devices", "shares"), [(decoder, 4, ()), (lambda: blocks(3), 6, (3, 1, 1, 2, 1, 1))])
-def test_stages_that_are_cut_give_what_one_device_gives(make, devices, shares):
+def test_sharded_stages_give_the_results_of_one_device(make, devices, shares):
     graph = make()
     values = values_of(graph, 1)
-    made = staged(graph, "reference", devices, tensor_split=shares)
-    assert {len(team) for team in teams_of([lane.program for lane in made.lanes])} == {devices // 2}
-    assert not compared(results(made, values), results(plan_for(graph, group("reference", 1)), values))
+    plan = plan_stages(graph, "reference", devices, tensor_split=shares)
+    assert {len(members) for members in teams_of([device_plan.program for device_plan in plan.lanes])} == {devices // 2}
+    assert not compare_results(results(plan, values), results(plan_for(graph, group("reference", 1)), values))
 
 
-def test_a_state_that_no_node_reads_stays_with_its_team():
-    wide, few, kept = weight("wide", (8, 6)), weight("few", (7,)), state("kept", (8,))
+def test_a_state_that_no_node_reads_stays_with_its_group():
+    wide, few, old_state = weight("wide", (8, 6)), weight("few", (7,)), state("kept", (8,))
     new = ops.reshape(ops.mul_mat(wide, input("x", (1, 6))), shape=(8,))
     outputs = {
         "y": new,
         "z": ops.cont(ops.transpose(input("up", (1, 6)))),
         "v": ops.gather(few, input("i", (3,), "i32")),
     }
-    graph = Graph(outputs, {kept: new})
+    graph = Graph(outputs, {old_state: new})
     values = {**values_of(graph, 3), "i": np.array([0, 6, 2])}
-    made = staged(graph, "reference", choose=lambda g, f: frozenset(f.axes(wide)[1][0]))
-    assert made.leaves["kept"] == Local((2, 3)), "the graph has to be one whose new value is made before"
-    assert not compared(results(made, values), results(plan_for(graph, group("reference", 1)), values))
+    plan = plan_stages(graph, "reference", choose=lambda g, f: frozenset(f.axes(wide)[1][0]))
+    assert plan.leaves["kept"] == Local((2, 3)), "the graph has to be one whose new value is made before"
+    assert not compare_results(results(plan, values), results(plan_for(graph, group("reference", 1)), values))
 
 
-def test_devices_that_only_send_letters_are_one_team_and_go_on_meeting_where_their_memory_is():
-    made = plan_for(decoder(), group("reference", 3), split_mode="layer")
-    assert teams_of([lane.program for lane in made.lanes]) == ((0, 1, 2),) * 3
+def test_devices_that_only_send_messages_are_one_group_and_still_run_collectives_in_their_memory():
+    plan = plan_for(decoder(), group("reference", 3), split_mode="layer")
+    assert teams_of([device_plan.program for device_plan in plan.lanes]) == ((0, 1, 2),) * 3
 
 
-def test_compiled_code_sums_in_teams():
+def test_compiled_code_sums_in_groups():
     graph = blocks(3, 32)
     values = values_of(graph, 1)
     want = results(plan_for(graph, group("cpu", 1)), values)
-    for got, right in zip(results(staged(graph, "cpu"), values), want, strict=True):
+    for got, right in zip(results(plan_stages(graph, "cpu"), values), want, strict=True):
         for name, array in right.items():
             assert np.abs(got[name] - array).max() <= 1e-5 * np.abs(array).max()
 
 
-def test_each_stage_holds_its_own_layers_cut_among_its_team():
-    made = staged(blocks(2), choose=widths)
-    assert made.leaves["b0.up"] == Shard(0, (((0, 8),), ((8, 8),), (), ()))
-    assert made.leaves["b1.up"] == Shard(0, ((), (), ((0, 8),), ((8, 8),)))
-    assert made.leaves["b1.kept"] == Shard(1, ((), (), ((0, 8),), ((8, 8),)))
-    assert made.outputs["y"] == Local((2,))
-    assert [r for r in made.reasons if r.startswith("stage ")] == [
+def test_each_stage_holds_its_own_layers_sharded_in_its_group():
+    plan = plan_stages(blocks(2), choose=widths)
+    assert plan.leaves["b0.up"] == Shard(0, (((0, 8),), ((8, 8),), (), ()))
+    assert plan.leaves["b1.up"] == Shard(0, ((), (), ((0, 8),), ((8, 8),)))
+    assert plan.leaves["b1.kept"] == Shard(1, ((), (), ((0, 8),), ((8, 8),)))
+    assert plan.outputs["y"] == Local((2,))
+    assert [r for r in plan.reasons if r.startswith("stage ")] == [
         "stage 0 of the layers is on numpy:0, numpy:1",
         "stage 1 of the layers is on numpy:2, numpy:3",
     ]
 
 
-def test_a_weight_that_two_stages_cut_on_different_axes_is_whole_on_both():
+def test_a_weight_that_two_stages_shard_on_different_axes_is_whole_on_both():
     x, shared = input("x", (2, 8)), weight("shared", (8, 8))
     first = ops.mul_mat(weight("a", (8, 32)), ops.silu(ops.mul_mat(weight("b", (32, 8)), ops.mul_mat(shared, x))))
     last = ops.mul_mat(weight("c", (8, 32)), ops.silu(ops.mul_mat(weight("d", (32, 8)), first)))
     graph = Graph({"y": ops.mul_mat(ops.transpose(shared), last)})
-    made, values = staged(graph, "reference"), values_of(graph, 2)
-    assert not compared(results(made, values), results(plan_for(graph, group("reference", 1)), values))
+    plan, values = plan_stages(graph, "reference"), values_of(graph, 2)
+    assert not compare_results(results(plan, values), results(plan_for(graph, group("reference", 1)), values))
 
 
 def test_a_plan_in_json_is_the_same_plan():
-    made = plan_for(blocks(2), group("numpy", 4), split_mode=MODE, hardware=replace(SLOW, launch=1e-9, machine=2))
-    again = plan_from_json(plan_to_json(made))
-    assert again.digest() == made.digest()
-    assert again.hardware == made.hardware
+    plan = plan_for(blocks(2), group("numpy", 4), split_mode=MODE, hardware=replace(SLOW, launch=1e-9, machine=2))
+    again = plan_from_json(plan_to_json(plan))
+    assert again.digest() == plan.digest()
+    assert again.hardware == plan.hardware
 
 
-def test_teams_are_machines_or_the_squarest_division():
+def test_device_groups_are_machines_or_the_squarest_division():
     assert teams_by(0, 6) == [[0, 1, 2], [3, 4, 5]]
     assert teams_by(2, 6) == [[0, 1], [2, 3], [4, 5]]
     for machine, devices in ((0, 3), (4, 6), (1, 4)):
@@ -124,26 +124,26 @@ def test_teams_are_machines_or_the_squarest_division():
 
 def test_what_cannot_be_staged_is_refused_in_one_line():
     with pytest.raises(PlanError, match="leave --place out"):
-        staged(place=[("wq", "numpy:1")])
+        plan_stages(place=[("wq", "numpy:1")])
     with pytest.raises(PlanError, match="nothing to cut within a stage"):
-        staged(Graph({"y": ops.neg(input("x", (2,)))}))
+        plan_stages(Graph({"y": ops.neg(input("x", (2,)))}))
 
 
-def test_the_verifier_finds_a_device_that_stays_away_from_its_team():
-    made = staged(blocks(3))
+def test_the_verifier_finds_a_device_that_stays_away_from_its_group():
+    plan = plan_stages(blocks(3))
     others = plan_for(blocks(3), group("numpy", 4), split_mode="tensor", hardware=SLOW)
     for number in (0, 3):
-        mixed = list(made.lanes)
-        mixed[number] = replace(others.lanes[number], device=made.lanes[number].device)
-        assert list(plan_faults(replace(made, lanes=tuple(mixed))))
-    swapped = [made.lanes[d] for d in (2, 1, 0, 3)]
-    lanes = tuple(replace(lane, device=made.lanes[d].device) for d, lane in enumerate(swapped))
-    assert list(plan_faults(replace(made, lanes=lanes)))
+        mixed = list(plan.lanes)
+        mixed[number] = replace(others.lanes[number], device=plan.lanes[number].device)
+        assert list(plan_faults(replace(plan, lanes=tuple(mixed))))
+    swapped = [plan.lanes[d] for d in (2, 1, 0, 3)]
+    device_plans = tuple(replace(device_plan, device=plan.lanes[d].device) for d, device_plan in enumerate(swapped))
+    assert list(plan_faults(replace(plan, lanes=device_plans)))
 
 
-def test_the_virtual_clock_runs_teams():
-    made = staged(blocks(2), "null")
-    assert timeline(made).seconds > 0
+def test_the_virtual_clock_runs_device_groups():
+    plan = plan_stages(blocks(2), "null")
+    assert timeline(plan).seconds > 0
 
 
 def test_machines_are_simulated_with_the_link_between_them():
@@ -161,14 +161,14 @@ def test_machines_are_simulated_with_the_link_between_them():
 
 def test_auto_says_what_stages_across_machines_would_take():
     mesh = simulate("h200:2,nvlink x 2,ib400")
-    made = plan_for(blocks(4, 256), mesh.group, hardware=mesh.hardware)
-    assert any("layers across 2 machines, cut within each, on 4 devices" in reason for reason in made.reasons)
-    assert made.cost.total <= plan_for(blocks(4, 256), mesh.group[:1], hardware=mesh.hardware).cost.total
+    plan = plan_for(blocks(4, 256), mesh.group, hardware=mesh.hardware)
+    assert any("layers across 2 machines, cut within each, on 4 devices" in reason for reason in plan.reasons)
+    assert plan.cost.total <= plan_for(blocks(4, 256), mesh.group[:1], hardware=mesh.hardware).cost.total
 
 
 def test_states_of_stages_are_read_and_written_as_one_array():
     graph = blocks(2)
     values = values_of(graph, 3)
-    first, _, states = results(staged(graph), values)
+    first, _, states = results(plan_stages(graph), values)
     assert states["b1.kept"].shape == (2, 16)
     assert np.isfinite(first["y"]).all()

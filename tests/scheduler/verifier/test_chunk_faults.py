@@ -1,4 +1,4 @@
-"""Faults planted in sums whose terms are computed in chunks: what makes one summand of two, and what adds up."""
+"""Faults planted in sums with terms in chunks: in the join of two summands, and in the addition."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHUNKS = ((0, 3), (3, 6))
 
 @cache
 def summed_plan() -> Plan:
-    """Two products cut along their terms, whose sums are asked for, and needed: `a` times `b`."""
+    """Build two products split along their terms; both sums are outputs, and their product is `a` times `b`."""
     x = input("x", (T, K))
     a, b = (ops.mul_mat(weight(f"w{n}", (N, K)), x, name=n) for n in "ab")
     graph = Graph({"a": a, "b": b, "y": ops.rms_norm(ops.mul(a, b, name="product"), name="y")})
@@ -42,7 +42,7 @@ def columns(value: Value, start: int, stop: int) -> Value:
 
 
 def in_chunks(first: tuple[int, int], second: tuple[int, int], one: Edit, two: Edit) -> Edit:
-    """The sum of a product whose rows are computed in two chunks, each by a function of the weight and its rows."""
+    """Return the sum of a product with rows in two chunks, each by a function of the weight and its rows."""
 
     def edit(node, src):
         w, x = src[0].node.inputs
@@ -53,7 +53,7 @@ def in_chunks(first: tuple[int, int], second: tuple[int, int], one: Edit, two: E
 
 
 def all_terms(w: Value, x: Value) -> Value:
-    """Those that the device has."""
+    """Return all terms of the device."""
     return ops.mul_mat(w, x)
 
 
@@ -71,16 +71,16 @@ def on_both(edit: Edit) -> Callable[[], Plan]:
 
 def chunk_of_another() -> Plan:
     """The second chunk of `b` is of `a`."""
-    made: dict[str, Value] = {}
+    values: dict[str, Value] = {}
 
     def note(node, src):
-        made["a"] = ops.mul_mat(*src, name=node.name)
-        return made["a"]
+        values["a"] = ops.mul_mat(*src, name=node.name)
+        return values["a"]
 
-    def mixed(node, src):
-        return all_reduce(ops.concat(rows(src[0], 0, 3), rows(made["a"], 3, 6), axis=0), name=node.name, **node.attrs)
+    def mix_chunks(node, src):
+        return all_reduce(ops.concat(rows(src[0], 0, 3), rows(values["a"], 3, 6), axis=0), name=node.name, **node.attrs)
 
-    return nodes(summed_plan(), 0, 1, a=note, b__sum=mixed)
+    return nodes(summed_plan(), 0, 1, a=note, b__sum=mix_chunks)
 
 
 def factor_in_turn(of_a: Callable[[int], bool]) -> Callable[[], Plan]:

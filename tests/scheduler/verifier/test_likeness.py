@@ -1,4 +1,4 @@
-"""Programs that are like a proven one: they are lowered and proven once, and whatever is wrong in another is seen."""
+"""Programs that equal a verified one: they are lowered and verified once, and faults in another one are seen."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def tower() -> Graph:
     """Layers that are all alike, each with a weight and a state."""
     x, updates = input("x", (2, 32)), {}
     for i in range(LAYERS):
-        kept = state(f"kept.{i}", (2, 32))
+        old_state = state(f"kept.{i}", (2, 32))
         y = ops.silu(ops.mul_mat(weight(f"w.{i}", (32, 32)), x))
-        updates[kept] = ops.add(y, kept)
-        x = ops.add(x, ops.scale(updates[kept], scale=0.5), name=f"out.{i}")
+        updates[old_state] = ops.add(y, old_state)
+        x = ops.add(x, ops.scale(updates[old_state], scale=0.5), name=f"out.{i}")
     return Graph({"y": x}, updates)
 
 
@@ -35,7 +35,7 @@ def layers_on(devices: int):
     return plan_for(tower(), group_of([f"reference:{d}" for d in range(devices)], None), split_mode="layer")
 
 
-def counted(monkeypatch, module, name):
+def count_calls(monkeypatch, module, name):
     """How often a function of a module was called, as a list that grows."""
     calls, real = [], getattr(module, name)
 
@@ -47,10 +47,10 @@ def counted(monkeypatch, module, name):
     return calls
 
 
-def test_layers_that_are_alike_are_lowered_and_proven_once(monkeypatch):
-    lowered, proven = counted(monkeypatch, lane, "lower_with_saves"), counted(monkeypatch, verifier, "faults")
-    made = layers_on(LAYERS)
-    assert len({id(one.program) for one in made.lanes}) == LAYERS
+def test_equal_layers_are_lowered_and_verified_once(monkeypatch):
+    lowered, proven = count_calls(monkeypatch, lane, "lower_with_saves"), count_calls(monkeypatch, verifier, "faults")
+    plan = layers_on(LAYERS)
+    assert len({id(one.program) for one in plan.lanes}) == LAYERS
     assert len(lowered) == len(proven) == 4  # the first two are cut elsewhere, the last gives the output
 
 
@@ -62,12 +62,12 @@ def test_what_is_stamped_is_what_lowering_gives():
 
 
 def test_a_graph_like_no_other_is_lowered_as_a_stamped_one_would_be(monkeypatch):
-    stamped = counted(monkeypatch, lane, "named")
+    stamped = count_calls(monkeypatch, lane, "named")
     group = group_of([f"reference:{d}" for d in range(3)], None)
-    made = plan_for(tower(), group, split_mode="tensor", tensor_split=(4, 3, 1), hardware=SLOW)
+    plan = plan_for(tower(), group, split_mode="tensor", tensor_split=(4, 3, 1), hardware=SLOW)
     assert not stamped
-    assert len({alike.structure(one.program) for one in made.lanes}) == 3
-    for one in made.lanes:
+    assert len({alike.structure(one.program) for one in plan.lanes}) == 3
+    for one in plan.lanes:
         lowered = lower.lower(alike.numbered(one.graph), one.backend, one.device)
         graph, program = alike.named(*lowered, one.graph)
         assert graph.digest() == one.graph.digest()
@@ -85,7 +85,7 @@ def _step(at, **by):
     return change
 
 
-def _moved(p):
+def _move_tensor(p):
     first = p.instructions[1]
     (result,) = first.dst
     return _step(1, dst=(replace(result, offset=result.offset + 64),))(p)
@@ -96,7 +96,7 @@ FAULTS = {
     "the node of a step": _step(2, index=0),
     "an attribute": _step(2, attrs={"scale": 3.0}),
     "an op": _step(2, op="neg"),
-    "a place": _moved,
+    "a place": _move_tensor,
     "a step too few": lambda p: replace(p, instructions=p.instructions[:-1]),
     "nothing is undone": lambda p: replace(p, undo=()),
     "another is put back": lambda p: replace(p, undo=tuple((at, replace(b, node="w.3.undo")) for at, b in p.undo)),
@@ -111,20 +111,20 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_a_program_that_was_stamped_is_found(fault):
-    made = layers_on(LAYERS)
-    assert not list(plan_faults(made))
+    plan = layers_on(LAYERS)
+    assert not list(plan_faults(plan))
     at = 3
-    broken = replace(made.lanes[at], program=FAULTS[fault](made.lanes[at].program))
-    other = made.lanes[2]
-    assert is_like(made.lanes[at].graph, made.lanes[at].program, other.graph, other.program)
+    broken = replace(plan.lanes[at], program=FAULTS[fault](plan.lanes[at].program))
+    other = plan.lanes[2]
+    assert is_like(plan.lanes[at].graph, plan.lanes[at].program, other.graph, other.program)
     assert not is_like(broken.graph, broken.program, other.graph, other.program)
-    lanes = tuple(broken if n == at else one for n, one in enumerate(made.lanes))
-    assert list(plan_faults(replace(made, lanes=lanes)))
+    device_plans = tuple(broken if n == at else one for n, one in enumerate(plan.lanes))
+    assert list(plan_faults(replace(plan, lanes=device_plans)))
 
 
-def test_graphs_of_other_shapes_or_wiring_are_not_alike():
-    made = layers_on(LAYERS)
-    first, third, fourth = (made.lanes[n] for n in (0, 2, 3))
+def test_graphs_of_other_shapes_or_wiring_are_not_equal():
+    plan = layers_on(LAYERS)
+    first, third, fourth = (plan.lanes[n] for n in (0, 2, 3))
     assert not is_like(first.graph, first.program, third.graph, third.program)
     (y,) = (v for v in fourth.graph.updates.values())
     crossed = Graph(fourth.graph.outputs, dict.fromkeys(fourth.graph.updates, y.node.inputs[0]))

@@ -19,44 +19,44 @@ from ...given.plans.faults import layer_plan, tensor_plan
 
 
 def passed_on(stages: int = 3):
-    """A plan with a weight and a state on each of so many devices, through which a value goes."""
+    """Build a plan with a weight and a state on each of `stages` devices, through which a value goes."""
     x = input("x", (4, 8))
     updates = {}
     for stage in range(stages):
-        kept = state(f"kept.{stage}", (4, 8))
-        x = ops.add(ops.mul_mat(weight(f"w.{stage}", (8, 8)), x), kept)
-        updates[kept] = x
+        old_state = state(f"kept.{stage}", (4, 8))
+        x = ops.add(ops.mul_mat(weight(f"w.{stage}", (8, 8)), x), old_state)
+        updates[old_state] = x
     return plan(Graph({"y": x}, updates), [f"reference:{d}" for d in range(stages)], split_mode="layer")
 
 
-def programs_of(made):
-    return [lane.program for lane in made.lanes]
+def programs_of(plan):
+    return [device_plan.program for device_plan in plan.lanes]
 
 
-def orders(made, runs):
-    return [list(acts) for acts in in_succession([made] * runs)]
+def orders(plan, runs):
+    return [list(actions) for actions in in_succession([plan] * runs)]
 
 
-def found(made, order, runs=3):
-    return list(order_faults([programs_of(made)] * runs, order))
+def find_faults(plan, order, runs=3):
+    return list(order_faults([programs_of(plan)] * runs, order))
 
 
-def in_teams():
+def plan_in_groups():
     """Two stages, each cut among three devices."""
-    return chain(2, team=3)[0]
+    return chain(2, group_size=3)[0]
 
 
-@pytest.mark.parametrize("made", [passed_on, layer_plan, in_teams], ids=["chain", "decoder", "teams"])
+@pytest.mark.parametrize("make_plan", [passed_on, layer_plan, plan_in_groups], ids=["chain", "decoder", "teams"])
 @pytest.mark.parametrize("runs", [0, 1, 5])
-def test_runs_that_follow_each_other_are_right(made, runs):
-    assert not found(made(), orders(made(), runs), runs)
+def test_runs_that_follow_each_other_are_right(make_plan, runs):
+    assert not find_faults(make_plan(), orders(make_plan(), runs), runs)
 
 
-def swapped(acts, one, two):
-    acts = list(acts)
-    i, j = acts.index(one), acts.index(two)
-    acts[i], acts[j] = acts[j], acts[i]
-    return acts
+def swap_actions(actions, one, two):
+    actions = list(actions)
+    i, j = actions.index(one), actions.index(two)
+    actions[i], actions[j] = actions[j], actions[i]
+    return actions
 
 
 @pytest.mark.parametrize(
@@ -70,32 +70,32 @@ def swapped(acts, one, two):
     ],
 )
 def test_memory_is_not_used_for_a_run_before_the_last_has_done_with_it(one, two, why):
-    made = passed_on()
-    order = orders(made, 3)
-    order[1] = swapped(order[1], one, two)
-    complaints = found(made, order)
+    plan = passed_on()
+    order = orders(plan, 3)
+    order[1] = swap_actions(order[1], one, two)
+    complaints = find_faults(plan, order)
     assert complaints
-    assert all(said.startswith("device 1: ") for said in complaints)
-    assert any(why in said for said in complaints)
+    assert all(complaint.startswith("device 1: ") for complaint in complaints)
+    assert any(why in complaint for complaint in complaints)
 
 
 def test_a_run_finds_the_states_that_the_one_before_it_has_left():
     """A device that makes two runs in the other order has everything else in order."""
-    made = passed_on()
-    order = orders(made, 3)
+    plan = passed_on()
+    order = orders(plan, 3)
     order[2] = [Act(what, {0: 1, 1: 0}.get(run, run)) for what, run in order[2]]
-    assert "device 2: run 1: its states are those before run 0" in found(made, order)
+    assert "device 2: run 1: its states are those before run 0" in find_faults(plan, order)
 
 
-def test_a_letter_that_overtakes_is_found_where_states_are_not():
-    """One device sends a letter twice in each run: in the second the next one takes what was left of the first."""
-    made = passed_on()
-    stateless = [dataclasses.replace(p, undo=()) for p in programs_of(made)]
-    letters = [[i for i in p.instructions if i.op in ("send", "receive")] for p in stateless]
-    assert [len(own) for own in letters] == [1, 2, 1]
+def test_an_overtaking_message_is_found_in_stateless_programs():
+    """Check a device that sends a message twice in each run: the second one contains the leftover of the first."""
+    plan = passed_on()
+    stateless = [dataclasses.replace(p, undo=()) for p in programs_of(plan)]
+    messages = [[i for i in p.instructions if i.op in ("send", "receive")] for p in stateless]
+    assert [len(own) for own in messages] == [1, 2, 1]
     order = [[Act(w, r) for r in runs for w in ("put", "run", "keep")] for runs in ((0, 1), (0, 1), (0, 1))]
     first = stateless[0]
-    twice = dataclasses.replace(first, instructions=(*first.instructions, letters[0][0]))  # sends each letter twice
+    twice = dataclasses.replace(first, instructions=(*first.instructions, messages[0][0]))  # sends each letter twice
     complaints = list(order_faults([[twice, *stateless[1:]]] * 2, order))
     assert complaints
     assert "receive 0 (%" in complaints[0]
@@ -105,76 +105,76 @@ def test_a_letter_that_overtakes_is_found_where_states_are_not():
 
 @pytest.mark.parametrize("device", range(3))
 def test_a_device_that_leaves_a_run_out_is_found(device):
-    made = passed_on()
-    order = orders(made, 3)
+    plan = passed_on()
+    order = orders(plan, 3)
     order[device] = order[device][:-3]
-    assert f"device {device}: it makes 2 of 3 runs" in found(made, order)
+    assert f"device {device}: it makes 2 of 3 runs" in find_faults(plan, order)
 
 
-def test_a_run_whose_results_nobody_keeps_is_found():
-    made = passed_on()
-    order = orders(made, 3)
+def test_a_run_without_retained_results_is_found():
+    plan = passed_on()
+    order = orders(plan, 3)
     del order[0][-1]
-    assert found(made, order) == ["device 0: run 2 is begun, and not kept"]
+    assert find_faults(plan, order) == ["device 0: run 2 is begun, and not kept"]
 
 
-def test_letters_to_and_fro_are_no_fault_and_no_gain():
-    """What comes back to the first device keeps it from the next run."""
+def test_messages_to_and_fro_are_no_fault_and_no_gain():
+    """Check that a message back to the first device delays its next run."""
     x = input("x", (64, 64))
     for number in range(4):
         x = ops.mul_mat(weight(f"w.{number}", (64, 64)), x, name=f"y.{number}")
     place = [("y.1", "reference:1"), ("y", "reference:0")]
-    made = plan(Graph({"y": x}), ["reference:0", "reference:1"], split_mode="layer", place=place)
-    assert not found(made, orders(made, 3))
-    assert gain(made) < 1.1
+    new_plan = plan(Graph({"y": x}), ["reference:0", "reference:1"], split_mode="layer", place=place)
+    assert not find_faults(new_plan, orders(new_plan, 3))
+    assert gain(new_plan) < 1.1
     assert gain(passed_on(2)) > 1.5
 
 
 def test_devices_that_wait_for_each_other_are_found():
-    """The first sends the second what that takes only when it has itself been heard."""
-    made = passed_on(2)
-    (sent,) = (i for i in made.lanes[0].program.instructions if i.op == "send")
-    (taken,) = (i for i in made.lanes[1].program.instructions if i.op == "receive")
+    """Check a device that sends a message to one that receives it only after its own message has arrived."""
+    plan = passed_on(2)
+    (sent,) = (i for i in plan.lanes[0].program.instructions if i.op == "send")
+    (taken,) = (i for i in plan.lanes[1].program.instructions if i.op == "receive")
     there = dataclasses.replace(sent, attrs={**sent.attrs, "to": 0, "sequence": 1})
     here = dataclasses.replace(taken, attrs={**taken.attrs, "source": 1, "sequence": 1})
-    one, two = programs_of(made)
+    one, two = programs_of(plan)
     programs = [
         dataclasses.replace(one, instructions=(here, sent)),
         dataclasses.replace(two, instructions=(taken, there)),
     ]
-    (why,) = order_faults([programs], in_succession([made]))
+    (why,) = order_faults([programs], in_succession([plan]))
     assert why.startswith("devices wait for each other: receive 1")
 
 
-def met(program):
+def collectives_of(program):
     """The collectives of a program."""
     return [i for i in program.instructions if i.op in COLLECTIVES and i.op not in POINT_TO_POINT_OPS]
 
 
-def test_a_team_whose_members_come_to_meetings_in_another_order_is_found():
-    made = in_teams()
-    programs = programs_of(made)
-    programs[1] = dataclasses.replace(programs[1], instructions=(*reversed(met(programs[1])),))
-    (why,) = order_faults([programs] * 2, orders(made, 2))
+def test_a_group_with_collectives_in_different_orders_is_found():
+    plan = plan_in_groups()
+    programs = programs_of(plan)
+    programs[1] = dataclasses.replace(programs[1], instructions=(*reversed(collectives_of(programs[1])),))
+    (why,) = order_faults([programs] * 2, orders(plan, 2))
     assert why.startswith("all_gather 2 (")
     assert "of device 1 in run 0: all_gather 0 (" in why
     assert why.endswith("of device 0 in run 0 comes in its place")
 
 
-def test_a_team_whose_members_are_in_different_runs_is_found():
+def test_a_group_with_members_in_different_runs_is_found():
     """One of them comes to its only meeting twice in each run: in the second the others are in their next run."""
-    made = in_teams()
-    gathering = [dataclasses.replace(p, instructions=(met(p)[0],)) for p in programs_of(made)]
+    plan = plan_in_groups()
+    gathering = [dataclasses.replace(p, instructions=(collectives_of(p)[0],)) for p in programs_of(plan)]
     twice = dataclasses.replace(gathering[0], instructions=gathering[0].instructions * 2)
-    (why,) = order_faults([[twice, *gathering[1:]]] * 2, orders(made, 2))
+    (why,) = order_faults([[twice, *gathering[1:]]] * 2, orders(plan, 2))
     assert "of device 1 in run 1: all_gather 0 (" in why
     assert why.endswith("of device 0 in run 0 comes in its place")
 
 
-def test_only_devices_that_do_not_all_meet_are_in_succession():
+def test_only_devices_without_common_collectives_are_pipelined():
     with pytest.raises(
         PlanError, match=r"joins all devices: runs follow each other only where devices meet by letters,"
     ):
         in_succession([tensor_plan()] * 2)
     assert gain(tensor_plan()) == 1.0
-    assert gain(in_teams()) > 1.5
+    assert gain(plan_in_groups()) > 1.5

@@ -15,22 +15,22 @@ from hocket.scheduler.verifier.plan import plan_faults
 from ...given.plans.faults import (
     PlannedFault,
     again,
-    ending,
     experts_plan,
     gather_plan,
-    laid,
     layer_plan,
     nodes,
     on,
     placed_plan,
-    reading,
-    renumbered,
+    read_other_value,
+    renumber_collectives,
     require_named,
     tensor_plan,
+    with_leaf_layouts,
+    with_output_layouts,
 )
 
 
-def cut(axis: int, *runs: tuple[tuple[int, int], ...]) -> Shard:
+def shard(axis: int, *runs: tuple[tuple[int, int], ...]) -> Shard:
     return Shard(axis, runs)
 
 
@@ -66,11 +66,11 @@ SUMS: Mapping[str, PlannedFault] = {
     ),
     "a norm reads a sum that is owed": (
         "%normed2 .* not linear in x, a sum that is still owed",
-        lambda: on(tensor_plan(), 0, 1, graph=reading(normed2="mixed")),
+        lambda: on(tensor_plan(), 0, 1, graph=read_other_value(normed2="mixed")),
     ),
     "a norm reads a sum that is owed on one device": (
         "device 1: %normed3 .* not linear in x, a sum that is still owed",
-        lambda: on(tensor_plan(), 1, graph=reading(normed3="z")),
+        lambda: on(tensor_plan(), 1, graph=read_other_value(normed3="z")),
     ),
     "an activation reads a sum that is owed": (
         r"silu\(%mul_mat\) .* no such node on these values",
@@ -98,19 +98,19 @@ SUMS: Mapping[str, PlannedFault] = {
     ),
     "a residual is counted again where it was whole": (
         r"%z\.sum .* devices \[1\] bring it again",
-        lambda: on(tensor_plan(), 0, 1, graph=reading(z="mixed__sum")),
+        lambda: on(tensor_plan(), 0, 1, graph=read_other_value(z="mixed__sum")),
     ),
     "one device takes the whole residual, one its part": (
         r"%z\.sum .* devices \[1\] bring it again",
-        lambda: on(tensor_plan(), 0, graph=reading(z="mixed__sum")),
+        lambda: on(tensor_plan(), 0, graph=read_other_value(z="mixed__sum")),
     ),
     "two devices have the same terms": (
         "weight %down has 6 of 12 entries on no device",
-        lambda: laid(tensor_plan(), down=cut(1, ((0, 6),), ((0, 6),))),
+        lambda: with_leaf_layouts(tensor_plan(), down=shard(1, ((0, 6),), ((0, 6),))),
     ),
     "devices have terms in common": (
         "weight %down has 3 of 12 entries on no device",
-        lambda: laid(tensor_plan(), down=cut(1, ((0, 6),), ((3, 6),))),
+        lambda: with_leaf_layouts(tensor_plan(), down=shard(1, ((0, 6),), ((3, 6),))),
     ),
     "some terms are missing": (
         r"%z\.sum .* 3 of 12 terms are missing",
@@ -128,22 +128,22 @@ SUMS: Mapping[str, PlannedFault] = {
     ),
     "terms of weight and activation belong to others": (
         r"device 0: %o .* different entries of k: \[8:16\] and \[0:8\]",
-        lambda: laid(tensor_plan(), wo=cut(1, ((8, 8),), ((0, 8),))),
+        lambda: with_leaf_layouts(tensor_plan(), wo=shard(1, ((8, 8),), ((0, 8),))),
     ),
 }
 
-MEETINGS: Mapping[str, PlannedFault] = {
+COLLECTIVE_FAULTS: Mapping[str, PlannedFault] = {
     "two meetings are exchanged on one device": (
         r"all_reduce 0 \(%z\.sum\) of device 1 runs after all_reduce 1 \(%mixed\.sum\)",
-        lambda: renumbered(tensor_plan(), 1, {0: 1, 1: 0}),
+        lambda: renumber_collectives(tensor_plan(), 1, {0: 1, 1: 0}),
     ),
     "a meeting has another number on one device": (
         r"all_reduce 9 \(%z\.sum\) of device 1: device 0 does not come",
-        lambda: renumbered(tensor_plan(), 1, {1: 9}),
+        lambda: renumber_collectives(tensor_plan(), 1, {1: 9}),
     ),
     "two meetings have one number": (
         r"all_reduce 0 \(%z\.sum\) of device 0 is there twice",
-        lambda: renumbered(renumbered(tensor_plan(), 1, {1: 0}), 0, {1: 0}),
+        lambda: renumber_collectives(renumber_collectives(tensor_plan(), 1, {1: 0}), 0, {1: 0}),
     ),
     "a gather puts shards in another order": (
         r"%n .* c must be whole, and only \[3:6, 0:3\] of 6 is there",
@@ -195,7 +195,7 @@ MEETINGS: Mapping[str, PlannedFault] = {
     ),
     "a value is received under another number": (
         r"receive 5 \(%o\.from\.0\) of device 1: device 0 does not send it",
-        lambda: renumbered(layer_plan(), 1, {0: 5}),
+        lambda: renumber_collectives(layer_plan(), 1, {0: 5}),
     ),
     "another value is sent": (
         r"device 0: .*neg\(%o\) .* no such node on these values",
@@ -223,87 +223,90 @@ MEETINGS: Mapping[str, PlannedFault] = {
 LAYOUTS: Mapping[str, PlannedFault] = {
     "shards of a fused weight are exchanged": (
         r"%new\.cache\.k .* different entries of d: \[0:4\] and \[4:8\]",
-        lambda: laid(tensor_plan(), wkv=cut(0, ((4, 4), (12, 4)), ((0, 4), (8, 4)))),
+        lambda: with_leaf_layouts(tensor_plan(), wkv=shard(0, ((4, 4), (12, 4)), ((0, 4), (8, 4)))),
     ),
     "a fused weight is cut in halves": (
         r"device 0: %new\.cache\.v .* no such node on these values",
-        lambda: laid(tensor_plan(), wkv=cut(0, ((0, 8),), ((8, 8),))),
+        lambda: with_leaf_layouts(tensor_plan(), wkv=shard(0, ((0, 8),), ((8, 8),))),
     ),
     "parts of a fused weight are in another order": (
         r"device 0: .*reshape\(%k.* no such node on these values",
-        lambda: laid(tensor_plan(), wkv=cut(0, ((8, 4), (0, 4)), ((12, 4), (4, 4)))),
+        lambda: with_leaf_layouts(tensor_plan(), wkv=shard(0, ((8, 4), (0, 4)), ((12, 4), (4, 4)))),
     ),
     "query heads follow another key head": (
         r"%attended .* \[0:1, 2:3\] is no product \(kv_heads query_heads\)",
-        lambda: laid(tensor_plan(), wq=cut(0, ((0, 4), (8, 4)), ((4, 4), (12, 4)))),
+        lambda: with_leaf_layouts(tensor_plan(), wq=shard(0, ((0, 4), (8, 4)), ((4, 4), (12, 4)))),
     ),
     "heads are shifted by half a head": (
         r"reshape\(%q.* \[2:10\] is not \[4, 4\] cut along axes",
-        lambda: laid(tensor_plan(), wq=cut(0, ((2, 8),), ((10, 6), (0, 2)))),
+        lambda: with_leaf_layouts(tensor_plan(), wq=shard(0, ((2, 8),), ((10, 6), (0, 2)))),
     ),
     "a cache lies the other way round": (
         r"%new\.cache\.k .* different entries of d: \[4:8\] and \[0:4\]",
-        lambda: laid(tensor_plan(), cache__k=cut(1, ((4, 4),), ((0, 4),))),
+        lambda: with_leaf_layouts(tensor_plan(), cache__k=shard(1, ((4, 4),), ((0, 4),))),
     ),
     "the head's shards are exchanged": (
         r"output 'logits' on device 0 should be .*'\[0:5\]'\] .* and is .*'\[5:10\]'\]",
-        lambda: laid(tensor_plan(), head=cut(0, ((5, 5),), ((0, 5),))),
+        lambda: with_leaf_layouts(tensor_plan(), head=shard(0, ((5, 5),), ((0, 5),))),
     ),
     "a weight is cut along another axis": (
         r"%wkv .* bound to entries \['\[0:16\]', '\[0:8\]'\]",
-        lambda: laid(tensor_plan(), wkv=cut(1, ((0, 8),), ((0, 8),))),
+        lambda: with_leaf_layouts(tensor_plan(), wkv=shard(1, ((0, 8),), ((0, 8),))),
     ),
     "some rows of a weight lie nowhere": (
         "weight %gate has 6 of 12 entries on no device",
-        lambda: laid(tensor_plan(), gate=cut(0, ((0, 6),), ((0, 6),))),
+        lambda: with_leaf_layouts(tensor_plan(), gate=shard(0, ((0, 6),), ((0, 6),))),
     ),
     "runs of a weight lie outside it": (
         "weight %head has runs outside its 10 entries",
-        lambda: laid(tensor_plan(), head=cut(0, ((0, 5),), ((6, 5),))),
+        lambda: with_leaf_layouts(tensor_plan(), head=shard(0, ((0, 5),), ((6, 5),))),
     ),
     "runs of a weight are too short": (
         r"device 0: %head .* bound to entries \['\[0:6\]', '\[0:8\]'\]",
-        lambda: laid(tensor_plan(), head=cut(0, ((0, 6),), ((6, 4),))),
+        lambda: with_leaf_layouts(tensor_plan(), head=shard(0, ((0, 6),), ((6, 4),))),
     ),
     "a weight is bound whole": (
         r"device 0: %gate .* bound to entries \['\[0:12\]', '\[0:8\]'\]",
-        lambda: laid(tensor_plan(), gate=REPLICATE),
+        lambda: with_leaf_layouts(tensor_plan(), gate=REPLICATE),
     ),
     "a whole weight is bound in shards": (
         r"device 1: %norm .* bound to entries \['\[4:8\]'\]",
-        lambda: laid(tensor_plan(), norm=cut(0, ((0, 4),), ((4, 4),))),
+        lambda: with_leaf_layouts(tensor_plan(), norm=shard(0, ((0, 4),), ((4, 4),))),
     ),
-    "a weight is bound as a sum": ("weight %bo has the layout P", lambda: laid(tensor_plan(), bo=PARTIAL)),
-    "a weight has no layout": ("its layouts are of other leaves", lambda: laid(tensor_plan(), gate=None)),
+    "a weight is bound as a sum": ("weight %bo has the layout P", lambda: with_leaf_layouts(tensor_plan(), bo=PARTIAL)),
+    "a weight has no layout": ("its layouts are of other leaves", lambda: with_leaf_layouts(tensor_plan(), gate=None)),
     "an input is bound in shards": (
         r"input %x is given whole to every device, and the plan says S0\(3\|0\)",
-        lambda: laid(tensor_plan(), x=cut(0, ((0, 3),), ())),
+        lambda: with_leaf_layouts(tensor_plan(), x=shard(0, ((0, 3),), ())),
     ),
     "a weight lies on the other device": (
         "device 0: weight %wo is not bound there",
-        lambda: laid(layer_plan(), wo=Local((1,))),
+        lambda: with_leaf_layouts(layer_plan(), wo=Local((1,))),
     ),
     "a state lies on the other device": (
         r"device 0: state %cache\.v is not bound there",
-        lambda: laid(layer_plan(), cache__v=Local((1,))),
+        lambda: with_leaf_layouts(layer_plan(), cache__v=Local((1,))),
     ),
     "an output's shards are exchanged": (
         r"output 'logits' on device 0 should be .*'\[5:10\]'\] .* and is .*'\[0:5\]'\]",
-        lambda: ending(tensor_plan(), logits=cut(1, ((5, 5),), ((0, 5),))),
+        lambda: with_output_layouts(tensor_plan(), logits=shard(1, ((5, 5),), ((0, 5),))),
     ),
     "a cut output is said to be whole": (
         r"output 'logits' on device 0 should be .*'\[0:10\]'\] .* and is .*'\[0:5\]'\]",
-        lambda: ending(tensor_plan(), logits=REPLICATE),
+        lambda: with_output_layouts(tensor_plan(), logits=REPLICATE),
     ),
     "a whole output is said to be cut": (
         r"output 'z' on device 1 should be .*'\[4:8\]'\] .* and is .*'\[0:8\]'\]",
-        lambda: ending(tensor_plan(), z=cut(1, ((0, 4),), ((4, 4),))),
+        lambda: with_output_layouts(tensor_plan(), z=shard(1, ((0, 4),), ((4, 4),))),
     ),
     "an output is said to lie on the other device": (
         "output 'z' is missing on device 0",
-        lambda: ending(layer_plan(), z=Local((0,))),
+        lambda: with_output_layouts(layer_plan(), z=Local((0,))),
     ),
-    "an output is said to be a sum": ("output 'z' has the layout P", lambda: ending(tensor_plan(), z=PARTIAL)),
+    "an output is said to be a sum": (
+        "output 'z' has the layout P",
+        lambda: with_output_layouts(tensor_plan(), z=PARTIAL),
+    ),
     "an output is another value": (
         r"device 0: .*neg\(%z\.sum\) .* no such node on these values",
         lambda: on(tensor_plan(), 0, 1, graph=lambda g: Graph({**g.outputs, "z": ops.neg(g.outputs["z"])}, g.updates)),
@@ -353,7 +356,7 @@ NODES: Mapping[str, PlannedFault] = {
     ),
     "another weight is read": (
         r"device 0: %act = swiglu\(%gateed, %uped\) .* no such node on these values",
-        lambda: on(tensor_plan(), 0, 1, graph=reading(uped="gate")),
+        lambda: on(tensor_plan(), 0, 1, graph=read_other_value(uped="gate")),
     ),
     "an attribute differs on one device": (
         r"device 1: %normed2 .* attribute eps is 0\.1 and not 1e-06",
@@ -391,7 +394,7 @@ NODES: Mapping[str, PlannedFault] = {
 
 
 def _rows_of_keys(graph: Graph) -> Graph:
-    from ...given.plans.faults import rebuilt
+    from ...given.plans.faults import rebuild_graph
 
     keys = {}
 
@@ -399,17 +402,17 @@ def _rows_of_keys(graph: Graph) -> Graph:
         keys["k"] = ops.slice_(*src, name="k", **node.attrs)
         return keys["k"]
 
-    return rebuilt(
+    return rebuild_graph(
         graph, {"k": note, "new.cache.v": lambda n, s: ops.set_rows(s[0], keys["k"], s[2], name="new.cache.v")}
     )
 
 
-FAULTS = {**SUMS, **MEETINGS, **LAYOUTS, **NODES}
+FAULTS = {**SUMS, **COLLECTIVE_FAULTS, **LAYOUTS, **NODES}
 
 
-@pytest.mark.parametrize("made", [tensor_plan, layer_plan, gather_plan, experts_plan, placed_plan])
-def test_the_plans_in_which_faults_are_planted_are_right(made):
-    assert not list(plan_faults(made()))
+@pytest.mark.parametrize("make_plan", [tensor_plan, layer_plan, gather_plan, experts_plan, placed_plan])
+def test_the_plans_in_which_faults_are_planted_are_right(make_plan):
+    assert not list(plan_faults(make_plan()))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

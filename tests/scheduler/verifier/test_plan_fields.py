@@ -12,12 +12,12 @@ from hocket.scheduler import verifier
 
 from ...given.plans.campaign import (
     FEW,
-    Tally,
-    given,
-    lowered_again,
+    CampaignCounts,
+    edit_node_and_lower,
+    move_step,
+    move_value,
     one_field,
-    reordered,
-    shifted,
+    plan_by_name,
     sites_of,
     truth,
 )
@@ -25,8 +25,8 @@ from ...given.plans.mutations import put
 from ...given.plans.oracle import run_faults
 
 
-def documented() -> dict[str, str]:
-    """What the verifier's docstring says of each field, by ``Class.field``."""
+def read_documented_fields() -> dict[str, str]:
+    """Return the verifier's documentation of each field, by ``Class.field``."""
     rows: dict[str, str] = {}
     owner = ""
     for line in (verifier.__doc__ or "").splitlines():
@@ -47,36 +47,38 @@ def fields() -> dict[str, list[str]]:
 
 
 def test_the_docstring_of_the_verifier_names_every_field_of_everything_in_a_plan():
-    assert documented().keys() == fields().keys() | {"Graph.nodes"}  # which no caller can set
+    assert read_documented_fields().keys() == fields().keys() | {"Graph.nodes"}  # which no caller can set
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_the_plans_that_are_broken_run_right(name):
-    assert run_faults(given(name), truth(name)) is None
+    assert run_faults(plan_by_name(name), truth(name)) is None
 
 
 def test_a_field_that_is_wrong_is_found_or_the_plan_runs_right():
-    dice, tally = random.Random(5), Tally()
-    checked = {field for field, said in documented().items() if not said.startswith("free")} - {"Graph.nodes"}
+    dice, tally = random.Random(5), CampaignCounts()
+    checked = {field for field, text in read_documented_fields().items() if not text.startswith("free")} - {
+        "Graph.nodes"
+    }
     for field, names in fields().items():
-        for name in dice.sample(names * 3, len(names) * 3):  # what one record holds may leave little to be wrong
+        for name in dice.sample(names * 3, len(names) * 3):  # a record may leave few wrong values
             for mutant in one_field(name, field, dice):
-                tally.judge(mutant)
+                tally.check_mutant(mutant)
             if tally.refused[field] or field not in checked:
                 break
     assert not tally.missed
     assert not tally.raised
     assert sorted(checked - tally.refused.keys()) == []
-    free = documented().keys() - checked
+    free = read_documented_fields().keys() - checked
     assert sorted(free & tally.refused.keys()) == []
 
 
-@pytest.mark.parametrize("kind", [shifted, reordered, lowered_again])
+@pytest.mark.parametrize("kind", [move_value, move_step, edit_node_and_lower])
 def test_what_is_changed_in_several_places_at_once_is_found_or_the_plan_runs_right(kind):
-    dice, tally = random.Random(6), Tally()
+    dice, tally = random.Random(6), CampaignCounts()
     for name in FEW:
         for mutant in kind(name, dice):
-            tally.judge(mutant)
+            tally.check_mutant(mutant)
     assert not tally.missed
     assert not tally.raised
     assert tally.refused
@@ -84,7 +86,7 @@ def test_what_is_changed_in_several_places_at_once_is_found_or_the_plan_runs_rig
 
 def test_the_oracle_finds_a_plan_that_runs_wrong():
     """A step left out, which the verifier is not asked about."""
-    plan = given("cut")
+    plan = plan_by_name("cut")
     program = plan.lanes[0].program
     path = (("field", "lanes"), ("item", 0), ("field", "program"))
     less = dataclasses.replace(program, instructions=program.instructions[:-1])

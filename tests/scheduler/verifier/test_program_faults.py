@@ -18,19 +18,19 @@ from ...given.plans.faults import (
     again,
     at_offset,
     experts_plan,
-    laid,
-    moved,
+    move_tensor,
     nodes,
     on,
     placed_plan,
-    programmed,
-    reading,
-    refusing,
+    read_other_value,
     require_named,
-    said,
     step,
     steps_exchanged,
     tensor_plan,
+    with_leaf_layouts,
+    with_placement_text,
+    with_program_changes,
+    with_refusing_device,
     without_step,
 )
 
@@ -41,7 +41,7 @@ def make_shard(axis: int, *runs: tuple[tuple[int, int], ...]) -> Shard:
 
 def small_arena() -> Plan:
     arena, *rest = tensor_plan().lanes[0].program.buffers
-    return programmed(tensor_plan(), 0, buffers=(dataclasses.replace(arena, nbytes=arena.nbytes - 64), *rest))
+    return with_program_changes(tensor_plan(), 0, buffers=(dataclasses.replace(arena, nbytes=arena.nbytes - 64), *rest))
 
 
 def other_buffer() -> Plan:
@@ -49,7 +49,7 @@ def other_buffer() -> Plan:
     at = next(i for i, b in enumerate(buffers) if b.name == "wo")
     whole = next(v.spec for v in tensor_plan().graph.weights if v.node.name == "wo")
     buffers[at] = dataclasses.replace(buffers[at], declared=whole)
-    return programmed(tensor_plan(), 1, buffers=tuple(buffers))
+    return with_program_changes(tensor_plan(), 1, buffers=tuple(buffers))
 
 
 def other_device() -> Plan:
@@ -84,7 +84,7 @@ PROGRAMS: Mapping[str, PlannedFault] = {
             tensor_plan(),
             1,
             "new.cache.v",
-            lambda i: dataclasses.replace(i, src=(i.src[0], moved(i.src[1], -16), i.src[2])),
+            lambda i: dataclasses.replace(i, src=(i.src[0], move_tensor(i.src[1], -16), i.src[2])),
         ),
     ),
     "a view is read with other strides": (
@@ -132,13 +132,13 @@ PROGRAMS: Mapping[str, PlannedFault] = {
     ),
     "an output is read elsewhere": (
         r"device 0: at the end, output 'z': reads %z\.sum",
-        lambda: programmed(
-            tensor_plan(), 0, outputs={k: moved(t, 64) for k, t in tensor_plan().lanes[0].program.outputs.items()}
+        lambda: with_program_changes(
+            tensor_plan(), 0, outputs={k: move_tensor(t, 64) for k, t in tensor_plan().lanes[0].program.outputs.items()}
         ),
     ),
     "an input lies on another": (
         r"device 0: input %ids lies where %x: f32\[3,8\] lies",
-        lambda: programmed(
+        lambda: with_program_changes(
             tensor_plan(),
             0,
             inputs={k: dataclasses.replace(t, offset=0) for k, t in tensor_plan().lanes[0].program.inputs.items()},
@@ -163,12 +163,12 @@ def replace_experts(plan: Plan, device: int, source: int, *runs: tuple[tuple[int
     device_plans = list(experts_plan().lanes)
     device_plans[device] = dataclasses.replace(plan.lanes[source], device=device_plans[device].device)
     whole = dataclasses.replace(experts_plan(), lanes=tuple(device_plans))
-    return laid(whole, **dict.fromkeys((*TABLES, "far"), make_shard(0, *runs)))
+    return with_leaf_layouts(whole, **dict.fromkeys((*TABLES, "far"), make_shard(0, *runs)))
 
 
 def exchange_experts(*tables: str, **products: int) -> Plan:
     """Exchange the experts of two devices in `tables`, with the first numbers of `products`."""
-    broken = laid(experts_plan(), **dict.fromkeys(tables, make_shard(0, LAST, FIRST)))
+    broken = with_leaf_layouts(experts_plan(), **dict.fromkeys(tables, make_shard(0, LAST, FIRST)))
     for device, first in enumerate((3, 0)):
         broken = nodes(broken, device, **dict.fromkeys(products, again(first=first)))
     return broken
@@ -233,11 +233,11 @@ ROUTING: Mapping[str, PlannedFault] = {
     ),
     "something is made of zeros": (
         "%opened .* not linear in x, a sum that is still owed",
-        lambda: on(experts_plan(), 0, 1, graph=reading(opened="routed")),
+        lambda: on(experts_plan(), 0, 1, graph=read_other_value(opened="routed")),
     ),
     "something is made of zeros on one device": (
         r"all_reduce 1 \(%routed\.sum\) of device 0: device 1 does not come",
-        lambda: on(experts_plan(), 1, graph=reading(opened="routed")),
+        lambda: on(experts_plan(), 1, graph=read_other_value(opened="routed")),
     ),
     "answers are not summed": (
         "%normed .* not linear in x, a sum that is still owed",
@@ -278,10 +278,10 @@ ROUTING: Mapping[str, PlannedFault] = {
 
 def renumber_lookup(graph: Graph, name: str, numbers: str) -> Graph:
     """Let one lookup read another input."""
-    from ...given.plans.faults import rebuilt
+    from ...given.plans.faults import rebuild_graph
 
     (leaf,) = (v for v in graph.inputs if v.node.name == numbers)
-    return rebuilt(graph, {name: lambda n, s: ops.mul_mat_id(s[0], s[1], leaf, name=name, **n.attrs)})
+    return rebuild_graph(graph, {name: lambda n, s: ops.mul_mat_id(s[0], s[1], leaf, name=name, **n.attrs)})
 
 
 def nothing(*shape: int):
@@ -321,23 +321,23 @@ PLACES: Mapping[str, PlannedFault] = {
     ),
     "a placed weight is bound to the other device": (
         "device 1: weight %gate is not bound there",
-        lambda: laid(placed_plan(), gate=Local((0,))),
+        lambda: with_leaf_layouts(placed_plan(), gate=Local((0,))),
     ),
     "a placed weight is bound in shards": (
         r"device 1: %up .* bound to entries \['\[6:12\]', '\[0:8\]'\]",
-        lambda: laid(placed_plan(), up=make_shard(0, ((0, 6),), ((6, 6),))),
+        lambda: with_leaf_layouts(placed_plan(), up=make_shard(0, ((0, 6),), ((6, 6),))),
     ),
     "a node runs on a device that cannot run it": (
         "device 1: %act .* cannot run on cpu:1: not here",
-        lambda: refusing(placed_plan(), 1, "swiglu"),
+        lambda: with_refusing_device(placed_plan(), 1, "swiglu"),
     ),
     "a node is computed on another device than it is placed on": (
         r"%act is placed on device 0, and computed on \[1\]",
-        lambda: said(placed_plan(), "act", "act", device=0),
+        lambda: with_placement_text(placed_plan(), "act", "act", device=0),
     ),
     "a node is computed on two devices and placed on one": (
         r"%normed is placed on device 1, and computed on \[0\]",
-        lambda: said(placed_plan(), "act", "act", "normed"),
+        lambda: with_placement_text(placed_plan(), "act", "act", "normed"),
     ),
     "a copied value is computed where it was not placed": (
         r"send 3 \(%normed3\.to\.1\) of device 0: device 1 does not receive it",
@@ -345,11 +345,11 @@ PLACES: Mapping[str, PlannedFault] = {
     ),
     "a node is placed that there is not": (
         "a node %nobody is placed that the graph does not have",
-        lambda: said(placed_plan(), "act", "nobody"),
+        lambda: with_placement_text(placed_plan(), "act", "nobody"),
     ),
     "a node is placed on a device that there is not": (
         "nodes are placed on device 2 of 2",
-        lambda: said(placed_plan(), "act", "act", device=2),
+        lambda: with_placement_text(placed_plan(), "act", "act", device=2),
     ),
 }
 

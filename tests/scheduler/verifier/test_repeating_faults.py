@@ -28,7 +28,7 @@ LAYERS, DEVICE = 14, 1
 
 
 @cache
-def planned() -> Plan:
+def plan_graph() -> Plan:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(repeating, "WORTH", 1)
         group = [find(f"cpu:{d}") for d in range(3)]
@@ -37,90 +37,95 @@ def planned() -> Plan:
 
 
 def shorts(plan: Plan) -> list[Short]:
-    return [lane.short for lane in plan.lanes if lane.short is not None]
+    return [device_plan.short for device_plan in plan.lanes if device_plan.short is not None]
 
 
 def with_shorts(plan: Plan, shorts: list[Short], **changes: Any) -> Plan:
-    lanes = [lane_of(lane.device, lane.backend, short) for lane, short in zip(plan.lanes, shorts, strict=True)]
-    return dataclasses.replace(plan, lanes=tuple(lanes), **changes)
+    device_plans = [
+        lane_of(device_plan.device, device_plan.backend, short)
+        for device_plan, short in zip(plan.lanes, shorts, strict=True)
+    ]
+    return dataclasses.replace(plan, lanes=tuple(device_plans), **changes)
 
 
-def programmed(change: Callable[[Program], Program]) -> Plan:
+def with_program_change(change: Callable[[Program], Program]) -> Plan:
     """The plan in which the short program of one device is changed."""
-    parts = shorts(planned())
+    parts = shorts(plan_graph())
     parts[DEVICE] = Short(parts[DEVICE].graph, change(parts[DEVICE].program), parts[DEVICE].of)
-    return with_shorts(planned(), parts)
+    return with_shorts(plan_graph(), parts)
 
 
-def stepped(at: Callable[[Instruction], bool], change: Callable[[Instruction], Instruction]) -> Plan:
+def with_step_change(at: Callable[[Instruction], bool], change: Callable[[Instruction], Instruction]) -> Plan:
     """The plan in which the one step that is `at` a place of one device is changed."""
 
-    def changed(program: Program) -> Program:
+    def change_step(program: Program) -> Program:
         assert sum(map(at, program.instructions)) == 1
         return dataclasses.replace(program, instructions=tuple(change(i) if at(i) else i for i in program.instructions))
 
-    return programmed(changed)
+    return with_program_change(change_step)
 
 
-def called(kind: int, place: int, ending: str = "") -> Callable[[Instruction], bool]:
+def at_node(kind: int, place: int, ending: str = "") -> Callable[[Instruction], bool]:
     """The step of a node by its place in a run."""
-    number = shorts(planned())[DEVICE].of.short_repetitions.first_node_of(kind) + place
+    number = shorts(plan_graph())[DEVICE].of.short_repetitions.first_node_of(kind) + place
     return lambda i: i.node == f"{number}{ending}"
 
 
 def place_of(name: str, run: int = 0) -> int:
     """Where in a run a node of the user's graph is."""
-    of = shorts(planned())[DEVICE].of
+    of = shorts(plan_graph())[DEVICE].of
     (at,) = (at for at, node in enumerate(of.deep_nodes) if node.name == name)
     return at - of.deep_repetitions.first_node_of(run)
 
 
 def of_another(change: Callable[[ShortenedGraph], ShortenedGraph], **changes: Any) -> Plan:
-    """The plan whose lanes repeat runs of another graph, or other runs."""
-    of = change(shorts(planned())[0].of)
-    return with_shorts(planned(), [Short(s.graph, s.program, of) for s in shorts(planned())], **changes)
+    """Return the plan with device plans that repeat another graph, or other runs."""
+    of = change(shorts(plan_graph())[0].of)
+    return with_shorts(plan_graph(), [Short(s.graph, s.program, of) for s in shorts(plan_graph())], **changes)
 
 
-def shifted(t: Tensor, **changes: Any) -> Tensor:
+def shift_tensor(t: Tensor, **changes: Any) -> Tensor:
     return dataclasses.replace(t, **{name: getattr(t, name) + more for name, more in changes.items()})
 
 
 def wrong_leaf() -> Plan:
     """A product of a run reads the weight of another."""
-    program, other = shorts(planned())[DEVICE].program, str(called_number(2, place_of("blk.1.gate")))
+    program, other = shorts(plan_graph())[DEVICE].program, str(called_number(2, place_of("blk.1.gate")))
     (number,) = (at for at, b in enumerate(program.buffers) if b.name == other)
-    return stepped(
-        called(3, place_of("blk.1.gateed")),
+    return with_step_change(
+        at_node(3, place_of("blk.1.gateed")),
         lambda i: dataclasses.replace(i, src=(dataclasses.replace(i.src[0], buffer=number), *i.src[1:])),
     )
 
 
 def called_number(kind: int, place: int) -> int:
-    return shorts(planned())[DEVICE].of.short_repetitions.first_node_of(kind) + place
+    return shorts(plan_graph())[DEVICE].of.short_repetitions.first_node_of(kind) + place
 
 
 def without_a_step() -> Plan:
-    at = called(5, place_of("blk.1.gateed"))
-    return programmed(lambda p: dataclasses.replace(p, instructions=tuple(i for i in p.instructions if not at(i))))
-
-
-def wrong_offset() -> Plan:
-    return stepped(
-        called(4, place_of("blk.1.gateed")),
-        lambda i: dataclasses.replace(i, dst=(shifted(i.dst[0], offset=64),)),
+    at = at_node(5, place_of("blk.1.gateed"))
+    return with_program_change(
+        lambda p: dataclasses.replace(p, instructions=tuple(i for i in p.instructions if not at(i)))
     )
 
 
-def meetings_exchanged() -> Plan:
+def wrong_offset() -> Plan:
+    return with_step_change(
+        at_node(4, place_of("blk.1.gateed")),
+        lambda i: dataclasses.replace(i, dst=(shift_tensor(i.dst[0], offset=64),)),
+    )
+
+
+def with_exchanged_collectives() -> Plan:
     """One device meets the others under exchanged numbers in two runs."""
-    short = shorts(planned())[DEVICE]
-    met = [n.attrs["sequence"] for n in short.graph.nodes if n.op == "all_reduce"]
-    turned = {met[3]: met[4], met[4]: met[3]}
+    short = shorts(plan_graph())[DEVICE]
+    numbers = [n.attrs["sequence"] for n in short.graph.nodes if n.op == "all_reduce"]
+    exchanged = {numbers[3]: numbers[4], numbers[4]: numbers[3]}
 
     def rule(node: Node) -> Any:
         if node.op != "all_reduce":
             return None
-        attrs = {**node.attrs, "sequence": turned.get(node.attrs["sequence"], node.attrs["sequence"])}
+        attrs = {**node.attrs, "sequence": exchanged.get(node.attrs["sequence"], node.attrs["sequence"])}
         return dataclasses.replace(node, attrs=type(node.attrs)(attrs)).results
 
     graph = rewrite_graph(short.graph, rule)
@@ -128,28 +133,28 @@ def meetings_exchanged() -> Plan:
     steps = (
         i if i.index < 0 else dataclasses.replace(i, attrs=nodes[i.index].attrs) for i in short.program.instructions
     )
-    parts = shorts(planned())
+    parts = shorts(plan_graph())
     parts[DEVICE] = Short(graph, dataclasses.replace(short.program, instructions=tuple(steps)), short.of)
-    return with_shorts(planned(), parts)
+    return with_shorts(plan_graph(), parts)
 
 
 def lowered_as_if_nothing_came_again() -> Plan:
     """A program that runs the short graph, but keeps values of the next run where this one still needs them."""
-    lane, parts = planned().lanes[DEVICE], shorts(planned())
-    graph, program = lower(parts[DEVICE].graph, lane.backend, lane.device)
+    device_plan, parts = plan_graph().lanes[DEVICE], shorts(plan_graph())
+    graph, program = lower(parts[DEVICE].graph, device_plan.backend, device_plan.device)
     parts[DEVICE] = Short(graph, program, parts[DEVICE].of)
-    return with_shorts(planned(), parts)
+    return with_shorts(plan_graph(), parts)
 
 
-def kept_in_another_order() -> Plan:
-    """What two runs save changes places."""
+def with_exchanged_saves() -> Plan:
+    """Return the plan in which the saves of two runs are exchanged."""
 
     def change(program: Program) -> Program:
         one, two = (program.instructions[at].dst[0].offset for at in sorted(program.saves)[4:6])
-        turned = {one: two, two: one}
+        exchanged = {one: two, two: one}
 
         def tensor(t: Tensor | None) -> Tensor | None:
-            return t if t is None or t.buffer else dataclasses.replace(t, offset=turned.get(t.offset, t.offset))
+            return t if t is None or t.buffer else dataclasses.replace(t, offset=exchanged.get(t.offset, t.offset))
 
         def step(i: Instruction) -> Instruction:
             return dataclasses.replace(i, src=tuple(map(tensor, i.src)), dst=tuple(map(tensor, i.dst)))
@@ -157,50 +162,50 @@ def kept_in_another_order() -> Plan:
         undo = tuple((at, step(back)) for at, back in program.undo)
         return dataclasses.replace(program, instructions=tuple(map(step, program.instructions)), undo=undo)
 
-    return programmed(change)
+    return with_program_change(change)
 
 
 def long_graph(name: str, **attrs: Any) -> Plan:
-    """The plan for a graph of which one node is another."""
+    """Return the plan for a graph with another node in place of one."""
 
     def rule(node: Node) -> Any:
         if node.name != name:
             return None
         return dataclasses.replace(node, attrs=type(node.attrs)({**node.attrs, **attrs})).results
 
-    graph = rewrite_graph(planned().graph, rule)
+    graph = rewrite_graph(plan_graph().graph, rule)
     return of_another(lambda of: dataclasses.replace(of, deep_graph=graph), graph=graph)
 
 
 def without_update(name: str) -> Plan:
-    graph = planned().graph
-    kept = {old: new for old, new in graph.updates.items() if old.node.name != name}
-    changed = Graph(graph.outputs, kept)
-    return of_another(lambda of: dataclasses.replace(of, deep_graph=changed), graph=changed)
+    graph = plan_graph().graph
+    updates = {old: new for old, new in graph.updates.items() if old.node.name != name}
+    change_step = Graph(graph.outputs, updates)
+    return of_another(lambda of: dataclasses.replace(of, deep_graph=change_step), graph=change_step)
 
 
-def lying(name: str) -> Plan:
+def with_wrong_layout(name: str) -> Plan:
     """The plan in which a leaf is said to lie as its like of another layer does."""
-    leaves, (*_, what) = planned().leaves, name.split(".")
-    others = (lies for other, lies in leaves.items() if other.endswith(f".{what}") and lies != leaves[name])
-    return dataclasses.replace(planned(), leaves={**leaves, name: next(others)})
+    leaves, (*_, what) = plan_graph().leaves, name.split(".")
+    others = (layout for other, layout in leaves.items() if other.endswith(f".{what}") and layout != leaves[name])
+    return dataclasses.replace(plan_graph(), leaves={**leaves, name: next(others)})
 
 
 def another_name() -> Plan:
     """A node of one device is called by no number."""
-    short = shorts(planned())[DEVICE]
+    short = shorts(plan_graph())[DEVICE]
     name = f"{called_number(2, place_of('blk.1.gateed'))}"
     graph = rewrite_graph(
         short.graph, lambda n: dataclasses.replace(n, name="gate").results if n.name == name else None
     )
-    parts = shorts(planned())
+    parts = shorts(plan_graph())
     parts[DEVICE] = Short(graph, short.program, short.of)
-    return with_shorts(planned(), parts)
+    return with_shorts(plan_graph(), parts)
 
 
 def devices_exchanged() -> Plan:
-    first, second, third = shorts(planned())
-    return with_shorts(planned(), [second, first, third])
+    first, second, third = shorts(plan_graph())
+    return with_shorts(plan_graph(), [second, first, third])
 
 
 def with_repeats(**changes: Any) -> Plan:
@@ -219,51 +224,57 @@ FAULTS: dict[str, tuple[Callable[[], Plan], str]] = {
     "a leaf of another run": (wrong_leaf, "reads"),
     "a step is missing": (without_a_step, "never runs"),
     "a result lies elsewhere": (wrong_offset, "holds"),
-    "meetings are exchanged": (meetings_exchanged, "runs after"),
+    "meetings are exchanged": (with_exchanged_collectives, "runs after"),
     "lowered as if nothing came again": (lowered_as_if_nothing_came_again, "run"),
-    "kept in another order": (kept_in_another_order, "what a run keeps begins"),
+    "kept in another order": (with_exchanged_saves, "what a run keeps begins"),
     "another node in one run of the long graph": (lambda: long_graph("blk.10.attended", scale=0.25), "is not like"),
     "a state that one run does not change": (lambda: without_update("blk.10.cache_v"), "states of run 9 change"),
-    "a leaf of one run lies otherwise": (lambda: lying("blk.10.gate"), "lies otherwise"),
-    "a leaf of a kind that comes once lies otherwise": (lambda: lying("blk.6.gate"), "bound to entries"),
+    "a leaf of one run lies otherwise": (lambda: with_wrong_layout("blk.10.gate"), "lies otherwise"),
+    "a leaf of a kind that comes once lies otherwise": (lambda: with_wrong_layout("blk.6.gate"), "bound to entries"),
     "devices are exchanged": (devices_exchanged, "bound to entries"),
     "a run less": (lambda: with_repeats(count=LAYERS - 2), "which the graph"),
     "nothing is carried on": (nothing_carried_on, "reads other values"),
     "fewer kinds": (lambda: of_another(lambda of: dataclasses.replace(of, short_count=7)), "which the graph"),
     "a node has another name": (another_name, "is called by no number"),
     "runs behind the graph": (lambda: with_repeats(start=10_000), "which the graph"),
-    "runs begin a node later": (lambda: with_repeats(start=shorts(planned())[0].of.deep_repetitions.start + 1), "run"),
+    "runs begin a node later": (
+        lambda: with_repeats(start=shorts(plan_graph())[0].of.deep_repetitions.start + 1),
+        "run",
+    ),
 }
 
 
 def test_the_plan_in_which_faults_are_planted_has_none():
-    assert list(plan_faults(planned())) == []
+    assert list(plan_faults(plan_graph())) == []
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_a_short_plan_is_found(name):
-    make, said = FAULTS[name]
+    make, message = FAULTS[name]
     found = list(plan_faults(make()))
-    assert any(said in why for why in found), found
+    assert any(message in why for why in found), found
 
 
 def test_a_program_that_is_right_alone_may_be_no_program_to_repeat():
-    lane = planned().lanes[DEVICE]
+    device_plan = plan_graph().lanes[DEVICE]
     broken = lowered_as_if_nothing_came_again().lanes[DEVICE].short
-    assert list(run_faults(lane.short.graph, lane.short.program, lane.backend, lane.short.of)) == []
-    assert list(run_faults(broken.graph, broken.program, lane.backend, broken.of)) != []
+    assert (
+        list(run_faults(device_plan.short.graph, device_plan.short.program, device_plan.backend, device_plan.short.of))
+        == []
+    )
+    assert list(run_faults(broken.graph, broken.program, device_plan.backend, broken.of)) != []
 
 
 @pytest.mark.parametrize("name", ["lowered as if nothing came again", "a result lies elsewhere"])
 def test_what_is_found_in_a_short_plan_is_wrong_step_by_step(name):
     plan = FAULTS[name][0]()
-    lanes = tuple(dataclasses.replace(lane) for lane in plan.lanes)
-    assert list(plan_faults(dataclasses.replace(plan, lanes=lanes)))
+    device_plans = tuple(dataclasses.replace(device_plan) for device_plan in plan.lanes)
+    assert list(plan_faults(dataclasses.replace(plan, lanes=device_plans)))
 
 
-def test_a_lane_that_was_changed_after_it_was_unfolded_is_looked_at_step_by_step():
-    plan, lanes = planned(), list(planned().lanes)
-    program = lanes[DEVICE].program
+def test_a_device_plan_that_was_changed_after_unrolling_is_checked_step_by_step():
+    plan, device_plans = plan_graph(), list(plan_graph().lanes)
+    program = device_plans[DEVICE].program
     (number,) = (at for at, b in enumerate(program.buffers) if b.name == "blk.10.gate")
     steps = tuple(
         i
@@ -271,5 +282,7 @@ def test_a_lane_that_was_changed_after_it_was_unfolded_is_looked_at_step_by_step
         else dataclasses.replace(i, src=(dataclasses.replace(i.src[0], buffer=number), *i.src[1:]))
         for i in program.instructions
     )
-    lanes[DEVICE] = dataclasses.replace(lanes[DEVICE], program=dataclasses.replace(program, instructions=steps))
-    assert any("blk.11.gate" in why for why in plan_faults(dataclasses.replace(plan, lanes=tuple(lanes))))
+    device_plans[DEVICE] = dataclasses.replace(
+        device_plans[DEVICE], program=dataclasses.replace(program, instructions=steps)
+    )
+    assert any("blk.11.gate" in why for why in plan_faults(dataclasses.replace(plan, lanes=tuple(device_plans))))

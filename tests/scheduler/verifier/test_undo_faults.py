@@ -14,13 +14,13 @@ from hocket.scheduler import Plan
 from ...given.plans.faults import (
     PlannedFault,
     at_offset,
-    kept,
-    moved,
-    programmed,
+    move_tensor,
     require_named,
     step,
     steps_exchanged,
     tensor_plan,
+    with_program_changes,
+    with_undo_changes,
     without_step,
 )
 
@@ -28,7 +28,7 @@ from ...given.plans.faults import (
 def saved_late() -> Plan:
     """A state is saved once it was overwritten."""
     plan = steps_exchanged(0, "cache.k.save", "new.cache.k")
-    return kept(plan, 0, lambda undo: _renumber(undo, 1))
+    return with_undo_changes(plan, 0, lambda undo: _renumber(undo, 1))
 
 
 def _renumber(undo, by: int) -> None:
@@ -41,7 +41,7 @@ def _renumber(undo, by: int) -> None:
 def backwards(plan: Plan, device: int, name: str, change) -> Plan:
     """One of the instructions that undo a step is changed."""
     undo = [(n, change(i) if i.node == name else i) for n, i in plan.lanes[device].program.undo]
-    return programmed(plan, device, undo=tuple(undo))
+    return with_program_changes(plan, device, undo=tuple(undo))
 
 
 def saves(name: str, device: int = 0):
@@ -49,7 +49,7 @@ def saves(name: str, device: int = 0):
 
 
 def overwritten(name: str, by: str) -> Plan:
-    """A later step writes over what was saved, or over the numbers of rows."""
+    """Return a plan in which a later step overwrites the saved bytes, or the row numbers."""
     tensor = saves(name).dst[0]
     return step(tensor_plan(), 0, by, lambda i: at_offset(i, tensor.offset))
 
@@ -89,7 +89,7 @@ def saved_twice() -> Plan:
     program = tensor_plan().lanes[0].program
     at = [i.node for i in program.instructions].index("mask")
     again = (*program.instructions[:at], saves("cache.k"), *program.instructions[at:])
-    return programmed(tensor_plan(), 0, instructions=again, undo=(*program.undo, (at, program.undo[0][1])))
+    return with_program_changes(tensor_plan(), 0, instructions=again, undo=(*program.undo, (at, program.undo[0][1])))
 
 
 UNDOING: Mapping[str, PlannedFault] = {
@@ -103,7 +103,7 @@ UNDOING: Mapping[str, PlannedFault] = {
     ),
     "what is saved is never put back": (
         r"\(%new\.cache\.k\): overwrites state %cache\.k, which nothing saved before",
-        lambda: kept(tensor_plan(), 0, lambda undo: undo.pop(min(undo))),
+        lambda: with_undo_changes(tensor_plan(), 0, lambda undo: undo.pop(min(undo))),
     ),
     "what is saved of a state is overwritten by a later step": (
         r"\(%mask\): overwrites what was saved of %cache\.k",
@@ -134,7 +134,9 @@ UNDOING: Mapping[str, PlannedFault] = {
     ),
     "rows are put back under other numbers": (
         r"%cache\.k\.undo does not put back what was saved where it was",
-        lambda: backwards(tensor_plan(), 0, "cache.k.undo", lambda i: replace(i, src=(*i.src[:2], moved(i.src[2], 4)))),
+        lambda: backwards(
+            tensor_plan(), 0, "cache.k.undo", lambda i: replace(i, src=(*i.src[:2], move_tensor(i.src[2], 4)))
+        ),
     ),
     "fewer rows are saved than are set": (
         r"\(%new\.cache\.k\): overwrites more of state %cache\.k than the rows that were saved",
@@ -143,10 +145,12 @@ UNDOING: Mapping[str, PlannedFault] = {
     "other rows are saved than are set": (
         r"\(%cache\.k\.save, which saves\): the numbers of its rows are not there",
         lambda: step(
-            backwards(tensor_plan(), 0, "cache.k.undo", lambda i: replace(i, src=(*i.src[:2], moved(i.src[2], 4)))),
+            backwards(
+                tensor_plan(), 0, "cache.k.undo", lambda i: replace(i, src=(*i.src[:2], move_tensor(i.src[2], 4)))
+            ),
             0,
             "cache.k.save",
-            lambda i: replace(i, src=(i.src[0], moved(i.src[1], 4))),
+            lambda i: replace(i, src=(i.src[0], move_tensor(i.src[1], 4))),
         ),
     ),
     "two states are saved in one place": (
@@ -174,15 +178,15 @@ UNDOING: Mapping[str, PlannedFault] = {
     ),
     "saves are put back in the order in which they were made": (
         r"steps \[7, 5\] is not put back in reverse order",
-        lambda: programmed(tensor_plan(), 0, undo=tensor_plan().lanes[0].program.undo[::-1]),
+        lambda: with_program_changes(tensor_plan(), 0, undo=tensor_plan().lanes[0].program.undo[::-1]),
     ),
     "a step that computes is said to be a save": (
         r"which saves\): rms_norm is no way to save",
-        lambda: kept(tensor_plan(), 0, lambda undo: undo.update({0: next(iter(undo.values()))})),
+        lambda: with_undo_changes(tensor_plan(), 0, lambda undo: undo.update({0: next(iter(undo.values()))})),
     ),
     "something is put back that no step saves": (
         r"steps \[5, 7, 999\] is not put back in reverse order",
-        lambda: kept(tensor_plan(), 0, lambda undo: undo.update({999: next(iter(undo.values()))})),
+        lambda: with_undo_changes(tensor_plan(), 0, lambda undo: undo.update({999: next(iter(undo.values()))})),
     ),
     "what undoes a step computes something else": (
         "get_rows is no way to save, or cont none to put that back",
