@@ -24,7 +24,7 @@ from hocket.scheduler.verifier.summands import terms
 
 from ...given.graphs import layered
 from ...given.plans.chunked import chunked_plan, make_gated_layers
-from ...given.plans.grouped import bind_leaves
+from ...given.plans.grouped import make_binder
 from ...given.plans.interleaved import InterleavedPlan
 from ...given.plans.ways import compare_results, values_of
 from ...given.plans.ways import results as run_results
@@ -66,7 +66,7 @@ def results(plan, seed):
     count = np.arange(TOKENS, dtype=np.int32)
     feed = {"pos": count[None], "slots": count, "wanted": count[-1:]}
     feed["x"] = rng.standard_normal((TOKENS, layered.E)).astype(np.float32)
-    run = InterleavedPlan(plan, bind_leaves(plan.graph, values, plan.leaves))
+    run = InterleavedPlan(plan, make_binder(plan.graph, values, plan.leaves))
     return run.run(feed, seed) | {name: np.array(run.store.state(name)) for name in run.store.states}
 
 
