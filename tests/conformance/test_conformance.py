@@ -92,12 +92,12 @@ def test_the_quick_run_shows_every_dtype_layout_input_kind_attribute_and_check(n
     full, quick = full_cases(REGISTRY[name]), quick_cases(REGISTRY[name])
     assert len(quick) < len(full)
 
-    def covered_features(chosen):
+    def find_covered_features(chosen):
         pairs = {(c.layout, c.inputs) for c in chosen if c.check == "reference"}
         dtypes = {(c.layout, k, s.dtype) for c in chosen for k, s in c.operands}
         return pairs, dtypes, {a for c in chosen for a in c.attrs}, {c.check for c in chosen}
 
-    for everything, some in zip(covered_features(full), covered_features(quick), strict=True):
+    for everything, some in zip(find_covered_features(full), find_covered_features(quick), strict=True):
         assert everything == some
 
 

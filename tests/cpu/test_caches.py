@@ -12,13 +12,13 @@ from hocket.ops import REGISTRY
 from hocket.ops.quantisation import decode_array, encode_array
 
 from ..given.models.goldens import nmse
-from ..given.state_ways import inputs_of, state_graphs
+from ..given.state_ways import build_state_graphs, inputs_of
 
 TYPES = ["f16", "bf16", "q8_0", "q4_0"]
 DEVICES = ["cpu:0", "cpu:0,cpu:1", "cpu:0,cpu:1,cpu:2"]
 
 
-STATE_GRAPHS = [(name, dtype) for dtype in TYPES for name, _ in state_graphs(dtype)]
+STATE_GRAPHS = [(name, dtype) for dtype in TYPES for name, _ in build_state_graphs(dtype)]
 LOWEST = {"q4_0": -8, "q8_0": -127}
 """Where each block of 32 has such a number, the others down to it and up to one less lie on its grid."""
 
@@ -27,7 +27,7 @@ LOWEST = {"q4_0": -8, "q8_0": -127}
 @pytest.mark.parametrize(("graph_name", "dtype"), STATE_GRAPHS)
 def test_a_state_holds_what_its_type_can_hold(graph_name, dtype, devices):
     """All numbers are multiples of 1/32 below 4, so nothing is rounded, and the definition has the same bits."""
-    graph = dict(state_graphs(dtype))[graph_name]
+    graph = dict(build_state_graphs(dtype))[graph_name]
     inputs = inputs_of(graph, LOWEST.get(dtype, -99))
     right, run = (hocket.load(hocket.plan(graph, on), {}) for on in ("reference:0", devices))
     for _ in range(3):

@@ -43,7 +43,7 @@ class Measured:
 
 
 @pytest.fixture(autouse=True)
-def _without_speeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _fake_measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOCKET_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(fetching, "Product", Measured)
     monkeypatch.setattr(Measured, "asked", 0)

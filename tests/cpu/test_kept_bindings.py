@@ -42,7 +42,7 @@ INPUTS = {
 W = RNG.standard_normal((256, 128)).astype(np.float32)
 
 
-def compute_logits(threads: int, *, is_cached: bool = True) -> np.ndarray:
+def compute_outputs(threads: int, *, is_cached: bool = True) -> np.ndarray:
     backend, device = find("cpu:0")
     plan = kept_plan(attending(), [(backend.with_threads(threads), device)])
     if not is_cached:
@@ -65,30 +65,30 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_cached_binding_computes_the_bits_of_a_new_one(folder: Path, threads: int, monkeypatch: pytest.MonkeyPatch):
-    new = compute_logits(threads, is_cached=False)
+    new = compute_outputs(threads, is_cached=False)
     assert np.abs(new).max() > 0
     assert not folder.exists()
-    assert np.array_equal(compute_logits(threads), new)
+    assert np.array_equal(compute_outputs(threads), new)
     assert len([*folder.iterdir()]) == 1
     monkeypatch.setattr(binding, "foreseen", lambda *_: pytest.fail("bound anew"))
-    assert np.array_equal(compute_logits(threads), new)
+    assert np.array_equal(compute_outputs(threads), new)
 
 
 def test_a_damaged_binding_is_built_again(folder: Path):
-    whole = compute_logits(1)
+    whole = compute_outputs(1)
     (file,) = folder.iterdir()
     data = file.read_bytes()
     for damaged in (b"", data[:-8], data[:600] + bytes([data[600] ^ 1]) + data[601:]):
         file.write_bytes(damaged)
-        assert np.array_equal(compute_logits(1), whole)
+        assert np.array_equal(compute_outputs(1), whole)
         assert file.read_bytes() == data
 
 
 def test_a_binding_with_missing_kernels_is_built_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    whole = compute_logits(1)
+    whole = compute_outputs(1)
     monkeypatch.setattr(kept, "stored_addresses", lambda names: arguments.pop(0)(names))
     arguments = [lambda names: None]
-    assert np.array_equal(compute_logits(1), whole)
+    assert np.array_equal(compute_outputs(1), whole)
     assert not arguments
     assert compiler.stored_addresses(["rows.no_such_kernel"]) is None
 

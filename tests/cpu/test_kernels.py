@@ -295,11 +295,11 @@ def test_kernels_for_other_processors_run_where_their_features_are(monkeypatch: 
     assert processor.fitting() == (wide, v3)
     monkeypatch.undo()
     with pytest.raises(hocket.BackendError, match="one of avx512-vnni-bf16, x86-64-v3, aarch64"):
-        target_of_name("x86-64-v2", monkeypatch)
-    assert target_of_name("aarch64", monkeypatch) == arm
+        read_target("x86-64-v2", monkeypatch)
+    assert read_target("aarch64", monkeypatch) == arm
 
 
-def target_of_name(target: str, monkeypatch: pytest.MonkeyPatch) -> processor.Target:
+def read_target(target: str, monkeypatch: pytest.MonkeyPatch) -> processor.Target:
     monkeypatch.setenv("HOCKET_TARGET", target)
     return processor.target.__wrapped__()
 
@@ -360,11 +360,11 @@ def test_the_worked_example_of_tiles_holds():
 def test_a_kernel_that_may_raise_is_refused():
     """The step of its range may be zero."""
 
-    def walk_with_error(a, thread, threads):
+    def count_steps(a, thread, threads):
         steps = 0
         for _ in range(thread, a, threads):
             steps += 1
         return steps
 
     with pytest.raises(BackendError, match=r"walked may raise, and nothing would catch it; give range\(\) a step"):
-        compiler._code(compiler.Kernel("walked", walk_with_error))
+        compiler._code(compiler.Kernel("walked", count_steps))

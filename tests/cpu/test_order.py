@@ -61,13 +61,13 @@ class Shuffled(Session):
     seed: int | None = None
 
     def plan(self, step: Step) -> Plan:
-        bound_step = super().plan(step)
+        step_plan = super().plan(step)
         if self.seed is None:
-            return bound_step
+            return step_plan
         rng = np.random.default_rng(self.seed)
-        lanes = tuple(replace(lane, program=shuffle_instructions(lane.program, rng)) for lane in bound_step.lanes)
-        assert lanes[0].program.instructions != bound_step.lanes[0].program.instructions
-        return replace(bound_step, lanes=lanes)
+        lanes = tuple(replace(lane, program=shuffle_instructions(lane.program, rng)) for lane in step_plan.lanes)
+        assert lanes[0].program.instructions != step_plan.lanes[0].program.instructions
+        return replace(step_plan, lanes=lanes)
 
 
 def ran(name: str, seed: int | None, threads: int) -> tuple[np.ndarray, list[list[str]]]:

@@ -18,18 +18,18 @@ from hocket.scheduler import load, plan_for
 
 from ..given.devices.emulation import WRONG_RESULTS, finding, needs_compiler
 from ..given.models.goldens import nmse, path_of, tokens_of
-from ..given.state_ways import inputs_of, state_graphs
+from ..given.state_ways import build_state_graphs, inputs_of
 
 pytestmark = needs_compiler
 TYPES = ["f16", "bf16"]
 ONE = "cuda-emulated:0"
-STATE_GRAPHS = [(name, dtype) for dtype in TYPES for name, _ in state_graphs(dtype)]
+STATE_GRAPHS = [(name, dtype) for dtype in TYPES for name, _ in build_state_graphs(dtype)]
 
 
 @pytest.mark.parametrize(("graph_name", "dtype"), STATE_GRAPHS)
 def test_a_state_holds_what_its_type_can_hold(graph_name: str, dtype: str) -> None:
     """Check exact values: the definition has the same bits, except for the order of additions in a product."""
-    graph = dict(state_graphs(dtype))[graph_name]
+    graph = dict(build_state_graphs(dtype))[graph_name]
     inputs = inputs_of(graph)
     right, run = (hocket.load(hocket.plan(graph, on), {}) for on in ("reference:0", ONE))
     assert run.store.nbytes()[0]["state"] == 2 * 9 * 64

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hocket import Graph, input, ops, state
 
 
-def state_graphs(dtype: str) -> Iterator[tuple[str, Graph]]:
+def build_state_graphs(dtype: str) -> Iterator[tuple[str, Graph]]:
     """Over a state [9, 64] of that type."""
     old, rows, ids = state("s", (9, 64), dtype), input("rows", (3, 64)), input("ids", (3,), "i32")
     new, x = ops.set_rows(old, rows, ids), input("x", (9, 64))

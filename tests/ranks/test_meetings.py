@@ -114,7 +114,7 @@ def test_no_byte_goes_to_another_rank_twice(op, times, monkeypatch):
     monkeypatch.setattr(ThreadLink, "send", record_packet)
 
     def run(world):
-        place = meetings.make_communicator(world, (2, 2))
+        place = meetings.make_rank_group(world, (2, 2))
         into, parts = np.empty(4 * count, np.float32), [[(slice(0, count), slice(0, count))]] * 4
 
         def call_collectives(member):

@@ -56,8 +56,8 @@ def calibrated_hardware(speeds, graph=GRAPH, source="calibrated"):
     return replace(speeds.hardware(graph), source=source)
 
 
-def make_speeds_file(speeds, count=2):
-    """Return the saved file of a machine for `count` devices at once."""
+def make_saved_speeds(speeds, count=2):
+    """Return the saved speeds of a machine for `count` devices at once."""
     return None if speeds is None else {group_name(pair(range(count))): speeds}
 
 
@@ -85,7 +85,7 @@ def test_ranks_plan_the_same_by_the_speeds_of_the_slowest(saved, known, ranks_wi
     def expected_hardware(graph):
         return CPU if known is None else calibrated_hardware(known, graph)
 
-    first, second = ranks_with([make_speeds_file(speeds) for speeds in saved], run)
+    first, second = ranks_with([make_saved_speeds(speeds) for speeds in saved], run)
     assert first == second
     assert all(is_as_expected for *_, is_as_expected in first)
 
@@ -95,7 +95,7 @@ def test_machines_are_each_asked_for_the_speeds_of_their_own_devices(ranks_with)
 
     One has two devices on two ranks, the other has one. The link between them has no measured speed.
     """
-    saved = [make_speeds_file(QUICK), make_speeds_file(replace(SLOW, launch=9e-6), 1), None]
+    saved = [make_saved_speeds(QUICK), make_saved_speeds(replace(SLOW, launch=9e-6), 1), None]
     hardware = ranks_with(saved, lambda world: shared_speeds(pair((0, 1, 2)), world).hardware(GRAPH), hosts=2)
     known = calibrated_hardware(saved[1][group_name(pair((1,)))])
     apart = {"link_bandwidth": CPU.across_bandwidth, "link_latency": CPU.across_latency}
@@ -116,7 +116,7 @@ def test_a_rank_names_its_own_devices_by_its_own_threads(ranks_with):
 
 def test_other_devices_than_were_measured_are_estimated(ranks_with):
     (hardware,) = set(
-        map(str, ranks_with([make_speeds_file(QUICK, 3)] * 2, lambda w: shared_speeds(pair(), w).hardware(GRAPH)))
+        map(str, ranks_with([make_saved_speeds(QUICK, 3)] * 2, lambda w: shared_speeds(pair(), w).hardware(GRAPH)))
     )
     assert hardware == str(CPU)
 

@@ -24,7 +24,7 @@ from hocket.scheduler.telling.critical import critical_path
 from ..given.graphs.random_graphs import bindings, seeded_graph
 from ..given.plans.branches import SPEEDS, branches_on, two_branches
 from ..given.plans.faults import decoder
-from ..given.plans.grouped import bind_leaves, everything_that_fits
+from ..given.plans.grouped import everything_that_fits, make_binder
 from ..given.plans.interleaved import InterleavedPlan
 
 SEEDS = (1, 11, 13, 14, 16, 20, 30, 32, 34, 41, 42, 43, 45, 46, 51, 53, 54, 57)
@@ -58,7 +58,7 @@ def as_late(plan):
 
 def outputs_of(plan, seed: int):
     values = bindings(plan.graph, np.random.default_rng(seed))
-    run = InterleavedPlan(plan, bind_leaves(plan.graph, values, plan.leaves))
+    run = InterleavedPlan(plan, make_binder(plan.graph, values, plan.leaves))
     got = run.run({v.node.name: values[v.node.name] for v in plan.graph.inputs}, seed)
     return got, {name: np.array(run.store.state(name)) for name in run.store.states}
 

@@ -57,14 +57,14 @@ def test_layers_in_turn_take_what_a_device_takes_alone_and_gain_less_where_runs_
 
 
 def test_devices_that_work_at_once_are_not_alone():
-    def find_stages(*devices: tuple[int, ...]) -> list[Stage]:
+    def make_stages(*devices: tuple[int, ...]) -> list[Stage]:
         return [Stage(WORK, of, 0, 1, 0.0, 0.0, 1.0) for of in devices]
 
     reduction = Stage("all_reduce", (0, 1), 1, 1, 0.0, 0.0, 1.0)
     send = replace(reduction, op="send")
-    assert take_turns([*find_stages((0,)), send, *find_stages((1,))], 2)
-    assert not take_turns([*find_stages((0, 1)), reduction, *find_stages((0, 1))], 2)
-    assert not take_turns(find_stages((0,), (1,)), 2)
+    assert take_turns([*make_stages((0,)), send, *make_stages((1,))], 2)
+    assert not take_turns([*make_stages((0, 1)), reduction, *make_stages((0, 1))], 2)
+    assert not take_turns(make_stages((0,), (1,)), 2)
     graph = build_matmul_graph(DType.F32, 4, 1)
     plan = plan_for(graph, GROUP, hardware=replace(SHARED, alone_bandwidth=2.0), split_mode="tensor")
     assert plan.cost == plan_for(graph, GROUP, hardware=SHARED, split_mode="tensor").cost

@@ -18,8 +18,8 @@ def weights(graph):
     return {v.node.name: rng.random(v.shape, np.float32) for v in graph.weights}
 
 
-def drop_unknown_fields(kernels):
-    """Return the fields that are known before collectives; an instruction may be several calls of NumPy."""
+def select_known_kernels(kernels):
+    """Return the kernels that are known before collectives; an instruction may be several calls of NumPy."""
     own = [k for k in kernels if "all_" not in k]
     return [k for at, k in enumerate(own) if not k == own[at - 1] == "NumPy"]
 
@@ -35,7 +35,7 @@ def test_the_predicted_kernels_are_those_that_are_called(devices):
     for device, device_plan in enumerate(new_plan.lanes):
         assert isinstance(device_plan.backend, Foretells)
         predicted = device_plan.backend.foretold(device_plan.program, device_plan.device)
-        assert drop_unknown_fields(c.kernel for c in predicted) == drop_unknown_fields(executor.kernels(device))
+        assert select_known_kernels(c.kernel for c in predicted) == select_known_kernels(executor.kernels(device))
         assert all(
             re.fullmatch(r"hocket/backends/\S+\.(py|cu):\d+|hocket/ops/\S+:\d+", c.source.place) for c in predicted
         )

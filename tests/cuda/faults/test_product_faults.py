@@ -59,7 +59,7 @@ def unpacked_product(dtype: DType, columns: int) -> Callable[[DriverBackend], bo
     return is_right
 
 
-def check_routed(tokens: int) -> Callable[[DriverBackend], bool]:
+def make_routed_check(tokens: int) -> Callable[[DriverBackend], bool]:
     def is_right(backend: DriverBackend) -> bool:
         raw = random_rows(DType.Q8_0, 3 * 32, 32, RNG).reshape(3, 32, -1)
         x = RNG.standard_normal((tokens, 1, 32)).astype(np.float32)
@@ -148,15 +148,20 @@ PLANTS = {
         "packed_few.cu",
         "    int end = matrix < 0 ? 0 : (int)a.blocks",
         "    int end = (int)a.blocks",
-        check_routed(1),
+        make_routed_check(1),
     ),
     "counts are read before all are counted": (
         "routes.cu",
         "&counts[matrix < 0 ? here : matrix], 1);\n    }\n    __syncthreads();",
         "&counts[matrix < 0 ? here : matrix], 1);\n    }",
-        check_routed(24),
+        make_routed_check(24),
     ),
-    "tiles of the run before are left": ("routes.cu", "a.tiles[i] = make_int4(0, 0, 0, 0);", ";", check_routed(24)),
+    "tiles of the run before are left": (
+        "routes.cu",
+        "a.tiles[i] = make_int4(0, 0, 0, 0);",
+        ";",
+        make_routed_check(24),
+    ),
     "the small term of x is left out": (
         "tiled.cu",
         "for (int term = TERMS - 1; term >= 0; term--)",

@@ -31,7 +31,7 @@ def rows(shape):
     return np.where(rng.random(shape) < 0.1, rng.choice(special, shape), x).astype(np.float32)
 
 
-def find_largest(node, x, backend=None):
+def run_four_orders(node, x, backend=None):
     """Return the results of four runs with different orders of threads."""
     backend = backend or DriverBackend(EmulatedDriver())
     run = load(plan_for(Graph({"y": node}), [(backend, backend.device(0))]), {})
@@ -45,7 +45,7 @@ def find_largest(node, x, backend=None):
 def test_rows_of_any_length_are_ordered_as_the_op_says(shape, descending):
     x = rows(shape)
     want = np.argsort(-x if descending else x, axis=-1, kind="stable")
-    np.testing.assert_array_equal(find_largest(ops.argsort(input("x", shape), descending=descending), x), want)
+    np.testing.assert_array_equal(run_four_orders(ops.argsort(input("x", shape), descending=descending), x), want)
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ def test_rows_of_any_length_are_ordered_as_the_op_says(shape, descending):
 def test_the_largest_come_in_order(shape, k):
     x = rows(shape)
     want = np.argsort(-x, axis=-1, kind="stable")[..., :k]
-    np.testing.assert_array_equal(find_largest(ops.top_k(input("x", shape), k=k), x), want)
+    np.testing.assert_array_equal(run_four_orders(ops.top_k(input("x", shape), k=k), x), want)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (3, 5)])
 def test_of_nothing_there_is_no_order(shape):
-    assert find_largest(ops.top_k(input("x", shape), k=0), rows(shape)).shape == (shape[0], 0)
-    assert find_largest(ops.argsort(input("x", shape)), rows(shape)).shape == shape
+    assert run_four_orders(ops.top_k(input("x", shape), k=0), rows(shape)).shape == (shape[0], 0)
+    assert run_four_orders(ops.argsort(input("x", shape)), rows(shape)).shape == shape
 
 
 @pytest.mark.parametrize("k", [1, 40, 682, 683, 1024, 1025, 2048, 2049, 262_144])
@@ -98,7 +98,7 @@ def is_right(shape, k, backend):
     want = np.argsort(-x, axis=-1, kind="stable")[..., :k]
     node = ops.top_k(input("x", shape), k=k)
     try:
-        return np.array_equal(find_largest(node, x, backend), want)
+        return np.array_equal(run_four_orders(node, x, backend), want)
     except AssertionError:
         return False
 

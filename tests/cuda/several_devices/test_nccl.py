@@ -64,8 +64,8 @@ def both(monkeypatch):
     cuda._module.cache_clear()
 
 
-def are_equal_results(found, expected):
-    """Return whether all devices have equal bits; sums may differ from the host by their order."""
+def assert_equal_results(found, expected):
+    """Check results of all devices against the expected ones, except for the order of additions."""
     for own, others in zip(found, expected, strict=True):
         for x, y in zip(own, others, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-3)
@@ -84,7 +84,7 @@ def test_devices_that_nccl_joins_compute_what_the_host_does_in_one_graph(case, n
         is_sum = parts[0][0].op == "all_reduce"
         if n == 2 or not is_sum or parts[0][0].source.dtype.kind != "f":
             same(results, expected)
-        are_equal_results(results, expected)
+        assert_equal_results(results, expected)
         assert not is_sum or len({own[0].tobytes() for own in results}) == 1
     assert all(len(replay._calls) == 1 for replay in rig.replays)
     assert bool(nccl.calls) == (case != "none")
@@ -222,7 +222,7 @@ def test_a_long_wait_for_the_device_itself_is_no_failure(nccl_backend):
     right = rig.run()
     free, waiting = threading.Event(), threading.Barrier(2)
 
-    def shorten_timeout(rank):
+    def hold_device(rank):
         rig.replays[rank]._comm.timeout = 0.1
         backend.driver.stream(Device("cuda", rank)).put(free.wait)
         if waiting.wait() == 0:
@@ -233,7 +233,7 @@ def test_a_long_wait_for_the_device_itself_is_no_failure(nccl_backend):
             replay._comm.timeout = WAIT_SECONDS
         free.set()
 
-    same(rig.run(ahead=shorten_timeout), right)
+    same(rig.run(ahead=hold_device), right)
 
 
 def test_sizes_that_do_not_match_are_refused_before_anything_hangs(nccl_backend):

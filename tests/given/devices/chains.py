@@ -157,15 +157,15 @@ def norm_and_rope(
     def graph(forbidden: bool) -> Graph:
         x = input("x", (1, tokens, 2, 24))
         inner = ops.mul(ops.rms_norm(x, eps=1e-6), weight("w", (24,))) if normed else ops.neg(x)
-        rotated_heads = ops.rope(inner, input("pos", (1, tokens), "i32"), n_dims=16, mode=mode, offset=4)
+        rotate_heads = ops.rope(inner, input("pos", (1, tokens), "i32"), n_dims=16, mode=mode, offset=4)
         if not stored:
-            return both(rotated_heads, inner, forbidden)
+            return both(rotate_heads, inner, forbidden)
         cache = state("cache", (9, 48), dtype)
         new = ops.set_rows(
-            cache, ops.reshape(rotated_heads, shape=(tokens, 48)), input("ids", (tokens,), "i32"), name="new"
+            cache, ops.reshape(rotate_heads, shape=(tokens, 48)), input("ids", (tokens,), "i32"), name="new"
         )
         read = new if dtype == "f32" else ops.cast(new, dtype="f32")
-        return both(ops.neg(read), rotated_heads if forbidden else inner, forbidden, {cache: new})
+        return both(ops.neg(read), rotate_heads if forbidden else inner, forbidden, {cache: new})
 
     return graph
 
@@ -176,7 +176,7 @@ def attending(tokens: int, normed: bool, dtype: str, size: int = 24, mode: str =
     def graph(forbidden: bool) -> Graph:
         positions, ids = input("pos", (1, tokens), "i32"), input("ids", (tokens,), "i32")
 
-        def rotated_heads(name: str, heads: int) -> Value:
+        def rotate_heads(name: str, heads: int) -> Value:
             x = input(name, (1, tokens, heads, size))
             x = ops.mul(ops.rms_norm(x, eps=1e-6), weight(f"{name}_w", (size,))) if normed else ops.neg(x)
             return ops.rope(x, positions, n_dims=size // 16 * 16, mode=mode)
@@ -188,7 +188,7 @@ def attending(tokens: int, normed: bool, dtype: str, size: int = 24, mode: str =
             return ops.reshape(new, shape=(1, 9, 2, size))
 
         caches: dict[Value, Value] = {}
-        q, k, v = rotated_heads("q", 4), rotated_heads("k", 2), ops.neg(input("v", (1, tokens, 2, size)))
+        q, k, v = rotate_heads("q", 4), rotate_heads("k", 2), ops.neg(input("v", (1, tokens, 2, size)))
         y = ops.attention(q, store_in_cache("keys", k), store_in_cache("values", v), scale=0.2)
         return both(y, k, forbidden, caches)
 

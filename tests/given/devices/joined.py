@@ -62,11 +62,11 @@ class JoinedDevice:
         self._run_collective(into, _part("all_reduce", source, into, {"sequence": sequence}, inplace=source is into))
 
     def all_gather(self, source, into, parts, sequence):
-        axis, runs = _find_axis([target for target, _ in parts[self.rank]])
+        axis, runs = _find_axis_and_runs([target for target, _ in parts[self.rank]])
         self._run_collective(into, _part("all_gather", source, into, {"sequence": sequence, "axis": axis}), runs)
 
     def reduce_scatter(self, source, into, parts, sequence):
-        axis, runs = _find_axis([origin for _, origin in parts])
+        axis, runs = _find_axis_and_runs([origin for _, origin in parts])
         attrs = {"sequence": sequence, "axis": axis, "rank": self.rank}
         self._run_collective(into, _part("reduce_scatter", source, into, attrs), runs)
 
@@ -85,7 +85,7 @@ def _part(op, source, into, attrs, *, inplace=False):
     return DeviceStep(op, source, into.shape, attrs, inplace, strides=strides)
 
 
-def _find_axis(indices):
+def _find_axis_and_runs(indices):
     """Return the last axis that is indexed by runs."""
     ranges = [index[-1] for index in indices]
     return len(indices[0]) - 1, tuple((r.start, r.stop - r.start) for r in ranges if r.start < r.stop)

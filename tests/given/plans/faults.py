@@ -153,7 +153,7 @@ def again(**attrs: Any) -> Edit:
 
 
 def read_other_value(**by_position: str) -> Callable[[Graph], Graph]:
-    """Nodes that read another value, by name: ``reading(normed2="mixed")`` for the first source."""
+    """Nodes that read another value, by name: ``read_other_value(normed2="mixed")`` for the first source."""
 
     def change(graph: Graph) -> Graph:
         seen: dict[str, Value] = {}

@@ -69,7 +69,7 @@ def random_plan(seed: int, mode: str):
     return plan, plan_for(graph, group[:1]), bindings(graph, np.random.default_rng(seed))
 
 
-def bind_leaves(graph: Graph, values, leaves):
+def make_binder(graph: Graph, values, leaves):
     def bind(store: Store) -> None:
         for v in graph.weights:
             store.bind(v.node.name, as_file_bytes(values[v.node.name], v.dtype), v.spec, leaves[v.node.name])

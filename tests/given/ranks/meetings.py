@@ -118,7 +118,7 @@ CASES = (
 )
 
 
-def make_communicator(world, each=(1, 1, 1, 1)):
+def make_rank_group(world, each=(1, 1, 1, 1)):
     """Build the communicator of these numbers of devices per rank."""
     ranks = [rank for rank in range(world.size) for _ in range(each[rank])]
     devices = [Device("numpy", i, rank=rank) for i, rank in enumerate(ranks)]
@@ -128,7 +128,7 @@ def make_communicator(world, each=(1, 1, 1, 1)):
 def run_cases(world, each=(1, 1, 1, 1)):
     """All cases on all devices of this rank, a thread each."""
     for case in CASES:
-        place = make_communicator(world, each)
+        place = make_rank_group(world, each)
         members = [place.member(number) for number in place.between.local_devices]
         with ThreadPoolExecutor(len(members)) as threads:
             for one in [threads.submit(case, member) for member in members]:

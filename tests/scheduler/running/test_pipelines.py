@@ -70,7 +70,7 @@ def test_however_slow_a_device_is_runs_do_not_mix(slow, depth, group_size, monke
     stages = [number // group_size for number in range(3 * group_size)]
     ahead = [min(RUNS, 1 + depth + 1) if stage < slow else 2 if stage == slow else 1 for stage in stages]
 
-    def count_runs(number, replay):
+    def delay_replay(number, replay):
         def run():
             if calls[number] == 1 and number == last:
                 wait_until(lambda: all(calls[d] >= ahead[d] for d in range(len(calls)) if d != last))
@@ -80,7 +80,7 @@ def test_however_slow_a_device_is_runs_do_not_mix(slow, depth, group_size, monke
         return run
 
     for number, device_plan in pipeline._lanes.items():
-        device_plan.replay = count_runs(number, device_plan.replay)
+        device_plan.replay = delay_replay(number, device_plan.replay)
     results = follow(pipeline, feeds())
     assert all(same(one, two) for one, two in zip(expected, results, strict=True))
 

@@ -177,7 +177,7 @@ def measure_on_clock(backend: NullBackend, pipelines: list[Pipeline], steps: int
 
         return run
 
-    def advance_clock(replay):
+    def record_end(replay):
         def run():
             replay()
             ends.append(backend.tracks[f"null:{devices - 1}"][-1].end)
@@ -186,7 +186,7 @@ def measure_on_clock(backend: NullBackend, pipelines: list[Pipeline], steps: int
 
     for pipeline in pipelines:
         pipeline._lanes[0].replay = waits(pipeline._lanes[0].replay)
-        pipeline._lanes[devices - 1].replay = advance_clock(pipeline._lanes[devices - 1].replay)
+        pipeline._lanes[devices - 1].replay = record_end(pipeline._lanes[devices - 1].replay)
     feed = {"x": np.zeros(pipelines[0].plan.graph.inputs[0].shape)}
     with Succession(pipelines[0]) as runs:
         runs.begin([(pipeline, feed) for pipeline in pipelines])

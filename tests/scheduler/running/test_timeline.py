@@ -15,7 +15,7 @@ from hocket.scheduler.running.timeline import timeline
 
 from ...given.graphs.random_graphs import bindings
 from ...given.plans.faults import decoder, gather_plan, layer_plan, renumber_collectives, tensor_plan
-from ...given.plans.grouped import as_file_bytes, bind_leaves, devices, random_plan
+from ...given.plans.grouped import as_file_bytes, devices, make_binder, random_plan
 from ...given.plans.interleaved import DeadlockError, InterleavedPlan
 
 
@@ -93,7 +93,7 @@ def test_a_plan_for_devices_without_a_virtual_clock_is_refused():
 def test_every_interleaving_gives_the_result_of_one_device(seed, mode):
     plan, whole, values = random_plan(seed, mode)
     one = load(whole, {v.node.name: as_file_bytes(values[v.node.name], v.dtype) for v in plan.graph.weights})
-    many = InterleavedPlan(plan, bind_leaves(plan.graph, values, plan.leaves))
+    many = InterleavedPlan(plan, make_binder(plan.graph, values, plan.leaves))
     feed = {v.node.name: values[v.node.name] for v in plan.graph.inputs}
     for turn in range(3):
         want, got = one.run(feed), many.run(feed, turn, poison=None if turn == 2 else 0xFF)
@@ -110,6 +110,6 @@ def test_an_interleaving_shows_a_deadlock():
     whole = plan_for(decoder(), group, split_mode="layer")
     broken = renumber_collectives(whole, 1, {0: 5})
     values = bindings(whole.graph, np.random.default_rng(0))
-    run = InterleavedPlan(broken, bind_leaves(whole.graph, values, whole.leaves))
+    run = InterleavedPlan(broken, make_binder(whole.graph, values, whole.leaves))
     with pytest.raises(DeadlockError):
         run.run({"x": values["x"], "ids": [0, 1, 2]}, seed=0)

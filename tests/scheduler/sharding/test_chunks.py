@@ -24,7 +24,7 @@ from hocket.scheduler.verifier.summands import terms
 
 from ...given.graphs import layered
 from ...given.plans.chunked import chunked_plan, make_gated_layers
-from ...given.plans.grouped import bind_leaves
+from ...given.plans.grouped import make_binder
 from ...given.plans.interleaved import InterleavedPlan
 from ...given.plans.ways import compare_results, values_of
 from ...given.plans.ways import results as run_results
@@ -66,7 +66,7 @@ def results(plan, seed):
     count = np.arange(TOKENS, dtype=np.int32)
     feed = {"pos": count[None], "slots": count, "wanted": count[-1:]}
     feed["x"] = rng.standard_normal((TOKENS, layered.E)).astype(np.float32)
-    run = InterleavedPlan(plan, bind_leaves(plan.graph, values, plan.leaves))
+    run = InterleavedPlan(plan, make_binder(plan.graph, values, plan.leaves))
     return run.run(feed, seed) | {name: np.array(run.store.state(name)) for name in run.store.states}
 
 
@@ -140,20 +140,20 @@ def test_distributed_chunks_of_repeated_layers_are_those_of_a_plan_lowered_step_
         np.testing.assert_allclose(got[name], array, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("rows_name", [False, True])
+@pytest.mark.parametrize("is_distributed", [False, True])
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("shares", [(1, 1), (3, 1, 2), (1, 0, 1)])
-def test_chunks_over_any_shares_give_what_one_device_gives(rows_name, count, shares):
+def test_chunks_over_any_shares_give_what_one_device_gives(is_distributed, count, shares):
     backend = ReferenceBackend()
     plan = chunked_plan(
         make_gated_layers(7),
         [(backend, backend.device(d)) for d in range(len(shares))],
         count,
-        is_distributed=rows_name,
+        is_distributed=is_distributed,
         shares=shares,
     )
     assert [*plan_faults(plan)] == []
-    assert len(nodes_of_op(plan, "all_gather" if rows_name else "all_reduce")) == 2 * count
+    assert len(nodes_of_op(plan, "all_gather" if is_distributed else "all_reduce")) == 2 * count
     values = values_of(plan.graph, 1)
     alone = plan_for(plan.graph, [(backend, backend.device(0))])
     assert not compare_results(run_results(plan, values), run_results(alone, values))

@@ -174,11 +174,15 @@ def test_a_random_graph_placed_at_random_equals_one_device(seed):
     leaves = {v.node.name for v in graph.inputs}
     place = [p for p in place if not any(name.startswith(("x", "leaf")) and name in leaves for name in [p[0][1:-1]])]
     equal_to_one(
-        graph, group, seed, mode=dice.choice(["layer", "tensor", "none", "cut"]), place=_random_patterns(graph, place)
+        graph,
+        group,
+        seed,
+        mode=dice.choice(["layer", "tensor", "none", "cut"]),
+        place=_select_matching_patterns(graph, place),
     )
 
 
-def _random_patterns(graph, place):
+def _select_matching_patterns(graph, place):
     """Patterns that match something a device can compute or hold."""
     import re
 
